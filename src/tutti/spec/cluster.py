@@ -1,0 +1,123 @@
+"""ClusterSpec: the machines. Measured by `tutti probe`, or written down from data sheets."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tutti.errors import SpecError
+from tutti.spec.words import Evidence
+
+DeviceKind = Literal["cpu", "cuda"]
+LinkTier = Literal["device", "node", "network"]
+"""device: within one device's memory; node: between ranks of one host; network: between hosts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmRate:
+    """Rate of a square matrix product, N x N x N: 2 N^3 / time."""
+
+    dtype: str
+    n: int
+    threads: int = 1
+    flops_per_s: float
+    spread: float = 0.0  # (max - min) / median over the repeats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSpec:
+    """One kind of device.
+
+    `peak_flops_per_s`: dtype -> dense peak ("float32", "bfloat16", "float16", "tf32", "float64", "float8"), never a
+    sparsity rate. `gemm`: measured rates; empty for a data sheet. `cores`: of a CPU device, shared by its ranks.
+    """
+
+    name: str
+    kind: DeviceKind
+    memory_nbytes: int
+    memory_bandwidth_bytes_per_s: float
+    peak_flops_per_s: dict[str, float]
+    gemm: tuple[GemmRate, ...] = ()
+    kernel_overhead_s: float = 0.0
+    cores: int = 0
+    power_w: float | None = None
+    year: int | None = None
+    source: str
+    evidence: Evidence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkPoint:
+    """One timed transfer: the median time of `nbytes` in one collective or message."""
+
+    nbytes: int
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSpec:
+    """A tier of links between ranks: time of n bytes = latency_s + n / bandwidth_bytes_per_s (alpha-beta model).
+
+    `residual`: root mean square of the fit's relative error, of a measured link. `ranks`: how many ranks took part.
+    """
+
+    tier: LinkTier
+    latency_s: float
+    bandwidth_bytes_per_s: float
+    backend: str = "gloo"
+    residual: float = 0.0
+    ranks: int = 2
+    points: tuple[LinkPoint, ...] = ()
+    source: str
+    evidence: Evidence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSpec:
+    """`count` equal hosts, each with `devices_per_node` devices of one kind (a key of ClusterSpec.devices)."""
+
+    name: str
+    device: str
+    devices_per_node: int = 1
+    count: int = 1
+    memory_nbytes: int
+    disk_read_bytes_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conditions:
+    """Under which conditions a cluster was measured."""
+
+    measured_utc: str
+    cores_granted: int
+    load_at_start: float
+    load_at_end: float
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSpec:
+    """Hosts, devices and the links between them. `conditions` is there when it was measured."""
+
+    name: str
+    devices: dict[str, DeviceSpec]
+    nodes: tuple[NodeSpec, ...]
+    links: tuple[LinkSpec, ...]
+    conditions: Conditions | None = None
+    version: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.nodes:
+            raise SpecError("nodes is empty; a cluster has at least one node")
+        for node in self.nodes:
+            if node.device not in self.devices:
+                raise SpecError(
+                    f"node {node.name!r} has device {node.device!r}, which is not in devices "
+                    f"({', '.join(self.devices) or 'empty'}); add it there"
+                )
+
+    def link(self, tier: LinkTier) -> LinkSpec | None:
+        """The link of a tier, or None where the cluster has none."""
+        return next((link for link in self.links if link.tier == tier), None)
+
+    @property
+    def device_count(self) -> int:
+        return sum(node.count * node.devices_per_node for node in self.nodes)

@@ -1,0 +1,107 @@
+"""Plan: what is intended. A readable JSON file that says how the work is spread; nothing in it is measured."""
+
+import math
+from dataclasses import dataclass, field
+
+from tutti.errors import PlanError
+from tutti.spec.words import AxisName, LastBatch, Placement, Precision, SyncMode, Unit
+
+
+def _positive(value: int, name: str) -> None:
+    if value < 1:
+        raise PlanError(f"{name} = {value}; give a number of 1 or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutRule:
+    """Where the modules whose dotted names match a glob are placed; the last matching rule wins.
+
+    `modules`: a glob over dotted module names ("*" is all of them); `recompute`: whether their activations are
+    dropped after forward and computed again in backward.
+    """
+
+    modules: str = "*"
+    placement: Placement = "replicate"
+    recompute: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.modules:
+            raise PlanError("a layout rule's modules glob is empty; write '*' for all modules")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPlan:
+    """The batch that a step means, and how it is cut.
+
+    The global batch is cut into `num_microbatches` slices in order; each slice is shared among the ranks of the
+    replicate axis. `last_batch`: an epoch's short last batch is kept or dropped.
+    """
+
+    global_batch_size: int
+    unit: Unit = "samples"
+    num_microbatches: int = 1
+    last_batch: LastBatch = "keep"
+
+    def __post_init__(self) -> None:
+        _positive(self.global_batch_size, "global_batch_size")
+        _positive(self.num_microbatches, "num_microbatches")
+        if self.unit == "samples" and self.num_microbatches > self.global_batch_size:
+            raise PlanError(
+                f"num_microbatches = {self.num_microbatches} exceeds global_batch_size = {self.global_batch_size} "
+                f"samples; set num_microbatches to at most {self.global_batch_size}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sync:
+    """How replicas stay equal. Gradients are fused into buckets of about `bucket_nbytes` before all-reduce."""
+
+    mode: SyncMode = "synchronous"
+    bucket_nbytes: int = 25 * 2**20
+
+    def __post_init__(self) -> None:
+        _positive(self.bucket_nbytes, "sync.bucket_nbytes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How a job is spread over ranks.
+
+    `mesh`: degree of each axis in order, outermost first; their product is the world size.
+    `shares`: relative loads of the replicate axis' ranks (empty: equal); 3, 1 gives rank 0 three quarters of every
+    slice. The weights of the means follow from the samples each rank really gets.
+    """
+
+    batch: BatchPlan
+    mesh: dict[AxisName, int] = field(default_factory=lambda: {"replicate": 1})
+    layout: tuple[LayoutRule, ...] = (LayoutRule(),)
+    shares: tuple[float, ...] = ()
+    precision: Precision = "full"
+    sync: Sync = Sync()
+    version: int = 1
+
+    def __post_init__(self) -> None:
+        if self.version != 1:
+            raise PlanError(f"version = {self.version}; this tutti reads plan version 1: make the plan again")
+        if not self.mesh:
+            raise PlanError('mesh is empty; write {"replicate": 1} for one device')
+        for axis, degree in self.mesh.items():
+            _positive(degree, f"mesh.{axis}")
+        degree = self.mesh.get("replicate", 1)
+        if self.shares and len(self.shares) != degree:
+            raise PlanError(
+                f"shares has {len(self.shares)} entries, but mesh.replicate = {degree}; give one share for each "
+                "rank of the replicate axis, or none for equal shares"
+            )
+        if any(not math.isfinite(share) or share < 0 for share in self.shares):
+            raise PlanError(f"shares = {list(self.shares)}; every share must be a number of 0 or more")
+        if self.shares and sum(self.shares) <= 0:
+            raise PlanError("shares are all 0; give at least one rank a share above 0")
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(self.mesh.values())
+
+    @property
+    def data_parallel_degree(self) -> int:
+        return self.mesh.get("replicate", 1)

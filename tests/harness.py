@@ -1,0 +1,84 @@
+"""Runs a function on several ranks: real processes and real Gloo groups, forked from a preloaded server.
+
+Each rank gets one thread, so that 4 ranks on 2 cores stay quick; every wait has a time-out.
+"""
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.parallel", "numpy", "tutti.runtime.job"])
+
+
+class RankFailed(AssertionError):
+    """A rank raised or died; carries its traceback."""
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60) -> list[Any]:
+    """Call `function(*args)` on ranks 0..world_size-1 and return what each returned, in order of rank.
+
+    The environment of a launched rank (RANK, WORLD_SIZE, ...) is set and nothing else is: the function makes its
+    Job, or joins the world with `tutti.runtime.world.join`. It must be importable (defined at module level).
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = [_context.Pipe(duplex=False) for _ in range(world_size)]
+        processes = [
+            _context.Process(target=_rank, args=(rank, world_size, folder, pipes[rank][1], function, args), daemon=True)
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        for _, sender in pipes:
+            sender.close()
+        try:
+            return _collect([receiver for receiver, _ in pipes], timeout_s)
+        finally:
+            for process in processes:
+                process.terminate()
+                process.join(5)
+
+
+def _collect(receivers: list[Connection], timeout_s: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    waiting = {receiver: rank for rank, receiver in enumerate(receivers)}
+    while waiting:
+        ready = wait(list(waiting), timeout_s)
+        if not ready:
+            raise RankFailed(f"ranks {sorted(waiting.values())} did not finish in {timeout_s} s")
+        for receiver in ready:
+            rank = waiting.pop(receiver)  # type: ignore[index, arg-type]
+            try:
+                ok, value = receiver.recv()  # type: ignore[union-attr]
+            except EOFError:
+                raise RankFailed(f"rank {rank} died without a word") from None
+            if not ok:
+                raise RankFailed(f"rank {rank} raised:\n{value}")
+            results[rank] = value
+    return [results[rank] for rank in range(len(results))]
+
+
+def _rank(
+    rank: int, world_size: int, folder: str, sender: Connection, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        TUTTI_RENDEZVOUS=f"file://{folder}/store",
+        TUTTI_RUN_FOLDER=f"{folder}/run",
+        GLOO_SOCKET_IFNAME="lo",
+    )
+    os.chdir(folder)
+    try:
+        sender.send((True, function(*args)))
+    except BaseException:
+        sender.send((False, traceback.format_exc()))
