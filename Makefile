@@ -1,0 +1,75 @@
+# tutti: everything a newcomer or a developer runs. `make help` lists it.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory --no-builtin-rules
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# The first of these that is Python 3.11 or newer makes the virtual environment; `make PYTHON=...` chooses another.
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
+	command -v $$p >/dev/null && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+	&& { echo $$p; break; }; done)
+# PyPI's torch for Linux carries gigabytes of CUDA libraries; where there is no NVIDIA driver this index has the CPU build.
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+CHECKED := src tests examples benchmarks
+DEMO_RUN := runs/demo
+
+.PHONY: help demo test check lint types bench clean install
+
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+
+install: $(STAMP)  ## make the virtual environment and install tutti into it
+
+$(STAMP): pyproject.toml constraints.txt
+	@[ -n "$(PYTHON)" ] || { echo "tutti needs Python 3.11 or newer and found none: install it" \
+		"(Debian, Ubuntu: apt install python3 python3-venv) or name it: make PYTHON=/path/to/python3.11"; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is" \
+		"$$($(PYTHON) --version 2>&1), and tutti needs Python 3.11 or newer: name one with make PYTHON=..."; exit 2; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "$(PYTHON) cannot make virtual environments:" \
+		"on Debian and Ubuntu, apt install python3-venv"; exit 2; }
+	@echo "== installing into $(VENV) ($$($(PYTHON) --version))"
+	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
+	@export PIP_DISABLE_PIP_VERSION_CHECK=1; extra=; \
+	if ! command -v nvidia-smi >/dev/null && $(BIN)/python -c \
+		'import sys, urllib.request as u; u.urlopen(sys.argv[1], timeout=5)' $(TORCH_CPU_INDEX)/torch/ 2>/dev/null; \
+	then extra="--extra-index-url $(TORCH_CPU_INDEX)"; fi; \
+	$(BIN)/python -m pip install --quiet -c constraints.txt $$extra torch; \
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -c 'import torch; print("== installed: torch", torch.__version__)'
+	@touch $@
+
+demo: $(STAMP)  ## train a small GPT on 2 workers, verify it against one device, write the report
+	@echo "== training a small GPT on this machine's own text, on 2 workers: tutti run --nproc 2 examples/gpt_tutti.py"
+	@rm -rf $(DEMO_RUN)
+	@$(BIN)/tutti run --nproc 2 --folder $(DEMO_RUN) examples/gpt_tutti.py
+	@echo "== the same steps on one device and on 2 workers: tutti verify --nproc 2 examples/gpt_tutti.py"
+	@$(BIN)/tutti verify --nproc 2 examples/gpt_tutti.py
+	@echo "== the report: tutti report $(DEMO_RUN)"
+	@$(BIN)/tutti report $(DEMO_RUN)
+	@echo "== open $(CURDIR)/$(DEMO_RUN)/report/report.html"
+
+test: check  ## lint, types and all tests (under 10 minutes on 2 cores)
+	@echo "== tests"
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile
+
+check: lint types  ## lint and types only
+
+lint: $(STAMP)  ## ruff: style and format
+	@echo "== ruff"
+	@$(BIN)/ruff check --quiet $(CHECKED)
+	@$(BIN)/ruff format --check --quiet $(CHECKED) || { echo "run: $(BIN)/ruff format $(CHECKED)"; exit 1; }
+
+types: $(STAMP)  ## mypy, strict
+	@echo "== mypy --strict"
+	@$(BIN)/mypy --no-error-summary
+
+bench: $(STAMP)  ## measure tutti against plain PyTorch; writes benchmarks/results (QUICK=1: a short look)
+	@$(BIN)/python benchmarks/run.py $(if $(QUICK),--quick)
+
+clean:  ## remove the virtual environment, caches and runs
+	@rm -rf $(VENV) runs build src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
