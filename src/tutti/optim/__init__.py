@@ -1,0 +1,1 @@
+"""How the optimizer is driven: learning-rate rules that follow the global batch."""
