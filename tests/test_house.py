@@ -1,0 +1,222 @@
+"""The rules of the house hold: layers, sizes, finished work, one reader of the environment, few public names."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from house.layers import ALLOWED, layer_of, upward_imports
+from house.tails import environment_uses, machine_paths, oversized, undocumented, unfinished
+from house.tree import PACKAGE, ROOT, module_name, name_of, python_files, tracked_files
+
+SIZE_EXCEPTIONS: dict[str, str] = {}
+"""File -> why it may exceed a budget of size."""
+
+ENVIRONMENT_FILES: dict[str, str] = {
+    "src/tutti/runtime/env.py": "the one reader",
+}
+"""File -> why it touches the environment. Readers of a run's meaning are env.py alone."""
+
+PUBLIC_NAMES = [
+    "CheckpointError",
+    "ClusterSpec",
+]
+
+
+def findings(
+    paths: list[Path], check: Callable[[str], list[str]], excepted: dict[str, str] | None = None
+) -> list[str]:
+    return [
+        f"{name_of(path)}: {finding}"
+        for path in paths
+        if name_of(path) not in (excepted or {})
+        for finding in check(path.read_text(encoding="utf-8"))
+    ]
+
+
+def report(found: list[str]) -> None:
+    assert not found, "\n" + "\n".join(found)
+
+
+# The project's own files
+
+
+def test_imports_point_downward() -> None:
+    report(
+        [
+            f"{name_of(path)}: {finding}"
+            for path in python_files("src/tutti")
+            for finding in upward_imports(
+                path.read_text(encoding="utf-8"), module_name(path), is_package=path.name == "__init__.py"
+            )
+        ]
+    )
+
+
+def test_every_layer_is_in_the_table() -> None:
+    layers = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
+    layers |= {path.stem for path in PACKAGE.glob("*.py") if path.stem not in ("__init__", "__main__")}
+    assert layers <= set(ALLOWED), f"add to house/layers.py: {sorted(layers - set(ALLOWED))}"
+
+
+def test_the_table_of_layers_has_no_cycle() -> None:
+    below = dict(ALLOWED)
+    while below:
+        lowest = [layer for layer, allowed in below.items() if not allowed & below.keys()]
+        assert lowest, f"these layers import each other: {sorted(below)}"
+        for layer in lowest:
+            del below[layer]
+
+
+def test_sizes_are_within_budget() -> None:
+    files = python_files("src", "tests", "examples", "benchmarks")
+    report(findings(files, oversized, SIZE_EXCEPTIONS))
+
+
+def test_exceptions_are_still_needed() -> None:
+    for name in SIZE_EXCEPTIONS:
+        assert oversized((ROOT / name).read_text(encoding="utf-8")), (
+            f"{name} is within budget: remove its exception"
+        )
+    for name in ENVIRONMENT_FILES:
+        text = (ROOT / name).read_text(encoding="utf-8")
+        assert environment_uses(text), f"{name} does not touch the environment: remove its exception"
+
+
+def test_no_work_is_left_unfinished() -> None:
+    files = python_files("src", "tests", "examples", "benchmarks")
+    files += [path for path in PACKAGE.rglob("*") if path.suffix in (".html", ".css", ".js", ".json")]
+    report(findings(files, unfinished))
+
+
+def test_every_module_has_a_docstring() -> None:
+    report(findings(python_files("src", "tests", "examples", "benchmarks"), undocumented))
+
+
+def test_the_environment_is_read_in_one_file() -> None:
+    report(findings(python_files("src"), environment_uses, ENVIRONMENT_FILES))
+
+
+def test_no_file_names_a_path_of_one_machine() -> None:
+    files = tracked_files()
+    if files is None:
+        pytest.skip("not a git checkout")
+    texts = [path for path in files if b"\0" not in path.read_bytes()[:8192]]
+    report(findings(texts, machine_paths))
+
+
+def test_import_tutti_is_light() -> None:
+    code = "import sys, json, tutti; print(json.dumps(sorted(m for m in sys.modules if '.' not in m)))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    heavy = {"torch", "numpy", "matplotlib", "pydantic", "rich", "jinja2", "tensorboardX"}
+    assert not heavy & set(json.loads(run.stdout))
+
+
+def test_public_names_are_frozen() -> None:
+    import tutti
+
+    assert sorted(tutti.__all__) == PUBLIC_NAMES, "a public name was added or removed: say so in CHANGELOG.md"
+    for name in tutti.__all__:
+        assert getattr(tutti, name) is not None
+    assert set(tutti.__all__) <= set(dir(tutti))
+
+
+# The checkers themselves: each finds what it is for, and leaves what is right alone
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "count"),
+    [
+        ("tutti.predict.time", "from tutti.spec.plan import Plan\nimport numpy as np\nimport math", 0),
+        ("tutti.predict.time", "import torch", 1),
+        ("tutti.predict.time", "def f():\n    import torch.nn as nn", 1),
+        ("tutti.predict.time", "import time", 1),
+        ("tutti.predict.time", "from pathlib import Path", 1),
+        ("tutti.plan.search", "from pathlib import Path", 0),
+        ("tutti.plan.search", "from tutti.predict import memory", 0),
+        ("tutti.spec.plan", "from tutti import runtime", 1),
+        ("tutti.spec.plan", "import tutti.runtime.job", 1),
+        ("tutti.spec.plan", "from ..runtime import job", 1),
+        (
+            "tutti.spec.plan",
+            "from . import words\nfrom .words import Unit\nfrom ..errors import PlanError",
+            0,
+        ),
+        (
+            "tutti.runtime.job",
+            "from importlib import import_module\nimport_module('tutti.verify.compare')",
+            1,
+        ),
+        ("tutti.runtime.job", "if TYPE_CHECKING:\n    from tutti.cli.main import main", 1),
+        ("tutti.runtime.job", "import tutti", 1),
+        ("tutti.cli.run", "import tutti\nfrom tutti.bench import gemm\nfrom tutti.verify import compare", 0),
+        ("tutti.errors", "import pydantic", 1),
+    ],
+)
+def test_layer_checker(module: str, source: str, count: int) -> None:
+    assert len(upward_imports(source, module)) == count
+
+
+def test_layer_checker_resolves_relative_imports_of_a_package() -> None:
+    assert upward_imports("from .plan import Plan", "tutti.spec", is_package=True) == []
+    assert upward_imports("from ..plan import search", "tutti.spec", is_package=True) != []
+
+
+def test_layer_of() -> None:
+    assert [layer_of(name) for name in ("tutti", "tutti.Job", "tutti.spec", "tutti.spec.plan.Plan")] == [
+        "",
+        "",
+        "spec",
+        "spec",
+    ]
+
+
+def test_size_checker() -> None:
+    body = "\n".join("    x = 1" for _ in range(49))
+    assert oversized(f"def f():\n{body}") == []
+    assert oversized(f'def f():\n    """One\n    two\n    three."""\n{body}') == []
+    assert oversized(f"def f():\n{body}\n    x = 2") == ["line 1: f has 51 lines; at most 50"]
+    assert (
+        oversized(f"class A:\n    async def f(self):\n{body.replace('    ', '        ')}\n        x = 2")
+        != []
+    )
+    methods = "\n".join(f"    def m{i}(self): ..." for i in range(15))
+    assert oversized(f"class A:\n{methods}") == []
+    assert oversized(f"class A:\n{methods}\n    def one_more(self): ...") == [
+        "line 1: A has 16 methods; at most 15"
+    ]
+    assert oversized("x = 1\n" * 400) == []
+    assert oversized("x = 1\n" * 401) == ["401 lines; at most 400"]
+
+
+@pytest.mark.parametrize(
+    "mark", ["TO" + "DO", "FIX" + "ME", "raise NotImplemented" + "Error", "a Place" + "holder"]
+)
+def test_mark_checker(mark: str) -> None:
+    assert unfinished(f"x = 1\n# {mark}: later") != []
+    assert unfinished("methods to do, fixed, replaced") == []
+
+
+def test_docstring_checker() -> None:
+    assert undocumented("x = 1") == ["the module has no docstring"]
+    assert undocumented('"""What it is."""') == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["import os\nos.environ['A']", "os.getenv('A')", "from os import environ", "def f():\n    os.environ"],
+)
+def test_environment_checker(source: str) -> None:
+    assert environment_uses(source) != []
+    assert environment_uses("import os\nos.path.join('a', environ['b'])\nself.environ = 1") == []
+
+
+@pytest.mark.parametrize(
+    "path", ["/wo" + "rk/main/x", "see ../sha" + "red/y", "/ro" + "ot/.cache", "/ho" + "me/me/x"]
+)
+def test_path_checker(path: str) -> None:
+    assert machine_paths(f"open('{path}')") != []
+    assert machine_paths("network/main, a.work/x, /var/tmp, https://example.org/root/") == []
