@@ -11,11 +11,11 @@ class TuttiError(Exception):
     exit_code = 2
 
 
-class SpecError(TuttiError):
+class SpecError(TuttiError, ValueError):
     """A file or value does not have the form its kind requires; names the path of the offending field."""
 
 
-class PlanError(TuttiError):
+class PlanError(TuttiError, ValueError):
     """A plan that cannot be carried out: degrees, layout or batch do not fit the model or the cluster."""
 
 

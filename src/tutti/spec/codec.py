@@ -1,26 +1,32 @@
 """One codec for every spec: frozen dataclass <-> plain JSON, with the path of an offending field in the error.
 
-Validation is pydantic's (strict types, unknown fields refused); this file only turns its findings into one
-sentence each, with a remedy.
+Validation is pydantic's (strict types, unknown fields and numbers that are not finite refused); this file only
+turns its findings into one sentence each, with a remedy.
 """
 
 import dataclasses
 import difflib
 import hashlib
 import json
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+from pydantic_core import ErrorDetails
 
 from tutti.errors import SpecError, TuttiError
 
 T = TypeVar("T")
 
+_STRICT = with_config(ConfigDict(extra="forbid", allow_inf_nan=False))
+
 
 @cache
 def _adapter(cls: type[Any]) -> TypeAdapter[Any]:
+    for part in _nested(cls, set()):
+        _STRICT(part)
     return TypeAdapter(cls)
 
 
@@ -30,18 +36,25 @@ def to_data(value: Any) -> Any:
 
 
 def from_data(cls: type[T], data: Any, *, source: str = "the given data") -> T:
-    """Build a spec from its plain JSON form. Raises SpecError naming `source` and the field's path."""
+    """Build a spec from its plain JSON form.
+
+    Raises SpecError, or what the spec's own checks raise, naming `source` and the field's path.
+    """
+    _check_version(cls, data, source)
     try:
         return _adapter(cls).validate_json(json.dumps(data), strict=True)  # type: ignore[no-any-return]
     except ValidationError as error:
-        raise SpecError(_sentence(cls, error, source)) from None
-    except TuttiError as error:
-        raise type(error)(f"{source}: {error}") from None
+        raise _explained(cls, error.errors()[0], source) from None
 
 
 def dumps(value: Any) -> str:
-    """Readable JSON text of a spec."""
-    return json.dumps(to_data(value), indent=2) + "\n"
+    """Readable JSON text of a spec. Raises SpecError when a number in it is not finite: JSON has none such."""
+    try:
+        return json.dumps(to_data(value), indent=2, allow_nan=False) + "\n"
+    except ValueError:
+        raise SpecError(
+            f"a {type(value).__name__} holds a number that is not finite, which JSON cannot; leave it out or use null"
+        ) from None
 
 
 def loads(cls: type[T], text: str, *, source: str = "the given text") -> T:
@@ -80,28 +93,71 @@ def digest(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _sentence(cls: type[Any], error: ValidationError, source: str) -> str:
-    finding = error.errors()[0]
-    path = ".".join(str(part) for part in finding["loc"] if part != "[key]") or "the document"
+def _check_version(cls: type[Any], data: Any, source: str) -> None:
+    """A form of another version is refused as such, before its fields are found wrong one by one."""
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    if "version" not in fields or not isinstance(data, dict) or "version" not in data:
+        return
+    known = fields["version"].default
+    if data["version"] != known:
+        raise SpecError(
+            f"{source}: version = {data['version']!r}, but this tutti reads {cls.__name__} version {known}; "
+            "make the file again with this tutti"
+        )
+
+
+def _explained(cls: type[Any], finding: ErrorDetails, source: str) -> TuttiError:
+    """The error for pydantic's first finding: one sentence with the field's path and the remedy."""
+    location = tuple(str(part) for part in finding["loc"] if part != "[key]")
+    path = ".".join(location)
+    own = finding.get("ctx", {}).get("error")
+    if isinstance(own, TuttiError):
+        return type(own)(f"{source}: {path}: {own}" if path else f"{source}: {own}")
     if finding["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        return f"{source}: unknown field {path}; {_nearest(cls, str(finding['loc'][-1]))}"
+        return SpecError(f"{source}: unknown field {path}; {_nearest(cls, location)}")
     if finding["type"] in ("missing", "missing_argument"):
-        return f"{source}: field {path} is missing; add it"
-    return f"{source}: {path} = {finding['input']!r} is not allowed: {finding['msg'].lower()}; correct this field"
+        return SpecError(f"{source}: field {path} is missing; add it")
+    message = finding["msg"][0].lower() + finding["msg"][1:]
+    if finding["loc"] and finding["loc"][-1] == "[key]":
+        return SpecError(f"{source}: {path} is not allowed: {message}; rename or remove this key")
+    shown = f"{path or 'the document'} = {finding['input']!r}"
+    return SpecError(f"{source}: {shown} is not allowed: {message}; correct this field")
 
 
-def _nearest(cls: type[Any], name: str) -> str:
-    names = {f.name for c in _nested(cls, set()) for f in dataclasses.fields(c)}
-    close = difflib.get_close_matches(name, sorted(names), n=1)
-    return f"did you mean {close[0]!r}?" if close else "remove it"
+def _nearest(cls: type[Any], location: tuple[str, ...]) -> str:
+    """The remedy for an unknown field: the nearest name among its siblings, else the path of one anywhere."""
+    parent, name = tuple(part for part in location[:-1] if not part.isdigit()), location[-1]
+    paths = list(_field_paths(cls))
+    siblings = {path[-1]: path[-1] for path in paths if path[:-1] == parent}
+    anywhere = {path[-1]: ".".join(path) for path in reversed(paths)}
+    for candidates in (siblings, anywhere):
+        close = difflib.get_close_matches(name, sorted(candidates), n=1)
+        if close:
+            return f"did you mean {candidates[close[0]]!r}?"
+    return "remove it"
 
 
-def _nested(cls: Any, seen: set[Any]) -> set[Any]:
-    """`cls` and all dataclasses its fields mention."""
-    if dataclasses.is_dataclass(cls) and cls not in seen:
+def _field_paths(cls: Any, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The path of every field in a spec, those of the outermost first. Positions in lists are left out."""
+    fields = dataclasses.fields(cls)
+    yield from ((*prefix, field.name) for field in fields)
+    for field in fields:
+        for part in _direct(field.type):
+            yield from _field_paths(part, (*prefix, field.name))
+
+
+def _direct(hint: Any) -> list[type[Any]]:
+    """The dataclasses that a type hint names (in a tuple, dict or union too)."""
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return [hint]
+    return [part for argument in getattr(hint, "__args__", ()) for part in _direct(argument)]
+
+
+def _nested(cls: type[Any], seen: set[type[Any]]) -> set[type[Any]]:
+    """`cls` and every dataclass within it."""
+    if cls not in seen:
         seen.add(cls)
         for field in dataclasses.fields(cls):
-            _nested(field.type, seen)
-    for argument in getattr(cls, "__args__", ()):
-        _nested(argument, seen)
+            for part in _direct(field.type):
+                _nested(part, seen)
     return seen
