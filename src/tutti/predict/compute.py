@@ -1,0 +1,270 @@
+"""Time of a rank's own work: a roofline for each operator, with measured rates where there are any.
+
+time = max(FLOPs / rate, bytes / bandwidth) + calls * overhead (Williams, Waterman and Patterson 2009). The rate of a
+matrix operator is that of a square product with as many FLOPs in each call, N = (FLOPs / 2)^(1/3).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tutti.errors import PlanError
+from tutti.predict import constants
+from tutti.predict.placement import Seat
+from tutti.spec.cluster import DeviceSpec, GemmRate
+from tutti.spec.model import ModelSpec
+from tutti.spec.words import Evidence, Precision
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """Seconds of one matrix product against its FLOPs, through known points: straight lines in logarithms.
+
+    Beyond the points the rate stays that of the nearest one; `ramp_s` is added to each product. More FLOPs never
+    take less time.
+    """
+
+    flops: Array
+    seconds: Array
+    ramp_s: float = 0.0
+    evidence: Evidence = "measured"
+
+    @property
+    def best_rate(self) -> float:
+        return float(np.max(self.flops / self.seconds))
+
+    def time(self, flops: Array) -> Array:
+        """Seconds of products of `flops` FLOPs each; 0 for none."""
+        inside = np.clip(flops, self.flops[0], self.flops[-1])
+        at = np.exp(np.interp(np.log(inside), np.log(self.flops), np.log(self.seconds)))
+        at = np.where(flops <= self.flops[0], self.seconds[0], at)
+        at = np.where(flops >= self.flops[-1], self.seconds[-1], at)
+        seconds: Array = np.where(flops > 0, at * flops / inside + self.ramp_s, 0.0)
+        return seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worker:
+    """What one rank computes with: `matrix` for matrix operators in the plan's precision, `vector_rate` for others.
+
+    `slowdown` multiplies all its work (more ranks than cores). `half`: autocast in a 2-byte type.
+    """
+
+    matrix: Curve
+    vector_rate: float
+    bandwidth_bytes_per_s: float
+    kernel_overhead_s: float
+    slowdown: float
+    half: bool
+    assumptions: tuple[str, ...]
+    evidence: Evidence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpTable:
+    """All operators of a model as columns; one row an operator. `module`: index of its module."""
+
+    module: NDArray[np.intp]
+    matrix: NDArray[np.bool_]
+    efficiency: Array
+    flops_forward: Array
+    flops_backward: Array
+    nbytes_forward: Array
+    nbytes_backward: Array
+    weight_nbytes: Array
+    calls: Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Seconds by module of one pass, and by what limits them (compute, memory traffic, operator calls)."""
+
+    seconds: Array
+    compute_s: float
+    memory_s: float
+    overhead_s: float
+
+
+def op_table(model: ModelSpec) -> OpTable:
+    """The operators of `model` as columns, in order of modules."""
+    rows = [(index, op) for index, module in enumerate(model.modules) for op in module.ops]
+
+    def column(values: list[float]) -> Array:
+        return np.array(values, dtype=np.float64)
+
+    return OpTable(
+        module=np.array([index for index, _ in rows], dtype=np.intp),
+        matrix=np.array([op.kind in constants.MATRIX_KINDS for _, op in rows], dtype=np.bool_),
+        efficiency=column([constants.EFFICIENCY[op.kind] for _, op in rows]),
+        flops_forward=column([op.flops_forward for _, op in rows]),
+        flops_backward=column([op.flops_backward for _, op in rows]),
+        nbytes_forward=column([op.nbytes_forward for _, op in rows]),
+        nbytes_backward=column([op.nbytes_backward for _, op in rows]),
+        weight_nbytes=column([op.weight_nbytes for _, op in rows]),
+        calls=column([op.calls for _, op in rows]),
+    )
+
+
+def forward(table: OpTable, worker: Worker, samples: int, modules: int) -> Work:
+    """One forward pass of `samples` samples."""
+    # Autocast reads the weights in full and writes them once more at half the size.
+    weight = np.where(table.matrix & worker.half, 2.0, 1.0) * table.weight_nbytes
+    casts = np.where(table.matrix & worker.half, 3.0, 1.0)
+    return _work(
+        table,
+        worker,
+        samples,
+        modules,
+        table.flops_forward,
+        table.nbytes_forward,
+        weight,
+        casts * table.calls,
+    )
+
+
+def backward(table: OpTable, worker: Worker, samples: int, modules: int) -> Work:
+    """One backward pass of `samples` samples: reads each weight and writes its gradient."""
+    active = (table.flops_backward > 0) | (table.nbytes_backward > 0)
+    calls = np.where(active, constants.BACKWARD_CALLS * table.calls, 0.0)
+    weight = np.where(active, 2.0 * table.weight_nbytes, 0.0)
+    return _work(table, worker, samples, modules, table.flops_backward, table.nbytes_backward, weight, calls)
+
+
+def _work(
+    table: OpTable,
+    worker: Worker,
+    samples: int,
+    modules: int,
+    flops: Array,
+    nbytes: Array,
+    weight_nbytes: Array,
+    calls: Array,
+) -> Work:
+    if samples == 0:
+        return Work(seconds=np.zeros(modules), compute_s=0.0, memory_s=0.0, overhead_s=0.0)
+    products = np.maximum(calls, 1.0)
+    in_matrix = products * worker.matrix.time(samples * flops / products)
+    in_vector = samples * flops / worker.vector_rate
+    compute = np.where(table.matrix, in_matrix, in_vector) / table.efficiency
+    width = np.where(table.matrix & worker.half, 0.5, 1.0)
+    memory = (samples * nbytes * width + weight_nbytes) / worker.bandwidth_bytes_per_s
+    overhead = calls * worker.kernel_overhead_s
+    seconds = worker.slowdown * (np.maximum(compute, memory) + overhead)
+    limited = compute >= memory
+    return Work(
+        seconds=np.bincount(table.module, weights=seconds, minlength=modules).astype(np.float64),
+        compute_s=worker.slowdown * float(compute[limited].sum()),
+        memory_s=worker.slowdown * float(memory[~limited].sum()),
+        overhead_s=worker.slowdown * float(overhead.sum()),
+    )
+
+
+def matrix_dtype(model_dtype: str, precision: Precision) -> str:
+    """The dtype that matrix operators run in under a plan's precision."""
+    return model_dtype if precision == "full" else precision
+
+
+def supports(device: DeviceSpec, dtype: str) -> bool:
+    """Whether the device's spec says how fast it multiplies in `dtype`."""
+    return dtype in device.peak_flops_per_s or any(rate.dtype == dtype for rate in device.gemm)
+
+
+def worker(seat: Seat, model_dtype: str, precision: Precision) -> Worker:
+    """What one rank of `seat` computes with. Raises PlanError for a precision the device has no rate for."""
+    device = seat.device
+    dtype = matrix_dtype(model_dtype, precision)
+    if precision == "tf32" and model_dtype != "float32":
+        raise PlanError(f"precision tf32 needs a float32 model, this one is {model_dtype}; use precision full")
+    matrix, said = _curve(seat, dtype)
+    base, _ = _curve(seat, model_dtype) if supports(device, model_dtype) else (matrix, ())
+    assumptions = list(said)
+    overhead = device.kernel_overhead_s
+    if overhead <= 0 and not device.gemm:
+        overhead = constants.KERNEL_OVERHEAD_S[device.kind]
+        assumptions.append(f"{overhead * 1e6:.0f} us for each operator call on {device.name}")
+    bandwidth = device.memory_bandwidth_bytes_per_s
+    if device.evidence != "measured":
+        bandwidth *= constants.DATA_SHEET_BANDWIDTH_EFFICIENCY
+    slowdown = seat.oversubscribed * (constants.OVERSUBSCRIBED if seat.oversubscribed > 1 else 1.0)
+    return Worker(
+        matrix=matrix,
+        vector_rate=base.best_rate,
+        # The slow-down already divides a core, and with it the bandwidth, among its ranks.
+        bandwidth_bytes_per_s=bandwidth * seat.oversubscribed / seat.sharing,
+        kernel_overhead_s=overhead,
+        slowdown=slowdown,
+        half=precision in ("bfloat16", "float16"),
+        assumptions=tuple(assumptions),
+        evidence=matrix.evidence,
+    )
+
+
+def _curve(seat: Seat, dtype: str) -> tuple[Curve, tuple[str, ...]]:
+    """The curve of `dtype` for one rank of `seat`, and in words what it assumes."""
+    device = seat.device
+    rates = [rate for rate in device.gemm if rate.dtype == dtype]
+    if rates:
+        return _measured(seat, rates), ()
+    if dtype not in device.peak_flops_per_s:
+        have = sorted(device.peak_flops_per_s.keys() | {rate.dtype for rate in device.gemm})
+        raise PlanError(
+            f"device {device.name!r} has no rate for {dtype} (it has {', '.join(have) or 'none'}); use another "
+            "precision, or measure the device with tutti probe"
+        )
+    share = seat.threads / max(1, device.cores) if device.kind == "cpu" else 1.0
+    rate = device.peak_flops_per_s[dtype] * constants.DATA_SHEET_EFFICIENCY * min(1.0, share)
+    curve = Curve(
+        flops=np.array([1.0]),
+        seconds=np.array([1.0 / rate]),
+        ramp_s=constants.MATRIX_RAMP_S[device.kind],
+        evidence="assumed" if device.evidence == "assumed" else "published",
+    )
+    return curve, (
+        f"matrix products reach {constants.DATA_SHEET_EFFICIENCY:.0%} of {device.name}'s published {dtype} peak",
+    )
+
+
+def _measured(seat: Seat, rates: list[GemmRate]) -> Curve:
+    """Rates for the rank's threads, lowered where its neighbours' products slow it down.
+
+    Ranks that compute at once cannot together beat one product on all their threads: that limit is read off the
+    largest size, where a product has enough to do for every thread. Without a measurement of all threads, none.
+    """
+    alone = _at_threads(rates, seat.threads)
+    all_threads = min(seat.threads * seat.sharing, max(1, seat.device.cores))
+    if seat.sharing == 1 or all_threads > max(rate.threads for rate in rates):
+        return alone
+    together = _at_threads(rates, all_threads)
+    ranks_at_once = min(seat.sharing, max(1, seat.device.cores))
+    largest = max(alone.flops[-1], together.flops[-1])
+    point = np.array([largest])
+    factor = float(alone.time(point)[0] / (together.time(point)[0] * ranks_at_once))
+    return Curve(flops=alone.flops, seconds=alone.seconds / min(1.0, factor))
+
+
+def _at_threads(rates: list[GemmRate], threads: int) -> Curve:
+    """The curve for a number of threads: between measured numbers the rate is interpolated, beyond the most
+    it does not rise, below the fewest it falls in proportion."""
+    known = sorted({rate.threads for rate in rates})
+    if threads in known or threads > known[-1]:
+        return _points([rate for rate in rates if rate.threads == min(threads, known[-1])], 1.0)
+    if threads < known[0]:
+        return _points([rate for rate in rates if rate.threads == known[0]], threads / known[0])
+    low = max(count for count in known if count < threads)
+    high = min(count for count in known if count > threads)
+    slow, fast = (_points([rate for rate in rates if rate.threads == count], 1.0) for count in (low, high))
+    flops = np.unique(np.concatenate([slow.flops, fast.flops]))
+    weight = (threads - low) / (high - low)
+    rate = (1 - weight) * flops / slow.time(flops) + weight * flops / fast.time(flops)
+    return Curve(flops=flops, seconds=np.maximum.accumulate(flops / rate))
+
+
+def _points(rates: list[GemmRate], factor: float) -> Curve:
+    """A curve through measured rates, each times `factor`. A larger product never takes less time."""
+    ordered = sorted(rates, key=lambda rate: rate.n)
+    flops = np.array([2.0 * rate.n**3 for rate in ordered])
+    seconds = np.array([2.0 * rate.n**3 / (rate.flops_per_s * factor) for rate in ordered])
+    return Curve(flops=flops, seconds=np.maximum.accumulate(seconds))

@@ -1,0 +1,78 @@
+"""Time of collectives in the alpha-beta model: a message of S bytes takes latency + S / bandwidth.
+
+Formulas: Thakur, Rabenseifner and Gropp 2005; the pipelined tree as NCCL describes it. n ranks; S is the size of the
+whole vector. Additions are not charged separately: on the links measured here they are part of the fit.
+"""
+
+import math
+from dataclasses import dataclass
+
+from tutti.predict.counts import ring_sent_nbytes
+from tutti.spec.words import Evidence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """The two constants of a link as one flow on it sees them, and where they come from."""
+
+    latency_s: float
+    bandwidth_bytes_per_s: float
+    evidence: Evidence = "assumed"
+
+
+def message(link: Link, nbytes: float) -> float:
+    """One message between two ranks."""
+    return link.latency_s + nbytes / link.bandwidth_bytes_per_s
+
+
+def ring_all_reduce(link: Link, nbytes: float, ranks: int) -> float:
+    """2 (n - 1) a + 2 (n - 1) / n S / b; zero for one rank."""
+    return 2 * (ranks - 1) * link.latency_s + ring_sent_nbytes(nbytes, ranks) / link.bandwidth_bytes_per_s
+
+
+def ring_reduce_scatter(link: Link, nbytes: float, ranks: int) -> float:
+    """(n - 1) a + (n - 1) / n S / b; an all-gather of S bytes in total takes as long."""
+    return ring_all_reduce(link, nbytes, ranks) / 2
+
+
+def all_to_all(link: Link, nbytes: float, ranks: int) -> float:
+    """Pairwise exchange, S bytes leaving each rank: (n - 1) a + (n - 1) / n S / b."""
+    return ring_all_reduce(link, nbytes, ranks) / 2
+
+
+def halving_doubling_all_reduce(link: Link, nbytes: float, ranks: int) -> float:
+    """Rabenseifner: 2 log2(p) a + 2 (p - 1) / p S / b for a power of two p.
+
+    Otherwise the ranks beyond the largest power of two fold in first and get the result last: 2 a + 2 S / b more.
+    """
+    power = 2 ** (ranks.bit_length() - 1)
+    fold = 2 * message(link, nbytes) if power != ranks else 0.0
+    steps = 2 * int(math.log2(power))
+    return fold + steps * link.latency_s + ring_sent_nbytes(nbytes, power) / link.bandwidth_bytes_per_s
+
+
+def recursive_doubling_all_reduce(link: Link, nbytes: float, ranks: int) -> float:
+    """Whole vectors exchanged log2(p) times, p a power of two; the others fold in: 2 messages more."""
+    power = 2 ** (ranks.bit_length() - 1)
+    fold = 2 if power != ranks else 0
+    return (int(math.log2(power)) + fold) * message(link, nbytes)
+
+
+def tree_all_reduce(link: Link, nbytes: float, ranks: int) -> float:
+    """Pipelined binary tree, up and down: 2 ceil(log2 n) a + 2 S / b; zero for one rank."""
+    if ranks == 1:
+        return 0.0
+    return 2 * math.ceil(math.log2(ranks)) * link.latency_s + 2 * nbytes / link.bandwidth_bytes_per_s
+
+
+def hierarchical_all_reduce(inner: Link, outer: Link, nbytes: float, per_node: int, nodes: int) -> float:
+    """Reduce-scatter within each node, all-reduce of a 1/g part between nodes, all-gather within each node.
+
+    `outer` is a node's link to the network: its g ranks' simultaneous rings share it, so each gets 1/g of it.
+    """
+    shared = Link(
+        latency_s=outer.latency_s,
+        bandwidth_bytes_per_s=outer.bandwidth_bytes_per_s / per_node,
+        evidence=outer.evidence,
+    )
+    return ring_all_reduce(inner, nbytes, per_node) + ring_all_reduce(shared, nbytes / per_node, nodes)

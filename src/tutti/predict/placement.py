@@ -1,0 +1,120 @@
+"""Which device each rank of a plan computes on, and what it has there: cores, memory, its share of the links.
+
+Ranks are seated in order of the cluster's nodes, `devices_per_node` on each host. A cluster of CPU hosts takes more
+ranks than devices: they then share the cores, each host in proportion to its own.
+"""
+
+from dataclasses import dataclass
+
+from tutti.errors import PlanError
+from tutti.predict.counts import cut_sizes
+from tutti.predict.network import Link
+from tutti.spec.cluster import ClusterSpec, DeviceSpec, LinkTier, NodeSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """Consecutive ranks, on `hosts` equal hosts with `ranks_per_host` ranks each.
+
+    `sharing`: ranks on one device (1 on CUDA). `threads`: cores each rank computes with.
+    """
+
+    node: NodeSpec
+    device: DeviceSpec
+    hosts: int
+    ranks_per_host: int
+    sharing: int
+    threads: int
+
+    @property
+    def ranks(self) -> int:
+        return self.hosts * self.ranks_per_host
+
+    @property
+    def oversubscribed(self) -> float:
+        """Ranks for each core where there are more ranks than cores, else 1."""
+        cores = max(1, self.device.cores)
+        return max(1.0, self.sharing / cores) if self.device.kind == "cpu" else 1.0
+
+    @property
+    def memory_nbytes(self) -> float:
+        """Memory that one rank may fill: a CUDA device's own; on CPU its part of the host's."""
+        if self.device.kind == "cuda":
+            return self.device.memory_nbytes
+        return self.node.memory_nbytes / self.ranks_per_host
+
+
+def place(cluster: ClusterSpec, ranks: int) -> tuple[Seat, ...]:
+    """Seat `ranks` ranks. Raises PlanError where there are too few CUDA devices."""
+    counts = _ranks_of_hosts(cluster, ranks)
+    seats: list[Seat] = []
+    host = 0
+    for node in cluster.nodes:
+        here = counts[host : host + node.count]
+        host += node.count
+        start = 0
+        for end in range(1, len(here) + 1):
+            if end == len(here) or here[end] != here[start]:
+                if here[start]:
+                    seats.append(_seat(cluster, node, end - start, here[start]))
+                start = end
+    return tuple(seats)
+
+
+def _ranks_of_hosts(cluster: ClusterSpec, ranks: int) -> list[int]:
+    """Ranks on each host, in order."""
+    capacity = [node.devices_per_node for node in cluster.nodes for _ in range(node.count)]
+    if ranks <= sum(capacity):
+        counts = []
+        for most in capacity:
+            counts.append(min(most, ranks))
+            ranks -= counts[-1]
+        return counts
+    if any(cluster.devices[node.device].kind != "cpu" for node in cluster.nodes):
+        raise PlanError(
+            f"the plan has {ranks} ranks, but cluster {cluster.name!r} has {sum(capacity)} devices; "
+            f"set mesh.replicate to at most {sum(capacity)}"
+        )
+    cores = [
+        max(1, cluster.devices[node.device].cores) * node.devices_per_node
+        for node in cluster.nodes
+        for _ in range(node.count)
+    ]
+    return list(cut_sizes(ranks, len(cores), cores))
+
+
+def _seat(cluster: ClusterSpec, node: NodeSpec, hosts: int, ranks_per_host: int) -> Seat:
+    device = cluster.devices[node.device]
+    sharing = -(-ranks_per_host // node.devices_per_node) if device.kind == "cpu" else 1
+    threads = max(1, device.cores // sharing) if device.kind == "cpu" else 1
+    return Seat(node=node, device=device, hosts=hosts, ranks_per_host=ranks_per_host, sharing=sharing, threads=threads)
+
+
+def ring_tier(seats: tuple[Seat, ...]) -> LinkTier:
+    """The slowest tier a flat ring over all ranks crosses: the network as soon as there are two hosts."""
+    return "network" if sum(seat.hosts for seat in seats) > 1 else "node"
+
+
+def ring_link(cluster: ClusterSpec, seats: tuple[Seat, ...]) -> Link:
+    """The link that a flat ring's slowest hop sees. Raises PlanError where the cluster does not say.
+
+    A ring of consecutive ranks enters and leaves each host once, so the network is not shared among a host's ranks.
+    Between CPU ranks of one host all hops are copies by the same cores: beyond the ranks the link was measured
+    with, and beyond the cores, they share its bandwidth.
+    """
+    tier = ring_tier(seats)
+    spec = cluster.link(tier)
+    if spec is None:
+        have = ", ".join(link.tier for link in cluster.links) or "none"
+        raise PlanError(
+            f"cluster {cluster.name!r} has no link of tier {tier!r} (it has: {have}), which "
+            f"{sum(seat.ranks for seat in seats)} ranks need; measure it with tutti probe or write it down in links"
+        )
+    flows = 1.0
+    if tier == "node" and seats[0].device.kind == "cpu":
+        flows = max(1.0, seats[0].ranks / max(spec.ranks, seats[0].device.cores, 1))
+    return Link(
+        latency_s=spec.latency_s * flows,
+        bandwidth_bytes_per_s=spec.bandwidth_bytes_per_s / flows,
+        evidence=spec.evidence,
+    )

@@ -1,0 +1,97 @@
+"""Numbers and findings in words: what a prediction's notes say."""
+
+from tutti.predict.compute import Worker
+from tutti.predict.network import Link
+from tutti.predict.overlap import Exchange
+from tutti.predict.placement import Seat, ring_tier
+from tutti.spec.prediction import RankMemory
+
+
+def seconds(value: float) -> str:
+    """A duration with three digits and a fitting unit: 1.23 s, 45.6 ms, 789 us."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if abs(value) >= 0.9995 * size:
+            return f"{_digits(value / size)} {unit}"
+    return f"{_digits(value / 1e-9)} ns" if value else "0 s"
+
+
+def nbytes(value: float) -> str:
+    """Bytes in binary units: 31.0 GiB, 350 MiB."""
+    for unit, size in (("TiB", 2.0**40), ("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10)):
+        if abs(value) >= size:
+            return f"{value / size:.1f} {unit}"
+    return f"{value:.0f} B"
+
+
+def bits_per_s(bytes_per_s: float) -> str:
+    """A link's bandwidth as networks are named: 1 Gbit/s."""
+    value = 8 * bytes_per_s
+    for unit, size in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6)):
+        if value >= size:
+            return f"{_digits(value / size)} {unit}"
+    return f"{_digits(value / 1e3)} kbit/s"
+
+
+def count(number: int, word: str) -> str:
+    """1 rank, 2 ranks."""
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+
+
+def _digits(value: float) -> str:
+    return f"{value:.0f}" if abs(value) >= 99.95 else f"{value:.3g}"
+
+
+def time_notes(
+    seats: tuple[Seat, ...],
+    seat: Seat,
+    worker: Worker,
+    limits: dict[str, float],
+    exchanged: Exchange,
+    margin: float,
+) -> tuple[str, ...]:
+    """What limits the step, where the ranks are, and which constants of the time are assumed."""
+    ranks = sum(place.ranks for place in seats)
+    notes = [_limit_note({**limits, "communication": exchanged.exposed_s})]
+    if seat.device.kind == "cpu" and seat.sharing > seat.device.cores:
+        notes.append(
+            f"{seat.sharing} ranks share {count(max(1, seat.device.cores), 'core')} of {seat.device.name}: "
+            f"each is {worker.slowdown:.2g}x slower than with a core of its own"
+        )
+    elif seat.device.kind == "cpu":
+        notes.append(
+            f"{count(seat.sharing, 'rank')} on {seat.device.name} with {count(seat.threads, 'thread')} each"
+            + (", sharing its memory bandwidth" if seat.sharing > 1 else "")
+        )
+    if ranks > 1:
+        notes.append(
+            f"flat ring over {ranks} ranks on the {ring_tier(seats)} links, its slowest; "
+            f"{seconds(exchanged.total_s)} of communication, {seconds(exchanged.exposed_s)} of it exposed"
+        )
+        if seat.device.kind == "cpu":
+            notes.append("assumed: communication behind backward takes cores from it")
+    notes += [f"assumed: {sentence}" for sentence in worker.assumptions]
+    notes.append("loading of data and the script's own work between steps are not predicted")
+    notes.append(f"time interval: a factor of {1 + margin:.2f} either way, from {worker.evidence} compute rates")
+    return tuple(notes)
+
+
+def link_note(link: Link) -> str:
+    """The constants of the link a ring uses, with their evidence."""
+    return f"link: {seconds(link.latency_s)} latency, {bits_per_s(link.bandwidth_bytes_per_s)} ({link.evidence})"
+
+
+def memory_notes(memory: RankMemory, seat: Seat) -> tuple[str, ...]:
+    """Whether a rank fits where it is, with the numbers."""
+    return (
+        f"memory: {nbytes(memory.total)} of {nbytes(seat.memory_nbytes)} for each rank on {seat.device.name}; "
+        f"assumed: {nbytes(memory.reserve)} of it for interpreter, libraries and allocator",
+    )
+
+
+def _limit_note(limits: dict[str, float]) -> str:
+    total = sum(limits.values())
+    if total <= 0:
+        return "limited by nothing that is predicted"
+    ordered = sorted(limits.items(), key=lambda item: -item[1])
+    parts = ", ".join(f"{name} {value / total:.0%}" for name, value in ordered if value > 0)
+    return f"limited by {ordered[0][0]} ({parts})"
