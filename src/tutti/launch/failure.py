@@ -1,0 +1,147 @@
+"""From what the ranks left behind to one sentence: who failed first, where, why, and what to do."""
+
+import contextlib
+import signal
+import socket
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tutti.errors import SpecError
+from tutti.launch.base import LaunchSpec, RankError
+from tutti.spec import codec
+from tutti.spec.run import RunFolder
+
+_SIGNAL_CAUSES = {
+    signal.SIGKILL: "most likely the system ran out of memory; use a smaller batch, more microbatches or fewer ranks",
+    signal.SIGSEGV: "a crash in native code; run the script with `python -X faulthandler` to see where",
+    signal.SIGBUS: "most likely /dev/shm is full; use fewer data loader workers, or enlarge it",
+    signal.SIGABRT: "native code gave up; its last words are in the rank's stderr.log",
+    signal.SIGILL: "this processor lacks an instruction that a library was built for; install a build for it",
+    signal.SIGTERM: "somebody ended this process; see the system's or the scheduler's log",
+    signal.SIGXCPU: "its limit of processor time was reached; raise it with `ulimit -t`",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """The primary cause of a failed run: the same error on one or several ranks."""
+
+    ranks: tuple[int, ...]
+    hosts: tuple[str, ...]
+    message: str
+    traceback: str
+    exit_code: int
+
+
+def clear_errors(spec: LaunchSpec) -> None:
+    """Remove what an earlier run in the same folder said about this node's ranks."""
+    for rank in spec.ranks:
+        _error_file(spec.folder, rank).unlink(missing_ok=True)
+
+
+def read_errors(spec: LaunchSpec) -> dict[int, RankError]:
+    """The errors that ranks have written so far, by rank; of other nodes' ranks where the folder is shared."""
+    found = {}
+    for rank in range(spec.world_size):
+        with contextlib.suppress(SpecError):
+            found[rank] = codec.load(RankError, _error_file(spec.folder, rank))
+    return found
+
+
+def _error_file(folder: Path, rank: int) -> Path:
+    return RunFolder(folder).rank(rank) / "error.json"
+
+
+def killed(rank: int, code: int) -> RankError:
+    """The error of a rank that left no word: ended by a signal (`code` < 0), or by os._exit."""
+    if code < 0 or code == 128 + signal.SIGTERM:  # a rank leaves by its `finally` blocks on SIGTERM
+        number = signal.Signals(-code if code < 0 else code - 128)
+        cause = _SIGNAL_CAUSES.get(number, "see its stderr.log")
+        message = f"it was killed by signal {int(number)} ({number.name}): {cause}"
+    else:
+        message = f"it ended with exit code {code} and said nothing; see its stderr.log"
+    return RankError(
+        rank=rank,
+        host=socket.gethostname(),
+        time_s=time.time(),
+        kind="killed",
+        exit_code=1 if code < 0 else code,
+        message=message,
+    )
+
+
+def primary(spec: LaunchSpec, errors: Mapping[int, RankError], exits: Mapping[int, int]) -> Failure:
+    """The cause among `errors`: the earliest that is not itself the loss of a peer; with it, equal ones.
+
+    `exits`: exit codes of this node's ranks that ended on their own. Where every rank only lost another one, the
+    rank that ended early or never answered is named.
+    """
+    causes = [error for error in errors.values() if error.kind != "peer"]
+    if not causes:
+        return _peers_only(spec, errors, exits)
+    first = min(causes, key=lambda error: error.time_s)
+    return _failure(error for error in causes if (error.kind, error.message) == (first.kind, first.message))
+
+
+def _failure(errors: Iterable[RankError], message: str | None = None) -> Failure:
+    same = sorted(errors, key=lambda error: error.rank)
+    shown = min(same, key=lambda error: error.time_s)
+    raised = shown.kind in ("exception", "peer")
+    return Failure(
+        ranks=tuple(error.rank for error in same),
+        hosts=tuple(dict.fromkeys(error.host for error in same)),
+        message=message or shown.message,
+        traceback=shown.traceback if raised else "",
+        exit_code=shown.exit_code,
+    )
+
+
+def _peers_only(spec: LaunchSpec, errors: Mapping[int, RankError], exits: Mapping[int, int]) -> Failure:
+    here = socket.gethostname()
+    early = tuple(rank for rank in spec.ranks if exits.get(rank) == 0)
+    silent = tuple(rank for rank in spec.ranks if rank not in exits and rank not in errors)
+    if early:
+        message = (
+            "the script ended there while other ranks still waited for it in a collective; every rank must take "
+            "the same number of steps"
+        )
+        return Failure(ranks=early, hosts=(here,), message=message, traceback="", exit_code=1)
+    if silent:
+        message = (
+            "it did not answer the others in time and had not failed; it hangs, or is far slower than they are: "
+            "see its stdout.log and stderr.log"
+        )
+        return Failure(ranks=silent, hosts=(here,), message=message, traceback="", exit_code=1)
+    if spec.nodes > 1:
+        first = min(errors.values(), key=lambda error: error.time_s)
+        lost = f"{first.message}; a rank of another node failed or was cut off: its own output says why"
+        return _failure([first], lost)
+    return _failure([min(errors.values(), key=lambda error: error.time_s)])
+
+
+def sentence(spec: LaunchSpec, failure: Failure) -> str:
+    """What the user reads, once: who, where, why; the traceback where user code raised."""
+    if not failure.traceback:
+        return f"{_who(spec, failure)} failed: {failure.message}"
+    if failure.message in failure.traceback:
+        return f"{_who(spec, failure)} failed:\n{failure.traceback.rstrip()}"
+    return f"{_who(spec, failure)} failed: {failure.message}\n{failure.traceback.rstrip()}"
+
+
+def _who(spec: LaunchSpec, failure: Failure) -> str:
+    where = f"host{'s' if len(failure.hosts) > 1 else ''} {', '.join(failure.hosts)}"
+    if len(failure.ranks) == spec.world_size > 1:
+        return f"all {spec.world_size} ranks on {where}"
+    if len(failure.ranks) == 1:
+        return f"rank {failure.ranks[0]} on {where}"
+    *head, last = map(str, failure.ranks)
+    return f"ranks {', '.join(head)} and {last} on {where}"
+
+
+def append_tracebacks(spec: LaunchSpec, errors: Mapping[int, RankError]) -> None:
+    """Complete this node's stderr.log files: a rank leaves its traceback to its error file, to be shown once."""
+    for rank in set(spec.ranks) & set(errors):
+        with contextlib.suppress(OSError), (RunFolder(spec.folder).rank(rank) / "stderr.log").open("a") as log:
+            log.write(errors[rank].traceback or errors[rank].message + "\n")

@@ -1,0 +1,219 @@
+"""What a forked rank does: sets itself up, runs the user's script as `python` would, and says why it failed.
+
+Runs in the rank's process only. Its output goes to files in its folder; a failure goes to error.json there.
+"""
+
+import atexit
+import contextlib
+import io
+import multiprocessing
+import os
+import re
+import runpy
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+
+from tutti.errors import TuttiError
+from tutti.launch.base import ErrorKind, RankError
+from tutti.spec import codec
+from tutti.spec.run import RunFolder
+
+TERMINATED = 128 + signal.SIGTERM
+
+# What Gloo, NCCL and the store say when another rank is gone or silent.
+_PEER = re.compile(
+    r"Connection closed by peer|Connection reset|Broken pipe|connectFullMesh|Timed out waiting|pair closure"
+    r"|Socket Timeout|wait timeout|NCCL communicator was aborted|remote process exited"
+    r"|client socket has timed out|failed to recv|Connection was likely closed",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTask:
+    """All one rank needs to know; travels to its process by pickle."""
+
+    rank: int
+    target: str
+    arguments: tuple[str, ...]
+    is_module: bool
+    folder: Path
+    threads: int
+    environment: dict[str, str]
+
+
+def main(task: RankTask) -> None:
+    """The life of a rank. Ends the process by SystemExit; raises nothing else."""
+    os.setpgid(0, 0)  # so that whatever the script starts can be ended with it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides what Ctrl-C means
+    signal.signal(signal.SIGTERM, _terminate)
+    threading.Thread(target=_end_with_supervisor, name="tutti-supervisor-watch", daemon=True).start()
+    folder = RunFolder(task.folder).rank(task.rank)
+    folder.mkdir(parents=True, exist_ok=True)
+    _redirect(folder)
+    os.environ.update(task.environment)
+    multiprocessing.set_start_method(None, force=True)  # the script chooses, as in a fresh interpreter
+    _limit_threads(task.threads)
+    sys.exit(_run(task, folder))
+
+
+def _run(task: RankTask, folder: Path) -> int:
+    """Run the script and return the exit code; a failure is written down before anything else happens."""
+    try:
+        _run_target(task)
+        _join_threads()
+    except SystemExit as ended:
+        code = _exit_code(ended)
+        if code not in (0, TERMINATED):
+            _write(folder, _described(task.rank, "run", code, f"the script ended itself with {_said(ended)}"))
+        return _finish(code)
+    except BaseException as error:
+        failure = failure_of(task.rank, error)
+        _write(folder, failure)
+        _finish(failure.exit_code)
+        os._exit(failure.exit_code)  # at once: a thread left behind must not keep the other ranks waiting
+    return _finish(0)
+
+
+def _run_target(task: RankTask) -> None:
+    """The script or module as `python script.py` or `python -m module` would run it."""
+    sys.argv = [task.target, *task.arguments]
+    if task.is_module:
+        sys.path[0] = os.getcwd()
+        runpy.run_module(task.target, run_name="__main__", alter_sys=True)
+    else:
+        script = Path(task.target).resolve()
+        if not sys.flags.safe_path:
+            sys.path[0] = str(script.parent)
+        runpy.run_path(str(script), run_name="__main__")
+
+
+def _join_threads() -> None:
+    """An interpreter waits for the script's own threads before it ends."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+
+
+def _finish(code: int) -> int:
+    """What an interpreter does at its end and a forked process does not: exit functions, then flush."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    return code
+
+
+def _exit_code(ended: SystemExit) -> int:
+    if ended.code is None:
+        return 0
+    return ended.code & 0xFF if isinstance(ended.code, int) else 1
+
+
+def _said(ended: SystemExit) -> str:
+    return f"exit code {ended.code}" if isinstance(ended.code, int) else f"the words: {ended.code}"
+
+
+def _terminate(signum: int, frame: FrameType | None) -> None:
+    """The supervisor asks this rank to end: leave through the script's `finally` blocks."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise SystemExit(TERMINATED)
+
+
+def _end_with_supervisor() -> None:
+    """No rank outlives its supervisor: end this whole process group when it is gone, however it went."""
+    supervisor = multiprocessing.parent_process()
+    if supervisor is not None:
+        supervisor.join()
+        os.killpg(0, signal.SIGKILL)
+
+
+def _redirect(folder: Path) -> None:
+    """Send file descriptors 1 and 2, so also what C++ prints, to this rank's files, line by line."""
+    for descriptor, stream, name in ((1, sys.stdout, "stdout.log"), (2, sys.stderr, "stderr.log")):
+        log = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(log, descriptor)
+        os.close(log)
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, errors="backslashreplace")
+
+
+def _limit_threads(threads: int) -> None:
+    import torch
+
+    torch.set_num_threads(threads)
+
+
+def failure_of(rank: int, error: BaseException) -> RankError:
+    """An exception that left the script, as the record that others read."""
+    if is_peer_error(error):
+        return _described(rank, "peer", 1, _one_line(error), _user_traceback(error))
+    if isinstance(error, TuttiError):
+        kind: ErrorKind = "user" if error.exit_code == 2 else "run"
+        return _described(rank, kind, error.exit_code, str(error), _user_traceback(error))
+    return _described(rank, "exception", 1, _one_line(error), _user_traceback(error))
+
+
+def is_peer_error(error: BaseException) -> bool:
+    """Whether a collective failed because another rank was gone or silent, here or in what led to `error`."""
+    return any(isinstance(link, RuntimeError | OSError) and _PEER.search(str(link)) for link in _chain(error))
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+
+
+def _described(rank: int, kind: ErrorKind, code: int, message: str, trace: str = "") -> RankError:
+    return RankError(
+        rank=rank,
+        host=socket.gethostname(),
+        time_s=time.time(),
+        kind=kind,
+        exit_code=code,
+        message=message,
+        traceback=trace,
+    )
+
+
+def _one_line(error: BaseException) -> str:
+    return "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+
+
+def _user_traceback(error: BaseException) -> str:
+    """The traceback without the frames that ran the script: they are this file's and runpy's."""
+    for link in _chain(error):
+        link.__traceback__ = _from_user_frame(link.__traceback__)
+    return "".join(traceback.format_exception(error))
+
+
+def _from_user_frame(trace: TracebackType | None) -> TracebackType | None:
+    while trace is not None and trace.tb_frame.f_code.co_filename in _OWN_FRAMES:
+        trace = trace.tb_next
+    return trace
+
+
+_OWN_FRAMES = frozenset({__file__, runpy.__file__, "<frozen runpy>"})
+
+
+def _write(folder: Path, failure: RankError) -> None:
+    """error.json, whole or not at all. A full disk must not hide the failure itself."""
+    partial = folder / "error.json.partial"
+    try:
+        codec.save(failure, partial)
+        partial.replace(folder / "error.json")
+    except OSError:
+        sys.stderr.write(failure.traceback or failure.message)
