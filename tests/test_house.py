@@ -1,4 +1,4 @@
-"""The rules of the house hold: layers, sizes, finished work, one reader of the environment, few public names."""
+"""The rules of the house hold: layers, sizes, finished work, one reader of the environment, small face."""
 
 import json
 import subprocess
@@ -26,9 +26,7 @@ PUBLIC_NAMES = [
 ]
 
 
-def findings(
-    paths: list[Path], check: Callable[[str], list[str]], excepted: dict[str, str] | None = None
-) -> list[str]:
+def findings(paths: list[Path], check: Callable[[str], list[str]], excepted: dict[str, str] | None = None) -> list[str]:
     return [
         f"{name_of(path)}: {finding}"
         for path in paths
@@ -78,9 +76,7 @@ def test_sizes_are_within_budget() -> None:
 
 def test_exceptions_are_still_needed() -> None:
     for name in SIZE_EXCEPTIONS:
-        assert oversized((ROOT / name).read_text(encoding="utf-8")), (
-            f"{name} is within budget: remove its exception"
-        )
+        assert oversized((ROOT / name).read_text(encoding="utf-8")), f"{name} is within budget: remove its exception"
     for name in ENVIRONMENT_FILES:
         text = (ROOT / name).read_text(encoding="utf-8")
         assert environment_uses(text), f"{name} does not touch the environment: remove its exception"
@@ -179,22 +175,15 @@ def test_size_checker() -> None:
     assert oversized(f"def f():\n{body}") == []
     assert oversized(f'def f():\n    """One\n    two\n    three."""\n{body}') == []
     assert oversized(f"def f():\n{body}\n    x = 2") == ["line 1: f has 51 lines; at most 50"]
-    assert (
-        oversized(f"class A:\n    async def f(self):\n{body.replace('    ', '        ')}\n        x = 2")
-        != []
-    )
+    assert oversized(f"class A:\n    async def f(self):\n{body.replace('    ', '        ')}\n        x = 2") != []
     methods = "\n".join(f"    def m{i}(self): ..." for i in range(15))
     assert oversized(f"class A:\n{methods}") == []
-    assert oversized(f"class A:\n{methods}\n    def one_more(self): ...") == [
-        "line 1: A has 16 methods; at most 15"
-    ]
+    assert oversized(f"class A:\n{methods}\n    def one_more(self): ...") == ["line 1: A has 16 methods; at most 15"]
     assert oversized("x = 1\n" * 400) == []
     assert oversized("x = 1\n" * 401) == ["401 lines; at most 400"]
 
 
-@pytest.mark.parametrize(
-    "mark", ["TO" + "DO", "FIX" + "ME", "raise NotImplemented" + "Error", "a Place" + "holder"]
-)
+@pytest.mark.parametrize("mark", ["TO" + "DO", "FIX" + "ME", "raise NotImplemented" + "Error", "a Place" + "holder"])
 def test_mark_checker(mark: str) -> None:
     assert unfinished(f"x = 1\n# {mark}: later") != []
     assert unfinished("methods to do, fixed, replaced") == []
@@ -214,9 +203,7 @@ def test_environment_checker(source: str) -> None:
     assert environment_uses("import os\nos.path.join('a', environ['b'])\nself.environ = 1") == []
 
 
-@pytest.mark.parametrize(
-    "path", ["/wo" + "rk/main/x", "see ../sha" + "red/y", "/ro" + "ot/.cache", "/ho" + "me/me/x"]
-)
+@pytest.mark.parametrize("path", ["/wo" + "rk/main/x", "see ../sha" + "red/y", "/ro" + "ot/.cache", "/ho" + "me/me/x"])
 def test_path_checker(path: str) -> None:
     assert machine_paths(f"open('{path}')") != []
     assert machine_paths("network/main, a.work/x, /var/tmp, https://example.org/root/") == []

@@ -44,7 +44,7 @@ LIBRARIES: dict[str, frozenset[str]] = {
     "predict": frozenset({"numpy"}),
     "plan": frozenset({"numpy"}),
 }
-"""Pure layers -> the only libraries beside the standard one that they may import: none of them loads torch."""
+"""Pure layers -> the only libraries beside the standard one they may import: none of them loads torch."""
 
 EFFECTS: dict[str, frozenset[str]] = {
     "predict": frozenset({"io", "os", "pathlib", "random", "socket", "subprocess", "tempfile", "time"}),
@@ -67,9 +67,7 @@ def upward_imports(source: str, module: str, *, is_package: bool = False) -> lis
         if top == "tutti":
             target = layer_of(name)
             if target not in (own, *ALLOWED[own]):
-                findings.append(
-                    f"line {line}: {own or 'tutti'} may not import {target or 'the root'} ({name})"
-                )
+                findings.append(f"line {line}: {own or 'tutti'} may not import {target or 'the root'} ({name})")
         elif top in EFFECTS.get(own, ()) or _foreign(top, own):
             findings.append(f"line {line}: {own} may not import {top}")
     return findings

@@ -8,9 +8,7 @@ MAX_FUNCTION_LINES = 50
 MAX_CLASS_METHODS = 15
 
 # Written apart so that this file does not carry the marks it looks for.
-UNFINISHED = re.compile(
-    r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X|NotImplemented" + r"Error)\b|(?i:place" + r"holder)"
-)
+UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X|NotImplemented" + r"Error)\b|(?i:place" + r"holder)")
 MACHINE_PATHS = re.compile(r"(?<![\w.])/(?:wo" + r"rk|ro" + r"ot|tmp/ve" + r"nv|home/\w+)/|\.\./sha" + r"red")
 
 
@@ -24,15 +22,11 @@ def oversized(source: str) -> list[str]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = _length(node)
             if length > MAX_FUNCTION_LINES:
-                findings.append(
-                    f"line {node.lineno}: {node.name} has {length} lines; at most {MAX_FUNCTION_LINES}"
-                )
+                findings.append(f"line {node.lineno}: {node.name} has {length} lines; at most {MAX_FUNCTION_LINES}")
         elif isinstance(node, ast.ClassDef):
             methods = sum(isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef) for part in node.body)
             if methods > MAX_CLASS_METHODS:
-                findings.append(
-                    f"line {node.lineno}: {node.name} has {methods} methods; at most {MAX_CLASS_METHODS}"
-                )
+                findings.append(f"line {node.lineno}: {node.name} has {methods} methods; at most {MAX_CLASS_METHODS}")
     return findings
 
 
@@ -75,7 +69,5 @@ def environment_uses(source: str) -> list[str]:
         if isinstance(node, ast.Attribute) and node.attr in names and getattr(node.value, "id", "") == "os":
             findings.append(f"line {node.lineno}: os.{node.attr}")
         elif isinstance(node, ast.ImportFrom) and node.module == "os":
-            findings += [
-                f"line {node.lineno}: from os import {a.name}" for a in node.names if a.name in names
-            ]
+            findings += [f"line {node.lineno}: from os import {a.name}" for a in node.names if a.name in names]
     return findings

@@ -16,9 +16,7 @@ def python_files(*folders: str) -> list[Path]:
 
 def tracked_files() -> list[Path] | None:
     """The files under version control that exist, or None outside a checkout."""
-    listing = subprocess.run(
-        ["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True, text=True, check=False
-    )
+    listing = subprocess.run(["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True, text=True, check=False)
     if listing.returncode != 0:
         return None
     paths = [ROOT / name for name in listing.stdout.split("\0") if name]

@@ -1,0 +1,72 @@
+"""Hypothesis strategies for specs that are valid: built from the fields' types, and by hand where fields agree."""
+
+from dataclasses import fields
+from typing import Any
+
+from hypothesis import strategies as st
+
+from tutti.spec.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeSpec
+from tutti.spec.plan import BatchPlan, LayoutRule, Plan, Sync
+from tutti.spec.run import Recipe
+from tutti.spec.words import LastBatch, Precision, Unit
+
+positive = st.integers(1, 2**40)
+rates = st.floats(0, 1e30)
+st.register_type_strategy(float, st.floats(allow_nan=False, allow_infinity=False))
+
+batches = st.builds(
+    lambda size, microbatches, unit, last: BatchPlan(
+        global_batch_size=size * microbatches, num_microbatches=microbatches, unit=unit, last_batch=last
+    ),
+    st.integers(1, 2**20),
+    st.integers(1, 64),
+    st.sampled_from(Unit.__args__),
+    st.sampled_from(LastBatch.__args__),
+)
+layout_rules = st.builds(LayoutRule, modules=st.text(min_size=1), recompute=st.booleans())
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    degree = draw(st.integers(1, 8))
+    shares = draw(st.one_of(st.just([]), st.lists(st.floats(0, 1e6), min_size=degree, max_size=degree)))
+    return Plan(
+        batch=draw(batches),
+        mesh={"replicate": degree},
+        layout=tuple(draw(st.lists(layout_rules, max_size=3))),
+        shares=tuple(shares) if sum(shares) > 0 else (),
+        precision=draw(st.sampled_from(Precision.__args__)),
+        sync=Sync(bucket_nbytes=draw(positive)),
+    )
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> ClusterSpec:
+    devices = draw(st.dictionaries(st.text(min_size=1), st.from_type(DeviceSpec), min_size=1, max_size=3))
+    node = st.builds(NodeSpec, device=st.sampled_from(sorted(devices)), devices_per_node=positive, count=positive)
+    return ClusterSpec(
+        name=draw(st.text()),
+        devices=devices,
+        nodes=tuple(draw(st.lists(node, min_size=1, max_size=3))),
+        links=tuple(draw(st.lists(st.from_type(LinkSpec), max_size=3))),
+    )
+
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def of_version(cls: type[Any]) -> st.SearchStrategy[Any]:
+    """A spec with every field drawn from its type, except its version, which is the one that is read."""
+    return st.builds(cls, **{field.name: ... for field in fields(cls) if field.name != "version"})
+
+
+recipes = st.builds(Recipe, learning_rate_rule=st.none() | st.dictionaries(st.text(), json_values, max_size=3))
+st.register_type_strategy(Recipe, recipes)
