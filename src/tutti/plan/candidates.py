@@ -1,0 +1,111 @@
+"""The plans worth costing: degrees, microbatches, precisions and shares for a request."""
+
+import dataclasses
+
+from tutti.errors import PlanError
+from tutti.plan.balance import proportional_shares
+from tutti.plan.choice import Request
+from tutti.predict.compute import matrix_dtype, supports
+from tutti.predict.counts import samples_of
+from tutti.spec.cluster import ClusterSpec
+from tutti.spec.model import ModelSpec
+from tutti.spec.plan import Plan
+from tutti.spec.words import Precision
+
+LOWER: tuple[Precision, ...] = ("tf32", "bfloat16", "float16")
+"""Precisions below full, in the order in which they keep range: float16 needs loss scaling."""
+
+
+def candidates(model: ModelSpec, cluster: ClusterSpec, request: Request) -> list[Plan]:
+    """Every plan to cost. One-device and data-parallel plans of the script's batch, none with an idle rank."""
+    samples = samples_of(request.script.batch.global_batch_size, request.script.batch.unit, model.tokens_per_sample)
+    plans = []
+    for degree in degrees(cluster, request, samples):
+        for precision in precisions(model, cluster, request):
+            for slices in microbatches(model, request, samples, degree):
+                plan = dataclasses.replace(
+                    request.script,
+                    batch=dataclasses.replace(request.script.batch, num_microbatches=slices),
+                    mesh={"replicate": degree},
+                    shares=(),
+                    precision=precision,
+                )
+                plans.append(plan)
+                shares = _shares(model, cluster, plan, samples)
+                if shares:
+                    plans.append(dataclasses.replace(plan, shares=shares))
+    return plans
+
+
+def degrees(cluster: ClusterSpec, request: Request, samples: int) -> list[int]:
+    """Data-parallel degrees: all up to 16, then divisors of the batch, whole nodes, powers of two, and the most.
+
+    CPU hosts can take a rank for each core. Raises PlanError for a fixed degree above the batch.
+    """
+    if request.degree is not None:
+        if request.degree > samples:
+            raise PlanError(
+                f"{request.degree} ranks cannot share a global batch of {samples} samples without idle ranks; "
+                f"ask for at most {samples} ranks or a larger global_batch_size"
+            )
+        return [request.degree]
+    most = min(_seats(cluster), samples, request.max_devices or samples)
+    per_node = {node.devices_per_node for node in cluster.nodes}
+    wanted = set(range(1, min(most, 16) + 1)) | {most}
+    wanted |= {degree for degree in range(17, min(most, 4096) + 1) if samples % degree == 0}
+    power = 1
+    while power <= most:
+        wanted |= {power} | {power * count for count in per_node if power * count <= most}
+        power *= 2
+    return sorted(wanted)
+
+
+def _seats(cluster: ClusterSpec) -> int:
+    """How many ranks the cluster takes without making cores serve two."""
+    return sum(
+        node.count
+        * node.devices_per_node
+        * (max(1, cluster.devices[node.device].cores) if cluster.devices[node.device].kind == "cpu" else 1)
+        for node in cluster.nodes
+    )
+
+
+def precisions(model: ModelSpec, cluster: ClusterSpec, request: Request) -> list[Precision]:
+    """The precisions to try: one, unless the request leaves the choice. All devices must have a rate for it."""
+    if request.precision == "script":
+        return [request.script.precision]
+    if request.precision != "auto":
+        return [request.precision]
+    return ["full", *(precision for precision in LOWER if possible(model, cluster, precision))]
+
+
+def possible(model: ModelSpec, cluster: ClusterSpec, precision: Precision) -> bool:
+    """Whether every device of the cluster says how fast it is in this precision, and it is lower than the model's."""
+    if model.dtype != "float32":
+        return False
+    dtype = matrix_dtype(model.dtype, precision)
+    return all(supports(cluster.devices[node.device], dtype) for node in cluster.nodes)
+
+
+def microbatches(model: ModelSpec, request: Request, samples: int, degree: int) -> list[int]:
+    """Numbers of microbatches: the script's, and where results allow a change the powers of two.
+
+    More are left out once a slice has fewer samples than ranks.
+    """
+    own = request.script.batch.num_microbatches
+    fixed = request.keep_microbatches or (model.batch_statistics and not request.allow_microbatches)
+    if fixed:
+        return [own]
+    counts = {own} | {2**power for power in range(samples.bit_length())}
+    return sorted(count for count in counts if samples // count >= degree) or [own]
+
+
+def _shares(model: ModelSpec, cluster: ClusterSpec, plan: Plan, samples: int) -> tuple[float, ...]:
+    if plan.world_size == 1:
+        return ()
+    try:
+        return proportional_shares(
+            model, cluster, plan.world_size, plan.precision, samples // plan.batch.num_microbatches
+        )
+    except PlanError:
+        return ()  # costing this plan says why it is impossible
