@@ -73,6 +73,23 @@ def test_the_order_of_keys_in_a_file_does_not_matter() -> None:
     assert codec.digest(one) == codec.digest(other)
 
 
+def test_the_order_of_entries_in_a_spec_does_not_matter() -> None:
+    one, other = (
+        DeviceSpec(
+            name="d",
+            kind="cpu",
+            memory_nbytes=1,
+            memory_bandwidth_bytes_per_s=1.0,
+            peak_flops_per_s=rates,
+            source="test",
+            evidence="assumed",
+        )
+        for rates in ({"float32": 1.0, "bfloat16": 4.0}, {"bfloat16": 4.0, "float32": 1.0})
+    )
+    assert one == other
+    assert codec.digest(one) == codec.digest(other)
+
+
 def test_what_a_file_leaves_out_has_its_default() -> None:
     assert codec.from_data(Plan, {"batch": BATCH}) == Plan(batch=BatchPlan(global_batch_size=8))
 
