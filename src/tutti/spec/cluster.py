@@ -13,13 +13,31 @@ LinkTier = Literal["device", "node", "network"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmRate:
-    """Rate of a square matrix product, N x N x N: 2 N^3 / time."""
+    """Rate of a square matrix product, N x N x N: 2 N^3 / time, of one process.
+
+    `concurrent`: how many processes of the host multiplied at once, each with `threads`; 1 is a process alone. The
+    rates with several are what data-parallel ranks sharing a CPU get.
+    """
 
     dtype: str
     n: int
     threads: int = 1
     flops_per_s: float
     spread: float = 0.0  # (max - min) / median over the repeats
+    concurrent: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryRate:
+    """Rate of copying a buffer larger than the caches, bytes read plus bytes written, of one process.
+
+    `concurrent`: how many processes of the host copied at once, as in GemmRate.
+    """
+
+    threads: int = 1
+    bytes_per_s: float
+    spread: float = 0.0
+    concurrent: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +45,8 @@ class DeviceSpec:
     """One kind of device.
 
     `peak_flops_per_s`: dtype -> dense peak ("float32", "bfloat16", "float16", "tf32", "float64", "float8"), never a
-    sparsity rate. `gemm`: measured rates; empty for a data sheet. `cores`: of a CPU device, shared by its ranks.
+    sparsity rate; the best rate seen where it was measured. `gemm`, `memory_rates`: measured rates; empty for a data
+    sheet. `cores`: of a CPU device, shared by its ranks.
     """
 
     name: str
@@ -36,6 +55,7 @@ class DeviceSpec:
     memory_bandwidth_bytes_per_s: float
     peak_flops_per_s: dict[str, float]
     gemm: tuple[GemmRate, ...] = ()
+    memory_rates: tuple[MemoryRate, ...] = ()
     kernel_overhead_s: float = 0.0
     cores: int = 0
     power_w: float | None = None
@@ -56,7 +76,10 @@ class LinkPoint:
 class LinkSpec:
     """A tier of links between ranks: time of n bytes = latency_s + n / bandwidth_bytes_per_s (alpha-beta model).
 
-    `residual`: root mean square of the fit's relative error, of a measured link. `ranks`: how many ranks took part.
+    Both are of one hop of a ring: an all-reduce of n bytes among p ranks takes 2(p-1) latency_s + 2(p-1)/p n /
+    bandwidth_bytes_per_s. `bandwidth_bytes_per_s`: one way; of a network, a host's whole connection, shared by its
+    ranks. `fitted_to`: the transfers a measured link was fitted to ("" for a data sheet). `residual`: root mean square
+    of the fit's relative error. `ranks`: how many ranks took part. `points`: the times that were fitted.
     """
 
     tier: LinkTier
@@ -65,6 +88,7 @@ class LinkSpec:
     backend: str = "gloo"
     residual: float = 0.0
     ranks: int = 2
+    fitted_to: Literal["", "all_reduce", "send"] = ""
     points: tuple[LinkPoint, ...] = ()
     source: str
     evidence: Evidence
@@ -84,18 +108,25 @@ class NodeSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """Under which conditions a cluster was measured."""
+    """Under which conditions a cluster was measured; of several hosts, the fewest cores and the highest load.
+
+    `notes`: what was skipped or may have disturbed the measurement, in words.
+    """
 
     measured_utc: str
     cores_granted: int
     load_at_start: float
     load_at_end: float
     versions: dict[str, str]
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
-    """Hosts, devices and the links between them. `conditions` is there when it was measured."""
+    """Hosts, devices and the links between them. `conditions` is there when it was measured.
+
+    A tier may have several links (fitted to all-reduces and to single messages); the first is the one to plan with.
+    """
 
     name: str
     devices: dict[str, DeviceSpec]
@@ -115,7 +146,7 @@ class ClusterSpec:
                 )
 
     def link(self, tier: LinkTier) -> LinkSpec | None:
-        """The link of a tier, or None where the cluster has none."""
+        """The first link of a tier, or None where the cluster has none."""
         return next((link for link in self.links if link.tier == tier), None)
 
     @property
