@@ -15,8 +15,7 @@ LinkTier = Literal["device", "node", "network"]
 class GemmRate:
     """Rate of a square matrix product, N x N x N: 2 N^3 / time, of one process.
 
-    `concurrent`: how many processes of the host multiplied at once, each with `threads`; 1 is a process alone. The
-    rates with several are what data-parallel ranks sharing a CPU get.
+    `concurrent`: how many processes of the host multiplied at once, each with `threads`; 1 is a process alone.
     """
 
     dtype: str
@@ -45,8 +44,9 @@ class DeviceSpec:
     """One kind of device.
 
     `peak_flops_per_s`: dtype -> dense peak ("float32", "bfloat16", "float16", "tf32", "float64", "float8"), never a
-    sparsity rate; the best rate seen where it was measured. `gemm`, `memory_rates`: measured rates; empty for a data
-    sheet. `cores`: of a CPU device, shared by its ranks.
+    sparsity rate; the best rate seen where it was measured. `gemm`: measured rates of one process alone, empty for a
+    data sheet; `gemm_concurrent`: of several at once, which is what data-parallel ranks sharing a CPU get.
+    `memory_rates`: both kinds. `cores`: of a CPU device, shared by its ranks.
     """
 
     name: str
@@ -55,6 +55,7 @@ class DeviceSpec:
     memory_bandwidth_bytes_per_s: float
     peak_flops_per_s: dict[str, float]
     gemm: tuple[GemmRate, ...] = ()
+    gemm_concurrent: tuple[GemmRate, ...] = ()
     memory_rates: tuple[MemoryRate, ...] = ()
     kernel_overhead_s: float = 0.0
     cores: int = 0
