@@ -26,9 +26,7 @@ def test_licences_are_read_in_order_of_name_and_links_once(tmp_path: Path) -> No
 @pytest.mark.skipif(not LICENCES.is_dir(), reason=f"no {LICENCES} on this system")
 def test_this_systems_licences_hold_the_gpl_once() -> None:
     content = licence_text().content
-    assert (
-        content.count(b"Copyright (C) 2007 Free Software Foundation, Inc. <https://fsf.org/>") == 2
-    )  # GPL, LGPL
+    assert content.count(b"Copyright (C) 2007 Free Software Foundation, Inc. <https://fsf.org/>") == 2  # GPL, LGPL
     assert len(content) > 100_000
 
 

@@ -1,10 +1,8 @@
 """Learning-rate rules: worked examples, every step against an independent loop, laws, refusals."""
 
-import json
 import math
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -12,13 +10,7 @@ from hypothesis import strategies as st
 
 from tutti.errors import PlanError
 from tutti.optim.lr_rule import LRRule, factor, learning_rate, warmup_length
-
-EXAMPLES = {
-    entry["id"]: entry
-    for entry in json.loads((Path(__file__).parents[1] / "data" / "worked_examples.json").read_text())[
-        "examples"
-    ]
-}
+from worked.examples import EXAMPLES
 
 
 def test_importing_the_rule_loads_no_torch() -> None:
@@ -32,9 +24,7 @@ def test_linear_rule_of_the_tutorial(case: dict[str, float]) -> None:
     rule = LRRule(base_lr=0.1, base_batch_size=256)
     batch = int(case["k"] * case["n"])
     assert batch == case["global_batch"]
-    assert learning_rate(rule, 7.0, 0, global_batch_size=batch, steps_per_epoch=None) == pytest.approx(
-        case["eta"]
-    )
+    assert learning_rate(rule, 7.0, 0, global_batch_size=batch, steps_per_epoch=None) == pytest.approx(case["eta"])
 
 
 def test_square_root_rule_of_the_tutorial() -> None:
@@ -95,8 +85,7 @@ def test_a_resumed_run_goes_on_with_the_same_rates() -> None:
         for resumed_at in (0, 3, 8, 29):
             again = LRRule(**{name: getattr(rule, name) for name in LRRule.__dataclass_fields__})
             rest = [
-                learning_rate(again, 0.1, s, global_batch_size=8192, steps_per_epoch=10)
-                for s in range(resumed_at, 30)
+                learning_rate(again, 0.1, s, global_batch_size=8192, steps_per_epoch=10) for s in range(resumed_at, 30)
             ]
             assert rest == rates[resumed_at:]
 
@@ -128,9 +117,7 @@ def test_linear_and_square_root_scale_as_named(base: float, batch: int, k: int, 
 
 
 @given(positive, positive, st.integers(0, 40))
-def test_without_base_lr_the_factor_does_not_depend_on_the_optimizers_rate(
-    a: float, b: float, step: int
-) -> None:
+def test_without_base_lr_the_factor_does_not_depend_on_the_optimizers_rate(a: float, b: float, step: int) -> None:
     rule = LRRule(base_batch_size=64, warmup="gradual", warmup_steps=20)
     factors = [factor(rule, rate, step, global_batch_size=512, steps_per_epoch=None) for rate in (a, b)]
     assert factors[0] == pytest.approx(factors[1])

@@ -1,8 +1,5 @@
 """The factor composes with torch's optimizers and schedulers, and leaves no trace in them."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,13 +9,7 @@ from torch.optim.lr_scheduler import LambdaLR, MultiStepLR
 from tutti.errors import PlanError
 from tutti.optim.lr_rule import LRRule, factor
 from tutti.optim.scaling import initial_learning_rate, scaled_learning_rate
-
-EXAMPLES = {
-    entry["id"]: entry
-    for entry in json.loads((Path(__file__).parents[1] / "data" / "worked_examples.json").read_text())[
-        "examples"
-    ]
-}
+from worked.examples import EXAMPLES
 
 
 def parameter(*values: float) -> nn.Parameter:

@@ -59,8 +59,7 @@ def split_by_position(content: bytes, fraction: float = 0.9) -> tuple[bytes, byt
     cut = int(len(content) * fraction)
     if not 0 < cut < len(content):
         raise DataError(
-            f"{len(content)} bytes cannot be split at {fraction}: one part is empty; "
-            "give a fraction between 0 and 1"
+            f"{len(content)} bytes cannot be split at {fraction}: one part is empty; give a fraction between 0 and 1"
         )
     return content[:cut], content[cut:]
 

@@ -59,9 +59,7 @@ class LRRule:
                 )
         elif len(given) != 1:
             found = "both are given" if given else "neither is given"
-            raise PlanError(
-                f"LRRule.warmup = {self.warmup!r} needs warmup_steps or warmup_epochs; {found}: give one"
-            )
+            raise PlanError(f"LRRule.warmup = {self.warmup!r} needs warmup_steps or warmup_epochs; {found}: give one")
         if self.warmup == "constant" and self.scale == "none" and self.warmup_start_lr is None:
             raise PlanError(
                 "LRRule.warmup = 'constant' with scale = 'none' has no rate to hold; give warmup_start_lr, "
@@ -102,9 +100,7 @@ def factor(
             f"the optimizer's learning rate is {optimizer_lr}, and a learning-rate rule multiplies it; "
             "make the optimizer with a rate above 0"
         )
-    rate = learning_rate(
-        rule, optimizer_lr, step, global_batch_size=global_batch_size, steps_per_epoch=steps_per_epoch
-    )
+    rate = learning_rate(rule, optimizer_lr, step, global_batch_size=global_batch_size, steps_per_epoch=steps_per_epoch)
     return rate / optimizer_lr
 
 
