@@ -1,0 +1,1 @@
+"""Data: one order for any number of ranks, shares of it, seeded samples, fingerprints."""

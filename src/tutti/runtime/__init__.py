@@ -1,0 +1,1 @@
+"""A plan made to run: the Job, and one file for each mechanism."""

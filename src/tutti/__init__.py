@@ -1,0 +1,54 @@
+"""tutti trains a PyTorch model on the machines you have.
+
+The names below are the public ones; each is loaded when it is first used, so that `import tutti` is quick and loads
+no torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tutti.errors import TuttiError
+    from tutti.optim.lr_rule import LRRule
+    from tutti.runtime.job import Job
+    from tutti.runtime.weighted import Weighted
+    from tutti.spec.cluster import ClusterSpec
+    from tutti.spec.model import ModelSpec
+    from tutti.spec.plan import Plan
+    from tutti.spec.prediction import Prediction
+    from tutti.spec.report import RunReport
+
+_HOMES = {
+    "ClusterSpec": "tutti.spec.cluster",
+    "Job": "tutti.runtime.job",
+    "LRRule": "tutti.optim.lr_rule",
+    "ModelSpec": "tutti.spec.model",
+    "Plan": "tutti.spec.plan",
+    "Prediction": "tutti.spec.prediction",
+    "RunReport": "tutti.spec.report",
+    "TuttiError": "tutti.errors",
+    "Weighted": "tutti.runtime.weighted",
+}
+
+__version__ = "0.1.0"
+__all__ = [
+    "ClusterSpec",
+    "Job",
+    "LRRule",
+    "ModelSpec",
+    "Plan",
+    "Prediction",
+    "RunReport",
+    "TuttiError",
+    "Weighted",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tutti' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -1,0 +1,106 @@
+"""What several commands share: options, output, and how a script's model and a cluster are found."""
+
+import json
+import runpy
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+from rich.console import Console
+
+from tutti.errors import ScriptError
+from tutti.spec import codec
+from tutti.spec.cluster import ClusterSpec
+
+if TYPE_CHECKING:
+    from tutti.runtime.capture import Captured
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+console = Console(stderr=True, highlight=False)
+"""Everything for people goes to standard error, so that --json leaves one document on standard output."""
+
+
+def json_option(function: F) -> F:
+    """--json: one JSON document on standard output."""
+    return click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")(function)
+
+
+def script_arguments(function: F) -> F:
+    """SCRIPT and the arguments that go to it, options included."""
+    function = click.argument("arguments", nargs=-1, type=click.UNPROCESSED)(function)
+    return click.argument("script", type=click.Path(path_type=Path))(function)
+
+
+SCRIPT_CONTEXT = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+"""Context settings of commands that take a script: what follows the script is the script's."""
+
+
+def emit(data: Any) -> None:
+    """Print one JSON document on standard output."""
+    print(json.dumps(codec.to_data(data), indent=2))
+
+
+def capture_script(script: Path, arguments: tuple[str, ...]) -> "Captured":
+    """Run a script up to `Job.prepare` and return what it was given; the model's parameters stay on meta.
+
+    What the script prints goes to standard error. Raises ScriptError when it ends without calling prepare.
+    """
+    from tutti.describe.meta import parameters_on_meta
+    from tutti.runtime.capture import CaptureDone, capturing
+
+    check_script(script)
+    try:
+        with _as_main(script, arguments), redirect_stdout(sys.stderr), capturing(), parameters_on_meta():
+            runpy.run_path(str(script), run_name="__main__")
+    except CaptureDone as done:
+        return done.captured
+    except SystemExit as error:
+        if error.code not in (0, None):
+            raise ScriptError(f"{script} ended with exit code {error.code} before job.prepare; run it alone") from None
+    raise ScriptError(
+        f"{script} ended without calling job.prepare; make a tutti.Job and pass model, optimizer, data and loss to its "
+        "prepare (docs/tutorial.md shows the three lines)"
+    )
+
+
+def check_script(script: Path) -> None:
+    """Raise ScriptError unless `script` is a readable Python file."""
+    if not script.is_file():
+        raise ScriptError(f"{script} does not exist; name a Python script")
+    try:
+        compile(script.read_text(encoding="utf-8"), str(script), "exec")
+    except SyntaxError as error:
+        raise ScriptError(f"{script}, line {error.lineno}: {error.msg}; correct the script") from None
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise ScriptError(f"{script} cannot be read as a Python script ({error}); name another") from None
+
+
+def cluster_for(path: Path | None, *, quick: bool = True) -> ClusterSpec:
+    """The cluster of a file, or of this machine: as measured before, or measured now."""
+    if path is not None:
+        return codec.load(ClusterSpec, path)
+    from tutti.describe.probe import cached_cluster_path, measure
+
+    cached = cached_cluster_path()
+    if cached.exists():
+        return codec.load(ClusterSpec, cached)
+    console.print("measuring this machine (kept for the next time; `tutti probe` measures it longer)")
+    cluster = measure(quick=quick)
+    codec.save(cluster, cached)
+    return cluster
+
+
+@contextmanager
+def _as_main(script: Path, arguments: tuple[str, ...]) -> Iterator[None]:
+    """sys.argv and sys.path as `python script arguments` has them."""
+    argv, path = sys.argv, sys.path[:]
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.resolve().parent))
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = argv, path

@@ -1,0 +1,89 @@
+"""What a data set is, in a hash: so that a report can say which data a number belongs to."""
+
+import hashlib
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from tutti.data.samples import SeededSamples, tensors_of
+from tutti.spec.run import DataInfo
+
+_MANY = 64
+_OVERLAP_LIMIT = 20_000
+
+
+def describe_data(dataset: Any, seed: int, name: str) -> DataInfo:
+    """Name, size and hash of a data set. Tensor data is hashed whole, other map data by 64 spread samples."""
+    kind = type(dataset).__name__
+    tensors = tensors_of(dataset)
+    if not hasattr(dataset, "__len__"):
+        return DataInfo(name=name, kind=kind, samples=None, sha256="", hash_covers="nothing: a stream is read once")
+    count = len(dataset)
+    if isinstance(getattr(dataset, "sha256", None), str):
+        sha, covers = dataset.sha256, "what the data set says of itself"
+    elif tensors is not None:
+        sha, covers = _hash(_bytes(tensor) for tensor in tensors), f"all {count} samples"
+    else:
+        chosen = np.unique(np.linspace(0, max(count - 1, 0), min(count, _MANY)).astype(int))
+        samples = SeededSamples(dataset, seed, "fingerprint", gather=False)
+        sha = _hash(_sample_bytes(samples[(0, int(index))]) for index in chosen)
+        covers = f"{len(chosen)} of {count} samples, evenly spread"
+    return DataInfo(
+        name=name, kind=kind, samples=count, sha256=sha, hash_covers=covers, input_shapes=_shapes(dataset, seed)
+    )
+
+
+def overlap(train: Any, test: Any, seed: int) -> int | None:
+    """How many test samples also occur, byte for byte, among the training samples; None where that is unknown."""
+    sets = [train, test]
+    if any(not hasattr(data, "__len__") or len(data) > _OVERLAP_LIMIT for data in sets):
+        return None
+    one, two = (_sample_hashes(data, seed) for data in sets)
+    known = set(one)
+    return sum(digest in known for digest in two)
+
+
+def _sample_hashes(dataset: Any, seed: int) -> list[bytes]:
+    samples = SeededSamples(dataset, seed, "fingerprint", gather=False)
+    return [
+        hashlib.blake2b(_sample_bytes(samples[(0, index)]), digest_size=16).digest() for index in range(len(dataset))
+    ]
+
+
+def _hash(pieces: Iterator[bytes]) -> str:
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def _sample_bytes(sample: Any) -> bytes:
+    return b"".join(_leaf_bytes(leaf) for leaf in pytree.tree_leaves(sample))
+
+
+def _leaf_bytes(leaf: Any) -> bytes:
+    if isinstance(leaf, torch.Tensor):
+        return _bytes(leaf)
+    if isinstance(leaf, np.ndarray):
+        return leaf.tobytes()
+    try:
+        return pickle.dumps(leaf)
+    except Exception:
+        return repr(leaf).encode()
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def _shapes(dataset: Any, seed: int) -> tuple[tuple[int, ...], ...]:
+    if len(dataset) == 0:
+        return ()
+    sample = SeededSamples(dataset, seed, "fingerprint", gather=False)[(0, 0)]
+    leaves = pytree.tree_leaves(sample)
+    return tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor | np.ndarray))

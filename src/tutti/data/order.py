@@ -1,0 +1,87 @@
+"""The order of an epoch: one global permutation from the seed, cut into global batches."""
+
+import random
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tutti.data.seeds import derive_seed, preserved_generators, seed_everything
+from tutti.errors import DataError
+from tutti.spec.plan import BatchPlan
+
+Indices = npt.NDArray[np.int64]
+
+
+def epoch_order(samples: int, seed: int, epoch: int, *, shuffle: bool) -> Indices:
+    """Sample indices of one epoch in order; a permutation that depends on (seed, epoch) only."""
+    if not shuffle:
+        return np.arange(samples, dtype=np.int64)
+    generator = torch.Generator().manual_seed(derive_seed(seed, "order", epoch))
+    return torch.randperm(samples, generator=generator).numpy()
+
+
+def sampler_order(sampler: Iterable[int], seed: int, epoch: int) -> Indices:
+    """The order a user's sampler gives when every generator is seeded from (seed, epoch): equal on every rank."""
+    with preserved_generators():
+        seed_everything(derive_seed(seed, "sampler", epoch))
+        generator = getattr(sampler, "generator", None)
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(derive_seed(seed, "sampler", epoch))
+        elif isinstance(generator, random.Random):
+            generator.seed(derive_seed(seed, "sampler", epoch))
+        return np.fromiter((int(index) for index in sampler), dtype=np.int64)
+
+
+def batch_bounds(order: Indices, batch: BatchPlan, tokens: int | Sequence[int] | None) -> Indices:
+    """Boundaries of an epoch's global batches within its order: batch b is order[bounds[b]:bounds[b + 1]].
+
+    `tokens`: tokens of each sample, for a batch that counts tokens: consecutive samples are taken while their sum
+    is at most the global batch size. Raises DataError for a sample that alone exceeds it.
+    """
+    bounds = _sample_bounds(len(order), batch.global_batch_size)
+    if batch.unit == "tokens":
+        if tokens is None:
+            raise DataError(
+                "the global batch counts tokens, but the tokens of a sample are unknown; pass prepare(..., tokens=N) "
+                "for samples of N tokens, or tokens=[...] with one number a sample"
+            )
+        if isinstance(tokens, int):
+            _check_fits(tokens, batch.global_batch_size, "every sample")
+            bounds = _sample_bounds(len(order), batch.global_batch_size // tokens)
+        else:
+            return _token_bounds(order, batch, np.asarray(tokens, dtype=np.int64))
+    if batch.last_batch == "drop" and len(bounds) > 1 and _is_short(bounds):
+        bounds = bounds[:-1]
+    return bounds
+
+
+def _sample_bounds(samples: int, size: int) -> Indices:
+    return np.append(np.arange(0, samples, size, dtype=np.int64), samples)
+
+
+def _is_short(bounds: Indices) -> bool:
+    return len(bounds) == 2 or bool(bounds[-1] - bounds[-2] < bounds[1] - bounds[0])
+
+
+def _token_bounds(order: Indices, batch: BatchPlan, tokens: Indices) -> Indices:
+    lengths = tokens[order]
+    if len(lengths):
+        longest = int(lengths.argmax())
+        _check_fits(int(lengths[longest]), batch.global_batch_size, f"sample {int(order[longest])}")
+    ends, bounds = np.cumsum(lengths), [0]
+    while bounds[-1] < len(order):
+        before = int(ends[bounds[-1] - 1]) if bounds[-1] else 0
+        bounds.append(int(np.searchsorted(ends, before + batch.global_batch_size, side="right")))
+    if batch.last_batch == "drop" and len(bounds) > 1:
+        bounds.pop()  # the batch that the end of the epoch closed, not the token count
+    return np.asarray(bounds, dtype=np.int64)
+
+
+def _check_fits(tokens: int, limit: int, what: str) -> None:
+    if tokens > limit:
+        raise DataError(
+            f"{what} has {tokens} tokens, more than the global batch of {limit} tokens; raise global_batch_size to "
+            f"at least {tokens} or shorten the samples"
+        )

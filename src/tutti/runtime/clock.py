@@ -1,0 +1,52 @@
+"""Where a step's wall time goes: phases that add up to it, with nothing left out and nothing counted twice."""
+
+import time
+from typing import get_args
+
+import torch
+
+from tutti.spec.prediction import Phase
+
+STEP_PHASES: tuple[Phase, ...] = tuple(p for p in get_args(Phase) if p != "evaluation")
+
+
+class PhaseClock:
+    """A stop-watch that is always in exactly one phase.
+
+    On a GPU, entering a phase waits for the device, so that work is counted where it was asked for; only then, because
+    the wait is not free, on every `sample_every`-th step.
+    """
+
+    def __init__(self, device: torch.device, sample_every: int = 20) -> None:
+        self.device = device
+        self.sample_every = sample_every
+        self.started = time.perf_counter()
+        self.steps = 0
+        self._phase: Phase = "other"
+        self._since = self.started
+        self._row_since = self.started
+        self._seconds: dict[Phase, float] = dict.fromkeys(STEP_PHASES, 0.0)
+
+    def enter(self, phase: Phase, at: float | None = None) -> None:
+        """The running phase ends and `phase` begins, now or at an earlier `at` (perf_counter seconds)."""
+        now = self.now() if at is None else max(at, self._since)
+        self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + now - self._since
+        self._phase, self._since = phase, now
+
+    def now(self) -> float:
+        """perf_counter seconds, after the device has caught up on steps that are timed."""
+        if self.device.type == "cuda" and self.steps % self.sample_every == 0:
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def elapsed_s(self) -> float:
+        """Seconds since the clock started."""
+        return time.perf_counter() - self.started
+
+    def take_row(self) -> tuple[float, dict[Phase, float]]:
+        """Close a row: wall seconds since the last one, and its phases, which add up to it."""
+        self.enter(self._phase)
+        wall, phases = self._since - self._row_since, self._seconds
+        self._row_since, self._seconds = self._since, dict.fromkeys(STEP_PHASES, 0.0)
+        self.steps += 1
+        return wall, phases

@@ -1,0 +1,72 @@
+"""How a run ends: completed, or failed and said once, with its last rows written."""
+
+import atexit
+import os
+import resource
+import sys
+from types import TracebackType
+
+import torch
+
+from tutti.errors import TuttiError
+from tutti.runtime.state import Run
+from tutti.runtime.world import World, leave
+
+
+class Ending:
+    """Writes a run's last rows when the process ends, however it ends."""
+
+    def __init__(self, world: World, *, supervised: bool) -> None:
+        self.world = world
+        self.run: Run | None = None
+        self.failed = False
+        self._ended = False
+        if not supervised:
+            sys.excepthook = self._on_exception
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """Write the memory and end rows and leave the world. Runs once."""
+        if self._ended:
+            return
+        self._ended = True
+        if self.run is not None:
+            self._last_rows(self.run)
+        if not self.failed:
+            leave()
+
+    def _last_rows(self, run: Run) -> None:
+        self.failed = self.failed or (run.folder.rank(run.world.rank) / "error.json").exists()
+        wall, phases = run.clock.take_row()
+        now = run.clock.elapsed_s()
+        memory = {
+            "step": run.progress.step,
+            "rank": run.world.rank,
+            "device": str(run.world.device),
+            "peak_nbytes": peak_nbytes(run.world.device),
+        }
+        run.log.timing(kind="memory", **memory)
+        run.log.row("memory", now, **memory)
+        status = "failed" if self.failed else "completed"
+        run.log.row("end", now, status=status, step=run.progress.step, wall_s=wall, phases=phases)
+        run.log.close()
+        run.screen.close()
+
+    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self.failed = True
+        if not isinstance(error, TuttiError):
+            sys.__excepthook__(kind, error, trace)
+            return
+        if self.world.is_main:
+            print(f"tutti: {error}", file=sys.stderr)
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(error.exit_code)
+
+
+def peak_nbytes(device: torch.device) -> int:
+    """Most memory this rank has held: allocated on a GPU, resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

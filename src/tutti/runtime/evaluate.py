@@ -1,0 +1,122 @@
+"""Evaluation: every sample exactly once, on any number of ranks."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader
+
+from tutti.data.samples import Collate, SeededSamples
+from tutti.data.share import cut
+from tutti.data.source import Source
+from tutti.data.split import to_device
+from tutti.errors import ScriptError
+from tutti.runtime.precision import autocast
+from tutti.runtime.state import Run
+from tutti.runtime.weighted import Weighted
+
+Metric = Callable[[Any, Any], Any]
+"""fn(output, target) -> per-sample tensor, mean over samples, or Weighted."""
+
+
+@torch.no_grad()
+def evaluate(
+    run: Run, source: Source, metrics: Mapping[str, Metric], whole: Mapping[str, Metric], batch_size: int
+) -> tuple[dict[str, float], int]:
+    """Means of the loss and `metrics` over all samples of `source`, and the number of samples.
+
+    `whole`: metrics of the complete outputs and targets, in the order of the data set (F1, AUC).
+    """
+    table = _metrics(run, metrics)
+    sums = torch.zeros(len(table), 2, dtype=torch.float64, device=run.world.device)
+    samples, kept = 0, []
+    with _evaluation_mode(run.model):
+        for batch in _batches(run, source, batch_size):
+            args, kwargs, target = run.unpack(to_device(batch, run.world.device))
+            with autocast(run.plan.precision, run.world.device):
+                output = run.model(*args, **kwargs)
+                size = _batch_size(batch)
+                rows = [_total_count(name, metric(output, target), size) for name, metric in table.items()]
+            sums += torch.tensor(rows, dtype=torch.float64, device=sums.device).reshape(len(table), 2)
+            samples += size
+            if whole:
+                kept.append(pytree.tree_map(_to_cpu, (output, target)))
+    run.world.sum(sums)
+    counted = int(run.world.sum(torch.tensor([samples], device=run.world.device))[0])
+    values = {name: float(total / count) for name, (total, count) in zip(table, sums.tolist(), strict=True) if count}
+    values.update(_whole(run, kept, whole))
+    return values, counted
+
+
+def _metrics(run: Run, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+    table = dict(metrics)
+    if run.loss_fn is not None and "loss" not in table:
+        table = {"loss": run.loss_fn, **table}
+    return table
+
+
+def _batches(run: Run, source: Source, batch_size: int) -> Iterator[Any]:
+    """This rank's batches: a contiguous share of a map data set, or every world_size-th batch of a stream."""
+    rank, size = run.world.rank, run.world.world_size
+    if source.is_stream:
+        loader = DataLoader(source.dataset, batch_size=batch_size, collate_fn=source.collate)
+        yield from (batch for number, batch in enumerate(loader) if number % size == rank)
+        return
+    bounds = cut(len(source.dataset), size)
+    mine = np.arange(bounds[rank], bounds[rank + 1])
+    keys = [[(0, int(i)) for i in mine[s : s + batch_size]] for s in range(0, len(mine), batch_size)]
+    gather = source.collate is Collate().function
+    samples = SeededSamples(source.dataset, run.settings.seed, "evaluate", gather=gather)
+    options = {k: v for k, v in source.options.items() if k != "persistent_workers"}
+    yield from DataLoader(samples, batch_sampler=keys, collate_fn=Collate(source.collate), **options)
+
+
+@contextmanager
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Every module in evaluation mode; afterwards each is as it was, also ones the user froze."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _batch_size(batch: Any) -> int:
+    for leaf in pytree.tree_leaves(batch):
+        if isinstance(leaf, torch.Tensor) and leaf.ndim:
+            return int(leaf.shape[0])
+    raise ScriptError("evaluate got a batch without a tensor; collate samples into tensors with samples first")
+
+
+def _total_count(name: str, value: Any, samples: int) -> tuple[float, float]:
+    if isinstance(value, Weighted):
+        return float(value.total), float(value.count)
+    if isinstance(value, torch.Tensor) and value.numel() == samples and value.ndim:
+        return float(value.double().sum()), float(samples)
+    if isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+        return float(value) * samples, float(samples)
+    shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+    raise ScriptError(
+        f"metric {name!r} returned {shape} for {samples} samples; return one value a sample, their mean, or "
+        "tutti.Weighted(total, count)"
+    )
+
+
+def _to_cpu(leaf: Any) -> Any:
+    return leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _whole(run: Run, kept: list[Any], whole: Mapping[str, Metric]) -> dict[str, float]:
+    if not whole:
+        return {}
+    parts = [part for rank_parts in run.world.gather(kept) for part in rank_parts]
+    leaves, structure = zip(*(pytree.tree_flatten(part) for part in parts), strict=True)
+    joined = [torch.cat(column) if isinstance(column[0], torch.Tensor) else column for column in zip(*leaves, strict=True)]
+    output, target = pytree.tree_unflatten(joined, structure[0])
+    return {name: float(metric(output, target)) for name, metric in whole.items()}

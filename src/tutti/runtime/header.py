@@ -1,0 +1,125 @@
+"""The run folder and its header: what a run is, written before its first step."""
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from tutti.errors import LaunchError
+from tutti.runtime.env import Wishes
+from tutti.runtime.world import World
+from tutti.spec.run import DataInfo, RankInfo, Recipe, RunFolder, RunHeader
+
+
+def script_path() -> Path:
+    """The script that is running; "interactive" where there is none."""
+    main = sys.modules.get("__main__")
+    return Path(getattr(main, "__file__", None) or sys.argv[0] or "interactive")
+
+
+def open_folder(wishes: Wishes, world: World, stated: Path | None) -> RunFolder:
+    """The run's folder, the same on every rank: the launcher's, the user's, or runs/<script>-<time>."""
+    path = wishes.run_folder or stated
+    if path is None:
+        stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+        path = Path("runs") / f"{script_path().stem}-{stamp}"
+    path = Path(world.broadcast(str(path.absolute())))
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(f"the run folder {path} cannot be made ({error.strerror}); name another") from None
+    return RunFolder(path)
+
+
+def this_rank(world: World) -> RankInfo:
+    """Where this rank runs."""
+    device = world.device
+    return RankInfo(
+        rank=world.rank,
+        local_rank=world.local_rank,
+        host=world.host,
+        device=str(device),
+        device_model=torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_model(),
+        pid=os.getpid(),
+        threads=torch.get_num_threads(),
+    )
+
+
+def make_header(
+    world: World,
+    ranks: list[RankInfo],
+    *,
+    name: str | None,
+    model: torch.nn.Module,
+    recipe: Recipe,
+    data: DataInfo,
+    resumed_from: Path | None,
+    resumed_at_step: int,
+) -> RunHeader:
+    """Everything about the run that is known now. Called on rank 0."""
+    script = script_path()
+    commit, dirty = git_state(script.parent)
+    return RunHeader(
+        name=name or script.stem,
+        script=str(script),
+        arguments=tuple(sys.argv[1:]),
+        command=shlex.join([world.launcher, script.name, *sys.argv[1:]]),
+        started_utc=datetime.now(UTC).isoformat(timespec="seconds"),
+        world_size=world.world_size,
+        backend=world.backend,
+        ranks=tuple(ranks),
+        versions={
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "tutti": importlib.metadata.version("tutti"),
+        },
+        platform=platform.platform(),
+        git_commit=commit,
+        git_dirty=dirty,
+        environment_sha256=_environment_hash(),
+        model=type(model).__name__,
+        parameters=sum(p.numel() for p in model.parameters()),
+        recipe=recipe,
+        data=data,
+        resumed_from=str(resumed_from) if resumed_from else None,
+        resumed_at_step=resumed_at_step,
+    )
+
+
+def git_state(folder: Path) -> tuple[str | None, bool | None]:
+    """Commit of the checkout a folder lies in, and whether it has uncommitted changes; (None, None) outside one."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(folder or Path()), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD"), bool(git("status", "--porcelain", "--untracked-files=no"))
+    except (OSError, subprocess.SubprocessError):
+        return None, None
+
+
+def data_fields(data: DataInfo) -> dict[str, object]:
+    """A data set's description as a metrics row holds it."""
+    return asdict(data)
+
+
+def _environment_hash() -> str:
+    names = sorted({f"{d.metadata['Name']}=={d.version}" for d in importlib.metadata.distributions()})
+    return hashlib.sha256("\n".join(names).encode()).hexdigest()
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

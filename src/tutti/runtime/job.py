@@ -1,0 +1,261 @@
+"""Job: what a script says. Three lines make it train on any number of ranks; the meaning of a step does not move."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from tutti.data.seeds import derive_seed
+from tutti.data.source import read_source
+from tutti.errors import PlanError, ScriptError
+from tutti.optim.lr_rule import LRRule
+from tutti.runtime import capture
+from tutti.runtime.checkpoint import save_checkpoint
+from tutti.runtime.clock import PhaseClock
+from tutti.runtime.ending import Ending
+from tutti.runtime.env import Place, read_wishes
+from tutti.runtime.evaluate import Metric, evaluate
+from tutti.runtime.loader import JobLoader
+from tutti.runtime.prepare import Given, captured, make_run, model_optimizers
+from tutti.runtime.replicate import LossFunction
+from tutti.runtime.rows import evaluation_row, step_row
+from tutti.runtime.screen import Screen, silence_others
+from tutti.runtime.session import Session, plan_of
+from tutti.runtime.state import Run, Settings
+from tutti.runtime.step import Outcome, forward_backward
+from tutti.runtime.unpack import default_loss, default_unpack, loss_of
+from tutti.runtime.update import update
+from tutti.runtime.world import join
+from tutti.spec.plan import BatchPlan
+from tutti.spec.words import LastBatch, Precision, Unit
+
+
+class Job:
+    """One training run. `global_batch_size` is its meaning: it does not change with the number of ranks.
+
+    `unit`: what the batch counts. `num_microbatches`: slices a batch is cut into (gradient accumulation; the planner
+    may choose it when it is None). `clip_norm`: bound of the gradients' global norm. `on_nonfinite`: what happens at
+    a loss that is NaN or infinite. `checkpoint_every`: steps. `folder`: of the run; `resume`: a run or a checkpoint.
+    """
+
+    def __init__(
+        self,
+        *,
+        global_batch_size: int,
+        unit: Unit = "samples",
+        seed: int = 0,
+        num_microbatches: int | None = None,
+        last_batch: LastBatch = "keep",
+        precision: Precision | None = None,
+        clip_norm: float | None = None,
+        lr_rule: LRRule | None = None,
+        on_nonfinite: Literal["stop", "skip"] = "stop",
+        checkpoint_every: int | None = None,
+        keep_checkpoints: int = 2,
+        name: str | None = None,
+        folder: str | Path | None = None,
+        resume: str | Path | None = None,
+    ) -> None:
+        _check_options(clip_norm, on_nonfinite, checkpoint_every, keep_checkpoints)
+        wishes = read_wishes()
+        world = join(Place() if capture.is_capturing() else None)
+        batch = BatchPlan(
+            global_batch_size=global_batch_size,
+            unit=unit,
+            num_microbatches=num_microbatches or 1,
+            last_batch=last_batch,
+        )
+        self._session = Session(
+            settings=Settings(
+                seed=seed,
+                clip_norm=clip_norm,
+                lr_rule=lr_rule,
+                on_nonfinite=on_nonfinite,
+                checkpoint_every=checkpoint_every or wishes.checkpoint_every,
+                keep_checkpoints=keep_checkpoints,
+            ),
+            wishes=wishes,
+            world=world,
+            plan=plan_of(
+                world, wishes, batch, microbatches_stated=num_microbatches is not None, precision=precision
+            ),
+            clock=PhaseClock(world.device),
+            screen=Screen(world, supervised=wishes.supervised),
+            name=name,
+            folder=Path(folder) if folder else None,
+            resume=Path(resume) if resume else None,
+        )
+        self._ending = None if capture.is_capturing() else Ending(world, supervised=wishes.supervised)
+        self._prepared: Run | None = None
+        self._outcome: Outcome | None = None
+        torch.manual_seed(derive_seed(seed, "model"))
+
+    @property
+    def rank(self) -> int:
+        return self._session.world.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._session.world.world_size
+
+    @property
+    def device(self) -> torch.device:
+        return self._session.world.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the one that prints and writes."""
+        return self._session.world.is_main
+
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        dataset: Any,
+        loss_fn: Callable[[Any, Any], Any] | None = None,
+        *,
+        scheduler: Any = None,
+        scheduler_clock: Literal["step", "epoch"] = "step",
+        unpack: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any], Any]] | None = None,
+        shuffle: bool | None = None,
+        tokens: int | Sequence[int] | None = None,
+        **loader_arguments: Any,
+    ) -> tuple[nn.Module, Any, JobLoader]:
+        """Model, optimizer and data made ready on this rank; returns (model, optimizer, loader).
+
+        `optimizer`: instance, callable that takes parameters, or a list of either. `dataset`: map or iterable data
+        set, or a DataLoader. `loss_fn(output, target)` returns a mean over samples or a Weighted. `scheduler` is
+        advanced by `update`, once a step or once an epoch. `unpack(batch)` -> (args, kwargs, target). `tokens`: of a
+        sample, where the batch counts tokens. The rest are DataLoader arguments.
+        """
+        if self._prepared is not None:
+            raise ScriptError("prepare was called twice; one Job trains one model: compose several into one module")
+        if scheduler_clock not in ("step", "epoch"):
+            raise ScriptError(f"scheduler_clock = {scheduler_clock!r}; use 'step' or 'epoch'")
+        source = read_source(dataset, shuffle=shuffle, tokens=tokens, arguments=loader_arguments)
+        optimizers = model_optimizers(model, optimizer)
+        given = Given(
+            model=model,
+            optimizers=optimizers,
+            source=source,
+            loss_fn=loss_fn or default_loss,
+            unpack=unpack or default_unpack,
+            scheduler=scheduler,
+            scheduler_clock=scheduler_clock,
+        )
+        if capture.is_capturing():
+            raise capture.CaptureDone(captured(self._session, given))
+        self._prepared = make_run(self._session, given)
+        if self._ending is not None:
+            self._ending.run = self._prepared
+        if not self._session.wishes.supervised:
+            silence_others(self._session.world, str(self._prepared.folder.rank(self.rank) / "stdout.log"))
+        returned = list(optimizers) if isinstance(optimizer, list | tuple) else optimizers[0]
+        return model, returned, JobLoader(self._prepared.loader, self._prepared.clock)
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Numbers of the epochs still to run, of `count`; a resumed run goes on where its checkpoint stood."""
+        run = self._run()
+        run.progress.total_epochs = count
+        while run.loader.epoch < count:
+            epoch = run.progress.epoch = run.loader.epoch
+            yield epoch
+            if run.loader.epoch == epoch:  # the script left the loader early
+                run.loader.epoch, run.loader.position = epoch + 1, 0
+            if run.scheduler is not None and run.scheduler_clock == "epoch":
+                run.scheduler.step()
+            run.log.row("epoch", run.clock.elapsed_s(), epoch=epoch, step=run.progress.step)
+        if run.progress.step != run.progress.saved_step and run.settings.keep_checkpoints:
+            self.save()
+
+    def step(self, batch: Any) -> float:
+        """One optimizer update on a global batch; returns the global mean loss, the same on every rank."""
+        run = self._run()
+        loss = self.forward_backward(loss_of(run.unpack, run.loss_fn or default_loss), batch)
+        self.update()
+        return loss
+
+    def forward_backward(self, function: LossFunction, batch: Any) -> float:
+        """Gradients of the global mean of `function(model, batch)`, for steps that are not one loss and one update.
+
+        Returns the global mean loss. Call `update` afterwards.
+        """
+        self._outcome = forward_backward(self._run(), function, batch)
+        return self._outcome.loss
+
+    def update(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Clip, step the optimizer (all of them if none is named), advance the scheduler, write the step's row."""
+        run, outcome = self._run(), self._outcome
+        if outcome is None:
+            raise ScriptError("update was called before forward_backward; compute gradients first")
+        run.clock.enter("optimizer")
+        done = update(run, run.optimizers if optimizer is None else (optimizer,), finite=outcome.finite)
+        run.clock.enter("other")
+        self._outcome = None
+        step_row(run, outcome, done)
+        every = run.settings.checkpoint_every
+        if every and run.progress.step % every == 0:
+            self.save()
+
+    def evaluate(
+        self,
+        dataset: Any,
+        metrics: Mapping[str, Metric] | None = None,
+        *,
+        whole: Mapping[str, Metric] | None = None,
+        name: str = "test",
+        batch_size: int | None = None,
+        **loader_arguments: Any,
+    ) -> dict[str, float]:
+        """Means over `dataset`, every sample counted once; the same on every rank.
+
+        `metrics`: name -> fn(output, target) giving one value a sample, their mean, or Weighted. `whole`: name ->
+        fn(all outputs, all targets), for what is not a mean. "loss" is always among the results.
+        """
+        run = self._run()
+        arguments = {"collate_fn": run.loader.source.collate, **loader_arguments}
+        source = read_source(dataset, shuffle=False, tokens=None, arguments=arguments)
+        run.clock.enter("evaluation")
+        size = batch_size or max(1, min(run.plan.batch.global_batch_size // run.world.world_size, 256))
+        values, samples = evaluate(run, source, metrics or {}, whole or {}, size)
+        evaluation_row(run, source, name, values, samples)
+        return values
+
+    def log(self, **values: float | int | str) -> None:
+        """Write values of your own to the run's metrics and TensorBoard (rank 0's are kept)."""
+        run = self._run()
+        run.log.row("log", run.clock.elapsed_s(), step=run.progress.step, epoch=run.progress.epoch, values=values)
+
+    def save(self) -> Path:
+        """Write a checkpoint now. Every rank must call it."""
+        run = self._run()
+        before = run.clock.elapsed_s()
+        path, nbytes = save_checkpoint(run)
+        run.progress.saved_step = run.progress.step
+        now = run.clock.elapsed_s()
+        shown = path.relative_to(run.folder.path)
+        run.log.row(
+            "checkpoint", now, step=run.progress.step, duration_s=now - before, path=shown, nbytes=nbytes
+        )
+        return path
+
+    def print(self, *values: object, **options: Any) -> None:
+        """print, on rank 0 only."""
+        if self.is_main:
+            print(*values, **options)
+
+    def _run(self) -> Run:
+        if self._prepared is None:
+            raise ScriptError("the Job has no model yet; call job.prepare(model, optimizer, dataset, loss_fn) first")
+        return self._prepared
+
+
+def _check_options(clip_norm: float | None, on_nonfinite: str, every: int | None, keep: int) -> None:
+    if clip_norm is not None and not clip_norm > 0:
+        raise PlanError(f"clip_norm = {clip_norm}; give a number above 0, or None for no clipping")
+    if on_nonfinite not in ("stop", "skip"):
+        raise PlanError(f"on_nonfinite = {on_nonfinite!r}; use 'stop' or 'skip'")
+    if (every is not None and every < 1) or keep < 0:
+        raise PlanError(f"checkpoint_every = {every}, keep_checkpoints = {keep}; give 1 or more, and 0 or more")

@@ -1,0 +1,207 @@
+"""Prepare: the user's model, optimizer and data become a Run, in an order one can read."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from tutti.data.fingerprint import describe_data
+from tutti.data.loader import ShareLoader, first_samples
+from tutti.data.source import Source
+from tutti.errors import ScriptError
+from tutti.optim.scaling import initial_learning_rate
+from tutti.runtime.agree import check_same_model, copy_from_first, differing_values
+from tutti.runtime.batchnorm import BatchScope, batch_norms, share_statistics
+from tutti.runtime.capture import Captured
+from tutti.runtime.checkpoint import latest_checkpoint, load_checkpoint
+from tutti.runtime.clock import PhaseClock
+from tutti.runtime.header import make_header, open_folder, this_rank
+from tutti.runtime.metrics import MetricsLog
+from tutti.runtime.observe import load_observer
+from tutti.runtime.precision import loss_scaler, set_matmul_precision
+from tutti.runtime.recompute import apply_recompute
+from tutti.runtime.replicate import Replica
+from tutti.runtime.screen import Screen
+from tutti.runtime.session import Session
+from tutti.runtime.state import Run, Unpack
+from tutti.runtime.unpack import default_loss
+from tutti.runtime.world import World
+from tutti.spec import codec
+from tutti.spec.run import Recipe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What the user passed to prepare, understood."""
+
+    model: nn.Module
+    optimizers: tuple[Optimizer, ...]
+    source: Source
+    loss_fn: Callable[[Any, Any], Any] | None
+    unpack: Unpack
+    scheduler: Any
+    scheduler_clock: Literal["step", "epoch"]
+
+
+def make_run(session: Session, given: Given) -> Run:
+    """Build the Run: same model everywhere, batch statistics shared, recompute, replicas, data, folder, resume."""
+    world, plan, model = session.world, session.plan, given.model
+    set_matmul_precision(plan.precision, world.device)
+    _make_equal(model, world, session.screen)
+    scope = _batch_scope(model, world)
+    recomputed = apply_recompute(model, plan.layout, scope)
+    if world.world_size > 1 or recomputed:
+        share_statistics(model, scope)
+    folder = open_folder(session.wishes, world, session.folder)
+    run = Run(
+        settings=session.settings,
+        plan=plan,
+        world=world,
+        model=model,
+        replica=Replica(model, world, plan),
+        optimizers=given.optimizers,
+        loss_fn=given.loss_fn,
+        unpack=given.unpack,
+        scheduler=given.scheduler,
+        scheduler_clock=given.scheduler_clock,
+        initial_rates=tuple(initial_learning_rate(optimizer) for optimizer in given.optimizers),
+        loader=ShareLoader(given.source, plan, session.settings.seed, world.rank),
+        scaler=loss_scaler(plan.precision, world.device),
+        scope=scope,
+        clock=session.clock,
+        log=MetricsLog(folder, world.rank),
+        screen=session.screen,
+        folder=folder,
+        observer=load_observer(session.wishes.observer),
+    )
+    resumed = _resume(run, session.resume or session.wishes.resume)
+    _write_header(run, session, resumed)
+    _start_row(run, session)
+    run.observer.prepared(run)
+    return run
+
+
+def model_optimizers(model: nn.Module, optimizer: Any) -> tuple[Optimizer, ...]:
+    """The optimizers, made from the model's parameters where callables were given.
+
+    Raises ScriptError when an optimizer holds a parameter that is not the model's.
+    """
+    given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    made = tuple(one if isinstance(one, Optimizer) else one(model.parameters()) for one in given)
+    own = {id(p) for p in model.parameters()}
+    for one in made:
+        if not isinstance(one, Optimizer):
+            raise ScriptError(
+                f"prepare got {type(one).__name__} as optimizer; give a torch optimizer, or a callable that takes "
+                "parameters and returns one"
+            )
+        if any(id(p) not in own for group in one.param_groups for p in group["params"]):
+            raise ScriptError(
+                f"{type(one).__name__} holds a parameter that is not in the model; make it from model.parameters() of "
+                "the model that prepare gets (compose several models into one module)"
+            )
+    return made
+
+
+def _make_equal(model: nn.Module, world: World, screen: Screen) -> None:
+    model.to(world.device)
+    check_same_model(model, world)
+    different = differing_values(model, world)
+    if different is not None:
+        rank, name = different
+        screen.say(
+            f"parameters differ between ranks before the first step: {name!r} on rank {rank} is not rank 0's. Rank 0's "
+            "values are used everywhere; seed the model's initialisation the same on every rank (Job(seed=...) does, "
+            "when the model is built after it)"
+        )
+        copy_from_first(model, world)
+
+
+def _batch_scope(model: nn.Module, world: World) -> BatchScope:
+    """A group of their own for batch statistics, so that their exchanges never mix with gradients'."""
+    group = dist.new_group() if world.world_size > 1 and batch_norms(model) else None
+    return BatchScope(world_size=world.world_size, group=group)
+
+
+def _resume(run: Run, path: Path | None) -> Path | None:
+    if path is None:
+        return None
+    checkpoint = latest_checkpoint(path) if run.world.is_main else None
+    checkpoint = run.world.broadcast(checkpoint) or path
+    load_checkpoint(run, checkpoint)
+    run.screen.say(f"resumed from {checkpoint} at step {run.progress.step}")
+    return checkpoint
+
+
+def _write_header(run: Run, session: Session, resumed: Path | None) -> None:
+    ranks = run.world.gather(this_rank(run.world))
+    if not run.world.is_main:
+        return
+    data = describe_data(run.loader.source.dataset, run.settings.seed, "train")
+    header = make_header(
+        run.world,
+        ranks,
+        name=session.name,
+        model=run.model,
+        recipe=_recipe(run),
+        data=data,
+        resumed_from=resumed,
+        resumed_at_step=run.progress.step,
+    )
+    codec.save(run.plan, run.folder.plan)
+    codec.save(header, run.folder.header)
+
+
+def _recipe(run: Run) -> Recipe:
+    rule = run.settings.lr_rule
+    return Recipe(
+        optimizer=" + ".join(type(optimizer).__name__ for optimizer in run.optimizers),
+        learning_rate=run.initial_rates[0],
+        global_batch_size=run.plan.batch.global_batch_size,
+        unit=run.plan.batch.unit,
+        num_microbatches=run.plan.batch.num_microbatches,
+        last_batch=run.plan.batch.last_batch,
+        precision=run.plan.precision,
+        seed=run.settings.seed,
+        clip_norm=run.settings.clip_norm,
+        learning_rate_rule=None if rule is None else asdict(rule),
+        scheduler=None if run.scheduler is None else type(run.scheduler).__name__,
+    )
+
+
+def _start_row(run: Run, session: Session) -> None:
+    wall, phases = run.clock.take_row()
+    run.log.row(
+        "start",
+        run.clock.elapsed_s(),
+        resumed_at_step=run.progress.step,
+        startup_s={"rendezvous": run.world.rendezvous_s, "prepare": wall},
+        wall_s=wall,
+        phases=phases,
+    )
+
+
+def captured(session: Session, given: Given) -> Captured:
+    """What a capturing process gets instead of a Run."""
+    seed, source = session.settings.seed, given.source
+
+    def samples(count: int) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        return given.unpack(first_samples(source, seed, count))
+
+    tokens = source.tokens
+    if isinstance(tokens, Sequence):
+        tokens = round(sum(tokens) / max(len(tokens), 1))
+    return Captured(
+        model=given.model,
+        optimizers=given.optimizers,
+        loss=given.loss_fn or default_loss,
+        samples=samples,
+        dataset=source.dataset,
+        dataset_samples=source.samples,
+        tokens_per_sample=tokens or 0,
+        plan=session.plan,
+    )

@@ -1,0 +1,58 @@
+"""Session: what stands when a Job is made, before it has a model: the world, the plan, the settings."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tutti.errors import PlanError
+from tutti.runtime.clock import PhaseClock
+from tutti.runtime.env import Wishes
+from tutti.runtime.screen import Screen
+from tutti.runtime.state import Settings
+from tutti.runtime.world import World
+from tutti.spec import codec
+from tutti.spec.plan import BatchPlan, Plan
+from tutti.spec.words import Precision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """The surroundings of a run."""
+
+    settings: Settings
+    wishes: Wishes
+    world: World
+    plan: Plan
+    clock: PhaseClock
+    screen: Screen
+    name: str | None
+    folder: Path | None
+    resume: Path | None
+
+
+def plan_of(
+    world: World, wishes: Wishes, batch: BatchPlan, *, microbatches_stated: bool, precision: Precision | None
+) -> Plan:
+    """The plan to run: the launcher's, checked against what the script says, or data parallel over all ranks."""
+    if wishes.plan is None:
+        return Plan(batch=batch, mesh={"replicate": world.world_size}, precision=precision or "full")
+    plan = codec.load(Plan, wishes.plan)
+    if plan.world_size != world.world_size:
+        raise PlanError(
+            f"{wishes.plan}: the mesh has {plan.world_size} ranks, but {world.world_size} were started; start "
+            f"{plan.world_size}, or make a plan for {world.world_size}"
+        )
+    stated = {"global_batch_size": batch.global_batch_size, "unit": batch.unit, "last_batch": batch.last_batch}
+    if microbatches_stated:
+        stated["num_microbatches"] = batch.num_microbatches
+    for name, value in stated.items():
+        if getattr(plan.batch, name) != value:
+            raise PlanError(
+                f"{wishes.plan}: batch.{name} = {getattr(plan.batch, name)!r}, but the script's Job says {value!r}; "
+                "make them agree: the batch is the meaning of the run"
+            )
+    if precision is not None and plan.precision != precision:
+        raise PlanError(
+            f"{wishes.plan}: precision = {plan.precision!r}, but the script's Job says {precision!r}; make them agree, "
+            "or leave precision out of the script"
+        )
+    return plan

@@ -1,0 +1,81 @@
+"""Run: the parts that stand once a Job is prepared, and the few counters that move."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from tutti.data.loader import ShareLoader
+from tutti.optim.lr_rule import LRRule
+from tutti.runtime.batchnorm import BatchScope
+from tutti.runtime.clock import PhaseClock
+from tutti.runtime.metrics import MetricsLog
+from tutti.runtime.observe import Observer
+from tutti.runtime.replicate import Replica
+from tutti.runtime.screen import Screen, Throughput
+from tutti.runtime.world import World
+from tutti.spec.plan import Plan
+from tutti.spec.run import RunFolder
+
+Unpack = Callable[[Any], tuple[tuple[Any, ...], dict[str, Any], Any]]
+"""batch -> (positional arguments, keyword arguments, target)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the user said to Job, as said."""
+
+    seed: int
+    clip_norm: float | None
+    lr_rule: LRRule | None
+    on_nonfinite: Literal["stop", "skip"]
+    checkpoint_every: int | None
+    keep_checkpoints: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Progress:
+    """Counters of a run; with the loader's epoch and position they are what a checkpoint resumes from."""
+
+    step: int = 0
+    epoch: int = 0
+    samples_seen: int = 0
+    tokens_seen: int = 0
+    total_epochs: int | None = None
+    saved_step: int = -1
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """One prepared model on its way through training. Parts are set once, by `prepare`; `progress` moves."""
+
+    settings: Settings
+    plan: Plan
+    world: World
+    model: nn.Module
+    replica: Replica
+    optimizers: tuple[Optimizer, ...]
+    loss_fn: Callable[[Any, Any], Any] | None
+    unpack: Unpack
+    scheduler: Any
+    scheduler_clock: Literal["step", "epoch"]
+    initial_rates: tuple[float, ...]
+    loader: ShareLoader
+    scaler: torch.amp.GradScaler
+    scope: BatchScope
+    clock: PhaseClock
+    log: MetricsLog
+    screen: Screen
+    folder: RunFolder
+    observer: Observer
+    progress: Progress = field(default_factory=Progress)
+    throughput: Throughput = field(default_factory=Throughput)
+    data_facts: dict[str, tuple[Any, dict[str, Any]]] = field(default_factory=dict)
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Steps of an epoch; None for a stream."""
+        return None if self.loader.source.is_stream else len(self.loader)

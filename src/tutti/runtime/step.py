@@ -1,0 +1,126 @@
+"""One step: forward and backward of every microbatch, gradients of the global mean, one update.
+
+The global loss is sum(total) / sum(count) over all ranks and microbatches. Each part's total is divided by the
+global batch's number of samples before backward; where the mean is over something else (tokens), gradients are
+multiplied by samples / sum(count) once, after they are summed.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tutti.data.seeds import derive_seed
+from tutti.data.share import Part, Share
+from tutti.data.split import check_batch_size, split_batch, to_device
+from tutti.errors import ScriptError, TrainingError
+from tutti.runtime.precision import autocast
+from tutti.runtime.replicate import LossFunction
+from tutti.runtime.state import Run
+from tutti.runtime.weighted import Weighted, as_weighted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What forward and backward of one global batch gave. `finite`: whether the update may be made."""
+
+    loss: float
+    samples: int
+    count: float
+    finite: bool
+
+
+def forward_backward(run: Run, function: LossFunction, batch: Any) -> Outcome:
+    """Gradients of the global mean loss, in every parameter's `grad`, identical on all ranks.
+
+    Raises TrainingError, on every rank, for a loss that is not finite where the Job says stop.
+    """
+    share = run.loader.share
+    if share is None:
+        raise ScriptError("step got a batch before the loader gave one; iterate over the loader that prepare returned")
+    check_batch_size(batch, sum(share.sizes))
+    for optimizer in run.optimizers:
+        optimizer.zero_grad(set_to_none=True)
+    totals = torch.zeros(2 + run.world.world_size, dtype=torch.float64, device=run.world.device)
+    pieces = split_batch(batch, share.sizes)
+    for index, piece in enumerate(pieces[:-1]):
+        with run.replica.accumulating():
+            _microbatch(run, function, share, index, piece, totals, last=False)
+    _microbatch(run, function, share, len(pieces) - 1, pieces[-1], totals, last=True)
+    run.clock.enter("other")
+    outcome = _judge(run, share, totals.tolist())
+    if outcome.finite:
+        _finish_gradients(run, share.batch_size / outcome.count)
+    run.observer.gradients(run.progress.step)
+    return outcome
+
+
+def _microbatch(
+    run: Run, function: LossFunction, share: Share, index: int, batch: Any, totals: torch.Tensor, *, last: bool
+) -> None:
+    part, step, device = share.parts[index], run.progress.step, run.world.device
+    run.clock.enter("forward")
+    torch.manual_seed(derive_seed(run.settings.seed, "dropout", step, index, run.world.rank))
+    run.scope.counts = part.count > 0
+    with run.observer.microbatch(step, index, share):
+        with autocast(run.plan.precision, device):
+            loss = _weigh(run.replica.loss(function, to_device(batch, device)), part)
+        _add(totals, loss, part, run.world.rank)
+        reduced = dist.all_reduce(totals, async_op=True) if last and run.world.world_size > 1 else None
+        run.clock.enter("backward")
+        run.scaler.scale(loss.total / share.batch_size).backward()  # type: ignore[no-untyped-call]
+    if reduced is not None:
+        run.clock.enter("exposed_communication", at=run.replica.last_bucket_at)
+        reduced.wait()
+
+
+def _weigh(loss: Any, part: Part) -> Weighted:
+    """The loss of one part; a part that only takes part in the collectives weighs nothing."""
+    weighted = as_weighted(loss, part.loaded)
+    if not weighted.total.requires_grad:
+        raise ScriptError(
+            "the loss does not depend on any parameter that requires a gradient; compute it from the model's output, "
+            "outside torch.no_grad() and without .item() or .detach()"
+        )
+    return weighted if part.count else Weighted(weighted.total * 0.0, 0.0)
+
+
+def _add(totals: torch.Tensor, loss: Weighted, part: Part, rank: int) -> None:
+    """Add one part to (total, count, one flag a rank for a loss that is not finite)."""
+    if part.count:
+        total = loss.total.detach().double()
+        totals[0] += total
+        totals[1] += loss.count.detach() if isinstance(loss.count, torch.Tensor) else loss.count
+        totals[2 + rank] += (~torch.isfinite(total)).double()
+
+
+def _judge(run: Run, share: Share, totals: list[float]) -> Outcome:
+    total, count, flags = totals[0], totals[1], totals[2:]
+    step = run.progress.step + 1
+    bad = [rank for rank, flag in enumerate(flags) if flag]
+    if not bad and count <= 0:
+        raise TrainingError(
+            f"step {step}: the global batch has nothing to average over (the loss' count is {count}); leave out "
+            "samples without a single token that counts"
+        )
+    loss = total / count if count > 0 else math.nan
+    if bad and run.settings.on_nonfinite == "stop":
+        where = f"rank {bad[0]}" if len(bad) == 1 else f"ranks {', '.join(map(str, bad))}"
+        raise TrainingError(
+            f"the loss is {'infinite' if math.isinf(loss) else 'NaN'} at step {step} on {where}; parameters are as "
+            f"after step {step - 1}. Lower the learning rate or clip gradients (Job(clip_norm=1.0)), look at the "
+            "batch, or skip such steps with Job(on_nonfinite='skip')"
+        )
+    return Outcome(loss=loss, samples=share.batch_size, count=count, finite=not bad)
+
+
+def _finish_gradients(run: Run, factor: float) -> None:
+    """Undo loss scaling, and turn a mean over samples into the mean the loss is over."""
+    for optimizer in run.optimizers:
+        if run.scaler.is_enabled() and any(p.grad is not None for g in optimizer.param_groups for p in g["params"]):
+            run.scaler.unscale_(optimizer)
+    if factor != 1.0:
+        gradients = [p.grad for p in run.replica.parameters if p.grad is not None]
+        torch._foreach_mul_(gradients, factor)

@@ -1,0 +1,62 @@
+"""The update: clip by the global norm, step the optimizer at the rule's rate, advance the scheduler once."""
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+from torch.optim import Optimizer
+
+from tutti.optim.lr_rule import factor
+from tutti.optim.scaling import scaled_learning_rate
+from tutti.runtime.state import Run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """What an update did. `skipped`: float16 gradients overflowed, or the loss was not finite."""
+
+    learning_rate: float
+    grad_norm: float | None
+    skipped: bool
+
+
+def update(run: Run, optimizers: tuple[Optimizer, ...], *, finite: bool) -> Update:
+    """Make one update with `optimizers` from the gradients that stand."""
+    rate_factor = _rate_factor(run)
+    rate = float(optimizers[0].param_groups[0]["lr"]) * rate_factor
+    if not finite:
+        return Update(learning_rate=rate, grad_norm=None, skipped=True)
+    norm = _clip(run)
+    scale = run.scaler.get_scale() if run.scaler.is_enabled() else 1.0
+    with ExitStack() as stack:
+        if rate_factor != 1.0:
+            for optimizer in optimizers:
+                stack.enter_context(scaled_learning_rate(optimizer, rate_factor))
+        for optimizer in optimizers:
+            run.scaler.step(optimizer)
+        run.scaler.update()
+    skipped = run.scaler.is_enabled() and run.scaler.get_scale() < scale
+    if not skipped and run.scheduler is not None and run.scheduler_clock == "step":
+        run.scheduler.step()
+    return Update(learning_rate=rate, grad_norm=norm, skipped=skipped)
+
+
+def _rate_factor(run: Run) -> float:
+    """What the learning-rate rule multiplies the scheduled rate with at this step."""
+    rule = run.settings.lr_rule
+    if rule is None:
+        return 1.0
+    return factor(
+        rule,
+        run.initial_rates[0],
+        run.progress.step,
+        global_batch_size=run.plan.batch.global_batch_size,
+        steps_per_epoch=run.steps_per_epoch,
+    )
+
+
+def _clip(run: Run) -> float | None:
+    """Scale gradients so that their global norm is at most clip_norm; returns the norm before."""
+    if run.settings.clip_norm is None:
+        return None
+    return float(torch.nn.utils.clip_grad_norm_(run.replica.parameters, run.settings.clip_norm))
