@@ -52,10 +52,8 @@ class RankTask:
 
 def main(task: RankTask) -> None:
     """The life of a rank. Ends the process by SystemExit; raises nothing else."""
-    os.setpgid(0, 0)  # so that whatever the script starts can be ended with it
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides what Ctrl-C means
+    leave_with_supervisor()
     signal.signal(signal.SIGTERM, _terminate)
-    threading.Thread(target=_end_with_supervisor, name="tutti-supervisor-watch", daemon=True).start()
     folder = RunFolder(task.folder).rank(task.rank)
     folder.mkdir(parents=True, exist_ok=True)
     _redirect(folder)
@@ -129,8 +127,14 @@ def _terminate(signum: int, frame: FrameType | None) -> None:
     raise SystemExit(TERMINATED)
 
 
+def leave_with_supervisor() -> None:
+    """Become a process group that ends, all of it, as soon as the process that asked for this one is gone."""
+    os.setpgid(0, 0)  # so that whatever the script starts can be ended with it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides what Ctrl-C means
+    threading.Thread(target=_end_with_supervisor, name="tutti-supervisor-watch", daemon=True).start()
+
+
 def _end_with_supervisor() -> None:
-    """No rank outlives its supervisor: end this whole process group when it is gone, however it went."""
     supervisor = multiprocessing.parent_process()
     if supervisor is not None:
         supervisor.join()

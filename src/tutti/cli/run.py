@@ -1,0 +1,372 @@
+"""`tutti run`: train by a plan, on the ranks of this node (and, told the same way, of others)."""
+
+import contextlib
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tutti.errors import LaunchError, PlanError, ScriptError, TuttiError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from tutti.cli.beside import Beside, Wanted
+    from tutti.launch.base import LaunchSpec
+    from tutti.launch.supervise import Outcome
+    from tutti.spec.plan import Plan
+
+PREDICTION_WAIT_S = 20.0
+"""How long a finished run waits for its prediction, which was computed beside it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The command line, as given."""
+
+    target: tuple[str, ...]
+    module: str | None
+    nproc: tuple[int, ...] | None
+    nnodes: int
+    node_rank: int
+    rendezvous: str | None
+    timeout_s: float
+    plan: Path | None
+    cluster: Path | None
+    folder: Path | None
+    resume: Path | None
+    checkpoint_every: int | None
+    predict: bool
+    as_json: bool
+
+    @property
+    def name(self) -> str:
+        """What the run is called: the script's or module's name without its ending."""
+        return self.module.rpartition(".")[2] if self.module else Path(self.target[0]).stem
+
+    @property
+    def script(self) -> str:
+        return self.module or self.target[0]
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        return self.target if self.module else self.target[1:]
+
+
+def _counts(context: click.Context, parameter: click.Parameter, text: str | None) -> tuple[int, ...] | None:
+    """ "4" or "2,1" as numbers."""
+    if text is None:
+        return None
+    try:
+        counts = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not a number; give ranks per node, such as 4, or 2,1") from None
+    if min(counts) < 1:
+        raise click.BadParameter(f"{text}: every node has 1 rank or more")
+    return counts
+
+
+@click.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
+@click.option("--nproc", metavar="N[,N...]", callback=_counts, help="Ranks per node; a list for unequal nodes.")
+@click.option("--nnodes", type=click.IntRange(1), default=1, help="Nodes that run this command together.")
+@click.option("--node-rank", type=click.IntRange(0), default=0, help="Which of them this one is.")
+@click.option("--rendezvous", metavar="HOST:PORT", help="Where nodes meet: a free port of node 0.")
+@click.option("--timeout", "timeout_s", type=click.FloatRange(min=0.1), default=600.0, show_default=True,
+              metavar="SECONDS", help="How long ranks wait for each other.")  # fmt: skip
+@click.option("--plan", type=click.Path(path_type=Path), help="Run exactly this plan.")
+@click.option("--cluster", type=click.Path(path_type=Path), help="The machines, for planning and predicting.")
+@click.option("--folder", type=click.Path(path_type=Path), help="The run folder; runs/NAME-TIME if not given.")
+@click.option("--resume", type=click.Path(path_type=Path), help="Go on from a run folder or a checkpoint.")
+@click.option("--checkpoint-every", type=click.IntRange(1), metavar="STEPS", help="Save a checkpoint every so often.")
+@click.option("--predict/--no-predict", default=True, help="Predict step time and memory, for the report.")
+@click.option("-m", "--module", help="Run a module instead of a script, as `python -m` would.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output.")
+@click.argument("target", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")
+def command(**given: Any) -> None:
+    """Train SCRIPT on several ranks, by a plan: given, implied by --nproc, or made on the spot."""
+    options = Options(**given)
+    if not options.target and not options.module:
+        raise ScriptError("no script was named; write `tutti run train.py`, or `tutti run -m package.module`")
+    sys.exit(_run(options))
+
+
+def _run(options: Options) -> int:
+    from tutti.launch.host import threads_per_rank
+    from tutti.launch.script import check_module, check_script
+
+    if options.module:
+        check_module(options.module)
+    else:
+        check_script(Path(options.script))
+    _check_nodes(options)
+    from tutti.launch.local import warm
+
+    warm(threads_per_rank(_own_count(options)), preload=("tutti.cli.main", "tutti.cli.beside"))
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False)
+    try:
+        spec = _launch_spec(options, console)
+        _meet(options, console)
+        return _train(options, spec, console)
+    except KeyboardInterrupt:  # before the ranks were started; from then on it is the supervisor's
+        console.print("stopped")
+        return 130
+
+
+def _check_nodes(options: Options) -> None:
+    """Raises LaunchError where the words about nodes contradict each other; needs no network."""
+    if options.node_rank >= options.nnodes:
+        raise LaunchError(
+            f"--node-rank {options.node_rank} of --nnodes {options.nnodes}; "
+            f"node ranks run from 0 to {options.nnodes - 1}"
+        )
+    if options.nnodes > 1 and options.rendezvous is None:
+        raise LaunchError(f"--nnodes {options.nnodes} needs a place to meet; add --rendezvous HOST:PORT (of node 0)")
+    if options.nproc and len(options.nproc) not in (1, options.nnodes):
+        raise LaunchError(
+            f"--nproc lists {len(options.nproc)} nodes, but --nnodes is {options.nnodes}; give one number for all "
+            "nodes or one for each"
+        )
+    if options.rendezvous is not None:
+        from tutti.launch.network import split_address
+
+        split_address(options.rendezvous)
+
+
+def _own_count(options: Options) -> int:
+    """Ranks on this node if the command line tells, else 1."""
+    if not options.nproc:
+        return 1
+    return options.nproc[options.node_rank if len(options.nproc) > 1 else 0]
+
+
+def _meet(options: Options, console: "Console") -> None:
+    """With several nodes: node 0's port must be free, and the others wait until it is open."""
+    if options.rendezvous is None or options.nnodes == 1:
+        return
+    from tutti.launch import network
+
+    host, port = network.split_address(options.rendezvous)
+    if options.node_rank == 0:
+        network.check_host_is_here(host)
+        network.check_port_free(port)
+    else:
+        console.print(f"waiting for node 0 at {options.rendezvous}", style="dim")
+        network.wait_for_port(host, port, options.timeout_s)
+
+
+def _launch_spec(options: Options, console: "Console") -> "LaunchSpec":
+    """Settle how many ranks, in which folder, by which plan."""
+    from tutti.launch.base import LaunchSpec
+    from tutti.launch.host import threads_per_rank
+    from tutti.launch.script import run_folder
+
+    nproc = _ranks_per_node(options, _given_plan(options))
+    folder = run_folder(options.folder, options.resume, options.name, options.node_rank)
+    environment: dict[str, str] = {}
+    if nproc is None:
+        nproc = (_planned(options, folder, console).world_size,)
+        environment["TUTTI_PLAN"] = str(folder / "plan.json")
+    elif options.plan is not None:
+        environment["TUTTI_PLAN"] = str(options.plan.resolve())
+    if options.resume is not None:
+        environment["TUTTI_RESUME"] = str(options.resume.resolve())
+    if options.checkpoint_every is not None:
+        environment["TUTTI_CHECKPOINT_EVERY"] = str(options.checkpoint_every)
+    return LaunchSpec(
+        target=options.script,
+        arguments=options.arguments,
+        is_module=options.module is not None,
+        folder=folder,
+        ranks_per_node=nproc,
+        node_rank=options.node_rank,
+        rendezvous=options.rendezvous if options.nnodes > 1 else None,
+        timeout_s=options.timeout_s,
+        threads=threads_per_rank(nproc[options.node_rank]),
+        environment=environment,
+    )
+
+
+def _planned(options: Options, folder: Path, console: "Console") -> "Plan":
+    """The best plan for this script on this machine, made in a process beside this one."""
+    from tutti.cli.beside import Beside
+    from tutti.spec import codec
+    from tutti.spec.plan import Plan
+    from tutti.spec.run import RunFolder
+
+    worker = Beside(_wanted(options, folder, None), urgent=True)
+    try:
+        with console.status("planning"):
+            worker.result()
+    finally:
+        worker.stop()
+    return codec.load(Plan, RunFolder(folder).plan)
+
+
+def _wanted(options: Options, folder: Path, world_size: int | None) -> "Wanted":
+    from tutti.cli.beside import Wanted
+
+    return Wanted(
+        script=options.script,
+        arguments=options.arguments,
+        is_module=options.module is not None,
+        folder=folder,
+        cluster=options.cluster,
+        plan=options.plan,
+        replicas=world_size,
+    )
+
+
+def _given_plan(options: Options) -> "Plan | None":
+    if options.plan is None:
+        return None
+    from tutti.spec import codec
+    from tutti.spec.plan import Plan
+
+    return codec.load(Plan, options.plan)
+
+
+def _ranks_per_node(options: Options, plan: "Plan | None") -> tuple[int, ...] | None:
+    """Ranks of every node, from --nproc or the plan; None when they are to be planned."""
+    if options.nproc is None:
+        if plan is None and options.nnodes == 1:
+            return None
+        if plan is None:
+            raise LaunchError(
+                f"--nnodes {options.nnodes} needs the ranks per node; add --nproc N (or N,N,... per node)"
+            )
+        if plan.world_size % options.nnodes:
+            raise PlanError(
+                f"{options.plan}: {plan.world_size} ranks do not share evenly among {options.nnodes} nodes; list the "
+                "ranks of each node with --nproc N,N,..."
+            )
+        return (plan.world_size // options.nnodes,) * options.nnodes
+    nproc = options.nproc * options.nnodes if len(options.nproc) == 1 else options.nproc
+    if plan is not None and sum(nproc) != plan.world_size:
+        raise PlanError(
+            f"{options.plan}: its mesh has {plan.world_size} ranks, but --nproc starts {sum(nproc)}; leave --nproc "
+            "out, or give a plan for that many"
+        )
+    return nproc
+
+
+def _train(options: Options, spec: "LaunchSpec", console: "Console") -> int:
+    from tutti.cli.beside import beside
+    from tutti.launch.local import LocalLauncher
+    from tutti.launch.supervise import interrupts, supervise
+    from tutti.launch.watch import watcher_for
+
+    console.print(_announcement(spec), style="dim", soft_wrap=True)
+    before = _changed(spec)
+    watcher = watcher_for(spec, stdout=sys.stderr if options.as_json else sys.stdout, console=console)
+    wanted = None
+    if options.predict and spec.node_rank == 0 and (options.nproc or options.plan):
+        wanted = _wanted(options, spec.folder, spec.world_size)
+    with interrupts() as interrupted, beside(wanted) as worker:
+        outcome = supervise(
+            lambda: LocalLauncher().start(spec),
+            spec,
+            watcher,
+            interrupted,
+            say=lambda words: console.print(words, style="dim"),
+        )
+        has_job = spec.node_rank > 0 or _changed(spec) != before
+        if worker is not None and has_job and outcome.status == "completed":
+            _await_prediction(worker, console)
+    return _conclude(options, spec, console, outcome, has_job)
+
+
+def _await_prediction(worker: "Beside", console: "Console") -> None:
+    """A prediction is a help for the report: without it the run is as good."""
+    try:
+        worker.result(PREDICTION_WAIT_S)
+    except TuttiError as error:
+        console.print(f"no prediction: {error}", style="yellow", markup=False, soft_wrap=True)
+
+
+def _announcement(spec: "LaunchSpec") -> str:
+    ranks = f"{spec.world_size} rank{'s' if spec.world_size > 1 else ''}"
+    place = f" on {spec.nodes} nodes, this is node {spec.node_rank}" if spec.nodes > 1 else ""
+    return f"{Path(spec.target).name}: {ranks}{place}, {spec.threads} threads each; run folder {_short(spec.folder)}"
+
+
+def _short(path: Path) -> str:
+    with contextlib.suppress(ValueError):
+        return str(path.relative_to(Path.cwd()))
+    return str(path)
+
+
+def _changed(spec: "LaunchSpec") -> int | None:
+    """When the run folder's header was last written; a Job that gets as far as training writes it."""
+    from tutti.spec.run import RunFolder
+
+    try:
+        return RunFolder(spec.folder).header.stat().st_mtime_ns
+    except OSError:
+        return None
+
+
+def _conclude(options: Options, spec: "LaunchSpec", console: "Console", outcome: "Outcome", has_job: bool) -> int:
+    """Say how it went and return the exit code."""
+    from tutti.launch import failure as failures
+
+    words: str | None = None
+    code = outcome.exit_code
+    if outcome.failure is not None:
+        words = failures.sentence(spec, outcome.failure)
+        if outcome.failure.traceback:
+            words += f"\noutput of every rank: {_short(spec.folder)}/ranks/"
+    elif outcome.status == "stopped":
+        words = f"stopped; the run folder is {_short(spec.folder)}" if has_job else "stopped"
+    elif not has_job:
+        words = (
+            f"{options.script} ended without preparing a tutti.Job, so nothing was trained together; make one and call "
+            "job.prepare(...) (see `tutti run --help` and the three lines in the README)"
+        )
+        code = ScriptError.exit_code
+    report = _report(spec, console) if has_job and spec.node_rank == 0 and outcome.status != "failed" else None
+    if words is not None:
+        console.print(words, markup=False, soft_wrap=True, style="red" if outcome.status == "failed" else None)
+    elif report is not None:
+        console.print(f"report: {_short(report)}", soft_wrap=True)
+    if options.as_json:
+        print(json.dumps(_document(spec, outcome, code, words, report), indent=2))
+    return code
+
+
+def _document(
+    spec: "LaunchSpec", outcome: "Outcome", code: int, words: str | None, report: Path | None
+) -> dict[str, Any]:
+    failure = outcome.failure
+    return {
+        "status": outcome.status if code == outcome.exit_code else "failed",
+        "exit_code": code,
+        "folder": str(spec.folder),
+        "world_size": spec.world_size,
+        "message": words,
+        "failed_ranks": list(failure.ranks) if failure else [],
+        "report": str(report) if report else None,
+    }
+
+
+def _report(spec: "LaunchSpec", console: "Console") -> Path | None:
+    """Write the report and return its folder; a report that cannot be written does not undo a run."""
+    from tutti.spec.run import RunFolder
+
+    try:
+        from tutti.report.build import write_report
+
+        write_report(spec.folder)
+    except Exception as error:  # the training is done and safe: say so, whatever stopped the report
+        console.print(
+            f"no report was written ({type(error).__name__}: {error}); try `tutti report {_short(spec.folder)}`",
+            style="yellow",
+            markup=False,
+            soft_wrap=True,
+        )
+        return None
+    return RunFolder(spec.folder).report

@@ -1,0 +1,82 @@
+"""The user's script and the run's folder, checked before anything is started."""
+
+import sys
+import tokenize
+import warnings
+from datetime import UTC, datetime
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from tutti.errors import LaunchError, ScriptError
+from tutti.spec.run import RunFolder
+
+
+def check_script(path: Path) -> None:
+    """Raises ScriptError when Python could not even begin to run `path`; runs nothing of it."""
+    if path.is_dir():
+        if not (path / "__main__.py").is_file():
+            raise ScriptError(f"{path} is a folder without a __main__.py; name the script in it")
+        return
+    if not path.exists():
+        raise ScriptError(f"{path} does not exist (looked in {Path.cwd()}); name an existing Python script")
+    try:
+        with tokenize.open(path) as file:
+            source = file.read()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the run itself will show them
+            compile(source, str(path), "exec", dont_inherit=True)
+    except SyntaxError as error:
+        place = f"{path}, line {error.lineno}" if error.lineno else str(path)
+        text = f": {error.text.strip()}" if error.text else ""
+        raise ScriptError(f"{place} is not valid Python ({error.msg}){text}; correct this line") from None
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise ScriptError(f"{path} cannot be read as a Python script ({error}); name another one") from None
+
+
+def check_module(name: str) -> None:
+    """Raises ScriptError when no module can have this dotted name; nothing is imported, so only its first part
+    is looked for."""
+    top = name.partition(".")[0]
+    try:
+        found = PathFinder.find_spec(top, [str(Path.cwd()), *sys.path])
+    except (ImportError, ValueError) as error:
+        raise ScriptError(f"module {name} cannot be found ({error}); correct the name after -m") from None
+    if found is None:
+        raise ScriptError(f"there is no module {top} in {Path.cwd()} or this environment; correct the name after -m")
+
+
+def run_folder(asked: Path | None, resume: Path | None, name: str, node_rank: int = 0) -> Path:
+    """The absolute run folder: as asked, that of the run resumed, or a new runs/NAME-TIME. Made if it is new.
+
+    Raises LaunchError when it holds another run, or cannot be made or written.
+    """
+    if resume is not None and not resume.exists():
+        raise LaunchError(f"--resume {resume} does not exist; name a run folder, or a checkpoint in one")
+    if asked is not None:
+        folder = asked
+        ours = resume is not None and folder.resolve() in (resume.resolve(), *resume.resolve().parents)
+        if RunFolder(folder).header.exists() and not ours:
+            raise LaunchError(f"{folder} holds a run already; give another --folder, or --resume {folder}")
+    elif resume is not None and RunFolder(resume).header.exists():
+        folder = resume
+    else:
+        folder = _new_folder(name, node_rank)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise LaunchError(
+            f"run folder {folder} cannot be written ({error.strerror or error}); name another with --folder"
+        ) from None
+    return folder.resolve()
+
+
+def _new_folder(name: str, node_rank: int) -> Path:
+    now = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+    stem = f"{name}-{now}" + (f"-node{node_rank}" if node_rank else "")
+    folder, attempt = Path("runs") / stem, 2
+    while folder.exists():
+        folder, attempt = Path("runs") / f"{stem}-{attempt}", attempt + 1
+    return folder
