@@ -1,4 +1,4 @@
-"""Read a run folder: the specs, the rows of its metrics, and what its ranks left. Survives a killed run's torn lines."""
+"""Read a run folder: its specs, the rows of its metrics, what its ranks left. Survives a killed run's torn lines."""
 
 import json
 import math

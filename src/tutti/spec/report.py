@@ -325,6 +325,7 @@ class RunReport:
     baseline: BaselineReport = BaselineReport()
     checks: tuple[PredictionCheck, ...] = ()
     predicted_phases: dict[Phase, Quantity] = field(default_factory=dict)
+    predicted_memory: dict[str, Quantity] = field(default_factory=dict)
     prediction_notes: tuple[str, ...] = ()
     memory_peak: Quantity = Quantity(unit="B")
     sent_per_step: Quantity = Quantity(unit="B")

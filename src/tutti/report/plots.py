@@ -1,0 +1,297 @@
+"""Figures as SVG text to stand inside the page: colours are CSS variables, text is text, nothing is fetched.
+
+Measured is drawn solid, predicted dashed or hatched, everywhere.
+"""
+
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from tutti.report.timing import PHASES
+from tutti.report.words import PHASE_NAMES, duration, number, quality_text, significant
+from tutti.spec.prediction import Phase
+from tutti.spec.report import Curve, Quantity, RunReport
+
+# Stand-in colours that no figure uses otherwise; `_inline` turns them into the page's variables, light or dark.
+INK, MUTED, GRID, PAPER = "#010101", "#020202", "#030303", "#040404"
+SERIES = tuple(f"#0500{i:02x}" for i in range(8))
+PHASE_COLOURS: dict[Phase, str] = {phase: f"#0600{i:02x}" for i, phase in enumerate(PHASES)}
+_VARIABLES = {
+    INK: "--ink",
+    MUTED: "--muted",
+    GRID: "--grid",
+    PAPER: "--card",
+    **{colour: f"--series-{i}" for i, colour in enumerate(SERIES)},
+    **{colour: f"--phase-{i}" for i, colour in enumerate(PHASE_COLOURS.values())},
+}
+MOST_RANKS = 12
+_STYLE: dict[str, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "tutti",
+    "font.size": 11,
+    "axes.titlesize": 11,
+    "text.color": INK,
+    "axes.labelcolor": MUTED,
+    "axes.edgecolor": GRID,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "axes.axisbelow": True,
+    "axes.facecolor": "none",
+    "figure.facecolor": "none",
+    "xtick.major.size": 3,
+    "ytick.major.size": 0,
+    "hatch.linewidth": 1.4,
+    "lines.solid_capstyle": "round",
+    "legend.frameon": False,
+    "legend.fontsize": 10,
+    "axes.unicode_minus": True,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plot:
+    """A figure for the page: its title, one line below it, SVG text, and the same in words for who cannot see it."""
+
+    title: str
+    note: str
+    svg: str
+    words: str
+    wide: bool = False
+
+
+def _figure(width: float, height: float) -> tuple[Figure, Axes]:
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(width, height), dpi=72, layout="constrained")
+        axes = figure.add_subplot()
+        return figure, axes
+
+
+def _inline(figure: Figure, name: str, words: str) -> str:
+    """The figure's SVG with page colours and fonts, unique ids and no reference to anything outside."""
+    with mpl.rc_context(_STYLE):
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r' xmlns(:xlink)?="[^"]*"', "", text).replace("xlink:href", "href")
+    text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
+    for colour, variable in _VARIABLES.items():
+        text = text.replace(colour, f"var({variable})")
+    text = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font-size: \1", text)
+    label = words.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
+    return re.sub(
+        r'<svg ([^>]*?)width="[^"]*"|<svg ', lambda m: f'<svg role="img" aria-label="{label}" ', _unsized(text), count=1
+    )
+
+
+def _unsized(svg: str) -> str:
+    """Only the viewBox is left, so that the page sets the size."""
+    head, rest = svg.split(">", 1)
+    return re.sub(r' (width|height)="[^"]*"', "", head) + ">" + rest
+
+
+def _label_seconds(axes: Axes, axis: str = "x") -> None:
+    target = axes.xaxis if axis == "x" else axes.yaxis
+    low, high = target.get_view_interval()
+    if high - low > 7200:
+        target.set_major_formatter(lambda v, _: f"{v / 3600:g}")
+        axes.set(**{f"{axis}label": "wall time (h)"})
+    elif high - low > 240:
+        target.set_major_formatter(lambda v, _: f"{v / 60:g}")
+        axes.set(**{f"{axis}label": "wall time (min)"})
+    else:
+        axes.set(**{f"{axis}label": "wall time (s)"})
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    """A running mean over a twentieth of the points."""
+    half = len(values) // 40
+    spans = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
+    return [sum(span) / len(span) for span in spans]
+
+
+def _draw(axes: Axes, curve: Curve, over: str, colour: str, label: str) -> None:
+    """A curve over "time" or "samples"; long ones as a pale line with their running mean."""
+    x = curve.time_s if over == "time" else curve.samples
+    if len(x) > 60:
+        axes.plot(x, curve.values, color=colour, linewidth=0.8, alpha=0.3)
+        axes.plot(x, _smooth(curve.values), color=colour, linewidth=1.8, label=label)
+    else:
+        marker = "o" if len(x) <= 30 else None
+        axes.plot(x, curve.values, color=colour, linewidth=1.8, marker=marker, markersize=4, label=label)
+
+
+def curve_plot(
+    curves: Sequence[tuple[Curve, str]], *, over: str, title: str, name: str, target: float | None = None
+) -> Plot | None:
+    """Curves (each with its label) over wall time or samples; None when there is nothing to draw."""
+    if not any(curve.values for curve, _ in curves):
+        return None
+    figure, axes = _figure(7.4, 4.0)
+    for i, (curve, label) in enumerate(curves):
+        _draw(axes, curve, over, SERIES[i % len(SERIES)], label)
+    if target is not None:
+        axes.axhline(target, color=INK, linewidth=1.2, linestyle=(0, (4, 3)))
+        axes.annotate(
+            f"target {quality_text(target)}", (1, target), xycoords=("axes fraction", "data"), ha="right", va="bottom",
+            fontsize=10, color=INK, xytext=(0, 3), textcoords="offset points",
+        )  # fmt: skip
+    axes.set_xlim(left=0)
+    if over == "time":
+        _label_seconds(axes)
+    else:
+        axes.set_xlabel("samples trained on")
+        axes.xaxis.set_major_formatter(lambda v, _: _thousands(v))
+    metrics = list(dict.fromkeys(curve.metric for curve, _ in curves))
+    axes.set_ylabel(" / ".join(metrics))
+    if len(curves) > 1:
+        axes.legend(loc="best", handlelength=1.6)
+    words = f"{title}. " + " ".join(
+        f"{label}: {quality_text(c.values[0])} to {quality_text(c.values[-1])} over {significant(c.steps[-1])} steps."
+        for c, label in curves
+        if c.values
+    )
+    note = next((curve.note for curve, _ in curves if curve.note), "") or "measured"
+    if any(len(curve.values) > 60 for curve, _ in curves):
+        note += "; pale: as recorded, full: running mean"
+    return Plot(title=title, note=note, svg=_inline(figure, name, words), words=words)
+
+
+def _thousands(value: float) -> str:
+    if abs(value) >= 1e6:
+        return f"{value / 1e6:g} M"
+    return f"{value / 1e3:g} k" if abs(value) >= 1e4 else f"{value:g}"
+
+
+Bars = Sequence[tuple[str, dict[Phase, Quantity]]]
+
+
+def stacked_plot(
+    bars: Bars, *, title: str, note: str, name: str, hatched: frozenset[int] = frozenset(), unit: str = "wall time (s)"
+) -> Plot | None:
+    """Horizontal bars of seconds by phase, first on top; those of `hatched` positions are predicted."""
+    bars = [(label, parts) for label, parts in bars if sum(q.value or 0 for q in parts.values()) > 0]
+    if not bars:
+        return None
+    longest = max(sum(q.value or 0 for q in parts.values()) for _, parts in bars)
+    factor, shown_unit = (1e3, unit.replace("(s)", "(ms)")) if longest < 1 else (1.0, unit)
+    figure, axes = _figure(11.6, 1.15 + 0.5 * len(bars))
+    used = [phase for phase in PHASES if any((parts.get(phase, _ZERO).value or 0) > 0 for _, parts in bars)]
+    for row, (_, parts) in enumerate(bars):
+        left = 0.0
+        for phase in used:
+            seconds = float(parts.get(phase, _ZERO).value or 0)
+            _segment(axes, row, left * factor, seconds * factor, PHASE_COLOURS[phase], row in hatched)
+            if seconds > 0.055 * longest and row not in hatched:
+                share = seconds / sum(q.value or 0 for q in parts.values())
+                axes.text((left + seconds / 2) * factor, row, f"{share:.0%}", ha="center", va="center", color=PAPER,
+                          fontsize=10, fontweight="bold")  # fmt: skip
+            left += seconds
+        axes.text(left * factor + longest * factor * 0.008, row, duration(left), va="center", fontsize=10, color=INK)
+    axes.set_yticks(range(len(bars)), [label for label, _ in bars])
+    axes.tick_params(axis="y", labelcolor=INK)
+    axes.set_ylim(len(bars) - 0.45, -0.55)
+    axes.set_xlim(0, longest * factor * 1.1)
+    axes.grid(visible=True, axis="x", color=GRID)
+    axes.grid(visible=False, axis="y")
+    axes.set_xlabel(shown_unit)
+    for phase in used:
+        axes.bar(0, 0, color=PHASE_COLOURS[phase], label=PHASE_NAMES[phase])
+    figure.legend(loc="outside upper left", ncols=len(used), handlelength=0.9, handleheight=0.9, columnspacing=1.4)
+    words = f"{title}. " + " ".join(f"{label}: {_parts_in_words(parts)}." for label, parts in bars)
+    return Plot(title=title, note=note, svg=_inline(figure, name, words), words=words, wide=True)
+
+
+_ZERO = Quantity()
+
+
+def _segment(axes: Axes, row: int, left: float, width: float, colour: str, hatched: bool) -> None:
+    if hatched:
+        axes.barh(row, width, left=left, height=0.62, facecolor="none", edgecolor=colour, hatch="////", linewidth=1)
+    else:
+        axes.barh(row, width, left=left, height=0.62, color=colour, edgecolor=PAPER, linewidth=0.8)
+
+
+def _parts_in_words(parts: dict[Phase, Quantity]) -> str:
+    return ", ".join(f"{PHASE_NAMES[p]} {duration(q.value)}" for p, q in parts.items() if q.value)
+
+
+def checks_plot(report: RunReport) -> Plot | None:
+    """Predicted over measured for every pair, with the predicted interval; 100 % is right."""
+    pairs = [c for c in report.checks if c.predicted.value and c.measured.value]
+    if not pairs:
+        return None
+    figure, axes = _figure(7.4, 1.2 + 0.46 * len(pairs))
+    axes.axvline(100, color=INK, linewidth=1.6)
+    for row, check in enumerate(pairs):
+        truth = float(check.measured.value or 1)
+        centre = 100 * float(check.predicted.value or 0) / truth
+        if check.predicted.low is not None and check.predicted.high is not None:
+            ends = [100 * check.predicted.low / truth, 100 * check.predicted.high / truth]
+            axes.plot(ends, [row, row], color=SERIES[0], linewidth=2, linestyle=(0, (3, 2)), solid_capstyle="butt")
+            axes.plot(ends, [row, row], color=SERIES[0], linewidth=0, marker="|", markersize=9, markeredgewidth=1.6)
+        axes.plot(
+            [centre], [row], "o", markersize=8, markerfacecolor=PAPER, markeredgecolor=SERIES[0], markeredgewidth=2
+        )
+    axes.set_yticks(range(len(pairs)), [check.name for check in pairs])
+    axes.tick_params(axis="y", labelcolor=INK)
+    axes.set_ylim(len(pairs) - 0.4, -0.6)
+    low, high = axes.get_xlim()
+    axes.set_xlim(min(low, 60), max(high, 140))
+    axes.grid(visible=True, axis="x", color=GRID)
+    axes.grid(visible=False, axis="y")
+    axes.set_xlabel("predicted, in % of measured")
+    words = "Predicted in percent of measured. " + " ".join(
+        f"{c.name}: predicted {number(c.predicted.value or 0, c.predicted.unit)}, "
+        f"measured {number(c.measured.value or 0, c.measured.unit)}."
+        for c in pairs
+    )
+    note = "circle: predicted; dashed: its interval; solid line: measured"
+    return Plot(title="How good the prediction was", note=note, svg=_inline(figure, "checks", words), words=words)
+
+
+def memory_plot(report: RunReport) -> Plot | None:
+    """Peak memory by rank, solid; the predicted peak by what holds it, hatched."""
+    ranks = [rank for rank in report.ranks if rank.peak_memory.value][:MOST_RANKS]
+    guess = {name: q for name, q in report.predicted_memory.items() if q.value}
+    if not ranks and not guess:
+        return None
+    figure, axes = _figure(7.4, 1.2 + 0.46 * (len(ranks) + bool(guess)))
+    biggest = max([float(r.peak_memory.value or 0) for r in ranks] + [sum(float(q.value or 0) for q in guess.values())])
+    factor, unit = next((f, u) for f, u in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")) if biggest >= f or f == 1)
+    left = 0.0
+    for i, quantity in enumerate(guess.values()):
+        _segment(axes, 0, left / factor, float(quantity.value or 0) / factor, SERIES[i % len(SERIES)], hatched=True)
+        left += float(quantity.value or 0)
+    shift = int(bool(guess))
+    for row, rank in enumerate(ranks, start=shift):
+        _segment(axes, row, 0, float(rank.peak_memory.value or 0) / factor, SERIES[0], hatched=False)
+    axes.set_yticks(range(len(ranks) + shift), ["predicted"] * shift + [f"rank {rank.rank}" for rank in ranks])
+    axes.tick_params(axis="y", labelcolor=INK)
+    axes.set_ylim(len(ranks) + shift - 0.4, -0.6)
+    axes.grid(visible=True, axis="x", color=GRID)
+    axes.grid(visible=False, axis="y")
+    axes.set_xlabel(f"peak memory ({unit})")
+    for i, held in enumerate(guess):
+        axes.bar(0, 0, facecolor="none", edgecolor=SERIES[i % len(SERIES)], hatch="////", label=held)
+    if guess:
+        figure.legend(loc="outside upper left", ncols=4, handlelength=1.1, handleheight=0.9, columnspacing=1.2)
+    parts = ", ".join(f"{held} {number(q.value or 0, 'B')}" for held, q in guess.items())
+    words = "Peak memory. " + (f"Predicted: {parts}. " if guess else "")
+    words += " ".join(f"Rank {r.rank}: {number(r.peak_memory.value or 0, 'B')}." for r in ranks)
+    note = "solid: measured; hatched: predicted, by what holds it" if guess else "measured"
+    return Plot(title="Memory of a rank", note=note, svg=_inline(figure, "memory", words), words=words)
