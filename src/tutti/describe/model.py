@@ -1,0 +1,228 @@
+"""`nn.Module` -> ModelSpec: parameters, FLOPs, activations and optimizer state of every module, for one sample.
+
+One training step is traced on the meta device at two batch sizes. What grows between them is the cost of a sample; what
+does not (weights read once a pass, tables, constants) is the cost of a pass. Nothing is computed and nothing of the
+model's size is allocated.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+
+from tutti.describe.batches import Batch, dtype_name
+from tutti.describe.ledger import Ledger, Line
+from tutti.describe.meta import meta_copy
+from tutti.describe.state import optimizer_state
+from tutti.describe.trace import Tracer, first_line
+from tutti.spec.model import ModelSpec, ModuleSpec, OpCost
+
+Loss = Callable[[Any, Any], Any]
+
+
+def describe_model(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    target: Any,
+    loss: Loss,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    samples: int,
+    name: str | None = None,
+    tokens_per_sample: int = 0,
+    dataset_samples: int | None = None,
+) -> ModelSpec:
+    """What `loss(model(*args, **kwargs), target)`, its backward and the optimizer's step cost, without running them.
+
+    `args`, `kwargs`, `target` are one collated batch of `samples` samples (4 is a good number: the costs of a sample
+    are found by comparing the whole batch with its first half; with 1 they are simply divided). `model` is left as it
+    is. Where the model cannot be traced, the result has parameters only and a note with the module and the reason.
+    """
+    notes: dict[str, None] = {}
+    batch = Batch(args=tuple(args), kwargs=dict(kwargs), target=target, samples=samples)
+    traced = _trace(model, batch, loss, notes)
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+    states = optimizer_state(optimizers, lambda text: notes.setdefault(text))
+    modules = _modules(model, traced, states)
+    unused = [module.name for module in modules if module.parameters and module.name not in traced.order]
+    if traced.order and unused:
+        notes[f"never used in the forward pass: {', '.join(unused)}"] = None
+    return ModelSpec(
+        name=name or type(model).__name__,
+        modules=modules,
+        inputs=batch.inputs(model),
+        dtype=_dtype(model),
+        optimizer=", ".join(type(each).__name__ for each in optimizers),
+        tokens_per_sample=tokens_per_sample,
+        dataset_samples=dataset_samples,
+        evidence="predicted",
+        notes=tuple(notes),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Traced:
+    """Costs of one sample by module; empty where the model could not be traced."""
+
+    ops: dict[str, list[OpCost]]
+    activations: dict[str, float]
+    outputs: dict[str, float]
+    order: dict[str, int]
+    batch_statistics: set[str]
+
+
+def _trace(model: nn.Module, batch: Batch, loss: Loss, notes: dict[str, None]) -> _Traced:
+    """Trace the batch and its half; notes say what was assumed or why it failed."""
+    try:
+        whole = _step(model, batch, loss)
+    except Exception as error:  # the model's code may raise anything where values are missing
+        where = _module_at(error.__traceback__, model)
+        notes[f"{where} could not be traced on shapes alone: {first_line(error)}; only parameters are counted"] = None
+        return _Traced(ops={}, activations={}, outputs={}, order={}, batch_statistics=set())
+    half_batch = batch.half
+    half: Ledger | None = None
+    if half_batch is not None:
+        try:
+            half = _step(model, half_batch, loss)
+        except Exception as error:
+            notes[f"half a batch could not be traced ({first_line(error)})"] = None
+    if half is None:
+        notes["costs of a sample are those of a batch divided by its samples: costs of a pass are in them"] = None
+    notes.update(whole.notes)
+    return _per_sample(whole, batch.samples, half, half_batch.samples if half_batch else 0)
+
+
+def _step(model: nn.Module, batch: Batch, loss: Loss) -> Ledger:
+    twin = meta_copy(model)
+    on_meta = batch.on_meta
+
+    def forward() -> Tensor:
+        value = loss(twin(*on_meta.args, **on_meta.kwargs), on_meta.target)
+        return value if isinstance(value, Tensor) else value.total  # a Weighted loss
+
+    return Tracer(twin).run(forward)
+
+
+def _per_sample(whole: Ledger, samples: int, half: Ledger | None, half_samples: int) -> _Traced:
+    """Slope between two batches, or the mean of one."""
+
+    def slope(big: float, small: float) -> float:
+        return big / samples if half is None else max(0.0, (big - small) / (samples - half_samples))
+
+    def slopes(big: dict[str, float], small: dict[str, float]) -> dict[str, float]:
+        return {module: slope(value, small.get(module, 0.0)) for module, value in big.items()}
+
+    ops: dict[str, list[OpCost]] = defaultdict(list)
+    for (module, kind), line in whole.lines.items():
+        small = (half.lines.get((module, kind)) if half else None) or Line()
+        moved = slope(line.nbytes_forward, small.nbytes_forward)
+        if half is None:
+            moved, weights = (line.nbytes_forward - line.weight_nbytes) / samples, line.weight_nbytes
+        else:
+            weights = max(0.0, line.nbytes_forward - samples * moved)
+        ops[module].append(
+            OpCost(
+                kind=kind,
+                flops_forward=slope(line.flops_forward, small.flops_forward),
+                flops_backward=slope(line.flops_backward, small.flops_backward),
+                nbytes_forward=moved,
+                nbytes_backward=slope(line.nbytes_backward, small.nbytes_backward),
+                weight_nbytes=weights,
+                calls=line.calls,
+            )
+        )
+    return _Traced(
+        ops=ops,
+        activations=slopes(whole.activations, half.activations if half else {}),
+        outputs=slopes(whole.outputs, half.outputs if half else {}),
+        order=whole.order,
+        batch_statistics=whole.batch_statistics,
+    )
+
+
+def _modules(model: nn.Module, traced: _Traced, states: dict[int, int]) -> tuple[ModuleSpec, ...]:
+    """Every module once, in order of first execution; a parameter is counted where it first appears."""
+    named = dict(model.named_modules())
+    order = _execution_order(list(named), traced.order)
+    owners: dict[int, str] = {}
+    result = []
+    for name in order:
+        module = named[name]
+        mine, tied_to = [], None
+        for parameter in module._parameters.values():
+            if parameter is None:
+                continue
+            owner = owners.setdefault(id(parameter), name)
+            if owner == name:
+                mine.append(parameter)
+            else:
+                tied_to = owner
+        trainable = [parameter for parameter in mine if parameter.requires_grad]
+        result.append(
+            ModuleSpec(
+                name=name,
+                kind=type(module).__name__,
+                parameters=sum(parameter.numel() for parameter in mine),
+                trainable_parameters=sum(parameter.numel() for parameter in trainable),
+                parameter_nbytes=_nbytes(mine),
+                gradient_nbytes=_nbytes(trainable),
+                optimizer_nbytes=sum(states.get(id(parameter), 0) for parameter in trainable),
+                buffer_nbytes=_nbytes([buffer for buffer in module._buffers.values() if buffer is not None]),
+                activation_nbytes=traced.activations.get(name, 0.0),
+                output_nbytes=traced.outputs.get(name, 0.0),
+                ops=tuple(traced.ops.get(name, ())),
+                batch_statistics=name in traced.batch_statistics or _normalises_over_batch(module),
+                tied_to=tied_to,
+            )
+        )
+    return tuple(result)
+
+
+def _execution_order(names: list[str], order: dict[str, int]) -> list[str]:
+    """Names by when they, or for containers that are not called their first descendant, ran; others last."""
+    first: dict[str, int] = {}
+    for name in names:
+        times = [order[name]] if name in order else []
+        times += [time for other, time in order.items() if name and other.startswith(name + ".")]
+        first[name] = min(times, default=len(order))
+    first[""] = -1
+    return sorted(names, key=lambda name: first[name])  # stable: a container stays before its first child
+
+
+def _normalises_over_batch(module: nn.Module) -> bool:
+    return isinstance(module, _BatchNorm) and (module.training or not module.track_running_stats)
+
+
+def _module_at(traceback: TracebackType | None, model: nn.Module) -> str:
+    """The innermost module in a traceback, in words. Copies are recognised by their place, so by class and path."""
+    found = f"the model ({type(model).__name__})"
+    names: dict[int, str] = {}
+    while traceback is not None:
+        values = traceback.tb_frame.f_locals
+        twin = values.get("twin")
+        if isinstance(twin, nn.Module):
+            names = {id(module): name for name, module in twin.named_modules()}
+        module = values.get("self")
+        if isinstance(module, nn.Module) and names.get(id(module)):
+            found = f"module {names[id(module)]} ({type(module).__name__})"
+        traceback = traceback.tb_next
+    return found
+
+
+def _dtype(model: nn.Module) -> str:
+    """The dtype that most parameter bytes are in."""
+    nbytes: Counter[torch.dtype] = Counter()
+    for parameter in model.parameters():
+        nbytes[parameter.dtype] += parameter.numel() * parameter.element_size()
+    return dtype_name(max(nbytes, key=lambda dtype: nbytes[dtype], default=torch.float32))
+
+
+def _nbytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
