@@ -60,10 +60,6 @@ STEP_OVERHEAD_S: Final = 0.0003
 LOSS_NBYTES: Final = 16
 """The small all-reduce of each step that gives every rank the global mean loss (a sum and a count, float64)."""
 
-DEFAULT_BUCKET_NBYTES: Final = 25 * 2**20
-FIRST_BUCKET_NBYTES: Final = 2**20
-"""DDP's default caps: the first bucket is smaller, and only when the cap is the default."""
-
 RESERVE_NBYTES: Final[dict[str, float]] = {"cpu": 350e6, "cuda": 1.0e9}
 """Memory of a rank before its model: interpreter, torch's libraries; on CUDA the context and work spaces."""
 

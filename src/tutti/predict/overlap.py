@@ -22,24 +22,25 @@ class Exchange:
     exposed_s: float
 
 
-def buckets(gradient_nbytes: Sequence[float], cap_nbytes: float, first_cap_nbytes: float) -> tuple[Bucket, ...]:
-    """Fuse gradients, given in order of backward, into buckets: a bucket closes once it has reached its cap.
+def buckets(gradient_nbytes: Sequence[float], cap_nbytes: float) -> tuple[Bucket, ...]:
+    """Fuse gradients, given in order of forward, into buckets, returned in the order in which backward fills them.
 
-    The first has its own, smaller cap, so that communication starts early (PyTorch DDP's rule). Modules without
-    gradients are in no bucket.
+    A bucket closes once it has reached its cap, counted from the first module on, so that the smaller rest is the
+    one that leaves first (PyTorch DDP's rule for a given cap). Modules without gradients are in no bucket.
     """
     result: list[Bucket] = []
-    size, last = 0.0, -1
+    size, first = 0.0, -1
     for index, nbytes in enumerate(gradient_nbytes):
         if nbytes <= 0:
             continue
-        size, last = size + nbytes, index
-        if size >= (cap_nbytes if result else first_cap_nbytes):
-            result.append(Bucket(nbytes=size, last=last))
+        first = index if size == 0.0 else first
+        size += nbytes
+        if size >= cap_nbytes:
+            result.append(Bucket(nbytes=size, last=len(gradient_nbytes) - 1 - first))
             size = 0.0
     if size > 0:
-        result.append(Bucket(nbytes=size, last=last))
-    return tuple(result)
+        result.append(Bucket(nbytes=size, last=len(gradient_nbytes) - 1 - first))
+    return tuple(reversed(result))
 
 
 def exchange(

@@ -179,9 +179,7 @@ def _fused(model: ModelSpec, plan: Plan) -> tuple[Bucket, ...]:
     """DDP's buckets over the modules in order of backward; none on one rank."""
     if plan.data_parallel_degree == 1:
         return ()
-    cap = plan.sync.bucket_nbytes
-    first = constants.FIRST_BUCKET_NBYTES if cap == constants.DEFAULT_BUCKET_NBYTES else cap
-    return buckets([module.gradient_nbytes for module in reversed(model.modules)], cap, first)
+    return buckets([module.gradient_nbytes for module in model.modules], plan.sync.bucket_nbytes)
 
 
 def _exchange(

@@ -1,0 +1,93 @@
+"""Collectives: laws that hold for every algorithm, and values worked out by hand."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tutti.predict import network
+from tutti.predict.network import Link
+
+ALGORITHMS = [
+    network.ring_all_reduce,
+    network.halving_doubling_all_reduce,
+    network.recursive_doubling_all_reduce,
+    network.tree_all_reduce,
+]
+LINK = Link(latency_s=1e-3, bandwidth_bytes_per_s=1e6)
+Collective = Callable[[Link, float, int], float]
+
+
+@pytest.mark.parametrize("collective", ALGORITHMS)
+def test_one_rank_has_nothing_to_exchange(collective: Collective) -> None:
+    assert collective(LINK, 1e9, 1) == 0.0
+
+
+@pytest.mark.parametrize("collective", ALGORITHMS)
+@given(
+    ranks=st.integers(2, 300),
+    nbytes=st.floats(0, 1e12),
+    latency_s=st.floats(0, 1),
+    bandwidth=st.floats(1e3, 1e12),
+    factor=st.floats(1, 1e3),
+)
+def test_more_bytes_or_latency_never_faster_more_bandwidth_never_slower(
+    collective: Collective, ranks: int, nbytes: float, latency_s: float, bandwidth: float, factor: float
+) -> None:
+    def time(latency_s: float, bandwidth: float, nbytes: float) -> float:
+        return collective(Link(latency_s=latency_s, bandwidth_bytes_per_s=bandwidth), nbytes, ranks)
+
+    base = time(latency_s, bandwidth, nbytes)
+    assert time(latency_s, bandwidth * factor, nbytes) <= base
+    assert time(latency_s * factor, bandwidth, nbytes) >= base
+    assert time(latency_s, bandwidth, nbytes * factor) >= base
+
+
+@pytest.mark.parametrize("ranks", range(1, 10))
+def test_ring_time_is_that_of_its_messages(ranks: int) -> None:
+    elements = 5040
+    chunk = 4 * elements / ranks
+    steps = sum(network.message(LINK, chunk) for _ in range(2 * (ranks - 1)))
+    assert network.ring_all_reduce(LINK, 4 * elements, ranks) == pytest.approx(steps, rel=1e-12)
+
+
+def test_halves_of_the_ring() -> None:
+    for halves in (network.ring_reduce_scatter, network.all_to_all):
+        assert halves(LINK, 1000, 4) == pytest.approx(3 * 1e-3 + 0.75 * 1e-3, rel=1e-12)
+
+
+@pytest.mark.parametrize("power", range(1, 7))
+def test_halving_doubling_of_a_power_of_two_is_its_exchanges(power: int) -> None:
+    ranks, nbytes = 2**power, 4096.0
+    halving = sum(network.message(LINK, nbytes / 2**step) for step in range(1, power + 1))
+    assert network.halving_doubling_all_reduce(LINK, nbytes, ranks) == pytest.approx(2 * halving, rel=1e-12)
+
+
+def test_ranks_beyond_a_power_of_two_fold_in() -> None:
+    for collective in (network.halving_doubling_all_reduce, network.recursive_doubling_all_reduce):
+        folded = collective(LINK, 4096, 4) + 2 * network.message(LINK, 4096)
+        assert collective(LINK, 4096, 6) == pytest.approx(folded, rel=1e-12)
+
+
+def test_recursive_doubling_and_tree_by_hand() -> None:
+    assert network.recursive_doubling_all_reduce(LINK, 1000, 8) == pytest.approx(3 * 2e-3, rel=1e-12)
+    assert network.tree_all_reduce(LINK, 1000, 9) == pytest.approx(8e-3 + 2e-3, rel=1e-12)
+
+
+def test_hierarchical_is_its_parts_and_degenerates_to_either() -> None:
+    outer = Link(latency_s=1e-2, bandwidth_bytes_per_s=1e5)
+    whole = network.hierarchical_all_reduce(LINK, outer, 8000, per_node=4, nodes=2)
+    scatter = 2 * network.ring_reduce_scatter(LINK, 8000, 4)
+    between = 2 * 1e-2 + 2 / 2 * 2000 / (1e5 / 4)
+    assert whole == pytest.approx(scatter + between, rel=1e-12)
+    assert network.hierarchical_all_reduce(LINK, outer, 8000, 4, 1) == network.ring_all_reduce(LINK, 8000, 4)
+    assert network.hierarchical_all_reduce(LINK, outer, 8000, 1, 4) == network.ring_all_reduce(outer, 8000, 4)
+
+
+def test_hierarchical_beats_a_flat_ring_where_latency_between_hosts_counts() -> None:
+    outer = Link(latency_s=1e-2, bandwidth_bytes_per_s=1e6)
+    flat = network.ring_all_reduce(outer, 100, 64)
+    assert network.hierarchical_all_reduce(LINK, outer, 100, 8, 8) < flat
+    assert math.isfinite(flat)
