@@ -1,0 +1,80 @@
+"""A small CNN on scikit-learn's handwritten digits (1797 images of 8 x 8): plain PyTorch on one device.
+
+digits_tutti.py is the same program on any number of devices.
+"""
+
+import argparse
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def datasets() -> tuple[TensorDataset, TensorDataset]:
+    """The first 1437 images to train on, the last 360 to test on."""
+    images, labels = load_digits(return_X_y=True)
+    inputs = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16
+    target = torch.tensor(labels)
+    return TensorDataset(inputs[:-360], target[:-360]), TensorDataset(inputs[-360:], target[-360:])
+
+
+def make_model(dropout: float) -> nn.Module:
+    def convolution(channels_in: int, channels_out: int) -> list[nn.Module]:
+        conv = nn.Conv2d(channels_in, channels_out, 3, padding=1, bias=False)
+        return [conv, nn.BatchNorm2d(channels_out), nn.ReLU()]
+
+    return nn.Sequential(
+        *convolution(1, 16),
+        *convolution(16, 32),
+        nn.MaxPool2d(2),
+        *convolution(32, 64),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Dropout(dropout),
+        nn.Linear(64 * 2 * 2, 10),
+    )
+
+
+def correct(output: Tensor, target: Tensor) -> Tensor:
+    """1 for each sample whose class is right, else 0."""
+    return (output.argmax(dim=1) == target).float()
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--lr", type=float, default=0.05)
+    parser.add_argument("--dropout", type=float, default=0.25)
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
+    torch.manual_seed(args.seed)
+    train, test = datasets()
+    model = make_model(args.dropout)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, nesterov=True)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs)
+    loss_fn = nn.CrossEntropyLoss()
+    loader = DataLoader(train, batch_size=args.batch_size, shuffle=True)
+    test_loader = DataLoader(test, batch_size=args.batch_size)
+
+    for epoch in range(args.epochs):
+        model.train()
+        for inputs, target in loader:
+            optimizer.zero_grad()
+            loss = loss_fn(model(inputs), target)
+            loss.backward()
+            optimizer.step()
+        scheduler.step()
+        model.eval()
+        with torch.no_grad():
+            right = sum(correct(model(inputs), target).sum().item() for inputs, target in test_loader)
+        print(f"epoch {epoch}: test accuracy {right / len(test):.4f}")
+
+
+if __name__ == "__main__":
+    main()
