@@ -75,9 +75,7 @@ class ShareLoader:
             gather = self.source.collate is Collate().function
             samples = SeededSamples(self.source.dataset, self.seed, "sample", gather=gather)
             collate = Collate(self.source.collate)
-            self._loader = DataLoader(
-                samples, batch_sampler=_Keys(self), collate_fn=collate, **self.source.options
-            )
+            self._loader = DataLoader(samples, batch_sampler=_Keys(self), collate_fn=collate, **self.source.options)
         for (share, indices), batch in zip(self._shares(), self._loader, strict=False):
             yield share, indices, batch
 

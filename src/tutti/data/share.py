@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from tutti.spec.plan import Plan
 
@@ -62,7 +63,7 @@ def share_of(batch_size: int, rank: int, plan: Plan) -> Share:
     degree = plan.data_parallel_degree
     slices = cut(batch_size, plan.batch.num_microbatches)
     parts = []
-    for begin, end in zip(slices, slices[1:], strict=False):
+    for begin, end in pairwise(slices):
         if begin == end:
             continue
         bounds = cut(end - begin, degree, plan.shares)

@@ -79,8 +79,8 @@ def read_source(
 def _from_loader(loader: DataLoader[Any]) -> dict[str, Any]:
     if type(loader.batch_sampler) not in (BatchSampler, type(None)):
         raise DataError(
-            f"the DataLoader has a batch sampler of its own ({type(loader.batch_sampler).__name__}), which would decide "
-            "the batches; pass the dataset, with sampler=... to keep an order of your own"
+            f"the DataLoader has its own batch sampler ({type(loader.batch_sampler).__name__}), which would decide the "
+            "batches; pass the dataset, with sampler=... to keep an order of your own"
         )
     found: dict[str, Any] = {
         "dataset": loader.dataset,
@@ -103,8 +103,8 @@ def _check(source: Source) -> None:
     if source.is_stream:
         if source.options.get("num_workers", 0) > 1:
             raise DataError(
-                f"num_workers={source.options['num_workers']} with an IterableDataset: the order of samples would depend "
-                "on the number of workers; use num_workers=0 or 1"
+                f"num_workers={source.options['num_workers']} with an IterableDataset: the order of samples would "
+                "depend on the number of workers; use num_workers=0 or 1"
             )
         return
     if not hasattr(source.dataset, "__getitem__") or not hasattr(source.dataset, "__len__"):

@@ -52,7 +52,7 @@ def batch_norms(model: nn.Module) -> list[_BatchNorm]:
 def share_statistics(model: nn.Module, scope: BatchScope) -> None:
     """Give every BatchNorm of `model` statistics over `scope`. Modules, parameters and buffers stay the same."""
     for module in batch_norms(model):
-        module.forward = GlobalForward(module, scope)  # type: ignore[method-assign, assignment]
+        module.forward = GlobalForward(module, scope)  # type: ignore[method-assign]
 
 
 class GlobalForward:
@@ -71,13 +71,15 @@ class GlobalForward:
         batch_statistics = module.training or (module.running_mean is None and module.running_var is None)
         if not batch_statistics or (scope.world_size == 1 and not scope.recomputing):
             return type(module).forward(module, input)
-        module._check_input_dim(input)
+        module._check_input_dim(input)  # type: ignore[no-untyped-call]
         work = input.float() if input.dtype in (torch.bfloat16, torch.float16) else input
         mean, variance, count = _global_statistics(work.detach(), scope)
         if module.training and module.track_running_stats and not scope.recomputing:
             _update_running(module, mean, variance, count)
         weight, bias = module.weight, module.bias
-        output = _Normalise.apply(work, weight, bias, mean, variance, count, module.eps, scope)
+        output = _Normalise.apply(  # type: ignore[no-untyped-call]
+            work, weight, bias, mean, variance, count, module.eps, scope
+        )
         return output.to(input.dtype)  # type: ignore[no-any-return]
 
 
@@ -106,10 +108,8 @@ def _global_statistics(input: torch.Tensor, scope: BatchScope) -> tuple[torch.Te
 def _update_running(module: _BatchNorm, mean: torch.Tensor, variance: torch.Tensor, count: float) -> None:
     if module.num_batches_tracked is not None:
         module.num_batches_tracked.add_(1)
-    if module.momentum is None:
-        factor = 1.0 / float(module.num_batches_tracked or 1)
-    else:
-        factor = module.momentum
+    cumulative = 1.0 / float(module.num_batches_tracked or 1)
+    factor = cumulative if module.momentum is None else module.momentum
     with torch.no_grad():
         if module.running_mean is not None:
             module.running_mean.lerp_(mean.to(module.running_mean.dtype), factor)
@@ -137,7 +137,7 @@ class _Normalise(torch.autograd.Function):
         return F.batch_norm(input, mean, variance, weight, bias, training=False, eps=eps)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: FunctionCtx, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         input, weight, mean, variance = ctx.saved_tensors  # type: ignore[attr-defined]
         count, eps, scope = ctx.count, ctx.eps, ctx.scope  # type: ignore[attr-defined]

@@ -125,8 +125,8 @@ def _check_fits(run: Run, state: dict[str, Any], path: Path) -> None:
     batch = [run.plan.batch.global_batch_size, run.plan.batch.unit]
     if state["batch"] != batch:
         raise CheckpointError(
-            f"{path} was made with global_batch_size = {state['batch'][0]} {state['batch'][1]}, the Job says {batch[0]} "
-            f"{batch[1]}; a run resumes with the batch it began with"
+            f"{path} was made with global_batch_size = {state['batch'][0]} {state['batch'][1]}, the Job says "
+            f"{batch[0]} {batch[1]}; a run resumes with the batch it began with"
         )
     if state["seed"] != run.settings.seed:
         raise CheckpointError(
@@ -137,8 +137,8 @@ def _check_fits(run: Run, state: dict[str, Any], path: Path) -> None:
     for name in [*own, *saved]:
         if name not in own or name not in saved or own[name].shape != saved[name].shape:
             raise CheckpointError(
-                f"{path} does not fit the model at {name!r}: checkpoint {_shape(saved, name)}, model {_shape(own, name)}; "
-                "build the model the checkpoint was made from"
+                f"{path} does not fit the model at {name!r}: checkpoint {_shape(saved, name)}, model "
+                f"{_shape(own, name)}; build the model the checkpoint was made from"
             )
     if len(state["optimizers"]) != len(run.optimizers):
         raise CheckpointError(
@@ -153,7 +153,7 @@ def _shape(state: dict[str, Any], name: str) -> str:
 def _generators() -> dict[str, Any]:
     """This rank's generator states, as plain numbers and tensors."""
     version, numbers, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state()  # type: ignore[misc]
+    kind, keys, position, has_gauss, cached = np.random.get_state()
     return {
         "python": [version, list(numbers), gauss],
         "numpy": [str(kind), torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached],

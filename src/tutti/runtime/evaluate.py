@@ -117,6 +117,8 @@ def _whole(run: Run, kept: list[Any], whole: Mapping[str, Metric]) -> dict[str, 
         return {}
     parts = [part for rank_parts in run.world.gather(kept) for part in rank_parts]
     leaves, structure = zip(*(pytree.tree_flatten(part) for part in parts), strict=True)
-    joined = [torch.cat(column) if isinstance(column[0], torch.Tensor) else column for column in zip(*leaves, strict=True)]
+    joined = [
+        torch.cat(column) if isinstance(column[0], torch.Tensor) else column for column in zip(*leaves, strict=True)
+    ]
     output, target = pytree.tree_unflatten(joined, structure[0])
     return {name: float(metric(output, target)) for name, metric in whole.items()}

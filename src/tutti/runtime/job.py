@@ -78,9 +78,7 @@ class Job:
             ),
             wishes=wishes,
             world=world,
-            plan=plan_of(
-                world, wishes, batch, microbatches_stated=num_microbatches is not None, precision=precision
-            ),
+            plan=plan_of(world, wishes, batch, microbatches_stated=num_microbatches is not None, precision=precision),
             clock=PhaseClock(world.device),
             screen=Screen(world, supervised=wishes.supervised),
             name=name,
@@ -236,9 +234,7 @@ class Job:
         run.progress.saved_step = run.progress.step
         now = run.clock.elapsed_s()
         shown = path.relative_to(run.folder.path)
-        run.log.row(
-            "checkpoint", now, step=run.progress.step, duration_s=now - before, path=shown, nbytes=nbytes
-        )
+        run.log.row("checkpoint", now, step=run.progress.step, duration_s=now - before, path=shown, nbytes=nbytes)
         return path
 
     def print(self, *values: object, **options: Any) -> None:

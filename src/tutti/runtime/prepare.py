@@ -18,7 +18,6 @@ from tutti.runtime.agree import check_same_model, copy_from_first, differing_val
 from tutti.runtime.batchnorm import BatchScope, batch_norms, share_statistics
 from tutti.runtime.capture import Captured
 from tutti.runtime.checkpoint import latest_checkpoint, load_checkpoint
-from tutti.runtime.clock import PhaseClock
 from tutti.runtime.header import make_header, open_folder, this_rank
 from tutti.runtime.metrics import MetricsLog
 from tutti.runtime.observe import load_observer

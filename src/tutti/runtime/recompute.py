@@ -48,4 +48,4 @@ def _wrap(module: nn.Module, scope: BatchScope) -> None:
             return plain(*args, **kwargs)
         return checkpoint(plain, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward

@@ -4,6 +4,7 @@ The engine is torch's DistributedDataParallel; tutti adds the weights (losses ar
 ranks is the global gradient, whatever each rank's share) and notes when the last bucket was ready.
 """
 
+import inspect
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -17,6 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 from tutti.errors import ScriptError
 from tutti.runtime.world import World
 from tutti.spec.plan import Plan
+
+_ARGUMENTS = inspect.signature(DistributedDataParallel.__init__).parameters
+_NO_BUFFER_SYNC: dict[str, Any] = {
+    "forward_sync_buffers" if "forward_sync_buffers" in _ARGUMENTS else "broadcast_buffers": False
+}
+"""Buffers stay as forward leaves them: tutti's batch statistics are equal anyway (the argument's name changed)."""
 
 LossFunction = Callable[[nn.Module, Any], Any]
 """fn(model, batch) -> loss (a mean over samples, or Weighted)."""
@@ -63,8 +70,8 @@ class Replica:
         replica = DistributedDataParallel(
             forward,
             device_ids=[world.device] if world.device.type == "cuda" else None,
-            broadcast_buffers=False,
             init_sync=False,
+            **_NO_BUFFER_SYNC,
             bucket_cap_mb=plan.sync.bucket_nbytes / 2**20,
             gradient_as_bucket_view=True,
             find_unused_parameters=True,  # a parameter may be unused on one rank only; without it that is a hang
@@ -73,11 +80,14 @@ class Replica:
         return replica
 
 
-def _sum_bucket(replica: Replica, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _sum_bucket(
+    replica: Replica,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
     """Start the all-reduce (sum) of one bucket, and note when it was ready."""
     replica.last_bucket_at = time.perf_counter()
     work = dist.all_reduce(bucket.buffer(), async_op=True)
-    return work.get_future().then(_first)  # type: ignore[union-attr, no-any-return]
+    return work.get_future().then(_first)  # type: ignore[no-any-return]
 
 
 def _first(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:

@@ -114,6 +114,6 @@ def _initialise(place: Place, backend: str) -> None:
                 "another port (--rendezvous host:PORT, or MASTER_PORT)"
             ) from None
         raise LaunchError(
-            f"rank {place.rank} could not meet the {place.world_size - 1} others at {place.rendezvous}: {reason}; check "
-            "that all ranks were started, that the address is reachable, or run `tutti doctor`"
+            f"rank {place.rank} could not meet the {place.world_size - 1} others at {place.rendezvous}: {reason}; "
+            "check that all ranks were started, that the address is reachable, or run `tutti doctor`"
         ) from None

@@ -32,7 +32,7 @@ def _adapter(cls: type[Any]) -> TypeAdapter[Any]:
 
 def to_data(value: Any) -> Any:
     """The plain JSON form (dicts, lists, strings, numbers) of a spec."""
-    return _adapter(type(value)).dump_python(value, mode="json")
+    return _adapter(type(value)).dump_python(value, mode="json")  # type: ignore[arg-type]
 
 
 def from_data(cls: type[T], data: Any, *, source: str = "the given data") -> T:
@@ -42,7 +42,7 @@ def from_data(cls: type[T], data: Any, *, source: str = "the given data") -> T:
     """
     _check_version(cls, data, source)
     try:
-        return _adapter(cls).validate_json(json.dumps(data), strict=True)  # type: ignore[no-any-return]
+        return _adapter(cls).validate_json(json.dumps(data), strict=True)  # type: ignore[no-any-return, arg-type]
     except ValidationError as error:
         raise _explained(cls, error.errors()[0], source) from None
 
