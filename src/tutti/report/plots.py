@@ -31,7 +31,7 @@ _VARIABLES = {
     **{colour: f"--phase-{i}" for i, colour in enumerate(PHASE_COLOURS.values())},
 }
 MOST_RANKS = 12
-_STYLE: dict[str, Any] = {
+_STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "tutti",
     "font.size": 11,

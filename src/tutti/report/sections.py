@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from pathlib import PurePath
 from statistics import median
-from typing import Any, cast
+from typing import Any
 
 from tutti.report.read import Records
 from tutti.report.timing import phases_of, quantities, seen, steady_steps, typical
@@ -115,7 +115,7 @@ def data_report(records: Records, evaluation: str) -> DataReport:
         test_name=str(test["name"]) if test.get("name") else None,
         test_sha256=str(test["sha256"]) if test.get("sha256") else None,
         train_test_overlap=seen(rows[-1].number("overlap_with_training") if rows else None, "samples"),
-        start_state=cast(StartState, state) if state in _START_STATES else None,
+        start_state=next((known for known in _START_STATES if known == state), None),
         bytes_read=stated(header.extra, "data.bytes_read", "B"),
         preprocess_timed=None if timed is None else timed.lower() == "true",
         input_shape=shapes or None,

@@ -86,7 +86,9 @@ def time_report(records: Records) -> TimeReport:
     startup: Counter[str] = Counter()
     for row in records.spent("start"):
         startup.update(row.mapping("startup_s"))
-    typical_phases = {phase: _typical_phase(steady, phase) for phase in PHASES if phase != "evaluation"}
+    typical_phases: dict[Phase, float] = {
+        phase: _typical_phase(steady, phase) for phase in PHASES if phase != "evaluation"
+    }
     return TimeReport(
         wall=seen(wall, "s", "down time between generations is not counted" if generations > 1 else ""),
         breakdown=quantities(parts),

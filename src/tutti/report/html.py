@@ -1,0 +1,260 @@
+"""The report as one HTML file that stands alone: style and figures inside, no script, no reference to anything."""
+
+from collections import Counter
+from collections.abc import Sequence
+from importlib.metadata import version
+from importlib.resources import files
+from typing import Any
+
+import jinja2
+
+from tutti.report.boxes import boxes
+from tutti.report.comparability import labels
+from tutti.report.plots import MOST_RANKS, Plot, checks_plot, curve_plot, memory_plot, stacked_plot
+from tutti.report.rules import REQUIRED, TITLES
+from tutti.report.timing import seen
+from tutti.report.words import (
+    EVIDENCE,
+    PHASE_NAMES,
+    plural,
+    quality_text,
+    show,
+    show_interval,
+    signed_percent,
+    significant,
+)
+from tutti.spec.report import Comparison, Curve, Finding, Quantity, RankReport, RunReport
+
+SEVERITIES = {"refuse": "Refused", "warn": "Warning", "note": "Note"}
+
+
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("tutti", "report"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.globals.update(
+        show=show,
+        interval=show_interval,
+        percent=signed_percent,
+        quality_text=quality_text,
+        evidence=EVIDENCE,
+        severities=SEVERITIES,
+        phases=PHASE_NAMES,
+        version=version("tutti"),
+        style=files("tutti.report").joinpath("style.css").read_text(encoding="utf-8"),
+    )
+    return environment
+
+
+def report_html(report: RunReport) -> str:
+    """The page of one run."""
+    wall = report.time.wall.value
+
+    def share(quantity: Quantity) -> str:
+        return f"{(quantity.value or 0) / wall:.1%}".replace("%", " %") if wall else ""
+
+    return (
+        _environment()
+        .get_template("report.html")
+        .render(
+            r=report,
+            badges=badges(report),
+            learning=_learning_plots(report),
+            where_time=_time_plots(report),
+            prediction_plots=[plot for plot in (checks_plot(report), memory_plot(report)) if plot],
+            boxes=boxes(report),
+            rules=_rule_table(report),
+            share=share,
+            computing=_computing,
+            **_key_figures(report),
+        )
+    )
+
+
+def comparison_html(comparison: Comparison) -> str:
+    """The page of several runs side by side."""
+    first = comparison.runs[0]
+    to_target = all(run.quality.target.value is not None for run in comparison.runs)
+    return (
+        _environment()
+        .get_template("compare.html")
+        .render(
+            c=comparison,
+            names=labels(comparison.runs),
+            badges=_finding_badges(comparison.findings),
+            quality_name=_quality_name(first),
+            time_name="time to target" if to_target else "wall time",
+            learning=_overlaid(comparison),
+            where_time=[
+                plot
+                for plot in [
+                    stacked_plot(
+                        [
+                            (name, run.time.breakdown)
+                            for name, run in zip(labels(comparison.runs), comparison.runs, strict=True)
+                        ],
+                        title="Wall time by phase",
+                        note="measured, with evaluation; shares within each run",
+                        name="breakdown",
+                    )
+                ]
+                if plot
+            ],
+        )
+    )
+
+
+def badges(report: RunReport) -> list[tuple[str, str]]:
+    """Verdicts at a glance: (kind of badge, words)."""
+    found = [("" if report.status == "completed" else "bad", report.status.capitalize())]
+    verdict = report.verification
+    if verdict is None:
+        found.append(("warn", "Not verified against one device"))
+    elif verdict.passed:
+        found.append(("good", "Verified against one device"))
+    else:
+        found.append(("bad", "Verification failed"))
+    if report.quality.reached is not None:
+        found.append(("good", "Target reached") if report.quality.reached else ("bad", "Target missed"))
+    return found + _finding_badges(report.findings)
+
+
+def _finding_badges(findings: Sequence[Finding]) -> list[tuple[str, str]]:
+    count = Counter(finding.severity for finding in findings)
+    found = []
+    if count["refuse"]:
+        found.append(("bad", f"{plural(count['refuse'], 'refusal')} by the rules"))
+    if count["warn"]:
+        found.append(("warn", plural(count["warn"], "warning")))
+    return found or [("good", "Nothing to object")]
+
+
+def _quality_name(report: RunReport) -> str:
+    quality = report.quality
+    return f"{quality.name} {quality.metric}".strip().capitalize() or "Quality"
+
+
+def _key_figures(report: RunReport) -> dict[str, str]:
+    """The small print of the key figures."""
+    quality, reached = report.quality, report.to_target
+    count = quality.eval_samples.value
+    also = f"on {significant(count)} samples, at the end" if count else ""
+    if quality.target.value is not None:
+        also = f"target {quality_text(quality.target.value)}; {also}"
+    steps = f"after {show(reached.steps)}, {show(reached.epochs)}" if reached.steps.value is not None else "missed"
+    step = next((check for check in report.checks if check.name == "step time"), None)
+    predicted = f"predicted {show(step.predicted)}" if step else "not predicted"
+    fraction = report.flops.peak_fraction
+    rate = f"{show(fraction)} of the {report.flops.dtype} peak" if fraction.value is not None else "steady steps"
+    return {
+        "quality_name": _quality_name(report),
+        "quality_also": also,
+        "time_also": steps,
+        "wall_also": f"{show(report.steps)}, {show(report.epochs)}" if report.epochs.value else show(report.steps),
+        "step_also": predicted,
+        "throughput_also": rate,
+        "cost_also": f"{show(report.system.ranks)} × wall time" if report.device_seconds.value else "",
+    }
+
+
+def _computing(rank: RankReport) -> Quantity:
+    parts = [q.value or 0 for phase, q in rank.breakdown.items() if phase in ("forward", "backward", "optimizer")]
+    return seen(sum(parts) if parts else None, "s", "forward, backward and optimizer")
+
+
+def _learning_plots(report: RunReport) -> list[Plot]:
+    """Loss and quality, each over wall time and over samples."""
+    losses = [(curve, curve.name) for curve in report.curves if curve.metric == "loss"]
+    metric = report.quality.metric
+    qualities = [(curve, curve.name) for curve in report.curves if curve.metric == metric and metric != "loss"]
+    quality_name = metric.capitalize() or "Quality"
+    target = None if report.quality.target.value is None else float(report.quality.target.value)
+    loss_target = target if metric == "loss" else None
+    plots = [
+        curve_plot(losses, over="time", title="Loss over wall time", name="loss-time", target=loss_target),
+        curve_plot(losses, over="samples", title="Loss over samples", name="loss-samples", target=loss_target),
+        curve_plot(qualities, over="time", title=f"{quality_name} over wall time", name="quality-time", target=target),
+        curve_plot(
+            qualities, over="samples", title=f"{quality_name} over samples", name="quality-samples", target=target
+        ),
+    ]
+    return [plot for plot in plots if plot]
+
+
+def _overlaid(comparison: Comparison) -> list[Plot]:
+    names = labels(comparison.runs)
+    judged = comparison.runs[0].quality
+
+    def pick(wanted: str) -> list[tuple[Curve, str]]:
+        pairs = zip(comparison.runs, names, strict=True)
+        return [(curve, name) for run, name in pairs for curve in run.curves if curve.name == wanted]
+
+    loss, quality = pick("training loss"), pick(f"{judged.name} {judged.metric}")
+    name = f"{judged.name} {judged.metric}".capitalize()
+    target = None if judged.target.value is None else float(judged.target.value)
+    plots = [
+        curve_plot(loss, over="time", title="Training loss over wall time", name="loss-time"),
+        curve_plot(loss, over="samples", title="Training loss over samples", name="loss-samples"),
+        curve_plot(quality, over="time", title=f"{name} over wall time", name="quality-time", target=target),
+        curve_plot(quality, over="samples", title=f"{name} over samples", name="quality-samples", target=target),
+    ]
+    return [plot for plot in plots if plot]
+
+
+def _time_plots(report: RunReport) -> list[Plot]:
+    """The run's wall time, every rank's steps, and one step predicted and measured."""
+    ranks = [(f"rank {rank.rank}", rank.breakdown) for rank in report.ranks][:MOST_RANKS]
+    more = "" if len(report.ranks) <= MOST_RANKS else f"; the first {MOST_RANKS} of {len(report.ranks)} ranks"
+    plots = [
+        stacked_plot(
+            [("run", report.time.breakdown)],
+            title="Wall time by phase",
+            note="measured on rank 0, with evaluation and checkpoints",
+            name="breakdown",
+        ),
+        stacked_plot(ranks, title="Steps by rank", note=f"measured{more}", name="ranks") if len(ranks) > 1 else None,
+        stacked_plot(
+            [("predicted", report.predicted_phases), ("measured", report.time.step_phases)],
+            title="One step, predicted and measured",
+            note="hatched: predicted; solid: measured, median of the steady steps",
+            name="step",
+            hatched=frozenset({0}),
+            unit="time of a step (s)",
+        )
+        if report.predicted_phases
+        else None,
+    ]
+    return [plot for plot in plots if plot]
+
+
+def _rule_table(report: RunReport) -> list[dict[str, Any]]:
+    """One row a rule: what it found in this run, and which of the fields it needs were not recorded."""
+    rows = []
+    for rule, title in TITLES.items():
+        found = [finding for finding in report.findings if finding.rule == rule]
+        outcome = ", ".join(f"{SEVERITIES[f.severity].lower()} ({f.code})" for f in found)
+        bad = any(finding.severity != "note" for finding in found)
+        rows.append(
+            {
+                "number": rule,
+                "title": title,
+                "kind": "no" if bad else "yes",
+                "outcome": outcome or "no objection",
+                "missing": ", ".join(path for path in REQUIRED[rule] if not recorded(report, path)),
+            }
+        )
+    return rows
+
+
+def recorded(report: RunReport, path: str) -> bool:
+    """Whether a field (a dotted path in the report) holds anything."""
+    value: Any = report
+    for part in path.split("."):
+        value = getattr(value, part)
+    if isinstance(value, Quantity):
+        return value.value is not None
+    return value is not None and value not in ("", {}, ())
