@@ -21,8 +21,15 @@ ENVIRONMENT_FILES: dict[str, str] = {
 """File -> why it touches the environment. Readers of a run's meaning are env.py alone."""
 
 PUBLIC_NAMES = [
-    "CheckpointError",
     "ClusterSpec",
+    "Job",
+    "LRRule",
+    "ModelSpec",
+    "Plan",
+    "Prediction",
+    "RunReport",
+    "TuttiError",
+    "Weighted",
 ]
 
 

@@ -1,0 +1,184 @@
+"""Step time under tutti against a hand-written DistributedDataParallel loop: same model, data, threads and processes.
+
+Both loops live in the same ranks and take turns, block by block (A B A B ...), so that what the machine does
+meanwhile happens to both. A time is that of one whole step, its batch included. Beside them stand two floors: the
+same loop without communication, and the bare all-reduce of the same gradient bytes.
+"""
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+from harness import run_ranks
+from record import spread
+from workloads import WORKLOADS, Workload
+
+BUCKET_NBYTES = 25 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """How much is timed: `repeats` blocks of `steps` of each loop, after `warmup` steps of each."""
+
+    ranks: int = 2
+    steps: int = 30
+    warmup: int = 5
+    repeats: int = 7
+    workloads: tuple[str, ...] = tuple(WORKLOADS)
+
+
+QUICK = Sizes(steps=6, warmup=2, repeats=3)
+
+
+def measure(sizes: Sizes) -> dict[str, Any]:
+    """All workloads, each in ranks of its own. Returns {"samples": .., "summary": {workload: ..}}, seconds."""
+    samples = {name: run_ranks(measure_on_rank, sizes.ranks, name, sizes, timeout_s=600)[0] for name in sizes.workloads}
+    return {"samples": samples, "summary": {name: summary(name, one) for name, one in samples.items()}}
+
+
+def summary(name: str, samples: dict[str, Any]) -> dict[str, Any]:
+    """Medians over blocks of the blocks' median step times, and the ratio block by block."""
+    blocks = {loop: [statistics.median(block) for block in times] for loop, times in samples["step_s"].items()}
+    ratios = [ours / theirs for ours, theirs in zip(blocks["tutti"], blocks["ddp"], strict=True)]
+    floor = statistics.median(blocks["compute only"])
+    bare = statistics.median(samples["all_reduce_s"])
+    return {
+        "ddp_s": statistics.median(blocks["ddp"]),
+        "tutti_s": statistics.median(blocks["tutti"]),
+        "ratio": statistics.median(ratios),
+        "ratio_min": min(ratios),
+        "ratio_max": max(ratios),
+        "spread": {loop: spread(times) for loop, times in blocks.items()},
+        "compute_floor_s": floor,
+        "bare_all_reduce_s": bare,
+        "limit_s": max(floor, bare),
+        "gradient_nbytes": samples["gradient_nbytes"],
+        "sent_bytes_per_s": samples["sent_nbytes"] / bare,
+        "note": WORKLOADS[name].note,
+    }
+
+
+# What runs on every rank
+
+
+def measure_on_rank(name: str, sizes: Sizes) -> dict[str, Any]:
+    """Time all loops of one workload. The same on every rank, because each step ends in the same exchange."""
+    from tutti.runtime.world import join
+
+    join()
+    workload = WORKLOADS[name]
+    loops = {"tutti": tutti_loop(workload, sizes), "ddp": ddp_loop(workload, sizes, nn_replica=_ddp)}
+    loops["compute only"] = ddp_loop(workload, sizes, nn_replica=_alone)
+    for loop in loops.values():
+        _block(loop, sizes.warmup)
+    step_s: dict[str, list[list[float]]] = {loop: [] for loop in loops}
+    for repeat in range(sizes.repeats):
+        for loop in sorted(loops, reverse=bool(repeat % 2)):  # neither is always the one that comes first
+            step_s[loop].append(_block(loops[loop], sizes.steps))
+    nbytes = sum(p.numel() * p.element_size() for p in workload.model().parameters())
+    return {
+        "step_s": step_s,
+        "all_reduce_s": [_all_reduce(nbytes) for _ in range(3 * sizes.repeats)],
+        "gradient_nbytes": nbytes,
+        "sent_nbytes": 2 * (sizes.ranks - 1) * nbytes // sizes.ranks,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def tutti_loop(workload: Workload, sizes: Sizes) -> Iterator[None]:
+    """The three lines; yields after each step."""
+    import tutti
+
+    torch.manual_seed(0)
+    model = workload.model()
+    job = tutti.Job(global_batch_size=workload.batch * sizes.ranks, seed=0)
+    model, _, loader = job.prepare(model, _optimizer(model), workload.data(_samples(workload)), workload.loss)
+    for _ in job.epochs(1_000_000):
+        for batch in loader:
+            job.step(batch)
+            yield
+
+
+def ddp_loop(workload: Workload, sizes: Sizes, nn_replica: Callable[[nn.Module], nn.Module]) -> Iterator[None]:
+    """The same by hand, as PyTorch's documentation advises; yields after each step."""
+    torch.manual_seed(0)
+    model = workload.model()
+    data = workload.data(_samples(workload))
+    sampler: DistributedSampler[Any] = DistributedSampler(data, shuffle=True, seed=0)
+    loader = DataLoader(data, batch_size=workload.batch, sampler=sampler, drop_last=True)
+    replica = nn_replica(model)
+    optimizer = _optimizer(model)
+    for epoch in itertools.count():
+        sampler.set_epoch(epoch)
+        for inputs, target in loader:
+            optimizer.zero_grad(set_to_none=True)
+            loss = workload.loss(replica(inputs), target)
+            loss.backward()
+            optimizer.step()
+            loss.item()
+            yield
+
+
+def _ddp(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+def _alone(model: nn.Module) -> nn.Module:
+    return model
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
+
+def _samples(workload: Workload) -> int:
+    """Enough that an epoch's turn is rare, whole batches on any small number of ranks."""
+    return workload.batch * 12 * 20
+
+
+def _block(loop: Iterator[None], steps: int) -> list[float]:
+    """Seconds of each of `steps` steps, begun together on all ranks."""
+    dist.barrier()
+    times = [time.perf_counter()]
+    for _ in range(steps):
+        next(loop)
+        times.append(time.perf_counter())
+    return [end - begin for begin, end in itertools.pairwise(times)]
+
+
+def _all_reduce(nbytes: int) -> float:
+    """Seconds to sum `nbytes` over the ranks in buckets, and nothing else."""
+    sizes = [BUCKET_NBYTES] * (nbytes // BUCKET_NBYTES) + [nbytes % BUCKET_NBYTES]
+    buckets = [torch.ones(size // 4) for size in sizes if size]
+    dist.barrier()
+    begin = time.perf_counter()
+    for work in [dist.all_reduce(bucket, async_op=True) for bucket in buckets]:
+        work.wait()
+    return time.perf_counter() - begin
+
+
+def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """The table: header and rows, times in milliseconds."""
+    header = ["model", "DDP ms", "tutti ms", "ratio", "(min-max)", "compute only ms", "bare all-reduce ms"]
+    table = [
+        [
+            name,
+            f"{1e3 * one['ddp_s']:.1f}",
+            f"{1e3 * one['tutti_s']:.1f}",
+            f"{one['ratio']:.3f}",
+            f"{one['ratio_min']:.3f}-{one['ratio_max']:.3f}",
+            f"{1e3 * one['compute_floor_s']:.1f}",
+            f"{1e3 * one['bare_all_reduce_s']:.1f}",
+        ]
+        for name, one in result["summary"].items()
+    ]
+    return header, table

@@ -1,0 +1,62 @@
+"""`make bench`: measures tutti against plain PyTorch and writes a dated file per suite with everything inside.
+
+python benchmarks/run.py                  all suites
+python benchmarks/run.py ddp --quick      one suite, a short look (written to benchmarks/out)
+"""
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+# The tests' harness starts the ranks, and the examples have the GPT: neither is part of the package.
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples"), str(ROOT / "tests")]
+
+import record  # noqa: E402
+
+SUITES = ("ddp", "startup", "loading")
+
+
+def run(suite: str, *, quick: bool) -> Path:
+    """Measure one suite, print its table and return the file it was written to."""
+    from importlib import import_module
+
+    module = import_module(suite)
+    sizes = module.QUICK if quick else module.Sizes()
+    load_at_start = record.load()
+    print(f"{suite}: load {load_at_start:.1f} at start, {dataclasses.asdict(sizes)}", file=sys.stderr)
+    result: dict[str, Any] = module.measure(sizes)
+    _print_table(f"{suite}: {module.__doc__.splitlines()[0]}", *module.rows(result))
+    return record.write(suite, result, dataclasses.asdict(sizes), load_at_start, quick=quick)
+
+
+def _print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=None, header_style="bold")
+    for position, column in enumerate(header):
+        table.add_column(column, justify="right" if position else "left")
+    for row in rows:
+        table.add_row(*row)
+    console = Console()
+    console.width = max(console.width, 100)  # in a log too, no figure is cut short
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"of {', '.join(SUITES)}; all without any")
+    parser.add_argument("--quick", action="store_true", help="few steps, to see that it runs; not for quoting")
+    arguments = parser.parse_args()
+    unknown = set(arguments.suites) - set(SUITES)
+    if unknown:
+        parser.error(f"unknown suite {', '.join(sorted(unknown))}; choose of {', '.join(SUITES)}")
+    for suite in arguments.suites or SUITES:
+        print(f"written: {run(suite, quick=arguments.quick).relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
