@@ -57,6 +57,7 @@ def data_sets(samples: int) -> dict[str, Dataset[Any]]:
 
 def measure(sizes: Sizes) -> dict[str, Any]:
     """Both data sets with all loaders. Returns {"samples": .., "summary": {data set: ..}}, seconds."""
+    torch.set_num_threads(1)  # what a rank has
     samples = {}
     for name, data in data_sets(sizes.samples).items():
         loops = {"torch": torch_batches(data, sizes), "tutti": tutti_batches(data, sizes), "bare": bare(data, sizes)}

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
-from pydantic_core import ErrorDetails
 
 from tutti.errors import SpecError, TuttiError
 
@@ -44,7 +43,7 @@ def from_data(cls: type[T], data: Any, *, source: str = "the given data") -> T:
     try:
         return _adapter(cls).validate_json(json.dumps(data), strict=True)  # type: ignore[no-any-return, arg-type]
     except ValidationError as error:
-        raise _explained(cls, error.errors()[0], source) from None
+        raise _explained(cls, error, source) from None
 
 
 def dumps(value: Any) -> str:
@@ -106,8 +105,9 @@ def _check_version(cls: type[Any], data: Any, source: str) -> None:
         )
 
 
-def _explained(cls: type[Any], finding: ErrorDetails, source: str) -> TuttiError:
+def _explained(cls: type[Any], error: ValidationError, source: str) -> TuttiError:
     """The error for pydantic's first finding: one sentence with the field's path and the remedy."""
+    finding = error.errors()[0]
     location = tuple(str(part) for part in finding["loc"] if part != "[key]")
     path = ".".join(location)
     own = finding.get("ctx", {}).get("error")
