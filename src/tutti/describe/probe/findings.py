@@ -1,0 +1,70 @@
+"""What the ranks of a probe found, as plain data, before it is put together."""
+
+from dataclasses import dataclass
+
+from tutti.describe.probe.host import HostFacts
+from tutti.spec.cluster import DeviceKind, GemmRate, LinkSpec, MemoryRate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFacts:
+    """One rank's host and device. `device`: its name, equal for equal devices. `visible`: how many such devices the
+    rank sees on its host."""
+
+    host: HostFacts
+    kind: DeviceKind
+    device: str
+    device_memory_nbytes: int
+    visible: int
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceRates:
+    """What one rank measured on its device while all others waited."""
+
+    gemm: tuple[GemmRate, ...]
+    memory: tuple[MemoryRate, ...]
+    kernel_overhead_s: float
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedRates:
+    """What one rank measured while all ranks of its host measured the same."""
+
+    gemm: tuple[GemmRate, ...] = ()
+    memory: tuple[MemoryRate, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """All findings; lists are in order of rank.
+
+    `alone`: device name -> rates. `node_links`, `network_links`: of a rank that took part in such a measurement, else
+    empty. `disk_read_bytes_per_s`: of the first rank of each host, else None. `load_at_end`: of each rank's host.
+    """
+
+    facts: list[RankFacts]
+    alone: dict[str, DeviceRates]
+    shared: list[SharedRates]
+    node_links: list[tuple[LinkSpec, ...]]
+    network_links: list[tuple[LinkSpec, ...]]
+    disk_read_bytes_per_s: list[float | None]
+    load_at_end: list[float]
+
+
+def by_host(facts: list[RankFacts]) -> dict[str, list[int]]:
+    """Ranks of each host, hosts in order of their first rank."""
+    hosts: dict[str, list[int]] = {}
+    for rank, fact in enumerate(facts):
+        hosts.setdefault(fact.host.name, []).append(rank)
+    return hosts
+
+
+def first_of_each_device(facts: list[RankFacts]) -> dict[str, int]:
+    """Device name -> the first rank on such a device."""
+    first: dict[str, int] = {}
+    for rank, fact in enumerate(facts):
+        first.setdefault(fact.device, rank)
+    return first

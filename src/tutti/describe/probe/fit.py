@@ -1,0 +1,56 @@
+"""The alpha-beta model of a link, fitted to times.
+
+All-reduce of n bytes among p ranks in a ring: t = 2 (p - 1) alpha + 2 (p - 1) / p n / bandwidth (Thakur, Rabenseifner
+and Gropp 2005, section 5.2); one message: t = alpha + n / bandwidth.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tutti.spec.cluster import LinkPoint
+
+Transfer = Literal["all_reduce", "send"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlphaBeta:
+    """`residual`: root mean square of (fitted - measured) / measured."""
+
+    latency_s: float
+    bandwidth_bytes_per_s: float
+    residual: float
+
+
+def fit_link(points: Sequence[LinkPoint], *, transfer: Transfer, ranks: int) -> AlphaBeta:
+    """Fit latency and bandwidth to points of two sizes or more.
+
+    Least squares of the relative error, so that a small message counts as much as a large one. Neither constant
+    comes out negative; where the times do not grow with the size, the bandwidth is that of the fastest point.
+    """
+    nbytes = np.array([point.nbytes for point in points], dtype=np.float64)
+    times = np.array([point.time_s for point in points], dtype=np.float64)
+    assert len(set(nbytes)) > 1, "a line needs two sizes"
+    start, slope = _line(nbytes, times)
+    residual = float(np.sqrt(np.mean(((start + slope * nbytes) / times - 1.0) ** 2)))
+    steps = 2 * (ranks - 1) if transfer == "all_reduce" else 1
+    part = 2 * (ranks - 1) / ranks if transfer == "all_reduce" else 1.0
+    bandwidth = part / slope if slope > 0 else part * float(np.max(nbytes / times))
+    return AlphaBeta(latency_s=start / steps, bandwidth_bytes_per_s=bandwidth, residual=residual)
+
+
+def _line(x: NDArray[np.float64], t: NDArray[np.float64]) -> tuple[float, float]:
+    """a, b >= 0 that minimise sum(((a + b x) / t - 1)^2)."""
+    scale = float(np.max(x))  # columns of one magnitude keep the small intercept's digits
+    rows = np.stack([1.0 / t, (x / scale) / t], axis=1)
+    column = np.linalg.norm(rows, axis=0)
+    (start, slope), *_ = np.linalg.lstsq(rows / column, np.ones_like(t), rcond=None)
+    start, slope = float(start / column[0]), float(slope / column[1] / scale)
+    if start < 0:
+        return 0.0, float(np.sum(x / t) / np.sum((x / t) ** 2))
+    if slope < 0:
+        return float(np.sum(1.0 / t) / np.sum(1.0 / t**2)), 0.0
+    return start, slope

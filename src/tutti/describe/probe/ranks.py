@@ -1,0 +1,170 @@
+"""A probe by all ranks of a process group together: one host or many, the same path."""
+
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from tutti.describe.probe import disk, gemm, host, links, memory
+from tutti.describe.probe.assemble import assemble
+from tutti.describe.probe.effort import Effort
+from tutti.describe.probe.findings import (
+    DeviceRates,
+    Findings,
+    RankFacts,
+    SharedRates,
+    by_host,
+    first_of_each_device,
+)
+from tutti.spec.cluster import ClusterSpec, LinkSpec
+
+Say = Callable[[str], None]
+T = TypeVar("T")
+
+
+def measure_ranks(device: torch.device, effort: Effort, *, folder: Path, say: Say) -> ClusterSpec:
+    """Measure the machines of all ranks of the default process group; every rank returns the same spec.
+
+    Called by all ranks, each with the `device` it computes on. `folder`: whose disk is read, on each host. `say` is
+    told what is being measured.
+    """
+    control = dist.new_group(backend="gloo")
+    facts = _gather(control, _facts(device))
+    hosts = by_host(facts)
+    mine = hosts[facts[dist.get_rank()].host.name]
+    alone = _alone(control, facts, device, effort, say)
+    say("the same with all ranks computing")
+    shared = _gather(control, _shared(facts[dist.get_rank()], len(mine), device, effort))
+    say("links between ranks")
+    node = _gather(control, _node_links(hosts, mine, device, effort))
+    network = _gather(control, _network_links(hosts, device, effort))
+    say("the disk")
+    first = dist.get_rank() == mine[0]
+    read = _gather(control, disk.read_bytes_per_s(folder, effort.disk_nbytes) if first else None)
+    return assemble(
+        Findings(
+            facts=facts,
+            alone=alone,
+            shared=shared,
+            node_links=node,
+            network_links=network,
+            disk_read_bytes_per_s=read,
+            load_at_end=_gather(control, host.load()),
+        )
+    )
+
+
+def _gather(group: dist.ProcessGroup, value: T) -> list[T]:
+    """`value` of every rank, in order of rank; waits for all of them without computing."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _facts(device: torch.device) -> RankFacts:
+    here = host.facts()
+    if device.type != "cuda":
+        return RankFacts(
+            host=here,
+            kind="cpu",
+            device=f"{here.cpu}, {here.cores} cores",
+            device_memory_nbytes=here.memory_nbytes,
+            visible=1,
+            versions=host.versions(),
+        )
+    name = torch.cuda.get_device_name(device)
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return RankFacts(
+        host=here,
+        kind="cuda",
+        device=name,
+        device_memory_nbytes=torch.cuda.get_device_properties(device).total_memory,
+        visible=names.count(name),
+        versions=host.versions() | {"cuda": torch.version.cuda or torch.version.hip or ""},
+    )
+
+
+def _alone(
+    control: dist.ProcessGroup, facts: list[RankFacts], device: torch.device, effort: Effort, say: Say
+) -> dict[str, DeviceRates]:
+    """Rates of each kind of device, measured by the first rank on one while all others wait."""
+    rates: dict[str, DeviceRates] = {}
+    for name, rank in first_of_each_device(facts).items():
+        say(f"{name}, on rank {rank}")
+        mine = _device_rates(facts[rank], device, effort, say) if rank == dist.get_rank() else None
+        found = _gather(control, mine)[rank]
+        assert found is not None
+        rates[name] = found
+    return rates
+
+
+def _device_rates(fact: RankFacts, device: torch.device, effort: Effort, say: Say) -> DeviceRates:
+    cpu = device.type == "cpu"
+    threads = gemm.thread_counts(fact.host.cores, effort.threads) if cpu else (1,)
+    sizes = effort.gemm_sizes if cpu else effort.cuda_gemm_sizes
+    found = gemm.measure(device, effort, threads=threads, sizes=sizes, dtypes=effort.dtypes, say=say)
+    say("memory bandwidth")
+    return DeviceRates(
+        gemm=found.rates,
+        memory=memory.measure(device, effort, threads=threads, memory_nbytes=fact.device_memory_nbytes),
+        kernel_overhead_s=memory.kernel_overhead_s(device),
+        notes=found.notes,
+    )
+
+
+def _shared(fact: RankFacts, ranks: int, device: torch.device, effort: Effort) -> SharedRates:
+    """Rates on an equal share of the cores while all ranks of the host do the same; GPUs share nothing."""
+    if ranks == 1 or device.type != "cpu":
+        return SharedRates()
+    threads = (max(1, fact.host.cores // ranks),)
+    brief = replace(effort, gemm_budget_s=effort.gemm_budget_s * max(1.0, ranks / fact.host.cores))
+    found = gemm.measure(
+        device, brief, threads=threads, sizes=effort.concurrent_sizes, dtypes=effort.dtypes, concurrent=ranks
+    )
+    nbytes = fact.host.memory_nbytes
+    copied = memory.measure(device, effort, threads=threads, memory_nbytes=nbytes, concurrent=ranks)
+    return SharedRates(gemm=found.rates, memory=copied)
+
+
+def _node_links(
+    hosts: dict[str, list[int]], mine: list[int], device: torch.device, effort: Effort
+) -> tuple[LinkSpec, ...]:
+    """Links among the ranks of this rank's host. Groups are made by all ranks in the same order, as torch requires."""
+    found: tuple[LinkSpec, ...] = ()
+    for name, ranks in hosts.items():
+        if len(ranks) < 2:
+            continue
+        party = _party(ranks, device)
+        if ranks == mine:
+            found = links.measure(party, "node", effort, f"of host {name}")
+    return found
+
+
+def _network_links(hosts: dict[str, list[int]], device: torch.device, effort: Effort) -> tuple[LinkSpec, ...]:
+    """Links among hosts, measured by the first rank of each while the others wait."""
+    firsts = [ranks[0] for ranks in hosts.values()]
+    if len(firsts) < 2:
+        return ()
+    party = _party(firsts, device)
+    if dist.get_rank() not in firsts:
+        return ()
+    return links.measure(party, "network", effort, f"on {len(firsts)} hosts")
+
+
+def _party(ranks: list[int], device: torch.device) -> links.Party:
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    group = dist.new_group(ranks, backend=backend)
+    return links.Party(group=group, ranks=tuple(ranks), device=device, backend=backend)
+
+
+def pin_loopback() -> None:
+    """Let ranks of one host meet over the loopback interface, whatever the network looks like."""
+    names = [name for _, name in socket.if_nameindex()]
+    loopback = next((name for name in ("lo", "lo0") if name in names), None)
+    if loopback is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
