@@ -17,7 +17,6 @@ from tutti.launch.rank_main import leave_with_supervisor
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
-    from multiprocessing.context import ForkServerProcess
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +39,10 @@ class Beside:
         """Start at once. `urgent`: somebody waits for it; otherwise it yields to the ranks."""
         import multiprocessing
 
-        context = multiprocessing.get_context("forkserver")
-        self._receiver, sender = context.Pipe(duplex=False)
-        self._process: ForkServerProcess = context.Process(target=_work, args=(wanted, sender, urgent), daemon=True)
-        self._process.start()
+        from tutti.launch.local import forked
+
+        self._receiver, sender = multiprocessing.Pipe(duplex=False)
+        self._process = forked(_work, wanted, sender, urgent)
         sender.close()
 
     def result(self, timeout_s: float | None = None) -> None:

@@ -104,7 +104,7 @@ def _run(options: Options) -> int:
     _check_nodes(options)
     from tutti.launch.local import warm
 
-    warm(threads_per_rank(_own_count(options)), preload=("tutti.cli.main", "tutti.cli.beside"))
+    warm(threads_per_rank(_own_count(options)), preload=("tutti.cli.beside",))
     from rich.console import Console
 
     console = Console(stderr=True, highlight=False)

@@ -39,6 +39,7 @@ def clear_errors(spec: LaunchSpec) -> None:
     """Remove what an earlier run in the same folder said about this node's ranks."""
     for rank in spec.ranks:
         _error_file(spec.folder, rank).unlink(missing_ok=True)
+        (RunFolder(spec.folder).rank(rank) / "stopped").unlink(missing_ok=True)
 
 
 def read_errors(spec: LaunchSpec) -> dict[int, RankError]:

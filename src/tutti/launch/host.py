@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+from tutti.launch.environment import stated_threads
+
 
 def granted_cores() -> int:
     """Processor cores this process may use: its affinity, bounded by the control group's quota."""
@@ -22,7 +24,4 @@ def _cgroup_quota(path: Path) -> float | None:
 
 def threads_per_rank(ranks: int) -> int:
     """How many threads each of `ranks` ranks of this host computes with: the user's word, else an equal share."""
-    stated = os.environ.get("OMP_NUM_THREADS", "")
-    if stated.isdigit() and int(stated) > 0:
-        return int(stated)
-    return max(1, granted_cores() // ranks)
+    return stated_threads() or max(1, granted_cores() // ranks)

@@ -9,18 +9,20 @@ import multiprocessing
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from multiprocessing.connection import wait as wait_for_any
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from tutti.errors import LaunchError
-from tutti.launch import rank_main
+from tutti.launch import environment, rank_main
 from tutti.launch.base import LaunchSpec
-from tutti.launch.network import interface_towards, loopback
 
 PRELOAD = (
     "torch",
@@ -31,8 +33,6 @@ PRELOAD = (
     "tutti.launch.rank_main",
 )
 
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-
 
 def warm(threads: int = 1, preload: tuple[str, ...] = ()) -> None:
     """Start the fork server now, so that its import of torch overlaps with what the caller does next.
@@ -41,20 +41,8 @@ def warm(threads: int = 1, preload: tuple[str, ...] = ()) -> None:
     `preload`: further modules worth importing once. A second call does nothing.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOAD, *preload])
-    defaults = {name: str(threads) for name in _THREAD_VARIABLES if name not in os.environ}
-    with _environment(defaults), _interrupt_ignored():
+    with environment.thread_defaults(threads), _interrupt_ignored():
         forkserver.ensure_running()
-
-
-@contextlib.contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set variables that are unset now, for as long as a process that inherits them is started."""
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name in values:
-            os.environ.pop(name, None)
 
 
 @contextlib.contextmanager
@@ -71,6 +59,20 @@ def _interrupt_ignored() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
+def forked(function: Callable[..., None], *arguments: Any) -> ForkServerProcess:
+    """A started process of the fork server that calls `function(*arguments)`."""
+    context = multiprocessing.get_context("forkserver")
+    process = context.Process(target=function, args=arguments, name="MainProcess")
+    main = sys.modules["__main__"]
+    # Without a main module here, the process does not import this one's: it gets its own from the user's script.
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        process.start()
+    finally:
+        sys.modules["__main__"] = main
+    return process
+
+
 class LocalLauncher:
     """Starts ranks on this machine. See `tutti.launch.base.Launcher`."""
 
@@ -78,8 +80,7 @@ class LocalLauncher:
         """Fork the ranks of this node. Raises LaunchError when the system refuses."""
         warm(spec.threads)
         meeting = Path(tempfile.mkdtemp(prefix="tutti-"))
-        environment = _shared_environment(spec, meeting)
-        context = multiprocessing.get_context("forkserver")
+        shared = environment.of_node(spec, meeting)
         processes: dict[int, ForkServerProcess] = {}
         handle = LocalHandle(processes, meeting)
         try:
@@ -91,11 +92,9 @@ class LocalLauncher:
                     is_module=spec.is_module,
                     folder=spec.folder,
                     threads=spec.threads,
-                    environment=environment | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)},
+                    environment=shared | environment.of_rank(rank, local_rank),
                 )
-                process = context.Process(target=rank_main.main, args=(task,), name="MainProcess")
-                process.start()
-                processes[rank] = process
+                processes[rank] = forked(rank_main.main, task)
         except (OSError, EOFError) as error:
             handle.stop(0)
             raise LaunchError(
@@ -103,27 +102,6 @@ class LocalLauncher:
                 "processes, or start fewer ranks with --nproc"
             ) from error
         return handle
-
-
-def _shared_environment(spec: LaunchSpec, meeting: Path) -> dict[str, str]:
-    """What every rank of this node finds in its environment besides its own numbers."""
-    if spec.rendezvous is None:
-        rendezvous, interface = f"file://{meeting}/store", loopback()
-    else:
-        rendezvous, interface = f"tcp://{spec.rendezvous}", interface_towards(spec.rendezvous)
-    environment = {
-        "WORLD_SIZE": str(spec.world_size),
-        "LOCAL_WORLD_SIZE": str(spec.local_world_size),
-        "NODE_RANK": str(spec.node_rank),
-        "TUTTI_RENDEZVOUS": rendezvous,
-        "TUTTI_TIMEOUT_S": str(spec.timeout_s),
-        "TUTTI_RUN_FOLDER": str(spec.folder),
-        "TUTTI_SUPERVISED": "1",
-        "OMP_NUM_THREADS": str(spec.threads),
-    }
-    if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
-        environment["GLOO_SOCKET_IFNAME"] = interface
-    return environment | spec.environment
 
 
 class LocalHandle:

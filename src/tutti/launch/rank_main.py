@@ -23,6 +23,7 @@ from types import FrameType, TracebackType
 
 from tutti.errors import TuttiError
 from tutti.launch.base import ErrorKind, RankError
+from tutti.launch.environment import become
 from tutti.spec import codec
 from tutti.spec.run import RunFolder
 
@@ -57,7 +58,7 @@ def main(task: RankTask) -> None:
     folder = RunFolder(task.folder).rank(task.rank)
     folder.mkdir(parents=True, exist_ok=True)
     _redirect(folder)
-    os.environ.update(task.environment)
+    become(task.environment)
     multiprocessing.set_start_method(None, force=True)  # the script chooses, as in a fresh interpreter
     _limit_threads(task.threads)
     sys.exit(_run(task, folder))
@@ -70,7 +71,9 @@ def _run(task: RankTask, folder: Path) -> int:
         _join_threads()
     except SystemExit as ended:
         code = _exit_code(ended)
-        if code not in (0, TERMINATED):
+        if code == TERMINATED:
+            (folder / "stopped").touch()
+        elif code:
             _write(folder, _described(task.rank, "run", code, f"the script ended itself with {_said(ended)}"))
         return _finish(code)
     except BaseException as error:

@@ -1,0 +1,69 @@
+"""The environment of ranks: what the launcher writes there and `tutti.runtime.env` reads in each of them."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from tutti.launch.base import LaunchSpec
+from tutti.launch.network import interface_towards, loopback
+
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def stated_threads() -> int | None:
+    """Threads per rank if the user's environment says, else None."""
+    text = os.environ.get("OMP_NUM_THREADS", "")
+    return int(text) if text.isdigit() and int(text) > 0 else None
+
+
+@contextlib.contextmanager
+def thread_defaults(threads: int) -> Iterator[None]:
+    """For processes started meanwhile: what libraries that read their thread count when loaded shall use, where the
+    user's environment does not say."""
+    values = {name: str(threads) for name in _THREAD_VARIABLES if name not in os.environ}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            os.environ.pop(name, None)
+
+
+def of_node(spec: LaunchSpec, meeting: Path) -> dict[str, str]:
+    """What every rank of this node finds in its environment besides its own numbers.
+
+    `meeting`: a private folder of this node, where the ranks of a single node meet without any port.
+    """
+    if spec.rendezvous is None:
+        rendezvous, interface = f"file://{meeting}/store", loopback()
+    else:
+        rendezvous, interface = f"tcp://{spec.rendezvous}", interface_towards(spec.rendezvous)
+    environment = {
+        "WORLD_SIZE": str(spec.world_size),
+        "LOCAL_WORLD_SIZE": str(spec.local_world_size),
+        "NODE_RANK": str(spec.node_rank),
+        "TUTTI_RENDEZVOUS": rendezvous,
+        "TUTTI_TIMEOUT_S": str(spec.timeout_s),
+        "TUTTI_RUN_FOLDER": str(spec.folder),
+        "TUTTI_SUPERVISED": "1",
+        "OMP_NUM_THREADS": str(spec.threads),
+    }
+    if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
+        environment["GLOO_SOCKET_IFNAME"] = interface
+    return environment | spec.environment
+
+
+def of_rank(rank: int, local_rank: int) -> dict[str, str]:
+    """One rank's own numbers."""
+    return {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+
+
+def become(environment: dict[str, str]) -> None:
+    """Add to this process' own environment: what a forked rank does before anything else reads it.
+
+    A plan or a resume that was meant for another run, around this one, is not inherited.
+    """
+    for name in ("TUTTI_PLAN", "TUTTI_RESUME"):
+        os.environ.pop(name, None)
+    os.environ.update(environment)
