@@ -185,15 +185,11 @@ def worker(seat: Seat, model_dtype: str, precision: Precision) -> Worker:
     if overhead <= 0 and not device.gemm:
         overhead = constants.KERNEL_OVERHEAD_S[device.kind]
         assumptions.append(f"{overhead * 1e6:.0f} us for each operator call on {device.name}")
-    bandwidth = device.memory_bandwidth_bytes_per_s
-    if device.evidence != "measured":
-        bandwidth *= constants.DATA_SHEET_BANDWIDTH_EFFICIENCY
     slowdown = seat.oversubscribed * (constants.OVERSUBSCRIBED if seat.oversubscribed > 1 else 1.0)
     return Worker(
         matrix=matrix,
         vector_rate=base.best_rate,
-        # The slow-down already divides a core, and with it the bandwidth, among its ranks.
-        bandwidth_bytes_per_s=bandwidth * seat.oversubscribed / seat.sharing,
+        bandwidth_bytes_per_s=rank_bandwidth(seat),
         kernel_overhead_s=overhead,
         slowdown=slowdown,
         half=precision in ("bfloat16", "float16"),
@@ -230,19 +226,47 @@ def _curve(seat: Seat, dtype: str) -> tuple[Curve, tuple[str, ...]]:
 def _measured(seat: Seat, rates: list[GemmRate]) -> Curve:
     """Rates for the rank's threads, lowered where its neighbours' products slow it down.
 
-    Ranks that compute at once cannot together beat one product on all their threads: that limit is read off the
-    largest size, where a product has enough to do for every thread. Without a measurement of all threads, none.
+    By how much is taken from products measured at once, as many as the ranks that compute at once, each on the
+    rank's threads. Without those, ranks cannot together beat one product on all their threads: that limit is read
+    off the largest size, where a product has enough to do for every thread. Without either, they do not disturb.
     """
     alone = _at_threads(rates, seat.threads)
-    all_threads = min(seat.threads * seat.sharing, max(1, seat.device.cores))
-    if seat.sharing == 1 or all_threads > max(rate.threads for rate in rates):
+    cores = max(1, seat.device.cores)
+    at_once, all_threads = min(seat.sharing, cores), min(seat.threads * seat.sharing, cores)
+    if at_once == 1:
         return alone
-    together = _at_threads(rates, all_threads)
-    ranks_at_once = min(seat.sharing, max(1, seat.device.cores))
-    largest = max(alone.flops[-1], together.flops[-1])
-    point = np.array([largest])
-    factor = float(alone.time(point)[0] / (together.time(point)[0] * ranks_at_once))
-    return Curve(flops=alone.flops, seconds=alone.seconds / min(1.0, factor))
+    together = [
+        rate
+        for rate in seat.device.gemm_concurrent
+        if (rate.dtype, rate.concurrent, rate.threads) == (rates[0].dtype, at_once, seat.threads)
+    ]
+    if together:
+        shared = _points(together, 1.0)
+        slower = np.maximum(1.0, shared.seconds / alone.time(shared.flops))
+        factor = np.interp(np.log(alone.flops), np.log(shared.flops), slower)
+        return Curve(flops=alone.flops, seconds=np.maximum.accumulate(alone.seconds * factor))
+    if all_threads > max(rate.threads for rate in rates):
+        return alone
+    whole = _at_threads(rates, all_threads)
+    largest = np.array([max(alone.flops[-1], whole.flops[-1])])
+    gained = float(alone.time(largest)[0] / whole.time(largest)[0])
+    return Curve(flops=alone.flops, seconds=alone.seconds * max(1.0, at_once / gained))
+
+
+def rank_bandwidth(seat: Seat) -> float:
+    """Bytes a second that one rank of `seat` moves while its neighbours do so too, were there a core for each.
+
+    Measured at once where it was; else what one process moves, at most its part of the device's bandwidth.
+    """
+    device = seat.device
+    share = device.memory_bandwidth_bytes_per_s / min(seat.sharing, max(1, device.cores))
+    if device.evidence != "measured":
+        return share * constants.DATA_SHEET_BANDWIDTH_EFFICIENCY
+    at_once = min(seat.sharing, max(1, device.cores))
+    rates = {(rate.concurrent, rate.threads): rate.bytes_per_s for rate in device.memory_rates}
+    if (at_once, seat.threads) in rates:
+        return rates[at_once, seat.threads]
+    return min(share, rates.get((1, seat.threads), share))
 
 
 def _at_threads(rates: list[GemmRate], threads: int) -> Curve:

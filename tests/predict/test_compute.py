@@ -1,0 +1,163 @@
+"""The roofline of a rank: rates by size, threads and neighbours; laws of monotony."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from predict.examples import cluster, cpu, gpu, mlp
+from tutti.errors import PlanError
+from tutti.predict import compute, constants
+from tutti.predict.compute import Curve, Worker, op_table, worker
+from tutti.predict.placement import Seat, place
+from tutti.spec.cluster import DeviceSpec, GemmRate, MemoryRate
+from tutti.spec.model import ModelSpec, ModuleSpec, OpCost
+
+
+def seat(device: DeviceSpec, ranks: int) -> Seat:
+    return place(cluster(device), ranks)[0]
+
+
+def product_s(who: Worker, n: int) -> float:
+    return float(who.matrix.time(np.array([2.0 * n**3]))[0])
+
+
+def rates(**by_n: float) -> tuple[GemmRate, ...]:
+    return tuple(GemmRate(dtype="float32", n=int(n[1:]), flops_per_s=rate) for n, rate in by_n.items())
+
+
+def test_measured_sizes_are_met_and_those_between_lie_between() -> None:
+    who = worker(seat(cpu(gemm=rates(n100=1e9, n1000=8e9)), 1), "float32", "full")
+    assert product_s(who, 100) == pytest.approx(2e6 / 1e9, rel=1e-12)
+    assert product_s(who, 1000) == pytest.approx(2e9 / 8e9, rel=1e-12)
+    assert 1e9 < 2 * 300**3 / product_s(who, 300) < 8e9
+    assert product_s(who, 10) == pytest.approx(2e3 / 1e9, rel=1e-12)
+    assert product_s(who, 4000) == pytest.approx(128e9 / 8e9, rel=1e-12)
+
+
+@given(
+    points=st.lists(st.tuples(st.integers(8, 4096), st.floats(1e8, 1e12)), min_size=1, max_size=6),
+    flops=st.floats(1, 1e14),
+    factor=st.floats(1, 1e3),
+)
+def test_more_flops_never_take_less_time_whatever_was_measured(
+    points: list[tuple[int, float]], flops: float, factor: float
+) -> None:
+    by_n = dict(points)
+    device = cpu(gemm=tuple(GemmRate(dtype="float32", n=n, flops_per_s=rate) for n, rate in by_n.items()))
+    curve = worker(seat(device, 1), "float32", "full").matrix
+    few, many = curve.time(np.array([flops, flops * factor]))
+    assert many >= few * (1 - 1e-12)
+
+
+def test_threads_between_and_beyond_the_measured_ones() -> None:
+    one, two, three, four = (worker(seat(cpu(cores=c), 1), "float32", "full") for c in (1, 2, 3, 4))
+    assert [round(2e9 / product_s(who, 1000) / 1e9, 9) for who in (one, two, three, four)] == [10, 20, 26, 32]
+    eight = worker(seat(cpu(cores=8), 1), "float32", "full")
+    assert product_s(eight, 1000) == product_s(four, 1000)
+    half = worker(seat(cpu(gemm=cpu().gemm[1:2], cores=1), 1), "float32", "full")
+    assert product_s(half, 1000) == pytest.approx(2e9 / 10e9)
+
+
+def test_ranks_at_once_do_not_beat_all_threads_together() -> None:
+    # Two ranks of two threads: 20 GFLOP/s alone, 32 for all four threads, so 16 each.
+    assert 2e9 / product_s(worker(seat(cpu(), 2), "float32", "full"), 1000) == pytest.approx(16e9)
+
+
+def test_rates_measured_at_once_are_preferred() -> None:
+    at_once = GemmRate(dtype="float32", n=1000, threads=2, concurrent=2, flops_per_s=14e9)
+    device = cpu(
+        gemm_concurrent=(at_once,),
+        memory_rates=(
+            MemoryRate(threads=4, bytes_per_s=20e9),
+            MemoryRate(threads=2, bytes_per_s=9e9, concurrent=2),
+            MemoryRate(threads=1, bytes_per_s=3e9),
+        ),
+    )
+    who = worker(seat(device, 2), "float32", "full")
+    assert 2e9 / product_s(who, 1000) == pytest.approx(14e9)
+    assert who.bandwidth_bytes_per_s == 9e9
+    assert worker(seat(device, 4), "float32", "full").bandwidth_bytes_per_s == 3e9  # one alone cannot more
+    assert worker(seat(device, 1), "float32", "full").bandwidth_bytes_per_s == 20e9
+
+
+def test_more_ranks_than_cores_are_slower_than_with_a_core_each() -> None:
+    crowded, full = (worker(seat(cpu(), ranks), "float32", "full") for ranks in (8, 4))
+    assert crowded.slowdown == pytest.approx(2 * constants.OVERSUBSCRIBED)
+    assert full.slowdown == 1
+    assert crowded.bandwidth_bytes_per_s / crowded.slowdown < full.bandwidth_bytes_per_s
+
+
+def test_data_sheet_rates_are_derated_and_say_so() -> None:
+    who = worker(seat(gpu(), 1), "float32", "bfloat16")
+    large = 2.0 * 16384**3
+    reached = large / float(who.matrix.time(np.array([large]))[0])
+    assert reached == pytest.approx(constants.DATA_SHEET_EFFICIENCY * 100e12, rel=0.01)
+    assert who.evidence == "published"
+    assert any("published bfloat16 peak" in sentence for sentence in who.assumptions)
+    small = 2.0 * 256**3
+    assert small / float(who.matrix.time(np.array([small]))[0]) < 0.1 * reached
+
+
+def test_precision_without_a_rate_is_refused_with_what_there_is() -> None:
+    with pytest.raises(PlanError, match=r"no rate for bfloat16 \(it has float32\)"):
+        worker(seat(cpu(), 1), "float32", "bfloat16")
+    with pytest.raises(PlanError, match="tf32 needs a float32 model"):
+        worker(seat(gpu(), 1), "float64", "tf32")
+
+
+def test_bfloat16_uses_its_own_measured_rates() -> None:
+    slow = GemmRate(dtype="bfloat16", n=1000, threads=4, flops_per_s=2e9)
+    who = worker(seat(cpu(gemm=(*cpu().gemm, slow)), 1), "float32", "bfloat16")
+    assert 2e9 / product_s(who, 1000) == pytest.approx(2e9)
+    assert who.vector_rate == pytest.approx(32e9)
+
+
+def test_roofline_by_hand() -> None:
+    ops = (
+        OpCost(kind="gemm", flops_forward=64e6, flops_backward=128e6, nbytes_forward=1e6, nbytes_backward=2e6),
+        OpCost(kind="norm", flops_forward=1e3, flops_backward=2e3, nbytes_forward=4e6, nbytes_backward=8e6, calls=2),
+    )
+    model = ModelSpec(name="m", modules=(ModuleSpec(name="a", kind="A", ops=ops),))
+    who = worker(seat(cpu(kernel_overhead_s=1e-5), 1), "float32", "full")
+    ahead = compute.forward(op_table(model), who, 10, 1)
+    # gemm: 640 MFLOP at 32 GFLOP/s = 20 ms + 1 call; norm: 40 MB at 20 GB/s = 2 ms + 2 calls.
+    assert ahead.seconds[0] == pytest.approx(20e-3 + 1e-5 + 2e-3 + 2e-5, rel=1e-12)
+    assert (ahead.compute_s, ahead.memory_s) == (pytest.approx(20e-3), pytest.approx(2e-3))
+    back = compute.backward(op_table(model), who, 10, 1)
+    assert back.seconds[0] == pytest.approx(40e-3 + 2e-5 + 4e-3 + 4e-5, rel=1e-12)
+
+
+def test_no_samples_no_time() -> None:
+    model = mlp()
+    who = worker(seat(cpu(), 1), "float32", "full")
+    assert not compute.forward(op_table(model), who, 0, len(model.modules)).seconds.any()
+
+
+def test_curve_of_no_flops_takes_no_time() -> None:
+    curve = Curve(flops=np.array([1.0]), seconds=np.array([1.0]), ramp_s=5.0)
+    assert curve.time(np.array([0.0, 2.0])).tolist() == [0.0, 7.0]
+
+
+@given(
+    field=st.sampled_from([f.name for f in dataclasses.fields(OpCost) if f.name != "kind"]), factor=st.integers(1, 9)
+)
+def test_more_of_any_cost_never_takes_less_time(field: str, factor: int) -> None:
+    cost = OpCost(
+        kind="conv",
+        flops_forward=1e7,
+        flops_backward=2e7,
+        nbytes_forward=1e7,
+        nbytes_backward=2e7,
+        weight_nbytes=1e6,
+        calls=3,
+    )
+    more = dataclasses.replace(cost, **{field: getattr(cost, field) * factor})
+    times = []
+    for op in (cost, more):
+        table = op_table(ModelSpec(name="m", modules=(ModuleSpec(name="a", kind="A", ops=(op,)),)))
+        who = worker(seat(cpu(kernel_overhead_s=1e-5), 1), "float32", "full")
+        times.append(compute.forward(table, who, 4, 1).seconds[0] + compute.backward(table, who, 4, 1).seconds[0])
+    assert times[1] >= times[0]

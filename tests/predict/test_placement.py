@@ -1,0 +1,71 @@
+"""Where ranks sit, and which link their ring sees."""
+
+import pytest
+
+from predict.examples import cluster, cpu, gpu, link
+from tutti.errors import PlanError
+from tutti.predict.placement import place, ring_link, ring_tier
+from tutti.spec.cluster import ClusterSpec, NodeSpec
+
+
+def cards(count: int = 2, per_node: int = 4) -> ClusterSpec:
+    return cluster(gpu(), count=count, devices_per_node=per_node)
+
+
+def test_cuda_ranks_fill_hosts_in_order() -> None:
+    seats = place(cards(), 6)
+    assert [(seat.hosts, seat.ranks_per_host) for seat in seats] == [(1, 4), (1, 2)]
+    assert place(cards(), 8)[0].hosts == 2
+    assert ring_tier(place(cards(), 4)) == "node"
+    assert ring_tier(place(cards(), 5)) == "network"
+
+
+def test_more_ranks_than_cuda_devices_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"9 ranks, .* has 8 devices; set mesh.replicate to at most 8"):
+        place(cards(), 9)
+
+
+@pytest.mark.parametrize(("ranks", "threads", "sharing"), [(1, 4, 1), (2, 2, 2), (3, 1, 3), (4, 1, 4), (8, 1, 8)])
+def test_ranks_of_a_cpu_host_share_its_cores(ranks: int, threads: int, sharing: int) -> None:
+    (seat,) = place(cluster(), ranks)
+    assert (seat.threads, seat.sharing, seat.ranks) == (threads, sharing, ranks)
+    assert seat.oversubscribed == max(1, ranks / 4)
+    assert seat.memory_nbytes == 16 * 2**30 / ranks
+
+
+def test_cpu_hosts_take_one_rank_each_before_they_share() -> None:
+    hosts = cluster(count=2)
+    assert [(seat.hosts, seat.ranks_per_host, seat.threads) for seat in place(hosts, 2)] == [(2, 1, 4)]
+    assert [(seat.hosts, seat.ranks_per_host, seat.threads) for seat in place(hosts, 4)] == [(2, 2, 2)]
+
+
+def test_unequal_cpu_hosts_take_ranks_by_their_cores() -> None:
+    machines = ClusterSpec(
+        name="two kinds",
+        devices={"small": cpu(cores=2), "large": cpu(cores=6)},
+        nodes=(
+            NodeSpec(name="a", device="small", memory_nbytes=2**33),
+            NodeSpec(name="b", device="large", memory_nbytes=2**33),
+        ),
+        links=(link("network"),),
+    )
+    assert [(seat.node.name, seat.ranks_per_host) for seat in place(machines, 8)] == [("a", 2), ("b", 6)]
+
+
+def test_ring_takes_the_link_of_its_slowest_tier() -> None:
+    both = cluster(count=2)
+    assert ring_link(both, place(both, 4)).bandwidth_bytes_per_s == 1.25e8
+    one = cluster()
+    assert ring_link(one, place(one, 4)).bandwidth_bytes_per_s == 1e9
+
+
+def test_copies_between_more_ranks_than_cores_share_the_cores() -> None:
+    one = cluster()
+    crowded = ring_link(one, place(one, 8))
+    assert (crowded.bandwidth_bytes_per_s, crowded.latency_s) == (0.5e9, 2e-4)
+
+
+def test_a_missing_link_is_named_with_the_remedy() -> None:
+    alone = cluster(links=())
+    with pytest.raises(PlanError, match=r"no link of tier 'node' \(it has: none\), which 2 ranks need; measure it"):
+        ring_link(alone, place(alone, 2))
