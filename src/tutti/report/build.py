@@ -3,7 +3,7 @@
 from dataclasses import fields, replace
 from pathlib import Path
 
-from tutti.report.quality import Target, choose, curves, device_seconds, quality_report, target_report
+from tutti.report.quality import Target, choose, cost, curves, quality_report, target_report
 from tutti.report.read import Records, read_records
 from tutti.report.rules import check_run
 from tutti.report.sections import (
@@ -24,8 +24,9 @@ from tutti.report.sections import (
     tuning_report,
     verification,
 )
-from tutti.report.timing import PHASES, seen, throughput, time_report
+from tutti.report.timing import PHASES, seen, throughput, time_report, wall_s
 from tutti.report.words import duration, listed, plural, quality_text, show
+from tutti.report.write import write_files
 from tutti.spec.prediction import Phase
 from tutti.spec.report import (
     Failure,
@@ -38,6 +39,7 @@ from tutti.spec.report import (
     StopReport,
     StopRule,
 )
+from tutti.spec.run import RunFolder
 
 _STOP_RULES: tuple[StopRule, ...] = ("target", "epochs", "steps", "time")
 
@@ -72,7 +74,7 @@ def build_report(folder: Path, *, target: Target | None = None) -> RunReport:
         skipped_steps=seen(sum(bool(row.data.get("skipped")) for row in steps), "steps"),
         epochs=_epochs(records, seen_samples),
         samples_seen=seen(seen_samples, "samples"),
-        device_seconds=device_seconds(records),
+        device_seconds=cost(records, wall_s(records)),
         system=system,
         batch=batch_report(records),
         recipe=recipe_report(records),
@@ -214,3 +216,10 @@ def _reading_notes(records: Records) -> tuple[Finding, ...]:
         return ()
     sentence = f"Parts of the run folder could not be read: {listed(list(records.notes))}."
     return (Finding(rule=0, code="UNREADABLE-PART", severity="note", sentence=sentence, where="run folder"),)
+
+
+def write_report(folder: Path, *, target: Target | None = None, output: Path | None = None) -> RunReport:
+    """Build the report and write report.json, report.html and report.txt into `output` (the folder's report/)."""
+    report = build_report(folder, target=target)
+    write_files(report, output or RunFolder(folder).report)
+    return report

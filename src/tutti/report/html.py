@@ -22,6 +22,7 @@ from tutti.report.words import (
     show_interval,
     signed_percent,
     significant,
+    split_unit,
 )
 from tutti.spec.report import Comparison, Curve, Finding, Quantity, RankReport, RunReport
 
@@ -38,6 +39,7 @@ def _environment() -> jinja2.Environment:
     )
     environment.globals.update(
         show=show,
+        split_unit=split_unit,
         interval=show_interval,
         percent=signed_percent,
         quality_text=quality_text,
@@ -157,7 +159,7 @@ def _key_figures(report: RunReport) -> dict[str, str]:
         "wall_also": f"{show(report.steps)}, {show(report.epochs)}" if report.epochs.value else show(report.steps),
         "step_also": predicted,
         "throughput_also": rate,
-        "cost_also": f"{show(report.system.ranks)} × wall time" if report.device_seconds.value else "",
+        "cost_also": report.device_seconds.note,
     }
 
 
@@ -197,10 +199,14 @@ def _overlaid(comparison: Comparison) -> list[Plot]:
     name = f"{judged.name} {judged.metric}".capitalize()
     target = None if judged.target.value is None else float(judged.target.value)
     plots = [
-        curve_plot(loss, over="time", title="Training loss over wall time", name="loss-time"),
-        curve_plot(loss, over="samples", title="Training loss over samples", name="loss-samples"),
-        curve_plot(quality, over="time", title=f"{name} over wall time", name="quality-time", target=target),
-        curve_plot(quality, over="samples", title=f"{name} over samples", name="quality-samples", target=target),
+        curve_plot(loss, over="time", title="Training loss over wall time", name="loss-time", by_run=True),
+        curve_plot(loss, over="samples", title="Training loss over samples", name="loss-samples", by_run=True),
+        curve_plot(
+            quality, over="time", title=f"{name} over wall time", name="quality-time", target=target, by_run=True
+        ),
+        curve_plot(
+            quality, over="samples", title=f"{name} over samples", name="quality-samples", target=target, by_run=True
+        ),
     ]
     return [plot for plot in plots if plot]
 
@@ -238,13 +244,15 @@ def _rule_table(report: RunReport) -> list[dict[str, Any]]:
         found = [finding for finding in report.findings if finding.rule == rule]
         outcome = ", ".join(f"{SEVERITIES[f.severity].lower()} ({f.code})" for f in found)
         bad = any(finding.severity != "note" for finding in found)
+        missing = [path for path in REQUIRED[rule] if not recorded(report, path)]
+        silent = "cannot be judged" if len(missing) == len(REQUIRED[rule]) else "no objection"
         rows.append(
             {
                 "number": rule,
                 "title": title,
-                "kind": "no" if bad else "yes",
-                "outcome": outcome or "no objection",
-                "missing": ", ".join(path for path in REQUIRED[rule] if not recorded(report, path)),
+                "kind": "no" if bad else "missing" if silent == "cannot be judged" else "yes",
+                "outcome": outcome or silent,
+                "missing": ", ".join(missing),
             }
         )
     return rows

@@ -5,9 +5,10 @@ Measured is drawn solid, predicted dashed or hatched, everywhere.
 
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -16,7 +17,7 @@ from matplotlib.figure import Figure
 from tutti.report.timing import PHASES
 from tutti.report.words import PHASE_NAMES, duration, number, quality_text, significant
 from tutti.spec.prediction import Phase
-from tutti.spec.report import Curve, Quantity, RunReport
+from tutti.spec.report import Curve, Quantity, RunReport, Split
 
 # Stand-in colours that no figure uses otherwise; `_inline` turns them into the page's variables, light or dark.
 INK, MUTED, GRID, PAPER = "#010101", "#020202", "#030303", "#040404"
@@ -30,11 +31,12 @@ _VARIABLES = {
     **{colour: f"--series-{i}" for i, colour in enumerate(SERIES)},
     **{colour: f"--phase-{i}" for i, colour in enumerate(PHASE_COLOURS.values())},
 }
+SPLIT_COLOURS: dict[Split, int] = {"train": 0, "test": 1, "validation": 2, "other": 3}
 MOST_RANKS = 12
 _STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "tutti",
-    "font.size": 11,
+    "font.size": 12,
     "axes.titlesize": 11,
     "text.color": INK,
     "axes.labelcolor": MUTED,
@@ -56,7 +58,7 @@ _STYLE: Any = {
     "hatch.linewidth": 1.4,
     "lines.solid_capstyle": "round",
     "legend.frameon": False,
-    "legend.fontsize": 10,
+    "legend.fontsize": 12,
     "axes.unicode_minus": True,
 }
 
@@ -72,18 +74,31 @@ class Plot:
     wide: bool = False
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _styled(function: Callable[P, R]) -> Callable[P, R]:
+    """Draw in the page's style, and leave the caller's as it was."""
+
+    @wraps(function)
+    def draw(*args: P.args, **kwargs: P.kwargs) -> R:
+        with mpl.rc_context(_STYLE):
+            return function(*args, **kwargs)
+
+    return draw
+
+
 def _figure(width: float, height: float) -> tuple[Figure, Axes]:
-    with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(width, height), dpi=72, layout="constrained")
-        axes = figure.add_subplot()
-        return figure, axes
+    """An empty figure in page pixels / 72, so that its letters are as large as the page's."""
+    figure = Figure(figsize=(width, height), dpi=72, layout="constrained")
+    return figure, figure.add_subplot()
 
 
 def _inline(figure: Figure, name: str, words: str) -> str:
     """The figure's SVG with page colours and fonts, unique ids and no reference to anything outside."""
-    with mpl.rc_context(_STYLE):
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
@@ -91,17 +106,13 @@ def _inline(figure: Figure, name: str, words: str) -> str:
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
     for colour, variable in _VARIABLES.items():
         text = text.replace(colour, f"var({variable})")
-    text = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font-size: \1", text)
-    label = words.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
-    return re.sub(
-        r'<svg ([^>]*?)width="[^"]*"|<svg ', lambda m: f'<svg role="img" aria-label="{label}" ', _unsized(text), count=1
+    text = re.sub(
+        r"font(?:-family)?: (?:(\d[\d.]*px) )?'[^;\"]*;?", lambda m: f"font-size: {m[1]};" if m[1] else "", text
     )
-
-
-def _unsized(svg: str) -> str:
-    """Only the viewBox is left, so that the page sets the size."""
-    head, rest = svg.split(">", 1)
-    return re.sub(r' (width|height)="[^"]*"', "", head) + ">" + rest
+    label = words.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
+    head, rest = text.split(">", 1)
+    head = re.sub(r' (width|height)="[^"]*"', "", head)  # the viewBox stays; the page sets the size
+    return f'{head} role="img" aria-label="{label}">{rest}'
 
 
 def _label_seconds(axes: Axes, axis: str = "x") -> None:
@@ -135,20 +146,30 @@ def _draw(axes: Axes, curve: Curve, over: str, colour: str, label: str) -> None:
         axes.plot(x, curve.values, color=colour, linewidth=1.8, marker=marker, markersize=4, label=label)
 
 
+@_styled
 def curve_plot(
-    curves: Sequence[tuple[Curve, str]], *, over: str, title: str, name: str, target: float | None = None
+    curves: Sequence[tuple[Curve, str]],
+    *,
+    over: str,
+    title: str,
+    name: str,
+    target: float | None = None,
+    by_run: bool = False,
 ) -> Plot | None:
-    """Curves (each with its label) over wall time or samples; None when there is nothing to draw."""
+    """Curves (each with its label) over wall time or samples; None when there is nothing to draw.
+
+    A colour stands for the part of the data, or with `by_run` for the run: the position among `curves`.
+    """
     if not any(curve.values for curve, _ in curves):
         return None
-    figure, axes = _figure(7.4, 4.0)
+    figure, axes = _figure(6.9, 3.7)
     for i, (curve, label) in enumerate(curves):
-        _draw(axes, curve, over, SERIES[i % len(SERIES)], label)
+        _draw(axes, curve, over, SERIES[i % len(SERIES) if by_run else SPLIT_COLOURS[curve.split]], label)
     if target is not None:
         axes.axhline(target, color=INK, linewidth=1.2, linestyle=(0, (4, 3)))
         axes.annotate(
             f"target {quality_text(target)}", (1, target), xycoords=("axes fraction", "data"), ha="right", va="bottom",
-            fontsize=10, color=INK, xytext=(0, 3), textcoords="offset points",
+            fontsize=12, color=INK, xytext=(0, 3), textcoords="offset points",
         )  # fmt: skip
     axes.set_xlim(left=0)
     if over == "time":
@@ -180,6 +201,7 @@ def _thousands(value: float) -> str:
 Bars = Sequence[tuple[str, dict[Phase, Quantity]]]
 
 
+@_styled
 def stacked_plot(
     bars: Bars, *, title: str, note: str, name: str, hatched: frozenset[int] = frozenset(), unit: str = "wall time (s)"
 ) -> Plot | None:
@@ -189,7 +211,7 @@ def stacked_plot(
         return None
     longest = max(sum(q.value or 0 for q in parts.values()) for _, parts in bars)
     factor, shown_unit = (1e3, unit.replace("(s)", "(ms)")) if longest < 1 else (1.0, unit)
-    figure, axes = _figure(11.6, 1.15 + 0.5 * len(bars))
+    figure, axes = _figure(14.2, 1.3 + 0.52 * len(bars))
     used = [phase for phase in PHASES if any((parts.get(phase, _ZERO).value or 0) > 0 for _, parts in bars)]
     for row, (_, parts) in enumerate(bars):
         left = 0.0
@@ -199,9 +221,9 @@ def stacked_plot(
             if seconds > 0.055 * longest and row not in hatched:
                 share = seconds / sum(q.value or 0 for q in parts.values())
                 axes.text((left + seconds / 2) * factor, row, f"{share:.0%}", ha="center", va="center", color=PAPER,
-                          fontsize=10, fontweight="bold")  # fmt: skip
+                          fontsize=12, fontweight="bold")  # fmt: skip
             left += seconds
-        axes.text(left * factor + longest * factor * 0.008, row, duration(left), va="center", fontsize=10, color=INK)
+        axes.text(left * factor + longest * factor * 0.008, row, duration(left), va="center", fontsize=12, color=INK)
     axes.set_yticks(range(len(bars)), [label for label, _ in bars])
     axes.tick_params(axis="y", labelcolor=INK)
     axes.set_ylim(len(bars) - 0.45, -0.55)
@@ -230,12 +252,13 @@ def _parts_in_words(parts: dict[Phase, Quantity]) -> str:
     return ", ".join(f"{PHASE_NAMES[p]} {duration(q.value)}" for p, q in parts.items() if q.value)
 
 
+@_styled
 def checks_plot(report: RunReport) -> Plot | None:
     """Predicted over measured for every pair, with the predicted interval; 100 % is right."""
     pairs = [c for c in report.checks if c.predicted.value and c.measured.value]
     if not pairs:
         return None
-    figure, axes = _figure(7.4, 1.2 + 0.46 * len(pairs))
+    figure, axes = _figure(6.9, 1.2 + 0.46 * len(pairs))
     axes.axvline(100, color=INK, linewidth=1.6)
     for row, check in enumerate(pairs):
         truth = float(check.measured.value or 1)
@@ -264,13 +287,14 @@ def checks_plot(report: RunReport) -> Plot | None:
     return Plot(title="How good the prediction was", note=note, svg=_inline(figure, "checks", words), words=words)
 
 
+@_styled
 def memory_plot(report: RunReport) -> Plot | None:
     """Peak memory by rank, solid; the predicted peak by what holds it, hatched."""
     ranks = [rank for rank in report.ranks if rank.peak_memory.value][:MOST_RANKS]
     guess = {name: q for name, q in report.predicted_memory.items() if q.value}
     if not ranks and not guess:
         return None
-    figure, axes = _figure(7.4, 1.2 + 0.46 * (len(ranks) + bool(guess)))
+    figure, axes = _figure(6.9, 1.2 + 0.46 * (len(ranks) + bool(guess)))
     biggest = max([float(r.peak_memory.value or 0) for r in ranks] + [sum(float(q.value or 0) for q in guess.values())])
     factor, unit = next((f, u) for f, u in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")) if biggest >= f or f == 1)
     left = 0.0

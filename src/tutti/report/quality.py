@@ -7,7 +7,7 @@ from statistics import median
 
 from tutti.errors import ReportError
 from tutti.report.read import Records, Row
-from tutti.report.timing import seen, wall_s
+from tutti.report.timing import seen
 from tutti.report.words import higher_is_better
 from tutti.spec.report import Curve, QualityReport, Quantity, Split, TargetReport
 
@@ -167,10 +167,14 @@ def target_report(records: Records, curve: Curve | None, target: Target | None) 
         steps=seen(step, "steps", note),
         epochs=seen(samples / size if size else None, "epochs", note),
         samples=seen(samples, "samples", note),
-        device_seconds=seen(time_s * records.header.world_size, "device s", "ranks times time to the target"),
+        device_seconds=cost(records, time_s),
     )
 
 
-def device_seconds(records: Records) -> Quantity:
-    """What the run cost: ranks times wall time."""
-    return seen(wall_s(records) * records.header.world_size, "device s", "ranks times wall time")
+def cost(records: Records, seconds: float) -> Quantity:
+    """What a time cost: devices times seconds; of a CPU run cores times seconds, for its ranks share the devices."""
+    ranks = records.header.ranks
+    cores = sum(rank.threads for rank in ranks)
+    if cores and all(rank.device == "cpu" for rank in ranks):
+        return seen(cores * seconds, "core s", "threads of all ranks times time")
+    return seen(records.header.world_size * seconds, "device s", "ranks times time")

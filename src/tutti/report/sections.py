@@ -9,6 +9,7 @@ from typing import Any
 
 from tutti.report.read import Records
 from tutti.report.timing import phases_of, quantities, seen, steady_steps, typical
+from tutti.report.words import plural
 from tutti.spec import codec
 from tutti.spec.cluster import DeviceSpec
 from tutti.spec.report import (
@@ -163,7 +164,7 @@ def plan_text(records: Records) -> str | None:
     mesh = " × ".join(f"{axis} {degree}" for axis, degree in plan.mesh.items())
     recompute = any(rule.recompute for rule in plan.layout)
     return ", ".join(
-        [mesh, f"{plan.batch.num_microbatches} microbatches a step", f"{plan.precision} precision"]
+        [mesh, plural(plan.batch.num_microbatches, "microbatch") + " a step", f"{plan.precision} precision"]
         + (["recompute"] if recompute else [])
         + ([f"shares {':'.join(f'{s:g}' for s in plan.shares)}"] if plan.shares else [])
     )

@@ -54,15 +54,10 @@ def phases_of(rows: Iterable[Row]) -> dict[Phase, float]:
     """Seconds by phase summed over rows of every kind; a phase not known here counts as other."""
     total: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
     for row in rows:
-        wall = row.number("wall_s") or 0.0
-        if row.kind == "evaluate":
-            total["evaluation"] += wall
-        elif row.kind == "step":
-            parts = row.mapping("phases") or {"other": wall}
-            for name, seconds in parts.items():
-                total[next((phase for phase in PHASES if phase == name), "other")] += seconds
-        elif row.kind in ("checkpoint", "log", "epoch"):
-            total["other"] += wall
+        whole = "evaluation" if row.kind == "evaluate" else "other"
+        parts = row.mapping("phases") or {whole: row.number("wall_s") or 0.0}
+        for name, seconds in parts.items():
+            total[next((phase for phase in PHASES if phase == name), "other")] += seconds
     return total
 
 

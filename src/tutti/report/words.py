@@ -11,7 +11,7 @@ EVIDENCE: dict[Evidence, str] = {
     "measured": "recorded by the run itself while it ran",
     "predicted": "estimated by tutti before the run",
     "published": "taken from a data sheet or a paper",
-    "assumed": "nobody measured it here",
+    "assumed": "stated by the user, or assumed; not measured here",
 }
 
 PHASE_NAMES = {
@@ -26,6 +26,7 @@ PHASE_NAMES = {
 
 _PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 _SI_UNITS = ("B", "B/s", "FLOP", "FLOP/s")
+_COUNTED = ("ranks", "hosts", "cores", "samples", "tokens", "steps", "epochs", "devices")
 _LOWER_IS_BETTER = ("loss", "error", "perplexity", "ppl", "mse", "mae", "rmse", "nll", "bits", "wer", "cer", "fid")
 
 
@@ -76,12 +77,21 @@ def number(value: float, unit: str) -> str:
         return prefixed(value, unit)
     if unit == "x":
         return f"{significant(value)}×"
-    return f"{significant(value, 4)} {unit}".rstrip()
+    if not unit:
+        return significant(value, 4) if float(value).is_integer() or abs(value) >= 1e4 else f"{value:.4g}"
+    return f"{significant(value, 4)} {unit.removesuffix('s') if value == 1 and unit in _COUNTED else unit}"
 
 
 def show(quantity: Quantity) -> str:
     """A quantity as text, or "not recorded"."""
     return NOT_RECORDED if quantity.value is None else number(quantity.value, quantity.unit)
+
+
+def split_unit(quantity: Quantity) -> tuple[str, str]:
+    """The number and its unit apart: ("6,095", "samples/s"); durations in two parts stay whole."""
+    head, _, unit = show(quantity).partition(" ")
+    apart = any(mark.isdigit() for mark in head) and not any(mark.isdigit() for mark in unit)
+    return (head, unit) if apart else (show(quantity), "")
 
 
 def show_interval(quantity: Quantity) -> str:
@@ -109,8 +119,9 @@ def higher_is_better(metric: str) -> bool:
 
 
 def plural(count: int | float, word: str) -> str:
-    """1 step, 2 steps."""
-    return f"{significant(count)} {word}{'' if count == 1 else 's'}"
+    """1 step, 2 steps, 2 microbatches."""
+    ending = "" if count == 1 else "es" if word == "microbatch" else "s"
+    return f"{significant(count)} {word}{ending}"
 
 
 def listed(items: list[str]) -> str:

@@ -1,0 +1,78 @@
+"""`tutti report RUN...`: the honest report of a run, or of several side by side."""
+
+import webbrowser
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from tutti.cli.common import console, emit, json_option
+from tutti.errors import ReportError
+
+if TYPE_CHECKING:
+    from tutti.report.quality import Target
+
+
+@click.command()
+@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUN...")
+@click.option("--output", type=click.Path(path_type=Path, file_okay=False), help="Folder to write to; RUN/report.")
+@click.option("--target", metavar="NAME.METRIC=VALUE", help="A quality to reach, such as test.accuracy=0.9.")
+@click.option("--open/--no-open", "open_page", default=False, help="Open the page in a browser.")
+@json_option
+def command(runs: tuple[Path, ...], output: Path | None, target: str | None, open_page: bool, as_json: bool) -> None:
+    """Report on RUN, a run folder (or a folder of them: the newest), or compare several with the first.
+
+    One run: report.html, report.json and report.txt are written into its report folder. Several: compared on the
+    terminal, and written as comparison.html, .json and .txt with --output. A speed-up is stated only where an honest
+    report may state one; else the reason stands in its place.
+    """
+    from tutti.report.quality import parse_target
+
+    wanted = parse_target(target) if target is not None else None
+    folders = [run_folder(path) for path in runs]
+    page = (
+        _one(folders[0], wanted, output, as_json) if len(folders) == 1 else _several(folders, wanted, output, as_json)
+    )
+    if page is not None:
+        console.print(f"report: {page}", soft_wrap=True, markup=False)
+    if open_page and page is not None:
+        webbrowser.open(page.resolve().as_uri())
+
+
+def _one(folder: Path, target: "Target | None", output: Path | None, as_json: bool) -> Path:
+    from tutti.report.build import write_report
+    from tutti.report.tables import report_table
+    from tutti.spec.run import RunFolder
+
+    report = write_report(folder, target=target, output=output)
+    if as_json:
+        emit(report)
+    else:
+        console.print(report_table(report))
+    return (output or RunFolder(folder).report) / "report.html"
+
+
+def _several(folders: list[Path], target: "Target | None", output: Path | None, as_json: bool) -> Path | None:
+    from tutti.report.build import build_report
+    from tutti.report.compare import compare
+    from tutti.report.tables import comparison_table
+    from tutti.report.write import write_comparison
+
+    comparison = compare([build_report(folder, target=target) for folder in folders])
+    if as_json:
+        emit(comparison)
+    else:
+        console.print(comparison_table(comparison))
+    return write_comparison(comparison, output) if output is not None else None
+
+
+def run_folder(path: Path) -> Path:
+    """A run folder, or the newest run in a folder of runs. Raises ReportError when it is neither."""
+    if not path.is_dir():
+        raise ReportError(f"{path} is not a folder; name a run folder, such as runs/train-20250101-120000")
+    if (path / "run.json").is_file():
+        return path
+    found = [header.parent for header in path.glob("*/run.json")]
+    if not found:
+        raise ReportError(f"{path} has no run.json and no runs in it; name a folder that `tutti run` made")
+    return max(found, key=lambda folder: ((folder / "run.json").stat().st_mtime_ns, folder.name))
