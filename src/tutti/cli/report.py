@@ -10,6 +10,8 @@ from tutti.cli.common import console, emit, json_option
 from tutti.errors import ReportError
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from tutti.report.quality import Target
 
 
@@ -48,7 +50,7 @@ def _one(folder: Path, target: "Target | None", output: Path | None, as_json: bo
     if as_json:
         emit(report)
     else:
-        console.print(report_table(report))
+        _print(report_table(report))
     return (output or RunFolder(folder).report) / "report.html"
 
 
@@ -62,8 +64,12 @@ def _several(folders: list[Path], target: "Target | None", output: Path | None, 
     if as_json:
         emit(comparison)
     else:
-        console.print(comparison_table(comparison))
+        _print(comparison_table(comparison))
     return write_comparison(comparison, output) if output is not None else None
+
+
+def _print(table: "RenderableType") -> None:
+    console.print(table, width=None if console.is_terminal else 110)
 
 
 def run_folder(path: Path) -> Path:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from math import sqrt
 from statistics import variance
 
-from tutti.report.rules import check_run, eps_of
+from tutti.report.rules import by_gravity, check_run, eps_of
 from tutti.report.words import plural, quality_text, significant
 from tutti.spec.report import Claim, Finding, Quantity, RunReport, Scaling, Severity
 
@@ -260,7 +260,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def check_comparison(reports: Reports) -> tuple[Finding, ...]:
-    """All that the rules find over several runs, then what they find in each one."""
+    """All that the rules find over several runs and in each of them, the gravest first."""
     across = [item for rule in RULES for item in rule(reports)]
     each = [replace(item, run=i) for i, report in enumerate(reports) for item in check_run(report)]
-    return (*across, *each)
+    return by_gravity([*across, *each])

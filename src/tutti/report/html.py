@@ -195,19 +195,14 @@ def _overlaid(comparison: Comparison) -> list[Plot]:
         pairs = zip(comparison.runs, names, strict=True)
         return [(curve, name) for run, name in pairs for curve in run.curves if curve.name == wanted]
 
-    loss, quality = pick("training loss"), pick(f"{judged.name} {judged.metric}")
-    name = f"{judged.name} {judged.metric}".capitalize()
+    name = f"{judged.name} {judged.metric}"
     target = None if judged.target.value is None else float(judged.target.value)
     plots = [
-        curve_plot(loss, over="time", title="Training loss over wall time", name="loss-time", by_run=True),
-        curve_plot(loss, over="samples", title="Training loss over samples", name="loss-samples", by_run=True),
-        curve_plot(
-            quality, over="time", title=f"{name} over wall time", name="quality-time", target=target, by_run=True
-        ),
-        curve_plot(
-            quality, over="samples", title=f"{name} over samples", name="quality-samples", target=target, by_run=True
-        ),
-    ]
+        curve_plot(pick(wanted), over=over, title=f"{wanted.capitalize()} over {words}", name=f"{key}-{over}",
+                   target=value, by_run=True)
+        for key, wanted, value in (("loss", "training loss", None), ("quality", name, target))
+        for over, words in (("time", "wall time"), ("samples", "samples"))
+    ]  # fmt: skip
     return [plot for plot in plots if plot]
 
 

@@ -330,7 +330,11 @@ _ORDER: dict[Severity, int] = {"refuse": 0, "warn": 1, "note": 2}
 
 def check_run(report: RunReport) -> tuple[Finding, ...]:
     """All that the rules find in one run, the gravest first."""
-    found = [item for rule in RULES for item in rule(report)]
+    return by_gravity([item for rule in RULES for item in rule(report)])
+
+
+def by_gravity(found: list[Finding]) -> tuple[Finding, ...]:
+    """Refusals first, then warnings, then notes; by rule among each."""
     return tuple(sorted(found, key=lambda item: (_ORDER[item.severity], item.rule)))
 
 

@@ -191,7 +191,11 @@ def flops_report(records: Records, system: SystemReport, target: TargetReport) -
         peak=Quantity(value=peak, unit="FLOP/s", evidence=one.evidence, note=f"{dtype}, dense, all devices; {one.note}")
         if peak
         else Quantity(unit="FLOP/s"),
-        peak_fraction=seen(rate / peak if rate and peak else None, "ratio", f"{note}, over the dense {dtype} peak"),
+        peak_fraction=seen(
+            rate / peak if rate and peak and rate <= 1.02 * peak else None,
+            "ratio",
+            f"{note}, over the dense {dtype} peak",
+        ),
         to_target=seen(per_sample * target.samples.value if target.samples.value else None, "FLOP"),
     )
 

@@ -124,8 +124,9 @@ def findings_table(findings: tuple[Finding, ...], names: list[str] | None = None
     table = Table.grid(padding=(0, 2))
     for finding in findings:
         word, style = _SEVERITY[finding.severity]
-        who = f"{names[finding.run]}: " if names and finding.run is not None else ""
-        table.add_row(Text(word, style=style), f"{who}{finding.sentence}")
+        who = names[finding.run] if names and finding.run is not None else ""
+        prefix = f"{who}: " if who not in finding.sentence else ""
+        table.add_row(Text(word, style=style), Text(prefix + finding.sentence))
     return table
 
 
