@@ -28,6 +28,20 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """What is to be recorded of a run that is being verified.
+
+    `folder`: where to. `steps`: how many, after which the run ends. `reference`: folder of the recording of one
+    device to follow, None for that one itself. `double`: compute in float64, whatever the script's dtype.
+    """
+
+    folder: Path
+    steps: int
+    reference: Path | None
+    double: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Wishes:
     """What the launcher asks of the Job."""
 
@@ -35,6 +49,7 @@ class Wishes:
     plan: Path | None = None
     resume: Path | None = None
     observer: str | None = None
+    recording: Recording | None = None
     checkpoint_every: int | None = None
     supervised: bool = False
     timeout_s: float = 600.0
@@ -52,9 +67,22 @@ def read_wishes(environ: Mapping[str, str] = os.environ) -> Wishes:
         plan=path("TUTTI_PLAN"),
         resume=path("TUTTI_RESUME"),
         observer=environ.get("TUTTI_OBSERVER") or None,
+        recording=_recording(environ),
         checkpoint_every=_number(environ, "TUTTI_CHECKPOINT_EVERY") if every else None,
         supervised=environ.get("TUTTI_SUPERVISED") == "1",
         timeout_s=float(environ.get("TUTTI_TIMEOUT_S", "600")),
+    )
+
+
+def _recording(environ: Mapping[str, str]) -> Recording | None:
+    if not environ.get("TUTTI_RECORD"):
+        return None
+    reference = environ.get("TUTTI_RECORD_REFERENCE")
+    return Recording(
+        folder=Path(environ["TUTTI_RECORD"]),
+        steps=_number(environ, "TUTTI_RECORD_STEPS", 1),
+        reference=Path(reference) if reference else None,
+        double=environ.get("TUTTI_RECORD_DOUBLE") == "1",
     )
 
 

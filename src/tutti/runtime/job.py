@@ -193,6 +193,7 @@ class Job:
         run.clock.enter("other")
         self._outcome = None
         step_row(run, outcome, done)
+        run.observer.updated(run.progress.step - 1, outcome.loss, done.learning_rate)
         every = run.settings.checkpoint_every
         if every and run.progress.step % every == 0:
             self.save()

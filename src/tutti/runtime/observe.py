@@ -4,8 +4,11 @@ import importlib
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
+from torch import nn
+
 from tutti.data.share import Share
 from tutti.errors import LaunchError
+from tutti.runtime.world import World
 
 if TYPE_CHECKING:
     from tutti.runtime.state import Run
@@ -21,8 +24,14 @@ class StopRun(SystemExit):
 class Observer(Protocol):
     """What a watcher may implement; the calls come in this order at every step (counted from 0)."""
 
+    def built(self, model: nn.Module, world: World) -> None:
+        """The model as this rank's script built it, on its device, before ranks are made equal."""
+
     def prepared(self, run: "Run") -> None:
         """Model, optimizers and loader stand; no step has run."""
+
+    def loaded(self, step: int, batch: Any) -> Any:
+        """This rank's share of a global batch, as the script gave it to a step; returns what to compute with."""
 
     def microbatch(self, step: int, index: int, share: Share) -> AbstractContextManager[Any]:
         """Around forward, loss and backward of one microbatch."""
@@ -30,15 +39,21 @@ class Observer(Protocol):
     def gradients(self, step: int) -> None:
         """Gradients are averaged over the global batch; not yet clipped."""
 
-    def updated(self, step: int, loss: float) -> None:
-        """The optimizer has stepped."""
+    def updated(self, step: int, loss: float, learning_rate: float) -> None:
+        """The optimizer has stepped, at `learning_rate` (of its first group); the step's row is written."""
 
 
 class Nobody:
     """Nobody watches."""
 
+    def built(self, model: nn.Module, world: World) -> None:
+        pass
+
     def prepared(self, run: "Run") -> None:
         pass
+
+    def loaded(self, step: int, batch: Any) -> Any:
+        return batch
 
     def microbatch(self, step: int, index: int, share: Share) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -46,7 +61,7 @@ class Nobody:
     def gradients(self, step: int) -> None:
         pass
 
-    def updated(self, step: int, loss: float) -> None:
+    def updated(self, step: int, loss: float, learning_rate: float) -> None:
         pass
 
 

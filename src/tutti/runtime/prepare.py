@@ -50,6 +50,9 @@ def make_run(session: Session, given: Given) -> Run:
     """Build the Run: same model everywhere, batch statistics shared, recompute, replicas, data, folder, resume."""
     world, plan, model = session.world, session.plan, given.model
     set_matmul_precision(plan.precision, world.device)
+    observer = load_observer(session.wishes.observer)
+    model.to(world.device)
+    observer.built(model, world)
     _make_equal(model, world, session.screen)
     scope = _batch_scope(model, world)
     recomputed = apply_recompute(model, plan.layout, scope)
@@ -75,7 +78,7 @@ def make_run(session: Session, given: Given) -> Run:
         log=MetricsLog(folder, world.rank),
         screen=session.screen,
         folder=folder,
-        observer=load_observer(session.wishes.observer),
+        observer=observer,
     )
     resumed = _resume(run, session.resume or session.wishes.resume)
     _write_header(run, session, resumed)
@@ -107,7 +110,6 @@ def model_optimizers(model: nn.Module, optimizer: Any) -> tuple[Optimizer, ...]:
 
 
 def _make_equal(model: nn.Module, world: World, screen: Screen) -> None:
-    model.to(world.device)
     check_same_model(model, world)
     different = differing_values(model, world)
     if different is not None:

@@ -41,6 +41,7 @@ def forward_backward(run: Run, function: LossFunction, batch: Any) -> Outcome:
     if share is None:
         raise ScriptError("step got a batch before the loader gave one; iterate over the loader that prepare returned")
     check_batch_size(batch, sum(share.sizes))
+    batch = run.observer.loaded(run.progress.step, batch)
     for optimizer in run.optimizers:
         optimizer.zero_grad(set_to_none=True)
     totals = torch.zeros(2 + run.world.world_size, dtype=torch.float64, device=run.world.device)
