@@ -18,7 +18,7 @@ def budget_nbytes(cluster: ClusterSpec, plan: Plan) -> float:
     return min(seat.memory_nbytes for seat in place(cluster, plan.world_size))
 
 
-def why(model: ModelSpec, cluster: ClusterSpec, loser: Costed, best: Costed) -> str:
+def why(cluster: ClusterSpec, loser: Costed, best: Costed) -> str:
     """Why `loser` was not chosen over `best`, in one phrase."""
     plan, prediction = loser
     if not prediction.fits:
@@ -29,7 +29,7 @@ def why(model: ModelSpec, cluster: ClusterSpec, loser: Costed, best: Costed) -> 
     ratio = prediction.step_time_s.value / best[1].step_time_s.value
     if ratio <= 1.02:
         return _tie(plan, best[0], ratio)
-    return f"{ratio:.2f}x slower: {_cause(model, cluster, loser, best)}"
+    return f"{ratio:.2f}x slower: {_cause(cluster, loser, best)}"
 
 
 def _tie(plan: Plan, best: Plan, ratio: float) -> str:
@@ -40,10 +40,10 @@ def _tie(plan: Plan, best: Plan, ratio: float) -> str:
         return f"{same}, but computes in {plan.precision}"
     if plan.batch.num_microbatches > best.batch.num_microbatches:
         return f"{same}, but needs {plan.batch.num_microbatches} microbatches"
-    return same
+    return f"{ratio - 1:.1%} slower" if ratio > 1 else same
 
 
-def _cause(model: ModelSpec, cluster: ClusterSpec, loser: Costed, best: Costed) -> str:
+def _cause(cluster: ClusterSpec, loser: Costed, best: Costed) -> str:
     """The part of the step that makes the largest difference."""
     (plan, slow), (chosen, fast) = loser, best
     own = {
@@ -68,12 +68,20 @@ def _cause(model: ModelSpec, cluster: ClusterSpec, loser: Costed, best: Costed) 
     if plan.precision != chosen.precision:
         return f"{plan.precision} is slower on {seats[0].device.name}; {against}"
     if plan.world_size < chosen.world_size:
-        return f"each of {count(plan.world_size, 'rank')} computes more samples; {against}"
+        who = (
+            "one rank computes all samples"
+            if plan.world_size == 1
+            else f"each of {plan.world_size} ranks computes more"
+        )
+        return f"{who}; {against}"
     if plan.shares != chosen.shares and not plan.shares:
         slowest = {seat.device.name for seat in seats}
         return f"equal shares on unequal devices ({', '.join(sorted(slowest))}); {against}"
     if plan.batch.num_microbatches > chosen.batch.num_microbatches:
         return f"{plan.batch.num_microbatches} microbatches of smaller, less efficient operators; {against}"
+    idle = seats[0].device.cores - seats[0].sharing * seats[0].threads if seats[0].device.kind == "cpu" else 0
+    if idle > 0:
+        return f"{count(plan.world_size, 'rank')} leave {count(idle, 'core')} idle; {against}"
     return f"ranks share cores and memory bandwidth; {against}"
 
 

@@ -49,7 +49,7 @@ def choose(model: ModelSpec, cluster: ClusterSpec, request: Request) -> Choice:
         Alternative(
             plan=one.plan,
             prediction=one.prediction,
-            reason=why(model, cluster, (one.plan, one.prediction), (best.plan, best.prediction)),
+            reason=why(cluster, (one.plan, one.prediction), (best.plan, best.prediction)),
         )
         for one in sorted(others, key=lambda one: (not one.prediction.fits, one.step_s))
     ]

@@ -36,14 +36,16 @@ def cut_sizes(total: int, parts: int, weights: Sequence[float] = ()) -> tuple[in
 
 def rank_samples(
     samples: int, num_microbatches: int, ranks: int, shares: Sequence[float] = ()
-) -> list[tuple[int, ...]]:
-    """Samples that each rank computes in each microbatch, for every rank.
+) -> list[tuple[tuple[int, int], ...]]:
+    """What each rank computes, as (samples, in how many microbatches); the last entry holds the last microbatch.
 
-    A rank without a share still computes one sample, with weight 0: it takes part in the collectives.
+    Slices have at most two sizes, the larger ones last among equals. A rank without a share still computes one
+    sample, with weight 0: it takes part in the collectives.
     """
-    slices = cut_sizes(samples, num_microbatches)
-    by_size = {size: cut_sizes(size, ranks, shares) for size in set(slices)}
-    return [tuple(max(1, by_size[size][rank]) for size in slices) for rank in range(ranks)]
+    base, larger = divmod(samples, num_microbatches)
+    slices = [(size, times) for size, times in ((base, num_microbatches - larger), (base + 1, larger)) if times]
+    cuts = [(cut_sizes(size, ranks, shares), times) for size, times in slices]
+    return [tuple((max(1, sizes[rank]), times) for sizes, times in cuts) for rank in range(ranks)]
 
 
 def samples_of(size: int, unit: str, tokens_per_sample: int) -> int:

@@ -39,11 +39,11 @@ class RankWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
-    """One kind of rank: its seat, what it computes with, and its samples in each microbatch."""
+    """One kind of rank: its seat, what it computes with, and (samples, in how many microbatches), the last last."""
 
     seat: Seat
     worker: Worker
-    samples: tuple[int, ...]
+    samples: tuple[tuple[int, int], ...]
 
 
 def predict(model: ModelSpec, cluster: ClusterSpec, plan: Plan) -> Prediction:
@@ -125,28 +125,32 @@ def _ranks(model: ModelSpec, plan: Plan, seats: tuple[Seat, ...], samples: int) 
 
 def rank_work(model: ModelSpec, table: OpTable, regions: tuple[Region, ...], rank: Rank) -> RankWork:
     """The work of a rank; a recomputed module's forward counts twice."""
-    worker, samples = rank.worker, rank.samples
+    worker = rank.worker
     modules = len(model.modules)
     again = np.zeros(modules)
     again[[index for region in regions for index in region.members]] = 1.0
     forward_s = backward_s = 0.0
     limits = {"compute": 0.0, "memory traffic": 0.0, "operator calls": 0.0}
-    passes = {}
-    for count in set(samples):
+    last = np.zeros(modules)
+    for count, times in rank.samples:
         ahead = compute.forward(table, worker, count, modules)
         back = compute.backward(table, worker, count, modules)
-        passes[count] = (ahead, back, back.seconds + again * ahead.seconds)
-    for count in samples:
-        ahead, back, with_recompute = passes[count]
-        forward_s += float(ahead.seconds.sum())
-        backward_s += float(with_recompute.sum())
+        last = back.seconds + again * ahead.seconds
+        forward_s += times * float(ahead.seconds.sum())
+        backward_s += times * float(last.sum())
         repeat = float((again * ahead.seconds).sum() / ahead.seconds.sum()) if ahead.seconds.any() else 0.0
-        limits["compute"] += (1 + repeat) * ahead.compute_s + back.compute_s
-        limits["memory traffic"] += (1 + repeat) * ahead.memory_s + back.memory_s
-        limits["operator calls"] += (1 + repeat) * ahead.overhead_s + back.overhead_s
+        limits["compute"] += times * ((1 + repeat) * ahead.compute_s + back.compute_s)
+        limits["memory traffic"] += times * ((1 + repeat) * ahead.memory_s + back.memory_s)
+        limits["operator calls"] += times * ((1 + repeat) * ahead.overhead_s + back.overhead_s)
     traffic, calls = update_cost(model, rank.seat.device.kind)
     # From the second microbatch on, gradients are read, added to and written.
-    accumulate_s = (len(samples) - 1) * 3 * _gradient_nbytes(model) / worker.bandwidth_bytes_per_s * worker.slowdown
+    accumulate_s = (
+        (sum(times for _, times in rank.samples) - 1)
+        * 3
+        * _gradient_nbytes(model)
+        / worker.bandwidth_bytes_per_s
+        * worker.slowdown
+    )
     optimizer_traffic_s = worker.slowdown * traffic / worker.bandwidth_bytes_per_s
     optimizer_calls_s = worker.slowdown * calls * worker.kernel_overhead_s
     limits["memory traffic"] += accumulate_s + optimizer_traffic_s
@@ -155,7 +159,7 @@ def rank_work(model: ModelSpec, table: OpTable, regions: tuple[Region, ...], ran
         forward_s=forward_s,
         backward_s=backward_s + accumulate_s,
         optimizer_s=optimizer_traffic_s + optimizer_calls_s,
-        last_backward_s=passes[samples[-1]][2][::-1],
+        last_backward_s=last[::-1],
         limits=limits,
     )
 
@@ -209,7 +213,7 @@ def _memory(
                 model,
                 plan,
                 regions=regions,
-                slice_samples=max(rank.samples),
+                slice_samples=max(count for count, _ in rank.samples),
                 bucket_nbytes=max((bucket.nbytes for bucket in fused), default=0.0),
                 kind=rank.seat.device.kind,
             ),

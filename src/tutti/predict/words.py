@@ -33,8 +33,9 @@ def bits_per_s(bytes_per_s: float) -> str:
 
 
 def count(number: int, word: str) -> str:
-    """1 rank, 2 ranks."""
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+    """1 rank, 2 ranks, 3 microbatches."""
+    plural = f"{word}es" if word.endswith("ch") else f"{word}s"
+    return f"{number} {word if number == 1 else plural}"
 
 
 def _digits(value: float) -> str:
