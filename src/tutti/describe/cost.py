@@ -27,20 +27,23 @@ class Cost:
     nbytes: float
 
 
-_FREE = frozenset(
+def names(text: str) -> frozenset[str]:
+    """The words of a text."""
+    return frozenset(text.split())
+
+
+_FREE = names(
     "_unsafe_view empty empty_like empty_strided empty_permuted new_empty new_empty_strided lift_fresh lift detach "
     "alias set_ resize_ _reshape_alias is_same_size sym_size sym_numel sym_stride unsafe_split unsafe_split_with_sizes "
-    "unsafe_chunk".split()
+    "unsafe_chunk"
 )
-_GEMM = frozenset("mm addmm bmm baddbmm _scaled_mm _grouped_mm mv addmv dot vdot".split())
-_CONVOLUTION = frozenset(
-    "convolution _convolution convolution_overrideable convolution_backward".split()
-)
-_ELEMENTWISE = frozenset(
+_GEMM = names("mm addmm bmm baddbmm _scaled_mm _grouped_mm mv addmv dot vdot")
+_CONVOLUTION = names("convolution _convolution convolution_overrideable convolution_backward")
+_ELEMENTWISE = names(
     "_softmax _log_softmax _safe_softmax _softmax_backward_data _log_softmax_backward_data native_dropout "
     "native_dropout_backward sum mean prod amax amin max min argmax argmin var std var_mean std_mean cumsum cumprod "
     "logsumexp norm linalg_vector_norm all any bernoulli_ bernoulli uniform_ normal_ nll_loss_forward "
-    "nll_loss_backward nll_loss2d_forward nll_loss2d_backward".split()
+    "nll_loss_backward nll_loss2d_forward nll_loss2d_backward"
 )
 _ELEMENTWISE_PARTS = ("pool", "_loss", "upsample", "grid_sampl", "_foreach_", "softmax", "interpolate")
 
@@ -104,15 +107,13 @@ def _convolution_flops(out: Any, first: Tensor, second: Tensor, *args: Any, **kw
     `args` differ by one: forward (input, weight, bias, ...), backward (grad_output, input, weight, bias_sizes, ...).
     """
     if isinstance(out, Tensor):
-        names = ("bias", "stride", "padding", "dilation", "transposed")
-        named = {**dict(zip(names, args, strict=False)), **kwargs}
+        given = list(args)
         output, input, weight, times = out, first, second, 1
     else:
-        weight, *rest = args
-        names = ("bias", "stride", "padding", "dilation", "transposed", "output_padding", "groups", "output_mask")
-        named = {**dict(zip(names, rest, strict=False)), **kwargs}
-        output, input, times = first, second, sum(map(bool, named["output_mask"][:2]))
-    pixels = (input if named.get("transposed") else output).shape[2:]
+        weight, *given = args
+        output, input, times = first, second, sum(map(bool, kwargs.get("output_mask", given[-1])[:2]))
+    transposed = kwargs.get("transposed", given[4] if len(given) > 4 else False)
+    pixels = (input if transposed else output).shape[2:]
     return 2.0 * times * weight.numel() * input.shape[0] * math.prod(pixels)
 
 

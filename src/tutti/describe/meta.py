@@ -98,7 +98,7 @@ def _empty_parameter(module: nn.Module, name: str, parameter: nn.Parameter | Non
         return
     twin = nn.Parameter(to_meta(parameter), requires_grad=parameter.requires_grad)
     try:
-        torch.utils.swap_tensors(parameter, twin)
+        torch.utils.swap_tensors(parameter, twin)  # type: ignore[no-untyped-call]
     except RuntimeError:  # weak references to it exist: it stays real, and `meta_copy` will not read it
         return
 
@@ -108,9 +108,9 @@ def _in_constructor() -> bool:
     frame = sys._getframe(3)
     while frame is not None:
         code = frame.f_code
-        if code.co_argcount and _CONSTRUCTOR.match(code.co_name):
-            if isinstance(frame.f_locals.get(code.co_varnames[0]), nn.Module):
-                return True
+        named = code.co_argcount and _CONSTRUCTOR.match(code.co_name)
+        if named and isinstance(frame.f_locals.get(code.co_varnames[0]), nn.Module):
+            return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
 

@@ -187,13 +187,15 @@ def _modules(model: nn.Module, traced: _Traced, states: dict[int, int]) -> tuple
 
 def _execution_order(names: list[str], order: dict[str, int]) -> list[str]:
     """Names by when they, or for containers that are not called their first descendant, ran; others last."""
-    first: dict[str, int] = {}
-    for name in names:
-        times = [order[name]] if name in order else []
-        times += [time for other, time in order.items() if name and other.startswith(name + ".")]
-        first[name] = min(times, default=len(order))
+    first = dict(order)
+    for name, time in order.items():
+        parts = name.split(".")
+        for depth in range(1, len(parts)):
+            above = ".".join(parts[:depth])
+            first[above] = min(time, first.get(above, time))
     first[""] = -1
-    return sorted(names, key=lambda name: first[name])  # stable: a container stays before its first child
+    last = len(order)
+    return sorted(names, key=lambda name: first.get(name, last))  # stable: a container stays before its first child
 
 
 def _normalises_over_batch(module: nn.Module) -> bool:

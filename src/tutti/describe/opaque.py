@@ -18,9 +18,7 @@ Enter = Callable[[Cost, bool, int], None]
 """Takes a cost, whether it is of the backward, and the number of kernel launches."""
 
 
-def fused_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, enter: Enter
-) -> Tensor:
+def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, enter: Enter) -> Tensor:
     """Scaled dot product attention as a fused kernel does it (Dao et al. 2022, FlashAttention).
 
     Shapes: query (batch, heads, s, d), key (batch, key_heads, t, d), value (batch, key_heads, t, dv); the result is

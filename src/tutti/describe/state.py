@@ -30,9 +30,7 @@ def optimizer_state(optimizers: Sequence[Optimizer], note: Callable[[str], None]
     return result
 
 
-def _state_nbytes(
-    optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, note: Callable[[str], None]
-) -> int:
+def _state_nbytes(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, note: Callable[[str], None]) -> int:
     try:
         return _after_a_step(optimizer, group, to_meta(parameter))
     except Exception:  # its step is any code: whatever it raises on meta, real tensors are the next try

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules import transformer
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,7 +26,7 @@ from tutti.describe.cost import Cost, cost_of
 from tutti.describe.ledger import Ledger
 from tutti.describe.meta import flat_tensors
 from tutti.describe.opaque import fused_attention, recurrence_of, recurrent
-from tutti.describe.shapes import run_on_meta
+from tutti.describe.shapes import Shapes
 from tutti.spec.model import OpKind
 
 ROOT = ""
@@ -123,7 +124,7 @@ class Tracer:
         self._mark()
 
     def _mark(self) -> None:
-        self.sequence.append(torch.autograd._get_sequence_nr())
+        self.sequence.append(torch._C._autograd._get_sequence_nr())
         self.active.append(self.stack[-1])
 
     def _keep(self, tensor: Tensor) -> Tensor:
@@ -161,6 +162,8 @@ class Tracer:
             fastpath = torch.backends.mha.get_fastpath_enabled()
             torch.backends.mha.set_fastpath_enabled(False)
             stack.callback(torch.backends.mha.set_fastpath_enabled, fastpath)
+            stack.enter_context(_patched(transformer, "_detect_is_causal_mask", _is_causal))
+            stack.enter_context(torch.random.fork_rng(devices=[]))
             if "torch._dynamo" in sys.modules:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(torch.enable_grad())
@@ -192,18 +195,19 @@ class Tracer:
             return _SDPA(query, key, value, attn_mask, dropout_p, is_causal, **options)
 
 
-class _Operators(TorchDispatchMode):
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operator below autograd, forward and backward."""
 
     def __init__(self, tracer: Tracer) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.tracer = tracer
+        self.shapes = Shapes(tracer.ledger.note)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        out = run_on_meta(func, args, kwargs, self.tracer.ledger.note)
+        out = self.shapes.run(func, args, kwargs)
         if isinstance(func, OpOverload):
             self.tracer.operator(func, args, kwargs, out)
         return out
@@ -232,6 +236,11 @@ class _Calls(TorchFunctionMode):
 def _uses_batch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """The `training` argument of F.batch_norm (input, mean, var, weight, bias, training) or torch.batch_norm."""
     return bool(kwargs.get("training", args[5] if len(args) > 5 else False))
+
+
+def _is_causal(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+    """Stands in for nn.TransformerEncoder's look at the values of its mask, which changes no cost counted here."""
+    return bool(is_causal)
 
 
 @contextmanager

@@ -1,0 +1,216 @@
+"""`tutti describe`: what a script's model costs, module by module, from shapes alone."""
+
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tutti.cli.common import SCRIPT_CONTEXT, capture_script, console, emit, json_option, script_arguments
+from tutti.errors import DataError, ScriptError
+from tutti.spec import codec
+from tutti.spec.model import ModelSpec, ModuleSpec
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from tutti.runtime.capture import Captured
+
+SAMPLES = 4
+"""Samples in the traced batch; its half is traced too, to tell costs of a sample from costs of a pass."""
+
+
+@click.command(context_settings=SCRIPT_CONTEXT)
+@json_option
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the ModelSpec to this file.")
+@click.option("--depth", type=click.IntRange(0), help="Show modules this deep; deeper ones are in the sums.")
+@click.option("--all", "every", is_flag=True, help="A row for every module: do not gather equal layers.")
+@script_arguments
+def command(
+    script: Path, arguments: tuple[str, ...], as_json: bool, output: Path | None, depth: int | None, every: bool
+) -> None:
+    """What the model of SCRIPT costs: parameters, FLOPs, bytes, by module, for one sample.
+
+    The script runs up to job.prepare; the model is neither run nor given memory. Options of tutti come before SCRIPT,
+    the script's own ARGUMENTS after it.
+    """
+    with console.status("tracing the model on shapes"):
+        model = describe_script(script, arguments)
+    if output is not None:
+        _write(model, output)
+    if as_json:
+        emit(model)
+        return
+    from rich.console import Console
+
+    out = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    out.print(table(model, depth=depth, every=every))
+    for note in model.notes:
+        out.print(f"note: {note}", markup=False, soft_wrap=True)
+    if output is not None:
+        console.print(f"ModelSpec written to {output}", soft_wrap=True)
+
+
+def describe_script(script: Path, arguments: tuple[str, ...]) -> ModelSpec:
+    """Run a script up to `Job.prepare` and describe its model; the spec is named after the script."""
+    return describe_captured(capture_script(script, arguments), name=script.stem)
+
+
+def describe_captured(captured: "Captured", *, name: str) -> ModelSpec:
+    """The ModelSpec of what a script gave to `prepare`. Raises DataError where no sample can be had."""
+    from tutti.describe import describe_model
+
+    count = SAMPLES if captured.dataset_samples is None else min(SAMPLES, captured.dataset_samples)
+    if count < 1:
+        raise DataError(f"{name}: the data set has 0 samples; give prepare a data set with at least one")
+    try:
+        args, kwargs, target = captured.samples(count)
+    except Exception as error:  # the data set is the user's code
+        raise DataError(
+            f"{name}: the first {count} samples cannot be made into a batch ({type(error).__name__}: {error}); "
+            "correct the data set or its collate function"
+        ) from error
+    return describe_model(
+        captured.model,
+        args,
+        kwargs,
+        target,
+        captured.loss,
+        captured.optimizers,
+        samples=count,
+        name=name,
+        tokens_per_sample=captured.tokens_per_sample,
+        dataset_samples=captured.dataset_samples,
+    )
+
+
+def _write(model: ModelSpec, output: Path) -> None:
+    try:
+        codec.save(model, output)
+    except OSError as error:
+        raise ScriptError(f"--output {output} cannot be written ({error.strerror}); name another file") from None
+
+
+@dataclass(slots=True, kw_only=True)
+class Node:
+    """A module with those below it. `names`: its own and those of equal siblings gathered with it."""
+
+    module: ModuleSpec
+    children: list["Node"] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+
+    def own(self) -> tuple[float, ...]:
+        """Its own parameters, FLOPs forward and backward, and bytes of activations, gradients, optimizer state."""
+        return (
+            self.module.parameters,
+            sum(op.flops_forward for op in self.module.ops),
+            sum(op.flops_backward for op in self.module.ops),
+            self.module.activation_nbytes,
+            self.module.gradient_nbytes,
+            self.module.optimizer_nbytes,
+        )
+
+    def total(self) -> tuple[float, ...]:
+        """Sums over the module and all below it, times its equal siblings."""
+        rows = [self.own(), *(child.total() for child in self.children)]
+        return tuple(len(self.names) * sum(column) for column in zip(*rows, strict=True))
+
+    def alike(self, other: "Node") -> bool:
+        """Whether two subtrees differ in nothing but their names."""
+        return (
+            self.module.kind == other.module.kind
+            and self.own() == other.own()
+            and len(self.children) == len(other.children)
+            and all(
+                mine.names == theirs.names and mine.alike(theirs)
+                for mine, theirs in zip(self.children, other.children, strict=True)
+            )
+        )
+
+
+def tree(model: ModelSpec, *, every: bool = False) -> Node:
+    """The modules as a tree by dotted name; runs of equal numbered siblings are gathered unless `every`."""
+    nodes = {module.name: Node(module=module, names=[module.name.rpartition(".")[2]]) for module in model.modules}
+    root = nodes.setdefault("", Node(module=ModuleSpec(name="", kind=model.name), names=[""]))
+    for name, node in nodes.items():
+        if name:
+            nodes.get(name.rpartition(".")[0], root).children.append(node)
+    if not every:
+        _gather(root)
+    return root
+
+
+def _gather(node: Node) -> None:
+    gathered: list[Node] = []
+    for child in node.children:
+        _gather(child)
+        last = gathered[-1] if gathered else None
+        if last is not None and child.names[0].isdecimal() and last.names[0].isdecimal() and last.alike(child):
+            last.names += child.names
+        else:
+            gathered.append(child)
+    node.children = gathered
+
+
+def table(model: ModelSpec, *, depth: int | None = None, every: bool = False) -> "Table":
+    """The costs of one sample: a row a module, indented; a container's row holds the sums of what is in it."""
+    from rich.table import Table
+
+    tokens = f", {model.tokens_per_sample} tokens" if model.tokens_per_sample else ""
+    inputs = ", ".join(f"{each.name} {list(each.shape)} {each.dtype}" for each in model.inputs)
+    result = Table(
+        title=f"{model.name}: costs of one sample ({inputs}{tokens})",
+        caption=f"{model.evidence}: shapes traced, nothing run. {model.optimizer or 'no optimizer'}; {model.dtype}. "
+        "Rows with modules below them are sums.",
+        title_justify="left",
+        caption_justify="left",
+    )
+    result.add_column("module", no_wrap=True)
+    result.add_column("kind")
+    for heading in ("parameters", "forward", "backward", "activations", "gradients", "optimizer"):
+        result.add_column(heading, justify="right", no_wrap=True)
+    for level, node, times in _rows(tree(model, every=every), 0, 1):
+        if depth is None or level <= depth:
+            result.add_row(*_cells(level, node, times), style="bold" if level == 0 else None)
+    return result
+
+
+def _rows(node: Node, level: int, times: int) -> Iterator[tuple[int, Node, int]]:
+    """Nodes in order with their depth and how often gathered siblings above repeat them."""
+    yield level, node, times
+    for child in node.children:
+        yield from _rows(child, level + 1, times * len(node.names))
+
+
+def _cells(level: int, node: Node, times: int) -> Iterator[Any]:
+    from rich.text import Text
+
+    first, last = node.names[0], node.names[-1]
+    name = first or "(model)"
+    if len(node.names) > 1:
+        name = f"{first}-{last} ({len(node.names)}x)"
+    kind = node.module.kind
+    if node.module.tied_to is not None:
+        kind += f", tied to {node.module.tied_to}"
+    if node.module.batch_statistics:
+        kind += ", batch statistics"
+    yield Text("  " * level + name)
+    yield Text(kind)
+    units = ("", "FLOP", "FLOP", "B", "B", "B")
+    for value, unit in zip(node.total(), units, strict=True):
+        yield scaled(value * times, unit)
+
+
+def scaled(value: float, unit: str) -> str:
+    """A number with three digits and a prefix: (134217728, "B") -> "134 MB", (7e10, "") -> "70.0 B"; "" for 0."""
+    if value == 0:
+        return ""
+    billions = "B" if unit == "" else "G"  # parameters are counted in billions
+    for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, billions), (1e6, "M"), (1e3, "k")):
+        if value >= 0.9995 * factor:
+            value /= factor
+            return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {prefix}{unit}"
+    return f"{value:.4g} {unit}".strip()
