@@ -8,7 +8,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,10 +72,8 @@ def running(*command: str, cwd: Path, environment: dict[str, str] | None = None)
         yield run
     finally:
         for pid in run.processes():
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         run.process.wait()
         for stream in (run.process.stdout, run.process.stderr):
             if stream is not None:

@@ -115,7 +115,11 @@ def test_a_script_without_a_job_is_told_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("source", "words"),
-    [(None, "does not exist"), ("if x\n", "line 1 is not valid Python"), ("x = '\0'\n", "not valid Python|cannot be read")],
+    [
+        (None, "does not exist"),
+        ("if x\n", "line 1 is not valid Python"),
+        ("x = '\0'\n", "not valid Python|cannot be read"),
+    ],
 )
 def test_a_script_that_cannot_be_run_is_refused_before_anything_starts(
     tmp_path: Path, source: str | None, words: str

@@ -13,9 +13,7 @@ FACTS = SCRIPTS / "facts.py"
 def test_a_script_sees_the_same_interpreter_as_under_python(tmp_path: Path) -> None:
     subprocess.run([sys.executable, FACTS, "--x", "1"], cwd=tmp_path, check=True, stdin=subprocess.DEVNULL)
     tutti_run(tmp_path, "--nproc", "2", str(FACTS), "--x", "1")
-    alone, first, second = (
-        json.loads((tmp_path / f"facts-{rank}.json").read_text()) for rank in ("alone", "0", "1")
-    )
+    alone, first, second = (json.loads((tmp_path / f"facts-{rank}.json").read_text()) for rank in ("alone", "0", "1"))
     assert first["facts"] == alone["facts"]
     assert second["facts"] == alone["facts"]
     assert alone["facts"]["exit_function_ran"], "or the comparison would show less than it says"

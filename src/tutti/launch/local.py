@@ -28,6 +28,7 @@ PRELOAD = (
     "torch",
     "torch.distributed",
     "torch.nn.parallel",
+    "torch._dynamo",  # the first optimizer step, or DistributedDataParallel, would load it in every rank
     "numpy",
     "tutti.runtime.job",
     "tutti.launch.rank_main",

@@ -1,0 +1,104 @@
+"""The primary cause is found from what ranks left behind, whatever the order in which they were heard."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tutti.errors import CheckpointError, DataError
+from tutti.launch.base import ErrorKind, LaunchSpec, RankError
+from tutti.launch.failure import killed, primary, sentence
+from tutti.launch.rank_main import failure_of, is_peer_error
+
+
+def spec(*ranks_per_node: int) -> LaunchSpec:
+    rendezvous = "a:1" if len(ranks_per_node) > 1 else None
+    return LaunchSpec(target="t.py", folder=Path("run"), ranks_per_node=ranks_per_node, rendezvous=rendezvous)
+
+
+def error(
+    rank: int, kind: ErrorKind, time_s: float, message: str = "m", *, host: str = "a", trace: str = ""
+) -> RankError:
+    return RankError(rank=rank, host=host, time_s=time_s, kind=kind, exit_code=1, message=message, traceback=trace)
+
+
+def by_rank(*errors: RankError) -> dict[int, RankError]:
+    return {one.rank: one for one in errors}
+
+
+@pytest.mark.parametrize("kind", ["user", "run", "exception", "killed"])
+def test_a_lost_peer_is_never_the_cause_however_early(kind: ErrorKind) -> None:
+    found = primary(spec(3), by_rank(error(0, "peer", 1.0), error(1, kind, 3.0), error(2, "peer", 2.0)), {})
+    assert found.ranks == (1,)
+
+
+def test_of_several_causes_the_earliest_counts() -> None:
+    errors = by_rank(error(0, "exception", 3.0, "late"), error(1, "exception", 2.0, "early"), error(2, "peer", 1.0))
+    assert primary(spec(3), errors, {}).message == "early"
+
+
+def test_equal_messages_are_one_cause_of_several_ranks_and_hosts() -> None:
+    errors = by_rank(error(0, "run", 2.0, "NaN"), error(1, "run", 1.0, "NaN", host="b"), error(2, "run", 0.5, "other"))
+    errors[2] = error(2, "peer", 0.1)
+    found = primary(spec(2, 1), errors, {})
+    assert found.ranks == (0, 1)
+    assert sentence(spec(2, 1), found) == "ranks 0 and 1 on hosts a, b failed: NaN"
+
+
+def test_a_silent_rank_is_named_when_all_others_lost_it() -> None:
+    found = primary(spec(3), by_rank(error(0, "peer", 1.0), error(2, "peer", 1.1)), {0: 1, 2: 1})
+    assert found.ranks == (1,)
+    assert "hangs" in found.message
+
+
+def test_a_peer_lost_on_another_node_sends_the_reader_there() -> None:
+    found = primary(spec(1, 1), by_rank(error(0, "peer", 1.0, "Connection closed by peer")), {0: 1})
+    assert found.ranks == (0,)
+    assert "another node" in found.message
+
+
+def test_the_traceback_is_shown_for_exceptions_only() -> None:
+    raised = primary(spec(2), by_rank(error(0, "exception", 1.0, "ValueError: x", trace="T\nValueError: x\n")), {})
+    assert sentence(spec(2), raised) == "rank 0 on host a failed:\nT\nValueError: x"
+    meant = primary(spec(2), by_rank(error(0, "user", 1.0, "say which", trace="T\n")), {})
+    assert sentence(spec(2), meant) == "rank 0 on host a failed: say which"
+
+
+@pytest.mark.parametrize("code", [-int(signal.SIGTERM), 128 + signal.SIGTERM])
+def test_a_termination_from_outside_is_named(code: int) -> None:
+    assert "signal 15 (SIGTERM)" in killed(1, code).message
+
+
+def test_a_silent_exit_keeps_its_code() -> None:
+    assert killed(0, 7).exit_code == 7
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1", True),
+        ("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 8000ms for recv operation to complete", True),
+        ("Connection reset by peer", True),
+        ("mat1 and mat2 shapes cannot be multiplied", False),
+    ],
+)
+def test_what_a_lost_peer_sounds_like(message: str, expected: bool) -> None:
+    assert is_peer_error(RuntimeError(message)) is expected
+
+
+def test_an_error_that_follows_a_lost_peer_is_no_cause() -> None:
+    lost = RuntimeError("Connection closed by peer")
+    following, caused, replaced = CheckpointError("a"), CheckpointError("b"), CheckpointError("c")
+    following.__context__ = lost  # raised while the loss was handled
+    caused.__cause__ = lost  # raise ... from lost
+    replaced.__context__, replaced.__suppress_context__ = lost, True  # raise ... from None: said on purpose
+    assert [failure_of(0, error).kind for error in (following, caused, replaced)] == ["peer", "peer", "run"]
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind", "code"),
+    [(DataError("d"), "user", 2), (CheckpointError("c"), "run", 1), (KeyError("k"), "exception", 1)],
+)
+def test_kind_and_exit_code_follow_the_error(raised: Exception, kind: str, code: int) -> None:
+    failure = failure_of(3, raised)
+    assert (failure.rank, failure.kind, failure.exit_code) == (3, kind, code)

@@ -1,0 +1,136 @@
+"""Several nodes: supervisors that meet at host:port, on one machine and in network namespaces of their own."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from launch_rig import SCRIPTS, TUTTI, running
+
+ACT = str(SCRIPTS / "act.py")
+TRAIN = str(SCRIPTS / "train.py")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def node(rank: int, rendezvous: str, nproc: str, *script: str, folder: str = "") -> tuple[str, ...]:
+    return (
+        *TUTTI, "run", "--no-predict", "--nnodes", "2", "--node-rank", str(rank), "--nproc", nproc,
+        "--rendezvous", rendezvous, "--timeout", "60", "--folder", folder or f"run{rank}", *script,
+    )  # fmt: skip
+
+
+def test_two_unequal_nodes_train_together(tmp_path: Path) -> None:
+    meet = f"127.0.0.1:{free_port()}"
+    with (
+        running(*node(1, meet, "2,1", TRAIN, "1", "0"), cwd=tmp_path) as second,
+        running(*node(0, meet, "2,1", TRAIN, "1", "0"), cwd=tmp_path) as first,
+    ):
+        code, out, err = first.finish()
+        assert code == 0, err
+        assert out == "epoch 0 of 3 ranks\n"
+        assert second.finish()[0] == 0
+        first.assert_nothing_left()
+        second.assert_nothing_left()
+    assert json.loads((tmp_path / "run0/run.json").read_text())["world_size"] == 3
+    for folder, ranks in (("run0", "01"), ("run1", "2")):
+        assert all((tmp_path / folder / "ranks" / rank / "stdout.log").exists() for rank in ranks)
+
+
+def test_a_failure_on_one_node_ends_both_and_each_says_what_it_knows(tmp_path: Path) -> None:
+    meet = f"127.0.0.1:{free_port()}"
+    with (
+        running(*node(0, meet, "1", ACT, "raise", "1"), cwd=tmp_path) as first,
+        running(*node(1, meet, "1", ACT, "raise", "1"), cwd=tmp_path) as second,
+    ):
+        code, _, err = second.finish()
+        assert code == 1
+        assert "rank 1 on host" in err
+        assert "ValueError: boom in user code" in err
+        code, _, err = first.finish()
+        assert code == 1
+        assert "another node failed or was cut off" in err
+        first.assert_nothing_left()
+        second.assert_nothing_left()
+
+
+def test_a_shared_folder_lets_every_node_name_the_cause(tmp_path: Path) -> None:
+    meet = f"127.0.0.1:{free_port()}"
+    with (
+        running(*node(0, meet, "1", ACT, "raise", "1", folder="shared"), cwd=tmp_path) as first,
+        running(*node(1, meet, "1", ACT, "raise", "1", folder="shared"), cwd=tmp_path) as second,
+    ):
+        assert second.finish()[0] == 1
+        assert "ValueError: boom in user code" in first.finish()[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """Two hosts as network namespaces, joined by a bridge."""
+
+    namespaces: tuple[str, str]
+    addresses: tuple[str, str]
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and the ip command")
+    tag = uuid.uuid4().hex[:6]
+    bridge = f"tb{tag}"
+    names = (f"tutti-{tag}-0", f"tutti-{tag}-1")
+    addresses = ("10.213.77.1", "10.213.77.2")
+    try:
+        try:
+            ip("link", "add", bridge, "type", "bridge")
+            ip("link", "set", bridge, "up")
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no network namespaces here: {error.stderr.strip()}")
+        for index, (name, address) in enumerate(zip(names, addresses, strict=True)):
+            ip("netns", "add", name)
+            ip("link", "add", f"tv{tag}{index}", "type", "veth", "peer", "name", "eth0", "netns", name)
+            ip("link", "set", f"tv{tag}{index}", "master", bridge, "up")
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+            ip("-n", name, "link", "set", "eth0", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield Network(namespaces=names, addresses=addresses)
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+        subprocess.run(["ip", "link", "delete", bridge], check=False, capture_output=True)
+
+
+def test_two_hosts_of_their_own_train_together(network: Network, tmp_path: Path) -> None:
+    meet = f"{network.addresses[0]}:29500"
+    inside = [("ip", "netns", "exec", name) for name in network.namespaces]
+    with (
+        running(*inside[0], *node(0, meet, "1", TRAIN, "1", "0"), cwd=tmp_path) as first,
+        running(*inside[1], *node(1, meet, "1", TRAIN, "1", "0"), cwd=tmp_path) as second,
+    ):
+        code, out, err = first.finish()
+        assert code == 0, err
+        assert out == "epoch 0 of 2 ranks\n"
+        code, _, err = second.finish()
+        assert code == 0, err
+
+
+def test_node_0_on_another_host_than_the_rendezvous_is_refused(network: Network, tmp_path: Path) -> None:
+    command = node(0, f"{network.addresses[1]}:29500", "1", TRAIN, "1", "0")
+    with running("ip", "netns", "exec", network.namespaces[0], *command, cwd=tmp_path) as run:
+        code, _, err = run.finish()
+    assert code == 2
+    assert f"not an address of {socket.gethostname()}" in err
+    assert network.addresses[0] in err, "the address to name instead"
