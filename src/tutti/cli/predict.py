@@ -1,0 +1,84 @@
+"""`tutti predict`: what one plan costs, for a described model or a script, on a cluster."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from tutti.cli.common import SCRIPT_CONTEXT, capture_script, cluster_for, console, emit, json_option
+from tutti.errors import ScriptError
+from tutti.spec import codec
+from tutti.spec.model import ModelSpec
+from tutti.spec.plan import Plan
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from tutti.spec.prediction import Prediction
+
+
+@click.command(context_settings=SCRIPT_CONTEXT)
+@click.option("--model", type=click.Path(path_type=Path), help="A ModelSpec file, instead of a script.")
+@click.option("--cluster", type=click.Path(path_type=Path), help="The machines; this one, measured, if not given.")
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the Prediction to this file.")
+@json_option
+@click.argument("plan", type=click.Path(path_type=Path))
+@click.argument("target", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT [ARGUMENTS]...]")
+def command(
+    plan: Path, target: tuple[str, ...], model: Path | None, cluster: Path | None, output: Path | None, as_json: bool
+) -> None:
+    """Predict step time and memory of PLAN for --model FILE or SCRIPT. With --cluster no hardware is needed."""
+    from tutti.predict import predict
+
+    intended = codec.load(Plan, plan)
+    prediction = predict(_model(model, target), cluster_for(cluster), intended)
+    if output is not None:
+        codec.save(prediction, output)
+    if as_json:
+        emit(prediction)
+        return
+    from rich.console import Console
+
+    show(intended, prediction, Console(highlight=False, width=None if sys.stdout.isatty() else 160))
+
+
+def _model(path: Path | None, target: tuple[str, ...]) -> ModelSpec:
+    if bool(path) == bool(target):
+        raise ScriptError("name one model: --model FILE before the plan, or a script after it")
+    if path is not None:
+        return codec.load(ModelSpec, path)
+    from tutti.cli.planning import model_spec_of
+
+    script = Path(target[0])
+    with console.status("tracing the model on shapes"):
+        return model_spec_of(capture_script(script, target[1:]), name=script.stem)
+
+
+def show(plan: Plan, prediction: "Prediction", out: "Console") -> None:
+    """The prediction for a reader: two tables, and what it stands on."""
+    from rich.table import Table
+
+    from tutti.predict.words import nbytes, seconds
+
+    time, memory = prediction.step_time_s, prediction.memory
+    step = Table(title=f"Predicted step: {seconds(time.value)} ({seconds(time.low)} to {seconds(time.high)})")
+    step.add_column("phase")
+    step.add_column("predicted", justify="right")
+    for phase, value in prediction.phases.items():
+        step.add_row(phase.replace("_", " "), seconds(value))
+    held = Table(title=f"Predicted memory of a rank: {nbytes(memory.total)}")
+    held.add_column("held by")
+    held.add_column("predicted", justify="right")
+    for name in ("parameters", "gradients", "optimizer", "activations", "communication", "buffers", "reserve"):
+        held.add_row(name, nbytes(getattr(memory, name)))
+    out.print(step, held)
+    out.print(
+        f"{prediction.throughput_per_s:,.0f} {plan.batch.unit}/s on {prediction.devices} ranks, "
+        f"{prediction.model_flops_per_s / 1e9:,.1f} GFLOP/s; each rank sends "
+        f"{nbytes(prediction.sent_nbytes_per_rank)} of gradients a step"
+    )
+    if not prediction.fits:
+        out.print("does not fit in memory", style="bold red")
+    for note in prediction.notes:
+        out.print(f"note: {note}", markup=False, soft_wrap=True, style="dim")
