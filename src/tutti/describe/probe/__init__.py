@@ -1,11 +1,11 @@
 """Measuring machines: this host, or all hosts of a process group -> ClusterSpec."""
 
-import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
 
 from tutti.describe.probe.effort import FULL, QUICK, Effort
+from tutti.describe.probe.environment import cache_folder
 from tutti.describe.probe.local import measure_here
 from tutti.spec.cluster import ClusterSpec
 
@@ -37,8 +37,7 @@ def measure(
 
 def cached_cluster_path() -> Path:
     """Where `tutti probe` leaves this host's ClusterSpec, and others look for it."""
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "tutti" / f"cluster-{socket.gethostname()}.json"
+    return cache_folder() / "tutti" / f"cluster-{socket.gethostname()}.json"
 
 
 __all__ = ["FULL", "QUICK", "Effort", "cached_cluster_path", "measure"]

@@ -137,7 +137,8 @@ def _measured(
     import torch
     import torch.distributed as dist
 
-    from tutti.describe.probe.ranks import measure_ranks, pin_loopback
+    from tutti.describe.probe.environment import pin_loopback
+    from tutti.describe.probe.ranks import measure_ranks
 
     pin_loopback()
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")

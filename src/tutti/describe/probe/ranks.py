@@ -1,7 +1,5 @@
 """A probe by all ranks of a process group together: one host or many, the same path."""
 
-import os
-import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -160,11 +158,3 @@ def _party(ranks: list[int], device: torch.device) -> links.Party:
     backend = "nccl" if device.type == "cuda" else "gloo"
     group = dist.new_group(ranks, backend=backend)
     return links.Party(group=group, ranks=tuple(ranks), device=device, backend=backend)
-
-
-def pin_loopback() -> None:
-    """Let ranks of one host meet over the loopback interface, whatever the network looks like."""
-    names = [name for _, name in socket.if_nameindex()]
-    loopback = next((name for name in ("lo", "lo0") if name in names), None)
-    if loopback is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)

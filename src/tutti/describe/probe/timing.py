@@ -15,6 +15,9 @@ import torch
 SAMPLE_S = 1e-3
 """Calls shorter than this are timed several in a row, so that the clock and the waiting do not show."""
 
+CHEAP_S, MOST_SAMPLES = 0.05, 50
+"""Short calls get more samples than asked for, as many as fit this time: a disturbance then moves the median less."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
@@ -41,11 +44,13 @@ def once(call: Callable[[], object], device: torch.device) -> float:
 
 
 def repeated(call: Callable[[], object], device: torch.device, *, repeats: int, budget_s: float) -> Timing:
-    """Median of up to `repeats` timed samples after a warm-up; fewer where they would take longer than `budget_s`."""
+    """Median of `repeats` timed samples after a warm-up: fewer where they would take longer than `budget_s`, more
+    where they are cheap."""
     once(call, device)  # first touch of memory, choice of an algorithm
     first = once(call, device)
     inner = max(1, math.ceil(SAMPLE_S / max(first, 1e-9))) if first < SAMPLE_S else 1
-    count = max(1, min(repeats, int(budget_s / max(first * inner, 1e-9))))
+    sample = max(first * inner, 1e-9)
+    count = max(1, min(repeats, int(budget_s / sample)), min(MOST_SAMPLES, int(CHEAP_S / sample)))
     if inner == 1:
         samples = [first, *(once(call, device) for _ in range(count - 1))]
     else:

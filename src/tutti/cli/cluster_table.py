@@ -1,0 +1,151 @@
+"""A ClusterSpec for people: tables of its devices, links and nodes, with the evidence of each."""
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tutti.spec.cluster import ClusterSpec, DeviceSpec, GemmRate, LinkSpec, NodeSpec
+
+
+def cluster_tables(cluster: ClusterSpec) -> Iterator[RenderableType]:
+    """What to print, in order."""
+    yield Text(f"cluster {cluster.name}", style="bold")
+    yield _nodes(cluster.nodes)
+    for device in cluster.devices.values():
+        yield _device(device)
+        yield _gemm(device) if device.gemm else _peaks(device)
+    if cluster.links:
+        yield _links(cluster.links)
+    if cluster.conditions is not None:
+        seen = cluster.conditions
+        versions = ", ".join(f"{name} {version}" for name, version in seen.versions.items())
+        yield Text(
+            f"measured {seen.measured_utc}; {seen.cores_granted} cores granted; load {seen.load_at_start:.2f} at the "
+            f"start, {seen.load_at_end:.2f} at the end; {versions}"
+        )
+        for note in seen.notes:
+            yield Text(f"note: {note}", style="yellow")
+
+
+def parts_tables(devices: dict[str, DeviceSpec], links: dict[str, LinkSpec]) -> Iterator[RenderableType]:
+    """The catalog: names to use with --device, --node-link and --network."""
+    dtypes = ("float64", "float32", "tf32", "bfloat16", "float16", "float8")
+    table = _table("devices: dense peaks in TFLOP/s", "name", "GB", "GB/s", *dtypes, "year", "evidence")
+    for name, device in devices.items():
+        peaks = [
+            _significant(device.peak_flops_per_s[d] / 1e12) if d in device.peak_flops_per_s else "" for d in dtypes
+        ]
+        memory = f"{device.memory_nbytes / 1e9:.0f}", f"{device.memory_bandwidth_bytes_per_s / 1e9:.0f}"
+        table.add_row(name, *memory, *peaks, str(device.year or ""), device.evidence)
+    yield table
+    table = _table("links: one way", "name", "tier", "latency", "bandwidth", "evidence")
+    for name, link in links.items():
+        table.add_row(name, link.tier, time_text(link.latency_s), rate_text(link.bandwidth_bytes_per_s), link.evidence)
+    yield table
+
+
+def time_text(seconds: float) -> str:
+    """A time with its unit, to three digits."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= size:
+            return f"{_significant(seconds / size)} {unit}"
+    return f"{_significant(seconds / 1e-9)} ns"
+
+
+def rate_text(bytes_per_s: float) -> str:
+    """A bandwidth with its unit, to three digits."""
+    for unit, size in (("TB/s", 1e12), ("GB/s", 1e9), ("MB/s", 1e6)):
+        if bytes_per_s >= size:
+            return f"{_significant(bytes_per_s / size)} {unit}"
+    return f"{_significant(bytes_per_s / 1e3)} kB/s"
+
+
+def curves(rates: Iterable[GemmRate]) -> Iterator[tuple[tuple[str, int, int], list[GemmRate]]]:
+    """Rates grouped by (dtype, threads, processes at once), each in order of N."""
+
+    def key(rate: GemmRate) -> tuple[str, int, int]:
+        return rate.dtype, rate.threads, rate.concurrent
+
+    for name, group in groupby(sorted(rates, key=key), key=key):
+        yield name, sorted(group, key=lambda rate: rate.n)
+
+
+def _gemm(device: DeviceSpec) -> Table:
+    rates = (*device.gemm, *device.gemm_concurrent)
+    sizes = sorted({rate.n for rate in rates})
+    cpu = device.kind == "cpu"
+    heads = ("dtype", "threads", "processes") if cpu else ("dtype",)
+    table = _table("matrix products: GFLOP/s against N, of each process", *heads, *map(str, sizes))
+    for (dtype, threads, processes), curve in curves(rates):
+        found = {rate.n: _significant(rate.flops_per_s / 1e9) for rate in curve}
+        name = (dtype, str(threads), str(processes)) if cpu else (dtype,)
+        table.add_row(*name, *(found.get(n, "") for n in sizes))
+    return table
+
+
+def _peaks(device: DeviceSpec) -> Table:
+    table = _table(f"dense peak in TFLOP/s, {device.evidence}", *device.peak_flops_per_s)
+    table.add_row(*(_significant(peak / 1e12) for peak in device.peak_flops_per_s.values()))
+    return table
+
+
+def _device(device: DeviceSpec) -> Text:
+    lines = [
+        f"{device.name} ({device.evidence}): {device.memory_nbytes / 1e9:.3g} GB, "
+        f"{rate_text(device.memory_bandwidth_bytes_per_s)} memory bandwidth"
+    ]
+    for rate in device.memory_rates:
+        at_once = f", {rate.concurrent} processes at once" if rate.concurrent > 1 else ""
+        lines.append(f"  copying on {rate.threads} thread{'s' * (rate.threads > 1)}{at_once}: {rate_text(rate.bytes_per_s)}")
+    if device.kernel_overhead_s:
+        lines.append(f"  one call of a tiny operator: {time_text(device.kernel_overhead_s)}")
+    lines.append(f"  {device.source}")
+    return Text("\n".join(lines))
+
+
+def _links(links: tuple[LinkSpec, ...]) -> Table:
+    table = _table(
+        "links: time = latency + bytes / bandwidth",
+        *("tier", "backend", "fitted to", "ranks", "latency", "bandwidth", "residual", "evidence"),
+    )
+    for link in links:
+        table.add_row(
+            link.tier,
+            link.backend,
+            link.fitted_to.replace("_", "-") or "data sheet",
+            str(link.ranks) if link.points else "",
+            time_text(link.latency_s),
+            rate_text(link.bandwidth_bytes_per_s),
+            f"{link.residual:.0%}" if link.points else "",
+            link.evidence,
+        )
+    return table
+
+
+def _nodes(nodes: tuple[NodeSpec, ...]) -> Table:
+    table = _table("nodes", "first host", "count", "devices of each", "memory", "disk read")
+    for node in nodes:
+        read = node.disk_read_bytes_per_s
+        table.add_row(
+            node.name,
+            str(node.count),
+            f"{node.devices_per_node} x {node.device}",
+            f"{node.memory_nbytes / 1e9:.3g} GB",
+            rate_text(read) if read else "not measured",
+        )
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="", pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index > 0)
+    return table
+
+
+def _significant(value: float) -> str:
+    """Three digits, without an exponent."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,0 +1,194 @@
+"""`tutti probe`: measure this machine or a cluster, or write one down from data sheets."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tutti.cli.common import console, emit, json_option
+from tutti.errors import SpecError
+from tutti.spec import codec
+from tutti.spec.cluster import ClusterSpec
+
+_SIZES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The command line, as given."""
+
+    quick: bool
+    nproc: int | None
+    output: Path | None
+    plot: Path | None
+    no_plot: bool
+    show_parts: bool
+    device: str | None
+    devices_per_node: int
+    nodes: int
+    node_link: str | None
+    network: str | None
+    network_ports: int
+    node_memory: int | None
+    as_json: bool
+
+
+def _nbytes(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
+    """ "512GiB" or "512GB" as bytes."""
+    if text is None:
+        return None
+    for unit in sorted(_SIZES, key=len, reverse=True):
+        number = text.upper().removesuffix(unit)
+        if number != text.upper():
+            try:
+                return int(float(number) * _SIZES[unit])
+            except ValueError:
+                break
+    raise click.BadParameter(f"{text!r} is not a size; write it as 512GiB or 512GB")
+
+
+@click.command()
+@click.option("--quick", is_flag=True, help="About 10 seconds instead of about 90: fewer sizes and repeats.")
+@click.option("--nproc", type=click.IntRange(1), help="Processes of this host to measure with.")
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="The ClusterSpec file to write.")
+@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="The picture (.svg, .png, .pdf).")
+@click.option("--no-plot", is_flag=True, help="Draw no picture.")
+@click.option("--list", "show_parts", is_flag=True, help="Show the devices and links that can be written down.")
+@click.option("--device", help="Write a cluster of this device down, measuring nothing.")
+@click.option("--devices-per-node", type=click.IntRange(1), default=1, show_default=True)
+@click.option("--nodes", type=click.IntRange(1), default=1, show_default=True)
+@click.option("--node-link", help="What joins the devices of a node, such as NVLink3.")
+@click.option("--network", help="What joins the nodes, such as InfiniBand-HDR-200.")
+@click.option("--network-ports", type=click.IntRange(1), default=1, show_default=True, help="Ports of each node.")
+@click.option("--node-memory", callback=_nbytes, metavar="SIZE", help="Memory of each host; its devices' if not said.")
+@json_option
+def command(**given: Any) -> None:
+    """Measure this machine: matrix products, memory, links between ranks, disk.
+
+    Started on several ranks (torchrun, srun, mpirun), it measures all their hosts and the network between them.
+    With --device it writes down a cluster that is not here. The result is kept for `tutti plan` and `tutti run`.
+    """
+    options = Options(**given)
+    if options.show_parts:
+        _show_parts(options)
+    elif options.device is not None:
+        _write_down(options, options.device)
+    else:
+        _measure(options)
+
+
+def _show_parts(options: Options) -> None:
+    from tutti.describe.catalog import parts
+
+    if options.as_json:
+        emit(parts())
+        return
+    from tutti.cli.cluster_table import parts_tables
+
+    _print(parts_tables(parts().devices, parts().links))
+
+
+def _write_down(options: Options, device: str) -> None:
+    from tutti.describe.catalog import cluster_from_parts
+
+    name = f"{options.nodes} x {options.devices_per_node} x {device}"
+    cluster = cluster_from_parts(
+        name,
+        device,
+        devices_per_node=options.devices_per_node,
+        nodes=options.nodes,
+        node_link=options.node_link,
+        network=options.network,
+        network_ports=options.network_ports,
+        node_memory_nbytes=options.node_memory,
+    )
+    default = Path(f"cluster-{options.nodes}x{options.devices_per_node}-{device}.json")
+    _finish(options, cluster, options.output or default)
+
+
+def _measure(options: Options) -> None:
+    from tutti.describe.probe import cached_cluster_path, measure
+    from tutti.runtime.env import read_place
+
+    if options.plot is not None:
+        _check_plot(options.plot)
+    place = read_place()
+    if place.world_size > 1:
+        _measure_with_all_ranks(options)
+        return
+    with _progress() as say:
+        cluster = measure(quick=options.quick, ranks=options.nproc, progress=say)
+    _finish(options, cluster, options.output or cached_cluster_path())
+
+
+def _measure_with_all_ranks(options: Options) -> None:
+    """The same by the ranks that a launcher started; rank 0 writes and prints."""
+    from tutti.describe.probe import FULL, QUICK, cached_cluster_path
+    from tutti.describe.probe.ranks import measure_ranks
+    from tutti.runtime.world import join, leave
+
+    world = join()
+    try:
+        with _progress(world.is_main) as say:
+            effort = QUICK if options.quick else FULL
+            cluster = measure_ranks(world.device, effort, folder=Path.cwd(), say=say)
+    finally:
+        leave()
+    if world.is_main:
+        one_host = len(cluster.nodes) == 1 and cluster.nodes[0].count == 1
+        _finish(options, cluster, options.output or (cached_cluster_path() if one_host else Path("cluster.json")))
+
+
+def _check_plot(path: Path) -> None:
+    """Refuse a wrong ending before anything is measured."""
+    if path.suffix not in (".svg", ".png", ".pdf"):
+        raise SpecError(f"{path}: a plot is written as .svg, .png or .pdf; change the ending")
+
+
+@contextmanager
+def _progress(here: bool = True) -> Iterator[Callable[[str], None]]:
+    """What is being measured, on one line of standard error, when a person watches."""
+    if not (here and console.is_terminal):
+        yield lambda text: None
+        return
+    with console.status("starting") as status:
+        yield lambda text: status.update(f"measuring: {text}")
+
+
+def _finish(options: Options, cluster: ClusterSpec, output: Path) -> None:
+    """Write the spec and its picture; print the spec as JSON or as tables."""
+    try:
+        codec.save(cluster, output)
+    except OSError as error:
+        raise SpecError(f"{output} cannot be written ({error.strerror}); choose another --output") from None
+    picture = None if options.no_plot or not _measured(cluster) else options.plot or output.with_suffix(".svg")
+    if picture is not None:
+        from tutti.cli.cluster_plot import plot_cluster
+
+        plot_cluster(cluster, picture)
+    if options.as_json:
+        emit(cluster)
+    else:
+        from tutti.cli.cluster_table import cluster_tables
+
+        _print(cluster_tables(cluster))
+    console.print(f"written: {output}" + (f", {picture}" if picture is not None else ""), soft_wrap=True)
+
+
+def _measured(cluster: ClusterSpec) -> bool:
+    return any(device.gemm for device in cluster.devices.values())
+
+
+def _print(renderables: Iterator[Any]) -> None:
+    """Tables on standard output, as wide as they are where nobody watches."""
+    from rich.console import Console
+
+    out = Console(highlight=False)
+    if not out.is_terminal:
+        out = Console(highlight=False, width=160)
+    for renderable in renderables:
+        out.print(renderable)
+        out.print()
