@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tutti.describe.model import describe_model
 from worked.examples import EXAMPLES
 
 CNN = EXAMPLES["cnn_7x7x3_tail"]
@@ -106,13 +107,20 @@ def parameters(model: nn.Module, *, biases: bool = True) -> int:
     return sum(p.numel() for name, p in model.named_parameters() if biases or not name.endswith("bias"))
 
 
+def described(model: nn.Module, shape: tuple[int, ...]) -> int:
+    """The number of parameters that `tutti describe` counts."""
+    samples = 4
+    inputs, target = torch.zeros(samples, *shape), torch.zeros(samples, dtype=torch.int64)
+    return describe_model(model, (inputs,), {}, target, F.cross_entropy, samples=samples).parameters
+
+
 def test_mnist_shapes_and_counts() -> None:
     entry = EXAMPLES["mnist_shapes"]
     network = mnist_network()
     weights = [layer.weight.numel() for layer in network if isinstance(layer, nn.Conv2d | nn.Linear)]
     assert weights == [layer[-1] for layer in entry["layers"] if layer[0] != "flatten"]
     assert parameters(network, biases=False) == entry["weights"]
-    assert parameters(network) == entry["weights_plus_biases"]
+    assert parameters(network) == described(network, (1, 28, 28)) == entry["weights_plus_biases"]
     sizes, value = [], torch.zeros(2, 1, 28, 28)
     for layer in network:
         value = layer(value)
@@ -129,6 +137,7 @@ def test_mlp_counts() -> None:
     network = nn.Sequential(nn.Linear(a, b), nn.ReLU(), nn.Linear(b, c))
     assert parameters(network, biases=False) == entry["weights"]
     assert parameters(network) == entry["total"] == entry["weights"] + entry["biases"]
+    assert described(network, (a,)) == entry["total"]
 
 
 def test_activations() -> None:
