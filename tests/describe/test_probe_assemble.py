@@ -1,0 +1,133 @@
+"""Findings put together: equal hosts are merged, the slowest counts, and what disturbed the probe is said."""
+
+from dataclasses import replace
+
+from tutti.describe.probe.assemble import assemble
+from tutti.describe.probe.findings import DeviceRates, Findings, RankFacts, SharedRates
+from tutti.describe.probe.host import HostFacts
+from tutti.spec import codec
+from tutti.spec.cluster import ClusterSpec, DeviceKind, GemmRate, LinkPoint, LinkSpec, MemoryRate
+
+GB = 10**9
+
+
+def fact(host: str, *, cores: int = 4, memory: int = 64 * GB, load: float = 0.1, device: str = "") -> RankFacts:
+    kind: DeviceKind = "cuda" if device else "cpu"
+    return RankFacts(
+        host=HostFacts(name=host, cpu="CPU", cores=cores, memory_nbytes=memory, load=load),
+        kind=kind,
+        device=device or f"CPU, {cores} cores",
+        device_memory_nbytes=16 * GB if device else memory,
+        visible=4 if device else 1,
+        versions={"torch": "2.6.0"},
+    )
+
+
+def link(bandwidth: float) -> LinkSpec:
+    return LinkSpec(
+        tier="node",
+        latency_s=1e-5,
+        bandwidth_bytes_per_s=bandwidth,
+        fitted_to="all_reduce",
+        points=(LinkPoint(nbytes=10**6, time_s=1e6 / bandwidth),),
+        source="test",
+        evidence="measured",
+    )
+
+
+RATES = DeviceRates(
+    gemm=(
+        GemmRate(dtype="float32", n=256, threads=1, flops_per_s=1e9),
+        GemmRate(dtype="float32", n=512, threads=4, flops_per_s=3e9),
+        GemmRate(dtype="bfloat16", n=512, threads=4, flops_per_s=2e9),
+    ),
+    memory=(MemoryRate(threads=1, bytes_per_s=1e10), MemoryRate(threads=4, bytes_per_s=3e10)),
+    kernel_overhead_s=1e-6,
+    notes=("something was skipped",),
+)
+
+
+def findings(facts: list[RankFacts]) -> Findings:
+    return Findings(
+        facts=facts,
+        alone={fact.device: RATES for fact in facts},
+        shared=[SharedRates() for _ in facts],
+        node_links=[() for _ in facts],
+        network_links=[() for _ in facts],
+        disk_read_bytes_per_s=[1e9] * len(facts),
+        load_at_end=[0.2] * len(facts),
+    )
+
+
+def test_one_host_of_two_ranks() -> None:
+    cluster = assemble(findings([fact("a"), fact("a")]), measured_utc="2026-01-01T00:00:00Z")
+    (node,) = cluster.nodes
+    assert (cluster.name, node.count, node.devices_per_node, cluster.device_count) == ("a", 1, 1, 1)
+    device = cluster.devices["CPU, 4 cores"]
+    assert device.peak_flops_per_s == {"float32": 3e9, "bfloat16": 2e9}
+    assert (device.memory_bandwidth_bytes_per_s, device.cores, device.evidence) == (3e10, 4, "measured")
+    assert cluster.conditions is not None
+    assert cluster.conditions.notes == ("something was skipped",)
+    assert codec.loads(ClusterSpec, codec.dumps(cluster)) == cluster
+
+
+def test_equal_hosts_are_one_node_with_a_count() -> None:
+    facts = [fact("a"), fact("a"), fact("b", memory=63 * GB), fact("c", cores=8), fact("d", memory=32 * GB)]
+    found = replace(findings(facts), disk_read_bytes_per_s=[2e9, None, 1e9, 3e9, 4e9])
+    cluster = assemble(found)
+    assert cluster.name == "a and 3 more"
+    assert [(n.name, n.device, n.count, n.memory_nbytes // GB, n.disk_read_bytes_per_s) for n in cluster.nodes] == [
+        ("a", "CPU, 4 cores", 2, 63, 1e9),
+        ("c", "CPU, 8 cores", 1, 64, 3e9),
+        ("d", "CPU, 4 cores", 1, 32, 4e9),
+    ]
+    assert set(cluster.devices) == {"CPU, 4 cores", "CPU, 8 cores"}
+
+
+def test_gpus_of_a_host_are_counted_by_kind() -> None:
+    facts = [fact("a", device="V100"), fact("a", device="V100"), fact("b", device="V100"), fact("c", device="T4")]
+    cluster = assemble(findings(facts))
+    assert [(n.name, n.device, n.devices_per_node, n.count) for n in cluster.nodes] == [
+        ("a", "V100", 4, 2),
+        ("c", "T4", 4, 1),
+    ]
+    assert cluster.devices["V100"].memory_nbytes == 16 * GB
+    assert cluster.devices["V100"].cores == 0
+
+
+def test_rates_of_ranks_at_once_are_medians_of_what_all_have() -> None:
+    def shared(rate: float, *more: int) -> SharedRates:
+        gemm = tuple(
+            GemmRate(dtype="float32", n=n, threads=2, flops_per_s=rate, concurrent=2, spread=rate) for n in (256, *more)
+        )
+        copied = MemoryRate(threads=2, bytes_per_s=10 * rate, concurrent=2)
+        return SharedRates(gemm=gemm, memory=(copied,))
+
+    found = replace(findings([fact("a"), fact("a")]), shared=[shared(1.0, 512), shared(2.0)])
+    device = assemble(found).devices["CPU, 4 cores"]
+    assert device.gemm == RATES.gemm
+    (rate,) = device.gemm_concurrent  # N = 512 was measured by one of them only
+    assert (rate.n, rate.threads, rate.concurrent, rate.flops_per_s, rate.spread) == (256, 2, 2, 1.5, 2.0)
+    assert device.memory_rates[-1] == MemoryRate(threads=2, bytes_per_s=15.0, concurrent=2)
+
+
+def test_the_slowest_host_gives_the_link() -> None:
+    links = [(link(3e9),), (link(3e9),), (link(1e9),), (link(2e9),)]
+    found = replace(findings([fact("a"), fact("a"), fact("b"), fact("b")]), node_links=links)
+    spec = assemble(found).link("node")
+    assert spec is not None
+    assert spec.bandwidth_bytes_per_s == 1e9
+    assert assemble(found).link("network") is None
+
+
+def test_what_may_have_disturbed_is_said() -> None:
+    facts = [fact("a"), replace(fact("b", load=3.0), versions={"torch": "2.5.0"})]
+    found = replace(findings(facts), disk_read_bytes_per_s=[None, 1e9], load_at_end=[0.5, 2.0])
+    seen = assemble(found).conditions
+    assert seen is not None
+    assert (seen.cores_granted, seen.load_at_start, seen.load_at_end) == (4, 3.0, 2.0)
+    notes = "\n".join(seen.notes)
+    assert "host b had a load of 3.0 on 4 cores" in notes
+    assert "host a had a load" not in notes
+    assert "host b has other versions" in notes
+    assert "the disk of host a was not read" in notes

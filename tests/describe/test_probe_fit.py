@@ -1,0 +1,71 @@
+"""The alpha-beta fit: exact on exact times, best in its own measure on noisy ones, never negative."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tutti.describe.probe.fit import Transfer, fit_link
+from tutti.spec.cluster import LinkPoint
+
+SIZES = (1024, 16384, 262144, 2097152, 16777216)
+
+
+def times(latency_s: float, bandwidth: float, transfer: Transfer, ranks: int) -> list[LinkPoint]:
+    """Points of the model itself: a ring all-reduce, or one message."""
+    steps = 2 * (ranks - 1) if transfer == "all_reduce" else 1
+    part = 2 * (ranks - 1) / ranks if transfer == "all_reduce" else 1
+    return [LinkPoint(nbytes=n, time_s=steps * latency_s + part * n / bandwidth) for n in SIZES]
+
+
+@given(
+    latency_s=st.floats(1e-6, 1e-3),
+    bandwidth=st.floats(1e7, 1e12),
+    transfer=st.sampled_from(["all_reduce", "send"]),
+    ranks=st.integers(2, 9),
+)
+def test_constants_of_the_model_come_back(latency_s: float, bandwidth: float, transfer: Transfer, ranks: int) -> None:
+    fitted = fit_link(times(latency_s, bandwidth, transfer, ranks), transfer=transfer, ranks=ranks)
+    assert fitted.latency_s == pytest.approx(latency_s, rel=1e-9)
+    assert fitted.bandwidth_bytes_per_s == pytest.approx(bandwidth, rel=1e-9)
+    assert fitted.residual < 1e-9
+
+
+@given(st.lists(st.floats(0.7, 1.4), min_size=len(SIZES), max_size=len(SIZES)))
+def test_no_nearby_line_has_a_smaller_residual(noise: list[float]) -> None:
+    exact = times(2e-5, 2e9, "send", 2)
+    points = [LinkPoint(nbytes=p.nbytes, time_s=p.time_s * factor) for p, factor in zip(exact, noise, strict=True)]
+    fitted = fit_link(points, transfer="send", ranks=2)
+
+    def residual(latency_s: float, bandwidth: float) -> float:
+        errors = [(latency_s + p.nbytes / bandwidth) / p.time_s - 1 for p in points]
+        return math.sqrt(sum(error**2 for error in errors) / len(errors))
+
+    best = residual(fitted.latency_s, fitted.bandwidth_bytes_per_s)
+    assert fitted.residual == pytest.approx(best, rel=1e-6, abs=1e-12)
+    for latency in (0.99, 1.0, 1.01):
+        for bandwidth in (0.99, 1.0, 1.01):
+            nearby = residual(fitted.latency_s * latency, fitted.bandwidth_bytes_per_s * bandwidth)
+            assert nearby >= best * (1 - 1e-9)
+
+
+def test_the_residual_is_the_relative_error() -> None:
+    # Two sizes measured twice, 10 % above and 10 % below one line: the fit cannot do better than about 10 %.
+    line = [1.0, 2.0]
+    points = [LinkPoint(nbytes=1000 * (i + 1), time_s=t * f) for i, t in enumerate(line) for f in (0.9, 1.1)]
+    assert fit_link(points, transfer="send", ranks=2).residual == pytest.approx(0.1, rel=0.02)
+
+
+def test_a_line_below_the_origin_gets_no_negative_latency() -> None:
+    points = [LinkPoint(nbytes=n, time_s=t) for n, t in ((1000, 1e-7), (2000, 1e-5), (3000, 2e-5))]
+    fitted = fit_link(points, transfer="send", ranks=2)
+    assert fitted.latency_s == 0
+    assert 0 < fitted.bandwidth_bytes_per_s < math.inf
+
+
+def test_times_that_fall_with_size_still_give_a_bandwidth() -> None:
+    points = [LinkPoint(nbytes=n, time_s=t) for n, t in ((1000, 3e-5), (2000, 2e-5), (4000, 1e-5))]
+    fitted = fit_link(points, transfer="all_reduce", ranks=2)
+    assert fitted.bandwidth_bytes_per_s == pytest.approx(4000 / 1e-5)
+    assert 0 < 2 * fitted.latency_s < 3e-5
