@@ -5,6 +5,7 @@ Each rank gets one thread, so that 4 ranks on 2 cores stay quick; every wait has
 
 import multiprocessing
 import os
+import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -28,7 +29,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     with tempfile.TemporaryDirectory() as folder:
         pipes = [_context.Pipe(duplex=False) for _ in range(world_size)]
         processes = [
-            _context.Process(target=_rank, args=(rank, world_size, folder, pipes[rank][1], function, args), daemon=True)
+            _context.Process(target=_rank, args=(rank, world_size, folder, pipes[rank][1], function, args))
             for rank in range(world_size)
         ]
         for process in processes:
@@ -53,7 +54,7 @@ def _collect(receivers: list[Connection], timeout_s: float) -> list[Any]:
         for receiver in ready:
             rank = waiting.pop(receiver)  # type: ignore[index, arg-type]
             try:
-                ok, value = receiver.recv()  # type: ignore[union-attr]
+                ok, value = pickle.loads(receiver.recv_bytes())  # type: ignore[union-attr]
             except EOFError:
                 raise RankFailed(f"rank {rank} died without a word") from None
             if not ok:
@@ -79,6 +80,6 @@ def _rank(
     )
     os.chdir(folder)
     try:
-        sender.send((True, function(*args)))
+        sender.send_bytes(pickle.dumps((True, function(*args))))  # plain pickle: tensors travel by value
     except BaseException:
-        sender.send((False, traceback.format_exc()))
+        sender.send_bytes(pickle.dumps((False, traceback.format_exc())))

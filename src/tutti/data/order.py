@@ -40,7 +40,7 @@ def batch_bounds(order: Indices, batch: BatchPlan, tokens: int | Sequence[int] |
     `tokens`: tokens of each sample, for a batch that counts tokens: consecutive samples are taken while their sum
     is at most the global batch size. Raises DataError for a sample that alone exceeds it.
     """
-    bounds = _sample_bounds(len(order), batch.global_batch_size)
+    size = batch.global_batch_size
     if batch.unit == "tokens":
         if tokens is None:
             raise DataError(
@@ -49,20 +49,13 @@ def batch_bounds(order: Indices, batch: BatchPlan, tokens: int | Sequence[int] |
             )
         if isinstance(tokens, int):
             _check_fits(tokens, batch.global_batch_size, "every sample")
-            bounds = _sample_bounds(len(order), batch.global_batch_size // tokens)
+            size = batch.global_batch_size // tokens
         else:
             return _token_bounds(order, batch, np.asarray(tokens, dtype=np.int64))
-    if batch.last_batch == "drop" and len(bounds) > 1 and _is_short(bounds):
+    bounds = np.append(np.arange(0, len(order), size, dtype=np.int64), len(order))
+    if batch.last_batch == "drop" and len(order) % size:
         bounds = bounds[:-1]
     return bounds
-
-
-def _sample_bounds(samples: int, size: int) -> Indices:
-    return np.append(np.arange(0, samples, size, dtype=np.int64), samples)
-
-
-def _is_short(bounds: Indices) -> bool:
-    return len(bounds) == 2 or bool(bounds[-1] - bounds[-2] < bounds[1] - bounds[0])
 
 
 def _token_bounds(order: Indices, batch: BatchPlan, tokens: Indices) -> Indices:

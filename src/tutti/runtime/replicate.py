@@ -30,11 +30,15 @@ LossFunction = Callable[[nn.Module, Any], Any]
 
 
 class Forward(nn.Module):
-    """Runs a user's function over the model inside one forward call, which is what DDP watches."""
+    """Runs a user's function over the model inside one forward call, which is what DDP watches.
+
+    `idle` is never used: DDP, told to expect unused parameters, writes a warning on every rank where there are none.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        self.idle = nn.Parameter(torch.zeros_like(next(model.parameters()).detach().reshape(-1)[:1]))
 
     def forward(self, function: LossFunction, batch: Any) -> Any:
         return function(self.model, batch)
