@@ -41,16 +41,19 @@ def pooled_std(groups: Sequence[Sequence[float]]) -> float:
 
 
 def tolerance(reports: Reports) -> float:
-    """How far apart two qualities may be and count as equal: max(eps, 2 * pooled std over repeats)."""
-    groups: dict[tuple[str | None, float | int | None], list[float]] = {}
+    """How far apart two qualities may be and count as equal: max(eps, 2 * pooled std over repeats).
+
+    Repeats are three runs or more of one configuration on equally many ranks. The tolerance is at most four times
+    eps: a recipe whose repeats differ by more shows no equality, and a failed repeat must not widen it.
+    """
+    groups: dict[tuple[str, float | int | None], list[float]] = {}
     for report in reports:
-        if report.quality.test_value.value is not None:
+        if report.quality.test_value.value is not None and report.config_sha256 is not None:
             key = (report.config_sha256, report.system.ranks.value)
             groups.setdefault(key, []).append(report.quality.test_value.value)
     first = reports[0].quality
     eps = eps_of(first.test_value.value or 0.0, first.higher_is_better)
-    known = [group for (config, _), group in groups.items() if config is not None]
-    return max(eps, 2 * pooled_std(known))
+    return min(4 * eps, max(eps, 2 * pooled_std([group for group in groups.values() if len(group) > 2])))
 
 
 def same_quality(reports: Reports) -> list[Finding]:

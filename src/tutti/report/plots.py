@@ -178,6 +178,12 @@ def curve_plot(
         axes.set_xlabel("samples trained on")
         axes.xaxis.set_major_formatter(lambda v, _: _thousands(v))
     metrics = list(dict.fromkeys(curve.metric for curve, _ in curves))
+    values = [value for curve, _ in curves for value in curve.values]
+    if min(values) > 0 and max(values) > 30 * min(values):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(lambda v, _: f"{v:g}")
+        axes.yaxis.set_minor_formatter(lambda v, _: "")
+        axes.tick_params(axis="y", which="minor", length=0)
     axes.set_ylabel(" / ".join(metrics))
     if len(curves) > 1:
         axes.legend(loc="best", handlelength=1.6)

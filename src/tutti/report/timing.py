@@ -91,7 +91,10 @@ def time_report(records: Records) -> TimeReport:
         per_step=seen(typical(steady, "wall_s"), "s", steady_note(records)),
         step_phases=quantities(typical_phases, "median of the steady steps") if steady else {},
         load_wait=seen(parts["data"], "s", "waiting for the next batch, over the run"),
-        startup={name: seen(seconds, "s", "before the clock of the run starts") for name, seconds in startup.items()},
+        startup={
+            name: seen(seconds, "s", "of rank 0; prepare is in the wall time, under other")
+            for name, seconds in startup.items()
+        },
         generations=seen(generations),
         repeated_steps=seen(repeated, note="steps done again after a resume" if repeated else ""),
     )

@@ -108,7 +108,8 @@ class DataReport:
 class TimeReport:
     """Where the time went. `breakdown` is rank 0's; `accounted` is its sum over `wall`, 1 when it adds up.
 
-    `wall`: from the start of training to its end, over all generations of a resumed run. `startup`: before that.
+    `wall`: from the start of prepare to the end, over all generations of a resumed run. `startup`: how long it took
+    until the first step, by part.
     `per_step` is the median of the steady steps; its note says which steps those are.
     """
 

@@ -1,0 +1,284 @@
+"""The twelve rules: published tables that mislead are refused, honest runs are left alone."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from run_folders import Story, vary, write_run
+
+from tutti.report.build import build_report
+from tutti.report.comparability import pooled_std, tolerance
+from tutti.report.compare import compare
+from tutti.report.quality import parse_target
+from tutti.report.rules import check_run
+from tutti.spec.report import (
+    BaselineReport,
+    BatchReport,
+    DataReport,
+    FlopsReport,
+    QualityReport,
+    Quantity,
+    RecipeReport,
+    RunReport,
+    StopReport,
+    SystemReport,
+    TimeReport,
+    TuningReport,
+)
+
+
+def published(value: float | None, unit: str = "") -> Quantity:
+    return Quantity(unit=unit) if value is None else Quantity(value=value, unit=unit, evidence="published")
+
+
+def published_row(
+    name: str,
+    *,
+    device: str,
+    devices: int,
+    batch: int,
+    quality: float,
+    seconds: float,
+    metric: str = "f1",
+    config: str | None = None,
+    **changes: Any,
+) -> RunReport:
+    """A line of a published table as a report: what the table does not say is null."""
+    unknown = Quantity()
+    row = RunReport(
+        name=name, script="", command="", started_utc="", model="ResNet-50", parameters=unknown, status="completed",
+        scope="train", headline="",
+        quality=QualityReport(name="test", metric=metric, split="test", test_value=published(quality),
+                              best_value=published(quality)),
+        data=DataReport(name="", kind="", train_samples=unknown, train_sha256=None, hash_covers=""),
+        time=TimeReport(wall=published(seconds, "s"), breakdown={}, accounted=unknown, per_step=unknown),
+        throughput=unknown, steps=unknown, skipped_steps=unknown, epochs=unknown, samples_seen=unknown,
+        device_seconds=published(devices * seconds, "device s"),
+        system=SystemReport(device_model=device, device_kind="cuda", ranks=published(devices, "ranks"), hosts=unknown,
+                            devices=published(devices, "devices"), cores_used=unknown),
+        batch=BatchReport(global_size=published(batch, "samples"), local_size=unknown, micro_size=unknown,
+                          num_microbatches=unknown),
+        recipe=RecipeReport(optimizer="", lr=unknown, lr_rule=None, scheduler=None, clip_norm=unknown,
+                            precision="full", seed=unknown, last_batch=""),
+        plan=None, stop=StopReport(), config_sha256=config,
+    )  # fmt: skip
+    return replace(row, **changes)
+
+
+# Sedona, IGARSS tutorial 2021: batch, GPUs, F1, seconds.
+SEDONA = ((512, 8, 0.78, 49400), (8000, 128, 0.74, 3400), (16000, 128, 0.64, 2800), (32000, 128, 0.43, 2500))
+# LAPENNA unit 11, 2022: device, count, seconds, top-1 in percent.
+IMAGENET = (
+    ("He 2016", "P100", 8, 256, 29 * 3600, 75.3),
+    ("Goyal 2017", "P100", 256, 8192, 3600, 76.3),
+    ("Akiba 2017", "P100", 1024, 32768, 900, 74.9),
+    ("Jia 2018", "P40", 2048, 65536, 396, 75.8),
+    ("Mikami 2018", "V100", 2176, 34816, 224, 75.03),
+)
+
+
+def test_sedona_rows_below_the_reference_quality_have_no_speedup() -> None:
+    reports = [
+        published_row(f"batch {batch}", device="K80", devices=gpus, batch=batch, quality=f1, seconds=seconds)
+        for batch, gpus, f1, seconds in SEDONA
+    ]
+    comparison = compare(reports)
+    for i in (1, 2, 3):
+        codes = {finding.code for finding in comparison.findings if finding.run == i and finding.severity == "refuse"}
+        assert "QUALITY-LOSS" in codes
+        assert comparison.rows[i].speedup.value is None
+        assert comparison.rows[i].efficiency.value is None
+        assert "faster and worse is not faster" in comparison.rows[i].refusal
+    assert comparison.scaling == "weak"
+    more_than_linear = {f.run for f in comparison.findings if f.code == "MORE-THAN-LINEAR"}
+    assert more_than_linear == {2, 3}  # the table's own efficiencies: 0.908, 1.103, 1.235
+
+
+def test_imagenet_table_has_no_scaling_efficiency_and_no_ranking() -> None:
+    reports = [
+        published_row(name, device=device, devices=count, batch=batch, quality=top1, seconds=seconds, metric="accuracy")
+        for name, device, count, batch, seconds, top1 in IMAGENET
+    ]
+    comparison = compare(reports)
+    assert all(row.efficiency.value is None for row in comparison.rows)
+    different = {f.run for f in comparison.findings if f.code == "DIFFERENT-HARDWARE"}
+    assert different == {3, 4}
+    assert any("ranking" in finding.refuses for finding in comparison.findings)
+
+
+def with_peak(device: str, dtype: str, peak: float) -> RunReport:
+    row = published_row("dgx", device=device, devices=8, batch=256, quality=0.76, seconds=100.0)
+    peaks = {dtype: published(peak, "FLOP/s")}
+    return replace(row, system=replace(row.system, peak_dense_flops=peaks))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "peak", "refused"),
+    [
+        ("tf32", 2.5e15, True),  # DGX A100 "312 x 8": sparse, and of eight devices
+        ("tf32", 312e12, True),  # one A100, 2:4 sparse
+        ("tf32", 156e12, False),
+        ("float16", 311.87e12, False),
+        ("float16", 624e12, True),
+        ("int8", 624e12, True),
+    ],
+)
+def test_sparse_and_integer_peaks_are_no_denominators(dtype: str, peak: float, refused: bool) -> None:
+    found = [f for f in check_run(with_peak("NVIDIA A100-SXM4-40GB", dtype, peak)) if f.rule == 7]
+    assert bool(found) == refused
+    assert all(f.severity == "refuse" and "rate" in f.refuses for f in found)
+
+
+def test_sparse_flag_and_impossible_rates_are_refused() -> None:
+    row = with_peak("A100", "tf32", 156e12)
+    sparse = replace(row, flops=FlopsReport(sparsity="sparse"))
+    assert "SPARSE-PEAK" in {f.code for f in check_run(sparse)}
+    above = FlopsReport(rate=published(2e15, "FLOP/s"), peak=published(1.2e15, "FLOP/s"), dtype="tf32")
+    assert "ABOVE-PEAK" in {f.code for f in check_run(replace(row, flops=above))}
+    assert "NO-DTYPE" in {f.code for f in check_run(replace(row, flops=replace(above, dtype=None)))}
+
+
+def codes(path: Path, story: Story, **options: Any) -> set[str]:
+    return {finding.code for finding in build_report(write_run(path, story), **options).findings}
+
+
+def test_an_honest_run_has_nothing_to_object_to(tmp_path: Path) -> None:
+    assert codes(tmp_path / "run", Story()) == set()
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"overlap": 7}, "DATA-OVERLAP"),
+        ({"evaluation": "train"}, "TRAIN-QUALITY"),
+        ({"test_sha256": "a" * 64}, "TRAIN-QUALITY"),  # called test, but it is the training data
+        ({"evaluation": "holdout"}, "UNNAMED-SPLIT"),
+        ({"quality": (0.8, 0.97, 0.9, 0.9, 0.9)}, "BEST-OF-EPOCHS"),
+        ({"kind": "TensorDataset"}, "DATA-IN-RAM"),
+        ({"extra": {"data.start_state": "generated"}}, "SYNTHETIC-DATA"),
+        ({"extra": {"stop.rule": "time", "stop.value": "60"}}, "STOPPED-BY-TIME"),
+        ({"extra": {"tuning.device_seconds": "1e4"}}, "TUNING-COST"),
+        ({"extra": {"data.native_shape": "1x4x4"}}, "INPUT-INFLATED"),
+        ({"extra": {"baseline.source": "published"}}, "BASELINE-NOT-RERUN"),
+        ({"world_size": 8, "extra": {"cores": "2"}}, "FUNCTION-NOT-SPEED"),
+        ({"status": "stopped"}, "PART-OF-A-TRAINING"),
+        ({"slower": 3.0}, "PREDICTION-MISSED"),
+    ],
+)
+def test_what_misleads_is_found(tmp_path: Path, changes: dict[str, Any], code: str) -> None:
+    assert codes(tmp_path / "run", vary(Story(), **changes)) == {code}
+
+
+def test_a_missed_target_is_said(tmp_path: Path) -> None:
+    found = build_report(write_run(tmp_path / "run"), target=parse_target("accuracy=0.99")).findings
+    assert [f.code for f in found] == ["QUALITY-LOSS"]
+    assert "2 ranks" in found[0].sentence
+    assert "0.9600 < target 0.9900" in found[0].sentence
+
+
+def test_the_best_epoch_on_test_data_is_no_headline() -> None:
+    row = published_row("x", device="V100", devices=1, batch=1, quality=0.9, seconds=1)
+    chosen = replace(row, quality=replace(row.quality, selection="best"))
+    assert ("BEST-OF-EPOCHS", "refuse") in {(f.code, f.severity) for f in check_run(chosen)}
+
+
+def pair(path: Path, second: Story, first: Story | None = None, target: str | None = None) -> Any:
+    wanted = parse_target(target) if target else None
+    stories = (first or Story(name="one", world_size=1, slower=1.8), second)
+    return compare([build_report(write_run(path / str(i), s), target=wanted) for i, s in enumerate(stories)])
+
+
+def test_a_fair_pair_has_a_speedup_and_an_efficiency(tmp_path: Path) -> None:
+    comparison = pair(tmp_path, Story(name="two"))
+    one, two = (run.time.wall.value for run in comparison.runs)
+    assert comparison.rows[1].refusal == ""
+    assert comparison.rows[1].speedup.value == pytest.approx(one / two)
+    assert comparison.rows[1].efficiency.value == pytest.approx(one / two / 2)
+    assert comparison.scaling == "strong"
+    assert {d.name for d in comparison.differences} == {"ranks", "cores used", "script"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"quality": (0.5, 0.6, 0.7, 0.8, 0.9)}, "QUALITY-LOSS"),
+        ({"device_model": "Another CPU"}, "DIFFERENT-HARDWARE"),
+        ({"precision": "bfloat16"}, "DIFFERENT-RECIPE"),
+        ({"batch": 128}, "DIFFERENT-WORK"),
+        ({"extra": {"scaling": "strong"}, "batch": 128}, "NOT-STRONG"),
+        ({"epochs": 4}, "DIFFERENT-WORK"),
+        ({"extra": {"stop.rule": "time"}}, "STOPPED-BY-TIME"),
+        ({"world_size": 4, "extra": {"cores": "2"}}, "FUNCTION-NOT-SPEED"),
+    ],
+)
+def test_an_unfair_pair_has_none(tmp_path: Path, changes: dict[str, Any], code: str) -> None:
+    comparison = pair(tmp_path, vary(Story(name="two"), **changes))
+    assert code in {finding.code for finding in comparison.findings}
+    assert comparison.rows[1].speedup.value is None
+    assert comparison.rows[1].refusal
+
+
+def test_no_efficiency_from_equal_cores(tmp_path: Path) -> None:
+    """One rank with two threads and two ranks with one use the same cores."""
+    comparison = pair(tmp_path, Story(name="two"), Story(name="one", world_size=1, threads=2, slower=1.2))
+    assert comparison.rows[1].speedup.value is not None
+    assert comparison.rows[1].efficiency.value is None
+
+
+def test_seeds_are_repeats_of_one_configuration(tmp_path: Path) -> None:
+    comparison = pair(tmp_path, Story(name="two", seed=3))
+    assert comparison.rows[1].refusal == ""
+
+
+def test_better_quality_needs_a_target_for_a_speedup(tmp_path: Path) -> None:
+    better = Story(name="two", quality=(0.8, 0.93, 0.95, 0.97, 0.98))
+    assert "set a target" in pair(tmp_path / "a", better).rows[1].refusal
+    comparison = pair(tmp_path / "b", better, target="test.accuracy=0.93")
+    times = [run.to_target.time.value for run in comparison.runs]
+    assert comparison.rows[1].speedup.value == pytest.approx(times[0] / times[1])
+    assert "the target" in comparison.headline
+
+
+def test_epochs_that_grow_with_the_batch_are_said(tmp_path: Path) -> None:
+    slow = Story(name="two", batch=128, world_size=2, quality=(0.5, 0.6, 0.7, 0.93, 0.96))
+    found = {f.code: f for f in pair(tmp_path, slow, target="test.accuracy=0.93").findings}
+    assert "3.0 to 4.0" in found["EPOCHS-GROW"].sentence
+
+
+def test_tuning_effort_must_be_alike(tmp_path: Path) -> None:
+    stories = [vary(Story(name=str(n), world_size=w), extra={"tuning.trials": str(n)}) for n, w in ((10, 1), (100, 2))]
+    found = {f.code for f in pair(tmp_path, stories[1], stories[0]).findings}
+    assert "TUNING-COST" in found
+
+
+def test_a_baseline_and_a_tuning_of_nothing_are_unknown() -> None:
+    assert BaselineReport().source is None
+    assert TuningReport().trials.value is None
+
+
+@given(st.lists(st.lists(st.floats(-10, 10), min_size=1, max_size=5), min_size=1, max_size=4), st.floats(-5, 5))
+def test_pooled_std_ignores_the_level_of_each_group(groups: list[list[float]], shift: float) -> None:
+    moved = [[value + shift * i for value in group] for i, group in enumerate(groups)]
+    assert pooled_std(moved) == pytest.approx(pooled_std(groups), abs=1e-9)
+
+
+def test_pooled_std_by_hand() -> None:
+    # variances 2/1 (n=2) and 1 (n=3): sqrt((1*2 + 2*1) / 3)
+    assert pooled_std([[1.0, 3.0], [1.0, 2.0, 3.0], [7.0]]) == pytest.approx((4 / 3) ** 0.5)
+    assert pooled_std([[1.0], [2.0]]) == 0.0
+
+
+def test_repeats_widen_the_tolerance() -> None:
+    def row(quality: float, devices: int) -> RunReport:
+        return published_row("x", device="V100", devices=devices, batch=64, quality=quality, seconds=1, config="c" * 64)
+
+    single = tolerance([row(0.9, 1), row(0.93, 2)])
+    pair = tolerance([row(0.9, 1), row(0.93, 1)])  # two are no measure of their spread
+    repeated = tolerance([row(value, 1) for value in (0.900, 0.904, 0.908)])
+    one_failed = tolerance([row(value, 1) for value in (0.90, 0.90, 0.10)])
+    assert single == pair == pytest.approx(0.005)
+    assert repeated == pytest.approx(0.008)
+    assert one_failed == pytest.approx(0.02)
