@@ -1,72 +1,96 @@
 """Planning and predicting for `tutti run` in a process of their own, so that the run's processes stay clean.
 
-The script is run up to `prepare` there, from the same fork server as the ranks; results come back as files in the
-run folder.
+The script is run up to `prepare` there, in a process of the same fork server as the ranks; the results come back as
+files in the run folder.
 """
 
 import contextlib
+import multiprocessing
 import os
-import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tutti.errors import LaunchError, TuttiError
-from tutti.launch.rank_main import leave_with_supervisor
+from tutti.errors import LaunchError, ScriptError, TuttiError
+from tutti.launch.local import forked
+from tutti.launch.rank_main import leave_with_supervisor, user_traceback
+from tutti.spec import codec
+from tutti.spec.plan import Plan
+from tutti.spec.run import RunFolder
 
 if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
+    from tutti.spec.cluster import ClusterSpec
+
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What is to be worked out for a run: its plan too when `replicas` is None and `plan` is not there."""
+    """What is to be worked out for a run. `plan`: the file it follows; `ranks`: how many take equal shares where there
+    is no file; with neither, the plan itself is wanted too."""
 
-    script: str
+    script: Path
     arguments: tuple[str, ...]
-    is_module: bool
     folder: Path
     cluster: Path | None
     plan: Path | None = None
-    replicas: int | None = None
+    ranks: int | None = None
 
 
 class Beside:
     """One process that works for the run while its caller does something else."""
 
-    def __init__(self, wanted: Wanted, *, urgent: bool) -> None:
-        """Start at once. `urgent`: somebody waits for it; otherwise it yields to the ranks."""
-        import multiprocessing
-
-        from tutti.launch.local import forked
-
+    def __init__(self, wanted: Wanted) -> None:
+        """Start at once."""
         self._receiver, sender = multiprocessing.Pipe(duplex=False)
-        self._process = forked(_work, wanted, sender, urgent)
+        self._process = forked(_work, wanted, sender)
         sender.close()
 
-    def result(self, timeout_s: float | None = None) -> None:
-        """Wait until the files are there. Raises the TuttiError that stopped the work, or LaunchError in time."""
-        if not self._receiver.poll(timeout_s):
-            raise LaunchError(f"planning took longer than {timeout_s:g} s; make the plan first with `tutti plan`")
-        try:
-            error = self._receiver.recv()
-        except EOFError:
-            raise LaunchError("the process that plans died; give a plan with --plan, or --nproc") from None
-        if error is not None:
-            raise error
+    def ready(self, say: Say) -> None:
+        """Wait until the machine is known, measured if it never was: ranks started earlier would disturb that.
+
+        `say` is told what is being measured. Raises the TuttiError that stopped the work.
+        """
+        self._listen("ready", None, say)
+
+    def result(self, timeout_s: float | None = None, say: Say = lambda words: None) -> None:
+        """Wait until the files are written; `say` is told why a plan was chosen.
+
+        Raises the TuttiError that stopped the work, or LaunchError in time.
+        """
+        self._listen("done", timeout_s, say)
+
+    def _listen(self, until: str, timeout_s: float | None, say: Say) -> None:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            if not self._receiver.poll(None if deadline is None else max(0.0, deadline - time.monotonic())):
+                raise LaunchError(f"it took longer than {timeout_s:g} s; make it beforehand with `tutti plan`")
+            try:
+                kind, value = self._receiver.recv()
+            except EOFError:
+                raise LaunchError("the process that plans died; is there memory enough? name --nproc to run") from None
+            if kind == "error":
+                raise value
+            if kind == until:
+                return
+            if kind == "say":
+                say(value)
 
     def stop(self) -> None:
         """End the process, whether it is done or not."""
-        self._process.kill()
+        if self._process.is_alive():
+            self._process.kill()
         self._process.join(5)
         self._receiver.close()
 
 
 @contextlib.contextmanager
 def beside(wanted: Wanted | None) -> Iterator[Beside | None]:
-    """A process working out `wanted` (nothing for None) at low priority, ended with the context."""
-    worker = Beside(wanted, urgent=False) if wanted is not None else None
+    """A process working out `wanted` (nothing for None), ended with the context."""
+    worker = Beside(wanted) if wanted is not None else None
     try:
         yield worker
     finally:
@@ -74,24 +98,69 @@ def beside(wanted: Wanted | None) -> Iterator[Beside | None]:
             worker.stop()
 
 
-def _work(wanted: Wanted, sender: "Connection", urgent: bool) -> None:
+def _work(wanted: Wanted, sender: Connection) -> None:
     """The life of the process: what the script prints on its way to `prepare` goes to a file."""
     leave_with_supervisor()
-    if not urgent:
-        os.nice(10)
     log = os.open(wanted.folder / "planning.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    sys.path[0] = str(Path.cwd() if wanted.is_module else Path(wanted.script).resolve().parent)
+
+    def say(words: str) -> None:
+        sender.send(("say", words))
+
     try:
-        work_out(wanted)
+        cluster = _cluster(wanted, say)
+        sender.send(("ready", None))
+        if wanted.plan is not None or wanted.ranks is not None:
+            os.nice(10)  # the ranks go first
+        _work_out(wanted, cluster, say)
     except TuttiError as error:
-        sender.send(error)
+        sender.send(("error", error))
     except BaseException as error:
-        sender.send(LaunchError(f"the script failed before its Job was prepared ({type(error).__name__}: {error})"))
+        words = f"{wanted.script} failed before its Job was prepared:\n{user_traceback(error).rstrip()}"
+        sender.send(("error", ScriptError(words)))
     else:
-        sender.send(None)
+        sender.send(("done", None))
 
 
-def work_out(wanted: Wanted) -> None:
-    """Write model.json, cluster.json and prediction.json (and plan.json if it is to be planned)."""
+def _cluster(wanted: Wanted, say: Say) -> "ClusterSpec":
+    """The machines: of the file, as measured before, or measured now and kept."""
+    from tutti.spec.cluster import ClusterSpec
+
+    if wanted.cluster is not None:
+        return codec.load(ClusterSpec, wanted.cluster)
+    from tutti.describe.probe import cached_cluster_path, measure
+
+    cached = cached_cluster_path()
+    if cached.exists():
+        return codec.load(ClusterSpec, cached)
+    cluster = measure(quick=True, progress=say)
+    codec.save(cluster, cached)
+    return cluster
+
+
+def _work_out(wanted: Wanted, cluster: "ClusterSpec", say: Say) -> None:
+    """Write cluster.json, model.json and prediction.json, and plan.json where the plan is wanted."""
+    from tutti.cli.common import capture_script
+    from tutti.cli.planning import model_spec_of, plan_for
+    from tutti.predict import predict
+
+    folder = RunFolder(wanted.folder)
+    codec.save(cluster, folder.cluster)
+    captured = capture_script(wanted.script, wanted.arguments)
+    if wanted.plan is None and wanted.ranks is None:
+        from tutti.plan import explain
+
+        choice = plan_for(captured, cluster, name=wanted.script.stem)
+        say(explain(choice))
+        codec.save(model_spec_of(captured, name=wanted.script.stem), folder.model)
+        codec.save(choice.prediction, folder.prediction)
+        codec.save(choice.best, folder.plan)
+        return
+    if wanted.plan is not None:
+        plan = codec.load(Plan, wanted.plan)
+    else:
+        plan = replace(captured.plan, mesh={"replicate": wanted.ranks or 1})
+    model = model_spec_of(captured, name=wanted.script.stem)
+    codec.save(model, folder.model)
+    codec.save(predict(model, cluster, plan), folder.prediction)

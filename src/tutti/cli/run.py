@@ -1,7 +1,5 @@
 """`tutti run`: train by a plan, on the ranks of this node (and, told the same way, of others)."""
 
-import contextlib
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +14,10 @@ if TYPE_CHECKING:
 
     from tutti.cli.beside import Beside, Wanted
     from tutti.launch.base import LaunchSpec
-    from tutti.launch.supervise import Outcome
     from tutti.spec.plan import Plan
+
+_PLANNING = ("tutti.describe.probe", "tutti.cli.planning")
+"""Loaded once, in the fork server, where a run is predicted or planned."""
 
 PREDICTION_WAIT_S = 20.0
 """How long a finished run waits for its prediction, which was computed beside it."""
@@ -69,7 +69,7 @@ def _counts(context: click.Context, parameter: click.Parameter, text: str | None
     return counts
 
 
-@click.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
+@click.command(context_settings={"allow_interspersed_args": False})
 @click.option("--nproc", metavar="N[,N...]", callback=_counts, help="Ranks per node; a list for unequal nodes.")
 @click.option("--nnodes", type=click.IntRange(1), default=1, help="Nodes that run this command together.")
 @click.option("--node-rank", type=click.IntRange(0), default=0, help="Which of them this one is.")
@@ -104,13 +104,17 @@ def _run(options: Options) -> int:
     _check_nodes(options)
     from tutti.launch.local import warm
 
-    warm(threads_per_rank(_own_count(options)), preload=("tutti.cli.beside",))
+    warm(
+        threads_per_rank(_own_count(options)),
+        preload=("tutti.cli.beside", *_PLANNING) if options.predict else ("tutti.cli.beside",),
+    )
     from rich.console import Console
 
     console = Console(stderr=True, highlight=False)
     try:
-        spec = _launch_spec(options, console)
+        nproc = _ranks_per_node(options, _given_plan(options))
         _meet(options, console)
+        spec = _launch_spec(options, nproc, console)
         return _train(options, spec, console)
     except KeyboardInterrupt:  # before the ranks were started; from then on it is the supervisor's
         console.print("stopped")
@@ -159,13 +163,12 @@ def _meet(options: Options, console: "Console") -> None:
         network.wait_for_port(host, port, options.timeout_s)
 
 
-def _launch_spec(options: Options, console: "Console") -> "LaunchSpec":
-    """Settle how many ranks, in which folder, by which plan."""
+def _launch_spec(options: Options, nproc: tuple[int, ...] | None, console: "Console") -> "LaunchSpec":
+    """Settle the run folder and, where `nproc` is still open, plan."""
     from tutti.launch.base import LaunchSpec
     from tutti.launch.host import threads_per_rank
     from tutti.launch.script import run_folder
 
-    nproc = _ranks_per_node(options, _given_plan(options))
     folder = run_folder(options.folder, options.resume, options.name, options.node_rank)
     environment: dict[str, str] = {}
     if nproc is None:
@@ -198,10 +201,13 @@ def _planned(options: Options, folder: Path, console: "Console") -> "Plan":
     from tutti.spec.plan import Plan
     from tutti.spec.run import RunFolder
 
-    worker = Beside(_wanted(options, folder, None), urgent=True)
+    if options.module:
+        raise LaunchError("a module cannot be planned for on the spot; add --nproc N, or --plan FILE")
+    worker = Beside(_wanted(options, folder, None))
     try:
+        _wait_ready(worker, console)
         with console.status("planning"):
-            worker.result()
+            worker.result(say=lambda words: console.print(words, markup=False, soft_wrap=True))
     finally:
         worker.stop()
     return codec.load(Plan, RunFolder(folder).plan)
@@ -211,14 +217,27 @@ def _wanted(options: Options, folder: Path, world_size: int | None) -> "Wanted":
     from tutti.cli.beside import Wanted
 
     return Wanted(
-        script=options.script,
+        script=Path(options.script),
         arguments=options.arguments,
-        is_module=options.module is not None,
         folder=folder,
         cluster=options.cluster,
         plan=options.plan,
-        replicas=world_size,
+        ranks=world_size,
     )
+
+
+def _wait_ready(worker: "Beside", console: "Console") -> None:
+    """Let the machine be measured, if it never was, before anything else runs on it."""
+    with console.status("planning") as status:
+        said: list[str] = []
+
+        def say(words: str) -> None:
+            if not said:
+                console.print("measuring this machine, once; `tutti probe` measures it longer", style="dim")
+            said.append(words)
+            status.update(f"measuring: {words}")
+
+        worker.ready(say)
 
 
 def _given_plan(options: Options) -> "Plan | None":
@@ -256,17 +275,17 @@ def _ranks_per_node(options: Options, plan: "Plan | None") -> tuple[int, ...] | 
 
 def _train(options: Options, spec: "LaunchSpec", console: "Console") -> int:
     from tutti.cli.beside import beside
+    from tutti.cli.conclusion import conclude, header_time
     from tutti.launch.local import LocalLauncher
     from tutti.launch.supervise import interrupts, supervise
     from tutti.launch.watch import watcher_for
 
     console.print(_announcement(spec), style="dim", soft_wrap=True)
-    before = _changed(spec)
+    before = header_time(spec)
     watcher = watcher_for(spec, stdout=sys.stderr if options.as_json else sys.stdout, console=console)
-    wanted = None
-    if options.predict and spec.node_rank == 0 and (options.nproc or options.plan):
-        wanted = _wanted(options, spec.folder, spec.world_size)
+    wanted = _wanted(options, spec.folder, spec.world_size) if _to_predict(options) else None
     with interrupts() as interrupted, beside(wanted) as worker:
+        worker = _started(worker, console)
         outcome = supervise(
             lambda: LocalLauncher().start(spec),
             spec,
@@ -274,10 +293,30 @@ def _train(options: Options, spec: "LaunchSpec", console: "Console") -> int:
             interrupted,
             say=lambda words: console.print(words, style="dim"),
         )
-        has_job = spec.node_rank > 0 or _changed(spec) != before
+        has_job = spec.node_rank > 0 or header_time(spec) != before
         if worker is not None and has_job and outcome.status == "completed":
             _await_prediction(worker, console)
-    return _conclude(options, spec, console, outcome, has_job)
+    return conclude(spec, console, outcome, has_job=has_job, as_json=options.as_json)
+
+
+def _to_predict(options: Options) -> bool:
+    """Whether to predict beside the run: not what was planned just now, what a script alone cannot tell, or what runs
+    on machines that nobody described."""
+    described = options.cluster is not None or options.nnodes == 1
+    stated = options.nproc is not None or options.plan is not None
+    return options.predict and options.node_rank == 0 and options.module is None and stated and described
+
+
+def _started(worker: "Beside | None", console: "Console") -> "Beside | None":
+    """The worker once it knows the machine; None, and a remark, if it failed to."""
+    if worker is None:
+        return None
+    try:
+        _wait_ready(worker, console)
+    except TuttiError as error:
+        console.print(f"no prediction: {error}", style="yellow", markup=False, soft_wrap=True)
+        return None
+    return worker
 
 
 def _await_prediction(worker: "Beside", console: "Console") -> None:
@@ -289,84 +328,9 @@ def _await_prediction(worker: "Beside", console: "Console") -> None:
 
 
 def _announcement(spec: "LaunchSpec") -> str:
+    from tutti.cli.conclusion import short
+
     ranks = f"{spec.world_size} rank{'s' if spec.world_size > 1 else ''}"
     place = f" on {spec.nodes} nodes, this is node {spec.node_rank}" if spec.nodes > 1 else ""
-    return f"{Path(spec.target).name}: {ranks}{place}, {spec.threads} threads each; run folder {_short(spec.folder)}"
-
-
-def _short(path: Path) -> str:
-    with contextlib.suppress(ValueError):
-        return str(path.relative_to(Path.cwd()))
-    return str(path)
-
-
-def _changed(spec: "LaunchSpec") -> int | None:
-    """When the run folder's header was last written; a Job that gets as far as training writes it."""
-    from tutti.spec.run import RunFolder
-
-    try:
-        return RunFolder(spec.folder).header.stat().st_mtime_ns
-    except OSError:
-        return None
-
-
-def _conclude(options: Options, spec: "LaunchSpec", console: "Console", outcome: "Outcome", has_job: bool) -> int:
-    """Say how it went and return the exit code."""
-    from tutti.launch import failure as failures
-
-    words: str | None = None
-    code = outcome.exit_code
-    if outcome.failure is not None:
-        words = failures.sentence(spec, outcome.failure)
-        if outcome.failure.traceback:
-            words += f"\noutput of every rank: {_short(spec.folder)}/ranks/"
-    elif outcome.status == "stopped":
-        words = f"stopped; the run folder is {_short(spec.folder)}" if has_job else "stopped"
-    elif not has_job:
-        words = (
-            f"{options.script} ended without preparing a tutti.Job, so nothing was trained together; make one and call "
-            "job.prepare(...) (see `tutti run --help` and the three lines in the README)"
-        )
-        code = ScriptError.exit_code
-    report = _report(spec, console) if has_job and spec.node_rank == 0 and outcome.status != "failed" else None
-    if words is not None:
-        console.print(words, markup=False, soft_wrap=True, style="red" if outcome.status == "failed" else None)
-    elif report is not None:
-        console.print(f"report: {_short(report)}", soft_wrap=True)
-    if options.as_json:
-        print(json.dumps(_document(spec, outcome, code, words, report), indent=2))
-    return code
-
-
-def _document(
-    spec: "LaunchSpec", outcome: "Outcome", code: int, words: str | None, report: Path | None
-) -> dict[str, Any]:
-    failure = outcome.failure
-    return {
-        "status": outcome.status if code == outcome.exit_code else "failed",
-        "exit_code": code,
-        "folder": str(spec.folder),
-        "world_size": spec.world_size,
-        "message": words,
-        "failed_ranks": list(failure.ranks) if failure else [],
-        "report": str(report) if report else None,
-    }
-
-
-def _report(spec: "LaunchSpec", console: "Console") -> Path | None:
-    """Write the report and return its folder; a report that cannot be written does not undo a run."""
-    from tutti.spec.run import RunFolder
-
-    try:
-        from tutti.report.build import write_report
-
-        write_report(spec.folder)
-    except Exception as error:  # the training is done and safe: say so, whatever stopped the report
-        console.print(
-            f"no report was written ({type(error).__name__}: {error}); try `tutti report {_short(spec.folder)}`",
-            style="yellow",
-            markup=False,
-            soft_wrap=True,
-        )
-        return None
-    return RunFolder(spec.folder).report
+    threads = f"{spec.threads} thread{'s' if spec.threads > 1 else ''} each"
+    return f"{Path(spec.target).name}: {ranks}{place}, {threads}; run folder {short(spec.folder)}"

@@ -163,11 +163,11 @@ def _limit_threads(threads: int) -> None:
 def failure_of(rank: int, error: BaseException) -> RankError:
     """An exception that left the script, as the record that others read."""
     if is_peer_error(error):
-        return _described(rank, "peer", 1, _one_line(error), _user_traceback(error))
+        return _described(rank, "peer", 1, _one_line(error), user_traceback(error))
     if isinstance(error, TuttiError):
         kind: ErrorKind = "user" if error.exit_code == 2 else "run"
-        return _described(rank, kind, error.exit_code, str(error), _user_traceback(error))
-    return _described(rank, "exception", 1, _one_line(error), _user_traceback(error))
+        return _described(rank, kind, error.exit_code, str(error), user_traceback(error))
+    return _described(rank, "exception", 1, _one_line(error), user_traceback(error))
 
 
 def is_peer_error(error: BaseException) -> bool:
@@ -200,20 +200,21 @@ def _one_line(error: BaseException) -> str:
     return "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
 
 
-def _user_traceback(error: BaseException) -> str:
-    """The traceback without the frames that ran the script: they are this file's and runpy's."""
+def user_traceback(error: BaseException) -> str:
+    """The traceback without the frames that ran the script, which are tutti's and runpy's."""
     for link in _chain(error):
         link.__traceback__ = _from_user_frame(link.__traceback__)
     return "".join(traceback.format_exception(error))
 
 
 def _from_user_frame(trace: TracebackType | None) -> TracebackType | None:
-    while trace is not None and trace.tb_frame.f_code.co_filename in _OWN_FRAMES:
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OWN_FRAMES):
         trace = trace.tb_next
     return trace
 
 
-_OWN_FRAMES = frozenset({__file__, runpy.__file__, "<frozen runpy>"})
+_PACKAGE = Path(__file__).parent.parent
+_OWN_FRAMES = (f"{_PACKAGE / 'launch'}{os.sep}", f"{_PACKAGE / 'cli'}{os.sep}", runpy.__file__, "<frozen runpy>")
 
 
 def _write(folder: Path, failure: RankError) -> None:
