@@ -1,0 +1,134 @@
+"""Probes by real processes: this host with ranks of its own, several hosts by all ranks of a group."""
+
+import multiprocessing
+import socket
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from harness import run_ranks
+from tutti.describe.probe import cached_cluster_path, measure
+from tutti.describe.probe.effort import Effort
+from tutti.describe.probe.local import measure_here
+from tutti.errors import LaunchError
+from tutti.spec import codec
+from tutti.spec.cluster import ClusterSpec
+
+TINY = Effort(
+    gemm_sizes=(16, 32),
+    cuda_gemm_sizes=(256, 512),
+    concurrent_sizes=(16,),
+    dtypes=("float32", "bfloat16"),
+    threads="ends",
+    repeats=2,
+    gemm_budget_s=1.0,
+    link_nbytes=(1024, 16384, 262144),
+    link_repeats=2,
+    link_budget_s=0.5,
+    copy_nbytes=2**20,
+    disk_nbytes=2**18,
+)
+
+
+def test_this_host_by_two_ranks_of_its_own(tmp_path: Path) -> None:
+    said: list[str] = []
+    cluster = measure_here(TINY, 2, folder=tmp_path, say=said.append, timeout_s=60)
+    assert codec.loads(ClusterSpec, codec.dumps(cluster)) == cluster
+    (node,) = cluster.nodes
+    assert (node.name, node.count) == (socket.gethostname(), 1)
+    device = cluster.devices[node.device]
+    assert device.evidence == "measured"
+    assert {rate.dtype for rate in device.gemm} == {"float32", "bfloat16"}
+    assert all(rate.concurrent == 1 for rate in device.gemm)
+    assert device.kernel_overhead_s > 0
+    link = cluster.link("node")
+    assert link is not None
+    assert (link.fitted_to, link.ranks, link.evidence) == ("all_reduce", 2, "measured")
+    assert [point.nbytes for point in link.points] == [1024, 16384, 262144]
+    assert all(point.time_s > 0 for point in link.points)
+    assert [link.fitted_to for link in cluster.links] == ["all_reduce", "send"]
+    assert cluster.conditions is not None
+    assert cluster.conditions.cores_granted >= 1
+    assert any("links" in text for text in said)
+    assert list(tmp_path.iterdir()) == []
+    if device.kind == "cpu":
+        assert {(rate.n, rate.concurrent) for rate in device.gemm_concurrent} == {(16, 2)}
+        assert {rate.concurrent for rate in device.memory_rates} == {1, 2}
+
+
+def test_a_failing_rank_ends_the_probe_with_its_reason(tmp_path: Path) -> None:
+    before = set(multiprocessing.active_children())
+    with pytest.raises(LaunchError, match=r"rank \d of the probe failed:\n(.|\n)*RuntimeError"):
+        measure_here(replace(TINY, gemm_sizes=(-1,)), 2, folder=tmp_path, say=lambda text: None, timeout_s=60)
+    assert set(multiprocessing.active_children()) <= before
+
+
+def test_a_probe_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    before = set(multiprocessing.active_children())
+    with pytest.raises(LaunchError, match=r"too long|in time"):
+        measure_here(TINY, 2, folder=tmp_path, say=lambda text: None, timeout_s=0.05)
+    assert set(multiprocessing.active_children()) <= before
+
+
+def _on_pretended_hosts(hosts: tuple[str, ...], folder: str) -> ClusterSpec:
+    """A rank of a cluster in which rank r runs on `hosts[r]`."""
+    import torch.distributed as dist
+
+    from tutti.describe.probe import host
+    from tutti.describe.probe.ranks import measure_ranks
+    from tutti.runtime.world import join, leave
+
+    world = join()
+    real = host.facts()
+    pretended = replace(real, name=hosts[dist.get_rank()])
+    try:
+        with (
+            mock.patch.object(host, "facts", return_value=pretended),
+            mock.patch.object(host, "cache_nbytes", return_value=0),
+        ):
+            return measure_ranks(world.device, TINY, folder=Path(folder), say=lambda text: None)
+    finally:
+        leave()
+
+
+def test_two_hosts_have_both_tiers_and_every_rank_the_same_spec(tmp_path: Path) -> None:
+    specs = run_ranks(_on_pretended_hosts, 4, ("a", "b", "a", "b"), str(tmp_path))
+    # Every rank knows everything; only the moment it was put together may differ.
+    same = {codec.dumps(replace(spec, conditions=None)) for spec in specs}
+    assert len(same) == 1
+    cluster = specs[0]
+    assert [(link.tier, link.fitted_to, link.ranks) for link in cluster.links] == [
+        ("node", "all_reduce", 2),
+        ("node", "send", 2),
+        ("network", "all_reduce", 2),
+        ("network", "send", 2),
+    ]
+    (node,) = cluster.nodes
+    assert (cluster.name, node.name, node.count) == ("a and 1 more", "a", 2)
+    assert len(cluster.devices) == 1
+
+
+def test_one_rank_has_no_links(tmp_path: Path) -> None:
+    cluster = measure_here(TINY, 1, folder=tmp_path, say=lambda text: None, timeout_s=60)
+    assert cluster.links == ()
+    (device,) = cluster.devices.values()
+    assert device.gemm_concurrent == ()
+
+
+def test_where_the_spec_of_this_host_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cached_cluster_path() == tmp_path / "tutti" / f"cluster-{socket.gethostname()}.json"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cached_cluster_path().parent == Path.home() / ".cache" / "tutti"
+
+
+def test_quick_and_full_are_what_measure_takes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from tutti.describe import probe
+
+    asked: list[Effort] = []
+    monkeypatch.setattr(probe, "measure_here", lambda effort, ranks, **more: asked.append(effort))
+    measure(quick=True)
+    measure(quick=False)
+    assert asked == [probe.QUICK, probe.FULL]
