@@ -50,6 +50,7 @@ class Curve:
 class Worker:
     """What one rank computes with: `matrix` for matrix operators in the plan's precision, `vector_rate` for others.
 
+    `kernel_overhead_s`: of a bare operator call; `call_s`: of one in a model, with all that is around it.
     `slowdown` multiplies all its work (more ranks than cores). `half`: autocast in a 2-byte type.
     """
 
@@ -57,6 +58,7 @@ class Worker:
     vector_rate: float
     bandwidth_bytes_per_s: float
     kernel_overhead_s: float
+    call_s: float
     slowdown: float
     half: bool
     assumptions: tuple[str, ...]
@@ -151,7 +153,7 @@ def _work(
     compute = np.where(table.matrix, in_matrix, in_vector) / table.efficiency
     width = np.where(table.matrix & worker.half, 0.5, 1.0)
     memory = (samples * nbytes * width + weight_nbytes) / worker.bandwidth_bytes_per_s
-    overhead = calls * worker.kernel_overhead_s
+    overhead = calls * worker.call_s
     seconds = worker.slowdown * (np.maximum(compute, memory) + overhead)
     limited = compute >= memory
     return Work(
@@ -191,6 +193,7 @@ def worker(seat: Seat, model_dtype: str, precision: Precision) -> Worker:
         vector_rate=base.best_rate,
         bandwidth_bytes_per_s=rank_bandwidth(seat),
         kernel_overhead_s=overhead,
+        call_s=overhead * (constants.CALL_FACTOR if device.kind == "cpu" else 1.0),
         slowdown=slowdown,
         half=precision in ("bfloat16", "float16"),
         assumptions=tuple(assumptions),

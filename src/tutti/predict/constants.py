@@ -10,17 +10,18 @@ from tutti.spec.model import OpKind
 from tutti.spec.words import Evidence
 
 EFFICIENCY: Final[dict[OpKind, float]] = {
-    "gemm": 1.0,
-    "conv": 0.7,
+    "gemm": 0.85,
+    "conv": 1.1,
     "attention": 0.7,
-    "rnn": 0.7,
-    "embedding": 0.1,
-    "norm": 0.1,
-    "elementwise": 0.1,
-    "other": 0.1,
+    "rnn": 1.2,
+    "embedding": 0.04,
+    "norm": 0.02,
+    "elementwise": 0.04,
+    "other": 0.04,
 }
-"""Rate of an operator kind relative to a square matrix product of as many FLOPs. The last four are limited by
-memory traffic in practice; their FLOPs run on vector units, about a tenth of the matrix rate."""
+"""Rate of an operator kind relative to a square matrix product of as many FLOPs; fitted to eight small models on one
+core. Products in models are not square. The last four do their few FLOPs (one for each element, an exponential as
+much as a sum) on vector units; their memory traffic is counted besides."""
 
 MATRIX_KINDS: Final[frozenset[OpKind]] = frozenset({"gemm", "conv", "attention", "rnn"})
 """Kinds that autocast runs in the lower precision, and that TF32 speeds up."""
@@ -34,15 +35,24 @@ DATA_SHEET_BANDWIDTH_EFFICIENCY: Final = 0.8
 MATRIX_RAMP_S: Final[dict[str, float]] = {"cuda": 8e-6, "cpu": 2e-6}
 """Data sheets only: time a matrix product takes beyond its FLOPs, because small ones do not fill the device."""
 
-KERNEL_OVERHEAD_S: Final[dict[str, float]] = {"cuda": 6e-6, "cpu": 5e-6}
-"""Time of one operator call beyond its work in eager PyTorch, where the device spec has none."""
+KERNEL_OVERHEAD_S: Final[dict[str, float]] = {"cuda": 6e-6, "cpu": 1e-6}
+"""Time of one bare operator call on a tensor of a few elements, where the device spec has none."""
+
+CALL_FACTOR: Final = 5.0
+"""What one operator call of a model costs besides its work, in bare operator calls (`kernel_overhead_s`): the module
+call around it, autograd's record of it, its small views and copies. On CPU; a GPU computes meanwhile."""
 
 BACKWARD_CALLS: Final = 2.0
 """Kernel calls in backward for each call in forward: a gradient for the input and one for the weight."""
 
-OPTIMIZER_CALLS: Final[dict[str, int]] = {"SGD": 3, "Adam": 10, "AdamW": 11, "LAMB": 16, "LARS": 9}
-OPTIMIZER_CALLS_OTHER: Final = 10
-"""Operator calls an optimizer makes for each parameter tensor."""
+OPTIMIZER_CALLS: Final[dict[str, int]] = {"SGD": 12, "Adam": 26, "AdamW": 28}
+OPTIMIZER_CALLS_OTHER: Final = 28
+"""What an optimizer's update of one parameter tensor costs besides its memory traffic, in bare operator calls."""
+
+OPTIMIZER_PASSES: Final[dict[str, float]] = {"SGD": 2.0, "Adam": 6.0, "AdamW": 6.5}
+OPTIMIZER_PASSES_OTHER: Final = 6.0
+"""How often an optimizer reads or writes each byte of its state: its arithmetic is several operators, not one.
+Besides, it reads parameters and gradients and writes parameters."""
 
 TENSORS_PER_MODULE: Final = 2
 """Parameter tensors of a module that has any (weight and bias)."""
@@ -70,10 +80,10 @@ OVERSUBSCRIBED: Final = 1.15
 """Slow-down beyond the lost cores where a node runs more ranks than it has cores (switching, polling)."""
 
 STEP_MARGIN: Final[dict[Evidence, float]] = {
-    "measured": 0.25,
-    "predicted": 0.5,
-    "published": 0.5,
-    "assumed": 0.8,
+    "measured": 0.4,
+    "predicted": 0.6,
+    "published": 0.6,
+    "assumed": 1.0,
 }
 """Half-width of the interval of a time, relative, by the weakest evidence behind it."""
 

@@ -165,10 +165,10 @@ def rank_work(model: ModelSpec, table: OpTable, regions: tuple[Region, ...], ran
 
 
 def update_cost(model: ModelSpec, kind: DeviceKind) -> tuple[float, float]:
-    """(bytes, operator calls) of one optimizer update: reads parameters, gradients and its state, writes all but
-    the gradients. On CUDA one multi-tensor kernel takes many tensors."""
+    """(bytes, bare operator calls) of one optimizer update. On CUDA one multi-tensor kernel takes many tensors."""
     trainable = [module for module in model.modules if module.gradient_nbytes]
-    traffic = sum(3.0 * module.gradient_nbytes + 2.0 * module.optimizer_nbytes for module in trainable)
+    passes = constants.OPTIMIZER_PASSES.get(model.optimizer, constants.OPTIMIZER_PASSES_OTHER)
+    traffic = sum(3.0 * module.gradient_nbytes + passes * module.optimizer_nbytes for module in trainable)
     per_tensor = constants.OPTIMIZER_CALLS.get(model.optimizer, constants.OPTIMIZER_CALLS_OTHER)
     tensors = constants.TENSORS_PER_MODULE * len(trainable)
     groups = -(-tensors // constants.FUSED_TENSORS) if kind == "cuda" else tensors
