@@ -5,7 +5,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from predict.examples import cluster, cpu, gpu, linear, link, mlp, plan
@@ -203,6 +203,7 @@ def test_the_scripts_layout_and_sync_are_kept() -> None:
     assert choice.best.batch.global_batch_size == 64
 
 
+@settings(deadline=None, max_examples=30)
 @given(batch=st.integers(1, 300), width=st.sampled_from([64, 1024]), bandwidth=st.sampled_from([1e7, 1e9, 1e11]))
 def test_every_choice_round_trips_and_explains_every_loser(batch: int, width: int, bandwidth: float) -> None:
     choice = choose(mlp(width), cards(2, 2, bandwidth), ask(batch))

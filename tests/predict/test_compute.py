@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from predict.examples import cluster, cpu, gpu, mlp
@@ -37,6 +37,7 @@ def test_measured_sizes_are_met_and_those_between_lie_between() -> None:
     assert product_s(who, 4000) == pytest.approx(128e9 / 8e9, rel=1e-12)
 
 
+@settings(deadline=None)
 @given(
     points=st.lists(st.tuples(st.integers(8, 4096), st.floats(1e8, 1e12)), min_size=1, max_size=6),
     flops=st.floats(1, 1e14),
@@ -142,6 +143,7 @@ def test_curve_of_no_flops_takes_no_time() -> None:
     assert curve.time(np.array([0.0, 2.0])).tolist() == [0.0, 7.0]
 
 
+@settings(deadline=None)
 @given(
     field=st.sampled_from([f.name for f in dataclasses.fields(OpCost) if f.name != "kind"]), factor=st.integers(1, 9)
 )

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from predict.examples import plan
@@ -90,6 +90,7 @@ def test_iterations_of_an_epoch() -> None:
     assert global_batch_of(25, 4, num_microbatches=5) == 500
 
 
+@settings(deadline=None)
 @given(
     total=st.integers(0, 500),
     parts=st.integers(1, 17),
@@ -104,6 +105,7 @@ def test_cuts_add_up_and_equal_ones_differ_by_at_most_one(total: int, parts: int
         assert max(sizes) - min(sizes) <= 1
 
 
+@settings(deadline=None)
 @given(
     batch=st.integers(1, 60),
     ranks=st.integers(1, 5),

@@ -1,7 +1,7 @@
 """Memory of a rank: what holds it, and how it moves with batch, microbatches, precision and recompute."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from predict.examples import cluster, cpu, gpu, linear, mlp, plan
@@ -31,6 +31,7 @@ def test_parts_by_hand() -> None:
     assert held.total == 5 * parameters + 7 + held.activations + held.reserve
 
 
+@settings(deadline=None)
 @given(batch=st.integers(1, 200), more=st.integers(0, 200), ranks=st.integers(1, 4), slices=st.integers(1, 5))
 def test_grows_with_the_share_and_falls_with_microbatches(batch: int, more: int, ranks: int, slices: int) -> None:
     model, slices = mlp(), min(slices, batch)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tutti.predict import network
@@ -26,6 +26,7 @@ def test_one_rank_has_nothing_to_exchange(collective: Collective) -> None:
 
 
 @pytest.mark.parametrize("collective", ALGORITHMS)
+@settings(deadline=None)
 @given(
     ranks=st.integers(2, 300),
     nbytes=st.floats(0, 1e12),

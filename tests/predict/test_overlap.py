@@ -1,7 +1,7 @@
 """Buckets and the recurrence of communication behind backward."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tutti.predict.overlap import Bucket, buckets, exchange
@@ -9,6 +9,7 @@ from tutti.predict.overlap import Bucket, buckets, exchange
 durations = st.lists(st.floats(0, 10), min_size=1, max_size=30)
 
 
+@settings(deadline=None)
 @given(
     gradients=st.lists(st.integers(0, 1000), max_size=40),
     cap=st.integers(1, 3000),
@@ -25,6 +26,7 @@ def test_buckets_hold_every_gradient_once_in_order_of_backward(gradients: list[i
         start = bucket.last + 1
 
 
+@settings(deadline=None)
 @given(seconds=durations, data=st.data(), share=st.floats(0, 1))
 def test_exposed_is_never_more_than_all_communication(seconds: list[float], data: st.DataObject, share: float) -> None:
     fused = buckets([1.0] * len(seconds), 3)

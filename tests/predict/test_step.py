@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from predict.examples import cluster, cpu, gpu, linear, link, mlp, plan
@@ -67,6 +67,7 @@ def test_a_prediction_round_trips_and_phases_add_up() -> None:
 sizes = st.tuples(st.integers(1, 6), st.integers(1, 3), st.sampled_from([64, 512]))
 
 
+@settings(deadline=None)
 @given(
     size=sizes,
     what=st.sampled_from(["bandwidth", "latency", "memory bandwidth", "rate", "flops", "overhead"]),
@@ -109,6 +110,7 @@ def _fewer(module: Any, factor: float) -> Any:
     return dataclasses.replace(module, ops=ops)
 
 
+@settings(deadline=None)
 @given(ranks=st.integers(1, 8), slices=st.integers(1, 4), batch=st.integers(8, 100))
 def test_communication_is_paid_once_a_step_and_never_by_one_rank(ranks: int, slices: int, batch: int) -> None:
     done = predict(mlp(), cluster(), plan(batch, ranks, slices))
