@@ -47,16 +47,20 @@ _STOP_RULES: tuple[StopRule, ...] = ("target", "epochs", "steps", "time")
 def build_report(folder: Path, *, target: Target | None = None) -> RunReport:
     """The report of a run folder. Raises ReportError when it is no run folder, or the target names nothing in it."""
     records = read_records(folder)
-    header = records.header
-    found = curves(records)
+    report = _assemble(records, target)
+    report = replace(report, checks=prediction_checks(records, report), headline=headline(report))
+    return replace(report, findings=check_run(report) + _reading_notes(records))
+
+
+def _assemble(records: Records, target: Target | None) -> RunReport:
+    """The report but for what follows from the rest of it: checks, headline, findings."""
+    header, found = records.header, curves(records)
     judged = choose(found, target)
-    quality = quality_report(records, judged, target)
-    reached = target_report(records, judged, target)
-    system = system_report(records)
-    ranks = rank_reports(records)
+    quality, reached = quality_report(records, judged, target), target_report(records, judged, target)
+    system, ranks = system_report(records), rank_reports(records)
     steps = records.kept("step")
     seen_samples = steps[-1].number("samples_seen") if steps else None
-    report = RunReport(
+    return RunReport(
         name=header.name,
         script=header.script,
         command=header.command,
@@ -99,8 +103,6 @@ def build_report(folder: Path, *, target: Target | None = None) -> RunReport:
         git_dirty=header.git_dirty,
         env_lock_sha256=header.environment_sha256 or None,
     )
-    report = replace(report, checks=prediction_checks(records, report), headline=headline(report))
-    return replace(report, findings=check_run(report) + _reading_notes(records))
 
 
 def headline(report: RunReport) -> str:

@@ -216,6 +216,7 @@ def _time_plots(report: RunReport) -> list[Plot]:
             title="Wall time by phase",
             note="measured on rank 0, with evaluation and checkpoints",
             name="breakdown",
+            wall=float(report.time.wall.value or 0),
         ),
         stacked_plot(ranks, title="Steps by rank", note=f"measured{more}", name="ranks") if len(ranks) > 1 else None,
         stacked_plot(

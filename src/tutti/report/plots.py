@@ -209,13 +209,25 @@ Bars = Sequence[tuple[str, dict[Phase, Quantity]]]
 
 @_styled
 def stacked_plot(
-    bars: Bars, *, title: str, note: str, name: str, hatched: frozenset[int] = frozenset(), unit: str = "wall time (s)"
+    bars: Bars,
+    *,
+    title: str,
+    note: str,
+    name: str,
+    hatched: frozenset[int] = frozenset(),
+    unit: str = "wall time (s)",
+    wall: float | None = None,
 ) -> Plot | None:
-    """Horizontal bars of seconds by phase, first on top; those of `hatched` positions are predicted."""
+    """Horizontal bars of seconds by phase, first on top; those of `hatched` positions are predicted.
+
+    `wall`: what a single bar should add up to; what is missing of it is drawn empty.
+    """
     bars = [(label, parts) for label, parts in bars if sum(q.value or 0 for q in parts.values()) > 0]
     if not bars:
         return None
-    longest = max(sum(q.value or 0 for q in parts.values()) for _, parts in bars)
+    totals = [float(sum(q.value or 0 for q in parts.values())) for _, parts in bars]
+    gap = wall - totals[0] if wall is not None and wall - totals[0] > 0.005 * wall else 0.0
+    longest = max(totals) + gap
     factor, shown_unit = (1e3, unit.replace("(s)", "(ms)")) if longest < 1 else (1.0, unit)
     figure, axes = _figure(14.2, 1.3 + 0.52 * len(bars))
     used = [phase for phase in PHASES if any((parts.get(phase, _ZERO).value or 0) > 0 for _, parts in bars)]
@@ -225,10 +237,15 @@ def stacked_plot(
             seconds = float(parts.get(phase, _ZERO).value or 0)
             _segment(axes, row, left * factor, seconds * factor, PHASE_COLOURS[phase], row in hatched)
             if seconds > 0.055 * longest and row not in hatched:
-                share = seconds / sum(q.value or 0 for q in parts.values())
+                share = seconds / (totals[row] + gap)
                 axes.text((left + seconds / 2) * factor, row, f"{share:.0%}", ha="center", va="center", color=PAPER,
                           fontsize=12, fontweight="bold")  # fmt: skip
             left += seconds
+        if gap:
+            axes.barh(
+                row, gap * factor, left=left * factor, height=0.62, facecolor="none", edgecolor=MUTED, linewidth=1
+            )
+            left += gap
         axes.text(left * factor + longest * factor * 0.008, row, duration(left), va="center", fontsize=12, color=INK)
     axes.set_yticks(range(len(bars)), [label for label, _ in bars])
     axes.tick_params(axis="y", labelcolor=INK)
@@ -239,7 +256,9 @@ def stacked_plot(
     axes.set_xlabel(shown_unit)
     for phase in used:
         axes.bar(0, 0, color=PHASE_COLOURS[phase], label=PHASE_NAMES[phase])
-    figure.legend(loc="outside upper left", ncols=len(used), handlelength=0.9, handleheight=0.9, columnspacing=1.4)
+    if gap:
+        axes.bar(0, 0, facecolor="none", edgecolor=MUTED, label="in no phase")
+    figure.legend(loc="outside upper left", ncols=len(used) + 1, handlelength=0.9, handleheight=0.9, columnspacing=1.4)
     words = f"{title}. " + " ".join(f"{label}: {_parts_in_words(parts)}." for label, parts in bars)
     return Plot(title=title, note=note, svg=_inline(figure, name, words), words=words, wide=True)
 

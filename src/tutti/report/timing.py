@@ -11,6 +11,7 @@ from tutti.spec.report import Quantity, TimeReport
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 WARM_UP_STEPS = 2
+STARTUP_NOTE = "of rank 0; prepare is in the wall time, under other"
 
 
 def seen(value: float | None, unit: str = "", note: str = "") -> Quantity:

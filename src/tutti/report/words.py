@@ -95,10 +95,12 @@ def split_unit(quantity: Quantity) -> tuple[str, str]:
 
 
 def show_interval(quantity: Quantity) -> str:
-    """The interval of an estimate: "8.1 ms to 12.4 ms", or nothing."""
+    """The interval of an estimate: "8.1 to 12.4 ms", or nothing."""
     if quantity.low is None or quantity.high is None:
         return ""
-    return f"{number(quantity.low, quantity.unit)} to {number(quantity.high, quantity.unit)}"
+    low, high = number(quantity.low, quantity.unit), number(quantity.high, quantity.unit)
+    (start, _, unit), (_, _, same) = low.partition(" "), high.partition(" ")
+    return f"{start if unit == same else low} to {high}"
 
 
 def signed_percent(ratio: float) -> str:
