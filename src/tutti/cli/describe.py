@@ -1,6 +1,5 @@
 """`tutti describe`: what a script's model costs, module by module, from shapes alone."""
 
-import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field

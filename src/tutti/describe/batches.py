@@ -29,7 +29,7 @@ class Batch:
         def move(tensor: Tensor) -> Tensor:
             floating = tensor.is_floating_point() or tensor.is_complex()
             if floating or tensor.numel() > SMALL_NUMEL:
-                return to_meta(tensor)
+                return to_meta(tensor).requires_grad_(tensor.requires_grad)
             return tensor.detach().cpu().clone()  # storage of its own: half a batch must not hold the whole one's
 
         args, kwargs, target = tree_map_only(Tensor, move, (self.args, self.kwargs, self.target))

@@ -42,8 +42,7 @@ _CONVOLUTION = names("convolution _convolution convolution_overrideable convolut
 _ELEMENTWISE = names(
     "_softmax _log_softmax _safe_softmax _softmax_backward_data _log_softmax_backward_data native_dropout "
     "native_dropout_backward sum mean prod amax amin max min argmax argmin var std var_mean std_mean cumsum cumprod "
-    "logsumexp norm linalg_vector_norm all any bernoulli_ bernoulli uniform_ normal_ nll_loss_forward "
-    "nll_loss_backward nll_loss2d_forward nll_loss2d_backward"
+    "logsumexp norm linalg_vector_norm all any bernoulli_ bernoulli uniform_ normal_"
 )
 _ELEMENTWISE_PARTS = ("pool", "_loss", "upsample", "grid_sampl", "_foreach_", "softmax", "interpolate")
 
@@ -64,6 +63,9 @@ def cost_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out
         nbytes = 2 * _nbytes(outputs) + _nbytes(inputs[1:])
     elif name in ("gather", "index_select", "index", "_unsafe_index", "take"):
         nbytes = 2 * _nbytes(outputs) + _nbytes(inputs[1:])
+    elif name in ("nll_loss_forward", "nll_loss2d_forward"):  # one element of each target's row
+        target = inputs[1]
+        return Cost(kind=kind, flops=float(target.numel()), nbytes=2 * _nbytes([target]))
     elif name in ("fill_", "zero_", "zeros_like", "ones_like", "full_like"):
         nbytes = _nbytes(outputs)
     numel = max(tensor.numel() for tensor in (*inputs, *outputs))

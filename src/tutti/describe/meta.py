@@ -10,8 +10,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
+
+from tutti.errors import ScriptError
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -87,6 +90,8 @@ def meta_copy(model: M) -> M:
     """
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
+        if is_lazy(parameter):
+            continue
         memo[id(parameter)] = nn.Parameter(to_meta(parameter), requires_grad=parameter.requires_grad)
     with _CopyMode():
         return copy.deepcopy(model, memo)
@@ -105,9 +110,11 @@ def _empty_parameter(module: nn.Module, name: str, parameter: nn.Parameter | Non
 
 def _in_constructor() -> bool:
     """Whether some frame below is a module's constructor, initialiser, or `apply`."""
-    frame = sys._getframe(3)
+    frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
+        if code.co_name == "materialize":  # a lazy parameter takes its shape, and cannot change its device
+            return False
         named = code.co_argcount and _CONSTRUCTOR.match(code.co_name)
         if named and isinstance(frame.f_locals.get(code.co_varnames[0]), nn.Module):
             return True
@@ -127,11 +134,30 @@ class _BuildMode(TorchFunctionMode):
         if func in _MOVES and _stays(func, args, kwargs):
             return _cast(*args, **kwargs)
         if not mixed(args, kwargs):
-            return func(*args, **kwargs)
-        new_args, new_kwargs = tree_map_only(Tensor, lambda t: t if t.is_meta else to_meta(t), (args, kwargs))
-        result = func(*new_args, **new_kwargs)
+            return _call(func, args, kwargs)
+        new_args, new_kwargs = tree_map_only(Tensor, _unreal, (args, kwargs))
+        result = _call(func, new_args, new_kwargs)
         # An in-place operation must give back the tensor it was called on, though its values are unknown now.
         return args[0] if args and isinstance(args[0], Tensor) and result is new_args[0] else result
+
+
+def _unreal(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_meta or is_lazy(tensor) else to_meta(tensor)
+
+
+def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function of tensors; one that needs the values of a meta tensor is refused with the script's line."""
+    try:
+        return func(*args, **kwargs)
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        if not any(tensor.is_meta for tensor in flat_tensors((*args, *kwargs.values()))) or "meta" not in str(error):
+            raise
+        frame = sys._getframe(2)  # of whoever called the function
+        raise ScriptError(
+            f"{frame.f_code.co_filename}, line {frame.f_lineno} reads values of parameters "
+            f"({getattr(func, '__name__', func)}), which have none while a model is only described; "
+            "do it after job.prepare"
+        ) from error
 
 
 def _make(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from tutti.describe.batches import Batch, dtype_name
@@ -45,9 +46,15 @@ def describe_model(
     are found by comparing the whole batch with its first half; with 1 they are simply divided). `model` is left as it
     is. Where the model cannot be traced, the result has parameters only and a note with the module and the reason.
     """
+    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     notes: dict[str, None] = {}
     batch = Batch(args=tuple(args), kwargs=dict(kwargs), target=target, samples=samples)
-    traced = _trace(model, batch, loss, notes)
+    lazy = [path for path, parameter in model.named_parameters() if is_lazy(parameter)]
+    if lazy:
+        notes[f"{', '.join(lazy)}: without shape until the model is called once; only other parameters are counted"] = (
+            None
+        )
+    traced = _NOTHING if lazy else _trace(model, batch, loss, notes)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
     states = optimizer_state(optimizers, lambda text: notes.setdefault(text))
     modules = _modules(model, traced, states)
@@ -78,6 +85,9 @@ class _Traced:
     batch_statistics: set[str]
 
 
+_NOTHING = _Traced(ops={}, activations={}, outputs={}, order={}, batch_statistics=set())
+
+
 def _trace(model: nn.Module, batch: Batch, loss: Loss, notes: dict[str, None]) -> _Traced:
     """Trace the batch and its half; notes say what was assumed or why it failed."""
     try:
@@ -85,7 +95,7 @@ def _trace(model: nn.Module, batch: Batch, loss: Loss, notes: dict[str, None]) -
     except Exception as error:  # the model's code may raise anything where values are missing
         where = _module_at(error.__traceback__, model)
         notes[f"{where} could not be traced on shapes alone: {first_line(error)}; only parameters are counted"] = None
-        return _Traced(ops={}, activations={}, outputs={}, order={}, batch_statistics=set())
+        return _NOTHING
     half_batch = batch.half
     half: Ledger | None = None
     if half_batch is not None:
@@ -157,7 +167,7 @@ def _modules(model: nn.Module, traced: _Traced, states: dict[int, int]) -> tuple
         module = named[name]
         mine, tied_to = [], None
         for parameter in module._parameters.values():
-            if parameter is None:
+            if parameter is None or is_lazy(parameter):
                 continue
             owner = owners.setdefault(id(parameter), name)
             if owner == name:
@@ -221,7 +231,7 @@ def _module_at(traceback: TracebackType | None, model: nn.Module) -> str:
 def _dtype(model: nn.Module) -> str:
     """The dtype that most parameter bytes are in."""
     nbytes: Counter[torch.dtype] = Counter()
-    for parameter in model.parameters():
+    for parameter in (parameter for parameter in model.parameters() if not is_lazy(parameter)):
         nbytes[parameter.dtype] += parameter.numel() * parameter.element_size()
     return dtype_name(max(nbytes, key=lambda dtype: nbytes[dtype], default=torch.float32))
 

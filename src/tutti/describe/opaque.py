@@ -24,7 +24,7 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
     Shapes: query (batch, heads, s, d), key (batch, key_heads, t, d), value (batch, key_heads, t, dv); the result is
     (batch, heads, s, dv). Forward: Q K^T and P V, 2 s t (d + dv) FLOPs a head, at full cost also when causal.
     Backward: five such products for the forward's two (the scores are computed again). Kept: query, key, value,
-    the result, and one float32 number a row of scores.
+    the mask, the result, and one float32 number a row of scores.
     """
     return _Attention.apply(query, key, value, mask, enter)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -32,19 +32,21 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enter: Enter) -> Tensor:
-        result = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        shape = (*query.shape[:-1], value.shape[-1])
+        # Fused kernels keep the query's layout, so that merging the heads afterwards copies nothing.
+        result = torch.empty_like(query) if query.shape == shape else query.new_empty(shape)
         rows = query.new_empty(query.shape[:-1], dtype=torch.float32)
         head_dims = query.shape[-1] + value.shape[-1]
         flops = 2.0 * math.prod(query.shape[:-1]) * key.shape[-2] * head_dims
         read = _nbytes(query, key, value, *(() if mask is None else (mask,)))
         enter(Cost(kind="attention", flops=flops, nbytes=read + _nbytes(result, rows)), False, 1)
-        ctx.save_for_backward(query, key, value, result, rows)
+        ctx.save_for_backward(query, key, value, result, rows, mask)
         ctx.enter, ctx.flops = enter, flops
         return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        query, key, value, result, rows = ctx.saved_tensors
+        query, key, value, result, rows, _ = ctx.saved_tensors
         nbytes = _nbytes(query, key, value, result, rows, *gradients) + _nbytes(query, key, value)
         ctx.enter(Cost(kind="attention", flops=2.5 * ctx.flops, nbytes=nbytes), True, 1)
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None, None

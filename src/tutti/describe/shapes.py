@@ -22,6 +22,7 @@ _FACTORIES = names(
     "scalar_tensor tril_indices triu_indices"
 )
 _INDEXING = names("index index_put index_put_ _unsafe_index _unsafe_index_put _index_put_impl_")
+_SIZED = names("_pack_padded_sequence _pack_padded_sequence_backward _pad_packed_sequence")  # take lengths on the CPU
 _VALUES = names("_local_scalar_dense equal is_nonzero")
 _REAL_LIMIT = 2**24
 """The most elements an operator may really compute on, where it has no rule for shapes."""
@@ -41,6 +42,8 @@ class Shapes:
         if name in _FACTORIES or name.endswith("_like") or name.startswith("new_"):
             return self._make(func, args, kwargs)
         tensors = list(flat_tensors((*args, *kwargs.values())))
+        if name in _SIZED:
+            return func(*args, **kwargs)
         if all(self._known(tensor) for tensor in tensors) and not _spreads(func, tensors):
             if not any(tensor.is_meta for tensor in tensors):
                 return func(*args, **kwargs)

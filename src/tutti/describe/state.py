@@ -1,5 +1,6 @@
 """Bytes of optimizer state, found by letting the optimizer itself take one step on parameters without memory."""
 
+import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,15 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tutti.describe.meta import to_meta
+from tutti.describe.meta import flat_tensors, to_meta
+
+_PRIMES = (11, 13, 17, 19, 23, 29, 31, 37)
 
 
 def optimizer_state(optimizers: Sequence[Optimizer], note: Callable[[str], None]) -> dict[int, int]:
     """State bytes of each parameter that an optimizer holds, by the parameter's id.
 
     The state is that after one step with the parameter's group options; counters (tensors without dimensions) are left
-    out. An optimizer that reads values of its tensors is stepped on small real tensors of as many dimensions, and its
-    bytes for each element are scaled. One that cannot be stepped at all counts as 0, with a note.
+    out. An optimizer that reads values of its tensors is stepped on small real tensors of as many dimensions, of
+    prime sizes, and the dimensions of its state are scaled. One that cannot be stepped at all counts as 0, with a note.
     """
     result: dict[int, int] = {}
     for optimizer in optimizers:
@@ -31,21 +34,31 @@ def optimizer_state(optimizers: Sequence[Optimizer], note: Callable[[str], None]
 
 
 def _state_nbytes(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, note: Callable[[str], None]) -> int:
+    primes = dict(zip(_PRIMES, parameter.shape, strict=False))
     try:
-        return _after_a_step(optimizer, group, to_meta(parameter))
+        state = _after_a_step(optimizer, group, to_meta(parameter))
+        return sum(tensor.numel() * tensor.element_size() for tensor in state)
     except Exception:  # its step is any code: whatever it raises on meta, real tensors are the next try
-        small = torch.zeros([min(size, 4) for size in parameter.shape], dtype=parameter.dtype)
+        small = torch.zeros([1 if size == 1 else p for p, size in primes.items()], dtype=parameter.dtype)
     try:
-        nbytes = _after_a_step(optimizer, group, small)
+        state = _after_a_step(optimizer, group, small)
     except Exception as error:
         what = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
         note(f"the state of {type(optimizer).__name__} could not be found ({what}): counted as 0 bytes")
         return 0
-    return round(nbytes * parameter.numel() / max(small.numel(), 1))
+    return sum(tensor.element_size() * math.prod(_grown(dim, primes) for dim in tensor.shape) for tensor in state)
 
 
-def _after_a_step(optimizer: Optimizer, group: dict[str, Any], like: Tensor) -> int:
-    """Bytes of state after a twin of `optimizer` that holds only a parameter like `like` has stepped."""
+def _grown(size: int, primes: dict[int, int]) -> int:
+    """A dimension of state as it is for the real parameter, from what it was for one with prime dimensions."""
+    for prime, real in primes.items():
+        if size % prime == 0:
+            size = size // prime * real
+    return size
+
+
+def _after_a_step(optimizer: Optimizer, group: dict[str, Any], like: Tensor) -> list[Tensor]:
+    """The state, without counters, after a twin of `optimizer` that holds a parameter like `like` has stepped."""
     parameter = nn.Parameter(like)
     parameter.grad = torch.zeros_like(like)
     twin = object.__new__(type(optimizer))
@@ -57,12 +70,5 @@ def _after_a_step(optimizer: Optimizer, group: dict[str, Any], like: Tensor) -> 
         _optimizer_step_post_hooks=OrderedDict(),
     )
     twin.step()
-    return sum(_nbytes(value) for state in twin.state.values() for value in state.values())
-
-
-def _nbytes(value: Any) -> int:
-    if isinstance(value, Tensor):
-        return value.numel() * value.element_size() if value.dim() else 0
-    if isinstance(value, (list, tuple)):
-        return sum(map(_nbytes, value))
-    return 0
+    values = [value for state in twin.state.values() for value in state.values()]
+    return [tensor for tensor in flat_tensors(values) if tensor.dim()]
