@@ -1,5 +1,7 @@
 """The order of an epoch and its batches: from the seed alone, whatever reads it."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -46,10 +48,10 @@ def test_1000_samples_in_batches_of_500_are_2_iterations() -> None:
 def test_batches_of_tokens_are_as_full_as_they_can_be(lengths: list[int], size: int) -> None:
     order = np.random.default_rng(0).permutation(len(lengths))
     bounds = batch_bounds(order, BatchPlan(global_batch_size=size, unit="tokens"), lengths)
-    taken = [[lengths[i] for i in order[a:b]] for a, b in zip(bounds, bounds[1:], strict=False)]
+    taken = [[lengths[i] for i in order[a:b]] for a, b in itertools.pairwise(bounds)]
     assert sum(map(len, taken)) == len(lengths)
     assert all(sum(batch) <= size for batch in taken)
-    for batch, following in zip(taken, taken[1:], strict=False):
+    for batch, following in itertools.pairwise(taken):
         assert sum(batch) + following[0] > size
 
 

@@ -1,5 +1,7 @@
 """Shares: every sample of a global batch exactly once, in proportion, for any number of ranks and slices."""
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +15,7 @@ degrees = st.integers(1, 9)
 @given(sizes, degrees)
 def test_equal_cuts_differ_by_at_most_one(total: int, parts: int) -> None:
     bounds = cut(total, parts)
-    counts = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
+    counts = [b - a for a, b in itertools.pairwise(bounds)]
     assert sum(counts) == total
     assert max(counts) - min(counts) <= 1
 

@@ -12,7 +12,14 @@ def test_nothing_is_one_device() -> None:
 
 def test_torchrun() -> None:
     place = read_place(
-        dict(RANK="3", WORLD_SIZE="4", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2", MASTER_ADDR="h", MASTER_PORT="1234")
+        {
+            "RANK": "3",
+            "WORLD_SIZE": "4",
+            "LOCAL_RANK": "1",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "h",
+            "MASTER_PORT": "1234",
+        }
     )
     assert (place.rank, place.world_size, place.local_rank, place.local_world_size) == (3, 4, 1, 2)
     assert place.rendezvous == "tcp://h:1234"
@@ -20,7 +27,7 @@ def test_torchrun() -> None:
 
 
 def test_tutti_says_where_to_meet() -> None:
-    place = read_place(dict(RANK="0", WORLD_SIZE="2", TUTTI_RENDEZVOUS="file:///x/store"))
+    place = read_place({"RANK": "0", "WORLD_SIZE": "2", "TUTTI_RENDEZVOUS": "file:///x/store"})
     assert (place.rendezvous, place.launcher) == ("file:///x/store", "tutti")
 
 
@@ -28,10 +35,10 @@ def test_tutti_says_where_to_meet() -> None:
     ("nodes", "host"), [("localhost", "localhost"), ("127.0.0.[1-3,7]", "127.0.0.1"), ("localhost,n2", "localhost")]
 )
 def test_srun_meets_at_the_first_node(nodes: str, host: str) -> None:
-    environ = dict(
-        SLURM_PROCID="2", SLURM_STEP_NUM_TASKS="4", SLURM_STEP_NUM_NODES="2", SLURM_LOCALID="0",
-        SLURM_STEP_NODELIST=nodes, SLURM_JOB_ID="17", SLURM_STEP_ID="0",
-    )  # fmt: skip
+    environ = {
+        "SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2", "SLURM_LOCALID": "0",
+        "SLURM_STEP_NODELIST": nodes, "SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0",
+    }  # fmt: skip
     place = read_place(environ)
     assert (place.rank, place.world_size, place.local_world_size, place.launcher) == (2, 4, 2, "srun")
     address, _, port = place.rendezvous.rpartition(":")
@@ -42,21 +49,21 @@ def test_srun_meets_at_the_first_node(nodes: str, host: str) -> None:
 
 
 def test_a_node_name_that_does_not_resolve_gives_way_to_the_launching_host() -> None:
-    environ = dict(
-        SLURM_PROCID="0", SLURM_STEP_NUM_TASKS="2", SLURM_STEP_NODELIST="no-such-host-[1-2]",
-        SLURM_LAUNCH_NODE_IPADDR="127.0.0.1", SLURM_JOB_ID="1",
-    )  # fmt: skip
+    environ = {
+        "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "no-such-host-[1-2]",
+        "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1", "SLURM_JOB_ID": "1",
+    }  # fmt: skip
     assert read_place(environ).rendezvous.startswith("tcp://127.0.0.1:")
 
 
 def test_an_sbatch_script_without_srun_is_one_device() -> None:
-    assert read_place(dict(SLURM_PROCID="0", SLURM_NTASKS="4", SLURM_JOB_ID="1")) == Place()
+    assert read_place({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "1"}) == Place()
 
 
 def test_mpirun_on_one_host() -> None:
     environ = {
         f"OMPI_COMM_WORLD_{name}": value
-        for name, value in dict(RANK="1", SIZE="2", LOCAL_RANK="1", LOCAL_SIZE="2").items()
+        for name, value in {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}.items()
     }
     place = read_place(environ)
     assert (place.rank, place.world_size, place.launcher) == (1, 2, "mpirun")
@@ -66,9 +73,9 @@ def test_mpirun_on_one_host() -> None:
 @pytest.mark.parametrize(
     ("environ", "sentence"),
     [
-        (dict(RANK="2", WORLD_SIZE="2", MASTER_ADDR="h"), "rank 2 does not fit a world of 2"),
-        (dict(RANK="x", WORLD_SIZE="2"), "RANK='x' is not a whole number"),
-        (dict(RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="1"), "no MASTER_ADDR"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "h"}, "rank 2 does not fit a world of 2"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x' is not a whole number"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}, "no MASTER_ADDR"),
     ],
 )
 def test_contradictions_are_refused_with_the_remedy(environ: dict[str, str], sentence: str) -> None:

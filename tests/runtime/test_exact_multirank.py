@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run_ranks
 
+from harness import run_ranks
 from runtime.training import Case, Trained, train
 
 # Convolutions before batch statistics have biases whose gradient is zero but for rounding, which Adam would blow up:
