@@ -134,11 +134,22 @@ def _slurm(environ: Mapping[str, str]) -> Place:
         rank=_number(environ, "SLURM_PROCID"),
         world_size=tasks,
         local_rank=_number(environ, "SLURM_LOCALID", 0),
-        local_world_size=max(1, tasks // nodes),
+        local_world_size=_slurm_tasks_here(environ) or max(1, tasks // nodes),
         launcher="srun",
     )
     job = f"{environ.get('SLURM_JOB_ID', '')}.{environ.get('SLURM_STEP_ID', '')}"
     return _meeting(place, environ, _slurm_host(environ), job)
+
+
+def _slurm_tasks_here(environ: Mapping[str, str]) -> int:
+    """Tasks of this node: its entry in the step's list ("2(x3),1" is 2 on three nodes, then 1); 0 if unknown."""
+    node = _number(environ, "SLURM_NODEID", 0)
+    for entry in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        count, _, repeat = entry.rstrip(")").partition("(x")
+        node -= int(repeat) if repeat.isdigit() else 1
+        if node < 0:
+            return int(count) if count.isdigit() else 0
+    return 0
 
 
 def _meeting(place: Place, environ: Mapping[str, str], host: str, job: str) -> Place:

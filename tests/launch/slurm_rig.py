@@ -1,0 +1,133 @@
+"""A private Slurm of two nodes on this machine: own munge key, own ports, loopback only, no database."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+NODES = 2
+
+CONFIGURATION = """\
+ClusterName=tutti
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={base}/munge.socket
+CredType=cred/munge
+StateSaveLocation={base}/state
+SlurmdSpoolDir={base}/spool-%n
+SlurmctldPidFile={base}/slurmctld.pid
+SlurmdPidFile={base}/slurmd-%n.pid
+SlurmctldLogFile={base}/slurmctld.log
+SlurmdLogFile={base}/slurmd-%n.log
+CommunicationParameters=NoAddrCache
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+MpiDefault=none
+MailProg=/bin/true
+ReturnToService=2
+SchedulerType=sched/builtin
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmdParameters=config_overrides
+"""
+
+
+def missing() -> str | None:
+    """Why no Slurm can be brought up here, or None."""
+    if os.geteuid() != 0:
+        return "a private Slurm needs root"
+    programs = ("slurmctld", "slurmd", "munged", "srun", "scontrol")
+    absent = [name for name in programs if shutil.which(name) is None]
+    return f"not installed: {', '.join(absent)}" if absent else None
+
+
+@contextmanager
+def slurm(base: Path) -> Iterator[dict[str, str]]:
+    """A running cluster; yields the environment in which srun finds it. All its daemons end with the context.
+
+    `base` must be a short path (sockets) that everybody may enter (munge insists).
+    """
+    daemons: list[subprocess.Popen[bytes]] = []
+    try:
+        yield _up(base, daemons)
+    finally:
+        for daemon in reversed(daemons):
+            with suppress(ProcessLookupError):
+                os.killpg(daemon.pid, signal.SIGTERM)
+            try:
+                daemon.wait(5)
+            except subprocess.TimeoutExpired:
+                os.killpg(daemon.pid, signal.SIGKILL)
+                daemon.wait()
+
+
+def _up(base: Path, daemons: list[subprocess.Popen[bytes]]) -> dict[str, str]:
+    host = socket.gethostname().partition(".")[0]
+    ports = _free_ports(NODES + 1)
+    lines = [CONFIGURATION.format(host=host, base=base, port=ports[0])]
+    for index in range(NODES):
+        lines.append(
+            f"NodeName=n{index} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[index + 1]} CPUs=4 State=UNKNOWN\n"
+        )
+        (base / f"spool-n{index}").mkdir()
+    lines.append(f"PartitionName=main Nodes=n[0-{NODES - 1}] Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO\n")
+    (base / "state").mkdir()
+    configuration = base / "slurm.conf"
+    configuration.write_text("".join(lines))
+    environment = {**os.environ, "SLURM_CONF": str(configuration)}
+
+    def start(*command: str) -> None:
+        with (base / f"{command[0]}.out").open("ab") as log:
+            daemons.append(
+                subprocess.Popen(
+                    command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                )
+            )
+
+    key = base / "munge.key"
+    key.write_bytes(os.urandom(1024))
+    key.chmod(0o400)
+    start(
+        "munged", "--foreground", "--force", f"--key-file={key}", f"--socket={base}/munge.socket",
+        f"--pid-file={base}/munged.pid", f"--log-file={base}/munged.log", f"--seed-file={base}/munged.seed",
+    )  # fmt: skip
+    _wait("munged", lambda: (base / "munge.socket").exists(), base)
+    start("slurmctld", "-D", "-f", str(configuration))
+    for index in range(NODES):
+        start("slurmd", "-D", "-N", f"n{index}", "-f", str(configuration))
+    _wait("the nodes", lambda: _idle(environment) == NODES, base)
+    return {"SLURM_CONF": str(configuration)}
+
+
+def _idle(environment: dict[str, str]) -> int:
+    command = ["sinfo", "--noheader", "--Node", "--states=idle", "--format=%N"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return len(done.stdout.split()) if done.returncode == 0 else 0
+
+
+def _wait(what: str, ready: object, base: Path, timeout_s: float = 40) -> None:
+    assert callable(ready)
+    deadline = time.monotonic() + timeout_s
+    while not ready():
+        if time.monotonic() > deadline:
+            logs = "\n".join(f"{log.name}:\n{log.read_text()[-1500:]}" for log in sorted(base.glob("*.log")))
+            raise TimeoutError(f"{what} did not come up in {timeout_s:g} s\n{logs}")
+        time.sleep(0.1)
+
+
+def _free_ports(count: int) -> list[int]:
+    servers = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [server.getsockname()[1] for server in servers]
+    for server in servers:
+        server.close()
+    return ports
