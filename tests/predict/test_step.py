@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from predict.examples import cluster, cpu, gpu, linear, link, mlp, plan
 from tutti.errors import PlanError
 from tutti.predict import predict
+from tutti.predict.words import disturbed
 from tutti.spec import codec
-from tutti.spec.cluster import ClusterSpec, NodeSpec
+from tutti.spec.cluster import ClusterSpec, Conditions, NodeSpec
 from tutti.spec.model import ModelSpec
 from tutti.spec.plan import BatchPlan, Plan, Sync
 from tutti.spec.prediction import Prediction
@@ -165,6 +166,16 @@ def test_intervals_widen_with_weaker_evidence() -> None:
     published = predict(mlp(), cluster(gpu()), plan()).step_time_s
     assert measured.high / measured.value < published.high / published.value
     assert any("published" in note for note in predict(mlp(), cluster(gpu()), plan()).notes)
+
+
+def test_a_cluster_measured_under_load_is_told() -> None:
+    quiet, busy = (
+        Conditions(measured_utc="", cores_granted=4, load_at_start=load, load_at_end=0.0, versions={})
+        for load in (0.5, 9.0)
+    )
+    assert not disturbed(dataclasses.replace(cluster(), conditions=quiet))
+    notes = predict(mlp(), dataclasses.replace(cluster(), conditions=busy), plan()).notes
+    assert any("under a load of 9.0 on 4 cores" in note for note in notes)
 
 
 def test_tokens_are_counted_as_tokens() -> None:

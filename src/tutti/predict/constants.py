@@ -26,7 +26,7 @@ much as a sum) on vector units; their memory traffic is counted besides."""
 MATRIX_KINDS: Final[frozenset[OpKind]] = frozenset({"gemm", "conv", "attention", "rnn"})
 """Kinds that autocast runs in the lower precision, and that TF32 speeds up."""
 
-DATA_SHEET_EFFICIENCY: Final = 0.65
+DATA_SHEET_EFFICIENCY: Final = 0.8
 """Share of a published dense peak that a large square matrix product reaches in a framework."""
 
 DATA_SHEET_BANDWIDTH_EFFICIENCY: Final = 0.8

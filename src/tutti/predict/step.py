@@ -13,7 +13,7 @@ from tutti.predict.memory import rank_memory
 from tutti.predict.network import Link, ring_all_reduce
 from tutti.predict.overlap import Bucket, Exchange, buckets, exchange
 from tutti.predict.placement import Seat, place, ring_link, ring_tier
-from tutti.predict.words import link_note, memory_notes, time_notes
+from tutti.predict.words import disturbed, link_note, memory_notes, time_notes
 from tutti.spec import codec
 from tutti.spec.cluster import ClusterSpec, DeviceKind
 from tutti.spec.model import ModelSpec
@@ -87,6 +87,7 @@ def predict(model: ModelSpec, cluster: ClusterSpec, plan: Plan) -> Prediction:
             *time_notes(seats, slowest.seat, slowest.worker, work.limits, exchanged, margin),
             *((link_note(link),) if link else ()),
             *memory_notes(memory, seat),
+            *disturbed(cluster),
             *model.notes,
         ),
     )

@@ -4,6 +4,7 @@ from tutti.predict.compute import Worker
 from tutti.predict.network import Link
 from tutti.predict.overlap import Exchange
 from tutti.predict.placement import Seat, ring_tier
+from tutti.spec.cluster import ClusterSpec
 from tutti.spec.prediction import RankMemory
 
 
@@ -86,6 +87,17 @@ def memory_notes(memory: RankMemory, seat: Seat) -> tuple[str, ...]:
     return (
         f"memory: {nbytes(memory.total)} of {nbytes(seat.memory_nbytes)} for each rank on {seat.device.name}; "
         f"assumed: {nbytes(memory.reserve)} of it for interpreter, libraries and allocator",
+    )
+
+
+def disturbed(cluster: ClusterSpec) -> tuple[str, ...]:
+    """A warning where the cluster was measured while other work ran on it: rates and choices may be far off."""
+    conditions = cluster.conditions
+    if conditions is None or conditions.load_at_start <= 0.5 * conditions.cores_granted:
+        return ()
+    return (
+        f"{cluster.name} was measured under a load of {conditions.load_at_start:.1f} on "
+        f"{count(conditions.cores_granted, 'core')}: its rates may be far too low; measure it again with tutti probe",
     )
 
 
