@@ -12,8 +12,6 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
 	command -v $$p >/dev/null && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
 	&& { echo $$p; break; }; done)
-# PyPI's torch for Linux carries gigabytes of CUDA libraries; where there is no NVIDIA driver this index has the CPU build.
-TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 CHECKED := src tests examples benchmarks
 DEMO_RUN := runs/demo
 
@@ -33,12 +31,7 @@ $(STAMP): pyproject.toml constraints.txt
 		"on Debian and Ubuntu, apt install python3-venv"; exit 2; }
 	@echo "== installing into $(VENV) ($$($(PYTHON) --version))"
 	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
-	@export PIP_DISABLE_PIP_VERSION_CHECK=1; extra=; \
-	if ! command -v nvidia-smi >/dev/null && $(BIN)/python -c \
-		'import sys, urllib.request as u; u.urlopen(sys.argv[1], timeout=5)' $(TORCH_CPU_INDEX)/torch/ 2>/dev/null; \
-	then extra="--extra-index-url $(TORCH_CPU_INDEX)"; fi; \
-	$(BIN)/python -m pip install --quiet -c constraints.txt $$extra torch; \
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet -c constraints.txt torch -e '.[dev]'
 	@$(BIN)/python -c 'import torch; print("== installed: torch", torch.__version__)'
 	@touch $@
 
