@@ -1,0 +1,73 @@
+"""Verdict: whether N ranks compute what one device computes, and where they first do not (verify.json)."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Stage = Literal[
+    "seed",
+    "batch size",
+    "initial state",
+    "data order",
+    "input",
+    "forward",
+    "loss",
+    "gradient",
+    "hyper-parameter",
+    "learning rate",
+    "gradient used",
+    "parameter",
+    "buffer",
+    "optimizer state",
+    "between steps",
+]
+"""What was compared, in the order of a step. "gradient": averaged over the global batch; "gradient used": as the
+optimizer found it; "between steps": parameters, buffers and optimizer state when the next step began."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorDifference:
+    """How far one tensor is from one device's. `module`: dotted name, "" where it belongs to none.
+
+    `step` counts from 1; 0 is before the first. `relative_difference`: largest difference of an element over the
+    tensor's root mean square; None where the two cannot be subtracted (one is missing, or has another shape).
+    `ranks`: whose values differ (empty: all together).
+    """
+
+    stage: Stage
+    step: int
+    module: str = ""
+    tensor: str
+    relative_difference: float | None
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """The likely cause of a difference, and what to do. `kind`: a short name that programs may rely on."""
+
+    kind: str
+    sentence: str
+    remedy: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """`passed`: no tensor differs by more than `tolerance`, relative to its root mean square.
+
+    `arithmetic`: the dtype that was computed in. `largest`: the largest difference that was tolerated; `first`: the
+    first that was not. `compared`: number of tensors compared. `notes`: what was not compared, and why.
+    """
+
+    passed: bool
+    sentence: str
+    script: str
+    world_size: int
+    steps: int
+    arithmetic: str
+    tolerance: float
+    compared: int = 0
+    largest: TensorDifference | None = None
+    first: TensorDifference | None = None
+    cause: Cause | None = None
+    notes: tuple[str, ...] = ()
+    version: int = 1

@@ -1,0 +1,217 @@
+"""Two recordings compared, in the order things happen: the first tensor that differs is found, with its module.
+
+What comes first is to blame for what comes after, so the order is the diagnosis: data, then forward module by module,
+loss, gradients from the last module back, settings, updated parameters, buffers, optimizer state.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tutti.spec.verdict import Stage, TensorDifference
+from tutti.verify.align import Alignment
+from tutti.verify.forward import Pieces, compare_forward, compare_inputs
+from tutti.verify.gauge import Gauge
+from tutti.verify.measure import FLOOR, difference, number_difference, rms
+from tutti.verify.recording import RankRecord, State, StepRecord, Values
+
+EXACT = 1e-9
+"""Settings are computed alike everywhere, in Python: they may not differ at all, but for the last bits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The first difference. `alignment`: of the tensor that differs, where samples have rows in it."""
+
+    first: TensorDifference
+    alignment: Alignment | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sides:
+    """One step on one device, and on every rank in order; the heads of both recordings."""
+
+    head: RankRecord
+    heads: tuple[RankRecord, ...]
+    one: StepRecord
+    ranks: tuple[StepRecord, ...]
+
+    def owner(self, name: str) -> str:
+        """The module that holds a parameter or buffer; the model's class name for the model itself."""
+        return self.head.owners.get(name, "") or self.head.model
+
+
+def compare_start(head: RankRecord, heads: Sequence[RankRecord], gauge: Gauge) -> Found | None:
+    """Seeds, batch sizes, and the model as each rank built it."""
+    seeds = {rank.rank: number_difference(head.seed, rank.seed) for rank in heads}
+    sizes = {rank.rank: number_difference(head.global_batch_size, rank.global_batch_size) for rank in heads}
+    first = gauge.judge(seeds, stage="seed", step=-1, tensor="Job(seed=...)")
+    first = first or gauge.judge(sizes, stage="batch size", step=-1, tensor="Job(global_batch_size=...)")
+    floor = FLOOR * rms(head.initial.values())
+    for name, expected in head.initial.items():
+        scale = max(rms([expected]), floor)
+        gaps = {rank.rank: _gap(expected, rank.initial.get(name), scale) for rank in heads}
+        module = head.owners.get(name, "") or head.model
+        first = first or gauge.judge(gaps, stage="initial state", step=-1, module=module, tensor=_own(name))
+    return Found(first=first) if first else None
+
+
+def compare_step(sides: Sides, gauge: Gauge) -> Found | None:
+    """One step of all ranks against one device's; None if all that was compared agrees."""
+    checks: tuple[Callable[[Sides, Gauge], Iterator[Found]], ...] = (
+        _between, _order, _inputs, _forward, _loss, _gradients, _settings, _used, _after,
+    )  # fmt: skip
+    return next((found for check in checks for found in check(sides, gauge)), None)
+
+
+def _between(sides: Sides, gauge: Gauge) -> Iterator[Found]:
+    if sides.one.step:
+        before = [step.before for step in sides.ranks]
+        yield from _states(sides, sides.one.before, before, gauge, between=True)
+
+
+def _order(sides: Sides, gauge: Gauge) -> Iterator[Found]:
+    gaps = {
+        rank: 0.0 if (step.indices, step.batch_size) == (sides.one.indices, sides.one.batch_size) else math.inf
+        for rank, step in enumerate(sides.ranks)
+    }
+    yield from _judged(gauge, gaps, "data order", sides, "", "indices of the global batch")
+
+
+def _inputs(sides: Sides, gauge: Gauge) -> Iterator[Found]:
+    for name, module_gap in compare_inputs(sides.one, sides.ranks, gauge.tolerance):
+        if module_gap is None:
+            gauge.skip(name)
+        else:
+            yield from _judged(gauge, module_gap.gaps, "input", sides, "", name, module_gap.alignment)
+
+
+def _forward(sides: Sides, gauge: Gauge) -> Iterator[Found]:
+    for index in range(min(len(step.parts) for step in (sides.one, *sides.ranks))):
+        parts = [step.parts[index] for step in sides.ranks]
+        for place, gap in compare_forward(sides.one.parts[index], Pieces.of(parts), gauge.tolerance):
+            module = place.module or sides.head.model
+            if gap is None:
+                gauge.skip(f"{place.tensor} of {module}")
+            else:
+                yield from _judged(gauge, gap.gaps, "forward", sides, module, place.tensor, gap.alignment)
+
+
+def _loss(sides: Sides, gauge: Gauge) -> Iterator[Found]:
+    gaps = {rank: number_difference(sides.one.loss, step.loss) for rank, step in enumerate(sides.ranks)}
+    yield from _judged(gauge, gaps, "loss", sides, "", "loss")
+
+
+def _gradients(sides: Sides, gauge: Gauge) -> Iterator[Found]:
+    known = [gradient for gradient in sides.one.gradients.values() if gradient is not None]
+    floor = FLOOR * rms(known)
+    for name in _backward_order(sides):
+        expected = sides.one.gradients[name]
+        scale = max(rms([expected] if expected is not None else []), floor)
+        gaps = {rank: _gap(expected, step.gradients.get(name), scale) for rank, step in enumerate(sides.ranks)}
+        yield from _judged(gauge, gaps, "gradient", sides, sides.owner(name), f"gradient of {_own(name)}")
+
+
+def _backward_order(sides: Sides) -> list[str]:
+    """Parameters with gradients, those of the module that ran last first."""
+    last = {call.module: number for part in sides.one.parts[:1] for number, call in enumerate(part.calls)}
+
+    def when(name: str) -> int:
+        owner = sides.head.owners.get(name, "")
+        while owner and owner not in last:
+            owner = owner.rpartition(".")[0]
+        return last.get(owner, len(last))
+
+    return sorted(sides.one.gradients, key=when, reverse=True)
+
+
+def _settings(sides: Sides, gauge: Gauge) -> Iterator[Found]:
+    names = dict.fromkeys(name for step in (sides.one, *sides.ranks) for name in step.hyper_parameters)
+    for name in names:
+        expected = sides.one.hyper_parameters.get(name, math.nan)
+        others = [step.hyper_parameters.get(name, math.nan) for step in sides.ranks]
+        stage: Stage = "learning rate" if name.endswith(".lr") else "hyper-parameter"
+        yield from _exact(gauge, expected, others, stage, sides, f"{name.rpartition('.')[2]} of optimizer {name[0]}")
+    rates = [step.learning_rate for step in sides.ranks]
+    yield from _exact(gauge, sides.one.learning_rate, rates, "learning rate", sides, "learning rate of the update")
+
+
+def _exact(
+    gauge: Gauge, expected: float, others: Sequence[float], stage: Stage, sides: Sides, name: str
+) -> Iterator[Found]:
+    gaps = {rank: number_difference(expected, other) for rank, other in enumerate(others)}
+    strict = {rank: max(gap, 2 * gauge.tolerance) if gap > EXACT else 0.0 for rank, gap in gaps.items()}
+    yield from _judged(gauge, strict, stage, sides, "", name)
+
+
+def _used(sides: Sides, gauge: Gauge) -> Iterator[Found]:
+    """Norms of gradients after averaging and clipping: a script may have changed them in between."""
+    floor = FLOOR * max(sides.one.used_norms.values(), default=0.0)
+    for name, expected in sides.one.used_norms.items():
+        gaps = {
+            rank: abs(step.used_norms.get(name, math.inf) - expected) / max(expected, floor, 1e-300)
+            for rank, step in enumerate(sides.ranks)
+        }
+        yield from _judged(gauge, gaps, "gradient used", sides, sides.owner(name), f"gradient of {_own(name)}")
+
+
+def _after(sides: Sides, gauge: Gauge) -> Iterator[Found]:
+    yield from _states(sides, sides.one.after, [step.after for step in sides.ranks], gauge, between=False)
+
+
+def _states(sides: Sides, one: State, others: Sequence[State], gauge: Gauge, *, between: bool) -> Iterator[Found]:
+    kinds: tuple[tuple[Stage, Values, list[Values]], ...] = (
+        ("parameter", one.parameters, [state.parameters for state in others]),
+        ("buffer", one.buffers, [state.buffers for state in others]),
+        ("optimizer state", one.optimizer, [state.optimizer for state in others]),
+    )
+    for stage, expected, got in kinds:
+        for name, tensor in expected.items():
+            like = [t for other, t in expected.items() if stage != "optimizer state" or _own(other) == _own(name)]
+            scale = max(rms([tensor]), FLOOR * rms(like), 1e-6)
+            meaningful = _meaningful(sides, name, gauge) if stage == "parameter" and not between else None
+            gaps = {rank: _gap(tensor, values.get(name), scale, meaningful) for rank, values in enumerate(got)}
+            owned = name.partition(".")[2].rpartition(".")[0] if stage == "optimizer state" else name
+            words = f"{_own(name)} of {_own(owned)}" if stage == "optimizer state" else _own(name)
+            where: Stage = "between steps" if between else stage
+            yield from _judged(gauge, gaps, where, sides, sides.owner(owned), words)
+
+
+def _meaningful(sides: Sides, name: str, gauge: Gauge) -> torch.Tensor | None:
+    """Where a parameter's gradient is more than rounding: elsewhere Adam and its like step by rounding's sign."""
+    gradient = sides.one.gradients.get(name)
+    if gradient is None or gauge.tolerance < 1e-6:
+        return None
+    known = [one for one in sides.one.gradients.values() if one is not None]
+    return gradient.double().abs() > gauge.tolerance * rms(known)
+
+
+def _gap(
+    expected: torch.Tensor | None, got: torch.Tensor | None, scale: float, where: torch.Tensor | None = None
+) -> float:
+    if expected is None or got is None:
+        return 0.0 if expected is got else math.inf
+    if where is not None and expected.shape == got.shape == where.shape:
+        got = torch.where(where, got.double(), expected.double())
+    return difference(expected, got, scale)
+
+
+def _judged(
+    gauge: Gauge,
+    gaps: dict[int, float] | dict[int | None, float],
+    stage: Stage,
+    sides: Sides,
+    module: str,
+    tensor: str,
+    alignment: Alignment | None = None,
+) -> Iterator[Found]:
+    first = gauge.judge({**gaps}, stage=stage, step=sides.one.step, module=module, tensor=tensor)
+    if first is not None:
+        yield Found(first=first, alignment=alignment)
+
+
+def _own(name: str) -> str:
+    """The last part of a dotted name."""
+    return name.rpartition(".")[2]

@@ -1,0 +1,134 @@
+"""Inputs and forward outputs of all ranks against one device's, module call by module call."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tutti.verify.align import Alignment, Piece, batch_alignments, counted, sample_alignments
+from tutti.verify.measure import FLOOR, difference, rms
+from tutti.verify.recording import Call, PartRecord, StepRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gap:
+    """The difference of one tensor, by rank, in the alignment in which it is smallest."""
+
+    gaps: dict[int | None, float]
+    alignment: Alignment
+
+    @property
+    def largest(self) -> float:
+        return max(self.gaps.values(), default=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A tensor of the forward pass. `module`: the one to blame if it differs, "" for the model itself."""
+
+    module: str
+    tensor: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """One microbatch on all ranks: calls by key, so that one device's call finds the ranks'."""
+
+    parts: tuple[PartRecord, ...]
+    calls: tuple[dict[tuple[str, int], Call], ...]
+
+    @classmethod
+    def of(cls, parts: Sequence[PartRecord]) -> "Pieces":
+        """The pieces of one microbatch's records, in order of rank."""
+        return cls(tuple(parts), tuple({call.key: call for call in part.calls} for part in parts))
+
+    def tensors(self, call: Call, attribute: str, position: int) -> list[Piece] | None:
+        """A tensor of a call on every rank whose samples count; None if one of them did not make this call."""
+        found = []
+        for rank, (part, calls) in enumerate(zip(self.parts, self.calls, strict=True)):
+            if part.part.count == 0:
+                continue
+            values = getattr(calls[call.key], attribute) if call.key in calls else ()
+            if position >= len(values):
+                return None
+            found.append(Piece(rank=rank, part=part.part, value=values[position]))
+        return found
+
+
+def compare_forward(one: PartRecord, pieces: Pieces, tolerance: float) -> Iterator[tuple[Place, Gap | None]]:
+    """(place, gap) of every recorded output in order of execution; gap None where it could not be compared."""
+    for call in one.calls:
+        for position, expected in enumerate(call.outputs):
+            found = pieces.tensors(call, "outputs", position)
+            place = Place(module=call.module, tensor="output" if len(call.outputs) == 1 else f"output {position + 1}")
+            if found is None:
+                yield place, None
+                continue
+            scale = max(rms([expected]), FLOOR * rms(call.inputs))
+            gap = smallest_gap(expected, found, scale, tolerance)
+            if gap is not None and gap.largest > tolerance:
+                yield _blamed(call, pieces, tolerance) or (place, gap)
+            else:
+                yield place, gap
+
+
+def _blamed(call: Call, pieces: Pieces, tolerance: float) -> tuple[Place, Gap] | None:
+    """If a call's inputs differ already, the module around it is to blame: it computed them itself."""
+    parent = call.module.rpartition(".")[0]
+    for position, expected in enumerate(call.inputs):
+        found = pieces.tensors(call, "inputs", position)
+        gap = smallest_gap(expected, found, rms([expected]), tolerance) if found else None
+        if gap is not None and gap.largest > tolerance:
+            return Place(module=parent, tensor=f"input of {call.module}" if call.module else "input"), gap
+    return None
+
+
+def smallest_gap(expected: torch.Tensor, pieces: Sequence[Piece], scale: float, tolerance: float) -> Gap | None:
+    """The gap in the first alignment that is tolerated, else in the best one; None where nothing can be said.
+
+    Values without rows of samples (a mean inside the model) may rightly differ: None unless they agree.
+    """
+    real = counted(pieces)
+    best: Gap | None = None
+    for alignment in sample_alignments(expected, real):
+        best = _better(best, _measured(alignment, scale))
+        if best.largest <= tolerance:
+            return best
+    if best is None:
+        for alignment in batch_alignments(expected, real):
+            gap = _measured(alignment, scale)
+            if gap.largest <= tolerance:
+                return gap
+    return best
+
+
+def _better(one: Gap | None, other: Gap) -> Gap:
+    return other if one is None or other.largest < one.largest else one
+
+
+def _measured(alignment: Alignment, scale: float) -> Gap:
+    return Gap(gaps={p.rank: difference(p.expected, p.got, scale) for p in alignment}, alignment=alignment)
+
+
+def compare_inputs(one: StepRecord, ranks: Sequence[StepRecord], tolerance: float) -> Iterator[tuple[str, Gap | None]]:
+    """(name, gap) of every tensor of the batch, microbatch by microbatch."""
+    for name, expected in one.inputs.items():
+        for index, part in enumerate(one.parts):
+            whole = _rows(expected, one, index)
+            pieces = [
+                Piece(rank=rank, part=step.parts[index].part, value=_rows(step.inputs[name], step, index))
+                for rank, step in enumerate(ranks)
+                if name in step.inputs and index < len(step.parts)
+            ]
+            if len(pieces) < len(ranks) or part.part.count == 0:
+                yield name, None
+            else:
+                yield name, smallest_gap(whole, pieces, rms([whole]), tolerance)
+
+
+def _rows(value: torch.Tensor, step: StepRecord, index: int) -> torch.Tensor:
+    """One microbatch's rows of a batch tensor; all of it where there is one microbatch, or no row a sample."""
+    sizes = [part.part.loaded for part in step.parts]
+    if value.dim() == 0 or value.shape[0] != sum(sizes):
+        return value
+    return value.narrow(0, sum(sizes[:index]), sizes[index])

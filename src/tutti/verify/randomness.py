@@ -1,0 +1,177 @@
+"""Random draws that agree: each rank gets its samples' rows of what one device draws for the whole slice.
+
+Every random operator takes one number from torch's default generator, which stands alike on all ranks, as the seed of
+draws in the shape that one device needs. Recompute restores that generator, so it finds the same masks again.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tutti.data.share import Part
+
+_IN_PLACE = {
+    "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_",
+}  # fmt: skip
+_LIKE = {"rand_like", "randn_like", "randint_like"}
+_SIZES = {"rand": 0, "randn": 0, "randint": 1}
+"""Operators that take a size, and its position (one later with a lower bound)."""
+_CLIPPING = ("clamp", "_foreach_norm", "_foreach_clamp", "linalg_vector_norm")
+_PRECISION = {torch.float64: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
+
+Draw = Callable[[tuple[int, ...]], torch.Tensor]
+
+
+def in_backward() -> bool:
+    """Whether autograd is running backward on this thread (forward ops there are a recompute)."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+class AlignedRandom(TorchDispatchMode):
+    """While open, random operators draw one device's values. `guide`: shapes of its draws by seed; None on it.
+
+    `draws`: shapes drawn here. `unaligned`, `own_generator`: operators left as they are. `lowest`: the least precise
+    dtype computed in. `backward_ops`: operators of gradient clipping that ran within backward.
+    """
+
+    def __init__(self, part: Part, guide: Mapping[int, tuple[int, ...]] | None) -> None:
+        super().__init__()
+        self.part = part
+        self.guide = guide
+        self.draws: dict[int, tuple[int, ...]] = {}
+        self.unaligned: list[str] = []
+        self.own_generator: list[str] = []
+        self.backward_ops: list[str] = []
+        self.lowest: torch.dtype = torch.float64
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            result = self._random(func, args, kwargs)
+        else:
+            result = func(*args, **kwargs)
+            name = func.overloadpacket.__name__
+            if name.startswith(_CLIPPING) and in_backward():
+                self.backward_ops.append(name)
+        self._note_precision(result)
+        return result
+
+    def _random(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = func.overloadpacket.__name__
+        if kwargs.get("generator") is not None:
+            self.own_generator.append(name)
+            return func(*args, **kwargs)
+        seed = int(torch.empty((), dtype=torch.int64).random_())
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
+            torch.manual_seed(seed)
+            drawn = self._drawn(func, name, seed, args, kwargs)
+            if drawn is not None:
+                return drawn
+            result = func(*args, **kwargs)
+        if not self._as_one_device(seed, result) and not _draws_nothing(func, args, kwargs):
+            self.unaligned.append(name)
+        return result
+
+    def _drawn(self, func: Any, name: str, seed: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The operator's result with aligned draws, or None where it cannot be aligned."""
+        first = args[0] if args else None
+        tensor_arguments = sum(isinstance(one, torch.Tensor) for one in pytree.tree_leaves((args, kwargs)))
+        if name in _SIZES:
+            at = _SIZES[name] + ("low" in func._overloadname)
+            return self._rows(seed, tuple(args[at]), lambda shape: func(*args[:at], shape, *args[at + 1 :], **kwargs))
+        if not isinstance(first, torch.Tensor):
+            return None
+        shape = tuple(first.shape)
+        if name in _LIKE:
+            return self._rows(seed, shape, lambda full: func(first.new_empty(full), *args[1:], **kwargs))
+        if name in _IN_PLACE and tensor_arguments == 1:
+            rows = self._rows(seed, shape, lambda full: func(first.new_empty(full), *args[1:], **kwargs))
+            return None if rows is None else first.copy_(rows)
+        if name == "native_dropout":
+            keep = 1.0 - args[1] if args[2] is not False else 1.0
+            mask = self._rows(seed, shape, lambda full: torch.rand(full, device=first.device) < keep)
+            return None if mask is None else (first * mask * (1.0 / keep if keep else 0.0), mask)
+        if name == "bernoulli" and tensor_arguments == 1:
+            level = args[1] if len(args) > 1 else first
+            rows = self._rows(seed, shape, lambda full: torch.rand(full, device=first.device, dtype=first.dtype))
+            return None if rows is None else (rows < level).to(first.dtype)
+        return None
+
+    def _rows(self, seed: int, shape: tuple[int, ...], draw: Draw) -> torch.Tensor | None:
+        """This rank's rows of what one device draws under `seed`."""
+        self.draws[seed] = shape
+        full = shape if self.guide is None else self.guide.get(seed, shape)
+        place = rows_of(full, shape, self.part)
+        return None if place is None else place(draw(full))
+
+    def _as_one_device(self, seed: int, result: Any) -> bool:
+        """Whether an operator's result has the shape it has on one device, so that equal seeds suffice."""
+        first = next((leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)), None)
+        shape = self.draws[seed] = () if first is None else tuple(first.shape)
+        return self.guide is None or self.guide.get(seed, shape) == shape
+
+    def _note_precision(self, result: Any) -> None:
+        for leaf in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(leaf, torch.Tensor) and _PRECISION.get(leaf.dtype, 0) > _PRECISION[self.lowest]:
+                self.lowest = leaf.dtype
+
+
+def lowest_of(dtypes: list[torch.dtype]) -> torch.dtype:
+    """The least precise of floating dtypes."""
+    return max(dtypes, key=lambda dtype: _PRECISION.get(dtype, 0), default=torch.float64)
+
+
+def rows_of(full: tuple[int, ...], shape: tuple[int, ...], part: Part) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """How to cut a part's rows of `shape` from a tensor of the whole slice's shape `full`; None if it is unclear.
+
+    The dim of samples is where the two differ in the ratio of their samples (flattened with others or not). Without
+    such a dim the tensor has no samples and is taken whole. Where other dims are smaller too (each rank pads to its
+    own longest sample) the leading entries are taken.
+    """
+    whole, mine, offset = part.slice_size, part.loaded, part.start - part.slice_start
+    if full == shape:
+        return lambda tensor: tensor
+    if len(full) != len(shape):
+        return None
+    differing = [dim for dim in range(len(full)) if full[dim] != shape[dim]]
+    if len(differing) == 1 and full[differing[0]] * mine == shape[differing[0]] * whole:
+        dim = differing[0]
+        each = full[dim] // whole
+        return lambda tensor: tensor.narrow(dim, offset * each, mine * each)
+    for dim in differing:
+        others_fit = all(shape[d] <= full[d] for d in range(len(full)) if d != dim)
+        if (
+            full[dim] % whole == 0
+            and shape[dim] % mine == 0
+            and shape[dim] // mine <= full[dim] // whole
+            and others_fit
+        ):
+            return _ragged(full, shape, dim, part)
+    return None
+
+
+def _ragged(
+    full: tuple[int, ...], shape: tuple[int, ...], dim: int, part: Part
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    whole, mine, offset = part.slice_size, part.loaded, part.start - part.slice_start
+
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.unflatten(dim, (whole, full[dim] // whole)).narrow(dim, offset, mine)
+        target = (*shape[:dim], mine, shape[dim] // mine, *shape[dim + 1 :])
+        return tensor[tuple(slice(0, size) for size in target)].reshape(shape)
+
+    return cut
+
+
+def _draws_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operator that may drop out was asked not to (attention kernels with dropout_p = 0)."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name in ("dropout_p", "dropout"):
+            value = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
+            return not value
+    return False

@@ -1,0 +1,260 @@
+"""The observer that records a run being verified: everything that is compared, and what hints at causes.
+
+On one device it also saves the state every step starts from and the shapes of random draws; ranks start each step from
+that state and draw the same values. So every step is a comparison of its own, and differences do not add up over steps.
+"""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from tutti.data.seeds import derive_seed
+from tutti.data.share import Part, Share
+from tutti.errors import LaunchError
+from tutti.runtime.env import Recording, read_wishes
+from tutti.runtime.observe import StopRun
+from tutti.runtime.state import Run
+from tutti.runtime.weighted import Weighted
+from tutti.runtime.world import World
+from tutti.verify.calls import CallLog
+from tutti.verify.randomness import AlignedRandom, lowest_of
+from tutti.verify.recording import (
+    KEEP_COLUMNS,
+    KEEP_ELEMENTS,
+    Folder,
+    Guide,
+    LossRecord,
+    PartRecord,
+    RankRecord,
+    State,
+    StepRecord,
+    Values,
+    kept,
+    kept_columns,
+    read,
+    write,
+)
+from tutti.verify.state import make_double, recorded_state, restore, whole_state
+
+BUDGET_NBYTES = 2**30
+"""Memory for module outputs of one step; modules that finish after it is used up are not compared."""
+
+
+def recorder() -> "Recorder":
+    """The recorder that the environment asks for (TUTTI_OBSERVER=tutti.verify.recorder:recorder)."""
+    recording = read_wishes().recording
+    if recording is None:
+        raise LaunchError("TUTTI_OBSERVER asks for a recording, but TUTTI_RECORD names no folder; unset both")
+    return Recorder(recording)
+
+
+class Recorder:
+    """See `tutti.runtime.observe.Observer` for when each method is called."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+        self.folder = Folder(recording.folder)
+        self.reference = Folder(recording.reference) if recording.reference else None
+        self.losses: list[tuple[tuple[Part, LossRecord | None], ...]] = []
+        self.initial: Values = {}
+        self._lowest: list[torch.dtype] = []
+        self._notes: dict[str, None] = {}
+        self._inputs: Values = {}
+        self._before = State()
+        self._parts: list[PartRecord] = []
+        self._loss: LossRecord | None = None
+        self._gradients: dict[str, torch.Tensor | None] = {}
+        self._hyper: dict[str, float] = {}
+        self._run: Run | None = None
+        self._log: CallLog | None = None
+
+    @property
+    def run(self) -> Run:
+        assert self._run is not None
+        return self._run
+
+    @property
+    def log(self) -> CallLog:
+        assert self._log is not None
+        return self._log
+
+    def built(self, model: nn.Module, world: World) -> None:
+        """Keep the rank's own initial values; then, if asked, compute in float64 from here on."""
+        named = [*model.named_parameters(), *model.named_buffers()]
+        self.initial = {name: kept(tensor) for name, tensor in named}
+        large = [name for name, tensor in named if tensor.numel() > KEEP_ELEMENTS]
+        if large:
+            self._note(f"of {len(large)} tensors larger than {KEEP_ELEMENTS} elements ({large[0]}, ...), evenly "
+                       f"spread elements were compared")  # fmt: skip
+        if self.recording.double:
+            model.double()
+            torch.set_default_dtype(torch.float64)
+
+    def prepared(self, run: Run) -> None:
+        """Watch the modules and the loss."""
+        self._run, self._log = run, CallLog(run.model)
+        run.replica.forward.register_forward_hook(self._on_loss)
+        if self.recording.double:
+            make_double(run)
+
+    def loaded(self, step: int, batch: Any) -> Any:
+        """Keep the batch and the state the step is about to start from; then start from one device's state."""
+        if self.recording.double:
+            batch = pytree.tree_map(_double, batch)
+        flat, _ = pytree.tree_flatten_with_path(batch)
+        self._inputs = {
+            f"batch{pytree.keystr(path)}": kept_columns(leaf) for path, leaf in flat if isinstance(leaf, torch.Tensor)
+        }
+        self._parts = []
+        self._before = recorded_state(self.run)
+        if self.reference is None:
+            write(self.folder.state(step), whole_state(self.run))
+        elif self.reference.state(step).exists():
+            restore(self.run, read(self.reference.state(step)))
+        return batch
+
+    @contextmanager
+    def microbatch(self, step: int, index: int, share: Share) -> Iterator[None]:
+        """Record forward, align random draws in forward and backward."""
+        part = share.parts[index]
+        guide: Guide | None = None
+        if self.reference is not None and self.reference.guide(step, index).exists():
+            guide = read(self.reference.guide(step, index))
+        torch.manual_seed(derive_seed(self.run.settings.seed, "verify", step, index))
+        mode = AlignedRandom(part, guide.draws if guide else None)
+        self._loss = None
+        self.log.begin(guide.calls if guide else None, BUDGET_NBYTES // len(share.parts))
+        before = _foreign_generators()
+        with mode:
+            yield
+        foreign = [name for name, state in _foreign_generators().items() if state != before[name]]
+        self._lowest.append(mode.lowest)
+        self._parts.append(
+            PartRecord(
+                part=part,
+                calls=tuple(self.log.calls),
+                loss=self._loss,
+                foreign=(*foreign, *(["a torch.Generator of its own"] if mode.own_generator else [])),
+                unaligned=tuple(dict.fromkeys(mode.unaligned)),
+                backward_ops=tuple(dict.fromkeys(mode.backward_ops)),
+            )
+        )
+        self._note_limits()
+        if self.reference is None:
+            calls = frozenset(call.key for call in self.log.calls)
+            write(self.folder.guide(step, index), Guide(draws=mode.draws, calls=calls))
+        self.log.end()
+
+    def gradients(self, step: int) -> None:
+        """Keep the averaged gradients, and what the optimizer is about to use."""
+        self._gradients = {
+            name: None if parameter.grad is None else kept(parameter.grad)
+            for name, parameter in self.run.model.named_parameters()
+            if parameter.requires_grad
+        }
+        self._hyper = {
+            f"{index}.{number}.{key}": float(value)
+            for index, optimizer in enumerate(self.run.optimizers)
+            for number, group in enumerate(optimizer.param_groups)
+            for key, value in _numbers(group)
+        }
+
+    def updated(self, step: int, loss: float, learning_rate: float) -> None:
+        """Close the step; end the run when enough of them are recorded."""
+        used = {
+            name: float(torch.linalg.vector_norm(parameter.grad.double()))
+            for name, parameter in self.run.model.named_parameters()
+            if parameter.grad is not None
+        }
+        share = self.run.loader.share
+        assert share is not None
+        record = StepRecord(
+            step=step,
+            batch_size=share.batch_size,
+            indices=tuple(int(index) for index in self.run.loader.indices),
+            inputs=self._inputs,
+            parts=tuple(self._parts),
+            loss=loss,
+            gradients=self._gradients,
+            hyper_parameters=self._hyper,
+            learning_rate=learning_rate,
+            used_norms=used,
+            before=self._before,
+            after=recorded_state(self.run),
+        )
+        rank = self.run.world.rank
+        write(self.folder.step(rank, len(self.losses)), record)
+        self.losses.append(tuple((part.part, part.loss) for part in self._parts))
+        write(self.folder.rank(rank), self._record())
+        if len(self.losses) >= self.recording.steps:
+            raise StopRun
+
+    def _record(self) -> RankRecord:
+        run = self.run
+        owners = {
+            f"{name}.{own}" if name else own: name
+            for name, module in run.model.named_modules()
+            for own, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        }
+        dtypes = [p.dtype for p in run.model.parameters() if p.is_floating_point()]
+        return RankRecord(
+            rank=run.world.rank,
+            world_size=run.world.world_size,
+            seed=run.settings.seed,
+            global_batch_size=run.plan.batch.global_batch_size,
+            model=type(run.model).__name__,
+            owners=owners,
+            initial=self.initial,
+            dtype=str(lowest_of([*dtypes, *self._lowest])).removeprefix("torch."),
+            hooked=tuple(name for name, p in run.model.named_parameters() if _has_hooks(p)),
+            notes=tuple(self._notes),
+            losses=tuple(self.losses),
+        )
+
+    def _on_loss(self, module: nn.Module, args: Any, loss: Any) -> None:
+        if isinstance(loss, Weighted):
+            self._loss = LossRecord(total=float(loss.total), count=float(loss.count))
+        elif isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            self._loss = LossRecord(total=float(loss), count=None)
+
+    def _note_limits(self) -> None:
+        if self.log.left_out and self.reference is None:
+            self._note(
+                f"outputs of {self.log.left_out} module calls were not compared: they exceed the memory for that"
+            )
+        wide = any(value.dim() > 1 and value.shape[-1] > KEEP_COLUMNS for c in self.log.calls for value in c.outputs)
+        if wide:
+            self._note(f"of module outputs wider than {KEEP_COLUMNS}, evenly spread columns were compared")
+
+    def _note(self, words: str) -> None:
+        self._notes[words] = None
+
+
+def _double(leaf: Any) -> Any:
+    return leaf.double() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+
+def _numbers(group: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """A parameter group's settings that are numbers, those in tuples (betas) one by one."""
+    for key, value in group.items():
+        if key == "params":
+            continue
+        for position, one in enumerate(value if isinstance(value, tuple) else [value]):
+            if isinstance(one, int | float) or (isinstance(one, torch.Tensor) and one.numel() == 1):
+                yield f"{key}[{position}]" if isinstance(value, tuple) else key, float(one)
+
+
+def _has_hooks(parameter: nn.Parameter) -> bool:
+    return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def _foreign_generators() -> dict[str, object]:
+    """States of the generators a forward may draw from behind torch's back."""
+    name, keys, position, *_ = np.random.get_state()
+    return {"numpy.random": (name, keys.tobytes(), position), "random": random.getstate()}

@@ -1,0 +1,230 @@
+"""The course of a verification: one device, then N ranks, then, where they differ, one device again."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from tutti.errors import ScriptError
+from tutti.spec.verdict import Cause, TensorDifference, Verdict
+from tutti.verify.causes import Case, diagnose
+from tutti.verify.compare import Found, Sides, compare_start, compare_step
+from tutti.verify.gauge import Gauge
+from tutti.verify.measure import TOLERANCE
+from tutti.verify.recording import RankRecord, read_ranks, read_steps
+
+Arithmetic = Literal["auto", "double", "script"]
+"""double: float64 throughout; script: the script's own dtypes; auto: double where the script can, else its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One run of the script to be recorded. `folder`: new, for the recording and the run; `reference`: the recording
+    of one device to follow."""
+
+    world_size: int
+    folder: Path
+    steps: int
+    double: bool
+    reference: Path | None = None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the ranks find in their environment (see tutti.runtime.env)."""
+        found = {
+            "TUTTI_OBSERVER": "tutti.verify.recorder:recorder",
+            "TUTTI_RECORD": str(self.folder),
+            "TUTTI_RECORD_STEPS": str(self.steps),
+            "TUTTI_RECORD_DOUBLE": "1" if self.double else "0",
+        }
+        return found if self.reference is None else {**found, "TUTTI_RECORD_REFERENCE": str(self.reference)}
+
+
+Runner = Callable[[Trial], str | None]
+"""Runs the script once; returns None, or a sentence (with the traceback) that says how it failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is to be verified. `tolerance`: None for the one that fits the dtype computed in."""
+
+    script: str
+    world_size: int
+    steps: int = 3
+    arithmetic: Arithmetic = "auto"
+    tolerance: float | None = None
+
+
+def verify(question: Question, run: Runner, folder: Path) -> Verdict:
+    """Run and compare. `folder`: for the recordings, which the caller removes.
+
+    Raises ScriptError when the script fails on one device, or makes no step there.
+    """
+    one, notes = _one_device(question, run, folder)
+    many = replace(one, world_size=question.world_size, folder=folder / "ranks", reference=one.folder)
+    failure = run(many)
+    if failure is not None:
+        return _failed(question, failure, one.double)
+    comparison = compare_trials(one, many, question.tolerance)
+    if comparison.found is None:
+        return _passed(question, comparison, notes)
+    again = replace(one, folder=folder / "again", reference=one.folder)
+    repeated = None if run(again) is not None else compare_trials(one, again, question.tolerance)
+    if repeated is not None and repeated.found is not None:
+        return _refused(question, replace(repeated, repeated=True), notes)
+    return _refused(question, comparison, notes)
+
+
+def _one_device(question: Question, run: Runner, folder: Path) -> tuple[Trial, tuple[str, ...]]:
+    """The reference: in float64 where asked for and possible."""
+    double = question.arithmetic != "script"
+    trial = Trial(world_size=1, folder=folder / "one", steps=question.steps, double=double)
+    failure = run(trial)
+    notes: tuple[str, ...] = ()
+    if failure is not None and question.arithmetic == "auto":
+        trial = replace(trial, folder=folder / "one-own", double=False)
+        in_double, failure = failure, run(trial)
+        last = in_double.strip().splitlines()[-1]
+        notes = (f"computed in the script's own dtypes, because in float64 it fails ({last})",)
+    if failure is not None:
+        raise ScriptError(f"{question.script} fails on one device, so there is nothing to compare with: {failure}")
+    if not read_ranks(trial.folder, 1):
+        raise ScriptError(
+            f"{question.script} ended without a step of a tutti.Job; make one, and train with job.step(batch)"
+        )
+    return trial, notes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """The outcome of comparing two trials. `sides`: the step of the difference, where it is one of a step."""
+
+    found: Found | None
+    sides: Sides | None
+    gauge: Gauge
+    dtype: str
+    steps: int
+    heads: tuple[RankRecord, ...]
+    repeated: bool = False
+
+
+def compare_trials(one: Trial, many: Trial, tolerance: float | None) -> Comparison:
+    """Compare two recorded trials, up to the first difference."""
+    head = read_ranks(one.folder, 1)[0]
+    heads = read_ranks(many.folder, many.world_size)
+    if not heads:
+        raise ScriptError(
+            f"on {many.world_size} ranks the script ended without a step; take as many steps as on one device"
+        )
+    dtype = max((record.dtype for record in (head, *heads)), key=list(TOLERANCE).index)
+    gauge = Gauge(TOLERANCE[dtype] if tolerance is None else tolerance)
+    steps = min(record.steps for record in (head, *heads))
+    found, sides = compare_start(head, heads, gauge), None
+    for step in range(steps):
+        if found is not None:
+            break
+        sides = Sides(
+            head=head,
+            heads=heads,
+            one=read_steps(one.folder, 1, step)[0],
+            ranks=read_steps(many.folder, many.world_size, step),
+        )
+        found = compare_step(sides, gauge)
+    return Comparison(found=found, sides=sides, gauge=gauge, dtype=dtype, steps=steps, heads=(head, *heads))
+
+
+def _passed(question: Question, comparison: Comparison, notes: tuple[str, ...]) -> Verdict:
+    largest = comparison.gauge.largest
+    sentence = (
+        f"PASS: {_ranks(question)} compute what one device computes, over {_steps(comparison)}; "
+        f"{comparison.gauge.compared} comparisons, the largest relative difference is {_at(largest)}"
+    )
+    return _verdict(question, comparison, sentence, notes, passed=True)
+
+
+def _refused(question: Question, comparison: Comparison, notes: tuple[str, ...]) -> Verdict:
+    assert comparison.found is not None
+    case = Case(
+        found=comparison.found,
+        sides=comparison.sides,
+        world_size=question.world_size,
+        tolerance=comparison.gauge.tolerance,
+        repeated=comparison.repeated,
+    )
+    cause = diagnose(case)
+    what = "one device does not repeat itself" if comparison.repeated else f"{_ranks(question)} differ from one device"
+    sentence = f"FAIL: {what}, first in {_at(comparison.found.first)}. Likely cause: {cause.sentence}"
+    return _verdict(question, comparison, sentence, notes, passed=False, cause=cause)
+
+
+def _verdict(
+    question: Question,
+    comparison: Comparison,
+    sentence: str,
+    notes: tuple[str, ...],
+    *,
+    passed: bool,
+    cause: Cause | None = None,
+) -> Verdict:
+    return Verdict(
+        passed=passed,
+        sentence=sentence,
+        script=question.script,
+        world_size=question.world_size,
+        steps=comparison.steps,
+        arithmetic=comparison.dtype,
+        tolerance=comparison.gauge.tolerance,
+        compared=comparison.gauge.compared,
+        largest=comparison.gauge.largest,
+        first=comparison.found.first if comparison.found else None,
+        cause=cause,
+        notes=(*notes, *_notes(question, comparison)),
+    )
+
+
+def _notes(question: Question, comparison: Comparison) -> list[str]:
+    notes = list(dict.fromkeys(note for head in comparison.heads for note in head.notes))
+    skipped = list(comparison.gauge.skipped)
+    if skipped:
+        shown = ", ".join(skipped[:4]) + (f" and {len(skipped) - 4} more" if len(skipped) > 4 else "")
+        notes.append(f"not compared, because they hold no row for each sample or not every rank has them: {shown}")
+    if comparison.steps < question.steps:
+        notes.append(f"the script ended after {comparison.steps} of {question.steps} steps")
+    return notes
+
+
+def _failed(question: Question, failure: str, double: bool) -> Verdict:
+    """The script runs on one device and not on N ranks."""
+    return Verdict(
+        passed=False,
+        sentence=f"FAIL: {question.script} runs on one device, but not on {_ranks(question)}: {failure}",
+        script=question.script,
+        world_size=question.world_size,
+        steps=0,
+        arithmetic="float64" if double else "script",
+        tolerance=question.tolerance or 0.0,
+        cause=Cause(
+            kind="fails_on_ranks",
+            sentence="the script fails when several ranks run it",
+            remedy="make it run first: `tutti run` shows the same error",
+        ),
+    )
+
+
+def _at(one: TensorDifference | None) -> str:
+    """A difference in words: how large, of which tensor, where, when, on which ranks."""
+    if one is None:
+        return "0"
+    gap = "" if one.relative_difference is None else f"{one.relative_difference:.2g} "
+    module = f" of {one.module}" if one.module else ""
+    when = f"step {one.step}" if one.step else "before the first step"
+    ranks = f", rank{'s' if len(one.ranks) > 1 else ''} {', '.join(map(str, one.ranks))}" if one.ranks else ""
+    return f"{gap}({one.stage}: {one.tensor}{module}, {when}{ranks})"
+
+
+def _ranks(question: Question) -> str:
+    return f"{question.world_size} rank{'s' if question.world_size > 1 else ''}"
+
+
+def _steps(comparison: Comparison) -> str:
+    return f"{comparison.steps} step{'s' if comparison.steps > 1 else ''} in {comparison.dtype}"
