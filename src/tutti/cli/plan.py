@@ -64,9 +64,11 @@ def command(**given: Any) -> None:
     With --cluster no hardware is needed. Options of tutti come before SCRIPT, the script's own ARGUMENTS after it.
     """
     options = Options(**given)
+    from tutti.cli.planning import write_spec
+
     choice = _choose(options)
     if options.output is not None:
-        _write(choice.best, options.output)
+        write_spec(choice.best, options.output)
     if options.as_json:
         emit(choice)
         return
@@ -109,13 +111,6 @@ def _batch(options: Options) -> BatchPlan:
     if options.global_batch_size is None:
         raise PlanError("a ModelSpec has no batch; add --global-batch-size N (and --unit tokens if it counts tokens)")
     return BatchPlan(global_batch_size=options.global_batch_size, unit=options.unit)
-
-
-def _write(plan: Plan, output: Path) -> None:
-    try:
-        codec.save(plan, output)
-    except OSError as error:
-        raise PlanError(f"the plan cannot be written to {output} ({error.strerror}); name another file") from None
 
 
 def _show(choice: "Choice", options: Options) -> None:

@@ -1,8 +1,11 @@
 """What commands that plan have in common: from a captured script to a ModelSpec and a Choice."""
 
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from tutti.errors import SpecError
 from tutti.plan import Choice, PrecisionPolicy, Request, choose
+from tutti.spec import codec
 from tutti.spec.cluster import ClusterSpec
 from tutti.spec.model import ModelSpec
 
@@ -39,3 +42,13 @@ def plan_for(
         allow_microbatches=allow_microbatches,
     )
     return choose(model_spec_of(captured, name=name), cluster, request)
+
+
+def write_spec(value: Any, output: Path) -> None:
+    """Write a spec where the user asked for it. Raises SpecError where that is impossible."""
+    try:
+        codec.save(value, output)
+    except OSError as error:
+        raise SpecError(
+            f"the {type(value).__name__} cannot be written to {output} ({error.strerror}); name another file"
+        ) from None
