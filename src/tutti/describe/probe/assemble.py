@@ -129,7 +129,7 @@ def _nodes(findings: Findings) -> tuple[NodeSpec, ...]:
 
 def _alike(a: _Place, b: _Place) -> bool:
     near = abs(a.memory_nbytes - b.memory_nbytes) <= ALIKE * a.memory_nbytes
-    return a.host != b.host and (a.device, a.devices) == (b.device, b.devices) and near
+    return (a.device, a.devices) == (b.device, b.devices) and near
 
 
 def _places(findings: Findings) -> list[_Place]:

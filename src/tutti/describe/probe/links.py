@@ -82,7 +82,8 @@ def _points(
         call()  # connections are made, memory is touched
         estimate = max(party.largest([timing.once(call, party.device)])[0], 1e-7)
         inner = max(1, min(50, int(timing.SAMPLE_S / estimate)))
-        repeats = max(2, min(effort.link_repeats, int(effort.link_budget_s / (estimate * inner))))
+        sample = estimate * inner
+        repeats = max(2, min(effort.link_repeats, int(effort.link_budget_s / sample)), timing.cheap_samples(sample))
         samples = [timing.once(lambda: _in_a_row(call, inner), party.device) / inner for _ in range(repeats)]  # noqa: B023
         points.append(LinkPoint(nbytes=nbytes, time_s=statistics.median(party.largest(samples))))
     return tuple(points)

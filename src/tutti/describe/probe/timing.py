@@ -50,12 +50,17 @@ def repeated(call: Callable[[], object], device: torch.device, *, repeats: int, 
     first = once(call, device)
     inner = max(1, math.ceil(SAMPLE_S / max(first, 1e-9))) if first < SAMPLE_S else 1
     sample = max(first * inner, 1e-9)
-    count = max(1, min(repeats, int(budget_s / sample)), min(MOST_SAMPLES, int(CHEAP_S / sample)))
+    count = max(1, min(repeats, int(budget_s / sample)), cheap_samples(sample))
     if inner == 1:
         samples = [first, *(once(call, device) for _ in range(count - 1))]
     else:
         samples = [once(lambda: _several(call, inner), device) / inner for _ in range(count)]
     return summary(samples)
+
+
+def cheap_samples(sample_s: float) -> int:
+    """How many samples of that length cost next to nothing."""
+    return min(MOST_SAMPLES, int(CHEAP_S / sample_s))
 
 
 def summary(samples: list[float]) -> Timing:

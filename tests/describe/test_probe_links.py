@@ -1,0 +1,75 @@
+"""From timed transfers to links: which formula each kind is fitted with, and which sizes are timed."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from tutti.describe.probe import links, timing
+from tutti.describe.probe.effort import QUICK, Effort
+
+LATENCY_S, BANDWIDTH = 2e-5, 1e9
+
+
+@dataclass
+class Party:
+    """Ranks that agree at once. `ranks` as in links.Party."""
+
+    ranks: tuple[int, ...]
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    backend: str = "gloo"
+
+    def largest(self, values: list[float]) -> list[float]:
+        return values
+
+
+@pytest.fixture
+def modelled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Transfers that take what the model says; returns the sizes that are timed."""
+    sizes: list[int] = []
+
+    def takes(seconds: Callable[[Any, int], float]) -> Callable[[Any, torch.Tensor], Callable[[], float]]:
+        def transfer(party: Any, tensor: torch.Tensor) -> Callable[[], float]:
+            sizes.append(tensor.nbytes)
+            return lambda: seconds(party, tensor.nbytes)
+
+        return transfer
+
+    def ring(party: Any, nbytes: int) -> float:
+        ranks = len(party.ranks)
+        return 2 * (ranks - 1) * (LATENCY_S + nbytes / ranks / BANDWIDTH)
+
+    monkeypatch.setattr(links, "_all_reduce", takes(ring))
+    monkeypatch.setattr(links, "_round_trip", takes(lambda party, nbytes: 2 * (LATENCY_S + nbytes / BANDWIDTH)))
+    monkeypatch.setattr(timing, "once", lambda call, device: call() or 0.0)
+    monkeypatch.setattr(links, "_in_a_row", lambda call, count: call() * count)
+    return sizes
+
+
+def measured(ranks: int, effort: Effort = QUICK) -> tuple[links.LinkSpec, ...]:
+    party: Any = Party(ranks=tuple(range(ranks)))
+    return links.measure(party, "network", effort, "here")
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_both_kinds_of_transfer_find_the_wire(modelled: list[int], ranks: int) -> None:
+    together, pair = measured(ranks)
+    for link in (together, pair):
+        assert link.latency_s == pytest.approx(LATENCY_S)
+        assert link.bandwidth_bytes_per_s == pytest.approx(BANDWIDTH)
+        assert link.residual < 1e-9
+        assert (link.tier, link.backend, link.evidence) == ("network", "gloo", "measured")
+    assert (together.fitted_to, together.ranks) == ("all_reduce", ranks)
+    assert (pair.fitted_to, pair.ranks) == ("send", 2)
+    assert modelled == [*QUICK.link_nbytes, *QUICK.link_nbytes]
+    assert pair.points[0].time_s == pytest.approx(LATENCY_S + QUICK.link_nbytes[0] / BANDWIDTH)
+
+
+def test_sizes_that_would_take_too_long_are_left_out_but_never_the_first_two(
+    modelled: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("test_probe_links.BANDWIDTH", 1e4)
+    together, _ = measured(2)
+    assert [point.nbytes for point in together.points] == list(QUICK.link_nbytes[:2])
