@@ -143,6 +143,16 @@ def test_a_torn_last_line_is_left_out_and_said(tmp_path: Path) -> None:
     assert report.steps.value == 45  # 50 rows: a start, 2 evaluations, 2 epochs
 
 
+def test_slow_first_steps_are_not_the_step_time(tmp_path: Path) -> None:
+    lines = rows(Story(epochs=1, steps_per_epoch=5))
+    steps = [row for row in lines if row["kind"] == "step"]
+    for row, factor in zip(steps, (10, 10, 1, 2, 3), strict=True):
+        row["wall_s"] = STEP_S * factor
+    report = build_report(write_run(tmp_path / "run", metrics=lines))
+    assert report.time.per_step.value == pytest.approx(2 * STEP_S)
+    assert "3 steady steps of 5" in report.time.per_step.note
+
+
 @pytest.mark.parametrize("restarted_clock", [False, True])
 @pytest.mark.parametrize("glued", [False, True])
 def test_a_resumed_run_is_one_run(tmp_path: Path, restarted_clock: bool, glued: bool) -> None:
