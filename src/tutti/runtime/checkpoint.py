@@ -58,7 +58,6 @@ def load_checkpoint(run: Run, path: Path) -> None:
     run.loader.epoch, run.loader.position = state["epoch"], state["position"]
     for name in ("step", "samples_seen", "tokens_seen"):
         setattr(run.progress, name, state[name])
-    run.progress.saved_step = run.progress.step
     _restore_generators(state["generators"][run.world.rank % len(state["generators"])])
 
 

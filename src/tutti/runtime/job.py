@@ -157,6 +157,7 @@ class Job:
         """Numbers of the epochs still to run, of `count`; a resumed run goes on where its checkpoint stood."""
         run = self._run()
         run.progress.total_epochs = count
+        first = run.loader.epoch
         while run.loader.epoch < count:
             epoch = run.progress.epoch = run.loader.epoch
             yield epoch
@@ -165,7 +166,7 @@ class Job:
             if run.scheduler is not None and run.scheduler_clock == "epoch":
                 run.scheduler.step()
             run.log.row("epoch", run.clock.elapsed_s(), epoch=epoch, step=run.progress.step)
-        if run.progress.step != run.progress.saved_step and run.settings.keep_checkpoints:
+        if run.loader.epoch > first and run.settings.keep_checkpoints:
             self.save()
 
     def step(self, batch: Any) -> float:
@@ -232,7 +233,6 @@ class Job:
         run = self._run()
         before = run.clock.elapsed_s()
         path, nbytes = save_checkpoint(run)
-        run.progress.saved_step = run.progress.step
         now = run.clock.elapsed_s()
         shown = path.relative_to(run.folder.path)
         run.log.row("checkpoint", now, step=run.progress.step, duration_s=now - before, path=shown, nbytes=nbytes)

@@ -45,7 +45,6 @@ class Progress:
     samples_seen: int = 0
     tokens_seen: int = 0
     total_epochs: int | None = None
-    saved_step: int = -1
 
 
 @dataclass(slots=True, kw_only=True)
