@@ -13,7 +13,8 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.parallel", "numpy", "tutti.runtime.job"])
+_PRELOAD = ("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "numpy", "tutti.runtime.job")
+_context.set_forkserver_preload([*_PRELOAD, "tutti.verify.recorder"])  # loaded once, not in every rank
 
 
 class RankFailed(AssertionError):
