@@ -19,6 +19,7 @@ def devices(model: nn.Module) -> set[str]:
     return {parameter.device.type for parameter in model.parameters()}
 
 
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
 def test_parameters_are_on_meta_and_data_is_not() -> None:
     with parameters_on_meta():
         model = nn.Sequential(nn.Linear(1000, 1000), nn.LayerNorm(8), nn.LSTM(16, 16), nn.Transformer(32, 4, 1, 1))

@@ -198,5 +198,5 @@ class _CopyMode(TorchFunctionMode):
         tensor, memo = args
         if id(tensor) not in memo:
             small = not tensor.is_meta and tensor.numel() <= SMALL_NUMEL
-            memo[id(tensor)] = tensor.detach().clone() if small else to_meta(tensor)
+            memo[id(tensor)] = tensor.detach().to("cpu", copy=True) if small else to_meta(tensor)
         return memo[id(tensor)]

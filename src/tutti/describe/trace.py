@@ -37,6 +37,44 @@ Scope = tuple[str, OpKind | None]
 """A module's name, and the kind that all operators in it count as (None: their own)."""
 
 
+class Timeline:
+    """Which scope was active when: a stack of them, and from which autograd node on each was on top."""
+
+    def __init__(self) -> None:
+        self.stack: list[Scope] = [(ROOT, None)]
+        self._first_nodes: list[int] = [0]
+        self._scopes: list[Scope] = [(ROOT, None)]
+
+    @property
+    def now(self) -> Scope:
+        return self.stack[-1]
+
+    def push(self, scope: Scope) -> None:
+        self.stack.append(scope)
+        self._mark()
+
+    def pop(self) -> None:
+        self.stack.pop()
+        self._mark()
+
+    @contextmanager
+    def within(self, scope: Scope) -> Iterator[None]:
+        self.push(scope)
+        try:
+            yield
+        finally:
+            self.pop()
+
+    def of_running_node(self) -> Scope:
+        """The scope that made the autograd node now running."""
+        node = torch._C._current_autograd_node()
+        return self._scopes[bisect_right(self._first_nodes, node._sequence_nr()) - 1] if node else self.now
+
+    def _mark(self) -> None:
+        self._first_nodes.append(torch._C._autograd._get_sequence_nr())
+        self._scopes.append(self.now)
+
+
 class Tracer:
     """Collects the ledger of one step of `model`, which must be on meta (see `meta_copy`)."""
 
@@ -50,9 +88,7 @@ class Tracer:
             if parameter is not None
         }
         self.constants = self.owners.keys() | {buffer.untyped_storage()._cdata for buffer in model.buffers()}
-        self.stack: list[Scope] = [(ROOT, None)]
-        self.sequence: list[int] = [0]
-        self.active: list[Scope] = [(ROOT, None)]
+        self.timeline = Timeline()
         self.backward = False
 
     def run(self, forward: Callable[[], Tensor]) -> Ledger:
@@ -97,52 +133,31 @@ class Tracer:
 
     def scope(self) -> Scope:
         """The module to which the operator now running belongs."""
-        if not self.backward or len(self.stack) > 1:  # a module called in the backward is computed again
-            return self.stack[-1]
-        node = torch._C._current_autograd_node()
-        return self.active[bisect_right(self.sequence, node._sequence_nr()) - 1] if node else self.stack[-1]
-
-    @contextmanager
-    def within(self, scope: Scope) -> Iterator[None]:
-        self._push(scope)
-        try:
-            yield
-        finally:
-            self._pop()
+        if not self.backward or len(self.timeline.stack) > 1:  # called in the backward: it is computed again
+            return self.timeline.now
+        return self.timeline.of_running_node()
 
     def enter_later(self) -> Callable[[Cost, bool, int], None]:
         """How an opaque operator made now enters its costs, then and in the backward."""
         scope = self.scope()
         return lambda cost, backward, calls: self.enter(scope, cost, backward or self.backward, calls)
 
-    def _push(self, scope: Scope) -> None:
-        self.stack.append(scope)
-        self._mark()
-
-    def _pop(self) -> None:
-        self.stack.pop()
-        self._mark()
-
-    def _mark(self) -> None:
-        self.sequence.append(torch._C._autograd._get_sequence_nr())
-        self.active.append(self.stack[-1])
-
     def _keep(self, tensor: Tensor) -> Tensor:
         if tensor.layout is not torch.strided or tensor.untyped_storage()._cdata not in self.constants:
-            self.ledger.keep(self.stack[-1][0], tensor)
+            self.ledger.keep(self.timeline.now[0], tensor)
         return tensor.detach()
 
     def _called(self, module: nn.Module, inputs: Any) -> None:
         name = self.names.get(module)
         if name is not None:
             self.ledger.executed(name)
-            self._push((name, None))
+            self.timeline.push((name, None))
 
     def _returned(self, module: nn.Module, inputs: Any, output: Any) -> None:
         name = self.names.get(module)
         if name is None:
             return
-        self._pop()
+        self.timeline.pop()
         if not self.backward:
             tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
             self.ledger.outputs[name] += sum(t.numel() * t.element_size() for t in tensors)
@@ -191,7 +206,7 @@ class Tracer:
             self.ledger.note(
                 "attention with dropout is counted as not fused: all scores are kept for backward, as on a CPU"
             )
-        with self.within((self.stack[-1][0], "attention")):
+        with self.timeline.within((self.timeline.now[0], "attention")):
             return _SDPA(query, key, value, attn_mask, dropout_p, is_causal, **options)
 
 
@@ -229,7 +244,7 @@ class _Calls(TorchFunctionMode):
         if func in _RECURRENT:
             return recurrent(recurrence_of(args), enter=self.tracer.enter_later())
         if func in _BATCH_NORM and _uses_batch(func, args, kwargs):
-            self.tracer.ledger.batch_statistics.add(self.tracer.stack[-1][0])
+            self.tracer.ledger.batch_statistics.add(self.tracer.timeline.now[0])
         return func(*args, **kwargs)
 
 
