@@ -34,7 +34,7 @@ def plot_cluster(cluster: ClusterSpec, path: Path) -> Path:
     with mpl.rc_context(
         {"svg.hashsalt": "tutti", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
     ):
-        figure = Figure(figsize=(5.6 * panels, 4.4), layout="constrained")
+        figure = Figure(figsize=(5.6 * panels, 5.2), layout="constrained")
         axes = [figure.add_subplot(1, panels, index + 1) for index in range(panels)]
         for device, panel in zip(devices, axes, strict=False):
             _products(panel, device)
@@ -73,7 +73,7 @@ def _products(axes: Axes, device: DeviceSpec) -> None:
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set(xlabel="N of an N x N matrix product", ylabel="GFLOP/s (2 N³ / time)", title=device.name)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=7, frameon=False)
+    axes.legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2)
 
 
 def _transfers(axes: Axes, links: list[LinkSpec]) -> None:
@@ -98,7 +98,7 @@ def _transfers(axes: Axes, links: list[LinkSpec]) -> None:
     axes.yaxis.set_major_formatter(lambda value, _: time_text(value))
     axes.set(xlabel="size", ylabel="time", title="links between ranks: measured points, fitted lines")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=7, frameon=False)
+    axes.legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=1)
 
 
 def _line(link: LinkSpec) -> tuple[float, float]:
