@@ -15,6 +15,7 @@ from tutti.report.quality import parse_target
 from tutti.report.rules import REQUIRED
 from tutti.spec import codec
 from tutti.spec.report import Quantity, RunReport
+from tutti.spec.verdict import Cause, TensorDifference, Verdict
 
 TARGET = parse_target("test.accuracy=0.93")
 
@@ -217,6 +218,23 @@ def test_a_run_without_plan_cluster_model_prediction_says_not_recorded(tmp_path:
     assert report.flops.rate.value is None
     assert report.plan is None
     assert "not recorded" in (folder / "report/report.html").read_text()
+
+
+@pytest.mark.parametrize("passed", [True, False])
+def test_the_verdict_of_verify_is_told(tmp_path: Path, passed: bool) -> None:
+    largest = TensorDifference(stage="parameter", step=3, module="conv", tensor="weight", relative_difference=2e-7)
+    cause = Cause(kind="mean", sentence="Gradients were summed.", remedy="Divide by the samples.")
+    verdict = Verdict(passed=passed, sentence="About equal.", script="x.py", world_size=2, steps=3,
+                      arithmetic="float32", tolerance=1e-5, largest=largest, cause=None if passed else cause)  # fmt: skip
+    folder = write_run(tmp_path / "run")
+    codec.save(verdict, folder / "verify.json")
+    report = write_report(folder)
+    assert report.verification is not None
+    assert report.verification.largest == Quantity(value=2e-7, evidence="measured", note="of all tensors compared")
+    assert [f.code for f in report.findings] == ([] if passed else ["NOT-THE-SAME"])
+    page = (folder / "report/report.html").read_text()
+    assert ("Verified against one device" in page) is passed
+    assert ("Divide by the samples." in page) is not passed
 
 
 def test_long_curves_are_thinned_by_means(tmp_path: Path) -> None:

@@ -99,4 +99,17 @@ def _provenance(report: RunReport) -> list[Entry]:
         ("tuning trials", report.tuning.trials),
         ("baseline", report.baseline.system),
         ("verification", report.verification.sentence if report.verification else None),
+        *_verified(report),
+    ]
+
+
+def _verified(report: RunReport) -> list[Entry]:
+    verdict = report.verification
+    if verdict is None:
+        return []
+    return [
+        ("largest difference", verdict.largest),
+        ("tolerance", verdict.tolerance),
+        ("verified steps", verdict.steps),
+        ("arithmetic", verdict.arithmetic),
     ]

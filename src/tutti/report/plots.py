@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator
 
 from tutti.report.timing import PHASES
 from tutti.report.words import PHASE_NAMES, duration, number, quality_text, significant
@@ -299,7 +300,15 @@ def checks_plot(report: RunReport) -> Plot | None:
     axes.tick_params(axis="y", labelcolor=INK)
     axes.set_ylim(len(pairs) - 0.4, -0.6)
     low, high = axes.get_xlim()
-    axes.set_xlim(min(low, 60), max(high, 140))
+    smallest = min(100 * float(c.predicted.low or c.predicted.value or 1) / float(c.measured.value or 1) for c in pairs)
+    if low < 25 or high > 250:  # far off: a ratio of 1/8 and one of 8 are equally far
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda v, _: f"{v:.3g}")
+        axes.xaxis.set_major_locator(FixedLocator([100 * 2.0**power for power in range(-6, 7)]))
+        edge = 1.15 * max(high, 1e4 / max(smallest, 1.0))
+        axes.set_xlim(1e4 / edge, edge)
+    else:
+        axes.set_xlim(min(low, 60), max(high, 140))
     axes.grid(visible=True, axis="x", color=GRID)
     axes.grid(visible=False, axis="y")
     axes.set_xlabel("predicted, in % of measured")

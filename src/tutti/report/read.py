@@ -13,6 +13,7 @@ from tutti.spec.model import ModelSpec
 from tutti.spec.plan import Plan
 from tutti.spec.prediction import Prediction
 from tutti.spec.run import RunFolder, RunHeader
+from tutti.spec.verdict import Verdict
 
 T = TypeVar("T")
 
@@ -50,7 +51,7 @@ class Records:
     cluster: ClusterSpec | None
     model: ModelSpec | None
     prediction: Prediction | None
-    verdict: dict[str, Any] | None
+    verdict: Verdict | None
     errors: tuple[dict[str, Any], ...]
     notes: tuple[str, ...]
 
@@ -97,7 +98,7 @@ def read_records(path: Path) -> Records:
         cluster=_read_spec(ClusterSpec, folder.cluster, notes),
         model=_read_spec(ModelSpec, folder.model, notes),
         prediction=_read_spec(Prediction, folder.prediction, notes),
-        verdict=_read_object(folder.verdict, notes),
+        verdict=_read_spec(Verdict, folder.verdict, notes),
         errors=found,
         notes=tuple(notes),
     )

@@ -266,6 +266,19 @@ def baseline_rerun(report: RunReport) -> list[Finding]:
     return finding(12, "BASELINE-NOT-RERUN", "warn", sentence, "baseline.source", ("ranking",))
 
 
+def same_as_one_device(report: RunReport) -> list[Finding]:
+    """A run that computes something else than one device has no speed-up over it."""
+    verdict = report.verification
+    if verdict is None or verdict.passed:
+        return []
+    sentence = " ".join(
+        filter(None, ("The ranks did not compute what one device computes.", verdict.sentence, verdict.cause))
+    )
+    return finding(
+        0, "NOT-THE-SAME", "refuse", sentence, "verification", ("speedup", "efficiency", "quality", "ranking")
+    )
+
+
 def enough_cores(report: RunReport) -> list[Finding]:
     """Ranks beyond the cores take turns: that shows that the program works, not how fast it would be."""
     ranks, cores = report.system.ranks.value or 1, report.system.cores_granted.value
@@ -320,6 +333,7 @@ RULES: tuple[Rule, ...] = (
     input_size,
     stopped_by_time,
     baseline_rerun,
+    same_as_one_device,
     enough_cores,
     interruptions,
     prediction_error,

@@ -84,7 +84,7 @@ def system_report(records: Records) -> SystemReport:
         else {},
         links=tuple(
             LinkReport(
-                tier=link.tier,
+                tier=" ".join(filter(None, (link.tier, link.fitted_to.replace("_", "-")))),
                 latency=Quantity(value=link.latency_s, unit="s", evidence=link.evidence, note=link.source),
                 bandwidth=Quantity(
                     value=link.bandwidth_bytes_per_s, unit="B/s", evidence=link.evidence, note=link.source
@@ -300,9 +300,15 @@ def verification(records: Records) -> Verification | None:
     verdict = records.verdict
     if verdict is None:
         return None
-    passed = verdict.get("passed", verdict.get("verdict", verdict.get("status")))
-    sentence = next((str(verdict[key]) for key in ("sentence", "message", "summary") if verdict.get(key)), "")
-    return Verification(passed=passed is True or str(passed).lower() in ("pass", "passed"), sentence=sentence)
+    return Verification(
+        passed=verdict.passed,
+        sentence=verdict.sentence,
+        largest=seen(verdict.largest.relative_difference if verdict.largest else None, note="of all tensors compared"),
+        tolerance=Quantity(value=verdict.tolerance, evidence="assumed", note="relative to a tensor's root mean square"),
+        steps=seen(verdict.steps, "steps"),
+        arithmetic=verdict.arithmetic,
+        cause=f"{verdict.cause.sentence} {verdict.cause.remedy}" if verdict.cause else None,
+    )
 
 
 def config_sha256(records: Records) -> str:

@@ -256,10 +256,15 @@ class RankReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """Whether N ranks were shown to compute what one device computes (verify.json)."""
+    """Whether N ranks were shown to compute what one device computes (verify.json). `cause`: of a failure."""
 
     passed: bool
     sentence: str
+    largest: Quantity  # relative difference of a tensor that was tolerated
+    tolerance: Quantity
+    steps: Quantity
+    arithmetic: str
+    cause: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
