@@ -225,7 +225,8 @@ def test_the_verdict_of_verify_is_told(tmp_path: Path, passed: bool) -> None:
     largest = TensorDifference(stage="parameter", step=3, module="conv", tensor="weight", relative_difference=2e-7)
     cause = Cause(kind="mean", sentence="Gradients were summed.", remedy="Divide by the samples.")
     verdict = Verdict(passed=passed, sentence="About equal.", script="x.py", world_size=2, steps=3,
-                      arithmetic="float32", tolerance=1e-5, largest=largest, cause=None if passed else cause)  # fmt: skip
+                      arithmetic="float32", tolerance=1e-5, largest=largest,
+                      cause=None if passed else cause)  # fmt: skip
     folder = write_run(tmp_path / "run")
     codec.save(verdict, folder / "verify.json")
     report = write_report(folder)
