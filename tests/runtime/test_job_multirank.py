@@ -1,7 +1,5 @@
 """What users lean on beside exactness: resume, evaluation, dropout streams, custom steps, and clear failures."""
 
-import functools
-import operator
 import os
 import resource
 from pathlib import Path
@@ -244,12 +242,13 @@ def batch_of_tokens() -> Any:
     _, _, loader = job.prepare(
         model, optimizer, data, loss, tokens=lengths, collate_fn=lambda s: collate(s, True, -0.0), shuffle=False
     )
-    return [loader.shares.indices.tolist() for batch in loader if job.step(batch) >= 0]
+    return [(loader.shares.indices.tolist(), loader.shares.tokens) for batch in loader if job.step(batch) >= 0]
 
 
 def test_a_global_batch_of_tokens_is_the_same_on_any_number_of_ranks() -> None:
     one = run_ranks(batch_of_tokens, 1)[0]
-    assert functools.reduce(operator.iadd, one, []) == list(range(40))
+    assert [index for indices, _ in one for index in indices] == list(range(40))
+    assert all(tokens == sum(1 + index % 7 for index in indices) <= 30 for indices, tokens in one)
     assert run_ranks(batch_of_tokens, 2) == [one, one]
 
 

@@ -48,6 +48,14 @@ class ShareLoader:
             yield batch
         self.epoch, self.position = self.epoch + 1, 0
 
+    @property
+    def tokens(self) -> int | None:
+        """Tokens of the global batch that was yielded last, where the batch counts tokens."""
+        tokens = self.source.tokens
+        if self.plan.batch.unit != "tokens" or tokens is None:
+            return None
+        return tokens * len(self.indices) if isinstance(tokens, int) else sum(tokens[int(i)] for i in self.indices)
+
     def epoch_batches(self, epoch: int) -> tuple[Indices, Indices]:
         """The order of an epoch's samples and the boundaries of its global batches."""
         if self._cached is None or self._cached[0] != epoch:

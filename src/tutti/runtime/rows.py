@@ -21,7 +21,7 @@ def step_row(run: Run, outcome: Outcome, done: Update) -> None:
             run.screen.say(f"parameters without a gradient in the first step (not used by the loss): {shown}")
     progress.step += 1
     progress.samples_seen += outcome.samples
-    tokens = round(outcome.count) if unit == "tokens" else None
+    tokens = run.loader.tokens
     progress.tokens_seen += tokens or 0
     total = None
     if progress.total_epochs is not None and run.steps_per_epoch is not None:
