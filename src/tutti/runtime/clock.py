@@ -35,9 +35,14 @@ class PhaseClock:
 
     def now(self) -> float:
         """perf_counter seconds, after the device has caught up on steps that are timed."""
-        if self.device.type == "cuda" and self.steps % self.sample_every == 0:
+        if self.device.type == "cuda" and self.timed:
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
+
+    @property
+    def timed(self) -> bool:
+        """Whether the phases of the running step are exact."""
+        return self.device.type == "cpu" or self.steps % self.sample_every == 0
 
     def elapsed_s(self) -> float:
         """Seconds since the clock started."""

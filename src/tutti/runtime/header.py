@@ -7,6 +7,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -63,6 +64,7 @@ def make_header(
     data: DataInfo,
     resumed_from: Path | None,
     resumed_at_step: int,
+    facts: Mapping[str, str],
 ) -> RunHeader:
     """Everything about the run that is known now. Called on rank 0."""
     script = script_path()
@@ -71,7 +73,7 @@ def make_header(
         name=name or script.stem,
         script=str(script),
         arguments=tuple(sys.argv[1:]),
-        command=shlex.join([world.launcher, script.name, *sys.argv[1:]]),
+        command=_command(world, script),
         started_utc=datetime.now(UTC).isoformat(timespec="seconds"),
         world_size=world.world_size,
         backend=world.backend,
@@ -91,7 +93,19 @@ def make_header(
         data=data,
         resumed_from=str(resumed_from) if resumed_from else None,
         resumed_at_step=resumed_at_step,
+        extra={"cores": str(len(os.sched_getaffinity(0))), **facts},
     )
+
+
+def _command(world: World, script: Path) -> str:
+    """The command that started the run, as far as a rank can tell."""
+    start = {
+        "tutti": ["tutti", "run", "--nproc", str(world.local_world_size)],
+        "torchrun": ["torchrun", "--nproc-per-node", str(world.local_world_size)],
+        "srun": ["srun", "-n", str(world.world_size), "python"],
+        "mpirun": ["mpirun", "-n", str(world.world_size), "python"],
+    }.get(world.launcher, ["python"])
+    return shlex.join([*start, script.name, *sys.argv[1:]])
 
 
 def git_state(folder: Path) -> tuple[str | None, bool | None]:

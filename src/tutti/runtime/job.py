@@ -38,6 +38,7 @@ class Job:
     `unit`: what the batch counts. `num_microbatches`: slices a batch is cut into (gradient accumulation; the planner
     may choose it when it is None). `clip_norm`: bound of the gradients' global norm. `on_nonfinite`: what happens at
     a loss that is NaN or infinite. `checkpoint_every`: steps. `folder`: of the run; `resume`: a run or a checkpoint.
+    `facts`: what only you know and the report should say, such as {"tuning.trials": 12, "data.start_state": "disk-cold"}.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Job:
         name: str | None = None,
         folder: str | Path | None = None,
         resume: str | Path | None = None,
+        facts: Mapping[str, object] | None = None,
     ) -> None:
         _check_options(clip_norm, on_nonfinite, checkpoint_every, keep_checkpoints)
         wishes = read_wishes()
@@ -84,6 +86,7 @@ class Job:
             name=name,
             folder=Path(folder) if folder else None,
             resume=Path(resume) if resume else None,
+            facts={key: str(value) for key, value in (facts or {}).items()},
         )
         self._ending = None if capture.is_capturing() else Ending(world, supervised=wishes.supervised)
         self._prepared: Run | None = None

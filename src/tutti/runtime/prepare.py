@@ -152,6 +152,7 @@ def _write_header(run: Run, session: Session, resumed: Path | None) -> None:
         data=data,
         resumed_from=resumed,
         resumed_at_step=run.progress.step,
+        facts=session.facts,
     )
     codec.save(run.plan, run.folder.plan)
     codec.save(header, run.folder.header)

@@ -26,6 +26,7 @@ def step_row(run: Run, outcome: Outcome, done: Update) -> None:
     total = None
     if progress.total_epochs is not None and run.steps_per_epoch is not None:
         total = progress.total_epochs * run.steps_per_epoch
+    timed = run.clock.timed
     wall, phases = run.clock.take_row()
     run.log.row(
         "step",
@@ -42,6 +43,7 @@ def step_row(run: Run, outcome: Outcome, done: Update) -> None:
         loss_scale=run.scaler.get_scale() if run.scaler.is_enabled() else None,
         sent_nbytes=ring_sent_nbytes(run.replica.parameters, run.world.world_size),
         total_steps=total,
+        timed=timed,
         wall_s=wall,
         phases=phases,
     )

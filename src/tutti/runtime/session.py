@@ -1,5 +1,6 @@
 """Session: what stands when a Job is made, before it has a model: the world, the plan, the settings."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,7 @@ class Session:
     name: str | None
     folder: Path | None
     resume: Path | None
+    facts: Mapping[str, str]
 
 
 def plan_of(
