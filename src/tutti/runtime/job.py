@@ -38,7 +38,7 @@ class Job:
     `unit`: what the batch counts. `num_microbatches`: slices a batch is cut into (gradient accumulation; the planner
     may choose it when it is None). `clip_norm`: bound of the gradients' global norm. `on_nonfinite`: what happens at
     a loss that is NaN or infinite. `checkpoint_every`: steps. `folder`: of the run; `resume`: a run or a checkpoint.
-    `facts`: what only you know and the report should say, such as {"tuning.trials": 12, "data.start_state": "disk-cold"}.
+    `facts`: what only you know and the report should say: {"tuning.trials": 12, "data.start_state": "disk-cold"}.
     """
 
     def __init__(
