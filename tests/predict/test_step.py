@@ -174,8 +174,10 @@ def test_a_cluster_measured_under_load_is_told() -> None:
         for load in (0.5, 9.0)
     )
     assert not disturbed(dataclasses.replace(cluster(), conditions=quiet))
-    notes = predict(mlp(), dataclasses.replace(cluster(), conditions=busy), plan()).notes
-    assert any("under a load of 9.0 on 4 cores" in note for note in notes)
+    done, sure = (predict(mlp(), dataclasses.replace(cluster(), conditions=when), plan()) for when in (busy, quiet))
+    assert any("under a load of 9.0 on 4 cores" in note for note in done.notes)
+    assert done.step_time_s.value == sure.step_time_s.value
+    assert done.step_time_s.high > sure.step_time_s.high
 
 
 def test_tokens_are_counted_as_tokens() -> None:

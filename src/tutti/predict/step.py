@@ -70,7 +70,7 @@ def predict(model: ModelSpec, cluster: ClusterSpec, plan: Plan) -> Prediction:
     memory, seat = _memory(model, plan, ranks, regions, fused)
     other_s = constants.STEP_OVERHEAD_S * slowest.worker.slowdown
     step_s = work.total_s + exchanged.exposed_s + other_s
-    margin = _margin(slowest.worker, link, exchanged.exposed_s / step_s)
+    margin = _margin(cluster, slowest.worker, link, exchanged.exposed_s / step_s)
     units = plan.batch.global_batch_size if plan.batch.unit == "tokens" else samples
     return Prediction(
         plan_digest=codec.digest(plan),
@@ -93,8 +93,13 @@ def predict(model: ModelSpec, cluster: ClusterSpec, plan: Plan) -> Prediction:
     )
 
 
-def _margin(worker: Worker, link: Link | None, exposed: float) -> float:
-    """Half-width of the time's interval: that of compute and that of links, by their parts of the step."""
+def _margin(cluster: ClusterSpec, worker: Worker, link: Link | None, exposed: float) -> float:
+    """Half-width of the time's interval: that of compute and that of links, by their parts of the step.
+
+    Rates that were measured beside other work are worth no more than assumptions.
+    """
+    if disturbed(cluster):
+        return constants.STEP_MARGIN["assumed"]
     links = constants.STEP_MARGIN[link.evidence] if link else 0.0
     return (1 - exposed) * constants.STEP_MARGIN[worker.evidence] + exposed * links
 
