@@ -1,5 +1,6 @@
 """Runs a script for verification on ranks forked from the tests' preloaded server."""
 
+import atexit
 import os
 import runpy
 import sys
@@ -7,7 +8,6 @@ import tempfile
 from pathlib import Path
 
 from harness import RankFailed, run_ranks
-
 from tutti.spec.verdict import Verdict
 from tutti.verify.trial import Question, Trial, verify
 
@@ -24,6 +24,8 @@ def as_rank(script: str, environment: dict[str, str]) -> None:
     except SystemExit as ended:
         if ended.code not in (None, 0):
             raise
+    finally:
+        atexit._run_exitfuncs()
 
 
 def run_script(script: Path, trial: Trial) -> str | None:

@@ -94,9 +94,9 @@ def _samples_last(whole: torch.Tensor, pieces: Sequence[Piece]) -> Iterator[Alig
     each = whole.shape[0] // size
     if any(piece.value.shape != (each * piece.part.count, *whole.shape[1:]) for piece in pieces):
         return
-    rows = whole.unflatten(0, (each, size))
+    rows = whole.reshape(each, size, *whole.shape[1:])
     parts = torch.split(rows, [piece.part.count for piece in pieces], dim=1)
     yield [
-        Pair(rank=piece.rank, expected=part, got=piece.value.unflatten(0, (each, piece.part.count)))
+        Pair(rank=piece.rank, expected=part, got=piece.value.reshape(part.shape))
         for piece, part in zip(pieces, parts, strict=True)
     ]

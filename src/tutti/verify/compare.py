@@ -5,7 +5,7 @@ loss, gradients from the last module back, settings, updated parameters, buffers
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from tutti.verify.align import Alignment
 from tutti.verify.forward import Pieces, compare_forward, compare_inputs
 from tutti.verify.gauge import Gauge
 from tutti.verify.measure import FLOOR, difference, number_difference, rms
-from tutti.verify.recording import RankRecord, State, StepRecord, Values
+from tutti.verify.recording import RankRecord, StepRecord, Values
 
 EXACT = 1e-9
 """Settings are computed alike everywhere, in Python: they may not differ at all, but for the last bits."""
@@ -45,7 +45,7 @@ class Sides:
 
 def compare_start(head: RankRecord, heads: Sequence[RankRecord], gauge: Gauge) -> Found | None:
     """Seeds, batch sizes, and the model as each rank built it."""
-    seeds = {rank.rank: number_difference(head.seed, rank.seed) for rank in heads}
+    seeds = {rank.rank: 0.0 if rank.seed == head.seed else math.inf for rank in heads}
     sizes = {rank.rank: number_difference(head.global_batch_size, rank.global_batch_size) for rank in heads}
     first = gauge.judge(seeds, stage="seed", step=-1, tensor="Job(seed=...)")
     first = first or gauge.judge(sizes, stage="batch size", step=-1, tensor="Job(global_batch_size=...)")
@@ -67,9 +67,18 @@ def compare_step(sides: Sides, gauge: Gauge) -> Found | None:
 
 
 def _between(sides: Sides, gauge: Gauge) -> Iterator[Found]:
-    if sides.one.step:
-        before = [step.before for step in sides.ranks]
-        yield from _states(sides, sides.one.before, before, gauge, between=True)
+    """What the script itself did to the state after the last update."""
+    for kind in ("parameters", "buffers", "optimizer"):
+        expected: Values = getattr(sides.one.between, kind)
+        got: list[Values] = [getattr(step.between, kind) for step in sides.ranks]
+        after: Values = getattr(sides.one.after, kind)
+        for name in dict.fromkeys(name for values in (expected, *got) for name in values):
+            zero = torch.zeros((), dtype=torch.float64)
+            tensor = expected.get(name, zero.expand(after[name].shape) if name in after else zero)
+            scale = max(rms([tensor]), rms([after[name]]) if name in after else 0.0, 1e-6)
+            gaps = {rank: _gap(tensor, v.get(name, torch.zeros_like(tensor)), scale) for rank, v in enumerate(got)}
+            owned = name.partition(".")[2].rpartition(".")[0] if kind == "optimizer" else name
+            yield from _judged(gauge, gaps, "between steps", sides, sides.owner(owned), _own(name))
 
 
 def _order(sides: Sides, gauge: Gauge) -> Iterator[Found]:
@@ -158,31 +167,28 @@ def _used(sides: Sides, gauge: Gauge) -> Iterator[Found]:
 
 
 def _after(sides: Sides, gauge: Gauge) -> Iterator[Found]:
-    yield from _states(sides, sides.one.after, [step.after for step in sides.ranks], gauge, between=False)
-
-
-def _states(sides: Sides, one: State, others: Sequence[State], gauge: Gauge, *, between: bool) -> Iterator[Found]:
-    kinds: tuple[tuple[Stage, Values, list[Values]], ...] = (
-        ("parameter", one.parameters, [state.parameters for state in others]),
-        ("buffer", one.buffers, [state.buffers for state in others]),
-        ("optimizer state", one.optimizer, [state.optimizer for state in others]),
-    )
-    for stage, expected, got in kinds:
+    """The state after the update."""
+    kinds: tuple[tuple[Stage, str], ...] = (
+        ("parameter", "parameters"), ("buffer", "buffers"), ("optimizer state", "optimizer"),
+    )  # fmt: skip
+    for stage, kind in kinds:
+        expected: Values = getattr(sides.one.after, kind)
+        got: list[Values] = [getattr(step.after, kind) for step in sides.ranks]
         for name, tensor in expected.items():
-            like = [t for other, t in expected.items() if stage != "optimizer state" or _own(other) == _own(name)]
-            scale = max(rms([tensor]), FLOOR * rms(like), 1e-6)
-            meaningful = _meaningful(sides, name, gauge) if stage == "parameter" and not between else None
-            gaps = {rank: _gap(tensor, values.get(name), scale, meaningful) for rank, values in enumerate(got)}
-            owned = name.partition(".")[2].rpartition(".")[0] if stage == "optimizer state" else name
-            words = f"{_own(name)} of {_own(owned)}" if stage == "optimizer state" else _own(name)
-            where: Stage = "between steps" if between else stage
-            yield from _judged(gauge, gaps, where, sides, sides.owner(owned), words)
+            alike = [t for other, t in expected.items() if kind != "optimizer" or _own(other) == _own(name)]
+            scale = max(rms([tensor]), FLOOR * rms(alike), 1e-6)
+            where = _meaningful(sides, name, gauge) if kind == "parameters" else None
+            gaps = {rank: _gap(tensor, values.get(name), scale, where) for rank, values in enumerate(got)}
+            owned = name.partition(".")[2].rpartition(".")[0] if kind == "optimizer" else name
+            words = f"{_own(name)} of {_own(owned)}" if kind == "optimizer" else _own(name)
+            yield from _judged(gauge, gaps, stage, sides, sides.owner(owned), words)
 
 
 def _meaningful(sides: Sides, name: str, gauge: Gauge) -> torch.Tensor | None:
-    """Where a parameter's gradient is more than rounding: elsewhere Adam and its like step by rounding's sign."""
+    """Where a parameter's gradient is more than rounding: elsewhere Adam and its like step by rounding's sign, or by
+    rounding over their epsilon."""
     gradient = sides.one.gradients.get(name)
-    if gradient is None or gauge.tolerance < 1e-6:
+    if gradient is None:
         return None
     known = [one for one in sides.one.gradients.values() if one is not None]
     return gradient.double().abs() > gauge.tolerance * rms(known)
@@ -200,14 +206,14 @@ def _gap(
 
 def _judged(
     gauge: Gauge,
-    gaps: dict[int, float] | dict[int | None, float],
+    gaps: Mapping[int, float] | Mapping[int | None, float],
     stage: Stage,
     sides: Sides,
     module: str,
     tensor: str,
     alignment: Alignment | None = None,
 ) -> Iterator[Found]:
-    first = gauge.judge({**gaps}, stage=stage, step=sides.one.step, module=module, tensor=tensor)
+    first = gauge.judge(gaps, stage=stage, step=sides.one.step, module=module, tensor=tensor)
     if first is not None:
         yield Found(first=first, alignment=alignment)
 

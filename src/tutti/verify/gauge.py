@@ -16,7 +16,13 @@ class Gauge:
         self.skipped: dict[str, None] = {}
 
     def judge(
-        self, gaps: Mapping[int | None, float], *, stage: Stage, step: int, module: str = "", tensor: str
+        self,
+        gaps: Mapping[int, float] | Mapping[int | None, float],
+        *,
+        stage: Stage,
+        step: int,
+        module: str = "",
+        tensor: str,
     ) -> TensorDifference | None:
         """The difference of one tensor if a gap exceeds the tolerance, else None. `gaps`: by rank (None: all together);
         `step` counts from 0, -1 before the first."""

@@ -30,7 +30,7 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-class AlignedRandom(TorchDispatchMode):
+class AlignedRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While open, random operators draw one device's values. `guide`: shapes of its draws by seed; None on it.
 
     `draws`: shapes drawn here. `unaligned`, `own_generator`: operators left as they are. `lowest`: the least precise
@@ -38,7 +38,7 @@ class AlignedRandom(TorchDispatchMode):
     """
 
     def __init__(self, part: Part, guide: Mapping[int, tuple[int, ...]] | None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.part = part
         self.guide = guide
         self.draws: dict[int, tuple[int, ...]] = {}
@@ -161,7 +161,7 @@ def _ragged(
     whole, mine, offset = part.slice_size, part.loaded, part.start - part.slice_start
 
     def cut(tensor: torch.Tensor) -> torch.Tensor:
-        tensor = tensor.unflatten(dim, (whole, full[dim] // whole)).narrow(dim, offset, mine)
+        tensor = tensor.reshape(*full[:dim], whole, full[dim] // whole, *full[dim + 1 :]).narrow(dim, offset, mine)
         target = (*shape[:dim], mine, shape[dim] // mine, *shape[dim + 1 :])
         return tensor[tuple(slice(0, size) for size in target)].reshape(shape)
 

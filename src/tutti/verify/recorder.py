@@ -7,11 +7,12 @@ that state and draw the same values. So every step is a comparison of its own, a
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from tutti.data.seeds import derive_seed
@@ -40,7 +41,7 @@ from tutti.verify.recording import (
     read,
     write,
 )
-from tutti.verify.state import make_double, recorded_state, restore, whole_state
+from tutti.verify.state import changes, make_double, recorded_state, restore, whole_state
 
 BUDGET_NBYTES = 2**30
 """Memory for module outputs of one step; modules that finish after it is used up are not compared."""
@@ -66,7 +67,8 @@ class Recorder:
         self._lowest: list[torch.dtype] = []
         self._notes: dict[str, None] = {}
         self._inputs: Values = {}
-        self._before = State()
+        self._after: State | None = None
+        self._between = State()
         self._parts: list[PartRecord] = []
         self._loss: LossRecord | None = None
         self._gradients: dict[str, torch.Tensor | None] = {}
@@ -100,11 +102,14 @@ class Recorder:
         """Watch the modules and the loss."""
         self._run, self._log = run, CallLog(run.model)
         run.replica.forward.register_forward_hook(self._on_loss)
+        for module in run.model.modules():
+            if isinstance(module, nn.RNNBase) and module.dropout > 0:
+                module.register_forward_pre_hook(self._no_packed_dropout)
         if self.recording.double:
             make_double(run)
 
     def loaded(self, step: int, batch: Any) -> Any:
-        """Keep the batch and the state the step is about to start from; then start from one device's state."""
+        """Keep the batch and what the script changed since the last update; then start from one device's state."""
         if self.recording.double:
             batch = pytree.tree_map(_double, batch)
         flat, _ = pytree.tree_flatten_with_path(batch)
@@ -112,7 +117,7 @@ class Recorder:
             f"batch{pytree.keystr(path)}": kept_columns(leaf) for path, leaf in flat if isinstance(leaf, torch.Tensor)
         }
         self._parts = []
-        self._before = recorded_state(self.run)
+        self._between = State() if self._after is None else changes(self._after, recorded_state(self.run))
         if self.reference is None:
             write(self.folder.state(step), whole_state(self.run))
         elif self.reference.state(step).exists():
@@ -174,6 +179,7 @@ class Recorder:
         }
         share = self.run.loader.share
         assert share is not None
+        self._after = recorded_state(self.run)
         record = StepRecord(
             step=step,
             batch_size=share.batch_size,
@@ -185,8 +191,8 @@ class Recorder:
             hyper_parameters=self._hyper,
             learning_rate=learning_rate,
             used_norms=used,
-            before=self._before,
-            after=recorded_state(self.run),
+            between=self._between,
+            after=self._after,
         )
         rank = self.run.world.rank
         write(self.folder.step(rank, len(self.losses)), record)
@@ -217,11 +223,17 @@ class Recorder:
             losses=tuple(self.losses),
         )
 
+    def _no_packed_dropout(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Rows of packed sequences lie in an order of their own on every rank, so masks over them cannot agree."""
+        if isinstance(module, nn.RNNBase) and any(isinstance(one, PackedSequence) for one in args) and module.dropout:
+            module.dropout = 0.0
+            self._note(f"dropout between the layers of a {type(module).__name__} was off, for its sequences are packed")
+
     def _on_loss(self, module: nn.Module, args: Any, loss: Any) -> None:
         if isinstance(loss, Weighted):
-            self._loss = LossRecord(total=float(loss.total), count=float(loss.count))
+            self._loss = LossRecord(total=_number(loss.total), count=_number(loss.count))
         elif isinstance(loss, torch.Tensor) and loss.numel() == 1:
-            self._loss = LossRecord(total=float(loss), count=None)
+            self._loss = LossRecord(total=_number(loss), count=None)
 
     def _note_limits(self) -> None:
         if self.log.left_out and self.reference is None:
@@ -250,11 +262,15 @@ def _numbers(group: dict[str, Any]) -> Iterator[tuple[str, float]]:
                 yield f"{key}[{position}]" if isinstance(value, tuple) else key, float(one)
 
 
+def _number(value: torch.Tensor | float) -> float:
+    return float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
+
+
 def _has_hooks(parameter: nn.Parameter) -> bool:
     return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def _foreign_generators() -> dict[str, object]:
     """States of the generators a forward may draw from behind torch's back."""
-    name, keys, position, *_ = np.random.get_state()
-    return {"numpy.random": (name, keys.tobytes(), position), "random": random.getstate()}
+    _, keys, position, *_ = cast(tuple[Any, ...], np.random.get_state(legacy=True))
+    return {"numpy.random": (keys.tobytes(), position), "random": random.getstate()}

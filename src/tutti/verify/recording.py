@@ -71,7 +71,7 @@ class StepRecord:
     """One step on one rank. `indices`: of the whole global batch; `gradients`: averaged, None where there is none.
 
     `hyper_parameters`: "0.1.lr" is the rate of group 1 of optimizer 0. `used_norms`: norms of the gradients as the
-    optimizer found them. `before`: the state the step was about to start from, `after`: when it had been made.
+    optimizer found them. `between`: what the script changed after the last update; `after`: the state after this one.
     """
 
     step: int
@@ -84,7 +84,7 @@ class StepRecord:
     hyper_parameters: dict[str, float]
     learning_rate: float
     used_norms: dict[str, float]
-    before: State
+    between: State
     after: State
 
 

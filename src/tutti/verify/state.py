@@ -24,6 +24,23 @@ def recorded_state(run: Run) -> State:
     )
 
 
+def changes(one: State, other: State) -> State:
+    """What `other` adds to `one`, tensor by tensor; tensors that are equal in both are left out."""
+    return State(
+        parameters=_changed(one.parameters, other.parameters),
+        buffers=_changed(one.buffers, other.buffers),
+        optimizer=_changed(one.optimizer, other.optimizer),
+    )
+
+
+def _changed(one: Values, other: Values) -> Values:
+    return {
+        name: value.double() - one[name].double()
+        for name, value in other.items()
+        if name in one and value.shape == one[name].shape and not torch.equal(value, one[name])
+    }
+
+
 def whole_state(run: Run) -> dict[str, Any]:
     """Everything `restore` needs: parameters, buffers, and each optimizer's entries in order of its parameters."""
     return {

@@ -7,8 +7,9 @@ from typing import Literal
 
 from tutti.errors import ScriptError
 from tutti.spec.verdict import Cause, TensorDifference, Verdict
-from tutti.verify.causes import Case, diagnose
+from tutti.verify.causes import diagnose
 from tutti.verify.compare import Found, Sides, compare_start, compare_step
+from tutti.verify.evidence import Case
 from tutti.verify.gauge import Gauge
 from tutti.verify.measure import TOLERANCE
 from tutti.verify.recording import RankRecord, read_ranks, read_steps
@@ -105,6 +106,7 @@ class Comparison:
     dtype: str
     steps: int
     heads: tuple[RankRecord, ...]
+    later: tuple[Found, ...] = ()
     repeated: bool = False
 
 
@@ -120,40 +122,53 @@ def compare_trials(one: Trial, many: Trial, tolerance: float | None) -> Comparis
     gauge = Gauge(TOLERANCE[dtype] if tolerance is None else tolerance)
     steps = min(record.steps for record in (head, *heads))
     found, sides = compare_start(head, heads, gauge), None
-    for step in range(steps):
-        if found is not None:
-            break
-        sides = Sides(
+    later: list[Found] = []
+    for step in range(steps if found is None else 0):
+        here = Sides(
             head=head,
             heads=heads,
             one=read_steps(one.folder, 1, step)[0],
             ranks=read_steps(many.folder, many.world_size, step),
         )
-        found = compare_step(sides, gauge)
-    return Comparison(found=found, sides=sides, gauge=gauge, dtype=dtype, steps=steps, heads=(head, *heads))
+        if found is None:
+            sides, found = here, compare_step(here, gauge)
+        else:
+            also = compare_step(here, Gauge(gauge.tolerance))
+            later += [also] if also else []
+    return Comparison(
+        found=found,
+        sides=sides,
+        gauge=gauge,
+        dtype=dtype,
+        steps=steps,
+        heads=(head, *heads),
+        later=tuple(later),
+    )
 
 
 def _passed(question: Question, comparison: Comparison, notes: tuple[str, ...]) -> Verdict:
     largest = comparison.gauge.largest
+    where = f" {largest.relative_difference or 0.0:.2g}, in {_at(largest)}" if largest else " 0"
     sentence = (
-        f"PASS: {_ranks(question)} compute what one device computes, over {_steps(comparison)}; "
-        f"{comparison.gauge.compared} comparisons, the largest relative difference is {_at(largest)}"
+        f"PASS: {_ranks(question)} compute what one device computes, over {_steps(comparison)}; the largest relative "
+        f"difference of {comparison.gauge.compared} compared is{where}"
     )
     return _verdict(question, comparison, sentence, notes, passed=True)
 
 
 def _refused(question: Question, comparison: Comparison, notes: tuple[str, ...]) -> Verdict:
     assert comparison.found is not None
+    first = comparison.found.first
     case = Case(
         found=comparison.found,
         sides=comparison.sides,
         world_size=question.world_size,
-        tolerance=comparison.gauge.tolerance,
+        later=comparison.later,
         repeated=comparison.repeated,
     )
     cause = diagnose(case)
     what = "one device does not repeat itself" if comparison.repeated else f"{_ranks(question)} differ from one device"
-    sentence = f"FAIL: {what}, first in {_at(comparison.found.first)}. Likely cause: {cause.sentence}"
+    sentence = f"FAIL: {what}, first in {_at(first)}{_size(first)}. Likely cause: {cause.sentence}"
     return _verdict(question, comparison, sentence, notes, passed=False, cause=cause)
 
 
@@ -211,15 +226,16 @@ def _failed(question: Question, failure: str, double: bool) -> Verdict:
     )
 
 
-def _at(one: TensorDifference | None) -> str:
-    """A difference in words: how large, of which tensor, where, when, on which ranks."""
-    if one is None:
-        return "0"
-    gap = "" if one.relative_difference is None else f"{one.relative_difference:.2g} "
-    module = f" of {one.module}" if one.module else ""
+def _at(one: TensorDifference) -> str:
+    """A difference in words: what, of which module, when, on which ranks."""
+    module = f" of module {one.module!r}" if one.module else ""
     when = f"step {one.step}" if one.step else "before the first step"
     ranks = f", rank{'s' if len(one.ranks) > 1 else ''} {', '.join(map(str, one.ranks))}" if one.ranks else ""
-    return f"{gap}({one.stage}: {one.tensor}{module}, {when}{ranks})"
+    return f"{one.tensor}{module} ({one.stage}, {when}{ranks})"
+
+
+def _size(one: TensorDifference) -> str:
+    return "" if one.relative_difference is None else f", by {one.relative_difference:.2g} of its size"
 
 
 def _ranks(question: Question) -> str:

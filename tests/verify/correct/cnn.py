@@ -1,4 +1,4 @@
-"""Convolutions, BatchNorm after a biased convolution, dropout of whole channels, clipping; one rank with a short share."""
+"""Convolutions, BatchNorm after a biased convolution, dropout of channels, clipping, unequal shares."""
 
 import torch
 from torch import nn

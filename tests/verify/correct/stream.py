@@ -15,7 +15,10 @@ class Stream(torch.utils.data.IterableDataset):
 
 job = tutti.Job(global_batch_size=8, seed=6)
 model = nn.ModuleDict({"body": nn.Linear(4, 6), "head": nn.Linear(6, 1)})
-optimizers = [torch.optim.SGD(model["body"].parameters(), lr=0.1), torch.optim.Adam(model["head"].parameters(), lr=0.01)]
+optimizers = [
+    torch.optim.SGD(model["body"].parameters(), lr=0.1),
+    torch.optim.Adam(model["head"].parameters(), lr=0.01),
+]
 
 
 def forward(modules, batch):

@@ -25,7 +25,9 @@ class Model(nn.Module):
         self.embedding = nn.Embedding(20, 8)
         self.positions = nn.Parameter(torch.randn(16, 8) * 0.1)
         self.drop = nn.Dropout(0.1)
-        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True) for _ in range(2))
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True) for _ in range(2)
+        )
         self.head = nn.Linear(8, 20, bias=False)
         self.head.weight = self.embedding.weight
 

@@ -1,0 +1,178 @@
+"""`tutti verify`: N ranks against one device, and the first difference named."""
+
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tutti.cli.common import SCRIPT_CONTEXT, console, emit, json_option, script_arguments
+from tutti.errors import PlanError, SpecError
+
+if TYPE_CHECKING:
+    from tutti.spec.plan import Plan
+    from tutti.spec.verdict import Verdict
+    from tutti.verify.trial import Question, Runner, Trial
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The command line, as given."""
+
+    script: Path
+    arguments: tuple[str, ...]
+    nproc: int | None
+    steps: int
+    plan: Path | None
+    arithmetic: str
+    tolerance: float | None
+    folder: Path | None
+    output: Path | None
+    timeout_s: float
+    as_json: bool
+
+
+@click.command(context_settings=SCRIPT_CONTEXT)
+@click.option(
+    "--nproc", type=click.IntRange(1), metavar="N", help="Ranks to compare with one device; 2 if no plan says."
+)
+@click.option("--steps", type=click.IntRange(1), default=3, show_default=True, help="Steps to compare.")
+@click.option("--plan", type=click.Path(path_type=Path), help="Verify this plan: its ranks, microbatches and shares.")
+@click.option(
+    "--arithmetic",
+    type=click.Choice(["auto", "double", "script"]),
+    default="auto",
+    show_default=True,
+    help="float64 throughout, or the script's own dtypes; auto: float64 if the script can.",
+)
+@click.option("--tolerance", type=click.FloatRange(0, min_open=True), help="Relative; by default that of the dtype.")
+@click.option("--folder", type=click.Path(path_type=Path), help="Write verify.json into this run folder.")
+@click.option("--output", type=click.Path(path_type=Path), help="Write the verdict to this file.")
+@click.option(
+    "--timeout", "timeout_s", type=click.FloatRange(min=0.1), default=300.0, show_default=True, metavar="SECONDS",
+    help="How long ranks wait for each other.",
+)  # fmt: skip
+@json_option
+@script_arguments
+def command(**given: Any) -> None:
+    """Check that SCRIPT computes the same on N ranks as on one device.
+
+    Both start every step from the same state, on the same global batches, with the same random numbers. Exit code 0:
+    they agree; 1: they do not, and the first module and tensor that differ are named with the likely cause.
+    """
+    options = Options(**given)
+    verdict = _verdict(options)
+    _save(verdict, options)
+    if options.as_json:
+        emit(verdict)
+    else:
+        _show(verdict)
+    sys.exit(0 if verdict.passed else 1)
+
+
+def _verdict(options: Options) -> "Verdict":
+    from tutti.launch.host import threads_per_rank
+    from tutti.launch.script import check_script
+
+    check_script(options.script)
+    if options.folder is not None and not options.folder.is_dir():
+        raise SpecError(f"--folder {options.folder} is not a folder; name the run folder to write verify.json into")
+    plan = _plan(options)
+    world_size = plan.world_size if plan is not None else options.nproc or 2
+    from tutti.launch.local import warm
+
+    warm(threads_per_rank(world_size), preload=("tutti.verify.recorder",))
+    from tutti.verify.trial import Question, verify
+
+    question = Question(
+        script=options.script.name,
+        world_size=world_size,
+        steps=options.steps,
+        arithmetic=options.arithmetic,  # type: ignore[arg-type]
+        tolerance=options.tolerance,
+    )
+    with tempfile.TemporaryDirectory(prefix="tutti-verify-") as folder:
+        return verify(question, _runner(options, question, plan, Path(folder)), Path(folder))
+
+
+def _plan(options: Options) -> "Plan | None":
+    if options.plan is None:
+        return None
+    from tutti.spec import codec
+    from tutti.spec.plan import Plan
+
+    plan = codec.load(Plan, options.plan)
+    if options.nproc not in (None, plan.world_size):
+        raise PlanError(
+            f"{options.plan}: its mesh has {plan.world_size} ranks, but --nproc says {options.nproc}; leave --nproc out"
+        )
+    return plan
+
+
+def _runner(options: Options, question: "Question", plan: "Plan | None", folder: Path) -> "Runner":
+    """What runs the script once: ranks of this machine, watched in silence."""
+    from tutti.launch import failure as failures
+    from tutti.launch.base import LaunchSpec
+    from tutti.launch.host import threads_per_rank
+    from tutti.launch.local import LocalLauncher
+    from tutti.launch.supervise import interrupts, supervise
+    from tutti.launch.watch import Silent
+    from tutti.spec import codec
+
+    def run(trial: "Trial") -> str | None:
+        environment = trial.environment
+        if plan is not None:
+            own = plan if trial.world_size > 1 else replace(plan, mesh={"replicate": 1}, shares=())
+            path = codec.save(own, folder / f"plan-{trial.world_size}.json")
+            environment["TUTTI_PLAN"] = str(path)
+        spec = LaunchSpec(
+            target=str(options.script),
+            arguments=options.arguments,
+            folder=trial.folder / "run",
+            ranks_per_node=(trial.world_size,),
+            timeout_s=options.timeout_s,
+            threads=threads_per_rank(trial.world_size),
+            environment=environment,
+        )
+        spec.folder.mkdir(parents=True)
+        with console.status(_doing(trial)), interrupts() as interrupted:
+            outcome = supervise(lambda: LocalLauncher().start(spec), spec, Silent(), interrupted)
+        if outcome.status == "stopped":
+            raise KeyboardInterrupt
+        return failures.sentence(spec, outcome.failure) if outcome.failure is not None else None
+
+    return run
+
+
+def _doing(trial: "Trial") -> str:
+    ranks = "one device" if trial.world_size == 1 else f"{trial.world_size} ranks"
+    again = " again" if trial.world_size == 1 and trial.reference is not None else ""
+    return f"running on {ranks}{again}, {trial.steps} step{'s' if trial.steps > 1 else ''}"
+
+
+def _save(verdict: "Verdict", options: Options) -> None:
+    from tutti.spec import codec
+    from tutti.spec.run import RunFolder
+
+    paths = [RunFolder(options.folder).verdict] if options.folder is not None else []
+    for path in [*paths, *([options.output] if options.output is not None else [])]:
+        try:
+            codec.save(verdict, path)
+        except OSError as error:
+            raise SpecError(f"the verdict cannot be written to {path} ({error.strerror}); name another file") from None
+
+
+def _show(verdict: "Verdict") -> None:
+    """The verdict for a person, on standard output."""
+    from rich.console import Console
+
+    out = Console(highlight=False)
+    word, _, rest = verdict.sentence.partition(":")
+    out.print(f"[bold {'green' if verdict.passed else 'red'}]{word}[/]:", end="")
+    out.print(rest, markup=False, soft_wrap=True)
+    if verdict.cause is not None:
+        out.print(f"Remedy: {verdict.cause.remedy}", markup=False, soft_wrap=True)
+    for note in verdict.notes:
+        out.print(f"note: {note}", markup=False, soft_wrap=True, style="dim")

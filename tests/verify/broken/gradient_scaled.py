@@ -1,0 +1,26 @@
+"""Gradients are averaged once more after tutti has averaged them."""
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import tutti
+
+job = tutti.Job(global_batch_size=12, seed=1)
+generator = torch.Generator().manual_seed(0)
+data = TensorDataset(torch.randn(48, 6, generator=generator), torch.randint(0, 3, (48,), generator=generator))
+model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer, loader = job.prepare(model, optimizer, data, nn.CrossEntropyLoss())
+
+
+def forward(network, batch):
+    return nn.functional.cross_entropy(network(batch[0]), batch[1])
+
+
+for _ in job.epochs(2):
+    for batch in loader:
+        job.forward_backward(forward, batch)
+        for parameter in model.parameters():
+            parameter.grad /= job.world_size
+        job.update()
