@@ -2,7 +2,8 @@
 
 Both loops live in the same ranks and take turns, block by block (A B A B ...), so that what the machine does
 meanwhile happens to both. A time is that of one whole step, its batch included. Beside them stand two floors: the
-same loop without communication, and the bare all-reduce of the same gradient bytes.
+same loop without communication, and the bare all-reduce of the same gradient bytes; and the hand-written loop in
+ranks of its own.
 """
 
 import itertools
@@ -41,7 +42,13 @@ QUICK = Sizes(steps=6, warmup=2, repeats=3)
 
 def measure(sizes: Sizes) -> dict[str, Any]:
     """All workloads, each in ranks of its own. Returns {"samples": .., "summary": {workload: ..}}, seconds."""
-    samples = {name: run_ranks(measure_on_rank, sizes.ranks, name, sizes, timeout_s=600)[0] for name in sizes.workloads}
+    samples = {
+        name: {
+            **run_ranks(measure_on_rank, sizes.ranks, name, sizes, timeout_s=600)[0],
+            "ddp_alone_s": run_ranks(ddp_alone_on_rank, sizes.ranks, name, sizes, timeout_s=600)[0],
+        }
+        for name in sizes.workloads
+    }
     return {"samples": samples, "summary": {name: summary(name, one) for name, one in samples.items()}}
 
 
@@ -53,6 +60,7 @@ def summary(name: str, samples: dict[str, Any]) -> dict[str, Any]:
     bare = statistics.median(samples["all_reduce_s"])
     return {
         "ddp_s": statistics.median(blocks["ddp"]),
+        "ddp_alone_s": statistics.median(samples["ddp_alone_s"]),
         "tutti_s": statistics.median(blocks["tutti"]),
         "ratio": statistics.median(ratios),
         "ratio_min": min(ratios),
@@ -92,6 +100,16 @@ def measure_on_rank(name: str, sizes: Sizes) -> dict[str, Any]:
         "sent_nbytes": 2 * (sizes.ranks - 1) * nbytes // sizes.ranks,
         "threads": torch.get_num_threads(),
     }
+
+
+def ddp_alone_on_rank(name: str, sizes: Sizes) -> list[float]:
+    """The hand-written loop in ranks without a Job: shows that living beside tutti does not slow it."""
+    from tutti.runtime.world import join
+
+    join()
+    loop = ddp_loop(WORKLOADS[name], sizes, nn_replica=_ddp)
+    _block(loop, sizes.warmup)
+    return _block(loop, sizes.steps)
 
 
 def tutti_loop(workload: Workload, sizes: Sizes) -> Iterator[None]:
@@ -168,10 +186,20 @@ def _all_reduce(nbytes: int) -> float:
 
 def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """The table: header and rows, times in milliseconds."""
-    header = ["model", "DDP ms", "tutti ms", "ratio", "(min-max)", "compute only ms", "bare all-reduce ms"]
+    header = [
+        "model",
+        "DDP alone ms",
+        "DDP ms",
+        "tutti ms",
+        "ratio",
+        "(min-max)",
+        "compute only ms",
+        "bare all-reduce ms",
+    ]
     table = [
         [
             name,
+            f"{1e3 * one['ddp_alone_s']:.1f}",
             f"{1e3 * one['ddp_s']:.1f}",
             f"{1e3 * one['tutti_s']:.1f}",
             f"{one['ratio']:.3f}",

@@ -1,0 +1,78 @@
+"""The benchmarks' arithmetic: ratios block by block, spreads, and files that never overwrite one another."""
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folders that `benchmarks/run.py` adds for itself."""
+    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), str(ROOT / "examples"), *sys.path])
+
+
+def module(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+def samples(tutti: list[float], ddp: list[float]) -> dict[str, Any]:
+    return {
+        "step_s": {"tutti": [[t, t, 9.0] for t in tutti], "ddp": [[t, t, 9.0] for t in ddp], "compute only": [[0.5]]},
+        "ddp_alone_s": [1.0],
+        "all_reduce_s": [0.1, 0.2, 0.9],
+        "gradient_nbytes": 1000,
+        "sent_nbytes": 1000,
+    }
+
+
+def test_the_ratio_is_the_median_of_ratios_of_neighbouring_blocks() -> None:
+    """A machine that slows down half-way changes both loops alike and the ratio not at all."""
+    result = module("ddp").summary("mlp", samples(tutti=[1.1, 2.2, 4.4], ddp=[1.0, 2.0, 4.0]))
+    assert result["ratio"] == pytest.approx(1.1)
+    assert (result["ratio_min"], result["ratio_max"]) == (pytest.approx(1.1), pytest.approx(1.1))
+    assert (result["tutti_s"], result["ddp_s"]) == (2.2, 2.0)  # medians, so the slow step of each block is left out
+
+
+def test_the_floors_of_a_step() -> None:
+    result = module("ddp").summary("mlp", samples(tutti=[1.0], ddp=[1.0]))
+    assert result["compute_floor_s"] == 0.5
+    assert result["bare_all_reduce_s"] == 0.2
+    assert result["limit_s"] == 0.5
+    assert result["sent_bytes_per_s"] == pytest.approx(5000)
+
+
+def test_spread() -> None:
+    assert module("record").spread([1.0, 2.0, 4.0]) == 1.5
+
+
+def test_a_second_result_of_a_day_gets_a_number(tmp_path: Path) -> None:
+    free_path = module("record").free_path
+    assert free_path(tmp_path, "2026-01-01-ddp").name == "2026-01-01-ddp.json"
+    (tmp_path / "2026-01-01-ddp.json").touch()
+    assert free_path(tmp_path, "2026-01-01-ddp").name == "2026-01-01-ddp-2.json"
+    (tmp_path / "2026-01-01-ddp-2.json").touch()
+    assert free_path(tmp_path, "2026-01-01-ddp").name == "2026-01-01-ddp-3.json"
+
+
+def test_conditions_say_what_a_number_depends_on() -> None:
+    found = module("record").conditions(load_at_start=1.5)
+    assert found["load_at_start"] == 1.5
+    assert found["cores_granted"] >= 1
+    assert set(found["versions"]) >= {"torch", "tutti"}
+    assert all(found[name] is not None for name in ("processor", "memory_nbytes", "platform", "python", "load_at_end"))
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"), [("mlp", 10.02), ("cnn", 2.733), ("cnn-batchnorm", 2.735), ("gpt", 6.417)]
+)
+def test_the_timed_models_have_the_stated_sizes_and_take_their_data(name: str, millions: float) -> None:
+    workload = module("workloads").WORKLOADS[name]
+    model = workload.model()
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=1e-3)
+    inputs, target = workload.data(2)[:]
+    assert workload.loss(model(inputs), target).isfinite()
