@@ -50,4 +50,4 @@ def test_commands_and_options_exist(command: str) -> None:
 
 
 def test_every_command_of_the_tutorial_is_shown_once_at_least() -> None:
-    assert {command.split()[1] for command in COMMANDS} >= {"describe", "probe", "plan", "run", "report"}
+    assert {command.split()[1] for command in COMMANDS} >= {"describe", "probe", "plan", "run", "verify", "report"}
