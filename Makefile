@@ -40,7 +40,7 @@ demo: $(STAMP)  ## train a small GPT on 2 workers, verify it against one device,
 	@rm -rf $(DEMO_RUN)
 	@$(BIN)/tutti run --nproc 2 --folder $(DEMO_RUN) examples/gpt_tutti.py
 	@echo "== the same steps on one device and on 2 workers: tutti verify --nproc 2 examples/gpt_tutti.py"
-	@$(BIN)/tutti verify --nproc 2 examples/gpt_tutti.py
+	@$(BIN)/tutti verify --nproc 2 --folder $(DEMO_RUN) examples/gpt_tutti.py
 	@echo "== the report: tutti report $(DEMO_RUN)"
 	@$(BIN)/tutti report $(DEMO_RUN)
 	@echo "== open $(CURDIR)/$(DEMO_RUN)/report/report.html"

@@ -18,7 +18,7 @@ SIZE_EXCEPTIONS: dict[str, str] = {}
 ENVIRONMENT_FILES: dict[str, str] = {
     "src/tutti/runtime/env.py": "the one reader",
     "src/tutti/launch/environment.py": "composes the environment that a rank is started with",
-    "src/tutti/describe/probe/environment.py": "the user's cache folder, and the interface the probe's own ranks meet on",
+    "src/tutti/describe/probe/environment.py": "the user's cache folder, and the interface the probe's ranks meet on",
 }
 """File -> why it touches the environment. Readers of a run's meaning are env.py alone."""
 
