@@ -28,7 +28,7 @@ class Options:
     """The command line, as given."""
 
     target: tuple[str, ...]
-    module: str | None
+    module: bool
     nproc: tuple[int, ...] | None
     nnodes: int
     node_rank: int
@@ -45,15 +45,15 @@ class Options:
     @property
     def name(self) -> str:
         """What the run is called: the script's or module's name without its ending."""
-        return self.module.rpartition(".")[2] if self.module else Path(self.target[0]).stem
+        return self.script.rpartition(".")[2] if self.module else Path(self.script).stem
 
     @property
     def script(self) -> str:
-        return self.module or self.target[0]
+        return self.target[0]
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        return self.target if self.module else self.target[1:]
+        return self.target[1:]
 
 
 def _counts(context: click.Context, parameter: click.Parameter, text: str | None) -> tuple[int, ...] | None:
@@ -82,13 +82,13 @@ def _counts(context: click.Context, parameter: click.Parameter, text: str | None
 @click.option("--resume", type=click.Path(path_type=Path), help="Go on from a run folder or a checkpoint.")
 @click.option("--checkpoint-every", type=click.IntRange(1), metavar="STEPS", help="Save a checkpoint every so often.")
 @click.option("--predict/--no-predict", default=True, help="Predict step time and memory, for the report.")
-@click.option("-m", "--module", help="Run a module instead of a script, as `python -m` would.")
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as after `python -m`.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output.")
 @click.argument("target", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")
 def command(**given: Any) -> None:
     """Train SCRIPT on several ranks, by a plan: given, implied by --nproc, or made on the spot."""
     options = Options(**given)
-    if not options.target and not options.module:
+    if not options.target:
         raise ScriptError("no script was named; write `tutti run train.py`, or `tutti run -m package.module`")
     sys.exit(_run(options))
 
@@ -98,7 +98,7 @@ def _run(options: Options) -> int:
     from tutti.launch.script import check_module, check_script
 
     if options.module:
-        check_module(options.module)
+        check_module(options.script)
     else:
         check_script(Path(options.script))
     _check_nodes(options)
@@ -183,7 +183,7 @@ def _launch_spec(options: Options, nproc: tuple[int, ...] | None, console: "Cons
     return LaunchSpec(
         target=options.script,
         arguments=options.arguments,
-        is_module=options.module is not None,
+        is_module=options.module,
         folder=folder,
         ranks_per_node=nproc,
         node_rank=options.node_rank,
@@ -304,7 +304,7 @@ def _to_predict(options: Options) -> bool:
     on machines that nobody described."""
     described = options.cluster is not None or options.nnodes == 1
     stated = options.nproc is not None or options.plan is not None
-    return options.predict and options.node_rank == 0 and options.module is None and stated and described
+    return options.predict and options.node_rank == 0 and not options.module and stated and described
 
 
 def _started(worker: "Beside | None", console: "Console") -> "Beside | None":

@@ -24,15 +24,7 @@ from tutti.errors import LaunchError
 from tutti.launch import environment, rank_main
 from tutti.launch.base import LaunchSpec
 
-PRELOAD = (
-    "torch",
-    "torch.distributed",
-    "torch.nn.parallel",
-    "torch._dynamo",  # the first optimizer step, or DistributedDataParallel, would load it in every rank
-    "numpy",
-    "tutti.runtime.job",
-    "tutti.launch.rank_main",
-)
+PRELOAD = "tutti.launch.preload"
 
 
 def warm(threads: int = 1, preload: tuple[str, ...] = ()) -> None:
@@ -41,7 +33,7 @@ def warm(threads: int = 1, preload: tuple[str, ...] = ()) -> None:
     `threads`: for libraries that read their thread count when loaded, unless the user's environment says.
     `preload`: further modules worth importing once. A second call does nothing.
     """
-    multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOAD, *preload])
+    multiprocessing.get_context("forkserver").set_forkserver_preload([PRELOAD, *preload])
     with environment.thread_defaults(threads), _interrupt_ignored():
         forkserver.ensure_running()
 

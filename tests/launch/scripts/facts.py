@@ -1,6 +1,7 @@
 """Writes down what a script can see of the interpreter it runs in, to facts-RANK.json."""
 
 import atexit
+import gc
 import json
 import multiprocessing
 import os
@@ -20,6 +21,7 @@ facts = {
     "cwd": os.getcwd(),
     "start_method": multiprocessing.get_start_method(allow_none=True),
     "process": multiprocessing.current_process().name,
+    "collects": (gc.isenabled(), gc.get_threshold()),
     "daemon": multiprocessing.current_process().daemon,
     "children": len(multiprocessing.active_children()),
     "stdin": sys.stdin.read(),
