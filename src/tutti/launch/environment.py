@@ -67,3 +67,9 @@ def become(environment: dict[str, str]) -> None:
     for name in ("TUTTI_PLAN", "TUTTI_RESUME"):
         os.environ.pop(name, None)
     os.environ.update(environment)
+
+
+def place_and_rendezvous() -> tuple[int, int, str, float]:
+    """What `of_node` and `of_rank` wrote for this rank: rank, world size, where to meet, seconds to wait."""
+    read = os.environ
+    return int(read["RANK"]), int(read["WORLD_SIZE"]), read["TUTTI_RENDEZVOUS"], float(read["TUTTI_TIMEOUT_S"])

@@ -1,0 +1,45 @@
+"""`tutti doctor`: what would stop a launch on this host, and the fix."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from tutti.cli.common import console, emit, json_option
+
+if TYPE_CHECKING:
+    from tutti.launch.checks import Finding
+
+
+@click.command()
+@click.option("--nproc", type=click.IntRange(1), help="Ranks that shall run here; one a core if not given.")
+@click.option("--rendezvous", metavar="HOST:PORT", help="Where several nodes shall meet.")
+@json_option
+@click.argument("script", required=False, type=click.Path(path_type=Path))
+def command(script: Path | None, nproc: int | None, rendezvous: str | None, as_json: bool) -> None:
+    """Find what would stop a launch (of SCRIPT) here. Exits 1 if anything would."""
+    from tutti.launch import checks
+    from tutti.launch.host import granted_cores
+    from tutti.launch.local import warm
+
+    warm()
+    findings: list[Finding] = []
+    for check in checks.all_checks(script, nproc or max(2, granted_cores()), rendezvous):
+        with console.status("looking"):
+            findings.append(check())
+        if not as_json:
+            _show(findings[-1])
+    problems = sum(not finding.ok for finding in findings)
+    if as_json:
+        emit(checks.Diagnosis(ok=not problems, findings=tuple(findings)))
+    else:
+        verdict = "nothing would stop a launch here" if not problems else f"{problems} to fix, the first one first"
+        print(verdict)
+    sys.exit(1 if problems else 0)
+
+
+def _show(finding: "Finding") -> None:
+    print(f"{'ok     ' if finding.ok else 'PROBLEM'}  {finding.name}: {finding.found}", flush=True)
+    if finding.fix:
+        print(f"         fix: {finding.fix}", flush=True)
