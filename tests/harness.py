@@ -3,6 +3,7 @@
 Each rank gets one thread, so that 4 ranks on 2 cores stay quick; every wait has a time-out.
 """
 
+import atexit
 import multiprocessing
 import os
 import pickle
@@ -82,5 +83,6 @@ def _rank(
     os.chdir(folder)
     try:
         sender.send_bytes(pickle.dumps((True, function(*args))))  # plain pickle: tensors travel by value
+        atexit._run_exitfuncs()  # multiprocessing leaves them out, and a Job ends in one
     except BaseException:
         sender.send_bytes(pickle.dumps((False, traceback.format_exc())))

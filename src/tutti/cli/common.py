@@ -1,14 +1,13 @@
-"""What several commands share: options, output, and how a script's model and a cluster are found."""
+"""What several commands share: output, and how a script's model and a cluster are found."""
 
 import json
 import runpy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-import click
 from rich.console import Console
 
 from tutti.errors import ScriptError
@@ -18,25 +17,8 @@ from tutti.spec.cluster import ClusterSpec
 if TYPE_CHECKING:
     from tutti.runtime.capture import Captured
 
-F = TypeVar("F", bound=Callable[..., Any])
-
 console = Console(stderr=True, highlight=False)
 """Everything for people goes to standard error, so that --json leaves one document on standard output."""
-
-
-def json_option(function: F) -> F:
-    """--json: one JSON document on standard output."""
-    return click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")(function)
-
-
-def script_arguments(function: F) -> F:
-    """SCRIPT and the arguments that go to it, options included."""
-    function = click.argument("arguments", nargs=-1, type=click.UNPROCESSED)(function)
-    return click.argument("script", type=click.Path(path_type=Path))(function)
-
-
-SCRIPT_CONTEXT = {"ignore_unknown_options": True, "allow_interspersed_args": False}
-"""Context settings of commands that take a script: what follows the script is the script's."""
 
 
 def emit(data: Any) -> None:
@@ -50,6 +32,7 @@ def capture_script(script: Path, arguments: tuple[str, ...]) -> "Captured":
     What the script prints goes to standard error. Raises ScriptError when it ends without calling prepare.
     """
     from tutti.describe.meta import parameters_on_meta
+    from tutti.launch.script import check_script
     from tutti.runtime.capture import CaptureDone, capturing
 
     check_script(script)
@@ -65,18 +48,6 @@ def capture_script(script: Path, arguments: tuple[str, ...]) -> "Captured":
         f"{script} ended without calling job.prepare; make a tutti.Job and pass model, optimizer, data and loss to its "
         "prepare (docs/tutorial.md shows the three lines)"
     )
-
-
-def check_script(script: Path) -> None:
-    """Raise ScriptError unless `script` is a readable Python file."""
-    if not script.is_file():
-        raise ScriptError(f"{script} does not exist; name a Python script")
-    try:
-        compile(script.read_text(encoding="utf-8"), str(script), "exec")
-    except SyntaxError as error:
-        raise ScriptError(f"{script}, line {error.lineno}: {error.msg}; correct the script") from None
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise ScriptError(f"{script} cannot be read as a Python script ({error}); name another") from None
 
 
 def cluster_for(path: Path | None, *, quick: bool = True) -> ClusterSpec:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tutti.cli.common import SCRIPT_CONTEXT, capture_script, console, emit, json_option, script_arguments
+from tutti.cli.common import capture_script, console, emit
+from tutti.cli.options import SCRIPT_CONTEXT, json_option, script_arguments
 from tutti.errors import DataError, ScriptError
 from tutti.spec import codec
 from tutti.spec.model import ModelSpec, ModuleSpec

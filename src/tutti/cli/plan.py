@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from tutti.cli.common import SCRIPT_CONTEXT, capture_script, cluster_for, console, emit, json_option
+from tutti.cli.common import capture_script, cluster_for, console, emit
+from tutti.cli.options import SCRIPT_CONTEXT, json_option
 from tutti.errors import PlanError, ScriptError
 from tutti.spec import codec
 from tutti.spec.model import ModelSpec

@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from tutti.cli.common import console, emit, json_option
+from tutti.cli.common import console, emit
+from tutti.cli.options import json_option
 from tutti.errors import SpecError
 from tutti.spec import codec
 from tutti.spec.cluster import ClusterSpec

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from tutti.cli.options import SCRIPT_CONTEXT
 from tutti.errors import LaunchError, PlanError, ScriptError, TuttiError
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def _counts(context: click.Context, parameter: click.Parameter, text: str | None
     return counts
 
 
-@click.command(context_settings={"allow_interspersed_args": False})
+@click.command(context_settings=SCRIPT_CONTEXT)
 @click.option("--nproc", metavar="N[,N...]", callback=_counts, help="Ranks per node; a list for unequal nodes.")
 @click.option("--nnodes", type=click.IntRange(1), default=1, help="Nodes that run this command together.")
 @click.option("--node-rank", type=click.IntRange(0), default=0, help="Which of them this one is.")

@@ -30,7 +30,7 @@ def open_folder(wishes: Wishes, world: World, stated: Path | None) -> RunFolder:
     """The run's folder, the same on every rank: the launcher's, the user's, or runs/<script>-<time>."""
     path = wishes.run_folder or stated
     if path is None:
-        stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+        stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
         path = Path("runs") / f"{script_path().stem}-{stamp}"
     path = Path(world.broadcast(str(path.absolute())))
     try:

@@ -1,0 +1,24 @@
+"""Options that several commands share. Imports nothing heavy, so that starting ranks need not wait."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+SCRIPT_CONTEXT = {"ignore_unknown_options": True, "allow_interspersed_args": True}
+"""Context settings of commands that take a script. tutti's options may stand on either side of it; options that tutti
+does not know, and everything after `--`, are the script's."""
+
+
+def json_option(function: F) -> F:
+    """--json: one JSON document on standard output."""
+    return click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")(function)
+
+
+def script_arguments(function: F) -> F:
+    """SCRIPT and the arguments that go to it, options included."""
+    function = click.argument("arguments", nargs=-1, type=click.UNPROCESSED)(function)
+    return click.argument("script", type=click.Path(path_type=Path))(function)
