@@ -1,12 +1,16 @@
-"""What the fork server imports, once for all ranks: loading this module loads it. For that process alone.
+"""What the fork server imports, once for all ranks: loading this module loads it, in a fork server only.
 
 Collection of garbage is paused meanwhile (there is next to none, and looking for it takes a quarter of the time), and
 what was loaded is then set apart from it, so that a rank's collections do not copy pages that all ranks share.
 """
 
+import atexit
 import contextlib
 import gc
 import importlib
+import os
+import sys
+from multiprocessing import forkserver
 
 MODULES = (
     "torch",
@@ -32,4 +36,12 @@ def _load() -> None:
             gc.enable()
 
 
-_load()
+def _leave_at_once(server: int) -> None:
+    """End the server without taking torch apart: it has nothing to save, and someone may wait for its end."""
+    if os.getpid() == server:  # ranks inherit this function
+        os._exit(0)
+
+
+if getattr(sys.modules["__main__"], "main", None) is forkserver.main:
+    _load()
+    atexit.register(_leave_at_once, os.getpid())

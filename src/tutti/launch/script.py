@@ -18,7 +18,9 @@ def check_script(path: Path) -> None:
             raise ScriptError(f"{path} is a folder without a __main__.py; name the script in it")
         return
     if not path.exists() and str(path).startswith("-"):
-        raise ScriptError(f"no script was named before {path}, and tutti has no option {path}; see tutti COMMAND --help")
+        raise ScriptError(
+            f"no script was named before {path}, and tutti has no option {path}; see tutti COMMAND --help"
+        )
     if not path.exists():
         raise ScriptError(f"{path} does not exist (looked in {Path.cwd()}); name an existing Python script")
     try:
