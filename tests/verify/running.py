@@ -5,9 +5,13 @@ import os
 import runpy
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from harness import RankFailed, run_ranks
+from tutti.spec import codec
+from tutti.spec.plan import Plan
 from tutti.spec.verdict import Verdict
 from tutti.verify.trial import Question, Trial, verify
 
@@ -28,18 +32,24 @@ def as_rank(script: str, environment: dict[str, str]) -> None:
         atexit._run_exitfuncs()
 
 
-def run_script(script: Path, trial: Trial) -> str | None:
-    """Run a script as one trial; the failure, if it failed."""
+def run_script(script: Path, trial: Trial, plan: Plan | None = None) -> str | None:
+    """Run a script as one trial, by a plan if one is given; the failure, if it failed."""
+    environment = trial.environment
+    if plan is not None:
+        own = plan if trial.world_size > 1 else replace(plan, mesh={"replicate": 1}, shares=())
+        environment["TUTTI_PLAN"] = str(codec.save(own, trial.folder / "plan.json"))
     try:
-        run_ranks(as_rank, trial.world_size, str(script), trial.environment)
+        run_ranks(as_rank, trial.world_size, str(script), environment)
     except RankFailed as error:
         return str(error)
     return None
 
 
-def verdict_on(script: str, world_size: int = 2, steps: int = 2, **options: object) -> Verdict:
-    """Verify a script beside this file, such as "broken/sum_loss.py"."""
+def verdict_on(
+    script: Path | str, *, steps: int = 2, world_size: int = 2, plan: Plan | None = None, **options: Any
+) -> Verdict:
+    """Verify a script; a name such as "broken/loss_sum.py" is one beside this file."""
     path = HERE / script
-    question = Question(script=path.name, world_size=world_size, steps=steps, **options)  # type: ignore[arg-type]
+    question = Question(script=path.name, world_size=plan.world_size if plan else world_size, steps=steps, **options)
     with tempfile.TemporaryDirectory() as folder:
-        return verify(question, lambda trial: run_script(path, trial), Path(folder))
+        return verify(question, lambda trial: run_script(path, trial, plan), Path(folder))

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tutti.cli.common import SCRIPT_CONTEXT, console, emit, json_option, script_arguments
+from tutti.cli.common import console, emit
+from tutti.cli.options import SCRIPT_CONTEXT, json_option, script_arguments
 from tutti.errors import PlanError, SpecError
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from tutti.spec.verdict import Stage, TensorDifference
 from tutti.verify.align import Alignment
 from tutti.verify.forward import Pieces, compare_forward, compare_inputs
 from tutti.verify.gauge import Gauge
-from tutti.verify.measure import FLOOR, difference, number_difference, rms
+from tutti.verify.measure import difference, number_difference, rms
 from tutti.verify.recording import RankRecord, StepRecord, Values
 
 EXACT = 1e-9
@@ -49,7 +49,7 @@ def compare_start(head: RankRecord, heads: Sequence[RankRecord], gauge: Gauge) -
     sizes = {rank.rank: number_difference(head.global_batch_size, rank.global_batch_size) for rank in heads}
     first = gauge.judge(seeds, stage="seed", step=-1, tensor="Job(seed=...)")
     first = first or gauge.judge(sizes, stage="batch size", step=-1, tensor="Job(global_batch_size=...)")
-    floor = FLOOR * rms(head.initial.values())
+    floor = gauge.floor * rms(head.initial.values())
     for name, expected in head.initial.items():
         scale = max(rms([expected]), floor)
         gaps = {rank.rank: _gap(expected, rank.initial.get(name), scale) for rank in heads}
@@ -90,7 +90,7 @@ def _order(sides: Sides, gauge: Gauge) -> Iterator[Found]:
 
 
 def _inputs(sides: Sides, gauge: Gauge) -> Iterator[Found]:
-    for name, module_gap in compare_inputs(sides.one, sides.ranks, gauge.tolerance):
+    for name, module_gap in compare_inputs(sides.one, sides.ranks, gauge):
         if module_gap is None:
             gauge.skip(name)
         else:
@@ -100,7 +100,7 @@ def _inputs(sides: Sides, gauge: Gauge) -> Iterator[Found]:
 def _forward(sides: Sides, gauge: Gauge) -> Iterator[Found]:
     for index in range(min(len(step.parts) for step in (sides.one, *sides.ranks))):
         parts = [step.parts[index] for step in sides.ranks]
-        for place, gap in compare_forward(sides.one.parts[index], Pieces.of(parts), gauge.tolerance):
+        for place, gap in compare_forward(sides.one.parts[index], Pieces.of(parts), gauge):
             module = place.module or sides.head.model
             if gap is None:
                 gauge.skip(f"{place.tensor} of {module}")
@@ -115,7 +115,7 @@ def _loss(sides: Sides, gauge: Gauge) -> Iterator[Found]:
 
 def _gradients(sides: Sides, gauge: Gauge) -> Iterator[Found]:
     known = [gradient for gradient in sides.one.gradients.values() if gradient is not None]
-    floor = FLOOR * rms(known)
+    floor = gauge.floor * rms(known)
     for name in _backward_order(sides):
         expected = sides.one.gradients[name]
         scale = max(rms([expected] if expected is not None else []), floor)
@@ -157,7 +157,7 @@ def _exact(
 
 def _used(sides: Sides, gauge: Gauge) -> Iterator[Found]:
     """Norms of gradients after averaging and clipping: a script may have changed them in between."""
-    floor = FLOOR * max(sides.one.used_norms.values(), default=0.0)
+    floor = gauge.floor * max(sides.one.used_norms.values(), default=0.0)
     for name, expected in sides.one.used_norms.items():
         gaps = {
             rank: abs(step.used_norms.get(name, math.inf) - expected) / max(expected, floor, 1e-300)
@@ -176,7 +176,7 @@ def _after(sides: Sides, gauge: Gauge) -> Iterator[Found]:
         got: list[Values] = [getattr(step.after, kind) for step in sides.ranks]
         for name, tensor in expected.items():
             alike = [t for other, t in expected.items() if kind != "optimizer" or _own(other) == _own(name)]
-            scale = max(rms([tensor]), FLOOR * rms(alike), 1e-6)
+            scale = max(rms([tensor]), gauge.floor * rms(alike), 1e-6)
             where = _meaningful(sides, name, gauge) if kind == "parameters" else None
             gaps = {rank: _gap(tensor, values.get(name), scale, where) for rank, values in enumerate(got)}
             owned = name.partition(".")[2].rpartition(".")[0] if kind == "optimizer" else name

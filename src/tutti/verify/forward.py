@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from tutti.verify.align import Alignment, Piece, batch_alignments, counted, sample_alignments
-from tutti.verify.measure import FLOOR, difference, rms
+from tutti.verify.gauge import Gauge
+from tutti.verify.measure import difference, rms
 from tutti.verify.recording import Call, PartRecord, StepRecord
 
 
@@ -55,7 +56,7 @@ class Pieces:
         return found
 
 
-def compare_forward(one: PartRecord, pieces: Pieces, tolerance: float) -> Iterator[tuple[Place, Gap | None]]:
+def compare_forward(one: PartRecord, pieces: Pieces, gauge: Gauge) -> Iterator[tuple[Place, Gap | None]]:
     """(place, gap) of every recorded output in order of execution; gap None where it could not be compared."""
     for call in one.calls:
         for position, expected in enumerate(call.outputs):
@@ -64,26 +65,26 @@ def compare_forward(one: PartRecord, pieces: Pieces, tolerance: float) -> Iterat
             if found is None:
                 yield place, None
                 continue
-            scale = max(rms([expected]), FLOOR * rms(call.inputs))
-            gap = smallest_gap(expected, found, scale, tolerance)
-            if gap is not None and gap.largest > tolerance:
-                yield _blamed(call, pieces, tolerance) or (place, gap)
+            scale = max(rms([expected]), gauge.floor * rms(call.inputs))
+            gap = smallest_gap(expected, found, scale, gauge)
+            if gap is not None and gap.largest > gauge.tolerance:
+                yield _blamed(call, pieces, gauge) or (place, gap)
             else:
                 yield place, gap
 
 
-def _blamed(call: Call, pieces: Pieces, tolerance: float) -> tuple[Place, Gap] | None:
+def _blamed(call: Call, pieces: Pieces, gauge: Gauge) -> tuple[Place, Gap] | None:
     """If a call's inputs differ already, the module around it is to blame: it computed them itself."""
     parent = call.module.rpartition(".")[0]
     for position, expected in enumerate(call.inputs):
         found = pieces.tensors(call, "inputs", position)
-        gap = smallest_gap(expected, found, rms([expected]), tolerance) if found else None
-        if gap is not None and gap.largest > tolerance:
+        gap = smallest_gap(expected, found, rms([expected]), gauge) if found else None
+        if gap is not None and gap.largest > gauge.tolerance:
             return Place(module=parent, tensor=f"input of {call.module}" if call.module else "input"), gap
     return None
 
 
-def smallest_gap(expected: torch.Tensor, pieces: Sequence[Piece], scale: float, tolerance: float) -> Gap | None:
+def smallest_gap(expected: torch.Tensor, pieces: Sequence[Piece], scale: float, gauge: Gauge) -> Gap | None:
     """The gap in the first alignment that is tolerated, else in the best one; None where nothing can be said.
 
     Values without rows of samples (a mean inside the model) may rightly differ: None unless they agree.
@@ -92,12 +93,12 @@ def smallest_gap(expected: torch.Tensor, pieces: Sequence[Piece], scale: float, 
     best: Gap | None = None
     for alignment in sample_alignments(expected, real):
         best = _better(best, _measured(alignment, scale))
-        if best.largest <= tolerance:
+        if best.largest <= gauge.tolerance:
             return best
     if best is None:
         for alignment in batch_alignments(expected, real):
             gap = _measured(alignment, scale)
-            if gap.largest <= tolerance:
+            if gap.largest <= gauge.tolerance:
                 return gap
     return best
 
@@ -110,7 +111,7 @@ def _measured(alignment: Alignment, scale: float) -> Gap:
     return Gap(gaps={p.rank: difference(p.expected, p.got, scale) for p in alignment}, alignment=alignment)
 
 
-def compare_inputs(one: StepRecord, ranks: Sequence[StepRecord], tolerance: float) -> Iterator[tuple[str, Gap | None]]:
+def compare_inputs(one: StepRecord, ranks: Sequence[StepRecord], gauge: Gauge) -> Iterator[tuple[str, Gap | None]]:
     """(name, gap) of every tensor of the batch, microbatch by microbatch."""
     for name, expected in one.inputs.items():
         for index, part in enumerate(one.parts):
@@ -123,7 +124,7 @@ def compare_inputs(one: StepRecord, ranks: Sequence[StepRecord], tolerance: floa
             if len(pieces) < len(ranks) or part.part.count == 0:
                 yield name, None
             else:
-                yield name, smallest_gap(whole, pieces, rms([whole]), tolerance)
+                yield name, smallest_gap(whole, pieces, rms([whole]), gauge)
 
 
 def _rows(value: torch.Tensor, step: StepRecord, index: int) -> torch.Tensor:

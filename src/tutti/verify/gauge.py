@@ -7,10 +7,14 @@ from tutti.spec.verdict import Stage, TensorDifference
 
 
 class Gauge:
-    """Judges differences by one tolerance. `compared`: how many; `largest`: the largest tolerated one."""
+    """Judges differences by one tolerance. `compared`: how many; `largest`: the largest tolerated one.
 
-    def __init__(self, tolerance: float) -> None:
+    `floor`: what a tensor is measured against at least, as part of its kind's root mean square (measure.FLOOR).
+    """
+
+    def __init__(self, tolerance: float, floor: float) -> None:
         self.tolerance = tolerance
+        self.floor = floor
         self.compared = 0
         self.largest: TensorDifference | None = None
         self.skipped: dict[str, None] = {}

@@ -12,7 +12,7 @@ TOLERANCE = {"float64": 1e-8, "float32": 1e-3, "float16": 3e-2, "bfloat16": 1e-1
 dtype computed in. Rounding: about 1e-16, 1e-7, 1e-3 and 8e-3 an operation, times what long sums and cancellation add.
 Bugs of distribution differ by 1e-3 to 1, which float64 tells apart from rounding without doubt."""
 
-FLOOR = 1e-2
+FLOOR = {"float64": 1e-2, "float32": 1e-2, "float16": 0.3, "bfloat16": 0.3}
 """A tensor is not measured against less than this part of its kind's root mean square: gradients that are zero but
 for rounding (a bias before a normalisation) would else differ by any amount."""
 

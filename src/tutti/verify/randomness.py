@@ -80,27 +80,33 @@ class AlignedRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _drawn(self, func: Any, name: str, seed: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The operator's result with aligned draws, or None where it cannot be aligned."""
         first = args[0] if args else None
-        tensor_arguments = sum(isinstance(one, torch.Tensor) for one in pytree.tree_leaves((args, kwargs)))
-        if name in _SIZES:
-            at = _SIZES[name] + ("low" in func._overloadname)
+        if name in _SIZES or (name == "normal" and func._overloadname == "float_float"):
+            at = _SIZES.get(name, 2) + ("low" in func._overloadname)
             return self._rows(seed, tuple(args[at]), lambda shape: func(*args[:at], shape, *args[at + 1 :], **kwargs))
+        if name == "normal":
+            return self._normal(seed, args)
         if not isinstance(first, torch.Tensor):
             return None
-        shape = tuple(first.shape)
-        if name in _LIKE:
-            return self._rows(seed, shape, lambda full: func(first.new_empty(full), *args[1:], **kwargs))
-        if name in _IN_PLACE and tensor_arguments == 1:
-            rows = self._rows(seed, shape, lambda full: func(first.new_empty(full), *args[1:], **kwargs))
-            return None if rows is None else first.copy_(rows)
-        if name == "native_dropout":
-            keep = 1.0 - args[1] if args[2] is not False else 1.0
-            mask = self._rows(seed, shape, lambda full: torch.rand(full, device=first.device) < keep)
-            return None if mask is None else (first * mask * (1.0 / keep if keep else 0.0), mask)
-        if name == "bernoulli" and tensor_arguments == 1:
-            level = args[1] if len(args) > 1 else first
-            rows = self._rows(seed, shape, lambda full: torch.rand(full, device=first.device, dtype=first.dtype))
-            return None if rows is None else (rows < level).to(first.dtype)
-        return None
+        tensor_arguments = sum(isinstance(one, torch.Tensor) for one in pytree.tree_leaves((args, kwargs)))
+        if name in _LIKE or (name in _IN_PLACE and tensor_arguments == 1):
+            rows = self._rows(seed, tuple(first.shape), lambda full: func(first.new_empty(full), *args[1:], **kwargs))
+            return rows if rows is None or name in _LIKE else first.copy_(rows)
+        uniform = self._uniform(seed, first)
+        if uniform is None:
+            return None
+        return _by_value(name, first, args[1:], uniform)
+
+    def _uniform(self, seed: int, like: torch.Tensor) -> torch.Tensor | None:
+        """This rank's rows of numbers uniform in [0, 1), in the shape of a tensor."""
+        dtype = like.dtype if like.is_floating_point() else torch.get_default_dtype()
+        return self._rows(seed, tuple(like.shape), lambda full: torch.rand(full, device=like.device, dtype=dtype))
+
+    def _normal(self, seed: int, args: tuple[Any, ...]) -> torch.Tensor | None:
+        """Normal numbers around given means, with given deviations: tensors, at least one."""
+        mean, deviation = args[0], args[1] if len(args) > 1 else 1.0
+        like = mean * 1.0 + deviation * 0.0
+        rows = self._rows(seed, tuple(like.shape), lambda full: torch.randn(full, device=like.device, dtype=like.dtype))
+        return None if rows is None else mean + deviation * rows
 
     def _rows(self, seed: int, shape: tuple[int, ...], draw: Draw) -> torch.Tensor | None:
         """This rank's rows of what one device draws under `seed`."""
@@ -117,13 +123,35 @@ class AlignedRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note_precision(self, result: Any) -> None:
         for leaf in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(leaf, torch.Tensor) and _PRECISION.get(leaf.dtype, 0) > _PRECISION[self.lowest]:
+            if (
+                isinstance(leaf, torch.Tensor)
+                and leaf.dim() > 0
+                and _PRECISION.get(leaf.dtype, 0) > _PRECISION[self.lowest]
+            ):
                 self.lowest = leaf.dtype
 
 
 def lowest_of(dtypes: list[torch.dtype]) -> torch.dtype:
     """The least precise of floating dtypes."""
     return max(dtypes, key=lambda dtype: _PRECISION.get(dtype, 0), default=torch.float64)
+
+
+def _by_value(name: str, first: torch.Tensor, rest: tuple[Any, ...], uniform: torch.Tensor) -> Any:
+    """The result of an operator whose draws depend on its operand, from uniform numbers in the operand's shape; None
+    for an operator that is not known."""
+    if name == "native_dropout":
+        keep = 1.0 - rest[0] if rest[1] is not False else 1.0
+        mask = uniform < keep
+        return first * mask * (1.0 / keep if keep else 0.0), mask
+    if name == "bernoulli":
+        return (uniform < (rest[0] if rest else first)).to(first.dtype)
+    if name == "rrelu_with_noise":
+        noise, lower, upper = (*rest[:3], 1 / 8, 1 / 3)[:3]
+        noise.copy_(torch.where(first <= 0, lower + (upper - lower) * uniform, 1.0))
+        return first * noise
+    if name == "multinomial" and (len(rest) < 2 or not rest[1] or rest[0] == 1):
+        return (first / -torch.log1p(-uniform)).topk(rest[0], dim=-1).indices  # exponential races
+    return None
 
 
 def rows_of(full: tuple[int, ...], shape: tuple[int, ...], part: Part) -> Callable[[torch.Tensor], torch.Tensor] | None:

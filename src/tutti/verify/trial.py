@@ -11,7 +11,7 @@ from tutti.verify.causes import diagnose
 from tutti.verify.compare import Found, Sides, compare_start, compare_step
 from tutti.verify.evidence import Case
 from tutti.verify.gauge import Gauge
-from tutti.verify.measure import TOLERANCE
+from tutti.verify.measure import FLOOR, TOLERANCE
 from tutti.verify.recording import RankRecord, read_ranks, read_steps
 
 Arithmetic = Literal["auto", "double", "script"]
@@ -119,7 +119,7 @@ def compare_trials(one: Trial, many: Trial, tolerance: float | None) -> Comparis
             f"on {many.world_size} ranks the script ended without a step; take as many steps as on one device"
         )
     dtype = max((record.dtype for record in (head, *heads)), key=list(TOLERANCE).index)
-    gauge = Gauge(TOLERANCE[dtype] if tolerance is None else tolerance)
+    gauge = Gauge(TOLERANCE[dtype] if tolerance is None else tolerance, FLOOR[dtype])
     steps = min(record.steps for record in (head, *heads))
     found, sides = compare_start(head, heads, gauge), None
     later: list[Found] = []
@@ -133,7 +133,7 @@ def compare_trials(one: Trial, many: Trial, tolerance: float | None) -> Comparis
         if found is None:
             sides, found = here, compare_step(here, gauge)
         else:
-            also = compare_step(here, Gauge(gauge.tolerance))
+            also = compare_step(here, Gauge(gauge.tolerance, gauge.floor))
             later += [also] if also else []
     return Comparison(
         found=found,
