@@ -99,7 +99,9 @@ def _device(device: DeviceSpec) -> Text:
     ]
     for rate in device.memory_rates:
         at_once = f", {rate.concurrent} processes at once" if rate.concurrent > 1 else ""
-        lines.append(f"  copying on {rate.threads} thread{'s' * (rate.threads > 1)}{at_once}: {rate_text(rate.bytes_per_s)}")
+        lines.append(
+            f"  copying on {rate.threads} thread{'s' * (rate.threads > 1)}{at_once}: {rate_text(rate.bytes_per_s)}"
+        )
     if device.kernel_overhead_s:
         lines.append(f"  one call of a tiny operator: {time_text(device.kernel_overhead_s)}")
     lines.append(f"  {device.source}")
