@@ -142,7 +142,9 @@ def _settings(sides: Sides, gauge: Gauge) -> Iterator[Found]:
         expected = sides.one.hyper_parameters.get(name, math.nan)
         others = [step.hyper_parameters.get(name, math.nan) for step in sides.ranks]
         stage: Stage = "learning rate" if name.endswith(".lr") else "hyper-parameter"
-        yield from _exact(gauge, expected, others, stage, sides, f"{name.rpartition('.')[2]} of optimizer {name[0]}")
+        yield from _exact(
+            gauge, expected, others, stage, sides, f"{name.rpartition('.')[2]} of optimizer {name.partition('.')[0]}"
+        )
     rates = [step.learning_rate for step in sides.ranks]
     yield from _exact(gauge, sides.one.learning_rate, rates, "learning rate", sides, "learning rate of the update")
 

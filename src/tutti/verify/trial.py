@@ -148,9 +148,10 @@ def compare_trials(one: Trial, many: Trial, tolerance: float | None) -> Comparis
 
 def _passed(question: Question, comparison: Comparison, notes: tuple[str, ...]) -> Verdict:
     largest = comparison.gauge.largest
+    verb = "compute" if question.world_size > 1 else "computes"
     where = f" {largest.relative_difference or 0.0:.2g}, in {_at(largest)}" if largest else " 0"
     sentence = (
-        f"PASS: {_ranks(question)} compute what one device computes, over {_steps(comparison)}; the largest relative "
+        f"PASS: {_ranks(question)} {verb} what one device computes, over {_steps(comparison)}; the largest relative "
         f"difference of {comparison.gauge.compared} compared is{where}"
     )
     return _verdict(question, comparison, sentence, notes, passed=True)
