@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tutti.cli.common import console, emit, json_option
+from tutti.cli.common import console, emit
+from tutti.cli.options import json_option
 
 if TYPE_CHECKING:
     from tutti.launch.checks import Finding

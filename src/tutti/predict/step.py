@@ -1,11 +1,12 @@
 """predict: what one plan costs on one cluster. Pure: three values in, one value out."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from tutti.errors import PlanError
 from tutti.predict import compute, constants
+from tutti.predict.batch_statistics import statistics_s
 from tutti.predict.compute import Array, OpTable, Worker
 from tutti.predict.counts import rank_samples, ring_sent_nbytes, samples_of
 from tutti.predict.layout import Region, recompute_regions
@@ -65,6 +66,8 @@ def predict(model: ModelSpec, cluster: ClusterSpec, plan: Plan) -> Prediction:
     index = max(range(len(ranks)), key=lambda index: works[index].total_s)
     slowest, work = ranks[index], works[index]
     link = ring_link(cluster, seats) if plan.world_size > 1 else None
+    if link is not None:
+        work = _with_statistics(work, *statistics_s(model, plan, link))
     fused = _fused(model, plan)
     exchanged = _exchange(plan, work, fused, link, seats)
     memory, seat = _memory(model, plan, ranks, regions, fused)
@@ -91,6 +94,11 @@ def predict(model: ModelSpec, cluster: ClusterSpec, plan: Plan) -> Prediction:
             *model.notes,
         ),
     )
+
+
+def _with_statistics(work: RankWork, forward_s: float, backward_s: float) -> RankWork:
+    """The work with its exchanges of batch statistics, which forward and backward wait for."""
+    return replace(work, forward_s=work.forward_s + forward_s, backward_s=work.backward_s + backward_s)
 
 
 def _margin(cluster: ClusterSpec, worker: Worker, link: Link | None, exposed: float) -> float:

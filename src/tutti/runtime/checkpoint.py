@@ -115,8 +115,8 @@ def _write(path: Path, state: dict[str, Any]) -> int:
 
 
 def _prune(folder: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints."""
-    for old in sorted(folder.glob("step-*"))[:-keep]:
+    """Remove all but the newest `keep` checkpoints; the newest one always stays."""
+    for old in sorted(folder.glob("step-*"))[: -max(keep, 1)]:
         shutil.rmtree(old, ignore_errors=True)
 
 

@@ -36,7 +36,8 @@ class Ending:
             leave()
 
     def _last_rows(self, run: Run) -> None:
-        self.failed = self.failed or (run.folder.rank(run.world.rank) / "error.json").exists()
+        mine = run.folder.rank(run.world.rank)
+        self.failed = self.failed or (mine / "error.json").exists()
         wall, phases = run.clock.take_row()
         now = run.clock.elapsed_s()
         memory = {
@@ -47,7 +48,7 @@ class Ending:
         }
         run.log.timing(kind="memory", **memory)
         run.log.row("memory", now, **memory)
-        status = "failed" if self.failed else "completed"
+        status = "failed" if self.failed else "stopped" if (mine / "stopped").exists() else "completed"
         run.log.row("end", now, status=status, step=run.progress.step, wall_s=wall, phases=phases)
         run.log.close()
         run.screen.close()

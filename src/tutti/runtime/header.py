@@ -27,12 +27,12 @@ def script_path() -> Path:
 
 
 def open_folder(wishes: Wishes, world: World, stated: Path | None) -> RunFolder:
-    """The run's folder, the same on every rank: the launcher's, the user's, or runs/<script>-<time>."""
-    path = wishes.run_folder or stated
+    """The run's folder: the launcher's (each node's own), or the same on every rank: the user's, runs/<script>-<time>."""
+    path = wishes.run_folder
     if path is None:
         stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
-        path = Path("runs") / f"{script_path().stem}-{stamp}"
-    path = Path(world.broadcast(str(path.absolute())))
+        path = stated or Path("runs") / f"{script_path().stem}-{stamp}"
+        path = Path(world.broadcast(str(path.absolute())))
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -9,7 +9,7 @@ from torch import nn
 
 from tutti.data.seeds import derive_seed
 from tutti.data.source import read_source
-from tutti.errors import PlanError, ScriptError
+from tutti.errors import ScriptError
 from tutti.optim.lr_rule import LRRule
 from tutti.runtime import capture
 from tutti.runtime.checkpoint import save_checkpoint
@@ -60,24 +60,24 @@ class Job:
         resume: str | Path | None = None,
         facts: Mapping[str, object] | None = None,
     ) -> None:
-        _check_options(clip_norm, on_nonfinite, checkpoint_every, keep_checkpoints)
         wishes = read_wishes()
-        world = join(Place() if capture.is_capturing() else None)
+        settings = Settings(
+            seed=seed,
+            clip_norm=clip_norm,
+            lr_rule=lr_rule,
+            on_nonfinite=on_nonfinite,
+            checkpoint_every=wishes.checkpoint_every if checkpoint_every is None else checkpoint_every,
+            keep_checkpoints=keep_checkpoints,
+        )
         batch = BatchPlan(
             global_batch_size=global_batch_size,
             unit=unit,
-            num_microbatches=num_microbatches or 1,
+            num_microbatches=1 if num_microbatches is None else num_microbatches,
             last_batch=last_batch,
         )
+        world = join(Place() if capture.is_capturing() else None)
         self._session = Session(
-            settings=Settings(
-                seed=seed,
-                clip_norm=clip_norm,
-                lr_rule=lr_rule,
-                on_nonfinite=on_nonfinite,
-                checkpoint_every=checkpoint_every or wishes.checkpoint_every,
-                keep_checkpoints=keep_checkpoints,
-            ),
+            settings=settings,
             wishes=wishes,
             world=world,
             plan=plan_of(world, wishes, batch, microbatches_stated=num_microbatches is not None, precision=precision),
@@ -250,12 +250,3 @@ class Job:
         if self._prepared is None:
             raise ScriptError("the Job has no model yet; call job.prepare(model, optimizer, dataset, loss_fn) first")
         return self._prepared
-
-
-def _check_options(clip_norm: float | None, on_nonfinite: str, every: int | None, keep: int) -> None:
-    if clip_norm is not None and not clip_norm > 0:
-        raise PlanError(f"clip_norm = {clip_norm}; give a number above 0, or None for no clipping")
-    if on_nonfinite not in ("stop", "skip"):
-        raise PlanError(f"on_nonfinite = {on_nonfinite!r}; use 'stop' or 'skip'")
-    if (every is not None and every < 1) or keep < 0:
-        raise PlanError(f"checkpoint_every = {every}, keep_checkpoints = {keep}; give 1 or more, and 0 or more")

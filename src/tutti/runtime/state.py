@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tutti.data.loader import ShareLoader
+from tutti.errors import PlanError
 from tutti.optim.lr_rule import LRRule
 from tutti.runtime.batchnorm import BatchScope
 from tutti.runtime.clock import PhaseClock
@@ -34,6 +35,16 @@ class Settings:
     on_nonfinite: Literal["stop", "skip"]
     checkpoint_every: int | None
     keep_checkpoints: int
+
+    def __post_init__(self) -> None:
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise PlanError(f"clip_norm = {self.clip_norm}; give a number above 0, or None for no clipping")
+        if self.on_nonfinite not in ("stop", "skip"):
+            raise PlanError(f"on_nonfinite = {self.on_nonfinite!r}; use 'stop' or 'skip'")
+        if self.checkpoint_every is not None and self.checkpoint_every < 1:
+            raise PlanError(f"checkpoint_every = {self.checkpoint_every}; give a number of steps of 1 or more, or None")
+        if self.keep_checkpoints < 0:
+            raise PlanError(f"keep_checkpoints = {self.keep_checkpoints}; give 0 or more")
 
 
 @dataclass(slots=True, kw_only=True)

@@ -176,24 +176,29 @@ def _after(sides: Sides, gauge: Gauge) -> Iterator[Found]:
     for stage, kind in kinds:
         expected: Values = getattr(sides.one.after, kind)
         got: list[Values] = [getattr(step.after, kind) for step in sides.ranks]
+        typical = _typical(expected, by_entry=kind == "optimizer")
+        noise = gauge.tolerance * rms([g for g in sides.one.gradients.values() if g is not None])
         for name, tensor in expected.items():
-            alike = [t for other, t in expected.items() if kind != "optimizer" or _own(other) == _own(name)]
-            scale = max(rms([tensor]), gauge.floor * rms(alike), 1e-6)
-            where = _meaningful(sides, name, gauge) if kind == "parameters" else None
+            scale = max(rms([tensor]), gauge.floor * typical[_own(name) if kind == "optimizer" else ""], 1e-6)
+            where = _meaningful(sides.one.gradients.get(name), noise) if kind == "parameters" else None
             gaps = {rank: _gap(tensor, values.get(name), scale, where) for rank, values in enumerate(got)}
             owned = name.partition(".")[2].rpartition(".")[0] if kind == "optimizer" else name
             words = f"{_own(name)} of {_own(owned)}" if kind == "optimizer" else _own(name)
             yield from _judged(gauge, gaps, stage, sides, sides.owner(owned), words)
 
 
-def _meaningful(sides: Sides, name: str, gauge: Gauge) -> torch.Tensor | None:
+def _typical(values: Values, *, by_entry: bool) -> dict[str, float]:
+    """Root mean square of all tensors under "", or of those of each entry of the optimizer's state under its name."""
+    groups: dict[str, list[torch.Tensor]] = {}
+    for name, tensor in values.items():
+        groups.setdefault(_own(name) if by_entry else "", []).append(tensor)
+    return {name: rms(tensors) for name, tensors in groups.items()}
+
+
+def _meaningful(gradient: torch.Tensor | None, noise: float) -> torch.Tensor | None:
     """Where a parameter's gradient is more than rounding: elsewhere Adam and its like step by rounding's sign, or by
     rounding over their epsilon."""
-    gradient = sides.one.gradients.get(name)
-    if gradient is None:
-        return None
-    known = [one for one in sides.one.gradients.values() if one is not None]
-    return gradient.double().abs() > gauge.tolerance * rms(known)
+    return None if gradient is None else gradient.double().abs() > noise
 
 
 def _gap(
