@@ -27,7 +27,7 @@ def script_path() -> Path:
 
 
 def open_folder(wishes: Wishes, world: World, stated: Path | None) -> RunFolder:
-    """The run's folder: the launcher's (each node's own), or the same on every rank: the user's, runs/<script>-<time>."""
+    """The run's folder: the launcher's, each node's own; or the same on every rank, stated or runs/<script>-<time>."""
     path = wishes.run_folder
     if path is None:
         stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
