@@ -13,21 +13,19 @@ from tutti.errors import ScriptError
 from tutti.optim.lr_rule import LRRule
 from tutti.runtime import capture
 from tutti.runtime.checkpoint import save_checkpoint
-from tutti.runtime.clock import PhaseClock
 from tutti.runtime.ending import Ending
-from tutti.runtime.env import Place, read_wishes
+from tutti.runtime.env import read_wishes
 from tutti.runtime.evaluate import Metric, evaluate
 from tutti.runtime.loader import JobLoader
 from tutti.runtime.prepare import Given, captured, make_run, model_optimizers
 from tutti.runtime.replicate import LossFunction
 from tutti.runtime.rows import evaluation_row, step_row
-from tutti.runtime.screen import Screen, silence_others
-from tutti.runtime.session import Session, plan_of
+from tutti.runtime.screen import silence_others
+from tutti.runtime.session import open_session
 from tutti.runtime.state import Run, Settings
 from tutti.runtime.step import Outcome, forward_backward
 from tutti.runtime.unpack import default_loss, default_unpack, loss_of
 from tutti.runtime.update import update
-from tutti.runtime.world import join
 from tutti.spec.plan import BatchPlan
 from tutti.spec.words import LastBatch, Precision, Unit
 
@@ -75,20 +73,18 @@ class Job:
             num_microbatches=1 if num_microbatches is None else num_microbatches,
             last_batch=last_batch,
         )
-        world = join(Place() if capture.is_capturing() else None)
-        self._session = Session(
-            settings=settings,
-            wishes=wishes,
-            world=world,
-            plan=plan_of(world, wishes, batch, microbatches_stated=num_microbatches is not None, precision=precision),
-            clock=PhaseClock(world.device),
-            screen=Screen(world, supervised=wishes.supervised),
+        self._session = open_session(
+            settings,
+            wishes,
+            batch,
+            microbatches_stated=num_microbatches is not None,
+            precision=precision,
             name=name,
             folder=Path(folder) if folder else None,
             resume=Path(resume) if resume else None,
             facts={key: str(value) for key, value in (facts or {}).items()},
         )
-        self._ending = None if capture.is_capturing() else Ending(world, supervised=wishes.supervised)
+        self._ending = None if capture.is_capturing() else Ending(self._session.world, supervised=wishes.supervised)
         self._prepared: Run | None = None
         self._outcome: Outcome | None = None
         torch.manual_seed(derive_seed(seed, "model"))

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tutti.errors import PlanError
+from tutti.runtime.capture import is_capturing
 from tutti.runtime.clock import PhaseClock
-from tutti.runtime.env import Wishes
+from tutti.runtime.env import Place, Wishes
 from tutti.runtime.screen import Screen
 from tutti.runtime.state import Settings
-from tutti.runtime.world import World
+from tutti.runtime.world import World, join
 from tutti.spec import codec
 from tutti.spec.plan import BatchPlan, Plan
 from tutti.spec.words import Precision
@@ -29,6 +30,34 @@ class Session:
     folder: Path | None
     resume: Path | None
     facts: Mapping[str, str]
+
+
+def open_session(
+    settings: Settings,
+    wishes: Wishes,
+    batch: BatchPlan,
+    *,
+    microbatches_stated: bool,
+    precision: Precision | None,
+    name: str | None,
+    folder: Path | None,
+    resume: Path | None,
+    facts: Mapping[str, str],
+) -> Session:
+    """Join the world (alone while a script is only looked at) and settle the plan."""
+    world = join(Place() if is_capturing() else None)
+    return Session(
+        settings=settings,
+        wishes=wishes,
+        world=world,
+        plan=plan_of(world, wishes, batch, microbatches_stated=microbatches_stated, precision=precision),
+        clock=PhaseClock(world.device),
+        screen=Screen(world, supervised=wishes.supervised),
+        name=name,
+        folder=folder,
+        resume=resume,
+        facts=facts,
+    )
 
 
 def plan_of(
