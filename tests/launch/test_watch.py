@@ -52,7 +52,10 @@ def spec(folder: Path) -> LaunchSpec:
     return LaunchSpec(target="t.py", folder=folder, ranks_per_node=(2,))
 
 
-def test_a_person_sees_lines_above_a_bar_with_loss_and_throughput(tmp_path: Path) -> None:
+def test_a_person_sees_lines_above_a_bar_with_loss_and_throughput(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")  # rich draws nothing live on a dumb terminal
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=120, color_system=None)
     stdout = io.StringIO()

@@ -22,6 +22,14 @@ def seed_everything(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
+def seed_device(seed: int, device: torch.device) -> None:
+    """Seed torch's generator of one device and of the CPU. Unlike torch.manual_seed it costs microseconds and
+    leaves nothing behind: that function queues a call, with its stack, for every kind of device not yet in use."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
+
+
 @contextmanager
 def preserved_generators() -> Iterator[None]:
     """Leave Python's, NumPy's and torch's CPU generators as they were found."""

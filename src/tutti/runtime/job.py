@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from tutti.data.seeds import derive_seed
+from tutti.data.seeds import derive_seed, seed_everything
 from tutti.data.source import read_source
 from tutti.errors import ScriptError
 from tutti.optim.lr_rule import LRRule
@@ -87,6 +87,7 @@ class Job:
         self._ending = None if capture.is_capturing() else Ending(self._session.world, supervised=wishes.supervised)
         self._prepared: Run | None = None
         self._outcome: Outcome | None = None
+        seed_everything(derive_seed(seed, "model"))  # alike on all ranks: they must take the same turns
         torch.manual_seed(derive_seed(seed, "model"))
 
     @property

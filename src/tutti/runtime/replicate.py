@@ -1,7 +1,8 @@
 """Data parallel: replicas whose gradients are summed in buckets while backward still runs.
 
-The engine is torch's DistributedDataParallel; tutti adds the weights (losses are scaled so that a plain sum over
-ranks is the global gradient, whatever each rank's share) and notes when the last bucket was ready.
+The engine is torch's DistributedDataParallel, without a communication hook: one in Python runs on Gloo's threads,
+which abort the process when they outlive the interpreter. DDP averages over ranks; `weight` undoes that, so that losses
+that are already weighted by samples add up to the global gradient, whatever each rank's share.
 """
 
 import inspect
@@ -11,13 +12,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tutti.errors import ScriptError
 from tutti.runtime.world import World
-from tutti.spec.plan import Plan
+from tutti.spec.plan import Plan, Sync
 
 _ARGUMENTS = inspect.signature(DistributedDataParallel.__init__).parameters
 _NO_BUFFER_SYNC: dict[str, Any] = {
@@ -51,7 +51,9 @@ class Replica:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         if not self.parameters:
             raise ScriptError("the model has no parameter that requires a gradient; unfreeze at least one")
-        self.last_bucket_at = 0.0
+        self.sent_nbytes = ring_sent_nbytes(self.parameters, world.world_size)
+        self.weight = float(world.world_size)
+        self.computed_at = 0.0
         self.forward: nn.Module = Forward(model)
         if world.world_size > 1:
             self.forward = self._distributed(self.forward, world, plan)
@@ -59,6 +61,11 @@ class Replica:
     def loss(self, function: LossFunction, batch: Any) -> Any:
         """fn(model, batch), watched for gradients."""
         return self.forward(function, batch)
+
+    def watch(self, loss: torch.Tensor) -> None:
+        """Note when the last gradient of this loss's backward is computed, before DDP waits for the others."""
+        if isinstance(self.forward, DistributedDataParallel):
+            loss.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
 
     def accumulating(self) -> AbstractContextManager[None]:
         """While open, backward keeps gradients on this rank."""
@@ -70,32 +77,23 @@ class Replica:
         """Names of parameters that got no gradient on any rank."""
         return [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
 
+    def _backward_begins(self, gradient: torch.Tensor) -> None:
+        """Queued first, so called before DDP's own callback, which waits for its buckets."""
+        torch.autograd.Variable._execution_engine.queue_callback(self._gradients_computed)
+
+    def _gradients_computed(self) -> None:
+        self.computed_at = time.perf_counter()
+
     def _distributed(self, forward: nn.Module, world: World, plan: Plan) -> DistributedDataParallel:
-        replica = DistributedDataParallel(
+        return DistributedDataParallel(
             forward,
             device_ids=[world.device] if world.device.type == "cuda" else None,
             init_sync=False,
             **_NO_BUFFER_SYNC,
-            bucket_cap_mb=plan.sync.bucket_nbytes / 2**20,
+            bucket_cap_mb=None if plan.sync == Sync() else plan.sync.bucket_nbytes / 2**20,  # None: a small first one
             gradient_as_bucket_view=True,
             find_unused_parameters=True,  # a parameter may be unused on one rank only; without it that is a hang
         )
-        replica.register_comm_hook(self, _sum_bucket)
-        return replica
-
-
-def _sum_bucket(
-    replica: Replica,
-    bucket: dist.GradBucket,  # type: ignore[name-defined]
-) -> torch.futures.Future[torch.Tensor]:
-    """Start the all-reduce (sum) of one bucket, and note when it was ready."""
-    replica.last_bucket_at = time.perf_counter()
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
-    return work.get_future().then(_first)  # type: ignore[no-any-return]
-
-
-def _first(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-    return future.value()[0]
 
 
 def ring_sent_nbytes(parameters: list[nn.Parameter], world_size: int) -> int:

@@ -5,7 +5,6 @@ from typing import Any
 from tutti.data.fingerprint import describe_data, overlap
 from tutti.data.source import Source
 from tutti.runtime.header import data_fields
-from tutti.runtime.replicate import ring_sent_nbytes
 from tutti.runtime.state import Run
 from tutti.runtime.step import Outcome
 from tutti.runtime.update import Update
@@ -41,7 +40,7 @@ def step_row(run: Run, outcome: Outcome, done: Update) -> None:
         grad_norm=done.grad_norm,
         skipped=done.skipped,
         loss_scale=run.scaler.get_scale() if run.scaler.is_enabled() else None,
-        sent_nbytes=ring_sent_nbytes(run.replica.parameters, run.world.world_size),
+        sent_nbytes=run.replica.sent_nbytes,
         total_steps=total,
         timed=timed,
         wall_s=wall,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tutti.data.seeds import derive_seed
+from tutti.data.seeds import derive_seed, seed_device
 from tutti.data.share import Part, Share
 from tutti.data.split import check_batch_size, split_batch, to_device
 from tutti.errors import ScriptError, TrainingError
@@ -63,7 +63,7 @@ def _microbatch(
 ) -> None:
     part, step, device = share.parts[index], run.progress.step, run.world.device
     run.clock.enter("forward")
-    torch.manual_seed(derive_seed(run.settings.seed, "dropout", step, index, run.world.rank))
+    seed_device(derive_seed(run.settings.seed, "dropout", step, index, run.world.rank), device)
     run.scope.counts = part.count > 0
     with run.observer.microbatch(step, index, share):
         with autocast(run.plan.precision, device):
@@ -71,9 +71,12 @@ def _microbatch(
         _add(totals, loss, part, run.world.rank)
         reduced = dist.all_reduce(totals, async_op=True) if last and run.world.world_size > 1 else None
         run.clock.enter("backward")
-        run.scaler.scale(loss.total / share.batch_size).backward()  # type: ignore[no-untyped-call]
+        part_of_mean = loss.total * (run.replica.weight / share.batch_size)
+        if last:
+            run.replica.watch(part_of_mean)
+        run.scaler.scale(part_of_mean).backward()  # type: ignore[no-untyped-call]
     if reduced is not None:
-        run.clock.enter("exposed_communication", at=run.replica.last_bucket_at)
+        run.clock.enter("exposed_communication", at=run.replica.computed_at)
         reduced.wait()
 
 
