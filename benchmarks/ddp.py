@@ -31,7 +31,7 @@ class Sizes:
     """How much is timed: `repeats` blocks of `steps` of each loop, after `warmup` steps of each."""
 
     ranks: int = 2
-    steps: int = 30
+    steps: int = 20
     warmup: int = 5
     repeats: int = 7
     workloads: tuple[str, ...] = tuple(WORKLOADS)
