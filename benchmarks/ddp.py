@@ -28,28 +28,47 @@ BUCKET_NBYTES = 25 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """How much is timed: `repeats` blocks of `steps` of each loop, after `warmup` steps of each."""
+    """How much is timed: in each of `launches`, `repeats` blocks of `steps` of each loop, after `warmup` steps of each.
+
+    Where a process' buffers happen to lie makes a loop several percent quicker or slower for as long as the process
+    lives; only fresh processes average that out.
+    """
 
     ranks: int = 2
-    steps: int = 20
-    warmup: int = 5
-    repeats: int = 7
+    launches: int = 3
+    steps: int = 12
+    warmup: int = 4
+    repeats: int = 3
     workloads: tuple[str, ...] = tuple(WORKLOADS)
 
 
-QUICK = Sizes(steps=6, warmup=2, repeats=3)
+QUICK = Sizes(launches=1, steps=6, warmup=2, repeats=3)
 
 
 def measure(sizes: Sizes) -> dict[str, Any]:
     """All workloads, each in ranks of its own. Returns {"samples": .., "summary": {workload: ..}}, seconds."""
-    samples = {
-        name: {
-            **run_ranks(measure_on_rank, sizes.ranks, name, sizes, timeout_s=600)[0],
-            "ddp_alone_s": run_ranks(ddp_alone_on_rank, sizes.ranks, name, sizes, timeout_s=600)[0],
-        }
-        for name in sizes.workloads
-    }
+    samples = {name: _pooled([_launch(name, sizes) for _ in range(sizes.launches)]) for name in sizes.workloads}
     return {"samples": samples, "summary": {name: summary(name, one) for name, one in samples.items()}}
+
+
+def _launch(name: str, sizes: Sizes) -> dict[str, Any]:
+    """One workload, in fresh ranks."""
+    return {
+        **run_ranks(measure_on_rank, sizes.ranks, name, sizes, timeout_s=600)[0],
+        "ddp_alone_s": run_ranks(ddp_alone_on_rank, sizes.ranks, name, sizes, timeout_s=600)[0],
+    }
+
+
+def _pooled(launches: list[dict[str, Any]]) -> dict[str, Any]:
+    """All launches' samples, one after another."""
+    first = launches[0]
+    loops = first["step_s"]
+    return {
+        **first,
+        "step_s": {loop: [block for launch in launches for block in launch["step_s"][loop]] for loop in loops},
+        "all_reduce_s": [time_s for launch in launches for time_s in launch["all_reduce_s"]],
+        "ddp_alone_s": [time_s for launch in launches for time_s in launch["ddp_alone_s"]],
+    }
 
 
 def summary(name: str, samples: dict[str, Any]) -> dict[str, Any]:
@@ -90,8 +109,9 @@ def measure_on_rank(name: str, sizes: Sizes) -> dict[str, Any]:
         _block(loop, sizes.warmup)
     step_s: dict[str, list[list[float]]] = {loop: [] for loop in loops}
     for repeat in range(sizes.repeats):
-        for loop in sorted(loops, reverse=bool(repeat % 2)):  # neither is always the one that comes first
+        for loop in sorted(("ddp", "tutti"), reverse=bool(repeat % 2)):  # neither is always the one that comes first
             step_s[loop].append(_block(loops[loop], sizes.steps))
+    step_s["compute only"].append(_block(loops["compute only"], sizes.steps))
     nbytes = sum(p.numel() * p.element_size() for p in workload.model().parameters())
     return {
         "step_s": step_s,
