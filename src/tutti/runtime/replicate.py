@@ -1,8 +1,8 @@
 """Data parallel: replicas whose gradients are summed in buckets while backward still runs.
 
-The engine is torch's DistributedDataParallel, without a communication hook: one in Python may call back on Gloo's threads,
-which abort the process when they outlive the interpreter. DDP averages over ranks; `weight` undoes that, so that losses
-that are already weighted by samples add up to the global gradient, whatever each rank's share.
+The engine is torch's DistributedDataParallel, without a communication hook: one in Python may call back on Gloo's
+threads after the interpreter has gone. DDP averages over ranks; `weight` undoes that, so that losses that are already
+weighted by samples add up to the global gradient, whatever each rank's share.
 """
 
 import inspect
