@@ -2,6 +2,7 @@
 
 python benchmarks/run.py                  all suites
 python benchmarks/run.py ddp --quick      one suite, a short look (written to benchmarks/out)
+python benchmarks/run.py ddp --set launches=8 --set workloads=mlp,gpt      other sizes than the suite's own
 """
 
 import argparse
@@ -19,17 +20,28 @@ import record  # noqa: E402
 SUITES = ("ddp", "startup", "loading")
 
 
-def run(suite: str, *, quick: bool) -> Path:
+def run(suite: str, *, quick: bool, settings: list[str]) -> Path:
     """Measure one suite, print its table and return the file it was written to."""
     from importlib import import_module
 
     module = import_module(suite)
-    sizes = module.QUICK if quick else module.Sizes()
+    sizes = changed(module.QUICK if quick else module.Sizes(), settings)
     load_at_start = record.load()
     print(f"{suite}: load {load_at_start:.1f} at start, {dataclasses.asdict(sizes)}", file=sys.stderr)
     result: dict[str, Any] = module.measure(sizes)
     _print_table(f"{suite}: {module.__doc__.splitlines()[0]}", *module.rows(result))
     return record.write(suite, result, dataclasses.asdict(sizes), load_at_start, quick=quick)
+
+
+def changed(sizes: Any, settings: list[str]) -> Any:
+    """`sizes` with "field=value" settings: whole numbers, or words with commas between them."""
+    values: dict[str, Any] = {}
+    for setting in settings:
+        name, _, value = setting.partition("=")
+        if name not in {field.name for field in dataclasses.fields(sizes)}:
+            raise SystemExit(f"--set {setting}: this suite has no size {name!r}; it has {sizes}")
+        values[name] = tuple(value.split(",")) if isinstance(getattr(sizes, name), tuple) else int(value)
+    return dataclasses.replace(sizes, **values)
 
 
 def _print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
@@ -50,12 +62,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"of {', '.join(SUITES)}; all without any")
     parser.add_argument("--quick", action="store_true", help="few steps, to see that it runs; not for quoting")
+    parser.add_argument("--set", action="append", default=[], metavar="SIZE=VALUE", help="change a suite's size")
     arguments = parser.parse_args()
     unknown = set(arguments.suites) - set(SUITES)
     if unknown:
         parser.error(f"unknown suite {', '.join(sorted(unknown))}; choose of {', '.join(SUITES)}")
     for suite in arguments.suites or SUITES:
-        print(f"written: {run(suite, quick=arguments.quick).relative_to(ROOT)}")
+        print(f"written: {run(suite, quick=arguments.quick, settings=arguments.set).relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

@@ -27,9 +27,9 @@ class PhaseClock:
         self._row_since = self.started
         self._seconds: dict[Phase, float] = dict.fromkeys(STEP_PHASES, 0.0)
 
-    def enter(self, phase: Phase, at: float | None = None) -> None:
-        """The running phase ends and `phase` begins, now or at an earlier `at` (perf_counter seconds)."""
-        now = self.now() if at is None else max(at, self._since)
+    def enter(self, phase: Phase) -> None:
+        """The running phase ends and `phase` begins."""
+        now = self.now()
         self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + now - self._since
         self._phase, self._since = phase, now
 

@@ -36,6 +36,9 @@ class Observer(Protocol):
     def microbatch(self, step: int, index: int, share: Share) -> AbstractContextManager[Any]:
         """Around forward, loss and backward of one microbatch."""
 
+    def loss(self, value: Any) -> None:
+        """A microbatch's loss, as the script's function returned it."""
+
     def gradients(self, step: int) -> None:
         """Gradients are averaged over the global batch; not yet clipped."""
 
@@ -57,6 +60,9 @@ class Nobody:
 
     def microbatch(self, step: int, index: int, share: Share) -> AbstractContextManager[Any]:
         return nullcontext()
+
+    def loss(self, value: Any) -> None:
+        pass
 
     def gradients(self, step: int) -> None:
         pass

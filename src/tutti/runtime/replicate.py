@@ -1,102 +1,141 @@
 """Data parallel: replicas whose gradients are summed in buckets while backward still runs.
 
-The engine is torch's DistributedDataParallel, without a communication hook: one in Python may call back on Gloo's
-threads after the interpreter has gone. DDP averages over ranks; `weight` undoes that, so that losses that are already
-weighted by samples add up to the global gradient, whatever each rank's share.
+The sum is tutti's own and not torch's DistributedDataParallel, which must choose between waiting for an extra
+all-reduce in every step (find_unused_parameters) and hanging where one rank leaves a parameter unused. Here a flag
+travels with each gradient. Losses are weighted by samples first, so gradients are summed, not averaged.
 """
 
-import inspect
-import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from tutti.errors import ScriptError
+from tutti.runtime.buckets import Bucket, make_buckets
 from tutti.runtime.world import World
-from tutti.spec.plan import Plan, Sync
-
-_ARGUMENTS = inspect.signature(DistributedDataParallel.__init__).parameters
-_NO_BUFFER_SYNC: dict[str, Any] = {
-    "forward_sync_buffers" if "forward_sync_buffers" in _ARGUMENTS else "broadcast_buffers": False
-}
-"""Buffers stay as forward leaves them: tutti's batch statistics are equal anyway (the argument's name changed)."""
+from tutti.spec.plan import Plan
 
 LossFunction = Callable[[nn.Module, Any], Any]
 """fn(model, batch) -> loss (a mean over samples, or Weighted)."""
 
 
-class Forward(nn.Module):
-    """Runs a user's function over the model inside one forward call, which is what DDP watches.
+class Replica:
+    """This rank's replica: between `begin` and `finish`, gradients that backward computes are summed over ranks.
 
-    `idle` is never used: DDP, told to expect unused parameters, writes a warning on every rank where there are none.
+    `parameters`: those that require a gradient.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.idle = nn.Parameter(torch.zeros_like(next(model.parameters()).detach().reshape(-1)[:1]))
-
-    def forward(self, function: LossFunction, batch: Any) -> Any:
-        return function(self.model, batch)
-
-
-class Replica:
-    """This rank's replica: `loss` runs forward; gradients of the last microbatch's backward are summed over ranks."""
-
     def __init__(self, model: nn.Module, world: World, plan: Plan) -> None:
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.parameters: list[nn.Parameter] = []
+        self._model, self._world, self._cap = model, world, plan.sync.bucket_nbytes
+        self._places: dict[nn.Parameter, tuple[Bucket, int]] = {}
+        self._buckets: list[Bucket] = []
+        self._sparse: list[nn.Parameter] = []
+        self._arrived: list[nn.Parameter] | None = []
+        self._hooks: list[Any] = []
+        self._next = 0
+        self._summing = False
+        self._build(_trainable(model))
         if not self.parameters:
             raise ScriptError("the model has no parameter that requires a gradient; unfreeze at least one")
-        self.sent_nbytes = ring_sent_nbytes(self.parameters, world.world_size)
-        self.weight = float(world.world_size)
-        self.computed_at = 0.0
-        self.forward: nn.Module = Forward(model)
-        if world.world_size > 1:
-            self.forward = self._distributed(self.forward, world, plan)
 
-    def loss(self, function: LossFunction, batch: Any) -> Any:
-        """fn(model, batch), watched for gradients."""
-        return self.forward(function, batch)
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes one rank sends for its gradients in a step, by ring all-reduce."""
+        return ring_sent_nbytes(self.parameters, self._world.world_size)
 
-    def watch(self, loss: torch.Tensor) -> None:
-        """Note when the last gradient of this loss's backward is computed, before DDP waits for the others."""
-        if isinstance(self.forward, DistributedDataParallel):
-            loss.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
+    def begin(self) -> None:
+        """The backward that comes is the step's last: sum gradients from here on."""
+        trainable = _trainable(self._model)
+        if [*map(id, trainable)] != [*map(id, self.parameters)]:  # frozen or unfrozen by the script since the last step
+            self._build(trainable)
+        elif self._arrived and self._world.world_size > 1:
+            self._reorder()
+        for bucket in self._buckets:
+            bucket.open()
+        self._next, self._summing = 0, True
 
-    def accumulating(self) -> AbstractContextManager[None]:
-        """While open, backward keeps gradients on this rank."""
-        if isinstance(self.forward, DistributedDataParallel):
-            return self.forward.no_sync()
-        return nullcontext()
+    def finish(self) -> None:
+        """Backward has returned: send what it left out, and wait for all sums."""
+        self._summing = False
+        for bucket in self._buckets[self._next :]:
+            bucket.complete()
+            bucket.launch(None)
+        for parameter in self._sparse:
+            _sum_sparse(parameter)
+        for bucket in self._buckets:
+            bucket.wait()
 
     def unused(self, model: nn.Module) -> list[str]:
         """Names of parameters that got no gradient on any rank."""
         return [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
 
-    def _backward_begins(self, gradient: torch.Tensor) -> None:
-        """Queued first, so called before DDP's own callback, which waits for its buckets."""
-        torch.autograd.Variable._execution_engine.queue_callback(self._gradients_computed)
+    def _build(self, parameters: list[nn.Parameter], order: list[nn.Parameter] | None = None) -> None:
+        """Buckets over `parameters`, in the `order` in which backward reaches them (unknown: the reverse of theirs)."""
+        for hook in self._hooks:
+            hook.remove()
+        self.parameters, self._hooks, self._buckets, self._places = parameters, [], [], {}
+        if self._world.world_size == 1:
+            return
+        sparse = _sparse(self._model)
+        self._sparse = [p for p in parameters if p in sparse]
+        dense = [p for p in order or parameters[::-1] if p not in sparse]
+        self._buckets = make_buckets(dense, self._cap)
+        self._places = {p: (bucket, i) for bucket in self._buckets for i, p in enumerate(bucket.parameters)}
+        self._hooks = [p.register_post_accumulate_grad_hook(self._hook()) for p in dense]
 
-    def _gradients_computed(self) -> None:
-        self.computed_at = time.perf_counter()
+    def _hook(self) -> Callable[[torch.Tensor], None]:
+        def ready(parameter: torch.Tensor) -> None:
+            if self._summing:
+                self._ready(parameter)  # type: ignore[arg-type]
 
-    def _distributed(self, forward: nn.Module, world: World, plan: Plan) -> DistributedDataParallel:
-        return DistributedDataParallel(
-            forward,
-            device_ids=[world.device] if world.device.type == "cuda" else None,
-            init_sync=False,
-            **_NO_BUFFER_SYNC,
-            bucket_cap_mb=None if plan.sync == Sync() else plan.sync.bucket_nbytes / 2**20,  # None: a small first one
-            gradient_as_bucket_view=True,
-            find_unused_parameters=True,  # a parameter may be unused on one rank only; without it that is a hang
-        )
+        return ready
+
+    def _ready(self, parameter: nn.Parameter) -> None:
+        """A gradient is there: fill its bucket, and start every bucket whose turn has come."""
+        bucket, index = self._places[parameter]
+        bucket.fill(index)
+        if self._arrived is not None:
+            self._arrived.append(parameter)
+        while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
+            self._buckets[self._next].launch(None)
+            self._next += 1
+
+    def _reorder(self) -> None:
+        """After the first step: the buckets' order becomes the one in which rank 0's gradients arrived."""
+        number = {p: position for position, p in enumerate(self.parameters)}
+        order = dict.fromkeys([number[p] for p in self._arrived or ()] + [*range(len(self.parameters))[::-1]])
+        tensor = torch.tensor(list(order), device=self._world.device)
+        dist.broadcast(tensor, src=0)
+        self._arrived = None
+        self._build(self.parameters, [self.parameters[position] for position in tensor.tolist()])
 
 
 def ring_sent_nbytes(parameters: list[nn.Parameter], world_size: int) -> int:
     """Bytes one rank sends to sum these gradients by ring all-reduce: 2 (P - 1) / P of their size."""
     nbytes = sum(p.numel() * p.element_size() for p in parameters)
     return 2 * (world_size - 1) * nbytes // world_size
+
+
+def _trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def _sparse(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters whose gradients are sparse: embeddings made with sparse=True."""
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
+    return {cast(nn.Parameter, module.weight) for module in embeddings if module.sparse}
+
+
+def _sum_sparse(parameter: nn.Parameter) -> None:
+    """Sum one sparse gradient over ranks; one that no rank has stays None."""
+    mine = parameter.grad
+    if mine is None:
+        mine = torch.zeros_like(parameter, layout=torch.sparse_coo)
+    flag = torch.tensor(float(parameter.grad is not None), device=parameter.device)
+    mine = mine.coalesce()
+    dist.all_reduce(flag)
+    dist.all_reduce(mine)
+    parameter.grad = mine if float(flag) else None

@@ -46,10 +46,8 @@ def forward_backward(run: Run, function: LossFunction, batch: Any) -> Outcome:
         optimizer.zero_grad(set_to_none=True)
     totals = torch.zeros(2 + run.world.world_size, dtype=torch.float64, device=run.world.device)
     pieces = split_batch(batch, share.sizes)
-    for index, piece in enumerate(pieces[:-1]):
-        with run.replica.accumulating():
-            _microbatch(run, function, share, index, piece, totals, last=False)
-    _microbatch(run, function, share, len(pieces) - 1, pieces[-1], totals, last=True)
+    for index, piece in enumerate(pieces):
+        _microbatch(run, function, share, index, piece, totals, last=index == len(pieces) - 1)
     run.clock.enter("other")
     outcome = _judge(run, share, totals.tolist())
     if outcome.finite:
@@ -67,16 +65,18 @@ def _microbatch(
     run.scope.counts = part.count > 0
     with run.observer.microbatch(step, index, share):
         with autocast(run.plan.precision, device):
-            loss = _weigh(run.replica.loss(function, to_device(batch, device)), part)
+            value = function(run.model, to_device(batch, device))
+            run.observer.loss(value)
+            loss = _weigh(value, part)
         _add(totals, loss, part, run.world.rank)
         reduced = dist.all_reduce(totals, async_op=True) if last and run.world.world_size > 1 else None
         run.clock.enter("backward")
-        part_of_mean = loss.total * (run.replica.weight / share.batch_size)
         if last:
-            run.replica.watch(part_of_mean)
-        run.scaler.scale(part_of_mean).backward()  # type: ignore[no-untyped-call]
+            run.replica.begin()
+        run.scaler.scale(loss.total / share.batch_size).backward()  # type: ignore[no-untyped-call]
     if reduced is not None:
-        run.clock.enter("exposed_communication", at=run.replica.computed_at)
+        run.clock.enter("exposed_communication")
+        run.replica.finish()
         reduced.wait()
 
 

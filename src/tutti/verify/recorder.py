@@ -101,7 +101,6 @@ class Recorder:
     def prepared(self, run: Run) -> None:
         """Watch the modules and the loss."""
         self._run, self._log = run, CallLog(run.model)
-        run.replica.forward.register_forward_hook(self._on_loss)
         for module in run.model.modules():
             if isinstance(module, nn.RNNBase) and module.dropout > 0:
                 module.register_forward_pre_hook(self._no_packed_dropout)
@@ -229,11 +228,12 @@ class Recorder:
             module.dropout = 0.0
             self._note(f"dropout between the layers of a {type(module).__name__} was off, for its sequences are packed")
 
-    def _on_loss(self, module: nn.Module, args: Any, loss: Any) -> None:
-        if isinstance(loss, Weighted):
-            self._loss = LossRecord(total=_number(loss.total), count=_number(loss.count))
-        elif isinstance(loss, torch.Tensor) and loss.numel() == 1:
-            self._loss = LossRecord(total=_number(loss), count=None)
+    def loss(self, value: Any) -> None:
+        """Keep this part's loss as the script gave it."""
+        if isinstance(value, Weighted):
+            self._loss = LossRecord(total=_number(value.total), count=_number(value.count))
+        elif isinstance(value, torch.Tensor) and value.numel() == 1:
+            self._loss = LossRecord(total=_number(value), count=None)
 
     def _note_limits(self) -> None:
         if self.log.left_out and self.reference is None:
@@ -267,7 +267,8 @@ def _number(value: torch.Tensor | float) -> float:
 
 
 def _has_hooks(parameter: nn.Parameter) -> bool:
-    return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+    after = (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
+    return bool(parameter._backward_hooks) or any(not hook.__module__.startswith("tutti.") for hook in after)
 
 
 def _foreign_generators() -> dict[str, object]:

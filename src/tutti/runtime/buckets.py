@@ -1,0 +1,104 @@
+"""Gradients fused into buckets: each leaves for its all-reduce once all its gradients are there, in one agreed order."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tutti.errors import ScriptError
+
+FIRST_NBYTES = 2**20
+"""The first bucket closes at this size, so that the link is busy early in backward."""
+
+
+class Bucket:
+    """Gradients of some parameters in one flat tensor, with a flag each: 1 where this rank has a gradient.
+
+    `views[i]`: the part of `flat` that is the gradient of `parameters[i]`, in the parameter's shape and strides.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        first, numel = parameters[0], sum(p.numel() for p in parameters)
+        self.parameters = parameters
+        self.flat = torch.zeros(numel + len(parameters), dtype=first.dtype, device=first.device)
+        self.views = [_view(part, p) for part, p in zip(self._parts(), parameters, strict=True)]
+        self.flags = self.flat[numel:]
+        self.filled = [False] * len(parameters)
+        self.missing = len(parameters)
+        self.work: Any = None
+
+    def open(self) -> None:
+        """Begin a step: nothing is filled."""
+        self.filled = [False] * len(self.parameters)
+        self.missing = len(self.parameters)
+        self.work = None
+        self.flags.fill_(1)
+
+    def fill(self, index: int) -> None:
+        """Take the gradient of parameter `index` over; the parameter's `grad` is a view of the bucket from here on."""
+        parameter, view = self.parameters[index], self.views[index]
+        if self.work is not None:
+            raise ScriptError(
+                f"a parameter of shape {tuple(parameter.shape)} got a gradient again after it had been summed over the "
+                "ranks; checkpoint(use_reentrant=True) around a shared module does that: use use_reentrant=False"
+            )
+        if parameter.grad is not view:
+            assert parameter.grad is not None
+            view.copy_(parameter.grad.detach())
+            parameter.grad = view
+        if not self.filled[index]:
+            self.filled[index] = True
+            self.missing -= 1
+
+    def complete(self) -> None:
+        """Fill what backward left out: with what earlier microbatches gave, or with zeros and the flag 0."""
+        for index, parameter in enumerate(self.parameters):
+            if self.filled[index]:
+                continue
+            if parameter.grad is not None:
+                self.fill(index)
+            else:
+                self.views[index].zero_()
+                self.flags[index] = 0
+        self.missing = 0
+
+    def launch(self, group: Any) -> None:
+        """Start the all-reduce."""
+        self.work = dist.all_reduce(self.flat, group=group, async_op=True)
+
+    def wait(self) -> None:
+        """Wait for the sums; a parameter that no rank used keeps None for a gradient."""
+        self.work.wait()
+        for index, filled in enumerate(self.filled):
+            if not filled and float(self.flags[index]) > 0:
+                self.parameters[index].grad = self.views[index]
+
+    def _parts(self) -> list[torch.Tensor]:
+        sizes = [p.numel() for p in self.parameters]
+        return list(self.flat.split([*sizes, len(sizes)])[:-1])
+
+
+def make_buckets(parameters: Iterable[nn.Parameter], cap_nbytes: int) -> list[Bucket]:
+    """Buckets of about `cap_nbytes` over `parameters`, given in the order in which backward reaches them.
+
+    A bucket closes once it has reached its cap; one holds a single dtype and device.
+    """
+    buckets: list[Bucket] = []
+    open_ones: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        key = (parameter.dtype, parameter.device)
+        members = open_ones.setdefault(key, [])
+        members.append(parameter)
+        cap = min(cap_nbytes, FIRST_NBYTES) if not buckets else cap_nbytes
+        if sum(p.numel() * p.element_size() for p in members) >= cap:
+            buckets.append(Bucket(open_ones.pop(key)))
+    return buckets + [Bucket(members) for members in open_ones.values()]
+
+
+def _view(part: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+    """Strided like the parameter (channels last, say), which autograd's gradients are, too."""
+    if torch.ops.aten.is_non_overlapping_and_dense(parameter):
+        return part.as_strided(parameter.shape, parameter.stride())
+    return part.view(parameter.shape)
