@@ -12,8 +12,9 @@ ALLOWED: dict[str, frozenset[str]] = {
     "describe": frozenset({"errors", "spec"}),
     "optim": frozenset({"errors", "spec"}),
     "data": frozenset({"errors", "spec"}),
-    "runtime": frozenset({"errors", "spec", "optim", "data"}),
-    "verify": frozenset({"errors", "spec", "optim", "data", "runtime", "describe"}),
+    "nn": frozenset({"errors", "spec"}),
+    "runtime": frozenset({"errors", "spec", "nn", "optim", "data"}),
+    "verify": frozenset({"errors", "spec", "nn", "optim", "data", "runtime", "describe"}),
     "launch": frozenset({"errors", "spec"}),
     "report": frozenset({"errors", "spec"}),
     "bench": frozenset(
@@ -23,6 +24,7 @@ ALLOWED: dict[str, frozenset[str]] = {
             "predict",
             "plan",
             "describe",
+            "nn",
             "optim",
             "data",
             "runtime",
@@ -35,7 +37,7 @@ ALLOWED: dict[str, frozenset[str]] = {
 """Layer -> the layers below it that it may import (itself always). `cli` stands on all; nobody imports it."""
 
 ALLOWED["cli"] = ALLOWED["bench"] | {"bench", ""}
-ALLOWED[""] = frozenset({"errors", "spec", "optim", "data", "runtime"})
+ALLOWED[""] = frozenset({"errors", "spec", "nn", "optim", "data", "runtime"})
 """The root, tutti/__init__.py: the public names, loaded when asked for."""
 
 LIBRARIES: dict[str, frozenset[str]] = {

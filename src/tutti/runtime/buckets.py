@@ -1,6 +1,7 @@
-"""Gradients fused into buckets: each leaves for its all-reduce once all its gradients are there, in one agreed order."""
+"""Gradients fused into buckets; each leaves for its all-reduce once its gradients are there, in one agreed order."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,15 +14,24 @@ FIRST_NBYTES = 2**20
 """The first bucket closes at this size, so that the link is busy early in backward."""
 
 
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The ranks over which a gradient is summed. `handle`: their process group, None for all ranks."""
+
+    handle: Any
+    size: int
+
+
 class Bucket:
     """Gradients of some parameters in one flat tensor, with a flag each: 1 where this rank has a gradient.
 
     `views[i]`: the part of `flat` that is the gradient of `parameters[i]`, in the parameter's shape and strides.
     """
 
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
+    def __init__(self, parameters: list[nn.Parameter], group: "Group") -> None:
         first, numel = parameters[0], sum(p.numel() for p in parameters)
         self.parameters = parameters
+        self.group = group
         self.flat = torch.zeros(numel + len(parameters), dtype=first.dtype, device=first.device)
         self.views = [_view(part, p) for part, p in zip(self._parts(), parameters, strict=True)]
         self.flags = self.flat[numel:]
@@ -64,9 +74,9 @@ class Bucket:
                 self.flags[index] = 0
         self.missing = 0
 
-    def launch(self, group: Any) -> None:
+    def launch(self) -> None:
         """Start the all-reduce."""
-        self.work = dist.all_reduce(self.flat, group=group, async_op=True)
+        self.work = dist.all_reduce(self.flat, group=self.group.handle, async_op=True)
 
     def wait(self) -> None:
         """Wait for the sums; a parameter that no rank used keeps None for a gradient."""
@@ -77,24 +87,26 @@ class Bucket:
 
     def _parts(self) -> list[torch.Tensor]:
         sizes = [p.numel() for p in self.parameters]
-        return list(self.flat.split([*sizes, len(sizes)])[:-1])
+        return list(torch.split(self.flat, [*sizes, len(sizes)])[:-1])
 
 
-def make_buckets(parameters: Iterable[nn.Parameter], cap_nbytes: int) -> list[Bucket]:
+def make_buckets(
+    parameters: Iterable[nn.Parameter], group_of: Callable[[nn.Parameter], Group], cap_nbytes: int
+) -> list[Bucket]:
     """Buckets of about `cap_nbytes` over `parameters`, given in the order in which backward reaches them.
 
-    A bucket closes once it has reached its cap; one holds a single dtype and device.
+    A bucket closes once it has reached its cap; one holds a single group, dtype and device.
     """
     buckets: list[Bucket] = []
-    open_ones: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    open_ones: dict[tuple[Group, torch.dtype, torch.device], list[nn.Parameter]] = {}
     for parameter in parameters:
-        key = (parameter.dtype, parameter.device)
+        key = (group_of(parameter), parameter.dtype, parameter.device)
         members = open_ones.setdefault(key, [])
         members.append(parameter)
         cap = min(cap_nbytes, FIRST_NBYTES) if not buckets else cap_nbytes
         if sum(p.numel() * p.element_size() for p in members) >= cap:
-            buckets.append(Bucket(open_ones.pop(key)))
-    return buckets + [Bucket(members) for members in open_ones.values()]
+            buckets.append(Bucket(open_ones.pop(key), key[0]))
+    return buckets + [Bucket(members, key[0]) for key, members in open_ones.items()]
 
 
 def _view(part: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:

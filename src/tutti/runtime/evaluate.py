@@ -46,7 +46,8 @@ def evaluate(
             if whole:
                 kept.append(pytree.tree_map(_to_cpu, (output, target)))
     run.world.sum(sums)
-    counted = int(run.world.sum(torch.tensor([samples], device=run.world.device))[0])
+    copies = run.world.world_size // run.mesh.data_degree  # ranks that evaluated the same samples
+    counted = int(run.world.sum(torch.tensor([samples], device=run.world.device))[0]) // copies
     values = {name: float(total / count) for name, (total, count) in zip(table, sums.tolist(), strict=True) if count}
     values.update(_whole(run, kept, whole))
     return values, counted
@@ -61,7 +62,7 @@ def _metrics(run: Run, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
 
 def _batches(run: Run, source: Source, batch_size: int) -> Iterator[Any]:
     """This rank's batches: a contiguous share of a map data set, or every world_size-th batch of a stream."""
-    rank, size = run.world.rank, run.world.world_size
+    rank, size = run.mesh.data_index, run.mesh.data_degree
     if source.is_stream:
         loader = DataLoader(source.dataset, batch_size=batch_size, collate_fn=source.collate)
         yield from (batch for number, batch in enumerate(loader) if number % size == rank)
@@ -115,7 +116,8 @@ def _to_cpu(leaf: Any) -> Any:
 def _whole(run: Run, kept: list[Any], whole: Mapping[str, Metric]) -> dict[str, float]:
     if not whole:
         return {}
-    parts = [part for rank_parts in run.world.gather(kept) for part in rank_parts]
+    everyone = run.world.gather((run.mesh.data_index, kept))
+    parts = [part for _, rank_parts in sorted(dict(everyone).items()) for part in rank_parts]
     leaves, structure = zip(*(pytree.tree_flatten(part) for part in parts), strict=True)
     joined = [
         torch.cat(column) if isinstance(column[0], torch.Tensor) else column for column in zip(*leaves, strict=True)

@@ -218,7 +218,7 @@ class Job:
         arguments = {"collate_fn": run.loader.source.collate, **loader_arguments}
         source = read_source(dataset, shuffle=False, tokens=None, arguments=arguments)
         run.clock.enter("evaluation")
-        size = batch_size or max(1, min(run.plan.batch.global_batch_size // run.world.world_size, 256))
+        size = batch_size or max(1, min(run.plan.batch.global_batch_size // run.mesh.data_degree, 256))
         values, samples = evaluate(run, source, metrics or {}, whole or {}, size)
         evaluation_row(run, source, name, values, samples)
         return values

@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -15,14 +14,16 @@ from tutti.data.source import Source
 from tutti.errors import ScriptError
 from tutti.optim.scaling import initial_learning_rate
 from tutti.runtime.agree import check_same_model, copy_from_first, differing_values
-from tutti.runtime.batchnorm import BatchScope, batch_norms, share_statistics
+from tutti.runtime.batchnorm import BatchScope, batch_norms
 from tutti.runtime.capture import Captured
 from tutti.runtime.checkpoint import latest_checkpoint, load_checkpoint
 from tutti.runtime.header import make_header, open_folder, this_rank
+from tutti.runtime.layout import Layout
+from tutti.runtime.mesh import Mesh
 from tutti.runtime.metrics import MetricsLog
 from tutti.runtime.observe import load_observer
+from tutti.runtime.parallelize import parallelize, rebind
 from tutti.runtime.precision import loss_scaler, set_matmul_precision
-from tutti.runtime.recompute import apply_recompute
 from tutti.runtime.replicate import Replica
 from tutti.runtime.screen import Screen
 from tutti.runtime.session import Session
@@ -31,6 +32,7 @@ from tutti.runtime.unpack import default_loss
 from tutti.runtime.world import World
 from tutti.spec import codec
 from tutti.spec.run import Recipe
+from tutti.spec.words import DATA_AXES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,31 +49,34 @@ class Given:
 
 
 def make_run(session: Session, given: Given) -> Run:
-    """Build the Run: same model everywhere, batch statistics shared, recompute, replicas, data, folder, resume."""
+    """Build the Run: same model everywhere, taken apart as the plan says, replicas, data, folder, resume."""
     world, plan, model = session.world, session.plan, given.model
     set_matmul_precision(plan.precision, world.device)
     observer = load_observer(session.wishes.observer)
     model.to(world.device)
     observer.built(model, world)
     _make_equal(model, world, session.screen)
-    scope = _batch_scope(model, world)
-    recomputed = apply_recompute(model, plan.layout, scope)
-    if world.world_size > 1 or recomputed:
-        share_statistics(model, scope)
+    layout = Layout.of(model, Mesh(plan.mesh, world.rank))
+    scope = _batch_scope(model, layout.mesh)
+    originals = dict(model.named_parameters(remove_duplicate=False))
+    parallelize(model, plan, layout, scope)
+    rebind(given.optimizers, originals, model)
+    layout.settle(model, world)
     folder = open_folder(session.wishes, world, session.folder)
     run = Run(
         settings=session.settings,
         plan=plan,
         world=world,
+        layout=layout,
         model=model,
-        replica=Replica(model, world, plan),
+        replica=Replica(model, layout, plan),
         optimizers=given.optimizers,
         loss_fn=given.loss_fn,
         unpack=given.unpack,
         scheduler=given.scheduler,
         scheduler_clock=given.scheduler_clock,
         initial_rates=tuple(initial_learning_rate(optimizer) for optimizer in given.optimizers),
-        loader=ShareLoader(given.source, plan, session.settings.seed, world.rank),
+        loader=ShareLoader(given.source, plan, session.settings.seed, layout.mesh.data_index),
         scaler=loss_scaler(plan.precision, world.device),
         scope=scope,
         clock=session.clock,
@@ -122,10 +127,10 @@ def _make_equal(model: nn.Module, world: World, screen: Screen) -> None:
         copy_from_first(model, world)
 
 
-def _batch_scope(model: nn.Module, world: World) -> BatchScope:
+def _batch_scope(model: nn.Module, mesh: Mesh) -> BatchScope:
     """A group of their own for batch statistics, so that their exchanges never mix with gradients'."""
-    group = dist.new_group() if world.world_size > 1 and batch_norms(model) else None
-    return BatchScope(world_size=world.world_size, group=group)
+    group = mesh.new_group(*DATA_AXES) if mesh.data_degree > 1 and batch_norms(model) else None
+    return BatchScope(world_size=mesh.data_degree, group=group)
 
 
 def _resume(run: Run, path: Path | None) -> Path | None:

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from tutti.errors import ScriptError
-from tutti.runtime.buckets import Bucket, make_buckets
-from tutti.runtime.world import World
+from tutti.runtime.buckets import Bucket, Group, make_buckets
+from tutti.runtime.layout import Layout
 from tutti.spec.plan import Plan
 
 LossFunction = Callable[[nn.Module, Any], Any]
@@ -27,9 +27,10 @@ class Replica:
     `parameters`: those that require a gradient.
     """
 
-    def __init__(self, model: nn.Module, world: World, plan: Plan) -> None:
+    def __init__(self, model: nn.Module, layout: Layout, plan: Plan) -> None:
         self.parameters: list[nn.Parameter] = []
-        self._model, self._world, self._cap = model, world, plan.sync.bucket_nbytes
+        self._model, self._layout, self._cap = model, layout, plan.sync.bucket_nbytes
+        self._groups: dict[nn.Parameter, Group] = {}
         self._places: dict[nn.Parameter, tuple[Bucket, int]] = {}
         self._buckets: list[Bucket] = []
         self._sparse: list[nn.Parameter] = []
@@ -43,15 +44,15 @@ class Replica:
 
     @property
     def sent_nbytes(self) -> int:
-        """Bytes one rank sends for its gradients in a step, by ring all-reduce."""
-        return ring_sent_nbytes(self.parameters, self._world.world_size)
+        """Bytes this rank sends for its gradients in a step, by ring all-reduce."""
+        return sum(ring_sent_nbytes([p], group.size) for p, group in self._groups.items())
 
     def begin(self) -> None:
         """The backward that comes is the step's last: sum gradients from here on."""
         trainable = _trainable(self._model)
-        if [*map(id, trainable)] != [*map(id, self.parameters)]:  # frozen or unfrozen by the script since the last step
+        if [*map(id, trainable)] != [*map(id, self.parameters)]:  # the script has frozen or unfrozen some
             self._build(trainable)
-        elif self._arrived and self._world.world_size > 1:
+        elif self._arrived and not self._layout.held:
             self._reorder()
         for bucket in self._buckets:
             bucket.open()
@@ -62,9 +63,9 @@ class Replica:
         self._summing = False
         for bucket in self._buckets[self._next :]:
             bucket.complete()
-            bucket.launch(None)
+            bucket.launch()
         for parameter in self._sparse:
-            _sum_sparse(parameter)
+            _sum_sparse(parameter, self._groups[parameter])
         for bucket in self._buckets:
             bucket.wait()
 
@@ -77,37 +78,41 @@ class Replica:
         for hook in self._hooks:
             hook.remove()
         self.parameters, self._hooks, self._buckets, self._places = parameters, [], [], {}
-        if self._world.world_size == 1:
-            return
+        self._groups = self._summed(parameters)
         sparse = _sparse(self._model)
-        self._sparse = [p for p in parameters if p in sparse]
-        dense = [p for p in order or parameters[::-1] if p not in sparse]
-        self._buckets = make_buckets(dense, self._cap)
+        self._sparse = [p for p in self._groups if p in sparse]
+        dense = [p for p in order or parameters[::-1] if p in self._groups and p not in sparse]
+        self._buckets = make_buckets(dense, self._groups.__getitem__, self._cap)
         self._places = {p: (bucket, i) for bucket in self._buckets for i, p in enumerate(bucket.parameters)}
-        self._hooks = [p.register_post_accumulate_grad_hook(self._hook()) for p in dense]
+        self._hooks = [p.register_post_accumulate_grad_hook(self._hook) for p in dense]  # type: ignore[no-untyped-call]
 
-    def _hook(self) -> Callable[[torch.Tensor], None]:
-        def ready(parameter: torch.Tensor) -> None:
-            if self._summing:
-                self._ready(parameter)  # type: ignore[arg-type]
+    def _summed(self, parameters: list[nn.Parameter]) -> dict[nn.Parameter, Group]:
+        """The ranks each gradient is summed over; parameters whose gradient concerns this rank alone are left out."""
+        mesh, groups = self._layout.mesh, {}
+        wanted = set(parameters)
+        for name, parameter in self._model.named_parameters():
+            axes = self._layout.of_name(name).sums
+            if parameter in wanted and mesh.degree(*axes) > 1:
+                groups[parameter] = Group(mesh.group(*axes), mesh.degree(*axes))
+        return groups
 
-        return ready
-
-    def _ready(self, parameter: nn.Parameter) -> None:
+    def _hook(self, parameter: nn.Parameter) -> None:
         """A gradient is there: fill its bucket, and start every bucket whose turn has come."""
+        if not self._summing:
+            return
         bucket, index = self._places[parameter]
         bucket.fill(index)
         if self._arrived is not None:
             self._arrived.append(parameter)
         while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
-            self._buckets[self._next].launch(None)
+            self._buckets[self._next].launch()
             self._next += 1
 
     def _reorder(self) -> None:
         """After the first step: the buckets' order becomes the one in which rank 0's gradients arrived."""
         number = {p: position for position, p in enumerate(self.parameters)}
         order = dict.fromkeys([number[p] for p in self._arrived or ()] + [*range(len(self.parameters))[::-1]])
-        tensor = torch.tensor(list(order), device=self._world.device)
+        tensor = torch.tensor(list(order), device=self.parameters[0].device)
         dist.broadcast(tensor, src=0)
         self._arrived = None
         self._build(self.parameters, [self.parameters[position] for position in tensor.tolist()])
@@ -129,13 +134,13 @@ def _sparse(model: nn.Module) -> set[nn.Parameter]:
     return {cast(nn.Parameter, module.weight) for module in embeddings if module.sparse}
 
 
-def _sum_sparse(parameter: nn.Parameter) -> None:
+def _sum_sparse(parameter: nn.Parameter, group: Group) -> None:
     """Sum one sparse gradient over ranks; one that no rank has stays None."""
     mine = parameter.grad
     if mine is None:
         mine = torch.zeros_like(parameter, layout=torch.sparse_coo)
     flag = torch.tensor(float(parameter.grad is not None), device=parameter.device)
     mine = mine.coalesce()
-    dist.all_reduce(flag)
-    dist.all_reduce(mine)
+    dist.all_reduce(flag, group=group.handle)
+    dist.all_reduce(mine, group=group.handle)
     parameter.grad = mine if float(flag) else None

@@ -13,6 +13,8 @@ from tutti.errors import PlanError
 from tutti.optim.lr_rule import LRRule
 from tutti.runtime.batchnorm import BatchScope
 from tutti.runtime.clock import PhaseClock
+from tutti.runtime.layout import Layout
+from tutti.runtime.mesh import Mesh
 from tutti.runtime.metrics import MetricsLog
 from tutti.runtime.observe import Observer
 from tutti.runtime.replicate import Replica
@@ -65,6 +67,7 @@ class Run:
     settings: Settings
     plan: Plan
     world: World
+    layout: Layout
     model: nn.Module
     replica: Replica
     optimizers: tuple[Optimizer, ...]
@@ -84,6 +87,15 @@ class Run:
     progress: Progress = field(default_factory=Progress)
     throughput: Throughput = field(default_factory=Throughput)
     data_facts: dict[str, tuple[Any, dict[str, Any]]] = field(default_factory=dict)
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.layout.mesh
+
+    @property
+    def copies(self) -> int:
+        """Ranks that compute one and the same loss, of which one counts."""
+        return self.mesh.degree("split", "space")
 
     @property
     def steps_per_epoch(self) -> int | None:

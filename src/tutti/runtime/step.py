@@ -20,6 +20,7 @@ from tutti.runtime.precision import autocast
 from tutti.runtime.replicate import LossFunction
 from tutti.runtime.state import Run
 from tutti.runtime.weighted import Weighted, as_weighted
+from tutti.spec.words import DATA_AXES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,14 +62,14 @@ def _microbatch(
 ) -> None:
     part, step, device = share.parts[index], run.progress.step, run.world.device
     run.clock.enter("forward")
-    seed_device(derive_seed(run.settings.seed, "dropout", step, index, run.world.rank), device)
+    seed_device(derive_seed(run.settings.seed, "dropout", step, index, run.mesh.index(*DATA_AXES, "context")), device)
     run.scope.counts = part.count > 0
     with run.observer.microbatch(step, index, share):
         with autocast(run.plan.precision, device):
             value = function(run.model, to_device(batch, device))
             run.observer.loss(value)
-            loss = _weigh(value, part)
-        _add(totals, loss, part, run.world.rank)
+            loss = _weigh(value, part, run.mesh.degree("context"))
+        _add(totals, loss, part, run)
         reduced = dist.all_reduce(totals, async_op=True) if last and run.world.world_size > 1 else None
         run.clock.enter("backward")
         if last:
@@ -80,9 +81,9 @@ def _microbatch(
         reduced.wait()
 
 
-def _weigh(loss: Any, part: Part) -> Weighted:
-    """The loss of one part; a part that only takes part in the collectives weighs nothing."""
-    weighted = as_weighted(loss, part.loaded)
+def _weigh(loss: Any, part: Part, sequence_parts: int) -> Weighted:
+    """The loss of one part (or of its part of the sequences); one that only takes part in collectives is nothing."""
+    weighted = as_weighted(loss, part.loaded / sequence_parts)
     if not weighted.total.requires_grad:
         raise ScriptError(
             "the loss does not depend on any parameter that requires a gradient; compute it from the model's output, "
@@ -91,13 +92,14 @@ def _weigh(loss: Any, part: Part) -> Weighted:
     return weighted if part.count else Weighted(weighted.total * 0.0, 0.0)
 
 
-def _add(totals: torch.Tensor, loss: Weighted, part: Part, rank: int) -> None:
+def _add(totals: torch.Tensor, loss: Weighted, part: Part, run: Run) -> None:
     """Add one part to (total, count, one flag a rank for a loss that is not finite)."""
     if part.count:
         total = loss.total.detach().double()
-        totals[0] += total
-        totals[1] += loss.count.detach() if isinstance(loss.count, torch.Tensor) else loss.count
-        totals[2 + rank] += (~torch.isfinite(total)).double()
+        count = loss.count.detach() if isinstance(loss.count, torch.Tensor) else loss.count
+        totals[0] += total / run.copies
+        totals[1] += count / run.copies
+        totals[2 + run.world.rank] += (~torch.isfinite(total)).double()
 
 
 def _judge(run: Run, share: Share, totals: list[float]) -> Outcome:
@@ -125,6 +127,9 @@ def _finish_gradients(run: Run, factor: float) -> None:
     for optimizer in run.optimizers:
         if run.scaler.is_enabled() and any(p.grad is not None for g in optimizer.param_groups for p in g["params"]):
             run.scaler.unscale_(optimizer)
+            if run.layout.held:  # ranks hold different gradients: one that overflows stops all
+                for found in run.scaler._found_inf_per_device(optimizer).values():
+                    dist.all_reduce(found, dist.ReduceOp.MAX)
     if factor != 1.0:
         gradients = [p.grad for p in run.replica.parameters if p.grad is not None]
         torch._foreach_mul_(gradients, factor)

@@ -1,5 +1,6 @@
 """The update: clip by the global norm, step the optimizer at the rule's rate, advance the scheduler once."""
 
+import math
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -8,6 +9,7 @@ from torch.optim import Optimizer
 
 from tutti.optim.lr_rule import factor
 from tutti.optim.scaling import scaled_learning_rate
+from tutti.runtime.layout import local, norm_squared
 from tutti.runtime.state import Run
 
 
@@ -59,4 +61,11 @@ def _clip(run: Run) -> float | None:
     """Scale gradients so that their global norm is at most clip_norm; returns the norm before."""
     if run.settings.clip_norm is None:
         return None
-    return float(torch.nn.utils.clip_grad_norm_(run.replica.parameters, run.settings.clip_norm))
+    if not run.layout.held:
+        return float(torch.nn.utils.clip_grad_norm_(run.replica.parameters, run.settings.clip_norm))
+    named = [(name, p.grad) for name, p in run.model.named_parameters() if p.grad is not None]
+    norm = math.sqrt(float(norm_squared(run.layout, named, run.world.device)))
+    factor = run.settings.clip_norm / (norm + 1e-6)  # as torch does
+    if factor < 1.0:
+        torch._foreach_mul_([local(gradient) for _, gradient in named], factor)
+    return norm

@@ -21,7 +21,7 @@ class Weighted:
     count: torch.Tensor | float
 
 
-def as_weighted(loss: Any, samples: int) -> Weighted:
+def as_weighted(loss: Any, samples: float) -> Weighted:
     """A user's loss of a part of `samples` samples, as (total, count). Raises ScriptError for anything else."""
     if isinstance(loss, Weighted):
         return loss

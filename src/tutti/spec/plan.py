@@ -4,7 +4,19 @@ import math
 from dataclasses import dataclass, field
 
 from tutti.errors import PlanError
-from tutti.spec.words import AxisName, LastBatch, Placement, Precision, SyncMode, Unit
+from tutti.spec.words import (
+    DATA_AXES,
+    AxisName,
+    ContextKind,
+    LastBatch,
+    Offload,
+    Placement,
+    Precision,
+    ScheduleName,
+    ShardLevel,
+    SyncMode,
+    Unit,
+)
 
 
 def _positive(value: int, name: str) -> None:
@@ -21,7 +33,7 @@ class LayoutRule:
     """
 
     modules: str = "*"
-    placement: Placement = "replicate"
+    placement: Placement = "auto"
     recompute: bool = False
 
     def __post_init__(self) -> None:
@@ -33,8 +45,8 @@ class LayoutRule:
 class BatchPlan:
     """The batch that a step means, and how it is cut.
 
-    The global batch is cut into `num_microbatches` slices in order; each slice is shared among the ranks of the
-    replicate axis. `last_batch`: an epoch's short last batch is kept or dropped.
+    The global batch is cut into `num_microbatches` slices in order; each slice is shared among the data-parallel
+    ranks. `last_batch`: an epoch's short last batch is kept or dropped.
     """
 
     global_batch_size: int
@@ -64,12 +76,40 @@ class Sync:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """What the `shard` axis divides among its ranks, and what is kept in the host's memory."""
+
+    level: ShardLevel = 3
+    offload: Offload = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """How the `stage` axis runs. `cuts`: names of the modules at which a new stage begins (none: cut by cost);
+    `stages_per_rank`: stages that each rank owns, above 1 for interleaved schedules.
+    """
+
+    schedule: ScheduleName = "1f1b"
+    stages_per_rank: int = 1
+    cuts: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _positive(self.stages_per_rank, "stages_per_rank")
+        if self.stages_per_rank > 1 and self.schedule != "interleaved":
+            raise PlanError(
+                f'stages_per_rank = {self.stages_per_rank} with schedule = "{self.schedule}"; use "interleaved", or 1'
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """How a job is spread over ranks.
 
     `mesh`: degree of each axis in order, outermost first; their product is the world size.
-    `shares`: relative loads of the replicate axis' ranks (empty: equal); 3, 1 gives rank 0 three quarters of every
+    `shares`: relative loads of the data-parallel ranks (empty: equal); 3, 1 gives the first three quarters of every
     slice. The weights of the means follow from the samples each rank really gets.
+    `space_grid`: into how many parts each spatial dim is cut (empty: the first one into all); `context`: how
+    attention is computed over the context axis.
     """
 
     batch: BatchPlan
@@ -78,6 +118,10 @@ class Plan:
     shares: tuple[float, ...] = ()
     precision: Precision = "full"
     sync: Sync = Sync()
+    sharding: Sharding = Sharding()
+    pipeline: Pipeline = Pipeline()
+    space_grid: tuple[int, ...] = ()
+    context: ContextKind = "ring"
     version: int = 1
 
     def __post_init__(self) -> None:
@@ -85,11 +129,17 @@ class Plan:
             raise PlanError('mesh is empty; write {"replicate": 1} for one device')
         for axis, degree in self.mesh.items():
             _positive(degree, f"mesh.{axis}")
-        degree = self.mesh.get("replicate", 1)
+        degree = self.data_parallel_degree
         if self.shares and len(self.shares) != degree:
             raise PlanError(
-                f"shares has {len(self.shares)} entries, but mesh.replicate = {degree}; give one share for each "
-                "rank of the replicate axis, or none for equal shares"
+                f"shares has {len(self.shares)} entries, but the mesh has {degree} data-parallel ranks "
+                f"({' x '.join(DATA_AXES)}); give one share for each, or none for equal shares"
+            )
+        space = self.degree("space")
+        if self.space_grid and math.prod(self.space_grid) != space:
+            raise PlanError(
+                f"space_grid = {list(self.space_grid)} makes {math.prod(self.space_grid)} parts, but mesh.space = "
+                f"{space}; make them agree"
             )
         if any(not math.isfinite(share) or share < 0 for share in self.shares):
             raise PlanError(f"shares = {list(self.shares)}; every share must be a number of 0 or more")
@@ -100,6 +150,11 @@ class Plan:
     def world_size(self) -> int:
         return math.prod(self.mesh.values())
 
+    def degree(self, *axes: AxisName) -> int:
+        """Ranks of the joint group of `axes`; 1 for axes the mesh does not have."""
+        return math.prod(self.mesh.get(axis, 1) for axis in axes)
+
     @property
     def data_parallel_degree(self) -> int:
-        return self.mesh.get("replicate", 1)
+        """Ranks that share every slice of the global batch."""
+        return self.degree(*DATA_AXES)

@@ -8,11 +8,29 @@ Evidence = Literal["measured", "predicted", "published", "assumed"]
 Unit = Literal["samples", "tokens"]
 """What `global_batch_size` counts."""
 
-AxisName = Literal["replicate"]
-"""Mesh axes that a plan may use. A mechanism adds its axis here when it is built."""
+AxisName = Literal["replicate", "shard", "expert", "table", "split", "stage", "context", "space"]
+"""Mesh axes that a plan may use. Ranks along the first four compute different samples (`DATA_AXES`), along `split`,
+`stage` and `space` the same ones, along `context` different parts of the same sequences."""
 
-Placement = Literal["replicate"]
-"""What a layout rule may do with a module."""
+DATA_AXES: tuple[AxisName, ...] = ("replicate", "shard", "expert", "table")
+"""The axes among whose ranks every slice of the global batch is shared."""
+
+Placement = Literal["auto", "replicate", "split", "column", "row"]
+"""What a layout rule may do with a module on the mesh's `split`, `expert` or `table` axis. auto: what is known to work
+for its kind; replicate: whole on every rank; split: divided, in the way that suits it; column and row: a linear layer
+divided by its outputs or by its inputs."""
+
+ShardLevel = Literal[1, 2, 3]
+"""What the `shard` axis divides: 1 optimizer state; 2 gradients too; 3 parameters too (ZeRO)."""
+
+Offload = Literal["none", "optimizer", "parameters"]
+"""What lives in the host's memory between uses."""
+
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+"""In which order a pipeline's stages run their microbatches."""
+
+ContextKind = Literal["ring", "all-to-all"]
+"""How attention sees a whole sequence: keys and values travel round, or heads are exchanged for tokens (Ulysses)."""
 
 Precision = Literal["full", "tf32", "bfloat16", "float16"]
 """full: the parameters' own dtype throughout; tf32: float32 with TF32 matrix products; bfloat16 and float16:

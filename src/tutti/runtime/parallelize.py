@@ -1,0 +1,51 @@
+"""Parallelize: the plan's mechanisms take the model apart, in an order one can read."""
+
+from collections.abc import Iterable, Mapping
+
+from torch import nn
+from torch.optim import Optimizer
+
+from tutti.errors import PlanError, ScriptError
+from tutti.runtime.batchnorm import BatchScope, share_statistics
+from tutti.runtime.layout import Layout
+from tutti.runtime.recompute import apply_recompute
+from tutti.spec.plan import Plan
+
+BUILT = ("replicate",)
+"""The axes whose mechanism is there."""
+
+
+def parallelize(model: nn.Module, plan: Plan, layout: Layout, scope: BatchScope) -> None:
+    """Change `model` in place so that this rank computes its part, and write into `layout` what it holds.
+
+    Raises PlanError for what cannot work, naming the module and the remedy.
+    """
+    mesh = layout.mesh
+    for axis in mesh.degrees:
+        if axis not in BUILT:
+            raise PlanError(f"mesh.{axis} = {mesh.degree(axis)}: this version has no such mechanism; use {BUILT}")
+    recomputed = apply_recompute(model, plan.layout, scope)
+    if scope.world_size > 1 or recomputed:
+        share_statistics(model, scope)
+
+
+def rebind(optimizers: Iterable[Optimizer], originals: Mapping[str, nn.Parameter], model: nn.Module) -> None:
+    """Make optimizers hold the parameters the model has now, in the same groups with the same settings.
+
+    `originals`: by name, the parameters before the model was taken apart. Parameters that are on other ranks leave.
+    """
+    now = dict(model.named_parameters(remove_duplicate=False))
+    fate: dict[int, nn.Parameter | None] = {}
+    for name, parameter in originals.items():
+        fate[id(parameter)] = now.get(name) if fate.get(id(parameter)) is None else fate[id(parameter)]
+    if all(new is not None and id(new) == old for old, new in fate.items()):
+        return
+    for optimizer in optimizers:
+        if optimizer.state:
+            raise ScriptError(
+                f"{type(optimizer).__name__} has already made steps, and the plan replaces parameters; give prepare a "
+                "fresh optimizer, and resume its state from a checkpoint"
+            )
+        for group in optimizer.param_groups:
+            kept = [fate.get(id(parameter), parameter) for parameter in group["params"]]
+            group["params"] = [parameter for parameter in kept if parameter is not None]
