@@ -50,7 +50,7 @@ def test_world_size_is_the_product_of_the_mesh() -> None:
         (lambda: LayoutRule(modules=""), "modules is empty; write '*'"),
         (lambda: Plan(batch=BatchPlan(global_batch_size=4), mesh={}), "mesh is empty"),
         (lambda: Plan(batch=BatchPlan(global_batch_size=4), mesh={"replicate": -2}), "mesh.replicate = -2"),
-        (lambda: Plan(batch=BatchPlan(global_batch_size=4), shares=(1, 1)), "but mesh.replicate = 1"),
+        (lambda: Plan(batch=BatchPlan(global_batch_size=4), shares=(1, 1)), "the mesh has 1 data-parallel ranks"),
         (lambda: Plan(batch=BatchPlan(global_batch_size=4), shares=(float("inf"),)), "every share must be"),
     ],
 )
