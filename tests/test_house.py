@@ -32,6 +32,10 @@ PUBLIC_NAMES = [
     "RunReport",
     "TuttiError",
     "Weighted",
+    "replicate",
+    "shard",
+    "split",
+    "stage",
 ]
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tutti.errors import TuttiError
+    from tutti.nn.annotations import replicate, shard, split, stage
     from tutti.optim.lr_rule import LRRule
     from tutti.runtime.job import Job
     from tutti.runtime.weighted import Weighted
@@ -28,6 +29,10 @@ _HOMES = {
     "RunReport": "tutti.spec.report",
     "TuttiError": "tutti.errors",
     "Weighted": "tutti.runtime.weighted",
+    "replicate": "tutti.nn.annotations",
+    "shard": "tutti.nn.annotations",
+    "split": "tutti.nn.annotations",
+    "stage": "tutti.nn.annotations",
 }
 
 __version__ = "0.1.0"
@@ -41,6 +46,10 @@ __all__ = [
     "RunReport",
     "TuttiError",
     "Weighted",
+    "replicate",
+    "shard",
+    "split",
+    "stage",
 ]
 
 

@@ -1,11 +1,9 @@
 """Which modules a plan's layout rules touch. Names are dotted; a module contains all names that extend its own."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from tutti.spec.model import ModelSpec
-from tutti.spec.plan import LayoutRule, Plan
+from tutti.spec.plan import Plan, recomputes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,12 +14,6 @@ class Region:
     members: tuple[int, ...]
 
 
-def rule_of(name: str, layout: Sequence[LayoutRule]) -> LayoutRule | None:
-    """The last rule whose glob matches a module's name; the model itself is ""."""
-    matching = [rule for rule in layout if fnmatchcase(name, rule.modules)]
-    return matching[-1] if matching else None
-
-
 def recompute_regions(model: ModelSpec, plan: Plan) -> tuple[Region, ...]:
     """The outermost modules that recompute, each with everything inside it.
 
@@ -30,7 +22,7 @@ def recompute_regions(model: ModelSpec, plan: Plan) -> tuple[Region, ...]:
     if not any(rule.recompute for rule in plan.layout):
         return ()
     names = [module.name for module in model.modules]
-    asked = {name for name in names if name and (rule := rule_of(name, plan.layout)) and rule.recompute}
+    asked = {name for name in names if name and recomputes(plan.layout, name)}
     roots = [name for name in names if name in asked and not any(parent in asked for parent in _parents(name))]
     members: dict[str, list[int]] = {root: [] for root in roots}
     for index, name in enumerate(names):

@@ -53,6 +53,7 @@ def predict(model: ModelSpec, cluster: ClusterSpec, plan: Plan) -> Prediction:
     Raises PlanError where the plan cannot be costed: more ranks than CUDA devices, a precision or a link that the
     cluster does not describe, a batch in tokens of unknown number.
     """
+    _check_mesh(plan)
     seats = place(cluster, plan.world_size)
     samples = samples_of(plan.batch.global_batch_size, plan.batch.unit, model.tokens_per_sample)
     if plan.batch.num_microbatches > samples:
@@ -94,6 +95,15 @@ def predict(model: ModelSpec, cluster: ClusterSpec, plan: Plan) -> Prediction:
             *model.notes,
         ),
     )
+
+
+def _check_mesh(plan: Plan) -> None:
+    unknown = [axis for axis, degree in plan.mesh.items() if degree > 1 and axis != "replicate"]
+    if unknown:
+        raise PlanError(
+            f"the time of a step over mesh.{', mesh.'.join(unknown)} is not predicted yet; the plan runs and is "
+            "verified all the same (tutti run --no-predict)"
+        )
 
 
 def _with_statistics(work: RankWork, forward_s: float, backward_s: float) -> RankWork:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tutti.errors import LaunchError
+from tutti.spec.mesh_words import parse_mesh
+from tutti.spec.words import AxisName
 
 _MPI = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -47,6 +49,7 @@ class Wishes:
 
     run_folder: Path | None = None
     plan: Path | None = None
+    mesh: dict[AxisName, int] | None = None
     resume: Path | None = None
     observer: str | None = None
     recording: Recording | None = None
@@ -65,6 +68,7 @@ def read_wishes(environ: Mapping[str, str] = os.environ) -> Wishes:
     return Wishes(
         run_folder=path("TUTTI_RUN_FOLDER"),
         plan=path("TUTTI_PLAN"),
+        mesh=parse_mesh(environ["TUTTI_MESH"]) if environ.get("TUTTI_MESH") else None,
         resume=path("TUTTI_RESUME"),
         observer=environ.get("TUTTI_OBSERVER") or None,
         recording=_recording(environ),

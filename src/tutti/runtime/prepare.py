@@ -14,6 +14,7 @@ from tutti.data.source import Source
 from tutti.errors import ScriptError
 from tutti.optim.scaling import initial_learning_rate
 from tutti.runtime.agree import check_same_model, copy_from_first, differing_values
+from tutti.runtime.annotated import with_annotations
 from tutti.runtime.batchnorm import BatchScope, batch_norms
 from tutti.runtime.capture import Captured
 from tutti.runtime.checkpoint import latest_checkpoint, load_checkpoint
@@ -50,7 +51,8 @@ class Given:
 
 def make_run(session: Session, given: Given) -> Run:
     """Build the Run: same model everywhere, taken apart as the plan says, replicas, data, folder, resume."""
-    world, plan, model = session.world, session.plan, given.model
+    world, model = session.world, given.model
+    plan = with_annotations(session.plan, model, stated_mesh=session.stated_mesh)
     set_matmul_precision(plan.precision, world.device)
     observer = load_observer(session.wishes.observer)
     model.to(world.device)
@@ -210,5 +212,5 @@ def captured(session: Session, given: Given) -> Captured:
         dataset=source.dataset,
         dataset_samples=source.samples,
         tokens_per_sample=tokens or 0,
-        plan=session.plan,
+        plan=with_annotations(session.plan, given.model, stated_mesh=session.stated_mesh),
     )

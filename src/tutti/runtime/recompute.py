@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tutti.errors import PlanError
 from tutti.runtime.batchnorm import BatchScope
-from tutti.spec.plan import LayoutRule
+from tutti.spec.plan import LayoutRule, recomputes
 
 
 def apply_recompute(model: nn.Module, layout: tuple[LayoutRule, ...], scope: BatchScope) -> list[str]:
@@ -25,15 +25,10 @@ def apply_recompute(model: nn.Module, layout: tuple[LayoutRule, ...], scope: Bat
     chosen: list[str] = []
     for name in names:
         inside = any(name.startswith(outer + ".") for outer in chosen)
-        if not inside and _recomputes(name, layout):
+        if not inside and recomputes(layout, name):
             _wrap(model.get_submodule(name), scope)
             chosen.append(name)
     return chosen
-
-
-def _recomputes(name: str, layout: tuple[LayoutRule, ...]) -> bool:
-    matching = [rule for rule in layout if fnmatchcase(name, rule.modules)]
-    return bool(matching) and matching[-1].recompute
 
 
 def _wrap(module: nn.Module, scope: BatchScope) -> None:

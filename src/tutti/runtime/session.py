@@ -1,5 +1,6 @@
 """Session: what stands when a Job is made, before it has a model: the world, the plan, the settings."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from tutti.runtime.screen import Screen
 from tutti.runtime.state import Settings
 from tutti.runtime.world import World, join
 from tutti.spec import codec
+from tutti.spec.mesh_words import mesh_in_words
 from tutti.spec.plan import BatchPlan, Plan
 from tutti.spec.words import Precision
 
@@ -25,6 +27,7 @@ class Session:
     wishes: Wishes
     world: World
     plan: Plan
+    stated_mesh: bool
     clock: PhaseClock
     screen: Screen
     name: str | None
@@ -54,6 +57,7 @@ def open_session(
         wishes=wishes,
         world=world,
         plan=plan_of(world, wishes, batch, microbatches_stated=microbatches_stated, precision=precision),
+        stated_mesh=wishes.plan is not None or wishes.mesh is not None,
         clock=PhaseClock(world.device),
         screen=Screen(world, supervised=wishes.supervised),
         name=name,
@@ -68,7 +72,13 @@ def plan_of(
 ) -> Plan:
     """The plan to run: the launcher's, checked against what the script says, or data parallel over all ranks."""
     if wishes.plan is None:
-        return Plan(batch=batch, mesh={"replicate": world.world_size}, precision=precision or "full")
+        mesh = wishes.mesh or {"replicate": world.world_size}
+        if not is_capturing() and math.prod(mesh.values()) != world.world_size:
+            raise PlanError(
+                f"the mesh {mesh_in_words(mesh)} has {math.prod(mesh.values())} ranks, but {world.world_size} were "
+                "started; make them agree"
+            )
+        return Plan(batch=batch, mesh=mesh, precision=precision or "full")
     plan = codec.load(Plan, wishes.plan)
     if plan.world_size != world.world_size:
         raise PlanError(

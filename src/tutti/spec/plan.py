@@ -1,7 +1,9 @@
 """Plan: what is intended. A readable JSON file that says how the work is spread; nothing in it is measured."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 
 from tutti.errors import PlanError
 from tutti.spec.words import (
@@ -26,19 +28,31 @@ def _positive(value: int, name: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutRule:
-    """Where the modules whose dotted names match a glob are placed; the last matching rule wins.
+    """Where the modules whose dotted names match a glob are placed; the last matching rule with an opinion wins.
 
-    `modules`: a glob over dotted module names ("*" is all of them); `recompute`: whether their activations are
-    dropped after forward and computed again in backward.
+    `modules`: a glob over dotted module names ("*" is all of them); `placement`: auto is no opinion; `recompute`:
+    whether their activations are dropped after forward and computed again in backward, None for no opinion.
     """
 
     modules: str = "*"
     placement: Placement = "auto"
-    recompute: bool = False
+    recompute: bool | None = None
 
     def __post_init__(self) -> None:
         if not self.modules:
             raise PlanError("modules is empty; write '*' for all modules, or a glob over their dotted names")
+
+
+def placement_of(layout: Sequence[LayoutRule], name: str) -> Placement:
+    """What the layout says of the module `name`; auto where no rule has an opinion."""
+    said = [rule.placement for rule in layout if rule.placement != "auto" and fnmatchcase(name, rule.modules)]
+    return said[-1] if said else "auto"
+
+
+def recomputes(layout: Sequence[LayoutRule], name: str) -> bool:
+    """Whether the layout says that the module `name` recomputes."""
+    said = [rule.recompute for rule in layout if rule.recompute is not None and fnmatchcase(name, rule.modules)]
+    return bool(said and said[-1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,1 @@
+"""Model parts and marks that torch lacks; all of it runs on one device."""

@@ -1,0 +1,84 @@
+"""Annotations: marks a script sets on modules, which constrain how they are placed and change nothing else.
+
+tutti.split(model.head)            parameters divided over the split axis
+tutti.replicate(model.backbone)    whole on every rank of that axis
+tutti.stage(model.layers[6:])      a pipeline stage begins here
+tutti.shard(model)                 optimizer state, gradients and parameters divided (ZeRO)
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from torch import nn
+
+from tutti.errors import PlanError
+from tutti.spec.words import ShardLevel
+
+M = TypeVar("M", bound=nn.Module)
+
+SplitKind = Literal["split", "column", "row"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Annotation:
+    """One mark. `degree`: over how many ranks, None for as many as there are; `level`: of shard."""
+
+    kind: Literal["replicate", "split", "column", "row", "stage", "shard"]
+    degree: int | None = None
+    level: ShardLevel | None = None
+
+    @property
+    def words(self) -> str:
+        """The call that made it."""
+        return f"tutti.{'split' if self.kind in ('column', 'row') else self.kind}"
+
+
+def replicate(module: M) -> M:
+    """Keep `module` whole on every rank of the split axis; returns it."""
+    return _mark(module, Annotation(kind="replicate"))
+
+
+def split(module: M, *, how: SplitKind = "split", degree: int | None = None) -> M:
+    """Divide the parameters of `module` over the split axis (of `degree` ranks, if stated); returns it.
+
+    `how`: column or row for a linear layer, split for whatever suits the module.
+    """
+    if how not in ("split", "column", "row"):
+        raise PlanError(f"tutti.split(how={how!r}): use 'split', 'column' or 'row'")
+    return _mark(module, Annotation(kind=how, degree=_checked(degree, "split")))
+
+
+def stage(module: M) -> M:
+    """Begin a pipeline stage at `module`, or at the first of a list of modules; returns it."""
+    first = next(iter(module.children()), None) if isinstance(module, nn.ModuleList | nn.Sequential) else module
+    if first is None:
+        raise PlanError("tutti.stage got an empty list of modules; name the module at which a stage begins")
+    _mark(first, Annotation(kind="stage"))
+    return module
+
+
+def shard(module: M, *, level: ShardLevel = 3, degree: int | None = None) -> M:
+    """Divide over the shard axis: 1 optimizer state, 2 gradients too, 3 parameters too; returns the module."""
+    if level not in (1, 2, 3):
+        raise PlanError(f"tutti.shard(level={level!r}): use 1, 2 or 3")
+    return _mark(module, Annotation(kind="shard", level=level, degree=_checked(degree, "shard")))
+
+
+def annotations(module: nn.Module) -> tuple[Annotation, ...]:
+    """The marks on this module itself."""
+    return tuple(getattr(module, "_tutti_annotations", ()))
+
+
+def _mark(module: M, annotation: Annotation) -> M:
+    """Marks on a slice of a ModuleList go to its modules: the slice is not part of the model."""
+    targets: Iterable[nn.Module] = module.children() if isinstance(module, nn.ModuleList) else [module]
+    for one in targets:
+        one._tutti_annotations = (*annotations(one), annotation)  # type: ignore[assignment]
+    return module
+
+
+def _checked(degree: int | None, name: str) -> int | None:
+    if degree is not None and degree < 1:
+        raise PlanError(f"tutti.{name}(degree={degree}): give a number of ranks of 1 or more")
+    return degree
