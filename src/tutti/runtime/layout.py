@@ -4,13 +4,14 @@ Mechanisms write it while they take a model apart; whatever needs whole tensors 
 reads it and need not know the mechanisms. Names are those of the user's model; a mechanism keeps them.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from tutti.runtime.mesh import Mesh
 from tutti.runtime.world import World
@@ -103,11 +104,29 @@ class Held:
 
 
 @dataclass(slots=True)
+class OptimizerLayout:
+    """What optimizers hold where it is not simply the model's parameters.
+
+    `groups[optimizer][group]`: names in the user's order, also of parameters that other ranks hold; `held`: how the
+    state of a parameter is cut, where it is cut otherwise than the parameter; `stand_ins`: parameters that are not the
+    model's, by the name they stand for; `loaded`: called after parameters got new values from a file, so that copies
+    of them (stand-ins, master weights) follow.
+    """
+
+    groups: list[list[list[str]]] = field(default_factory=list)
+    held: dict[str, Held] = field(default_factory=dict)
+    stand_ins: dict[nn.Parameter, str] = field(default_factory=dict)
+    loaded: list[Callable[[], None]] = field(default_factory=list)
+    sole: dict[str, bool] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
 class Layout:
     """Every parameter and buffer of the model by its name in the user's model, as this rank holds it.
 
     `held`: what is not whole on every rank, or is summed otherwise; `names`: every name and whole shape of the user's
-    model, in its order, also of tensors that other ranks hold; `tied`: groups of names that are one tensor.
+    model, in its order, also of tensors that other ranks hold; `tied`: groups of names that are one tensor; `states`:
+    the same of the optimizers' state.
     """
 
     mesh: Mesh
@@ -115,17 +134,21 @@ class Layout:
     tied: list[list[str]] = field(default_factory=list)
     held: dict[str, Held] = field(default_factory=dict)
     sole: dict[str, bool] = field(default_factory=dict)
+    states: OptimizerLayout = field(default_factory=OptimizerLayout)
 
     @classmethod
-    def of(cls, model: nn.Module, mesh: Mesh) -> "Layout":
+    def of(cls, model: nn.Module, mesh: Mesh, optimizers: Iterable[Optimizer] = ()) -> "Layout":
         """The layout of a model that no mechanism has touched: everything whole, everywhere."""
         same: dict[int, list[str]] = {}
         for name, tensor in _all(model):
             same.setdefault(id(tensor), []).append(name)
+        first = {key: names[0] for key, names in same.items()}
+        groups = [[[first[id(p)] for p in group["params"]] for group in one.param_groups] for one in optimizers]
         return cls(
             mesh,
             {name: tuple(tensor.shape) for name, tensor in _all(model)},
             [names for names in same.values() if len(names) > 1],
+            states=OptimizerLayout(groups=groups),
         )
 
     def of_name(self, name: str) -> Held:
@@ -142,18 +165,44 @@ class Layout:
         for one in self._aliases(name):
             self.held[one] = replace(self.of_name(one), sums=tuple(axes))
 
-    def settle(self, model: nn.Module, world: World) -> None:
+    def state_of(self, name: str) -> Held:
+        """How the optimizer's state of the parameter called `name` is held here, where its shape is the parameter's."""
+        return self.states.held.get(name) or self.of_name(name)
+
+    def cut_state(self, name: str, dim: int, *ranges: Range) -> None:
+        """Note that this rank's optimizer holds only `ranges` of the state of `name` (see Held.cut); the parameter's
+        own cuts are included, so `ranges` are positions in this rank's part of the parameter where it is cut."""
+        for one in self._aliases(name):
+            self.states.held[one] = self.state_of(one).cut(dim, *ranges)
+
+    def settle(self, model: nn.Module, world: World, optimizers: Iterable[Optimizer] = ()) -> None:
         """After all mechanisms: find out which rank counts each part (the first that holds it). Collective."""
-        mine = [(name, self.of_name(name).cuts) for name, _ in local_tensors(model)]
+        mine = [(name, self._aliases(name)[0], self.of_name(name).cuts) for name, _ in local_tensors(model)]
+        names = [name for some in self.state_names(model, optimizers).values() for name in some.values()]
+        states = [(name, self._aliases(name)[0], self.state_of(name).cuts) for name in names]
         owner: dict[Any, int] = {}
-        for rank, theirs in enumerate(world.gather(mine)):
-            for part in theirs:
-                owner.setdefault(part, rank)
-        self.sole = {part[0]: owner[part] == world.rank for part in mine}
+        for rank, theirs in enumerate(world.gather(([part[1:] for part in mine], [part[1:] for part in states]))):
+            for kind, parts in enumerate(theirs):
+                for part in parts:
+                    owner.setdefault((kind, *part), rank)
+        self.sole = {part[0]: owner[(0, *part[1:])] == world.rank for part in mine}
+        self.states.sole = {part[0]: owner[(1, *part[1:])] == world.rank for part in states}
+
+    def state_names(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> dict[int, dict[nn.Parameter, str]]:
+        """By optimizer: the name in the user's model of every parameter that it holds on this rank."""
+        known = {p: name for name, p in model.named_parameters()} | self.states.stand_ins
+        return {
+            index: {p: known[p] for group in one.param_groups for p in group["params"] if p in known}
+            for index, one in enumerate(optimizers)
+        }
 
     def counts(self, name: str) -> bool:
         """Whether this rank is the one whose copy of the part counts: for norms, and for writing it to disk."""
         return self.sole.get(name, self.mesh.rank == 0)
+
+    def counts_state(self, name: str) -> bool:
+        """Whether this rank's copy of the optimizer's state of `name` is the one that is written to disk."""
+        return self.states.sole.get(name, self.counts(name))
 
     def _aliases(self, name: str) -> list[str]:
         return next((names for names in self.tied if name in names), [name])

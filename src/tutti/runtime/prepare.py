@@ -58,12 +58,12 @@ def make_run(session: Session, given: Given) -> Run:
     model.to(world.device)
     observer.built(model, world)
     _make_equal(model, world, session.screen)
-    layout = Layout.of(model, Mesh(plan.mesh, world.rank))
+    layout = Layout.of(model, Mesh(plan.mesh, world.rank), given.optimizers)
     scope = _batch_scope(model, layout.mesh)
     originals = dict(model.named_parameters(remove_duplicate=False))
     parallelize(model, plan, layout, scope)
     rebind(given.optimizers, originals, model)
-    layout.settle(model, world)
+    layout.settle(model, world, given.optimizers)
     folder = open_folder(session.wishes, world, session.folder)
     run = Run(
         settings=session.settings,
