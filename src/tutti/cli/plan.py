@@ -38,6 +38,9 @@ class Options:
     precision: "PrecisionPolicy"
     allow_microbatches: bool
     output: Path | None
+    mesh: str | None
+    plan: Path | None
+    explain: bool
     as_json: bool
 
 
@@ -56,6 +59,9 @@ class Options:
     help="Keep the script's; auto: choose, which may change the numbers; or exactly this one.",
 )
 @click.option("--allow-microbatches", is_flag=True, help="Let microbatches change where that changes results.")
+@click.option("--mesh", metavar="AXIS=N,...", help="Exactly this mesh, such as replicate=2,split=2: nothing is chosen.")
+@click.option("--plan", type=click.Path(path_type=Path), help="Explain this plan for SCRIPT.")
+@click.option("--explain", is_flag=True, help="Show where every module lies, its bytes a rank and its collectives.")
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the plan to this file.")
 @json_option
 @click.argument("target", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")
@@ -67,6 +73,11 @@ def command(**given: Any) -> None:
     options = Options(**given)
     from tutti.cli.planning import write_spec
 
+    if options.mesh is not None or options.plan is not None or options.explain:
+        from tutti.cli.explain import explain_script
+
+        explain_script(options)
+        return
     choice = _choose(options)
     if options.output is not None:
         write_spec(choice.best, options.output)

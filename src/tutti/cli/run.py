@@ -1,5 +1,6 @@
 """`tutti run`: train by a plan, on the ranks of this node (and, told the same way, of others)."""
 
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ class Options:
     rendezvous: str | None
     timeout_s: float
     plan: Path | None
+    mesh: str | None
     cluster: Path | None
     folder: Path | None
     resume: Path | None
@@ -78,6 +80,7 @@ def _counts(context: click.Context, parameter: click.Parameter, text: str | None
 @click.option("--timeout", "timeout_s", type=click.FloatRange(min=0.1), default=600.0, show_default=True,
               metavar="SECONDS", help="How long ranks wait for each other.")  # fmt: skip
 @click.option("--plan", type=click.Path(path_type=Path), help="Run exactly this plan.")
+@click.option("--mesh", metavar="AXIS=N,...", help="The ranks as a grid, such as replicate=2,split=2.")
 @click.option("--cluster", type=click.Path(path_type=Path), help="The machines, for planning and predicting.")
 @click.option("--folder", type=click.Path(path_type=Path), help="The run folder; runs/NAME-TIME if not given.")
 @click.option("--resume", type=click.Path(path_type=Path), help="Go on from a run folder or a checkpoint.")
@@ -113,7 +116,7 @@ def _run(options: Options) -> int:
 
     console = Console(stderr=True, highlight=False)
     try:
-        nproc = _ranks_per_node(options, _given_plan(options))
+        nproc = _ranks_per_node(options, _given_plan(options), _given_mesh(options))
         _meet(options, console)
         spec = _launch_spec(options, nproc, console)
         return _train(options, spec, console)
@@ -177,6 +180,8 @@ def _launch_spec(options: Options, nproc: tuple[int, ...] | None, console: "Cons
         environment["TUTTI_PLAN"] = str(folder / "plan.json")
     elif options.plan is not None:
         environment["TUTTI_PLAN"] = str(options.plan.resolve())
+    if options.mesh is not None:
+        environment["TUTTI_MESH"] = options.mesh
     if options.resume is not None:
         environment["TUTTI_RESUME"] = str(options.resume.resolve())
     if options.checkpoint_every is not None:
@@ -250,26 +255,39 @@ def _given_plan(options: Options) -> "Plan | None":
     return codec.load(Plan, options.plan)
 
 
-def _ranks_per_node(options: Options, plan: "Plan | None") -> tuple[int, ...] | None:
-    """Ranks of every node, from --nproc or the plan; None when they are to be planned."""
+def _given_mesh(options: Options) -> int | None:
+    """Ranks of the mesh that --mesh says, None without it."""
+    if options.mesh is None:
+        return None
+    if options.plan is not None:
+        raise LaunchError("--mesh and --plan both say how ranks are arranged; give one (a plan file has a mesh)")
+    from tutti.spec.mesh_words import parse_mesh
+
+    return math.prod(parse_mesh(options.mesh).values())
+
+
+def _ranks_per_node(options: Options, plan: "Plan | None", mesh: int | None) -> tuple[int, ...] | None:
+    """Ranks of every node, from --nproc, the plan or the mesh; None when they are to be planned."""
+    wanted = plan.world_size if plan is not None else mesh
+    place = str(options.plan) if plan is not None else f"--mesh {options.mesh}"
     if options.nproc is None:
-        if plan is None and options.nnodes == 1:
+        if wanted is None and options.nnodes == 1:
             return None
-        if plan is None:
+        if wanted is None:
             raise LaunchError(
                 f"--nnodes {options.nnodes} needs the ranks per node; add --nproc N (or N,N,... per node)"
             )
-        if plan.world_size % options.nnodes:
+        if wanted % options.nnodes:
             raise PlanError(
-                f"{options.plan}: {plan.world_size} ranks do not share evenly among {options.nnodes} nodes; list the "
+                f"{place}: {wanted} ranks do not share evenly among {options.nnodes} nodes; list the "
                 "ranks of each node with --nproc N,N,..."
             )
-        return (plan.world_size // options.nnodes,) * options.nnodes
+        return (wanted // options.nnodes,) * options.nnodes
     nproc = options.nproc * options.nnodes if len(options.nproc) == 1 else options.nproc
-    if plan is not None and sum(nproc) != plan.world_size:
+    if wanted is not None and sum(nproc) != wanted:
         raise PlanError(
-            f"{options.plan}: its mesh has {plan.world_size} ranks, but --nproc starts {sum(nproc)}; leave --nproc "
-            "out, or give a plan for that many"
+            f"{place}: its mesh has {wanted} ranks, but --nproc starts {sum(nproc)}; leave --nproc out, or make them "
+            "agree"
         )
     return nproc
 
@@ -305,7 +323,8 @@ def _to_predict(options: Options) -> bool:
     on machines that nobody described."""
     described = options.cluster is not None or options.nnodes == 1
     stated = options.nproc is not None or options.plan is not None
-    return options.predict and options.node_rank == 0 and not options.module and stated and described
+    wanted = options.predict and options.mesh is None and not options.module
+    return wanted and options.node_rank == 0 and stated and described
 
 
 def _started(worker: "Beside | None", console: "Console") -> "Beside | None":

@@ -1,5 +1,6 @@
 """`tutti verify`: N ranks against one device, and the first difference named."""
 
+import math
 import sys
 import tempfile
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ class Options:
     nproc: int | None
     steps: int
     plan: Path | None
+    mesh: str | None
     arithmetic: str
     tolerance: float | None
     folder: Path | None
@@ -41,6 +43,7 @@ class Options:
 )
 @click.option("--steps", type=click.IntRange(1), default=3, show_default=True, help="Steps to compare.")
 @click.option("--plan", type=click.Path(path_type=Path), help="Verify this plan: its ranks, microbatches and shares.")
+@click.option("--mesh", metavar="AXIS=N,...", help="Verify ranks in this grid, such as replicate=2,split=2.")
 @click.option(
     "--arithmetic",
     type=click.Choice(["auto", "double", "script"]),
@@ -81,7 +84,7 @@ def _verdict(options: Options) -> "Verdict":
     if options.folder is not None and not options.folder.is_dir():
         raise SpecError(f"--folder {options.folder} is not a folder; name the run folder to write verify.json into")
     plan = _plan(options)
-    world_size = plan.world_size if plan is not None else options.nproc or 2
+    world_size = plan.world_size if plan is not None else _mesh_size(options) or options.nproc or 2
     from tutti.launch.local import warm
 
     warm(threads_per_rank(world_size), preload=("tutti.verify.recorder",))
@@ -96,6 +99,17 @@ def _verdict(options: Options) -> "Verdict":
     )
     with tempfile.TemporaryDirectory(prefix="tutti-verify-") as folder:
         return verify(question, _runner(options, question, plan, Path(folder)), Path(folder))
+
+
+def _mesh_size(options: Options) -> int | None:
+    if options.mesh is None:
+        return None
+    from tutti.spec.mesh_words import parse_mesh
+
+    size = math.prod(parse_mesh(options.mesh).values())
+    if options.plan is not None or options.nproc not in (None, size):
+        raise PlanError(f"--mesh {options.mesh} is {size} ranks; leave --nproc and --plan out, or make them agree")
+    return size
 
 
 def _plan(options: Options) -> "Plan | None":
@@ -128,6 +142,8 @@ def _runner(options: Options, question: "Question", plan: "Plan | None", folder:
             own = plan if trial.world_size > 1 else replace(plan, mesh={"replicate": 1}, shares=())
             path = codec.save(own, folder / f"plan-{trial.world_size}.json")
             environment["TUTTI_PLAN"] = str(path)
+        elif options.mesh is not None and trial.world_size > 1:
+            environment["TUTTI_MESH"] = options.mesh
         spec = LaunchSpec(
             target=str(options.script),
             arguments=options.arguments,

@@ -120,17 +120,24 @@ def _cuts(marks: Marks, plan: Plan) -> tuple[str, ...]:
 
 def _rules(marks: Marks, plan: Plan) -> list[LayoutRule]:
     """A rule for each marked module and what is in it; marks inside others come later, so they win."""
-    rules = []
+    given = [rule for rule in plan.layout if rule not in _all_rules(marks)]
     for name, one in marks.placed.items():
         placement = _PLACED[one.kind]
-        for rule in plan.layout:
+        for rule in given:
             if rule.placement not in ("auto", placement) and fnmatchcase(name, rule.modules):
                 raise PlanError(
                     f"layout rule {rule.modules!r} of the plan says {rule.placement!r}, but the script marks module "
                     f"{name!r} with {_call(one)}; make them agree"
                 )
-        rules += [LayoutRule(modules=name or "*", placement=placement)]
-        rules += [LayoutRule(modules=f"{name}.*", placement=placement)] if name else []
+    return [rule for rule in _all_rules(marks) if rule not in plan.layout]
+
+
+def _all_rules(marks: Marks) -> list[LayoutRule]:
+    rules = []
+    for name, one in marks.placed.items():
+        rules.append(LayoutRule(modules=name or "*", placement=_PLACED[one.kind]))
+        if name:
+            rules.append(LayoutRule(modules=f"{name}.*", placement=_PLACED[one.kind]))
     return rules
 
 

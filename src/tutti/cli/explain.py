@@ -1,0 +1,157 @@
+"""`tutti plan --explain`: where a plan puts every module, as a tree a person can read. Nothing is run."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tutti.cli.common import capture_script, cluster_for, console, emit
+from tutti.errors import PlanError, ScriptError
+
+if TYPE_CHECKING:
+    from rich.tree import Tree
+
+    from tutti.cli.plan import Options
+    from tutti.runtime.capture import Captured
+    from tutti.spec.explanation import Explanation, ModulePlacement
+    from tutti.spec.plan import Plan
+
+
+def explain_script(options: "Options") -> None:
+    """Explain the plan that the command line names, or the best one, for its script."""
+    from tutti.cli.describe import describe_captured
+    from tutti.cli.planning import write_spec
+
+    if options.model is not None or not options.target:
+        raise ScriptError("--explain, --mesh and --plan need a script: the layout is that of its modules")
+    if options.mesh is not None and options.plan is not None:
+        raise PlanError("--mesh and --plan both say how ranks are arranged; give one (a plan file has a mesh)")
+    path = Path(options.target[0])
+    with console.status("looking at the model"):
+        captured = capture_script(path, options.target[1:])
+    plan = _plan(options, captured, path.stem)
+    explanation = _explain(captured, plan, _tensors(describe_captured(captured, name=path.stem)))
+    if options.output is not None:
+        write_spec(plan, options.output)
+    if options.as_json:
+        emit(explanation)
+        return
+    _show(explanation)
+    if options.output is not None:
+        target = " ".join(options.target)
+        console.print(f"plan written to {options.output}: tutti run --plan {options.output} {target}", soft_wrap=True)
+
+
+def _plan(options: "Options", captured: "Captured", name: str) -> "Plan":
+    from tutti.cli.planning import plan_for
+    from tutti.runtime.annotated import with_annotations
+    from tutti.spec import codec
+    from tutti.spec.mesh_words import parse_mesh
+    from tutti.spec.plan import Plan
+
+    if options.plan is not None:
+        return with_annotations(codec.load(Plan, options.plan), captured.model, stated_mesh=True)
+    if options.mesh is not None:
+        plan = replace(captured.plan, mesh=parse_mesh(options.mesh))
+        return with_annotations(plan, captured.model, stated_mesh=True)
+    if options.nproc is not None:
+        plan = replace(captured.plan, mesh={"replicate": options.nproc})
+        return with_annotations(plan, captured.model, stated_mesh=False)
+    return plan_for(captured, cluster_for(options.cluster), name=name, max_devices=options.max_devices).best
+
+
+def _tensors(model: object) -> float:
+    """Tensors of a parameter's size that the optimizer keeps, on average."""
+    from tutti.spec.model import ModelSpec
+
+    assert isinstance(model, ModelSpec)
+    gradients = sum(module.gradient_nbytes for module in model.modules)
+    return sum(module.optimizer_nbytes for module in model.modules) / gradients if gradients else 0.0
+
+
+def _explain(captured: "Captured", plan: "Plan", tensors: float) -> "Explanation":
+    from tutti.runtime.preview import explain_layout
+
+    return explain_layout(captured.model, plan, optimizer_tensors=tensors)
+
+
+def _show(explanation: "Explanation") -> None:
+    from rich.console import Console
+
+    from tutti.cli.describe import scaled
+
+    out = Console(highlight=False)
+    mesh = " x ".join(f"{axis} {degree}" for axis, degree in explanation.mesh.items())
+    shown = len(explanation.ranks)
+    world = 1
+    for degree in explanation.mesh.values():
+        world *= degree
+    ranks = f"all {world}" if shown == world else f"{shown} of {world}, evenly spread"
+    out.print(f"[bold]Layout[/] over {mesh}; ranks looked at: {ranks}", soft_wrap=True)
+    out.print(tree(explanation))
+    for words, values in (
+        ("parameters", explanation.parameter_nbytes_per_rank),
+        ("gradients", explanation.gradient_nbytes_per_rank),
+        ("parameters, gradients and optimizer state", explanation.state_nbytes_per_rank),
+    ):
+        out.print(f"{words} a rank: {spread(values)}", soft_wrap=True)
+    out.print(
+        f"the model whole: {scaled(explanation.parameter_nbytes, 'B')} of parameters; {explanation.evidence}: "
+        "nothing was run",
+        style="dim",
+        soft_wrap=True,
+    )
+
+
+def spread(values: tuple[int, ...]) -> str:
+    """Equal bytes once, others as least to most."""
+    from tutti.cli.describe import scaled
+
+    least, most = scaled(min(values), "B") or "0 B", scaled(max(values), "B") or "0 B"
+    return least if least == most else f"{least} to {most}"
+
+
+def tree(explanation: "Explanation") -> "Tree":
+    """Modules by their dotted names; equal numbered siblings are shown once."""
+    from rich.tree import Tree
+
+    root = Tree("model", guide_style="dim")
+    branches: dict[str, Tree] = {"": root}
+    for names, module in gathered(explanation.modules):
+        parent = root
+        parts = names.split(".") if names else []
+        for count in range(1, len(parts)):
+            key = ".".join(parts[:count])
+            branches[key] = branches.get(key) or parent.add(parts[count - 1])
+            parent = branches[key]
+        label = _label(parts[-1] if parts else "(model)", module)
+        branches[names] = parent.add(label)
+    return root
+
+
+def gathered(modules: "tuple[ModulePlacement, ...]") -> "Iterator[tuple[str, ModulePlacement]]":
+    """(name, module) with runs of numbered siblings that differ in nothing else merged: layers.0-3.mlp."""
+    groups: dict[tuple[object, ...], list[ModulePlacement]] = {}
+    for module in modules:
+        parts = module.name.split(".")
+        shape = tuple("#" if part.isdecimal() else part for part in parts)
+        facts = (module.kind, module.placement, module.nbytes, module.nbytes_per_rank, module.collectives)
+        groups.setdefault((shape, facts), []).append(module)
+    for members in groups.values():
+        columns = zip(*(module.name.split(".") for module in members), strict=True)
+        yield ".".join(_span(list(column)) for column in columns), members[0]
+
+
+def _span(names: list[str]) -> str:
+    distinct = list(dict.fromkeys(names))
+    if len(distinct) == 1:
+        return distinct[0]
+    numbers = sorted(int(name) for name in distinct)
+    dense = numbers == list(range(numbers[0], numbers[-1] + 1))
+    return f"{numbers[0]}-{numbers[-1]}" if dense else ",".join(map(str, numbers))
+
+
+def _label(name: str, module: "ModulePlacement") -> str:
+    nbytes = spread(module.nbytes_per_rank)
+    exchanged = f"  [dim]{'; '.join(module.collectives)}[/]" if module.collectives else ""
+    return f"[bold]{name}[/] {module.kind}: {module.placement}, {nbytes} a rank{exchanged}"

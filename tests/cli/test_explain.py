@@ -1,0 +1,71 @@
+"""`tutti plan --explain` shows the layout as a tree, and as JSON."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tutti.cli.explain import gathered
+from tutti.cli.main import main
+from tutti.spec.explanation import ModulePlacement
+from tutti.spec.plan import Plan
+
+SCRIPT = """
+import torch, tutti
+job = tutti.Job(global_batch_size=8)
+model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(3)], torch.nn.Linear(4, 2))
+data = torch.utils.data.TensorDataset(torch.randn(16, 4), torch.arange(16) % 2)
+MARKS
+job.prepare(model, torch.optim.Adam(model.parameters()), data, torch.nn.functional.cross_entropy)
+"""
+
+
+Capture = pytest.CaptureFixture[str]
+
+
+def explained(capsys: Capture, tmp_path: Path, *options: str, marks: str = "") -> tuple[int, str, str]:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.replace("MARKS", marks))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["tutti", "plan", *options, str(script)])
+        try:
+            main()
+            code = 0
+        except SystemExit as end:
+            code = int(end.code or 0)
+    return code, *capsys.readouterr()
+
+
+def test_a_stated_mesh_is_explained_as_a_tree(capsys: Capture, tmp_path: Path) -> None:
+    code, out, _ = explained(capsys, tmp_path, "--mesh", "replicate=2", "--output", str(tmp_path / "plan.json"))
+    assert code == 0
+    assert "Layout over replicate 2; ranks looked at: all 2" in out
+    assert "0-2 Linear: whole, 80 B a rank" in out
+    assert "gradients summed over replicate" in out
+    from tutti.spec import codec
+
+    assert codec.load(Plan, tmp_path / "plan.json").mesh == {"replicate": 2}
+
+
+def test_the_same_as_json(capsys: Capture, tmp_path: Path) -> None:
+    code, out, _ = explained(capsys, tmp_path, "--nproc", "3", "--explain", "--json")
+    assert code == 0
+    data = json.loads(out)
+    assert data["mesh"] == {"replicate": 3}
+    assert data["parameter_nbytes_per_rank"] == [280, 280, 280]
+    assert data["state_nbytes_per_rank"] == [4 * 280] * 3
+
+
+def test_what_cannot_be_is_refused_in_one_sentence(capsys: Capture, tmp_path: Path) -> None:
+    code, out, err = explained(capsys, tmp_path, "--mesh", "rows=2")
+    assert code == 2
+    assert not out
+    assert "there is no axis 'rows'" in err
+
+
+def test_equal_numbered_siblings_are_shown_once() -> None:
+    def row(name: str, nbytes: int = 8) -> ModulePlacement:
+        return ModulePlacement(name=name, kind="Linear", placement="whole", nbytes=nbytes, nbytes_per_rank=(nbytes,))
+
+    rows = (row("a.0.x"), row("a.0.y"), row("a.1.x"), row("a.1.y"), row("a.2.x", 16), row("b"))
+    assert [name for name, _ in gathered(rows)] == ["a.0-1.x", "a.0-1.y", "a.2.x", "b"]
