@@ -18,6 +18,11 @@ _PRELOAD = ("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", 
 _context.set_forkserver_preload([*_PRELOAD, "tutti.verify.recorder"])  # loaded once, not in every rank
 
 
+def preload(*modules: str) -> None:
+    """Load these modules too where ranks are forked from; before the first ranks are."""
+    _context.set_forkserver_preload([*_PRELOAD, *modules])
+
+
 class RankFailed(AssertionError):
     """A rank raised or died; carries its traceback."""
 

@@ -1,0 +1,216 @@
+"""One cell on one rank: five steps by a plan, compared tensor by tensor with what one device computed."""
+
+import contextlib
+import faulthandler
+import os
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+import tutti
+from against_one import Trained
+from matrix.families import families
+from tutti.errors import TuttiError
+from tutti.runtime.layout import Layout, local, local_tensors
+from tutti.runtime.unpack import loss_of
+from tutti.spec import codec
+from tutti.spec.plan import BatchPlan, Plan
+
+STEPS = 5
+FLOOR = 1e-3
+"""A tensor is measured against no less than this part of the largest value of its kind: what is zero but for rounding
+(the gradient of a bias before batch statistics) has no relative difference."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What a rank is to do. `reference`: file of one device's training, written where `plan` is None."""
+
+    family: str
+    plan: dict[str, Any] | None
+    batch: dict[str, Any]
+    dtype: torch.dtype
+    precision: str
+    reference: Path
+    folder: Path
+    limit_s: float
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What became of it. `gap`: the largest difference; `where`: of what. `facts`: bytes held and sent, by name."""
+
+    kind: Literal["done", "refused", "failed"]
+    sentence: str = ""
+    gap: float = 0.0
+    where: str = ""
+    facts: dict[str, int] = field(default_factory=dict)
+
+
+class Comparison:
+    """The largest difference from one device so far."""
+
+    def __init__(self, one: Trained) -> None:
+        self.one = one
+        self.gap, self.where = 0.0, ""
+
+    def values(self, got: torch.Tensor, expected: torch.Tensor, floor: float, where: str) -> None:
+        """Compare two tensors, relative to the largest value of the expected one, or to the floor."""
+        if got.shape != expected.shape:
+            self._note(float("inf"), f"{where}: shape {tuple(got.shape)} instead of {tuple(expected.shape)}")
+        elif expected.numel():
+            scale = max(float(expected.detach().double().abs().max()), floor, 1e-300)
+            gap = float((got.detach().double() - expected.detach().double()).abs().max()) / scale
+            self._note(gap if gap == gap else float("inf"), where)
+
+    def parts(
+        self, layout: Layout, named: Iterator[tuple[str, torch.Tensor]], wholes: dict[str, torch.Tensor], words: str
+    ) -> None:
+        """Compare this rank's parts with the same parts of one device's tensors."""
+        numbers = [whole for whole in wholes.values() if whole.is_floating_point() and whole.numel()]
+        floor = FLOOR * max((float(whole.abs().max()) for whole in numbers), default=0.0)
+        for name, tensor in named:
+            key = _key(layout, name, wholes)
+            if key is None:
+                self._note(float("inf"), f"{words} {name}: one device has none")
+                continue
+            part = local(tensor)
+            part = part.to_dense() if part.is_sparse else part
+            whole = wholes[key]
+            self.values(part, whole if part.shape == whole.shape else layout.of_name(name).take(whole), floor,
+                        f"{words} {name}")  # fmt: skip
+
+    def covers(self, run: Any, names: list[str], wholes: dict[str, torch.Tensor], words: str, *, once: bool) -> None:
+        """All ranks' parts together are the whole tensors; those that count, each element once."""
+        layout: Layout = run.layout
+        mine = [(_key(layout, name, wholes), layout.of_name(name), layout.counts(name)) for name in names]
+        held = {name: torch.zeros(whole.shape, dtype=torch.int64) for name, whole in wholes.items()}
+        counted = {name: torch.zeros_like(value) for name, value in held.items()}
+        for theirs in run.world.gather(mine):
+            for key, part, counts in theirs:
+                if key is not None:
+                    for table in (held, *([counted] if counts else [])):
+                        part.put(table[key], part.take(table[key]) + 1)
+        for name in wholes:
+            if not bool((held[name] > 0).all()):
+                self._note(float("inf"), f"{words} {name}: no rank holds all of it")
+            if once and not bool((counted[name] == 1).all()):
+                self._note(float("inf"), f"{words} {name}: parts are not counted once each")
+
+    def _note(self, gap: float, where: str) -> None:
+        if gap > self.gap or not self.where:
+            self.gap, self.where = gap, where
+
+
+def run_cell(task: Task) -> Outcome:
+    """Carry out a task on this rank; whatever it raises is in the outcome."""
+    with _recorded(task):
+        try:
+            return _train(task)
+        except TuttiError as error:
+            return Outcome(kind="refused", sentence=str(error))
+        except BaseException:
+            return Outcome(kind="failed", sentence=traceback.format_exc())
+
+
+def _train(task: Task) -> Outcome:
+    torch.set_default_dtype(task.dtype)
+    subject = families()[task.family].subject()
+    fields = task.plan or {"precision": task.precision}
+    fields = {key: value for key, value in fields.items() if key != "batch"}
+    plan = Plan(batch=BatchPlan(global_batch_size=subject.batch, **task.batch), **fields)
+    os.environ["TUTTI_PLAN"] = str(codec.save(plan, Path.cwd() / f"plan-{os.getpid()}.json"))
+    job = tutti.Job(global_batch_size=subject.batch, **subject.job)
+    model = subject.model()
+    optimizer = subject.optimizer(model.parameters(), lr=subject.rate)
+    model, optimizer, loader = job.prepare(model, optimizer, subject.data, subject.loss_fn, **subject.prepare)
+    comparison = None if task.plan is None else Comparison(torch.load(task.reference, weights_only=False))
+    trained = _steps(job, model, loader, comparison)
+    trained.evaluation = job.evaluate(subject.data)
+    if comparison is None:
+        trained.facts = _held_nbytes(job._run())
+        torch.save(trained, task.reference)
+        return Outcome(kind="done", facts=trained.facts)
+    _compare_end(job._run(), trained, comparison)
+    return Outcome(kind="done", gap=comparison.gap, where=comparison.where, facts=_held_nbytes(job._run()))
+
+
+def _steps(job: tutti.Job, model: torch.nn.Module, loader: Any, comparison: Comparison | None) -> Trained:
+    run = job._run()
+    function = loss_of(run.unpack, run.loss_fn)  # type: ignore[arg-type]
+    trained = Trained([], [], {}, {})
+    while len(trained.losses) < STEPS:
+        for data in loader:
+            step = len(trained.losses)
+            trained.losses.append(job.forward_backward(function, data))
+            gradients = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
+            if comparison is None:
+                trained.gradients.append({n: (g.to_dense() if g.is_sparse else g).clone() for n, g in gradients})
+            else:
+                expected, words = comparison.one.gradients[step], f"step {step + 1}: gradient of"
+                comparison.values(
+                    torch.tensor(trained.losses[-1]), torch.tensor(comparison.one.losses[step]), 0.0, f"loss of {step}"
+                )
+                comparison.parts(run.layout, iter(gradients), expected, words)
+                comparison.covers(run, [name for name, _ in gradients], expected, words, once=False)
+            job.update()
+            if len(trained.losses) == STEPS:
+                break
+    if comparison is None:
+        trained.state = {name: tensor.detach().clone() for name, tensor in local_tensors(model)}
+    return trained
+
+
+def _compare_end(run: Any, trained: Trained, comparison: Comparison) -> None:
+    one, words = comparison.one, f"after step {STEPS}:"
+    tensors = list(local_tensors(run.model))
+    comparison.parts(run.layout, iter(tensors), one.state, words)
+    comparison.covers(run, [name for name, _ in tensors], one.state, words, once=True)
+    for name, value in one.evaluation.items():
+        comparison.values(torch.tensor(trained.evaluation[name]), torch.tensor(value), 0.0, f"evaluation: {name}")
+
+
+def _held_nbytes(run: Any) -> dict[str, int]:
+    """Bytes of parameters, gradients and optimizer state that this rank holds, each storage once, and bytes it sends
+    for gradients in a step."""
+    parameters = list(run.model.parameters())
+    states = [v for o in run.optimizers for entries in o.state.values() for v in entries.values()]
+    return {
+        "parameters": _nbytes(parameters),
+        "gradients": _nbytes([p.grad for p in parameters if p.grad is not None]),
+        "optimizer": _nbytes([value for value in states if isinstance(value, torch.Tensor) and value.dim()]),
+        "sent": run.replica.sent_nbytes,
+    }
+
+
+def _nbytes(tensors: list[torch.Tensor]) -> int:
+    storages = {}
+    for tensor in tensors:
+        part = local(tensor)
+        part = part.coalesce().values() if part.is_sparse else part
+        storages[part.untyped_storage()._cdata] = part.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+def _key(layout: Layout, name: str, wholes: dict[str, torch.Tensor]) -> str | None:
+    """The name under which one device knows a tensor: its own, or that of a tensor it is tied to."""
+    names = next((names for names in layout.tied if name in names), [name])
+    return next((one for one in [name, *names] if one in wholes), None)
+
+
+@contextlib.contextmanager
+def _recorded(task: Task) -> Iterator[None]:
+    """Output goes to a file; where the rank is when its time is up too."""
+    rank = os.environ["RANK"]
+    os.environ["TUTTI_TIMEOUT_S"] = str(task.limit_s)
+    log = os.open(task.folder / f"rank-{rank}.log", os.O_CREAT | os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    with open(task.folder / f"rank-{rank}.stack", "w") as stack:
+        faulthandler.dump_traceback_later(task.limit_s, exit=True, file=stack)
+        yield
+        faulthandler.cancel_dump_traceback_later()

@@ -1,0 +1,72 @@
+"""The matrix: every family by every plan against one device. `make matrix` writes docs/matrix.md and docs/matrix.json.
+
+Exit code 1 if a cell is wrong, crashes or hangs.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from matrix.families import Family, families  # noqa: E402
+from matrix.launch import Cell, Runner  # noqa: E402
+from matrix.page import facts, page  # noqa: E402
+from matrix.plans import Column, columns  # noqa: E402
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="*,*", metavar="FAMILY,PLAN", help="globs over names; a part may be left out")
+    parser.add_argument("--quick", action="store_true", help="the cells that must be exact")
+    parser.add_argument("--jobs", type=int, default=2, help="cells at a time")
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds for a cell")
+    parser.add_argument("--json", type=Path, help="write the cells here")
+    parser.add_argument("--page", type=Path, help="write the page here")
+    parser.add_argument("--list", action="store_true", help="names of rows and columns, and nothing else")
+    return parser.parse_args()
+
+
+def wanted(only: str, quick: bool) -> list[tuple[Family, Column]]:
+    """The cells asked for, plan by plan."""
+    family_glob, _, plan_glob = only.rpartition(",") if "," in only else (only, "", "*")
+    rows = [row for row in families().values() if fnmatchcase(row.name, family_glob or "*")]
+    return [
+        (row, column)
+        for column in columns().values()
+        if fnmatchcase(column.name, plan_glob or "*")
+        for row in rows
+        if not quick or row.name in column.quick
+    ]
+
+
+def main() -> int:
+    args = parse_arguments()
+    if args.list:
+        print("\n".join(["rows:", *families(), "", "columns:", *columns()]))
+        return 0
+    cells = wanted(args.only, args.quick)
+    started = time.time()
+
+    def say(cell: Cell) -> None:
+        gap = "" if cell.gap is None else f" {cell.gap:.1e}"
+        print(f"{cell.verdict:9}{gap:8} {cell.family} | {cell.plan} ({cell.seconds:.1f} s) {cell.detail}", flush=True)
+
+    with tempfile.TemporaryDirectory(prefix="tutti-matrix-") as folder:
+        results = Runner(Path(folder), args.limit).run(cells, args.jobs, say)
+    summary = facts(time.time() - started, results)
+    if args.json:
+        args.json.write_text(json.dumps({**summary, "cells": [cell.json() for cell in results]}, indent=1) + "\n")
+    if args.page:
+        args.page.write_text(page(summary, results))
+    print(", ".join(f"{count} {verdict}" for verdict, count in summary["counts"].items()), flush=True)
+    return 1 if any(cell.bad for cell in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
