@@ -17,12 +17,13 @@ class Region:
 def recompute_regions(model: ModelSpec, plan: Plan) -> tuple[Region, ...]:
     """The outermost modules that recompute, each with everything inside it.
 
-    The model itself is no region: a rule for "*" means every module directly inside it.
+    The model itself is no region: a rule for "*" means every module directly inside it. What recomputes selectively
+    keeps most of its memory and costs little time, so it is costed as if it kept everything.
     """
     if not any(rule.recompute for rule in plan.layout):
         return ()
     names = [module.name for module in model.modules]
-    asked = {name for name in names if name and recomputes(plan.layout, name)}
+    asked = {name for name in names if name and recomputes(plan.layout, name) is True}
     roots = [name for name in names if name in asked and not any(parent in asked for parent in _parents(name))]
     members: dict[str, list[int]] = {root: [] for root in roots}
     for index, name in enumerate(names):

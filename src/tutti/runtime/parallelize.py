@@ -7,11 +7,13 @@ from torch.optim import Optimizer
 
 from tutti.errors import PlanError, ScriptError
 from tutti.runtime.batchnorm import BatchScope, share_statistics
+from tutti.runtime.chunks import apply_chunks
+from tutti.runtime.expert.divide import divide_experts
 from tutti.runtime.layout import Layout
 from tutti.runtime.recompute import apply_recompute
 from tutti.spec.plan import Plan
 
-BUILT = ("replicate",)
+BUILT = ("replicate", "expert")
 """The axes whose mechanism is there."""
 
 
@@ -24,6 +26,8 @@ def parallelize(model: nn.Module, plan: Plan, layout: Layout, scope: BatchScope)
     for axis in mesh.degrees:
         if axis not in BUILT:
             raise PlanError(f"mesh.{axis} = {mesh.degree(axis)}: this version has no such mechanism; use {BUILT}")
+    divide_experts(model, plan.layout, layout, scope)
+    apply_chunks(model, plan.layout)
     recomputed = apply_recompute(model, plan.layout, scope)
     if scope.world_size > 1 or recomputed:
         share_statistics(model, scope)

@@ -14,6 +14,7 @@ from tutti.spec.words import (
     Offload,
     Placement,
     Precision,
+    Recompute,
     ScheduleName,
     ShardLevel,
     SyncMode,
@@ -31,16 +32,21 @@ class LayoutRule:
     """Where the modules whose dotted names match a glob are placed; the last matching rule with an opinion wins.
 
     `modules`: a glob over dotted module names ("*" is all of them); `placement`: auto is no opinion; `recompute`:
-    whether their activations are dropped after forward and computed again in backward, None for no opinion.
+    whether their activations are dropped after forward and computed again in backward, None for no opinion;
+    "selective" keeps the outputs of what is dear to compute. `chunks`: a module is run on so many parts of its batch,
+    one after another, and recomputed part by part.
     """
 
     modules: str = "*"
     placement: Placement = "auto"
-    recompute: bool | None = None
+    recompute: bool | Recompute | None = None
+    chunks: int | None = None
 
     def __post_init__(self) -> None:
         if not self.modules:
             raise PlanError("modules is empty; write '*' for all modules, or a glob over their dotted names")
+        if self.chunks is not None:
+            _positive(self.chunks, "chunks")
 
 
 def placement_of(layout: Sequence[LayoutRule], name: str) -> Placement:
@@ -49,10 +55,16 @@ def placement_of(layout: Sequence[LayoutRule], name: str) -> Placement:
     return said[-1] if said else "auto"
 
 
-def recomputes(layout: Sequence[LayoutRule], name: str) -> bool:
-    """Whether the layout says that the module `name` recomputes."""
+def recomputes(layout: Sequence[LayoutRule], name: str) -> bool | Recompute:
+    """Whether the layout says that the module `name` recomputes, and how."""
     said = [rule.recompute for rule in layout if rule.recompute is not None and fnmatchcase(name, rule.modules)]
-    return bool(said and said[-1])
+    return said[-1] if said else False
+
+
+def chunks_of(layout: Sequence[LayoutRule], name: str) -> int:
+    """Into how many parts the layout says the module `name` cuts its batch."""
+    said = [rule.chunks for rule in layout if rule.chunks is not None and fnmatchcase(name, rule.modules)]
+    return said[-1] if said else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,9 @@ Placement = Literal["auto", "replicate", "split", "column", "row"]
 for its kind; replicate: whole on every rank; split: divided, in the way that suits it; column and row: a linear layer
 divided by its outputs or by its inputs."""
 
+Recompute = Literal["selective"]
+"""A form of recomputing: outputs of matrix products, convolutions and attention are kept, the rest is not."""
+
 ShardLevel = Literal[1, 2, 3]
 """What the `shard` axis divides: 1 optimizer state; 2 gradients too; 3 parameters too (ZeRO)."""
 
