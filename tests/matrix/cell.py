@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import math
 import os
 import traceback
 from collections.abc import Iterator
@@ -21,9 +22,11 @@ from tutti.spec import codec
 from tutti.spec.plan import BatchPlan, Plan
 
 STEPS = 5
-FLOOR = 1e-3
+FLOOR = {torch.float64: 1e-3, torch.float32: 0.1}
 """A tensor is measured against no less than this part of the largest value of its kind: what is zero but for rounding
 (the gradient of a bias before batch statistics) has no relative difference."""
+NOISES = 3.0
+"""In bfloat16 a tensor may differ by so many times what bfloat16 itself changes in it on one device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,37 +45,48 @@ class Task:
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What became of it. `gap`: the largest difference; `where`: of what. `facts`: bytes held and sent, by name."""
+    """What became of it. `gap`: the largest difference; `excess`: what of it the precision's own noise does not
+    explain; `where`: of what. `facts`: bytes held and sent, by name.
+    """
 
     kind: Literal["done", "refused", "failed"]
     sentence: str = ""
     gap: float = 0.0
+    excess: float = 0.0
     where: str = ""
     facts: dict[str, int] = field(default_factory=dict)
 
 
+@dataclass(kw_only=True)
+class Reference:
+    """One device's training. `noise`: by name, what its precision itself changes in that tensor at most, in any step,
+    beside full precision; empty in full precision.
+    """
+
+    trained: Trained
+    noise: dict[str, float] = field(default_factory=dict)
+
+
 class Comparison:
-    """The largest difference from one device so far."""
+    """The largest difference from one device so far, less NOISES times the noise of its precision."""
 
-    def __init__(self, one: Trained) -> None:
-        self.one = one
-        self.gap, self.where = 0.0, ""
+    def __init__(self, reference: Reference) -> None:
+        self.one, self.noise = reference.trained, reference.noise
+        self.gap, self.excess, self.where = 0.0, 0.0, ""
 
-    def values(self, got: torch.Tensor, expected: torch.Tensor, floor: float, where: str) -> None:
+    def values(self, got: torch.Tensor, expected: torch.Tensor, floor: float, words: str, name: str) -> None:
         """Compare two tensors, relative to the largest value of the expected one, or to the floor."""
+        gap = difference(got, expected, floor)
+        where = f"{words} {name}"
         if got.shape != expected.shape:
-            self._note(float("inf"), f"{where}: shape {tuple(got.shape)} instead of {tuple(expected.shape)}")
-        elif expected.numel():
-            scale = max(float(expected.detach().double().abs().max()), floor, 1e-300)
-            gap = float((got.detach().double() - expected.detach().double()).abs().max()) / scale
-            self._note(gap if gap == gap else float("inf"), where)
+            where = f"{where}: shape {tuple(got.shape)} instead of {tuple(expected.shape)}"
+        self._note(gap, where, NOISES * self.noise.get(name, 0.0))
 
     def parts(
         self, layout: Layout, named: Iterator[tuple[str, torch.Tensor]], wholes: dict[str, torch.Tensor], words: str
     ) -> None:
         """Compare this rank's parts with the same parts of one device's tensors."""
-        numbers = [whole for whole in wholes.values() if whole.is_floating_point() and whole.numel()]
-        floor = FLOOR * max((float(whole.abs().max()) for whole in numbers), default=0.0)
+        floor = floor_of(wholes)
         for name, tensor in named:
             key = _key(layout, name, wholes)
             if key is None:
@@ -81,8 +95,8 @@ class Comparison:
             part = local(tensor)
             part = part.to_dense() if part.is_sparse else part
             whole = wholes[key]
-            self.values(part, whole if part.shape == whole.shape else layout.of_name(name).take(whole), floor,
-                        f"{words} {name}")  # fmt: skip
+            expected = whole if part.shape == whole.shape else layout.of_name(name).take(whole)
+            self.values(part, expected, floor, words, key)
 
     def covers(self, run: Any, names: list[str], wholes: dict[str, torch.Tensor], words: str, *, once: bool) -> None:
         """All ranks' parts together are the whole tensors; those that count, each element once."""
@@ -101,9 +115,37 @@ class Comparison:
             if once and not bool((counted[name] == 1).all()):
                 self._note(float("inf"), f"{words} {name}: parts are not counted once each")
 
-    def _note(self, gap: float, where: str) -> None:
-        if gap > self.gap or not self.where:
-            self.gap, self.where = gap, where
+    def _note(self, gap: float, where: str, noise: float = 0.0) -> None:
+        excess = max(gap - noise, 0.0)
+        if (excess, gap) > (self.excess, self.gap) or not self.where:
+            self.gap, self.excess, self.where = gap, excess, where
+
+
+def difference(got: torch.Tensor, expected: torch.Tensor, floor: float) -> float:
+    """Largest difference relative to the expected tensor's largest value, or to the floor."""
+    if got.shape != expected.shape:
+        return math.inf
+    if not expected.numel():
+        return 0.0
+    scale = max(float(expected.detach().double().abs().max()), floor, 1e-300)
+    gap = float((got.detach().double() - expected.detach().double()).abs().max()) / scale
+    return math.inf if math.isnan(gap) else gap
+
+
+def floor_of(wholes: dict[str, torch.Tensor]) -> float:
+    """FLOOR of their dtype times the largest value of some tensors."""
+    numbers = [whole for whole in wholes.values() if whole.is_floating_point() and whole.numel()]
+    return max((FLOOR[whole.dtype] * float(whole.abs().max()) for whole in numbers), default=0.0)
+
+
+def noise_of(low: Trained, full: Trained) -> dict[str, float]:
+    """By name, how far low precision is from full precision at most, in gradients of all steps and in the state."""
+    noise: dict[str, float] = {"": max(abs(a - b) / abs(b) for a, b in zip(low.losses, full.losses, strict=True))}
+    for some, others in [*zip(low.gradients, full.gradients, strict=True), (low.state, full.state)]:
+        for name, expected in others.items():
+            gap = difference(some[name], expected, floor_of(others))
+            noise[name] = max(noise.get(name, 0.0), gap)
+    return noise
 
 
 def run_cell(task: Task) -> Outcome:
@@ -119,8 +161,28 @@ def run_cell(task: Task) -> Outcome:
 
 def _train(task: Task) -> Outcome:
     torch.set_default_dtype(task.dtype)
+    if task.plan is not None:
+        comparison = Comparison(torch.load(task.reference, weights_only=False))
+        job, trained = _trained(task, task.plan, comparison)
+        _compare_end(job._run(), trained, comparison)
+        return Outcome(
+            kind="done",
+            gap=comparison.gap,
+            excess=comparison.excess,
+            where=comparison.where,
+            facts=_held_nbytes(job._run()),
+        )
+    job, trained = _trained(task, {"precision": task.precision}, None)
+    reference = Reference(trained=trained)
+    if task.precision != "full":
+        os.environ["TUTTI_RUN_FOLDER"] = str(Path.cwd() / "run-full")
+        reference.noise = noise_of(trained, _trained(task, {}, None)[1])
+    torch.save(reference, task.reference)
+    return Outcome(kind="done", facts=_held_nbytes(job._run()))
+
+
+def _trained(task: Task, fields: dict[str, Any], comparison: Comparison | None) -> tuple[tutti.Job, Trained]:
     subject = families()[task.family].subject()
-    fields = task.plan or {"precision": task.precision}
     fields = {key: value for key, value in fields.items() if key != "batch"}
     plan = Plan(batch=BatchPlan(global_batch_size=subject.batch, **task.batch), **fields)
     os.environ["TUTTI_PLAN"] = str(codec.save(plan, Path.cwd() / f"plan-{os.getpid()}.json"))
@@ -128,15 +190,9 @@ def _train(task: Task) -> Outcome:
     model = subject.model()
     optimizer = subject.optimizer(model.parameters(), lr=subject.rate)
     model, optimizer, loader = job.prepare(model, optimizer, subject.data, subject.loss_fn, **subject.prepare)
-    comparison = None if task.plan is None else Comparison(torch.load(task.reference, weights_only=False))
     trained = _steps(job, model, loader, comparison)
     trained.evaluation = job.evaluate(subject.data)
-    if comparison is None:
-        trained.facts = _held_nbytes(job._run())
-        torch.save(trained, task.reference)
-        return Outcome(kind="done", facts=trained.facts)
-    _compare_end(job._run(), trained, comparison)
-    return Outcome(kind="done", gap=comparison.gap, where=comparison.where, facts=_held_nbytes(job._run()))
+    return job, trained
 
 
 def _steps(job: tutti.Job, model: torch.nn.Module, loader: Any, comparison: Comparison | None) -> Trained:
@@ -145,18 +201,12 @@ def _steps(job: tutti.Job, model: torch.nn.Module, loader: Any, comparison: Comp
     trained = Trained([], [], {}, {})
     while len(trained.losses) < STEPS:
         for data in loader:
-            step = len(trained.losses)
             trained.losses.append(job.forward_backward(function, data))
             gradients = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
             if comparison is None:
                 trained.gradients.append({n: (g.to_dense() if g.is_sparse else g).clone() for n, g in gradients})
             else:
-                expected, words = comparison.one.gradients[step], f"step {step + 1}: gradient of"
-                comparison.values(
-                    torch.tensor(trained.losses[-1]), torch.tensor(comparison.one.losses[step]), 0.0, f"loss of {step}"
-                )
-                comparison.parts(run.layout, iter(gradients), expected, words)
-                comparison.covers(run, [name for name, _ in gradients], expected, words, once=False)
+                _compare_step(run, trained.losses, gradients, comparison)
             job.update()
             if len(trained.losses) == STEPS:
                 break
@@ -165,13 +215,24 @@ def _steps(job: tutti.Job, model: torch.nn.Module, loader: Any, comparison: Comp
     return trained
 
 
+def _compare_step(
+    run: Any, losses: list[float], gradients: list[tuple[str, torch.Tensor]], comparison: Comparison
+) -> None:
+    step = len(losses)
+    expected, words = comparison.one.gradients[step - 1], f"step {step}: gradient of"
+    loss = torch.tensor(comparison.one.losses[step - 1])
+    comparison.values(torch.tensor(losses[-1]), loss, 0.0, f"step {step}: loss", "")
+    comparison.parts(run.layout, iter(gradients), expected, words)
+    comparison.covers(run, [name for name, _ in gradients], expected, words, once=False)
+
+
 def _compare_end(run: Any, trained: Trained, comparison: Comparison) -> None:
     one, words = comparison.one, f"after step {STEPS}:"
     tensors = list(local_tensors(run.model))
     comparison.parts(run.layout, iter(tensors), one.state, words)
     comparison.covers(run, [name for name, _ in tensors], one.state, words, once=True)
     for name, value in one.evaluation.items():
-        comparison.values(torch.tensor(trained.evaluation[name]), torch.tensor(value), 0.0, f"evaluation: {name}")
+        comparison.values(torch.tensor(trained.evaluation[name]), torch.tensor(value), 0.0, f"evaluation: {name}", "")
 
 
 def _held_nbytes(run: Any) -> dict[str, int]:

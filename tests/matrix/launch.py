@@ -131,8 +131,8 @@ def judge(outcomes: list[Outcome], tolerance: float) -> tuple[Verdict, str, floa
         return "CRASH", f"not all ranks say the same: {refused}", None
     if refused:
         return "refused", refused[0], None
-    worst = max(outcomes, key=lambda outcome: outcome.gap)
-    return ("WRONG" if worst.gap > tolerance else "exact"), worst.where, worst.gap
+    worst = max(outcomes, key=lambda outcome: (outcome.excess, outcome.gap))
+    return ("WRONG" if worst.excess > tolerance else "exact"), worst.where, worst.gap
 
 
 def _last_line(text: str) -> str:

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
 
-from matrix.cell import FLOOR, STEPS
+from matrix.cell import FLOOR, NOISES, STEPS
 from matrix.launch import Cell
 from matrix.plans import GROUPS, TOLERANCE, columns
 
@@ -48,18 +48,20 @@ def page(summary: dict[str, Any], cells: list[Cell]) -> str:
 def _head(summary: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in summary["versions"].items())
     counts = ", ".join(f"{count} {verdict}" for verdict, count in summary["counts"].items())
-    exact, loose = summary["tolerance"]["float64"], summary["tolerance"]["float32"]
+    (exact, low), (floor, high) = summary["tolerance"].values(), FLOOR.values()
     return (
         "# The matrix: model families by plans\n\n"
         f"Made by `make matrix` on {summary['date']} in {summary['seconds']} s, with {versions}. Do not edit: it is "
         "written by `tests/matrix/run.py`, with the same in `matrix.json`.\n\n"
-        f"Every cell trains {summary['steps']} steps (AdamW, clipping, short last batches) on real processes by its plan, "
-        "and compares losses, every gradient of every step, every parameter and buffer at the end and an evaluation "
-        "with one device. Each rank compares its own part, and all parts together must be the whole. A number is the "
-        f"largest difference relative to the tensor's largest value (at least {FLOOR:g} of its kind's); it may be "
-        f"{exact:g} in float64 (100 times that in deep networks with batch statistics) and {loose:g} in bfloat16, where "
-        "one device computes in bfloat16 too. Refused: the combination makes no sense or is not supported, said alike "
-        "by all ranks before anything is computed; the number leads to the reason below. —: not built.\n\n"
+        f"Every cell trains {summary['steps']} steps (AdamW, clipping, short last batches) on real processes by its "
+        "plan, and compares losses, every gradient of every step, every parameter and buffer at the end and an "
+        "evaluation with one device. Each rank compares its own part, and all parts together must be the whole. A "
+        f"number is the largest difference relative to the tensor's largest value (at least {floor:g} of the largest "
+        f"of its kind); in float64 it may be {exact:g}. In bfloat16, where one device computes in bfloat16 too, it may "
+        f"be {low:g} beyond {NOISES:g} times what bfloat16 itself changes in that tensor on one device (values at least "
+        f"{high:g} of the largest).\n\n"
+        "*refused*: the combination makes no sense or is not supported, said alike by all ranks; the number leads to "
+        "the reason below. *—*: not built.\n\n"
         f"{counts}."
     )
 

@@ -22,7 +22,7 @@ from matrix.plans import Column, columns  # noqa: E402
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="*,*", metavar="FAMILY,PLAN", help="globs over names; a part may be left out")
+    parser.add_argument("--only", default="*:*", metavar="FAMILY:PLAN", help="globs over names; a part may be left out")
     parser.add_argument("--quick", action="store_true", help="the cells that must be exact")
     parser.add_argument("--jobs", type=int, default=2, help="cells at a time")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds for a cell")
@@ -34,7 +34,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def wanted(only: str, quick: bool) -> list[tuple[Family, Column]]:
     """The cells asked for, plan by plan."""
-    family_glob, _, plan_glob = only.rpartition(",") if "," in only else (only, "", "*")
+    family_glob, _, plan_glob = only.partition(":")
     rows = [row for row in families().values() if fnmatchcase(row.name, family_glob or "*")]
     return [
         (row, column)
@@ -51,6 +51,9 @@ def main() -> int:
         print("\n".join(["rows:", *families(), "", "columns:", *columns()]))
         return 0
     cells = wanted(args.only, args.quick)
+    if not cells:
+        print(f"no cell matches {args.only!r}; --list names rows and columns")
+        return 2
     started = time.time()
 
     def say(cell: Cell) -> None:
