@@ -98,14 +98,16 @@ def make_buckets(
     A bucket closes once it has reached its cap; one holds a single group, dtype and device.
     """
     buckets: list[Bucket] = []
+    closed: set[tuple[Group, torch.dtype, torch.device]] = set()
     open_ones: dict[tuple[Group, torch.dtype, torch.device], list[nn.Parameter]] = {}
     for parameter in parameters:
         key = (group_of(parameter), parameter.dtype, parameter.device)
         members = open_ones.setdefault(key, [])
         members.append(parameter)
-        cap = min(cap_nbytes, FIRST_NBYTES) if not buckets else cap_nbytes
+        cap = cap_nbytes if key in closed else min(cap_nbytes, FIRST_NBYTES)
         if sum(p.numel() * p.element_size() for p in members) >= cap:
             buckets.append(Bucket(open_ones.pop(key), key[0]))
+            closed.add(key)  # caps look at no other kind: the ranks of a group may differ in those
     return buckets + [Bucket(members, key[0]) for key, members in open_ones.items()]
 
 

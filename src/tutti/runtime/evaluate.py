@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -35,10 +36,13 @@ def evaluate(
     sums = torch.zeros(len(table), 2, dtype=torch.float64, device=run.world.device)
     samples, kept = 0, []
     with _evaluation_mode(run.model):
-        for batch in _batches(run, source, batch_size):
+        for batch, counts in _batches(run, source, batch_size):
+            run.scope.counts = counts
             args, kwargs, target = run.unpack(to_device(batch, run.world.device))
             with autocast(run.plan.precision, run.world.device):
                 output = run.model(*args, **kwargs)
+                if not counts:
+                    continue
                 size = _batch_size(batch)
                 rows = [_total_count(name, metric(output, target), size) for name, metric in table.items()]
             sums += torch.tensor(rows, dtype=torch.float64, device=sums.device).reshape(len(table), 2)
@@ -60,20 +64,32 @@ def _metrics(run: Run, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
     return table
 
 
-def _batches(run: Run, source: Source, batch_size: int) -> Iterator[Any]:
-    """This rank's batches: a contiguous share of a map data set, or every world_size-th batch of a stream."""
+def _batches(run: Run, source: Source, batch_size: int) -> Iterator[tuple[Any, bool]]:
+    """This rank's batches: a contiguous share of a map data set, or every world_size-th batch of a stream; and whether
+    they count. Where forward meets other data-parallel ranks, those with fewer batches take part with ones that do not.
+    """
     rank, size = run.mesh.data_index, run.mesh.data_degree
+    together = run.mesh.degree("shard", "expert", "table") > 1
     if source.is_stream:
-        loader = DataLoader(source.dataset, batch_size=batch_size, collate_fn=source.collate)
-        yield from (batch for number, batch in enumerate(loader) if number % size == rank)
+        number, batch = 0, None
+        for number, batch in enumerate(DataLoader(source.dataset, batch_size=batch_size, collate_fn=source.collate), 1):
+            if (number - 1) % size == rank:
+                yield batch, True
+        if together and 0 < number % size <= rank:
+            yield batch, False
         return
     bounds = cut(len(source.dataset), size)
     mine = np.arange(bounds[rank], bounds[rank + 1])
     keys = [[(0, int(i)) for i in mine[s : s + batch_size]] for s in range(0, len(mine), batch_size)]
+    own = len(keys)
+    if together:
+        most = -(-max(stop - start for start, stop in pairwise(bounds)) // batch_size)
+        keys += [[(0, min(bounds[rank], len(source.dataset) - 1))]] * (most - own)
     gather = source.collate is Collate().function
     samples = SeededSamples(source.dataset, run.settings.seed, "evaluate", gather=gather)
     options = {k: v for k, v in source.options.items() if k != "persistent_workers"}
-    yield from DataLoader(samples, batch_sampler=keys, collate_fn=Collate(source.collate), **options)
+    loader = DataLoader(samples, batch_sampler=keys, collate_fn=Collate(source.collate), **options)
+    yield from ((batch, number < own) for number, batch in enumerate(loader))
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from tutti.runtime.all_to_all import Traffic
 from tutti.runtime.mesh import Mesh
 from tutti.runtime.world import World
 from tutti.spec.words import DATA_AXES, AxisName
@@ -126,7 +127,7 @@ class Layout:
 
     `held`: what is not whole on every rank, or is summed otherwise; `names`: every name and whole shape of the user's
     model, in its order, also of tensors that other ranks hold; `tied`: groups of names that are one tensor; `states`:
-    the same of the optimizers' state.
+    the same of the optimizers' state; `traffic`: what mechanisms send beside gradients.
     """
 
     mesh: Mesh
@@ -135,6 +136,7 @@ class Layout:
     held: dict[str, Held] = field(default_factory=dict)
     sole: dict[str, bool] = field(default_factory=dict)
     states: OptimizerLayout = field(default_factory=OptimizerLayout)
+    traffic: Traffic = field(default_factory=Traffic)
 
     @classmethod
     def of(cls, model: nn.Module, mesh: Mesh, optimizers: Iterable[Optimizer] = ()) -> "Layout":
@@ -203,6 +205,10 @@ class Layout:
     def counts_state(self, name: str) -> bool:
         """Whether this rank's copy of the optimizer's state of `name` is the one that is written to disk."""
         return self.states.sole.get(name, self.counts(name))
+
+    def first_name(self, name: str) -> str:
+        """The name under which a tied tensor is known; `name` itself where nothing is tied."""
+        return self._aliases(name)[0]
 
     def _aliases(self, name: str) -> list[str]:
         return next((names for names in self.tied if name in names), [name])

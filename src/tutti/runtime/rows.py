@@ -41,6 +41,7 @@ def step_row(run: Run, outcome: Outcome, done: Update) -> None:
         skipped=done.skipped,
         loss_scale=run.scaler.get_scale() if run.scaler.is_enabled() else None,
         sent_nbytes=run.replica.sent_nbytes,
+        exchanged_nbytes=run.layout.traffic.take(),
         total_steps=total,
         timed=timed,
         wall_s=wall,

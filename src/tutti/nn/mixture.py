@@ -1,0 +1,256 @@
+"""Mixture of experts: a gate sends every token to one or two of many feed-forward networks.
+
+Top-1: Fedus, Zoph and Shazeer 2022, Switch Transformers (arXiv 2101.03961). Top-2: Lepikhin et al. 2021, GShard (arXiv
+2006.16668), every second choice kept while there is room. The module runs on one device; on many, `exchange` makes the
+ranks that share a microbatch slice route it as one device would.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tutti.errors import ScriptError
+
+Activation = Literal["relu", "gelu", "silu"]
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """What the ranks that share a slice know of each other. `counts`: (ranks, top_k, experts), int64 on the CPU, tokens
+    that chose an expert first, second; `rank`: whose row is this rank's; `mass`: (experts,), the gate's probabilities
+    summed over all their tokens, with gradient.
+    """
+
+    counts: Tensor
+    rank: int
+    mass: Tensor
+
+    @property
+    def tokens(self) -> int:
+        return int(self.counts[:, 0].sum())
+
+    def kept(self, capacity: int | None) -> Tensor:
+        """How many of `counts` fit: an expert takes `capacity` tokens, all first choices before any second one, each
+        in the order of the slice (ranks in order, tokens in order within a rank).
+        """
+        if capacity is None:
+            return self.counts
+        ranks, choices, experts = self.counts.shape
+        queue = self.counts.transpose(0, 1).reshape(choices * ranks, experts)
+        before = queue.cumsum(0) - queue
+        fits = torch.minimum((capacity - before).clamp(min=0), queue)
+        return fits.reshape(choices, ranks, experts).transpose(0, 1)
+
+
+class Exchange(Protocol):
+    """How a mixture meets the ranks that share its slice. `recomputing`: forward runs again within backward."""
+
+    @property
+    def recomputing(self) -> bool: ...
+
+    def agree(self, counts: Tensor, mass: Tensor, *, training: bool) -> Routing:
+        """The slice's routing from this rank's counts (top_k, experts) and probability mass (experts,)."""
+
+    def compute(self, experts: "Experts", rows: Tensor, kept: Tensor) -> Tensor:
+        """Results of `rows` (n, width), ordered by expert, wherever the experts are; `kept`: (ranks, experts)."""
+
+
+class Experts(Protocol):
+    """What an exchange needs of a mixture: rows ordered by expert, and how many each of its experts gets."""
+
+    def run_experts(self, rows: Tensor, sizes: Sequence[int]) -> Tensor: ...
+
+
+class Alone:
+    """One device: nothing to exchange."""
+
+    recomputing = False
+
+    def agree(self, counts: Tensor, mass: Tensor, *, training: bool) -> Routing:
+        return Routing(counts=counts.cpu()[None], rank=0, mass=mass)
+
+    def compute(self, experts: Experts, rows: Tensor, kept: Tensor) -> Tensor:
+        return experts.run_experts(rows, kept[0].tolist())
+
+
+class MixtureOfExperts(nn.Module):
+    """(..., width) -> (..., width): each token goes to the `top_k` experts its gate likes best.
+
+    Top-1 weighs an expert's result by the gate's probability, top-2 by the two probabilities normalised to 1. While
+    training, an expert takes ceil(capacity_factor * top_k * tokens / experts) tokens of the microbatch slice, over all
+    ranks that share it: first choices before second ones, each in the slice's order. A token that finds no room gets
+    nothing (0) from that expert, so put a residual connection around the module. In evaluation, and with
+    capacity_factor=None, nothing is dropped.
+
+    `auxiliary_loss`: of the last forward while training, E * sum(f_i P_i) (Switch, equation 4), with f_i the fraction
+    of the slice's tokens whose first choice is expert i and P_i the mean probability; 1 when balanced; 0 in evaluation.
+    Add it to the loss, times a coefficient (Switch: 0.01): see `auxiliary_loss(model)`.
+    `assigned`, `dropped`: choices of the slice's tokens in the last forward, and how many of them found no room.
+
+    Parameters: `gate.weight` (experts, width), `input_weight` (experts, width, hidden), `input_bias` (experts, hidden),
+    `output_weight` (experts, hidden, width), `output_bias` (experts, width). The gate computes in its parameters' own
+    precision, also under autocast (Switch, section 2.4).
+    """
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        experts: int,
+        *,
+        top_k: int = 1,
+        capacity_factor: float | None = 1.25,
+        activation: Activation = "relu",
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _check(experts, top_k, capacity_factor, activation)
+        self.width, self.hidden, self.experts, self.top_k = width, hidden, experts, top_k
+        self.capacity_factor, self.activation = capacity_factor, activation
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.gate = nn.Linear(width, experts, bias=False, **made)
+        self.input_weight = nn.Parameter(torch.empty(experts, width, hidden, **made))
+        self.output_weight = nn.Parameter(torch.empty(experts, hidden, width, **made))
+        self.input_bias = nn.Parameter(torch.empty(experts, hidden, **made)) if bias else None
+        self.output_bias = nn.Parameter(torch.empty(experts, width, **made)) if bias else None
+        self.exchange: Exchange = Alone()
+        self.auxiliary_loss = torch.zeros(())
+        self.assigned = self.dropped = 0
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Uniform in +-1 / sqrt(inputs), as nn.Linear's."""
+        pairs = ((self.input_weight, self.input_bias), (self.output_weight, self.output_bias))
+        for weight, bias in pairs:
+            bound = 1 / math.sqrt(weight.shape[1])
+            nn.init.uniform_(weight, -bound, bound)
+            if bias is not None:
+                nn.init.uniform_(bias, -bound, bound)
+
+    def extra_repr(self) -> str:
+        return f"{self.width}, {self.hidden}, experts={self.experts}, top_k={self.top_k}"
+
+    def capacity(self, tokens: int) -> int | None:
+        """Tokens that each expert takes of a slice of `tokens`; None: all."""
+        if self.capacity_factor is None or not self.training:
+            return None
+        return max(math.ceil(self.capacity_factor * self.top_k * tokens / self.experts), 1)
+
+    def forward(self, input: Tensor) -> Tensor:
+        rows = input.reshape(-1, self.width)
+        with torch.autocast("cpu" if rows.is_meta else rows.device.type, enabled=False):
+            probabilities = F.softmax(self.gate(rows.to(self.gate.weight.dtype)), dim=-1)
+        choices, weights = self._choose(probabilities)
+        if rows.is_meta:
+            kept, slots = self._shapes(rows, probabilities)
+        else:
+            kept, slots = self._route(choices, probabilities)
+        results = self.exchange.compute(self, rows.index_select(0, slots % len(rows)), kept)
+        weighted = results * weights.reshape(-1).index_select(0, slots).unsqueeze(1).to(results.dtype)
+        output = torch.zeros_like(rows, dtype=weighted.dtype).index_add(0, slots % len(rows), weighted)
+        return output.reshape(input.shape).to(input.dtype)
+
+    def run_experts(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Results (n, width) of `rows` (n, width) that are ordered by expert: `sizes[i]` for the i-th one here."""
+        activation = _ACTIVATIONS[self.activation]
+        parts = zip(
+            torch.split(rows, list(sizes)),
+            self.input_weight.unbind(),
+            _unbound(self.input_bias, len(sizes)),
+            self.output_weight.unbind(),
+            _unbound(self.output_bias, len(sizes)),
+            strict=True,
+        )
+        return torch.cat([_affine(activation(_affine(part, w, b)), v, c) for part, w, b, v, c in parts])
+
+    def _choose(self, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+        """Experts (top_k, tokens) in order of preference, and the weights (top_k, tokens) of their results."""
+        first = probabilities.argmax(-1)
+        if self.top_k == 1:
+            choices = first[None]
+            return choices, probabilities.gather(1, choices.t()).t()
+        rest = probabilities.detach().scatter(1, first.unsqueeze(1), -1.0)
+        choices = torch.stack([first, rest.argmax(-1)])
+        weights = probabilities.gather(1, choices.t()).t()
+        return choices, weights / weights.sum(0, keepdim=True)
+
+    def _route(self, choices: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+        """What every rank's tokens keep, (ranks, experts); and this rank's kept choices ordered by expert, each as
+        choice * tokens + token.
+        """
+        counts = torch.stack([torch.bincount(choice, minlength=self.experts) for choice in choices])
+        routing = self.exchange.agree(counts, probabilities.sum(0), training=self.training)
+        kept = routing.kept(self.capacity(routing.tokens))
+        self._account(routing, int(kept.sum()))
+        expert = choices.reshape(-1)
+        slots = torch.argsort(expert, stable=True)  # by expert, then by choice, then by token
+        group = expert[slots] * self.top_k + slots.div(choices.shape[1], rounding_mode="floor")
+        sizes = counts.t().reshape(-1)
+        place = torch.arange(len(slots), device=slots.device) - (sizes.cumsum(0) - sizes)[group]
+        fits = kept[routing.rank].t().reshape(-1).to(slots.device)
+        return kept.sum(1), slots[place < fits[group]]
+
+    def _account(self, routing: Routing, kept: int) -> None:
+        total = int(routing.counts.sum())
+        if not self.exchange.recomputing:
+            self.assigned, self.dropped = total, total - kept
+        if not self.training:
+            self.auxiliary_loss = torch.zeros((), dtype=routing.mass.dtype, device=routing.mass.device)
+            return
+        first = routing.counts[:, 0].sum(0).to(routing.mass)
+        self.auxiliary_loss = (first * routing.mass).sum() * (self.experts / max(routing.tokens, 1) ** 2)
+
+    def _shapes(self, rows: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+        """Without values there is no routing: every expert gets its fair share, as far as it has room."""
+        self.auxiliary_loss = probabilities.sum() / len(rows)
+        fair = len(rows) * self.top_k // self.experts
+        size = min(fair, self.capacity(len(rows)) or fair)
+        kept = torch.full((1, self.experts), size, device="cpu")
+        return kept, torch.empty(size * self.experts, dtype=torch.int64, device=rows.device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copied or saved model has no loss of a pass that is over."""
+        return {**self.__dict__, "auxiliary_loss": torch.zeros(())}
+
+
+def mixtures(model: nn.Module) -> list[MixtureOfExperts]:
+    """The mixtures of experts within `model`."""
+    return [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
+
+
+def auxiliary_loss(model: nn.Module) -> Tensor:
+    """The sum of the load-balancing losses of all mixtures in `model`, of the forward pass that was last.
+
+    For the loss function: `loss + 0.01 * auxiliary_loss(model)`. It is the slice's, the same on all ranks that share
+    it. A mixture that one forward pass calls twice counts with its last call.
+    """
+    losses = [module.auxiliary_loss for module in mixtures(model)]
+    if not losses:
+        raise ScriptError("auxiliary_loss got a model without a MixtureOfExperts; leave the term out of the loss")
+    return torch.stack([loss.to(losses[-1].device) for loss in losses]).sum()
+
+
+def _check(experts: int, top_k: int, capacity_factor: float | None, activation: str) -> None:
+    if top_k not in (1, 2) or experts < top_k:
+        raise ScriptError(f"MixtureOfExperts: top_k = {top_k} of {experts} experts; use 1 or 2, of as many or more")
+    if capacity_factor is not None and not capacity_factor > 0:
+        raise ScriptError(f"MixtureOfExperts: capacity_factor = {capacity_factor}; give a number above 0, or None")
+    if activation not in _ACTIVATIONS:
+        raise ScriptError(f"MixtureOfExperts: activation = {activation!r}; use {', '.join(_ACTIVATIONS)}")
+
+
+def _unbound(bias: Tensor | None, count: int) -> Sequence[Tensor | None]:
+    return [None] * count if bias is None else bias.unbind()
+
+
+def _affine(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return rows @ weight if bias is None else torch.addmm(bias, rows, weight)

@@ -1,0 +1,109 @@
+"""Rows that change ranks and come back as gradients: all-to-all with uneven parts, also empty ones."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Bytes that this rank has sent to others in forward and backward, since they were taken."""
+
+    nbytes: int = 0
+
+    def take(self) -> int:
+        """The bytes so far; counting starts again."""
+        nbytes, self.nbytes = self.nbytes, 0
+        return nbytes
+
+
+@dataclass(slots=True)
+class Route:
+    """Who sends how many rows to whom. `send[i]`, `receive[i]`: rows to and from rank i of `group`; `own`: this rank's
+    place in it, whose rows stay; `work`, `arriving`: the exchange under way, and where gradients come in.
+    """
+
+    group: Any
+    own: int
+    send: Sequence[int]
+    receive: Sequence[int]
+    traffic: Traffic
+    work: Any = None
+    arriving: Tensor | None = None
+
+    def back(self) -> "Route":
+        """The way back."""
+        return Route(self.group, self.own, self.receive, self.send, self.traffic)
+
+
+def exchange(rows: Tensor, route: Route) -> Tensor:
+    """`rows`, ordered by receiver, go to their ranks; returns the rows that came, ordered by sender.
+
+    Gradients take the way back. All ranks of the group call it, and backward must pass here on all of them or none.
+    """
+    return land(launch(rows, route), route)
+
+
+def launch(rows: Tensor, route: Route) -> Tensor:
+    """Start an exchange; its result may be used only after `land`. In backward the reverse exchange ends here."""
+    return _Launch.apply(rows, route)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def land(rows: Tensor, route: Route) -> Tensor:
+    """Wait for an exchange. In backward the reverse exchange starts here, so what forward computes between `launch`
+    and `land` hides the exchange in both directions.
+    """
+    return _Land.apply(rows, route)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def plain_exchange(rows: Tensor, route: Route) -> Tensor:
+    """`exchange` of what has no gradient: indices, sizes."""
+    received, work = _start(rows, route)
+    work.wait()
+    return received
+
+
+def _start(rows: Tensor, route: Route) -> tuple[Tensor, Any]:
+    row_numel = rows[0].numel() if len(rows) else 0
+    route.traffic.nbytes += (len(rows) - route.send[route.own]) * row_numel * rows.element_size()
+    received = rows.new_empty((sum(route.receive), *rows.shape[1:]))
+    work = dist.all_to_all_single(
+        received, rows.contiguous(), list(route.receive), list(route.send), group=route.group, async_op=True
+    )
+    return received, work
+
+
+class _Launch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, route: Route) -> Tensor:
+        ctx.route = route
+        received, route.work = _start(rows, route)
+        return received
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        """`gradient` only brings the order of things; what arrived has its own shape and waits in the route."""
+        ctx.route.work.wait()
+        arrived, ctx.route.work, ctx.route.arriving = ctx.route.arriving, None, None
+        return arrived, None
+
+
+class _Land(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, route: Route) -> Tensor:
+        ctx.route = route
+        route.work.wait()
+        route.work = None
+        return rows.view_as(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ctx.route.arriving, ctx.route.work = _start(gradient, ctx.route.back())
+        return gradient, None

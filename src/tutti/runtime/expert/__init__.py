@@ -1,0 +1,1 @@
+"""Experts divided over ranks: every rank holds some of them, and tokens travel to the experts they chose."""
