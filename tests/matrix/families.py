@@ -80,7 +80,7 @@ def class_loss(output: Any, target: Tensor) -> Tensor:
 
 def families() -> dict[str, Family]:
     """Every row by its name, in the order of the page."""
-    from matrix import language, pretrained_shapes, recommend, vision, volumes
+    from matrix import language, mixtures, pretrained_shapes, recommend, vision, volumes
 
-    parts = (vision.FAMILIES, language.FAMILIES, pretrained_shapes.FAMILIES, recommend.FAMILIES, volumes.FAMILIES)
-    return {family.name: family for part in parts for family in part}
+    parts = (vision, language, pretrained_shapes, mixtures, recommend, volumes)
+    return {family.name: family for part in parts for family in part.FAMILIES}

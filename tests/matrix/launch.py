@@ -56,9 +56,7 @@ class Runner:
         self._ones: dict[Path, Outcome] = {}
         harness.preload(*(f"transformers.{name}" for name in PRELOAD), "matrix.cell")
 
-    def run(
-        self, wanted: list[tuple[Family, Column]], jobs: int, done: Callable[[Cell], None]
-    ) -> list[Cell]:
+    def run(self, wanted: list[tuple[Family, Column]], jobs: int, done: Callable[[Cell], None]) -> list[Cell]:
         """Carry out cells, `jobs` at a time; `done` is told of each as it ends."""
         ready = [(family, column) for family, column in wanted if not column.missing]
         with ThreadPoolExecutor(jobs) as pool:
@@ -146,5 +144,7 @@ def _last_line(text: str) -> str:
 def _where(stack: Path) -> str:
     """A rank that hangs, and the innermost frames of the project."""
     found = re.findall(r'File ".*?([^/"]+/[^/"]+\.py)", line (\d+) in (\w+)', stack.read_text())
-    own = [f"{path}:{line} {name}" for path, line, name in found if not path.startswith(("matrix/", "multiprocessing/"))]
+    own = [
+        f"{path}:{line} {name}" for path, line, name in found if not path.startswith(("matrix/", "multiprocessing/"))
+    ]
     return f"{stack.stem}: {' < '.join(own[:4])}"

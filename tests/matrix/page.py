@@ -58,7 +58,7 @@ def _head(summary: dict[str, Any]) -> str:
         "evaluation with one device. Each rank compares its own part, and all parts together must be the whole. A "
         f"number is the largest difference relative to the tensor's largest value (at least {floor:g} of the largest "
         f"of its kind); in float64 it may be {exact:g}. In bfloat16, where one device computes in bfloat16 too, it may "
-        f"be {low:g} beyond {NOISES:g} times what bfloat16 itself changes in that tensor on one device (values at least "
+        f"be {low:g} beyond {NOISES:g} times what bfloat16 itself changes in that tensor on one device (at least "
         f"{high:g} of the largest).\n\n"
         "*refused*: the combination makes no sense or is not supported, said alike by all ranks; the number leads to "
         "the reason below. *—*: not built.\n\n"
@@ -87,7 +87,7 @@ def _shown(cell: Cell | None, notes: dict[str, int]) -> str:
 
 def _memory(rows: list[str], cells: dict[tuple[str, str], Cell]) -> str:
     """What one rank holds, as a part of what one device holds."""
-    chosen = {"GPT, tied embeddings", "Llama", "DLRM", "mixture of experts", "CosmoFlow"}
+    chosen = {"GPT, tied embeddings", "Llama", "DLRM", "Mixture of experts", "CosmoFlow"}
     lines = [
         "## Bytes held and sent",
         "",
@@ -100,7 +100,9 @@ def _memory(rows: list[str], cells: dict[tuple[str, str], Cell]) -> str:
     ]
     for (row, name), cell in cells.items():
         if row in chosen and cell.verdict == "exact" and cell.bytes and columns()[name].precision == "full":
-            shown = [_part(cell, kind, columns()[name].divides(kind)) for kind in ("parameters", "gradients", "optimizer")]
+            shown = [
+                _part(cell, kind, columns()[name].divides(kind)) for kind in ("parameters", "gradients", "optimizer")
+            ]
             sent = cell.bytes["sent"] / max(cell.one["gradients"], 1)
             lines.append(f"| {row} | {name} | {' | '.join(shown)} | {sent:.2f} |")
     return "\n".join(lines)

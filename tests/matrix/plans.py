@@ -66,9 +66,7 @@ class Column:
         cuts = (family.cuts or {}).get(self.mesh.get("stage", 1))
         if cuts:
             given: Pipeline = fields.get("pipeline", Pipeline())
-            fields["pipeline"] = Pipeline(
-                schedule=given.schedule, stages_per_rank=given.stages_per_rank, cuts=cuts
-            )
+            fields["pipeline"] = Pipeline(schedule=given.schedule, stages_per_rank=given.stages_per_rank, cuts=cuts)
         return {"mesh": dict(self.mesh), "batch": {"num_microbatches": self.microbatches}, **fields}
 
 
@@ -191,7 +189,7 @@ def _others() -> list[Column]:
             fields={"context": "all-to-all"},
             quick=("Llama",),
         ),
-        Column(name="expert 2", group="others", mesh={"expert": 2}, quick=("mixture of experts",)),
+        Column(name="expert 2", group="others", mesh={"expert": 2}, quick=("Mixture of experts",)),
         Column(name="space 2", group="others", mesh={"space": 2}, quick=("3-D U-Net", "ResNet, 12 channels")),
         Column(
             name="space 2 x 2", group="others", mesh={"space": 4}, fields={"space_grid": (2, 2)}, quick=("CosmoFlow",)
@@ -218,7 +216,7 @@ def _pairs() -> list[Column]:
         _two("replicate", "split", ("GPT, tied embeddings",)),
         _two("replicate", "stage", ("BERT",)),
         _two("replicate", "context", ("GPT-2",)),
-        _two("replicate", "expert", ("mixture of experts",)),
+        _two("replicate", "expert", ("Mixture of experts",)),
         _two("replicate", "space", ("CNN, BatchNorm",)),
         _two("replicate", "table", ("DLRM",)),
         _two("shard", "split", ("Llama",)),

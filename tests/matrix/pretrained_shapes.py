@@ -1,7 +1,5 @@
 """Rows of the classes that people take from `transformers`: random weights from a small config, dropout off."""
 
-from typing import Any
-
 from torch import nn
 
 from against_one import Subject
@@ -29,9 +27,18 @@ def small_bert() -> nn.Module:
 def small_gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    none: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False, "bos_token_id": None, "eos_token_id": None}
     config = GPT2Config(
-        vocab_size=VOCABULARY, n_positions=SEQUENCE, n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS, **none
+        vocab_size=VOCABULARY,
+        n_positions=SEQUENCE,
+        n_embd=WIDTH,
+        n_layer=LAYERS,
+        n_head=HEADS,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        use_cache=False,
+        bos_token_id=None,
+        eos_token_id=None,
     )
     return GPT2LMHeadModel(config)
 
