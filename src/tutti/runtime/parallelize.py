@@ -11,14 +11,17 @@ from tutti.runtime.chunks import apply_chunks
 from tutti.runtime.expert.divide import divide_experts
 from tutti.runtime.layout import Layout
 from tutti.runtime.recompute import apply_recompute
+from tutti.runtime.shard.shards import Shards, shard
 from tutti.spec.plan import Plan
 
-BUILT = ("replicate", "expert")
+BUILT = ("replicate", "shard", "expert")
 """The axes whose mechanism is there."""
 
 
-def parallelize(model: nn.Module, plan: Plan, layout: Layout, scope: BatchScope) -> None:
+def parallelize(model: nn.Module, plan: Plan, layout: Layout, scope: BatchScope) -> Shards:
     """Change `model` in place so that this rank computes its part, and write into `layout` what it holds.
+
+    Returns what the step and the optimizers must know of sharding.
 
     Raises PlanError for what cannot work, naming the module and the remedy.
     """
@@ -31,6 +34,7 @@ def parallelize(model: nn.Module, plan: Plan, layout: Layout, scope: BatchScope)
     recomputed = apply_recompute(model, plan.layout, scope)
     if scope.world_size > 1 or recomputed:
         share_statistics(model, scope)
+    return shard(model, plan.sharding, layout)
 
 
 def rebind(optimizers: Iterable[Optimizer], originals: Mapping[str, nn.Parameter], model: nn.Module) -> None:

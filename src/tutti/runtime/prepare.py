@@ -61,8 +61,9 @@ def make_run(session: Session, given: Given) -> Run:
     layout = Layout.of(model, Mesh(plan.mesh, world.rank), given.optimizers)
     scope = _batch_scope(model, layout.mesh)
     originals = dict(model.named_parameters(remove_duplicate=False))
-    parallelize(model, plan, layout, scope)
+    shards = parallelize(model, plan, layout, scope)
     rebind(given.optimizers, originals, model)
+    shards.bind(given.optimizers)
     layout.settle(model, world, given.optimizers)
     folder = open_folder(session.wishes, world, session.folder)
     run = Run(
@@ -71,7 +72,7 @@ def make_run(session: Session, given: Given) -> Run:
         world=world,
         layout=layout,
         model=model,
-        replica=Replica(model, layout, plan),
+        replica=Replica(model, layout, plan, shards),
         optimizers=given.optimizers,
         loss_fn=given.loss_fn,
         unpack=given.unpack,

@@ -15,6 +15,7 @@ from torch import nn
 from tutti.errors import ScriptError
 from tutti.runtime.buckets import Bucket, Group, make_buckets
 from tutti.runtime.layout import Layout
+from tutti.runtime.shard.shards import Shards
 from tutti.spec.plan import Plan
 
 LossFunction = Callable[[nn.Module, Any], Any]
@@ -27,9 +28,10 @@ class Replica:
     `parameters`: those that require a gradient.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, plan: Plan) -> None:
+    def __init__(self, model: nn.Module, layout: Layout, plan: Plan, shards: Shards | None = None) -> None:
         self.parameters: list[nn.Parameter] = []
         self._model, self._layout, self._cap = model, layout, plan.sync.bucket_nbytes
+        self.shards = shards or Shards()
         self._groups: dict[nn.Parameter, Group] = {}
         self._places: dict[nn.Parameter, tuple[Bucket, int]] = {}
         self._buckets: list[Bucket] = []
@@ -44,8 +46,8 @@ class Replica:
 
     @property
     def sent_nbytes(self) -> int:
-        """Bytes this rank sends for its gradients in a step, by ring all-reduce."""
-        return sum(ring_sent_nbytes([p], group.size) for p, group in self._groups.items())
+        """Bytes this rank sends for its gradients in a step, by ring all-reduce, and for divided parameters."""
+        return self.shards.sent_nbytes + sum(ring_sent_nbytes([p], group.size) for p, group in self._groups.items())
 
     def begin(self) -> None:
         """The backward that comes is the step's last: sum gradients from here on."""
@@ -57,6 +59,7 @@ class Replica:
         for bucket in self._buckets:
             bucket.open()
         self._next, self._summing = 0, True
+        self.shards.begin()
 
     def finish(self) -> None:
         """Backward has returned: send what it left out, and wait for all sums."""
@@ -68,6 +71,7 @@ class Replica:
             _sum_sparse(parameter, self._groups[parameter])
         for bucket in self._buckets:
             bucket.wait()
+        self.shards.finish()
 
     def unused(self, model: nn.Module) -> list[str]:
         """Names of parameters that got no gradient on any rank."""

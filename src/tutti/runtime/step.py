@@ -45,6 +45,7 @@ def forward_backward(run: Run, function: LossFunction, batch: Any) -> Outcome:
     batch = run.observer.loaded(run.progress.step, batch)
     for optimizer in run.optimizers:
         optimizer.zero_grad(set_to_none=True)
+    run.replica.shards.clear()
     totals = torch.zeros(2 + run.world.world_size, dtype=torch.float64, device=run.world.device)
     pieces = split_batch(batch, share.sizes)
     for index, piece in enumerate(pieces):

@@ -1,0 +1,203 @@
+"""A unit: the parameters of one block, divided among ranks at rest, gathered whole while the block computes.
+
+Three tensors stand for a parameter and take turns in its module: its shard (at rest: optimizers hold it), the whole
+(while the block computes; its memory is freed in between, and the tensors that autograd saved come back with it), and
+one without memory (inside a forward pass, until the block's turn: who reaches for it fails and computes nothing wrong).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tutti.runtime.shard.pieces import Pieces, even_bounds
+from tutti.spec.words import AxisName
+
+Place = tuple[nn.Module, str]
+"""A module and the name under which it has a parameter."""
+
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Sharded:
+    """One parameter. `name`: the first of its names in the model; `places`: all of them."""
+
+    name: str
+    places: list[Place]
+    shard: nn.Parameter
+    absent: nn.Parameter
+    whole: nn.Parameter
+
+    def show(self, which: Literal["shard", "whole", "absent"]) -> None:
+        """Make the modules see one of the three."""
+        parameter: nn.Parameter = getattr(self, which)
+        for module, key in self.places:
+            if type(module).__setattr__ is nn.Module.__setattr__:
+                module._parameters[key] = parameter
+            else:  # an RNN keeps a list of its weights
+                setattr(module, key, parameter)
+
+    def follow(self, arrived: Callable[[torch.Tensor], None]) -> None:
+        """Be trainable where the shard is; `arrived` is called once a backward has the whole's gradient."""
+        wanted = self.shard.requires_grad
+        if wanted != self.whole.requires_grad:
+            self.whole.requires_grad_(wanted)
+            self.absent.requires_grad_(wanted)
+            if wanted:
+                self.whole.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+
+
+class Pack:
+    """Parameters of one unit that travel together: of one dtype, and summed over the same `others` beside `shard`.
+
+    `flat`: this rank's segment, of which the shards are views; `device`: where the wholes are; `home`: where the
+    segment lies, if elsewhere.
+    """
+
+    def __init__(
+        self,
+        named: list[tuple[str, list[Place]]],
+        *,
+        degree: int,
+        rank: int,
+        others: tuple[AxisName, ...],
+        home: torch.device | None = None,
+    ) -> None:
+        given = [getattr(*places[0]) for _, places in named]
+        self.degree, self.rank, self.others, self.device = degree, rank, others, given[0].device
+        self.pieces = Pieces.cut([p.shape for p in given], [even_bounds(p.shape, degree) for p in given], degree)
+        self.mine = self.pieces.ranks[rank]
+        self.flat = torch.zeros(self.pieces.size, dtype=given[0].dtype, device=home or self.device)
+        self.parameters = []
+        for (name, places), parameter, piece in zip(named, given, self.mine, strict=True):
+            part = piece.within(self.flat)
+            part.copy_(piece.of(parameter.detach()))
+            absent = torch.empty_like(parameter, device="meta")
+            self.parameters.append(
+                Sharded(
+                    name=name,
+                    places=places,
+                    shard=_like(parameter, part, trainable=parameter.requires_grad),
+                    absent=_like(parameter, absent, trainable=parameter.requires_grad),
+                    whole=_like(parameter, absent, trainable=False),
+                )
+            )
+        self._gathered: torch.Tensor | None = None
+        self._work: Any = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a segment."""
+        return self.flat.numel() * self.flat.element_size()
+
+    def launch(self, group: Any) -> None:
+        """Start to gather the whole parameters."""
+        source = self.flat.to(self.device)
+        self._gathered = torch.empty(self.degree * source.numel(), dtype=source.dtype, device=self.device)
+        self._work = (_all_gather(self._gathered, source, group=group, async_op=True), source)
+
+    def fill(self, arrived: Callable[[torch.Tensor], None]) -> None:
+        """Wait for what was launched, and put it into the whole parameters."""
+        assert self._gathered is not None
+        self._work[0].wait()
+        for one in self.parameters:
+            if one.whole.is_meta:
+                memory = torch.empty_strided(
+                    one.absent.size(), one.absent.stride(), dtype=self.flat.dtype, device=self.device
+                )
+                one.whole = _like(one.absent, memory, trainable=False)
+            one.whole.untyped_storage().resize_(_nbytes(one.whole))
+            one.follow(arrived)
+        # through .data, because autograd must not take it for a change of what it saved
+        self.pieces.scatter(self._gathered.view(self.degree, -1), [one.whole.data for one in self.parameters])
+        self._gathered = self._work = None
+
+    def drop(self) -> None:
+        """Free the whole parameters' memory, also of what is on its way."""
+        if self._work is not None:
+            self._work[0].wait()
+            self._gathered = self._work = None
+        for one in self.parameters:
+            if not one.whole.is_meta:
+                one.whole.untyped_storage().resize_(0)
+
+    def take_gradients(self) -> tuple[torch.Tensor, list[bool]]:
+        """The wholes' gradients, as (rank, segment and a flag for each parameter), and which there are; freed."""
+        gradients = [one.whole.grad for one in self.parameters]
+        there = [gradient is not None for gradient in gradients]
+        buffer = torch.empty(self.degree, self.pieces.size + len(there), dtype=self.flat.dtype, device=self.device)
+        self.pieces.collect(buffer, gradients)
+        for index, (one, has) in enumerate(zip(self.parameters, there, strict=True)):
+            buffer[:, self.pieces.size + index] = float(has)
+            one.whole.grad = None
+        return buffer, there
+
+    def give_gradients(self, segment: torch.Tensor, there: list[bool]) -> None:
+        """Make the summed gradients the shards'; one that no rank had stays None. `there`: those this rank had."""
+        for index, (one, piece) in enumerate(zip(self.parameters, self.mine, strict=True)):
+            if one.shard.requires_grad and (there[index] or float(segment[self.pieces.size + index]) > 0):
+                one.shard.grad = piece.within(segment).to(self.flat.device)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Unit:
+    """A block's packs. `whole`: gathered; `launched`: on its way; `held`: kept until someone drops it; `repeats`: runs
+    several times in one pass; `entered`: calls of it that have not returned.
+    """
+
+    name: str
+    packs: list[Pack]
+    whole: bool = False
+    launched: bool = False
+    held: bool = False
+    repeats: bool = False
+    entered: int = 0
+    missing: int = field(default=0)
+
+    @property
+    def parameters(self) -> list[Sharded]:
+        return [one for pack in self.packs for one in pack.parameters]
+
+    def launch(self, group: Any) -> int:
+        """Start to gather, unless that has been done; returns the bytes that this rank sends."""
+        if self.whole or self.launched:
+            return 0
+        for pack in self.packs:
+            pack.launch(group)
+        self.launched = True
+        return sum((pack.degree - 1) * pack.nbytes for pack in self.packs)
+
+    def fill(self, arrived: Callable[[torch.Tensor], None]) -> None:
+        """Wait for the whole parameters, and let the modules see them."""
+        if self.whole:
+            return
+        for pack in self.packs:
+            pack.fill(arrived)
+        self.whole, self.launched = True, False
+        self.show("whole")
+
+    def drop(self, show: Literal["shard", "absent"]) -> None:
+        """Free the whole parameters."""
+        for pack in self.packs:
+            pack.drop()
+        self.whole = self.launched = self.held = False
+        self.show(show)
+
+    def show(self, which: Literal["shard", "whole", "absent"]) -> None:
+        for one in self.parameters:
+            one.show(which)
+
+
+def _like(parameter: nn.Parameter, data: torch.Tensor, *, trainable: bool) -> nn.Parameter:
+    """A parameter with other data, and what the user has written on this one."""
+    new = nn.Parameter(data, requires_grad=trainable)
+    new.__dict__.update(parameter.__dict__)
+    return new
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
