@@ -131,9 +131,10 @@ def test_checkpoints_that_do_not_fit_say_why(tmp_path: Path) -> None:
             job_in(tmp_path / "b", resume=saved, **options)
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         job_in(tmp_path / "b", resume=tmp_path / "nothing")
-    (saved / "state.pt").write_bytes(b"no")
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        job_in(tmp_path / "b", resume=saved)
+    for file in ("rank-00000.safetensors", "run.pt", "index.json"):
+        (saved / file).write_bytes(b"no")
+        with pytest.raises(CheckpointError, match=rf"{file} cannot be read: .*; name an earlier checkpoint"):
+            job_in(tmp_path / "b", resume=saved)
 
 
 def test_old_checkpoints_go_and_the_newest_is_resumed(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from types import TracebackType
 import torch
 
 from tutti.errors import TuttiError
+from tutti.runtime.checkpoint import end_saving
 from tutti.runtime.state import Run
 from tutti.runtime.world import World, leave
 
@@ -38,6 +39,10 @@ class Ending:
     def _last_rows(self, run: Run) -> None:
         mine = run.folder.rank(run.world.rank)
         self.failed = self.failed or (mine / "error.json").exists()
+        words = end_saving(run)
+        if words is not None:
+            self.failed = True
+            print(f"tutti: {words}", file=sys.stderr)
         wall, phases = run.clock.take_row()
         now = run.clock.elapsed_s()
         memory = {

@@ -12,7 +12,7 @@ from tutti.data.source import read_source
 from tutti.errors import ScriptError
 from tutti.optim.lr_rule import LRRule
 from tutti.runtime import capture
-from tutti.runtime.checkpoint import save_checkpoint
+from tutti.runtime.checkpoint import save_checkpoint, save_when_due
 from tutti.runtime.ending import Ending
 from tutti.runtime.env import read_wishes
 from tutti.runtime.evaluate import Metric, evaluate
@@ -195,9 +195,7 @@ class Job:
         self._outcome = None
         step_row(run, outcome, done)
         run.observer.updated(run.progress.step - 1, outcome.loss, done.learning_rate)
-        every = run.settings.checkpoint_every
-        if every and run.progress.step % every == 0:
-            self.save()
+        save_when_due(run)
 
     def evaluate(
         self,
@@ -230,13 +228,7 @@ class Job:
 
     def save(self) -> Path:
         """Write a checkpoint now. Every rank must call it."""
-        run = self._run()
-        before = run.clock.elapsed_s()
-        path, nbytes = save_checkpoint(run)
-        now = run.clock.elapsed_s()
-        shown = path.relative_to(run.folder.path)
-        run.log.row("checkpoint", now, step=run.progress.step, duration_s=now - before, path=shown, nbytes=nbytes)
-        return path
+        return save_checkpoint(self._run())[0]
 
     def print(self, *values: object, **options: Any) -> None:
         """print, on rank 0 only."""

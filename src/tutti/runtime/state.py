@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -22,6 +22,9 @@ from tutti.runtime.screen import Screen, Throughput
 from tutti.runtime.world import World
 from tutti.spec.plan import Plan
 from tutti.spec.run import RunFolder
+
+if TYPE_CHECKING:
+    from tutti.runtime.checkpoint.save import Pending
 
 Unpack = Callable[[Any], tuple[tuple[Any, ...], dict[str, Any], Any]]
 """batch -> (positional arguments, keyword arguments, target)."""
@@ -87,6 +90,7 @@ class Run:
     progress: Progress = field(default_factory=Progress)
     throughput: Throughput = field(default_factory=Throughput)
     data_facts: dict[str, tuple[Any, dict[str, Any]]] = field(default_factory=dict)
+    pending: "Pending | None" = None
 
     @property
     def mesh(self) -> Mesh:
