@@ -11,10 +11,11 @@ from tutti.runtime.chunks import apply_chunks
 from tutti.runtime.expert.divide import divide_experts
 from tutti.runtime.layout import Layout
 from tutti.runtime.recompute import apply_recompute
+from tutti.runtime.space.apply import cut_space
 from tutti.runtime.shard.shards import Shards, shard
 from tutti.spec.plan import Plan
 
-BUILT = ("replicate", "shard", "expert")
+BUILT = ("replicate", "shard", "expert", "space")
 """The axes whose mechanism is there."""
 
 
@@ -34,6 +35,8 @@ def parallelize(model: nn.Module, plan: Plan, layout: Layout, scope: BatchScope)
     recomputed = apply_recompute(model, plan.layout, scope)
     if scope.world_size > 1 or recomputed:
         share_statistics(model, scope)
+    if mesh.degree("space") > 1:
+        cut_space(model, plan, layout, scope)
     return shard(model, plan.sharding, layout)
 
 

@@ -75,7 +75,8 @@ def _microbatch(
         run.clock.enter("backward")
         if last:
             run.replica.begin()
-        run.scaler.scale(loss.total / share.batch_size).backward()  # type: ignore[no-untyped-call]
+        own = share.batch_size * run.mesh.degree("space")  # ranks along space sum their gradients of one loss
+        run.scaler.scale(loss.total / own).backward()  # type: ignore[no-untyped-call]
     if reduced is not None:
         run.clock.enter("exposed_communication")
         run.replica.finish()
