@@ -12,7 +12,8 @@ from tutti.runtime.expert.divide import divide_experts
 from tutti.runtime.layout import Layout
 from tutti.runtime.recompute import apply_recompute
 from tutti.runtime.space.apply import cut_space
-from tutti.runtime.shard.shards import Shards, shard
+from tutti.runtime.shard.divide import shard
+from tutti.runtime.shard.shards import Shards
 from tutti.spec.plan import Plan
 
 BUILT = ("replicate", "shard", "expert", "space")

@@ -127,8 +127,10 @@ def _judge(run: Run, share: Share, totals: list[float]) -> Outcome:
 def _finish_gradients(run: Run, factor: float) -> None:
     """Undo loss scaling, and turn a mean over samples into the mean the loss is over."""
     for optimizer in run.optimizers:
-        if run.scaler.is_enabled() and any(p.grad is not None for g in optimizer.param_groups for p in g["params"]):
-            run.scaler.unscale_(optimizer)
+        if run.scaler.is_enabled():
+            with run.replica.shards.whole_gradients(optimizer):
+                if any(p.grad is not None for g in optimizer.param_groups for p in g["params"]):
+                    run.scaler.unscale_(optimizer)
             if run.layout.held:  # ranks hold different gradients: one that overflows stops all
                 for found in run.scaler._found_inf_per_device(optimizer).values():
                     dist.all_reduce(found, dist.ReduceOp.MAX)

@@ -3,20 +3,7 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-import torch
-import torch.distributed as dist
-from torch import nn
 from torch.optim import Optimizer
-
-from tutti.errors import ScriptError
-from tutti.runtime.layout import Layout
-from tutti.runtime.shard.blocks import make_units
-from tutti.runtime.shard.elementwise import check_elementwise
-from tutti.runtime.shard.passes import Passes
-from tutti.runtime.shard.sums import Sums
-from tutti.runtime.shard.unit import Unit
-from tutti.spec.plan import Sharding
-from tutti.spec.words import AxisName
 
 
 class Shards:
@@ -43,74 +30,3 @@ class Shards:
     def whole_gradients(self, optimizer: Optimizer) -> Iterator[None]:
         """Inside, the optimizer's groups list every parameter whose gradient this rank holds."""
         yield
-
-
-class Divided(Shards):
-    """Levels 2 and 3: parameters, gradients and optimizer state are divided; see Passes for when they are whole."""
-
-    def __init__(self, model: nn.Module, layout: Layout, sharding: Sharding) -> None:
-        mesh = layout.mesh
-        home = torch.device("cpu") if sharding.offload != "none" else None
-        units, blocks = make_units(model, layout, home)
-        self.layout, self.units = layout, units
-        self._sent_nbytes = 0
-        self._learned = False
-        self._passes = Passes(model, units, blocks, keep=sharding.level == 2)
-        self._passes.group = mesh.new_group("shard")
-        self._sum_group = mesh.new_group("shard")
-        self._sums = Sums(self._sending_order(), self._group)
-
-    @property
-    def sent_nbytes(self) -> int:
-        return self._sent_nbytes
-
-    def bind(self, optimizers: Iterable[Optimizer]) -> None:
-        for optimizer in optimizers:
-            check_elementwise(optimizer)
-
-    def begin(self) -> None:
-        if not self._learned:
-            self._learn()
-        self._sums.open()
-        self._passes.complete = self._sums.complete
-
-    def finish(self) -> None:
-        self._passes.complete = None
-        self._passes.release()
-        for unit in self.units:
-            for one in unit.parameters:
-                if one.shard.grad is not None:
-                    raise ScriptError(
-                        f"the loss uses parameter {one.name!r} outside of the modules' forward, where a rank sees only "
-                        "its part; use the optimizer's weight decay instead of a penalty, or sharding level 1"
-                    )
-        self._sums.finish()
-        self._sent_nbytes = self._passes.sent_nbytes + self._sums.sent_nbytes
-        self._passes.sent_nbytes = self._sums.sent_nbytes = 0
-
-    def _group(self, axes: tuple[AxisName, ...]) -> object:
-        return self._sum_group if axes == ("shard",) else self.layout.mesh.group(*axes)
-
-    def _sending_order(self) -> list[Unit]:
-        """What backward reaches first leaves first; what lies outside of blocks is complete last."""
-        return [*self._passes.units[:0:-1], self._passes.units[0]]
-
-    def _learn(self) -> None:
-        """After the first forward: gather in the order in which the group's first rank has run its units."""
-        mesh, count = self.layout.mesh, len(self.units)
-        order = torch.tensor(self._passes.seen())
-        repeats = torch.tensor([unit.repeats for unit in self._passes.units], dtype=torch.int64)
-        device = self.units[0].packs[0].device if self.units[0].packs else self.units[1].packs[0].device
-        both = torch.cat([order, repeats]).to(device)
-        dist.broadcast(both[:count], src=mesh.ranks("shard")[0], group=self._sum_group)
-        dist.all_reduce(both[count:], dist.ReduceOp.MAX, group=self._sum_group)
-        self._passes.reorder(both[:count].tolist(), [bool(flag) for flag in both[count:].tolist()])
-        self._sums.order = self._sending_order()
-        self._learned = True
-
-
-def shard(model: nn.Module, sharding: Sharding, layout: Layout) -> Shards:
-    """Divide what the plan says among the ranks of the `shard` axis; call it when all else is in place."""
-    if layout.mesh.degree("shard") == 1:
-        return Shards()
-    return Divided(model, layout, sharding)

@@ -19,7 +19,8 @@ from tutti.spec.words import AxisName
 Place = tuple[nn.Module, str]
 """A module and the name under which it has a parameter."""
 
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+"""(output, input, group, async_op): inputs of all ranks, one behind another."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -98,7 +99,7 @@ class Pack:
         """Start to gather the whole parameters."""
         source = self.flat.to(self.device)
         self._gathered = torch.empty(self.degree * source.numel(), dtype=source.dtype, device=self.device)
-        self._work = (_all_gather(self._gathered, source, group=group, async_op=True), source)
+        self._work = (all_gather(self._gathered, source, group=group, async_op=True), source)
 
     def fill(self, arrived: Callable[[torch.Tensor], None]) -> None:
         """Wait for what was launched, and put it into the whole parameters."""

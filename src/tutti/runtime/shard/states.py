@@ -1,0 +1,225 @@
+"""Level 1: every rank updates its part of the parameters, so it alone keeps that part's optimizer state.
+
+An optimizer that treats elements one by one is given parts of all parameters; any other, and sparse gradients, whole
+parameters, spread so that ranks have about as much. Parameters and gradients stay whole on every rank; after an
+optimizer's step the parts are exchanged. Checkpoints find the parts by `layout.state_of` and `layout.states.stand_ins`.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from tutti.runtime.layout import Layout
+from tutti.runtime.shard.elementwise import is_elementwise
+from tutti.runtime.shard.pieces import Piece, Pieces, even_bounds
+from tutti.runtime.shard.shards import Shards
+from tutti.runtime.shard.unit import all_gather
+from tutti.spec.plan import Sharding
+
+BUCKET_NBYTES = 25 * 2**20
+"""Parameters are exchanged in buckets of about this size, so that little is held beside them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Part:
+    """What an optimizer updates here in place of `whole`: a view of its `piece`, or a copy on the host."""
+
+    whole: nn.Parameter
+    piece: Piece | None
+    own: nn.Parameter
+
+    @property
+    def target(self) -> torch.Tensor:
+        return self.whole.data if self.piece is None else self.piece.of(self.whole.data)
+
+    def take_gradient(self) -> None:
+        gradient = self.whole.grad
+        if gradient is not None and self.own is not self.whole:
+            mine = gradient if self.piece is None else self.piece.of(gradient)
+            self.own.grad = mine.to(self.own.device)
+
+    def give(self) -> None:
+        """Write the updated values into the parameter."""
+        if self.own.device != self.whole.device:
+            self.target.copy_(self.own.data)
+        if self.own is not self.whole:
+            self.own.grad = None
+
+    def follow(self) -> None:
+        """Take the parameter's values, which someone has set."""
+        if self.own.device != self.whole.device:
+            self.own.data.copy_(self.target)
+
+
+@dataclass(slots=True, eq=False)
+class Divided:
+    """One optimizer's parts. `buckets`: parameters cut among all ranks; `owned`: those that one rank updates."""
+
+    given: list[list[nn.Parameter]]
+    parts: list[Part]
+    buckets: list[tuple[list[nn.Parameter], Pieces]]
+    owned: list[tuple[nn.Parameter, int]]
+
+
+class States(Shards):
+    """Optimizer state divided among the ranks of `shard`."""
+
+    def __init__(self, model: nn.Module, layout: Layout, sharding: Sharding) -> None:
+        self._model, self._layout = model, layout
+        self._host = torch.device("cpu") if sharding.offload == "optimizer" else None
+        self._degree, self._rank = layout.mesh.degree("shard"), layout.mesh.index("shard")
+        self._ranks = layout.mesh.ranks("shard")
+        self._group = layout.mesh.new_group("shard")
+        self._loads = [0] * self._degree
+        self._divided: dict[Optimizer, Divided] = {}
+        self._sent_nbytes = 0
+
+    @property
+    def sent_nbytes(self) -> int:
+        return self._sent_nbytes
+
+    def bind(self, optimizers: Iterable[Optimizer]) -> None:
+        for optimizer in optimizers:
+            self._divided[optimizer] = self._divide(optimizer)
+            optimizer.register_step_pre_hook(self._before_step)
+            optimizer.register_step_post_hook(self._after_step)
+
+    def clear(self) -> None:
+        self._sent_nbytes = 0
+        for divided in self._divided.values():
+            for parameter in (p for group in divided.given for p in group):
+                parameter.grad = None
+
+    @contextmanager
+    def whole_gradients(self, optimizer: Optimizer) -> Iterator[None]:
+        own = [group["params"] for group in optimizer.param_groups]
+        for group, given in zip(optimizer.param_groups, self._divided[optimizer].given, strict=True):
+            group["params"] = given
+        try:
+            yield
+        finally:
+            for group, params in zip(optimizer.param_groups, own, strict=True):
+                group["params"] = params
+
+    def _divide(self, optimizer: Optimizer) -> Divided:
+        """Decide who updates what, and give the optimizer this rank's part."""
+        given = [list(group["params"]) for group in optimizer.param_groups]
+        names = {parameter: name for name, parameter in self._model.named_parameters()}
+        sparse = _sparse(self._model)
+        everything = [p for group in given for p in group if "shard" in self._layout.of_name(names[p]).sums]
+        may_cut = is_elementwise(optimizer)
+        cut = [p for p in everything if may_cut and p.dim() and p.numel() and p not in sparse]
+        whole = [p for p in everything if p not in set(cut) and (p.dim() or not may_cut)]
+        buckets = [(some, self._pieces(some)) for some in _buckets(cut)]
+        owned = self._spread(whole)
+        mine = [(some, pieces.ranks[self._rank]) for some, pieces in buckets]
+        parts = [self._part(p, piece) for some, ours in mine for p, piece in zip(some, ours, strict=True)]
+        parts += [self._part(p, None) for p, owner in owned if owner == self._rank]
+        own = {part.whole: part for part in parts if part.own.numel()}
+        for part in own.values():
+            self._note(names[part.whole], part)
+        everywhere = set(everything) - set(cut) - set(whole)
+        for group, params in zip(optimizer.param_groups, given, strict=True):
+            kept = [p for p in params if p in own or p in everywhere or p not in set(everything)]
+            group["params"] = [own[p].own if p in own else p for p in kept]
+        return Divided(given, list(own.values()), buckets, owned)
+
+    def _part(self, whole: nn.Parameter, piece: Piece | None) -> Part:
+        target = whole.data if piece is None else piece.of(whole.data)
+        if self._host is not None and self._host != whole.device:
+            target = target.to(self._host)
+        elif piece is None:
+            return Part(whole=whole, piece=None, own=whole)
+        own = nn.Parameter(target, requires_grad=whole.requires_grad)
+        own.__dict__.update(whole.__dict__)
+        return Part(whole=whole, piece=piece, own=own)
+
+    def _note(self, name: str, part: Part) -> None:
+        if part.piece is not None:
+            self._layout.cut_state(name, part.piece.dim, (part.piece.start, part.piece.stop))
+        if part.own is not part.whole:
+            self._layout.states.stand_ins[part.own] = name
+            self._layout.states.loaded.append(part.follow)
+
+    def _pieces(self, parameters: list[nn.Parameter]) -> Pieces:
+        bounds = [even_bounds(p.shape, self._degree) for p in parameters]
+        return Pieces.cut([p.shape for p in parameters], bounds, self._degree)
+
+    def _spread(self, parameters: list[nn.Parameter]) -> list[tuple[nn.Parameter, int]]:
+        """The largest first, each to the rank that has least so far."""
+        owners: dict[nn.Parameter, int] = {}
+        for parameter in sorted(parameters, key=lambda p: -p.numel()):
+            owners[parameter] = owner = self._loads.index(min(self._loads))
+            self._loads[owner] += parameter.numel()
+        return [(p, owners[p]) for p in parameters]
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for part in self._divided[optimizer].parts:
+            part.take_gradient()
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Exchange what was updated: one bucket travels while the one before is unpacked."""
+        divided = self._divided[optimizer]
+        for part in divided.parts:
+            part.give()
+        waiting: list[Callable[[], None]] = []
+        for parameters, pieces in divided.buckets:
+            waiting.append(self._gather(parameters, pieces))
+            if len(waiting) > 1:
+                waiting.pop(0)()
+        for parameter, owner in divided.owned:
+            waiting.append(self._broadcast(parameter, owner))
+        for finish in waiting:
+            finish()
+
+    def _gather(self, parameters: list[nn.Parameter], pieces: Pieces) -> Callable[[], None]:
+        wholes = [p.data for p in parameters]
+        segments = torch.empty(self._degree, pieces.size, dtype=wholes[0].dtype, device=wholes[0].device)
+        mine = torch.zeros_like(segments[0])
+        for piece, whole in zip(pieces.ranks[self._rank], wholes, strict=True):
+            piece.within(mine).copy_(piece.of(whole))
+        work = all_gather(segments.view(-1), mine, group=self._group, async_op=True)
+        self._sent_nbytes += (self._degree - 1) * mine.numel() * mine.element_size()
+        return partial(_unpack, work, pieces, segments, mine, wholes)
+
+    def _broadcast(self, parameter: nn.Parameter, owner: int) -> Callable[[], None]:
+        values = parameter.data.contiguous()
+        work = dist.broadcast(values, src=self._ranks[owner], group=self._group, async_op=True)
+        if owner == self._rank:
+            self._sent_nbytes += (self._degree - 1) * values.numel() * values.element_size()
+        return partial(_take, work, values, parameter)
+
+
+def _unpack(work: Any, pieces: Pieces, segments: torch.Tensor, mine: torch.Tensor, wholes: list[torch.Tensor]) -> None:
+    work.wait()
+    pieces.scatter(segments, wholes)
+
+
+def _take(work: Any, values: torch.Tensor, parameter: nn.Parameter) -> None:
+    work.wait()
+    if values.data_ptr() != parameter.data_ptr():
+        parameter.data.copy_(values)
+
+
+def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Parameters of one dtype and device, about BUCKET_NBYTES together."""
+    open_ones: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        key = (parameter.dtype, parameter.device)
+        open_ones.setdefault(key, []).append(parameter)
+        if sum(p.numel() * p.element_size() for p in open_ones[key]) >= BUCKET_NBYTES:
+            yield open_ones.pop(key)
+    yield from open_ones.values()
+
+
+def _sparse(model: nn.Module) -> set[nn.Parameter]:
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
+    return {cast(nn.Parameter, module.weight) for module in embeddings if module.sparse}
