@@ -229,7 +229,8 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def gather_whole(layout: Layout, world: World, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Whole tensors from every rank's `parts` (by name, as held), on every rank's CPU. For small models and tests."""
-    mine = {name: (layout.of_name(name), part.detach().cpu()) for name, part in parts.items() if layout.counts(name)}
+    dense = {name: part.to_dense() if part.is_sparse else part for name, part in parts.items()}
+    mine = {name: (layout.of_name(name), part.detach().cpu()) for name, part in dense.items() if layout.counts(name)}
     wholes: dict[str, torch.Tensor] = {}
     for theirs in world.gather(mine):
         for name, (held, part) in theirs.items():
@@ -244,7 +245,9 @@ def norm_squared(layout: Layout, named: Iterable[tuple[str, torch.Tensor]], devi
     total = torch.zeros((), dtype=torch.float64, device=device)
     for name, tensor in named:
         if layout.counts(name):
-            total += torch.linalg.vector_norm(local(tensor)).double() ** 2
+            part = local(tensor)
+            values = part.coalesce().values() if part.is_sparse else part
+            total += torch.linalg.vector_norm(values).double() ** 2
     if layout.mesh.world_size > 1:
         dist.all_reduce(total)
     return total

@@ -1,7 +1,9 @@
 """Parallelize: the plan's mechanisms take the model apart, in an order one can read."""
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -9,14 +11,15 @@ from tutti.errors import PlanError, ScriptError
 from tutti.runtime.batchnorm import BatchScope, share_statistics
 from tutti.runtime.chunks import apply_chunks
 from tutti.runtime.expert.divide import divide_experts
-from tutti.runtime.layout import Layout
+from tutti.runtime.layout import Held, Layout
 from tutti.runtime.recompute import apply_recompute
-from tutti.runtime.space.apply import cut_space
 from tutti.runtime.shard.divide import shard
 from tutti.runtime.shard.shards import Shards
+from tutti.runtime.space.apply import cut_space
+from tutti.runtime.table.divide import divide_tables
 from tutti.spec.plan import Plan
 
-BUILT = ("replicate", "shard", "expert", "space")
+BUILT = ("replicate", "shard", "expert", "table", "space")
 """The axes whose mechanism is there."""
 
 
@@ -32,6 +35,7 @@ def parallelize(model: nn.Module, plan: Plan, layout: Layout, scope: BatchScope)
         if axis not in BUILT:
             raise PlanError(f"mesh.{axis} = {mesh.degree(axis)}: this version has no such mechanism; use {BUILT}")
     divide_experts(model, plan.layout, layout, scope)
+    divide_tables(model, plan.layout, layout)
     apply_chunks(model, plan.layout)
     recomputed = apply_recompute(model, plan.layout, scope)
     if scope.world_size > 1 or recomputed:
@@ -41,7 +45,9 @@ def parallelize(model: nn.Module, plan: Plan, layout: Layout, scope: BatchScope)
     return shard(model, plan.sharding, layout)
 
 
-def rebind(optimizers: Iterable[Optimizer], originals: Mapping[str, nn.Parameter], model: nn.Module) -> None:
+def rebind(
+    optimizers: Iterable[Optimizer], originals: Mapping[str, nn.Parameter], model: nn.Module, layout: Layout
+) -> None:
     """Make optimizers hold the parameters the model has now, in the same groups with the same settings.
 
     `originals`: by name, the parameters before the model was taken apart. Parameters that are on other ranks leave.
@@ -53,7 +59,7 @@ def rebind(optimizers: Iterable[Optimizer], originals: Mapping[str, nn.Parameter
     if all(new is not None and id(new) == old for old, new in fate.items()):
         return
     for optimizer in optimizers:
-        if optimizer.state:
+        if any(float(state.get("step", 1)) for state in optimizer.state.values()):
             raise ScriptError(
                 f"{type(optimizer).__name__} has already made steps, and the plan replaces parameters; give prepare a "
                 "fresh optimizer, and resume its state from a checkpoint"
@@ -61,3 +67,15 @@ def rebind(optimizers: Iterable[Optimizer], originals: Mapping[str, nn.Parameter
         for group in optimizer.param_groups:
             kept = [fate.get(id(parameter), parameter) for parameter in group["params"]]
             group["params"] = [parameter for parameter in kept if parameter is not None]
+        for name, parameter in originals.items():  # state that stands before the first step, as Adagrad's
+            new = fate[id(parameter)]
+            if parameter in optimizer.state and new is not parameter:
+                state = optimizer.state.pop(parameter)
+                if new is not None:
+                    optimizer.state[new] = _part(state, layout.of_name(name))
+
+
+def _part(state: dict[str, Any], held: Held) -> dict[str, Any]:
+    """The state of a parameter's part, where a tensor has the parameter's shape."""
+    whole = {key for key, value in state.items() if isinstance(value, torch.Tensor) and value.shape == held.shape}
+    return {key: held.take(value).clone() if key in whole else value for key, value in state.items()}

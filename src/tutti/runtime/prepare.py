@@ -62,7 +62,7 @@ def make_run(session: Session, given: Given) -> Run:
     scope = _batch_scope(model, layout.mesh)
     originals = dict(model.named_parameters(remove_duplicate=False))
     shards = parallelize(model, plan, layout, scope)
-    rebind(given.optimizers, originals, model)
+    rebind(given.optimizers, originals, model, layout)
     shards.bind(given.optimizers)
     layout.settle(model, world, given.optimizers)
     folder = open_folder(session.wishes, world, session.folder)

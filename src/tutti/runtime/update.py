@@ -61,7 +61,8 @@ def _clip(run: Run) -> float | None:
     """Scale gradients so that their global norm is at most clip_norm; returns the norm before."""
     if run.settings.clip_norm is None:
         return None
-    if not run.layout.held:
+    sparse = any(p.grad is not None and p.grad.is_sparse for p in run.replica.parameters)  # torch clips none of those
+    if not run.layout.held and not sparse:
         return float(torch.nn.utils.clip_grad_norm_(run.replica.parameters, run.settings.clip_norm))
     named = [(name, p.grad) for name, p in run.model.named_parameters() if p.grad is not None]
     norm = math.sqrt(float(norm_squared(run.layout, named, run.world.device)))
