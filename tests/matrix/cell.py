@@ -4,6 +4,7 @@ import contextlib
 import faulthandler
 import math
 import os
+import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ STEPS = 5
 FLOOR = {torch.float64: 1e-3, torch.float32: 0.1}
 """A tensor is measured against no less than this part of the largest value of its kind: what is zero but for rounding
 (the gradient of a bias before batch statistics) has no relative difference."""
+PATIENCE_S = 10.0
 NOISES = 3.0
 """In bfloat16 a tensor may differ by so many times what bfloat16 itself changes in it on one device."""
 
@@ -152,11 +154,21 @@ def run_cell(task: Task) -> Outcome:
     """Carry out a task on this rank; whatever it raises is in the outcome."""
     with _recorded(task):
         try:
-            return _train(task)
+            outcome = _train(task)
         except TuttiError as error:
-            return Outcome(kind="refused", sentence=str(error))
+            outcome = Outcome(kind="refused", sentence=str(error))
         except BaseException:
             return Outcome(kind="failed", sentence=traceback.format_exc())
+        _leave_together(task)
+        return outcome
+
+
+def _leave_together(task: Task) -> None:
+    """Stay until all ranks are done, so that none finds others gone while it is still about to say the same."""
+    (task.folder / f"rank-{os.environ['RANK']}.done").touch()
+    until = time.monotonic() + PATIENCE_S
+    while len(list(task.folder.glob("*.done"))) < int(os.environ["WORLD_SIZE"]) and time.monotonic() < until:
+        time.sleep(0.005)
 
 
 def _train(task: Task) -> Outcome:
