@@ -36,6 +36,11 @@ def cut_space(model: nn.Module, plan: Plan, layout: Layout, scope: BatchScope) -
     Raises PlanError where the model has no convolution, or fewer spatial dims than the grid.
     """
     mesh = layout.mesh
+    if mesh.degree("stage") > 1:
+        raise PlanError(
+            f"mesh.space = {mesh.degree('space')} with mesh.stage = {mesh.degree('stage')}: what a stage receives is "
+            "not known to be cut; use one of the two, with replicate or shard"
+        )
     ranks = [module.weight.dim() - 2 for module in model.modules() if isinstance(module, _ConvNd)]
     if not ranks:
         raise PlanError(
@@ -66,7 +71,7 @@ def grid_of(plan: Plan, rank: int) -> tuple[int, ...]:
 class SpaceForward:
     """The model's forward on parts: inputs of (batch, channels, spatial dims) are cut, other inputs stay whole.
 
-    In training the output stays cut, and the loss function sees it as the whole; in evaluation it is fetched whole.
+    Where gradients are computed the output stays cut, and the loss function sees it as the whole; else it is fetched.
     """
 
     def __init__(self, model: nn.Module, plain: Callable[..., Any], space: Space) -> None:
@@ -79,7 +84,7 @@ class SpaceForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = pytree.tree_map(self._cut, (args, kwargs))
         output = self.plain(*args, **kwargs)
-        return output if self.model.training else pytree.tree_map(_whole, output)
+        return output if torch.is_grad_enabled() else pytree.tree_map(_whole, output)
 
     def _cut(self, leaf: Any) -> Any:
         if (
