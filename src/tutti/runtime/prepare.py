@@ -28,6 +28,7 @@ from tutti.runtime.precision import loss_scaler, set_matmul_precision
 from tutti.runtime.replicate import Replica
 from tutti.runtime.screen import Screen
 from tutti.runtime.session import Session
+from tutti.runtime.space.feed import feed_parts
 from tutti.runtime.state import Run, Unpack
 from tutti.runtime.unpack import default_loss
 from tutti.runtime.world import World
@@ -65,6 +66,7 @@ def make_run(session: Session, given: Given) -> Run:
     rebind(given.optimizers, originals, model, layout)
     shards.bind(given.optimizers)
     layout.settle(model, world, given.optimizers)
+    source, unpack = feed_parts(model, given.source, given.unpack)
     folder = open_folder(session.wishes, world, session.folder)
     run = Run(
         settings=session.settings,
@@ -75,11 +77,11 @@ def make_run(session: Session, given: Given) -> Run:
         replica=Replica(model, layout, plan, shards),
         optimizers=given.optimizers,
         loss_fn=given.loss_fn,
-        unpack=given.unpack,
+        unpack=unpack,
         scheduler=given.scheduler,
         scheduler_clock=given.scheduler_clock,
         initial_rates=tuple(initial_learning_rate(optimizer) for optimizer in given.optimizers),
-        loader=ShareLoader(given.source, plan, session.settings.seed, layout.mesh.data_index),
+        loader=ShareLoader(source, plan, session.settings.seed, layout.mesh.data_index),
         scaler=loss_scaler(plan.precision, world.device),
         scope=scope,
         clock=session.clock,
