@@ -38,13 +38,19 @@ def evaluate(
     with _evaluation_mode(run.model):
         for batch, counts in _batches(run, source, batch_size):
             run.scope.counts = counts
-            args, kwargs, target = run.unpack(to_device(batch, run.world.device))
-            with autocast(run.plan.precision, run.world.device):
+            batch = to_device(batch, run.world.device)
+            with run.sequences.part(batch) as part, autocast(run.plan.precision, run.world.device):
+                args, kwargs, target = run.unpack(part)
                 output = run.model(*args, **kwargs)
                 if not counts:
                     continue
                 size = _batch_size(batch)
-                rows = [_total_count(name, metric(output, target), size) for name, metric in table.items()]
+                rows = []
+                if "loss" in table and "loss" not in metrics:  # adds up over parts of sequences; metrics may not
+                    rows = [_total_count("loss", table["loss"](output, target), size)]
+                if metrics or whole:
+                    output, target = run.sequences.join((output, target))
+                rows += [_total_count(name, metric(output, target), size) for name, metric in metrics.items()]
             sums += torch.tensor(rows, dtype=torch.float64, device=sums.device).reshape(len(table), 2)
             samples += size
             if whole:

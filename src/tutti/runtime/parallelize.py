@@ -19,7 +19,7 @@ from tutti.runtime.space.apply import cut_space
 from tutti.runtime.table.divide import divide_tables
 from tutti.spec.plan import Plan
 
-BUILT = ("replicate", "shard", "expert", "table", "space")
+BUILT = ("replicate", "context", "shard", "expert", "table", "space")
 """The axes whose mechanism is there."""
 
 

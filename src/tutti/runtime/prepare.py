@@ -18,8 +18,9 @@ from tutti.runtime.annotated import with_annotations
 from tutti.runtime.batchnorm import BatchScope, batch_norms
 from tutti.runtime.capture import Captured
 from tutti.runtime.checkpoint import latest_checkpoint, load_checkpoint
+from tutti.runtime.context import sequences_of
 from tutti.runtime.header import make_header, open_folder, this_rank
-from tutti.runtime.layout import Layout
+from tutti.runtime.layout import SUMMED, Layout
 from tutti.runtime.mesh import Mesh
 from tutti.runtime.metrics import MetricsLog
 from tutti.runtime.observe import load_observer
@@ -34,7 +35,6 @@ from tutti.runtime.unpack import default_loss
 from tutti.runtime.world import World
 from tutti.spec import codec
 from tutti.spec.run import Recipe
-from tutti.spec.words import DATA_AXES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +67,7 @@ def make_run(session: Session, given: Given) -> Run:
     shards.bind(given.optimizers)
     layout.settle(model, world, given.optimizers)
     source, unpack = feed_parts(model, given.source, given.unpack)
+    sequences = sequences_of(model, plan, layout.mesh, given.unpack, given.loss_fn)
     folder = open_folder(session.wishes, world, session.folder)
     run = Run(
         settings=session.settings,
@@ -76,7 +77,8 @@ def make_run(session: Session, given: Given) -> Run:
         model=model,
         replica=Replica(model, layout, plan, shards),
         optimizers=given.optimizers,
-        loss_fn=given.loss_fn,
+        sequences=sequences,
+        loss_fn=sequences.loss_fn,
         unpack=unpack,
         scheduler=given.scheduler,
         scheduler_clock=given.scheduler_clock,
@@ -134,8 +136,9 @@ def _make_equal(model: nn.Module, world: World, screen: Screen) -> None:
 
 def _batch_scope(model: nn.Module, mesh: Mesh) -> BatchScope:
     """A group of their own for batch statistics, so that their exchanges never mix with gradients'."""
-    group = mesh.new_group(*DATA_AXES) if mesh.data_degree > 1 and batch_norms(model) else None
-    return BatchScope(world_size=mesh.data_degree, group=group)
+    degree = mesh.degree(*SUMMED)
+    group = mesh.new_group(*SUMMED) if degree > 1 and batch_norms(model) else None
+    return BatchScope(world_size=degree, group=group)
 
 
 def _resume(run: Run, path: Path | None) -> Path | None:

@@ -13,6 +13,7 @@ from tutti.errors import PlanError
 from tutti.optim.lr_rule import LRRule
 from tutti.runtime.batchnorm import BatchScope
 from tutti.runtime.clock import PhaseClock
+from tutti.runtime.context import Sequences
 from tutti.runtime.layout import Layout
 from tutti.runtime.mesh import Mesh
 from tutti.runtime.metrics import MetricsLog
@@ -74,6 +75,7 @@ class Run:
     model: nn.Module
     replica: Replica
     optimizers: tuple[Optimizer, ...]
+    sequences: Sequences
     loss_fn: Callable[[Any, Any], Any] | None
     unpack: Unpack
     scheduler: Any

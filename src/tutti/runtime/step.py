@@ -65,9 +65,9 @@ def _microbatch(
     run.clock.enter("forward")
     seed_device(derive_seed(run.settings.seed, "dropout", step, index, run.mesh.index(*DATA_AXES, "context")), device)
     run.scope.counts = part.count > 0
-    with run.observer.microbatch(step, index, share):
+    with run.observer.microbatch(step, index, share), run.sequences.part(to_device(batch, device)) as mine:
         with autocast(run.plan.precision, device):
-            value = function(run.model, to_device(batch, device))
+            value = function(run.model, mine)
             run.observer.loss(value)
             loss = _weigh(value, part, run.mesh.degree("context"))
         _add(totals, loss, part, run)

@@ -1,0 +1,200 @@
+"""A short piece of the first batch, in parts and whole: what mixes tokens other than by attention is found.
+
+A module that computes across tokens (a convolution, a recurrence, pooling, attention by hand, positions counted from
+0 on every rank) gives other values on a part than on the whole sequence. So before the first microbatch a few
+samples' first tokens are run both ways, in evaluation mode and without gradients, and the outputs of all modules are
+compared. Parameters that are constant (zeros of a fresh bias or gate) hide what they multiply and get random values
+for the occasion.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from tutti.data.seeds import derive_seed, preserved_generators
+from tutti.errors import ScriptError, TuttiError
+from tutti.runtime.context.calls import Site, Watch
+from tutti.runtime.context.order import Order
+from tutti.runtime.layout import local
+from tutti.runtime.weighted import Weighted
+
+SAMPLES = 2
+REMEDY = "give the model's forward a parameter `position_ids`, or drop the context axis for this model"
+
+
+@dataclass(slots=True)
+class Seen:
+    """What one run of a model gave: every module's outputs in order of call, and the loss."""
+
+    outputs: list[tuple[str, str, list[torch.Tensor]]] = field(default_factory=list)
+    loss: list[torch.Tensor] = field(default_factory=list)
+
+
+Runner = Callable[[int], Any]
+"""tokens -> the loss (or None) of the piece of so many tokens."""
+
+
+def piece_lengths(model: nn.Module, length: int, order: Order) -> list[int]:
+    """Lengths to try: short ones that are no size of a parameter, so that nothing is a sequence by chance; then all."""
+    sizes = {size for parameter in model.parameters() for size in local(parameter).shape}
+    multiples = range(2 * order.unit, min(length, 64 * order.unit) + 1, order.unit)
+    fitting = [tokens for tokens in multiples if not {tokens, tokens // order.degree} & sizes]
+    return [*fitting[:1], *([length] if fitting[:1] != [length] else [])]
+
+
+def check(
+    model: nn.Module,
+    lengths: list[int],
+    order: Order,
+    group: Any,
+    whole: Runner,
+    in_parts: Callable[[int, frozenset[Site]], Any],
+) -> frozenset[Site]:
+    """Compare the model on whole sequences and on parts; returns where it counts positions.
+
+    Raises ScriptError, on every rank along the context axis, naming the first module whose output differs.
+    """
+    with _undisturbed(model):
+        tokens, seen, sites = _run_whole(model, lengths, whole)
+        parts = Seen()
+        try:
+            with _recorded(model, parts), Watch(tokens // order.degree) as watch:
+                parts.loss = _loss_leaves(in_parts(tokens, sites), order.degree)
+            finding = _first_difference(seen, parts, tokens, order, group, by_hand=watch.softmaxes > 0)
+        except TuttiError:
+            raise
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            finding = (
+                f"{type(model).__name__} fails on a part of its sequences ({type(error).__name__}: "
+                f"{str(error).splitlines()[0] if str(error) else ''}), but not on whole ones: with mesh.context = "
+                f"{order.degree} it must take {tokens // order.degree} tokens as it takes {tokens}; {REMEDY}"
+            )
+    findings: list[str | None] = [None] * order.degree
+    dist.all_gather_object(findings, finding, group=group)
+    first = next((found for found in findings if found), None)
+    if first:
+        raise ScriptError(first)
+    return sites
+
+
+def _run_whole(model: nn.Module, lengths: list[int], whole: Runner) -> tuple[int, Seen, frozenset[Site]]:
+    """(tokens, what was seen, position sites) of the first length the model takes."""
+    for tokens in lengths:
+        seen, watch = Seen(), Watch(tokens)
+        try:
+            with _recorded(model, seen), watch:
+                seen.loss = _loss_leaves(whole(tokens))
+        except (RuntimeError, ValueError, IndexError, TypeError):
+            if tokens == lengths[-1]:
+                raise
+            continue
+        return tokens, seen, frozenset(watch.sites)
+    raise AssertionError("there is always a length to try")
+
+
+def _first_difference(seen: Seen, parts: Seen, tokens: int, order: Order, group: Any, *, by_hand: bool) -> str | None:
+    """A sentence about the first module that gives something else on parts; None where all agree."""
+    context = f"mesh.context = {order.degree}"
+    if [name for name, *_ in seen.outputs] != [name for name, *_ in parts.outputs]:
+        return f"the model calls other modules for a part of a sequence than for a whole one ({context}); {REMEDY}"
+    hint = (
+        f"attention by hand (a softmax of its own) sees one rank's tokens only: call "
+        f"F.scaled_dot_product_attention (attn_implementation='sdpa'), or {REMEDY}"
+        if by_hand
+        else f"it mixes tokens other than by attention, or counts positions from 0 on every rank: {REMEDY}"
+    )
+    for (name, kind, whole), (_, _, part) in zip(seen.outputs, parts.outputs, strict=True):
+        for one, other in zip(whole, part, strict=False):
+            verdict = _agree(one, other, tokens, order, group)
+            if verdict is False or (verdict is None and not name):
+                module = f"{name or 'the model'} ({kind})"
+                return f"{module} computes something else on a part of a sequence ({context}): {hint}"
+    for one, other in zip(seen.loss, parts.loss, strict=False):
+        if _agree(one, other, tokens, order, group) is False:
+            return (
+                f"the loss over a part of the tokens is not the whole's ({context}): it must be a mean over tokens, or "
+                "tutti.Weighted(sum, count); shift labels in the data set rather than in the loss, and leave out what "
+                "is computed over whole sequences"
+            )
+    return None
+
+
+def _agree(whole: torch.Tensor, part: torch.Tensor, tokens: int, order: Order, group: Any) -> bool | None:
+    """Whether `part` is this rank's part of `whole`; None where their shapes do not say."""
+    if whole.shape == part.shape:
+        expected = whole
+        if whole.dim() == 0 and whole.is_floating_point():
+            part = part.clone()
+            dist.all_reduce(part, group=group)
+            part = part / order.degree
+    else:
+        dims = [d for d, (a, b) in enumerate(zip(whole.shape, part.shape, strict=False)) if a != b]
+        if whole.dim() != part.dim() or len(dims) != 1:
+            return None
+        dim = dims[0]
+        if whole.shape[dim] % tokens or part.shape[dim] * order.degree != whole.shape[dim]:
+            return None
+        expected = order.take(whole.reshape(*whole.shape[:dim], -1, tokens, *whole.shape[dim + 1 :]), dim + 1).flatten(
+            dim, dim + 1
+        )
+    if not whole.is_floating_point():
+        return bool(torch.equal(expected, part))
+    tolerance = torch.finfo(whole.dtype).eps ** 0.5
+    expected, part = expected.double().nan_to_num(), part.double().nan_to_num()
+    scale = float(whole.double().nan_to_num().abs().max()) if whole.numel() else 0.0
+    return bool((expected - part).abs().max() <= tolerance * scale) if part.numel() else True
+
+
+def _loss_leaves(value: Any, parts: int = 1) -> list[torch.Tensor]:
+    """The numbers of a loss of one of `parts` ranks, in a form whose mean over ranks is the whole's."""
+    if isinstance(value, Weighted):
+        return [torch.as_tensor(number, dtype=torch.float64).detach() * parts for number in (value.total, value.count)]
+    return [value.detach()] if isinstance(value, torch.Tensor) and value.numel() == 1 else []
+
+
+@contextmanager
+def _recorded(model: nn.Module, seen: Seen) -> Iterator[None]:
+    """Note every module's outputs."""
+
+    def hook(name: str) -> Callable[..., None]:
+        def note(module: nn.Module, inputs: Any, output: Any) -> None:
+            leaves = [leaf.detach().clone() for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+            seen.outputs.append((name, type(module).__name__, leaves))
+
+        return note
+
+    handles = [module.register_forward_hook(hook(name)) for name, module in model.named_modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, no gradients, random values for constant parameters; afterwards all is as it was."""
+    training = [module for module in model.modules() if module.training]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    constants = []
+    with preserved_generators(), torch.no_grad():
+        for name, parameter in model.named_parameters():
+            values = local(parameter)
+            if values.is_floating_point() and values.numel() and bool((values == values.reshape(-1)[0]).all()):
+                constants.append((values, values.clone()))
+                draw = torch.Generator().manual_seed(derive_seed(0, "check", name))
+                values.add_(torch.randn(values.shape, generator=draw).to(values) * 0.5)
+        model.eval()
+        try:
+            yield
+        finally:
+            for tensor, kept in (*constants, *buffers):
+                tensor.copy_(kept)
+            for module in training:
+                module.training = True
