@@ -43,8 +43,8 @@ class Parameters(Shards):
             check_elementwise(optimizer)
 
     def begin(self) -> None:
-        if not self._learned:
-            self._learn()
+        if not self._learned and self._devices:
+            self._learn(self._devices[0])
         self._sums.open()
         self._passes.complete = self._sums.complete
 
@@ -62,6 +62,10 @@ class Parameters(Shards):
         self._sent_nbytes = self._passes.sent_nbytes + self._sums.sent_nbytes
         self._passes.sent_nbytes = self._sums.sent_nbytes = 0
 
+    @property
+    def _devices(self) -> list[torch.device]:
+        return [pack.device for unit in self.units for pack in unit.packs]
+
     def _group(self, axes: tuple[AxisName, ...]) -> object:
         return self._sum_group if axes == ("shard",) else self.layout.mesh.group(*axes)
 
@@ -69,15 +73,16 @@ class Parameters(Shards):
         """What backward reaches first leaves first; what lies outside of blocks is complete last."""
         return [*self._passes.units[:0:-1], self._passes.units[0]]
 
-    def _learn(self) -> None:
-        """After the first forward: gather in the order in which the group's first rank has run its units."""
+    def _learn(self, device: torch.device) -> None:
+        """After the first forward: take the order in which the first of all ranks that exchange has run its units."""
         mesh, count = self.layout.mesh, len(self.units)
+        others = {axis for unit in self.units for pack in unit.packs for axis in pack.others}
+        group, first = mesh.group("shard", *others), mesh.ranks("shard", *others)[0]
         order = torch.tensor(self._passes.seen())
         repeats = torch.tensor([unit.repeats for unit in self._passes.units], dtype=torch.int64)
-        device = self.units[0].packs[0].device if self.units[0].packs else self.units[1].packs[0].device
         both = torch.cat([order, repeats]).to(device)
-        dist.broadcast(both[:count], src=mesh.ranks("shard")[0], group=self._sum_group)
-        dist.all_reduce(both[count:], dist.ReduceOp.MAX, group=self._sum_group)
+        dist.broadcast(both[:count], src=first, group=group)
+        dist.all_reduce(both[count:], dist.ReduceOp.MAX, group=group)
         self._passes.reorder(both[:count].tolist(), [bool(flag) for flag in both[count:].tolist()])
         self._sums.order = self._sending_order()
         self._learned = True

@@ -7,7 +7,7 @@ different branches (layer drop) stay in step, and gathers never mix.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -21,10 +21,13 @@ from tutti.runtime.shard.unit import Unit
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One call from outside. `units` in the order of gathering, `next` of them asked for; `hold`: with gradients."""
+    """One way through `units`, in the order of gathering, of which `next` have had their turn. `hold`: of a forward
+    with gradients; `done`: units gathered in this pass, which may be on several ways.
+    """
 
     units: list[Unit]
     hold: bool
+    done: set[Unit] = field(default_factory=set)
     next: int = 0
     depth: int = 0
 
@@ -109,21 +112,22 @@ class Passes:
         return unit.held or unit.repeats or (call.hold and (self.keep or unit is self.units[0]))
 
     def _need(self, call: Call, unit: Unit) -> None:
-        """Gather every unit of the call up to this one, have this one whole, and start the next."""
-        if unit.whole:
-            return
-        position = call.units.index(unit)
-        if position < call.next and not unit.launched:
-            unit.repeats = True
+        """Let every unit of the call have its turn up to this one, have this one whole, and start the next."""
+        again = unit in call.done and not unit.whole and not unit.launched
+        self._advance(call, call.units.index(unit) + 1)
+        if again:
+            unit.repeats = unit.repeats or call is self._call
             self._launch(unit)
-        self._advance(call, position + 1)
         unit.fill(partial(self._arrived, unit))
-        self._advance(call, min(call.next + 1, len(call.units)))
+        self._advance(call, call.next + 1)
 
     def _advance(self, call: Call, stop: int) -> None:
+        """Gather the units whose turn it is, each once a pass: whether it is there already is alike on all ranks."""
         for unit in call.units[call.next : stop]:
-            self._launch(unit)
-        call.next = max(call.next, stop)
+            if unit not in call.done:
+                call.done.add(unit)
+                self._launch(unit)
+        call.next = max(call.next, min(stop, len(call.units)))
 
     def _launch(self, unit: Unit) -> None:
         self.sent_nbytes += unit.launch(self.group)
@@ -160,7 +164,8 @@ class Passes:
         if call not in self._backward:
             first = [one for one in call.units if one is self.units[0]]
             rest = [one for one in call.units[::-1] if one is not self.units[0]]
-            self._backward[call] = Call([*first, *rest], hold=True)
+            done = next((way.done for way in self._backward.values()), set())
+            self._backward[call] = Call([*first, *rest], hold=True, done=done)
         self._need(self._backward[call], unit)
         unit.held = True
 
@@ -236,7 +241,7 @@ def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
         for one in value:
             yield from _tensors(one, depth + 1)
     elif is_dataclass(value):
-        for field in fields(value):
-            yield from _tensors(getattr(value, field.name), depth + 1)
+        for one in fields(value):
+            yield from _tensors(getattr(value, one.name), depth + 1)
     elif hasattr(value, "__dict__"):
         yield from _tensors(vars(value), depth + 1)

@@ -1,0 +1,77 @@
+"""Sharded at every level, N ranks compute what one device computes, and hold what arithmetic says."""
+
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from against_one import Trained, assert_agree, train
+from harness import run_ranks
+from runtime import shard_subjects as subjects
+from tutti.runtime.layout import local
+from tutti.spec.plan import LayoutRule, Sharding
+
+RECOMPUTE = (LayoutRule(modules="blocks.*", recompute=True),)
+
+CASES: dict[str, dict[str, Any]] = {
+    "tied, unused, a scalar": {"make": subjects.tied},
+    "accumulation, clipping, momentum": {"make": subjects.accumulated},
+    "ranks take different branches": {"make": subjects.branching},
+    "blocks that repeat, ties between blocks, frozen, LSTM": {"make": subjects.repeating},
+    "batch statistics, few channels": {"make": subjects.convolutions},
+    "recompute, accumulation": {"make": subjects.accumulated, "layout": RECOMPUTE},
+    "recompute of blocks that repeat": {"make": subjects.repeating, "layout": RECOMPUTE},
+    "states on the host": {"make": subjects.tied, "offload": "optimizer"},
+}
+WHOLE_ONLY = {
+    "an optimizer of whole matrices": {"make": subjects.adafactor},
+    "sparse gradients": {"make": subjects.bag},
+}
+MESHES: list[dict[str, int]] = [{"shard": 2}, {"shard": 3}, {"replicate": 2, "shard": 2}, {"shard": 4}]
+LEVELS = (1, 2, 3)
+
+
+def cases_of(level: int) -> dict[str, dict[str, Any]]:
+    return {**CASES, **WHOLE_ONLY} if level == 1 else CASES
+
+
+def held(run: Any) -> dict[str, Any]:
+    """Bytes of parameters and of optimizer state on this rank at rest."""
+    parameters = sum(local(p).numel() for p in run.model.parameters())
+    states = [s for one in run.optimizers for state in one.state.values() for s in state.values() if s.dim()]
+    return {"parameters": parameters, "states": sum(s.numel() for s in states)}
+
+
+def train_all(mesh: dict[str, int], levels: tuple[int, ...]) -> dict[tuple[int, str], Trained]:
+    """Every case at every level, one after another in the same ranks."""
+    results = {}
+    for level in levels:
+        for name, case in cases_of(level).items():
+            os.environ["TUTTI_RUN_FOLDER"] = str(Path.cwd() / f"run-{len(results)}")
+            fields = {"mesh": mesh, "layout": case.get("layout", (LayoutRule(),))}
+            sharding = Sharding(level=level, offload=case.get("offload", "none"))  # type: ignore[arg-type]
+            results[level, name] = train(case["make"], {**fields, "sharding": sharding}, 3, torch.float64, held)
+    return results
+
+
+@functools.cache
+def results(mesh: tuple[tuple[str, int], ...]) -> list[dict[tuple[int, str], Trained]]:
+    """What every rank of a mesh got; each mesh is launched once."""
+    world_size = 1
+    for _, degree in mesh:
+        world_size *= degree
+    return run_ranks(train_all, world_size, dict(mesh), LEVELS if world_size > 1 else (1,), timeout_s=60)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("level", LEVELS)
+def test_same_as_one_device(mesh: dict[str, int], level: int) -> None:
+    one, many = results((("replicate", 1),)), results(tuple(mesh.items()))
+    for name in cases_of(level):
+        try:
+            assert_agree(one[0][1, name], [rank[level, name] for rank in many])
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
