@@ -14,6 +14,7 @@ _COMMANDS = {
     "predict": "cost one plan",
     "run": "train by a plan",
     "verify": "compare N ranks with one device and name the first difference",
+    "export": "a checkpoint of any plan as plain files that one device reads",
     "report": "the honest report of a run, or of several",
     "doctor": "find what would stop a launch, and say the fix",
 }

@@ -119,6 +119,7 @@ class Job:
         unpack: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any], Any]] | None = None,
         shuffle: bool | None = None,
         tokens: int | Sequence[int] | None = None,
+        weights: str | Path | None = None,
         **loader_arguments: Any,
     ) -> tuple[nn.Module, Any, JobLoader]:
         """Model, optimizer and data made ready on this rank; returns (model, optimizer, loader).
@@ -126,7 +127,8 @@ class Job:
         `optimizer`: instance, callable that takes parameters, or a list of either. `dataset`: map or iterable data
         set, or a DataLoader. `loss_fn(output, target)` returns a mean over samples or a Weighted. `scheduler` is
         advanced by `update`, once a step or once an epoch. `unpack(batch)` -> (args, kwargs, target). `tokens`: of a
-        sample, where the batch counts tokens. The rest are DataLoader arguments.
+        sample, where the batch counts tokens. `weights`: a .safetensors or .pt file with the model's state_dict, whose
+        values training begins with unless it is resumed. The rest are DataLoader arguments.
         """
         if self._prepared is not None:
             raise ScriptError("prepare was called twice; one Job trains one model: compose several into one module")
@@ -142,6 +144,7 @@ class Job:
             unpack=unpack or default_unpack,
             scheduler=scheduler,
             scheduler_clock=scheduler_clock,
+            weights=Path(weights) if weights is not None else None,
         )
         if capture.is_capturing():
             raise capture.CaptureDone(captured(self._session, given))

@@ -17,7 +17,7 @@ from tutti.runtime.agree import check_same_model, copy_from_first, differing_val
 from tutti.runtime.annotated import with_annotations
 from tutti.runtime.batchnorm import BatchScope, batch_norms
 from tutti.runtime.capture import Captured
-from tutti.runtime.checkpoint import latest_checkpoint, load_checkpoint
+from tutti.runtime.checkpoint import latest_checkpoint, load_checkpoint, load_weights
 from tutti.runtime.context import sequences_of
 from tutti.runtime.header import make_header, open_folder, this_rank
 from tutti.runtime.layout import SUMMED, Layout
@@ -48,6 +48,7 @@ class Given:
     unpack: Unpack
     scheduler: Any
     scheduler_clock: Literal["step", "epoch"]
+    weights: Path | None = None
 
 
 def make_run(session: Session, given: Given) -> Run:
@@ -93,6 +94,8 @@ def make_run(session: Session, given: Given) -> Run:
         observer=observer,
     )
     resumed = _resume(run, session.resume or session.wishes.resume)
+    if resumed is None and given.weights is not None:
+        load_weights(run, given.weights)
     _write_header(run, session, resumed)
     _start_row(run, session)
     run.observer.prepared(run)

@@ -1,7 +1,8 @@
 """Plain state, as one device has it: made of a checkpoint, and taken as the values that training begins with."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,20 +70,47 @@ def to_safetensors(folder: Path, file: Path) -> int:
         raise CheckpointError(
             f"{path} holds state that is no tensor ({extra[0]!r}), for which safetensors has no place; write a .pt file"
         )
+    entries = {key[1]: entry for key, entry in source.entries.items() if key[0] == MODEL}
+    if any(dtype_of(entry.dtype).is_complex for entry in entries.values()):
+        raise CheckpointError(f"{path} holds complex numbers, for which safetensors has no word; write a .pt file")
     items = [
-        plain_item(key[1], entry.shape, dtype_of(entry.dtype), lambda key=key: read_whole(source, key))  # type: ignore[misc]
-        for key, entry in source.entries.items()
-        if key[0] == MODEL
+        plain_item(name, entry.shape, dtype_of(entry.dtype), partial(read_whole, source, (MODEL, name, "")))
+        for name, entry in entries.items()
     ]
-    if any(dtype_of(entry.dtype).is_complex for key, entry in source.entries.items() if key[0] == MODEL):
-        raise CheckpointError(
-            f"{path} holds complex numbers, for which safetensors has no common word; write a .pt file"
-        )
+    metadata = {**source.tied, "format": "pt"}
+    return _written(file, lambda unfinished: write_tensors(unfinished, items, metadata))
+
+
+def to_file(folder: Path, file: Path, *, optimizers: bool = False) -> int:
+    """Write a checkpoint's model as FILE.safetensors or FILE.pt, there with its optimizers if asked; returns its size.
+
+    Raises CheckpointError; then there is no file.
+    """
+    if file.suffix == ".safetensors":
+        return to_safetensors(folder, file)
+    state = to_state_dict(folder)
+
+    def write(unfinished: Path) -> int:
+        with unfinished.open("wb") as opened:
+            torch.save(state if optimizers else state["model"], opened)
+            return opened.tell()
+
+    return _written(file, write)
+
+
+def _written(file: Path, write: Callable[[Path], int]) -> int:
+    """Write under another name first, so that a file is whole or is not there."""
+    unfinished = file.with_name(f".{file.name}.part")
     try:
-        return write_tensors(file, items, {**source.tied, "format": "pt"})
-    except OSError as error:
-        file.unlink(missing_ok=True)
-        raise CheckpointError(f"{file} could not be written ({error.strerror}); name another file") from None
+        nbytes = write(unfinished)
+        unfinished.rename(file)
+        return nbytes
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{file} could not be written: {str(error).splitlines()[0]}; free space, or name another file"
+        ) from None
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def checkpoint_in(path: Path) -> Path:
