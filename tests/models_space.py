@@ -1,13 +1,16 @@
 """Models that look at neighbours, written plainly: what is trained with its samples cut in space."""
 
+from dataclasses import replace
 from typing import Any
 
+import h5py
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from against_one import Subject
+from tutti.data.volumes import Hdf5Volumes
 
 
 class Block(nn.Sequential):
@@ -155,6 +158,18 @@ def dice_and_square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     p, t = torch.sigmoid(output), (target > 0).to(output.dtype)
     dice = (2 * (p * t).sum((2, 3, 4)) + 1) / (p.sum((2, 3, 4)) + t.sum((2, 3, 4)) + 1)
     return 1 - dice.mean() + F.mse_loss(output, target)
+
+
+def unet_from_file(path: str) -> Subject:
+    """The U-Net on volumes and labels in an HDF5 file."""
+    return replace(unet(), data=Hdf5Volumes(path, ["volumes", "labels"]))
+
+
+def write_volumes(path: str) -> None:
+    """The samples of `unet` as a file."""
+    volumes, labels = unet().data.tensors
+    with h5py.File(path, "w") as file:
+        file["volumes"], file["labels"] = volumes.numpy(), labels.numpy()
 
 
 def cosmoflow() -> Subject:

@@ -1,5 +1,8 @@
 """Experts divided over ranks, and mixtures whose slice several ranks share, against one device."""
 
+import functools
+import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,8 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from against_one import Subject, assert_same_as_one
+from against_one import Subject, Trained, assert_agree, train
+from harness import run_ranks
+from runtime.several import Case, on_ranks, once
 from tutti.nn.mixture import MixtureOfExperts, auxiliary_loss, mixtures
+from tutti.spec.plan import LayoutRule
 
 
 class Tokens(nn.Module):
@@ -57,40 +63,166 @@ def roomy() -> Subject:
     return subject(experts=4, top_k=2, capacity_factor=None)
 
 
+def mixtral() -> Subject:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=17,
+        hidden_size=8,
+        intermediate_size=6,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        max_position_embeddings=16,
+    )
+    config._experts_implementation = "eager"  # the default, grouped_mm, has no float64
+    tokens = torch.randint(0, 17, (26, 4), generator=torch.Generator().manual_seed(5))
+    rows = [{"input_ids": row, "labels": row} for row in tokens]
+    return Subject(model=lambda: MixtralForCausalLM(config), data=rows, batch=7)
+
+
 def drops(run: Any) -> dict[str, Any]:
-    """What this rank's mixtures saw last, and what it holds."""
-    run.model.train()
-    run.scope.counts = True
-    run.model(torch.linspace(-1, 1, 96).reshape(4, 4, 6))
-    held = run.layout.of_name("moe.input_weight")
+    """What this rank's mixtures saw last, what it holds, and what its rows say."""
+    name = next(name for name in run.layout.names if name.endswith(("moe.input_weight", "0.mlp.experts.down_proj")))
+    held, part = run.layout.of_name(name), dict(run.model.named_parameters())[name]
+    metrics = run.folder.metrics
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
     return {
         "counts": [(moe.assigned, moe.dropped) for moe in mixtures(run.model)],
-        "experts": held.local_shape[0],
-        "shape": tuple(run.model.moe.input_weight.shape),
+        "experts": part.shape[0],
+        "agrees": tuple(part.shape) == held.local_shape,
         "sums": held.sums,
+        "steps": [row for row in rows if row["kind"] == "step"],
     }
 
 
-@pytest.mark.parametrize(
-    ("mesh", "make"),
-    [
-        ({"replicate": 2}, top2),
-        ({"replicate": 3}, top1),
-        ({"expert": 2}, top1),
-        ({"expert": 3}, top2),
-        ({"expert": 2, "replicate": 2}, top2),
-        ({"replicate": 2, "expert": 2}, top1),
-        ({"expert": 4}, roomy),
-    ],
-    ids=str,
-)
-def test_ranks_route_drop_and_learn_as_one_device(mesh: dict[str, int], make: Any) -> None:
-    many = assert_same_as_one(make, mesh=mesh, batch={"num_microbatches": 2}, steps=4, look=drops)
+RECOMPUTED = {"layout": (LayoutRule(modules="moe", recompute=True), LayoutRule(modules="second", recompute=True))}
+WHOLE = {"layout": (LayoutRule(modules="moe", placement="replicate"),)}
+CASES: dict[int, dict[str, Case]] = {
+    2: {
+        "replicate": (top2, {"mesh": {"replicate": 2}}),
+        "expert": (top1, {"mesh": {"expert": 2}}),
+        "recompute": (top2, {"mesh": {"expert": 2}, **RECOMPUTED}),
+        "unequal shares": (roomy, {"mesh": {"expert": 2}, "shares": (3.0, 1.0)}),
+        "one mixture whole": (top1, {"mesh": {"expert": 2}, **WHOLE}),
+        "mixtral": (mixtral, {"mesh": {"expert": 2}}),
+    },
+    3: {
+        "replicate": (top1, {"mesh": {"replicate": 3}}),
+        "expert": (top2, {"mesh": {"expert": 3}}),
+        "a rank without a share": (top2, {"mesh": {"expert": 3}, "shares": (1.0, 0.0, 2.0)}),
+        "mixtral": (mixtral, {"mesh": {"expert": 3}}),
+    },
+    4: {
+        "expert x replicate": (top2, {"mesh": {"expert": 2, "replicate": 2}}),
+        "replicate x expert": (top1, {"mesh": {"replicate": 2, "expert": 2}}),
+        "expert": (roomy, {"mesh": {"expert": 4}}),
+        "mixtral x replicate": (mixtral, {"mesh": {"replicate": 2, "expert": 2}}),
+    },
+}
+
+
+@functools.cache
+def results(ranks: int) -> list[dict[str, Trained]]:
+    plans = {name: (make, {**plan, "batch": {"num_microbatches": 2}}) for name, (make, plan) in CASES[ranks].items()}
+    return on_ranks(plans, ranks, look=drops)
+
+
+@pytest.mark.parametrize(("ranks", "name"), [(ranks, name) for ranks, cases in CASES.items() for name in cases])
+def test_ranks_route_drop_and_learn_as_one_device(ranks: int, name: str) -> None:
+    make, plan = CASES[ranks][name]
+    many = [result[name] for result in results(ranks)]
+    assert_agree(once(make), many)
     facts = [trained.facts for trained in many]
-    degree = mesh.get("expert", 1)
+    degree = 1 if name == "one mixture whole" else plan["mesh"].get("expert", 1)
     experts = 4 if make is roomy else 5
-    assert sum(fact["experts"] for fact in facts) == experts * len(facts) // degree
-    assert all(fact["shape"][0] == fact["experts"] for fact in facts)
-    assert all("expert" not in fact["sums"] for fact in facts) or degree == 1
+    assert sum(fact["experts"] for fact in facts) == experts * ranks // degree
+    assert all(fact["agrees"] for fact in facts)
+    assert all(("expert" in fact["sums"]) == (degree == 1) for fact in facts)
     assert all(fact["counts"] == facts[0]["counts"] for fact in facts)  # of the slice, so equal on all ranks
-    assert (facts[0]["counts"][0][1] > 0) == (make is not roomy)
+
+
+@pytest.mark.parametrize("make", [top1, top2, roomy])
+def test_assigned_and_dropped_tokens_are_in_the_rows_and_the_same_on_any_number_of_ranks(
+    make: Callable[[], Subject],
+) -> None:
+    def counted(trained: Trained) -> list[tuple[int, int]]:
+        return [(row["tokens_assigned"], row["tokens_dropped"]) for row in trained.facts["steps"]]
+
+    one = run_ranks(train, 1, make, {"batch": {"num_microbatches": 2}}, 4, torch.float64, drops)[0]
+    for ranks, cases in CASES.items():
+        for name in cases:
+            if cases[name][0] is make:
+                assert counted(results(ranks)[0][name]) == counted(one), (ranks, name)
+    top_k, tokens = (1 if make is top1 else 2), 7 * 4 * 2  # two mixtures
+    assert counted(one)[0][0] == top_k * tokens
+    assert any(dropped for _, dropped in counted(one)) == (make is not roomy)
+
+
+def test_only_rows_that_change_ranks_are_counted_as_sent() -> None:
+    plain = results(2)[0]["replicate"].facts["steps"]
+    divided = results(2)[0]["expert"].facts["steps"]
+    assert all(row["exchanged_nbytes"] == 0 for row in plain)
+    most = 2 * 2 * 2 * 7 * 4 * 8 * 8  # mixtures, there and back, forward and backward, tokens, width, float64
+    assert all(0 < row["exchanged_nbytes"] < most for row in divided)
+
+
+def too_few() -> Subject:
+    return subject(experts=2)
+
+
+def without() -> Subject:
+    return Subject(
+        model=lambda: nn.Linear(6, 3), data=TensorDataset(torch.randn(8, 6), torch.randn(8, 3)), loss_fn=F.mse_loss
+    )
+
+
+def tied() -> Subject:
+    class Shared(Tokens):
+        def __init__(self) -> None:
+            super().__init__(4, 1, None)
+            self.second = MixtureOfExperts(8, 10, 4, capacity_factor=None)
+            self.second.input_weight = self.moe.input_weight
+
+    made = subject()
+    return Subject(model=Shared, data=made.data, loss_fn=F.cross_entropy, batch=7)
+
+
+def aware_mixtral() -> Subject:
+    made = mixtral()
+
+    def model() -> nn.Module:
+        built = made.model()
+        built.config.output_router_logits = True  # type: ignore[union-attr, assignment]
+        return built
+
+    return Subject(model=model, data=made.data, batch=7)
+
+
+def refusals(cases: list[Case]) -> list[str]:
+    """What each case says on this rank instead of training."""
+    said = []
+    for make, plan in cases:
+        try:
+            train(make, plan, 1, torch.float64)
+            said.append("trained")
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def test_what_cannot_work_is_refused_on_all_ranks_with_the_remedy() -> None:
+    row = {"layout": (LayoutRule(modules="moe", placement="row"),)}
+    cases: dict[str, Case] = {
+        "lower it to 2": (too_few, {"mesh": {"expert": 3}}),
+        "tutti.nn.MixtureOfExperts": (without, {"mesh": {"expert": 3}}),
+        "are one tensor": (tied, {"mesh": {"expert": 3}}),
+        "'split' or 'replicate'": (top1, {"mesh": {"expert": 3}, **row}),
+        "output_router_logits=False": (aware_mixtral, {"mesh": {"replicate": 3}}),
+    }
+    for said in run_ranks(refusals, 3, list(cases.values())):
+        for words, sentence in zip(cases, said, strict=True):
+            assert sentence.startswith("PlanError: "), sentence
+            assert words in sentence

@@ -72,6 +72,20 @@ def test_parts_are_the_whole(grid: tuple[int, ...], ranks: int, overlap: bool) -
         assert not wrong, f"rank {rank}: {wrong}"
 
 
+def in_bfloat16() -> dict[str, float]:
+    """Layers under autocast, on parts and whole."""
+    space = space_on((2,))
+    torch.set_default_dtype(torch.float32)
+    names = ("conv 3 1d", "conv strided 1d", "transposed 3 1d", "max pool 3 1d", "group norm 1d", "to one 1d")
+    with torch.autocast("cpu", torch.bfloat16):
+        return {name: difference(modules(1)[name], SHAPES[1], space) for name in names}
+
+
+def test_parts_under_autocast_are_as_close_as_its_precision() -> None:
+    for found in run_ranks(in_bfloat16, 2):
+        assert all(gap < 0.02 for gap in found.values()), found
+
+
 def refusals() -> list[str]:
     space = space_on((1, 2))
     x = cut_whole(torch.randn(2, 4, 6, 8), 2, space)
