@@ -16,10 +16,11 @@ from tutti.runtime.recompute import apply_recompute
 from tutti.runtime.shard.divide import shard
 from tutti.runtime.shard.shards import Shards
 from tutti.runtime.space.apply import cut_space
+from tutti.runtime.split import split_model
 from tutti.runtime.table.divide import divide_tables
 from tutti.spec.plan import Plan
 
-BUILT = ("replicate", "context", "shard", "expert", "table", "space")
+BUILT = ("replicate", "context", "shard", "expert", "table", "space", "split")
 """The axes whose mechanism is there."""
 
 
@@ -36,6 +37,7 @@ def parallelize(model: nn.Module, plan: Plan, layout: Layout, scope: BatchScope)
             raise PlanError(f"mesh.{axis} = {mesh.degree(axis)}: this version has no such mechanism; use {BUILT}")
     divide_experts(model, plan.layout, layout, scope)
     divide_tables(model, plan.layout, layout)
+    split_model(model, plan, layout)
     apply_chunks(model, plan.layout)
     recomputed = apply_recompute(model, plan.layout, scope)
     if scope.world_size > 1 or recomputed:

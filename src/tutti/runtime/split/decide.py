@@ -1,0 +1,150 @@
+"""Decide: how every module is divided over the split axis, from the layout's rules and the known patterns.
+
+Pure: nothing is exchanged, the model is not changed.
+"""
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from tutti.errors import PlanError
+from tutti.runtime.split.decisions import (
+    Decision,
+    Role,
+    features,
+    is_embedding,
+    is_heads,
+    is_linear,
+    is_norm,
+    is_recurrent,
+)
+from tutti.runtime.split.patterns import Group, groups
+from tutti.runtime.split.spread import even
+from tutti.spec.plan import LayoutRule, placement_of
+from tutti.spec.words import Placement
+
+
+def decide(
+    model: nn.Module, layout: Sequence[LayoutRule], degree: int, *, rules_for_others: bool = False
+) -> list[Decision]:
+    """One decision for every module that is divided, in order of the model.
+
+    `rules_for_others`: rules may be meant for other axes (experts, tables), so one that divides nothing is no error.
+    Raises PlanError for what cannot be divided and for contradictions, with the modules' names and the remedy.
+    """
+    said = {name: placement_of(layout, name) for name, _ in model.named_modules()}
+    found: dict[str, Decision] = {}
+    for group in groups(model):
+        if _agrees(group, said):
+            found.update((one.name, one) for one in group.decide(degree))
+    for name, module in model.named_modules():
+        if name not in found and said[name] in ("split", "column", "row"):
+            one = _single(name, module, said[name], degree)
+            if one is not None:
+                found[name] = one
+    _check_rules(model, layout, found, rules_for_others)
+    _check_tied(model, found, said)
+    if not found and not rules_for_others:
+        raise PlanError(
+            f"mesh.split = {degree} divides nothing: no layer of the model is known to be divisible (linear layers in "
+            "pairs, attention, embeddings tied to the output); state what to divide with LayoutRule(modules=..., "
+            "placement='split'), or use another axis"
+        )
+    order = {name: number for number, (name, _) in enumerate(model.named_modules())}
+    return sorted(found.values(), key=lambda one: order[one.name])
+
+
+def _agrees(group: Group, said: dict[str, Placement]) -> bool:
+    """Whether the rules let the group be divided as a whole. Raises PlanError where they contradict each other."""
+    words = {name: said.get(name, "auto") for name in group.members}
+    whole = [name for name, word in words.items() if word == "replicate"]
+    divided = [name for name, word in words.items() if word in ("split", "column", "row")]
+    if group.consumer is None:
+        if whole and divided:
+            raise PlanError(
+                f"modules {whole[0]!r} and {divided[0]!r} share their weight, but the layout says 'replicate' of one "
+                f"and {words[divided[0]]!r} of the other; give both the same placement"
+            )
+        return not whole and all(word in ("auto", "split", "column") for word in words.values())
+    producers = [name for name in group.members if name != group.consumer]
+    if words[group.consumer] == "row":
+        for name in producers:
+            if words[name] in ("replicate", "row"):
+                raise PlanError(
+                    f"the layout says 'row' of module {group.consumer!r}, but its input comes from {name!r}, of which "
+                    f"it says {words[name]!r}: the input is not divided; say 'column' of {name!r}, or 'replicate' of "
+                    "both"
+                )
+    fits = all(words[name] in ("auto", "split", "column") for name in producers)
+    return fits and not whole and words[group.consumer] in ("auto", "split", "row")
+
+
+def _single(name: str, module: nn.Module, word: str, degree: int) -> Decision | None:
+    """What a rule makes of one module by itself; None for a container or a module it does not concern."""
+    role: Role | None = None
+    size = 0
+    if is_linear(module):
+        inputs, outputs = features(module)
+        role, size = ("row", inputs) if word == "row" else ("column", outputs)
+    elif word == "split" and is_embedding(module):
+        role, size = "vocabulary", int(module._parameters["weight"].shape[0])  # type: ignore[union-attr]
+    elif word == "split" and is_recurrent(module):
+        role, size = "units", int(module.hidden_size)  # type: ignore[arg-type]
+    elif word == "row" and is_norm(module):
+        role, size = "tokens", degree
+    return None if role is None else Decision(name=name, role=role, spread=even(size, degree))
+
+
+def _check_rules(
+    model: nn.Module, layout: Sequence[LayoutRule], found: dict[str, Decision], rules_for_others: bool
+) -> None:
+    """A rule that asks for something to be divided must divide something."""
+    for rule in layout:
+        if rule.placement not in ("split", "column", "row"):
+            continue
+        alone = [rule]
+        touched = [n for n, _ in model.named_modules() if placement_of(alone, n) != "auto"]
+        if not touched:
+            raise PlanError(f"layout: no module matches {rule.modules!r}; names are those of model.named_modules()")
+        inside = [n for n in found if any(n == t or n.startswith(t + ".") or not t for t in touched)]
+        if not inside and not rules_for_others:
+            module = model.get_submodule(touched[0])
+            raise PlanError(
+                f"layout rule {rule.modules!r} says {rule.placement!r}, but {_why(module, touched[0])}; leave the "
+                "rule out, or use placement='replicate'"
+            )
+
+
+def _why(module: nn.Module, name: str) -> str:
+    kind = type(module).__name__
+    if isinstance(module, nn.MultiheadAttention) and not is_heads(module):
+        return f"module {name!r} has bias_k or add_zero_attn, whose heads cannot be divided"
+    if isinstance(module, nn.Embedding):
+        return f"the rows of {name!r} cannot be divided: it has max_norm, scale_grad_by_freq or sparse gradients"
+    return f"nothing in module {name!r} ({kind}) can be divided that way over the split axis"
+
+
+def _check_tied(model: nn.Module, found: dict[str, Decision], said: dict[str, Placement]) -> None:
+    """One weight cannot be cut in two ways: what rules ask for is refused, what was only guessed is left whole."""
+    cuts: dict[int, str] = {}
+    for name, module in model.named_modules():
+        if name not in found or found[name].role in ("heads", "units", "tokens"):
+            continue
+        weight = module._parameters["weight"]
+        before = cuts.setdefault(id(weight), name)
+        if before == name or _cut(found[name]) == _cut(found[before]):
+            continue
+        if said[name] != "auto" or said.get(before, "auto") != "auto":
+            raise PlanError(
+                f"modules {before!r} and {name!r} share their weight, but would be divided as "
+                f"{found[before].role!r} and {found[name].role!r}; give both the same placement, or 'replicate'"
+            )
+        for one in (before, name):
+            for gone in (found[one].partner, one):
+                found.pop(gone, None)
+        return _check_tied(model, found, said)
+
+
+def _cut(decision: Decision) -> tuple[object, ...]:
+    dim = 1 if decision.role == "row" else 0
+    return dim, decision.role == "shared", decision.spread
