@@ -17,7 +17,7 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples"), str(ROOT / "te
 
 import record  # noqa: E402
 
-SUITES = ("ddp", "mechanisms", "startup", "loading")
+SUITES = ("ddp", "mechanisms", "attention", "startup", "loading")
 
 
 def run(suite: str, *, quick: bool, settings: list[str]) -> Path:

@@ -1,6 +1,14 @@
 """Model parts and marks that torch lacks; all of it runs on one device."""
 
 from tutti.nn.mixture import MixtureOfExperts, auxiliary_loss
+from tutti.nn.sparse_attention import BlockPattern, BlockSparseSelfAttention, block_sparse_attention
 from tutti.nn.tables import EmbeddingTables
 
-__all__ = ["EmbeddingTables", "MixtureOfExperts", "auxiliary_loss"]
+__all__ = [
+    "BlockPattern",
+    "BlockSparseSelfAttention",
+    "EmbeddingTables",
+    "MixtureOfExperts",
+    "auxiliary_loss",
+    "block_sparse_attention",
+]
