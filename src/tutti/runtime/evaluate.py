@@ -41,8 +41,8 @@ def evaluate(
             batch = to_device(batch, run.world.device)
             with run.sequences.part(batch) as part, autocast(run.plan.precision, run.world.device):
                 args, kwargs, target = run.unpack(part)
-                output = run.model(*args, **kwargs)
-                if not counts:
+                output = run.forward(*args, **kwargs)
+                if not counts or not run.gives_output:
                     continue
                 size = _batch_size(batch)
                 rows = []
@@ -56,7 +56,8 @@ def evaluate(
             if whole:
                 kept.append(pytree.tree_map(_to_cpu, (output, target)))
     run.world.sum(sums)
-    copies = run.world.world_size // run.mesh.data_degree  # ranks that evaluated the same samples
+    evaluated = int(run.world.sum(torch.tensor([int(run.gives_output)], device=run.world.device))[0])
+    copies = evaluated // run.mesh.data_degree  # ranks that gave the same samples' outputs
     counted = int(run.world.sum(torch.tensor([samples], device=run.world.device))[0]) // copies
     values = {name: float(total / count) for name, (total, count) in zip(table, sums.tolist(), strict=True) if count}
     values.update(_whole(run, kept, whole))

@@ -17,17 +17,21 @@ from tutti.runtime.shard.divide import shard
 from tutti.runtime.shard.shards import Shards
 from tutti.runtime.space.apply import cut_space
 from tutti.runtime.split import split_model
+from tutti.runtime.stage.build import Stages
 from tutti.runtime.table.divide import divide_tables
 from tutti.spec.plan import Plan
 
-BUILT = ("replicate", "context", "shard", "expert", "table", "space", "split")
+BUILT = ("replicate", "shard", "context", "expert", "table", "space", "split", "stage")
 """The axes whose mechanism is there."""
 
 
-def parallelize(model: nn.Module, plan: Plan, layout: Layout, scope: BatchScope) -> Shards:
+def parallelize(
+    model: nn.Module, plan: Plan, layout: Layout, scope: BatchScope, stages: Stages | None = None
+) -> Shards:
     """Change `model` in place so that this rank computes its part, and write into `layout` what it holds.
 
-    Returns what the step and the optimizers must know of sharding.
+    `stages`: where the model is cut, known before anything else is done to it. Returns what the step and the optimizers
+    must know of sharding.
 
     Raises PlanError for what cannot work, naming the module and the remedy.
     """
@@ -38,6 +42,8 @@ def parallelize(model: nn.Module, plan: Plan, layout: Layout, scope: BatchScope)
     divide_experts(model, plan.layout, layout, scope)
     divide_tables(model, plan.layout, layout)
     split_model(model, plan, layout)
+    if stages is not None:
+        stages.keep_own(model, layout)
     apply_chunks(model, plan.layout)
     recomputed = apply_recompute(model, plan.layout, scope)
     if scope.world_size > 1 or recomputed:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from tutti.data.fingerprint import describe_data
 from tutti.data.loader import ShareLoader, first_samples
 from tutti.data.source import Source
+from tutti.data.split import to_device
 from tutti.errors import ScriptError
 from tutti.optim.scaling import initial_learning_rate
 from tutti.runtime.agree import check_same_model, copy_from_first, differing_values
@@ -29,11 +30,14 @@ from tutti.runtime.precision import loss_scaler, set_matmul_precision
 from tutti.runtime.replicate import Replica
 from tutti.runtime.screen import Screen
 from tutti.runtime.session import Session
+from tutti.runtime.stage.build import cut_stages
+from tutti.runtime.stage.pipeline import make_pipeline
 from tutti.runtime.space.feed import feed_parts
 from tutti.runtime.state import Run, Unpack
 from tutti.runtime.unpack import default_loss
 from tutti.runtime.world import World
 from tutti.spec import codec
+from tutti.spec.plan import Plan
 from tutti.spec.run import Recipe
 
 
@@ -63,7 +67,8 @@ def make_run(session: Session, given: Given) -> Run:
     layout = Layout.of(model, Mesh(plan.mesh, world.rank), given.optimizers)
     scope = _batch_scope(model, layout.mesh)
     originals = dict(model.named_parameters(remove_duplicate=False))
-    shards = parallelize(model, plan, layout, scope)
+    stages = cut_stages(model, plan, layout, lambda: given.unpack(_few_samples(given, session, plan))[:2])
+    shards = parallelize(model, plan, layout, scope, stages)
     rebind(given.optimizers, originals, model, layout)
     shards.bind(given.optimizers)
     layout.settle(model, world, given.optimizers)
@@ -77,6 +82,7 @@ def make_run(session: Session, given: Given) -> Run:
         layout=layout,
         model=model,
         replica=Replica(model, layout, plan, shards),
+        pipeline=make_pipeline(stages, plan, layout.mesh, world.device),
         optimizers=given.optimizers,
         sequences=sequences,
         loss_fn=sequences.loss_fn,
@@ -100,6 +106,13 @@ def make_run(session: Session, given: Given) -> Run:
     _start_row(run, session)
     run.observer.prepared(run)
     return run
+
+
+def _few_samples(given: Given, session: Session, plan: Plan) -> Any:
+    """The first samples of the data, on the device: as many as one rank computes at once, at most 4."""
+    count = plan.batch.global_batch_size // (plan.batch.num_microbatches * plan.data_parallel_degree)
+    batch = first_samples(given.source, session.settings.seed, max(1, min(count, 4)))
+    return to_device(batch, session.world.device)
 
 
 def model_optimizers(model: nn.Module, optimizer: Any) -> tuple[Optimizer, ...]:

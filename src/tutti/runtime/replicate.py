@@ -41,7 +41,7 @@ class Replica:
         self._next = 0
         self._summing = False
         self._build(_trainable(model))
-        if not self.parameters:
+        if not self.parameters and layout.mesh.degree("stage") == 1:
             raise ScriptError("the model has no parameter that requires a gradient; unfreeze at least one")
 
     @property

@@ -27,6 +27,9 @@ from tutti.spec.run import RunFolder
 if TYPE_CHECKING:
     from tutti.runtime.checkpoint.save import Pending
 
+if TYPE_CHECKING:
+    from tutti.runtime.stage.pipeline import Pipeline
+
 Unpack = Callable[[Any], tuple[tuple[Any, ...], dict[str, Any], Any]]
 """batch -> (positional arguments, keyword arguments, target)."""
 
@@ -74,6 +77,7 @@ class Run:
     layout: Layout
     model: nn.Module
     replica: Replica
+    pipeline: "Pipeline | None"
     optimizers: tuple[Optimizer, ...]
     sequences: Sequences
     loss_fn: Callable[[Any, Any], Any] | None
@@ -97,6 +101,15 @@ class Run:
     @property
     def mesh(self) -> Mesh:
         return self.layout.mesh
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns, on ranks where `gives_output`."""
+        return self.model(*args, **kwargs) if self.pipeline is None else self.pipeline.forward(self, args, kwargs)
+
+    @property
+    def gives_output(self) -> bool:
+        """Whether outputs and losses appear on this rank: on those of a pipeline's last stage, or on all."""
+        return self.pipeline is None or self.pipeline.is_last
 
     @property
     def copies(self) -> int:

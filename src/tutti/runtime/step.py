@@ -48,6 +48,9 @@ def forward_backward(run: Run, function: LossFunction, batch: Any) -> Outcome:
     run.replica.shards.clear()
     totals = torch.zeros(2 + run.world.world_size, dtype=torch.float64, device=run.world.device)
     pieces = split_batch(batch, share.sizes)
+    if run.pipeline is not None:
+        _pipelined(run, function, share, pieces, totals)
+        pieces = []
     for index, piece in enumerate(pieces):
         _microbatch(run, function, share, index, piece, totals, last=index == len(pieces) - 1)
     run.clock.enter("other")
@@ -65,22 +68,39 @@ def _microbatch(
     run.clock.enter("forward")
     seed_device(derive_seed(run.settings.seed, "dropout", step, index, run.mesh.index(*DATA_AXES, "context")), device)
     run.scope.counts = part.count > 0
-    with run.observer.microbatch(step, index, share), run.sequences.part(to_device(batch, device)) as mine:
+    with run.sequences.part(to_device(batch, device)) as mine, run.observer.microbatch(step, index, share):
         with autocast(run.plan.precision, device):
-            value = function(run.model, mine)
-            run.observer.loss(value)
-            loss = _weigh(value, part, run.mesh.degree("context"))
-        _add(totals, loss, part, run)
+            root = _root(run, share, index, function(run.model, mine), totals)
         reduced = dist.all_reduce(totals, async_op=True) if last and run.world.world_size > 1 else None
         run.clock.enter("backward")
         if last:
             run.replica.begin()
-        own = share.batch_size * run.mesh.degree("space")  # ranks along space sum their gradients of one loss
-        run.scaler.scale(loss.total / own).backward()  # type: ignore[no-untyped-call]
+        root.backward()  # type: ignore[no-untyped-call]
     if reduced is not None:
         run.clock.enter("exposed_communication")
         run.replica.finish()
         reduced.wait()
+
+
+def _pipelined(run: Run, function: LossFunction, share: Share, pieces: list[Any], totals: torch.Tensor) -> None:
+    """All microbatches through this rank's stages; gradients are summed over data-parallel ranks at the end."""
+    assert run.pipeline is not None
+    run.scaler.scale(totals[:1])  # the scale exists on every rank, also where no loss appears
+    run.pipeline.forward_backward(run, function, pieces, lambda index, value: _root(run, share, index, value, totals))
+    reduced = dist.all_reduce(totals, async_op=True)
+    run.replica.begin()
+    run.replica.finish()
+    reduced.wait()
+
+
+def _root(run: Run, share: Share, index: int, value: Any, totals: torch.Tensor) -> torch.Tensor:
+    """What one microbatch's backward starts from: its loss, weighted for the global mean and scaled."""
+    run.observer.loss(value)
+    part = share.parts[index]
+    loss = _weigh(value, part, run.mesh.degree("context"))
+    _add(totals, loss, part, run)
+    own = share.batch_size * run.mesh.degree("space")  # ranks along space sum their gradients of one loss
+    return run.scaler.scale(loss.total / own)
 
 
 def _weigh(loss: Any, part: Part, sequence_parts: int) -> Weighted:

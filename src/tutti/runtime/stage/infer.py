@@ -1,0 +1,178 @@
+"""Infer: the shapes of what a module returns, from the shapes of what it gets. Found once, then remembered."""
+
+import enum
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import TreeSpec
+from torch.utils.flop_counter import FlopCounterMode
+
+from tutti.errors import PlanError, TuttiError
+from tutti.runtime.stage.standin import StandIns, is_unknown
+from tutti.runtime.stage.tree import flatten, refuse_hidden_tensors, unflatten
+
+READS = frozenset(
+    {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "__contains__"}
+    | {"nonzero", "unique", "masked_select", "equal", "allclose", "is_nonzero", "cpu"}
+)
+"""Functions of torch that tell Python what is in a tensor."""
+
+_SIMPLE = (int, float, str, bool, type(None), torch.dtype, torch.device, torch.Size, enum.Enum, slice)
+
+MEMORY_FLOPS = 10
+"""What one value of a result is taken to cost beside the operations counted: small modules are not free."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """One leaf of what a module returns: argument number `source` itself, a view of it, a new tensor, or `constant`."""
+
+    source: int | None = None
+    shape: tuple[int, ...] | None = None
+    stride: tuple[int, ...] = ()
+    offset: int = 0
+    dtype: torch.dtype = torch.float32
+    device: torch.device | None = None
+    requires_grad: bool = False
+    constant: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inference:
+    """What a call gives. `written`: positions of the arguments it changes in place; `cost`: FLOPs of its forward."""
+
+    leaves: tuple[Result, ...]
+    spec: TreeSpec
+    written: tuple[int, ...]
+    cost: float
+
+    def results(self, subjects: list[Any], stand_ins: StandIns) -> list[Any]:
+        """Tensors without values of the right shapes, as leaves."""
+        return [self._make(leaf, subjects, stand_ins) for leaf in self.leaves]
+
+    def _make(self, leaf: Result, subjects: list[Any], stand_ins: StandIns) -> Any:
+        if leaf.source is not None and leaf.shape is None:
+            return subjects[leaf.source]
+        if leaf.shape is None:
+            return leaf.constant
+        if leaf.source is not None and is_unknown(subjects[leaf.source]):
+            return subjects[leaf.source].as_strided(leaf.shape, leaf.stride, leaf.offset)
+        assert leaf.device is not None
+        made = stand_ins.empty(leaf.shape, leaf.stride, leaf.dtype, leaf.device)
+        return made.requires_grad_().clone() if leaf.requires_grad else made  # no leaf: it may be changed in place
+
+
+class Shapes:
+    """Results of units by the shapes of their arguments. `counting`: whether FLOPs are counted too."""
+
+    def __init__(self, stand_ins: StandIns) -> None:
+        self.counting = False
+        self._stand_ins = stand_ins
+        self._known: dict[Any, list[tuple[TreeSpec, Inference]]] = defaultdict(list)
+
+    def infer(
+        self, name: str, module: nn.Module, subjects: list[Any], spec: TreeSpec, has_read: Callable[[], bool]
+    ) -> Inference:
+        """What a call of unit `name` gives. `has_read`: whether its code has looked at values meanwhile (then the
+        shapes do not follow from shapes alone). Raises PlanError where it cannot be found.
+        """
+        key = _signature(name, module, subjects)
+        for other, inference in self._known[key] if key is not None else ():
+            if other == spec:
+                return inference
+        inference = self._find(name, module, subjects, spec)
+        if key is not None and not has_read():
+            self._known[key].append((spec, inference))
+        return inference
+
+    def _find(self, name: str, module: nn.Module, subjects: list[Any], spec: TreeSpec) -> Inference:
+        copies = [self._copy(subject) for subject in subjects]
+        versions = [copy._version if isinstance(copy, torch.Tensor) else 0 for copy in copies]
+        args, kwargs = unflatten(list(copies), spec)
+        counter = FlopCounterMode(display=False)
+        try:
+            if self.counting:
+                with counter:
+                    returned = module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+            else:
+                returned = module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+        except TuttiError:
+            raise
+        except Exception as error:
+            words = (str(error).splitlines() or [""])[0]
+            raise PlanError(
+                f"mesh.stage: {name} ({type(module).__name__}) cannot be followed on shapes alone "
+                f"({type(error).__name__}: {words}); its forward must not depend on the values it computes"
+            ) from error
+        leaves, out_spec = flatten(returned)
+        for leaf in leaves:
+            refuse_hidden_tensors(leaf, f"the result of {name}")
+        results = tuple(_result(leaf, copies) for leaf in leaves)
+        written = tuple(
+            at for at, copy in enumerate(copies) if isinstance(copy, torch.Tensor) and copy._version != versions[at]
+        )
+        cost = _cost(module, counter, leaves) if self.counting else 0.0
+        return Inference(leaves=results, spec=out_spec, written=written, cost=cost)
+
+    def _copy(self, subject: Any) -> Any:
+        """An argument the module may write to without harm; known tensors keep their values."""
+        if not isinstance(subject, torch.Tensor):
+            return subject
+        if not is_unknown(subject):
+            return subject.detach().clone()
+        made = self._stand_ins.outline(subject, requires_grad=False)
+        return made.requires_grad_().clone() if subject.requires_grad else made
+
+
+def _signature(name: str, module: nn.Module, subjects: list[Any]) -> Any:
+    """All that a call's result may depend on, except values; None where that cannot be said."""
+    described: list[Any] = []
+    for subject in subjects:
+        if isinstance(subject, torch.Tensor):
+            form = (subject.shape, subject.stride(), subject.dtype, subject.requires_grad, is_unknown(subject))
+            described.append((*form, next(at for at, other in enumerate(subjects) if other is subject)))
+        elif isinstance(subject, _SIMPLE):
+            described.append((type(subject), str(subject) if isinstance(subject, slice) else subject))
+        else:
+            return None
+    modes = tuple(part.training for part in module.modules())
+    kinds = [subject.device.type for subject in subjects if isinstance(subject, torch.Tensor)][:1]
+    autocast = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
+    return name, modes, torch.is_grad_enabled(), autocast, tuple(described)
+
+
+def _result(leaf: Any, inputs: list[Any]) -> Result:
+    if not isinstance(leaf, torch.Tensor):
+        return Result(constant=leaf)
+    same = next((at for at, other in enumerate(inputs) if other is leaf), None)
+    if same is not None:
+        return Result(source=same)
+    memory = leaf.untyped_storage()._cdata
+    source = None
+    for at, other in enumerate(inputs):
+        if isinstance(other, torch.Tensor) and other.untyped_storage()._cdata == memory:
+            source = at
+    return Result(
+        source=source,
+        shape=tuple(leaf.shape),
+        stride=leaf.stride(),
+        offset=int(leaf.storage_offset()),
+        dtype=leaf.dtype,
+        device=leaf.device,
+        requires_grad=leaf.requires_grad,
+    )
+
+
+def _cost(module: nn.Module, counter: FlopCounterMode, leaves: list[Any]) -> float:
+    """FLOPs of a forward; recurrent layers, which torch does not count, by their weights."""
+    flops = float(counter.get_total_flops())
+    made = sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))
+    for part in module.modules():
+        if isinstance(part, nn.RNNBase):
+            weights = sum(p.numel() for p in part.parameters() if p.dim() > 1)
+            flops += 2.0 * weights * made / max(part.hidden_size, 1)
+    return flops + MEMORY_FLOPS * made

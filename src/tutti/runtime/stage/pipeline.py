@@ -1,0 +1,214 @@
+"""The pipeline at work: this rank's actions of a schedule, one after another."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tutti.data.seeds import derive_seed, seed_device
+from tutti.data.split import to_device
+from tutti.errors import PlanError
+from tutti.runtime.mesh import Mesh
+from tutti.runtime.precision import autocast
+from tutti.runtime.stage.build import Stages
+from tutti.runtime.stage.links import Links, Session, given, wanted
+from tutti.runtime.stage.place import Placement
+from tutti.runtime.stage.schedule import Action, Orders, schedule
+from tutti.runtime.stage.ties import Ties, groups_at
+from tutti.runtime.stage.work import StageWork
+from tutti.runtime.state import Run
+from tutti.spec.plan import Plan
+from tutti.spec.words import DATA_AXES
+
+LossRoot = Callable[[int, Any], torch.Tensor]
+"""(microbatch, what the user's function returned) -> the scalar whose gradients are wanted."""
+
+
+class Pipeline:
+    """Runs forward and backward of this rank's stages. `is_last`: whether outputs and losses appear here."""
+
+    def __init__(self, stages: Stages, plan: Plan, mesh: Mesh, device: torch.device) -> None:
+        self.stages, self.plan, self.device = stages, plan, device
+        self.is_last = stages.position == (stages.count - 1) % stages.ranks
+        self.splits_backward = plan.pipeline.schedule == "zero-bubble" and not any(
+            rule.recompute for rule in plan.layout
+        )
+        self._links = Links(mesh.ranks("stage"), stages.position, _groups(mesh), device)
+        self._ties = Ties(stages.shared, mesh)
+        self._until_model: dict[Any, bool] = {}
+        self._orders: dict[int, Orders] = {}
+
+    def forward_backward(
+        self, run: Run, function: Callable[[Any, Any], Any], pieces: Sequence[Any], root: LossRoot
+    ) -> None:
+        """Gradients of every microbatch, added up in the `grad` of this rank's parameters; tied ones are summed over
+        the stages that hold them, nothing is summed over data-parallel ranks yet.
+        """
+        step = _Step(self, run, function, pieces, root)
+        orders = self._orders_for(len(pieces))
+        session = self._links.session(orders, step.placement)
+        step.run(orders[self.stages.position], session)
+        run.clock.enter("exposed_communication")
+        self._links.settle()
+        self._ties.sum(run.model)
+
+    def forward(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the model returns, on ranks where `is_last`; None elsewhere. Without gradients."""
+        stages = self.stages
+        placement = stages.place(stages.tracer.trace(lambda: run.model(*args, **kwargs), until_root=True))
+        orders = [[Action("F", s, 0) for s in range(r, stages.count, stages.ranks)] for r in range(stages.ranks)]
+        session = self._links.session(orders, lambda _: placement)
+        output = None
+        for action in orders[stages.position]:
+            messages = wanted(action, placement)
+            session.post(messages)
+            received = {message.key: session.take(message) for message in messages}
+            work = StageWork(placement, action.stage, run.model, self.device)
+            values = work.forward(received)
+            for message in given(action, placement):
+                session.give(message, work.outgoing(message.key))
+            if action.stage == stages.count - 1:
+                output = work.output(values)
+        self._links.settle()
+        return output
+
+    def until_model(self, function: Callable[[Any, Any], Any], model: Any, batch: Any) -> bool:
+        """Whether a loss function calls the model once, and only that; found at its first use."""
+        key = getattr(function, "__code__", function)
+        if key not in self._until_model:
+            self._until_model[key] = self.stages.tracer.ends_with_model(lambda: function(model, batch))
+        return self._until_model[key]
+
+    def _orders_for(self, microbatches: int) -> Orders:
+        if microbatches not in self._orders:
+            pipeline = self.plan.pipeline
+            orders = schedule(pipeline.schedule, self.stages.ranks, pipeline.stages_per_rank, microbatches)
+            self._orders[microbatches] = orders
+        return self._orders[microbatches]
+
+
+class _Step:
+    """One global batch on its way through this rank's stages."""
+
+    def __init__(
+        self, pipeline: Pipeline, run: Run, function: Callable[[Any, Any], Any], pieces: Sequence[Any], root: LossRoot
+    ) -> None:
+        self.pipeline, self.stages, self.plan, self.device = pipeline, pipeline.stages, run.plan, pipeline.device
+        self._run, self._function, self._root = run, function, root
+        self._pieces = [to_device(piece, self.device) for piece in pieces]
+        self._placements: dict[int, Placement] = {}
+        self._works: dict[tuple[int, int], StageWork] = {}
+        self._left = [len(range(self.stages.position, self.stages.count, self.stages.ranks))] * len(pieces)
+
+    def placement(self, microbatch: int) -> Placement:
+        """The microbatch's program; traced in order of microbatches, alike on all ranks of the stage axis."""
+        for index in range(microbatch + 1):
+            if index not in self._placements:
+                self._placements[index] = self._trace(index)
+        return self._placements[microbatch]
+
+    def run(self, actions: Sequence[Action], session: Session) -> None:
+        """All of this rank's actions; what the next one needs is being received while one computes."""
+        clock = self._run.clock
+        for action, following in itertools.zip_longest(actions, actions[1:]):
+            placement = self.placement(action.microbatch)
+            messages = wanted(action, placement)
+            session.post(messages)
+            if following is not None:
+                session.post(wanted(following, self.placement(following.microbatch)))
+            clock.enter("exposed_communication")
+            received: dict[int, torch.Tensor] = {}
+            for message in messages:
+                tensor = session.take(message)
+                received[message.key] = received[message.key] + tensor if message.key in received else tensor
+            clock.enter("forward" if action.kind == "F" else "backward")
+            work = self._do(action, placement, received)
+            for message in given(action, placement):
+                session.give(message, work.gradient(message.key) if message.gradient else work.outgoing(message.key))
+
+    def _do(self, action: Action, placement: Placement, received: dict[int, torch.Tensor]) -> StageWork:
+        stage, microbatch = action.stage, action.microbatch
+        if action.kind == "F":
+            work = StageWork(placement, stage, self._run.model, self.device)
+            self._works[stage, microbatch] = work
+            self._forward(work, stage, microbatch, received)
+            return work
+        work = self._works[stage, microbatch]
+        self._enter(microbatch)
+        splits = self.pipeline.splits_backward
+        if action.kind == "B" or (action.kind == "I" and not splits):
+            work.backward(received)
+        elif action.kind == "I":
+            work.backward_inputs(received)
+        elif splits:
+            work.backward_weights()
+        if action.kind in ("B", "W"):
+            del self._works[stage, microbatch]
+        return work
+
+    def _forward(self, work: StageWork, stage: int, microbatch: int, received: dict[int, torch.Tensor]) -> None:
+        self._enter(microbatch)
+        seed_device(self._seed(microbatch, "stage", stage), self.device)
+        with autocast(self.plan.precision, self.device):
+            values = work.forward(received)
+            if stage == self.stages.count - 1:
+                value = self._value(work.output(values), microbatch)
+                work.loss = self._root(microbatch, value)
+
+    def _value(self, output: Any, microbatch: int) -> Any:
+        """What the user's function returns, once the model's part of it is computed."""
+        run, batch = self._run, self._pieces[microbatch]
+        if not self.pipeline.until_model(self._function, run.model, batch):
+            return output
+        return self.stages.tracer.finish(lambda: self._function(run.model, batch), output)
+
+    def _trace(self, microbatch: int) -> Placement:
+        run, batch = self._run, self._pieces[microbatch]
+        seed_device(self._seed(microbatch), self.device)
+        self._enter(microbatch)
+        with autocast(self.plan.precision, self.device):
+            stops = self.pipeline.until_model(self._function, run.model, batch)
+            program = self.stages.tracer.trace(lambda: self._function(run.model, batch), until_root=stops)
+        return self.stages.place(program)
+
+    def _enter(self, microbatch: int) -> None:
+        """Batch statistics count this microbatch's samples."""
+        share = self._run.loader.share
+        assert share is not None
+        self._run.scope.counts = share.parts[microbatch].count > 0
+
+    def _seed(self, microbatch: int, *purpose: int | str) -> int:
+        run = self._run
+        place = run.mesh.index(*DATA_AXES, "context")
+        return derive_seed(run.settings.seed, "dropout", run.progress.step, microbatch, place, *purpose)
+
+
+def _groups(mesh: Mesh) -> Callable[[int, int], Any]:
+    """The group for messages from one position to another: one for all on Gloo; on NCCL, where messages of a group
+    wait for each other, one for each direction of each pair.
+    """
+    if dist.get_backend() != "nccl":
+        group = mesh.new_group("stage")
+        return lambda source, target: group
+    pairs = list(itertools.permutations(range(mesh.degree("stage")), 2))
+    groups = dict(zip(pairs, groups_at(mesh, pairs), strict=True))
+    return lambda source, target: groups[source, target]
+
+
+def make_pipeline(stages: Stages | None, plan: Plan, mesh: Mesh, device: torch.device) -> Pipeline | None:
+    """The pipeline of a model that was cut into stages. Collective."""
+    if stages is None:
+        return None
+    if plan.precision == "float16" and any(not _trains(stages, position) for position in range(stages.ranks)):
+        raise PlanError(
+            "precision = float16 with a stage that has no parameter to train: loss scaling cannot be kept equal; use "
+            "bfloat16, or name pipeline.cuts such that every stage trains something"
+        )
+    return Pipeline(stages, plan, mesh, device)
+
+
+def _trains(stages: Stages, position: int) -> bool:
+    mine = {stage for stage in range(stages.count) if stage % stages.ranks == position}
+    return any(held & mine for held in stages.holders.parameters.values())

@@ -1,0 +1,389 @@
+"""Trace: one forward of the user's code on shapes, written down as a Program.
+
+The code runs as it stands. Calls of units give tensors without values; what is computed from those is written down
+too. What depends only on the batch is computed at once, so Python that looks at the batch works, and every forward is
+traced anew, so Python that decides otherwise is followed. (torch's own tracer copies tied weights into each stage and
+knows no skip connections.)
+"""
+
+import os
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.autograd import Function
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
+
+from tutti.errors import PlanError
+from tutti.runtime.stage.infer import READS, Shapes
+from tutti.runtime.stage.program import Copied, Node, Outline, Parameter, Program, Surroundings, Value
+from tutti.runtime.stage.standin import StandIns, is_unknown
+from tutti.runtime.stage.tree import flatten, refuse_hidden_tensors, unflatten
+from tutti.runtime.stage.units import Units
+
+_MASKED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+_UNREADABLE = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+_ONE_CALL = (
+    "let one function call the model once and compute the loss from what it returns, or write it with modules only"
+)
+
+
+class StopTracing(Exception):
+    """Raised to end a trace when the model's own call has returned. `output`: what it returned."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self.output = output
+
+
+class Tracer:
+    """Traces forwards of one model. `shapes`: what is known of the units' results, kept between traces."""
+
+    def __init__(self, model: nn.Module, units: Units, stand_ins: StandIns, device: torch.device) -> None:
+        self.model, self.units, self.stand_ins, self.device = model, units, stand_ins, device
+        self.shapes = Shapes(stand_ins)
+
+    def trace(self, function: Callable[[], Any], *, until_root: bool = False) -> Program:
+        """The program of `function()`.
+
+        `until_root`: stop when the model's first call returns, and take what it returned.
+        """
+        recorder = Recorder(self, until_root=until_root)
+        self._run(recorder, function)
+        return recorder.finish(recorder.output)
+
+    def ends_with_model(self, function: Callable[[], Any]) -> bool:
+        """Whether `function()` calls the model itself once and touches no part of it otherwise: then what follows the
+        call need not be traced. Raises PlanError where it would have to be and cannot.
+        """
+        recorder = Recorder(self, until_root=False)
+        try:
+            self._run(recorder, function)
+        except PlanError:
+            if recorder.root_calls != 1 or recorder.outside:
+                raise
+        return recorder.root_calls == 1 and not recorder.outside
+
+    def finish(self, function: Callable[[], Any], output: Any) -> Any:
+        """What `function()` returns if the model's call in it returns `output`.
+
+        Raises PlanError if it uses the model otherwise: its parameters lie on other stages.
+        """
+        calls: list[str] = []
+
+        def intercept(name: str, module: nn.Module) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                calls.append(name)
+                if name or len(calls) > 1:
+                    raise PlanError(f"mesh.stage: the loss calls {name or 'the model'} again; {_ONE_CALL}")
+                return output
+
+            return call
+
+        with self.stand_ins.in_place(self.units.glue, intercept):
+            result = function()
+        if any(is_unknown(leaf) for leaf in flatten(result)[0]):
+            raise PlanError(f"mesh.stage: the loss uses the model's parameters beside calling it; {_ONE_CALL}")
+        return result
+
+    def _run(self, recorder: "Recorder", function: Callable[[], Any]) -> None:
+        with self.stand_ins.in_place(self.units.glue, recorder.interceptor), _functions(recorder), recorder:
+            try:
+                with _without_caches(self.model):
+                    recorder.output = function()
+            except StopTracing as stop:
+                recorder.output = stop.output
+            except _UNREADABLE as error:
+                raise PlanError(
+                    f"mesh.stage: {script_line(error)} needs the values of a module's output ({error}); compute "
+                    "that inside a module of the model, or without looking at values"
+                ) from error
+
+
+class Recorder(TorchFunctionMode):
+    """Writes one program."""
+
+    def __init__(self, tracer: Tracer, *, until_root: bool) -> None:
+        super().__init__()
+        self.tracer, self.until_root = tracer, until_root
+        self.program = Program()
+        self.root_calls = 0
+        self.outside = False  # whether the model was used beside its own call
+        self.output: Any = None
+        self._depth = 0
+        self.paused = False
+        self.inside = ""  # the unit whose result's shape is being found
+        self.reads = False  # whether code in there has looked at values
+        self._keys: dict[int, int] = {}  # id of a tensor without values -> number of its value
+        self._stands: dict[int, torch.Tensor] = {}  # id of a known tensor that was written to -> what stands for it
+        self._alive: list[Any] = []  # ids above stay unique
+        self._memory: dict[int, list[torch.Tensor]] = defaultdict(list)  # values by the memory they share
+        self._views: set[int] = set()
+        self._captured: list[tuple[torch.Tensor, int]] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.paused:
+            self.reads = self.reads or getattr(func, "__name__", "") in READS
+            return func(*args, **kwargs)
+        if func in _MASKED:
+            args = _positions(args)
+        leaves, spec = flatten((args, kwargs))
+        if not any(is_unknown(leaf) or id(leaf) in self._stands for leaf in leaves if isinstance(leaf, torch.Tensor)):
+            result = func(*args, **kwargs)
+            if isinstance(result, torch.Tensor) and result._is_view():
+                self._views.add(result.untyped_storage()._cdata)
+            return result
+        return self.operation(func, leaves, spec)
+
+    def interceptor(self, name: str, module: nn.Module) -> Callable[..., Any]:
+        """What a call of a module does while the trace runs."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.paused and not self.inside:
+                raise PlanError(
+                    f"mesh.stage: {name or 'the model'} is called from inside a function of torch; call it in forward"
+                )
+            if self.paused or name in self.tracer.units.glue:
+                own = not name and not self.paused
+                self._depth += own
+                result = module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+                if own:
+                    self._depth -= 1
+                    self.root_calls += 1
+                    if self.until_root:
+                        raise StopTracing(result)
+                return result
+            return self._unit(name, module, args, kwargs)
+
+        return call
+
+    def operation(self, func: Callable[..., Any], leaves: list[Any], spec: Any) -> Any:
+        """Run an operation on shapes and write it down."""
+        subjects = [self._subject(leaf) for leaf in leaves]
+        versions = [_version(subject) for subject in subjects]
+        args, kwargs = unflatten(subjects, spec)
+        with self._pause():
+            result = func(*args, **kwargs)
+        written = [at for at, subject in enumerate(subjects) if _version(subject) != versions[at]]
+        results, _ = flatten(result)
+        if not written and not any(is_unknown(leaf) for leaf in results):
+            return result
+        self._write("", func, leaves, subjects, spec, results, written)
+        back = {id(stand): leaf for leaf, stand in zip(leaves, subjects, strict=True) if stand is not leaf}
+        return back.get(id(result), result) if isinstance(result, torch.Tensor) else result
+
+    def _unit(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        leaves, spec = flatten((args, kwargs))
+        for leaf in leaves:
+            refuse_hidden_tensors(leaf, f"a call of {name}")
+        subjects = [self._stands.get(id(leaf), leaf) for leaf in leaves]
+        with self._pause(name):
+            self.reads = False
+            inference = self.tracer.shapes.infer(name, module, subjects, spec, lambda: self.reads)
+            for at in inference.written:
+                subjects[at] = self._subject(leaves[at])
+            results = inference.results(subjects, self.tracer.stand_ins)
+        self._write(name, module, leaves, subjects, spec, results, list(inference.written), inference.cost)
+        back = {id(stand): leaf for leaf, stand in zip(leaves, subjects, strict=True) if stand is not leaf}
+        return unflatten([back.get(id(leaf), leaf) for leaf in results], inference.spec)
+
+    def _write(
+        self,
+        unit: str,
+        func: Callable[..., Any],
+        leaves: list[Any],
+        subjects: list[Any],
+        spec: Any,
+        results: list[Any],
+        written: list[int],
+        cost: float = 0.0,
+    ) -> None:
+        """Add the node; give numbers to what it made and to what it changed."""
+        read = tuple(self._leaf(leaf, written=at in written) for at, leaf in enumerate(leaves))
+        if not self._depth and (unit or any(isinstance(leaf, Parameter) for leaf in read)):
+            self.outside = True
+        changed: list[tuple[int, int]] = []
+        views: list[tuple[int, int]] = []
+        for at in written:
+            self._may_change(leaves[at], subjects[at], unit or getattr(func, "__name__", str(func)))
+            views += self._shared(subjects[at], {id(subjects[other]) for other in written})
+            changed.append((at, self._number(subjects[at])))
+        numbers: list[int | None] = []
+        for leaf in results:
+            fresh = is_unknown(leaf) and not any(leaf is subject for subject in subjects)
+            numbers.append(self._number(leaf) if fresh else None)
+        self.program.nodes.append(
+            Node(
+                unit=unit,
+                function=func,
+                leaves=read,
+                spec=spec,
+                results=tuple(numbers),
+                written=tuple(changed),
+                views=tuple(views),
+                surroundings=surroundings(self.tracer.device),
+                cost=cost,
+            )
+        )
+
+    def finish(self, output: Any) -> Program:
+        """The program, returning `output`."""
+        leaves, spec = flatten(output)
+        self.program.output = tuple(self._leaf(leaf, written=False) for leaf in leaves)
+        self.program.output_spec = spec
+        for tensor, version in self._captured:
+            if tensor._version != version:
+                raise PlanError(
+                    f"mesh.stage: forward changes a tensor of shape {tuple(tensor.shape)} in place after it was used; "
+                    "make a new tensor instead (mask = mask | other)"
+                )
+        return self.program
+
+    def _subject(self, leaf: Any) -> Any:
+        """What stands for an argument while an operation is tried: known tensors lend their shape only."""
+        if not isinstance(leaf, torch.Tensor) or is_unknown(leaf):
+            return leaf
+        return self._stands.get(id(leaf)) if id(leaf) in self._stands else self.tracer.stand_ins.outline(leaf)
+
+    def _leaf(self, leaf: Any, *, written: bool) -> Any:
+        """How an argument is written down."""
+        if not isinstance(leaf, torch.Tensor):
+            refuse_hidden_tensors(leaf, "an operation")
+            return leaf
+        subject = self._stands.get(id(leaf), leaf)
+        if id(subject) in self._keys:
+            return Value(self._keys[id(subject)])
+        if id(subject) in self.tracer.stand_ins.names:
+            return Parameter(self.tracer.stand_ins.names[id(subject)])
+        if is_unknown(subject):
+            raise PlanError(
+                f"mesh.stage: forward uses a buffer of shape {tuple(leaf.shape)} outside the module that owns it; use "
+                "it in that module's forward, or keep it on the module whose forward needs it"
+            )
+        if written:
+            return Copied(leaf)
+        self._captured.append((leaf, leaf._version))
+        return leaf
+
+    def _may_change(self, leaf: Any, subject: Any, words: str) -> None:
+        """A tensor is changed in place: from here on it is a value. Refuses what could not be kept consistent."""
+        if id(subject) in self.tracer.stand_ins.names:
+            name = self.tracer.stand_ins.names[id(subject)]
+            raise PlanError(f"mesh.stage: {words} changes parameter {name} in forward; leave that to the optimizer")
+        if is_unknown(leaf) or id(leaf) in self._stands:
+            return
+        shared = leaf._is_view() or leaf.untyped_storage()._cdata in self._views
+        if shared or any(leaf is buffer for buffer in self.tracer.model.buffers()):
+            what = "a view of another tensor" if shared else "a buffer of the model"
+            raise PlanError(
+                f"mesh.stage: {words} writes a module's output into {what} of shape {tuple(leaf.shape)}; make a new "
+                "tensor (torch.stack, torch.cat), or do it inside one module"
+            )
+        self._stands[id(leaf)] = subject
+        self._alive.append(leaf)
+
+    def _shared(self, subject: torch.Tensor, written: set[int]) -> list[tuple[int, int]]:
+        """Other values in the same memory get new numbers too."""
+        others = self._memory[subject.untyped_storage()._cdata]
+        return [(self._keys[id(other)], self._number(other)) for other in list(others) if id(other) not in written]
+
+    def _number(self, tensor: torch.Tensor) -> int:
+        """A new number for a tensor's present values."""
+        key = len(self.program.outlines)
+        if id(tensor) not in self._keys:
+            self._alive.append(tensor)
+            self._memory[tensor.untyped_storage()._cdata].append(tensor)
+        self._keys[id(tensor)] = key
+        self.program.outlines[key] = Outline(
+            shape=tuple(tensor.shape), dtype=tensor.dtype, requires_grad=tensor.requires_grad
+        )
+        return key
+
+    @contextmanager
+    def _pause(self, unit: str = "") -> Iterator[None]:
+        before, self.paused, self.inside = (self.paused, self.inside), True, unit
+        try:
+            yield
+        finally:
+            self.paused, self.inside = before
+
+
+@contextmanager
+def _without_caches(model: nn.Module) -> Iterator[None]:
+    """transformers' models make no key-value caches meanwhile: those collect tensors of all layers in one object."""
+    configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    configs = [config for config in configs if getattr(config, "use_cache", False) is True]
+    for config in configs:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in configs:
+            config.use_cache = True
+
+
+def surroundings(device: torch.device) -> Surroundings:
+    """Grad mode and autocast as they are now."""
+    kind = device.type
+    autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+    return Surroundings(grad=torch.is_grad_enabled(), autocast=autocast)
+
+
+@contextmanager
+def _functions(recorder: Recorder) -> Iterator[None]:
+    """While open, the user's own autograd functions are written down as one operation each, with their backward."""
+    plain = Function.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = plain.__get__(None, cls)
+        leaves, spec = flatten((args, kwargs))
+        if recorder.paused or not any(is_unknown(leaf) for leaf in leaves):
+            return bound(*args, **kwargs)
+        if cls is CheckpointFunction:
+            raise PlanError("mesh.stage: checkpoint(use_reentrant=True) in forward; use use_reentrant=False")
+        return recorder.operation(bound, leaves, spec)
+
+    Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        Function.apply = plain  # type: ignore[method-assign]
+
+
+def _version(leaf: Any) -> int:
+    return leaf._version if isinstance(leaf, torch.Tensor) else 0
+
+
+def _positions(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """x[mask] with a known mask, as x[positions]: how many there are is then known too."""
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    new: list[Any] = []
+    for part in index:
+        mask = isinstance(part, torch.Tensor) and part.dtype == torch.bool and not is_unknown(part)
+        new += part.nonzero(as_tuple=True) if mask else [part]
+    return (
+        args
+        if len(new) == len(index) and all(a is b for a, b in zip(new, index, strict=True))
+        else (args[0], tuple(new), *args[2:])
+    )
+
+
+def script_line(error: BaseException) -> str:
+    """file:line of the innermost frame of an error that is the user's code."""
+    place = "forward"
+    for frame in traceback.extract_tb(error.__traceback__):
+        library = f"{os.sep}torch{os.sep}" in frame.filename or f"runtime{os.sep}stage" in frame.filename
+        if not library:
+            place = f"{os.path.basename(frame.filename)}:{frame.lineno} ({frame.line})"
+    return place
