@@ -37,6 +37,9 @@ class AlignedRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
     dtype computed in. `backward_ops`: operators of gradient clipping that ran within backward.
     """
 
+    draws_whole = True
+    """Layers that are divided draw for the whole activation (runtime/split/streams.py)."""
+
     def __init__(self, part: Part, guide: Mapping[int, tuple[int, ...]] | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.part = part
