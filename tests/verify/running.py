@@ -5,7 +5,6 @@ import os
 import runpy
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from harness import RankFailed, run_ranks
 from tutti.spec import codec
 from tutti.spec.plan import Plan
 from tutti.spec.verdict import Verdict
-from tutti.verify.trial import Question, Trial, verify
+from tutti.verify.trial import Question, Trial, on_one_device, verify
 
 HERE = Path(__file__).parent
 
@@ -36,7 +35,7 @@ def run_script(script: Path, trial: Trial, plan: Plan | None = None) -> str | No
     """Run a script as one trial, by a plan if one is given; the failure, if it failed."""
     environment = trial.environment
     if plan is not None:
-        own = plan if trial.world_size > 1 else replace(plan, mesh={"replicate": 1}, shares=())
+        own = plan if trial.world_size > 1 else on_one_device(plan)
         environment["TUTTI_PLAN"] = str(codec.save(own, trial.folder / "plan.json"))
     try:
         run_ranks(as_rank, trial.world_size, str(script), environment)

@@ -3,7 +3,7 @@
 import math
 import sys
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -135,11 +135,12 @@ def _runner(options: Options, question: "Question", plan: "Plan | None", folder:
     from tutti.launch.supervise import interrupts, supervise
     from tutti.launch.watch import Silent
     from tutti.spec import codec
+    from tutti.verify.trial import on_one_device
 
     def run(trial: "Trial") -> str | None:
         environment = trial.environment
         if plan is not None:
-            own = plan if trial.world_size > 1 else replace(plan, mesh={"replicate": 1}, shares=())
+            own = plan if trial.world_size > 1 else on_one_device(plan)
             path = codec.save(own, folder / f"plan-{trial.world_size}.json")
             environment["TUTTI_PLAN"] = str(path)
         elif options.mesh is not None and trial.world_size > 1:

@@ -34,13 +34,15 @@ class Recording:
     """What is to be recorded of a run that is being verified.
 
     `folder`: where to. `steps`: how many, after which the run ends. `reference`: folder of the recording of one
-    device to follow, None for that one itself. `double`: compute in float64, whatever the script's dtype.
+    device to follow, None for that one itself. `double`: compute in float64, whatever the script's dtype. `still`:
+    without dropout.
     """
 
     folder: Path
     steps: int
     reference: Path | None
     double: bool
+    still: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +89,7 @@ def _recording(environ: Mapping[str, str]) -> Recording | None:
         steps=_number(environ, "TUTTI_RECORD_STEPS", 1),
         reference=Path(reference) if reference else None,
         double=environ.get("TUTTI_RECORD_DOUBLE") == "1",
+        still=environ.get("TUTTI_RECORD_STILL") == "1",
     )
 
 

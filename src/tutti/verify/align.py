@@ -6,16 +6,20 @@ from dataclasses import dataclass
 import torch
 
 from tutti.data.share import Part
+from tutti.runtime.context.order import Order
+from tutti.runtime.layout import Held
+from tutti.verify.parts import columns_of
 from tutti.verify.randomness import rows_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """One rank's tensor, for its part of a slice."""
+    """One rank's tensor, for its part of a slice. `held`: which part of a whole tensor it is, None for a whole one."""
 
     rank: int
     part: Part
     value: torch.Tensor
+    held: Held | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +50,33 @@ def sample_alignments(whole: torch.Tensor, pieces: Sequence[Piece]) -> Iterator[
         yield from _joined(whole, pieces, dim)
     yield from _cut(whole, pieces)
     yield from _samples_last(whole, pieces)
+
+
+def part_alignments(whole: torch.Tensor, pieces: Sequence[Piece], order: Order | None) -> Iterator[Alignment]:
+    """Ways in which pieces that may be parts of samples agree with `whole`: what is stated of them, or known of how
+    sequences are cut; none where nothing is known.
+    """
+    held = pieces[0].held
+    if held is not None:
+        part = columns_of(whole, held)
+        if part is not None and all(piece.held is not None and piece.held.cuts == held.cuts for piece in pieces):
+            yield from _rows_of_samples(part, pieces)
+        return
+    yield from _rows_of_samples(whole, pieces)
+    for dim in range(1, whole.dim()):
+        if order is None:
+            return
+        cut = whole.shape[dim] % order.unit == 0 and whole.shape[dim] == pieces[0].value.shape[dim] * order.degree
+        if cut:
+            yield from _rows_of_samples(order.take(whole, dim), pieces)
+
+
+def _rows_of_samples(whole: torch.Tensor, pieces: Sequence[Piece]) -> Iterator[Alignment]:
+    if len(pieces) == 1 and pieces[0].value.shape == whole.shape:
+        yield [Pair(rank=pieces[0].rank, expected=whole, got=pieces[0].value)]
+    elif len(pieces) > 1:
+        for dim in range(whole.dim()):
+            yield from _joined(whole, pieces, dim)
 
 
 def batch_alignments(whole: torch.Tensor, pieces: Sequence[Piece]) -> Iterator[Alignment]:

@@ -9,11 +9,16 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
+from tutti.runtime.layout import Held
+from tutti.verify.parts import activation, kept_columns
 from tutti.verify.randomness import in_backward
-from tutti.verify.recording import Call, kept_columns
+from tutti.verify.recording import Call
 
 MAX_TENSORS = 4
 """Tensors recorded of one module's output, and of its input."""
+
+Copy = tuple[torch.Tensor, Held | None]
+"""A copy, and which part of a whole tensor it is."""
 
 
 class CallLog:
@@ -29,8 +34,8 @@ class CallLog:
         self._wanted: frozenset[tuple[str, int]] | None = None
         self._budget = 0
         self._numbers: Counter[str] = Counter()
-        self._entered: list[tuple[torch.Tensor, ...]] = []
-        self._copies: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._entered: list[tuple[Copy, ...]] = []
+        self._copies: dict[tuple[int, int], tuple[torch.Tensor, Copy]] = {}
         self._handles: list[RemovableHandle] = []
         for name, module in model.named_modules():
             self._handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
@@ -61,23 +66,35 @@ class CallLog:
             self.left_out += 1
             return
         outputs = self._copied(output)
-        self.calls.append(Call(module=name, number=number, kind=type(module).__name__, inputs=inputs, outputs=outputs))
+        parts = {(kind, i): held for kind, some in (("inputs", inputs), ("outputs", outputs))
+                 for i, (_, held) in enumerate(some) if held is not None}  # fmt: skip
+        self.calls.append(
+            Call(
+                module=name,
+                number=number,
+                kind=type(module).__name__,
+                inputs=tuple(tensor for tensor, _ in inputs),
+                outputs=tuple(tensor for tensor, _ in outputs),
+                parts=parts,
+            )
+        )
 
-    def _copied(self, values: Any) -> tuple[torch.Tensor, ...]:
+    def _copied(self, values: Any) -> tuple[Copy, ...]:
         leaves = pytree.tree_leaves(values, is_leaf=lambda value: isinstance(value, PackedSequence))
         found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor | PackedSequence)]
         return tuple(self._copy(leaf) for leaf in found[:MAX_TENSORS])
 
-    def _copy(self, value: torch.Tensor | PackedSequence) -> torch.Tensor:
+    def _copy(self, value: torch.Tensor | PackedSequence) -> Copy:
         """A copy; the same tensor, unchanged since, is copied once (and kept alive, so that its id stays its own)."""
         if isinstance(value, PackedSequence):
-            return kept_columns(pad_packed_sequence(value, batch_first=True)[0])
-        if value.is_nested:
-            value = value.to_padded_tensor(0.0)
-        key = (id(value), value._version)
+            return kept_columns(pad_packed_sequence(value, batch_first=True)[0]), None
+        plain, held = activation(value)
+        if plain.is_nested:
+            plain = plain.to_padded_tensor(0.0)
+        key = (id(value), plain._version)
         if key not in self._copies:
-            copy = kept_columns(value)
-            self._copies[key] = (value, copy)
+            copy = kept_columns(plain, held)
+            self._copies[key] = (value, (copy, held))
             self._budget -= copy.numel() * copy.element_size()
         return self._copies[key][1]
 

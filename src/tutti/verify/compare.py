@@ -10,11 +10,13 @@ from dataclasses import dataclass
 
 import torch
 
+from tutti.runtime.layout import Held
 from tutti.spec.verdict import Stage, TensorDifference
 from tutti.verify.align import Alignment
 from tutti.verify.forward import Pieces, compare_forward, compare_inputs
 from tutti.verify.gauge import Gauge
 from tutti.verify.measure import difference, number_difference, rms
+from tutti.verify.parts import Holding, covered, part_of
 from tutti.verify.recording import RankRecord, StepRecord, Values
 
 EXACT = 1e-9
@@ -38,6 +40,32 @@ class Sides:
     one: StepRecord
     ranks: tuple[StepRecord, ...]
 
+    @property
+    def holdings(self) -> tuple[Holding, ...]:
+        return tuple(head.holding for head in self.heads)
+
+    def gaps(
+        self,
+        name: str,
+        expected: torch.Tensor | None,
+        values: Sequence[Mapping[str, torch.Tensor | None]],
+        scale: float,
+        *,
+        entry: str = "",
+        where: torch.Tensor | None = None,
+    ) -> dict[int | None, float]:
+        """By rank: the difference of its part of `name`, in `values[rank]`, from one device's tensor. `entry`: the
+        optimizer's state that is meant. Ranks that hold nothing of it are left out; if all are, that is the difference.
+        """
+        found: dict[int | None, float] = {}
+        for rank, mine in enumerate(values):
+            holding = self.heads[rank].holding
+            if name in (holding.state_names if entry else holding.names):
+                got = mine.get(entry or name)
+                held = (holding.states if entry else holding.tensors).get(name)
+                found[rank] = _gap(_part(expected, held, got), got, scale, _part(where, held, got))
+        return found or {None: math.inf}
+
     def owner(self, name: str) -> str:
         """The module that holds a parameter or buffer; the model's class name for the model itself."""
         return self.head.owners.get(name, "") or self.head.model
@@ -55,7 +83,19 @@ def compare_start(head: RankRecord, heads: Sequence[RankRecord], gauge: Gauge) -
         gaps = {rank.rank: _gap(expected, rank.initial.get(name), scale) for rank in heads}
         module = head.owners.get(name, "") or head.model
         first = first or gauge.judge(gaps, stage="initial state", step=-1, module=module, tensor=_own(name))
-    return Found(first=first) if first else None
+    return Found(first=first) if first else _uncovered(head, heads, gauge)
+
+
+def _uncovered(head: RankRecord, heads: Sequence[RankRecord], gauge: Gauge) -> Found | None:
+    """A tensor of which no rank holds some part."""
+    for name, shape in head.shapes.items():
+        parts = [rank.holding.tensors.get(name) for rank in heads if name in rank.holding.names]
+        if not parts or not covered(shape, parts):
+            module = head.owners.get(name, "") or head.model
+            none: dict[int | None, float] = {None: math.inf}
+            first = gauge.judge(none, stage="parameter", step=-1, module=module, tensor=_own(name))
+            return Found(first=first) if first else None
+    return None
 
 
 def compare_step(sides: Sides, gauge: Gauge) -> Found | None:
@@ -76,9 +116,19 @@ def _between(sides: Sides, gauge: Gauge) -> Iterator[Found]:
             zero = torch.zeros((), dtype=torch.float64)
             tensor = expected.get(name, zero.expand(after[name].shape) if name in after else zero)
             scale = max(rms([tensor]), rms([after[name]]) if name in after else 0.0, 1e-6)
-            gaps = {rank: _gap(tensor, v.get(name, torch.zeros_like(tensor)), scale) for rank, v in enumerate(got)}
             owned = name.partition(".")[2].rpartition(".")[0] if kind == "optimizer" else name
+            entry = name if kind == "optimizer" else ""
+            changed = [
+                {name: values.get(name, _no_change(step, kind, name))}
+                for values, step in zip(got, sides.ranks, strict=True)
+            ]
+            gaps = sides.gaps(owned, tensor, changed, scale, entry=entry)
             yield from _judged(gauge, gaps, "between steps", sides, sides.owner(owned), _own(name))
+
+
+def _no_change(step: StepRecord, kind: str, name: str) -> torch.Tensor | None:
+    after: torch.Tensor | None = getattr(step.after, kind).get(name)
+    return None if after is None else torch.zeros_like(after)
 
 
 def _order(sides: Sides, gauge: Gauge) -> Iterator[Found]:
@@ -90,7 +140,7 @@ def _order(sides: Sides, gauge: Gauge) -> Iterator[Found]:
 
 
 def _inputs(sides: Sides, gauge: Gauge) -> Iterator[Found]:
-    for name, module_gap in compare_inputs(sides.one, sides.ranks, gauge):
+    for name, module_gap in compare_inputs(sides.one, sides.ranks, sides.holdings, gauge):
         if module_gap is None:
             gauge.skip(name)
         else:
@@ -100,7 +150,9 @@ def _inputs(sides: Sides, gauge: Gauge) -> Iterator[Found]:
 def _forward(sides: Sides, gauge: Gauge) -> Iterator[Found]:
     for index in range(min(len(step.parts) for step in (sides.one, *sides.ranks))):
         parts = [step.parts[index] for step in sides.ranks]
-        for place, gap in compare_forward(sides.one.parts[index], Pieces.of(parts), gauge):
+        if not any(part.calls for part in parts):
+            continue
+        for place, gap in compare_forward(sides.one.parts[index], Pieces.of(parts, sides.holdings), gauge):
             module = place.module or sides.head.model
             if gap is None:
                 gauge.skip(f"{place.tensor} of {module}")
@@ -119,7 +171,7 @@ def _gradients(sides: Sides, gauge: Gauge) -> Iterator[Found]:
     for name in _backward_order(sides):
         expected = sides.one.gradients[name]
         scale = max(rms([expected] if expected is not None else []), floor)
-        gaps = {rank: _gap(expected, step.gradients.get(name), scale) for rank, step in enumerate(sides.ranks)}
+        gaps = sides.gaps(name, expected, [step.gradients for step in sides.ranks], scale)
         yield from _judged(gauge, gaps, "gradient", sides, sides.owner(name), f"gradient of {_own(name)}")
 
 
@@ -161,11 +213,18 @@ def _used(sides: Sides, gauge: Gauge) -> Iterator[Found]:
     """Norms of gradients after averaging and clipping: a script may have changed them in between."""
     floor = gauge.floor * max(sides.one.used_norms.values(), default=0.0)
     for name, expected in sides.one.used_norms.items():
-        gaps = {
-            rank: abs(step.used_norms.get(name, math.inf) - expected) / max(expected, floor, 1e-300)
-            for rank, step in enumerate(sides.ranks)
-        }
+        scale = max(expected, floor, 1e-300)
+        gaps = {rank: abs(norm - expected) / scale for rank, norm in _norms(sides, name).items()}
         yield from _judged(gauge, gaps, "gradient used", sides, sides.owner(name), f"gradient of {_own(name)}")
+
+
+def _norms(sides: Sides, name: str) -> dict[int | None, float]:
+    """The norm of a gradient on every rank that holds all of it, or of all ranks' parts together."""
+    held = [rank for rank, holding in enumerate(sides.holdings) if name in holding.names]
+    norms: dict[int | None, float] = {r: sides.ranks[r].used_norms.get(name, math.inf) for r in held}
+    if not any(name in sides.holdings[rank].tensors for rank in held):
+        return norms
+    return {None: math.sqrt(sum(norms[rank] ** 2 for rank in held if name in sides.holdings[rank].counts))}
 
 
 def _after(sides: Sides, gauge: Gauge) -> Iterator[Found]:
@@ -181,8 +240,8 @@ def _after(sides: Sides, gauge: Gauge) -> Iterator[Found]:
         for name, tensor in expected.items():
             scale = max(rms([tensor]), gauge.floor * typical[_own(name) if kind == "optimizer" else ""], 1e-6)
             where = _meaningful(sides.one.gradients.get(name), noise) if kind == "parameters" else None
-            gaps = {rank: _gap(tensor, values.get(name), scale, where) for rank, values in enumerate(got)}
             owned = name.partition(".")[2].rpartition(".")[0] if kind == "optimizer" else name
+            gaps = sides.gaps(owned, tensor, got, scale, entry=name if kind == "optimizer" else "", where=where)
             words = f"{_own(name)} of {_own(owned)}" if kind == "optimizer" else _own(name)
             yield from _judged(gauge, gaps, stage, sides, sides.owner(owned), words)
 
@@ -199,6 +258,13 @@ def _meaningful(gradient: torch.Tensor | None, noise: float) -> torch.Tensor | N
     """Where a parameter's gradient is more than rounding: elsewhere Adam and its like step by rounding's sign, or by
     rounding over their epsilon."""
     return None if gradient is None else gradient.double().abs() > noise
+
+
+def _part(whole: torch.Tensor | None, held: Held | None, got: torch.Tensor | None) -> torch.Tensor | None:
+    """The part of one device's tensor that a rank holds as `got`."""
+    if whole is None or held is None or got is None:
+        return whole
+    return part_of(whole, held, got)
 
 
 def _gap(

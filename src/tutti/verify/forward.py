@@ -5,10 +5,14 @@ from dataclasses import dataclass
 
 import torch
 
-from tutti.verify.align import Alignment, Piece, batch_alignments, counted, sample_alignments
+from tutti.verify.align import Alignment, Piece, batch_alignments, counted, part_alignments, sample_alignments
 from tutti.verify.gauge import Gauge
 from tutti.verify.measure import difference, rms
+from tutti.verify.parts import Holding, Place
 from tutti.verify.recording import Call, PartRecord, StepRecord
+
+ALONE = Holding()
+"""Of a rank whose samples no other rank computes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +28,7 @@ class Gap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Spot:
     """A tensor of the forward pass. `module`: the one to blame if it differs, "" for the model itself."""
 
     module: str
@@ -33,65 +37,93 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """One microbatch on all ranks: calls by key, so that one device's call finds the ranks'."""
+    """One microbatch on the ranks of one place, which share its samples: in order of samples, their numbers and
+    records; calls by key, so that one device's call finds the ranks'.
+    """
 
+    ranks: tuple[int, ...]
     parts: tuple[PartRecord, ...]
     calls: tuple[dict[tuple[str, int], Call], ...]
+    holding: Holding
 
     @classmethod
-    def of(cls, parts: Sequence[PartRecord]) -> "Pieces":
-        """The pieces of one microbatch's records, in order of rank."""
-        return cls(tuple(parts), tuple({call.key: call for call in part.calls} for part in parts))
+    def of(cls, parts: Sequence[PartRecord], holdings: Sequence[Holding]) -> "list[Pieces]":
+        """The pieces of one microbatch's records of all ranks, in order of rank; one for every place."""
+        places: dict[Place, list[int]] = {}
+        for rank, holding in enumerate(holdings):
+            places.setdefault(holding.place, []).append(rank)
+        groups = [tuple(sorted(ranks, key=lambda rank: holdings[rank].data_index)) for ranks in places.values()]
+        return [
+            cls(
+                ranks,
+                tuple(parts[rank] for rank in ranks),
+                tuple({call.key: call for call in parts[rank].calls} for rank in ranks),
+                holdings[ranks[0]],
+            )
+            for ranks in groups
+        ]
 
     def tensors(self, call: Call, attribute: str, position: int) -> list[Piece] | None:
         """A tensor of a call on every rank whose samples count; None if one of them did not make this call."""
         found = []
-        for rank, (part, calls) in enumerate(zip(self.parts, self.calls, strict=True)):
+        for rank, part, calls in zip(self.ranks, self.parts, self.calls, strict=True):
             if part.part.count == 0:
                 continue
             values = getattr(calls[call.key], attribute) if call.key in calls else ()
             if position >= len(values):
                 return None
-            found.append(Piece(rank=rank, part=part.part, value=values[position]))
+            held = calls[call.key].parts.get((attribute, position))
+            found.append(Piece(rank=rank, part=part.part, value=values[position], held=held))
         return found
 
 
-def compare_forward(one: PartRecord, pieces: Pieces, gauge: Gauge) -> Iterator[tuple[Place, Gap | None]]:
+def compare_forward(one: PartRecord, places: Sequence[Pieces], gauge: Gauge) -> Iterator[tuple[Spot, Gap | None]]:
     """(place, gap) of every recorded output in order of execution; gap None where it could not be compared."""
     for call in one.calls:
         for position, expected in enumerate(call.outputs):
-            found = pieces.tensors(call, "outputs", position)
-            place = Place(module=call.module, tensor="output" if len(call.outputs) == 1 else f"output {position + 1}")
-            if found is None:
-                yield place, None
-                continue
+            place = Spot(module=call.module, tensor="output" if len(call.outputs) == 1 else f"output {position + 1}")
             scale = max(rms([expected]), gauge.floor * rms(call.inputs))
-            gap = smallest_gap(expected, found, scale, gauge)
-            if gap is not None and gap.largest > gauge.tolerance:
-                yield _blamed(call, pieces, gauge) or (place, gap)
-            else:
-                yield place, gap
+            compared = False
+            for pieces in places:
+                found = pieces.tensors(call, "outputs", position)
+                gap = smallest_gap(expected, found, scale, gauge, pieces.holding) if found else None
+                if gap is None:
+                    continue
+                compared = True
+                if gap.largest > gauge.tolerance:
+                    yield _blamed(call, pieces, gauge) or (place, gap)
+                else:
+                    yield place, gap
+            if not compared:
+                yield place, None
 
 
-def _blamed(call: Call, pieces: Pieces, gauge: Gauge) -> tuple[Place, Gap] | None:
+def _blamed(call: Call, pieces: Pieces, gauge: Gauge) -> tuple[Spot, Gap] | None:
     """If a call's inputs differ already, the module around it is to blame: it computed them itself."""
     parent = call.module.rpartition(".")[0]
     for position, expected in enumerate(call.inputs):
         found = pieces.tensors(call, "inputs", position)
-        gap = smallest_gap(expected, found, rms([expected]), gauge) if found else None
+        gap = smallest_gap(expected, found, rms([expected]), gauge, pieces.holding) if found else None
         if gap is not None and gap.largest > gauge.tolerance:
-            return Place(module=parent, tensor=f"input of {call.module}" if call.module else "input"), gap
+            return Spot(module=parent, tensor=f"input of {call.module}" if call.module else "input"), gap
     return None
 
 
-def smallest_gap(expected: torch.Tensor, pieces: Sequence[Piece], scale: float, gauge: Gauge) -> Gap | None:
+def smallest_gap(
+    expected: torch.Tensor, pieces: Sequence[Piece], scale: float, gauge: Gauge, holding: Holding = ALONE
+) -> Gap | None:
     """The gap in the first alignment that is tolerated, else in the best one; None where nothing can be said.
 
-    Values without rows of samples (a mean inside the model) may rightly differ: None unless they agree.
+    Values without rows of samples (a mean inside the model) may rightly differ: None unless they agree. So may what
+    ranks compute of which each has a part.
     """
     real = counted(pieces)
+    if not real:
+        return None
     best: Gap | None = None
-    for alignment in sample_alignments(expected, real):
+    shared = bool(holding.place)
+    known = part_alignments(expected, real, holding.order) if shared else sample_alignments(expected, real)
+    for alignment in known:
         best = _better(best, _measured(alignment, scale))
         if best.largest <= gauge.tolerance:
             return best
@@ -111,20 +143,22 @@ def _measured(alignment: Alignment, scale: float) -> Gap:
     return Gap(gaps={p.rank: difference(p.expected, p.got, scale) for p in alignment}, alignment=alignment)
 
 
-def compare_inputs(one: StepRecord, ranks: Sequence[StepRecord], gauge: Gauge) -> Iterator[tuple[str, Gap | None]]:
+def compare_inputs(
+    one: StepRecord, ranks: Sequence[StepRecord], holdings: Sequence[Holding], gauge: Gauge
+) -> Iterator[tuple[str, Gap | None]]:
     """(name, gap) of every tensor of the batch, microbatch by microbatch."""
     for name, expected in one.inputs.items():
         for index, part in enumerate(one.parts):
             whole = _rows(expected, one, index)
-            pieces = [
-                Piece(rank=rank, part=step.parts[index].part, value=_rows(step.inputs[name], step, index))
-                for rank, step in enumerate(ranks)
-                if name in step.inputs and index < len(step.parts)
-            ]
-            if len(pieces) < len(ranks) or part.part.count == 0:
+            if part.part.count == 0 or any(name not in r.inputs or index >= len(r.parts) for r in ranks):
                 yield name, None
-            else:
-                yield name, smallest_gap(whole, pieces, rms([whole]), gauge)
+                continue
+            for pieces in Pieces.of([step.parts[index] for step in ranks], holdings):
+                found = [
+                    Piece(rank=rank, part=part.part, value=_rows(ranks[rank].inputs[name], ranks[rank], index))
+                    for rank, part in zip(pieces.ranks, pieces.parts, strict=True)
+                ]
+                yield name, smallest_gap(whole, found, rms([whole]), gauge, pieces.holding)
 
 
 def _rows(value: torch.Tensor, step: StepRecord, index: int) -> torch.Tensor:

@@ -6,7 +6,7 @@ that state and draw the same values. So every step is a comparison of its own, a
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import numpy as np
@@ -19,15 +19,15 @@ from tutti.data.seeds import derive_seed
 from tutti.data.share import Part, Share
 from tutti.errors import LaunchError
 from tutti.runtime.env import Recording, read_wishes
+from tutti.runtime.layout import local
 from tutti.runtime.observe import StopRun
 from tutti.runtime.state import Run
 from tutti.runtime.weighted import Weighted
 from tutti.runtime.world import World
 from tutti.verify.calls import CallLog
+from tutti.verify.parts import KEEP_COLUMNS, KEEP_ELEMENTS, Holding, kept, kept_columns
 from tutti.verify.randomness import AlignedRandom, lowest_of
 from tutti.verify.recording import (
-    KEEP_COLUMNS,
-    KEEP_ELEMENTS,
     Folder,
     Guide,
     LossRecord,
@@ -36,12 +36,11 @@ from tutti.verify.recording import (
     State,
     StepRecord,
     Values,
-    kept,
-    kept_columns,
     read,
     write,
 )
 from tutti.verify.state import changes, make_double, recorded_state, restore, whole_state
+from tutti.verify.stillness import Still, silence
 
 BUDGET_NBYTES = 2**30
 """Memory for module outputs of one step; modules that finish after it is used up are not compared."""
@@ -65,6 +64,8 @@ class Recorder:
         self.losses: list[tuple[tuple[Part, LossRecord | None], ...]] = []
         self.initial: Values = {}
         self._lowest: list[torch.dtype] = []
+        self._drew = False
+        self._still = ExitStack()
         self._notes: dict[str, None] = {}
         self._inputs: Values = {}
         self._after: State | None = None
@@ -106,6 +107,8 @@ class Recorder:
                 module.register_forward_pre_hook(self._no_packed_dropout)
         if self.recording.double:
             make_double(run)
+        if self.recording.still:
+            silence(run.model)
 
     def loaded(self, step: int, batch: Any) -> Any:
         """Keep the batch and what the script changed since the last update; then start from one device's state."""
@@ -121,6 +124,8 @@ class Recorder:
             write(self.folder.state(step), whole_state(self.run))
         elif self.reference.state(step).exists():
             restore(self.run, read(self.reference.state(step)))
+        if self.recording.still:
+            self._still.enter_context(Still())
         return batch
 
     @contextmanager
@@ -139,6 +144,7 @@ class Recorder:
             yield
         foreign = [name for name, state in _foreign_generators().items() if state != before[name]]
         self._lowest.append(mode.lowest)
+        self._drew = self._drew or bool(mode.draws)
         self._parts.append(
             PartRecord(
                 part=part,
@@ -157,10 +163,13 @@ class Recorder:
 
     def gradients(self, step: int) -> None:
         """Keep the averaged gradients, and what the optimizer is about to use."""
+        self._still.close()
+        self._without_calls()
+        layout = self.run.layout
         self._gradients = {
-            name: None if parameter.grad is None else kept(parameter.grad)
-            for name, parameter in self.run.model.named_parameters()
-            if parameter.requires_grad
+            layout.first_name(name): None if p.grad is None else kept(local(p.grad), layout.of_name(name))
+            for name, p in self.run.model.named_parameters()
+            if p.requires_grad
         }
         self._hyper = {
             f"{index}.{number}.{key}": float(value)
@@ -171,8 +180,9 @@ class Recorder:
 
     def updated(self, step: int, loss: float, learning_rate: float) -> None:
         """Close the step; end the run when enough of them are recorded."""
+        layout = self.run.layout
         used = {
-            name: float(torch.linalg.vector_norm(parameter.grad.double()))
+            layout.first_name(name): float(torch.linalg.vector_norm(_dense(local(parameter.grad)).double()))
             for name, parameter in self.run.model.named_parameters()
             if parameter.grad is not None
         }
@@ -200,6 +210,13 @@ class Recorder:
         if len(self.losses) >= self.recording.steps:
             raise StopRun
 
+    def _without_calls(self) -> None:
+        """Microbatches that nobody could watch: a pipeline runs those of its stages in turns."""
+        share = self.run.loader.share
+        if not self._parts and share is not None:
+            self._parts = [PartRecord(part=part, calls=(), loss=None) for part in share.parts]
+            self._note("module outputs were not compared, for a pipeline runs the microbatches of its stages in turns")
+
     def _record(self) -> RankRecord:
         run = self.run
         owners = {
@@ -220,6 +237,9 @@ class Recorder:
             hooked=tuple(name for name, p in run.model.named_parameters() if _has_hooks(p)),
             notes=tuple(self._notes),
             losses=tuple(self.losses),
+            shapes={run.layout.first_name(name): shape for name, shape in run.layout.names.items()},
+            drew=self._drew,
+            holding=Holding.of(run),
         )
 
     def _no_packed_dropout(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -266,9 +286,15 @@ def _number(value: torch.Tensor | float) -> float:
     return float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
 
 
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
 def _has_hooks(parameter: nn.Parameter) -> bool:
+    """Whether the script has put hooks on a parameter's gradient."""
     after = (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
-    return bool(parameter._backward_hooks) or any(not hook.__module__.startswith("tutti.") for hook in after)
+    hooks = [*(parameter._backward_hooks or {}).values(), *after]
+    return any(not str(getattr(hook, "__module__", "")).startswith("tutti.") for hook in hooks)
 
 
 def _foreign_generators() -> dict[str, object]:

@@ -8,25 +8,26 @@ from typing import Any
 import torch
 
 from tutti.data.share import Part
+from tutti.runtime.layout import Held
+from tutti.verify.parts import Holding
 
 Values = dict[str, torch.Tensor]
 """Tensors by name."""
 
-KEEP_ELEMENTS = 2**20
-"""Of a larger parameter, gradient or buffer, evenly spread elements are compared, at most this many."""
-KEEP_COLUMNS = 1024
-"""Of a wider module output, evenly spread entries of its last dim are compared, at most this many."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One call of one module in forward; `number` counts the calls of this module within the microbatch."""
+    """One call of one module in forward; `number` counts the calls of this module within the microbatch.
+
+    `parts`: by kind ("inputs" or "outputs") and position, tensors that are parts of a whole one.
+    """
 
     module: str
     number: int
     kind: str  # class name
     inputs: tuple[torch.Tensor, ...]
     outputs: tuple[torch.Tensor, ...]
+    parts: Mapping[tuple[str, int], Held] = field(default_factory=dict)
 
     @property
     def key(self) -> tuple[str, int]:
@@ -93,7 +94,9 @@ class RankRecord:
     """What one rank recorded, except the steps themselves, which have files of their own.
 
     `initial`: its model before ranks were made equal. `dtype`: lowest float precision computed in. `hooked`: parameters
-    with hooks of the script's own on their gradients. `losses`: of every microbatch of every step.
+    with hooks of the script's own on their gradients. `losses`: of every microbatch of every step. `shapes`: of
+    whole parameters and buffers. `drew`: whether forward drew random numbers. `holding`: which part of the model it
+    holds.
     """
 
     rank: int
@@ -107,6 +110,9 @@ class RankRecord:
     hooked: tuple[str, ...]
     notes: tuple[str, ...]
     losses: tuple[tuple[tuple[Part, LossRecord | None], ...], ...]
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    drew: bool = False
+    holding: Holding = field(default_factory=Holding)
 
     @property
     def steps(self) -> int:
@@ -164,19 +170,3 @@ def read_ranks(path: Path, world_size: int) -> tuple[RankRecord, ...]:
 def read_steps(path: Path, world_size: int, step: int) -> tuple[StepRecord, ...]:
     """One step of all ranks, in order of rank."""
     return tuple(read(Folder(path).step(rank, step)) for rank in range(world_size))
-
-
-def kept(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the CPU; of a large tensor, evenly spread elements."""
-    flat = tensor.detach()
-    if flat.numel() > KEEP_ELEMENTS:
-        flat = flat.reshape(-1)[:: -(-flat.numel() // KEEP_ELEMENTS)]
-    return flat.to("cpu", copy=True)
-
-
-def kept_columns(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the CPU; of a wide tensor, evenly spread entries of its last dim, so that rows stay whole samples."""
-    value = tensor.detach()
-    if value.dim() > 1 and value.shape[-1] > KEEP_COLUMNS:
-        value = value[..., :: -(-value.shape[-1] // KEEP_COLUMNS)]
-    return value.to("cpu", copy=True)
