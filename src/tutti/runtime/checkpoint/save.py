@@ -68,7 +68,7 @@ def save_when_due(run: Run) -> None:
     if every and run.progress.step % every == 0:
         finish_saving(run)
         run.pending = _begin(run, background=True)
-    elif run.pending is not None:
+    if run.pending is not None:
         _finish_if_written(run, run.pending)
 
 
