@@ -27,6 +27,7 @@ from tutti.runtime.batchnorm import BatchScope
 from tutti.runtime.layout import Layout
 from tutti.runtime.mesh import Mesh
 from tutti.runtime.space.apply import cut_space
+from tutti.runtime.space.foresee import halo_nbytes_of
 from tutti.runtime.world import join
 from tutti.spec.plan import BatchPlan, LayoutRule, Plan
 
@@ -75,6 +76,19 @@ def test_a_rank_reads_its_part_of_a_file(tmp_path: Path) -> None:
     sample = 10 * 9 * 12 * (8 + 8)
     assert many[1].facts["nbytes"] == 4 * 4 * sample * 5 // 9  # 4 steps of 4 samples, 5 of 9 rows
     assert many[1].facts["sent"] > 0
+
+
+@pytest.mark.parametrize("grid", [(2, 1, 2), (1, 4, 1)])
+def test_what_is_sent_is_foreseen(grid: tuple[int, ...]) -> None:
+    many = on_many(unet, steps=2, mesh={"space": 4}, space_grid=grid, look=sent)
+    for rank, trained in enumerate(many):
+        forward, backward = halo_nbytes_of(UNet3d(), (4, 1, 10, 9, 12), grid, rank, torch.float64)
+        assert trained.facts["sent"] == 2 * (forward + backward)
+        assert forward > 0
+
+
+def sent(run: Any) -> dict[str, Any]:
+    return {"sent": run.model.forward.space.sent_nbytes}
 
 
 def refused() -> list[str]:

@@ -50,6 +50,7 @@ def cut_space(model: nn.Module, plan: Plan, layout: Layout, scope: BatchScope) -
     grid = grid_of(plan, max(ranks))
     statistics = any(isinstance(module, _BatchNorm) for module in model.modules())
     space = open_space(mesh, grid, statistics=statistics)
+    space.traffic = layout.traffic
     share_statistics_in_space(model, scope)
     for name in layout.names:
         layout.sum_over(name, dict.fromkeys((*layout.of_name(name).sums, "space")))

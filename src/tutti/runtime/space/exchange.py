@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tutti.runtime.all_to_all import Traffic
 from tutti.runtime.batchnorm import BatchScope
 from tutti.runtime.space.geometry import Message, Rows, idle, overlap, owned, receives, sends
 
@@ -18,7 +19,7 @@ class Space:
     `grid`: parts along each spatial dim; `place`: this rank's part along each; `ranks`: global ranks, row-major over
     the grid; `group`: of all of them; `sums`: a group for every set of cut grid axes; `scopes`: of batch statistics,
     over data and those axes. `overlap`: whether interiors are computed while halos travel; off only to measure it.
-    `sent_nbytes`: bytes of rows this rank has sent.
+    `sent_nbytes`: bytes of rows this rank has sent, also noted in `traffic`. `dry`: rows are counted, not sent.
     """
 
     grid: tuple[int, ...]
@@ -29,6 +30,8 @@ class Space:
     scopes: dict[tuple[int, ...], BatchScope] = field(default_factory=dict)
     overlap: bool = True
     sent_nbytes: int = 0
+    traffic: Traffic = field(default_factory=Traffic)
+    dry: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Space":
         return self
@@ -70,13 +73,16 @@ def depart(
         rows = tensor.narrow(dim, start - first, stop - start).contiguous()
         travel.departures.append(rows)  # held until it has left
         space.sent_nbytes += rows.numel() * rows.element_size()
-        operations.append(dist.P2POp(dist.isend, rows, space.neighbour(axis, message.part), space.group))
+        space.traffic.nbytes += rows.numel() * rows.element_size()
+        if not space.dry:
+            operations.append(dist.P2POp(dist.isend, rows, space.neighbour(axis, message.part), space.group))
     for message in incoming:
         start, stop = message.rows
         shape = [*tensor.shape[:dim], stop - start, *tensor.shape[dim + 1 :]]
         rows = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
         travel.arrivals.append((message.rows, rows))
-        operations.append(dist.P2POp(dist.irecv, rows, space.neighbour(axis, message.part), space.group))
+        if not space.dry:
+            operations.append(dist.P2POp(dist.irecv, rows, space.neighbour(axis, message.part), space.group))
     if operations:
         travel.works = dist.batch_isend_irecv(operations)
     return travel
@@ -193,4 +199,6 @@ class _AllSum(torch.autograd.Function):
 
 def all_sum(tensor: torch.Tensor, axes: tuple[int, ...], space: Space) -> torch.Tensor:
     """Sum over the parts along these grid axes (sorted); differentiable."""
-    return _AllSum.apply(tensor, space.sums[axes]) if axes else tensor  # type: ignore[no-untyped-call]
+    if not axes or space.dry:
+        return tensor
+    return _AllSum.apply(tensor, space.sums[axes])  # type: ignore[no-any-return, no-untyped-call]

@@ -127,7 +127,7 @@ def convolve(
     layer = _convolution(rank, weight.shape[2:], stride, padding, dilation, groups)
     tensor = spread_enough(input, layer.windows)
     where, space, part = where_of(tensor), space_of([input]), local(tensor)
-    if torch.is_autocast_enabled(part.device.type):  # halos travel in the narrow type
+    if part.device.type != "meta" and torch.is_autocast_enabled(part.device.type):  # halos travel in the narrow type
         dtype = torch.get_autocast_dtype(part.device.type)
         part, weight = part.to(dtype), weight.to(dtype)
         bias = bias if bias is None else bias.to(dtype)
