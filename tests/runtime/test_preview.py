@@ -39,6 +39,37 @@ def test_one_device_exchanges_nothing() -> None:
     assert all(not module.collectives for module in explained.modules)
 
 
+def stack() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(*(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)) for _ in range(4)))
+
+
+def arguments() -> tuple[tuple[torch.Tensor], dict[str, object]]:
+    return (torch.zeros(2, 8),), {}
+
+
+def test_parameters_are_divided_among_ranks() -> None:
+    net, whole = stack(), 4 * 4 * (8 * 32 + 32 + 32 * 8 + 8)
+    shard = explain_layout(net, plan(shard=4))
+    assert shard.parameter_nbytes_per_rank == (whole // 4,) * 4
+    assert "gathered over shard (forward, backward)" in shard.modules[0].collectives[0]
+    split = {module.name: module for module in explain_layout(net, plan(split=2)).modules}
+    assert split["0.0"].nbytes_per_rank == (4 * (8 * 16 + 16),) * 2
+    assert split["0.0"].collectives == ("backward: all-reduce over split of 8 values a row",)
+    assert split["0.2"].collectives == ("forward: all-reduce over split of 8 values a row",)
+
+
+def test_stages_hold_their_own_modules() -> None:
+    explained = explain_layout(stack(), plan(stage=2, replicate=2), sample=arguments)
+    rows = {module.name: module for module in explained.modules}
+    assert rows["0.0"].placement == "whole, on ranks 0-1"
+    assert rows["3.0"].placement == "whole, on ranks 2-3"
+    assert rows["3.0"].collectives == ("gradients summed over replicate",)
+    assert len(set(explained.parameter_nbytes_per_rank)) == 1
+    with pytest.raises(PlanError, match="give a sample"):
+        explain_layout(stack(), plan(stage=2))
+
+
 def test_of_many_ranks_some_are_looked_at() -> None:
     explained = explain_layout(model(), plan(replicate=1024))
     assert len(explained.ranks) == MOST_RANKS

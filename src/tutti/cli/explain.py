@@ -72,7 +72,7 @@ def _tensors(model: object) -> float:
 def _explain(captured: "Captured", plan: "Plan", tensors: float) -> "Explanation":
     from tutti.runtime.preview import explain_layout
 
-    return explain_layout(captured.model, plan, optimizer_tensors=tensors)
+    return explain_layout(captured.model, plan, sample=lambda: captured.samples(2)[:2], optimizer_tensors=tensors)
 
 
 def _show(explanation: "Explanation") -> None:
@@ -152,6 +152,7 @@ def _span(names: list[str]) -> str:
 
 
 def _label(name: str, module: "ModulePlacement") -> str:
-    nbytes = spread(module.nbytes_per_rank)
+    held = tuple(nbytes for nbytes in module.nbytes_per_rank if nbytes)
+    nbytes = f", {spread(held)} a rank" if held else ""
     exchanged = f"  [dim]{'; '.join(module.collectives)}[/]" if module.collectives else ""
-    return f"[bold]{name}[/] {module.kind}: {module.placement}, {nbytes} a rank{exchanged}"
+    return f"[bold]{name}[/] {module.kind}: {module.placement}{nbytes}{exchanged}"

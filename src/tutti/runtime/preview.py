@@ -14,9 +14,11 @@ from torch import nn
 
 from tutti.errors import PlanError
 from tutti.runtime.batchnorm import BatchScope
+from tutti.runtime.exchanged import exchanges
 from tutti.runtime.layout import Held, Layout, local
 from tutti.runtime.mesh import Mesh
 from tutti.runtime.parallelize import parallelize
+from tutti.runtime.stage.build import Sample, cut_stages
 from tutti.spec.explanation import Explanation, ModulePlacement
 from tutti.spec.plan import Plan
 
@@ -34,16 +36,21 @@ class _Rank:
     sums: dict[str, str] = field(default_factory=dict)
 
 
-def explain_layout(model: nn.Module, plan: Plan, *, optimizer_tensors: float = 2.0) -> Explanation:
+def explain_layout(
+    model: nn.Module, plan: Plan, *, sample: Sample | None = None, optimizer_tensors: float = 2.0
+) -> Explanation:
     """Where `plan` puts every module of `model` (on the meta device; it is copied).
 
-    `optimizer_tensors`: tensors of a parameter's size that the optimizer keeps. Raises what `parallelize` raises.
+    `sample`: gives arguments of the model for a few samples, which stages are found with; `optimizer_tensors`:
+    tensors of a parameter's size that the optimizer keeps. Raises what preparing a Job by this plan would.
     """
     if dist.is_initialized():
         raise PlanError("a plan is explained in a process without ranks; this one has joined a world")
     count = min(plan.world_size, MOST_RANKS)
     chosen = sorted({rank * plan.world_size // count for rank in range(count)})
-    ranks = [_preview(model, plan, rank) for rank in chosen]
+    if plan.degree("stage") > 1 and sample is None:
+        raise PlanError("stages are found by following a forward; give a sample of the model's arguments")
+    ranks = [_preview(model, plan, rank, sample or _nothing) for rank in chosen]
     whole = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
     trainable = {name for name, p in model.named_parameters() if p.requires_grad}
     parameters = [sum(rank.nbytes.values()) for rank in ranks]
@@ -52,7 +59,7 @@ def explain_layout(model: nn.Module, plan: Plan, *, optimizer_tensors: float = 2
     return Explanation(
         mesh=dict(plan.mesh),
         ranks=tuple(chosen),
-        modules=tuple(_modules(model, ranks, whole)),
+        modules=tuple(_modules(model, ranks, whole, exchanges(model, plan))),
         parameter_nbytes=sum(whole.values()),
         parameter_nbytes_per_rank=tuple(parameters),
         gradient_nbytes_per_rank=tuple(gradients),
@@ -62,12 +69,17 @@ def explain_layout(model: nn.Module, plan: Plan, *, optimizer_tensors: float = 2
     )
 
 
-def _preview(model: nn.Module, plan: Plan, rank: int) -> _Rank:
+def _nothing() -> tuple[tuple[object, ...], dict[str, object]]:
+    return (), {}
+
+
+def _preview(model: nn.Module, plan: Plan, rank: int, sample: Sample) -> _Rank:
     own = copy.deepcopy(model)
     with _fake_world(rank, plan.world_size):
         mesh = Mesh(plan.mesh, rank)
         layout = Layout.of(own, mesh)
-        parallelize(own, plan, layout, BatchScope(world_size=mesh.data_degree))
+        stages = cut_stages(own, plan, layout, sample)
+        parallelize(own, plan, layout, BatchScope(world_size=mesh.data_degree), stages)
         result = _Rank(rank=rank)
         for name, parameter in own.named_parameters():
             part = local(parameter)
@@ -93,12 +105,14 @@ def _fake_world(rank: int, world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _modules(model: nn.Module, ranks: Sequence[_Rank], whole: dict[str, int]) -> Iterator[ModulePlacement]:
+def _modules(
+    model: nn.Module, ranks: Sequence[_Rank], whole: dict[str, int], exchanged: dict[str, tuple[str, ...]]
+) -> Iterator[ModulePlacement]:
     first_of = {id(p): name for name, p in model.named_parameters()}
     for name, module in model.named_modules():
         own = [f"{name}.{key}" if name else key for key, p in module.named_parameters(recurse=False)]
         tied = [first_of[id(p)] for _, p in module.named_parameters(recurse=False)]
-        if not own:
+        if not own and not exchanged[name]:
             continue
         sums = dict.fromkeys(rank.sums[key] for rank in ranks for key in tied if key in rank.sums)
         yield ModulePlacement(
@@ -107,11 +121,13 @@ def _modules(model: nn.Module, ranks: Sequence[_Rank], whole: dict[str, int]) ->
             placement=_placement(own, tied, ranks),
             nbytes=sum(whole[key] for key in tied if key in own),
             nbytes_per_rank=tuple(sum(rank.nbytes.get(key, 0) for key in tied if key in own) for rank in ranks),
-            collectives=tuple(sums),
+            collectives=(*exchanged[name], *sums),
         )
 
 
 def _placement(own: list[str], tied: list[str], ranks: Sequence[_Rank]) -> str:
+    if not own:
+        return "no parameters"
     if not set(own) & set(tied):
         return f"tied to {tied[0]}"
     holders = [rank for rank in ranks if any(key in rank.nbytes for key in tied)]

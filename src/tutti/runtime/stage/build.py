@@ -82,7 +82,7 @@ def cut_stages(model: nn.Module, plan: Plan, layout: Layout, sample: Sample) -> 
         return None
     count = ranks * plan.pipeline.stages_per_rank
     args, kwargs = sample()
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
     stand_ins = StandIns(model)
 
     def traced(units: Units) -> tuple[Tracer, Program]:

@@ -140,7 +140,8 @@ def _signature(name: str, module: nn.Module, subjects: list[Any]) -> Any:
         else:
             return None
     modes = tuple(part.training for part in module.modules())
-    kinds = [subject.device.type for subject in subjects if isinstance(subject, torch.Tensor)][:1]
+    devices = [subject.device.type for subject in subjects if isinstance(subject, torch.Tensor)]
+    kinds = [kind for kind in devices if kind != "meta"][:1]
     autocast = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
     return name, modes, torch.is_grad_enabled(), autocast, tuple(described)
 
