@@ -37,8 +37,9 @@ class StandIns:
         self._modules = [(name, module, self._entries(name, module)) for name, module in model.named_modules()]
 
     def outline(self, tensor: torch.Tensor, *, requires_grad: bool | None = None) -> torch.Tensor:
-        """A tensor without values of the same shape, strides, dtype and device."""
-        made = self.empty(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        """A tensor without values of the same shape, strides, dtype and device; of one without memory, on the CPU."""
+        device = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
+        made = self.empty(tensor.shape, tensor.stride(), tensor.dtype, device)
         return made.requires_grad_(tensor.requires_grad if requires_grad is None else requires_grad)
 
     def empty(
