@@ -54,6 +54,10 @@ class AlignedRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():  # parts of tensors are plain local ones here
+            return self._dispatched(func, args, kwargs)
+
+    def _dispatched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
             result = self._random(func, args, kwargs)
         else:
