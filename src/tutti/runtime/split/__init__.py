@@ -8,10 +8,11 @@ from torch import nn
 
 from tutti.runtime.layout import Layout
 from tutti.runtime.split import elementwise, normal, products, shapes
-from tutti.runtime.split.apply import apply
+from tutti.runtime.split.apply import apply, whole_parameter
 from tutti.runtime.split.decide import decide
 from tutti.runtime.split.describe import SplitModule, describe_split
 from tutti.runtime.split.exchange import SplitGroup
+from tutti.runtime.split.parted import whole
 from tutti.spec.plan import Plan
 
 TABLES = (elementwise, normal, products, shapes)
@@ -33,4 +34,4 @@ def split_model(model: nn.Module, plan: Plan, layout: Layout) -> None:
     apply(model, decisions, layout, group)
 
 
-__all__ = ["SplitModule", "describe_split", "split_model"]
+__all__ = ["SplitModule", "describe_split", "split_model", "whole", "whole_parameter"]

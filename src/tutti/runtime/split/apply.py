@@ -24,6 +24,9 @@ from tutti.runtime.split.parted import Place, all_whole, parted
 from tutti.runtime.split.recurrent import GATES, RecurrentForward, recurrent_parameters
 from tutti.runtime.split.spread import Spread
 
+PLACES = "_tutti_split_places"
+"""Attribute of a module's class: where its divided parameters lie in the whole ones."""
+
 Cut = tuple[str, int, Spread]
 """(name of a parameter in its module, dim, spread)."""
 
@@ -54,7 +57,7 @@ def apply(model: nn.Module, decisions: Sequence[Decision], layout: Layout, group
     owners = _share(model, done, places)
     for module, leaves in owners:
         _guard(module, leaves, running)
-    _watch(model, [module for module, _ in owners], running)
+    _watch(model, [module for module, _ in owners], running, entry)
     for module in model.modules():
         if isinstance(module, _BatchNorm):  # its exchange over samples takes plain tensors
             module.register_forward_pre_hook(lambda _, args: all_whole(args))
@@ -154,10 +157,20 @@ def _guard(module: nn.Module, leaves: dict[str, Place], running: Running) -> Non
     kind = type(module)
     body = {leaf: reader(leaf, place) for leaf, place in leaves.items()}
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    module.__class__ = type(kind.__name__, (kind,), {**names, **body})
+    module.__class__ = type(kind.__name__, (kind,), {**names, **body, PLACES: leaves})
 
 
-def _watch(model: nn.Module, divided: list[nn.Module], running: Running) -> None:
+def whole_parameter(model: nn.Module, name: str) -> torch.Tensor:
+    """The parameter `name` as the model's own code sees it: a divided one is a part that behaves as the whole."""
+    owner, _, leaf = name.rpartition(".")
+    module = model.get_submodule(owner)
+    parameter = module._parameters[leaf]
+    assert parameter is not None
+    place = getattr(module, PLACES, {}).get(leaf)
+    return parameter if place is None else parted(parameter.as_subclass(torch.Tensor), place)
+
+
+def _watch(model: nn.Module, divided: list[nn.Module], running: Running, entry: Entry) -> None:
     """Note when modules that contain divided ones run; what the model returns without gradients is made whole."""
     inside = {id(module) for module in divided}
     for module in model.modules():
@@ -167,10 +180,12 @@ def _watch(model: nn.Module, divided: list[nn.Module], running: Running) -> None
             module.use_nested_tensor = False
         contains = any(id(one) in inside for one in module.modules() if one is not module)
         if contains or module is model:
-            module.forward = _running(module.forward, running, outermost=module is model)
+            module.forward = _running(module.forward, running, entry if module is model else None)
 
 
-def _running(plain: Callable[..., Any], running: Running, *, outermost: bool) -> Callable[..., Any]:
+def _running(plain: Callable[..., Any], running: Running, entry: Entry | None) -> Callable[..., Any]:
+    """`entry`: given for the model itself."""
+
     @functools.wraps(plain)
     def forward(*args: Any, **kwargs: Any) -> Any:
         running.depth += 1
@@ -178,6 +193,9 @@ def _running(plain: Callable[..., Any], running: Running, *, outermost: bool) ->
             result = plain(*args, **kwargs)
         finally:
             running.depth -= 1
-        return all_whole(result) if outermost and not torch.is_grad_enabled() else result
+        if entry is None:
+            return result
+        entry.forget()
+        return result if torch.is_grad_enabled() else all_whole(result)
 
     return forward

@@ -10,9 +10,8 @@ from torch.nn import functional as F
 
 from tutti.runtime.split.exchange import add
 from tutti.runtime.split.linear import Entry
-from tutti.runtime.split.parted import Place, fit, parted, whole
+from tutti.runtime.split.parted import Parted, Place, parted, whole
 from tutti.runtime.split.spread import Spread
-from tutti.runtime.split.streams import own_stream
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -46,18 +45,20 @@ class HeadsForward:
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
         elif module.batch_first:
             q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+        heads = self._place(1)
         q, k, v = (t.view(*t.shape[:-1], count, module.head_dim).permute(1, 2, 0, 3) for t in (q, k, v))
+        q, k, v = parted(q, heads), parted(k, heads), parted(v, heads)
         mask = self._mask(q, k, key_padding_mask, attn_mask)
         out, weights = self._attended(q, k, v, mask, need_weights)
-        out = out.permute(2, 0, 1, 3).flatten(2)  # (query, batch, own heads x head size)
+        out = out.permute(2, 0, 1, 3).flatten(2)  # (query, batch, heads x head size)
         if not batched:
             out = out.squeeze(1)
         elif module.batch_first:
             out = out.transpose(0, 1)
-        out = module.out_proj(parted(out, self._place(out.ndim - 1, module.head_dim)))
+        out = module.out_proj(out)
         if weights is None:
             return out, None
-        weights = self._weights(weights, average_attn_weights)
+        weights = self._averaged(weights) if average_attn_weights else weights
         return out, weights if batched else weights.squeeze(0)
 
     def _place(self, dim: int, unit: int = 1) -> Place:
@@ -78,19 +79,15 @@ class HeadsForward:
         return q, k, v
 
     def _mask(self, q: torch.Tensor, k: torch.Tensor, padding: Any, attention: Any) -> torch.Tensor | None:
-        """Both masks as one to add, (batch or 1, own heads or 1, query or 1, key)."""
-        padding, attention = whole(padding), whole(attention)
-        heads, group = self.heads.size, self.entry.group
+        """Both masks as one to add, (batch or 1, heads or 1, query or 1, key), whole."""
         terms = []
         if attention is not None:
             shape = attention.shape
-            attention = attention[None, None] if attention.dim() == 2 else attention.view(-1, heads, *shape[1:])
-            if attention.shape[1] > 1:
-                attention = fit(attention, -3, self.heads, group)
-            terms.append(attention)
+            heads = self.heads.size
+            terms.append(attention[None, None] if attention.dim() == 2 else attention.view(-1, heads, *shape[1:]))
         if padding is not None:
             terms.append(padding.view(q.shape[0], 1, 1, k.shape[2]))
-        terms = [_to_add(term, q.dtype) for term in terms]
+        terms = [_to_add(whole(term), q.dtype) for term in terms]
         return None if not terms else terms[0] if len(terms) == 1 else terms[0] + terms[1]
 
     def _attended(
@@ -98,22 +95,17 @@ class HeadsForward:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         rate = self.module.dropout if self.module.training else 0.0
         if not need_weights:
-            if rate == 0.0:
-                return F.scaled_dot_product_attention(q, k, v, mask), None
-            with own_stream(q.device, self.entry.group):
-                return F.scaled_dot_product_attention(q, k, v, mask, rate), None
+            return F.scaled_dot_product_attention(q, k, v, mask, rate), None
         scores = (q * math.sqrt(1.0 / q.shape[-1])) @ k.transpose(-2, -1)
-        weights = (scores if mask is None else scores + mask).softmax(-1)
-        if rate > 0.0:
-            with own_stream(q.device, self.entry.group):
-                weights = F.dropout(weights, rate)
+        weights = F.dropout((scores if mask is None else scores + mask).softmax(-1), rate)
         return weights @ v, weights
 
-    def _weights(self, weights: torch.Tensor, average: bool) -> torch.Tensor:
-        """(batch, query, key), the mean over all heads, or (batch, heads, query, key)."""
-        if average:
+    def _averaged(self, weights: torch.Tensor) -> torch.Tensor:
+        """The mean over all heads, (batch, query, key)."""
+        if not isinstance(weights, Parted):
+            return weights.mean(1)
+        with torch._C.DisableTorchFunctionSubclass():
             return add(weights.sum(1) / self.heads.size, self.entry.group)
-        return parted(weights, self._place(1))
 
 
 def _to_add(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -6,8 +6,8 @@ import torch
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from tutti.runtime.split.parted import Parted, Place, fit, handles, lead, named, parted, properties, whole, whole_shape
-from tutti.runtime.split.streams import own_stream
+from tutti.runtime.split.parted import Parted, Place, fit, handles, lead, named, parted, properties, whole_shape
+from tutti.runtime.split.streams import draws_whole, own_stream
 
 _UNARY = """
     abs neg negative positive exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square sin cos tan asin acos atan
@@ -52,18 +52,14 @@ def _binary(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if "out" in kwargs or (func in _WHERE and len(args) + len(kwargs) < 3):
         return NotImplemented
     leaves, structure = pytree.tree_flatten((args, kwargs))
-    found = lead(leaves)
+    inplace = _in_place(func)
+    if inplace and not isinstance(args[0], Parted):
+        return NotImplemented
+    found = lead(leaves, args[0] if inplace else None)
     if found is None:
         return NotImplemented
     back, spread, group = found
     dims = max(leaf.ndim for leaf in leaves if isinstance(leaf, torch.Tensor))
-    inplace = _in_place(func)
-    if inplace and not isinstance(args[0], Parted):
-        leaves = [whole(leaf) for leaf in leaves]
-        args, kwargs = pytree.tree_unflatten(leaves, structure)
-        return func(*args, **kwargs)
-    if inplace and args[0].place.spread != spread:
-        return NotImplemented
     fitted = [fit(leaf, back, spread, group) for leaf in leaves]
     args, kwargs = pytree.tree_unflatten(fitted, structure)
     result = func(*args, **kwargs)
@@ -122,6 +118,8 @@ def _dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     if not training or rate == 0.0:
         return first
+    if draws_whole():
+        return NotImplemented
     with own_stream(first.device, first.place.group):
         result = func(*args, **kwargs)
     return result if result is first else parted(result, first.place)

@@ -28,6 +28,10 @@ class Entry:
     def __deepcopy__(self, memo: dict[int, Any]) -> "Entry":
         return self
 
+    def forget(self) -> None:
+        """Let go of the last activation."""
+        self._last = None
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The whole `x` as a plain tensor, for uses on parts."""
         with_grad = torch.is_grad_enabled() and x.requires_grad

@@ -50,6 +50,8 @@ class Parted(torch.Tensor):
                 _refuse_custom_function(args)
             handler = HANDLERS.get(func)
             if handler is not None:
+                if not args and "input" in kwargs:
+                    args, kwargs = (kwargs["input"],), {key: value for key, value in kwargs.items() if key != "input"}
                 result = handler(func, args, kwargs)
                 if result is not NotImplemented:
                     return result
@@ -172,12 +174,12 @@ def fit(tensor: Any, back: int, spread: Spread, group: SplitGroup) -> Any:
     return take(tensor, tensor.ndim + back, spread, group)
 
 
-def lead(tensors: list[Any]) -> tuple[int, Spread, SplitGroup] | None:
+def lead(tensors: list[Any], forced: Parted | None = None) -> tuple[int, Spread, SplitGroup] | None:
     """Along which dim (negative) and spread an elementwise function of `tensors` is computed on parts; None: not.
 
-    The spread that others contain is chosen, so that most operands need no exchange.
+    The spread that others contain is chosen, so that most operands need no exchange; or that of `forced`.
     """
-    parts = [t for t in tensors if isinstance(t, Parted)]
+    parts = [t for t in tensors if isinstance(t, Parted)] if forced is None else [forced]
     if not parts:
         return None
     dims = [t.place.dim - t.ndim for t in parts]

@@ -87,8 +87,8 @@ def _torch_heads(name: str, module: nn.Module, taken: set[str]) -> Iterator[Grou
 def _check_heads(name: str, heads: int, degree: int) -> None:
     if heads % degree:
         raise PlanError(
-            f"module {name!r} has {heads} attention heads, which mesh.split = {degree} does not divide ({heads} % "
-            f"{degree} = {heads % degree}); use a degree that divides {heads}, or keep it whole: "
+            f"module {name or 'the model'!r} has {heads} attention heads, which mesh.split = {degree} does not divide "
+            f"({heads} % {degree} = {heads % degree}); use a degree that divides {heads}, or keep it whole: "
             f"LayoutRule(modules='{name}*', placement='replicate')"
         )
 

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from tutti.runtime.split.exchange import add, copy
 from tutti.runtime.split.parted import Parted, Place, fit, handles, named, parted, whole, whole_shape
-from tutti.runtime.split.streams import own_stream
+from tutti.runtime.split.streams import draws_whole, own_stream
 
 
 @handles(F.linear)
@@ -96,7 +96,8 @@ def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     given: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
     query, mask = given["query"], given.get("attn_mask")
-    if not isinstance(query, Parted) or query.place.dim > query.ndim - 3:
+    random = given.get("dropout_p", 0.0) > 0
+    if not isinstance(query, Parted) or query.place.dim > query.ndim - 3 or (random and draws_whole()):
         return NotImplemented
     place, back = query.place, query.place.dim - query.ndim
     spread, group = place.spread, place.group
@@ -108,7 +109,7 @@ def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not given.get("enable_gqa"):
         keys = [fit(t, back, spread, group) for t in keys]
     given.update(key=keys[0], value=keys[1], attn_mask=fit(mask, back, spread, group))
-    if given.get("dropout_p", 0.0) > 0:
+    if random:
         with own_stream(query.device, group):
             result = func(**given)
     else:

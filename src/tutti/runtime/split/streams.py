@@ -4,8 +4,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch.utils import _python_dispatch
 
 from tutti.runtime.split.exchange import SplitGroup
+
+
+def draws_whole() -> bool:
+    """Whether a mode is on (verification) that makes random draws agree with one device's: then a part is gathered,
+    and every rank draws for the whole tensor."""
+    modes = _python_dispatch._get_current_dispatch_mode_stack()
+    return any(getattr(mode, "draws_whole", False) for mode in modes)
 
 
 @contextmanager
