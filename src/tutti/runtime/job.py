@@ -12,6 +12,7 @@ from tutti.data.source import read_source
 from tutti.errors import ScriptError
 from tutti.optim.lr_rule import LRRule
 from tutti.runtime import capture
+from tutti.runtime.build.job import Builder
 from tutti.runtime.checkpoint import save_checkpoint, save_when_due
 from tutti.runtime.ending import Ending
 from tutti.runtime.env import read_wishes
@@ -30,7 +31,7 @@ from tutti.spec.plan import BatchPlan
 from tutti.spec.words import LastBatch, Precision, Unit
 
 
-class Job:
+class Job(Builder):
     """One training run. `global_batch_size` is its meaning: it does not change with the number of ranks.
 
     `unit`: what the batch counts. `num_microbatches`: slices a batch is cut into (gradient accumulation; the planner
@@ -145,6 +146,7 @@ class Job:
             scheduler=scheduler,
             scheduler_clock=scheduler_clock,
             weights=Path(weights) if weights is not None else None,
+            tape=self._tape,
         )
         if capture.is_capturing():
             raise capture.CaptureDone(captured(self._session, given))

@@ -1,10 +1,12 @@
 """Prepare: the user's model, optimizer and data become a Run, in an order one can read."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -17,6 +19,8 @@ from tutti.optim.scaling import initial_learning_rate
 from tutti.runtime.agree import check_same_model, copy_from_first, differing_values
 from tutti.runtime.annotated import with_annotations
 from tutti.runtime.batchnorm import BatchScope, batch_norms
+from tutti.runtime.build.model import materialise
+from tutti.runtime.build.tape import Tape
 from tutti.runtime.capture import Captured
 from tutti.runtime.checkpoint import latest_checkpoint, load_checkpoint, load_weights
 from tutti.runtime.context import sequences_of
@@ -24,15 +28,16 @@ from tutti.runtime.header import make_header, open_folder, this_rank
 from tutti.runtime.layout import SUMMED, Layout
 from tutti.runtime.mesh import Mesh
 from tutti.runtime.metrics import MetricsLog
-from tutti.runtime.observe import load_observer
+from tutti.runtime.observe import Observer, load_observer
 from tutti.runtime.parallelize import parallelize, rebind
 from tutti.runtime.precision import loss_scaler, set_matmul_precision
 from tutti.runtime.replicate import Replica
 from tutti.runtime.screen import Screen
 from tutti.runtime.session import Session
-from tutti.runtime.stage.build import cut_stages
-from tutti.runtime.stage.pipeline import make_pipeline
+from tutti.runtime.shard.shards import Shards
 from tutti.runtime.space.feed import feed_parts
+from tutti.runtime.stage.build import Stages, cut_stages
+from tutti.runtime.stage.pipeline import make_pipeline
 from tutti.runtime.state import Run, Unpack
 from tutti.runtime.unpack import default_loss
 from tutti.runtime.world import World
@@ -53,6 +58,7 @@ class Given:
     scheduler: Any
     scheduler_clock: Literal["step", "epoch"]
     weights: Path | None = None
+    tape: Tape | None = None
 
 
 def make_run(session: Session, given: Given) -> Run:
@@ -61,14 +67,12 @@ def make_run(session: Session, given: Given) -> Run:
     plan = with_annotations(session.plan, model, stated_mesh=session.stated_mesh)
     set_matmul_precision(plan.precision, world.device)
     observer = load_observer(session.wishes.observer)
-    model.to(world.device)
-    observer.built(model, world)
-    _make_equal(model, world, session.screen)
+    _make_equal(given, world, session.screen, observer)
     layout = Layout.of(model, Mesh(plan.mesh, world.rank), given.optimizers)
     scope = _batch_scope(model, layout.mesh)
     originals = dict(model.named_parameters(remove_duplicate=False))
     stages = cut_stages(model, plan, layout, lambda: given.unpack(_few_samples(given, session, plan))[:2])
-    shards = parallelize(model, plan, layout, scope, stages)
+    shards = _take_apart(given, plan, layout, scope, stages, world.device)
     rebind(given.optimizers, originals, model, layout)
     shards.bind(given.optimizers)
     layout.settle(model, world, given.optimizers)
@@ -108,6 +112,17 @@ def make_run(session: Session, given: Given) -> Run:
     return run
 
 
+def _take_apart(
+    given: Given, plan: Plan, layout: Layout, scope: BatchScope, stages: Stages | None, device: torch.device
+) -> Shards:
+    """Parallelize; a model without memory then gets this rank's part of it."""
+    with given.tape or nullcontext():
+        shards = parallelize(given.model, plan, layout, scope, stages)
+    if given.tape is not None:
+        materialise(given.model, given.tape, device, shards)
+    return shards
+
+
 def _few_samples(given: Given, session: Session, plan: Plan) -> Any:
     """The first samples of the data, on the device: as many as one rank computes at once, at most 4."""
     count = plan.batch.global_batch_size // (plan.batch.num_microbatches * plan.data_parallel_degree)
@@ -137,7 +152,15 @@ def model_optimizers(model: nn.Module, optimizer: Any) -> tuple[Optimizer, ...]:
     return made
 
 
-def _make_equal(model: nn.Module, world: World, screen: Screen) -> None:
+def _make_equal(given: Given, world: World, screen: Screen, observer: Observer) -> None:
+    """The same model on every rank, on its device; one without memory will get the same values anyway."""
+    model = given.model
+    if given.tape is not None:
+        check_same_model(model, world)
+        given.tape.check_same(world.gather(given.tape.digest))
+        return
+    model.to(world.device)
+    observer.built(model, world)
     check_same_model(model, world)
     different = differing_values(model, world)
     if different is not None:

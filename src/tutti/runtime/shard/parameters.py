@@ -1,6 +1,6 @@
 """Levels 2 and 3: parameters, gradients and optimizer state divided among the ranks of `shard`."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,16 @@ class Parameters(Shards):
     @property
     def sent_nbytes(self) -> int:
         return self._sent_nbytes
+
+    def memory(self) -> list[torch.Tensor]:
+        return [pack.flat for unit in self.units for pack in unit.packs if pack.flat.is_meta]
+
+    def materialise(self, real: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> None:
+        for unit in self.units:
+            for pack in unit.packs:
+                if pack.flat.is_meta:
+                    pack.materialise(real(pack.flat), device)
+            unit.show("shard")
 
     def bind(self, optimizers: Iterable[Optimizer]) -> None:
         for optimizer in optimizers:

@@ -1,8 +1,9 @@
 """What of a model's states is divided, as the step and the optimizers see it."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
+import torch
 from torch.optim import Optimizer
 
 
@@ -13,6 +14,13 @@ class Shards:
     def sent_nbytes(self) -> int:
         """Bytes that this rank has sent for parameters and gradients in the last step."""
         return 0
+
+    def memory(self) -> list[torch.Tensor]:
+        """Tensors without memory that a built model's parameters lie in."""
+        return []
+
+    def materialise(self, real: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> None:
+        """Give those memory: `real` finds it; what computes does so on `device`."""
 
     def bind(self, optimizers: Iterable[Optimizer]) -> None:
         """Optimizers hold the model's parameters as they are now; check them, or give them their part."""

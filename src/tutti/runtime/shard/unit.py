@@ -72,7 +72,9 @@ class Pack:
         self.degree, self.rank, self.others, self.device = degree, rank, others, given[0].device
         self.pieces = Pieces.cut([p.shape for p in given], [even_bounds(p.shape, degree) for p in given], degree)
         self.mine = self.pieces.ranks[rank]
-        self.flat = torch.zeros(self.pieces.size, dtype=given[0].dtype, device=home or self.device)
+        self.home = home or self.device
+        where = self.device if self.device.type == "meta" else self.home
+        self.flat = torch.zeros(self.pieces.size, dtype=given[0].dtype, device=where)
         self.parameters = []
         for (name, places), parameter, piece in zip(named, given, self.mine, strict=True):
             part = piece.within(self.flat)
@@ -94,6 +96,13 @@ class Pack:
     def nbytes(self) -> int:
         """Bytes of a segment."""
         return self.flat.numel() * self.flat.element_size()
+
+    def materialise(self, flat: torch.Tensor, device: torch.device) -> None:
+        """Have memory, where there was none; wholes will be on `device`."""
+        self.flat = flat.to(device if self.home.type == "meta" else self.home)
+        self.device = device
+        for one, piece in zip(self.parameters, self.mine, strict=True):
+            one.shard = _like(one.shard, piece.within(self.flat), trainable=one.shard.requires_grad)
 
     def launch(self, group: Any) -> None:
         """Start to gather the whole parameters."""
