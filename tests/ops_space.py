@@ -25,7 +25,6 @@ def modules(d: int) -> dict[str, Op]:
         (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)[d - 1],
         (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)[d - 1],
     )
-    smooth = ("linear", "bilinear", "trilinear")[d - 1]
     made: dict[str, Callable[[], nn.Module]] = {
         "conv 3": lambda: conv(4, 6, 3, padding=1),
         "conv 1": lambda: conv(4, 6, 1),
@@ -49,6 +48,14 @@ def modules(d: int) -> dict[str, Op]:
         "average pool padded": lambda: average(3, 2, 1),
         "average pool ceil": lambda: average(3, 2, 1, ceil_mode=True),
         "average pool without padding": lambda: average(3, 2, 1, ceil_mode=True, count_include_pad=False),
+    }
+    return {f"{name} {d}d": seeded(make) for name, make in (made | others(d)).items()}
+
+
+def others(d: int) -> dict[str, Callable[[], nn.Module]]:
+    """Up-sampling, normalisation, and what ends in one place."""
+    conv, smooth = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[d - 1], ("linear", "bilinear", "trilinear")[d - 1]
+    return {
         "nearest": lambda: nn.Upsample(scale_factor=2, mode="nearest"),
         "nearest to a size": lambda: nn.Upsample(size=(17, 11, 13)[:d], mode="nearest"),
         "nearest by a fraction": lambda: nn.Upsample(scale_factor=1.7, mode="nearest"),
@@ -66,7 +73,6 @@ def modules(d: int) -> dict[str, Op]:
         "channel softmax": lambda: nn.Softmax(1),
         "circular beside": lambda: conv(4, 4, [1] * (d - 1) + [3], padding=[0] * (d - 1) + [1]),
     }
-    return {f"{name} {d}d": seeded(make) for name, make in made.items()}
 
 
 def functions() -> dict[str, Op]:
@@ -108,6 +114,14 @@ def functions() -> dict[str, Op]:
         "differences": lambda x: x[:, :, 1:] - x[:, :, :-1],
         "resized to": lambda x: F.interpolate(F.max_pool2d(x, 4), size=x.shape[2:], mode="bilinear") + x,
         "tiny and back": lambda x: F.interpolate(F.avg_pool2d(x, (7, 11)), scale_factor=(7, 11)) * x,
+        "flipped": lambda x: x.flip(1, 3) + x.flip([2]) * x.flip(dims=(1,)),
+        "rolled": lambda x: x.roll(1, 1) * x.roll((1, 2), (2, 3)),
+        "picked by a mask": lambda x: x[x > 0] ** 2,
+        "picked by rows": lambda x: (
+            whole[(x.detach() > 0).sum((0, 1)).clamp(max=10)] * x[:, :, torch.tensor([0, 5])].sum()
+        ),
+        "masked in place": lambda x: x.clone().masked_fill_(mask=x > 0.5, value=0.0) + x.new_ones(x.shape),
+        "expanded": lambda x: x - x.mean((2, 3), keepdim=True).expand_as(x),
         "nearest exact": lambda x: F.interpolate(x, size=(9, 20), mode="nearest-exact"),
         "square loss": lambda x: F.mse_loss(x, x.detach() ** 2 + whole),
         "loss of a whole target": lambda x: F.binary_cross_entropy_with_logits(x, (whole > 0).double().expand(x.shape)),

@@ -109,14 +109,14 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 
 def in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The same, written into the first tensor."""
-    target = args[0]
-    placed, where, _ = together([*args])
+    target, names = args[0], list(kwargs)
+    placed, where, _ = together([*args, *kwargs.values()])
     if not isinstance(target, CutTensor) or where != where_of(target):
         raise PlanError(
             f"{func.__name__} writes a tensor that mesh.space cuts into one that is whole, or of another size; use the "
             "form that returns a new tensor"
         )
-    func(target, *placed[1:], **kwargs)
+    func(target, *placed[1 : len(args)], **dict(zip(names, placed[len(args) :], strict=True)))
     return target
 
 
@@ -184,6 +184,21 @@ def _len(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 @handles("__repr__", "__format__", "__str__")
 def _repr(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return f"CutTensor({tuple(shape_of(args[0]))}, this rank's part {tuple(local(args[0]).shape)})"
+
+
+@handles("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
+def _new(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A new tensor of a stated shape, whole on every rank."""
+    return func(local(args[0]), *args[1:], **kwargs)
+
+
+@handles("expand_as")
+def _expand_as(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A plain tensor seen in the whole shape of a cut one."""
+    tensor, other = (*args, *kwargs.values())
+    if isinstance(tensor, CutTensor):
+        raise PlanError("expand_as of a tensor that mesh.space cuts; broadcast in arithmetic instead")
+    return tensor.expand(shape_of(other))
 
 
 @handles("prelu")

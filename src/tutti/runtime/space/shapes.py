@@ -123,6 +123,8 @@ def _along(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     else:
         position = 1 if name in ("normalize", "roll") else 0
         default = {"normalize": 1, "glu": -1}.get(name)
+        if name == "flip" and rest and isinstance(rest[0], int):
+            rest = [tuple(rest)]
         given = kwargs.get("dim", kwargs.get("dims", rest[position] if len(rest) > position else default))
         dims = _dims(given, len(where))
     if any(where[i] for i in dims):

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
 from tutti.errors import PlanError
 from tutti.runtime.space.exchange import Space, fetch
@@ -61,15 +62,19 @@ def _getitem(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     """Slices of any dims, numbers and None; what else is asked along a cut dim is taken from the whole tensor."""
     tensor, key = args
     if not isinstance(tensor, CutTensor):
-        raise PlanError("indexing by a tensor that mesh.space cuts; compute the index on the whole tensor")
+        return func(tensor, pytree.tree_map(_whole_leaf, key))
     keys = key if isinstance(key, tuple) else (key,)
     simple = all(one is None or one is Ellipsis or isinstance(one, int | slice) for one in keys)
     if not simple or any(isinstance(one, bool) for one in keys):
-        return func(whole(tensor), key)
+        return func(whole(tensor), pytree.tree_map(_whole_leaf, key))
     used = sum(one is not None and one is not Ellipsis for one in keys)
     rest = (slice(None),) * (len(where_of(tensor)) - used)
     place = keys.index(Ellipsis) if Ellipsis in keys else len(keys)
     return _sliced(tensor, (*keys[:place], *rest, *keys[place + 1 :]))
+
+
+def _whole_leaf(leaf: Any) -> Any:
+    return whole(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _sliced(tensor: torch.Tensor, keys: tuple[Any, ...]) -> torch.Tensor:
