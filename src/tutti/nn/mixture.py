@@ -49,6 +49,14 @@ class Routing:
         return fits.reshape(choices, ranks, experts).transpose(0, 1)
 
 
+@dataclass(slots=True)
+class Tally:
+    """Choices of tokens while training, and how many of them found no room, since `take_tally`."""
+
+    assigned: int = 0
+    dropped: int = 0
+
+
 class Exchange(Protocol):
     """How a mixture meets the ranks that share its slice. `recomputing`: forward runs again within backward."""
 
@@ -125,6 +133,7 @@ class MixtureOfExperts(nn.Module):
         self.exchange: Exchange = Alone()
         self.auxiliary_loss = torch.zeros(())
         self.assigned = self.dropped = 0
+        self.tally = Tally()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -203,6 +212,8 @@ class MixtureOfExperts(nn.Module):
         total = int(routing.counts.sum())
         if not self.exchange.recomputing:
             self.assigned, self.dropped = total, total - kept
+            self.tally.assigned += self.assigned * self.training
+            self.tally.dropped += self.dropped * self.training
         if not self.training:
             self.auxiliary_loss = torch.zeros((), dtype=routing.mass.dtype, device=routing.mass.device)
             return
@@ -237,6 +248,17 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
     if not losses:
         raise ScriptError("auxiliary_loss got a model without a MixtureOfExperts; leave the term out of the loss")
     return torch.stack([loss.to(losses[-1].device) for loss in losses]).sum()
+
+
+def take_tally(model: nn.Module) -> Tally | None:
+    """What all mixtures of `model` counted since the last call, summed; None for a model without one."""
+    found = mixtures(model)
+    total = Tally()
+    for module in found:
+        total.assigned += module.tally.assigned
+        total.dropped += module.tally.dropped
+        module.tally = Tally()
+    return total if found else None
 
 
 def _check(experts: int, top_k: int, capacity_factor: float | None, activation: str) -> None:

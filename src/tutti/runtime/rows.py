@@ -4,6 +4,7 @@ from typing import Any
 
 from tutti.data.fingerprint import describe_data, overlap
 from tutti.data.source import Source
+from tutti.nn.mixture import take_tally
 from tutti.runtime.header import data_fields
 from tutti.runtime.state import Run
 from tutti.runtime.step import Outcome
@@ -26,6 +27,7 @@ def step_row(run: Run, outcome: Outcome, done: Update) -> None:
     if progress.total_epochs is not None and run.steps_per_epoch is not None:
         total = progress.total_epochs * run.steps_per_epoch
     timed = run.clock.timed
+    tally = take_tally(run.model)
     wall, phases = run.clock.take_row()
     run.log.row(
         "step",
@@ -42,6 +44,8 @@ def step_row(run: Run, outcome: Outcome, done: Update) -> None:
         loss_scale=run.scaler.get_scale() if run.scaler.is_enabled() else None,
         sent_nbytes=run.replica.sent_nbytes,
         exchanged_nbytes=run.layout.traffic.take(),
+        tokens_assigned=tally and tally.assigned,
+        tokens_dropped=tally and tally.dropped,
         total_steps=total,
         timed=timed,
         wall_s=wall,

@@ -70,6 +70,7 @@ class Travelling:
         expert = torch.arange(len(sizes), device=rows.device)
         chosen = expert.repeat_interleave(torch.tensor(sizes, device=rows.device)).unsqueeze(1)
         results: Tensor = type(self.module).forward(self.module, rows, chosen, rows.new_ones(len(rows), 1))
-        if len(rows) == 0:  # nothing links them to the parameters, whose gradient is to be 0 and not absent
-            results = results + sum(p.reshape(-1)[:1].sum() for p in self.module.parameters(recurse=False)) * 0.0
+        if len(rows) == 0:  # forward loops over rows: gradients are to be 0, not absent, and backward must pass here
+            linked = [rows, *(p.reshape(-1)[:1] for p in self.module.parameters(recurse=False))]
+            results = results + sum(one.sum() for one in linked) * 0.0
         return results

@@ -1,0 +1,37 @@
+"""Several trainings in one launch: a launch costs more than a small training."""
+
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from against_one import Subject, Trained, on_one, train
+from harness import run_ranks
+
+Case = tuple[Callable[[], Subject], dict[str, Any]]
+"""A subject, and the fields of its plan."""
+
+
+def train_cases(cases: dict[str, Case], steps: int, look: Callable[[Any], dict[str, Any]] | None) -> dict[str, Trained]:
+    """Every case, one after another in the same ranks."""
+    results = {}
+    for number, (name, (make, plan)) in enumerate(cases.items()):
+        os.environ["TUTTI_RUN_FOLDER"] = str(Path.cwd() / f"run-{number}")
+        results[name] = train(make, plan, steps, torch.float64, look)
+    return results
+
+
+def on_ranks(
+    cases: dict[str, Case], world_size: int, *, steps: int = 4, look: Callable[[Any], dict[str, Any]] | None = None
+) -> list[dict[str, Trained]]:
+    """Every case on `world_size` ranks, one result a rank."""
+    return run_ranks(train_cases, world_size, cases, steps, look, timeout_s=110)
+
+
+@functools.cache
+def once(make: Callable[[], Subject], num_microbatches: int = 2, steps: int = 4) -> Trained:
+    """The same on one device, trained once however many plans are compared with it."""
+    return on_one(make, steps=steps, batch={"num_microbatches": num_microbatches})
