@@ -150,7 +150,9 @@ def _guard(module: nn.Module, leaves: dict[str, Place], running: Running) -> Non
             if leaf not in self._parameters:
                 raise AttributeError(leaf)
             own = self._parameters[leaf]
-            return own if own is None or not running.depth else parted(own.as_subclass(torch.Tensor), place)
+            if own is None or not running.depth or own.shape[place.dim] != place.spread.local(place.group.rank):
+                return own  # a whole one stands in for it while shapes are found out
+            return parted(own.as_subclass(torch.Tensor), place)
 
         return property(read)
 

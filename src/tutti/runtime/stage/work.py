@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from tutti.runtime.split import whole, whole_parameter
 from tutti.runtime.stage.halves import Deferred, input_gradients
 from tutti.runtime.stage.place import Placement, StagePart
 from tutti.runtime.stage.program import Copied, Node, Parameter, Surroundings, Value
@@ -82,10 +83,10 @@ class StageWork:
             self._run(node, values)
             for key in node.makes:
                 if key in sent:
-                    self._sent[key] = values[key].clone() if key in self.part.copied else values[key]
+                    self._sent[key] = whole(values[key].clone() if key in self.part.copied else values[key])
             for _, key in node.views:
                 if key in sent:
-                    self._sent[key] = values[key]
+                    self._sent[key] = whole(values[key])
         return values
 
     def outgoing(self, key: int) -> torch.Tensor:
@@ -161,7 +162,7 @@ class StageWork:
         if isinstance(leaf, Value):
             return values[leaf.key]
         if isinstance(leaf, Parameter):
-            return self._model.get_parameter(leaf.name)
+            return whole_parameter(self._model, leaf.name)
         return leaf.tensor.clone() if isinstance(leaf, Copied) else leaf
 
 
