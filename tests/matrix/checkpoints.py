@@ -17,8 +17,12 @@ from runtime.checkpoint_ways import PLANS, Way, resume_all, save_everywhere  # n
 def wrong_pairs(ways: list[Way], folder: Path) -> list[str]:
     """What is wrong with which pair, in words."""
     failures = save_everywhere(ways, folder)
-    found = [f"{name}: {words}" for name, words in failures.items()]
+    refused = {way.name for way in ways if way.refusable and failures.get(way.name, "").startswith("PlanError")}
+    found = [f"{name}: {words}" for name, words in failures.items() if name not in refused]
     for way in ways:
+        if way.name in failures:
+            print(f"{way.name}: {failures[way.name]}", flush=True)
+            continue
         sources = [one.name for one in ways if one.family == way.family and one.name not in failures]
         try:
             differences = run_ranks(resume_all, way.plan.world_size, way, sources, folder, 1e-12, timeout_s=600)[0]

@@ -30,12 +30,16 @@ GPT, MIXTURE, CNN = "GPT, tied embeddings", "Mixture of experts", "CNN, BatchNor
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """A plan for a family of models; checkpoints go from every way of a family to every other."""
+    """A plan for a family of models; checkpoints go from every way of a family to every other.
+
+    `refusable`: a combination of axes that prepare may refuse; whether it must not is the matrix's to say.
+    """
 
     family: str
     mesh: dict[str, int]
     fields: dict[str, Any] = field(default_factory=dict)
     words: str = ""
+    refusable: bool = False
 
     @property
     def name(self) -> str:
@@ -72,8 +76,8 @@ PLANS = (
         words="interleaved",
     ),
     Way(family=GPT, mesh={"context": 2}),
-    Way(family=GPT, mesh={"split": 2, "stage": 2}),
-    Way(family=GPT, mesh={"shard": 2, "split": 2}, fields=zero(3), words="ZeRO-3"),
+    Way(family=GPT, mesh={"split": 2, "stage": 2}, refusable=True),
+    Way(family=GPT, mesh={"shard": 2, "split": 2}, fields=zero(3), words="ZeRO-3", refusable=True),
     Way(family=MIXTURE, mesh={"replicate": 1}),
     Way(family=MIXTURE, mesh={"expert": 2}),
     Way(family=MIXTURE, mesh={"replicate": 3}),
@@ -133,7 +137,7 @@ def save_all(ways: list[Way], folder: Path) -> dict[str, str]:
         try:
             result = train(way, folder / way.name, STEPS if alone else SAVED_AT, save_at=SAVED_AT)
         except TuttiError as error:
-            failures[way.name] = str(error)
+            failures[way.name] = f"{type(error).__name__}: {error}"
             continue
         if alone:
             torch.save({"losses": result.losses, "state": result.state}, folder / f"{way.family}.pt")

@@ -10,6 +10,8 @@ import pytest
 from harness import run_ranks
 from runtime.checkpoint_ways import PLANS, Way, resume_all, save_everywhere
 
+pytestmark = pytest.mark.timeout(400)
+
 BUILT_PLANS = [way for way in PLANS if not way.missing]
 
 
@@ -33,6 +35,8 @@ def test_checkpoints_of_other_plans_go_on_under_this_one(way: Way, saved: tuple[
     if way.missing:
         pytest.skip(f"no mechanism for mesh.{way.missing[0]} yet")
     folder, failures = saved
+    if way.refusable and failures.get(way.name, "").startswith("PlanError"):
+        pytest.skip(f"refused: {failures[way.name]}")
     assert way.name not in failures, failures[way.name]
     sources = [one.name for one in some_sources(way) if one.name not in failures]
     for differences in run_ranks(resume_all, way.plan.world_size, way, sources, folder, 1e-12, timeout_s=110):

@@ -10,6 +10,7 @@ from torch.utils.data import TensorDataset
 
 import tutti
 from tutti.errors import CheckpointError
+from tutti.runtime.checkpoint import load_weights, to_safetensors, to_state_dict
 from tutti.runtime.checkpoint.collect import Contribution, collect, pack, unpack
 from tutti.runtime.checkpoint.load import load_checkpoint
 from tutti.runtime.checkpoint.merge import refusal
@@ -84,9 +85,9 @@ def test_state_of_every_kind_comes_back(tmp_path: Path) -> None:
         assert got["seen"] == state["seen"]
         assert got["nothing"] is None
     assert again.param_groups[0]["tensor"] == 0.5
-    assert tutti.runtime.checkpoint.to_state_dict(path)["optimizers"][0]["state"]["calls"] == 4
+    assert to_state_dict(path)["optimizers"][0]["state"]["calls"] == 4
     with pytest.raises(CheckpointError, match="holds state that is no tensor"):
-        tutti.runtime.checkpoint.to_safetensors(path, tmp_path / "x.safetensors")
+        to_safetensors(path, tmp_path / "x.safetensors")
 
 
 def test_state_that_differs_between_ranks_is_refused_with_its_name() -> None:
@@ -110,6 +111,20 @@ def test_state_of_another_shape_goes_only_where_the_parameter_is_whole(tmp_path:
     model.weight.data = model.weight.data[:1].clone()
     with pytest.raises(CheckpointError, match=r"state 'rows' of weight has shape \(2,\), not the parameter's"):
         load_checkpoint(run, path)
+
+
+def test_copies_of_parameters_follow_what_was_loaded(tmp_path: Path) -> None:
+    job, model, _, loader = job_in(tmp_path / "a", nn.Linear(3, 2), torch.optim.SGD)
+    for batch in loader:
+        job.step(batch)
+    path = job.save()
+    torch.save(model.state_dict(), tmp_path / "w.pt")
+    for load in (lambda run: load_checkpoint(run, path), lambda run: load_weights(run, tmp_path / "w.pt")):
+        other, fresh, _, _ = job_in(tmp_path / "b", nn.Linear(3, 2), torch.optim.SGD)
+        copies: list[torch.Tensor] = []
+        other._run().layout.states.loaded.append(lambda to=copies, of=fresh: to.append(of.weight.detach().clone()))
+        load(other._run())
+        assert torch.equal(copies[0], model.weight)
 
 
 def test_a_part_that_is_not_as_the_layout_says_is_not_written(tmp_path: Path) -> None:
