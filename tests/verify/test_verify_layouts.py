@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tutti.runtime.layout import Held
-from tutti.spec.plan import BatchPlan, Pipeline, Plan, Sharding
+from tutti.spec.plan import BatchPlan, LayoutRule, Pipeline, Plan, Sharding
 from tutti.verify import parts
 from tutti.verify.parts import columns_of, covered, kept, kept_columns, part_of
 from verify.running import verdict_on
@@ -46,8 +46,11 @@ def test_what_one_rank_changes_of_its_part_is_named(axis: Any) -> None:
     assert (verdict.first.stage, verdict.first.module) == ("gradient used", "2"), verdict.sentence
 
 
+DIVIDED = (LayoutRule(), LayoutRule(modules="0", placement="split"), LayoutRule(modules="2", placement="split"))
+
+
 def test_a_forward_that_knows_its_rank_is_named_under_split() -> None:
-    verdict = verdict_on("broken/rank_in_forward.py", plan=plan(12, mesh={"replicate": 2, "split": 2}))
+    verdict = verdict_on("broken/rank_in_forward.py", plan=plan(12, mesh={"replicate": 2, "split": 2}, layout=DIVIDED))
     assert not verdict.passed
     assert verdict.first is not None
     assert (verdict.first.stage, verdict.first.module) == ("forward", "1"), verdict.sentence

@@ -83,19 +83,25 @@ def compare_forward(one: PartRecord, places: Sequence[Pieces], gauge: Gauge) -> 
         for position, expected in enumerate(call.outputs):
             place = Spot(module=call.module, tensor="output" if len(call.outputs) == 1 else f"output {position + 1}")
             scale = max(rms([expected]), gauge.floor * rms(call.inputs))
-            compared = False
+            gaps: list[tuple[Pieces, Gap]] = []
             for pieces in places:
                 found = pieces.tensors(call, "outputs", position)
                 gap = smallest_gap(expected, found, scale, gauge, pieces.holding) if found else None
-                if gap is None:
-                    continue
-                compared = True
-                if gap.largest > gauge.tolerance:
-                    yield _blamed(call, pieces, gauge) or (place, gap)
-                else:
-                    yield place, gap
-            if not compared:
-                yield place, None
+                gaps += [(pieces, gap)] if gap is not None else []
+            far = next((pieces for pieces, gap in gaps if gap.largest > gauge.tolerance), None)
+            blamed = _blamed(call, far, gauge) if far is not None else None
+            yield blamed or (place, _merged([gap for _, gap in gaps]))
+
+
+def _merged(gaps: Sequence[Gap]) -> Gap | None:
+    """The gaps of all places as one, in the alignment of the largest; None for none."""
+    if not gaps:
+        return None
+    worst = max(gaps, key=lambda gap: gap.largest)
+    by_rank = sorted(
+        (pair for gap in gaps for pair in gap.gaps.items()), key=lambda pair: -1 if pair[0] is None else pair[0]
+    )
+    return Gap(gaps=dict(by_rank), alignment=worst.alignment)
 
 
 def _blamed(call: Call, pieces: Pieces, gauge: Gauge) -> tuple[Spot, Gap] | None:
