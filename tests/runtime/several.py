@@ -35,3 +35,15 @@ def on_ranks(
 def once(make: Callable[[], Subject], num_microbatches: int = 2, steps: int = 4) -> Trained:
     """The same on one device, trained once however many plans are compared with it."""
     return on_one(make, steps=steps, batch={"num_microbatches": num_microbatches})
+
+
+def refusals(cases: list[Case]) -> list[str]:
+    """What each case says on this rank instead of training."""
+    said = []
+    for make, plan in cases:
+        try:
+            train(make, plan, 1, torch.float64)
+            said.append("trained")
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 from against_one import Subject, Trained, assert_agree, train
 from harness import run_ranks
-from runtime.several import Case, on_ranks, once
+from runtime.several import Case, on_ranks, once, refusals
 from tutti.nn.mixture import MixtureOfExperts, auxiliary_loss, mixtures
 from tutti.spec.plan import LayoutRule
 
@@ -258,18 +258,6 @@ def judged() -> Subject:
         return built
 
     return replace(stacked(), model=model)
-
-
-def refusals(cases: list[Case]) -> list[str]:
-    """What each case says on this rank instead of training."""
-    said = []
-    for make, plan in cases:
-        try:
-            train(make, plan, 1, torch.float64)
-            said.append("trained")
-        except Exception as error:
-            said.append(f"{type(error).__name__}: {error}")
-    return said
 
 
 def test_what_cannot_work_is_refused_on_all_ranks_with_the_remedy() -> None:
