@@ -88,7 +88,7 @@ class Tagger(nn.Module):
 
     def forward(self, tokens: torch.Tensor, lengths: torch.Tensor) -> dict[str, torch.Tensor]:
         encoded, (hidden, state) = self.encoder(self.embed(tokens))
-        hidden, state = hidden[0], state[0]
+        first = hidden, state = hidden[0], state[0]
         longest = int(lengths.max())
         logits = torch.zeros(tokens.shape[0], longest, 5)
         for step in range(longest):
@@ -96,7 +96,7 @@ class Tagger(nn.Module):
             context = (weights[..., None] * encoded).sum(1)
             hidden, state = self.cell(torch.cat([context, encoded[:, step]], -1), (hidden, state))
             logits[:, step] = self.out(hidden)
-        return {"logits": logits, "state": state}
+        return {"logits": logits, "state": first[1]}
 
 
 def token_loss(output: torch.Tensor, target: torch.Tensor) -> Weighted:

@@ -3,11 +3,13 @@
 import enum
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -63,7 +65,7 @@ class Inference:
             return subjects[leaf.source].as_strided(leaf.shape, leaf.stride, leaf.offset)
         assert leaf.device is not None
         made = stand_ins.empty(leaf.shape, leaf.stride, leaf.dtype, leaf.device)
-        return made.requires_grad_().clone() if leaf.requires_grad else made  # no leaf: it may be changed in place
+        return stand_ins.computed(made) if leaf.requires_grad else made
 
 
 class Shapes:
@@ -74,31 +76,40 @@ class Shapes:
         self._stand_ins = stand_ins
         self._known: dict[Any, list[tuple[TreeSpec, Inference]]] = defaultdict(list)
 
-    def infer(
-        self, name: str, module: nn.Module, subjects: list[Any], spec: TreeSpec, has_read: Callable[[], bool]
-    ) -> Inference:
-        """What a call of unit `name` gives. `has_read`: whether its code has looked at values meanwhile (then the
-        shapes do not follow from shapes alone). Raises PlanError where it cannot be found.
-        """
+    def known(self, name: str, module: nn.Module, subjects: list[Any], spec: TreeSpec) -> Inference | None:
+        """What a call of unit `name` gives, if such a call was followed before."""
         key = _signature(name, module, subjects)
-        for other, inference in self._known[key] if key is not None else ():
-            if other == spec:
-                return inference
-        inference = self._find(name, module, subjects, spec)
-        if key is not None and not has_read():
+        found = (inference for other, inference in self._known.get(key, ()) if other == spec)
+        return next(found, None)
+
+    def follow(self, name: str, module: nn.Module, subjects: list[Any], spec: TreeSpec) -> Inference:
+        """What a call gives, found by running it on shapes; remembered unless its code looked at values (then the
+        result's shapes do not follow from shapes alone). Raises PlanError where it cannot be found.
+        """
+        copies = [self._copy(subject) for subject in subjects]
+        versions = [_version(copy) for copy in copies]
+        args, kwargs = unflatten(list(copies), spec)
+        with _Watching() as watching:
+            returned, flops = self._run(name, module, args, kwargs)
+        leaves, out_spec = flatten(returned)
+        for leaf in leaves:
+            refuse_hidden_tensors(leaf, f"the result of {name}")
+        inference = Inference(
+            leaves=tuple(_result(leaf, copies) for leaf in leaves),
+            spec=out_spec,
+            written=tuple(at for at, copy in enumerate(copies) if _version(copy) != versions[at]),
+            cost=_cost(module, flops, leaves),
+        )
+        key = _signature(name, module, subjects)
+        if key is not None and not watching.reads:
             self._known[key].append((spec, inference))
         return inference
 
-    def _find(self, name: str, module: nn.Module, subjects: list[Any], spec: TreeSpec) -> Inference:
-        copies = [self._copy(subject) for subject in subjects]
-        versions = [copy._version if isinstance(copy, torch.Tensor) else 0 for copy in copies]
-        args, kwargs = unflatten(list(copies), spec)
+    def _run(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, float]:
+        """What the module returns on shapes, and its FLOPs where they are counted."""
         counter = FlopCounterMode(display=False)
         try:
-            if self.counting:
-                with counter:
-                    returned = module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-            else:
+            with counter if self.counting else nullcontext():
                 returned = module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         except TuttiError:
             raise
@@ -108,15 +119,7 @@ class Shapes:
                 f"mesh.stage: {name} ({type(module).__name__}) cannot be followed on shapes alone "
                 f"({type(error).__name__}: {words}); its forward must not depend on the values it computes"
             ) from error
-        leaves, out_spec = flatten(returned)
-        for leaf in leaves:
-            refuse_hidden_tensors(leaf, f"the result of {name}")
-        results = tuple(_result(leaf, copies) for leaf in leaves)
-        written = tuple(
-            at for at, copy in enumerate(copies) if isinstance(copy, torch.Tensor) and copy._version != versions[at]
-        )
-        cost = _cost(module, counter, leaves) if self.counting else 0.0
-        return Inference(leaves=results, spec=out_spec, written=written, cost=cost)
+        return returned, float(counter.get_total_flops()) if self.counting else 0.0
 
     def _copy(self, subject: Any) -> Any:
         """An argument the module may write to without harm; known tensors keep their values."""
@@ -125,7 +128,25 @@ class Shapes:
         if not is_unknown(subject):
             return subject.detach().clone()
         made = self._stand_ins.outline(subject, requires_grad=False)
-        return made.requires_grad_().clone() if subject.requires_grad else made
+        return self._stand_ins.computed(made) if subject.requires_grad else made
+
+
+class _Watching(TorchFunctionMode):
+    """Notices code that looks at values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.reads = self.reads or getattr(func, "__name__", "") in READS
+        return func(*args, **(kwargs or {}))
+
+
+def _version(leaf: Any) -> int:
+    return leaf._version if isinstance(leaf, torch.Tensor) else 0
 
 
 def _signature(name: str, module: nn.Module, subjects: list[Any]) -> Any:
@@ -168,9 +189,8 @@ def _result(leaf: Any, inputs: list[Any]) -> Result:
     )
 
 
-def _cost(module: nn.Module, counter: FlopCounterMode, leaves: list[Any]) -> float:
+def _cost(module: nn.Module, flops: float, leaves: list[Any]) -> float:
     """FLOPs of a forward; recurrent layers, which torch does not count, by their weights."""
-    flops = float(counter.get_total_flops())
     made = sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))
     for part in module.modules():
         if isinstance(part, nn.RNNBase):

@@ -27,12 +27,21 @@ _ABSENT = object()
 Interceptor = Callable[..., Any]
 
 
+class _Computed(torch.autograd.Function):
+    """Gives a tensor a place in a graph that nobody walks."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, made: list[torch.Tensor]) -> torch.Tensor:
+        return made.pop()
+
+
 class StandIns:
     """The stand-ins of every tensor of `model` as it is now, whole; `names`: of stand-ins of parameters, by id."""
 
     def __init__(self, model: nn.Module) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.names: dict[int, str] = {}
+        self._anchor = torch.empty((), requires_grad=True)
         self._made: dict[int, torch.Tensor] = {}
         self._modules = [(name, module, self._entries(name, module)) for name, module in model.named_modules()]
 
@@ -48,6 +57,11 @@ class StandIns:
         """A tensor without values."""
         with torch.no_grad():
             return FakeTensor(self.mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
+
+    def computed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same tensor as one that requires a gradient but is no leaf, so that it may be changed in place."""
+        made: torch.Tensor = _Computed.apply(self._anchor, [tensor])  # type: ignore[no-untyped-call]
+        return made
 
     def _entries(self, name: str, module: nn.Module) -> dict[str, Any]:
         """What the module's __dict__ holds while it is traced."""

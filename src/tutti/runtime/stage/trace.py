@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from tutti.errors import PlanError
-from tutti.runtime.stage.infer import READS, Shapes
+from tutti.runtime.stage.infer import Shapes
 from tutti.runtime.stage.program import Copied, Node, Outline, Parameter, Program, Surroundings, Value
 from tutti.runtime.stage.standin import StandIns, is_unknown
 from tutti.runtime.stage.tree import flatten, refuse_hidden_tensors, unflatten
@@ -121,7 +121,6 @@ class Recorder(TorchFunctionMode):
         self._depth = 0
         self.paused = False
         self.inside = ""  # the unit whose result's shape is being found
-        self.reads = False  # whether code in there has looked at values
         self._keys: dict[int, int] = {}  # id of a tensor without values -> number of its value
         self._stands: dict[int, torch.Tensor] = {}  # id of a known tensor that was written to -> what stands for it
         self._alive: list[Any] = []  # ids above stay unique
@@ -134,7 +133,6 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if self.paused:
-            self.reads = self.reads or getattr(func, "__name__", "") in READS
             return func(*args, **kwargs)
         if func in _MASKED:
             args = _positions(args)
@@ -184,19 +182,23 @@ class Recorder(TorchFunctionMode):
         return back.get(id(result), result) if isinstance(result, torch.Tensor) else result
 
     def _unit(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        leaves, spec = flatten((args, kwargs))
-        for leaf in leaves:
-            refuse_hidden_tensors(leaf, f"a call of {name}")
-        subjects = [self._stands.get(id(leaf), leaf) for leaf in leaves]
-        with self._pause(name):
-            self.reads = False
-            inference = self.tracer.shapes.infer(name, module, subjects, spec, lambda: self.reads)
+        shapes, stand_ins = self.tracer.shapes, self.tracer.stand_ins
+        with torch._C.DisableTorchFunction():  # what is done here is none of the user's operations
+            leaves, spec = flatten((args, kwargs))
+            for leaf in leaves:
+                refuse_hidden_tensors(leaf, f"a call of {name}")
+            subjects = [self._stands.get(id(leaf), leaf) for leaf in leaves]
+            inference = shapes.known(name, module, subjects, spec)
+        if inference is None:
+            with self._pause(name):
+                inference = shapes.follow(name, module, subjects, spec)
+        with torch._C.DisableTorchFunction(), self._pause(name):
             for at in inference.written:
                 subjects[at] = self._subject(leaves[at])
-            results = inference.results(subjects, self.tracer.stand_ins)
-        self._write(name, module, leaves, subjects, spec, results, list(inference.written), inference.cost)
-        back = {id(stand): leaf for leaf, stand in zip(leaves, subjects, strict=True) if stand is not leaf}
-        return unflatten([back.get(id(leaf), leaf) for leaf in results], inference.spec)
+            results = inference.results(subjects, stand_ins)
+            self._write(name, module, leaves, subjects, spec, results, list(inference.written), inference.cost)
+            back = {id(stand): leaf for leaf, stand in zip(leaves, subjects, strict=True) if stand is not leaf}
+            return unflatten([back.get(id(leaf), leaf) for leaf in results], inference.spec)
 
     def _write(
         self,
