@@ -1,7 +1,7 @@
 """Cutting a batch along its sequences, and joining what the parts gave.
 
-Dim 1 of a batch's tensors is the sequence (dim 0 are samples): its length is that of the first integer tensor with
-two dims or more, or of the first such tensor of any kind, and every tensor whose dim 1 has this size is cut.
+Dim 1 of a batch's tensors is the sequence (dim 0 are samples): its length is that of the first integer tensor of 2
+or 3 dims (tokens), or of the first float one (tokens with features), and every tensor whose dim 1 has this size is cut.
 """
 
 from typing import Any
@@ -19,19 +19,21 @@ def sequence_length(batch: Any, order: Order) -> int:
 
     Raises DataError for a batch without sequences, or with a length that the ranks cannot share equally.
     """
-    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim >= 2]
+    leaves = pytree.tree_leaves(batch)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim in (2, 3)]
     if not tensors:
         raise DataError(
-            f"mesh.context = {order.degree} cuts sequences, but no tensor of the batch has two dims (samples, tokens); "
-            "collate samples into (batch, seq, ...) tensors, or drop the context axis"
+            f"mesh.context = {order.degree} cuts sequences, but no tensor of the batch is (samples, tokens) or "
+            "(samples, tokens, features); collate samples so, or drop the context axis"
         )
     first = next((tensor for tensor in tensors if not tensor.is_floating_point()), tensors[0])
     length = first.shape[1]
     if length == 0 or length % order.unit:
         padded = max(1, -(-length // order.unit)) * order.unit
         raise DataError(
-            f"sequences of {length} tokens cannot be cut for mesh.context = {order.degree} ({order.kind}): the length "
-            f"must be a multiple of {order.unit}; pad sequences to {padded}, or change the context degree"
+            f"sequences of {length} tokens (dim 1 of the batch) cannot be cut for mesh.context = {order.degree} "
+            f"({order.kind}): the length must be a multiple of {order.unit}; pad sequences to {padded}, "
+            "or change the context degree"
         )
     return length
 

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from tutti.errors import ScriptError
 from tutti.runtime.context.attention import Attention
+from tutti.runtime.split.parted import HANDLERS, Parted, local, on_whole
 
 Site = tuple[str, int]
 """File and line of a call."""
@@ -57,7 +58,7 @@ def found_calls(known: Pass, model: nn.Module) -> Iterator[None]:
     this rank's tokens, and means leave out ignored tokens as on one device.
     """
     replaced = {
-        F.scaled_dot_product_attention: known.attention,
+        F.scaled_dot_product_attention: partial(_attention, known, F.scaled_dot_product_attention),
         F.multi_head_attention_forward: partial(_multi_head, known, F.multi_head_attention_forward),
         torch.arange: partial(_arange, known, torch.arange),
         F.cross_entropy: partial(_mean, known, F.cross_entropy),
@@ -92,6 +93,20 @@ def _modules_of(model: nn.Module) -> list[ModuleType]:
 
 def _is_one(value: Any, of: Mapping[Any, Any]) -> bool:
     return any(value is one for one in of)
+
+
+def _attention(known: Pass, function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+    """Attention over the sequence; of this rank's heads where the split axis divides them."""
+    if not any(isinstance(value, Parted) for value in (*args, *kwargs.values())):
+        return known.attention(*args, **kwargs)
+
+    def of_own_heads(**given: Any) -> torch.Tensor:
+        plain: dict[str, Any] = {name: local(one) if isinstance(one, Parted) else one for name, one in given.items()}
+        return known.attention(**plain)
+
+    with torch._C.DisableTorchFunctionSubclass():
+        result = HANDLERS[function](of_own_heads, args, kwargs)
+        return on_whole(known.attention, args, kwargs) if result is NotImplemented else result
 
 
 def _multi_head(known: Pass, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -22,6 +22,7 @@ from tutti.errors import ScriptError, TuttiError
 from tutti.runtime.context.calls import Site, Watch
 from tutti.runtime.context.order import Order
 from tutti.runtime.layout import local
+from tutti.runtime.split.parted import whole
 from tutti.runtime.weighted import Weighted
 
 SAMPLES = 2
@@ -53,7 +54,7 @@ def check(
     lengths: list[int],
     order: Order,
     group: Any,
-    whole: Runner,
+    on_one: Runner,
     in_parts: Callable[[int, frozenset[Site]], Any],
 ) -> frozenset[Site]:
     """Compare the model on whole sequences and on parts; returns where it counts positions.
@@ -61,7 +62,7 @@ def check(
     Raises ScriptError, on every rank along the context axis, naming the first module whose output differs.
     """
     with _undisturbed(model):
-        tokens, seen, sites = _run_whole(model, lengths, whole)
+        tokens, seen, sites = _run_whole(model, lengths, on_one)
         parts = Seen()
         try:
             with _recorded(model, parts), Watch(tokens // order.degree) as watch:
@@ -71,9 +72,9 @@ def check(
             raise
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             finding = (
-                f"{type(model).__name__} fails on a part of its sequences ({type(error).__name__}: "
-                f"{str(error).splitlines()[0] if str(error) else ''}), but not on whole ones: with mesh.context = "
-                f"{order.degree} it must take {tokens // order.degree} tokens as it takes {tokens}; {REMEDY}"
+                f"{type(model).__name__} fails on {tokens // order.degree} tokens (mesh.context = {order.degree}), but "
+                f"not on {tokens}: {str(error).splitlines()[0] if str(error) else type(error).__name__}. Tokens are "
+                f"dim 1 of the batch's tensors; {REMEDY}"
             )
     findings: list[str | None] = [None] * order.degree
     dist.all_gather_object(findings, finding, group=group)
@@ -83,13 +84,13 @@ def check(
     return sites
 
 
-def _run_whole(model: nn.Module, lengths: list[int], whole: Runner) -> tuple[int, Seen, frozenset[Site]]:
+def _run_whole(model: nn.Module, lengths: list[int], on_one: Runner) -> tuple[int, Seen, frozenset[Site]]:
     """(tokens, what was seen, position sites) of the first length the model takes."""
     for tokens in lengths:
         seen, watch = Seen(), Watch(tokens)
         try:
             with _recorded(model, seen), watch:
-                seen.loss = _loss_leaves(whole(tokens))
+                seen.loss = _loss_leaves(on_one(tokens))
         except (RuntimeError, ValueError, IndexError, TypeError):
             if tokens == lengths[-1]:
                 raise
@@ -109,8 +110,8 @@ def _first_difference(seen: Seen, parts: Seen, tokens: int, order: Order, group:
         if by_hand
         else f"it mixes tokens other than by attention, or counts positions from 0 on every rank: {REMEDY}"
     )
-    for (name, kind, whole), (_, _, part) in zip(seen.outputs, parts.outputs, strict=True):
-        for one, other in zip(whole, part, strict=False):
+    for (name, kind, ones), (_, _, theirs) in zip(seen.outputs, parts.outputs, strict=True):
+        for one, other in zip(ones, theirs, strict=False):
             verdict = _agree(one, other, tokens, order, group)
             if verdict is False or (verdict is None and not name):
                 module = f"{name or 'the model'} ({kind})"
@@ -125,29 +126,28 @@ def _first_difference(seen: Seen, parts: Seen, tokens: int, order: Order, group:
     return None
 
 
-def _agree(whole: torch.Tensor, part: torch.Tensor, tokens: int, order: Order, group: Any) -> bool | None:
-    """Whether `part` is this rank's part of `whole`; None where their shapes do not say."""
-    if whole.shape == part.shape:
-        expected = whole
-        if whole.dim() == 0 and whole.is_floating_point():
+def _agree(one: torch.Tensor, part: torch.Tensor, tokens: int, order: Order, group: Any) -> bool | None:
+    """Whether `part` is this rank's part of `one`; None where their shapes do not say."""
+    if one.shape == part.shape:
+        expected = one
+        if one.dim() == 0 and one.is_floating_point():
             part = part.clone()
             dist.all_reduce(part, group=group)
             part = part / order.degree
     else:
-        dims = [d for d, (a, b) in enumerate(zip(whole.shape, part.shape, strict=False)) if a != b]
-        if whole.dim() != part.dim() or len(dims) != 1:
+        dims = [d for d, (a, b) in enumerate(zip(one.shape, part.shape, strict=False)) if a != b]
+        if one.dim() != part.dim() or len(dims) != 1:
             return None
         dim = dims[0]
-        if whole.shape[dim] % tokens or part.shape[dim] * order.degree != whole.shape[dim]:
+        if one.shape[dim] % tokens or part.shape[dim] * order.degree != one.shape[dim]:
             return None
-        expected = order.take(whole.reshape(*whole.shape[:dim], -1, tokens, *whole.shape[dim + 1 :]), dim + 1).flatten(
-            dim, dim + 1
-        )
-    if not whole.is_floating_point():
+        by_tokens = one.reshape(*one.shape[:dim], -1, tokens, *one.shape[dim + 1 :])
+        expected = order.take(by_tokens, dim + 1).flatten(dim, dim + 1)
+    if not one.is_floating_point():
         return bool(torch.equal(expected, part))
-    tolerance = torch.finfo(whole.dtype).eps ** 0.5
+    tolerance = torch.finfo(one.dtype).eps ** 0.5
     expected, part = expected.double().nan_to_num(), part.double().nan_to_num()
-    scale = float(whole.double().nan_to_num().abs().max()) if whole.numel() else 0.0
+    scale = float(one.double().nan_to_num().abs().max()) if one.numel() else 0.0
     return bool((expected - part).abs().max() <= tolerance * scale) if part.numel() else True
 
 
@@ -164,7 +164,8 @@ def _recorded(model: nn.Module, seen: Seen) -> Iterator[None]:
 
     def hook(name: str) -> Callable[..., None]:
         def note(module: nn.Module, inputs: Any, output: Any) -> None:
-            leaves = [leaf.detach().clone() for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+            tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+            leaves = [whole(leaf.detach()).clone() for leaf in tensors]
             seen.outputs.append((name, type(module).__name__, leaves))
 
         return note
