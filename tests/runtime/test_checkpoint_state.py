@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 import tutti
 from tutti.errors import CheckpointError
-from tutti.runtime.checkpoint import load_weights, to_safetensors, to_state_dict
+from tutti.runtime.checkpoint import latest_checkpoint, load_weights, to_safetensors, to_state_dict
 from tutti.runtime.checkpoint.collect import Contribution, collect, pack, unpack
 from tutti.runtime.checkpoint.load import load_checkpoint
 from tutti.runtime.checkpoint.merge import refusal
@@ -180,3 +180,23 @@ def test_scalars_keep_their_kind(value: Any) -> None:
     if isinstance(value, torch.Tensor):
         assert (got.dtype, got.shape) == (value.dtype, value.shape)
     assert got == value
+
+
+def test_what_was_just_written_stays_beside_later_ones_of_another_run(tmp_path: Path) -> None:
+    later = tmp_path / "a" / "checkpoints" / "step-00000200"
+    later.mkdir(parents=True)
+    job, _, _, _ = job_in(tmp_path / "a", nn.Linear(3, 2), torch.optim.SGD)
+    path = job.save()
+    assert [one.name for one in path.parent.iterdir()] == [path.name]
+    later.mkdir()
+    assert latest_checkpoint(tmp_path / "a") == path  # a folder without an index is none
+
+
+def test_an_optimizer_that_cannot_say_its_state_is_named(tmp_path: Path) -> None:
+    class Mute(torch.optim.SGD):
+        def state_dict(self) -> Any:
+            raise KeyError("nothing")
+
+    job, _, _, _ = job_in(tmp_path, nn.Linear(3, 2), Mute)
+    with pytest.raises(CheckpointError, match=r"step 0 could not be written to .*: KeyError 'nothing'; earlier"):
+        job.save()

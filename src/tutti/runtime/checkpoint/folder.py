@@ -30,7 +30,7 @@ def write_file(path: Path, data: bytes) -> int:
 
 
 def publish(temporary: Path, path: Path, keep: int) -> None:
-    """A whole checkpoint takes its name; one of the same step leaves, and all but the newest `keep` go."""
+    """A whole checkpoint takes its name; one of the same step leaves, and of the others all but the newest go."""
     sync_folder(temporary)
     replaced = path.with_name(f"{path.name}.replaced")
     if path.exists():
@@ -47,7 +47,8 @@ def publish(temporary: Path, path: Path, keep: int) -> None:
     with suppress(OSError):  # what cannot be removed does not make the new one worse
         if replaced.exists():
             remove(replaced)
-        for old in sorted(path.parent.glob("step-*"))[: -max(keep, 1)]:
+        others = sorted(one for one in path.parent.glob("step-*") if one != path)
+        for old in others[: len(others) - max(keep, 1) + 1]:
             remove(old)
 
 

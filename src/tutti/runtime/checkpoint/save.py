@@ -106,8 +106,8 @@ def _begin(run: Run, *, background: bool) -> Pending:
     )
     try:
         mine, items = collect(run)
-    except CheckpointError as error:
-        mine, items = Contribution(failure=str(error)), []
+    except Exception as error:  # an optimizer's own state_dict may raise; the other ranks must not wait for this one
+        mine, items = Contribution(failure=_said(error)), []
     mine.sees = pending.temporary.is_dir()
     everyone = run.world.gather(mine)
     failure = refusal(everyone)
@@ -257,4 +257,5 @@ def _failed(run: Run, path: Path, reason: str | None) -> CheckpointError:
 
 
 def _said(error: BaseException) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+    words = str(error).splitlines()[0] if str(error) else ""
+    return words if isinstance(error, CheckpointError | OSError) else f"{type(error).__name__} {words}".rstrip()

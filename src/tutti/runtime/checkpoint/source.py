@@ -142,6 +142,8 @@ def transfer(world: World, source: Source, targets: list[Target]) -> None:
                     done[number] += _fill(target, entry, part, source.read)
     except CheckpointError as error:
         failure = str(error)
+    except (RuntimeError, ValueError) as error:
+        failure = f"{source.path} does not fit: {error}"
     if not readable:
         failure = _send_all(world, source, targets, done)
     failure = failure or _incomplete(source, targets, done)
