@@ -182,7 +182,7 @@ def _train(task: Task) -> Outcome:
             gap=comparison.gap,
             excess=comparison.excess,
             where=comparison.where,
-            facts=_held_nbytes(job._run()),
+            facts={**trained.facts, **_held_nbytes(job._run())},
         )
     job, trained = _trained(task, {"precision": task.precision}, None)
     reference = Reference(trained=trained)
@@ -190,7 +190,7 @@ def _train(task: Task) -> Outcome:
         os.environ["TUTTI_RUN_FOLDER"] = str(Path.cwd() / "run-full")
         reference.noise = noise_of(trained, _trained(task, {}, None)[1])
     torch.save(reference, task.reference)
-    return Outcome(kind="done", facts=_held_nbytes(job._run()))
+    return Outcome(kind="done", facts={**trained.facts, **_held_nbytes(job._run())})
 
 
 def _trained(task: Task, fields: dict[str, Any], comparison: Comparison | None) -> tuple[tutti.Job, Trained]:
@@ -219,6 +219,7 @@ def _steps(job: tutti.Job, model: torch.nn.Module, loader: Any, comparison: Comp
                 trained.gradients.append({n: (g.to_dense() if g.is_sparse else g).clone() for n, g in gradients})
             else:
                 _compare_step(run, trained.losses, gradients, comparison)
+            trained.facts["exchanged"] = run.layout.traffic.nbytes
             job.update()
             if len(trained.losses) == STEPS:
                 break

@@ -93,10 +93,11 @@ def _memory(rows: list[str], cells: dict[tuple[str, str], Cell]) -> str:
         "",
         "The most that a rank holds of parameters, gradients and optimizer state between backward and the next step, "
         "measured as bytes of distinct storages, in parts of one device's; the equal part, 1 / (ranks that divide it), "
-        "is behind it. Last, the bytes a rank sends in a step for gradients (ring formula), in parts of the gradients.",
+        "is behind it. Then the bytes a rank sends in a step for gradients and parameters (ring formula), in parts of "
+        "one device's gradients, and those that the last step sent beside them (halos, tokens, rows of tables).",
         "",
-        "| | plan | parameters | gradients | optimizer | sent |",
-        "|---|---|---|---|---|---|",
+        "| | plan | parameters | gradients | optimizer | sent | exchanged, bytes |",
+        "|---|---|---|---|---|---|---|",
     ]
     for (row, name), cell in cells.items():
         if row in chosen and cell.verdict == "exact" and cell.bytes and columns()[name].precision == "full":
@@ -104,7 +105,7 @@ def _memory(rows: list[str], cells: dict[tuple[str, str], Cell]) -> str:
                 _part(cell, kind, columns()[name].divides(kind)) for kind in ("parameters", "gradients", "optimizer")
             ]
             sent = cell.bytes["sent"] / max(cell.one["gradients"], 1)
-            lines.append(f"| {row} | {name} | {' | '.join(shown)} | {sent:.2f} |")
+            lines.append(f"| {row} | {name} | {' | '.join(shown)} | {sent:.2f} | {cell.bytes['exchanged']} |")
     return "\n".join(lines)
 
 
