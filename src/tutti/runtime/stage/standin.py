@@ -105,7 +105,8 @@ class StandIns:
         before: list[tuple[nn.Module, dict[str, Any]]] = []
         try:
             for name, module, entries in self._modules:
-                new = {"_parameters": entries["_parameters"]} if name in glue else dict(entries)
+                own = ("forward", "_buffers") if name in glue else ()
+                new = {key: value for key, value in entries.items() if key not in own}
                 if intercept is not None:
                     new["_compiled_call_impl"] = intercept(name, module)
                 before.append((module, {key: module.__dict__.get(key, _ABSENT) for key in new}))
