@@ -114,6 +114,12 @@ def functions() -> dict[str, Op]:
         "differences": lambda x: x[:, :, 1:] - x[:, :, :-1],
         "resized to": lambda x: F.interpolate(F.max_pool2d(x, 4), size=x.shape[2:], mode="bilinear") + x,
         "tiny and back": lambda x: F.interpolate(F.avg_pool2d(x, (7, 11)), scale_factor=(7, 11)) * x,
+    } | more(whole)
+
+
+def more(whole: torch.Tensor) -> dict[str, Op]:
+    """Orders, indices and losses; `whole`: a tensor that is on every rank."""
+    return {
         "flipped": lambda x: x.flip(1, 3) + x.flip([2]) * x.flip(dims=(1,)),
         "rolled": lambda x: x.roll(1, 1) * x.roll((1, 2), (2, 3)),
         "picked by a mask": lambda x: x[x > 0] ** 2,
