@@ -198,15 +198,14 @@ def _others() -> list[Column]:
     ]
 
 
-def _two(one: AxisName, other: AxisName, quick: tuple[str, ...] = (), **options: Any) -> Column:
-    fields = dict(options.pop("fields", {}))
-    microbatches = 4 if "stage" in (one, other) else 1
+def _two(one: AxisName, other: AxisName, quick: tuple[str, ...] = (), level: int = 3) -> Column:
+    sharded = "shard" in (one, other)
     return Column(
-        name=f"{one} 2 x {other} 2",
+        name=f"{f'ZeRO-{level}, ' if sharded else ''}{one} 2 x {other} 2",
         group="two axes",
         mesh={one: 2, other: 2},
-        fields=fields,
-        microbatches=microbatches,
+        fields=_shard(level) if sharded else {},
+        microbatches=4 if "stage" in (one, other) else 1,
         quick=quick,
     )
 
@@ -220,7 +219,9 @@ def _pairs() -> list[Column]:
         _two("replicate", "space", ("CNN, BatchNorm",)),
         _two("replicate", "table", ("DLRM",)),
         _two("shard", "split", ("Llama",)),
-        _two("shard", "stage", ("GPT-2",)),
+        _two("shard", "split", level=1),
+        _two("shard", "stage"),
+        _two("shard", "stage", ("GPT-2",), level=1),
         _two("shard", "context"),
         _two("shard", "expert"),
         _two("shard", "space"),
@@ -246,9 +247,10 @@ def _triples() -> list[Column]:
     )
     return [
         Column(
-            name=" x ".join(f"{axis} {degree}" for axis, degree in mesh.items()),
+            name=("ZeRO-1, " if "shard" in mesh else "") + " x ".join(f"{axis} {n}" for axis, n in mesh.items()),
             group="three axes",
             mesh=mesh,
+            fields=_shard(1) if "shard" in mesh else {},
             microbatches=4 if "stage" in mesh else 1,
         )
         for mesh in meshes
