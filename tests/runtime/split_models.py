@@ -120,6 +120,20 @@ class Odd(nn.Module):
         return self.d(torch.cat([second, first * z[:, 1].unsqueeze(-1)], dim=-1))
 
 
+class Pictures(nn.Module):
+    """Convolutions, then a classifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Flatten()
+        )
+        self.classifier = nn.Sequential(nn.Linear(16, 9), nn.ReLU(), nn.Linear(9, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.classifier(self.features(x))  # type: ignore[no-any-return]
+
+
 def plain(*sizes: int) -> nn.Sequential:
     layers: list[nn.Module] = []
     for a, b in itertools.pairwise(sizes):
@@ -233,6 +247,15 @@ CASES: dict[str, Case] = {
     "multihead": Case(
         model=SelfAttention, inputs=lambda: ((values(4, 5, 24),), {}), loss=squares,
         divided=(*HEADS, ("cross", "heads")),
+    ),
+    "samples": Case(
+        model=Pictures, inputs=lambda: ((values(5, 3, 6, 6),), {}), loss=classes,
+        layout=(LayoutRule(modules="features", placement="row"),),
+        divided=(("features", "samples"), ("classifier.0", "column"), ("classifier.2", "row")),
+    ),
+    "fewer samples than ranks": Case(
+        model=Pictures, inputs=lambda: ((values(1, 3, 6, 6),), {}), loss=classes,
+        layout=(LayoutRule(modules="features", placement="row"),), divided=(("features", "samples"),),
     ),
     "encoder": Case(
         model=lambda: nn.TransformerEncoder(

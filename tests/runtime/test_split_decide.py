@@ -71,6 +71,13 @@ REFUSED: dict[str, tuple[Any, tuple[LayoutRule, ...], int, str]] = {
     "embedding": (
         lambda: nn.Sequential(nn.Embedding(9, 8, max_norm=1.0), *plain(8, 9, 5)), (rule("0", "split"),), 2, "max_norm"
     ),
+    "statistics of parts": (
+        lambda: nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten()), *plain(16, 9, 5)),
+        (rule("0", "row"),), 2, "'0' says 'row'.*the BatchNorm '1'",
+    ),
+    "parts of a tied one": (
+        lambda: Vectors(nn.Sequential(Gated(8)), 8), (rule("embed", "row"),), 2, "'embed' says 'row'.*'head.weight'"
+    ),
     "attention": (
         lambda: nn.Sequential(nn.MultiheadAttention(24, 4, add_bias_kv=True), *plain(8, 9, 5)),
         (rule("0", "split"),), 2, "bias_k or add_zero_attn",

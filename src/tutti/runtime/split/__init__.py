@@ -1,14 +1,15 @@
 """Split: the layers of a model divided over the ranks of the mesh's split axis (tensor parallelism).
 
-`decide` says from the layout's rules and known patterns how every module is divided; `apply` does it on this rank.
-Between divided layers activations are parts that behave as the whole tensor (`parted`), so a model's code is unchanged.
+`decide` says from the layout's rules and known patterns how every module is divided; `apply_decisions` does it on this
+rank. Between divided layers activations are parts that behave as the whole tensor (`parted`), so a model's code is
+unchanged.
 """
 
 from torch import nn
 
 from tutti.runtime.layout import Layout
 from tutti.runtime.split import elementwise, normal, products, shapes
-from tutti.runtime.split.apply import apply, whole_parameter
+from tutti.runtime.split.apply import apply_decisions, whole_parameter
 from tutti.runtime.split.decide import decide
 from tutti.runtime.split.describe import SplitModule, describe_split
 from tutti.runtime.split.exchange import SplitGroup
@@ -31,7 +32,7 @@ def split_model(model: nn.Module, plan: Plan, layout: Layout) -> None:
     others = mesh.degree("expert", "table", "stage", "space") > 1
     decisions = decide(model, plan.layout, degree, rules_for_others=others)
     group = SplitGroup(handle=mesh.new_group("split"), rank=mesh.index("split"), size=degree)
-    apply(model, decisions, layout, group)
+    apply_decisions(model, decisions, layout, group)
 
 
 __all__ = ["SplitModule", "describe_split", "split_model", "whole", "whole_parameter"]

@@ -16,6 +16,7 @@ from tutti.runtime.split.linear import (
     ColumnForward,
     Entry,
     RowForward,
+    SamplesForward,
     TokensForward,
     VocabularyForward,
     is_transposed,
@@ -43,7 +44,7 @@ class Running:
         return self
 
 
-def apply(model: nn.Module, decisions: Sequence[Decision], layout: Layout, group: SplitGroup) -> None:
+def apply_decisions(model: nn.Module, decisions: Sequence[Decision], layout: Layout, group: SplitGroup) -> None:
     """Change `model` in place as `decisions` say, and write into `layout` what this rank holds."""
     entry, running = Entry(group), Running()
     by_tokens = any(one.role == "tokens" for one in decisions)
@@ -65,7 +66,7 @@ def apply(model: nn.Module, decisions: Sequence[Decision], layout: Layout, group
 
 def cuts_of(module: nn.Module, one: Decision) -> list[Cut]:
     """Which of a module's parameters are cut, along which dim, into what."""
-    if one.role in ("shared", "tokens"):
+    if one.role in ("shared", "tokens", "samples"):
         return []
     if one.role == "vocabulary":
         return [("weight", 0, one.spread)]
@@ -134,12 +135,13 @@ def _set_forward(module: Any, one: Decision, entry: Entry, group: SplitGroup, la
         module.forward = HeadsForward(module=module, entry=entry, heads=one.spread)
     elif one.role == "units":
         module.forward = RecurrentForward(module=module, entry=entry, units=one.spread)
+    elif one.role == "samples":
+        module.forward = SamplesForward(module=module, group=group, plain=module.forward)
     else:
         module.forward = TokensForward(module=module, group=group, plain=module.forward)
-    if one.role == "shared":
-        for leaf, parameter in module._parameters.items():
-            if parameter is not None:
-                layout.sum_over(f"{one.name}.{leaf}", (*SUMMED, "split"))
+    if one.role in ("shared", "samples"):
+        for leaf, _ in module.named_parameters():
+            layout.sum_over(f"{one.name}.{leaf}", (*SUMMED, "split"))
 
 
 def _guard(module: nn.Module, leaves: dict[str, Place], running: Running) -> None:

@@ -6,6 +6,7 @@ Pure: nothing is exchanged, the model is not changed.
 from collections.abc import Sequence
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from tutti.errors import PlanError
 from tutti.runtime.split.decisions import (
@@ -42,6 +43,7 @@ def decide(
             one = _single(name, module, said[name], degree)
             if one is not None:
                 found[name] = one
+    _by_samples(model, layout, found)
     _check_rules(model, layout, found, rules_for_others)
     _check_tied(model, found, said)
     if not found and not rules_for_others:
@@ -95,6 +97,44 @@ def _single(name: str, module: nn.Module, word: str, degree: int) -> Decision | 
     return None if role is None else Decision(name=name, role=role, spread=even(size, degree))
 
 
+def _by_samples(model: nn.Module, layout: Sequence[LayoutRule], found: dict[str, Decision]) -> None:
+    """A rule that says 'row' of a module by its very name, which is no single layer: it runs on parts of the samples
+    (Krizhevsky 2014, arXiv 1404.5997: convolutions by samples, the classifier by features)."""
+    for rule in layout:
+        module = dict(model.named_modules()).get(rule.modules)
+        said = rule.placement == "row" and placement_of(layout, rule.modules) == "row"
+        if (
+            not said
+            or module is None
+            or is_linear(module)
+            or is_norm(module)
+            or next(module.parameters(), None) is None
+        ):
+            continue
+        inside = [name for name in found if name.startswith(rule.modules + ".")]
+        for name in inside:
+            del found[name]
+        _check_by_samples(model, rule.modules)
+        found[rule.modules] = Decision(name=rule.modules, role="samples", spread=even(0, 1))
+
+
+def _check_by_samples(model: nn.Module, name: str) -> None:
+    module = model.get_submodule(name)
+    norms = [inner for inner, one in module.named_modules() if isinstance(one, _BatchNorm)]
+    if norms:
+        raise PlanError(
+            f"layout rule {name!r} says 'row': it would see its samples in parts, but it contains the BatchNorm "
+            f"{norms[0]!r}, which needs all of them; replace that by GroupNorm, or keep the module whole"
+        )
+    own = {id(p) for p in module.parameters()}
+    for other, p in model.named_parameters(remove_duplicate=False):
+        if id(p) in own and not other.startswith(name + "."):
+            raise PlanError(
+                f"layout rule {name!r} says 'row', but a parameter of it is also {other!r}, outside it; keep the "
+                "module whole: placement='replicate'"
+            )
+
+
 def _check_rules(
     model: nn.Module, layout: Sequence[LayoutRule], found: dict[str, Decision], rules_for_others: bool
 ) -> None:
@@ -128,7 +168,7 @@ def _check_tied(model: nn.Module, found: dict[str, Decision], said: dict[str, Pl
     """One weight cannot be cut in two ways: what rules ask for is refused, what was only guessed is left whole."""
     cuts: dict[int, str] = {}
     for name, module in model.named_modules():
-        if name not in found or found[name].role in ("heads", "units", "tokens"):
+        if name not in found or found[name].role in ("heads", "units", "tokens", "samples"):
             continue
         weight = module._parameters["weight"]
         before = cuts.setdefault(id(weight), name)

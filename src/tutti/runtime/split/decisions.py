@@ -7,10 +7,11 @@ from torch import nn
 
 from tutti.runtime.split.spread import Spread
 
-Role = Literal["column", "shared", "row", "vocabulary", "heads", "units", "tokens"]
+Role = Literal["column", "shared", "row", "vocabulary", "heads", "units", "tokens", "samples"]
 """column: a linear layer by its outputs; shared: the same, but parameters are whole and ranks use overlapping parts;
 row: by its inputs; vocabulary: an embedding by its rows; heads: nn.MultiheadAttention; units: LSTM, GRU, RNN by hidden
-units; tokens: a norm, each rank on its part of the sequence (parameters are whole)."""
+units; tokens: a norm, each rank on its part of the sequence; samples: any module, each rank on its part of the samples
+(parameters of both are whole)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

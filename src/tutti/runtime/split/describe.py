@@ -93,6 +93,8 @@ def _exchanges(module: Any, one: Decision) -> tuple[Exchange, ...]:
             Exchange(kind="reduce-scatter", when="backward", values=times * module.hidden_size),
         )
         return (*steps, _of(into, module.input_size))
+    if one.role == "samples":  # their gradients' sums over the split ranks are among the layout's
+        return ()
     return (Exchange(kind="all-gather", when="backward", values=int(module.weight.shape[-1])),)
 
 

@@ -4,16 +4,20 @@ Each replaces the forward of one module, which keeps its parameters under their 
 """
 
 import weakref
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
-from tutti.runtime.split.exchange import SplitGroup, add, add_take, copy, gather_copy, pieces
-from tutti.runtime.split.parted import Parted, Place, fit, parted, whole
+from tutti.errors import ScriptError
+from tutti.runtime.split.exchange import SplitGroup, add, add_take, copy, gather_copy, pieces, take
+from tutti.runtime.split.parted import Parted, Place, all_whole, fit, parted, whole
 from tutti.runtime.split.spread import Spread, even
+from tutti.runtime.split.streams import draws_whole, own_stream
 
 
 class Entry:
@@ -140,6 +144,46 @@ class TokensForward:
             with torch._C.DisableTorchFunctionSubclass():
                 x = parted(fit(x, -2, spread, self.group), Place(dim=1, spread=spread, group=self.group))
         return self.plain(x)  # type: ignore[no-any-return]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class SamplesForward:
+    """Any module, each rank on its part of the samples (dim 0 of every tensor it gets and of the one it returns).
+
+    Its parameters are whole, their gradients are sums over ranks.
+    """
+
+    module: nn.Module
+    group: SplitGroup
+    plain: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = all_whole((args, kwargs))
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        counts = {len(tensor) for tensor in tensors if tensor.ndim}
+        if len(counts) != 1:
+            raise ScriptError(
+                f"a {type(self.module).__name__} placed 'row' runs on parts of the samples, but its arguments have "
+                f"{sorted(counts)} of them; keep it whole with LayoutRule(modules=..., placement='replicate')"
+            )
+        count = counts.pop()
+        spread, group = even(count, self.group.size), self.group
+        place = Place(dim=0, spread=spread, group=group)
+        if count < group.size or draws_whole():  # all of it, of which this rank's samples count
+            result = pieces(self._checked(self.plain(*args, **kwargs), count), 0, spread.parts[group.rank])
+            return parted(result.clone(), place)
+        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: take(t, 0, spread, group), (args, kwargs))
+        with own_stream(tensors[0].device, group) if self.module.training else nullcontext():
+            result = self.plain(*args, **kwargs)
+        return parted(self._checked(result, spread.local(group.rank)) * 1, place)
+
+    def _checked(self, result: Any, count: int) -> torch.Tensor:
+        if isinstance(result, torch.Tensor) and result.ndim and len(result) == count:
+            return result
+        raise ScriptError(
+            f"a {type(self.module).__name__} placed 'row' runs on parts of the samples, but does not return one tensor "
+            "with a row for each; keep it whole with LayoutRule(modules=..., placement='replicate')"
+        )
 
 
 def is_transposed(module: nn.Module) -> bool:
