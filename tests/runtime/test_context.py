@@ -4,13 +4,22 @@ from typing import Any
 
 import pytest
 import torch
+from several import Case, on_ranks, once
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import tutti
-from against_one import Subject, assert_same_as_one
-from tutti.spec.plan import LayoutRule
+from against_one import Subject, assert_agree
+from harness import run_ranks
+from tutti.errors import PlanError, TuttiError
+from tutti.runtime.context import sequences_of
+from tutti.runtime.evaluate import evaluate
+from tutti.runtime.mesh import Mesh
+from tutti.runtime.unpack import default_unpack
+from tutti.runtime.world import join
+from tutti.spec.plan import BatchPlan, LayoutRule, Plan
+from tutti.spec.words import ContextKind
 
 VOCABULARY, LENGTH = 11, 16
 
@@ -115,26 +124,211 @@ def padded() -> Subject:
     )
 
 
-def masks_out(run: Any) -> dict[str, Any]:
-    return {"positions": run.sequences.part is not None}
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=LENGTH,
+    )
+    model = LlamaForCausalLM(config)
+    model.gradient_checkpointing_enable()
+    return model
+
+
+def padded_labels() -> Subject:
+    """A model that shifts its labels and averages over those that count, over padded text; its logits in float32."""
+    text = tokens().tensors[0]
+    lengths = torch.arange(20)[:, None] % 7 + 9
+    keep = (torch.arange(LENGTH) < lengths).long()
+    whole = torch.stack([text, keep, torch.where(keep > 0, text, -100)], 1)
+    data = [{"input_ids": row[0], "attention_mask": row[1], "labels": row[2]} for row in whole]
+    return Subject(model=llama, data=data, batch=20, optimizer=torch.optim.SGD)
+
+
+def metrics(run: Any) -> dict[str, Any]:
+    """Of whole sequences, not means over tokens."""
+    of_sample = {"largest": lambda output, target: output.amax((1, 2))}
+    of_all = {"in order": lambda output, target: (output.sum(-1) * torch.arange(output.shape[1])).sum()}
+    return evaluate(run, run.loader.source, of_sample, of_all, 3)[0]
 
 
 RECOMPUTE = (LayoutRule(modules="blocks.*", recompute=True),)
+CASES: dict[int, dict[str, tuple[Any, dict[str, Any]]]] = {
+    2: {
+        "accumulated": (gpt, {"mesh": {"context": 2}, "batch": {"num_microbatches": 2}}),
+        "recomputed": (gpt, {"mesh": {"context": 2}, "context": "all-to-all", "layout": RECOMPUTE}),
+        "ignored": (last_ignored, {"mesh": {"context": 2}}),
+        "padded": (padded, {"mesh": {"context": 2}}),
+    },
+    3: {"tokens": (gpt_by_tokens, {"mesh": {"context": 3}})},
+    4: {
+        "replicas": (gpt, {"mesh": {"replicate": 2, "context": 2}, "layout": RECOMPUTE}),
+        "four": (gpt, {"mesh": {"context": 4}}),
+        "tokens": (gpt_by_tokens, {"mesh": {"context": 2, "replicate": 2}, "context": "all-to-all"}),
+        "padded": (padded, {"mesh": {"context": 2, "replicate": 2}, "context": "all-to-all"}),
+    },
+}
 
 
-@pytest.mark.parametrize(
-    ("make", "plan"),
-    [
-        (gpt, {"mesh": {"context": 2}, "batch": {"num_microbatches": 2}}),
-        (gpt, {"mesh": {"context": 2}, "context": "all-to-all", "layout": RECOMPUTE}),
-        (gpt, {"mesh": {"replicate": 2, "context": 2}, "batch": {"num_microbatches": 2}, "layout": RECOMPUTE}),
-        (gpt, {"mesh": {"context": 4}}),
-        (gpt_by_tokens, {"mesh": {"context": 3}}),
-        (gpt_by_tokens, {"mesh": {"context": 2, "replicate": 2}, "context": "all-to-all"}),
-        (last_ignored, {"mesh": {"context": 2}}),
-        (padded, {"mesh": {"context": 2}}),
-        (padded, {"mesh": {"context": 2, "replicate": 2}, "context": "all-to-all"}),
-    ],
-)
-def test_trained_on_parts_of_sequences_as_on_one_device(make: Any, plan: dict[str, Any]) -> None:
-    assert_same_as_one(make, **plan)
+@pytest.mark.parametrize("ranks", CASES)
+def test_trained_on_parts_of_sequences_as_on_one_device(ranks: int) -> None:
+    results = on_ranks(CASES[ranks], ranks)
+    for name, (make, _) in CASES[ranks].items():
+        assert_agree(once(make, 1), [result[name] for result in results])
+
+
+def test_a_model_that_shifts_its_own_labels() -> None:
+    """Its loss is over float32 logits; blocks are recomputed by its own means."""
+    kinds: tuple[ContextKind, ...] = ("ring", "all-to-all")
+    cases: dict[str, Case] = {kind: (padded_labels, {"mesh": {"context": 2}, "context": kind}) for kind in kinds}
+    results = on_ranks(cases, 2)
+    one = once(padded_labels, 1)
+    for kind in kinds:
+        assert_agree(one, [result[kind] for result in results], 1e-5)
+
+
+def test_metrics_see_whole_sequences_in_order() -> None:
+    many = on_ranks({"": (gpt, {"mesh": {"replicate": 2, "context": 2}})}, 4, steps=1, look=metrics)
+    one = on_ranks({"": (gpt, {"mesh": {"replicate": 1}})}, 1, steps=1, look=metrics)[0][""].facts
+    for result in many:
+        assert result[""].facts == pytest.approx(one, rel=1e-12)
+
+
+class Pooled(nn.Module):
+    """One class a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.mixed(self.tokens(x)))
+
+    def mixed(self, x: Tensor) -> Tensor:
+        return x.mean(1)
+
+
+class ByHand(Pooled):
+    def mixed(self, x: Tensor) -> Tensor:
+        return torch.softmax(x @ x.transpose(1, 2), -1) @ x
+
+
+class Triangle(Pooled):
+    def mixed(self, x: Tensor) -> Tensor:
+        seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        return F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], seen)[:, 0]
+
+
+class Convolved(Pooled):
+    """A convolution over tokens behind a gate that is still closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.near, self.gate = nn.Conv1d(8, 8, 3, padding=1), nn.Parameter(torch.zeros(1))
+
+    def mixed(self, x: Tensor) -> Tensor:
+        return x + self.gate * self.near(x.transpose(1, 2)).transpose(1, 2)
+
+
+class Sliced(Pooled):
+    """Learned positions, still zero, of which the first are taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.where = nn.Parameter(torch.zeros(1, LENGTH, 8))
+
+    def mixed(self, x: Tensor) -> Tensor:
+        return x + self.where[:, : x.shape[1]]
+
+
+class Fixed(Sliced):
+    def mixed(self, x: Tensor) -> Tensor:
+        return x + self.where
+
+
+class Weights(Pooled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def mixed(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x)[0]
+
+
+class Positionless(Pooled):
+    def mixed(self, x: Tensor) -> Tensor:
+        return x
+
+
+def shifted_inside(logits: Tensor, target: Tensor) -> Tensor:
+    return mean_loss(logits[:, :-1], target[:, 1:])
+
+
+def refusals() -> dict[str, str]:
+    """What is said about models that cannot be run on parts, and whether the check left everything as it was."""
+    world, said = join(), {}
+    mesh, plan = Mesh({"context": 2}, world.rank), Plan(batch=BatchPlan(global_batch_size=4), mesh={"context": 2})
+    text = torch.randint(VOCABULARY, (3, LENGTH), generator=torch.Generator().manual_seed(0))
+    cases: list[tuple[Any, Any, Any]] = [
+        *((kind, mean_loss, (text, text)) for kind in (ByHand, Triangle, Convolved, Sliced, Fixed, Weights)),
+        (Pooled, F.cross_entropy, (text, text[:, 0])),
+        (Positionless, shifted_inside, (text, text)),
+        (Positionless, mean_loss, (text[:, :10], text[:, :10])),
+        (Positionless, mean_loss, (text[:, 0], text[:, 0])),
+    ]
+    for number, (kind, loss, batch) in enumerate(cases):
+        torch.manual_seed(0)
+        model = kind()
+        state, drawn = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
+        with (
+            pytest.raises(TuttiError) as error,
+            sequences_of(model, plan, mesh, default_unpack, loss).part(batch),
+        ):
+            pass
+        said[f"{number} {kind.__name__}"] = str(error.value)
+        assert model.training
+        assert torch.equal(torch.get_rng_state(), drawn)
+        assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    sequences = sequences_of(Positionless(), plan, mesh, default_unpack, mean_loss)
+    ignored = torch.where(torch.arange(LENGTH) == 2, -100, text)
+    with pytest.raises(TuttiError) as error, sequences.part((text, ignored)) as part:
+        mean_loss(torch.randn(3, LENGTH // 2, VOCABULARY), torch.full_like(part[1], -100))
+    said["outside"] = str(error.value)
+    assert F.cross_entropy.__module__ == "torch.nn.functional"
+    return said
+
+
+def test_what_mixes_tokens_otherwise_is_refused_by_name() -> None:
+    expected = {
+        "0 ByHand": "attention by hand",
+        "1 Triangle": "use is_causal=True",
+        "2 Convolved": "near (Conv1d) computes something else",
+        "3 Sliced": "positions from 0 on every rank",
+        "4 Fixed": "Fixed fails on 8 tokens (mesh.context = 2), but not on 16",
+        "5 Weights": "need_weights=False",
+        "6 Pooled": "head (Linear) computes something else",
+        "7 Positionless": "shift labels in the data set",
+        "8 Positionless": "pad sequences to 12",
+        "9 Positionless": "(samples, tokens)",
+        "outside": "tutti.Weighted(sum, count)",
+    }
+    for said in run_ranks(refusals, 2):
+        assert said.keys() == expected.keys()
+        for name, words in expected.items():
+            assert words in said[name], said[name]
+
+
+def test_a_cut_model_or_cut_samples_are_not_combined() -> None:
+    class TwoAxes:
+        def degree(self, *axes: str) -> int:
+            return 2 if {"context", "stage"} & {*axes} else 1
+
+    plan = Plan(batch=BatchPlan(global_batch_size=4), mesh={"context": 2, "stage": 2})
+    with pytest.raises(PlanError, match="use one of the two"):
+        sequences_of(nn.Linear(2, 2), plan, TwoAxes(), default_unpack, mean_loss)  # type: ignore[arg-type]

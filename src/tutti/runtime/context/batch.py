@@ -42,7 +42,7 @@ def cut_batch(batch: Any, length: int, order: Order) -> Any:
     """This rank's part of every sequence tensor; other leaves stay whole."""
 
     def cut(leaf: Any) -> Any:
-        return order.take(leaf, 1) if _is_sequence(leaf, length) else leaf
+        return order.take(leaf, 1).contiguous() if _is_sequence(leaf, length) else leaf
 
     return pytree.tree_map(cut, batch)
 
@@ -56,7 +56,7 @@ def shorten(batch: Any, length: int, samples: int, tokens: int) -> Any:
         if not isinstance(leaf, torch.Tensor) or not leaf.ndim or leaf.shape[0] != size:
             return leaf
         fewer = leaf[:samples]
-        return fewer[:, :tokens] if _is_sequence(leaf, length) else fewer
+        return fewer[:, :tokens].contiguous() if _is_sequence(leaf, length) else fewer
 
     return pytree.tree_map(cut, batch)
 
