@@ -249,10 +249,10 @@ def _give_up(run: Run, pending: Pending) -> None:
 
 def _failed(run: Run, path: Path, reason: str | None) -> CheckpointError:
     last = latest_checkpoint(run.folder.path)
+    remedy = ". Free space or name another folder, then resume" if "[Errno" in str(reason) else ""
     return CheckpointError(
         f"checkpoint of step {int(path.name.removeprefix('step-'))} could not be written to {path}: {reason}; earlier "
-        f"checkpoints are whole ({last.name if last else 'there is none'}). Free space or name another folder, then "
-        "resume"
+        f"checkpoints are whole ({last.name if last else 'there is none'}){remedy}"
     )
 
 
