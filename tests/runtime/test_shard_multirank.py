@@ -11,6 +11,7 @@ import torch
 from against_one import Trained, assert_agree, train
 from harness import run_ranks
 from runtime import shard_subjects as subjects
+from tutti.errors import TuttiError
 from tutti.runtime.layout import local
 from tutti.spec.plan import LayoutRule, Sharding
 
@@ -39,7 +40,7 @@ def cases_of(level: int) -> dict[str, dict[str, Any]]:
 
 
 def held(run: Any) -> dict[str, Any]:
-    """Bytes of parameters and of optimizer state on this rank at rest."""
+    """Values of parameters and of optimizer state on this rank at rest."""
     parameters = sum(local(p).numel() for p in run.model.parameters())
     states = [s for one in run.optimizers for state in one.state.values() for s in state.values() if s.dim()]
     return {"parameters": parameters, "states": sum(s.numel() for s in states)}
@@ -75,3 +76,67 @@ def test_same_as_one_device(mesh: dict[str, int], level: int) -> None:
             assert_agree(one[0][1, name], [rank[level, name] for rank in many])
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from error
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_ranks_hold_their_part(mesh: dict[str, int]) -> None:
+    """Parameters and optimizer state at rest, in all: AdamW keeps two values for each."""
+    name, degree = "batch statistics, few channels", mesh["shard"]
+    many = results(tuple(mesh.items()))
+    whole = results((("replicate", 1),))[0][1, name].facts
+    for level in LEVELS:
+        facts = [rank[level, name].facts for rank in many]
+        for part in ("parameters", "states"):
+            expected = whole[part] / degree if part == "states" or level > 1 else whole[part]
+            assert max(fact[part] for fact in facts) <= 1.1 * expected + 8, (level, part)
+            shards = sum(fact[part] for fact in facts[:degree]) if expected < whole[part] else facts[0][part]
+            assert shards == whole[part], (level, part)
+
+
+def precise(precision: str, plans: list[tuple[dict[str, int], int]]) -> list[list[float]]:
+    """Losses in float32 under autocast, by plan."""
+    found = []
+    for mesh, level in plans:
+        os.environ["TUTTI_RUN_FOLDER"] = str(Path.cwd() / f"run-{precision}-{len(found)}")
+        fields = {"mesh": mesh, "sharding": Sharding(level=level), "precision": precision}  # type: ignore[arg-type]
+        trained = train(subjects.accumulated, fields, 8, torch.float32)
+        found.append(trained.losses)
+    return found
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_lower_precision(precision: str) -> None:
+    """Sharded or replicated, ranks make the same products in lower precision; sums differ in float32 rounding."""
+    plans = [({"replicate": 2}, 1), *(({"shard": 2}, level) for level in LEVELS)]
+    for replicated, *sharded in run_ranks(precise, 2, precision, plans):
+        for losses in sharded:
+            assert losses == pytest.approx(replicated, rel=2e-3)
+
+
+def refused(cases: list[tuple[str, int]]) -> list[str]:
+    messages = []
+    for number, (name, level) in enumerate(cases):
+        os.environ["TUTTI_RUN_FOLDER"] = str(Path.cwd() / f"run-{number}")
+        fields: dict[str, Any] = {"mesh": {"shard": 2}, "sharding": Sharding(level=level)}  # type: ignore[arg-type]
+        if name == "parameters on the host":
+            fields["sharding"] = Sharding(level=1, offload="parameters")
+        try:
+            train(getattr(subjects, name, subjects.tied), fields, 1, torch.float64)
+            messages.append("nothing")
+        except TuttiError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_what_cannot_work_is_refused_on_all_ranks() -> None:
+    expected = {
+        ("adafactor", 3): "Adafactor does not treat the elements of a parameter one by one",
+        ("bag", 2): "'embed.weight' has sparse gradients",
+        ("penalised", 3): "the loss uses parameter",
+        ("reaching", 3): "was called from outside of its block",
+        ("opaque", 2): "returns Opaque, in which no tensor is found",
+        ("parameters on the host", 1): 'offload = "parameters" needs sharding level 2 or 3',
+    }
+    for messages in run_ranks(refused, 2, list(expected)):
+        for message, words in zip(messages, expected.values(), strict=True):
+            assert words in message

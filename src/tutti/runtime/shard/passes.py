@@ -99,6 +99,7 @@ class Passes:
                 self._watch(call, unit, output)
             if not unit.entered and not self._stays(call, unit):
                 unit.drop("absent")
+                torch.clear_autocast_cache()  # it would keep the whole weights in lower precision
         if not call.depth:
             self._call = None
             self._close(call, failed=output is None)
