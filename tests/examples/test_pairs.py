@@ -22,9 +22,10 @@ FOLDER = Path(__file__).parents[2] / "examples"
 SMALL = {
     "digits": ["--epochs", "2", "--batch-size", "512", "--dropout", "0"],
     "gpt": ["--layers", "1", "--width", "16", "--heads", "2", "--epochs", "1", "--batch-size", "256", "--lr", "0.01"],
+    "dlrm": ["--displays", "700", "--width", "4", "--batch-size", "64", "--lr", "0.03", "--epochs", "2"],
     "unet3d": ["--samples", "16", "--size", "8", "--width", "4", "--levels", "1", "--epochs", "4", "--lr", "0.1"],
 }
-FACTORY = {"digits": "make_model", "gpt": "GPT", "unet3d": "UNet3d"}
+FACTORY = {"digits": "make_model", "gpt": "GPT", "dlrm": "DLRM", "unet3d": "UNet3d"}
 
 
 def load(name: str) -> ModuleType:
@@ -124,7 +125,7 @@ def tutti_alone(name: str) -> tuple[list[float], list[str]]:
     return tape.losses, lines
 
 
-@pytest.mark.parametrize("name", ["digits", "gpt", "unet3d"])
+@pytest.mark.parametrize("name", ["digits", "gpt", "dlrm", "unet3d"])
 def test_a_pair_differs_in_main_only_and_there_in_few_lines(name: str) -> None:
     texts = [(FOLDER / f"{name}_{kind}.py").read_text() for kind in ("torch", "tutti")]
     trees = [
@@ -142,7 +143,7 @@ def test_a_pair_differs_in_main_only_and_there_in_few_lines(name: str) -> None:
         assert sum(call in line for line in added) == 1
 
 
-@pytest.mark.parametrize("name", ["digits", "gpt", "unet3d"])
+@pytest.mark.parametrize("name", ["digits", "gpt", "dlrm", "unet3d"])
 def test_a_pair_has_the_same_losses_and_prints_the_same_on_one_rank_and_on_two(name: str) -> None:
     """From one first state, on the batches that tutti made: plain PyTorch, one rank, two ranks."""
     one, lines, plain, plain_lines = run_ranks(pair, 1, name)[0]

@@ -1,0 +1,85 @@
+"""A DLRM that predicts clicks from a log in Criteo's form, on any number of devices.
+
+dlrm_torch.py is the same program in plain PyTorch on one device. `--mesh table=2` divides the embedding tables.
+"""
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tutti
+from tutti.data.clicks import Clicks, read_clicks, write_clicks
+from tutti.nn import EmbeddingTables
+
+
+def mlp(*widths: int) -> nn.Sequential:
+    layers = [(nn.Linear(a, b), nn.ReLU()) for a, b in pairwise(widths)]
+    return nn.Sequential(*(part for pair in layers for part in pair))
+
+
+class DLRM(nn.Module):
+    """13 numbers and 26 categories -> the logit of a click (Naumov et al. 2019, arXiv 1906.00091).
+
+    Numbers pass an MLP while the categories' vectors are looked up; all pairs of these 27 vectors are multiplied.
+    """
+
+    def __init__(self, sizes: Sequence[int], width: int) -> None:
+        super().__init__()
+        self.tables = EmbeddingTables(sizes, width, sparse=True)
+        self.bottom = mlp(13, 64, width)
+        pairs = (len(sizes) + 1) * len(sizes) // 2
+        self.top = nn.Sequential(mlp(width + pairs, 64), nn.Linear(64, 1))
+
+    def forward(self, numbers: Tensor, categories: Tensor) -> Tensor:
+        vectors = self.tables.start(categories)
+        bottom = self.bottom(numbers)
+        every = torch.cat([bottom.unsqueeze(1), vectors()], 1)  # (batch, 27, width)
+        low, high = torch.tril_indices(every.shape[1], every.shape[1], -1)
+        products = (every @ every.transpose(1, 2))[:, low, high]
+        return self.top(torch.cat([bottom, products], 1)).squeeze(1)
+
+
+def made_clicks(displays: int, seed: int) -> Clicks:
+    """A made-up log, written and read back."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_clicks(Path(folder) / "train.txt", displays, seed)
+        return read_clicks(Path(folder) / "train.txt")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, default in {"displays": 7000, "width": 16, "epochs": 2}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--data", help="a log of your own, such as Criteo's train.txt; else one is made up")
+    parser.add_argument("--max-rows", type=int, help="categories are taken modulo this")
+    parser.add_argument("--batch-size", type=int, default=128)
+    parser.add_argument("--lr", type=float, default=0.01)
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
+    job = tutti.Job(global_batch_size=args.batch_size, seed=args.seed)
+    clicks = read_clicks(args.data, args.max_rows) if args.data else made_clicks(args.displays, args.seed)
+    train, test = clicks.split()
+    model = DLRM(clicks.sizes, args.width)
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=args.lr)
+    model, optimizer, loader = job.prepare(model, optimizer, train, F.binary_cross_entropy_with_logits)
+    job.print(f"{len(train)} displays, {sum(clicks.sizes)} rows in {len(clicks.sizes)} tables")
+
+    for epoch in job.epochs(args.epochs):
+        for batch in loader:
+            job.step(batch)
+        values = job.evaluate(test)
+        job.print(f"epoch {epoch}: test loss {values['loss']:.4f}")
+
+
+if __name__ == "__main__":
+    main()
