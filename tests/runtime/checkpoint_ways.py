@@ -30,16 +30,12 @@ GPT, MIXTURE, CNN = "GPT, tied embeddings", "Mixture of experts", "CNN, BatchNor
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """A plan for a family of models; checkpoints go from every way of a family to every other.
-
-    `refusable`: a combination of axes that prepare may refuse; whether it must not is the matrix's to say.
-    """
+    """A plan for a family of models; checkpoints go from every way of a family to every other."""
 
     family: str
     mesh: dict[str, int]
     fields: dict[str, Any] = field(default_factory=dict)
     words: str = ""
-    refusable: bool = False
 
     @property
     def name(self) -> str:
@@ -76,8 +72,8 @@ PLANS = (
         words="interleaved",
     ),
     Way(family=GPT, mesh={"context": 2}),
-    Way(family=GPT, mesh={"split": 2, "stage": 2}, refusable=True),
-    Way(family=GPT, mesh={"shard": 2, "split": 2}, fields=zero(3), words="ZeRO-3", refusable=True),
+    Way(family=GPT, mesh={"split": 2, "stage": 2}),
+    Way(family=GPT, mesh={"shard": 2, "split": 2}, fields=zero(3), words="ZeRO-3"),
     Way(family=MIXTURE, mesh={"replicate": 1}),
     Way(family=MIXTURE, mesh={"expert": 2}),
     Way(family=MIXTURE, mesh={"replicate": 3}),

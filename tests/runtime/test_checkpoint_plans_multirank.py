@@ -35,8 +35,6 @@ def test_checkpoints_of_other_plans_go_on_under_this_one(way: Way, saved: tuple[
     if way.missing:
         pytest.skip(f"no mechanism for mesh.{way.missing[0]} yet")
     folder, failures = saved
-    if way.refusable and failures.get(way.name, "").startswith("PlanError"):
-        pytest.skip(f"refused: {failures[way.name]}")
     assert way.name not in failures, failures[way.name]
     sources = [one.name for one in some_sources(way) if one.name not in failures]
     for differences in run_ranks(resume_all, way.plan.world_size, way, sources, folder, 1e-12, timeout_s=110):
