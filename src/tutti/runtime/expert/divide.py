@@ -97,6 +97,11 @@ def _check(
         if tied:
             raise PlanError(f"{' and '.join(tied)} are one tensor, so {name!r} cannot be divided; place it 'replicate'")
     for name, mixture in found.items():
+        if layout.mesh.degree("stage") > 1:
+            raise PlanError(
+                f"mesh.stage = {layout.mesh.degree('stage')}: the load-balancing loss of {name!r} is part of a loss that "
+                "another stage computes; use expert, shard or split instead of stages"
+            )
         if context > 1 and mixture.capacity_factor is not None:
             raise PlanError(
                 f"mesh.context = {context}: the tokens of {name!r} lie on several ranks, so which ones exceed an "
