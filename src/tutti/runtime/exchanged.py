@@ -8,7 +8,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.pooling import _AvgPoolNd, _MaxPoolNd
 
 from tutti.nn import EmbeddingTables, MixtureOfExperts
-from tutti.runtime.split import describe_split
+from tutti.runtime.split import describe_split, rules_for_others
 from tutti.spec.plan import Plan
 
 _SHARDED = {
@@ -25,7 +25,7 @@ def exchanges(model: nn.Module, plan: Plan) -> dict[str, tuple[str, ...]]:
     """
     found: dict[str, list[str]] = {name: [] for name, _ in model.named_modules()}
     if plan.degree("split") > 1:
-        for one in describe_split(model, plan.layout, plan.degree("split")):
+        for one in describe_split(model, plan.layout, plan.degree("split"), rules_for_others=rules_for_others(plan)):
             for exchange in one.exchanges:
                 values = f" of {exchange.values} values a row" if exchange.values else ""
                 found[one.name].append(f"{exchange.when}: {exchange.kind} over split{values}")

@@ -20,6 +20,11 @@ TABLES = (elementwise, normal, products, shapes)
 """The modules that fill the table of functions on parts when they are imported."""
 
 
+def rules_for_others(plan: Plan) -> bool:
+    """Whether layout rules may be meant for other axes, so that one which divides nothing here is no error."""
+    return plan.degree("expert", "table", "stage", "space") > 1
+
+
 def split_model(model: nn.Module, plan: Plan, layout: Layout) -> None:
     """Divide `model` over the split axis, in place, and write into `layout` what this rank holds. Collective.
 
@@ -29,10 +34,9 @@ def split_model(model: nn.Module, plan: Plan, layout: Layout) -> None:
     degree = mesh.degree("split")
     if degree == 1:
         return
-    others = mesh.degree("expert", "table", "stage", "space") > 1
-    decisions = decide(model, plan.layout, degree, rules_for_others=others)
+    decisions = decide(model, plan.layout, degree, rules_for_others=rules_for_others(plan))
     group = SplitGroup(handle=mesh.new_group("split"), rank=mesh.index("split"), size=degree)
     apply_decisions(model, decisions, layout, group)
 
 
-__all__ = ["SplitModule", "describe_split", "split_model", "whole", "whole_parameter"]
+__all__ = ["SplitModule", "describe_split", "rules_for_others", "split_model", "whole", "whole_parameter"]

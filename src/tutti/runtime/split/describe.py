@@ -36,12 +36,18 @@ class SplitModule:
     partner: str = ""
 
 
-def describe_split(model: nn.Module, layout: Sequence[LayoutRule], degree: int) -> list[SplitModule]:
+def describe_split(
+    model: nn.Module, layout: Sequence[LayoutRule], degree: int, *, rules_for_others: bool = False
+) -> list[SplitModule]:
     """How a model that nothing has touched is divided over `degree` ranks, in order of the model.
 
-    It may be on the meta device. Raises PlanError as preparing it would.
+    It may be on the meta device; `rules_for_others`: see `decide`. Raises PlanError as preparing it would.
     """
-    decided = {one.name: one for one in decide(model, layout, degree)} if degree > 1 else {}
+    decided = (
+        {one.name: one for one in decide(model, layout, degree, rules_for_others=rules_for_others)}
+        if degree > 1
+        else {}
+    )
     seen: set[int] = set()
     found = []
     for name, module in model.named_modules():
