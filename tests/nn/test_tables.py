@@ -16,7 +16,7 @@ ROWS = torch.tensor([[[0, 1, 1], [2, 0, 3]], [[4, 4, 0], [1, 1, 1]]])
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_vectors_are_those_of_each_table(mode: str) -> None:
     tables = EmbeddingTables([5, 4], 3, mode=mode)  # type: ignore[arg-type]
-    expected = torch.stack([table(ROWS[:, i]) for i, table in enumerate(tables.tables)], 1)
+    expected = torch.stack([table(ROWS[:, i]) for i, table in enumerate(tables.tables.values())], 1)
     torch.testing.assert_close(tables(ROWS), expected)
     torch.testing.assert_close(tables.start(ROWS)(), expected)
     flat = [(ROWS[:, i].flatten(), torch.tensor([0, 3])) for i in range(2)]
@@ -28,7 +28,7 @@ def test_vectors_are_those_of_each_table(mode: str) -> None:
 def test_weights_have_the_shape_of_the_rows_and_a_gradient() -> None:
     tables = EmbeddingTables([5, 4], 3)
     weights = torch.rand(2, 2, 3, requires_grad=True)
-    expected = [table(ROWS[:, i], per_sample_weights=weights[:, i]) for i, table in enumerate(tables.tables)]
+    expected = [table(ROWS[:, i], per_sample_weights=weights[:, i]) for i, table in enumerate(tables.tables.values())]
     output = tables(ROWS, weights)
     torch.testing.assert_close(output, torch.stack(expected, 1))
     torch.testing.assert_close(tables(list(ROWS.unbind(1)), list(weights.unbind(1))), output)
@@ -49,7 +49,7 @@ def test_bags_may_be_empty_and_offsets_may_hold_the_end() -> None:
 def test_initial_values_are_within_the_bound_of_dlrm_and_gradients_may_be_sparse() -> None:
     tables = EmbeddingTables([100, 4], 8, sparse=True)
     assert [name for name, _ in tables.named_parameters()] == ["tables.0.weight", "tables.1.weight"]
-    assert float(tables.tables[0].weight.detach().abs().max()) <= 0.1
+    assert float(tables.tables["0"].weight.detach().abs().max()) <= 0.1
     tables(torch.zeros(2, 2, dtype=torch.int64)).sum().backward()
     assert all(p.grad is not None and p.grad.is_sparse for p in tables.parameters())
 

@@ -236,7 +236,7 @@ def bounded() -> Subject:
 def tied() -> Subject:
     def model() -> nn.Module:
         built = Together(False, "sum")
-        built.tables.tables[1].weight = built.tables.tables[0].weight
+        built.tables.tables["1"].weight = built.tables.tables["0"].weight
         return built
 
     return subject(model)

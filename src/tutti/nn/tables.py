@@ -109,7 +109,8 @@ class EmbeddingTables(nn.Module):
             raise ScriptError("EmbeddingTables got no sizes; give the number of rows of at least one table")
         made: dict[str, Any] = {"mode": mode, "sparse": sparse, "device": device, "dtype": dtype}
         self.width = width
-        self.tables = nn.ModuleList(nn.EmbeddingBag(rows, width, **made) for rows in sizes)
+        # No list: its elements would be blocks, which may be recomputed or sharded one by one, as they are called.
+        self.tables = nn.ModuleDict({str(i): nn.EmbeddingBag(rows, width, **made) for i, rows in enumerate(sizes)})
         self.lookup: Lookup = Here()
         self.reset_parameters()
 
@@ -141,7 +142,7 @@ class EmbeddingTables(nn.Module):
         return lambda: torch.stack(wait(), 1)
 
     def _bags(self) -> list[nn.EmbeddingBag]:
-        return [table for table in self.tables if isinstance(table, nn.EmbeddingBag)]
+        return [table for table in self.tables.values() if isinstance(table, nn.EmbeddingBag)]
 
 
 def _bags(asked: Asked, weights: Tensor | None) -> Bags:

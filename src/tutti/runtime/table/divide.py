@@ -54,7 +54,7 @@ def divide_tables(model: nn.Module, rules: Sequence[LayoutRule], layout: Layout)
 def _together(model: nn.Module) -> dict[nn.Module, EmbeddingTables]:
     """Which tables are looked up together, by which module."""
     owners = [module for module in model.modules() if isinstance(module, EmbeddingTables)]
-    return {table: owner for owner in owners for table in owner.tables}
+    return {table: owner for owner in owners for table in owner.tables.values()}
 
 
 def _table(name: str, module: AnyTable, rules: Sequence[LayoutRule], layout: Layout) -> Table | None:
