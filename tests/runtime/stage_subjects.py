@@ -124,6 +124,21 @@ def clipped() -> Subject:
     return Subject(model=subject.model, data=subject.data, loss_fn=token_loss, batch=8, job={"clip_norm": 0.5})
 
 
+def frozen() -> Subject:
+    """Nothing to train in the first half; the loss counts tokens, gradients are clipped."""
+
+    def model() -> GPT:
+        made = GPT()
+        for part in (made.embed, made.blocks[0], made.blocks[1]):
+            part.requires_grad_(False)
+        made.positions.requires_grad_(False)
+        made.head.weight = nn.Parameter(made.embed.weight.detach().clone())
+        return made
+
+    subject = clipped()
+    return Subject(model=model, data=subject.data, loss_fn=token_loss, batch=8, job=subject.job)
+
+
 def unet() -> Subject:
     generator = torch.Generator().manual_seed(2)
     data = TensorDataset(torch.randn(22, 2, 8, 8, generator=generator), torch.randint(0, 3, (22,), generator=generator))

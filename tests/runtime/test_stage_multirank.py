@@ -33,6 +33,7 @@ CASES: dict[int, dict[str, Any]] = {
         "gpt: recompute": staged(
             subjects.gpt, "zero-bubble", 3, ranks=2, layout=(LayoutRule(modules="blocks.*", recompute=True),)
         ),
+        "gpt: a stage without anything to train": staged(subjects.frozen, "1f1b", 2, ranks=2, cuts=("blocks.2",)),
         "u-net: gpipe": staged(subjects.unet, "gpipe", 2, ranks=2),
         "tagger: zero-bubble": staged(subjects.tagger, "zero-bubble", 2, ranks=2),
         "tagger: interleaved": staged(subjects.tagger, "interleaved", 3, ranks=2),

@@ -86,7 +86,7 @@ def make_run(session: Session, given: Given) -> Run:
         layout=layout,
         model=model,
         replica=Replica(model, layout, plan, shards),
-        pipeline=make_pipeline(stages, plan, layout.mesh, world.device),
+        pipeline=make_pipeline(stages, plan, layout, world.device),
         optimizers=given.optimizers,
         sequences=sequences,
         loss_fn=sequences.loss_fn,

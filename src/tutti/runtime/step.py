@@ -156,4 +156,5 @@ def _finish_gradients(run: Run, factor: float) -> None:
                     dist.all_reduce(found, dist.ReduceOp.MAX)
     if factor != 1.0:
         gradients = [p.grad for p in run.replica.parameters if p.grad is not None]
-        torch._foreach_mul_(gradients, factor)
+        if gradients:  # a stage may have nothing to train
+            torch._foreach_mul_(gradients, factor)

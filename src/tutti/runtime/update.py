@@ -67,6 +67,6 @@ def _clip(run: Run) -> float | None:
     named = [(name, p.grad) for name, p in run.model.named_parameters() if p.grad is not None]
     norm = math.sqrt(float(norm_squared(run.layout, named, run.world.device)))
     factor = run.settings.clip_norm / (norm + 1e-6)  # as torch does
-    if factor < 1.0:
+    if factor < 1.0 and named:
         torch._foreach_mul_([local(gradient) for _, gradient in named], factor)
     return norm

@@ -1,7 +1,7 @@
 """Build: a model is cut into stages, and this rank keeps what its own stages hold."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ MOST_OPENED = 64
 class Stages:
     """Where a model is cut; stage s is on position s mod `ranks` of the stage axis. `starts`: the first calls of stages
     1, 2, ...; `tracer` follows each forward; `first`: names of tensors -> the first name of the same tensor; `shared`:
-    parameters held at several positions, by those.
+    parameters held at several positions, by those; `trained`: parameters that require a gradient.
     """
 
     ranks: int
@@ -40,6 +40,7 @@ class Stages:
     holders: Holders
     first: dict[str, str]
     shared: dict[tuple[int, ...], list[str]]
+    trained: frozenset[str]
 
     @property
     def count(self) -> int:
@@ -48,6 +49,11 @@ class Stages:
     def place(self, program: Program) -> Placement:
         """A forward's program on these stages."""
         return place(program, self.starts, self.holders)
+
+    def trains(self, position: int, names: Iterable[str]) -> bool:
+        """Whether any of the parameters called `names` is trained at a position of the stage axis."""
+        stages = set(range(position, self.count, self.ranks))
+        return any(self.holders.parameters[name] & stages for name in self.trained.intersection(names))
 
     def keep_own(self, model: nn.Module, layout: Layout) -> None:
         """Take away the parameters and buffers of modules that this rank does not compute; memory follows."""
@@ -115,6 +121,7 @@ def cut_stages(model: nn.Module, plan: Plan, layout: Layout, sample: Sample) -> 
         holders=holders,
         first=_first_names(model),
         shared=shared,
+        trained=frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad),
     )
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from tutti.data.seeds import derive_seed, seed_device
 from tutti.data.split import to_device
 from tutti.errors import PlanError
+from tutti.runtime.layout import Layout
 from tutti.runtime.mesh import Mesh
 from tutti.runtime.precision import autocast
 from tutti.runtime.stage.build import Stages
@@ -197,18 +198,16 @@ def _groups(mesh: Mesh) -> Callable[[int, int], Any]:
     return lambda source, target: groups[source, target]
 
 
-def make_pipeline(stages: Stages | None, plan: Plan, mesh: Mesh, device: torch.device) -> Pipeline | None:
+def make_pipeline(stages: Stages | None, plan: Plan, layout: Layout, device: torch.device) -> Pipeline | None:
     """The pipeline of a model that was cut into stages. Collective."""
     if stages is None:
         return None
-    if plan.precision == "float16" and any(not _trains(stages, position) for position in range(stages.ranks)):
-        raise PlanError(
-            "precision = float16 with a stage that has no parameter to train: loss scaling cannot be kept equal; use "
-            "bfloat16, or name pipeline.cuts such that every stage trains something"
-        )
-    return Pipeline(stages, plan, mesh, device)
-
-
-def _trains(stages: Stages, position: int) -> bool:
-    mine = {stage for stage in range(stages.count) if stage % stages.ranks == position}
-    return any(held & mine for held in stages.holders.parameters.values())
+    if plan.precision == "float16":
+        for groups in layout.states.groups:
+            names = {name for group in groups for name in group}
+            if any(not stages.trains(position, names) for position in range(stages.ranks)):
+                raise PlanError(
+                    "precision = float16 with a stage in which an optimizer has nothing to train: loss scaling cannot "
+                    "be kept equal; use bfloat16, or name other pipeline.cuts"
+                )
+    return Pipeline(stages, plan, layout.mesh, device)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from tutti.errors import PlanError
 from tutti.runtime.split import whole, whole_parameter
 from tutti.runtime.stage.halves import Deferred, input_gradients
 from tutti.runtime.stage.place import Placement, StagePart
@@ -90,8 +91,14 @@ class StageWork:
         return values
 
     def outgoing(self, key: int) -> torch.Tensor:
-        """A value to send."""
-        return self._sent[key].detach().contiguous()
+        """A value to send. Raises PlanError when it is not what the trace foresaw: others wait for that."""
+        tensor, outline = self._sent[key].detach().contiguous(), self.outlines[key]
+        if (tuple(tensor.shape), tensor.dtype) != (outline.shape, outline.dtype):
+            raise PlanError(
+                f"mesh.stage: a value between stages is {tuple(tensor.shape)}, {tensor.dtype}, where following the "
+                f"model on shapes gave {outline.shape}, {outline.dtype}; name pipeline.cuts elsewhere"
+            )
+        return tensor
 
     def output(self, values: Mapping[int, torch.Tensor]) -> Any:
         """What the forward returned, on the last stage."""
