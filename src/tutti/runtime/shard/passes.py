@@ -84,7 +84,7 @@ class Passes:
                 if not unit.whole:
                     unit.show("absent")
         self._call.depth += 1
-        for unit in self._direct(module):
+        for unit in _direct(self._under[module], self._blocks.get(module), self.units[0]):
             unit.entered += 1
             self._seen.setdefault(unit)
             self._need(self._call, unit)
@@ -93,24 +93,17 @@ class Passes:
         call = self._call
         assert call is not None
         call.depth -= 1
-        for unit in self._direct(module):
+        for unit in _direct(self._under[module], self._blocks.get(module), self.units[0]):
             unit.entered -= 1
             if torch.is_grad_enabled() and (module in self._blocks or not call.depth):
                 self._watch(call, unit, output)
-            if not unit.entered and not self._stays(call, unit):
+            stays = unit.held or unit.repeats or (call.hold and (self.keep or unit is self.units[0]))
+            if not unit.entered and not stays:
                 unit.drop("absent")
                 torch.clear_autocast_cache()  # it would keep the whole weights in lower precision
         if not call.depth:
             self._call = None
             self._close(call, failed=output is None)
-
-    def _direct(self, module: nn.Module) -> list[Unit]:
-        """The units whose parameters the module itself may use: its block's, and what lies outside of blocks."""
-        own = self._blocks.get(module)
-        return [unit for unit in self._under[module] if unit is own or unit is self.units[0]]
-
-    def _stays(self, call: Call, unit: Unit) -> bool:
-        return unit.held or unit.repeats or (call.hold and (self.keep or unit is self.units[0]))
 
     def _need(self, call: Call, unit: Unit) -> None:
         """Let every unit of the call have its turn up to this one, have this one whole, and start the next."""
@@ -215,6 +208,11 @@ class _Guard:
                 f"module {self.name!r} was called from outside of its block {self.unit.name!r}, whose parameters are "
                 "divided among ranks; call the block or the model, or use sharding level 1"
             )
+
+
+def _direct(under: list[Unit], own: Unit | None, outside: Unit) -> list[Unit]:
+    """Of the units under a module those whose parameters it may use itself: its block's, and those of no block."""
+    return [unit for unit in under if unit is own or unit is outside]
 
 
 def _under(model: nn.Module, units: list[Unit], blocks: Mapping[nn.Module, Unit]) -> dict[nn.Module, list[Unit]]:
