@@ -99,8 +99,8 @@ def _check(
     for name, mixture in found.items():
         if layout.mesh.degree("stage") > 1:
             raise PlanError(
-                f"mesh.stage = {layout.mesh.degree('stage')}: the load-balancing loss of {name!r} is part of a loss that "
-                "another stage computes; use expert, shard or split instead of stages"
+                f"mesh.stage = {layout.mesh.degree('stage')}: the load-balancing loss of {name!r} is part of a loss "
+                "that another stage computes; use expert, shard or split instead"
             )
         if context > 1 and mixture.capacity_factor is not None:
             raise PlanError(
