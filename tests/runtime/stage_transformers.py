@@ -4,12 +4,8 @@ from typing import Any
 
 import torch
 from transformers import (
-    BertConfig,
-    BertForMaskedLM,
     GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -41,28 +37,6 @@ def gpt2() -> Subject:
     )
     config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
     return _subject(lambda: GPT2LMHeadModel(config))
-
-
-def bert() -> Subject:
-    config = BertConfig(
-        vocab_size=WORDS, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=24
-    )
-    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
-    return _subject(lambda: BertForMaskedLM(config))
-
-
-def llama() -> Subject:
-    config = LlamaConfig(
-        vocab_size=WORDS,
-        hidden_size=16,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=24,
-        bos_token_id=1,
-        eos_token_id=1,
-    )
-    return _subject(lambda: LlamaForCausalLM(config))
 
 
 def t5() -> Subject:

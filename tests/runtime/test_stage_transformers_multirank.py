@@ -13,7 +13,8 @@ pytest.importorskip("transformers")
 
 from runtime import stage_transformers as models
 
-MODELS = {"gpt2": models.gpt2, "bert": models.bert, "llama": models.llama, "t5": models.t5}
+MODELS = {"gpt2": models.gpt2, "t5": models.t5}
+"""The tied head, and two stacks that share an embedding; the matrix has more families."""
 
 
 @functools.cache
@@ -23,7 +24,6 @@ def results(ranks: int) -> list[dict[str, Trained]]:
     return on_ranks({name: (make, plan) for name, make in MODELS.items()}, ranks, steps=2)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", MODELS)
-def test_stages_of_transformers(name: str, ranks: int) -> None:
-    assert_agree(results(1)[0][name], [one[name] for one in results(ranks)], 1e-11)
+def test_stages_of_transformers(name: str) -> None:
+    assert_agree(results(1)[0][name], [one[name] for one in results(3)], 1e-11)
