@@ -24,8 +24,8 @@ from tutti.spec.plan import BatchPlan, Plan
 
 STEPS = 5
 FLOOR = {torch.float64: 1e-3, torch.float32: 0.1}
-"""A tensor is measured against no less than this part of the largest value of its kind: what is zero but for rounding
-(the gradient of a bias before batch statistics) has no relative difference."""
+"""A tensor is measured against no less than this part of the largest of its kind: what is zero but for rounding (the
+gradient of a bias before batch statistics) has no relative difference."""
 PATIENCE_S = 10.0
 NOISES = 3.0
 """In bfloat16 a tensor may differ by so many times what bfloat16 itself changes in it on one device."""
@@ -77,7 +77,7 @@ class Comparison:
         self.gap, self.excess, self.where = 0.0, 0.0, ""
 
     def values(self, got: torch.Tensor, expected: torch.Tensor, floor: float, words: str, name: str) -> None:
-        """Compare two tensors, relative to the largest value of the expected one, or to the floor."""
+        """Compare two tensors, relative to the size of the expected one, or to the floor."""
         gap = difference(got, expected, floor)
         where = f"{words} {name}"
         if got.shape != expected.shape:
@@ -124,20 +124,27 @@ class Comparison:
 
 
 def difference(got: torch.Tensor, expected: torch.Tensor, floor: float) -> float:
-    """Largest difference relative to the expected tensor's largest value, or to the floor."""
+    """The size of the difference relative to the expected tensor's, or to the floor; infinite for other shapes or
+    values that are no numbers."""
     if got.shape != expected.shape:
         return math.inf
     if not expected.numel():
         return 0.0
-    scale = max(float(expected.detach().double().abs().max()), floor, 1e-300)
-    gap = float((got.detach().double() - expected.detach().double()).abs().max()) / scale
+    gap = size(got.detach().double() - expected.detach().double(), expected.dtype)
+    gap /= max(size(expected, expected.dtype), floor, 1e-300)
     return math.inf if math.isnan(gap) else gap
 
 
+def size(tensor: torch.Tensor, dtype: torch.dtype) -> float:
+    """The largest value; in low precision, where single values are chaotic (a ReLU turns), the root mean square."""
+    values = tensor.detach().double()
+    return float((values * values).mean().sqrt() if dtype == torch.float32 else values.abs().max())
+
+
 def floor_of(wholes: dict[str, torch.Tensor]) -> float:
-    """FLOOR of their dtype times the largest value of some tensors."""
+    """FLOOR of their dtype times the size of the largest tensor."""
     numbers = [whole for whole in wholes.values() if whole.is_floating_point() and whole.numel()]
-    return max((FLOOR[whole.dtype] * float(whole.abs().max()) for whole in numbers), default=0.0)
+    return max((FLOOR[whole.dtype] * size(whole, whole.dtype) for whole in numbers), default=0.0)
 
 
 def noise_of(low: Trained, full: Trained) -> dict[str, float]:

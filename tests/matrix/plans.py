@@ -13,8 +13,9 @@ from tutti.spec.words import AxisName, ScheduleName
 SEES_SEQUENCES = ("GPT, tied embeddings", "BERT", "GPT-2", "Llama", "ViT", "T5")
 SEES_SPACE = ("CNN, BatchNorm", "ResNet, 12 channels", "3-D U-Net", "CosmoFlow")
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 5e-2}
-"""Of any loss, gradient, parameter or buffer, relative to the tensor's largest value; float32 is the master copy of
-bfloat16 arithmetic here, whose own precision is 8e-3."""
+"""Of any loss, gradient, parameter or buffer: in float64 the largest difference of an element relative to the largest
+element; in float32, the master copy of bfloat16 arithmetic here, the root mean square of the difference relative to the
+tensor's, beyond what bfloat16's own rounding explains (8e-3 an operation)."""
 
 
 @dataclass(frozen=True, kw_only=True)
