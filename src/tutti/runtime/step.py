@@ -149,11 +149,13 @@ def _finish_gradients(run: Run, factor: float) -> None:
     for optimizer in run.optimizers:
         if run.scaler.is_enabled():
             with run.replica.shards.whole_gradients(optimizer):
-                if any(p.grad is not None for g in optimizer.param_groups for p in g["params"]):
-                    run.scaler.unscale_(optimizer)
+                run.scaler.unscale_(optimizer)
+            found = run.scaler._found_inf_per_device(optimizer)
+            if not found:  # nothing of this optimizer's has a gradient on this rank
+                found[str(run.world.device)] = torch.zeros((), device=run.world.device)
             if run.layout.held:  # ranks hold different gradients: one that overflows stops all
-                for found in run.scaler._found_inf_per_device(optimizer).values():
-                    dist.all_reduce(found, dist.ReduceOp.MAX)
+                for value in found.values():
+                    dist.all_reduce(value, dist.ReduceOp.MAX)
     if factor != 1.0:
         gradients = [p.grad for p in run.replica.parameters if p.grad is not None]
         if gradients:  # a stage may have nothing to train
