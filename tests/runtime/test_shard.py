@@ -13,10 +13,15 @@ from tutti.runtime.shard.pieces import Pieces, even_bounds
 SHAPES = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3).map(torch.Size), min_size=1, max_size=4)
 
 
+def cuts(shapes: list[torch.Size], degree: int) -> list[tuple[int, tuple[int, ...]]]:
+    loads = [0] * degree
+    return [even_bounds(shape, loads) for shape in shapes]
+
+
 @settings(deadline=None, max_examples=60)
 @given(SHAPES, st.integers(1, 6))
 def test_pieces_cover_every_tensor_once(shapes: list[torch.Size], degree: int) -> None:
-    pieces = Pieces.cut(shapes, [even_bounds(shape, degree) for shape in shapes], degree)
+    pieces = Pieces.cut(shapes, cuts(shapes, degree), degree)
     wholes = [torch.randn(shape) for shape in shapes]
     segments = torch.zeros(degree, pieces.size)
     pieces.collect(segments, list(wholes))
@@ -26,20 +31,27 @@ def test_pieces_cover_every_tensor_once(shapes: list[torch.Size], degree: int) -
         assert torch.equal(whole, back)
     for index, shape in enumerate(shapes):
         numels = [rank[index].numel for rank in pieces.ranks]
-        dim, _ = even_bounds(shape, degree)
+        dim, _ = even_bounds(shape, [0] * degree)
         assert sum(numels) == shape.numel()
         assert max(numels) - min(numels) <= shape.numel() // shape[dim]
 
 
 def test_a_missing_tensor_is_zeros() -> None:
     shapes = [torch.Size([4]), torch.Size([3, 2])]
-    pieces = Pieces.cut(shapes, [even_bounds(shape, 2) for shape in shapes], 2)
+    pieces = Pieces.cut(shapes, cuts(shapes, 2), 2)
     segments = torch.full((2, pieces.size), torch.nan)
     pieces.collect(segments, [None, torch.ones(3, 2)])
     back = [torch.empty(shape) for shape in shapes]
     pieces.scatter(segments, back)
     assert torch.equal(back[0], torch.zeros(4))
     assert torch.equal(back[1], torch.ones(3, 2))
+
+
+def test_what_does_not_divide_goes_where_least_is() -> None:
+    loads = [0, 0, 0]
+    for _ in range(6):
+        even_bounds(torch.Size([4, 2]), loads)
+    assert loads == [16, 16, 16]
 
 
 ELEMENTWISE = {"SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "Rprop", "ASGD"}

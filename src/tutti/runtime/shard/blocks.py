@@ -39,11 +39,12 @@ def make_units(
             _check_dense(name, places)
             homes = {home.get(module, 0) for module, _ in places}
             members[homes.pop() if len(homes) == 1 else 0][name] = places
-    units = [Unit(name="", packs=_packs(members[0], layout, device))]
+    loads = [0] * layout.mesh.degree("shard")
+    units = [Unit(name="", packs=_packs(members[0], layout, device, loads))]
     of_block = {}
     for (name, block), inside in zip(blocks, members[1:], strict=True):
         if inside:
-            of_block[block] = Unit(name=name, packs=_packs(inside, layout, device))
+            of_block[block] = Unit(name=name, packs=_packs(inside, layout, device, loads))
             units.append(of_block[block])
     for unit in units:
         unit.show("shard")
@@ -78,7 +79,9 @@ def _places(model: nn.Module) -> dict[str, list[Place]]:
     return places
 
 
-def _packs(members: dict[str, list[Place]], layout: Layout, device: torch.device | None) -> list[Pack]:
+def _packs(
+    members: dict[str, list[Place]], layout: Layout, device: torch.device | None, loads: list[int]
+) -> list[Pack]:
     mesh = layout.mesh
     kinds: dict[tuple[torch.dtype, tuple[AxisName, ...]], list[tuple[str, list[Place]]]] = {}
     for name, places in members.items():
@@ -87,7 +90,7 @@ def _packs(members: dict[str, list[Place]], layout: Layout, device: torch.device
         kinds.setdefault((getattr(*places[0]).dtype, others), []).append((name, places))
     packs = []
     for (_, others), named in kinds.items():
-        pack = Pack(named, degree=mesh.degree("shard"), rank=mesh.index("shard"), others=others, home=device)
+        pack = Pack(named, loads=loads, rank=mesh.index("shard"), others=others, home=device)
         for one, piece in zip(pack.parameters, pack.mine, strict=True):
             layout.cut(one.name, piece.dim, *([(piece.start, piece.stop)] if piece.numel else []))
             layout.sum_over(one.name, ())

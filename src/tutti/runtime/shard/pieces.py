@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
-
-from tutti.data.share import cut
 
 Bounds = tuple[int, tuple[int, ...]]
 """(dim, degree + 1 boundaries along it)."""
@@ -87,16 +86,18 @@ class Pieces:
         return found
 
 
-def even_bounds(shape: torch.Size, degree: int) -> Bounds:
-    """Cut along dim 0 where it divides, else along the largest dim; parts differ by one at most.
+def even_bounds(shape: torch.Size, loads: list[int]) -> Bounds:
+    """Cut along dim 0 where it divides, else along the largest dim; parts differ by one slice at most.
 
-    `shape` has at least one dim.
+    `loads`: elements that each rank has so far; who has least gets the larger parts, and they are added to it. `shape`
+    has at least one dim.
     """
+    degree = len(loads)
     dim = 0 if shape[0] % degree == 0 else max(range(len(shape)), key=lambda d: (shape[d], -d))
-    return dim, tuple(cut(shape[dim], degree))
-
-
-def whole_bounds(shape: torch.Size, degree: int, owner: int) -> Bounds:
-    """All of it on one rank."""
-    size = shape[0] if shape else 1
-    return 0, tuple(0 if rank <= owner else size for rank in range(degree + 1))
+    slices, left = divmod(shape[dim], degree)
+    sizes = [slices] * degree
+    for rank in sorted(range(degree), key=loads.__getitem__)[:left]:
+        sizes[rank] += 1
+    for rank, size in enumerate(sizes):
+        loads[rank] += size * (shape.numel() // max(shape[dim], 1))
+    return dim, tuple(accumulate(sizes, initial=0))

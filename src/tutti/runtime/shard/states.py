@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 
 from tutti.runtime.layout import Layout
 from tutti.runtime.shard.elementwise import is_elementwise
+from tutti.runtime.shard.exchange import Exchange, gather
 from tutti.runtime.shard.pieces import Piece, Pieces, even_bounds
 from tutti.runtime.shard.shards import Shards
-from tutti.runtime.shard.unit import all_gather
 from tutti.spec.plan import Sharding
 
 BUCKET_NBYTES = 25 * 2**20
@@ -149,7 +149,7 @@ class States(Shards):
             self._layout.states.loaded.append(part.follow)
 
     def _pieces(self, parameters: list[nn.Parameter]) -> Pieces:
-        bounds = [even_bounds(p.shape, self._degree) for p in parameters]
+        bounds = [even_bounds(p.shape, self._loads) for p in parameters]
         return Pieces.cut([p.shape for p in parameters], bounds, self._degree)
 
     def _spread(self, parameters: list[nn.Parameter]) -> list[tuple[nn.Parameter, int]]:
@@ -186,9 +186,9 @@ class States(Shards):
         mine = torch.zeros_like(segments[0])
         for piece, whole in zip(pieces.ranks[self._rank], wholes, strict=True):
             piece.within(mine).copy_(piece.of(whole))
-        work = all_gather(segments.view(-1), mine, group=self._group, async_op=True)
+        work = gather(segments, mine, self._group)
         self._sent_nbytes += (self._degree - 1) * mine.numel() * mine.element_size()
-        return partial(_unpack, work, pieces, segments, mine, wholes)
+        return partial(_unpack, work, pieces, segments, wholes)
 
     def _broadcast(self, parameter: nn.Parameter, owner: int) -> Callable[[], None]:
         values = parameter.data.contiguous()
@@ -198,7 +198,7 @@ class States(Shards):
         return partial(_take, work, values, parameter)
 
 
-def _unpack(work: Any, pieces: Pieces, segments: torch.Tensor, mine: torch.Tensor, wholes: list[torch.Tensor]) -> None:
+def _unpack(work: Exchange, pieces: Pieces, segments: torch.Tensor, wholes: list[torch.Tensor]) -> None:
     work.wait()
     pieces.scatter(segments, wholes)
 

@@ -7,25 +7,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tutti.runtime.shard.unit import Pack, Unit
+from tutti.runtime.shard.exchange import Exchange, scatter_sum
+from tutti.runtime.shard.unit import Pack, Unit, room
 from tutti.spec.words import AxisName
 
 IN_FLIGHT = 2
 """Packs whose whole gradients may wait for their sums: they are what a step holds beside its own part."""
 
-_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """A sum on its way. `buffer`: what is sent, then what the other ranks sent; `result`: this rank's part."""
+    """A sum on its way. `there`: gradients this rank had; `received`: what it gets, and once landed, its part."""
 
     pack: Pack
     there: list[bool]
-    buffer: torch.Tensor | None
-    received: torch.Tensor | None
-    result: torch.Tensor
-    work: Any
+    received: torch.Tensor
+    exchange: Exchange
+    landed: bool = False
 
 
 class Sums:
@@ -58,15 +56,15 @@ class Sums:
         for flight in self._flights:
             self._land(flight)
         for flight in self._flights:
-            flight.work.wait()
-            flight.pack.give_gradients(flight.result, flight.there)
+            flight.exchange.wait()
+            flight.pack.give_gradients(flight.received, flight.there)
         self._flights = []
 
     def _send(self, unit: Unit) -> None:
         for pack in unit.packs:
             if not any(one.shard.requires_grad for one in pack.parameters):
                 continue
-            waiting = [flight for flight in self._flights if flight.buffer is not None]
+            waiting = [flight for flight in self._flights if not flight.landed]
             for flight in waiting[: len(waiting) - IN_FLIGHT + 1]:
                 self._land(flight)
             self._flights.append(self._start(pack))
@@ -75,25 +73,21 @@ class Sums:
         buffer, there = pack.take_gradients()
         group = self._groups(("shard",))
         self.sent_nbytes += buffer[1:].numel() * buffer.element_size()
-        if buffer.device.type == "cpu":  # Gloo's own reduce-scatter takes two to three times as long
-            received = torch.empty_like(buffer)
-            work = dist.all_to_all_single(received, buffer, group=group, async_op=True)
-            return _Flight(pack, there, buffer, received, buffer[0], work)
-        result = torch.empty_like(buffer[0])
-        work = _reduce_scatter(result, buffer.view(-1), group=group, async_op=True)
-        return _Flight(pack, there, buffer, None, result, work)
+        on_host = buffer.device.type == "cpu"
+        received = room(buffer.numel() if on_host else buffer.shape[1], buffer.dtype, buffer.device)
+        received = received.view(-1, buffer.shape[1])
+        return _Flight(pack, there, received, scatter_sum(buffer, received, group))
 
     def _land(self, flight: _Flight) -> None:
         """This rank's part is there; start to sum it over the other axes, if there are any."""
-        if flight.buffer is None:
+        if flight.landed:
             return
-        flight.work.wait()
-        if flight.received is not None:
-            flight.result = flight.received.sum(0)
-        flight.buffer = flight.received = None
+        flight.exchange.wait()
+        flight.received, flight.landed = flight.received.sum(0), True
+        flight.exchange = Exchange([], ())
         others = flight.pack.others
         if others:
             group = self._groups(others)
-            size = dist.get_world_size(group)
-            self.sent_nbytes += 2 * (size - 1) * flight.result.numel() * flight.result.element_size() // size
-            flight.work = dist.all_reduce(flight.result, group=group, async_op=True)
+            size, part = dist.get_world_size(group), flight.received
+            self.sent_nbytes += 2 * (size - 1) * part.numel() * part.element_size() // size
+            flight.exchange = Exchange([dist.all_reduce(part, group=group, async_op=True)], (part,))

@@ -10,17 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from tutti.runtime.shard.exchange import Exchange, gather
 from tutti.runtime.shard.pieces import Pieces, even_bounds
 from tutti.spec.words import AxisName
 
 Place = tuple[nn.Module, str]
 """A module and the name under which it has a parameter."""
-
-all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-"""(output, input, group, async_op): inputs of all ranks, one behind another."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -56,21 +53,22 @@ class Pack:
     """Parameters of one unit that travel together: of one dtype, and summed over the same `others` beside `shard`.
 
     `flat`: this rank's segment, of which the shards are views; `device`: where the wholes are; `home`: where the
-    segment lies, if elsewhere.
+    segment lies, if elsewhere; `loads`: see even_bounds.
     """
 
     def __init__(
         self,
         named: list[tuple[str, list[Place]]],
         *,
-        degree: int,
+        loads: list[int],
         rank: int,
         others: tuple[AxisName, ...],
         home: torch.device | None = None,
     ) -> None:
         given = [getattr(*places[0]) for _, places in named]
+        degree = len(loads)
         self.degree, self.rank, self.others, self.device = degree, rank, others, given[0].device
-        self.pieces = Pieces.cut([p.shape for p in given], [even_bounds(p.shape, degree) for p in given], degree)
+        self.pieces = Pieces.cut([p.shape for p in given], [even_bounds(p.shape, loads) for p in given], degree)
         self.mine = self.pieces.ranks[rank]
         self.home = home or self.device
         where = self.device if self.device.type == "meta" else self.home
@@ -89,8 +87,11 @@ class Pack:
                     whole=_like(parameter, absent, trainable=False),
                 )
             )
+        # all wholes lie in one storage, whose memory comes and goes: equal blocks ask for equal amounts
+        self._memory = torch.empty(0, dtype=self.flat.dtype, device=self.device)
+        self._whole_numel = sum(one.absent.numel() for one in self.parameters)
         self._gathered: torch.Tensor | None = None
-        self._work: Any = None
+        self._exchange: Exchange | None = None
 
     @property
     def nbytes(self) -> int:
@@ -101,45 +102,46 @@ class Pack:
         """Have memory, where there was none; wholes will be on `device`."""
         self.flat = flat.to(device if self.home.type == "meta" else self.home)
         self.device = device
+        self._memory = torch.empty(0, dtype=self.flat.dtype, device=device)
         for one, piece in zip(self.parameters, self.mine, strict=True):
             one.shard = _like(one.shard, piece.within(self.flat), trainable=one.shard.requires_grad)
 
     def launch(self, group: Any) -> None:
         """Start to gather the whole parameters."""
         source = self.flat.to(self.device)
-        self._gathered = torch.empty(self.degree * source.numel(), dtype=source.dtype, device=self.device)
-        self._work = (all_gather(self._gathered, source, group=group, async_op=True), source)
+        self._gathered = room(self.degree * source.numel(), source.dtype, self.device).view(self.degree, -1)
+        self._exchange = gather(self._gathered, source, group)
 
     def fill(self, arrived: Callable[[torch.Tensor], None]) -> None:
         """Wait for what was launched, and put it into the whole parameters."""
         assert self._gathered is not None
-        self._work[0].wait()
+        assert self._exchange is not None
+        self._exchange.wait()
+        self._memory.untyped_storage().resize_(_rounded(self._whole_numel * self.flat.element_size()))
+        offset = 0
         for one in self.parameters:
             if one.whole.is_meta:
-                memory = torch.empty_strided(
-                    one.absent.size(), one.absent.stride(), dtype=self.flat.dtype, device=self.device
-                )
-                one.whole = _like(one.absent, memory, trainable=False)
-            one.whole.untyped_storage().resize_(_nbytes(one.whole))
+                view = self._memory.as_strided(one.absent.size(), one.absent.stride(), offset)
+                one.whole = _like(one.absent, view, trainable=False)
+            offset += one.whole.numel()
             one.follow(arrived)
         # through .data, because autograd must not take it for a change of what it saved
-        self.pieces.scatter(self._gathered.view(self.degree, -1), [one.whole.data for one in self.parameters])
-        self._gathered = self._work = None
+        self.pieces.scatter(self._gathered, [one.whole.data for one in self.parameters])
+        self._gathered = self._exchange = None
 
     def drop(self) -> None:
         """Free the whole parameters' memory, also of what is on its way."""
-        if self._work is not None:
-            self._work[0].wait()
-            self._gathered = self._work = None
-        for one in self.parameters:
-            if not one.whole.is_meta:
-                one.whole.untyped_storage().resize_(0)
+        if self._exchange is not None:
+            self._exchange.wait()
+            self._gathered = self._exchange = None
+        self._memory.untyped_storage().resize_(0)
 
     def take_gradients(self) -> tuple[torch.Tensor, list[bool]]:
         """The wholes' gradients, as (rank, segment and a flag for each parameter), and which there are; freed."""
         gradients = [one.whole.grad for one in self.parameters]
         there = [gradient is not None for gradient in gradients]
-        buffer = torch.empty(self.degree, self.pieces.size + len(there), dtype=self.flat.dtype, device=self.device)
+        width = self.pieces.size + len(there)
+        buffer = room(self.degree * width, self.flat.dtype, self.device).view(self.degree, width)
         self.pieces.collect(buffer, gradients)
         for index, (one, has) in enumerate(zip(self.parameters, there, strict=True)):
             buffer[:, self.pieces.size + index] = float(has)
@@ -209,5 +211,14 @@ def _like(parameter: nn.Parameter, data: torch.Tensor, *, trainable: bool) -> nn
     return new
 
 
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+def room(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An empty flat tensor. Amounts are rounded up, so that what one buffer frees fits the next: on the host, where
+    memory is one heap, it is soon in pieces otherwise.
+    """
+    return torch.empty(_rounded(numel * dtype.itemsize) // dtype.itemsize, dtype=dtype, device=device)[:numel]
+
+
+def _rounded(nbytes: int) -> int:
+    """Up to the next 32nd part of a power of two."""
+    step = max(1 << max(max(nbytes - 1, 1).bit_length() - 5, 6), 64)
+    return -(-nbytes // step) * step

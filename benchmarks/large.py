@@ -1,0 +1,135 @@
+"""A GPT larger than a rank should hold: planned, built without memory, stepped; each rank's peak against arithmetic.
+
+Parameters are bfloat16 and divided among the ranks (level 3), and so are gradients and AdamW's two states: 8 bytes a
+parameter in all. Beside them a rank needs a few blocks at a time (`beside`). Run it on its own, it takes the machine:
+
+    python benchmarks/large.py --layers 20 --width 2048 --ranks 4
+"""
+
+import argparse
+import json
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks"), str(ROOT / "examples")]
+
+import gpt_tutti  # noqa: E402
+import record  # noqa: E402
+
+import tutti  # noqa: E402
+from harness import run_ranks  # noqa: E402
+from tutti.runtime.build.model import build_empty  # noqa: E402
+from tutti.runtime.preview import explain_layout  # noqa: E402
+from tutti.runtime.shard.sums import IN_FLIGHT  # noqa: E402
+from tutti.spec import codec  # noqa: E402
+from tutti.spec.plan import BatchPlan, Plan, Sharding  # noqa: E402
+
+CONTEXT, SAMPLES = 64, 8
+
+
+def gpt(layers: int, width: int) -> nn.Module:
+    """The example's GPT with parameters in bfloat16."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        return gpt_tutti.GPT(layers, width, width // 64, CONTEXT)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def plan_of(ranks: int) -> Plan:
+    return Plan(batch=BatchPlan(global_batch_size=SAMPLES), mesh={"shard": ranks}, sharding=Sharding(level=3))
+
+
+def beside(block_nbytes: int) -> int:
+    """Bytes beside the divided states at the worst moment, backward of a block: the block, the one that is being
+    gathered and its way into place, the gradients, and the sums in flight, sent and received.
+    """
+    return block_nbytes * (1 + 2 + 1 + 2 * IN_FLIGHT)
+
+
+def predicted(layers: int, width: int, ranks: int) -> dict[str, int]:
+    """From shapes alone: of parameters, of the most that a rank holds at once."""
+    model, _ = build_empty(lambda: gpt(layers, width))
+    explained = explain_layout(model, plan_of(ranks))
+    block = sum(p.numel() * p.element_size() for p in model.blocks[0].parameters())
+    states = max(explained.state_nbytes_per_rank)
+    return {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "states_nbytes": states,
+        "beside_nbytes": beside(block),
+        "peak_nbytes": states + beside(block),
+    }
+
+
+def resident(key: str) -> int:
+    """VmRSS (now) or VmHWM (the most since `forget_peak`) of this process, bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+
+def forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def warm_up(width: int) -> None:
+    """Have the libraries loaded and their scratch memory taken, with one block of the same width."""
+    model = gpt(1, width)
+    tokens = torch.zeros(2, CONTEXT, dtype=torch.long)
+    gpt_tutti.loss_fn(model(tokens), tokens).backward()
+
+
+def train(layers: int, width: int, ranks: int, steps: int) -> dict[str, Any]:
+    """On one rank: build, prepare, step; bytes above those of the process before, seconds, losses."""
+    os.nice(10)
+    os.environ["TUTTI_PLAN"] = str(codec.save(plan_of(ranks), Path.cwd() / f"plan-{os.getpid()}.json"))
+    warm_up(width)
+    start, found, began = resident("VmRSS"), {}, time.perf_counter()
+
+    def note(name: str) -> None:
+        found[f"{name}_peak_nbytes"] = resident("VmHWM") - start
+        found[f"{name}_s"] = round(time.perf_counter() - began, 2)
+        forget_peak()
+
+    job = tutti.Job(global_batch_size=SAMPLES, keep_checkpoints=0)
+    model = job.build(lambda: gpt(layers, width))
+    note("built")
+    tokens = torch.randint(256, (SAMPLES, CONTEXT + 1), generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(tokens[:, :-1], tokens[:, 1:])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    model, _, loader = job.prepare(model, optimizer, data, gpt_tutti.loss_fn)
+    note("prepared")
+    found["losses"] = [job.step(batch) for _ in job.epochs(steps) for batch in loader]
+    note("stepped")
+    found["rest_nbytes"] = resident("VmRSS") - start
+    found["process_nbytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, default in {"layers": 20, "width": 2048, "ranks": 4, "steps": 3, "timeout": 3000}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    args = parser.parse_args()
+    load = record.load()
+    expected = predicted(args.layers, args.width, args.ranks)
+    print(json.dumps(expected), file=sys.stderr)
+    ranks = run_ranks(train, args.ranks, args.layers, args.width, args.ranks, args.steps, timeout_s=args.timeout)
+    peak = max(one["stepped_peak_nbytes"] for one in ranks)
+    result = {"predicted": expected, "ranks": ranks, "summary": {"peak_over_predicted": peak / expected["peak_nbytes"]}}
+    print(record.write("large", result, vars(args), load, quick=args.width < 1024))
+    print(json.dumps(result["summary"]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""The two exchanges that sharding is made of: everyone's parts to everyone, and sums of which each rank gets its part.
+
+On the host Gloo's own all-gather copies its input and output, in memory of its threads that is not given back, and its
+reduce-scatter takes two to three times as long as an all-to-all and a sum: there both are made of what sends from and
+receives into the tensors themselves.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Something on its way. `tensors`: what is sent and received; they must live so long."""
+
+    works: Sequence[Any]
+    tensors: tuple[torch.Tensor, ...]
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
+def gather(segments: torch.Tensor, mine: torch.Tensor, group: Any) -> Exchange:
+    """Every rank's `mine` into its row of `segments`, (degree, size), on all ranks."""
+    if mine.device.type != "cpu":
+        return Exchange([_all_gather(segments.view(-1), mine, group=group, async_op=True)], (segments, mine))
+    rank, degree = dist.get_rank(group), dist.get_world_size(group)
+    others = [(rank + step) % degree for step in range(1, degree)]
+    works = [dist.irecv(segments[other], group=group, group_src=other) for other in others[::-1]]
+    works += [dist.isend(mine, group=group, group_dst=other) for other in others]
+    segments[rank].copy_(mine)
+    return Exchange(works, (segments, mine))
+
+
+def scatter_sum(buffer: torch.Tensor, received: torch.Tensor, group: Any) -> Exchange:
+    """Rows of `buffer`, (degree, size), to their ranks: the sum over rows of `received` is this rank's part of the sum.
+
+    `received` has a row for each rank on the host, and one elsewhere.
+    """
+    if buffer.device.type != "cpu":
+        return Exchange([_reduce_scatter(received[0], buffer.view(-1), group=group, async_op=True)], (buffer, received))
+    return Exchange([dist.all_to_all_single(received, buffer, group=group, async_op=True)], (buffer, received))
