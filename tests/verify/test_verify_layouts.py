@@ -23,6 +23,7 @@ PLANS = {
     "ZeRO-3": ("decoder", plan(8, mesh={"shard": 2}, num_microbatches=2)),
     "stage": ("decoder", plan(8, 4, mesh={"stage": 2}, pipeline=Pipeline(schedule="1f1b"))),
     "context": ("decoder", plan(8, mesh={"context": 2})),
+    "replicate x context": ("decoder", plan(8, mesh={"replicate": 2, "context": 2})),
     "space": ("cnn", plan(9, mesh={"space": 2})),
 }
 

@@ -53,22 +53,36 @@ def sample_alignments(whole: torch.Tensor, pieces: Sequence[Piece]) -> Iterator[
 
 
 def part_alignments(whole: torch.Tensor, pieces: Sequence[Piece], order: Order | None) -> Iterator[Alignment]:
-    """Ways in which pieces that may be parts of samples agree with `whole`: what is stated of them, or known of how
-    sequences are cut; none where nothing is known.
-    """
+    """How pieces that are parts of samples, as stated, or of sequences (dim 1), lie in `whole`; none if that is not
+    known."""
     held = pieces[0].held
     if held is not None:
         part = columns_of(whole, held)
         if part is not None and all(piece.held is not None and piece.held.cuts == held.cuts for piece in pieces):
             yield from _rows_of_samples(part, pieces)
+    elif order is None:
+        yield from _rows_of_samples(whole, pieces)
+    elif _is_cut(whole, pieces, order, 1):
+        yield from _rows_of_samples(order.take(whole, 1), pieces)
+
+
+def guessed_alignments(whole: torch.Tensor, pieces: Sequence[Piece], order: Order | None) -> Iterator[Alignment]:
+    """Ways in which pieces may agree with `whole` where sequences are cut, but not along its dim 1."""
+    if order is None or pieces[0].held is not None:
         return
     yield from _rows_of_samples(whole, pieces)
-    for dim in range(1, whole.dim()):
-        if order is None:
-            return
-        cut = whole.shape[dim] % order.unit == 0 and whole.shape[dim] == pieces[0].value.shape[dim] * order.degree
-        if cut:
-            yield from _rows_of_samples(order.take(whole, dim), pieces)
+    for dim in range(whole.dim()):
+        if _is_cut(whole, pieces, order, dim):
+            part = order.take(whole, dim)
+            yield from _rows_of_samples(part, pieces)
+            if all(piece.value.shape == part.shape for piece in pieces):
+                yield [Pair(rank=piece.rank, expected=part, got=piece.value) for piece in pieces]
+
+
+def _is_cut(whole: torch.Tensor, pieces: Sequence[Piece], order: Order, dim: int) -> bool:
+    mine = pieces[0].value
+    fits = mine.dim() == whole.dim() > dim and whole.shape[dim] % order.unit == 0
+    return fits and whole.shape[dim] == mine.shape[dim] * order.degree
 
 
 def _rows_of_samples(whole: torch.Tensor, pieces: Sequence[Piece]) -> Iterator[Alignment]:

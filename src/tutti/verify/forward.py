@@ -2,10 +2,19 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
-from tutti.verify.align import Alignment, Piece, batch_alignments, counted, part_alignments, sample_alignments
+from tutti.verify.align import (
+    Alignment,
+    Piece,
+    batch_alignments,
+    counted,
+    guessed_alignments,
+    part_alignments,
+    sample_alignments,
+)
 from tutti.verify.gauge import Gauge
 from tutti.verify.measure import difference, rms
 from tutti.verify.parts import Holding, Place
@@ -134,7 +143,7 @@ def smallest_gap(
         if best.largest <= gauge.tolerance:
             return best
     if best is None:
-        for alignment in batch_alignments(expected, real):
+        for alignment in chain(guessed_alignments(expected, real, holding.order), batch_alignments(expected, real)):
             gap = _measured(alignment, scale)
             if gap.largest <= gauge.tolerance:
                 return gap
