@@ -47,7 +47,7 @@ demo: $(STAMP)  ## train a small GPT on 2 workers, verify it against one device,
 
 test: check  ## lint, types and all tests (under 10 minutes on 2 cores)
 	@echo "== tests"
-	@$(BIN)/python -m pytest -q -n 2 --dist loadfile
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile --durations=25
 
 matrix: $(STAMP)  ## every kind of model by every plan against one device; writes docs/matrix.md (ONLY='Llama:split*': a part)
 	@$(BIN)/python -W ignore::UserWarning:multiprocessing.resource_tracker tests/matrix/run.py \
