@@ -24,7 +24,6 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks"), str(ROOT / "examp
 
 import gpt_tutti  # noqa: E402
 import record  # noqa: E402
-
 import tutti  # noqa: E402
 from harness import run_ranks  # noqa: E402
 from tutti.runtime.build.model import build_empty  # noqa: E402
