@@ -15,7 +15,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 CHECKED := src tests examples benchmarks
 DEMO_RUN := runs/demo
 
-.PHONY: help demo test matrix check lint types bench clean install
+.PHONY: help demo test long matrix check lint types bench clean install
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -47,7 +47,10 @@ demo: $(STAMP)  ## train a small GPT on 2 workers, verify it against one device,
 
 test: check  ## lint, types and all tests (under 10 minutes on 2 cores)
 	@echo "== tests"
-	@$(BIN)/python -m pytest -q -n 2 --dist loadfile --durations=25
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not long" --durations=15
+
+long: $(STAMP)  ## the tests that `make test` leaves out
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m long
 
 matrix: $(STAMP)  ## every kind of model by every plan against one device; writes docs/matrix.md (ONLY='Llama:split*': a part)
 	@$(BIN)/python -W ignore::UserWarning:multiprocessing.resource_tracker tests/matrix/run.py \

@@ -10,7 +10,7 @@ import pytest
 from harness import run_ranks
 from runtime.checkpoint_ways import PLANS, Way, resume_all, save_everywhere
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.long]
 
 BUILT_PLANS = [way for way in PLANS if not way.missing]
 

@@ -48,11 +48,12 @@ FEW = (
 )
 
 
+@pytest.mark.long
 def test_layers_over_more_ranks() -> None:
     check(split_models, 4, FEW)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_known_models() -> None:
     pytest.importorskip("transformers")
     check(split_transformers, 2, tuple(split_transformers.CASES))

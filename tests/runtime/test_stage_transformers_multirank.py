@@ -13,6 +13,8 @@ pytest.importorskip("transformers")
 
 from runtime import stage_transformers as models
 
+pytestmark = pytest.mark.long
+
 MODELS = {"gpt2": models.gpt2, "t5": models.t5}
 """The tied head, and two stacks that share an embedding; the matrix has more families."""
 

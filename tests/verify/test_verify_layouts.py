@@ -28,7 +28,12 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("name", PLANS)
+QUICK = ("replicate x split", "ZeRO-3", "stage")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in PLANS]
+)
 def test_a_correct_script_passes_under_every_kind_of_plan(name: str) -> None:
     script, spread = PLANS[name]
     verdict = verdict_on(f"correct/{script}.py", plan=spread)
