@@ -15,6 +15,8 @@ from tutti.runtime.layout import gather_whole, local, local_tensors
 from tutti.spec import codec
 from tutti.spec.plan import BatchPlan, Plan, Sharding
 
+pytestmark = pytest.mark.long
+
 PLANS: dict[str, dict[str, Any]] = {
     "level 3": {"mesh": {"shard": 4}, "sharding": Sharding(level=3)},
     "level 3, replicated": {"mesh": {"replicate": 2, "shard": 2}, "sharding": Sharding(level=3)},

@@ -15,6 +15,8 @@ from tutti.errors import TuttiError
 from tutti.runtime.layout import local
 from tutti.spec.plan import LayoutRule, Sharding
 
+pytestmark = pytest.mark.long
+
 RECOMPUTE = (LayoutRule(modules="blocks.*", recompute=True),)
 
 CASES: dict[str, dict[str, Any]] = {

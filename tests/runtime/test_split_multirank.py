@@ -19,6 +19,8 @@ from against_one import Subject, assert_same_as_one
 from harness import run_ranks
 from tutti.spec.plan import LayoutRule
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize("degree", [2, 4])
 def test_every_function_on_parts_is_the_function(degree: int) -> None:

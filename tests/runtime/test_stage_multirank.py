@@ -12,6 +12,8 @@ from runtime import stage_subjects as subjects
 from runtime.several import on_ranks
 from tutti.spec.plan import LayoutRule, Pipeline, Sharding
 
+pytestmark = pytest.mark.long
+
 STEPS = 3
 
 
