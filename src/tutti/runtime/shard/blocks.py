@@ -7,6 +7,7 @@ from torch import nn
 
 from tutti.errors import PlanError
 from tutti.runtime.layout import Layout
+from tutti.runtime.shard.rooms import Rooms
 from tutti.runtime.shard.unit import Pack, Place, Unit
 from tutti.spec.words import AxisName
 
@@ -39,12 +40,12 @@ def make_units(
             _check_dense(name, places)
             homes = {home.get(module, 0) for module, _ in places}
             members[homes.pop() if len(homes) == 1 else 0][name] = places
-    loads = [0] * layout.mesh.degree("shard")
-    units = [Unit(name="", packs=_packs(members[0], layout, device, loads))]
+    loads, rooms = [0] * layout.mesh.degree("shard"), Rooms()
+    units = [Unit(name="", packs=_packs(members[0], layout, device, loads, rooms))]
     of_block = {}
     for (name, block), inside in zip(blocks, members[1:], strict=True):
         if inside:
-            of_block[block] = Unit(name=name, packs=_packs(inside, layout, device, loads))
+            of_block[block] = Unit(name=name, packs=_packs(inside, layout, device, loads, rooms))
             units.append(of_block[block])
     for unit in units:
         unit.show("shard")
@@ -80,7 +81,7 @@ def _places(model: nn.Module) -> dict[str, list[Place]]:
 
 
 def _packs(
-    members: dict[str, list[Place]], layout: Layout, device: torch.device | None, loads: list[int]
+    members: dict[str, list[Place]], layout: Layout, device: torch.device | None, loads: list[int], rooms: Rooms
 ) -> list[Pack]:
     mesh = layout.mesh
     kinds: dict[tuple[torch.dtype, tuple[AxisName, ...]], list[tuple[str, list[Place]]]] = {}
@@ -90,7 +91,7 @@ def _packs(
         kinds.setdefault((getattr(*places[0]).dtype, others), []).append((name, places))
     packs = []
     for (_, others), named in kinds.items():
-        pack = Pack(named, loads=loads, rank=mesh.index("shard"), others=others, home=device)
+        pack = Pack(named, loads=loads, rooms=rooms, rank=mesh.index("shard"), others=others, home=device)
         for one, piece in zip(pack.parameters, pack.mine, strict=True):
             layout.cut(one.name, piece.dim, *([(piece.start, piece.stop)] if piece.numel else []))
             layout.sum_over(one.name, ())

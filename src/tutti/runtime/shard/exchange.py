@@ -5,7 +5,7 @@ reduce-scatter takes two to three times as long as an all-to-all and a sum: ther
 receives into the tensors themselves.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +20,12 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dis
 class Exchange:
     """Something on its way. `tensors`: what is sent and received; they must live so long."""
 
-    works: Sequence[Any]
+    works: list[Any]
     tensors: tuple[torch.Tensor, ...]
 
     def wait(self) -> None:
-        for work in self.works:
-            work.wait()
+        while self.works:  # each once: Gloo's receive waits for another message when it is asked again
+            self.works.pop(0).wait()
 
 
 def gather(segments: torch.Tensor, mine: torch.Tensor, group: Any) -> Exchange:

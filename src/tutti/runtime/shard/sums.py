@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tutti.runtime.shard.exchange import Exchange, scatter_sum
-from tutti.runtime.shard.unit import Pack, Unit, room
+from tutti.runtime.shard.unit import Pack, Unit
 from tutti.spec.words import AxisName
 
 IN_FLIGHT = 2
@@ -74,7 +74,8 @@ class Sums:
         group = self._groups(("shard",))
         self.sent_nbytes += buffer[1:].numel() * buffer.element_size()
         on_host = buffer.device.type == "cpu"
-        received = room(buffer.numel() if on_host else buffer.shape[1], buffer.dtype, buffer.device)
+        numel = buffer.numel() if on_host else buffer.shape[1]
+        received = pack.rooms.take(numel, buffer.dtype, buffer.device)
         received = received.view(-1, buffer.shape[1])
         return _Flight(pack, there, received, scatter_sum(buffer, received, group))
 
@@ -83,11 +84,13 @@ class Sums:
         if flight.landed:
             return
         flight.exchange.wait()
-        flight.received, flight.landed = flight.received.sum(0), True
-        flight.exchange = Exchange([], ())
+        part, flight.landed = flight.received.sum(0), True
+        for buffer in flight.exchange.tensors:
+            flight.pack.rooms.give(buffer)
+        flight.received, flight.exchange = part, Exchange([], ())
         others = flight.pack.others
         if others:
             group = self._groups(others)
-            size, part = dist.get_world_size(group), flight.received
+            size = dist.get_world_size(group)
             self.sent_nbytes += 2 * (size - 1) * part.numel() * part.element_size() // size
             flight.exchange = Exchange([dist.all_reduce(part, group=group, async_op=True)], (part,))

@@ -14,6 +14,7 @@ from torch import nn
 
 from tutti.runtime.shard.exchange import Exchange, gather
 from tutti.runtime.shard.pieces import Pieces, even_bounds
+from tutti.runtime.shard.rooms import Rooms, rounded
 from tutti.spec.words import AxisName
 
 Place = tuple[nn.Module, str]
@@ -61,12 +62,13 @@ class Pack:
         named: list[tuple[str, list[Place]]],
         *,
         loads: list[int],
+        rooms: Rooms,
         rank: int,
         others: tuple[AxisName, ...],
         home: torch.device | None = None,
     ) -> None:
         given = [getattr(*places[0]) for _, places in named]
-        degree = len(loads)
+        degree, self.rooms = len(loads), rooms
         self.degree, self.rank, self.others, self.device = degree, rank, others, given[0].device
         self.pieces = Pieces.cut([p.shape for p in given], [even_bounds(p.shape, loads) for p in given], degree)
         self.mine = self.pieces.ranks[rank]
@@ -109,7 +111,7 @@ class Pack:
     def launch(self, group: Any) -> None:
         """Start to gather the whole parameters."""
         source = self.flat.to(self.device)
-        self._gathered = room(self.degree * source.numel(), source.dtype, self.device).view(self.degree, -1)
+        self._gathered = self.rooms.take(self.degree * source.numel(), source.dtype, self.device).view(self.degree, -1)
         self._exchange = gather(self._gathered, source, group)
 
     def fill(self, arrived: Callable[[torch.Tensor], None]) -> None:
@@ -117,7 +119,7 @@ class Pack:
         assert self._gathered is not None
         assert self._exchange is not None
         self._exchange.wait()
-        self._memory.untyped_storage().resize_(_rounded(self._whole_numel * self.flat.element_size()))
+        self._memory.untyped_storage().resize_(rounded(self._whole_numel * self.flat.element_size()))
         offset = 0
         for one in self.parameters:
             if one.whole.is_meta:
@@ -127,21 +129,25 @@ class Pack:
             one.follow(arrived)
         # through .data, because autograd must not take it for a change of what it saved
         self.pieces.scatter(self._gathered, [one.whole.data for one in self.parameters])
-        self._gathered = self._exchange = None
+        self._settle()
 
     def drop(self) -> None:
         """Free the whole parameters' memory, also of what is on its way."""
-        if self._exchange is not None:
-            self._exchange.wait()
-            self._gathered = self._exchange = None
+        self._settle()
         self._memory.untyped_storage().resize_(0)
+
+    def _settle(self) -> None:
+        if self._exchange is not None and self._gathered is not None:
+            self._exchange.wait()
+            self.rooms.give(self._gathered)
+            self._gathered = self._exchange = None
 
     def take_gradients(self) -> tuple[torch.Tensor, list[bool]]:
         """The wholes' gradients, as (rank, segment and a flag for each parameter), and which there are; freed."""
         gradients = [one.whole.grad for one in self.parameters]
         there = [gradient is not None for gradient in gradients]
         width = self.pieces.size + len(there)
-        buffer = room(self.degree * width, self.flat.dtype, self.device).view(self.degree, width)
+        buffer = self.rooms.take(self.degree * width, self.flat.dtype, self.device).view(self.degree, width)
         self.pieces.collect(buffer, gradients)
         for index, (one, has) in enumerate(zip(self.parameters, there, strict=True)):
             buffer[:, self.pieces.size + index] = float(has)
@@ -209,16 +215,3 @@ def _like(parameter: nn.Parameter, data: torch.Tensor, *, trainable: bool) -> nn
     new = nn.Parameter(data, requires_grad=trainable)
     new.__dict__.update(parameter.__dict__)
     return new
-
-
-def room(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """An empty flat tensor. Amounts are rounded up, so that what one buffer frees fits the next: on the host, where
-    memory is one heap, it is soon in pieces otherwise.
-    """
-    return torch.empty(_rounded(numel * dtype.itemsize) // dtype.itemsize, dtype=dtype, device=device)[:numel]
-
-
-def _rounded(nbytes: int) -> int:
-    """Up to the next 32nd part of a power of two."""
-    step = max(1 << max(max(nbytes - 1, 1).bit_length() - 5, 6), 64)
-    return -(-nbytes // step) * step
