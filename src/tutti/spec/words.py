@@ -27,7 +27,7 @@ ShardLevel = Literal[1, 2, 3]
 """What the `shard` axis divides: 1 optimizer state; 2 gradients too; 3 parameters too (ZeRO)."""
 
 Offload = Literal["none", "optimizer", "parameters"]
-"""What lives in the host's memory between uses."""
+"""What lives in the host's memory between uses. Ranks that compute on the CPU have it there anyway: nothing moves."""
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 """In which order a pipeline's stages run their microbatches."""
