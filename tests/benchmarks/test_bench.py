@@ -27,6 +27,7 @@ def samples(tutti: list[float], ddp: list[float]) -> dict[str, Any]:
         "all_reduce_s": [0.1, 0.2, 0.9],
         "gradient_nbytes": 1000,
         "sent_nbytes": 1000,
+        "launches": 1,
     }
 
 
