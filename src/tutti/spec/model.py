@@ -7,6 +7,11 @@ from tutti.spec.words import Evidence
 
 OpKind = Literal["gemm", "conv", "attention", "rnn", "embedding", "norm", "elementwise", "other"]
 
+SplitKind = Literal["", "column", "row", "heads", "vocabulary", "rnn"]
+"""How the `split` axis divides a module: "column" by its outputs, "row" by its inputs, "heads" attention by its heads,
+"vocabulary" an embedding by its rows, "rnn" a recurrent layer by its hidden units; "" not at all. What works on divided
+values between two such modules (an activation, the product of queries and keys) is divided too: "column" or "heads"."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpCost:
@@ -27,7 +32,25 @@ class OpCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleSpec:
-    """One module's own cost (its children's excluded). Bytes of activations: kept for backward, per sample."""
+    """One module's own cost (its children's excluded). Bytes of activations: kept for backward, per sample.
+
+    The last group says how mechanisms may divide it; all bytes are those of one sample on one device.
+
+    `split`: its work, parameters, activations and output are divided so over the split axis, `split_limit`: by no
+    more ranks than this, and by a divisor of it (heads, kv heads, units; 0: any). Exchanges follow: in forward the
+    `output_nbytes` of "row", "vocabulary" and of "heads" with parameters are summed (all-reduce), those of "rnn"
+    gathered; in backward `input_nbytes` are summed: the whole input that is copied to a divided module (0 where the
+    input is divided already, or another module's sum serves: of query, key and value only the first says it).
+    `sequence`: its parameters are whole, and each split rank does it for its part of the tokens.
+    `block`: the repeated block of the model it is in, -1 outside; a new pipeline stage may begin with each block.
+    `expert`: its parameters belong to experts, divided over the expert axis; `routed_nbytes`: of the tokens that one
+    all-to-all carries (top-k times with capacity), there and back, in forward and in backward.
+    `table`: an embedding table divided over the table axis; its output travels in an all-to-all each way.
+    `key_value_nbytes`: keys and values of attention, which the context axis exchanges; 0: it looks across no tokens.
+    `spatial`: its work divides over the space axis; `halo_nbytes_per_cut`: what crosses one cut through the first
+    spatial dim in forward, both ways together (in backward as much); `halo_nbytes_by_dim`: of each spatial dim,
+    where they differ.
+    """
 
     name: str  # dotted path, "" is the model itself
     kind: str  # class name
@@ -42,6 +65,18 @@ class ModuleSpec:
     ops: tuple[OpCost, ...] = ()
     batch_statistics: bool = False  # normalises over the batch (BatchNorm in training)
     tied_to: str | None = None  # parameters shared with this earlier module; counted there only
+    split: SplitKind = ""
+    split_limit: int = 0
+    input_nbytes: float = 0.0
+    sequence: bool = False
+    block: int = -1
+    expert: bool = False
+    routed_nbytes: float = 0.0
+    table: bool = False
+    key_value_nbytes: float = 0.0
+    spatial: bool = False
+    halo_nbytes_per_cut: float = 0.0
+    halo_nbytes_by_dim: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
