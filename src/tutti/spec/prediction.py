@@ -47,6 +47,13 @@ class Prediction:
 
     `fits`: whether `memory` is within the smallest device's memory. `notes` say in words what limits the step and
     which constants are assumptions.
+
+    `sent_nbytes_per_rank`: bytes that the rank which sends most sends in a step, forward and backward of all
+    microbatches and what is recomputed. Counted are gradients, divided parameters and activations: a sum over n ranks
+    as a ring sends it, 2 (n - 1) / n of the tensor; a sum of which each rank keeps a part (n - 1) / n; a gather
+    (n - 1) times the rank's part; halos, rows for experts and tables, keys and values on a ring, and messages between
+    stages as they are, without what stays on the rank. Not counted are losses, norms, batch statistics, and how many
+    rows or which indices are asked for. A run's step row counts alike: `sent_nbytes` + `exchanged_nbytes`.
     """
 
     plan_digest: str
@@ -55,7 +62,7 @@ class Prediction:
     memory_nbytes: Estimate
     memory: RankMemory
     fits: bool
-    sent_nbytes_per_rank: float  # gradients, per step
+    sent_nbytes_per_rank: float
     throughput_per_s: float  # samples or tokens (the plan's unit) a second
     model_flops_per_s: float
     devices: int
