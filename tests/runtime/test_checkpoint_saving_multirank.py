@@ -21,8 +21,6 @@ from tutti.runtime.checkpoint import latest_checkpoint, load, save, to_state_dic
 from tutti.runtime.metrics import read_rows
 from tutti.spec import codec
 
-pytestmark = pytest.mark.long
-
 SHARDED = Way(family=CNN, mesh={"shard": 2}, fields=zero(3))
 
 

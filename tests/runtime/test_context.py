@@ -21,8 +21,6 @@ from tutti.runtime.world import join
 from tutti.spec.plan import BatchPlan, LayoutRule, Plan
 from tutti.spec.words import ContextKind
 
-pytestmark = pytest.mark.long
-
 VOCABULARY, LENGTH = 11, 16
 
 

@@ -17,8 +17,6 @@ from tutti.runtime.space.exchange import Space
 from tutti.runtime.space.tensor import cut_whole
 from tutti.runtime.world import join
 
-pytestmark = pytest.mark.long
-
 SHAPES = {1: (2, 4, 13), 2: (2, 4, 14, 11), 3: (2, 4, 13, 12, 9)}
 
 

@@ -31,8 +31,6 @@ from tutti.runtime.space.foresee import halo_nbytes_of
 from tutti.runtime.world import join
 from tutti.spec.plan import BatchPlan, LayoutRule, Plan
 
-pytestmark = pytest.mark.long
-
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "2-D CNN in 2": (plain2d, {"mesh": {"space": 2}}),
     "2-D CNN in 3, accumulated": (plain2d, {"mesh": {"space": 3}, "batch": {"num_microbatches": 2}}),

@@ -21,8 +21,6 @@ from tutti.runtime.table.lookup import request
 from tutti.runtime.table.place import Place, Table, place_tables
 from tutti.spec.plan import LayoutRule
 
-pytestmark = pytest.mark.long
-
 SIZES = (50, 7, 23, 3, 11)
 
 
