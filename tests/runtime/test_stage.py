@@ -15,14 +15,14 @@ from torch.nn import functional as F
 
 from runtime import stage_subjects as subjects
 from tutti.errors import PlanError
-from tutti.runtime.stage.cut import balanced, calls_of, named_starts
+from tutti.runtime.stage.cut import calls_of, named_starts
 from tutti.runtime.stage.halves import input_gradients
 from tutti.runtime.stage.place import place
-from tutti.runtime.stage.schedule import Action, in_flight, schedule, simulate, span
 from tutti.runtime.stage.standin import StandIns
 from tutti.runtime.stage.trace import Tracer
 from tutti.runtime.stage.units import choose_units, open_for_cuts
 from tutti.runtime.stage.work import StageWork
+from tutti.spec.schedule import Action, balanced, in_flight, schedule, simulate, span
 
 CPU = torch.device("cpu")
 SHAPES = [(name, ranks, 1) for name in ("gpipe", "1f1b", "zero-bubble") for ranks in (2, 3, 4, 5)]

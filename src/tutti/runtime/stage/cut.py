@@ -1,14 +1,12 @@
 """Cut: where stages begin, by name or so that the slowest stage is as quick as can be."""
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
-from itertools import accumulate
 
 from tutti.errors import PlanError
 from tutti.runtime.stage.program import Program
 from tutti.runtime.stage.units import begins
+from tutti.spec.schedule import balanced
 
 Call = tuple[str, int]
 """A call of a unit: its name, and how many calls of it came before in the same forward."""
@@ -23,38 +21,6 @@ def calls_of(program: Program) -> list[Call]:
             calls.append((node.unit, seen[node.unit]))
             seen[node.unit] += 1
     return calls
-
-
-def balanced(costs: Sequence[float], parts: int) -> list[int]:
-    """Where parts 1, 2, ... begin when `costs` are cut into contiguous parts whose largest sum is the least possible.
-
-    Every part has at least one entry; by dynamic programming over prefixes.
-    """
-    count, sums = len(costs), [0.0, *accumulate(costs)]
-    best = [sums[1:]]  # best[k][j]: the least largest sum of entries 0 .. j in k + 1 parts
-    begin: list[list[int]] = [[0] * count]
-    for part in range(1, parts):
-        row, first = [float("inf")] * count, [0] * count
-        for last in range(part, count):
-            # the last part begins at i: its sum falls with i, the others' largest sum rises
-            others, end = best[part - 1], sums[last + 1]
-            crossing = bisect_left(range(part, last + 1), 0.0, key=partial(_excess, others, sums, end))
-            for i in {min(part + crossing, last), max(part + crossing - 1, part)}:
-                value = max(best[part - 1][i - 1], sums[last + 1] - sums[i])
-                if value < row[last]:
-                    row[last], first[last] = value, i
-        best.append(row)
-        begin.append(first)
-    starts, last = [], count - 1
-    for part in range(parts - 1, 0, -1):
-        starts.append(begin[part][last])
-        last = starts[-1] - 1
-    return starts[::-1]
-
-
-def _excess(others: list[float], sums: list[float], end: float, begin: int) -> float:
-    """By how much the parts before `begin` exceed the part from there."""
-    return others[begin - 1] - (end - sums[begin])
 
 
 def automatic_starts(calls: Sequence[Call], costs: Sequence[float], stages: int) -> tuple[Call, ...]:

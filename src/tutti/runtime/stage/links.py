@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tutti.runtime.stage.place import Placement
-from tutti.runtime.stage.schedule import Action, Orders
+from tutti.spec.schedule import Action, Orders
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

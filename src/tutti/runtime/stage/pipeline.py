@@ -16,11 +16,11 @@ from tutti.runtime.precision import autocast
 from tutti.runtime.stage.build import Stages
 from tutti.runtime.stage.links import Links, Session, given, wanted
 from tutti.runtime.stage.place import Placement
-from tutti.runtime.stage.schedule import Action, Orders, schedule
 from tutti.runtime.stage.ties import Ties, groups_at
 from tutti.runtime.stage.work import StageWork
 from tutti.runtime.state import Run
 from tutti.spec.plan import Plan
+from tutti.spec.schedule import Action, Orders, schedule
 from tutti.spec.words import DATA_AXES
 
 LossRoot = Callable[[int, Any], torch.Tensor]

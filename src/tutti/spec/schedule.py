@@ -1,4 +1,4 @@
-"""Schedules: in which order every rank of a pipeline computes its stages' microbatches. Plain data.
+"""Schedules: in which order every rank of a pipeline computes its stages' microbatches, and where stages are cut.
 
 Stage s lives on rank s mod `ranks`. An action is a forward (F), a whole backward (B), or one of the halves of a
 backward: gradients of the stage's inputs (I) and of its weights (W).
@@ -7,8 +7,11 @@ GPipe: Huang et al. 2019, arXiv 1811.06965. 1F1B: Narayanan et al. 2019 (PipeDre
 Interleaved: Narayanan et al. 2021, arXiv 2104.04473. Zero-bubble (H1): Qi et al. 2023, arXiv 2401.10241.
 """
 
-from collections.abc import Callable, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from typing import Literal
 
 from tutti.errors import PlanError
@@ -194,3 +197,35 @@ _BUILDERS: dict[ScheduleName, Callable[[int, int, int], Orders]] = {
     "interleaved": _interleaved,
     "zero-bubble": _zero_bubble,
 }
+
+
+def balanced(costs: Sequence[float], parts: int) -> list[int]:
+    """Where parts 1, 2, ... begin when `costs` are cut into contiguous parts whose largest sum is the least possible.
+
+    Every part has at least one entry; by dynamic programming over prefixes.
+    """
+    count, sums = len(costs), [0.0, *accumulate(costs)]
+    best = [sums[1:]]  # best[k][j]: the least largest sum of entries 0 .. j in k + 1 parts
+    begin: list[list[int]] = [[0] * count]
+    for part in range(1, parts):
+        row, first = [float("inf")] * count, [0] * count
+        for last in range(part, count):
+            # the last part begins at i: its sum falls with i, the others' largest sum rises
+            others, end = best[part - 1], sums[last + 1]
+            crossing = bisect_left(range(part, last + 1), 0.0, key=partial(_excess, others, sums, end))
+            for i in {min(part + crossing, last), max(part + crossing - 1, part)}:
+                value = max(best[part - 1][i - 1], sums[last + 1] - sums[i])
+                if value < row[last]:
+                    row[last], first[last] = value, i
+        best.append(row)
+        begin.append(first)
+    starts, last = [], count - 1
+    for part in range(parts - 1, 0, -1):
+        starts.append(begin[part][last])
+        last = starts[-1] - 1
+    return starts[::-1]
+
+
+def _excess(others: list[float], sums: list[float], end: float, begin: int) -> float:
+    """By how much the parts before `begin` exceed the part from there."""
+    return others[begin - 1] - (end - sums[begin])
