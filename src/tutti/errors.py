@@ -31,6 +31,10 @@ class LaunchError(TuttiError):
     """Ranks could not be started or could not meet: port in use, host unreachable, environment contradictory."""
 
 
+class LabError(TuttiError):
+    """A laboratory of hosts cannot be made or used here: no root, tools or namespaces, or no lab of that name."""
+
+
 class RankMismatchError(TuttiError):
     """Ranks that must agree do not: different parameters, plans or data on different ranks."""
 
@@ -54,6 +58,7 @@ class ReportError(TuttiError):
 __all__ = [
     "CheckpointError",
     "DataError",
+    "LabError",
     "LaunchError",
     "PlanError",
     "RankMismatchError",

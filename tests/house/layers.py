@@ -16,6 +16,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "runtime": frozenset({"errors", "spec", "nn", "optim", "data"}),
     "verify": frozenset({"errors", "spec", "nn", "optim", "data", "runtime", "describe"}),
     "launch": frozenset({"errors", "spec"}),
+    "lab": frozenset({"errors", "spec"}),
     "report": frozenset({"errors", "spec"}),
     "bench": frozenset(
         {
@@ -30,6 +31,7 @@ ALLOWED: dict[str, frozenset[str]] = {
             "runtime",
             "verify",
             "launch",
+            "lab",
             "report",
         }
     ),

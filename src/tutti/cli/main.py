@@ -16,6 +16,7 @@ _COMMANDS = {
     "verify": "compare N ranks with one device and name the first difference",
     "export": "a checkpoint of any plan as plain files that one device reads",
     "report": "the honest report of a run, or of several",
+    "lab": "hosts on this machine, joined by links of limited rate",
     "doctor": "find what would stop a launch, and say the fix",
 }
 
