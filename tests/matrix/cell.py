@@ -16,6 +16,7 @@ import torch
 import tutti
 from against_one import Trained
 from matrix.families import families
+from matrix.peak import recorded_peak
 from tutti.errors import TuttiError
 from tutti.runtime.layout import Layout, local, local_tensors
 from tutti.runtime.unpack import loss_of
@@ -220,7 +221,9 @@ def _steps(job: tutti.Job, model: torch.nn.Module, loader: Any, comparison: Comp
     trained = Trained([], [], {}, {})
     while len(trained.losses) < STEPS:
         for data in loader:
-            trained.losses.append(job.forward_backward(function, data))
+            last = len(trained.losses) == STEPS - 1
+            with recorded_peak(trained.facts, "peak", _alive_nbytes(run)) if last else contextlib.nullcontext():
+                trained.losses.append(job.forward_backward(function, data))
             gradients = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
             if comparison is None:
                 trained.gradients.append({n: (g.to_dense() if g.is_sparse else g).clone() for n, g in gradients})
@@ -266,6 +269,15 @@ def _held_nbytes(run: Any) -> dict[str, int]:
         "optimizer": _nbytes([value for value in states if isinstance(value, torch.Tensor) and value.dim()]),
         "sent": run.replica.sent_nbytes,
     }
+
+
+def _alive_nbytes(run: Any) -> int:
+    """Bytes of parameters, buffers, gradients and optimizer state of this rank, each storage once."""
+    parameters = list(run.model.parameters())
+    states = [v for o in run.optimizers for entries in o.state.values() for v in entries.values()]
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    tensors = [value for value in states if isinstance(value, torch.Tensor)]
+    return _nbytes([*parameters, *run.model.buffers(), *gradients, *tensors])
 
 
 def _nbytes(tensors: list[torch.Tensor]) -> int:

@@ -95,10 +95,12 @@ def _memory(rows: list[str], cells: dict[tuple[str, str], Cell]) -> str:
         "The most that a rank holds of parameters, gradients and optimizer state between backward and the next step, "
         "measured as bytes of distinct storages, in parts of one device's; the equal part, 1 / (ranks that divide it), "
         "is behind it. Then the bytes a rank sends in a step for gradients and parameters (ring formula), in parts of "
-        "one device's gradients, and those that the last step sent beside them (halos, tokens, rows of tables).",
+        "one device's gradients, and those that the last step sent beside them (halos, tokens, rows of tables). Peak: "
+        "the most bytes of tensors that are alive at once on a rank in forward and backward (from the allocations that "
+        "torch records), in parts of one device's.",
         "",
-        "| | plan | parameters | gradients | optimizer | sent | exchanged, bytes |",
-        "|---|---|---|---|---|---|---|",
+        "| | plan | parameters | gradients | optimizer | peak | sent | exchanged, bytes |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for (row, name), cell in cells.items():
         if row in chosen and cell.verdict == "exact" and cell.bytes and columns()[name].precision == "full":
@@ -106,7 +108,8 @@ def _memory(rows: list[str], cells: dict[tuple[str, str], Cell]) -> str:
                 _part(cell, kind, columns()[name].divides(kind)) for kind in ("parameters", "gradients", "optimizer")
             ]
             sent = cell.bytes["sent"] / max(cell.one["gradients"], 1)
-            lines.append(f"| {row} | {name} | {' | '.join(shown)} | {sent:.2f} | {cell.bytes['exchanged']} |")
+            shown += [f"{cell.bytes['peak'] / cell.one['peak']:.3f}", f"{sent:.2f}", str(cell.bytes["exchanged"])]
+            lines.append(f"| {row} | {name} | {' | '.join(shown)} |")
     return "\n".join(lines)
 
 
