@@ -55,6 +55,7 @@ long: $(STAMP)  ## the tests that `make test` leaves out
 matrix: $(STAMP)  ## every kind of model by every plan against one device; writes docs/matrix.md (ONLY='Llama:split*': a part)
 	@$(BIN)/python -W ignore::UserWarning:multiprocessing.resource_tracker tests/matrix/run.py \
 		$(if $(ONLY),--only '$(ONLY)',--page docs/matrix.md --json docs/matrix.json)
+	@$(if $(ONLY),true,$(BIN)/python -W ignore::UserWarning:multiprocessing.resource_tracker tests/matrix/checkpoints.py --page docs/matrix.md)
 
 check: lint types  ## lint and types only
 
