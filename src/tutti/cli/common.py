@@ -51,8 +51,12 @@ def capture_script(script: Path, arguments: tuple[str, ...]) -> "Captured":
 
 
 def cluster_for(path: Path | None, *, quick: bool = True) -> ClusterSpec:
-    """The cluster of a file, or of this machine: as measured before, or measured now."""
+    """The cluster of a file or of one line (4x8:a100-80gb,nvlink3,8*ib-hdr), or this machine, measured."""
     if path is not None:
+        from tutti.describe.catalog.text import cluster_from_text, is_cluster_text
+
+        if is_cluster_text(str(path)) and not path.exists():
+            return cluster_from_text(str(path))
         return codec.load(ClusterSpec, path)
     from tutti.describe.probe import cached_cluster_path, measure
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tutti.cli.common import capture_script, console, emit
+from tutti.cli.named import named_model
 from tutti.cli.options import SCRIPT_CONTEXT, json_option, script_arguments
 from tutti.errors import DataError, ScriptError
 from tutti.spec import codec
@@ -35,10 +36,12 @@ def command(
     """What the model of SCRIPT costs: parameters, FLOPs, bytes, by module, for one sample.
 
     The script runs up to job.prepare; the model is neither run nor given memory. Options of tutti come before SCRIPT,
-    the script's own ARGUMENTS after it.
+    the script's own ARGUMENTS after it. Instead of a script, a name with sizes: llama --layers 80, or llama3-70b.
     """
-    with console.status("tracing the model on shapes"):
-        model = describe_script(script, arguments)
+    model = named_model((str(script), *arguments))
+    if model is None:
+        with console.status("tracing the model on shapes"):
+            model = describe_script(script, arguments)
     if output is not None:
         _write(model, output)
     if as_json:

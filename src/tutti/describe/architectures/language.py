@@ -13,6 +13,7 @@ from tutti.describe.architectures.parts import (
     embedding,
     linear,
     norm,
+    with_containers,
     work,
 )
 from tutti.describe.architectures.transformer import Block, block, vocabulary_parts
@@ -46,7 +47,7 @@ class Common:
     ) -> ModelSpec:
         return ModelSpec(
             name=name,
-            modules=tuple(modules),
+            modules=with_containers(modules),
             inputs=inputs,
             dtype=self.dtype,
             optimizer=self.optimizer,

@@ -227,3 +227,20 @@ def at(module: ModuleSpec, block: int) -> ModuleSpec:
 def changed(module: ModuleSpec, **fields: Any) -> ModuleSpec:
     """The module with other values in some of its fields."""
     return replace(module, **fields)
+
+
+def with_containers(modules: list[ModuleSpec]) -> tuple[ModuleSpec, ...]:
+    """The modules with those that only hold others, each before the first it holds: names form a tree."""
+    seen = {module.name for module in modules}
+    result: list[ModuleSpec] = []
+    for module in modules:
+        parents = module.name.split(".")[:-1]
+        for depth in range(1, len(parents) + 1):
+            name = ".".join(parents[:depth])
+            if name not in seen:
+                seen.add(name)
+                # What holds blocks is outside of them; what is inside one belongs to it.
+                block = module.block if depth > 1 else -1
+                result.append(ModuleSpec(name=name, kind="Container", block=block))
+        result.append(module)
+    return tuple(result)

@@ -1,0 +1,40 @@
+"""A model named on the command line instead of a script: `llama --layers 80 --hidden 8192`, or `llama3-70b`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tutti.errors import SpecError
+from tutti.spec.model import ModelSpec
+
+
+def named_model(target: Sequence[str]) -> ModelSpec | None:
+    """The ModelSpec of a named architecture or preset with its sizes; None where the first word is no such name.
+
+    A file of that name goes before it. Raises SpecError for sizes that the architecture lacks or cannot have.
+    """
+    from tutti.describe.architectures import architecture, names
+
+    if not target or target[0].lower() not in names() or Path(target[0]).exists():
+        return None
+    return architecture(target[0], sizes(target[1:]))
+
+
+def sizes(words: Sequence[str]) -> dict[str, str]:
+    """`--layers 80 --kv-heads=8 --tied` as {"layers": "80", "kv_heads": "8", "tied": "true"}."""
+    found: dict[str, str] = {}
+    waiting = ""
+    for word in words:
+        if word.startswith("--"):
+            if waiting:
+                found[waiting] = "true"
+            name, equals, value = word[2:].partition("=")
+            waiting = "" if equals else name.replace("-", "_")
+            if equals:
+                found[name.replace("-", "_")] = value
+        elif waiting:
+            found[waiting], waiting = word, ""
+        else:
+            raise SpecError(f"{word!r} stands alone; sizes of a named architecture are written --name value")
+    if waiting:
+        found[waiting] = "true"
+    return found

@@ -1,0 +1,49 @@
+"""Architectures and clusters named on the command line."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tutti.cli.common import cluster_for
+from tutti.cli.describe import command
+from tutti.cli.named import named_model, sizes
+from tutti.describe.architectures import architecture
+from tutti.errors import SpecError
+from tutti.spec import codec
+from tutti.spec.model import ModelSpec
+
+
+def test_sizes_are_read_as_people_write_them() -> None:
+    assert sizes(["--layers", "80", "--kv-heads=8", "--tied", "--fused"]) == {
+        "layers": "80", "kv_heads": "8", "tied": "true", "fused": "true",
+    }  # fmt: skip
+    with pytest.raises(SpecError, match="stands alone"):
+        sizes(["80"])
+
+
+def test_a_file_goes_before_an_architecture_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert named_model(("gpt", "--layers", "2")) == architecture("gpt", {"layers": 2})
+    assert named_model(("train.py",)) is None
+    Path("gpt").touch()
+    assert named_model(("gpt",)) is None
+
+
+def test_describe_takes_a_name_with_sizes() -> None:
+    done = CliRunner().invoke(command, ["--json", "llama3-8b", "--layers", "2", "--seq-len", "64"])
+    assert done.exit_code == 0, done.output
+    model = codec.loads(ModelSpec, done.stdout)
+    assert model == architecture("llama3-8b", {"layers": 2, "seq_len": 64})
+    assert json.loads(done.stdout)["name"] == "llama3-8b"
+
+
+def test_describe_shows_a_tree_with_equal_blocks_gathered() -> None:
+    done = CliRunner().invoke(command, ["--depth", "2", "gpt", "--layers", "7"])
+    assert done.exit_code == 0, done.output
+    assert "0-6 (7x)" in done.output
+
+
+def test_a_cluster_is_one_line() -> None:
+    assert cluster_for(Path("2x8:h100,nvlink4,8*ib-ndr")).device_count == 16
