@@ -20,8 +20,10 @@ from tutti.launch.rank_main import leave_with_supervisor, user_traceback
 from tutti.spec import codec
 from tutti.spec.plan import Plan
 from tutti.spec.run import RunFolder
+from tutti.spec.words import AxisName
 
 if TYPE_CHECKING:
+    from tutti.runtime.capture import Captured
     from tutti.spec.cluster import ClusterSpec
 
 Say = Callable[[str], None]
@@ -29,15 +31,21 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What is to be worked out for a run. `plan`: the file it follows; `ranks`: how many take equal shares where there
-    is no file; with neither, the plan itself is wanted too."""
+    """What is to be worked out for a run. `plan`: the file it follows; `mesh`: or how its ranks are arranged; `ranks`:
+    or how many there are; with none of these, the plan itself is wanted too."""
 
     script: Path
     arguments: tuple[str, ...]
     folder: Path
     cluster: Path | None
     plan: Path | None = None
+    mesh: dict[AxisName, int] | None = None
     ranks: int | None = None
+
+    @property
+    def plans(self) -> bool:
+        """Whether the plan is to be made here."""
+        return self.plan is None and self.mesh is None and self.ranks is None
 
 
 class Beside:
@@ -111,7 +119,7 @@ def _work(wanted: Wanted, sender: Connection) -> None:
     try:
         cluster = _cluster(wanted, say)
         sender.send(("ready", None))
-        if wanted.plan is not None or wanted.ranks is not None:
+        if not wanted.plans:
             os.nice(10)  # the ranks go first
         _work_out(wanted, cluster, say)
     except TuttiError as error:
@@ -148,7 +156,7 @@ def _work_out(wanted: Wanted, cluster: "ClusterSpec", say: Say) -> None:
     folder = RunFolder(wanted.folder)
     codec.save(cluster, folder.cluster)
     captured = capture_script(wanted.script, wanted.arguments)
-    if wanted.plan is None and wanted.ranks is None:
+    if wanted.plans:
         from tutti.plan import explain
 
         choice = plan_for(captured, cluster, name=wanted.script.stem)
@@ -157,10 +165,16 @@ def _work_out(wanted: Wanted, cluster: "ClusterSpec", say: Say) -> None:
         codec.save(choice.prediction, folder.prediction)
         codec.save(choice.best, folder.plan)
         return
-    if wanted.plan is not None:
-        plan = codec.load(Plan, wanted.plan)
-    else:
-        plan = replace(captured.plan, mesh={"replicate": wanted.ranks or 1})
     model = model_spec_of(captured, name=wanted.script.stem)
     codec.save(model, folder.model)
-    codec.save(predict(model, cluster, plan), folder.prediction)
+    codec.save(predict(model, cluster, _plan_of(wanted, captured)), folder.prediction)
+
+
+def _plan_of(wanted: Wanted, captured: "Captured") -> Plan:
+    """The plan that the run will follow."""
+    from tutti.runtime.annotated import with_annotations
+
+    if wanted.plan is not None:
+        return with_annotations(codec.load(Plan, wanted.plan), captured.model, stated_mesh=True)
+    mesh = wanted.mesh or {"replicate": wanted.ranks or 1}
+    return with_annotations(replace(captured.plan, mesh=mesh), captured.model, stated_mesh=wanted.mesh is not None)

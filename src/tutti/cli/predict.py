@@ -77,8 +77,8 @@ def show(plan: Plan, prediction: "Prediction", out: "Console") -> None:
     out.print(step, held)
     out.print(
         f"{prediction.throughput_per_s:,.0f} {plan.batch.unit}/s on {prediction.devices} ranks, "
-        f"{prediction.model_flops_per_s / 1e9:,.1f} GFLOP/s; each rank sends "
-        f"{nbytes(prediction.sent_nbytes_per_rank)} of gradients a step"
+        f"{prediction.model_flops_per_s / 1e9:,.1f} GFLOP/s; a rank sends at most "
+        f"{nbytes(prediction.sent_nbytes_per_rank)} a step"
     )
     if not prediction.fits:
         out.print("does not fit in memory", style="bold red")

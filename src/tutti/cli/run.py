@@ -221,6 +221,7 @@ def _planned(options: Options, folder: Path, console: "Console") -> "Plan":
 
 def _wanted(options: Options, folder: Path, world_size: int | None) -> "Wanted":
     from tutti.cli.beside import Wanted
+    from tutti.spec.mesh_words import parse_mesh
 
     return Wanted(
         script=Path(options.script),
@@ -228,6 +229,7 @@ def _wanted(options: Options, folder: Path, world_size: int | None) -> "Wanted":
         folder=folder,
         cluster=options.cluster,
         plan=options.plan,
+        mesh=parse_mesh(options.mesh) if options.mesh is not None else None,
         ranks=world_size,
     )
 
@@ -319,11 +321,11 @@ def _train(options: Options, spec: "LaunchSpec", console: "Console") -> int:
 
 
 def _to_predict(options: Options) -> bool:
-    """Whether to predict beside the run: not what was planned just now, what a script alone cannot tell, or what runs
-    on machines that nobody described."""
+    """Whether to predict beside the run: not what was planned just now, or what runs on machines that nobody
+    described."""
     described = options.cluster is not None or options.nnodes == 1
-    stated = options.nproc is not None or options.plan is not None
-    wanted = options.predict and options.mesh is None and not options.module
+    stated = options.nproc is not None or options.plan is not None or options.mesh is not None
+    wanted = options.predict and not options.module
     return wanted and options.node_rank == 0 and stated and described
 
 

@@ -51,10 +51,19 @@ class Routing:
 
 @dataclass(slots=True)
 class Tally:
-    """Choices of tokens while training, and how many of them found no room, since `take_tally`."""
+    """What one mixture has counted while training, since `take_tallies`: choices of tokens, how many of them found no
+    room, and the load-balancing losses of `passes` forward passes, added up. Over all ranks that share a slice.
+    """
 
     assigned: int = 0
     dropped: int = 0
+    passes: int = 0
+    balance: Tensor | float = 0.0
+
+    @property
+    def balance_loss(self) -> float:
+        """The mean load-balancing loss of a pass; 1 when balanced."""
+        return float(self.balance) / max(self.passes, 1)
 
 
 class Exchange(Protocol):
@@ -219,6 +228,9 @@ class MixtureOfExperts(nn.Module):
             return
         first = routing.counts[:, 0].sum(0).to(routing.mass)
         self.auxiliary_loss = (first * routing.mass).sum() * (self.experts / max(routing.tokens, 1) ** 2)
+        if not self.exchange.recomputing:
+            self.tally.passes += 1
+            self.tally.balance = self.tally.balance + self.auxiliary_loss.detach()
 
     def _shapes(self, rows: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
         """Without values there is no routing: every expert gets its fair share, as far as it has room."""
@@ -250,15 +262,13 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
     return torch.stack([loss.to(losses[-1].device) for loss in losses]).sum()
 
 
-def take_tally(model: nn.Module) -> Tally | None:
-    """What all mixtures of `model` counted since the last call, summed; None for a model without one."""
-    found = mixtures(model)
-    total = Tally()
-    for module in found:
-        total.assigned += module.tally.assigned
-        total.dropped += module.tally.dropped
+def take_tallies(model: nn.Module) -> dict[str, Tally]:
+    """What the mixtures of `model` counted since the last call, by their names; empty for a model without one."""
+    found = {name: module for name, module in model.named_modules() if isinstance(module, MixtureOfExperts)}
+    tallies = {name: module.tally for name, module in found.items()}
+    for module in found.values():
         module.tally = Tally()
-    return total if found else None
+    return tallies
 
 
 def _check(experts: int, top_k: int, capacity_factor: float | None, activation: str) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import fields, replace
 from pathlib import Path
 
+from tutti.report.communication import communication, experts, sent_per_step
 from tutti.report.quality import Target, choose, cost, curves, quality_report, target_report
 from tutti.report.read import Records, read_records
 from tutti.report.rules import check_run
@@ -18,7 +19,6 @@ from tutti.report.sections import (
     prediction_checks,
     rank_reports,
     recipe_report,
-    sent_per_step,
     stated,
     system_report,
     tuning_report,
@@ -94,6 +94,8 @@ def _assemble(records: Records, target: Target | None) -> RunReport:
         prediction_notes=records.prediction.notes if records.prediction else (),
         memory_peak=memory_peak(ranks),
         sent_per_step=sent_per_step(records),
+        communication=communication(records),
+        experts=experts(records),
         ranks=ranks,
         curves=found,
         verification=verification(records),

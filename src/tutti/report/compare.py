@@ -13,7 +13,8 @@ from tutti.report.comparability import (
 )
 from tutti.report.timing import seen
 from tutti.report.words import listed, plural, show
-from tutti.spec.report import Claim, Comparison, ComparisonRow, Difference, Finding, RunReport
+from tutti.spec.comparison import Comparison, ComparisonRow, Difference
+from tutti.spec.report import Claim, Finding, RunReport
 
 
 def compare(reports: Sequence[RunReport]) -> Comparison:

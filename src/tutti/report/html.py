@@ -9,11 +9,13 @@ from typing import Any
 import jinja2
 
 from tutti.report.boxes import boxes
+from tutti.report.communication import exposed_phases
 from tutti.report.comparability import labels
-from tutti.report.plots import MOST_RANKS, Plot, checks_plot, curve_plot, memory_plot, stacked_plot
+from tutti.report.plots import MOST_RANKS, Plot, checks_plot, communication_plot, curve_plot, memory_plot, stacked_plot
 from tutti.report.rules import REQUIRED, TITLES
 from tutti.report.timing import seen
 from tutti.report.words import (
+    CARRIED,
     EVIDENCE,
     PHASE_NAMES,
     plural,
@@ -24,7 +26,8 @@ from tutti.report.words import (
     significant,
     split_unit,
 )
-from tutti.spec.report import Comparison, Curve, Finding, Quantity, RankReport, RunReport
+from tutti.spec.comparison import Comparison
+from tutti.spec.report import Curve, Finding, Quantity, RankReport, RunReport
 
 SEVERITIES = {"refuse": "Refused", "warn": "Warning", "note": "Note"}
 
@@ -70,6 +73,9 @@ def report_html(report: RunReport) -> str:
             prediction_plots=[plot for plot in (checks_plot(report), memory_plot(report)) if plot],
             boxes=boxes(report),
             rules=_rule_table(report),
+            carried=CARRIED,
+            communication_plot=communication_plot(report),
+            exposed_phases=exposed_phases(report.communication),
             share=share,
             computing=_computing,
             **_key_figures(report),

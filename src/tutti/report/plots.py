@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator
 
 from tutti.report.timing import PHASES
-from tutti.report.words import PHASE_NAMES, duration, number, quality_text, significant
+from tutti.report.words import CARRIED, PHASE_NAMES, duration, number, quality_text, significant
 from tutti.spec.prediction import Phase
 from tutti.spec.report import Curve, Quantity, RunReport, Split
 
@@ -276,6 +276,49 @@ def _segment(axes: Axes, row: int, left: float, width: float, colour: str, hatch
 
 def _parts_in_words(parts: dict[Phase, Quantity]) -> str:
     return ", ".join(f"{PHASE_NAMES[p]} {duration(q.value)}" for p, q in parts.items() if q.value)
+
+
+@_styled
+def communication_plot(report: RunReport) -> Plot | None:
+    """Seconds under way in a step by what was exchanged: exposed ones solid, hidden ones as an outline."""
+    lanes = [one for one in report.communication if (one.under_way.value or 0) or (one.exposed.value or 0)]
+    lanes = sorted(lanes, key=lambda one: -float(one.under_way.value or one.exposed.value or 0))[:MOST_RANKS]
+    if not lanes:
+        return None
+    longest = max(float(one.under_way.value or one.exposed.value or 0) for one in lanes)
+    factor, unit = (1e3, "ms") if longest < 1 else (1.0, "s")
+    figure, axes = _figure(14.2, 1.3 + 0.52 * len(lanes))
+    waited = PHASE_COLOURS["exposed_communication"]
+    for row, one in enumerate(lanes):
+        exposed = float(one.exposed.value or 0)
+        total = max(float(one.under_way.value or 0), exposed)
+        axes.barh(row, total * factor, height=0.62, facecolor="none", edgecolor=waited, linewidth=1.2)
+        _segment(axes, row, 0, exposed * factor, waited, hatched=False)
+        share = "" if one.hidden.value is None else f", {one.hidden.value:.0%} hidden".replace("%", " %")
+        axes.text((total + 0.008 * longest) * factor, row, f"{duration(total)}{share}", va="center", color=INK)
+    names = [f"{one.axes.replace('+', ' and ')}: {CARRIED[one.carried]}" for one in lanes]
+    axes.set_yticks(range(len(lanes)), names)
+    axes.tick_params(axis="y", labelcolor=INK)
+    axes.set_ylim(len(lanes) - 0.45, -0.55)
+    axes.set_xlim(0, longest * factor * 1.25)
+    axes.grid(visible=True, axis="x", color=GRID)
+    axes.grid(visible=False, axis="y")
+    axes.set_xlabel(f"time under way in a step ({unit})")
+    axes.bar(0, 0, color=waited, label="exposed: rank 0 waited")
+    axes.bar(0, 0, facecolor="none", edgecolor=waited, label="hidden behind compute")
+    figure.legend(loc="outside upper left", ncols=2, handlelength=0.9, handleheight=0.9, columnspacing=1.4)
+    words = "Communication of a step. " + " ".join(
+        f"{name}: {duration(float(one.exposed.value or 0))} exposed of "
+        f"{duration(float(one.under_way.value or one.exposed.value or 0))}."
+        for name, one in zip(names, lanes, strict=True)
+    )
+    return Plot(
+        title="Exposed and hidden communication",
+        note="measured on rank 0, median of the steady steps",
+        svg=_inline(figure, "communication", words),
+        words=words,
+        wide=True,
+    )
 
 
 @_styled

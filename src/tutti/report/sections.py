@@ -4,7 +4,6 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import PurePath
-from statistics import median
 from typing import Any
 
 from tutti.report.read import Records
@@ -251,12 +250,6 @@ def rank_reports(records: Records) -> tuple[RankReport, ...]:
 def memory_peak(ranks: tuple[RankReport, ...]) -> Quantity:
     """Peak bytes of the fullest rank."""
     return seen(max((r.peak_memory.value for r in ranks if r.peak_memory.value is not None), default=None), "B")
-
-
-def sent_per_step(records: Records) -> Quantity:
-    """Bytes of gradients that rank 0 sends in a step."""
-    values = [v for row in steady_steps(records) if (v := row.number("sent_nbytes")) is not None]
-    return seen(median(values) if values else None, "B", "gradients sent by rank 0, median of the steady steps")
 
 
 def prediction_checks(records: Records, report: RunReport) -> tuple[PredictionCheck, ...]:

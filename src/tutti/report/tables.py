@@ -9,6 +9,7 @@ from rich.text import Text
 
 from tutti.report.comparability import labels
 from tutti.report.words import (
+    CARRIED,
     PHASE_NAMES,
     plural,
     quality_text,
@@ -16,8 +17,9 @@ from tutti.report.words import (
     show_interval,
     signed_percent,
 )
+from tutti.spec.comparison import Comparison
 from tutti.spec.prediction import Phase
-from tutti.spec.report import Comparison, Finding, Quantity, RunReport
+from tutti.spec.report import Finding, Quantity, RunReport
 
 BAR_WIDTH = 60
 _COLOURS: dict[Phase, str] = {
@@ -50,6 +52,10 @@ def report_table(report: RunReport) -> RenderableType:
     """The report of one run for a rich console."""
     parts: list[RenderableType] = [Text(report.name, style="bold"), Text(report.headline), Text("")]
     parts += [_facts(report), Text(""), _time(report)]
+    if report.communication:
+        parts += [Text(""), _communication(report)]
+    if report.experts:
+        parts += [Text(""), _experts(report)]
     if report.checks:
         parts += [Text(""), _checks(report)]
     parts += [Text(""), findings_table(report.findings)]
@@ -103,6 +109,31 @@ def _time(report: RunReport) -> RenderableType:
         legend.append("   ")
     total = Text(f"parts sum to {show(report.time.accounted)} of the wall time (measured)", style="dim")
     return Group(bar, legend, total)
+
+
+def _communication(report: RunReport) -> Table:
+    """By axes and by what was carried, in a step."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    headings = ("communication in a step, over", "of", "exchanges", "sent", "under way", "exposed", "hidden")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in headings[:2] else "right")
+    for one in report.communication:
+        numbers = (one.exchanges, one.sent, one.under_way, one.exposed, one.hidden)
+        table.add_row(one.axes.replace("+", " and "), CARRIED[one.carried], *(_number(each) for each in numbers))
+    return table
+
+
+def _experts(report: RunReport) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for heading in ("mixture of experts", "tokens' choices", "dropped", "share", "balance loss"):
+        table.add_column(heading, justify="left" if heading == "mixture of experts" else "right")
+    for one in report.experts:
+        table.add_row(one.name or "the model", *map(_number, (one.assigned, one.dropped, one.share, one.balance_loss)))
+    return table
+
+
+def _number(quantity: Quantity) -> str:
+    return "" if quantity.value is None else show(quantity)
 
 
 def _checks(report: RunReport) -> Table:

@@ -3,7 +3,7 @@
 import math
 
 from tutti.spec.report import Quantity
-from tutti.spec.words import Evidence
+from tutti.spec.words import Carried, Evidence
 
 NOT_RECORDED = "not recorded"
 
@@ -22,6 +22,22 @@ PHASE_NAMES = {
     "optimizer": "optimizer",
     "evaluation": "evaluation",
     "other": "other",
+}
+
+CARRIED: dict[Carried, str] = {
+    "gradients": "gradients of parameters",
+    "parameters": "divided parameters",
+    "activations": "activations of split layers",
+    "halos": "halos of neighbours",
+    "tokens": "tokens to and from experts",
+    "vectors": "vectors of tables",
+    "keys": "keys and values",
+    "heads": "heads for tokens",
+    "messages": "activations between stages",
+    "statistics": "batch statistics",
+    "routing": "who chose which expert",
+    "indices": "rows wanted of tables",
+    "scalars": "losses and norms",
 }
 
 _PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))

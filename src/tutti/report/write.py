@@ -6,7 +6,8 @@ from tutti.errors import ReportError
 from tutti.report.html import comparison_html, report_html
 from tutti.report.tables import as_text, comparison_table, report_table
 from tutti.spec import codec
-from tutti.spec.report import Comparison, RunReport
+from tutti.spec.comparison import Comparison
+from tutti.spec.report import RunReport
 
 
 def write_files(report: RunReport, folder: Path) -> Path:

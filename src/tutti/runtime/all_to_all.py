@@ -9,36 +9,27 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-
-@dataclass(slots=True)
-class Traffic:
-    """Bytes that this rank has sent to others in forward and backward, since they were taken."""
-
-    nbytes: int = 0
-
-    def take(self) -> int:
-        """The bytes so far; counting starts again."""
-        nbytes, self.nbytes = self.nbytes, 0
-        return nbytes
+from tutti.runtime.traffic import Flight, Lane
 
 
 @dataclass(slots=True)
 class Route:
     """Who sends how many rows to whom. `send[i]`, `receive[i]`: rows to and from rank i of `group`; `own`: this rank's
-    place in it, whose rows stay; `work`, `arriving`: the exchange under way, and where gradients come in.
+    place in it, whose rows stay; `lane`: where it is counted; `flight`, `arriving`: the exchange under way, and where
+    gradients come in.
     """
 
     group: Any
     own: int
     send: Sequence[int]
     receive: Sequence[int]
-    traffic: Traffic
-    work: Any = None
+    lane: Lane
+    flight: Flight | None = None
     arriving: Tensor | None = None
 
     def back(self) -> "Route":
         """The way back."""
-        return Route(self.group, self.own, self.receive, self.send, self.traffic)
+        return Route(self.group, self.own, self.receive, self.send, self.lane)
 
 
 def exchange(rows: Tensor, route: Route) -> Tensor:
@@ -63,34 +54,34 @@ def land(rows: Tensor, route: Route) -> Tensor:
 
 def plain_exchange(rows: Tensor, route: Route) -> Tensor:
     """`exchange` of what has no gradient: indices, sizes."""
-    received, work = _start(rows, route)
-    work.wait()
+    received, flight = _start(rows, route)
+    flight.wait()
     return received
 
 
-def _start(rows: Tensor, route: Route) -> tuple[Tensor, Any]:
+def _start(rows: Tensor, route: Route) -> tuple[Tensor, Flight]:
     row_numel = rows[0].numel() if len(rows) else 0
-    route.traffic.nbytes += (len(rows) - route.send[route.own]) * row_numel * rows.element_size()
+    nbytes = (len(rows) - route.send[route.own]) * row_numel * rows.element_size()
     received = rows.new_empty((sum(route.receive), *rows.shape[1:]))
     work = dist.all_to_all_single(
         received, rows.contiguous(), list(route.receive), list(route.send), group=route.group, async_op=True
     )
-    return received, work
+    return received, route.lane.start([work], nbytes)
 
 
 class _Launch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, route: Route) -> Tensor:
         ctx.route = route
-        received, route.work = _start(rows, route)
+        received, route.flight = _start(rows, route)
         return received
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         """`gradient` only brings the order of things; what arrived has its own shape and waits in the route."""
-        ctx.route.work.wait()
-        arrived, ctx.route.work, ctx.route.arriving = ctx.route.arriving, None, None
+        ctx.route.flight.wait()
+        arrived, ctx.route.flight, ctx.route.arriving = ctx.route.arriving, None, None
         return arrived, None
 
 
@@ -98,12 +89,13 @@ class _Land(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, route: Route) -> Tensor:
         ctx.route = route
-        route.work.wait()
-        route.work = None
+        assert route.flight is not None
+        route.flight.wait()
+        route.flight = None
         return rows.view_as(rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        ctx.route.arriving, ctx.route.work = _start(gradient, ctx.route.back())
+        ctx.route.arriving, ctx.route.flight = _start(gradient, ctx.route.back())
         return gradient, None

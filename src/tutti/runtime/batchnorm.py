@@ -18,19 +18,22 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from tutti.runtime.traffic import Lane, lone_lane, ring_nbytes
+
 
 @dataclass(slots=True)
 class BatchScope:
     """Over which ranks statistics are taken, and the state of the pass that is running.
 
     `counts`: whether this rank's samples count (False for a rank that only takes part); `recomputing`: whether forward
-    runs a second time inside backward, when running statistics must stay.
+    runs a second time inside backward, when running statistics must stay; `lane`: where exchanges are counted.
     """
 
     world_size: int = 1
     group: Any = None
     counts: bool = True
     recomputing: bool = field(default=False)
+    lane: Lane = field(default_factory=lone_lane)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "BatchScope":
         return self
@@ -91,7 +94,8 @@ def _global_statistics(input: torch.Tensor, scope: BatchScope) -> tuple[torch.Te
     if scope.world_size > 1:
         mine = torch.cat([mean, variance * count, mean.new_tensor([count])])
         gathered = [torch.empty_like(mine) for _ in range(scope.world_size)]
-        dist.all_gather(gathered, mine, group=scope.group)
+        with scope.lane.waiting((scope.world_size - 1) * mine.numel() * mine.element_size()):
+            dist.all_gather(gathered, mine, group=scope.group)
         stacked = torch.stack(gathered)
         counts, channels = stacked[:, -1:], mean.shape[0]
         total = counts.sum()
@@ -147,7 +151,8 @@ class _Normalise(torch.autograd.Function):
         )
         sums = torch.cat([grad_bias, grad_weight])
         if scope.world_size > 1:
-            dist.all_reduce(sums, group=scope.group)
+            with scope.lane.waiting(ring_nbytes(sums, scope.world_size)):
+                dist.all_reduce(sums, group=scope.group)
         if ctx.counts:  # type: ignore[attr-defined]
             sum_dy, sum_dy_xhat = sums.chunk(2)
             gain = scale if weight is None else scale * weight

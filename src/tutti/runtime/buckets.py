@@ -1,7 +1,7 @@
 """Gradients fused into buckets; each leaves for its all-reduce once its gradients are there, in one agreed order."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tutti.errors import ScriptError
+from tutti.runtime.traffic import Flight, Lane, lone_lane
 
 FIRST_NBYTES = 2**20
 """The first bucket closes at this size, so that the link is busy early in backward."""
@@ -16,10 +17,13 @@ FIRST_NBYTES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The ranks over which a gradient is summed. `handle`: their process group, None for all ranks."""
+    """The ranks over which a gradient is summed. `handle`: their process group, None for all ranks; `lane`: where the
+    sums are counted.
+    """
 
     handle: Any
     size: int
+    lane: Lane = field(default_factory=lone_lane, compare=False)
 
 
 class Bucket:
@@ -37,7 +41,8 @@ class Bucket:
         self.flags = self.flat[numel:]
         self.filled = [False] * len(parameters)
         self.missing = len(parameters)
-        self.work: Any = None
+        self.sent_nbytes = 2 * (group.size - 1) * numel * first.element_size() // group.size
+        self.work: Flight | None = None
 
     def open(self) -> None:
         """Begin a step: nothing is filled."""
@@ -76,10 +81,12 @@ class Bucket:
 
     def launch(self) -> None:
         """Start the all-reduce."""
-        self.work = dist.all_reduce(self.flat, group=self.group.handle, async_op=True)
+        work = dist.all_reduce(self.flat, group=self.group.handle, async_op=True)
+        self.work = self.group.lane.start([work], self.sent_nbytes)
 
     def wait(self) -> None:
         """Wait for the sums; a parameter that no rank used keeps None for a gradient."""
+        assert self.work is not None
         self.work.wait()
         for index, filled in enumerate(self.filled):
             if not filled and float(self.flags[index]) > 0:

@@ -9,6 +9,9 @@ from tutti.spec.prediction import Phase
 
 STEP_PHASES: tuple[Phase, ...] = tuple(p for p in get_args(Phase) if p != "evaluation")
 
+_COMPUTING: tuple[Phase, ...] = ("forward", "backward", "optimizer")
+"""Phases out of which waiting for other ranks is taken: it is exposed communication."""
+
 
 class PhaseClock:
     """A stop-watch that is always in exactly one phase.
@@ -38,6 +41,19 @@ class PhaseClock:
         if self.device.type == "cuda" and self.timed:
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
+
+    def moment(self) -> float:
+        """perf_counter seconds; on steps that are timed, after what this thread has asked of the device so far."""
+        if self.device.type == "cuda" and self.timed:
+            torch.cuda.current_stream(self.device).synchronize()
+        return time.perf_counter()
+
+    def waited(self, seconds: float) -> Phase:
+        """The last `seconds` went by waiting for other ranks: they leave the phase that runs, which is returned."""
+        if self._phase in _COMPUTING:
+            self._seconds[self._phase] -= seconds
+            self._seconds["exposed_communication"] += seconds
+        return self._phase
 
     @property
     def timed(self) -> bool:

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from tutti.runtime.all_to_all import Traffic
 from tutti.runtime.mesh import Mesh
+from tutti.runtime.traffic import Lane, Traffic
 from tutti.runtime.world import World
-from tutti.spec.words import DATA_AXES, AxisName
+from tutti.spec.words import DATA_AXES, AxisName, Carried
 
 Range = tuple[int, int]
 """(start, stop) along a dim of the whole tensor."""
@@ -127,7 +127,7 @@ class Layout:
 
     `held`: what is not whole on every rank, or is summed otherwise; `names`: every name and whole shape of the user's
     model, in its order, also of tensors that other ranks hold; `tied`: groups of names that are one tensor; `states`:
-    the same of the optimizers' state; `traffic`: what mechanisms send beside gradients.
+    the same of the optimizers' state; `traffic`: what is exchanged with other ranks.
     """
 
     mesh: Mesh
@@ -152,6 +152,10 @@ class Layout:
             [names for names in same.values() if len(names) > 1],
             states=OptimizerLayout(groups=groups),
         )
+
+    def lane(self, carried: Carried, *axes: AxisName) -> Lane:
+        """Where exchanges over `axes` are counted and timed (all of the mesh's, if none are named)."""
+        return self.traffic.lane(carried, [axis for axis in self.mesh.degrees if not axes or axis in axes])
 
     def of_name(self, name: str) -> Held:
         """How the tensor called `name` is held here."""
@@ -249,7 +253,8 @@ def norm_squared(layout: Layout, named: Iterable[tuple[str, torch.Tensor]], devi
             values = part.coalesce().values() if part.is_sparse else part
             total += torch.linalg.vector_norm(values).double() ** 2
     if layout.mesh.world_size > 1:
-        dist.all_reduce(total)
+        with layout.lane("scalars").waiting():
+            dist.all_reduce(total)
     return total
 
 

@@ -22,6 +22,10 @@ def _plain(value: Any) -> Any:
     return value
 
 
+_SHOWN = ("loss", "learning_rate", "grad_norm", "wall_s", "tokens_dropped", "balance_loss")
+"""What of a step's row goes to TensorBoard, where it is a number."""
+
+
 class MetricsLog:
     """Appends rows to the run folder. Rank 0 writes the run's metrics; every rank its own step timings.
 
@@ -65,7 +69,7 @@ class MetricsLog:
         if kind == "step":
             group, shown = (
                 "train",
-                {name: values.get(name) for name in ("loss", "learning_rate", "grad_norm", "wall_s")},
+                {name: values.get(name) for name in _SHOWN},
             )
         elif kind in ("evaluate", "log"):
             group, shown = values.get("name", "log"), values["values"]

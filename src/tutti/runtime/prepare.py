@@ -39,6 +39,7 @@ from tutti.runtime.space.feed import feed_parts
 from tutti.runtime.stage.build import Stages, cut_stages
 from tutti.runtime.stage.pipeline import make_pipeline
 from tutti.runtime.state import Run, Unpack
+from tutti.runtime.traffic import Lane
 from tutti.runtime.unpack import default_loss
 from tutti.runtime.world import World
 from tutti.spec import codec
@@ -69,7 +70,8 @@ def make_run(session: Session, given: Given) -> Run:
     observer = load_observer(session.wishes.observer)
     _make_equal(given, world, session.screen, observer)
     layout = Layout.of(model, Mesh(plan.mesh, world.rank), given.optimizers)
-    scope = _batch_scope(model, layout.mesh)
+    layout.traffic.clock = session.clock
+    scope = _batch_scope(model, layout)
     originals = dict(model.named_parameters(remove_duplicate=False))
     stages = cut_stages(model, plan, layout, lambda: given.unpack(_few_samples(given, session, plan))[:2])
     shards = _take_apart(given, plan, layout, scope, stages, world.device)
@@ -77,7 +79,7 @@ def make_run(session: Session, given: Given) -> Run:
     shards.bind(given.optimizers)
     layout.settle(model, world, given.optimizers)
     source, unpack = feed_parts(model, given.source, given.unpack)
-    sequences = sequences_of(model, plan, layout.mesh, given.unpack, given.loss_fn)
+    sequences = sequences_of(model, plan, layout.mesh, given.unpack, given.loss_fn, _attention_lane(plan, layout))
     folder = open_folder(session.wishes, world, session.folder)
     run = Run(
         settings=session.settings,
@@ -85,7 +87,7 @@ def make_run(session: Session, given: Given) -> Run:
         world=world,
         layout=layout,
         model=model,
-        replica=Replica(model, layout, plan, shards),
+        replica=Replica(model, layout, plan, shards, stages.tied_here(model) if stages else ()),
         pipeline=make_pipeline(stages, plan, layout, world.device),
         optimizers=given.optimizers,
         sequences=sequences,
@@ -173,11 +175,16 @@ def _make_equal(given: Given, world: World, screen: Screen, observer: Observer) 
         copy_from_first(model, world)
 
 
-def _batch_scope(model: nn.Module, mesh: Mesh) -> BatchScope:
+def _batch_scope(model: nn.Module, layout: Layout) -> BatchScope:
     """A group of their own for batch statistics, so that their exchanges never mix with gradients'."""
+    mesh = layout.mesh
     degree = mesh.degree(*SUMMED)
     group = mesh.new_group(*SUMMED) if degree > 1 and batch_norms(model) else None
-    return BatchScope(world_size=degree, group=group)
+    return BatchScope(world_size=degree, group=group, lane=layout.lane("statistics", *SUMMED))
+
+
+def _attention_lane(plan: Plan, layout: Layout) -> Lane:
+    return layout.lane("keys" if plan.context == "ring" else "heads", "context")
 
 
 def _resume(run: Run, path: Path | None) -> Path | None:

@@ -5,7 +5,7 @@ all-reduce in every step (find_unused_parameters) and hanging where one rank lea
 travels with each gradient. Losses are weighted by samples first, so gradients are summed, not averaged.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -25,11 +25,15 @@ LossFunction = Callable[[nn.Module, Any], Any]
 class Replica:
     """This rank's replica: between `begin` and `finish`, gradients that backward computes are summed over ranks.
 
-    `parameters`: those that require a gradient.
+    `parameters`: those that require a gradient; `late`: names of those whose gradient is complete only at `finish`.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, plan: Plan, shards: Shards | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, layout: Layout, plan: Plan, shards: Shards | None = None, late: Iterable[str] = ()
+    ) -> None:
         self.parameters: list[nn.Parameter] = []
+        self._late = {model.get_parameter(name) for name in late}
+        self._last: set[nn.Parameter] | None = None
         self._model, self._layout, self._cap = model, layout, plan.sync.bucket_nbytes
         self.shards = shards or Shards()
         self._groups: dict[nn.Parameter, Group] = {}
@@ -49,8 +53,11 @@ class Replica:
         """Bytes this rank sends for its gradients in a step, by ring all-reduce, and for divided parameters."""
         return self.shards.sent_nbytes + sum(ring_sent_nbytes([p], group.size) for p, group in self._groups.items())
 
-    def begin(self) -> None:
-        """The backward that comes is the step's last: sum gradients from here on."""
+    def begin(self, *, piecewise: bool = False) -> None:
+        """The backward that comes is the step's last: sum gradients from here on. `piecewise`: several backwards come;
+        `last_of` says for which parameters one is the last.
+        """
+        self._last = set() if piecewise else None
         trainable = _trainable(self._model)
         if [*map(id, trainable)] != [*map(id, self.parameters)]:  # the script has frozen or unfrozen some
             self._build(trainable)
@@ -60,6 +67,11 @@ class Replica:
             bucket.open()
         self._next, self._summing = 0, True
         self.shards.begin()
+
+    def last_of(self, parameters: Iterable[nn.Parameter]) -> None:
+        """The backward that comes is the last that reaches `parameters`: their sums may start in it."""
+        if self._last is not None and self._places:
+            self._last.update(parameters)
 
     def finish(self) -> None:
         """Backward has returned: send what it left out, and wait for all sums."""
@@ -86,7 +98,10 @@ class Replica:
         sparse = _sparse(self._model)
         self._sparse = [p for p in self._groups if p in sparse]
         dense = [p for p in order or parameters[::-1] if p in self._groups and p not in sparse]
-        self._buckets = make_buckets(dense, self._groups.__getitem__, self._cap)
+        early, late = [p for p in dense if p not in self._late], [p for p in dense if p in self._late]
+        self._buckets = [
+            bucket for some in (early, late) for bucket in make_buckets(some, self._groups.__getitem__, self._cap)
+        ]
         self._places = {p: (bucket, i) for bucket in self._buckets for i, p in enumerate(bucket.parameters)}
         self._hooks = [p.register_post_accumulate_grad_hook(self._hook) for p in dense]  # type: ignore[no-untyped-call]
 
@@ -97,7 +112,8 @@ class Replica:
         for name, parameter in self._model.named_parameters():
             axes = self._layout.of_name(name).sums
             if parameter in wanted and mesh.degree(*axes) > 1:
-                groups[parameter] = Group(mesh.group(*axes), mesh.degree(*axes))
+                lane = self._layout.lane("gradients", *axes)
+                groups[parameter] = Group(mesh.group(*axes), mesh.degree(*axes), lane)
         return groups
 
     def _hook(self, parameter: nn.Parameter) -> None:
@@ -105,6 +121,8 @@ class Replica:
         if not self._summing:
             return
         bucket, index = self._places[parameter]
+        if self._last is not None and parameter not in self._last and not bucket.filled[index]:
+            return
         bucket.fill(index)
         if self._arrived is not None:
             self._arrived.append(parameter)
@@ -145,6 +163,7 @@ def _sum_sparse(parameter: nn.Parameter, group: Group) -> None:
         mine = torch.zeros_like(parameter, layout=torch.sparse_coo)
     flag = torch.tensor(float(parameter.grad is not None), device=parameter.device)
     mine = mine.coalesce()
-    dist.all_reduce(flag, group=group.handle)
-    dist.all_reduce(mine, group=group.handle)
+    with group.lane.waiting(ring_sent_nbytes([parameter], group.size)):
+        dist.all_reduce(flag, group=group.handle)
+        dist.all_reduce(mine, group=group.handle)
     parameter.grad = mine if float(flag) else None

@@ -4,10 +4,11 @@ from typing import Any
 
 from tutti.data.fingerprint import describe_data, overlap
 from tutti.data.source import Source
-from tutti.nn.mixture import take_tally
+from tutti.nn.mixture import Tally, take_tallies
 from tutti.runtime.header import data_fields
 from tutti.runtime.state import Run
 from tutti.runtime.step import Outcome
+from tutti.runtime.traffic import exchanged_nbytes
 from tutti.runtime.update import Update
 
 
@@ -27,8 +28,10 @@ def step_row(run: Run, outcome: Outcome, done: Update) -> None:
     if progress.total_epochs is not None and run.steps_per_epoch is not None:
         total = progress.total_epochs * run.steps_per_epoch
     timed = run.clock.timed
-    tally = take_tally(run.model)
+    experts = take_tallies(run.model)
     wall, phases = run.clock.take_row()
+    carried = run.layout.traffic.take()
+    sent, exchanged = run.replica.sent_nbytes, exchanged_nbytes(carried)
     run.log.row(
         "step",
         run.clock.elapsed_s(),
@@ -42,23 +45,41 @@ def step_row(run: Run, outcome: Outcome, done: Update) -> None:
         grad_norm=done.grad_norm,
         skipped=done.skipped,
         loss_scale=run.scaler.get_scale() if run.scaler.is_enabled() else None,
-        sent_nbytes=run.replica.sent_nbytes,
-        exchanged_nbytes=run.layout.traffic.take(),
-        tokens_assigned=tally and tally.assigned,
-        tokens_dropped=tally and tally.dropped,
+        sent_nbytes=sent,
+        exchanged_nbytes=exchanged,
+        communication=[total.row() for total in carried],
+        **_of_experts(experts),
         total_steps=total,
         timed=timed,
         wall_s=wall,
         phases=phases,
     )
-    run.log.timing(kind="step", step=progress.step, wall_s=wall, phases=phases)
+    run.log.timing(kind="step", step=progress.step, wall_s=wall, phases=phases, sent_nbytes=sent + exchanged)
     run.screen.step(progress.step, total, outcome.loss, run.throughput.update(tokens or outcome.samples), unit)
+
+
+def _of_experts(tallies: dict[str, Tally]) -> dict[str, Any]:
+    """Choices of tokens in the step, over all ranks, how many were dropped, and the load-balancing loss: summed over
+    layers, as `auxiliary_loss` gives it, and each layer's.
+    """
+    if not tallies:
+        return {"tokens_assigned": None, "tokens_dropped": None}
+    return {
+        "tokens_assigned": sum(one.assigned for one in tallies.values()),
+        "tokens_dropped": sum(one.dropped for one in tallies.values()),
+        "balance_loss": sum(one.balance_loss for one in tallies.values()),
+        "experts": {
+            name: {"assigned": one.assigned, "dropped": one.dropped, "balance_loss": one.balance_loss}
+            for name, one in tallies.items()
+        },
+    }
 
 
 def evaluation_row(run: Run, source: Source, name: str, values: dict[str, float], samples: int) -> None:
     """Write the row of one evaluation; the time since the last row is accounted for in it."""
     run.clock.enter("other")
     wall, phases = run.clock.take_row()
+    run.layout.traffic.take()  # or the next step's row would have it
     if not run.world.is_main:
         return
     run.log.row(

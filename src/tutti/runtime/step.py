@@ -19,6 +19,7 @@ from tutti.errors import ScriptError, TrainingError
 from tutti.runtime.precision import autocast
 from tutti.runtime.replicate import LossFunction
 from tutti.runtime.state import Run
+from tutti.runtime.traffic import Flight
 from tutti.runtime.weighted import Weighted, as_weighted
 from tutti.spec.words import DATA_AXES
 
@@ -71,7 +72,7 @@ def _microbatch(
     with run.sequences.part(to_device(batch, device)) as mine, run.observer.microbatch(step, index, share):
         with autocast(run.plan.precision, device):
             root = _root(run, share, index, function(run.model, mine), totals)
-        reduced = dist.all_reduce(totals, async_op=True) if last and run.world.world_size > 1 else None
+        reduced = _start_sum(run, totals) if last and run.world.world_size > 1 else None
         run.clock.enter("backward")
         if last:
             run.replica.begin()
@@ -83,14 +84,24 @@ def _microbatch(
 
 
 def _pipelined(run: Run, function: LossFunction, share: Share, pieces: list[Any], totals: torch.Tensor) -> None:
-    """All microbatches through this rank's stages; gradients are summed over data-parallel ranks at the end."""
+    """All microbatches through this rank's stages; losses are summed while the last backwards run."""
     assert run.pipeline is not None
     run.scaler.scale(totals[:1])  # the scale exists on every rank, also where no loss appears
-    run.pipeline.forward_backward(run, function, pieces, lambda index, value: _root(run, share, index, value, totals))
-    reduced = dist.all_reduce(totals, async_op=True)
-    run.replica.begin()
+    reduced: list[Flight] = []
+
+    def root(index: int, value: Any) -> torch.Tensor:
+        return _root(run, share, index, value, totals)
+
+    run.replica.begin(piecewise=True)
+    run.pipeline.forward_backward(run, function, pieces, root, lambda: reduced.append(_start_sum(run, totals)))
     run.replica.finish()
-    reduced.wait()
+    for flight in reduced:
+        flight.wait()
+
+
+def _start_sum(run: Run, totals: torch.Tensor) -> Flight:
+    """Start to sum the losses over all ranks."""
+    return run.layout.lane("scalars").start([dist.all_reduce(totals, async_op=True)])
 
 
 def _root(run: Run, share: Share, index: int, value: Any, totals: torch.Tensor) -> torch.Tensor:
@@ -155,7 +166,8 @@ def _finish_gradients(run: Run, factor: float) -> None:
                 found[str(run.world.device)] = torch.zeros((), device=run.world.device)
             if run.layout.held:  # ranks hold different gradients: one that overflows stops all
                 for value in found.values():
-                    dist.all_reduce(value, dist.ReduceOp.MAX)
+                    with run.layout.lane("scalars").waiting():
+                        dist.all_reduce(value, dist.ReduceOp.MAX)
     if factor != 1.0:
         gradients = [p.grad for p in run.replica.parameters if p.grad is not None]
         if gradients:  # a stage may have nothing to train

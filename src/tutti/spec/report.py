@@ -10,7 +10,7 @@ from typing import Literal
 
 from tutti.errors import SpecError
 from tutti.spec.prediction import Phase
-from tutti.spec.words import Evidence, Unit
+from tutti.spec.words import Carried, Evidence, Unit
 
 Split = Literal["train", "validation", "test", "other"]
 Scope = Literal["kernel", "step", "epoch", "train"]
@@ -255,6 +255,37 @@ class RankReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CommunicationReport:
+    """One kind of exchange over some axes of the mesh, in a step of rank 0.
+
+    `sent`: by rank 0; `under_way`: seconds in which an exchange had begun and was not known to have ended; `exposed`:
+    seconds that rank 0 waited, `exposed_in` by phase; `hidden`: the part of `under_way` in which it did not wait.
+    """
+
+    axes: str
+    carried: Carried
+    exchanges: Quantity
+    sent: Quantity
+    under_way: Quantity
+    exposed: Quantity
+    exposed_in: dict[Phase, Quantity]
+    hidden: Quantity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsReport:
+    """A mixture of experts over the run: choices of tokens, those that found no room and their share, and the
+    load-balancing loss of a step (1 when balanced). `name`: the module's.
+    """
+
+    name: str
+    assigned: Quantity
+    dropped: Quantity
+    share: Quantity
+    balance_loss: Quantity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
     """Whether N ranks were shown to compute what one device computes (verify.json). `cause`: of a failure."""
 
@@ -335,6 +366,8 @@ class RunReport:
     prediction_notes: tuple[str, ...] = ()
     memory_peak: Quantity = Quantity(unit="B")
     sent_per_step: Quantity = Quantity(unit="B")
+    communication: tuple[CommunicationReport, ...] = ()
+    experts: tuple[ExpertsReport, ...] = ()
     ranks: tuple[RankReport, ...] = ()
     curves: tuple[Curve, ...] = ()
     verification: Verification | None = None
@@ -343,40 +376,5 @@ class RunReport:
     git_commit: str | None = None
     git_dirty: bool | None = None
     env_lock_sha256: str | None = None
-    findings: tuple[Finding, ...] = ()
-    version: int = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """One setting that is not the same in all compared runs, as text, one entry a run."""
-
-    name: str
-    values: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComparisonRow:
-    """One run against the first one. `refusal` stands in place of a speed-up that may not be stated."""
-
-    name: str
-    quality: Quantity
-    time: Quantity  # to the target where one is set, else of the whole run
-    throughput: Quantity
-    device_seconds: Quantity
-    speedup: Quantity
-    efficiency: Quantity
-    refusal: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """Several runs side by side; the first is the reference."""
-
-    runs: tuple[RunReport, ...]
-    rows: tuple[ComparisonRow, ...]
-    differences: tuple[Difference, ...]
-    scaling: Scaling | None
-    headline: str
     findings: tuple[Finding, ...] = ()
     version: int = 1

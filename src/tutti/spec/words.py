@@ -35,6 +35,26 @@ ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 ContextKind = Literal["ring", "all-to-all"]
 """How attention sees a whole sequence: keys and values travel round, or heads are exchanged for tokens (Ulysses)."""
 
+Carried = Literal[
+    "gradients",
+    "parameters",
+    "activations",
+    "halos",
+    "tokens",
+    "vectors",
+    "keys",
+    "heads",
+    "messages",
+    "statistics",
+    "routing",
+    "indices",
+    "scalars",
+]
+"""What ranks exchange: gradients of parameters; parameters that are divided; activations of split layers; halos of
+samples cut in space; tokens on the way to and from experts; vectors of tables; keys and values on a ring; heads for
+tokens (Ulysses); messages between stages; batch statistics; how many tokens chose which expert; which rows of tables
+are wanted; losses, norms and other single numbers. Activations go forward, and their gradients back."""
+
 Precision = Literal["full", "tf32", "bfloat16", "float16"]
 """full: the parameters' own dtype throughout; tf32: float32 with TF32 matrix products; bfloat16 and float16:
 autocast over parameters in their own dtype (the master weights), float16 with loss scaling."""

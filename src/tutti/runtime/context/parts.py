@@ -18,6 +18,7 @@ from tutti.runtime.context.families import adapt, is_hugging_face, shifted_label
 from tutti.runtime.context.order import Order
 from tutti.runtime.context.ring import Ring
 from tutti.runtime.mesh import Mesh
+from tutti.runtime.traffic import Lane, lone_lane
 from tutti.runtime.unpack import default_loss
 from tutti.runtime.weighted import Weighted
 from tutti.spec.plan import Plan
@@ -45,8 +46,13 @@ class Sequences:
     join: Callable[[Any], Any] = _same
 
 
-def sequences_of(model: nn.Module, plan: Plan, mesh: Mesh, unpack: Unpack, loss_fn: Loss | None) -> Sequences:
-    """Make `model` ready for parts of sequences, in place, if the mesh has a context axis. Collective."""
+def sequences_of(
+    model: nn.Module, plan: Plan, mesh: Mesh, unpack: Unpack, loss_fn: Loss | None, lane: Lane | None = None
+) -> Sequences:
+    """Make `model` ready for parts of sequences, in place, if the mesh has a context axis. Collective.
+
+    `lane`: where what attention exchanges is counted.
+    """
     if mesh.degree("context") == 1:
         return Sequences(loss_fn=loss_fn)
     apart: tuple[AxisName, ...] = ("stage", "space")
@@ -56,16 +62,18 @@ def sequences_of(model: nn.Module, plan: Plan, mesh: Mesh, unpack: Unpack, loss_
                 f"mesh.context = {mesh.degree('context')} with mesh.{axis} = {mesh.degree(axis)}: sequences are not "
                 f"cut where the {axis} axis cuts the model or its samples; use one of the two"
             )
-    parts = Parts(model, plan, mesh, unpack, loss_fn)
+    order = Order(kind=plan.context, degree=mesh.degree("context"), index=mesh.index("context"))
+    ranks, group = tuple(mesh.ranks("context")), mesh.new_group("context")
+    ring = Ring(order=order, ranks=ranks, group=group, lane=lane or lone_lane())
+    parts = Parts(model, ring, unpack, loss_fn)
     return Sequences(loss_fn=parts.loss, part=parts.part, join=parts.join)
 
 
 class Parts:
     """One model that runs on parts of sequences."""
 
-    def __init__(self, model: nn.Module, plan: Plan, mesh: Mesh, unpack: Unpack, loss_fn: Loss | None) -> None:
-        order = Order(kind=plan.context, degree=mesh.degree("context"), index=mesh.index("context"))
-        self.ring = Ring(order=order, ranks=tuple(mesh.ranks("context")), group=mesh.new_group("context"))
+    def __init__(self, model: nn.Module, ring: Ring, unpack: Unpack, loss_fn: Loss | None) -> None:
+        self.ring = ring
         self.model, self._unpack, self._loss_fn = model, unpack, loss_fn or default_loss
         self._sites: frozenset[Site] | None = None
         self._known: Pass | None = None

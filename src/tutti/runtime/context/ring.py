@@ -6,7 +6,7 @@ time, with their gradients travelling one step behind them. A transfer runs whil
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,26 +16,29 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from tutti.data.seeds import derive_seed
 from tutti.runtime.context.order import Order
 from tutti.runtime.context.tiles import Block, accumulate_dtype, attend, attend_backward, empty_state
+from tutti.runtime.traffic import Flight, Lane, lone_lane
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ring:
     """The ranks that keys and values travel round: this one sends to the next and receives from the one before.
 
-    `ranks`: global ranks along the context axis; `group`: their process group.
+    `ranks`: global ranks along the context axis; `group`: their process group; `lane`: where exchanges are counted.
     """
 
     order: Order
     ranks: tuple[int, ...]
     group: Any
+    lane: Lane = field(default_factory=lone_lane, compare=False)
 
-    def pass_on(self, tensor: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
+    def pass_on(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Flight]:
         """Start sending `tensor` on; returns where the previous rank's arrives, and what to wait for."""
         me, degree = self.order.index, self.order.degree
         received = torch.empty_like(tensor)
         send = dist.P2POp(dist.isend, tensor, self.ranks[(me + 1) % degree], group=self.group)
         receive = dist.P2POp(dist.irecv, received, self.ranks[(me - 1) % degree], group=self.group)
-        return received, dist.batch_isend_irecv([send, receive])
+        works = dist.batch_isend_irecv([send, receive])
+        return received, self.lane.start(works, tensor.numel() * tensor.element_size())
 
 
 def ring_attention(
@@ -105,7 +108,7 @@ def _backward_round(
     """Add to grad_q; returns the gradients of this rank's keys and values, which have come all the way round."""
     dtype = accumulate_dtype(k.dtype)
     arriving = torch.zeros(k.numel() + v.numel(), dtype=dtype, device=k.device)
-    works: list[Any] = []
+    flight: Flight | None = None
     for owner, keys, values in _round(ring, k, v):
         grads = torch.zeros_like(arriving)
         grad_keys, grad_values = _unpack(grads, k, v)
@@ -124,9 +127,9 @@ def _backward_round(
                 grad_keys[:, :, columns],
                 grad_values[:, :, columns],
             )
-        _wait(works)
-        arriving, works = ring.pass_on(grads.add_(arriving))
-    _wait(works)
+        _wait(flight)
+        arriving, flight = ring.pass_on(grads.add_(arriving))
+    _wait(flight)
     return _unpack(arriving, k, v)
 
 
@@ -135,9 +138,9 @@ def _round(ring: Ring, k: torch.Tensor, v: torch.Tensor) -> Iterator[tuple[int, 
     here = torch.cat([k.reshape(-1), v.reshape(-1)])
     for step in range(ring.order.degree):
         last = step == ring.order.degree - 1
-        coming, works = (here, []) if last else ring.pass_on(here)
+        coming, flight = (here, None) if last else ring.pass_on(here)
         yield (ring.order.index - step) % ring.order.degree, *_unpack(here, k, v)
-        _wait(works)
+        _wait(flight)
         here = coming
 
 
@@ -145,9 +148,9 @@ def _unpack(flat: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch
     return flat[: k.numel()].view(k.shape), flat[k.numel() :].view(v.shape)
 
 
-def _wait(works: list[Any]) -> None:
-    for work in works:
-        work.wait()
+def _wait(flight: Flight | None) -> None:
+    if flight is not None:
+        flight.wait()
 
 
 def _seen(block: Block, order: Order, owner: int, rows: int) -> tuple[slice, slice, Block] | None:

@@ -36,7 +36,13 @@ def divide_experts(model: nn.Module, rules: Sequence[LayoutRule], layout: Layout
     sharing = mesh.degree(*SUMMED)
     if not (found or stacked) or sharing == 1:
         return
-    sharers = Sharers(size=sharing, rank=mesh.index(*SUMMED), group=mesh.new_group(*SUMMED), scope=scope)
+    sharers = Sharers(
+        size=sharing,
+        rank=mesh.index(*SUMMED),
+        group=mesh.new_group(*SUMMED),
+        scope=scope,
+        lane=layout.lane("routing", *SUMMED),
+    )
     group = mesh.new_group("expert") if divided else None
     members, all_ranks = mesh.ranks("expert"), mesh.ranks(*SUMMED)
     for name, module in (found | stacked).items():
@@ -48,9 +54,9 @@ def divide_experts(model: nn.Module, rules: Sequence[LayoutRule], layout: Layout
             holders = Holders(group=group, places=places, bounds=bounds, own=mesh.index("expert"))
             _take_part(module, name, holders.experts, layout)
         if isinstance(module, MixtureOfExperts):
-            module.exchange = SharedSlice(sharers, holders, layout.traffic)
+            module.exchange = SharedSlice(sharers, holders, layout.lane("tokens", "expert"))
         elif holders is not None:
-            travel_to_experts(module, holders, sizes_of(holders.bounds), layout.traffic)
+            travel_to_experts(module, holders, sizes_of(holders.bounds), layout)
 
 
 def _divides(rules: Sequence[LayoutRule], name: str) -> bool:

@@ -5,7 +5,7 @@ depend on the number of ranks. One gather a layer tells every rank all counts; t
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -15,20 +15,22 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tutti.nn.mixture import Alone, Experts, Routing
-from tutti.runtime.all_to_all import Route, Traffic, exchange, land, launch
+from tutti.runtime.all_to_all import Route, exchange, land, launch
 from tutti.runtime.batchnorm import BatchScope
+from tutti.runtime.traffic import Lane, lone_lane, ring_nbytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharers:
     """The ranks that share every slice. `group`: of all of them; `rank`: this rank's place in it; `scope`: whether this
-    rank's samples count in the pass that is running.
+    rank's samples count in the pass that is running; `lane`: where what they tell each other is counted.
     """
 
     size: int
     rank: int
     group: Any
     scope: BatchScope
+    lane: Lane = field(default_factory=lone_lane)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +53,8 @@ class Holders:
 class SharedSlice:
     """`tutti.nn.mixture.Exchange` over ranks. Without holders every rank has all experts, and no row travels."""
 
-    def __init__(self, sharers: Sharers, holders: Holders | None, traffic: Traffic) -> None:
-        self.sharers, self.holders, self.traffic = sharers, holders, traffic
+    def __init__(self, sharers: Sharers, holders: Holders | None, lane: Lane) -> None:
+        self.sharers, self.holders, self.lane = sharers, holders, lane
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SharedSlice":
         return self
@@ -90,7 +92,7 @@ class SharedSlice:
         answered[own] = 0
         begin, end = sum(asked[:own]), sum(asked[: own + 1])
         asked[own] = 0
-        route = Route(holders.group, own, asked, answered.sum(1).tolist(), self.traffic)
+        route = Route(holders.group, own, asked, answered.sum(1).tolist(), self.lane)
         travelling = launch(torch.cat([rows[:begin], rows[end:]]), route)
         stayed = experts.run_experts(rows[begin:end], mine)
         arrived = land(travelling, route)
@@ -109,7 +111,8 @@ class _Gather(torch.autograd.Function):
         ctx.sharers = sharers
         mine = torch.cat([counts.reshape(-1).double(), mass.double()])
         everyone = [torch.empty_like(mine) for _ in range(sharers.size)]
-        dist.all_gather(everyone, mine, group=sharers.group)
+        with sharers.lane.waiting((sharers.size - 1) * mine.numel() * mine.element_size()):
+            dist.all_gather(everyone, mine, group=sharers.group)
         table = torch.stack(everyone)
         theirs = table[:, : counts.numel()].round().long().cpu().reshape(sharers.size, *counts.shape)
         ctx.mark_non_differentiable(theirs)
@@ -118,8 +121,9 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> Any:
-        total = gradient.contiguous().clone()
-        dist.all_reduce(total, group=ctx.sharers.group)
+        total, sharers = gradient.contiguous().clone(), ctx.sharers
+        with sharers.lane.waiting(ring_nbytes(total, sharers.size)):
+            dist.all_reduce(total, group=sharers.group)
         return total, None, None
 
 

@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tutti.runtime.all_to_all import Traffic
 from tutti.runtime.batchnorm import BatchScope
 from tutti.runtime.expert.slice import Holders, SharedSlice, Sharers
+from tutti.runtime.layout import Layout
+from tutti.runtime.traffic import Lane
 
 _ARGUMENTS = ["hidden_states", "top_k_index", "top_k_weights"]
 
@@ -30,23 +31,23 @@ def is_stacked(module: nn.Module) -> bool:
     return list(inspect.signature(module.forward).parameters)[:3] == _ARGUMENTS
 
 
-def travel_to_experts(module: nn.Module, holders: Holders, sizes: Sequence[int], traffic: Traffic) -> None:
+def travel_to_experts(module: nn.Module, holders: Holders, sizes: Sequence[int], layout: Layout) -> None:
     """Make `module`, which has this rank's experts by now, send rows to the ranks that have the others'.
 
     `sizes`: how many experts each rank has.
     """
-    module.forward = Travelling(module, holders, traffic)
+    module.forward = Travelling(module, holders, layout.lane("tokens", "expert"), layout.lane("routing", "expert"))
     setattr(module, "num_experts", sizes[holders.own])  # noqa: B010 (an attribute that nn.Module does not declare)
 
 
 class Travelling:
     """The forward of one layer of stacked experts over a group of ranks."""
 
-    def __init__(self, module: nn.Module, holders: Holders, traffic: Traffic) -> None:
-        self.module, self.holders, self.traffic = module, holders, traffic
+    def __init__(self, module: nn.Module, holders: Holders, lane: Lane, routing: Lane) -> None:
+        self.module, self.holders, self.lane, self.routing = module, holders, lane, routing
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Travelling":
-        return Travelling(memo.get(id(self.module), self.module), self.holders, self.traffic)
+        return Travelling(memo.get(id(self.module), self.module), self.holders, self.lane, self.routing)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial, (type(self.module).forward, self.module)
@@ -56,11 +57,12 @@ class Travelling:
         chosen, holders = top_k_index.reshape(-1), self.holders
         counts = torch.bincount(chosen, minlength=holders.bounds[-1])
         everyone = [torch.empty_like(counts) for _ in range(len(holders.bounds) - 1)]
-        dist.all_gather(everyone, counts, group=holders.group)
+        with self.routing.waiting((len(everyone) - 1) * counts.numel() * counts.element_size()):
+            dist.all_gather(everyone, counts, group=holders.group)
         slots = torch.argsort(chosen, stable=True)
         tokens = slots.div(top_k_index.shape[1], rounding_mode="floor")
         alone = Sharers(size=1, rank=0, group=None, scope=BatchScope())
-        slice = SharedSlice(alone, holders, self.traffic)
+        slice = SharedSlice(alone, holders, self.lane)
         results = slice.divided(self, hidden_states.index_select(0, tokens), torch.stack(everyone).cpu(), holders)
         weighted = results * top_k_weights.reshape(-1).index_select(0, slots).unsqueeze(1)
         return torch.zeros_like(hidden_states).index_add(0, tokens, weighted.to(hidden_states.dtype))

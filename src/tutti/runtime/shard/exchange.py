@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tutti.runtime.traffic import Flight, Lane
+
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
@@ -20,31 +22,36 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dis
 class Exchange:
     """Something on its way. `tensors`: what is sent and received; they must live so long."""
 
-    works: list[Any]
+    flight: Flight | None
     tensors: tuple[torch.Tensor, ...]
 
     def wait(self) -> None:
-        while self.works:  # each once: Gloo's receive waits for another message when it is asked again
-            self.works.pop(0).wait()
+        if self.flight is not None:
+            self.flight.wait()
 
 
-def gather(segments: torch.Tensor, mine: torch.Tensor, group: Any) -> Exchange:
+def gather(segments: torch.Tensor, mine: torch.Tensor, group: Any, lane: Lane) -> Exchange:
     """Every rank's `mine` into its row of `segments`, (degree, size), on all ranks."""
+    nbytes = (len(segments) - 1) * mine.numel() * mine.element_size()
     if mine.device.type != "cpu":
-        return Exchange([_all_gather(segments.view(-1), mine, group=group, async_op=True)], (segments, mine))
+        works = [_all_gather(segments.view(-1), mine, group=group, async_op=True)]
+        return Exchange(lane.start(works, nbytes), (segments, mine))
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
     others = [(rank + step) % degree for step in range(1, degree)]
     works = [dist.irecv(segments[other], group=group, group_src=other) for other in others[::-1]]
     works += [dist.isend(mine, group=group, group_dst=other) for other in others]
+    flight = lane.start(works, nbytes)
     segments[rank].copy_(mine)
-    return Exchange(works, (segments, mine))
+    return Exchange(flight, (segments, mine))
 
 
-def scatter_sum(buffer: torch.Tensor, received: torch.Tensor, group: Any) -> Exchange:
+def scatter_sum(buffer: torch.Tensor, received: torch.Tensor, group: Any, lane: Lane) -> Exchange:
     """Rows of `buffer`, (degree, size), to their ranks: the sum over rows of `received` is this rank's part of the sum.
 
     `received` has a row for each rank on the host, and one elsewhere.
     """
     if buffer.device.type != "cpu":
-        return Exchange([_reduce_scatter(received[0], buffer.view(-1), group=group, async_op=True)], (buffer, received))
-    return Exchange([dist.all_to_all_single(received, buffer, group=group, async_op=True)], (buffer, received))
+        work = _reduce_scatter(received[0], buffer.view(-1), group=group, async_op=True)
+    else:
+        work = dist.all_to_all_single(received, buffer, group=group, async_op=True)
+    return Exchange(lane.start([work], buffer[1:].numel() * buffer.element_size()), (buffer, received))

@@ -31,8 +31,9 @@ class Parameters(Shards):
         self._learned = False
         self._passes = Passes(model, units, blocks, keep=sharding.level == 2)
         self._passes.group = mesh.new_group("shard")
+        self._passes.lane = layout.lane("parameters", "shard")
         self._sum_group = mesh.new_group("shard")
-        self._sums = Sums(self._sending_order(), self._group)
+        self._sums = Sums(self._sending_order(), self._group, lambda axes: layout.lane("gradients", *axes))
 
     @property
     def sent_nbytes(self) -> int:

@@ -17,6 +17,7 @@ from torch.autograd import Variable
 
 from tutti.errors import ScriptError
 from tutti.runtime.shard.unit import Unit
+from tutti.runtime.traffic import lone_lane
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +42,7 @@ class Passes:
     """
 
     def __init__(self, model: nn.Module, units: list[Unit], blocks: Mapping[nn.Module, Unit], *, keep: bool):
-        self.units, self.keep, self.group = units, keep, None
+        self.units, self.keep, self.group, self.lane = units, keep, None, lone_lane()
         self.sent_nbytes = 0
         self.complete: Callable[[Unit], None] | None = None
         self._seen: dict[Unit, None] = {}
@@ -124,7 +125,7 @@ class Passes:
         call.next = max(call.next, min(stop, len(call.units)))
 
     def _launch(self, unit: Unit) -> None:
-        self.sent_nbytes += unit.launch(self.group)
+        self.sent_nbytes += unit.launch(self.group, self.lane)
 
     def _close(self, call: Call, *, failed: bool) -> None:
         """The outermost module has returned: take part in what is left of the pass, free, remember what stays."""

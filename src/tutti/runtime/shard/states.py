@@ -21,6 +21,7 @@ from tutti.runtime.shard.elementwise import is_elementwise
 from tutti.runtime.shard.exchange import Exchange, gather
 from tutti.runtime.shard.pieces import Piece, Pieces, even_bounds
 from tutti.runtime.shard.shards import Shards
+from tutti.runtime.traffic import Flight
 from tutti.spec.plan import Sharding
 
 BUCKET_NBYTES = 25 * 2**20
@@ -77,6 +78,7 @@ class States(Shards):
         self._degree, self._rank = layout.mesh.degree("shard"), layout.mesh.index("shard")
         self._ranks = layout.mesh.ranks("shard")
         self._group = layout.mesh.new_group("shard")
+        self._lane = layout.lane("parameters", "shard")
         self._loads = [0] * self._degree
         self._divided: dict[Optimizer, Divided] = {}
         self._sent_nbytes = 0
@@ -186,16 +188,16 @@ class States(Shards):
         mine = torch.zeros_like(segments[0])
         for piece, whole in zip(pieces.ranks[self._rank], wholes, strict=True):
             piece.within(mine).copy_(piece.of(whole))
-        work = gather(segments, mine, self._group)
+        work = gather(segments, mine, self._group, self._lane)
         self._sent_nbytes += (self._degree - 1) * mine.numel() * mine.element_size()
         return partial(_unpack, work, pieces, segments, wholes)
 
     def _broadcast(self, parameter: nn.Parameter, owner: int) -> Callable[[], None]:
         values = parameter.data.contiguous()
         work = dist.broadcast(values, src=self._ranks[owner], group=self._group, async_op=True)
-        if owner == self._rank:
-            self._sent_nbytes += (self._degree - 1) * values.numel() * values.element_size()
-        return partial(_take, work, values, parameter)
+        nbytes = (self._degree - 1) * values.numel() * values.element_size() if owner == self._rank else 0
+        self._sent_nbytes += nbytes
+        return partial(_take, self._lane.start([work], nbytes), values, parameter)
 
 
 def _unpack(work: Exchange, pieces: Pieces, segments: torch.Tensor, wholes: list[torch.Tensor]) -> None:
@@ -203,7 +205,7 @@ def _unpack(work: Exchange, pieces: Pieces, segments: torch.Tensor, wholes: list
     pieces.scatter(segments, wholes)
 
 
-def _take(work: Any, values: torch.Tensor, parameter: nn.Parameter) -> None:
+def _take(work: Flight, values: torch.Tensor, parameter: nn.Parameter) -> None:
     work.wait()
     if values.data_ptr() != parameter.data_ptr():
         parameter.data.copy_(values)

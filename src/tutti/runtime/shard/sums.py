@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from tutti.runtime.shard.exchange import Exchange, scatter_sum
 from tutti.runtime.shard.unit import Pack, Unit
+from tutti.runtime.traffic import Lane, ring_nbytes
 from tutti.spec.words import AxisName
 
 IN_FLIGHT = 2
@@ -27,10 +28,18 @@ class _Flight:
 
 
 class Sums:
-    """`order`: units in the order in which their gradients leave; `groups`: process groups by axes."""
+    """`order`: units in the order in which their gradients leave; `groups`: process groups by axes; `lanes`: where sums
+    over them are counted.
+    """
 
-    def __init__(self, order: list[Unit], groups: Callable[[tuple[AxisName, ...]], Any]) -> None:
+    def __init__(
+        self,
+        order: list[Unit],
+        groups: Callable[[tuple[AxisName, ...]], Any],
+        lanes: Callable[[tuple[AxisName, ...]], Lane],
+    ) -> None:
         self.order = order
+        self._lanes = lanes
         self.sent_nbytes = 0
         self._groups = groups
         self._ready: set[Unit] = set()
@@ -77,7 +86,7 @@ class Sums:
         numel = buffer.numel() if on_host else buffer.shape[1]
         received = pack.rooms.take(numel, buffer.dtype, buffer.device)
         received = received.view(-1, buffer.shape[1])
-        return _Flight(pack, there, received, scatter_sum(buffer, received, group))
+        return _Flight(pack, there, received, scatter_sum(buffer, received, group, self._lanes(("shard",))))
 
     def _land(self, flight: _Flight) -> None:
         """This rank's part is there; start to sum it over the other axes, if there are any."""
@@ -87,10 +96,12 @@ class Sums:
         part, flight.landed = flight.received.sum(0), True
         for buffer in flight.exchange.tensors:
             flight.pack.rooms.give(buffer)
-        flight.received, flight.exchange = part, Exchange([], ())
+        flight.received, flight.exchange = part, Exchange(None, ())
         others = flight.pack.others
         if others:
             group = self._groups(others)
             size = dist.get_world_size(group)
-            self.sent_nbytes += 2 * (size - 1) * part.numel() * part.element_size() // size
-            flight.exchange = Exchange([dist.all_reduce(part, group=group, async_op=True)], (part,))
+            nbytes = ring_nbytes(part, size)
+            self.sent_nbytes += nbytes
+            work = dist.all_reduce(part, group=group, async_op=True)
+            flight.exchange = Exchange(self._lanes(others).start([work], nbytes), (part,))

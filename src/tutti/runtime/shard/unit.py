@@ -15,6 +15,7 @@ from torch import nn
 from tutti.runtime.shard.exchange import Exchange, gather
 from tutti.runtime.shard.pieces import Pieces, even_bounds
 from tutti.runtime.shard.rooms import Rooms, rounded
+from tutti.runtime.traffic import Lane
 from tutti.spec.words import AxisName
 
 Place = tuple[nn.Module, str]
@@ -108,11 +109,11 @@ class Pack:
         for one, piece in zip(self.parameters, self.mine, strict=True):
             one.shard = _like(one.shard, piece.within(self.flat), trainable=one.shard.requires_grad)
 
-    def launch(self, group: Any) -> None:
+    def launch(self, group: Any, lane: Lane) -> None:
         """Start to gather the whole parameters."""
         source = self.flat.to(self.device)
         self._gathered = self.rooms.take(self.degree * source.numel(), source.dtype, self.device).view(self.degree, -1)
-        self._exchange = gather(self._gathered, source, group)
+        self._exchange = gather(self._gathered, source, group, lane)
 
     def fill(self, arrived: Callable[[torch.Tensor], None]) -> None:
         """Wait for what was launched, and put it into the whole parameters."""
@@ -180,12 +181,12 @@ class Unit:
     def parameters(self) -> list[Sharded]:
         return [one for pack in self.packs for one in pack.parameters]
 
-    def launch(self, group: Any) -> int:
+    def launch(self, group: Any, lane: Lane) -> int:
         """Start to gather, unless that has been done; returns the bytes that this rank sends."""
         if self.whole or self.launched:
             return 0
         for pack in self.packs:
-            pack.launch(group)
+            pack.launch(group, lane)
         self.launched = True
         return sum((pack.degree - 1) * pack.nbytes for pack in self.packs)
 

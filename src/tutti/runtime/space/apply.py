@@ -50,7 +50,9 @@ def cut_space(model: nn.Module, plan: Plan, layout: Layout, scope: BatchScope) -
     grid = grid_of(plan, max(ranks))
     statistics = any(isinstance(module, _BatchNorm) for module in model.modules())
     space = open_space(mesh, grid, statistics=statistics)
-    space.traffic = layout.traffic
+    space.halos, space.totals = layout.lane("halos", "space"), layout.lane("statistics", "space")
+    for over_space in space.scopes.values():
+        over_space.lane = layout.lane("statistics", *DATA_AXES, "space")
     share_statistics_in_space(model, scope)
     for name in layout.names:
         layout.sum_over(name, dict.fromkeys((*layout.of_name(name).sums, "space")))

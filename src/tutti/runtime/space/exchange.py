@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tutti.runtime.all_to_all import Traffic
 from tutti.runtime.batchnorm import BatchScope
 from tutti.runtime.space.geometry import Message, Rows, idle, overlap, owned, receives, sends
+from tutti.runtime.traffic import Flight, Lane, lone_lane, ring_nbytes
 
 
 @dataclass(slots=True, kw_only=True)
@@ -19,7 +19,8 @@ class Space:
     `grid`: parts along each spatial dim; `place`: this rank's part along each; `ranks`: global ranks, row-major over
     the grid; `group`: of all of them; `sums`: a group for every set of cut grid axes; `scopes`: of batch statistics,
     over data and those axes. `overlap`: whether interiors are computed while halos travel; off only to measure it.
-    `sent_nbytes`: bytes of rows this rank has sent, also noted in `traffic`. `dry`: rows are counted, not sent.
+    `sent_nbytes`: bytes of rows this rank has sent, also counted in `halos`, as sums are in `totals`. `dry`: rows are
+    counted, not sent.
     """
 
     grid: tuple[int, ...]
@@ -30,7 +31,8 @@ class Space:
     scopes: dict[tuple[int, ...], BatchScope] = field(default_factory=dict)
     overlap: bool = True
     sent_nbytes: int = 0
-    traffic: Traffic = field(default_factory=Traffic)
+    halos: Lane = field(default_factory=lone_lane)
+    totals: Lane = field(default_factory=lone_lane)
     dry: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Space":
@@ -48,13 +50,13 @@ class Space:
 class Travel:
     """Rows on their way: arrivals are (rows, buffer)."""
 
-    works: list[Any]
+    flight: Flight | None
     arrivals: list[tuple[Rows, torch.Tensor]]
     departures: list[torch.Tensor]
 
     def wait(self) -> None:
-        for work in self.works:
-            work.wait()
+        if self.flight is not None:
+            self.flight.wait()
 
 
 def depart(
@@ -67,13 +69,13 @@ def depart(
     space: Space,
 ) -> Travel:
     """Start sending rows of `tensor`, whose row `first` is its row 0 along `dim`, and receiving others."""
-    travel, operations = Travel(works=[], arrivals=[], departures=[]), []
+    travel, operations = Travel(flight=None, arrivals=[], departures=[]), []
+    nbytes = 0
     for message in outgoing:
         start, stop = message.rows
         rows = tensor.narrow(dim, start - first, stop - start).contiguous()
         travel.departures.append(rows)  # held until it has left
-        space.sent_nbytes += rows.numel() * rows.element_size()
-        space.traffic.nbytes += rows.numel() * rows.element_size()
+        nbytes += rows.numel() * rows.element_size()
         if not space.dry:
             operations.append(dist.P2POp(dist.isend, rows, space.neighbour(axis, message.part), space.group))
     for message in incoming:
@@ -83,8 +85,9 @@ def depart(
         travel.arrivals.append((message.rows, rows))
         if not space.dry:
             operations.append(dist.P2POp(dist.irecv, rows, space.neighbour(axis, message.part), space.group))
+    space.sent_nbytes += nbytes
     if operations:
-        travel.works = dist.batch_isend_irecv(operations)
+        travel.flight = space.halos.start(dist.batch_isend_irecv(operations), nbytes)
     return travel
 
 
@@ -184,21 +187,24 @@ class _AllSum(torch.autograd.Function):
     """Sum over ranks; the adjoint of a sum that all ranks receive is the sum of all their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
-        total = tensor.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
-        return total
+    def forward(ctx: Any, tensor: torch.Tensor, group: Any, lane: Lane) -> torch.Tensor:
+        ctx.group, ctx.lane = group, lane
+        return _summed(tensor, group, lane)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        total = grad.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
+        return _summed(grad, ctx.group, ctx.lane), None, None
+
+
+def _summed(tensor: torch.Tensor, group: Any, lane: Lane) -> torch.Tensor:
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    with lane.waiting(ring_nbytes(total, dist.get_world_size(group))):
+        dist.all_reduce(total, group=group)
+    return total
 
 
 def all_sum(tensor: torch.Tensor, axes: tuple[int, ...], space: Space) -> torch.Tensor:
     """Sum over the parts along these grid axes (sorted); differentiable."""
     if not axes or space.dry:
         return tensor
-    return _AllSum.apply(tensor, space.sums[axes])  # type: ignore[no-any-return, no-untyped-call]
+    return _AllSum.apply(tensor, space.sums[axes], space.totals)  # type: ignore[no-any-return, no-untyped-call]

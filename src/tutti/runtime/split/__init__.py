@@ -35,7 +35,12 @@ def split_model(model: nn.Module, plan: Plan, layout: Layout) -> None:
     if degree == 1:
         return
     decisions = decide(model, plan.layout, degree, rules_for_others=rules_for_others(plan))
-    group = SplitGroup(handle=mesh.new_group("split"), rank=mesh.index("split"), size=degree)
+    group = SplitGroup(
+        handle=mesh.new_group("split"),
+        rank=mesh.index("split"),
+        size=degree,
+        lane=layout.lane("activations", "split"),
+    )
     apply_decisions(model, decisions, layout, group)
 
 

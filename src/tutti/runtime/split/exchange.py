@@ -8,7 +8,7 @@ parts -> whole; `take`: whole -> part; `gather_copy` and `add_take`: the same in
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from tutti.runtime.split.spread import Range, Spread
+from tutti.runtime.traffic import Lane, lone_lane, ring_nbytes
 
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -23,15 +24,19 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dis
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitGroup:
-    """The ranks of this rank's split group. `handle`: their process group; `rank`: this one's place among them."""
+    """The ranks of this rank's split group. `handle`: their process group; `rank`: this one's place among them; `lane`:
+    where exchanges are counted.
+    """
 
     handle: Any
     rank: int
     size: int
+    lane: Lane = field(default_factory=lone_lane, compare=False)
 
     def sum(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
         """Reduce in place over the ranks, and return the tensor."""
-        dist.all_reduce(tensor, op, group=self.handle)
+        with self.lane.waiting(ring_nbytes(tensor, self.size)):
+            dist.all_reduce(tensor, op, group=self.handle)
         return tensor
 
 
@@ -87,7 +92,8 @@ def _gathered(part: torch.Tensor, dim: int, spread: Spread, group: SplitGroup) -
         lead = torch.cat([lead, lead.new_zeros((most - sizes[group.rank], *lead.shape[1:]))])
     lead = lead.contiguous()
     everyone = lead.new_empty((group.size * most, *lead.shape[1:]))
-    _all_gather(everyone, lead, group=group.handle)
+    with group.lane.waiting((group.size - 1) * lead.numel() * lead.element_size()):
+        _all_gather(everyone, lead, group=group.handle)
     if not spread.simple:
         whole = lead.new_empty((spread.size, *lead.shape[1:]))
         for rank, ranges in enumerate(spread.parts):
@@ -104,7 +110,8 @@ def _summed_part(term: torch.Tensor, dim: int, spread: Spread, group: SplitGroup
     if spread.simple:
         lead = term.movedim(dim, 0).contiguous()
         mine = lead.new_empty((spread.local(group.rank), *lead.shape[1:]))
-        _reduce_scatter(mine, lead, group=group.handle)
+        with group.lane.waiting(ring_nbytes(lead, group.size) // 2):
+            _reduce_scatter(mine, lead, group=group.handle)
         return mine.movedim(0, dim).contiguous()
     whole = group.sum(term.contiguous().clone())
     return pieces(whole, dim, spread.parts[group.rank]).contiguous()

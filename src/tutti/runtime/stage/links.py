@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tutti.runtime.stage.place import Placement
+from tutti.runtime.traffic import Flight, Lane
 from tutti.spec.schedule import Action, Orders
 
 
@@ -70,13 +71,20 @@ def given(action: Action, placement: Placement) -> list[Message]:
 
 class Links:
     """This rank's links along the stage axis. `ranks`: global ranks by position; `groups[(from, to)]`: whose group a
-    message from one position to another uses.
+    message from one position to another uses; `lane`: where messages are counted.
     """
 
-    def __init__(self, ranks: Sequence[int], own: int, groups: Callable[[int, int], Any], device: torch.device) -> None:
-        self.ranks, self.own, self.device = ranks, own, device
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        own: int,
+        groups: Callable[[int, int], Any],
+        device: torch.device,
+        lane: Lane,
+    ) -> None:
+        self.ranks, self.own, self.device, self.lane = ranks, own, device, lane
         self._groups = groups
-        self._sending: list[tuple[Any, torch.Tensor]] = []
+        self._sending: list[tuple[Flight, torch.Tensor]] = []
 
     def session(self, orders: Orders, placements: Placements) -> "Session":
         """The exchange of one run of a schedule."""
@@ -86,11 +94,11 @@ class Links:
         """Start to send; the tensor must stay as it is until `settle`."""
         self._sending = [(work, kept) for work, kept in self._sending if not work.is_completed()]
         work = dist.isend(tensor, self.ranks[to], group=self._groups(self.own, to))
-        self._sending.append((work, tensor))
+        self._sending.append((self.lane.start([work], tensor.numel() * tensor.element_size()), tensor))
 
-    def receive(self, tensor: torch.Tensor, source: int) -> Any:
+    def receive(self, tensor: torch.Tensor, source: int) -> Flight:
         """Start to receive into `tensor`."""
-        return dist.irecv(tensor, self.ranks[source], group=self._groups(source, self.own))
+        return self.lane.start([dist.irecv(tensor, self.ranks[source], group=self._groups(source, self.own))])
 
     def settle(self) -> None:
         """Wait until everything sent has left."""
@@ -106,7 +114,7 @@ class Session:
         self._links, self._placements = links, placements
         self._ranks = len(orders)
         self._expected = {rank: self._incoming(order) for rank, order in enumerate(orders) if rank != links.own}
-        self._posted: dict[Message, tuple[Any, torch.Tensor]] = {}
+        self._posted: dict[Message, tuple[Flight, torch.Tensor]] = {}
         self._here: dict[Message, torch.Tensor] = {}
 
     def post(self, messages: Sequence[Message]) -> None:

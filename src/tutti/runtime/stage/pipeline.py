@@ -30,14 +30,15 @@ LossRoot = Callable[[int, Any], torch.Tensor]
 class Pipeline:
     """Runs forward and backward of this rank's stages. `is_last`: whether outputs and losses appear here."""
 
-    def __init__(self, stages: Stages, plan: Plan, mesh: Mesh, device: torch.device) -> None:
+    def __init__(self, stages: Stages, plan: Plan, layout: Layout, device: torch.device) -> None:
+        mesh, lane = layout.mesh, layout.lane("messages", "stage")
         self.stages, self.plan, self.device = stages, plan, device
         self.is_last = stages.position == (stages.count - 1) % stages.ranks
         self.splits_backward = plan.pipeline.schedule == "zero-bubble" and not any(
             rule.recompute for rule in plan.layout
         )
-        self._links = Links(mesh.ranks("stage"), stages.position, _groups(mesh), device)
-        self._ties = Ties(stages.shared, mesh)
+        self._links = Links(mesh.ranks("stage"), stages.position, _groups(mesh), device, lane)
+        self._ties = Ties(stages.shared, layout)
         self._until_model: dict[Any, bool] = {}
         self._orders: dict[int, Orders] = {}
 
@@ -119,12 +120,11 @@ class _Step:
             session.post(messages)
             if following is not None:
                 session.post(wanted(following, self.placement(following.microbatch)))
-            clock.enter("exposed_communication")
+            clock.enter("forward" if action.kind == "F" else "backward")
             received: dict[int, torch.Tensor] = {}
             for message in messages:
                 tensor = session.take(message)
                 received[message.key] = received[message.key] + tensor if message.key in received else tensor
-            clock.enter("forward" if action.kind == "F" else "backward")
             work = self._do(action, placement, received)
             for message in given(action, placement):
                 session.give(message, work.gradient(message.key) if message.gradient else work.outgoing(message.key))
@@ -210,4 +210,4 @@ def make_pipeline(stages: Stages | None, plan: Plan, layout: Layout, device: tor
                     "precision = float16 with a stage in which an optimizer has nothing to train: loss scaling cannot "
                     "be kept equal; use bfloat16, or name other pipeline.cuts"
                 )
-    return Pipeline(stages, plan, layout.mesh, device)
+    return Pipeline(stages, plan, layout, device)

@@ -7,7 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tutti.runtime.buckets import Group
+from tutti.runtime.layout import Layout
 from tutti.runtime.mesh import Mesh
+from tutti.runtime.traffic import ring_nbytes
 
 
 class Ties:
@@ -16,9 +19,10 @@ class Ties:
     Making one is collective.
     """
 
-    def __init__(self, shared: Mapping[tuple[int, ...], Sequence[str]], mesh: Mesh) -> None:
+    def __init__(self, shared: Mapping[tuple[int, ...], Sequence[str]], layout: Layout) -> None:
+        mesh, lane = layout.mesh, layout.lane("gradients", "stage")
         self._shared = [
-            (names, group)
+            (names, Group(group, len(positions), lane))
             for (positions, names), group in zip(shared.items(), groups_at(mesh, shared), strict=True)
             if mesh.index("stage") in positions
         ]
@@ -31,14 +35,15 @@ class Ties:
                 _sum([parameter for parameter in parameters if parameter.dtype == dtype], group)
 
 
-def _sum(parameters: list[nn.Parameter], group: Any) -> None:
+def _sum(parameters: list[nn.Parameter], group: Group) -> None:
     flags = [float(parameter.grad is not None) for parameter in parameters]
     parts = [
         (torch.zeros_like(parameter) if parameter.grad is None else parameter.grad).to_dense().flatten()
         for parameter in parameters
     ]
     flat = torch.cat([*parts, torch.tensor(flags, dtype=parts[0].dtype, device=parts[0].device)])
-    dist.all_reduce(flat, group=group)
+    with group.lane.waiting(ring_nbytes(flat, group.size)):
+        dist.all_reduce(flat, group=group.handle)
     *sums, seen = torch.split(flat, [*(part.numel() for part in parts), len(parts)])
     for parameter, total, one in zip(parameters, sums, seen.tolist(), strict=True):
         parameter.grad = total.view_as(parameter).clone() if one else None

@@ -37,7 +37,13 @@ def divide_tables(model: nn.Module, rules: Sequence[LayoutRule], layout: Layout)
         )
     places = place_tables(wanted, mesh.degree("table"))
     group = mesh.new_group("table")
-    peers = Peers(group=group, size=mesh.degree("table"), own=mesh.index("table"), traffic=layout.traffic)
+    peers = Peers(
+        group=group,
+        size=mesh.degree("table"),
+        own=mesh.index("table"),
+        vectors=layout.lane("vectors", "table"),
+        indices=layout.lane("indices", "table"),
+    )
     together = _together(model)
     for name, place in places.items():
         module = found[name]

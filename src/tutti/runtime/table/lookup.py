@@ -14,20 +14,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tutti.nn.tables import Bags, Here, pooled
-from tutti.runtime.all_to_all import Route, Traffic, exchange, land, launch, plain_exchange
+from tutti.runtime.all_to_all import Route, exchange, land, launch, plain_exchange
 from tutti.runtime.table.place import Place
+from tutti.runtime.traffic import Lane
 
 AnyTable = nn.Embedding | nn.EmbeddingBag
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peers:
-    """The ranks over which tables are divided. `own`: this rank's place in their `group`."""
+    """The ranks over which tables are divided. `own`: this rank's place in their `group`; `vectors`, `indices`: where
+    what they send is counted.
+    """
 
     group: Any
     size: int
     own: int
-    traffic: Traffic
+    vectors: Lane
+    indices: Lane
 
 
 @dataclass(slots=True, kw_only=True)
@@ -105,7 +109,7 @@ class DividedLookup:
         nothing = torch.empty(0, tables[0].embedding_dim, dtype=self.dtype, device=bags[0].rows.device)
         answers, send = _answer(mine, theirs, nothing, peers)
         receive = [sum(one.answers(rank) for one in mine) for rank in range(peers.size)]
-        route = Route(peers.group, peers.own, send, receive, peers.traffic)
+        route = Route(peers.group, peers.own, send, receive, peers.vectors)
         travelling = launch(answers, route)
         return lambda: _pool(mine, land(travelling, route), peers.size)
 
@@ -132,7 +136,7 @@ def _ask(mine: list[Request], peers: Peers) -> list[list[Asked]]:
     device = mine[0].bags.rows.device
     sizes = torch.tensor([[one.sizes(rank) for one in mine] for rank in range(peers.size)], dtype=torch.int64)
     each = [1] * peers.size
-    announced = plain_exchange(sizes.to(device), Route(peers.group, peers.own, each, each, peers.traffic)).tolist()
+    announced = plain_exchange(sizes.to(device), Route(peers.group, peers.own, each, each, peers.indices)).tolist()
     parts: list[Tensor] = []
     send = []
     for rank in range(peers.size):
@@ -143,7 +147,7 @@ def _ask(mine: list[Request], peers: Peers) -> list[list[Asked]]:
         parts += of_rank
     pieces = [(rows, bags * ragged) for peer in announced for rows, bags, ragged in peer]
     receive = [sum(rows + bags * ragged for rows, bags, ragged in peer) for peer in announced]
-    came = plain_exchange(torch.cat(parts), Route(peers.group, peers.own, send, receive, peers.traffic))
+    came = plain_exchange(torch.cat(parts), Route(peers.group, peers.own, send, receive, peers.indices))
     split = iter(torch.split(came, [size for pair in pieces for size in pair]))
     return [[Asked(rows=next(split), count=bags, lengths=next(split)) for _, bags, _ in peer] for peer in announced]
 
@@ -161,7 +165,7 @@ def _send_weights(mine: list[Request], theirs: list[list[Asked]], peers: Peers) 
             parts.append(weights[: len(mine[number].asked[rank])])
         send.append(sum(len(mine[number].asked[rank]) for number in weighted))
     sizes = [[len(peer[number].rows) for number in weighted] for peer in theirs]
-    route = Route(peers.group, peers.own, send, [sum(peer) for peer in sizes], peers.traffic)
+    route = Route(peers.group, peers.own, send, [sum(peer) for peer in sizes], peers.vectors)
     pieces = iter(torch.split(exchange(torch.cat(parts), route), [size for peer in sizes for size in peer]))
     for peer in theirs:
         for number in weighted:
