@@ -25,8 +25,8 @@ and that a loss is summed is noticed only when backward is over."""
 @dataclass(slots=True, kw_only=True)
 class Total:
     """One lane since it was last taken. `axes`: joined by "+". `under_way_s`: seconds in which at least one exchange
-    had begun and was not known to have ended (a ceiling: its end is noticed when it is waited for, or the lane's next one
-    starts); None where it is not known. `exposed_s`: seconds waited, by the phase in which that was.
+    had begun and was not known to have ended (a ceiling: its end is noticed when it is waited for, or when the lane's
+    next one starts); None where it is not known. `exposed_s`: seconds waited, by the phase in which that was.
     """
 
     axes: str
