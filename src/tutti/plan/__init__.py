@@ -1,8 +1,31 @@
 """The planner: enumerate plans, cost them, choose one, and say why."""
 
 from tutti.plan.candidates import candidates
-from tutti.plan.choice import Alternative, Choice, PrecisionPolicy, Request
+from tutti.plan.choice import Alternative, Choice, Coverage, NoiseScale, Objective, PrecisionPolicy, Request, Totals
+from tutti.plan.difference import difference
 from tutti.plan.explain import Row, explain, rows
+from tutti.plan.quality import samples_to_quality
+from tutti.plan.scenarios import what_if
 from tutti.plan.search import choose
+from tutti.plan.stamp import changed_modules, stamp
 
-__all__ = ["Alternative", "Choice", "PrecisionPolicy", "Request", "Row", "candidates", "choose", "explain", "rows"]
+__all__ = [
+    "Alternative",
+    "Choice",
+    "Coverage",
+    "NoiseScale",
+    "Objective",
+    "PrecisionPolicy",
+    "Request",
+    "Row",
+    "Totals",
+    "candidates",
+    "changed_modules",
+    "choose",
+    "difference",
+    "explain",
+    "rows",
+    "samples_to_quality",
+    "stamp",
+    "what_if",
+]

@@ -1,10 +1,11 @@
-"""The plans worth costing: degrees, microbatches, precisions and shares for a request."""
+"""The data-parallel plans worth costing: degrees, microbatches, precisions and shares for a request."""
 
 import dataclasses
 
 from tutti.errors import PlanError
 from tutti.plan.balance import proportional_shares
 from tutti.plan.choice import Request
+from tutti.plan.limits import seats
 from tutti.predict.compute import matrix_dtype, supports
 from tutti.predict.counts import samples_of
 from tutti.spec.cluster import ClusterSpec
@@ -49,7 +50,7 @@ def degrees(cluster: ClusterSpec, request: Request, samples: int) -> list[int]:
                 f"ask for at most {samples} ranks or a larger global_batch_size"
             )
         return [request.degree]
-    most = min(_seats(cluster), samples, request.max_devices or samples)
+    most = min(seats(cluster), samples, request.max_devices or samples)
     per_node = {node.devices_per_node for node in cluster.nodes}
     wanted = set(range(1, min(most, 16) + 1)) | {most}
     wanted |= {degree for degree in range(17, min(most, 4096) + 1) if samples % degree == 0}
@@ -58,16 +59,6 @@ def degrees(cluster: ClusterSpec, request: Request, samples: int) -> list[int]:
         wanted |= {power} | {power * count for count in per_node if power * count <= most}
         power *= 2
     return sorted(wanted)
-
-
-def _seats(cluster: ClusterSpec) -> int:
-    """How many ranks the cluster takes without making cores serve two."""
-    return sum(
-        node.count
-        * node.devices_per_node
-        * (max(1, cluster.devices[node.device].cores) if cluster.devices[node.device].kind == "cpu" else 1)
-        for node in cluster.nodes
-    )
 
 
 def precisions(model: ModelSpec, cluster: ClusterSpec, request: Request) -> list[Precision]:

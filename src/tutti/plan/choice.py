@@ -1,15 +1,39 @@
 """What a planner is asked and what it answers: Request, Alternative, Choice. Plain data, as all specs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from tutti.errors import PlanError
 from tutti.spec.plan import Plan
 from tutti.spec.prediction import Prediction
-from tutti.spec.words import Precision
+from tutti.spec.words import AxisName, Evidence, Precision
 
 PrecisionPolicy = Literal["script", "auto"] | Precision
 """script: keep what the script asks for; auto: choose by predicted time; else exactly this one."""
+
+Scope = Literal["data", "prefer-data", "all"]
+"""data: data parallelism only; prefer-data: other meshes only where nothing of it fits; all: every mesh."""
+
+Objective = Literal["throughput", "device-hours", "cost", "energy", "memory", "time-to-quality"]
+"""What the best plan has least of: time of a step, devices times time, price, energy, memory of the fullest rank, or
+time until a quality is reached, for which the global batch may change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoiseScale:
+    """How many samples a quality takes at each global batch, in the plan's unit.
+
+    `critical_batch`: at which twice the least samples are needed; `least_samples`: needed at very small batches.
+    """
+
+    critical_batch: float
+    least_samples: float
+    evidence: Evidence = "assumed"
+
+    def __post_init__(self) -> None:
+        for name, value in (("critical_batch", self.critical_batch), ("least_samples", self.least_samples)):
+            if not value > 0:
+                raise PlanError(f"{name} = {value}; give a number above 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +42,9 @@ class Request:
 
     `max_devices`: ranks to use at most; `degree`: exactly so many. `allow_microbatches`: num_microbatches may
     change even where that changes results (a model with batch statistics). `keep_microbatches`: it may not change
-    at all.
+    at all. `scope`: which meshes are tried; `mesh`: exactly this one; `demanded`: degrees that the script's annotations
+    ask for as soon as there are two ranks, 0 for any above one. `train_samples`: of the whole training, in the plan's
+    unit. Limits: `memory_nbytes` of a rank, `budget` in the cluster's currency, `deadline_s` of the whole training.
     """
 
     script: Plan
@@ -27,11 +53,44 @@ class Request:
     precision: PrecisionPolicy = "script"
     allow_microbatches: bool = False
     keep_microbatches: bool = False
+    scope: Scope = "data"
+    mesh: dict[AxisName, int] | None = None
+    demanded: dict[AxisName, int] = field(default_factory=dict)
+    objective: Objective = "throughput"
+    train_samples: float | None = None
+    noise: NoiseScale | None = None
+    memory_nbytes: float | None = None
+    budget: float | None = None
+    deadline_s: float | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (("max_devices", self.max_devices), ("degree", self.degree)):
-            if value is not None and value < 1:
-                raise PlanError(f"{name} = {value}; give a number of 1 or more")
+        for name, count in (("max_devices", self.max_devices), ("degree", self.degree)):
+            if count is not None and count < 1:
+                raise PlanError(f"{name} = {count}; give a number of 1 or more")
+        limits = ("train_samples", "memory_nbytes", "budget", "deadline_s")
+        for name, value in zip(limits, (getattr(self, name) for name in limits), strict=True):
+            if value is not None and not value > 0:
+                raise PlanError(f"{name} = {value}; give a number above 0")
+        if self.objective == "time-to-quality" and self.noise is None:
+            raise PlanError(
+                "the objective time-to-quality needs to know how many samples a quality takes at each batch; give the "
+                "critical batch and the least samples (measured by a run, or assumed)"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """What a whole training costs by a plan, or one step of it where `steps` is unknown.
+
+    `cost` and `energy_kwh` are None where the cluster has no prices or powers. `evidence`: of the number of steps.
+    """
+
+    steps: int | None
+    time_s: float
+    device_hours: float
+    cost: float | None = None
+    energy_kwh: float | None = None
+    evidence: Evidence = "predicted"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +100,32 @@ class Alternative:
     plan: Plan
     prediction: Prediction | None
     reason: str
+    totals: Totals | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coverage:
+    """How far the search went, in plans. `too_large` and `too_slow` were ruled out by bounds that no prediction is
+    below; `refused` cannot be costed; `left` were not looked at. `gap`: by which part of the best plan's value one of
+    those left could be better at most; 0 where none is left.
+    """
+
+    considered: int
+    too_large: int
+    too_slow: int
+    costed: int
+    refused: int
+    left: int
+    gap: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The plan chosen, its prediction, and the others, the fastest first. `remarks`: the choice in plain words."""
+    """The plan chosen, its prediction, and the others, the fastest first. `remarks`: the choice in plain words.
+
+    `changes`: what would have to change for another plan to win. `nodes`: the cluster's kinds of nodes in the order in
+    which ranks are seated; the cluster's own order where it is empty.
+    """
 
     model: str
     cluster: str
@@ -54,4 +134,8 @@ class Choice:
     prediction: Prediction
     alternatives: tuple[Alternative, ...]
     remarks: tuple[str, ...] = ()
+    totals: Totals | None = None
+    changes: tuple[str, ...] = ()
+    coverage: Coverage | None = None
+    nodes: tuple[str, ...] = ()
     version: int = 1

@@ -2,15 +2,17 @@
 
 from collections.abc import Sequence
 
+from tutti.plan import objectives
 from tutti.plan.choice import Alternative, Request
+from tutti.plan.explore import Costed
+from tutti.plan.words import axes_of, mesh_words, plan_words, recompute_words, settings_words
 from tutti.predict.placement import place, ring_link, ring_tier
 from tutti.predict.words import bits_per_s, count, nbytes, seconds
 from tutti.spec.cluster import ClusterSpec
 from tutti.spec.model import ModelSpec
 from tutti.spec.plan import Plan
 from tutti.spec.prediction import Prediction
-
-Costed = tuple[Plan, Prediction]
+from tutti.spec.words import DATA_AXES
 
 
 def budget_nbytes(cluster: ClusterSpec, plan: Plan) -> float:
@@ -18,34 +20,50 @@ def budget_nbytes(cluster: ClusterSpec, plan: Plan) -> float:
     return min(seat.memory_nbytes for seat in place(cluster, plan.world_size))
 
 
-def why(cluster: ClusterSpec, loser: Costed, best: Costed) -> str:
+def why(request: Request, loser: Costed, best: Costed) -> str:
     """Why `loser` was not chosen over `best`, in one phrase."""
-    plan, prediction = loser
+    plan, prediction = loser.plan, loser.prediction
     if not prediction.fits:
         return (
             f"does not fit: needs {nbytes(prediction.memory.total)} for each rank ({_largest_part(prediction)}), "
-            f"there are {nbytes(budget_nbytes(cluster, plan))}"
+            f"there are {nbytes(budget_nbytes(loser.cluster, plan))}"
         )
-    ratio = prediction.step_time_s.value / best[1].step_time_s.value
+    if loser.broken:
+        return f"not allowed: {loser.broken}"
+    ratio = loser.value / best.value
     if ratio <= 1.02:
-        return _tie(plan, best[0], ratio)
-    return f"{ratio:.2f}x slower: {_cause(cluster, loser, best)}"
+        return _tie(loser, best, ratio)
+    if request.objective == "throughput":
+        return f"{ratio:.2f}x slower: {_cause(loser, best)}"
+    own, chosen = (
+        objectives.shown_value(
+            request, objectives.totals(one.cluster, request, one.plan, one.prediction), one.prediction
+        )
+        for one in (loser, best)
+    )
+    steps = f"a step takes {seconds(prediction.step_time_s.value)}, not {seconds(best.prediction.step_time_s.value)}"
+    return f"{ratio:.2f}x as much: {own} against {chosen}; {steps}"
 
 
-def _tie(plan: Plan, best: Plan, ratio: float) -> str:
-    same = "as fast within 2 %" if ratio >= 0.995 else f"{1 - ratio:.1%} faster, which is within the error"
-    if plan.world_size > best.world_size:
-        return f"{same}, but takes {plan.world_size} devices instead of {best.world_size}"
-    if plan.precision != best.precision:
+def _tie(loser: Costed, best: Costed, ratio: float) -> str:
+    same = "as good within 2 %" if ratio >= 0.995 else f"{1 - ratio:.1%} better, which is within the error"
+    plan, chosen = loser.plan, best.plan
+    if plan.world_size > chosen.world_size:
+        return f"{same}, but takes {plan.world_size} devices instead of {chosen.world_size}"
+    if plan.precision != chosen.precision:
         return f"{same}, but computes in {plan.precision}"
-    if plan.batch.num_microbatches > best.batch.num_microbatches:
+    if len(axes_of(plan)) > len(axes_of(chosen)):
+        return f"{same}, but divides the model in more ways"
+    if settings_words(plan) != settings_words(chosen) and recompute_words(plan) != "none":
+        return f"{same}, but needs {settings_words(plan)}"
+    if plan.batch.num_microbatches > chosen.batch.num_microbatches:
         return f"{same}, but needs {plan.batch.num_microbatches} microbatches"
-    return f"{ratio - 1:.1%} slower" if ratio > 1 else same
+    return f"{ratio - 1:.1%} worse" if ratio > 1 else same
 
 
-def _cause(cluster: ClusterSpec, loser: Costed, best: Costed) -> str:
+def _cause(loser: Costed, best: Costed) -> str:
     """The part of the step that makes the largest difference."""
-    (plan, slow), (chosen, fast) = loser, best
+    slow, fast = loser.prediction, best.prediction
     own = {
         "compute": _compute_s(slow) - _compute_s(fast),
         "communication": slow.phases["exposed_communication"] - fast.phases["exposed_communication"],
@@ -54,42 +72,53 @@ def _cause(cluster: ClusterSpec, loser: Costed, best: Costed) -> str:
     }
     part = max(own, key=lambda name: own[name])
     if part == "communication":
-        return _communication_cause(cluster, plan, slow)
+        return _communication_cause(loser.cluster, loser.plan, slow)
     if part == "optimizer":
-        return (
-            f"{plan.world_size} ranks that share a memory update all parameters each: the optimizer takes "
-            f"{seconds(slow.phases['optimizer'])} against {seconds(fast.phases['optimizer'])}"
-        )
-    against = f"{seconds(_compute_s(slow))} of compute against {seconds(_compute_s(fast))}"
-    seats = place(cluster, plan.world_size)
+        took = f"the optimizer takes {seconds(slow.phases['optimizer'])} against {seconds(fast.phases['optimizer'])}"
+        if set(axes_of(loser.plan)) <= {"replicate"} and loser.plan.world_size > 1:
+            return f"{loser.plan.world_size} ranks that share a memory update all parameters each: {took}"
+        return took
+    if part == "other":
+        return f"{seconds(slow.phases['other'])} of waiting against {seconds(fast.phases['other'])}"
+    return _compute_cause(loser, best)
+
+
+def _compute_cause(loser: Costed, best: Costed) -> str:
+    plan, chosen = loser.plan, best.plan
+    against = f"{seconds(_compute_s(loser.prediction))} of compute against {seconds(_compute_s(best.prediction))}"
+    seats = place(loser.cluster, plan.world_size)
     crowded = [seat for seat in seats if seat.oversubscribed > 1]
     if crowded:
         return f"{crowded[0].sharing} ranks share {count(crowded[0].device.cores, 'core')}; {against}"
     if plan.precision != chosen.precision:
         return f"{plan.precision} is slower on {seats[0].device.name}; {against}"
     if plan.world_size < chosen.world_size:
-        who = (
-            "one rank computes all samples"
-            if plan.world_size == 1
-            else f"each of {plan.world_size} ranks computes more"
-        )
+        one = plan.world_size == 1
+        who = "one rank computes all samples" if one else f"each of {plan.world_size} ranks computes more"
         return f"{who}; {against}"
+    if recompute_words(plan) == "full" and recompute_words(chosen) != "full":
+        return f"forward is computed twice; {against}"
     if plan.shares != chosen.shares and not plan.shares:
         slowest = {seat.device.name for seat in seats}
         return f"equal shares on unequal devices ({', '.join(sorted(slowest))}); {against}"
+    if plan.degree("split", "space") > chosen.degree("split", "space"):
+        return f"operators cut in {plan.degree('split', 'space')} parts are smaller, less efficient; {against}"
     if plan.batch.num_microbatches > chosen.batch.num_microbatches:
         return f"{plan.batch.num_microbatches} microbatches of smaller, less efficient operators; {against}"
     idle = seats[0].device.cores - seats[0].sharing * seats[0].threads if seats[0].device.kind == "cpu" else 0
     if idle > 0:
         return f"{count(plan.world_size, 'rank')} leave {count(idle, 'core')} idle; {against}"
-    return f"ranks share cores and memory bandwidth; {against}"
+    if seats[0].device.kind == "cpu" and set(axes_of(plan)) <= set(DATA_AXES):
+        return f"ranks share cores and memory bandwidth; {against}"
+    return against
 
 
 def _communication_cause(cluster: ClusterSpec, plan: Plan, slow: Prediction) -> str:
     seats = place(cluster, plan.world_size)
     link = ring_link(cluster, seats)
+    over = "" if set(axes_of(plan)) <= {"replicate"} else f" over {mesh_words(plan)}"
     return (
-        f"{seconds(slow.phases['exposed_communication'])} of exposed communication at "
+        f"{seconds(slow.phases['exposed_communication'])} of exposed communication{over} at "
         f"{bits_per_s(link.bandwidth_bytes_per_s)} ({ring_tier(seats)})"
     )
 
@@ -111,27 +140,6 @@ def _largest_part(prediction: Prediction) -> str:
     return ", ".join(f"{name} {nbytes(value)}" for name, value in ordered)
 
 
-def no_fit(model: ModelSpec, cluster: ClusterSpec, costed: Sequence[Costed]) -> str:
-    """The sentence that refuses a model no candidate can hold: its smallest need against what there is."""
-    plan, prediction = min(costed, key=lambda one: one[1].memory.total - budget_nbytes(cluster, one[0]))
-    memory = prediction.memory
-    seats = place(cluster, plan.world_size)
-    state = memory.parameters + memory.gradients + memory.optimizer
-    budget = budget_nbytes(cluster, plan)
-    remedy = (
-        "data parallelism keeps a copy of all of that on every rank; use devices with more memory or a smaller model"
-        if state > budget
-        else "use a smaller global_batch_size, more microbatches, recompute in the layout, or devices with more memory"
-    )
-    return (
-        f"model {model.name!r} does not fit on cluster {cluster.name!r}: the smallest plan "
-        f"({count(plan.world_size, 'rank')}, {count(plan.batch.num_microbatches, 'microbatch')}) needs "
-        f"{nbytes(memory.total)} for each rank (parameters {nbytes(memory.parameters)}, gradients "
-        f"{nbytes(memory.gradients)}, optimizer state {nbytes(memory.optimizer)}, activations "
-        f"{nbytes(memory.activations)}), but {seats[0].device.name} has {nbytes(budget)}; {remedy}"
-    )
-
-
 def remarks(
     model: ModelSpec,
     cluster: ClusterSpec,
@@ -140,9 +148,31 @@ def remarks(
     alternatives: Sequence[Alternative],
 ) -> tuple[str, ...]:
     """What the choice means, in sentences: how many devices and why no more, what limits, what was held fixed."""
-    plan, prediction = best
-    said = [_devices_remark(cluster, request, plan, alternatives)]
+    plan, prediction = best.plan, best.prediction
+    said = [_devices_remark(request, plan, alternatives)]
     said.append(prediction.notes[0][0].upper() + prediction.notes[0][1:])
+    said += _held_remarks(model, request, plan, alternatives)
+    idle = cluster.device_count - plan.world_size
+    used = {seat.device.kind for seat in place(best.cluster, plan.world_size)}
+    if idle > 0 and used == {"cuda"} and request.degree is None and request.scope != "data":
+        said.append(f"{count(idle, 'device')} of {cluster.device_count} stay idle: no plan with them is better")
+    if plan.shares:
+        said.append("Shares follow the devices' speeds, so that all finish together")
+    if best.cluster.nodes != cluster.nodes:
+        names = ", ".join(node.name for node in best.cluster.nodes)
+        said.append(f"Start the nodes in this order, which is not the cluster file's: {names}")
+    if plan.batch.global_batch_size != request.script.batch.global_batch_size:
+        own = request.script.batch
+        said.append(
+            f"The global batch is {plan.batch.global_batch_size} instead of the script's {own.global_batch_size} "
+            f"{own.unit}, because quality is then reached sooner: this changes what is computed"
+        )
+    return tuple(said)
+
+
+def _held_remarks(model: ModelSpec, request: Request, plan: Plan, alternatives: Sequence[Alternative]) -> list[str]:
+    """What stays as the script has it, and what changed although results do not."""
+    said = []
     if request.precision == "script" and plan.precision == "full":
         faster = [a for a in alternatives if a.prediction and a.plan.precision != "full" and a.prediction.fits]
         said.append(
@@ -161,13 +191,13 @@ def remarks(
             f"The batch is cut into {count(plan.batch.num_microbatches, 'microbatch')} instead of the script's "
             f"{request.script.batch.num_microbatches}: the same sum of gradients, other memory and speed"
         )
-    if plan.shares:
-        said.append("Shares follow the devices' speeds, so that all finish together")
-    return tuple(said)
+    return said
 
 
-def _devices_remark(cluster: ClusterSpec, request: Request, plan: Plan, alternatives: Sequence[Alternative]) -> str:
-    if request.degree is not None:
+def _devices_remark(request: Request, plan: Plan, alternatives: Sequence[Alternative]) -> str:
+    if request.mesh is not None:
+        return f"The mesh is {mesh_words(plan)}, as asked"
+    if request.degree is not None and set(axes_of(plan)) <= {"replicate"}:
         return f"{count(plan.world_size, 'rank')}, as asked"
     more = [a for a in alternatives if a.prediction and a.plan.world_size > plan.world_size]
     if plan.world_size == 1:
@@ -175,5 +205,7 @@ def _devices_remark(cluster: ClusterSpec, request: Request, plan: Plan, alternat
             return "One device: no more were to be considered"
         return f"One device is predicted to be the fastest; {more[0].plan.world_size} ranks would be {more[0].reason}"
     fewer = [a for a in alternatives if a.prediction and a.plan.world_size == 1]
-    text = f"{plan.world_size} ranks, data parallel"
+    text = f"{count(plan.world_size, 'rank')}, data parallel"
+    if not set(axes_of(plan)) <= {"replicate"}:
+        text = f"{count(plan.world_size, 'rank')} as {plan_words(plan)}"
     return f"{text}; one device would be {fewer[0].reason}" if fewer else text

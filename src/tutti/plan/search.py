@@ -1,59 +1,147 @@
-"""choose: cost every candidate, take the fastest that fits, and keep for each other one why it lost."""
+"""choose: cost what may be best, take the best that fits, and keep for each other one why it lost."""
 
 import dataclasses
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
 
 from tutti.errors import PlanError
-from tutti.plan.candidates import LOWER, candidates, possible
-from tutti.plan.choice import Alternative, Choice, Request
-from tutti.plan.reasons import no_fit, remarks, why
+from tutti.plan import objectives
+from tutti.plan.candidates import LOWER, candidates, possible, precisions
+from tutti.plan.choice import Alternative, Choice, Coverage, Request
+from tutti.plan.explore import Clock, Costed, Explorer
+from tutti.plan.mixed import orders
+from tutti.plan.nothing import no_fit, nothing_keeps
+from tutti.plan.polish import polish
+from tutti.plan.quality import batches_to_try
+from tutti.plan.reasons import remarks, why
+from tutti.plan.scenarios import changes
 from tutti.predict import predict
 from tutti.spec.cluster import ClusterSpec
 from tutti.spec.model import ModelSpec
 from tutti.spec.plan import Plan
-from tutti.spec.prediction import Prediction
 
 TIE = 0.02
-"""Plans within this part of the fastest count as equal: then the one that asks for least is taken."""
+"""Plans within this part of the best count as equal: then the one that asks for least is taken."""
+
+SHOWN_FAMILIES = 12
+"""Kinds of plans of which the best is among the alternatives, besides the nearest ones."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Costed:
-    plan: Plan
-    prediction: Prediction
-
-    @property
-    def step_s(self) -> float:
-        return self.prediction.step_time_s.value
-
-    @property
-    def group(self) -> tuple[int, str, bool]:
-        return (self.plan.world_size, self.plan.precision, bool(self.plan.shares))
-
-
-def choose(model: ModelSpec, cluster: ClusterSpec, request: Request) -> Choice:
-    """The plan with the shortest predicted step among those that fit in memory.
+def choose(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    request: Request,
+    *,
+    clock: Clock | None = None,
+    limit_s: float = math.inf,
+) -> Choice:
+    """The plan with the least of the request's objective among those that fit in memory and keep its limits.
 
     Among plans within 2 % of it, the one with the fewest devices, then the script's own precision, then the fewest
-    microbatches. Raises PlanError where nothing fits or nothing can be costed, with the numbers.
+    mechanisms and microbatches. `clock` (seconds) and `limit_s` end a long search early; what that leaves open is in
+    the choice's coverage. Raises PlanError where nothing fits or nothing can be costed, with the numbers.
     """
-    costed, impossible = _cost(model, cluster, candidates(model, cluster, request))
+    objectives.check(cluster, request)
+    if request.scope == "all" or request.mesh is not None or request.demanded:
+        return _search(model, cluster, request, clock, limit_s)
+    found = _data_parallel(model, cluster, request)
+    if isinstance(found, Choice):
+        return found
+    if request.scope == "data":
+        raise PlanError(found)
+    wider = dataclasses.replace(request, scope="all")
+    choice = _search(model, cluster, wider, clock, limit_s)
+    sentence = "Data parallelism alone does not fit, so the model is divided: " + found.partition("; ")[0]
+    return dataclasses.replace(choice, request=request, remarks=(*choice.remarks, sentence))
+
+
+def _data_parallel(model: ModelSpec, cluster: ClusterSpec, request: Request) -> Choice | str:
+    """The best of all data-parallel plans, every one costed, or why none can be had."""
+    costed, impossible = _cost(model, cluster, request, candidates(model, cluster, request))
     if not costed:
+        return impossible[0].reason
+    if not any(one.good for one in costed):
+        return no_fit(model, cluster, request, costed)
+    coverage = Coverage(
+        considered=len(costed) + len(impossible), too_large=0, too_slow=0, costed=len(costed),
+        refused=len(impossible), left=0, gap=0.0,
+    )  # fmt: skip
+    return _choice(model, cluster, request, costed, impossible, coverage)
+
+
+def _search(model: ModelSpec, cluster: ClusterSpec, request: Request, clock: Clock | None, limit_s: float) -> Choice:
+    """The best of all meshes. The global batch is tried in several sizes where the objective lets it change."""
+    given = precisions(model, cluster, request)
+    requests = [request]
+    if request.objective == "time-to-quality" and request.noise is not None:
+        batch = request.script.batch
+        sizes = batches_to_try(batch.global_batch_size, request.noise, cluster.device_count)
+        requests = [_with_batch(request, size) for size in sizes]
+    costed: list[Costed] = []
+    impossible: list[Alternative] = []
+    parts: list[Coverage] = []
+    for index, one in enumerate(requests):
+        remaining = limit_s / (len(requests) - index) if math.isfinite(limit_s) else limit_s
+        began = clock() if clock is not None else 0.0
+        try:
+            explorer = Explorer(model, orders(cluster), one, given, clock, remaining)
+        except PlanError as error:
+            if len(requests) == 1:
+                raise
+            impossible.append(Alternative(plan=one.script, prediction=None, reason=str(error)))
+            continue
+        explorer.run()
+        if not any(each.good for each in explorer.costed) and explorer.limits.may_shard:
+            explorer = Explorer(model, orders(cluster), one, given, clock, remaining)
+            explorer.run(offload=True)
+        polish(explorer)
+        costed += explorer.costed
+        impossible += explorer.impossible.values()
+        parts.append(explorer.coverage())
+        limit_s -= clock() - began if clock is not None else 0.0
+    if not costed and impossible and not any(part.too_large for part in parts):
         raise PlanError(impossible[0].reason)
-    fitting = [one for one in costed if one.prediction.fits]
-    if not fitting:
-        raise PlanError(no_fit(model, cluster, [(one.plan, one.prediction) for one in costed]))
-    best = _best(fitting, request)
-    others = _representatives(costed, best)
+    if not any(one.good for one in costed):
+        raise PlanError(
+            nothing_keeps(request, costed) if any(one.prediction.fits for one in costed)
+            else no_fit(model, cluster, request, costed)
+        )  # fmt: skip
+    return _choice(model, cluster, request, costed, impossible, _together(parts))
+
+
+def _with_batch(request: Request, size: int) -> Request:
+    batch = dataclasses.replace(request.script.batch, global_batch_size=size)
+    return dataclasses.replace(request, script=dataclasses.replace(request.script, batch=batch))
+
+
+def _together(parts: Sequence[Coverage]) -> Coverage:
+    names = [field.name for field in dataclasses.fields(Coverage) if field.name != "gap"]
+    counts = {name: sum(getattr(part, name) for part in parts) for name in names}
+    return Coverage(**counts, gap=max((part.gap for part in parts), default=0.0))
+
+
+def _choice(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    request: Request,
+    costed: list[Costed],
+    impossible: Sequence[Alternative],
+    coverage: Coverage,
+) -> Choice:
+    best = _best([one for one in costed if one.good], request)
+    wide = request.scope != "data" or request.mesh is not None
+    others = _families(costed, best) if wide else _representatives(costed, best)
     lost = [
         Alternative(
             plan=one.plan,
             prediction=one.prediction,
-            reason=why(cluster, (one.plan, one.prediction), (best.plan, best.prediction)),
+            reason=why(request, one, best),
+            totals=objectives.totals(one.cluster, request, one.plan, one.prediction),
         )
-        for one in sorted(others, key=lambda one: (not one.prediction.fits, one.step_s))
+        for one in sorted(others, key=lambda one: (not one.good, not one.prediction.fits, one.value))
     ]
     alternatives = (*lost, *_not_allowed(model, cluster, request, best), *impossible)
+    nodes = tuple(node.name for node in best.cluster.nodes)
     return Choice(
         model=model.name,
         cluster=cluster.name,
@@ -61,61 +149,117 @@ def choose(model: ModelSpec, cluster: ClusterSpec, request: Request) -> Choice:
         best=best.plan,
         prediction=best.prediction,
         alternatives=alternatives,
-        remarks=remarks(model, cluster, request, (best.plan, best.prediction), alternatives),
+        remarks=remarks(model, cluster, request, best, alternatives),
+        totals=objectives.totals(best.cluster, request, best.plan, best.prediction),
+        changes=changes(model, best, [one for one in others if one.good], request) if wide else (),
+        coverage=coverage,
+        nodes=() if best.cluster.nodes == cluster.nodes else nodes,
     )
 
 
-def _cost(model: ModelSpec, cluster: ClusterSpec, plans: list[Plan]) -> tuple[list[_Costed], list[Alternative]]:
+def _cost(
+    model: ModelSpec, cluster: ClusterSpec, request: Request, plans: list[Plan]
+) -> tuple[list[Costed], list[Alternative]]:
     """Predictions of all plans, and those that have none with the reason, one for each reason."""
-    costed: list[_Costed] = []
+    costed: list[Costed] = []
     impossible: dict[str, Alternative] = {}
     for plan in plans:
         try:
-            costed.append(_Costed(plan, predict(model, cluster, plan)))
+            prediction = predict(model, cluster, plan)
         except PlanError as error:
             impossible.setdefault(str(error), Alternative(plan=plan, prediction=None, reason=str(error)))
+            continue
+        found = objectives.totals(cluster, request, plan, prediction)
+        costed.append(
+            Costed(
+                plan=plan,
+                prediction=prediction,
+                cluster=cluster,
+                value=objectives.value(cluster, request, plan, prediction),
+                broken=objectives.broken_limit(request, found, prediction),
+            )
+        )
     return costed, list(impossible.values())
 
 
-def _best(fitting: list[_Costed], request: Request) -> _Costed:
-    fastest = min(one.step_s for one in fitting)
-    equal = [one for one in fitting if one.step_s <= fastest * (1 + TIE)]
+def _best(good: list[Costed], request: Request) -> Costed:
+    least = min(one.value for one in good)
+    equal = [one for one in good if one.value <= least * (1 + TIE)]
     script = request.script
 
-    def modesty(one: _Costed) -> tuple[int, bool, int, int, float]:
+    def modesty(one: Costed) -> tuple[object, ...]:
         return (
             one.plan.world_size,
             one.plan.precision != script.precision,
+            mechanisms(one.plan),
             one.plan.batch.num_microbatches,
             len(one.plan.shares),
-            one.step_s,
+            one.value,
         )
 
     return min(equal, key=modesty)
 
 
-def _representatives(costed: list[_Costed], best: _Costed) -> list[_Costed]:
+def mechanisms(plan: Plan) -> int:
+    """How many axes and settings a plan combines."""
+    axes = sum(degree > 1 for degree in plan.mesh.values())
+    extra = plan.mesh.get("stage", 1) > 1 and plan.pipeline.schedule != "1f1b"
+    recompute = any(rule.recompute for rule in plan.layout)
+    return axes + extra + recompute + (plan.sharding.offload != "none") + bool(plan.pipeline.cuts)
+
+
+def _representatives(costed: list[Costed], best: Costed) -> list[Costed]:
     """The losers worth a line: the best of each degree, precision and kind of shares; of the chosen such group, the
     numbers of microbatches that do not fit and the two fastest that do."""
-    chosen: dict[tuple[int, str, bool], _Costed] = {}
-    for one in costed:
-        if one.group == best.group:
-            continue
-        rival = chosen.get(one.group)
-        if rival is None or _rank(one) < _rank(rival):
-            chosen[one.group] = one
-    same = sorted((one for one in costed if one.group == best.group and one is not best), key=_rank)
+
+    def group(one: Costed) -> tuple[int, str, bool]:
+        return (one.plan.world_size, one.plan.precision, bool(one.plan.shares))
+
+    chosen = _firsts([one for one in costed if group(one) != group(best)], group)
+    same = sorted((one for one in costed if group(one) == group(best) and one is not best), key=_rank)
     too_large = [one for one in same if not one.prediction.fits]
-    return [*chosen.values(), *too_large, *[one for one in same if one.prediction.fits][:2]]
+    return [*chosen, *too_large, *[one for one in same if one.prediction.fits][:2]]
 
 
-def _rank(one: _Costed) -> tuple[bool, float]:
-    """Order within a group: fitting ones by time, then the others by how much memory they need."""
+def _families(costed: list[Costed], best: Costed) -> list[Costed]:
+    """The losers worth a line: the nearest with other meshes, and the best of each kind, one device among them."""
+
+    def mesh(one: Costed) -> object:
+        return (tuple(one.plan.mesh.items()), _level(one.plan), one.plan.precision, bool(one.plan.shares))
+
+    def kind(one: Costed) -> object:
+        axes = tuple(sorted(axis for axis, degree in one.plan.mesh.items() if degree > 1))
+        return (axes, _level(one.plan), one.plan.precision if one.plan.precision != best.plan.precision else "")
+
+    meshes = [one for one in _firsts(costed, mesh) if mesh(one) != mesh(best)]
+    nearest = sorted(meshes, key=_rank)[:SHOWN_FAMILIES]
+    kinds = sorted(_firsts([one for one in meshes if one not in nearest], kind), key=_rank)
+    simple = sorted(kinds, key=lambda one: (mechanisms(one.plan), _rank(one)))[:SHOWN_FAMILIES]
+    same = [one for one in costed if mesh(one) == mesh(best) and one is not best and one.plan != best.plan]
+    return [*nearest, *simple, *sorted(same, key=_rank)[:2]]
+
+
+def _firsts(costed: Sequence[Costed], key: Callable[[Costed], object]) -> list[Costed]:
+    """The best of each group."""
+    chosen: dict[object, Costed] = {}
+    for one in costed:
+        rival = chosen.get(key(one))
+        if rival is None or _rank(one) < _rank(rival):
+            chosen[key(one)] = one
+    return list(chosen.values())
+
+
+def _level(plan: Plan) -> int:
+    return plan.sharding.level if plan.mesh.get("shard", 1) > 1 else 0
+
+
+def _rank(one: Costed) -> tuple[bool, bool, float]:
+    """Order within a group: fitting ones by value, then the others by how much memory they need."""
     fits = one.prediction.fits
-    return (not fits, one.step_s if fits else one.prediction.memory.total)
+    return (not fits, bool(one.broken), one.value if fits else one.prediction.memory.total)
 
 
-def _not_allowed(model: ModelSpec, cluster: ClusterSpec, request: Request, best: _Costed) -> tuple[Alternative, ...]:
+def _not_allowed(model: ModelSpec, cluster: ClusterSpec, request: Request, best: Costed) -> tuple[Alternative, ...]:
     """Faster plans of lower precision that the request rules out: shown, so that the choice is the user's."""
     if request.precision != "script" or best.plan.precision != "full":
         return ()
@@ -124,8 +268,8 @@ def _not_allowed(model: ModelSpec, cluster: ClusterSpec, request: Request, best:
         if not possible(model, cluster, precision):
             continue
         plan = dataclasses.replace(best.plan, precision=precision)
-        prediction = predict(model, cluster, plan)
-        gain = best.step_s / prediction.step_time_s.value
+        prediction = predict(model, best.cluster, plan)
+        gain = best.prediction.step_time_s.value / prediction.step_time_s.value
         if gain > 1.05 and prediction.fits:
             reason = f"{gain:.1f}x faster, but changes the numbers: --precision auto allows it"
             shown.append(Alternative(plan=plan, prediction=prediction, reason=reason))

@@ -60,6 +60,7 @@ class DeviceSpec:
     kernel_overhead_s: float = 0.0
     cores: int = 0
     power_w: float | None = None
+    price_per_device_hour: float | None = None  # in one currency throughout the cluster
     year: int | None = None
     source: str
     evidence: Evidence

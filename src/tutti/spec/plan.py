@@ -135,7 +135,8 @@ class Plan:
     `shares`: relative loads of the data-parallel ranks (empty: equal); 3, 1 gives the first three quarters of every
     slice. The weights of the means follow from the samples each rank really gets.
     `space_grid`: into how many parts each spatial dim is cut (empty: the first one into all); `context`: how
-    attention is computed over the context axis.
+    attention is computed over the context axis. `made_for`: modules of the model it was made for, with kind and number
+    of parameters (numbered siblings as one, layers.0-11.query); empty where nobody wrote it down.
     """
 
     batch: BatchPlan
@@ -148,6 +149,7 @@ class Plan:
     pipeline: Pipeline = Pipeline()
     space_grid: tuple[int, ...] = ()
     context: ContextKind = "ring"
+    made_for: dict[str, str] = field(default_factory=dict)
     version: int = 1
 
     def __post_init__(self) -> None:

@@ -1,0 +1,293 @@
+"""The search: meshes in order of their bounds, their variants in order of corrected estimates, until nothing that is
+left can be better, or time is up. What was ruled out was ruled out by bounds that no prediction is below.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tutti.errors import PlanError
+from tutti.plan import objectives
+from tutti.plan.bounds import shape_bounds, variant_bounds
+from tutti.plan.build import plan_of
+from tutti.plan.choice import Alternative, Coverage, Request
+from tutti.plan.enumerate import Shapes, shapes, variants
+from tutti.plan.limits import Limits, limits_of
+from tutti.plan.mixed import improved, is_mixed
+from tutti.plan.pool import Lesson, Pool, plainness
+from tutti.plan.tables import Array, Tables, by_kind
+from tutti.predict import predict
+from tutti.spec.cluster import ClusterSpec
+from tutti.spec.model import ModelSpec
+from tutti.spec.plan import Plan
+from tutti.spec.prediction import Prediction
+from tutti.spec.words import Precision
+
+Clock = Callable[[], float]
+
+_CHUNK = 1500
+"""Meshes whose variants are made at once."""
+
+_AT_ONCE = 12
+"""Plans costed between two looks at the order."""
+
+_PATIENCE = 150
+"""The search ends when so many plans in a row brought nothing."""
+
+_GAIN = 0.002
+"""What counts as better."""
+
+_FAMILIES = 40
+"""Kinds of plans of which the first meshes' best is costed in any case, so that every kind is judged once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costed:
+    """A plan, what it is predicted to cost on which order of nodes, and what the objective says of it."""
+
+    plan: Plan
+    prediction: Prediction
+    cluster: ClusterSpec
+    value: float
+    broken: str = ""
+
+    @property
+    def good(self) -> bool:
+        """Whether it fits and keeps every limit of the request."""
+        return self.prediction.fits and not self.broken
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explored:
+    """What a search found, in no order."""
+
+    costed: tuple[Costed, ...]
+    impossible: tuple[Alternative, ...]
+    coverage: Coverage
+
+
+@dataclass(slots=True, kw_only=True)
+class Lane:
+    """The meshes of one order of nodes and one precision. `waiting`: rows whose variants were not made yet, the most
+    promising first; `least`: the objective's bound by row."""
+
+    cluster: ClusterSpec
+    precision: Precision
+    tables: Tables
+    shapes: Shapes
+    least: Array
+    waiting: NDArray[np.intp]
+    pool: Pool
+
+
+class Explorer:
+    """One search. `clock` and `limit_s` end it early; without them it ends by itself."""
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        clusters: tuple[ClusterSpec, ...],
+        request: Request,
+        precisions: list[Precision],
+        clock: Clock | None = None,
+        limit_s: float = math.inf,
+    ) -> None:
+        self.model, self.request = model, request
+        self.limits: Limits = limits_of(model, clusters[0], request)
+        self.samples = self.limits.samples
+        self._clock, self._ends = clock, math.inf if clock is None else clock() + limit_s
+        self.costed: list[Costed] = []
+        self.impossible: dict[str, Alternative] = {}
+        self._lessons: dict[int, Lesson] = {}
+        self._counts = {"considered": 0, "too_large": 0, "too_slow": 0, "refused": 0}
+        self._best = math.inf
+        found = shapes(self.limits, request)
+        self.lanes = [
+            lane for cluster in clusters for precision in precisions if (lane := self._lane(cluster, precision, found))
+        ]
+
+    def run(self, *, offload: bool = False) -> None:
+        """Search until nothing left can be better, nothing came for long, or time is up."""
+        self._first(offload=offload)
+        idle = 0
+        while not self._over():
+            self._prune()
+            if self._expand(offload=offload):
+                continue
+            before = self._best
+            if not self._cost_next():
+                break
+            idle = 0 if self._best < before * (1 - _GAIN) else idle + _AT_ONCE
+            if idle >= _PATIENCE and math.isfinite(self._best):
+                break
+        self._prune()
+
+    def coverage(self) -> Coverage:
+        """How far the search got."""
+        left, least = 0, math.inf
+        for lane in self.lanes:
+            left += len(lane.pool) + len(lane.waiting)
+            waiting = lane.least[lane.waiting]
+            least = min(
+                least, float(np.min(lane.pool.least, initial=math.inf)), float(np.min(waiting, initial=math.inf))
+            )
+        gap = max(0.0, 1 - least / self._best) if left and math.isfinite(self._best) else 0.0
+        return Coverage(**self._counts, costed=len(self.costed), left=left, gap=gap if math.isfinite(gap) else 0.0)
+
+    def cost(self, plan: Plan, cluster: ClusterSpec) -> Costed | None:
+        """Predict one plan; None, with its reason kept, where it cannot be costed."""
+        try:
+            prediction = predict(self.model, cluster, plan)
+        except PlanError as error:
+            self.impossible.setdefault(str(error), Alternative(plan=plan, prediction=None, reason=str(error)))
+            self._counts["refused"] += 1
+            return None
+        found = objectives.totals(cluster, self.request, plan, prediction)
+        one = Costed(
+            plan=plan,
+            prediction=prediction,
+            cluster=cluster,
+            value=objectives.value(cluster, self.request, plan, prediction),
+            broken=objectives.broken_limit(self.request, found, prediction),
+        )
+        self.costed.append(one)
+        if one.good:
+            self._best = min(self._best, one.value)
+        return one
+
+    def _lane(self, cluster: ClusterSpec, precision: Precision, found: Shapes) -> Lane | None:
+        try:
+            tables = Tables(self.model, cluster, precision)
+            seconds, memory = shape_bounds(tables, found, self.samples)
+        except PlanError as error:
+            nothing = Alternative(plan=self.request.script, prediction=None, reason=str(error))
+            self.impossible.setdefault(str(error), nothing)
+            return None
+        least = objectives.bound(cluster, self.request, seconds, found.world, memory)
+        fits = memory <= self._room(tables, found)
+        self._counts["considered"] += len(found)
+        self._counts["too_large"] += int((~fits).sum())
+        rows = np.flatnonzero(fits)
+        return Lane(
+            cluster=cluster,
+            precision=precision,
+            tables=tables,
+            shapes=found,
+            least=least,
+            waiting=rows[np.argsort(least[rows], kind="stable")],
+            pool=Pool(),
+        )
+
+    def _room(self, tables: Tables, found: Shapes, *, tightest: bool = False) -> Array:
+        """Bytes that each row's roomiest (or tightest) rank has."""
+
+        def room(world: int) -> tuple[float]:
+            ground = tables.ground(world)
+            return (ground.least_nbytes if tightest else ground.memory_nbytes,)
+
+        (own,) = by_kind((found.world,), room)
+        return np.minimum(own, self.request.memory_nbytes or math.inf)
+
+    def _over(self) -> bool:
+        return self._clock is not None and self._clock() >= self._ends
+
+    def _first(self, *, offload: bool) -> None:
+        """Look at a sample of all meshes and cost the best of every kind of plan: that gives a plan to beat, and says
+        how far estimates are off for each kind."""
+        for lane in self.lanes:
+            world, rows = lane.shapes.world[lane.waiting], lane.waiting
+            if not len(rows):
+                continue
+            simple = np.flatnonzero((lane.shapes.data[rows] == world) | (world == 1))
+            step = max(1, len(rows) // _CHUNK)
+            picked = np.unique(np.concatenate([np.arange(0, len(rows), step)[:_CHUNK], simple[:_CHUNK]]))
+            self._make(lane, rows[picked], offload=offload)
+            lane.waiting = np.delete(rows, picked)
+            order = lane.pool.corrected(self._lessons)
+            kinds, at = np.unique(lane.pool.family, return_inverse=True)
+            firsts = np.full(len(kinds), -1, dtype=np.int64)
+            ranked = np.argsort(order, kind="stable")[::-1]
+            firsts[at.reshape(-1)[ranked]] = ranked
+            plain = sorted(range(len(kinds)), key=lambda index: (plainness(int(kinds[index])), order[firsts[index]]))
+            self._cost_rows(lane, np.array([firsts[index] for index in plain[:_FAMILIES]], dtype=np.intp))
+
+    def _expand(self, *, offload: bool) -> bool:
+        """Make the variants of the next meshes that may still be better; whether there were any."""
+        lane = min(
+            (lane for lane in self.lanes if len(lane.waiting)),
+            key=lambda lane: float(lane.least[lane.waiting[0]]),
+            default=None,
+        )
+        if lane is None:
+            return False
+        self._make(lane, lane.waiting[:_CHUNK], offload=offload)
+        lane.waiting = lane.waiting[_CHUNK:]
+        return True
+
+    def _make(self, lane: Lane, rows: NDArray[np.intp], *, offload: bool) -> None:
+        ways = variants(self.limits, lane.shapes, rows, offload=offload)
+        if not len(ways):
+            return
+        bounds = variant_bounds(lane.tables, lane.shapes, ways, self.samples)
+        world = lane.shapes.world[ways.shape]
+        least = objectives.bound(lane.cluster, self.request, bounds.step_s, world, bounds.memory)
+        likely = objectives.bound(lane.cluster, self.request, bounds.likely_s, world, bounds.likely_memory)
+        room = self._room(lane.tables, lane.shapes)[ways.shape]
+        tight = self._room(lane.tables, lane.shapes, tightest=True)[ways.shape]
+        fits, quick = bounds.memory <= room, least < self._best
+        self._counts["considered"] += len(ways) - len(rows)
+        self._counts["too_large"] += int((~fits).sum())
+        self._counts["too_slow"] += int((fits & ~quick).sum())
+        lane.pool.add(lane.shapes, ways, fits & quick, least, likely, bounds, tight)
+
+    def _prune(self) -> None:
+        """Forget what cannot be better than the best so far."""
+        for lane in self.lanes:
+            slow = lane.pool.least >= self._best
+            late = lane.least[lane.waiting] >= self._best
+            self._counts["too_slow"] += int(slow.sum()) + int(late.sum())
+            if slow.any():
+                lane.pool.drop(slow)
+            lane.waiting = lane.waiting[~late]
+
+    def _cost_next(self) -> bool:
+        """Cost the most promising plans; whether there were any."""
+        orders = [lane.pool.corrected(self._lessons) for lane in self.lanes]
+        lane_of = np.concatenate([np.full(len(order), index) for index, order in enumerate(orders)] or [np.empty(0)])
+        row_of = np.concatenate([np.arange(len(order)) for order in orders] or [np.empty(0, dtype=np.intp)])
+        score = np.concatenate(orders or [np.empty(0)])
+        usable = np.flatnonzero(np.isfinite(score))
+        if not len(usable):
+            return False
+        picked = usable[np.argsort(score[usable], kind="stable")[:_AT_ONCE]]
+        for index, lane in enumerate(self.lanes):
+            self._cost_rows(lane, row_of[picked[lane_of[picked] == index]].astype(np.intp))
+        return True
+
+    def _cost_rows(self, lane: Lane, rows: NDArray[np.intp]) -> None:
+        pool = lane.pool
+        for row in rows.tolist():
+            ways, at = pool.ways[int(pool.part[row])], int(pool.row[row])
+            plan = plan_of(self.model, self.request, lane.shapes, ways, at, lane.precision)
+            lesson = self._lessons.setdefault(int(pool.family[row]), Lesson())
+            found = self._cost_all(lane, plan)
+            if not found:
+                lesson.refused += 1
+                continue
+            best = min(found, key=lambda one: (not one.good, one.value))
+            lesson.count += 1
+            lesson.time += math.log(max(best.value, 1e-300) / max(float(pool.likely[row]), 1e-300))
+            lesson.memory += math.log(best.prediction.memory.total / max(float(pool.memory[row]), 1.0))
+        gone = np.zeros(len(pool), dtype=np.bool_)
+        gone[rows] = True
+        pool.drop(gone)
+
+    def _cost_all(self, lane: Lane, plan: Plan) -> list[Costed]:
+        """The plan itself and, on unequal devices, the same with shares and cuts by speed."""
+        plans = [plan]
+        if is_mixed(lane.cluster) and plan.world_size > 1:
+            plans += improved(lane.tables, lane.cluster, plan, self.samples)
+        return [one for each in plans if (one := self.cost(each, lane.cluster)) is not None]

@@ -1,0 +1,193 @@
+"""One sentence for a model that no plan can hold: what it needs, what there is, and what would fit."""
+
+import dataclasses
+
+import numpy as np
+
+from tutti.errors import PlanError
+from tutti.plan import objectives
+from tutti.plan.bounds import shape_bounds, variant_bounds
+from tutti.plan.build import plan_of
+from tutti.plan.choice import Request
+from tutti.plan.enumerate import shapes, variants
+from tutti.plan.explore import Costed
+from tutti.plan.limits import limits_of, seats
+from tutti.plan.tables import Tables
+from tutti.plan.words import plan_words
+from tutti.predict import predict
+from tutti.predict.placement import place
+from tutti.predict.words import count, nbytes
+from tutti.spec.cluster import ClusterSpec, LinkSpec
+from tutti.spec.model import ModelSpec
+from tutti.spec.prediction import Prediction
+from tutti.spec.words import Precision
+
+_MOST_RANKS = 2**20
+"""Clusters larger than this are not suggested."""
+
+_MESHES = 300
+_PREDICTED = 6
+
+
+def smallest(model: ModelSpec, cluster: ClusterSpec, request: Request) -> Costed | None:
+    """The plan that needs the least memory of its fullest rank, of those that fit one first; None if none can be
+    costed. The most promising by their estimated memory are predicted."""
+    precision: Precision = request.script.precision
+    if request.precision != "script" and request.precision != "auto":
+        precision = request.precision
+    try:
+        limits = limits_of(model, cluster, request)
+        found, tables = shapes(limits, request), Tables(model, cluster, precision)
+        _, least = shape_bounds(tables, found, limits.samples)
+    except PlanError:
+        return None
+    order = np.lexsort((-found.microbatches, least))[:_MESHES]
+    ways = variants(limits, found, order.astype(np.intp))
+    sizes = variant_bounds(tables, found, ways, limits.samples).likely_memory
+    costed: list[Costed] = []
+    refused: set[tuple[str, ...]] = set()
+    for row in np.argsort(sizes, kind="stable").tolist():
+        plan = plan_of(model, request, found, ways, row, precision)
+        kind = tuple(sorted(axis for axis, degree in plan.mesh.items() if degree > 1))
+        if kind in refused:
+            continue
+        try:
+            prediction = predict(model, cluster, plan)
+        except PlanError:
+            refused.add(kind)
+            continue
+        value = prediction.memory.total
+        costed.append(Costed(plan=plan, prediction=prediction, cluster=cluster, value=value))
+        if len(costed) == _PREDICTED or prediction.fits:
+            break
+    return min(costed, key=lambda one: (not one.prediction.fits, one.value), default=None)
+
+
+def room_nbytes(one: Costed) -> float:
+    """Memory that each rank of a plan may fill, on its smallest device."""
+    return min(seat.memory_nbytes for seat in place(one.cluster, one.plan.world_size))
+
+
+def no_fit(model: ModelSpec, cluster: ClusterSpec, request: Request, costed: list[Costed]) -> str:
+    """The sentence that refuses a model no candidate can hold: its smallest need against what there is."""
+    one = min(costed, key=lambda one: one.prediction.memory.total - room_nbytes(one), default=None)
+    wide = request.scope == "all"
+    if wide:
+        found = smallest(model, cluster, request)
+        if found is not None and (one is None or found.prediction.memory.total < one.prediction.memory.total):
+            one = found
+    if one is None:
+        return f"model {model.name!r} does not fit on cluster {cluster.name!r}, and no plan of it can be costed"
+    plan, memory, room = one.plan, one.prediction.memory, room_nbytes(one)
+    device = place(one.cluster, plan.world_size)[0].device.name
+    if not wide:
+        return (
+            f"model {model.name!r} does not fit on cluster {cluster.name!r}: the smallest plan "
+            f"({count(plan.world_size, 'rank')}, {count(plan.batch.num_microbatches, 'microbatch')}) needs "
+            f"{_need(one.prediction)}, but {device} has {nbytes(room)}; {_remedy(one, room)}"
+        )
+    state = sum(module.parameter_nbytes + module.gradient_nbytes + module.optimizer_nbytes for module in model.modules)
+    return (
+        f"model {model.name!r} does not fit on cluster {cluster.name!r}: it needs {gigabytes(state)} for parameters, "
+        f"gradients and {model.optimizer or 'the optimizer'}'s state; the smallest plan of "
+        f"{count(plan.world_size, 'rank')} ({plan_words(plan)}) needs {gigabytes(memory.total)} a rank "
+        f"({_parts(one.prediction)}), {device} has {gigabytes(room)}; {what_fits(model, cluster, request, one)}"
+    )
+
+
+def _need(prediction: Prediction) -> str:
+    memory = prediction.memory
+    return (
+        f"{nbytes(memory.total)} for each rank (parameters {nbytes(memory.parameters)}, gradients "
+        f"{nbytes(memory.gradients)}, optimizer state {nbytes(memory.optimizer)}, activations "
+        f"{nbytes(memory.activations)})"
+    )
+
+
+def _parts(prediction: Prediction) -> str:
+    memory = prediction.memory
+    state = memory.parameters + memory.gradients + memory.optimizer
+    parts = {
+        "state": state,
+        "activations": memory.activations,
+        "exchanges": memory.communication,
+        "libraries and allocator": memory.reserve,
+    }
+    ordered = sorted(parts.items(), key=lambda item: -item[1])[:2]
+    return ", ".join(f"{name} {gigabytes(value)}" for name, value in ordered)
+
+
+def _remedy(one: Costed, room: float) -> str:
+    memory = one.prediction.memory
+    if memory.parameters + memory.gradients + memory.optimizer > room:
+        keeps = "data parallelism keeps a copy of all of that on every rank"
+        return f"{keeps}; use devices with more memory or a smaller model"
+    return "use a smaller global_batch_size, more microbatches, recompute in the layout, or devices with more memory"
+
+
+def what_fits(model: ModelSpec, cluster: ClusterSpec, request: Request, least: Costed) -> str:
+    """The smallest number of nodes of this kind that holds the model, by which plan, and the memory that would do."""
+    memory = f"on these {least.plan.world_size} with {gigabytes(least.prediction.memory.total)} each"
+    if least.plan.world_size == 1:
+        memory = f"on one rank with {gigabytes(least.prediction.memory.total)}"
+    found = enough(model, cluster, request)
+    if found is None:
+        return (
+            f"no number of ranks of this kind holds it with a global batch of {request.script.batch.global_batch_size} "
+            f"{request.script.batch.unit}; it would fit {memory}"
+        )
+    grown, one = found
+    nodes = sum(node.count for node in grown.nodes)
+    ranks = f"{one.plan.world_size} or more ranks of this kind"
+    where = f" ({nodes} nodes)" if nodes > 1 and nodes != one.plan.world_size else ""
+    return f"it would fit on {ranks}{where} as {plan_words(one.plan)}, or {memory}"
+
+
+def enough(model: ModelSpec, cluster: ClusterSpec, request: Request) -> tuple[ClusterSpec, Costed] | None:
+    """The cluster grown by whole nodes until some plan fits: found by doubling, then by halving the interval."""
+    free = dataclasses.replace(
+        request, degree=None, max_devices=None, mesh=None, demanded={}, scope="all", objective="memory"
+    )
+
+    def fits(factor: int) -> tuple[ClusterSpec, Costed] | None:
+        nodes = tuple(dataclasses.replace(node, count=node.count * factor) for node in cluster.nodes)
+        grown = dataclasses.replace(cluster, nodes=nodes, links=_links(cluster))
+        one = smallest(model, grown, free)
+        return (grown, one) if one is not None and one.prediction.fits else None
+
+    high = 1
+    while (found := fits(high)) is None:
+        high *= 2
+        if high * seats(cluster) > _MOST_RANKS:
+            return None
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        one = fits(middle)
+        low, high, found = (low, middle, one) if one is not None else (middle, high, found)
+    return found
+
+
+def _links(cluster: ClusterSpec) -> tuple[LinkSpec, ...]:
+    """The links, with a network like the nodes' own link where there was one node only: memory is what is asked."""
+    if cluster.link("network") is not None or not cluster.links:
+        return cluster.links
+    return (*cluster.links, dataclasses.replace(cluster.links[0], tier="network"))
+
+
+def nothing_keeps(request: Request, costed: list[Costed]) -> str:
+    """The sentence for plans that fit but all break a limit of the request: the nearest of them."""
+    fitting = [one for one in costed if one.prediction.fits]
+    best = min(fitting, key=lambda one: one.value)
+    found = objectives.totals(best.cluster, request, best.plan, best.prediction)
+    return (
+        f"no plan keeps the limits: the best by {request.objective} ({plan_words(best.plan)}, "
+        f"{objectives.duration(found.time_s)}) {best.broken}; relax that, or allow other devices"
+    )
+
+
+def gigabytes(value: float) -> str:
+    """Bytes in decimal units as data sheets count them: 1,120 GB, 350 MB."""
+    if value >= 1e9:
+        return f"{value / 1e9:,.0f} GB" if value >= 9.95e9 else f"{value / 1e9:.1f} GB"
+    return f"{value / 1e6:,.0f} MB"

@@ -1,0 +1,71 @@
+"""Small changes to the best plans that enumeration leaves out: the order of axes, cuts, microbatches between powers."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from tutti.plan.explore import Costed, Explorer
+from tutti.spec.plan import Plan
+from tutti.spec.words import AxisName
+
+_BEST = 4
+"""Plans whose neighbours are costed."""
+
+_ROUNDS = 3
+
+
+def polish(explorer: Explorer) -> None:
+    """Cost the neighbours of the best plans, and theirs again, while that brings anything."""
+    seen = {_key(one.plan) for one in explorer.costed}
+    for _ in range(_ROUNDS):
+        good = sorted((one for one in explorer.costed if one.good), key=lambda one: one.value)[:_BEST]
+        before = good[0].value if good else 0.0
+        for one in good:
+            for plan in neighbours(one, explorer):
+                if _key(plan) not in seen:
+                    seen.add(_key(plan))
+                    explorer.cost(plan, one.cluster)
+        if not good or min(one.value for one in explorer.costed if one.good) >= before:
+            return
+
+
+def _key(plan: Plan) -> tuple[object, ...]:
+    """What tells plans apart, the order of the mesh's axes too."""
+    return (tuple(plan.mesh.items()), plan.batch, plan.layout, plan.shares, plan.precision, plan.sharding,
+            plan.pipeline, plan.space_grid, plan.context)  # fmt: skip
+
+
+def neighbours(one: Costed, explorer: Explorer) -> Iterator[Plan]:
+    """Plans that differ in one thing."""
+    plan = one.plan
+    if explorer.limits.microbatches is None:
+        most = explorer.samples // plan.data_parallel_degree
+        own = plan.batch.num_microbatches
+        wanted = {own + plan.mesh.get("stage", 1), 2 * own, own // 2, own * 3 // 2, own * 3 // 4}
+        for count in sorted(count for count in wanted if 1 <= count <= most and count != own):
+            yield dataclasses.replace(plan, batch=dataclasses.replace(plan.batch, num_microbatches=count))
+    if explorer.request.mesh is None:
+        for mesh in _orders(plan.mesh):
+            yield dataclasses.replace(plan, mesh=mesh)
+    yield from (dataclasses.replace(plan, space_grid=grid) for grid in _grids(plan, explorer))
+
+
+def _orders(mesh: dict[AxisName, int]) -> Iterator[dict[AxisName, int]]:
+    """The mesh with two neighbouring axes changed about."""
+    axes = list(mesh)
+    for at in range(len(axes) - 1):
+        changed = [*axes[:at], axes[at + 1], axes[at], *axes[at + 2 :]]
+        yield {axis: mesh[axis] for axis in changed}
+
+
+def _grids(plan: Plan, explorer: Explorer) -> Iterator[tuple[int, ...]]:
+    """Ways to cut space in two or three dims at once."""
+    degree = plan.mesh.get("space", 1)
+    dims = max((len(module.halo_nbytes_by_dim) for module in explorer.model.modules), default=0)
+    if plan.space_grid or degree < 4 or dims < 2:
+        return
+    for first in range(2, degree):
+        if degree % first == 0:
+            rest = degree // first
+            yield (first, rest) + (1,) * (dims - 2)
+            if dims == 3:
+                yield from ((first, second, rest // second) for second in range(2, rest) if rest % second == 0)

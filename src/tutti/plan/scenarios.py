@@ -1,0 +1,168 @@
+"""Other circumstances: a cluster changed as a user asks, and what would have to change for others to win."""
+
+import dataclasses
+import math
+import re
+
+from tutti.errors import PlanError, TuttiError
+from tutti.plan.choice import Request
+from tutti.plan.explore import Costed
+from tutti.plan.words import plan_words
+from tutti.predict import predict
+from tutti.predict.words import bits_per_s, nbytes
+from tutti.spec.cluster import ClusterSpec, LinkTier
+from tutti.spec.model import ModelSpec
+
+_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+
+_FACTORS = (2.0, 4.0, 8.0, 16.0)
+_RIVALS = 4
+_TOLD = 3
+
+
+def what_if(cluster: ClusterSpec, text: str) -> tuple[ClusterSpec, str]:
+    """The cluster changed as `text` says, and the change in words.
+
+    link=10gbit (between hosts, or the only links; node-link, network-link for one tier), devices=256, memory=80gb,
+    speed=2x (devices, against now). Raises PlanError for anything else.
+    """
+    name, _, value = text.strip().partition("=")
+    key = name.strip().lower()
+    if key in ("link", "node-link", "network-link"):
+        return _with_link(cluster, key, value)
+    if key == "devices":
+        return _with_devices(cluster, value, text)
+    if key == "memory":
+        size = _number(value, text, ("b",))
+        return with_memory(cluster, size), f"{nbytes(size)} of memory a device"
+    if key == "speed":
+        factor = _number(value, text, ("x",))
+        return with_speed(cluster, factor), f"devices {factor:g} times as fast"
+    raise PlanError(
+        f"--what-if {text}: there is no {name!r}; write link=10gbit, node-link=..., network-link=..., devices=256, "
+        "memory=80gb or speed=2x"
+    )
+
+
+def _number(value: str, text: str, units: tuple[str, ...]) -> float:
+    """10gbit, 80gb, 2x, 256 as numbers of the unit."""
+    found = re.fullmatch(r"([0-9.]+(?:e[+-]?\d+)?)\s*([kmgt]?)i?([a-z/]*)", value.strip().lower())
+    try:
+        number = float(found.group(1)) if found else math.nan
+    except ValueError:
+        number = math.nan
+    unit = found.group(3) if found else ""
+    if found is None or not number > 0 or (unit not in ("", *units) and unit.removesuffix("/s") not in units):
+        raise PlanError(f"--what-if {text}: {value!r} is not understood; write a number with {' or '.join(units)}")
+    return number * _UNITS[found.group(2)]
+
+
+def _with_link(cluster: ClusterSpec, key: str, value: str) -> tuple[ClusterSpec, str]:
+    bits = _number(value, f"{key}={value}", ("bit", "bit/s", "bits", "bps"))
+    tiers = {link.tier for link in cluster.links}
+    tier: LinkTier = "node" if key == "node-link" or (key == "link" and "network" not in tiers) else "network"
+    if tier not in tiers:
+        raise PlanError(f"--what-if {key}={value}: cluster {cluster.name!r} has no {tier} link; write one into it")
+    return with_bandwidth(cluster, tier, bits / 8), f"{bits_per_s(bits / 8)} on {tier} links"
+
+
+def with_bandwidth(cluster: ClusterSpec, tier: LinkTier, bandwidth: float) -> ClusterSpec:
+    """The cluster with another bandwidth on a tier of links."""
+    links = tuple(
+        dataclasses.replace(link, bandwidth_bytes_per_s=bandwidth, evidence="assumed", points=())
+        if link.tier == tier
+        else link
+        for link in cluster.links
+    )
+    return dataclasses.replace(cluster, links=links)
+
+
+def with_memory(cluster: ClusterSpec, size: float) -> ClusterSpec:
+    """The cluster with as much memory on every device, and on every host for each of its devices."""
+    devices = {name: dataclasses.replace(device, memory_nbytes=int(size)) for name, device in cluster.devices.items()}
+    nodes = tuple(
+        dataclasses.replace(node, memory_nbytes=int(size) * node.devices_per_node)
+        if cluster.devices[node.device].kind == "cpu"
+        else node
+        for node in cluster.nodes
+    )
+    return dataclasses.replace(cluster, devices=devices, nodes=nodes)
+
+
+def with_speed(cluster: ClusterSpec, factor: float) -> ClusterSpec:
+    """The cluster with devices that compute and copy so many times as fast."""
+    devices = {}
+    for name, device in cluster.devices.items():
+        devices[name] = dataclasses.replace(
+            device,
+            memory_bandwidth_bytes_per_s=device.memory_bandwidth_bytes_per_s * factor,
+            peak_flops_per_s={dtype: rate * factor for dtype, rate in device.peak_flops_per_s.items()},
+            gemm=tuple(dataclasses.replace(one, flops_per_s=one.flops_per_s * factor) for one in device.gemm),
+            gemm_concurrent=tuple(
+                dataclasses.replace(one, flops_per_s=one.flops_per_s * factor) for one in device.gemm_concurrent
+            ),
+            memory_rates=tuple(
+                dataclasses.replace(one, bytes_per_s=one.bytes_per_s * factor) for one in device.memory_rates
+            ),
+            kernel_overhead_s=device.kernel_overhead_s / factor,
+        )
+    return dataclasses.replace(cluster, devices=devices)
+
+
+def _with_devices(cluster: ClusterSpec, value: str, text: str) -> tuple[ClusterSpec, str]:
+    count = int(_number(value, text, ("devices",)))
+    if len({node.device for node in cluster.nodes}) > 1:
+        raise PlanError(f"--what-if {text}: of which kind? cluster {cluster.name!r} has several; write another file")
+    node = cluster.nodes[0]
+    each = min(node.devices_per_node, count)
+    if count % each:
+        raise PlanError(f"--what-if {text}: nodes of {cluster.name!r} have {each} devices; give a multiple of {each}")
+    nodes = (dataclasses.replace(node, devices_per_node=each, count=count // each),)
+    links = cluster.links
+    if count > each and cluster.link("network") is None:
+        raise PlanError(
+            f"--what-if {text}: {count // each} nodes need a link between them; add one of tier network to the cluster"
+        )
+    return dataclasses.replace(cluster, nodes=nodes, links=links), f"{count} devices"
+
+
+def changes(model: ModelSpec, best: Costed, others: list[Costed], request: Request) -> tuple[str, ...]:
+    """What would have to change for the nearest others to win: links faster or slower, devices with more memory."""
+    if request.objective not in ("throughput", "time-to-quality"):
+        return ()
+    told: list[str] = []
+    rivals = [one for one in others if one.plan.mesh != best.plan.mesh][: 3 * _RIVALS]
+    tiers: tuple[LinkTier, ...] = ("network", "node")
+    for tier in tiers:
+        if best.cluster.link(tier) is None:
+            continue
+        sentence = _at_which_link(model, best, rivals[:_RIVALS], tier)
+        told += [sentence] if sentence else []
+    return tuple(told[:_TOLD])
+
+
+def _at_which_link(model: ModelSpec, best: Costed, rivals: list[Costed], tier: LinkTier) -> str:
+    """At which bandwidth of a tier one of the rivals first is faster, trying powers of two up and down."""
+    link = best.cluster.link(tier)
+    assert link is not None
+    for power in _FACTORS:
+        for factor in (power, 1 / power):
+            bandwidth = link.bandwidth_bytes_per_s * factor
+            cluster = with_bandwidth(best.cluster, tier, bandwidth)
+            own = _step(model, cluster, best)
+            for rival in rivals:
+                other = _step(model, with_bandwidth(rival.cluster, tier, bandwidth), rival)
+                if other < 0.98 * own:
+                    return (
+                        f"At {bits_per_s(bandwidth)} on {tier} links instead of "
+                        f"{bits_per_s(link.bandwidth_bytes_per_s)}, {plan_words(rival.plan)} would be "
+                        f"{own / other:.2f}x as fast as this plan"
+                    )
+    return ""
+
+
+def _step(model: ModelSpec, cluster: ClusterSpec, one: Costed) -> float:
+    try:
+        return predict(model, cluster, one.plan).step_time_s.value
+    except TuttiError:
+        return math.inf

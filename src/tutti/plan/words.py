@@ -1,0 +1,53 @@
+"""Plans in words: what a mesh is made of, how it is sharded, scheduled and recomputed."""
+
+from tutti.predict.words import count
+from tutti.spec.plan import Plan
+from tutti.spec.words import AxisName
+
+_ZERO = {1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
+
+
+def mesh_words(plan: Plan) -> str:
+    """replicate 4 x split 2; "1 rank" where nothing is divided."""
+    axes = {axis: degree for axis, degree in plan.mesh.items() if degree > 1}
+    return " x ".join(f"{axis} {degree}" for axis, degree in axes.items()) or "1 rank"
+
+
+def settings_words(plan: Plan) -> str:
+    """What the mesh alone does not say: ZeRO-3, 1f1b, recompute; empty where there is nothing."""
+    found = []
+    if plan.mesh.get("shard", 1) > 1:
+        found.append(_ZERO[plan.sharding.level])
+        if plan.sharding.offload != "none":
+            found.append(f"{plan.sharding.offload} on the host")
+    if plan.mesh.get("stage", 1) > 1:
+        many = f" x{plan.pipeline.stages_per_rank}" if plan.pipeline.stages_per_rank > 1 else ""
+        found.append(plan.pipeline.schedule + many + (", cut unevenly" if plan.pipeline.cuts else ""))
+    if plan.mesh.get("context", 1) > 1:
+        found.append(f"{plan.context} attention")
+    if plan.mesh.get("space", 1) > 1 and plan.space_grid:
+        found.append("space " + "x".join(map(str, plan.space_grid)))
+    again = recompute_words(plan)
+    if again != "none":
+        found.append("recompute" if again == "full" else f"{again} recompute")
+    return ", ".join(found)
+
+
+def plan_words(plan: Plan) -> str:
+    """The whole plan in one phrase: shard 8 (ZeRO-3, recompute), 4 microbatches."""
+    settings = settings_words(plan)
+    words = mesh_words(plan) + (f" ({settings})" if settings else "")
+    return f"{words}, {count(plan.batch.num_microbatches, 'microbatch')}"
+
+
+def recompute_words(plan: Plan) -> str:
+    """none, selective or full: the most that the layout recomputes."""
+    found = [rule.recompute for rule in plan.layout if rule.recompute]
+    if not found:
+        return "none"
+    return "full" if True in found else "selective"
+
+
+def axes_of(plan: Plan) -> tuple[AxisName, ...]:
+    """The axes that a plan uses."""
+    return tuple(axis for axis, degree in plan.mesh.items() if degree > 1)
