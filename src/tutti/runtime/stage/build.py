@@ -1,7 +1,7 @@
 """Build: a model is cut into stages, and this rank keeps what its own stages hold."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from tutti.runtime.stage.standin import StandIns
 from tutti.runtime.stage.trace import Tracer
 from tutti.runtime.stage.units import Units, choose_units, heaviest_to_open, open_for_cuts
 from tutti.spec.plan import Plan
+from tutti.spec.schedule import Action
 
 Sample = Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
 """Positional and keyword arguments of the model for a few samples."""
@@ -54,6 +55,27 @@ class Stages:
         """Whether any of the parameters called `names` is trained at a position of the stage axis."""
         stages = set(range(position, self.count, self.ranks))
         return any(self.holders.parameters[name] & stages for name in self.trained.intersection(names))
+
+    def tied_here(self, model: nn.Module) -> list[str]:
+        """Names of parameters that this rank and others of the stage axis train: the ends of stages tie them."""
+        shared = [name for positions, names in self.shared.items() if self.position in positions for name in names]
+        own = {name for name, _ in model.named_parameters()}
+        return [name for name in shared if name in own]
+
+    def endings(self, order: Sequence[Action], *, splits: bool) -> dict[int, list[str]]:
+        """By place in this rank's `order`: names of the parameters to which that action is the last to add a
+        gradient; not of those that are tied to other ranks'. `splits`: whether weights' gradients are a half of
+        their own.
+        """
+        tied = {name for names in self.shared.values() for name in names}
+        kinds = ("B", "W") if splits else ("B", "I")
+        last = {action.stage: place for place, action in enumerate(order) if action.kind in kinds}
+        found: dict[int, list[str]] = defaultdict(list)
+        for name in sorted(self.trained - tied):
+            places = [last[stage] for stage in self.holders.parameters[name] if stage in last]
+            if places:
+                found[max(places)].append(name)
+        return found
 
     def keep_own(self, model: nn.Module, layout: Layout) -> None:
         """Take away the parameters and buffers of modules that this rank does not compute; memory follows."""

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import TreeSpec
 from torch.utils.flop_counter import FlopCounterMode
 
 from tutti.errors import PlanError, TuttiError
 from tutti.runtime.stage.standin import StandIns, is_unknown
-from tutti.runtime.stage.tree import flatten, refuse_hidden_tensors, unflatten
+from tutti.runtime.stage.tree import Form, flatten, refuse_hidden_tensors, unflatten
 
 READS = frozenset(
     {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "__contains__"}
@@ -48,7 +47,7 @@ class Inference:
     """What a call gives. `written`: positions of the arguments it changes in place; `cost`: FLOPs of its forward."""
 
     leaves: tuple[Result, ...]
-    spec: TreeSpec
+    spec: Form
     written: tuple[int, ...]
     cost: float
 
@@ -69,20 +68,23 @@ class Inference:
 
 
 class Shapes:
-    """Results of units by the shapes of their arguments. `counting`: whether FLOPs are counted too."""
+    """Results of units by the shapes of their arguments. `counting`: whether FLOPs are counted too; `modes`: of the
+    model's modules, in the trace that runs.
+    """
 
     def __init__(self, stand_ins: StandIns) -> None:
         self.counting = False
+        self.modes: tuple[bool, ...] = ()
         self._stand_ins = stand_ins
-        self._known: dict[Any, list[tuple[TreeSpec, Inference]]] = defaultdict(list)
+        self._known: dict[Any, list[tuple[Form, Inference]]] = defaultdict(list)
 
-    def known(self, name: str, module: nn.Module, subjects: list[Any], spec: TreeSpec) -> Inference | None:
+    def known(self, name: str, subjects: list[Any], spec: Form) -> Inference | None:
         """What a call of unit `name` gives, if such a call was followed before."""
-        key = _signature(name, module, subjects)
+        key = self._key(name, subjects)
         found = (inference for other, inference in self._known.get(key, ()) if other == spec)
         return next(found, None)
 
-    def follow(self, name: str, module: nn.Module, subjects: list[Any], spec: TreeSpec) -> Inference:
+    def follow(self, name: str, module: nn.Module, subjects: list[Any], spec: Form) -> Inference:
         """What a call gives, found by running it on shapes; remembered unless its code looked at values (then the
         result's shapes do not follow from shapes alone). Raises PlanError where it cannot be found.
         """
@@ -100,7 +102,7 @@ class Shapes:
             written=tuple(at for at, copy in enumerate(copies) if _version(copy) != versions[at]),
             cost=_cost(module, flops, leaves),
         )
-        key = _signature(name, module, subjects)
+        key = self._key(name, subjects)
         if key is not None and not watching.reads:
             self._known[key].append((spec, inference))
         return inference
@@ -109,7 +111,7 @@ class Shapes:
         """What the module returns on shapes, and its FLOPs where they are counted."""
         counter = FlopCounterMode(display=False)
         try:
-            with counter if self.counting else nullcontext():
+            with self._stand_ins.hooks_in_place(module), counter if self.counting else nullcontext():
                 returned = module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         except TuttiError:
             raise
@@ -120,6 +122,10 @@ class Shapes:
                 f"({type(error).__name__}: {words}); its forward must not depend on the values it computes"
             ) from error
         return returned, float(counter.get_total_flops()) if self.counting else 0.0
+
+    def _key(self, name: str, subjects: list[Any]) -> Any:
+        described = signature(subjects)
+        return described and (name, self.modes, described)
 
     def _copy(self, subject: Any) -> Any:
         """An argument the module may write to without harm; known tensors keep their values."""
@@ -149,22 +155,23 @@ def _version(leaf: Any) -> int:
     return leaf._version if isinstance(leaf, torch.Tensor) else 0
 
 
-def _signature(name: str, module: nn.Module, subjects: list[Any]) -> Any:
-    """All that a call's result may depend on, except values; None where that cannot be said."""
+def signature(leaves: list[Any]) -> Any:
+    """All of arguments that a call's result may depend on, except values, and what holds around the call; None where
+    that cannot be said.
+    """
     described: list[Any] = []
-    for subject in subjects:
-        if isinstance(subject, torch.Tensor):
-            form = (subject.shape, subject.stride(), subject.dtype, subject.requires_grad, is_unknown(subject))
-            described.append((*form, next(at for at, other in enumerate(subjects) if other is subject)))
-        elif isinstance(subject, _SIMPLE):
-            described.append((type(subject), str(subject) if isinstance(subject, slice) else subject))
+    kind = None
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            form = (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, is_unknown(leaf))
+            described.append((*form, next(at for at, other in enumerate(leaves) if other is leaf)))
+            kind = kind or (leaf.device.type if leaf.device.type != "meta" else None)
+        elif isinstance(leaf, _SIMPLE):
+            described.append((type(leaf), str(leaf) if isinstance(leaf, slice) else leaf))
         else:
             return None
-    modes = tuple(part.training for part in module.modules())
-    devices = [subject.device.type for subject in subjects if isinstance(subject, torch.Tensor)]
-    kinds = [kind for kind in devices if kind != "meta"][:1]
-    autocast = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
-    return name, modes, torch.is_grad_enabled(), autocast, tuple(described)
+    autocast = kind and (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+    return torch.is_grad_enabled(), autocast, tuple(described)
 
 
 def _result(leaf: Any, inputs: list[Any]) -> Result:

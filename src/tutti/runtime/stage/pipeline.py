@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from tutti.data.seeds import derive_seed, seed_device
 from tutti.data.split import to_device
@@ -14,6 +15,7 @@ from tutti.runtime.layout import Layout
 from tutti.runtime.mesh import Mesh
 from tutti.runtime.precision import autocast
 from tutti.runtime.stage.build import Stages
+from tutti.runtime.stage.forwards import Forwards
 from tutti.runtime.stage.links import Links, Session, given, wanted
 from tutti.runtime.stage.place import Placement
 from tutti.runtime.stage.ties import Ties, groups_at
@@ -25,6 +27,10 @@ from tutti.spec.words import DATA_AXES
 
 LossRoot = Callable[[int, Any], torch.Tensor]
 """(microbatch, what the user's function returned) -> the scalar whose gradients are wanted."""
+
+
+AHEAD = 2
+"""While a rank waits for its first message it follows the forwards of so many microbatches for every rank."""
 
 
 class Pipeline:
@@ -39,19 +45,27 @@ class Pipeline:
         )
         self._links = Links(mesh.ranks("stage"), stages.position, _groups(mesh), device, lane)
         self._ties = Ties(stages.shared, layout)
+        self.forwards = Forwards(stages)
         self._until_model: dict[Any, bool] = {}
         self._orders: dict[int, Orders] = {}
+        self._endings: dict[int, dict[int, list[nn.Parameter]]] = {}
 
     def forward_backward(
-        self, run: Run, function: Callable[[Any, Any], Any], pieces: Sequence[Any], root: LossRoot
+        self,
+        run: Run,
+        function: Callable[[Any, Any], Any],
+        pieces: Sequence[Any],
+        root: LossRoot,
+        forwards_done: Callable[[], None],
     ) -> None:
         """Gradients of every microbatch, added up in the `grad` of this rank's parameters; tied ones are summed over
-        the stages that hold them, nothing is summed over data-parallel ranks yet.
+        the stages that hold them. Sums over data-parallel ranks start as soon as a stage's last backward does.
+        `forwards_done` is called after this rank's last forward.
         """
         step = _Step(self, run, function, pieces, root)
         orders = self._orders_for(len(pieces))
         session = self._links.session(orders, step.placement)
-        step.run(orders[self.stages.position], session)
+        step.run(orders[self.stages.position], session, forwards_done)
         run.clock.enter("exposed_communication")
         self._links.settle()
         self._ties.sum(run.model)
@@ -59,7 +73,7 @@ class Pipeline:
     def forward(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the model returns, on ranks where `is_last`; None elsewhere. Without gradients."""
         stages = self.stages
-        placement = stages.place(stages.tracer.trace(lambda: run.model(*args, **kwargs), until_root=True))
+        placement = self.forwards.place(lambda: run.model(*args, **kwargs), until_root=True)
         orders = [[Action("F", s, 0) for s in range(r, stages.count, stages.ranks)] for r in range(stages.ranks)]
         session = self._links.session(orders, lambda _: placement)
         output = None
@@ -83,6 +97,15 @@ class Pipeline:
             self._until_model[key] = self.stages.tracer.ends_with_model(lambda: function(model, batch))
         return self._until_model[key]
 
+    def endings(self, order: Sequence[Action], model: nn.Module) -> dict[int, list[nn.Parameter]]:
+        """By place in this rank's order: the parameters to which that action is the last to add a gradient."""
+        key = len(order)
+        if key not in self._endings:
+            named = dict(model.named_parameters())
+            found = self.stages.endings(order, splits=self.splits_backward)
+            self._endings[key] = {place: [named[name] for name in names] for place, names in found.items()}
+        return self._endings[key]
+
     def _orders_for(self, microbatches: int) -> Orders:
         if microbatches not in self._orders:
             pipeline = self.plan.pipeline
@@ -100,26 +123,32 @@ class _Step:
         self.pipeline, self.stages, self.plan, self.device = pipeline, pipeline.stages, run.plan, pipeline.device
         self._run, self._function, self._root = run, function, root
         self._pieces = [to_device(piece, self.device) for piece in pieces]
-        self._placements: dict[int, Placement] = {}
+        self._placements: list[Placement] = []
         self._works: dict[tuple[int, int], StageWork] = {}
         self._left = [len(range(self.stages.position, self.stages.count, self.stages.ranks))] * len(pieces)
 
     def placement(self, microbatch: int) -> Placement:
         """The microbatch's program; traced in order of microbatches, alike on all ranks of the stage axis."""
-        for index in range(microbatch + 1):
-            if index not in self._placements:
-                self._placements[index] = self._trace(index)
+        while len(self._placements) <= microbatch:
+            self._placements.append(self._trace(len(self._placements)))
         return self._placements[microbatch]
 
-    def run(self, actions: Sequence[Action], session: Session) -> None:
+    def run(self, actions: Sequence[Action], session: Session, forwards_done: Callable[[], None]) -> None:
         """All of this rank's actions; what the next one needs is being received while one computes."""
-        clock = self._run.clock
-        for action, following in itertools.zip_longest(actions, actions[1:]):
+        clock, replica = self._run.clock, self._run.replica
+        endings = self.pipeline.endings(actions, self._run.model)
+        last_forward = max(place for place, action in enumerate(actions) if action.kind == "F")
+        waited = False
+        for place, (action, following) in enumerate(itertools.zip_longest(actions, actions[1:])):
             placement = self.placement(action.microbatch)
             messages = wanted(action, placement)
             session.post(messages)
             if following is not None:
                 session.post(wanted(following, self.placement(following.microbatch)))
+            if messages and not waited:  # others compute meanwhile
+                self.placement(min(action.microbatch + AHEAD * self.stages.ranks, len(self._pieces) - 1))
+                waited = True
+            replica.last_of(endings.get(place, ()))
             clock.enter("forward" if action.kind == "F" else "backward")
             received: dict[int, torch.Tensor] = {}
             for message in messages:
@@ -128,6 +157,8 @@ class _Step:
             work = self._do(action, placement, received)
             for message in given(action, placement):
                 session.give(message, work.gradient(message.key) if message.gradient else work.outgoing(message.key))
+            if place == last_forward:
+                forwards_done()
 
     def _do(self, action: Action, placement: Placement, received: dict[int, torch.Tensor]) -> StageWork:
         stage, microbatch = action.stage, action.microbatch
@@ -171,8 +202,7 @@ class _Step:
         self._enter(microbatch)
         with autocast(self.plan.precision, self.device):
             stops = self.pipeline.until_model(self._function, run.model, batch)
-            program = self.stages.tracer.trace(lambda: self._function(run.model, batch), until_root=stops)
-        return self.stages.place(program)
+            return self.pipeline.forwards.place(lambda: self._function(run.model, batch), until_root=stops)
 
     def _enter(self, microbatch: int) -> None:
         """Batch statistics count this microbatch's samples."""

@@ -8,6 +8,7 @@ computes it straight to every stage that needs it, however far.
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from tutti.errors import PlanError
 from tutti.runtime.stage.cut import Call
@@ -36,11 +37,14 @@ class StagePart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """A program on its stages. `stages`: of each node."""
+    """A program on its stages. `stages`: of each node; `arguments`: leaves of the model's call, where the program
+    serves several forwards.
+    """
 
     program: Program
     stages: tuple[int, ...]
     parts: tuple[StagePart, ...]
+    arguments: tuple[Any, ...] = ()
 
 
 def place(program: Program, starts: tuple[Call, ...], holders: Holders | None) -> Placement:

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec
+
+from tutti.runtime.stage.tree import Form
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,13 @@ class Parameter:
     """A parameter of the model, by the first of its names."""
 
     name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """A tensor that the model was called with, in a program that serves several forwards: leaf `at` of the call."""
+
+    at: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +58,17 @@ class Surroundings:
 class Node:
     """One call. `unit`: name of the module that is called, "" for an operation (`function`).
 
-    `leaves` and `spec` are (args, kwargs) with `Value`, `Parameter` and `Copied` in place of tensors; `results`: the
-    number of the value that each leaf of the result is, None for one that is no new value; `written`: (position in
-    leaves, number) of arguments that the call changed, which are new values from there on; `views`: (old number,
-    new number) of other values that changed with them because they share their memory; `cost`: FLOPs, where they were
-    counted.
+    `leaves` and `spec` are (args, kwargs) with `Value`, `Parameter`, `Copied` and `Argument` in place of tensors;
+    `results`: the number of the value that each leaf of the result is, None for one that is no new value; `written`:
+    (position in leaves, number) of arguments that the call changed, which are new values from there on; `views`: (old
+    number, new number) of other values that changed with them because they share their memory; `cost`: FLOPs, where
+    they were counted.
     """
 
     unit: str
     function: Callable[..., Any]
     leaves: tuple[Any, ...]
-    spec: TreeSpec
+    spec: Form
     results: tuple[int | None, ...]
     written: tuple[tuple[int, int], ...] = ()
     views: tuple[tuple[int, int], ...] = ()
@@ -90,4 +98,4 @@ class Program:
     nodes: list[Node] = field(default_factory=list)
     outlines: dict[int, Outline] = field(default_factory=dict)
     output: tuple[Any, ...] = ()
-    output_spec: TreeSpec | None = None
+    output_spec: Form | None = None

@@ -6,6 +6,7 @@ aside meanwhile, since it would exchange values with other ranks.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,8 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 SMALL_NUMEL = 65536
 """Buffers of at most this many elements keep their values while a module is traced on shapes: code reads them."""
 
-_KEPT = (
-    "forward",
+HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
     "_forward_hooks_with_kwargs",
@@ -24,7 +24,8 @@ _KEPT = (
 )
 _ABSENT = object()
 
-Interceptor = Callable[..., Any]
+Interceptor = Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+"""(name, module, args, kwargs) -> what a call of the module gives."""
 
 
 class _Computed(torch.autograd.Function):
@@ -35,14 +36,31 @@ class _Computed(torch.autograd.Function):
         return made.pop()
 
 
+@dataclass(frozen=True, slots=True)
+class _Door:
+    """What a call of a module goes through while stand-ins are in place."""
+
+    name: str
+    module: nn.Module
+    stand_ins: "StandIns"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.stand_ins.intercept is not None
+        return self.stand_ins.intercept(self.name, self.module, args, kwargs)
+
+
 class StandIns:
-    """The stand-ins of every tensor of `model` as it is now, whole; `names`: of stand-ins of parameters, by id."""
+    """The stand-ins of every tensor of `model` as it is now, whole; `names`: of stand-ins of parameters, by id;
+    `intercept`: what calls go to now.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.names: dict[int, str] = {}
+        self.intercept: Interceptor | None = None
         self._anchor = torch.empty((), requires_grad=True)
         self._made: dict[int, torch.Tensor] = {}
+        self._plans: dict[frozenset[str], list[tuple[dict[str, Any], dict[str, Any]]]] = {}
         self._modules = [(name, module, self._entries(name, module)) for name, module in model.named_modules()]
 
     def outline(self, tensor: torch.Tensor, *, requires_grad: bool | None = None) -> torch.Tensor:
@@ -55,8 +73,7 @@ class StandIns:
         self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """A tensor without values."""
-        with torch.no_grad():
-            return FakeTensor(self.mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
+        return FakeTensor(self.mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
 
     def computed(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same tensor as one that requires a gradient but is no leaf, so that it may be changed in place."""
@@ -65,7 +82,7 @@ class StandIns:
 
     def _entries(self, name: str, module: nn.Module) -> dict[str, Any]:
         """What the module's __dict__ holds while it is traced."""
-        kept = {key: module.__dict__.get(key, _ABSENT) for key in _KEPT}
+        kept = {key: module.__dict__.get(key, _ABSENT) for key in ("forward", *HOOKS)}
         hooks = {key: value.copy() if hasattr(value, "copy") else value for key, value in kept.items()}
         prefix = name + "." if name else ""
         own: dict[str, torch.Tensor | None] = {}
@@ -95,34 +112,59 @@ class StandIns:
             made = self._made[id(buffer)] = buffer.detach().clone() if small else self.outline(buffer)
         return made
 
+    def modes(self) -> tuple[bool, ...]:
+        """Which modules are in training mode."""
+        return tuple([module.training for _, module, _ in self._modules])
+
     @contextmanager
-    def in_place(
-        self, glue: frozenset[str], intercept: Callable[[str, nn.Module], Interceptor] | None
-    ) -> Iterator[None]:
-        """While open, the model's tensors are stand-ins and every call of a module goes through `intercept(name,
-        module)`. Modules named in `glue` keep their own buffers, hooks and forward.
+    def in_place(self, glue: frozenset[str], intercept: Interceptor) -> Iterator[None]:
+        """While open, the model's tensors are stand-ins and every call of a module goes to `intercept`. Modules named
+        in `glue` keep their own buffers and forward; hooks of others are those of their time, see `hooks_in_place`.
         """
-        before: list[tuple[nn.Module, dict[str, Any]]] = []
+        before: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self.intercept = intercept
         try:
-            for name, module, entries in self._modules:
-                own = ("forward", "_buffers") if name in glue else ()
-                new = {key: value for key, value in entries.items() if key not in own}
-                if intercept is not None:
-                    new["_compiled_call_impl"] = intercept(name, module)
-                before.append((module, {key: module.__dict__.get(key, _ABSENT) for key in new}))
-                _set(module, new)
+            for own, new in self._plan(glue):
+                before.append((own, {key: own.get(key, _ABSENT) for key in new}))
+                _set(own, new)
             yield
         finally:
-            for module, values in reversed(before):
-                _set(module, values)
+            self.intercept = None
+            for own, values in reversed(before):
+                _set(own, values)
+
+    @contextmanager
+    def hooks_in_place(self, module: nn.Module) -> Iterator[None]:
+        """While open, the hooks of a unit and its parts are those it had when the stages were cut."""
+        inside = {id(part) for part in module.modules()}
+        before = []
+        try:
+            for _, part, entries in self._modules:
+                if id(part) in inside:
+                    before.append((part.__dict__, {key: part.__dict__.get(key, _ABSENT) for key in HOOKS}))
+                    _set(part.__dict__, {key: entries[key] for key in HOOKS})
+            yield
+        finally:
+            for own, values in before:
+                _set(own, values)
+
+    def _plan(self, glue: frozenset[str]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """For each module: its __dict__, and what that holds while stand-ins are in place."""
+        if glue not in self._plans:
+            plan = []
+            for name, module, entries in self._modules:
+                left = ("forward", "_buffers") if name in glue else HOOKS
+                new = {key: value for key, value in entries.items() if key not in left}
+                plan.append((module.__dict__, {**new, "_compiled_call_impl": _Door(name, module, self)}))
+            self._plans[glue] = plan
+        return self._plans[glue]
 
 
-def _set(module: nn.Module, values: dict[str, Any]) -> None:
+def _set(own: dict[str, Any], values: dict[str, Any]) -> None:
+    own.update(values)
     for key, value in values.items():
         if value is _ABSENT:
-            module.__dict__.pop(key, None)
-        else:
-            module.__dict__[key] = value
+            del own[key]
 
 
 def is_unknown(value: Any) -> bool:

@@ -6,8 +6,6 @@ traced anew, so Python that decides otherwise is followed. (torch's own tracer c
 knows no skip connections.)
 """
 
-import os
-import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,13 +14,20 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from tutti.errors import PlanError
+from tutti.runtime.stage.around import (
+    cache_configs,
+    functions,
+    positions,
+    script_line,
+    surroundings,
+    without_caches,
+)
 from tutti.runtime.stage.infer import Shapes
-from tutti.runtime.stage.program import Copied, Node, Outline, Parameter, Program, Surroundings, Value
+from tutti.runtime.stage.program import Copied, Node, Outline, Parameter, Program, Value
 from tutti.runtime.stage.standin import StandIns, is_unknown
 from tutti.runtime.stage.tree import flatten, refuse_hidden_tensors, unflatten
 from tutti.runtime.stage.units import Units
@@ -50,15 +55,33 @@ class Tracer:
     def __init__(self, model: nn.Module, units: Units, stand_ins: StandIns, device: torch.device) -> None:
         self.model, self.units, self.stand_ins, self.device = model, units, stand_ins, device
         self.shapes = Shapes(stand_ins)
+        self._configs = cache_configs(model)
 
     def trace(self, function: Callable[[], Any], *, until_root: bool = False) -> Program:
         """The program of `function()`.
 
         `until_root`: stop when the model's first call returns, and take what it returned.
         """
+        return self.traced(function, until_root=until_root)[0]
+
+    def traced(self, function: Callable[[], Any], *, until_root: bool = False) -> tuple[Program, bool]:
+        """`trace`, and whether the shapes of all units' results were known before."""
         recorder = Recorder(self, until_root=until_root)
         self._run(recorder, function)
-        return recorder.finish(recorder.output)
+        return recorder.finish(recorder.output), not recorder.followed
+
+    def call_of(self, function: Callable[[], Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The arguments that `function()` calls the model with; None where it does anything else with it before."""
+
+        def called(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            raise StopTracing(None if name else (args, kwargs))
+
+        try:
+            with self.stand_ins.in_place(self.units.glue, called):
+                function()
+        except StopTracing as stop:
+            return stop.output  # type: ignore[no-any-return]
+        return None
 
     def ends_with_model(self, function: Callable[[], Any]) -> bool:
         """Whether `function()` calls the model itself once and touches no part of it otherwise: then what follows the
@@ -79,25 +102,23 @@ class Tracer:
         """
         calls: list[str] = []
 
-        def intercept(name: str, module: nn.Module) -> Callable[..., Any]:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                calls.append(name)
-                if name or len(calls) > 1:
-                    raise PlanError(f"mesh.stage: the loss calls {name or 'the model'} again; {_ONE_CALL}")
-                return output
+        def called(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            calls.append(name)
+            if name or len(calls) > 1:
+                raise PlanError(f"mesh.stage: the loss calls {name or 'the model'} again; {_ONE_CALL}")
+            return output
 
-            return call
-
-        with self.stand_ins.in_place(self.units.glue, intercept):
+        with self.stand_ins.in_place(self.units.glue, called):
             result = function()
         if any(is_unknown(leaf) for leaf in flatten(result)[0]):
             raise PlanError(f"mesh.stage: the loss uses the model's parameters beside calling it; {_ONE_CALL}")
         return result
 
     def _run(self, recorder: "Recorder", function: Callable[[], Any]) -> None:
-        with self.stand_ins.in_place(self.units.glue, recorder.interceptor), _functions(recorder), recorder:
+        self.shapes.modes = self.stand_ins.modes()
+        with self.stand_ins.in_place(self.units.glue, recorder.called), functions(recorder.applied), recorder:
             try:
-                with _without_caches(self.model):
+                with without_caches(self._configs):
                     recorder.output = function()
             except StopTracing as stop:
                 recorder.output = stop.output
@@ -118,6 +139,7 @@ class Recorder(TorchFunctionMode):
         self.root_calls = 0
         self.outside = False  # whether the model was used beside its own call
         self.output: Any = None
+        self.followed = False  # whether what some unit returns was not known before
         self._depth = 0
         self.paused = False
         self.inside = ""  # the unit whose result's shape is being found
@@ -135,7 +157,7 @@ class Recorder(TorchFunctionMode):
         if self.paused:
             return func(*args, **kwargs)
         if func in _MASKED:
-            args = _positions(args)
+            args = positions(args)
         leaves, spec = flatten((args, kwargs))
         if not any(is_unknown(leaf) or id(leaf) in self._stands for leaf in leaves if isinstance(leaf, torch.Tensor)):
             result = func(*args, **kwargs)
@@ -144,27 +166,32 @@ class Recorder(TorchFunctionMode):
             return result
         return self.operation(func, leaves, spec)
 
-    def interceptor(self, name: str, module: nn.Module) -> Callable[..., Any]:
+    def called(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a call of a module does while the trace runs."""
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if self.paused and not self.inside:
-                raise PlanError(
-                    f"mesh.stage: {name or 'the model'} is called from inside a function of torch; call it in forward"
-                )
-            if self.paused or name in self.tracer.units.glue:
-                own = not name and not self.paused
-                self._depth += own
-                result = module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-                if own:
-                    self._depth -= 1
-                    self.root_calls += 1
-                    if self.until_root:
-                        raise StopTracing(result)
-                return result
+        if self.paused and not self.inside:
+            raise PlanError(
+                f"mesh.stage: {name or 'the model'} is called from inside a function of torch; call it in forward"
+            )
+        if not self.paused and name not in self.tracer.units.glue:
             return self._unit(name, module, args, kwargs)
+        own = not name and not self.paused
+        self._depth += own
+        result = module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+        if own:
+            self._depth -= 1
+            self.root_calls += 1
+            if self.until_root:
+                raise StopTracing(result)
+        return result
 
-        return call
+    def applied(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An autograd function of the user's own is written down as one operation, with its backward."""
+        leaves, spec = flatten((args, kwargs))
+        if self.paused or not any(is_unknown(leaf) for leaf in leaves):
+            return function(*args, **kwargs)
+        if function.__self__ is CheckpointFunction:
+            raise PlanError("mesh.stage: checkpoint(use_reentrant=True) in forward; use use_reentrant=False")
+        return self.operation(function, leaves, spec)
 
     def operation(self, func: Callable[..., Any], leaves: list[Any], spec: Any) -> Any:
         """Run an operation on shapes and write it down."""
@@ -188,8 +215,9 @@ class Recorder(TorchFunctionMode):
             for leaf in leaves:
                 refuse_hidden_tensors(leaf, f"a call of {name}")
             subjects = [self._stands.get(id(leaf), leaf) for leaf in leaves]
-            inference = shapes.known(name, module, subjects, spec)
+            inference = shapes.known(name, subjects, spec)
         if inference is None:
+            self.followed = True
             with self._pause(name):
                 inference = shapes.follow(name, module, subjects, spec)
         with torch._C.DisableTorchFunction(), self._pause(name):
@@ -321,71 +349,5 @@ class Recorder(TorchFunctionMode):
             self.paused, self.inside = before
 
 
-@contextmanager
-def _without_caches(model: nn.Module) -> Iterator[None]:
-    """transformers' models make no key-value caches meanwhile: those collect tensors of all layers in one object."""
-    configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
-    configs = [config for config in configs if getattr(config, "use_cache", False) is True]
-    for config in configs:
-        config.use_cache = False
-    try:
-        yield
-    finally:
-        for config in configs:
-            config.use_cache = True
-
-
-def surroundings(device: torch.device) -> Surroundings:
-    """Grad mode and autocast as they are now."""
-    kind = device.type
-    autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-    return Surroundings(grad=torch.is_grad_enabled(), autocast=autocast)
-
-
-@contextmanager
-def _functions(recorder: Recorder) -> Iterator[None]:
-    """While open, the user's own autograd functions are written down as one operation each, with their backward."""
-    plain = Function.__dict__["apply"]
-
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        bound = plain.__get__(None, cls)
-        leaves, spec = flatten((args, kwargs))
-        if recorder.paused or not any(is_unknown(leaf) for leaf in leaves):
-            return bound(*args, **kwargs)
-        if cls is CheckpointFunction:
-            raise PlanError("mesh.stage: checkpoint(use_reentrant=True) in forward; use use_reentrant=False")
-        return recorder.operation(bound, leaves, spec)
-
-    Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        Function.apply = plain  # type: ignore[method-assign]
-
-
 def _version(leaf: Any) -> int:
     return leaf._version if isinstance(leaf, torch.Tensor) else 0
-
-
-def _positions(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """x[mask] with a known mask, as x[positions]: how many there are is then known too."""
-    index = args[1] if isinstance(args[1], tuple) else (args[1],)
-    new: list[Any] = []
-    for part in index:
-        mask = isinstance(part, torch.Tensor) and part.dtype == torch.bool and not is_unknown(part)
-        new += part.nonzero(as_tuple=True) if mask else [part]
-    return (
-        args
-        if len(new) == len(index) and all(a is b for a, b in zip(new, index, strict=True))
-        else (args[0], tuple(new), *args[2:])
-    )
-
-
-def script_line(error: BaseException) -> str:
-    """file:line of the innermost frame of an error that is the user's code."""
-    place = "forward"
-    for frame in traceback.extract_tb(error.__traceback__):
-        library = f"{os.sep}torch{os.sep}" in frame.filename or f"runtime{os.sep}stage" in frame.filename
-        if not library:
-            place = f"{os.path.basename(frame.filename)}:{frame.lineno} ({frame.line})"
-    return place

@@ -10,10 +10,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from tutti.errors import PlanError
 from tutti.runtime.split import whole, whole_parameter
+from tutti.runtime.stage.around import surroundings
 from tutti.runtime.stage.halves import Deferred, input_gradients
 from tutti.runtime.stage.place import Placement, StagePart
-from tutti.runtime.stage.program import Copied, Node, Parameter, Surroundings, Value
-from tutti.runtime.stage.trace import surroundings
+from tutti.runtime.stage.program import Argument, Copied, Node, Parameter, Surroundings, Value
 from tutti.runtime.stage.tree import flatten, unflatten
 
 
@@ -170,6 +170,8 @@ class StageWork:
             return values[leaf.key]
         if isinstance(leaf, Parameter):
             return whole_parameter(self._model, leaf.name)
+        if isinstance(leaf, Argument):
+            return self._placement.arguments[leaf.at]
         return leaf.tensor.clone() if isinstance(leaf, Copied) else leaf
 
 
