@@ -1,17 +1,15 @@
 """Several nodes: supervisors that meet at host:port, on one machine and in network namespaces of their own."""
 
 import json
-import os
-import shutil
 import socket
-import subprocess
-import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from launch_rig import SCRIPTS, TUTTI, running
+
+from lab.hosts import lab_or_skip
+from tutti.lab import Lab
 
 ACT = str(SCRIPTS / "act.py")
 TRAIN = str(SCRIPTS / "train.py")
@@ -73,52 +71,18 @@ def test_a_shared_folder_lets_every_node_name_the_cause(tmp_path: Path) -> None:
         assert "ValueError: boom in user code" in first.finish()[2]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Network:
-    """Two hosts as network namespaces, joined by a bridge."""
-
-    namespaces: tuple[str, str]
-    addresses: tuple[str, str]
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
-
-
 @pytest.fixture
-def network() -> Iterator[Network]:
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root and the ip command")
-    tag = uuid.uuid4().hex[:6]
-    bridge = f"tb{tag}"
-    names = (f"tutti-{tag}-0", f"tutti-{tag}-1")
-    addresses = ("10.213.77.1", "10.213.77.2")
-    try:
-        try:
-            ip("link", "add", bridge, "type", "bridge")
-            ip("link", "set", bridge, "up")
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"no network namespaces here: {error.stderr.strip()}")
-        for index, (name, address) in enumerate(zip(names, addresses, strict=True)):
-            ip("netns", "add", name)
-            ip("link", "add", f"tv{tag}{index}", "type", "veth", "peer", "name", "eth0", "netns", name)
-            ip("link", "set", f"tv{tag}{index}", "master", bridge, "up")
-            ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
-            ip("-n", name, "link", "set", "eth0", "up")
-            ip("-n", name, "link", "set", "lo", "up")
-        yield Network(namespaces=names, addresses=addresses)
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
-        subprocess.run(["ip", "link", "delete", bridge], check=False, capture_output=True)
+def lab() -> Iterator[Lab]:
+    """Two hosts with networks of their own."""
+    with lab_or_skip(2) as made:
+        yield made
 
 
-def test_two_hosts_of_their_own_train_together(network: Network, tmp_path: Path) -> None:
-    meet = f"{network.addresses[0]}:29500"
-    inside = [("ip", "netns", "exec", name) for name in network.namespaces]
+def test_two_hosts_of_their_own_train_together(lab: Lab, tmp_path: Path) -> None:
+    meet = f"{lab.address(0)}:29500"
     with (
-        running(*inside[0], *node(0, meet, "1", TRAIN, "1", "0"), cwd=tmp_path) as first,
-        running(*inside[1], *node(1, meet, "1", TRAIN, "1", "0"), cwd=tmp_path) as second,
+        running(*lab.inside(0, node(0, meet, "1", TRAIN, "1", "0")), cwd=tmp_path) as first,
+        running(*lab.inside(1, node(1, meet, "1", TRAIN, "1", "0")), cwd=tmp_path) as second,
     ):
         code, out, err = first.finish()
         assert code == 0, err
@@ -127,10 +91,10 @@ def test_two_hosts_of_their_own_train_together(network: Network, tmp_path: Path)
         assert code == 0, err
 
 
-def test_node_0_on_another_host_than_the_rendezvous_is_refused(network: Network, tmp_path: Path) -> None:
-    command = node(0, f"{network.addresses[1]}:29500", "1", TRAIN, "1", "0")
-    with running("ip", "netns", "exec", network.namespaces[0], *command, cwd=tmp_path) as run:
+def test_node_0_on_another_host_than_the_rendezvous_is_refused(lab: Lab, tmp_path: Path) -> None:
+    command = node(0, f"{lab.address(1)}:29500", "1", TRAIN, "1", "0")
+    with running(*lab.inside(0, command), cwd=tmp_path) as run:
         code, _, err = run.finish()
     assert code == 2
-    assert f"not an address of {socket.gethostname()}" in err
-    assert network.addresses[0] in err, "the address to name instead"
+    assert "not an address of host0" in err
+    assert lab.address(0) in err, "the address to name instead"

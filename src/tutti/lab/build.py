@@ -100,8 +100,7 @@ def _remove_stale() -> list[LabRecord]:
 
 def _make_network(record: LabRecord) -> None:
     """A switch and hosts, each in a namespace of its own: nothing of the lab is in the machine's own network."""
-    names = "".join(f"{record.address(host)} host{host}\n" for host in record.hosts)
-    record.hosts_file.write_text(f"127.0.0.1 localhost\n{names}", encoding="ascii")
+    record.hosts_file.write_text(_names(record), encoding="ascii")
     _call("ip", "netns", "add", record.switch)
     _call("ip", "-n", record.switch, "link", "add", "bridge", "type", "bridge")
     _call("ip", "-n", record.switch, "link", "set", "bridge", "up")
@@ -116,6 +115,16 @@ def _make_network(record: LabRecord) -> None:
         if rate is not None:
             _limit(name, "eth0", rate)
             _limit(record.switch, port, rate)
+
+
+def _names(record: LabRecord) -> str:
+    """The lab's /etc/hosts. Sockets of IPv6 see IPv4 addresses as ::ffff:ADDRESS, and torch asks for their names: a
+    name server, which no host of a lab reaches, if they are not there. That name is another, so that host0 has one
+    address."""
+    lines = ["127.0.0.1 localhost", "::1 localhost"]
+    for host in record.hosts:
+        lines += [f"{record.address(host)} host{host}", f"::ffff:{record.address(host)} host{host}.lab"]
+    return "\n".join(lines) + "\n"
 
 
 def _limit(namespace: str, device: str, bits_per_s: int) -> None:

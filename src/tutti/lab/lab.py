@@ -10,7 +10,7 @@ from tutti.errors import LabError
 from tutti.lab import build
 from tutti.lab.rates import rates_of
 from tutti.lab.record import LabRecord
-from tutti.lab.run import Finished, Run, Stream, meeting_port, train_command
+from tutti.lab.run import Finished, Run, Stream, inside, meeting_port, train_command
 
 Command = Sequence[str] | Callable[[int], Sequence[str]]
 """The same words on every host, or what makes them from the host's number."""
@@ -54,6 +54,10 @@ class Lab:
 
     def address(self, host: int) -> str:
         return self.record.address(host)
+
+    def inside(self, host: int, command: Sequence[str]) -> list[str]:
+        """The command line that runs `command` on a host, for a caller that starts processes by itself."""
+        return inside(self.record, host, command)
 
     def start(
         self,

@@ -1,0 +1,57 @@
+"""Training in a lab: the losses of one host, whatever the hosts, their ranks and their links."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from lab.hosts import lab_or_skip
+from tutti.lab import Lab
+
+ROOT = Path(__file__).resolve().parents[2]
+DIGITS = (str(ROOT / "examples/digits_tutti.py"), "--epochs", "1", "--dropout", "0")
+
+
+def losses(folder: Path) -> list[float]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row["loss"] for row in rows if row["kind"] == "step"]
+
+
+def trained(lab: Lab, folder: Path, nproc: int) -> list[float]:
+    done = lab.train("--folder", str(folder), *DIGITS, nproc=nproc, cwd=folder.parent, timeout_s=100)
+    assert [one.code for one in done] == [0] * lab.hosts, "\n".join(one.err for one in done)
+    header = json.loads((folder / "run.json").read_text())
+    assert header["world_size"] == lab.hosts * nproc
+    return losses(folder)
+
+
+def test_hosts_of_a_lab_train_as_one_host_does(tmp_path: Path) -> None:
+    with lab_or_skip(1) as one:
+        expected = trained(one, tmp_path / "one", 1)
+    assert len(expected) == 23
+    with lab_or_skip(2, rates="1gbit") as two:
+        assert trained(two, tmp_path / "two", 1) == pytest.approx(expected, rel=1e-3)
+        assert trained(two, tmp_path / "four", 2) == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.long
+def test_unequal_links_and_unequal_hosts_change_nothing_but_time(tmp_path: Path) -> None:
+    with lab_or_skip(1) as one:
+        expected = trained(one, tmp_path / "one", 1)
+    with lab_or_skip(3, rates=["unlimited", "1gbit", "50mbit"]) as three:
+        assert trained(three, tmp_path / "three", 1) == pytest.approx(expected, rel=1e-3)
+
+
+STATIC = "--master-addr=$MASTER_ADDR --master-port=$MASTER_PORT --node-rank=$NODE_RANK"
+DYNAMIC = "--rdzv-backend=c10d --rdzv-endpoint=$MASTER_ADDR:$MASTER_PORT --rdzv-id=1"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("meet", [STATIC, DYNAMIC])
+def test_torchrun_works_inside(meet: str, tmp_path: Path) -> None:
+    torchrun = f"{sys.executable} -m torch.distributed.run --nnodes=$NNODES --nproc-per-node=$NPROC_PER_NODE {meet}"
+    with lab_or_skip(2, rates="1gbit") as lab:
+        done = lab.run(("sh", "-c", f"{torchrun} {' '.join(DIGITS)}"), cwd=tmp_path, timeout_s=110)
+    assert [one.code for one in done] == [0, 0], done[0].err + done[1].err
+    assert "test accuracy" in done[0].out
