@@ -18,6 +18,8 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples"), str(ROOT / "te
 import record  # noqa: E402
 
 SUITES = ("ddp", "mechanisms", "attention", "startup", "loading")
+ON_REQUEST = ("links", "plan")
+"""Suites that run when they are named: they need root."""
 
 
 def run(suite: str, *, quick: bool, settings: list[str]) -> Path:
@@ -60,13 +62,18 @@ def _print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"of {', '.join(SUITES)}; all without any")
+    parser.add_argument(
+        "suites",
+        nargs="*",
+        metavar="SUITE",
+        help=f"of {', '.join(SUITES)} (all without any), or {', '.join(ON_REQUEST)}",
+    )
     parser.add_argument("--quick", action="store_true", help="few steps, to see that it runs; not for quoting")
     parser.add_argument("--set", action="append", default=[], metavar="SIZE=VALUE", help="change a suite's size")
     arguments = parser.parse_args()
-    unknown = set(arguments.suites) - set(SUITES)
+    unknown = set(arguments.suites) - {*SUITES, *ON_REQUEST}
     if unknown:
-        parser.error(f"unknown suite {', '.join(sorted(unknown))}; choose of {', '.join(SUITES)}")
+        parser.error(f"unknown suite {', '.join(sorted(unknown))}; choose of {', '.join((*SUITES, *ON_REQUEST))}")
     for suite in arguments.suites or SUITES:
         print(f"written: {run(suite, quick=arguments.quick, settings=arguments.set).relative_to(ROOT)}")
 
