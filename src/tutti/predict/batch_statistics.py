@@ -1,29 +1,35 @@
 """What batch statistics over several ranks cost: two small exchanges a module and microbatch, nothing hides them."""
 
-from tutti.predict.network import Link, ring_all_reduce, ring_reduce_scatter
+import numpy as np
+
+from tutti.predict.compute import Array
+from tutti.predict.groups import Group
+from tutti.predict.table import remembered
 from tutti.spec.model import ModelSpec, ModuleSpec
-from tutti.spec.plan import Plan
 
 _STATISTIC_NBYTES = 4  # float32
 _STATE_VALUES = 2  # running mean and variance of a channel
 _COUNTER_NBYTES = 8  # batches tracked
 
 
-def statistics_s(model: ModelSpec, plan: Plan, link: Link) -> tuple[float, float]:
-    """Seconds of a step's exchanges of statistics, (in forward, in backward).
+def statistics_s(model: ModelSpec, group: Group) -> tuple[Array, Array]:
+    """Seconds of a microbatch's exchanges of statistics over `group`, by module, (in forward, in backward).
 
     Forward gathers count, mean and squared deviations of every channel from all ranks; backward sums two vectors
     over channels.
     """
-    degree = plan.data_parallel_degree
-    forward = backward = 0.0
-    for module in model.modules:
-        if module.batch_statistics and degree > 1:
-            channels = _channels(module)
-            gathered = degree * (2 * channels + 1) * _STATISTIC_NBYTES
-            forward += ring_reduce_scatter(link, gathered, degree)  # an all-gather of as much takes as long
-            backward += ring_all_reduce(link, 2 * channels * _STATISTIC_NBYTES, degree)
-    return forward * plan.batch.num_microbatches, backward * plan.batch.num_microbatches
+    channels = _channels_of(model)
+    forward, backward = np.zeros(len(channels)), np.zeros(len(channels))
+    for index in np.flatnonzero(channels) if group.ranks > 1 else ():
+        gathered = group.ranks * (2 * channels[index] + 1) * _STATISTIC_NBYTES
+        forward[index] = group.scatter(gathered)  # an all-gather of as much takes as long
+        backward[index] = group.all_reduce(2 * channels[index] * _STATISTIC_NBYTES)
+    return forward, backward
+
+
+@remembered(16)
+def _channels_of(model: ModelSpec) -> Array:
+    return np.array([_channels(module) if module.batch_statistics else 0.0 for module in model.modules])
 
 
 def _channels(module: ModuleSpec) -> float:

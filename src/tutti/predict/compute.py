@@ -4,7 +4,8 @@ time = max(FLOPs / rate, bytes / bandwidth) + calls * overhead (Williams, Waterm
 matrix operator is that of a square product with as many FLOPs in each call, N = (FLOPs / 2)^(1/3).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,7 @@ from tutti.errors import PlanError
 from tutti.predict import constants
 from tutti.predict.placement import Seat
 from tutti.spec.cluster import DeviceSpec, GemmRate
-from tutti.spec.model import ModelSpec
+from tutti.spec.model import ModelSpec, OpCost, OpKind
 from tutti.spec.words import Evidence, Precision
 
 Array = NDArray[np.float64]
@@ -67,9 +68,12 @@ class Worker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpTable:
-    """All operators of a model as columns; one row an operator. `module`: index of its module."""
+    """All operators of a model. `module[i]`: index of operator i's module; `row[i]`: where its costs stand in the
+    columns, which hold each different operator once: models repeat their blocks.
+    """
 
     module: NDArray[np.intp]
+    row: NDArray[np.intp]
     matrix: NDArray[np.bool_]
     efficiency: Array
     flops_forward: Array
@@ -79,34 +83,86 @@ class OpTable:
     weight_nbytes: Array
     calls: Array
 
+    def divided(self, work: Array, weight: Array) -> "OpTable":
+        """The same where module i does the part `work[i]` of its work with the part `weight[i]` of its weights."""
+        first = np.zeros(len(self.calls), dtype=np.intp)
+        first[self.row[::-1]] = self.module[::-1]
+        table = self
+        if not (
+            np.array_equal(work[first][self.row], work[self.module])
+            and np.array_equal(weight[first][self.row], weight[self.module])
+        ):  # equal operators are divided in different ways
+            table, first = self._spread(), self.module
+        by, of = work[first], weight[first]
+        return replace(
+            table,
+            flops_forward=table.flops_forward * by,
+            flops_backward=table.flops_backward * by,
+            nbytes_forward=table.nbytes_forward * by,
+            nbytes_backward=table.nbytes_backward * by,
+            weight_nbytes=table.weight_nbytes * of,
+        )
+
+    def _spread(self) -> "OpTable":
+        """With a row for every operator."""
+        columns = {
+            one.name: getattr(self, one.name)[self.row] for one in fields(self) if one.name not in ("module", "row")
+        }
+        return OpTable(module=self.module, row=np.arange(len(self.row)), **columns)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Seconds by module of one pass, and by what limits them (compute, memory traffic, operator calls)."""
+    """Seconds by module of one pass; `limits`: (3, modules), what limits them: compute, memory traffic, calls."""
 
     seconds: Array
-    compute_s: float
-    memory_s: float
-    overhead_s: float
+    limits: Array
+
+    @property
+    def compute_s(self) -> float:
+        return float(self.limits[0].sum())
+
+    @property
+    def memory_s(self) -> float:
+        return float(self.limits[1].sum())
+
+    @property
+    def overhead_s(self) -> float:
+        return float(self.limits[2].sum())
 
 
 def op_table(model: ModelSpec) -> OpTable:
-    """The operators of `model` as columns, in order of modules."""
-    rows = [(index, op) for index, module in enumerate(model.modules) for op in module.ops]
-
-    def column(values: list[float]) -> Array:
-        return np.array(values, dtype=np.float64)
-
+    """The operators of `model`, in order of modules."""
+    rows: dict[tuple[object, ...], int] = {}
+    module, row = [], []
+    for index, one in enumerate(model.modules):
+        for op in one.ops:
+            module.append(index)
+            row.append(rows.setdefault((op.kind, *_costs(op)), len(rows)))
+    kinds = [cast(OpKind, key[0]) for key in rows]
+    columns = np.array([key[1:] for key in rows], dtype=np.float64).reshape(len(rows), 6)
     return OpTable(
-        module=np.array([index for index, _ in rows], dtype=np.intp),
-        matrix=np.array([op.kind in constants.MATRIX_KINDS for _, op in rows], dtype=np.bool_),
-        efficiency=column([constants.EFFICIENCY[op.kind] for _, op in rows]),
-        flops_forward=column([op.flops_forward for _, op in rows]),
-        flops_backward=column([op.flops_backward for _, op in rows]),
-        nbytes_forward=column([op.nbytes_forward for _, op in rows]),
-        nbytes_backward=column([op.nbytes_backward for _, op in rows]),
-        weight_nbytes=column([op.weight_nbytes for _, op in rows]),
-        calls=column([op.calls for _, op in rows]),
+        module=np.array(module, dtype=np.intp),
+        row=np.array(row, dtype=np.intp),
+        matrix=np.array([kind in constants.MATRIX_KINDS for kind in kinds], dtype=np.bool_),
+        efficiency=np.array([constants.EFFICIENCY[kind] for kind in kinds], dtype=np.float64),
+        flops_forward=columns[:, 0],
+        flops_backward=columns[:, 1],
+        nbytes_forward=columns[:, 2],
+        nbytes_backward=columns[:, 3],
+        weight_nbytes=columns[:, 4],
+        calls=columns[:, 5],
+    )
+
+
+def _costs(op: OpCost) -> tuple[float, ...]:
+    return (
+        op.flops_forward,
+        op.flops_backward,
+        op.nbytes_forward,
+        op.nbytes_backward,
+        op.weight_nbytes,
+        float(op.calls),
     )
 
 
@@ -114,17 +170,9 @@ def forward(table: OpTable, worker: Worker, samples: int, modules: int) -> Work:
     """One forward pass of `samples` samples."""
     # Autocast reads the weights in full and writes them once more at half the size.
     weight = np.where(table.matrix & worker.half, 2.0, 1.0) * table.weight_nbytes
-    casts = np.where(table.matrix & worker.half, 3.0, 1.0)
-    return _work(
-        table,
-        worker,
-        samples,
-        modules,
-        table.flops_forward,
-        table.nbytes_forward,
-        weight,
-        casts * table.calls,
-    )
+    calls = np.where(table.matrix & worker.half, 3.0, 1.0) * table.calls
+    passed = _Pass(flops=table.flops_forward, nbytes=table.nbytes_forward, weight_nbytes=weight, calls=calls)
+    return _work(table, worker, samples, modules, passed)
 
 
 def backward(table: OpTable, worker: Worker, samples: int, modules: int) -> Work:
@@ -132,36 +180,37 @@ def backward(table: OpTable, worker: Worker, samples: int, modules: int) -> Work
     active = (table.flops_backward > 0) | (table.nbytes_backward > 0)
     calls = np.where(active, constants.BACKWARD_CALLS * table.calls, 0.0)
     weight = np.where(active, 2.0 * table.weight_nbytes, 0.0)
-    return _work(table, worker, samples, modules, table.flops_backward, table.nbytes_backward, weight, calls)
+    passed = _Pass(flops=table.flops_backward, nbytes=table.nbytes_backward, weight_nbytes=weight, calls=calls)
+    return _work(table, worker, samples, modules, passed)
 
 
-def _work(
-    table: OpTable,
-    worker: Worker,
-    samples: int,
-    modules: int,
-    flops: Array,
-    nbytes: Array,
-    weight_nbytes: Array,
-    calls: Array,
-) -> Work:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pass:
+    flops: Array
+    nbytes: Array
+    weight_nbytes: Array
+    calls: Array
+
+
+def _work(table: OpTable, worker: Worker, samples: int, modules: int, passed: _Pass) -> Work:
     if samples == 0:
-        return Work(seconds=np.zeros(modules), compute_s=0.0, memory_s=0.0, overhead_s=0.0)
-    products = np.maximum(calls, 1.0)
-    in_matrix = products * worker.matrix.time(samples * flops / products)
-    in_vector = samples * flops / worker.vector_rate
+        return Work(seconds=np.zeros(modules), limits=np.zeros((3, modules)))
+    products = np.maximum(passed.calls, 1.0)
+    in_matrix = products * worker.matrix.time(samples * passed.flops / products)
+    in_vector = samples * passed.flops / worker.vector_rate
     compute = np.where(table.matrix, in_matrix, in_vector) / table.efficiency
     width = np.where(table.matrix & worker.half, 0.5, 1.0)
-    memory = (samples * nbytes * width + weight_nbytes) / worker.bandwidth_bytes_per_s
-    overhead = calls * worker.call_s
-    seconds = worker.slowdown * (np.maximum(compute, memory) + overhead)
+    memory = (samples * passed.nbytes * width + passed.weight_nbytes) / worker.bandwidth_bytes_per_s
     limited = compute >= memory
-    return Work(
-        seconds=np.bincount(table.module, weights=seconds, minlength=modules).astype(np.float64),
-        compute_s=worker.slowdown * float(compute[limited].sum()),
-        memory_s=worker.slowdown * float(memory[~limited].sum()),
-        overhead_s=worker.slowdown * float(overhead.sum()),
+    parts = worker.slowdown * np.array(
+        [np.where(limited, compute, 0.0), np.where(limited, 0.0, memory), passed.calls * worker.call_s]
     )
+
+    def by_module(values: Array) -> Array:
+        return np.bincount(table.module, weights=values[table.row], minlength=modules).astype(np.float64)
+
+    limits = np.array([by_module(part) for part in parts])
+    return Work(seconds=limits.sum(axis=0), limits=limits)
 
 
 def matrix_dtype(model_dtype: str, precision: Precision) -> str:

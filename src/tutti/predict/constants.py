@@ -91,3 +91,15 @@ STEP_MARGIN: Final[dict[Evidence, float]] = {
 
 MEMORY_MARGIN: Final = 0.15
 """Half-width of the interval of a rank's memory, relative."""
+
+STATE_BUCKET_NBYTES: Final = 25 * 2**20
+"""With divided optimizer state, updated parameters are gathered in buckets of this size, two at a time."""
+
+SUMS_IN_FLIGHT: Final = 2
+"""With divided gradients, how many units' whole gradients may wait for their sums."""
+
+HOST_LINK_BYTES_PER_S: Final = 20e9
+"""Between a CUDA device and its host's memory, one way: what PCIe 4 x16 gives in practice."""
+
+HOST_UPDATE_BYTES_PER_S: Final = 20e9
+"""Memory traffic of an optimizer that runs on the host's cores for one of several devices."""

@@ -2,28 +2,40 @@
 
 from dataclasses import dataclass
 
+from tutti.predict.table import remembered
 from tutti.spec.model import ModelSpec
-from tutti.spec.plan import Plan, recomputes
+from tutti.spec.plan import LayoutRule, Plan, chunks_of, recomputes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """A module whose activations are dropped after forward, and with it all modules inside: indices into modules."""
+    """A module whose activations are dropped after forward, and with it all modules inside: indices into modules.
+
+    `selective`: what is dear to compute keeps its outputs; `chunks`: parts of the batch that are run, and computed
+    again, one after another.
+    """
 
     root: int
     members: tuple[int, ...]
+    selective: bool = False
+    chunks: int = 1
 
 
 def recompute_regions(model: ModelSpec, plan: Plan) -> tuple[Region, ...]:
-    """The outermost modules that recompute, each with everything inside it.
+    """The outermost modules that recompute or run in chunks, each with everything inside it.
 
-    The model itself is no region: a rule for "*" means every module directly inside it. What recomputes selectively
-    keeps most of its memory and costs little time, so it is costed as if it kept everything.
+    The model itself is no region: a rule for "*" means every module directly inside it.
     """
-    if not any(rule.recompute for rule in plan.layout):
+    if not any(rule.recompute or (rule.chunks or 1) > 1 for rule in plan.layout):
         return ()
+    return _regions(model, plan.layout)
+
+
+@remembered(64)
+def _regions(model: ModelSpec, layout: tuple[LayoutRule, ...]) -> tuple[Region, ...]:
     names = [module.name for module in model.modules]
-    asked = {name for name in names if name and recomputes(plan.layout, name) is True}
+    how = {name: (recomputes(layout, name), chunks_of(layout, name)) for name in names if name}
+    asked = {name for name, (again, chunks) in how.items() if again or chunks > 1}
     roots = [name for name in names if name in asked and not any(parent in asked for parent in _parents(name))]
     members: dict[str, list[int]] = {root: [] for root in roots}
     for index, name in enumerate(names):
@@ -31,7 +43,15 @@ def recompute_regions(model: ModelSpec, plan: Plan) -> tuple[Region, ...]:
             if candidate in members:
                 members[candidate].append(index)
                 break
-    return tuple(Region(root=names.index(root), members=tuple(members[root])) for root in roots)
+    return tuple(
+        Region(
+            root=names.index(root),
+            members=tuple(members[root]),
+            selective=how[root] == ("selective", 1),
+            chunks=how[root][1],
+        )
+        for root in roots
+    )
 
 
 def _parents(name: str) -> list[str]:

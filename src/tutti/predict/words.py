@@ -82,11 +82,11 @@ def link_note(link: Link) -> str:
     return f"link: {seconds(link.latency_s)} latency, {bits_per_s(link.bandwidth_bytes_per_s)} ({link.evidence})"
 
 
-def memory_notes(memory: RankMemory, seat: Seat) -> tuple[str, ...]:
-    """Whether a rank fits where it is, with the numbers."""
+def memory_notes(memory: RankMemory, seat: Seat, when: str) -> tuple[str, ...]:
+    """Whether the fullest rank fits where it is, with the numbers, and when it is fullest."""
     return (
-        f"memory: {nbytes(memory.total)} of {nbytes(seat.memory_nbytes)} for each rank on {seat.device.name}; "
-        f"assumed: {nbytes(memory.reserve)} of it for interpreter, libraries and allocator",
+        f"memory: {nbytes(memory.total)} of {nbytes(seat.memory_nbytes)} for each rank on {seat.device.name}, "
+        f"most {when}; assumed: {nbytes(memory.reserve)} of it for interpreter, libraries and allocator",
     )
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from tutti.errors import PlanError
 from tutti.runtime.context.attention import Attention
 from tutti.runtime.context.batch import cut_batch, join_parts, sequence_length, shorten
 from tutti.runtime.context.calls import Pass, Site, found_calls
@@ -22,7 +21,7 @@ from tutti.runtime.traffic import Lane, lone_lane
 from tutti.runtime.unpack import default_loss
 from tutti.runtime.weighted import Weighted
 from tutti.spec.plan import Plan
-from tutti.spec.words import AxisName
+from tutti.spec.refusals import check_context
 
 Unpack = Callable[[Any], tuple[tuple[Any, ...], dict[str, Any], Any]]
 Loss = Callable[[Any, Any], Any]
@@ -55,13 +54,7 @@ def sequences_of(
     """
     if mesh.degree("context") == 1:
         return Sequences(loss_fn=loss_fn)
-    apart: tuple[AxisName, ...] = ("stage", "space")
-    for axis in apart:
-        if mesh.degree(axis) > 1:
-            raise PlanError(
-                f"mesh.context = {mesh.degree('context')} with mesh.{axis} = {mesh.degree(axis)}: sequences are not "
-                f"cut where the {axis} axis cuts the model or its samples; use one of the two"
-            )
+    check_context(plan)
     order = Order(kind=plan.context, degree=mesh.degree("context"), index=mesh.index("context"))
     ranks, group = tuple(mesh.ranks("context")), mesh.new_group("context")
     ring = Ring(order=order, ranks=ranks, group=group, lane=lane or lone_lane())

@@ -23,6 +23,7 @@ from tutti.runtime.space.exchange import Space
 from tutti.runtime.space.norms import share_statistics_in_space
 from tutti.runtime.space.tensor import CutTensor, cut_whole, whole
 from tutti.spec.plan import Plan
+from tutti.spec.refusals import check_space
 from tutti.spec.words import DATA_AXES
 
 HANDLING = (losses, norms, pointwise, pooling, resample, shapes, slicing, windows)
@@ -36,11 +37,7 @@ def cut_space(model: nn.Module, plan: Plan, layout: Layout, scope: BatchScope) -
     Raises PlanError where the model has no convolution, or fewer spatial dims than the grid.
     """
     mesh = layout.mesh
-    if mesh.degree("stage") > 1:
-        raise PlanError(
-            f"mesh.space = {mesh.degree('space')} with mesh.stage = {mesh.degree('stage')}: what a stage receives is "
-            "not known to be cut; use one of the two, with replicate or shard"
-        )
+    check_space(plan)
     ranks = [module.weight.dim() - 2 for module in model.modules() if isinstance(module, _ConvNd)]
     if not ranks:
         raise PlanError(

@@ -18,6 +18,7 @@ from tutti.runtime.stage.standin import StandIns
 from tutti.runtime.stage.trace import Tracer
 from tutti.runtime.stage.units import Units, choose_units, heaviest_to_open, open_for_cuts
 from tutti.spec.plan import Plan
+from tutti.spec.refusals import check_stages
 from tutti.spec.schedule import Action
 
 Sample = Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -108,7 +109,7 @@ def cut_stages(model: nn.Module, plan: Plan, layout: Layout, sample: Sample) -> 
     ranks = layout.mesh.degree("stage")
     if ranks == 1:
         return None
-    _check_plan(plan)
+    check_stages(plan)
     count = ranks * plan.pipeline.stages_per_rank
     args, kwargs = sample()
     device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
@@ -159,16 +160,6 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _in_any(name: str, prefixes: list[str]) -> bool:
     return any(name.startswith(prefix) for prefix in prefixes)
-
-
-def _check_plan(plan: Plan) -> None:
-    if plan.degree("shard") > 1 and plan.sharding.level > 1:
-        raise PlanError(
-            f"sharding.level = {plan.sharding.level} with mesh.stage = {plan.degree('stage')}: parameters cannot be "
-            "gathered while several microbatches are on their way; use sharding.level = 1"
-        )
-    if plan.sharding.offload == "parameters":
-        raise PlanError("sharding.offload = parameters with mesh.stage: use offload = optimizer, or more stages")
 
 
 def _opened(model: nn.Module, count: int, traced: Callable[[Units], tuple[Tracer, Program]]) -> tuple[Tracer, Program]:

@@ -1,0 +1,106 @@
+"""What part of each module one rank has: of its work, its parameters and its activations."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tutti.errors import PlanError
+from tutti.predict.compute import Array, OpTable
+from tutti.predict.table import Flags, ModelTable, model_table, remembered
+from tutti.spec.model import ModelSpec
+from tutti.spec.plan import LayoutRule, Plan, placement_of
+
+Degrees = tuple[int, int, int, int, int]
+"""Of split, context, expert, table and space."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Division:
+    """Factors by module. `work`: of a sample's operators and of what is kept of it; `weight`: of parameters, and so of
+    gradients and optimizer state; `passed`: of the whole values that travel between modules; `split`: divided over
+    the split axis; `ops`: the operators that are left.
+    """
+
+    work: Array
+    weight: Array
+    passed: Array
+    split: Flags
+    ops: OpTable
+
+
+def division(model: ModelSpec, plan: Plan) -> Division:
+    """How `plan` divides `model`. Raises PlanError for an axis that divides nothing of it, or not evenly."""
+    degrees = (
+        plan.degree("split"),
+        plan.degree("context"),
+        plan.degree("expert"),
+        plan.degree("table"),
+        plan.degree("space"),
+    )
+    return _division(model, degrees, plan.layout)
+
+
+@remembered(64)
+def _division(model: ModelSpec, degrees: Degrees, layout: tuple[LayoutRule, ...]) -> Division:
+    split, context, expert, table, space = degrees
+    columns = model_table(model)
+    _check(model, columns, degrees)
+    whole = np.array([name == "replicate" for name in _placements(columns, layout)], dtype=np.bool_)
+    has = np.array([bool(kind) for kind in columns.kinds], dtype=np.bool_)
+    divided = has & ~whole if split > 1 else np.zeros(len(columns), dtype=np.bool_)
+    if split > 1 and not divided.any():
+        raise PlanError(
+            f"mesh.split = {split}, but the model file says of no module how it is divided (ModuleSpec.split); "
+            "describe the model again, or use another axis"
+        )
+    _check_heads(columns, divided, split)
+    passed = np.full(len(columns), 1.0 / context)
+    passed = np.where(columns.spatial, passed / space, passed)
+    part = _split_part(columns, split)
+    work = np.where(divided, passed * part, np.where(columns.sequence & (split > 1), passed / split, passed))
+    weight = np.where(divided, part, 1.0)
+    weight = np.where(columns.expert & ~whole, weight / expert, weight)
+    weight = np.where(columns.table & ~whole, weight / table, weight)
+    # a look-up and an expert do as much as before: each rank for the samples of all, with its part of the weights
+    return Division(work=work, weight=weight, passed=passed, split=divided, ops=columns.ops.divided(work, weight))
+
+
+def _split_part(columns: ModelTable, split: int) -> Array:
+    """The largest part of a module that a rank has: heads and units that do not divide evenly leave some more."""
+    limit = np.maximum(columns.limit, 1)
+    return np.where(columns.limit > 0, -(-limit // split) / limit, 1.0 / split)
+
+
+def _placements(columns: ModelTable, layout: tuple[LayoutRule, ...]) -> list[str]:
+    if all(rule.placement == "auto" for rule in layout):
+        return ["auto"] * len(columns)
+    return [placement_of(layout, name) for name in columns.names]
+
+
+def _check(model: ModelSpec, columns: ModelTable, degrees: Degrees) -> None:
+    _, context, expert, table, space = degrees
+    attends = columns.key_value.any() or any(op.kind == "attention" for module in model.modules for op in module.ops)
+    asked = (
+        ("context", context, attends or model.tokens_per_sample > 0, "no attention, whose sequences could be cut"),
+        ("expert", expert, columns.expert.any(), "no experts to divide"),
+        ("table", table, columns.table.any(), "no embedding tables to divide"),
+        ("space", space, columns.spatial.any(), "no convolution whose input could be cut in space"),
+    )
+    for axis, degree, there, lacking in asked:
+        if degree > 1 and not there:
+            raise PlanError(f"mesh.{axis} = {degree}, but the model has {lacking}; use another axis")
+
+
+def _check_heads(columns: ModelTable, divided: Flags, split: int) -> None:
+    for index in np.flatnonzero(divided & (columns.limit > 0)):
+        limit = int(columns.limit[index])
+        if limit % split and columns.kinds[index] == "heads":
+            raise PlanError(
+                f"module {columns.names[index]!r} has {limit} attention heads, which mesh.split = {split} does not "
+                f"divide ({limit} % {split} = {limit % split}); use a degree that divides {limit}"
+            )
+        if limit < split:
+            raise PlanError(
+                f"module {columns.names[index]!r} divides among {limit} ranks at most, but mesh.split = {split}; use a "
+                f"degree of at most {limit}"
+            )

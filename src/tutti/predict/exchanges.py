@@ -1,0 +1,189 @@
+"""What divided modules exchange in a microbatch, module by module: seconds that are waited for, and bytes sent.
+
+split: sums of outputs in forward and of inputs in backward (Shoeybi et al. 2019, arXiv 1909.08053); as parts of the
+sequence they take as long (Korthikanti et al. 2022, arXiv 2205.05198). context: keys and values round a ring (Liu et
+al. 2023, arXiv 2310.01889), or heads for tokens (Jacobs et al. 2023, arXiv 2309.14509). expert: four all-to-alls a
+layer. table: vectors there, their gradients back. space: halos.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from tutti.predict import constants
+from tutti.predict.batch_statistics import statistics_s
+from tutti.predict.compute import Array
+from tutti.predict.division import Division
+from tutti.predict.groups import Group, Network
+from tutti.predict.table import ModelTable
+from tutti.spec.model import ModelSpec
+from tutti.spec.plan import Plan
+from tutti.spec.words import DATA_AXES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchanged:
+    """Of one microbatch, by module: seconds waited and bytes sent, in forward and in backward."""
+
+    forward_s: Array
+    backward_s: Array
+    forward_nbytes: Array
+    backward_nbytes: Array
+
+    def plus(self, other: "Exchanged") -> "Exchanged":
+        return Exchanged(
+            forward_s=self.forward_s + other.forward_s,
+            backward_s=self.backward_s + other.backward_s,
+            forward_nbytes=self.forward_nbytes + other.forward_nbytes,
+            backward_nbytes=self.backward_nbytes + other.backward_nbytes,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wires:
+    """What the exchanges of a plan depend on besides the samples."""
+
+    model: ModelSpec
+    plan: Plan
+    columns: ModelTable
+    division: Division
+    network: Network
+    half: bool
+    on_cpu: bool
+
+    def hidden(self, group: Group, seconds: Array, room: Array) -> Array:
+        """What of `seconds` is waited for where `room` of the rank's own work runs meanwhile. Between ranks on the
+        CPU, transfers take cores from that work."""
+        share = constants.CPU_COMMUNICATION_SHARE[group.tier] if self.on_cpu else 0.0
+        behind = np.minimum(seconds, room)
+        return seconds - behind + share * behind
+
+
+def exchanged(wires: Wires, samples: float, forward_s: Array, backward_s: Array) -> Exchanged:
+    """The exchanges of a microbatch of `samples`, beside which the modules' own work takes the given seconds."""
+    zero = np.zeros(len(wires.columns))
+    result = Exchanged(forward_s=zero, backward_s=zero, forward_nbytes=zero, backward_nbytes=zero)
+    plan = wires.plan
+    if wires.model.batch_statistics:
+        ahead, back = statistics_s(wires.model, wires.network.group(*DATA_AXES, "space"))
+        result = Exchanged(forward_s=ahead, backward_s=back, forward_nbytes=zero, backward_nbytes=zero)
+    if plan.degree("split") > 1:
+        result = result.plus(_split(wires, samples))
+    if plan.degree("context") > 1:
+        form = _ring if plan.context == "ring" else _heads
+        result = result.plus(form(wires, samples, forward_s, backward_s))
+    if wires.columns.routed.any() and plan.data_parallel_degree > 1:
+        result = result.plus(_experts(wires, samples))
+    if plan.degree("table") > 1:
+        result = result.plus(_tables(wires, samples))
+    if plan.degree("space") > 1:
+        result = result.plus(_halos(wires, samples, forward_s, backward_s))
+    return result
+
+
+def _each(seconds: Callable[[float], float], nbytes: Array) -> Array:
+    """`seconds` of every entry; most are equal or 0."""
+    result = np.zeros(len(nbytes))
+    at = np.flatnonzero(nbytes)
+    if len(at):
+        different, back = np.unique(nbytes[at], return_inverse=True)
+        result[at] = np.array([seconds(float(one)) for one in different])[back]
+    return result
+
+
+def _split(wires: Wires, samples: float) -> Exchanged:
+    columns, division = wires.columns, wires.division
+    group = wires.network.group("split")
+    t = group.ranks
+    kinds = np.array(columns.kinds)
+    low = np.where(columns.multiplies & wires.half, 0.5, 1.0)
+    here = division.split
+    summed = here & ((kinds == "row") | (kinds == "vocabulary") | ((kinds == "heads") & (columns.parameters > 0)))
+    recurrent = here & (kinds == "rnn")
+    out = samples * division.passed * columns.outputs * low
+    into = np.where(here, samples * division.passed * columns.inputs, 0.0)
+    sums, gathers = np.where(summed, out, 0.0), np.where(recurrent, out, 0.0)
+    ahead = _each(group.all_reduce, sums) + _each(group.scatter, gathers)
+    back = _each(group.all_reduce, into) + _each(group.scatter, gathers)
+    return Exchanged(
+        forward_s=ahead,
+        backward_s=back,
+        forward_nbytes=(2 * sums + gathers) * (t - 1) / t,
+        backward_nbytes=(2 * into + gathers) * (t - 1) / t,
+    )
+
+
+def _ring(wires: Wires, samples: float, forward_s: Array, backward_s: Array) -> Exchanged:
+    """A transfer runs while the block before it is computed; backward takes the gradients round too, in full width."""
+    group = wires.network.group("context")
+    c = group.ranks
+    full = samples * wires.division.work * wires.columns.key_value
+    part = full * (0.5 if wires.half else 1.0)
+    one, more = _each(group.pass_on, part), _each(group.pass_on, full)
+    rounds = np.where(part > 0, (c - 1.0) / c, 0.0)
+    return Exchanged(
+        forward_s=wires.hidden(group, (c - 1) * one, rounds * forward_s),
+        backward_s=wires.hidden(group, (c - 1) * one + c * more, rounds * backward_s),
+        forward_nbytes=(c - 1) * part,
+        backward_nbytes=(c - 1) * part + c * full,
+    )
+
+
+def _heads(wires: Wires, samples: float, forward_s: Array, backward_s: Array) -> Exchanged:
+    """Queries, keys, values and results change hands, each in an exchange of its own."""
+    group = wires.network.group("context")
+    c = group.ranks
+    attends = wires.columns.key_value > 0
+    low = samples * wires.division.work * (0.5 if wires.half else 1.0)
+    keys = low * wires.columns.key_value / 2
+    queries = np.where(attends, low * wires.columns.outputs, 0.0)
+    seconds = 2 * _each(group.all_to_all, keys) + 2 * _each(group.all_to_all, queries)
+    sent = 2 * (keys + queries) * (c - 1) / c
+    return Exchanged(forward_s=seconds, backward_s=seconds, forward_nbytes=sent, backward_nbytes=sent)
+
+
+def _experts(wires: Wires, samples: float) -> Exchanged:
+    """Tokens there and back, twice; all ranks tell each other before how many tokens chose which expert."""
+    group, sharers = wires.network.group("expert"), wires.network.group(*DATA_AXES)
+    e = group.ranks
+    routed = samples * wires.division.passed * wires.columns.routed
+    sent = routed * (e - 1) / e * 2
+    counted = np.where(routed > 0, sharers.scatter(constants.LOSS_NBYTES), 0.0)
+    seconds = 2 * _each(group.all_to_all, routed) + counted
+    return Exchanged(forward_s=seconds, backward_s=seconds + counted, forward_nbytes=sent, backward_nbytes=sent)
+
+
+def _tables(wires: Wires, samples: float) -> Exchanged:
+    """Tables that follow each other share their exchanges: of sizes, of rows (both small), and of vectors."""
+    group = wires.network.group("table")
+    columns = wires.columns
+    vectors = np.where(columns.table, samples * wires.division.passed * columns.outputs, 0.0)
+    moved = np.flatnonzero(columns.table)
+    runs = np.split(moved, np.flatnonzero(np.diff(moved) > 1) + 1)
+    seconds, small = np.zeros(len(columns)), group.all_to_all(1.0)
+    for run in runs:
+        seconds[run[0]] = group.all_to_all(float(vectors[run].sum()))
+    sent = vectors * (group.ranks - 1) / group.ranks
+    asked = np.where(seconds > 0, 2 * small, 0.0)
+    return Exchanged(forward_s=seconds + asked, backward_s=seconds, forward_nbytes=sent, backward_nbytes=sent)
+
+
+def _halos(wires: Wires, samples: float, forward_s: Array, backward_s: Array) -> Exchanged:
+    """A rank inside the grid sends to both sides of every cut dim; what needs no halo is computed meanwhile."""
+    group = wires.network.group("space")
+    grid = wires.plan.space_grid or (wires.plan.degree("space"),)
+    seconds = np.zeros(len(wires.columns))
+    sent = np.zeros(len(wires.columns))
+    for dim, parts in enumerate(grid[:3]):
+        if parts > 1:
+            others = group.ranks / parts  # the other dims are cut too, and with them the plane
+            mine = samples * wires.columns.halo[:, dim] * min(2, parts - 1) / 2 / others
+            seconds += _each(group.pass_on, mine)
+            sent += mine
+    return Exchanged(
+        forward_s=wires.hidden(group, seconds, forward_s),
+        backward_s=wires.hidden(group, seconds, backward_s),
+        forward_nbytes=sent,
+        backward_nbytes=sent,
+    )

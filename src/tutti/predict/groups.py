@@ -1,0 +1,231 @@
+"""Groups of ranks along axes of the mesh: which links each uses, who shares them, and what collectives cost there.
+
+Ranks are numbered row-major over the mesh (outermost axis first) and seated in that order, so which hosts a group
+spans follows from the mesh's order. All groups along the same axes exchange at the same time: those that meet at one
+host share its connection to the network.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tutti.errors import PlanError
+from tutti.predict.network import (
+    Link,
+    hierarchical_all_reduce,
+    message,
+    ring_all_reduce,
+    tree_all_reduce,
+)
+from tutti.predict.placement import Seat
+from tutti.spec.cluster import ClusterSpec, LinkTier
+from tutti.spec.plan import Plan
+from tutti.spec.words import AxisName
+
+Mesh = tuple[tuple[AxisName, int], ...]
+Hosts = tuple[int, ...]
+"""Ranks on each host, in order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Where the groups along some axes lie. `ranks`: of a group; `hosts`: the most that one spans; `per_host`: the most
+    of its ranks on one host; `meeting`: the most groups that cross one host's connection; `leaving`: the most ranks of
+    a host whose next neighbour along the axes is on another host.
+    """
+
+    ranks: int
+    hosts: int
+    per_host: int
+    meeting: int
+    leaving: int
+
+
+@lru_cache(maxsize=4096)
+def span_of(mesh: Mesh, axes: tuple[AxisName, ...], hosts: Hosts) -> Span:
+    """The span of the groups along `axes`."""
+    rows = _members(mesh, axes, hosts)
+    ranks = rows.shape[1]
+    if ranks == 1:
+        return Span(ranks=1, hosts=1, per_host=1, meeting=1, leaving=0)
+    enters = np.concatenate([np.ones((len(rows), 1), dtype=bool), rows[:, 1:] != rows[:, :-1]], axis=1)
+    runs = enters.sum(axis=1)
+    crossing = runs > 1
+    begins = np.flatnonzero(enters)
+    lengths = np.diff(np.append(begins, rows.size))
+    met = rows[enters & crossing[:, None]]
+    away = rows != np.roll(rows, -1, axis=1)
+    return Span(
+        ranks=ranks,
+        hosts=int(runs.max()),
+        per_host=int(lengths.max()),
+        meeting=int(np.bincount(met).max()) if len(met) else 1,
+        leaving=int(np.bincount(rows[away]).max()) if away.any() else 0,
+    )
+
+
+def _members(mesh: Mesh, axes: tuple[AxisName, ...], hosts: Hosts) -> NDArray[np.intp]:
+    """(groups, ranks of a group) -> the host of each rank; hosts only grow along a group, as ranks do."""
+    host = np.repeat(np.arange(len(hosts)), hosts).reshape([degree for _, degree in mesh])
+    inside = [place for place, (axis, _) in enumerate(mesh) if axis in axes]
+    outside = [place for place in range(len(mesh)) if place not in inside]
+    count = int(np.prod([mesh[place][1] for place in inside], dtype=int))
+    members: NDArray[np.intp] = host.transpose(outside + inside).reshape(-1, count)
+    return members
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The ranks along some axes, with the links they use. `node`: within a host, None where nothing needs it;
+    `network`: a host's whole connection, None within a host; `chooses`: the library takes the quickest of ring, tree
+    and the hierarchical form (as NCCL does), else always a ring over all ranks (as Gloo does).
+    """
+
+    span: Span
+    node: Link | None = None
+    network: Link | None = None
+    chooses: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return self.span.ranks
+
+    @property
+    def tier(self) -> LinkTier:
+        return "network" if self.network is not None else "node"
+
+    @property
+    def link(self) -> Link:
+        """What a flat ring's slowest hop sees."""
+        if self.network is not None:
+            return _shared(self.network, self.span.meeting)
+        assert self.node is not None
+        return self.node
+
+    def all_reduce(self, nbytes: float) -> float:
+        """Seconds to sum `nbytes` over the group; 0 for one rank, or for nothing."""
+        if self.ranks == 1 or nbytes <= 0:
+            return 0.0
+        flat = ring_all_reduce(self.link, nbytes, self.ranks)
+        if not self.chooses:
+            return flat
+        ways = [flat, tree_all_reduce(self.link, nbytes, self.ranks)]
+        span = self.span
+        if self.network is not None and self.node is not None and span.per_host > 1:
+            outer = _shared(self.network, span.meeting)
+            ways.append(hierarchical_all_reduce(self.node, outer, nbytes, span.per_host, span.hosts))
+        return min(ways)
+
+    def scatter(self, nbytes: float) -> float:
+        """Seconds to sum `nbytes` of which each rank keeps its part, or to gather parts to `nbytes`."""
+        if self.ranks == 1 or nbytes <= 0:
+            return 0.0
+        flat = ring_all_reduce(self.link, nbytes, self.ranks) / 2
+        span = self.span
+        if not self.chooses or self.network is None or self.node is None or span.per_host == 1:
+            return flat
+        outer = _shared(self.network, span.meeting)
+        return min(flat, hierarchical_all_reduce(self.node, outer, nbytes, span.per_host, span.hosts) / 2)
+
+    def all_to_all(self, nbytes: float) -> float:
+        """Seconds in which every rank sends `nbytes` away in equal parts, its own part among them."""
+        n, span = self.ranks, self.span
+        if n == 1 or nbytes <= 0:
+            return 0.0
+        inside = nbytes * (span.per_host - 1) / n / self.node.bandwidth_bytes_per_s if self.node else 0.0
+        if self.network is None:
+            return (n - 1) * self.link.latency_s + inside
+        away = nbytes * (n - span.per_host) / n
+        outside = away * span.per_host * span.meeting / self.network.bandwidth_bytes_per_s
+        return (n - 1) * self.network.latency_s + max(inside, outside)
+
+    def pass_on(self, nbytes: float) -> float:
+        """Seconds in which every rank sends `nbytes` to its next neighbour along the axes."""
+        if self.ranks == 1 or nbytes <= 0:
+            return 0.0
+        if self.network is not None and self.span.leaving:
+            return message(_shared(self.network, self.span.leaving), nbytes)
+        return message(self.link, nbytes)
+
+
+def _shared(link: Link, flows: int) -> Link:
+    return Link(
+        latency_s=link.latency_s,
+        bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / max(1, flows),
+        evidence=link.evidence,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """The links of a cluster under a plan's ranks."""
+
+    cluster: ClusterSpec
+    seats: tuple[Seat, ...]
+    mesh: Mesh
+
+    def group(self, *axes: AxisName) -> Group:
+        """The group along `axes`. Raises PlanError where the cluster does not describe a link that it needs."""
+        named = tuple(axis for axis, degree in self.mesh if axis in axes and degree > 1)
+        span = span_of(self.mesh, named, hosts_of(self.seats))
+        if span.ranks == 1:
+            return Group(span=span)
+        network = self._link("network") if span.hosts > 1 else None
+        node = self._link("node") if span.hosts == 1 or self.cluster.link("node") else None
+        return Group(
+            span=span,
+            node=node if span.per_host > 1 else None,
+            network=network,
+            chooses=self.seats[0].device.kind == "cuda",
+        )
+
+    def neighbours(self, axis: AxisName) -> tuple[Link, ...]:
+        """The link from each place along `axis` to the next, and from the last to the first."""
+        flows = crossings(self.mesh, (axis,), hosts_of(self.seats))
+        return tuple(_shared(self._link("network"), count) if count else self._link("node") for count in flows)
+
+    def _link(self, tier: LinkTier) -> Link:
+        spec = self.cluster.link(tier)
+        if spec is None:
+            have = ", ".join(link.tier for link in self.cluster.links) or "none"
+            raise PlanError(
+                f"cluster {self.cluster.name!r} has no link of tier {tier!r} (it has: {have}), which "
+                f"{sum(seat.ranks for seat in self.seats)} ranks need; measure it with tutti probe or write it down "
+                "in links"
+            )
+        flows = 1.0
+        if tier == "node" and self.seats[0].device.kind == "cpu":
+            # all hops are copies by the same cores: beyond those and the ranks measured with, they share them
+            most = max(seat.ranks_per_host for seat in self.seats)
+            flows = max(1.0, most / max(spec.ranks, self.seats[0].device.cores, 1))
+        return Link(
+            latency_s=spec.latency_s * flows,
+            bandwidth_bytes_per_s=spec.bandwidth_bytes_per_s / flows,
+            evidence=spec.evidence,
+        )
+
+
+def network(cluster: ClusterSpec, seats: tuple[Seat, ...], plan: Plan) -> Network:
+    """The links under `plan`."""
+    return Network(cluster=cluster, seats=seats, mesh=tuple(plan.mesh.items()))
+
+
+def hosts_of(seats: tuple[Seat, ...]) -> Hosts:
+    """Ranks on each host, in order of ranks."""
+    return tuple(seat.ranks_per_host for seat in seats for _ in range(seat.hosts))
+
+
+def seat_of_ranks(seats: tuple[Seat, ...]) -> NDArray[np.intp]:
+    """The index of each rank's seat."""
+    return np.repeat(np.arange(len(seats)), [seat.ranks for seat in seats])
+
+
+@lru_cache(maxsize=4096)
+def crossings(mesh: Mesh, axes: tuple[AxisName, ...], hosts: Hosts) -> tuple[int, ...]:
+    """For each neighbours along `axes`, the last and the first too: the most ranks of one host that send to another
+    host there; 0 where all neighbours share a host."""
+    rows = _members(mesh, axes, hosts)
+    away = rows != np.roll(rows, -1, axis=1)
+    return tuple(int(np.bincount(rows[here, place]).max()) if here.any() else 0 for place, here in enumerate(away.T))

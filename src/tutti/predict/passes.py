@@ -1,0 +1,68 @@
+"""One microbatch on one kind of rank: seconds of forward and backward, module by module, and what is exchanged."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tutti.predict import compute
+from tutti.predict.compute import Array, Worker
+from tutti.predict.exchanges import Exchanged, Wires, exchanged
+from tutti.predict.layout import Region
+from tutti.predict.table import Flags
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passed:
+    """Seconds by module, recomputing in backward. `waits`: what is waited for and sent, the repeats of recomputing
+    among it; `limits`: (3, modules), the seconds of both passes by what limits them.
+    """
+
+    forward_s: Array
+    backward_s: Array
+    waits: Exchanged
+    limits: Array
+
+
+def passed(wires: Wires, worker: Worker, regions: tuple[Region, ...], samples: int) -> Passed:
+    """A microbatch of `samples` samples on a rank that computes as `worker` does."""
+    ops, modules = wires.division.ops, len(wires.columns)
+    ahead = compute.forward(ops, worker, samples, modules)
+    back = compute.backward(ops, worker, samples, modules)
+    for chunks in {region.chunks for region in regions} - {1}:
+        inside = np.zeros(modules, dtype=np.bool_)
+        inside[[index for region in regions if region.chunks == chunks for index in region.members]] = True
+        part = -(-samples // chunks)
+        ahead = _chunked(ahead, compute.forward(ops, worker, part, modules), inside, chunks)
+        back = _chunked(back, compute.backward(ops, worker, part, modules), inside, chunks)
+    again = repeats(wires, regions)
+    waits = exchanged(wires, samples, ahead.seconds, back.seconds)
+    if regions:
+        waits = Exchanged(
+            forward_s=waits.forward_s,
+            backward_s=waits.backward_s + again * waits.forward_s,
+            forward_nbytes=waits.forward_nbytes,
+            backward_nbytes=waits.backward_nbytes + again * waits.forward_nbytes,
+        )
+    return Passed(
+        forward_s=ahead.seconds,
+        backward_s=back.seconds + again * ahead.seconds,
+        waits=waits,
+        limits=ahead.limits * (1.0 + again) + back.limits,
+    )
+
+
+def repeats(wires: Wires, regions: tuple[Region, ...]) -> Array:
+    """1 for modules whose forward is computed again in backward."""
+    again = np.zeros(len(wires.columns))
+    for region in regions:
+        members = np.array(region.members, dtype=np.intp)
+        again[members] = np.where(wires.columns.multiplies[members], 0.0, 1.0) if region.selective else 1.0
+    return again
+
+
+def _chunked(whole: compute.Work, part: compute.Work, inside: Flags, chunks: int) -> compute.Work:
+    """`whole` where modules in the mask `inside` do `part` so many times."""
+    return compute.Work(
+        seconds=np.where(inside, chunks * part.seconds, whole.seconds),
+        limits=np.where(inside, chunks * part.limits, whole.limits),
+    )

@@ -1,0 +1,248 @@
+"""A pipeline's time line: the schedule's actions one after another, with the real times of unequal stages.
+
+An action begins when its rank is free and what it needs has arrived; it arrives a message's time after it was made.
+Nothing is approximated but very long runs: a schedule becomes periodic, and what is beyond some periods is added
+period by period.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tutti.errors import PlanError
+from tutti.predict.table import STAGE_VALUE_FLOPS, ModelTable, model_table, remembered
+from tutti.spec.model import ModelSpec
+from tutti.spec.plan import Plan
+from tutti.spec.schedule import Action, balanced, schedule, simulate
+from tutti.spec.words import ScheduleName
+
+Array = NDArray[np.float64]
+
+PERIODS = 4
+"""Microbatches that are played out at most, in numbers of stages; the rest repeats the last of them."""
+
+_ITEM_NBYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+_GROWS = {"F": 1, "B": -1, "I": 0, "W": -1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stages:
+    """Where a model is cut. `stage`: of each module; `sent`: bytes of one sample from stage k to k + 1; `ties`: pairs
+    (module, owner) that share parameters over two ranks of the stage axis."""
+
+    count: int
+    stage: NDArray[np.intp]
+    sent: Array
+    ties: tuple[tuple[int, int], ...]
+
+
+def stages_of(model: ModelSpec, plan: Plan) -> Stages:
+    """Where `plan` cuts `model`. Raises PlanError where it cannot be cut so."""
+    return _stages(model, plan.degree("stage"), plan.pipeline.stages_per_rank, plan.pipeline.cuts)
+
+
+@remembered(256)
+def _stages(model: ModelSpec, ranks: int, stages_per_rank: int, cuts: tuple[str, ...]) -> Stages:
+    columns, count = model_table(model), ranks * stages_per_rank
+    if count == 1:
+        stage = np.zeros(len(columns), dtype=np.intp)
+        return Stages(count=1, stage=stage, sent=np.zeros(0), ties=())
+    unit, total = columns.unit, columns.units
+    outputs = _outputs(columns, unit, total)
+    flops = np.bincount(unit, weights=columns.flops, minlength=total)
+    costs = flops + STAGE_VALUE_FLOPS * outputs / _ITEM_NBYTES.get(model.dtype, 4)
+    counted = np.flatnonzero(costs[1:] > 0) + 1
+    if cuts:
+        first = _named(columns, cuts, count)
+        unit = np.arange(len(columns))  # a stage may begin inside a block
+        outputs = columns.outputs
+    else:
+        if len(counted) < count:
+            raise PlanError(
+                f"the pipeline has {count} stages, but the model only {len(counted)} parts that can be told apart; use "
+                f"at most {max(len(counted), 1)} stages (mesh.stage times pipeline.stages_per_rank)"
+            )
+        first = [int(counted[at]) for at in balanced(costs[counted].tolist(), count)]
+    stage = np.searchsorted(np.array(first), unit, side="right")
+    own = np.array([not name for name in columns.names], dtype=np.bool_)
+    stage[own] = count - 1  # the model's own operators: mostly the loss
+    ties = tuple(
+        (index, int(owner))
+        for index, owner in enumerate(columns.owner)
+        if owner >= 0 and stage[index] % ranks != stage[owner] % ranks
+    )
+    return Stages(count=count, stage=stage, sent=_sent(first, outputs), ties=ties)
+
+
+def _outputs(columns: ModelTable, unit: NDArray[np.intp], total: int) -> Array:
+    """What each unit returns: the output of its first module where that contains the others, or else of its last."""
+    result, top = np.zeros(total), [""] * total
+    for index, one in enumerate(unit.tolist()):
+        name, nbytes = columns.names[index], columns.outputs[index]
+        if nbytes > 0 and not (top[one] and name.startswith(top[one] + ".")):
+            result[one] = nbytes
+            top[one] = top[one] or name
+    return result
+
+
+def _sent(first: Sequence[int], outputs: Array) -> Array:
+    """What the last unit before each stage's first returns."""
+    sent = []
+    for begin in first:
+        before = np.flatnonzero(outputs[:begin] > 0)
+        sent.append(float(outputs[before[-1]]) if len(before) else 0.0)
+    return np.array(sent)
+
+
+def _named(columns: ModelTable, cuts: tuple[str, ...], count: int) -> list[int]:
+    if len(cuts) != count - 1:
+        raise PlanError(
+            f"pipeline.cuts names {len(cuts)} modules, but {count} stages (mesh.stage times pipeline.stages_per_rank) "
+            f"need {count - 1}; name the first module of every stage but the first"
+        )
+    first: list[int] = []
+    for cut in cuts:
+        at = next((i for i, name in enumerate(columns.names) if name == cut or name.startswith(cut + ".")), None)
+        if at is None or at <= (first[-1] if first else 0):
+            why = "the model has no such module" if at is None else "it is not after the stage before"
+            raise PlanError(f"pipeline.cuts: {cut!r} cannot begin a stage ({why}); name modules in order of execution")
+        first.append(at)
+    return first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """A schedule's actions in an order in which each comes after what it needs. Of action i: its `rank`, `stage`,
+    `microbatch` and `kind` (0 forward, 1 backward, 2 and 3 its halves for inputs and weights); `after`: the action
+    whose result it needs, -1 for none; `link`: the boundary between stages that the result crosses.
+    """
+
+    rank: tuple[int, ...]
+    stage: tuple[int, ...]
+    microbatch: tuple[int, ...]
+    kind: tuple[int, ...]
+    after: tuple[int, ...]
+    link: tuple[int, ...]
+
+
+@lru_cache(maxsize=512)
+def order_of(name: ScheduleName, ranks: int, stages_per_rank: int, microbatches: int) -> Order:
+    """The runtime's schedule, ready to be played out."""
+    orders = schedule(name, ranks, stages_per_rank, microbatches)
+    began = simulate(orders)
+    stages = ranks * stages_per_rank
+    rank_of = {action: rank for rank, order in enumerate(orders) for action in order}
+    place = {action: at for order in orders for at, action in enumerate(order)}
+    actions = sorted(began, key=lambda action: (began[action], place[action]))
+    index = {action: at for at, action in enumerate(actions)}
+    after, link = [], []
+    for action in actions:
+        needs, boundary = _needed(action, stages)
+        found = [index[one] for one in needs if one in index]
+        after.append(found[0] if found else -1)
+        link.append(boundary)
+    return Order(
+        rank=tuple(rank_of[action] for action in actions),
+        stage=tuple(action.stage for action in actions),
+        microbatch=tuple(action.microbatch for action in actions),
+        kind=tuple("FBIW".index(action.kind) for action in actions),
+        after=tuple(after),
+        link=tuple(link),
+    )
+
+
+def _needed(action: Action, stages: int) -> tuple[tuple[Action, ...], int]:
+    """The actions of another stage, one of which an action needs, and the boundary between the stages."""
+    stage, microbatch = action.stage, action.microbatch
+    if action.kind == "F" and stage:
+        return (Action("F", stage - 1, microbatch),), stage - 1
+    if action.kind in ("B", "I") and stage < stages - 1:
+        return (Action("B", stage + 1, microbatch), Action("I", stage + 1, microbatch)), stage
+    return (), 0
+
+
+def play(order: Order, seconds: Array, message_s: Array) -> list[float]:
+    """When each rank has ended. `seconds`: (kinds, stages, microbatches); `message_s`: (boundaries, microbatches)."""
+    ranks = max(order.rank) + 1
+    free, ended = [0.0] * ranks, [0.0] * len(order.rank)
+    durations = seconds[np.array(order.kind), np.array(order.stage), np.array(order.microbatch)].tolist()
+    messages = message_s[np.array(order.link), np.array(order.microbatch)].tolist()
+    for at, (rank, after) in enumerate(zip(order.rank, order.after, strict=True)):
+        start = free[rank]
+        if after >= 0:
+            arrived = ended[after] + messages[at]
+            if arrived > start:
+                start = arrived
+        free[rank] = ended[at] = start + durations[at]
+    return free
+
+
+def ends(plan: Plan, seconds: Array, message_s: Array) -> list[float]:
+    """When each rank of the stage axis has done all its actions; shapes as in `play`, with all microbatches.
+
+    Long runs of equal microbatches are played out for some periods, and continued at the last one's pace.
+    """
+    pipeline, ranks = plan.pipeline, plan.degree("stage")
+    count = seconds.shape[2]
+    played = shortened(count, ranks)
+    if played == count or not _equal(seconds):
+        return play(order_of(pipeline.schedule, ranks, pipeline.stages_per_rank, count), seconds, message_s)
+    early, late = (
+        np.array(
+            play(
+                order_of(pipeline.schedule, ranks, pipeline.stages_per_rank, some),
+                seconds[:, :, :some],
+                message_s[:, :some],
+            )
+        )
+        for some in (played - ranks, played)
+    )
+    pace = (late - early) / ranks
+    continued: list[float] = (late + (count - played) * pace).tolist()
+    return continued
+
+
+def shortened(microbatches: int, ranks: int) -> int:
+    """How many microbatches of a long run are played out: some periods, and what is left over."""
+    if microbatches <= (PERIODS + 2) * ranks:
+        return microbatches
+    return PERIODS * ranks + microbatches % ranks
+
+
+def _equal(seconds: Array) -> bool:
+    return bool(np.all(seconds == seconds[:, :, :1]))
+
+
+def held(plan: Plan, nbytes: Array, rank: int) -> tuple[float, int]:
+    """The most bytes of activations that `rank` of the stage axis holds at once, and of how many microbatches.
+
+    `nbytes`: (stages, microbatches), what each stage keeps of each.
+    """
+    pipeline, ranks = plan.pipeline, plan.degree("stage")
+    own = range(rank, nbytes.shape[0], ranks)
+    count = nbytes.shape[1]
+    if pipeline.schedule == "gpipe":
+        return float(nbytes[list(own)].sum()), count
+    played = shortened(count, ranks)
+    grows, stage, microbatch = _growth(pipeline.schedule, ranks, pipeline.stages_per_rank, played, rank)
+    most = nbytes[:, ::-1] if played < count else nbytes  # the last microbatches are the largest
+    running = np.cumsum(grows * most[stage, microbatch])
+    peak = int(np.argmax(running)) if len(running) else 0
+    return float(running[peak]), int(grows[: peak + 1].sum())
+
+
+@lru_cache(maxsize=2048)
+def _growth(
+    name: ScheduleName, ranks: int, stages_per_rank: int, microbatches: int, rank: int
+) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]:
+    order = order_of(name, ranks, stages_per_rank, microbatches)
+    own = [at for at, where in enumerate(order.rank) if where == rank]
+    grows = [_GROWS["FBIW"[order.kind[at]]] for at in own]
+    return (
+        np.array(grows, dtype=np.intp),
+        np.array([order.stage[at] for at in own], dtype=np.intp),
+        np.array([order.microbatch[at] for at in own], dtype=np.intp),
+    )

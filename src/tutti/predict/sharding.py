@@ -1,0 +1,128 @@
+"""What the shard axis exchanges in a step, and what of it is waited for.
+
+Level 1: after the update parts of parameters are gathered. Levels 2 and 3: a unit (a block, or what lies outside of
+blocks) is gathered before its turn while the one before computes, and gradients are summed into parts behind backward.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tutti.predict.compute import Array
+from tutti.predict.division import Division
+from tutti.predict.groups import Group
+from tutti.predict.overlap import Exchange
+from tutti.predict.table import ModelTable
+
+
+def units_of(columns: ModelTable, part: Division) -> list[float]:
+    """Bytes of the parameters that are gathered together: first what lies outside of blocks or is tied between them,
+    then block by block."""
+    nbytes = columns.parameters * part.weight
+    tied = columns.owner[columns.owner >= 0]
+    inside = columns.block.copy()
+    inside[tied] = False
+    blocks = np.bincount(columns.unit[inside], weights=nbytes[inside], minlength=columns.units)
+    return [float(nbytes[~inside].sum()), *blocks[blocks > 0].tolist()]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitWork:
+    """By unit, as `units_of` counts them: bytes of parameters, and seconds of a microbatch's passes."""
+
+    nbytes: tuple[float, ...]
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+
+
+def unit_work(columns: ModelTable, part: Division, forward_s: Array, backward_s: Array) -> UnitWork:
+    """The work of each unit; what is outside of blocks counts as the first in forward."""
+    nbytes = columns.parameters * part.weight
+    tied = columns.owner[columns.owner >= 0]
+    inside = columns.block.copy()
+    inside[tied] = False
+    weights = np.bincount(columns.unit[inside], weights=nbytes[inside], minlength=columns.units)
+    there = weights > 0
+
+    def by_unit(values: Array) -> tuple[float, ...]:
+        sums = np.bincount(columns.unit[columns.block], weights=values[columns.block], minlength=columns.units)[there]
+        return (float(values.sum() - sums.sum()), *sums.tolist())
+
+    return UnitWork(
+        nbytes=(float(nbytes[~inside].sum()), *weights[there].tolist()),
+        forward_s=by_unit(forward_s),
+        backward_s=by_unit(backward_s),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Of the shard axis: its group, the one over which parts are summed besides, and seconds a byte of a part takes
+    from the host, where it lives there."""
+
+    group: Group
+    others: Group
+    load_s_per_nbyte: float = 0.0
+
+    def gather(self, nbytes: float) -> float:
+        return self.group.scatter(nbytes) + nbytes / self.group.ranks * self.load_s_per_nbyte
+
+    def sum(self, nbytes: float) -> float:
+        part = nbytes / self.group.ranks
+        return self.group.scatter(nbytes) + self.others.all_reduce(part) + part * self.load_s_per_nbyte
+
+
+def parameters_step(work: UnitWork, costs: Costs, level: int, microbatches: int, share: float) -> Exchange:
+    """Levels 2 and 3: the exchanges of a step. `share`: the part of hidden communication that costs work all the
+    same."""
+    gathers = [costs.gather(nbytes) for nbytes in work.nbytes]
+    sums = [costs.sum(nbytes) for nbytes in work.nbytes]
+    # What is outside of blocks works before and after them, and stays from forward to backward; with level 2 all does,
+    # through all microbatches.
+    ahead = _hidden([*gathers, 0.0], _around(work.forward_s))
+    again = [0.0, *(gathers[:0:-1] if level == 3 else [0.0] * len(gathers[1:])), 0.0]
+    back = _around([work.backward_s[0], *work.backward_s[:0:-1]])
+    before = _hidden(again, back)
+    last = _hidden(again, back, [0.0, *sums[:0:-1], sums[0]])
+    times = microbatches if level == 3 else 1
+    passes = [(times, ahead), (times - 1, before), (1, last)]
+    total = sum(count * one[0] for count, one in passes)
+    waited = min(sum(count * one[1] for count, one in passes), total)
+    return Exchange(total_s=total, exposed_s=waited + share * (total - waited))
+
+
+def sent_nbytes(nbytes: Sequence[float], group: Group, others: Group, level: int, microbatches: int) -> float:
+    """Bytes a rank sends in a step at levels 2 and 3: gathers, sums into parts, sums of parts."""
+    d, r = group.ranks, others.ranks
+    whole = sum(nbytes)
+    gathered = whole if level == 2 else microbatches * (2 * whole - nbytes[0])
+    return (d - 1) / d * (gathered + whole) + 2 * (r - 1) / r * whole / d
+
+
+def _around(seconds: Sequence[float]) -> list[float]:
+    """Units in order, the first of which works half before and half after the others."""
+    return [seconds[0] / 2, *seconds[1:], seconds[0] / 2]
+
+
+def _hidden(gathers: Sequence[float], work: Sequence[float], sums: Sequence[float] = ()) -> tuple[float, float]:
+    """(seconds of exchanges, seconds waited): each unit's gather starts with the unit before; sums leave behind each
+    unit. All share one link, in the order in which they come."""
+    link = now = 0.0
+    arrived: list[float] = []
+
+    def launch(at: int) -> None:
+        nonlocal link
+        if at < len(gathers):
+            link = max(link, now) + gathers[at] if gathers[at] else link
+            arrived.append(link if gathers[at] else 0.0)
+
+    launch(0)
+    for at, seconds in enumerate(work):
+        now = max(now, arrived[at])
+        launch(at + 1)
+        now += seconds
+        if at < len(sums):
+            link = max(link, now) + sums[at]
+    total = float(sum(gathers) + sum(sums))
+    return total, max(0.0, max(now, link) - float(sum(work))) if sums else max(0.0, now - float(sum(work)))

@@ -1,0 +1,134 @@
+"""Sums of gradients over the ranks that saw other samples, and what the shard axis gathers: once a step."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tutti.predict import constants, sharding
+from tutti.predict.compute import Array
+from tutti.predict.division import Division
+from tutti.predict.groups import Group, Network
+from tutti.predict.overlap import Bucket, Exchange, buckets, exchange
+from tutti.predict.sharding import Costs
+from tutti.predict.table import Flags, ModelTable
+from tutti.spec.cluster import DeviceKind
+from tutti.spec.plan import Plan
+from tutti.spec.words import DATA_AXES, AxisName
+
+SUMMED: tuple[AxisName, ...] = (*DATA_AXES, "context", "space")
+"""Axes over whose ranks a gradient differs, because they saw other samples or other parts of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summed:
+    """Gradients that one group sums: bytes by module."""
+
+    group: Group
+    nbytes: Array
+
+
+def summed(columns: ModelTable, part: Division, net: Network, plan: Plan, own: Flags) -> list[Summed]:
+    """Gradients of the modules `own` by the group that sums them; none where a group has one rank."""
+    nbytes = np.where(own, columns.gradients * part.weight, 0.0)
+    apart = {
+        "expert": columns.expert & (plan.degree("expert") > 1),
+        "table": columns.table & (plan.degree("table") > 1),
+        "split": columns.sequence & (plan.degree("split") > 1),
+    }
+    kinds: list[tuple[tuple[AxisName, ...], Flags]] = [
+        (tuple(axis for axis in SUMMED if axis != "expert"), apart["expert"]),
+        (tuple(axis for axis in SUMMED if axis != "table"), apart["table"]),
+        ((*SUMMED, "split"), apart["split"]),
+        (SUMMED, ~(apart["expert"] | apart["table"] | apart["split"])),
+    ]
+    found = [Summed(group=net.group(*axes), nbytes=np.where(mask, nbytes, 0.0)) for axes, mask in kinds]
+    return [one for one in found if one.group.ranks > 1 and one.nbytes.any()]
+
+
+def fused(sums: list[Summed], plan: Plan) -> list[tuple[Bucket, Group]]:
+    """Buckets in the order in which backward fills them, each with the ranks that sum it."""
+    found = [(bucket, one.group) for one in sums for bucket in buckets(one.nbytes.tolist(), plan.sync.bucket_nbytes)]
+    return sorted(found, key=lambda pair: pair[0].last)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sync:
+    """What a rank of one stage exchanges once a step: times, bytes it sends, the buckets of gradients."""
+
+    exchange: Exchange
+    sent_nbytes: float
+    buckets: tuple[Bucket, ...]
+
+
+def synchronise(
+    columns: ModelTable,
+    part: Division,
+    net: Network,
+    plan: Plan,
+    own: Flags,
+    passes: tuple[Array, Array],
+    microbatches: int,
+) -> Sync:
+    """The sums of the modules `own`, which begin in the last microbatch's backward. `passes`: seconds by module of a
+    microbatch's forward and backward, its exchanges included."""
+    kind = net.seats[0].device.kind
+    sums = summed(columns, part, net, plan, own)
+    if plan.degree("shard") > 1 and plan.sharding.level > 1:
+        return _divided(columns, part, net, plan, passes, microbatches)
+    pairs = fused(sums, plan)
+    backward = np.where(own, passes[1], 0.0)[::-1]
+    done = exchange(
+        backward.tolist(),
+        [bucket for bucket, _ in pairs],
+        [group.all_reduce(bucket.nbytes) for bucket, group in pairs],
+        compute_share=_share(kind, *(group for _, group in pairs)),
+    )
+    sent = sum(2 * (one.group.ranks - 1) / one.group.ranks * float(one.nbytes.sum()) for one in sums)
+    gathered = _states(columns, part, net, plan, own, kind)
+    return Sync(
+        exchange=Exchange(total_s=done.total_s + gathered[0], exposed_s=done.exposed_s + gathered[0]),
+        sent_nbytes=sent + gathered[1],
+        buckets=tuple(bucket for bucket, _ in pairs),
+    )
+
+
+def _share(kind: DeviceKind, *groups: Group) -> float:
+    """Part of hidden communication that costs work all the same, on the slowest links among `groups`."""
+    if kind != "cpu" or not groups:
+        return 0.0
+    tier = "network" if any(group.tier == "network" for group in groups) else "node"
+    return constants.CPU_COMMUNICATION_SHARE[tier]
+
+
+def _states(
+    columns: ModelTable, part: Division, net: Network, plan: Plan, own: Flags, kind: DeviceKind
+) -> tuple[float, float]:
+    """(seconds, bytes sent) of gathering what a rank's part of the optimizer state has updated."""
+    group = net.group("shard")
+    if group.ranks == 1:
+        return 0.0, 0.0
+    nbytes = float((np.where(own, columns.gradients, 0.0) * part.weight).sum())  # of what is trained
+    loads = 2 * nbytes / group.ranks / constants.HOST_LINK_BYTES_PER_S if _away(plan, kind) else 0.0
+    return group.scatter(nbytes) + loads, (group.ranks - 1) / group.ranks * nbytes
+
+
+def _away(plan: Plan, kind: DeviceKind) -> bool:
+    return kind == "cuda" and plan.sharding.offload != "none"
+
+
+def _divided(
+    columns: ModelTable, part: Division, net: Network, plan: Plan, passes: tuple[Array, Array], microbatches: int
+) -> Sync:
+    kind = net.seats[0].device.kind
+    group = net.group("shard")
+    others = net.group(*(axis for axis in SUMMED if axis != "shard"))
+    work = sharding.unit_work(columns, part, *passes)
+    load = 1 / constants.HOST_LINK_BYTES_PER_S if _away(plan, kind) else 0.0
+    costs = Costs(group=group, others=others, load_s_per_nbyte=load)
+    share = _share(kind, group, *([others] if others.ranks > 1 else []))
+    level = plan.sharding.level
+    return Sync(
+        exchange=sharding.parameters_step(work, costs, level, microbatches, share),
+        sent_nbytes=sharding.sent_nbytes(work.nbytes, group, others, level, microbatches),
+        buckets=(),
+    )

@@ -1,0 +1,178 @@
+"""A model as columns: what the cost functions look at again and again, worked out once for each model."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, wraps
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tutti.predict import constants
+from tutti.predict.compute import Array, OpTable, op_table
+from tutti.spec.model import ModelSpec, ModuleSpec
+
+T = TypeVar("T")
+Flags = NDArray[np.bool_]
+
+STAGE_VALUE_FLOPS = 10.0
+"""What one value of a unit's output counts in the automatic cut into stages, beside its FLOPs: the runtime's rule."""
+
+
+class _Same(Generic[T]):
+    """A value that equals only itself: large models are not compared field by field."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: T) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def remembered(size: int) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Remember the last `size` results of a pure function of a model and small values. Models are told apart as
+    objects, which are held meanwhile, so that none takes another's place."""
+
+    def decorate(function: Callable[..., T]) -> Callable[..., T]:
+        @lru_cache(maxsize=size)
+        def known(same: _Same[Any], *rest: Any) -> T:
+            return function(same.value, *rest)
+
+        @wraps(function)
+        def call(model: Any, *rest: Any) -> T:
+            return known(_Same(model), *rest)
+
+        return call
+
+    return decorate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelTable:
+    """Columns over the modules of a model; bytes as in ModuleSpec, of one sample where they grow with samples.
+
+    `unit`: the part of the model, in order of execution, that a pipeline stage or a unit of sharding keeps together;
+    0 is what lies before the first, the model's own among it. `block`: whether the module is in a repeated block.
+    `owner`: whose parameters a tied module shares, -1 for none; `parent`: the module's own index for the model itself.
+    `halo`: bytes across one cut through each spatial dim, (modules, 3).
+    """
+
+    ops: OpTable
+    names: tuple[str, ...]
+    parameters: Array
+    gradients: Array
+    optimizer: Array
+    buffers: Array
+    activations: Array
+    outputs: Array
+    inputs: Array
+    routed: Array
+    key_value: Array
+    halo: Array
+    kinds: tuple[str, ...]
+    limit: NDArray[np.intp]
+    sequence: Flags
+    expert: Flags
+    table: Flags
+    spatial: Flags
+    multiplies: Flags
+    unit: NDArray[np.intp]
+    block: Flags
+    owner: NDArray[np.intp]
+    flops: Array
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @property
+    def units(self) -> int:
+        return int(self.unit.max(initial=0)) + 1
+
+
+@remembered(16)
+def model_table(model: ModelSpec) -> ModelTable:
+    """The columns of `model`."""
+    modules = model.modules
+    names = tuple(module.name for module in modules)
+    place = {name: index for index, name in enumerate(names)}
+
+    def column(of: Callable[[ModuleSpec], float]) -> Array:
+        return np.array([of(module) for module in modules], dtype=np.float64)
+
+    def flags(of: Callable[[ModuleSpec], bool]) -> Flags:
+        return np.array([of(module) for module in modules], dtype=np.bool_)
+
+    blocks = _blocks(modules)
+    return ModelTable(
+        ops=op_table(model),
+        names=names,
+        parameters=column(lambda module: module.parameter_nbytes),
+        gradients=column(lambda module: module.gradient_nbytes),
+        optimizer=column(lambda module: module.optimizer_nbytes),
+        buffers=column(lambda module: module.buffer_nbytes),
+        activations=column(lambda module: module.activation_nbytes),
+        outputs=column(lambda module: module.output_nbytes),
+        inputs=column(lambda module: module.input_nbytes),
+        routed=column(lambda module: module.routed_nbytes),
+        key_value=column(lambda module: module.key_value_nbytes),
+        halo=np.array([_halo(module) for module in modules], dtype=np.float64).reshape(len(modules), 3),
+        kinds=tuple(module.split for module in modules),
+        limit=np.array([module.split_limit for module in modules], dtype=np.intp),
+        sequence=flags(lambda module: module.sequence),
+        expert=flags(lambda module: module.expert),
+        table=flags(lambda module: module.table),
+        spatial=flags(lambda module: module.spatial),
+        multiplies=flags(multiplies),
+        unit=_units(blocks, names),
+        block=np.array([block >= 0 for block in blocks], dtype=np.bool_),
+        owner=np.array([place.get(module.tied_to or "\0", -1) for module in modules], dtype=np.intp),
+        flops=column(lambda module: sum(op.flops_forward for op in module.ops)),
+    )
+
+
+def multiplies(module: ModuleSpec) -> bool:
+    """Whether it has matrix operators, which autocast runs in the lower precision."""
+    return any(op.kind in constants.MATRIX_KINDS for op in module.ops)
+
+
+def _halo(module: ModuleSpec) -> tuple[float, ...]:
+    given = module.halo_nbytes_by_dim or (module.halo_nbytes_per_cut,) * 3
+    return (*given, 0.0, 0.0, 0.0)[:3]
+
+
+def block_of_name(name: str) -> str:
+    """The block that a module is in by its dotted name: up to the first number, "" for none (layers.3.up: layers.3)."""
+    parts = name.split(".")
+    at = next((index for index, part in enumerate(parts) if part.isdecimal()), None)
+    return "" if at is None else ".".join(parts[: at + 1])
+
+
+def _blocks(modules: tuple[ModuleSpec, ...]) -> list[int]:
+    """The block of each module: as the model says; where it says nothing, entries of its outermost lists."""
+    if any(module.block >= 0 for module in modules):
+        return [module.block for module in modules]
+    found: dict[str, int] = {}
+    blocks = [block_of_name(module.name) for module in modules]
+    return [found.setdefault(block, len(found)) if block else -1 for block in blocks]
+
+
+def _units(blocks: list[int], names: tuple[str, ...]) -> NDArray[np.intp]:
+    """A unit for each block and for each module outside of blocks; the model itself is in unit 0."""
+    units, of_block, last = [], {}, 0
+    for block, name in zip(blocks, names, strict=True):
+        if not name:
+            units.append(0)
+            continue
+        if block < 0 or block not in of_block:
+            last += 1
+            if block >= 0:
+                of_block[block] = last
+            units.append(last)
+        else:
+            units.append(of_block[block])
+    return np.array(units, dtype=np.intp)

@@ -1,0 +1,251 @@
+"""The step of one line of ranks: those that compute one share of the batch together, stage by stage."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tutti.predict import compute, constants, pipeline
+from tutti.predict.compute import Array, Worker
+from tutti.predict.counts import cut_sizes
+from tutti.predict.exchanges import Wires
+from tutti.predict.groups import seat_of_ranks
+from tutti.predict.layout import Region
+from tutti.predict.passes import Passed, passed
+from tutti.predict.pipeline import Stages
+from tutti.predict.placement import Seat
+from tutti.predict.table import Flags
+from tutti.spec.cluster import DeviceKind
+from tutti.spec.model import ModelSpec
+from tutti.spec.plan import Plan
+from tutti.spec.words import DATA_AXES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """Ranks with the same samples. `samples`: (of a microbatch, in how many), the last microbatch last; `seats`: for
+    each place on the stage axis, the kinds of seats its ranks have."""
+
+    samples: tuple[tuple[int, int], ...]
+    seats: tuple[tuple[int, ...], ...]
+
+    @property
+    def microbatches(self) -> list[int]:
+        """Samples of each microbatch, in order."""
+        return [count for count, times in self.samples for _ in range(times)]
+
+
+def lines_of(plan: Plan, seats: tuple[Seat, ...], samples: int) -> list[Line]:
+    """The different lines of a plan. Equal shares count as the largest of them."""
+    degree, stages = plan.data_parallel_degree, plan.degree("stage")
+    base, larger = divmod(samples, plan.batch.num_microbatches)
+    slices = [(size, times) for size, times in ((base, plan.batch.num_microbatches - larger), (base + 1, larger))]
+    if plan.shares:
+        cuts = [(cut_sizes(size, degree, plan.shares), times) for size, times in slices if times]
+        counts = [tuple((max(1, sizes[rank]), times) for sizes, times in cuts) for rank in range(degree)]
+    else:
+        counts = [tuple((max(1, -(-size // degree)), times) for size, times in slices if times)] * degree
+    if len(seats) == 1:
+        return [Line(samples=one, seats=((0,),) * stages) for one in dict.fromkeys(counts)]
+    axes = list(plan.mesh)
+    data = [place for place, axis in enumerate(axes) if axis in DATA_AXES]
+    stage = [place for place, axis in enumerate(axes) if axis == "stage"]
+    others = [place for place in range(len(axes)) if place not in (*data, *stage)]
+    where = seat_of_ranks(seats).reshape(list(plan.mesh.values())).transpose(data + stage + others)
+    rows, index = np.unique(where.reshape(degree, -1), axis=0, return_inverse=True)
+    kinds = [tuple(tuple(sorted(set(place))) for place in row.reshape(stages, -1).tolist()) for row in rows]
+    found = dict.fromkeys(zip(counts, index.reshape(-1).tolist(), strict=True))
+    return [Line(samples=count, seats=kinds[kind]) for count, kind in found]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What all lines of a plan share. `workers`: what a rank of each seat computes with."""
+
+    model: ModelSpec
+    plan: Plan
+    seats: tuple[Seat, ...]
+    workers: tuple[Worker, ...]
+    wires: Wires
+    stages: Stages
+    regions: tuple[Region, ...]
+
+    def own(self, stage: int) -> Flags:
+        """The modules on one place of the stage axis."""
+        mine: Flags = self.stages.stage % self.plan.degree("stage") == stage
+        return mine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankWork:
+    """Seconds of a step on one rank. `waits_s`: for other ranks, in exchanges and for the pipeline; `passes`: seconds
+    by module of the last microbatch's forward and backward, exchanges included; `limits`: seconds by what limits the
+    rank's own work; `sent_nbytes`: by its microbatches.
+    """
+
+    line: Line
+    stage: int
+    seat: int
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+    waits_s: float
+    passes: tuple[Array, Array]
+    limits: dict[str, float]
+    sent_nbytes: float
+
+    @property
+    def total_s(self) -> float:
+        return self.forward_s + self.backward_s + self.optimizer_s + self.waits_s
+
+
+def line_work(setting: Setting, line: Line) -> list[RankWork]:
+    """The work of a line, one entry for each place on the stage axis."""
+    known = {
+        (seat, count): passed(setting.wires, setting.workers[seat], setting.regions, count)
+        for seat in {seat for some in line.seats for seat in some}
+        for count, _ in line.samples
+    }
+    places = [_own_work(setting, line, stage, known) for stage in range(len(line.seats))]
+    if len(places) == 1:
+        return places
+    ended, sent = _pipelined(setting, line, known)
+    return [
+        RankWork(
+            line=line,
+            stage=one.stage,
+            seat=one.seat,
+            forward_s=one.forward_s,
+            backward_s=one.backward_s,
+            optimizer_s=one.optimizer_s,
+            waits_s=max(0.0, end - one.forward_s - one.backward_s) + _ties_s(setting),
+            passes=one.passes,
+            limits=one.limits,
+            sent_nbytes=one.sent_nbytes + nbytes,
+        )
+        for one, end, nbytes in zip(places, ended, sent, strict=True)
+    ]
+
+
+def _own_work(setting: Setting, line: Line, stage: int, known: dict[tuple[int, int], Passed]) -> RankWork:
+    """A rank's passes one after another, as if it never waited for another stage; the slowest of its seats."""
+    own = setting.own(stage)
+
+    def total(seat: int) -> float:
+        return sum(
+            times * float((known[seat, count].forward_s + known[seat, count].backward_s)[own].sum())
+            for count, times in line.samples
+        )
+
+    seat = max(line.seats[stage], key=total)
+    forward_s = backward_s = waits_s = sent = 0.0
+    limits = np.zeros(3)
+    for count, times in line.samples:
+        one = known[seat, count]
+        forward_s += times * float(one.forward_s[own].sum())
+        backward_s += times * float(one.backward_s[own].sum())
+        waits_s += times * float((one.waits.forward_s + one.waits.backward_s)[own].sum())
+        sent += times * float((one.waits.forward_nbytes + one.waits.backward_nbytes)[own].sum())
+        limits += times * one.limits[:, own].sum(axis=1)
+    last = known[seat, line.samples[-1][0]]
+    worker, kind = setting.workers[seat], setting.seats[seat].device.kind
+    traffic_s, calls_s = _update_s(setting, worker, own, kind)
+    again = (setting.plan.batch.num_microbatches - 1) * _added_s(setting, worker, own)
+    return RankWork(
+        line=line,
+        stage=stage,
+        seat=seat,
+        forward_s=forward_s,
+        backward_s=backward_s + again,
+        optimizer_s=traffic_s + calls_s,
+        waits_s=waits_s,
+        passes=(last.forward_s + last.waits.forward_s, last.backward_s + last.waits.backward_s),
+        limits={
+            "compute": float(limits[0]),
+            "memory traffic": float(limits[1]) + again + traffic_s,
+            "operator calls": float(limits[2]) + calls_s,
+        },
+        sent_nbytes=sent,
+    )
+
+
+def _added_s(setting: Setting, worker: Worker, own: Flags) -> float:
+    """From the second microbatch on, gradients are read, added to and written."""
+    nbytes = float((setting.wires.columns.gradients * setting.wires.division.weight)[own].sum())
+    return 3 * nbytes / worker.bandwidth_bytes_per_s * worker.slowdown
+
+
+def _pipelined(setting: Setting, line: Line, known: dict[tuple[int, int], Passed]) -> tuple[list[float], list[float]]:
+    """(when each place has ended its actions, bytes it sends to its neighbours)."""
+    plan, stages = setting.plan, setting.stages
+    ranks, counts = plan.degree("stage"), line.microbatches
+    times: dict[int, Array] = {}
+    for count, _ in line.samples:
+        per_seat = {
+            seat: _stage_seconds(setting, known[seat, count], seat) for seat in {s for some in line.seats for s in some}
+        }
+        stacked = [
+            np.max([per_seat[seat][:, stage] for seat in line.seats[stage % ranks]], axis=0)
+            for stage in range(stages.count)
+        ]
+        times[count] = np.array(stacked).T
+    seconds = np.stack([times[count] for count in counts], axis=2)
+    links = setting.wires.network.neighbours("stage")
+    samples = np.array(counts, dtype=np.float64)
+    latency = np.array([links[stage % ranks].latency_s for stage in range(stages.count - 1)])
+    bandwidth = np.array([links[stage % ranks].bandwidth_bytes_per_s for stage in range(stages.count - 1)])
+    messages = np.where(
+        stages.sent[:, None] > 0, latency[:, None] + stages.sent[:, None] * samples / bandwidth[:, None], 0.0
+    )
+    ended = pipeline.ends(plan, seconds, messages)
+    sent = np.zeros(ranks)
+    for stage, nbytes in enumerate(stages.sent):
+        sent[stage % ranks] += nbytes * samples.sum()
+        sent[(stage + 1) % ranks] += nbytes * samples.sum()
+    return ended, sent.tolist()
+
+
+def _stage_seconds(setting: Setting, one: Passed, seat: int) -> Array:
+    """(kinds of action, stages): seconds of a microbatch's forward, backward, and the halves of backward."""
+    stages, plan, columns = setting.stages, setting.plan, setting.wires.columns
+    count = stages.count
+    ahead = np.bincount(stages.stage, weights=one.forward_s + one.waits.forward_s, minlength=count)
+    back = np.bincount(stages.stage, weights=one.backward_s + one.waits.backward_s, minlength=count)
+    worker = setting.workers[seat]
+    added = 3 * columns.gradients * setting.wires.division.weight / worker.bandwidth_bytes_per_s * worker.slowdown
+    m = plan.batch.num_microbatches
+    back = back + (m - 1) / m * np.bincount(stages.stage, weights=added, minlength=count)
+    if any(rule.recompute for rule in plan.layout):  # backward is not taken apart then
+        return np.array([ahead, back, back, np.zeros(count)])
+    return np.array([ahead, back, back / 2, back / 2])
+
+
+def _ties_s(setting: Setting) -> float:
+    """Tied parameters on several stages: their gradients are summed after the pipeline."""
+    columns, weight = setting.wires.columns, setting.wires.division.weight
+    links = setting.wires.network.neighbours("stage") if setting.stages.ties else ()
+    slowest = min((link.bandwidth_bytes_per_s for link in links), default=1.0)
+    latency = max((link.latency_s for link in links), default=0.0)
+    nbytes = sum(columns.gradients[owner] * weight[owner] for _, owner in setting.stages.ties)
+    return float(2 * latency * len(setting.stages.ties) + nbytes / slowest)
+
+
+def _update_s(setting: Setting, worker: Worker, own: Flags, kind: DeviceKind) -> tuple[float, float]:
+    """Seconds of memory traffic and of operator calls of one optimizer update of the modules `own`. On CUDA one
+    multi-tensor kernel takes many tensors; with a shard axis a rank updates its part of every tensor."""
+    columns, weight, plan = setting.wires.columns, setting.wires.division.weight, setting.plan
+    gradients, states = columns.gradients * weight, columns.optimizer * weight
+    trained = own & (columns.gradients > 0)
+    name = setting.model.optimizer
+    passes = constants.OPTIMIZER_PASSES.get(name, constants.OPTIMIZER_PASSES_OTHER)
+    traffic = float((3.0 * gradients[trained] + passes * states[trained]).sum()) / plan.degree("shard")
+    per_tensor = constants.OPTIMIZER_CALLS.get(name, constants.OPTIMIZER_CALLS_OTHER)
+    tensors = constants.TENSORS_PER_MODULE * int(trained.sum())
+    groups = -(-tensors // constants.FUSED_TENSORS) if kind == "cuda" else tensors
+    away = kind == "cuda" and plan.degree("shard") > 1 and plan.sharding.offload != "none"
+    bandwidth = constants.HOST_UPDATE_BYTES_PER_S if away else worker.bandwidth_bytes_per_s
+    return worker.slowdown * traffic / bandwidth, worker.slowdown * per_tensor * groups * worker.kernel_overhead_s
+
+
+def workers_of(model: ModelSpec, plan: Plan, seats: tuple[Seat, ...]) -> tuple[Worker, ...]:
+    """What a rank of each seat computes with. Raises PlanError for a precision that a device has no rate for."""
+    return tuple(compute.worker(seat, model.dtype, plan.precision) for seat in seats)

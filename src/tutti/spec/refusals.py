@@ -1,0 +1,51 @@
+"""Which parts of a plan do not go together, whatever the model: one table for what runs plans and what costs them."""
+
+from tutti.errors import PlanError
+from tutti.spec.plan import Plan
+
+
+def check_plan(plan: Plan) -> None:
+    """Raise PlanError, with the reason and the remedy, for a plan that no model can run under."""
+    for check in (check_stages, check_space, check_context, check_sharding):
+        check(plan)
+
+
+def check_stages(plan: Plan) -> None:
+    """What stages exclude."""
+    if plan.degree("stage") == 1:
+        return
+    if plan.degree("shard") > 1 and plan.sharding.level > 1:
+        raise PlanError(
+            f"sharding.level = {plan.sharding.level} with mesh.stage = {plan.degree('stage')}: parameters cannot be "
+            "gathered while several microbatches are on their way; use sharding.level = 1"
+        )
+    if plan.sharding.offload == "parameters":
+        raise PlanError("sharding.offload = parameters with mesh.stage: use offload = optimizer, or more stages")
+
+
+def check_space(plan: Plan) -> None:
+    """What a cut in space excludes."""
+    if plan.degree("space") > 1 and plan.degree("stage") > 1:
+        raise PlanError(
+            f"mesh.space = {plan.degree('space')} with mesh.stage = {plan.degree('stage')}: what a stage receives is "
+            "not known to be cut; use one of the two, with replicate or shard"
+        )
+
+
+def check_context(plan: Plan) -> None:
+    """What parts of sequences exclude."""
+    for axis in ("stage", "space"):
+        if plan.degree("context") > 1 and plan.degree(axis) > 1:
+            raise PlanError(
+                f"mesh.context = {plan.degree('context')} with mesh.{axis} = {plan.degree(axis)}: sequences are not "
+                f"cut where the {axis} axis cuts the model or its samples; use one of the two"
+            )
+
+
+def check_sharding(plan: Plan) -> None:
+    """What levels of sharding exclude."""
+    if plan.degree("shard") > 1 and plan.sharding.level == 1 and plan.sharding.offload == "parameters":
+        raise PlanError(
+            'sharding.offload = "parameters" needs sharding level 2 or 3, which divide parameters; level 1 keeps '
+            'them whole on the device: use offload = "optimizer"'
+        )
