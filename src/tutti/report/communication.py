@@ -40,6 +40,7 @@ def _one(axes: str, carried: Carried, entries: list[dict[str, Any]], steps: int)
     exposed = typical(sum(wait.values()) for wait in waits)
     timed = all(finite(entry.get("under_way_s")) is not None for entry in entries)
     under_way = typical(finite(entry.get("under_way_s")) for entry in entries) if timed else None
+    hidden = None if not under_way else round(max(0.0, 1 - exposed / under_way), 3)
     return CommunicationReport(
         axes=axes,
         carried=carried,
@@ -52,7 +53,7 @@ def _one(axes: str, carried: Carried, entries: list[dict[str, Any]], steps: int)
             for phase in PHASES
             if any(wait.get(phase) for wait in waits)
         },
-        hidden=seen(max(0.0, 1 - exposed / under_way) if under_way else None, "ratio", "of the time under way"),
+        hidden=seen(hidden, "ratio", "of the time under way"),
     )
 
 

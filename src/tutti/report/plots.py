@@ -18,7 +18,7 @@ from matplotlib.ticker import FixedLocator
 from tutti.report.timing import PHASES
 from tutti.report.words import CARRIED, PHASE_NAMES, duration, number, quality_text, significant
 from tutti.spec.prediction import Phase
-from tutti.spec.report import Curve, Quantity, RunReport, Split
+from tutti.spec.report import CommunicationReport, Curve, Quantity, RunReport, Split
 
 # Stand-in colours that no figure uses otherwise; `_inline` turns them into the page's variables, light or dark.
 INK, MUTED, GRID, PAPER = "#010101", "#020202", "#030303", "#040404"
@@ -281,17 +281,16 @@ def _parts_in_words(parts: dict[Phase, Quantity]) -> str:
 @_styled
 def communication_plot(report: RunReport) -> Plot | None:
     """Seconds under way in a step by what was exchanged: exposed ones solid, hidden ones as an outline."""
-    lanes = [one for one in report.communication if (one.under_way.value or 0) or (one.exposed.value or 0)]
-    lanes = sorted(lanes, key=lambda one: -float(one.under_way.value or one.exposed.value or 0))[:MOST_RANKS]
+    longest = max((_took(one) for one in report.communication), default=0.0)
+    shown = [one for one in report.communication if _took(one) > 0.002 * longest]
+    lanes = sorted(shown, key=_took, reverse=True)[:MOST_RANKS]
     if not lanes:
         return None
-    longest = max(float(one.under_way.value or one.exposed.value or 0) for one in lanes)
     factor, unit = (1e3, "ms") if longest < 1 else (1.0, "s")
     figure, axes = _figure(14.2, 1.3 + 0.52 * len(lanes))
     waited = PHASE_COLOURS["exposed_communication"]
     for row, one in enumerate(lanes):
-        exposed = float(one.exposed.value or 0)
-        total = max(float(one.under_way.value or 0), exposed)
+        exposed, total = float(one.exposed.value or 0), _took(one)
         axes.barh(row, total * factor, height=0.62, facecolor="none", edgecolor=waited, linewidth=1.2)
         _segment(axes, row, 0, exposed * factor, waited, hatched=False)
         share = "" if one.hidden.value is None else f", {one.hidden.value:.0%} hidden".replace("%", " %")
@@ -308,8 +307,7 @@ def communication_plot(report: RunReport) -> Plot | None:
     axes.bar(0, 0, facecolor="none", edgecolor=waited, label="hidden behind compute")
     figure.legend(loc="outside upper left", ncols=2, handlelength=0.9, handleheight=0.9, columnspacing=1.4)
     words = "Communication of a step. " + " ".join(
-        f"{name}: {duration(float(one.exposed.value or 0))} exposed of "
-        f"{duration(float(one.under_way.value or one.exposed.value or 0))}."
+        f"{name}: {duration(float(one.exposed.value or 0))} exposed of {duration(_took(one))}."
         for name, one in zip(names, lanes, strict=True)
     )
     return Plot(
@@ -319,6 +317,10 @@ def communication_plot(report: RunReport) -> Plot | None:
         words=words,
         wide=True,
     )
+
+
+def _took(one: CommunicationReport) -> float:
+    return max(float(one.under_way.value or 0), float(one.exposed.value or 0))
 
 
 @_styled

@@ -111,16 +111,17 @@ def _time(report: RunReport) -> RenderableType:
     return Group(bar, legend, total)
 
 
-def _communication(report: RunReport) -> Table:
+def _communication(report: RunReport) -> RenderableType:
     """By axes and by what was carried, in a step."""
+    title = Text(f"communication of a step (measured, {report.communication[0].sent.note})", style="dim")
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    headings = ("communication in a step, over", "of", "exchanges", "sent", "under way", "exposed", "hidden")
+    headings = ("over", "of", "exchanges", "sent", "under way", "exposed", "hidden")
     for heading in headings:
         table.add_column(heading, justify="left" if heading in headings[:2] else "right")
     for one in report.communication:
         numbers = (one.exchanges, one.sent, one.under_way, one.exposed, one.hidden)
-        table.add_row(one.axes.replace("+", " and "), CARRIED[one.carried], *(_number(each) for each in numbers))
-    return table
+        table.add_row(one.axes.replace("+", " and "), CARRIED[one.carried], *map(_number, numbers))
+    return Group(title, table)
 
 
 def _experts(report: RunReport) -> Table:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tutti.runtime.mesh import Mesh
-from tutti.runtime.traffic import Lane, Traffic
+from tutti.runtime.traffic import Lane, Traffic, ring_nbytes
 from tutti.runtime.world import World
 from tutti.spec.words import DATA_AXES, AxisName, Carried
 
@@ -253,7 +253,7 @@ def norm_squared(layout: Layout, named: Iterable[tuple[str, torch.Tensor]], devi
             values = part.coalesce().values() if part.is_sparse else part
             total += torch.linalg.vector_norm(values).double() ** 2
     if layout.mesh.world_size > 1:
-        with layout.lane("scalars").waiting():
+        with layout.lane("scalars").waiting(ring_nbytes(total, layout.mesh.world_size)):
             dist.all_reduce(total)
     return total
 

@@ -19,7 +19,7 @@ from tutti.errors import ScriptError, TrainingError
 from tutti.runtime.precision import autocast
 from tutti.runtime.replicate import LossFunction
 from tutti.runtime.state import Run
-from tutti.runtime.traffic import Flight
+from tutti.runtime.traffic import Flight, ring_nbytes
 from tutti.runtime.weighted import Weighted, as_weighted
 from tutti.spec.words import DATA_AXES
 
@@ -101,7 +101,8 @@ def _pipelined(run: Run, function: LossFunction, share: Share, pieces: list[Any]
 
 def _start_sum(run: Run, totals: torch.Tensor) -> Flight:
     """Start to sum the losses over all ranks."""
-    return run.layout.lane("scalars").start([dist.all_reduce(totals, async_op=True)])
+    nbytes = ring_nbytes(totals, run.world.world_size)
+    return run.layout.lane("scalars").start([dist.all_reduce(totals, async_op=True)], nbytes)
 
 
 def _root(run: Run, share: Share, index: int, value: Any, totals: torch.Tensor) -> torch.Tensor:
@@ -166,7 +167,7 @@ def _finish_gradients(run: Run, factor: float) -> None:
                 found[str(run.world.device)] = torch.zeros((), device=run.world.device)
             if run.layout.held:  # ranks hold different gradients: one that overflows stops all
                 for value in found.values():
-                    with run.layout.lane("scalars").waiting():
+                    with run.layout.lane("scalars").waiting(ring_nbytes(value, run.world.world_size)):
                         dist.all_reduce(value, dist.ReduceOp.MAX)
     if factor != 1.0:
         gradients = [p.grad for p in run.replica.parameters if p.grad is not None]

@@ -1,0 +1,183 @@
+"""What a step exchanges under `space` and `expert`: time under way, exposed, and hidden behind compute.
+
+As a run's own timers see it, on rank 0. Convolutions compute their interior while halos travel; the same ranks also
+take turns in waiting for the halos first, which shows what that is worth. Experts compute the tokens that are on their
+rank while the others travel; results on their way back have nothing left to hide behind.
+"""
+
+import itertools
+import os
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from ddp import _block
+from harness import run_ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """How much is timed: in each of `launches`, `repeats` blocks of `steps` of each way, after `warmup` steps."""
+
+    ranks: int = 2
+    launches: int = 3
+    steps: int = 4
+    warmup: int = 4
+    repeats: int = 5
+    cases: tuple[str, ...] = ("space", "expert")
+
+
+QUICK = Sizes(launches=1, steps=2, warmup=2, repeats=2)
+
+WAYS = {"space": ("interior while halos travel", "waiting for halos"), "expert": ("own tokens while others travel",)}
+Rows = list[dict[str, Any]]
+
+
+def measure(sizes: Sizes) -> dict[str, Any]:
+    """Returns {"samples": {case: {way: step rows}}, "summary": {case: {way: {"step_s", "lanes"}}}}."""
+    samples: dict[str, dict[str, Rows]] = {}
+    for name in sizes.cases:
+        launches = [
+            run_ranks(measure_on_rank, sizes.ranks, name, sizes, n, timeout_s=600)[0] for n in range(sizes.launches)
+        ]
+        samples[name] = {way: [row for one in launches for row in one[way]] for way in WAYS[name]}
+    summaries = {name: {way: summary(found) for way, found in ways.items()} for name, ways in samples.items()}
+    return {"samples": samples, "summary": summaries}
+
+
+def summary(found: Rows) -> dict[str, Any]:
+    """Medians over steps; `hidden`: the part of the time under way in which rank 0 did not wait."""
+    lanes: dict[str, list[dict[str, Any]]] = {}
+    for row in found:
+        for entry in row["communication"]:
+            lanes.setdefault(entry["carried"], []).append(entry)
+    return {
+        "step_s": statistics.median(row["wall_s"] for row in found),
+        "lanes": {carried: _lane(entries) for carried, entries in lanes.items() if _timed(entries)},
+    }
+
+
+def _timed(entries: Rows) -> bool:
+    return all(entry["under_way_s"] is not None for entry in entries)
+
+
+def _lane(entries: Rows) -> dict[str, Any]:
+    under_way = statistics.median(entry["under_way_s"] for entry in entries)
+    exposed = statistics.median(sum(entry["exposed_s"].values()) for entry in entries)
+    return {
+        "exchanges": statistics.median(entry["count"] for entry in entries),
+        "nbytes": statistics.median(entry["nbytes"] for entry in entries),
+        "under_way_s": under_way,
+        "exposed_s": exposed,
+        "hidden": max(0.0, 1 - exposed / under_way) if under_way else 0.0,
+    }
+
+
+def measure_on_rank(name: str, sizes: Sizes, launch: int) -> dict[str, Rows]:
+    """The steps' rows of one case by way, as the run wrote them; on rank 0."""
+    from tutti.runtime.host_memory import keep_freed_memory
+    from tutti.runtime.metrics import read_rows
+    from tutti.runtime.world import join
+
+    world = join()
+    keep_freed_memory()
+    folder = Path.cwd() / "run"
+    os.environ |= {"TUTTI_MESH": f"{name}={sizes.ranks}", "TUTTI_RUN_FOLDER": str(folder)}
+    model, loop = LOOPS[name]()
+    _block(loop, sizes.warmup)
+    ways = WAYS[name]
+    order: list[str] = []
+    for repeat in range(sizes.repeats):
+        for way in ways if (repeat + launch) % 2 else ways[::-1]:
+            if name == "space":
+                model.forward.space.overlap = way == ways[0]  # type: ignore[union-attr, assignment]
+            _block(loop, sizes.steps)
+            order += [way] * sizes.steps
+    if world.rank:
+        return {way: [] for way in ways}
+    steps = [row for row in read_rows(folder / "metrics.jsonl") if row["kind"] == "step"][-len(order) :]
+    kept = [{key: row[key] for key in ("wall_s", "phases", "communication")} for row in steps]
+    return {way: [row for row, taken in zip(kept, order, strict=True) if taken == way] for way in ways}
+
+
+# The models
+
+
+def volumes() -> tuple[nn.Module, Iterator[None]]:
+    """Five 3-D convolutions of 16 channels on volumes of 48 x 32 x 32, two a step."""
+    widths = (1, 16, 16, 16, 16, 2)
+    layers = [part for a, b in itertools.pairwise(widths) for part in (nn.Conv3d(a, b, 3, padding=1), nn.ReLU())]
+    draw = torch.Generator().manual_seed(0)
+    data = TensorDataset(
+        torch.randn(16, 1, 48, 32, 32, generator=draw), torch.randint(2, (16, 48, 32, 32), generator=draw)
+    )
+    return _job(nn.Sequential(*layers[:-1]), data, batch=2)
+
+
+class Mixtures(nn.Module):
+    """Two mixtures of 4 experts of width 256, hidden width 1024, top-2."""
+
+    def __init__(self) -> None:
+        from tutti.nn import MixtureOfExperts
+
+        super().__init__()
+        self.blocks = nn.ModuleList(MixtureOfExperts(256, 1024, 4, top_k=2) for _ in range(2))
+        self.out = nn.Linear(256, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.out(x)
+
+
+def tokens() -> tuple[nn.Module, Iterator[None]]:
+    """1024 tokens a step."""
+    draw = torch.Generator().manual_seed(0)
+    data = TensorDataset(torch.randn(8192, 256, generator=draw), torch.randint(10, (8192,), generator=draw))
+    return _job(Mixtures(), data, batch=1024)
+
+
+LOOPS = {"space": volumes, "expert": tokens}
+
+
+def _job(model: nn.Module, data: TensorDataset, batch: int) -> tuple[nn.Module, Iterator[None]]:
+    import tutti
+
+    job = tutti.Job(global_batch_size=batch, seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    model, _, loader = job.prepare(model, optimizer, data, nn.functional.cross_entropy)
+
+    def loop() -> Iterator[None]:
+        for _ in job.epochs(1_000_000):
+            for one in loader:
+                job.step(one)
+                yield
+
+    return model, loop()
+
+
+def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """The table: header and rows, times of a step in milliseconds."""
+    table = []
+    for ways in result["summary"].values():
+        for way, one in ways.items():
+            table.append([way, f"{1e3 * one['step_s']:.1f}", "", "", "", "", ""])
+            table += [
+                [
+                    f"  {carried}",
+                    "",
+                    f"{lane['exchanges']:g}",
+                    f"{lane['nbytes'] / 1e3:.1f}",
+                    f"{1e3 * lane['under_way_s']:.2f}",
+                    f"{1e3 * lane['exposed_s']:.2f}",
+                    f"{lane['hidden']:.0%}",
+                ]
+                for carried, lane in one["lanes"].items()
+            ]
+    return ["way", "step ms", "exchanges", "kB", "under way ms", "exposed ms", "hidden"], table
