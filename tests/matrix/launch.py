@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +15,7 @@ import harness
 from harness import RankFailed, run_ranks
 from matrix.cell import Outcome, Task, run_cell
 from matrix.families import Family
+from matrix.foreseen import describe_family, foreseen_nbytes
 from matrix.plans import TOLERANCE, Column
 
 PRELOAD = ("models.bert.modeling_bert", "models.gpt2.modeling_gpt2", "models.llama.modeling_llama",
@@ -27,7 +29,7 @@ Verdict = Literal["exact", "refused", "WRONG", "CRASH", "HANG", "not built"]
 @dataclass(frozen=True, kw_only=True)
 class Cell:
     """A cell of the table. `gap`: the largest relative difference from one device; `bytes`: the most that one rank
-    holds or sends, by what; `one`: the same on one device.
+    holds or sends, by what; `foreseen`: the predicted peak; `one`: the same as `bytes` on one device.
     """
 
     family: str
@@ -38,6 +40,7 @@ class Cell:
     tolerance: float | None = None
     seconds: float = 0.0
     bytes: dict[str, int] = field(default_factory=dict)
+    foreseen: int | None = None
     one: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -62,6 +65,7 @@ class Runner:
         with ThreadPoolExecutor(jobs) as pool:
             first = {self._reference(family, column): (family, column) for family, column in ready}
             made = pool.map(lambda pair: self._launch(*pair, one=True), first.values())
+            list(pool.map(self._describe, {family.name for family, _ in ready}))
             self._ones = dict(zip(first, (outcomes[0] for outcomes in made), strict=True))
 
             def cell(pair: tuple[Family, Column]) -> Cell:
@@ -89,6 +93,7 @@ class Runner:
             gap=gap,
             tolerance=tolerance,
             seconds=round(time.perf_counter() - before, 2),
+            foreseen=self._foreseen(family, column) if verdict == "exact" else None,
             bytes={name: max(fact[name] for fact in facts) for name in facts[0]} if facts else {},
             one=one.facts,
         )
@@ -111,6 +116,18 @@ class Runner:
             except RankFailed as error:
                 stack = "; ".join(_where(path) for path in sorted(Path(folder).glob("*.stack")) if path.stat().st_size)
                 return [Outcome(kind="failed", sentence=f"HANG: {stack}" if stack else str(error))]
+
+    def _describe(self, family: str) -> None:
+        with suppress(RankFailed):  # no prediction then
+            run_ranks(describe_family, 1, family, self._spec(family), timeout_s=self.limit_s)
+
+    def _foreseen(self, family: Family, column: Column) -> int | None:
+        if column.precision != "full" or not self._spec(family.name).exists():
+            return None
+        return foreseen_nbytes(self._spec(family.name), family.subject().batch, column.plan(family))
+
+    def _spec(self, family: str) -> Path:
+        return self.folder / f"{re.sub('[^A-Za-z0-9]+', '-', family)}.json"
 
     def _reference(self, family: Family, column: Column) -> Path:
         words = f"{family.name}-{column.microbatches}-{column.precision}"

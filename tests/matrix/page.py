@@ -97,10 +97,13 @@ def _memory(rows: list[str], cells: dict[tuple[str, str], Cell]) -> str:
         "is behind it. Then the bytes a rank sends in a step for gradients and parameters (ring formula), in parts of "
         "one device's gradients, and those that the last step sent beside them (halos, tokens, rows of tables). Peak: "
         "the most bytes of tensors that are alive at once on a rank in forward and backward (from the allocations that "
-        "torch records), in parts of one device's.",
+        "torch records), in parts of one device's; predicted: what `tutti plan` says of it, in parts of the measured. "
+        "The models here are tiny, so that what a step holds for itself weighs more than in any real one; and "
+        "convolutions in float64, as here, unfold their input on the CPU (a 3-D one into 27 copies), which those in "
+        "float32 do not and which is not predicted.",
         "",
-        "| | plan | parameters | gradients | optimizer | peak | sent | exchanged, bytes |",
-        "|---|---|---|---|---|---|---|---|",
+        "| | plan | parameters | gradients | optimizer | peak | predicted | sent | exchanged, bytes |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for (row, name), cell in cells.items():
         if row in chosen and cell.verdict == "exact" and cell.bytes and columns()[name].precision == "full":
@@ -108,7 +111,13 @@ def _memory(rows: list[str], cells: dict[tuple[str, str], Cell]) -> str:
                 _part(cell, kind, columns()[name].divides(kind)) for kind in ("parameters", "gradients", "optimizer")
             ]
             sent = cell.bytes["sent"] / max(cell.one["gradients"], 1)
-            shown += [f"{cell.bytes['peak'] / cell.one['peak']:.3f}", f"{sent:.2f}", str(cell.bytes["exchanged"])]
+            predicted = f"{cell.foreseen / cell.bytes['peak']:.2f}" if cell.foreseen else "—"
+            shown += [
+                f"{cell.bytes['peak'] / cell.one['peak']:.3f}",
+                predicted,
+                f"{sent:.2f}",
+                str(cell.bytes["exchanged"]),
+            ]
             lines.append(f"| {row} | {name} | {' | '.join(shown)} |")
     return "\n".join(lines)
 
