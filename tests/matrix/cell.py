@@ -19,6 +19,7 @@ from matrix.families import families
 from matrix.peak import recorded_peak
 from tutti.errors import TuttiError
 from tutti.runtime.layout import Layout, local, local_tensors
+from tutti.runtime.traffic import exchanged_nbytes
 from tutti.runtime.unpack import loss_of
 from tutti.spec import codec
 from tutti.spec.plan import BatchPlan, Plan
@@ -229,7 +230,7 @@ def _steps(job: tutti.Job, model: torch.nn.Module, loader: Any, comparison: Comp
                 trained.gradients.append({n: (g.to_dense() if g.is_sparse else g).clone() for n, g in gradients})
             else:
                 _compare_step(run, trained.losses, gradients, comparison)
-            trained.facts["exchanged"] = run.layout.traffic.nbytes
+            trained.facts["exchanged"] = exchanged_nbytes(run.layout.traffic.take())
             job.update()
             if len(trained.losses) == STEPS:
                 break
