@@ -96,11 +96,9 @@ def _split(wires: Wires, samples: float) -> Exchanged:
     columns, division = wires.columns, wires.division
     group = wires.network.group("split")
     t = group.ranks
-    kinds = np.array(columns.kinds)
     low = np.where(columns.multiplies & wires.half, 0.5, 1.0)
     here = division.split
-    summed = here & ((kinds == "row") | (kinds == "vocabulary") | ((kinds == "heads") & (columns.parameters > 0)))
-    recurrent = here & (kinds == "rnn")
+    summed, recurrent = here & columns.summed, here & columns.gathered
     out = samples * division.passed * columns.outputs * low
     into = np.where(here, samples * division.passed * columns.inputs, 0.0)
     sums, gathers = np.where(summed, out, 0.0), np.where(recurrent, out, 0.0)

@@ -5,7 +5,8 @@ spans follows from the mesh's order. All groups along the same axes exchange at 
 host share its connection to the network.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -25,8 +26,8 @@ from tutti.spec.plan import Plan
 from tutti.spec.words import AxisName
 
 Mesh = tuple[tuple[AxisName, int], ...]
-Hosts = tuple[int, ...]
-"""Ranks on each host, in order."""
+Hosts = tuple[tuple[int, int], ...]
+"""(hosts, ranks on each of them), in order of ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +69,8 @@ def span_of(mesh: Mesh, axes: tuple[AxisName, ...], hosts: Hosts) -> Span:
 
 def _members(mesh: Mesh, axes: tuple[AxisName, ...], hosts: Hosts) -> NDArray[np.intp]:
     """(groups, ranks of a group) -> the host of each rank; hosts only grow along a group, as ranks do."""
-    host = np.repeat(np.arange(len(hosts)), hosts).reshape([degree for _, degree in mesh])
+    ranks = np.repeat([each for _, each in hosts], [count for count, _ in hosts])
+    host = np.repeat(np.arange(len(ranks)), ranks).reshape([degree for _, degree in mesh])
     inside = [place for place, (axis, _) in enumerate(mesh) if axis in axes]
     outside = [place for place in range(len(mesh)) if place not in inside]
     count = int(np.prod([mesh[place][1] for place in inside], dtype=int))
@@ -79,8 +81,8 @@ def _members(mesh: Mesh, axes: tuple[AxisName, ...], hosts: Hosts) -> NDArray[np
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
     """The ranks along some axes, with the links they use. `node`: within a host, None where nothing needs it;
-    `network`: a host's whole connection, None within a host; `chooses`: the library takes the quickest of ring, tree
-    and the hierarchical form (as NCCL does), else always a ring over all ranks (as Gloo does).
+    `network`: what one group gets of a host's connection, None within a host; `chooses`: the library takes the
+    quickest of ring, tree and the hierarchical form (as NCCL does), else always a ring over all ranks (as Gloo does).
     """
 
     span: Span
@@ -99,35 +101,31 @@ class Group:
     @property
     def link(self) -> Link:
         """What a flat ring's slowest hop sees."""
-        if self.network is not None:
-            return _shared(self.network, self.span.meeting)
-        assert self.node is not None
-        return self.node
+        link = self.network or self.node
+        assert link is not None
+        return link
 
     def all_reduce(self, nbytes: float) -> float:
         """Seconds to sum `nbytes` over the group; 0 for one rank, or for nothing."""
-        if self.ranks == 1 or nbytes <= 0:
+        span = self.span
+        if span.ranks == 1 or nbytes <= 0:
             return 0.0
-        flat = ring_all_reduce(self.link, nbytes, self.ranks)
+        flat = ring_all_reduce(self.link, nbytes, span.ranks)
         if not self.chooses:
             return flat
-        ways = [flat, tree_all_reduce(self.link, nbytes, self.ranks)]
-        span = self.span
-        if self.network is not None and self.node is not None and span.per_host > 1:
-            outer = _shared(self.network, span.meeting)
-            ways.append(hierarchical_all_reduce(self.node, outer, nbytes, span.per_host, span.hosts))
-        return min(ways)
+        return min(flat, tree_all_reduce(self.link, nbytes, span.ranks), self._hierarchical(nbytes))
 
     def scatter(self, nbytes: float) -> float:
         """Seconds to sum `nbytes` of which each rank keeps its part, or to gather parts to `nbytes`."""
-        if self.ranks == 1 or nbytes <= 0:
+        if self.span.ranks == 1 or nbytes <= 0:
             return 0.0
-        flat = ring_all_reduce(self.link, nbytes, self.ranks) / 2
-        span = self.span
-        if not self.chooses or self.network is None or self.node is None or span.per_host == 1:
-            return flat
-        outer = _shared(self.network, span.meeting)
-        return min(flat, hierarchical_all_reduce(self.node, outer, nbytes, span.per_host, span.hosts) / 2)
+        flat = ring_all_reduce(self.link, nbytes, self.span.ranks) / 2
+        return min(flat, self._hierarchical(nbytes) / 2) if self.chooses else flat
+
+    def _hierarchical(self, nbytes: float) -> float:
+        if self.network is None or self.node is None:
+            return math.inf
+        return hierarchical_all_reduce(self.node, self.network, nbytes, self.span.per_host, self.span.hosts)
 
     def all_to_all(self, nbytes: float) -> float:
         """Seconds in which every rank sends `nbytes` away in equal parts, its own part among them."""
@@ -138,16 +136,16 @@ class Group:
         if self.network is None:
             return (n - 1) * self.link.latency_s + inside
         away = nbytes * (n - span.per_host) / n
-        outside = away * span.per_host * span.meeting / self.network.bandwidth_bytes_per_s
+        outside = away * span.per_host / self.network.bandwidth_bytes_per_s
         return (n - 1) * self.network.latency_s + max(inside, outside)
 
     def pass_on(self, nbytes: float) -> float:
         """Seconds in which every rank sends `nbytes` to its next neighbour along the axes."""
-        if self.ranks == 1 or nbytes <= 0:
+        span = self.span
+        if span.ranks == 1 or nbytes <= 0:
             return 0.0
-        if self.network is not None and self.span.leaving:
-            return message(_shared(self.network, self.span.leaving), nbytes)
-        return message(self.link, nbytes)
+        flows = span.leaving / span.meeting if self.network is not None else 1.0
+        return message(self.link, nbytes * max(flows, 1.0))
 
 
 def _shared(link: Link, flows: int) -> Link:
@@ -160,19 +158,26 @@ def _shared(link: Link, flows: int) -> Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """The links of a cluster under a plan's ranks."""
+    """The links of a cluster under a plan's ranks. `known`: groups that were asked for."""
 
     cluster: ClusterSpec
     seats: tuple[Seat, ...]
     mesh: Mesh
+    hosts: Hosts
+    known: dict[tuple[AxisName, ...], Group] = field(default_factory=dict, compare=False)
 
     def group(self, *axes: AxisName) -> Group:
         """The group along `axes`. Raises PlanError where the cluster does not describe a link that it needs."""
         named = tuple(axis for axis, degree in self.mesh if axis in axes and degree > 1)
-        span = span_of(self.mesh, named, hosts_of(self.seats))
+        if named not in self.known:
+            self.known[named] = self._group(named)
+        return self.known[named]
+
+    def _group(self, axes: tuple[AxisName, ...]) -> Group:
+        span = span_of(self.mesh, axes, self.hosts)
         if span.ranks == 1:
             return Group(span=span)
-        network = self._link("network") if span.hosts > 1 else None
+        network = _shared(self._link("network"), span.meeting) if span.hosts > 1 else None
         node = self._link("node") if span.hosts == 1 or self.cluster.link("node") else None
         return Group(
             span=span,
@@ -183,8 +188,9 @@ class Network:
 
     def neighbours(self, axis: AxisName) -> tuple[Link, ...]:
         """The link from each place along `axis` to the next, and from the last to the first."""
-        flows = crossings(self.mesh, (axis,), hosts_of(self.seats))
-        return tuple(_shared(self._link("network"), count) if count else self._link("node") for count in flows)
+        flows = crossings(self.mesh, (axis,), self.hosts)
+        links = {count: _shared(self._link("network"), count) if count else self._link("node") for count in set(flows)}
+        return tuple(links[count] for count in flows)
 
     def _link(self, tier: LinkTier) -> Link:
         spec = self.cluster.link(tier)
@@ -209,12 +215,12 @@ class Network:
 
 def network(cluster: ClusterSpec, seats: tuple[Seat, ...], plan: Plan) -> Network:
     """The links under `plan`."""
-    return Network(cluster=cluster, seats=seats, mesh=tuple(plan.mesh.items()))
+    return Network(cluster=cluster, seats=seats, mesh=tuple(plan.mesh.items()), hosts=hosts_of(seats))
 
 
 def hosts_of(seats: tuple[Seat, ...]) -> Hosts:
-    """Ranks on each host, in order of ranks."""
-    return tuple(seat.ranks_per_host for seat in seats for _ in range(seat.hosts))
+    """Ranks on the hosts, in order of ranks."""
+    return tuple((seat.hosts, seat.ranks_per_host) for seat in seats)
 
 
 def seat_of_ranks(seats: tuple[Seat, ...]) -> NDArray[np.intp]:

@@ -1,6 +1,10 @@
 """Which modules a plan's layout rules touch. Names are dotted; a module contains all names that extend its own."""
 
 from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tutti.predict.table import remembered
 from tutti.spec.model import ModelSpec
@@ -19,6 +23,30 @@ class Region:
     members: tuple[int, ...]
     selective: bool = False
     chunks: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Marks:
+    """Regions as columns. `member`: modules in regions, and `of` which each is; `root`, `selective`, `chunks`: by
+    region."""
+
+    member: NDArray[np.intp]
+    of: NDArray[np.intp]
+    root: NDArray[np.intp]
+    selective: NDArray[np.bool_]
+    chunks: NDArray[np.intp]
+
+
+@lru_cache(maxsize=64)
+def marks(regions: tuple[Region, ...]) -> Marks:
+    """The columns of `regions`."""
+    return Marks(
+        member=np.array([index for region in regions for index in region.members], dtype=np.intp),
+        of=np.array([at for at, region in enumerate(regions) for _ in region.members], dtype=np.intp),
+        root=np.array([region.root for region in regions], dtype=np.intp),
+        selective=np.array([region.selective for region in regions], dtype=np.bool_),
+        chunks=np.array([region.chunks for region in regions], dtype=np.intp),
+    )
 
 
 def recompute_regions(model: ModelSpec, plan: Plan) -> tuple[Region, ...]:

@@ -7,25 +7,15 @@ import numpy as np
 from tutti.predict import constants
 from tutti.predict.compute import Array
 from tutti.predict.division import Division, division
-from tutti.predict.layout import Region
+from tutti.predict.layout import Region, marks
 from tutti.predict.overlap import Bucket
-from tutti.predict.pipeline import Stages, held
+from tutti.predict.pipeline import Stages, most_held
 from tutti.predict.sharding import units_of
-from tutti.predict.table import Flags, ModelTable, model_table
+from tutti.predict.table import ModelTable, model_table
 from tutti.spec.cluster import DeviceKind
 from tutti.spec.model import ModelSpec
 from tutti.spec.plan import BatchPlan, Plan
 from tutti.spec.prediction import RankMemory
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
-    """A model as a plan divides it. `kept`: see `Kept`."""
-
-    columns: ModelTable
-    division: Division
-    stages: Stages
-    kept: "Kept"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,17 +35,66 @@ def kept(columns: ModelTable, part: Division, regions: tuple[Region, ...], *, ha
     inside = columns.activations * part.work * np.where(columns.multiplies & half, 0.5, 1.0)
     output = columns.outputs * part.work
     always, within = inside.copy(), np.zeros(len(columns))
-    for region in regions:
-        members = np.array(region.members, dtype=np.intp)
-        within[region.root] = inside[members].sum() / region.chunks
-        dear = columns.multiplies[members] & region.selective
-        always[members] = np.where(dear, output[members] * (0.5 if half else 1.0), 0.0)
-        always[region.root] += columns.outputs[region.root] * part.passed[region.root]
+    if regions:
+        found = marks(regions)
+        member, of = found.member, found.of
+        within[found.root] = np.bincount(of, weights=inside[member], minlength=len(regions)) / found.chunks
+        dear = columns.multiplies[member] & found.selective[of]
+        always[member] = np.where(dear, output[member] * (0.5 if half else 1.0), 0.0)
+        always[found.root] += columns.outputs[found.root] * part.passed[found.root]
     return Kept(always=always, within=within, output=output)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """Bytes by place on the stage axis, (places,): of parameters (`lower`: in the lower precision beside), gradients,
+    optimizer state, buffers. Of one sample's activations: `kept` by stage, (stages,), and once at a time by place,
+    `passing`. `units`: see sharding.units_of.
+    """
+
+    parameters: Array
+    lower: Array
+    gradients: Array
+    optimizer: Array
+    buffers: Array
+    kept: Array
+    passing: Array
+    units: tuple[float, ...]
+
+
+def held_by_stage(columns: ModelTable, part: Division, stages: Stages, keeps: Kept, plan: Plan) -> Held:
+    """What each place on the stage axis holds. Tied parameters are on every place that uses them."""
+    places = plan.degree("stage")
+    place = stages.stage % places
+    again = {(int(place[index]), owner) for index, owner in stages.ties}
+
+    def total(nbytes: Array) -> Array:
+        sums = np.bincount(place, weights=nbytes, minlength=places).astype(np.float64)
+        for where, owner in again:
+            sums[where] += nbytes[owner]
+        return sums
+
+    def most(nbytes: Array) -> Array:
+        result = np.zeros(places)
+        np.maximum.at(result, place, nbytes)
+        return result
+
+    parameters = columns.parameters * part.weight
+    half = plan.precision in ("bfloat16", "float16")
+    return Held(
+        parameters=total(parameters),
+        lower=total(np.where(columns.multiplies & half, parameters / 2, 0.0)),
+        gradients=total(columns.gradients * part.weight),
+        optimizer=total(columns.optimizer * part.weight),
+        buffers=total(columns.buffers),
+        kept=np.bincount(stages.stage, weights=keeps.always, minlength=stages.count).astype(np.float64),
+        passing=most(keeps.within) + most(keeps.output),
+        units=tuple(units_of(columns, part)) if plan.degree("shard") > 1 else (),
+    )
+
+
 def rank_memory(
-    model: Model, plan: Plan, *, samples: list[int], stage: int, fused: tuple[Bucket, ...], kind: DeviceKind
+    held: Held, plan: Plan, *, samples: list[int], stage: int, fused: tuple[Bucket, ...], kind: DeviceKind
 ) -> tuple[RankMemory, str]:
     """Peak bytes of a rank at place `stage` of the stage axis, and when it has them, in words.
 
@@ -63,25 +102,18 @@ def rank_memory(
     it is filled; with several microbatches, gradients are added up beside the buckets. Peak is taken at the start of
     backward; with stages, where most microbatches are on their way.
     """
-    columns, part = model.columns, model.division
-    half = plan.precision in ("bfloat16", "float16")
-    own = model.stages.stage % plan.degree("stage") == stage
-    held_there = own | _tied(model, own)
-    parameters = columns.parameters * part.weight * held_there
-    gradients = float((columns.gradients * part.weight * held_there).sum())
-    optimizer = float((columns.optimizer * part.weight * held_there).sum())
-    lower = float((parameters * columns.multiplies).sum()) / 2 if half else 0.0
-    activations, when = _activations(model, plan, samples, stage)
+    gradients = float(held.gradients[stage])
     once = len(samples) == 1 and plan.degree("stage") == 1
     beside = max((one.nbytes for one in fused), default=0.0) if once else gradients
+    activations, when = _activations(held, plan, samples, stage)
     state = _State(
-        parameters=float(parameters.sum()),
-        lower=lower,
+        parameters=float(held.parameters[stage]),
+        lower=float(held.lower[stage]),
         gradients=gradients,
-        optimizer=optimizer,
+        optimizer=float(held.optimizer[stage]),
         communication=beside if fused else 0.0,
     )
-    state = _sharded(state, columns, part, plan, len(samples), kind)
+    state = _sharded(state, held.units, plan, len(samples), kind)
     tensors = state.parameters + state.lower + state.gradients + state.optimizer + activations + state.communication
     memory = RankMemory(
         parameters=state.parameters + state.lower,
@@ -89,33 +121,20 @@ def rank_memory(
         optimizer=state.optimizer,
         activations=activations,
         communication=state.communication,
-        buffers=float((columns.buffers * held_there).sum()),
+        buffers=float(held.buffers[stage]),
         reserve=constants.RESERVE_NBYTES[kind] + constants.FRAGMENTATION[kind] * tensors,
     )
     return memory, when
 
 
-def _tied(model: Model, own: Flags) -> Flags:
-    """Modules whose parameters a tied module among `own` shares: both ranks hold them."""
-    result = np.zeros(len(own), dtype=np.bool_)
-    for index, owner in model.stages.ties:
-        result[owner] |= own[index]
-    return result
-
-
-def _activations(model: Model, plan: Plan, samples: list[int], stage: int) -> tuple[float, str]:
+def _activations(held: Held, plan: Plan, samples: list[int], stage: int) -> tuple[float, str]:
     """Bytes at the peak, and when that is."""
     ranks = plan.degree("stage")
-    stages = model.stages
-    always: Array = np.bincount(stages.stage, weights=model.kept.always, minlength=stages.count).astype(np.float64)
-    mine = stages.stage % ranks == stage
-    once = max(samples) * (
-        float((model.kept.within * mine).max(initial=0.0)) + float((model.kept.output * mine).max(initial=0.0))
-    )
+    once = max(samples) * float(held.passing[stage])
     if ranks == 1:
-        return max(samples) * float(always.sum()) + once, "at the start of backward"
-    by_microbatch: Array = always[:, None] * np.array(samples, dtype=np.float64)
-    nbytes, count = held(plan, by_microbatch, stage)
+        return max(samples) * float(held.kept.sum()) + once, "at the start of backward"
+    by_microbatch: Array = held.kept[:, None] * np.array(samples, dtype=np.float64)
+    nbytes, count = most_held(plan, by_microbatch, stage)
     return nbytes + once, f"on stage {stage} of {ranks}, where {count} microbatches are held at once"
 
 
@@ -128,9 +147,7 @@ class _State:
     communication: float
 
 
-def _sharded(
-    state: _State, columns: ModelTable, part: Division, plan: Plan, microbatches: int, kind: DeviceKind
-) -> _State:
+def _sharded(state: _State, units: tuple[float, ...], plan: Plan, microbatches: int, kind: DeviceKind) -> _State:
     """What the shard axis leaves on a rank, and what passes through it (Rajbhandari et al. 2020, arXiv 1910.02054)."""
     d, level = plan.degree("shard"), plan.sharding.level
     if d == 1:
@@ -146,7 +163,6 @@ def _sharded(
             optimizer=optimizer,
             communication=state.communication + gather,
         )
-    units = units_of(columns, part)
     block, outside = max(units[1:], default=0.0), units[0]
     # a sum on its way: what is sent, and what comes (its own part; on the host a part from every rank)
     flight = 2.0 if kind == "cpu" else 1 + 1 / d

@@ -7,7 +7,7 @@ import numpy as np
 from tutti.predict import compute
 from tutti.predict.compute import Array, Worker
 from tutti.predict.exchanges import Exchanged, Wires, exchanged
-from tutti.predict.layout import Region
+from tutti.predict.layout import Region, marks
 from tutti.predict.table import Flags
 
 
@@ -54,9 +54,10 @@ def passed(wires: Wires, worker: Worker, regions: tuple[Region, ...], samples: i
 def repeats(wires: Wires, regions: tuple[Region, ...]) -> Array:
     """1 for modules whose forward is computed again in backward."""
     again = np.zeros(len(wires.columns))
-    for region in regions:
-        members = np.array(region.members, dtype=np.intp)
-        again[members] = np.where(wires.columns.multiplies[members], 0.0, 1.0) if region.selective else 1.0
+    if regions:
+        found = marks(regions)
+        dear = wires.columns.multiplies[found.member] & found.selective[found.of]
+        again[found.member] = np.where(dear, 0.0, 1.0)
     return again
 
 

@@ -20,12 +20,13 @@ from tutti.spec.schedule import Action, balanced, schedule, simulate
 from tutti.spec.words import ScheduleName
 
 Array = NDArray[np.float64]
+Places = NDArray[np.intp]
 
 PERIODS = 4
 """Microbatches that are played out at most, in numbers of stages; the rest repeats the last of them."""
 
 _ITEM_NBYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-_GROWS = {"F": 1, "B": -1, "I": 0, "W": -1}
+_GROWS = (1, -1, 0, -1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,11 +122,11 @@ class Order:
     """
 
     rank: tuple[int, ...]
-    stage: tuple[int, ...]
-    microbatch: tuple[int, ...]
-    kind: tuple[int, ...]
     after: tuple[int, ...]
-    link: tuple[int, ...]
+    stage: Places
+    microbatch: Places
+    kind: Places
+    link: Places
 
 
 @lru_cache(maxsize=512)
@@ -146,11 +147,11 @@ def order_of(name: ScheduleName, ranks: int, stages_per_rank: int, microbatches:
         link.append(boundary)
     return Order(
         rank=tuple(rank_of[action] for action in actions),
-        stage=tuple(action.stage for action in actions),
-        microbatch=tuple(action.microbatch for action in actions),
-        kind=tuple("FBIW".index(action.kind) for action in actions),
         after=tuple(after),
-        link=tuple(link),
+        stage=np.array([action.stage for action in actions], dtype=np.intp),
+        microbatch=np.array([action.microbatch for action in actions], dtype=np.intp),
+        kind=np.array(["FBIW".index(action.kind) for action in actions], dtype=np.intp),
+        link=np.array(link, dtype=np.intp),
     )
 
 
@@ -168,15 +169,15 @@ def play(order: Order, seconds: Array, message_s: Array) -> list[float]:
     """When each rank has ended. `seconds`: (kinds, stages, microbatches); `message_s`: (boundaries, microbatches)."""
     ranks = max(order.rank) + 1
     free, ended = [0.0] * ranks, [0.0] * len(order.rank)
-    durations = seconds[np.array(order.kind), np.array(order.stage), np.array(order.microbatch)].tolist()
-    messages = message_s[np.array(order.link), np.array(order.microbatch)].tolist()
-    for at, (rank, after) in enumerate(zip(order.rank, order.after, strict=True)):
+    durations = seconds[order.kind, order.stage, order.microbatch].tolist()
+    messages = message_s[order.link, order.microbatch].tolist()
+    for at, (rank, after, lasts) in enumerate(zip(order.rank, order.after, durations, strict=True)):
         start = free[rank]
         if after >= 0:
             arrived = ended[after] + messages[at]
             if arrived > start:
                 start = arrived
-        free[rank] = ended[at] = start + durations[at]
+        free[rank] = ended[at] = start + lasts
     return free
 
 
@@ -216,7 +217,7 @@ def _equal(seconds: Array) -> bool:
     return bool(np.all(seconds == seconds[:, :, :1]))
 
 
-def held(plan: Plan, nbytes: Array, rank: int) -> tuple[float, int]:
+def most_held(plan: Plan, nbytes: Array, rank: int) -> tuple[float, int]:
     """The most bytes of activations that `rank` of the stage axis holds at once, and of how many microbatches.
 
     `nbytes`: (stages, microbatches), what each stage keeps of each.
@@ -237,12 +238,7 @@ def held(plan: Plan, nbytes: Array, rank: int) -> tuple[float, int]:
 @lru_cache(maxsize=2048)
 def _growth(
     name: ScheduleName, ranks: int, stages_per_rank: int, microbatches: int, rank: int
-) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]:
+) -> tuple[Places, Places, Places]:
     order = order_of(name, ranks, stages_per_rank, microbatches)
-    own = [at for at, where in enumerate(order.rank) if where == rank]
-    grows = [_GROWS["FBIW"[order.kind[at]]] for at in own]
-    return (
-        np.array(grows, dtype=np.intp),
-        np.array([order.stage[at] for at in own], dtype=np.intp),
-        np.array([order.microbatch[at] for at in own], dtype=np.intp),
-    )
+    own = np.flatnonzero(np.array(order.rank) == rank)
+    return np.array(_GROWS, dtype=np.intp)[order.kind[own]], order.stage[own], order.microbatch[own]

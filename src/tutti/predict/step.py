@@ -10,7 +10,7 @@ from tutti.predict.division import division
 from tutti.predict.exchanges import Wires
 from tutti.predict.groups import Group, network
 from tutti.predict.layout import recompute_regions
-from tutti.predict.memory import Model, kept, rank_memory
+from tutti.predict.memory import held_by_stage, kept, rank_memory
 from tutti.predict.network import Link
 from tutti.predict.overlap import Bucket, Exchange
 from tutti.predict.pipeline import stages_of
@@ -61,7 +61,7 @@ def predict(model: ModelSpec, cluster: ClusterSpec, plan: Plan) -> Prediction:
         fits=memory.total <= seat.memory_nbytes,
         sent_nbytes_per_rank=slowest.sent_nbytes,
         throughput_per_s=units / step_s,
-        model_flops_per_s=(model.flops_forward + model.flops_backward) * samples / step_s,
+        model_flops_per_s=setting.wires.columns.sample_flops * samples / step_s,
         devices=plan.world_size,
         notes=(
             *time_notes(seats, seats[work.seat], worker, work.limits, exchange, margin),
@@ -121,18 +121,23 @@ def _slowest(setting: Setting, works: list[RankWork]) -> _Slowest:
     for work in works:
         if work.stage not in longest or work.total_s > longest[work.stage].total_s:
             longest[work.stage] = work
-    syncs = {
-        stage: synchronise(
-            wires.columns,
-            wires.division,
-            wires.network,
-            setting.plan,
-            setting.own(stage),
-            work.passes,
-            setting.plan.batch.num_microbatches,
-        )
-        for stage, work in longest.items()
-    }
+    columns, done, syncs = wires.columns, {}, {}
+    for stage, work in longest.items():
+        own = setting.own(stage)
+        # stages of equal blocks exchange alike
+        like = (columns.gradients, columns.expert, columns.table, columns.sequence, *work.passes)
+        key = tuple(column[own].tobytes() for column in like)
+        if key not in done:
+            done[key] = synchronise(
+                columns,
+                wires.division,
+                wires.network,
+                setting.plan,
+                own,
+                work.passes,
+                setting.plan.batch.num_microbatches,
+            )
+        syncs[stage] = done[key]
     last = max(longest, key=lambda stage: longest[stage].total_s + syncs[stage].exchange.exposed_s)
     return _Slowest(
         work=longest[last],
@@ -186,11 +191,12 @@ def _phases(work: RankWork, exchanged: Exchange, other_s: float) -> dict[Phase, 
 def _memory(setting: Setting, lines: list[Line], syncs: dict[int, Sync]) -> tuple[RankMemory, Seat, str]:
     """The memory of the rank with the least room left, its seat, and when it is fullest."""
     wires, plan = setting.wires, setting.plan
-    model = Model(
-        columns=wires.columns,
-        division=wires.division,
-        stages=setting.stages,
-        kept=kept(wires.columns, wires.division, setting.regions, half=wires.half),
+    model = held_by_stage(
+        wires.columns,
+        wires.division,
+        setting.stages,
+        kept(wires.columns, wires.division, setting.regions, half=wires.half),
+        plan,
     )
     found: dict[tuple[int, tuple[int, ...], int], tuple[RankMemory, Seat, str]] = {}
     for line in lines:

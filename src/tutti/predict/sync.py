@@ -28,12 +28,13 @@ class Summed:
 
 
 def summed(columns: ModelTable, part: Division, net: Network, plan: Plan, own: Flags) -> list[Summed]:
-    """Gradients of the modules `own` by the group that sums them; none where a group has one rank."""
-    nbytes = np.where(own, columns.gradients * part.weight, 0.0)
+    """Gradients of the modules `own` (the others are left out) by the group that sums them; none where a group has one
+    rank."""
+    nbytes = (columns.gradients * part.weight)[own]
     apart = {
-        "expert": columns.expert & (plan.degree("expert") > 1),
-        "table": columns.table & (plan.degree("table") > 1),
-        "split": columns.sequence & (plan.degree("split") > 1),
+        "expert": columns.expert[own] & (plan.degree("expert") > 1),
+        "table": columns.table[own] & (plan.degree("table") > 1),
+        "split": columns.sequence[own] & (plan.degree("split") > 1),
     }
     kinds: list[tuple[tuple[AxisName, ...], Flags]] = [
         (tuple(axis for axis in SUMMED if axis != "expert"), apart["expert"]),
@@ -72,15 +73,18 @@ def synchronise(
     """The sums of the modules `own`, which begin in the last microbatch's backward. `passes`: seconds by module of a
     microbatch's forward and backward, its exchanges included."""
     kind = net.seats[0].device.kind
-    sums = summed(columns, part, net, plan, own)
     if plan.degree("shard") > 1 and plan.sharding.level > 1:
         return _divided(columns, part, net, plan, passes, microbatches)
+    sums = summed(columns, part, net, plan, own)
     pairs = fused(sums, plan)
-    backward = np.where(own, passes[1], 0.0)[::-1]
+    backward = passes[1][own][::-1]
+    times = {(bucket.nbytes, id(group)): 0.0 for bucket, group in pairs}  # equal blocks make equal buckets
+    for bucket, group in pairs:
+        times[bucket.nbytes, id(group)] = times[bucket.nbytes, id(group)] or group.all_reduce(bucket.nbytes)
     done = exchange(
         backward.tolist(),
         [bucket for bucket, _ in pairs],
-        [group.all_reduce(bucket.nbytes) for bucket, group in pairs],
+        [times[bucket.nbytes, id(group)] for bucket, group in pairs],
         compute_share=_share(kind, *(group for _, group in pairs)),
     )
     sent = sum(2 * (one.group.ranks - 1) / one.group.ranks * float(one.nbytes.sum()) for one in sums)

@@ -58,8 +58,9 @@ class ModelTable:
 
     `unit`: the part of the model, in order of execution, that a pipeline stage or a unit of sharding keeps together;
     0 is what lies before the first, the model's own among it. `block`: whether the module is in a repeated block.
-    `owner`: whose parameters a tied module shares, -1 for none; `parent`: the module's own index for the model itself.
-    `halo`: bytes across one cut through each spatial dim, (modules, 3).
+    `owner`: whose parameters a tied module shares, -1 for none.
+    `flops`: of forward; `sample_flops`: of a sample's both passes; `summed`, `gathered`: what the split axis does with a
+    divided module's output; `halo`: bytes across one cut through each spatial dim, (modules, 3).
     """
 
     ops: OpTable
@@ -75,6 +76,8 @@ class ModelTable:
     key_value: Array
     halo: Array
     kinds: tuple[str, ...]
+    summed: Flags
+    gathered: Flags
     limit: NDArray[np.intp]
     sequence: Flags
     expert: Flags
@@ -85,6 +88,7 @@ class ModelTable:
     block: Flags
     owner: NDArray[np.intp]
     flops: Array
+    sample_flops: float
 
     def __len__(self) -> int:
         return len(self.names)
@@ -122,6 +126,10 @@ def model_table(model: ModelSpec) -> ModelTable:
         key_value=column(lambda module: module.key_value_nbytes),
         halo=np.array([_halo(module) for module in modules], dtype=np.float64).reshape(len(modules), 3),
         kinds=tuple(module.split for module in modules),
+        summed=flags(
+            lambda module: module.split in ("row", "vocabulary") or (module.split == "heads" and module.parameters > 0)
+        ),
+        gathered=flags(lambda module: module.split == "rnn"),
         limit=np.array([module.split_limit for module in modules], dtype=np.intp),
         sequence=flags(lambda module: module.sequence),
         expert=flags(lambda module: module.expert),
@@ -132,6 +140,7 @@ def model_table(model: ModelSpec) -> ModelTable:
         block=np.array([block >= 0 for block in blocks], dtype=np.bool_),
         owner=np.array([place.get(module.tied_to or "\0", -1) for module in modules], dtype=np.intp),
         flops=column(lambda module: sum(op.flops_forward for op in module.ops)),
+        sample_flops=model.flops_forward + model.flops_backward,
     )
 
 

@@ -221,10 +221,12 @@ def _stage_seconds(setting: Setting, one: Passed, seat: int) -> Array:
 
 def _ties_s(setting: Setting) -> float:
     """Tied parameters on several stages: their gradients are summed after the pipeline."""
+    if not setting.stages.ties:
+        return 0.0
     columns, weight = setting.wires.columns, setting.wires.division.weight
-    links = setting.wires.network.neighbours("stage") if setting.stages.ties else ()
-    slowest = min((link.bandwidth_bytes_per_s for link in links), default=1.0)
-    latency = max((link.latency_s for link in links), default=0.0)
+    links = setting.wires.network.neighbours("stage")
+    slowest = min(link.bandwidth_bytes_per_s for link in links)
+    latency = max(link.latency_s for link in links)
     nbytes = sum(columns.gradients[owner] * weight[owner] for _, owner in setting.stages.ties)
     return float(2 * latency * len(setting.stages.ties) + nbytes / slowest)
 
