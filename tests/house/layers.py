@@ -10,6 +10,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "predict": frozenset({"errors", "spec"}),
     "plan": frozenset({"errors", "spec", "predict"}),
     "describe": frozenset({"errors", "spec"}),
+    "validate": frozenset({"errors", "spec", "predict", "describe"}),
     "optim": frozenset({"errors", "spec"}),
     "data": frozenset({"errors", "spec"}),
     "nn": frozenset({"errors", "spec"}),
@@ -25,6 +26,7 @@ ALLOWED: dict[str, frozenset[str]] = {
             "predict",
             "plan",
             "describe",
+            "validate",
             "nn",
             "optim",
             "data",
@@ -47,6 +49,7 @@ LIBRARIES: dict[str, frozenset[str]] = {
     "spec": frozenset({"pydantic"}),
     "predict": frozenset({"numpy"}),
     "plan": frozenset({"numpy"}),
+    "validate": frozenset({"numpy"}),
 }
 """Pure layers -> the only libraries beside the standard one they may import: none of them loads torch."""
 

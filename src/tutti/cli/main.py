@@ -12,6 +12,8 @@ _COMMANDS = {
     "describe": "what the script's model costs, module by module, without running it",
     "plan": "find the best plan for a script on a cluster, and explain it",
     "predict": "cost one plan",
+    "validate": "score predictions against published measurements",
+    "calibrate": "fit a cluster's constants to past runs",
     "run": "train by a plan",
     "verify": "compare N ranks with one device and name the first difference",
     "export": "a checkpoint of any plan as plain files that one device reads",

@@ -1,0 +1,118 @@
+"""`tutti calibrate RUN...`: what past runs took, fitted into a new ClusterSpec."""
+
+from dataclasses import replace
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tutti.cli.common import cluster_for, console, emit
+from tutti.cli.options import json_option
+from tutti.errors import ReportError
+from tutti.spec.cluster import ClusterSpec, Conditions
+
+if TYPE_CHECKING:
+    from tutti.validate.fit import Fit, Sample
+
+FEW_RUNS = 4
+"""With fewer runs one factor on the time is fitted; from so many on every constant, drawn to what it was before."""
+
+
+@click.command()
+@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUN...")
+@click.option("--cluster", type=click.Path(path_type=Path), help="The machines to correct; the runs' own if not given.")
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the new ClusterSpec here.")
+@json_option
+def command(runs: tuple[Path, ...], cluster: Path | None, output: Path | None, as_json: bool) -> None:
+    """Fit a cluster's constants to the steps of past runs: rates of products and memory, cost of a call, links.
+
+    RUN is a folder that tutti run made, or a folder of such. The old cluster file stays as it is; the new one says from
+    what it was fitted, when, and with which versions of torch and tutti: a calibration is worth as much as they are.
+    """
+    from tutti.cli.planning import write_spec
+
+    fitted, fit = calibrated(runs, cluster)
+    if output is not None:
+        write_spec(fitted, output)
+    if as_json:
+        emit(fitted)
+    else:
+        console.print(
+            f"{fit.rows} runs: mean error of the predicted step {fit.before:.1%} before, {fit.after:.1%} after",
+            soft_wrap=True,
+        )
+        if output is not None:
+            console.print(f"cluster written to {output}: use it with --cluster {output}", soft_wrap=True)
+
+
+def calibrated(paths: tuple[Path, ...], cluster: Path | None) -> tuple[ClusterSpec, "Fit"]:
+    """The corrected cluster and its fit. Raises ReportError where no run says enough, or runs are of other machines."""
+    from tutti.validate.fit import apply_fit, fit_constants
+
+    given = cluster_for(cluster) if cluster is not None else None
+    found = [one for path in paths for folder in _folders(path) if (one := _sample(folder, given)) is not None]
+    if not found:
+        raise ReportError(
+            "no run has a model, a plan, a cluster and a finished step; name run folders of `tutti run` with prediction"
+        )
+    samples = [sample for sample, _ in found]
+    base = given or samples[0].cluster
+    other = next((sample for sample in samples if sample.cluster.name != base.name), None)
+    if other is not None:
+        raise ReportError(
+            f"the runs are of different machines ({base.name!r} and {other.cluster.name!r}); calibrate each alone, or "
+            "name the machines with --cluster"
+        )
+    fit = fit_constants(samples, few=FEW_RUNS)
+    versions = {"tutti": version("tutti"), **{name: text for _, each in found for name, text in each.items()}}
+    stamp = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    what = ", ".join(f"{name} {text}" for name, text in sorted(versions.items()))
+    fitted = apply_fit(fit, base, f"fitted to {len(samples)} runs at {stamp} ({what})")
+    note = (
+        f"constants fitted at {stamp} to {len(samples)} runs, mean error {fit.after:.1%} after {fit.before:.1%} before"
+    )
+    return replace(fitted, conditions=_conditions(base.conditions, stamp, versions, note)), fit
+
+
+def _folders(path: Path) -> list[Path]:
+    """A run folder, or all runs in a folder of them."""
+    if (path / "run.json").is_file():
+        return [path]
+    return sorted(header.parent for header in path.glob("*/run.json"))
+
+
+def _sample(folder: Path, cluster: ClusterSpec | None) -> "tuple[Sample, dict[str, str]] | None":
+    """What a run measured, without its wait for data, which is not predicted; None where it says too little."""
+    from tutti.report.read import read_records
+    from tutti.report.timing import steady_steps
+    from tutti.validate.fit import Sample
+
+    try:
+        records = read_records(folder)
+    except ReportError as error:
+        console.print(f"left out: {error}", style="yellow", soft_wrap=True)
+        return None
+    machines = cluster or records.cluster
+    if records.model is None or records.plan is None or machines is None:
+        console.print(f"left out: {folder} has no model, plan or cluster", style="yellow", soft_wrap=True)
+        return None
+    times = [_own_s(row.number("wall_s"), row.mapping("phases")) for row in steady_steps(records)]
+    known = [seconds for seconds in times if seconds > 0]
+    if not known:
+        return None
+    sample = Sample(model=records.model, cluster=machines, plan=records.plan, measured_s=median(known))
+    return sample, {name: text for name, text in records.header.versions.items() if name in ("torch", "cuda", "python")}
+
+
+def _own_s(wall_s: float | None, phases: dict[str, float]) -> float:
+    return (wall_s or 0.0) - phases.get("data", 0.0)
+
+
+def _conditions(before: Conditions | None, stamp: str, versions: dict[str, str], note: str) -> Conditions:
+    fields: dict[str, Any] = {"measured_utc": stamp, "versions": versions}
+    if before is None:
+        return Conditions(cores_granted=0, load_at_start=0.0, load_at_end=0.0, notes=(note,), **fields)
+    return replace(before, notes=(*before.notes, note), **fields)

@@ -1,0 +1,135 @@
+"""`tutti validate`: predictions against published measurements, family by family."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from tutti.cli.common import console, emit
+from tutti.cli.options import json_option
+from tutti.errors import DataError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from tutti.validate.score import Errors
+    from tutti.validate.validate import FamilyResult, Validation, Wanted
+
+
+@click.command()
+@click.argument("rows", required=False, type=click.Path(path_type=Path), metavar="[ROWS.csv]")
+@click.option(
+    "--fit",
+    "fits",
+    multiple=True,
+    metavar="FAMILY=N[@OTHER]",
+    help="N rows of FAMILY calibrate, from the devices' constants of OTHER if it is named; may be repeated.",
+)
+@click.option("--family", "families", multiple=True, help="Only this family; may be repeated.")
+@json_option
+def command(rows: Path | None, fits: tuple[str, ...], families: tuple[str, ...], as_json: bool) -> None:
+    """Score predictions against the published measurements in ROWS, or those that ship with tutti.
+
+    Errors are of a step's time, by family, never one mean over all. Rows that calibrate are listed apart from those
+    that test; which do follows from their names alone. What misses its aim is said with the likely reason, and what
+    cannot be costed is counted. From 16 rows of a machine on its constants are fitted, with fewer one factor.
+    """
+    from tutti.validate.rows import load_rows
+    from tutti.validate.validate import validate
+
+    loaded = [row for row in load_rows(rows) if not families or row.family in families]
+    known = {row.family for row in loaded}
+    wanted = dict(_fit(text) for text in fits)
+    borrowed = [each.borrow for each in wanted.values() if each.borrow]
+    missing = [name for name in (*families, *wanted, *borrowed) if name not in known]
+    if missing:
+        raise DataError(f"there are no rows of family {missing[0]!r}; there are {', '.join(sorted(known)) or 'none'}")
+    with console.status("predicting") as status:
+        result = validate(loaded, wanted, lambda family: status.update(f"predicting {family}"))
+    if as_json:
+        emit(result)
+    else:
+        _show(result)
+
+
+def _fit(text: str) -> "tuple[str, Wanted]":
+    from tutti.validate.validate import Wanted
+
+    family, _, rest = text.partition("=")
+    count, _, borrow = rest.partition("@")
+    if not family or not count.isdecimal():
+        raise DataError(f"--fit {text}: write FAMILY=N, such as vtrainm=25, or FAMILY=N@OTHER")
+    return family, Wanted(count=int(count), borrow=borrow)
+
+
+def _show(result: "Validation") -> None:
+    from rich.console import Console
+
+    out = Console(highlight=False, width=None if sys.stdout.isatty() else 170)
+    out.print(_table(result))
+    for family in result.families:
+        for line in _lines(family):
+            out.print(line, markup=False, soft_wrap=True)
+
+
+def _table(result: "Validation") -> "Table":
+    from rich.table import Table
+
+    shown = Table(title="Errors of the predicted step time by family", title_justify="left")
+    shown.add_column("family", no_wrap=True)
+    shown.add_column("setting", no_wrap=True)
+    shown.add_column("rows", no_wrap=True)
+    for name in ("n", "median", "mean", "p90", "bias", "in interval", "rank corr.", "regret 1", "regret 5", "memory",
+                 "lowest"):  # fmt: skip
+        shown.add_column(name, justify="right", no_wrap=True)
+    for family in result.families:
+        for score in family.scores:
+            for kind, found in (("calibration", score.calibration), ("test", score.test)):
+                if found is not None:
+                    style = "dim" if kind == "calibration" else None
+                    shown.add_row(family.family, score.setting, kind, *_cells(found), style=style)
+    shown.caption = (
+        "Absolute errors relative to the measured time; bias is signed. Rank correlation and regret: among rows of one "
+        "model, batch and number of GPUs. Memory: mean absolute error, and the lowest signed one."
+    )
+    shown.caption_justify = "left"
+    return shown
+
+
+def _cells(found: "Errors") -> tuple[str, ...]:
+    def percent(value: float | None) -> str:
+        return "" if value is None else f"{value:.1%}"
+
+    return (
+        str(found.rows),
+        percent(found.median),
+        percent(found.mean),
+        percent(found.p90),
+        f"{found.bias:+.1%}",
+        f"{found.within:.0%}",
+        "" if found.rank_correlation is None else f"{found.rank_correlation:.2f}",
+        percent(found.top1_regret),
+        percent(found.top5_regret),
+        percent(found.memory_mean),
+        "" if found.memory_worst_under is None else f"{found.memory_worst_under:+.1%}",
+    )
+
+
+def _lines(family: "FamilyResult") -> list[str]:
+    """What the table has no room for: fits, misses, the worst rows, what could not be costed."""
+    lines = [f"{family.family}: {family.rows} rows"]
+    for made in family.fits:
+        what = f"one factor {made.fit.scale:.2f} on the time" if made.fit.scale != 1 else "its constants"
+        borrowed = f", constants of its device from {made.borrowed}" if made.borrowed else ""
+        lines.append(
+            f"  fitted to {made.fit.rows} rows of {made.machine}: {what}{borrowed}; error of those "
+            f"{made.fit.before:.1%} before, {made.fit.after:.1%} after"
+        )
+    for score in family.scores:
+        lines += [f"  missed ({score.setting}): {miss}" for miss in score.misses]
+    if family.worst:
+        rows = ", ".join(f"{row.row_id} {row.error:+.0%}" for row in family.worst)
+        lines.append(f"  farthest off: {rows}")
+    lines += [f"  not costed, {count}: {reason}" for reason, count in family.uncosted.items()]
+    return lines if len(lines) > 1 else []

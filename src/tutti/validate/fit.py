@@ -1,0 +1,152 @@
+"""The fit of a cluster's constants to measured step times: damped least squares on logarithms, with a prior.
+
+The prior draws every constant to its data sheet, so that what the rows do not say stays physical instead of running to
+a bound. Levenberg (1944) and Marquardt (1963); the Jacobian by differences.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tutti.errors import PlanError
+from tutti.predict import predict
+from tutti.spec.cluster import ClusterSpec
+from tutti.spec.model import ModelSpec
+from tutti.spec.plan import Plan
+from tutti.validate.constants import NAMES, NOISE, PRIOR, UNFITTED, Constants, fitted_cluster
+
+Array = NDArray[np.float64]
+_STEP = 0.05
+_ROUNDS = 12
+_LARGEST = 0.3  # of an error's logarithm: beyond it a row counts in proportion only
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One measured step: what ran, on which machines, and how long it took."""
+
+    model: ModelSpec
+    cluster: ClusterSpec
+    plan: Plan
+    measured_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """Fitted constants. `scale`: a factor on the time, where there were too few rows for more; `before`, `after`: mean
+    absolute error of the rows it was fitted to."""
+
+    constants: Constants = UNFITTED
+    scale: float = 1.0
+    rows: int = 0
+    before: float = 0.0
+    after: float = 0.0
+
+
+def fit_constants(samples: Sequence[Sample], start: Constants = UNFITTED, *, few: int = 16) -> Fit:
+    """Constants for rows of one kind of machine; with fewer than `few` rows only a scale is fitted.
+
+    `start`: constants already known for such devices, which are kept where there are few rows.
+    """
+    first = _logs(samples, start)
+    before = _mean_error(first)
+    if len(samples) < few:
+        scale = float(np.exp(-np.median(first))) if len(first) else 1.0
+        after = _mean_error(first + np.log(scale))
+        return Fit(constants=start, scale=scale, rows=len(samples), before=before, after=after)
+    free = _free(samples)
+    best = _minimise(lambda values: _logs(samples, Constants.of(values)), start.array(), free)
+    after = _mean_error(_logs(samples, Constants.of(best)))
+    return Fit(constants=Constants.of(best), rows=len(samples), before=before, after=after)
+
+
+def _free(samples: Sequence[Sample]) -> NDArray[np.bool_]:
+    """The constants that the rows say anything about: those of links that the clusters have."""
+    tiers = {link.tier for sample in samples for link in sample.cluster.links}
+    probed = any(device.gemm for sample in samples for device in sample.cluster.devices.values())
+    free = [
+        not (name.startswith("node_") and "node" not in tiers)
+        and not (name.startswith("network_") and "network" not in tiers)
+        and not (name == "half_size" and probed)
+        for name in NAMES
+    ]
+    return np.array(free)
+
+
+def _minimise(errors: Callable[[Array], Array], start: Array, free: NDArray[np.bool_]) -> Array:
+    """Levenberg-Marquardt over the free constants."""
+    weight = NOISE / PRIOR
+
+    def residual(values: Array) -> Array:
+        return np.concatenate([_capped(errors(values)), weight * (values - start)])
+
+    best, at = start.copy(), residual(start)
+    damping = 1e-2
+    for _ in range(_ROUNDS):
+        slopes = np.stack([(residual(_moved(best, int(index))) - at) / _STEP for index in np.flatnonzero(free)], axis=1)
+        normal = slopes.T @ slopes
+        improved = False
+        while damping < 1e4:
+            step = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -slopes.T @ at)
+            trial = best.copy()
+            trial[free] += np.clip(step, -1.0, 1.0)
+            now = residual(trial)
+            gained = 1 - float(now @ now) / max(float(at @ at), 1e-30)
+            if gained > 0:
+                best, at, damping = trial, now, damping / 5
+                improved = gained > 1e-3
+                break
+            damping *= 5
+        if not improved:
+            break
+    return best
+
+
+def _moved(values: Array, index: int) -> Array:
+    moved = values.copy()
+    moved[index] += _STEP
+    return moved
+
+
+def _capped(logs: Array) -> Array:
+    """Errors beyond `_LARGEST` count in proportion, not squared: a misprinted row bends no fit (Huber 1964)."""
+    size = np.abs(logs)
+    outer = np.sqrt(np.maximum(0.0, 2 * size * _LARGEST - _LARGEST**2))
+    return np.sign(logs) * np.where(size > _LARGEST, outer, size)
+
+
+def _logs(samples: Sequence[Sample], constants: Constants) -> Array:
+    """log(predicted / measured); rows that cannot be costed say nothing."""
+    logs = []
+    for sample in samples:
+        cluster = fitted_cluster(sample.cluster, constants, "fit")
+        try:
+            logs.append(np.log(predict(sample.model, cluster, sample.plan).step_time_s.value / sample.measured_s))
+        except PlanError:
+            continue
+    return np.array(logs)
+
+
+def _mean_error(logs: Array) -> float:
+    return float(np.abs(np.expm1(logs)).mean()) if len(logs) else 0.0
+
+
+def apply_fit(fit: Fit, cluster: ClusterSpec, source: str) -> ClusterSpec:
+    """The cluster with a fit's constants and its scale on everything that takes time; as it is where none was made."""
+    if not fit.rows and fit.constants == UNFITTED:
+        return cluster
+    log = -float(np.log(fit.scale))
+    values = fit.constants
+    slower = replace(
+        values,
+        rate=values.rate + log,
+        bandwidth=values.bandwidth + log,
+        call=values.call - log,
+        node_bandwidth=values.node_bandwidth + log,
+        node_latency=values.node_latency - log,
+        network_bandwidth=values.network_bandwidth + log,
+        network_latency=values.network_latency - log,
+    )
+    return fitted_cluster(cluster, slower, source)
