@@ -136,7 +136,7 @@ class Attention:
             )
         if k.shape[1] % degree:  # too few key heads: each query head brings its own
             k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
-        q, k, v = (to_heads(x, group, degree, self.ring.lane) for x in (q, k, v))
+        q, k, v = to_heads((q, k, v), group, degree, self.ring.lane)
         if mask is not None:
             if mask.shape[-2] not in (1, self.length):
                 mask = gather_whole(mask, mask.dim() - 2, self.order, group)
