@@ -65,6 +65,7 @@ def describe_script(script: Path, arguments: tuple[str, ...]) -> ModelSpec:
 def describe_captured(captured: "Captured", *, name: str) -> ModelSpec:
     """The ModelSpec of what a script gave to `prepare`. Raises DataError where no sample can be had."""
     from tutti.describe import describe_model
+    from tutti.runtime.facts import with_facts
 
     count = SAMPLES if captured.dataset_samples is None else min(SAMPLES, captured.dataset_samples)
     if count < 1:
@@ -76,7 +77,7 @@ def describe_captured(captured: "Captured", *, name: str) -> ModelSpec:
             f"{name}: the first {count} samples cannot be made into a batch ({type(error).__name__}: {error}); "
             "correct the data set or its collate function"
         ) from error
-    return describe_model(
+    described = describe_model(
         captured.model,
         args,
         kwargs,
@@ -88,6 +89,7 @@ def describe_captured(captured: "Captured", *, name: str) -> ModelSpec:
         tokens_per_sample=captured.tokens_per_sample,
         dataset_samples=captured.dataset_samples,
     )
+    return with_facts(described, captured.model, () if kwargs else args)
 
 
 def _write(model: ModelSpec, output: Path) -> None:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from tutti.predict import constants
 from tutti.predict.compute import Array, OpTable, op_table
-from tutti.spec.model import ModelSpec, ModuleSpec
+from tutti.spec.model import ModelSpec, ModuleSpec, block_of_name
 
 T = TypeVar("T")
 Flags = NDArray[np.bool_]
@@ -59,8 +59,8 @@ class ModelTable:
     `unit`: the part of the model, in order of execution, that a pipeline stage or a unit of sharding keeps together;
     0 is what lies before the first, the model's own among it. `block`: whether the module is in a repeated block.
     `owner`: whose parameters a tied module shares, -1 for none.
-    `flops`: of forward; `sample_flops`: of a sample's both passes; `summed`, `gathered`: what the split axis does with a
-    divided module's output; `halo`: bytes across one cut through each spatial dim, (modules, 3).
+    `flops`: of forward; `sample_flops`: of a sample's both passes; `summed`, `gathered`: what the split axis does with
+    a divided module's output; `halo`: bytes across one cut through each spatial dim, (modules, 3).
     """
 
     ops: OpTable
@@ -152,13 +152,6 @@ def multiplies(module: ModuleSpec) -> bool:
 def _halo(module: ModuleSpec) -> tuple[float, ...]:
     given = module.halo_nbytes_by_dim or (module.halo_nbytes_per_cut,) * 3
     return (*given, 0.0, 0.0, 0.0)[:3]
-
-
-def block_of_name(name: str) -> str:
-    """The block that a module is in by its dotted name: up to the first number, "" for none (layers.3.up: layers.3)."""
-    parts = name.split(".")
-    at = next((index for index, part in enumerate(parts) if part.isdecimal()), None)
-    return "" if at is None else ".".join(parts[: at + 1])
 
 
 def _blocks(modules: tuple[ModuleSpec, ...]) -> list[int]:

@@ -124,3 +124,10 @@ class ModelSpec:
     @property
     def batch_statistics(self) -> bool:
         return any(module.batch_statistics for module in self.modules)
+
+
+def block_of_name(name: str) -> str:
+    """The repeated block that a module is in by its dotted name, up to the first number; "" for none."""
+    parts = name.split(".")
+    at = next((index for index, part in enumerate(parts) if part.isdecimal()), None)
+    return "" if at is None else ".".join(parts[: at + 1])
