@@ -56,7 +56,7 @@ def _print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
     for row in rows:
         table.add_row(*row)
     console = Console()
-    console.width = max(console.width, 100)  # in a log too, no figure is cut short
+    console.width = max(console.width, 160)  # in a log too, no figure is cut short
     console.print(table)
 
 
