@@ -15,10 +15,10 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 CHECKED := src tests examples benchmarks
 DEMO_RUN := runs/demo
 
-.PHONY: help demo test long matrix check lint types bench clean install
+.PHONY: help demo test long matrix check lint types bench plan-bench clean install
 
 help:  ## list the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 19
 
 install: $(STAMP)  ## make the virtual environment and install tutti into it
 
@@ -70,6 +70,9 @@ types: $(STAMP)  ## mypy, strict
 
 bench: $(STAMP)  ## measure tutti against plain PyTorch; writes benchmarks/results (QUICK=1: a short look)
 	@$(BIN)/python benchmarks/run.py $(if $(QUICK),--quick)
+
+plan-bench: $(STAMP)  ## measure every plan between 2 hosts of a lab beside its prediction (root, 20 minutes; QUICK=1)
+	@$(BIN)/python benchmarks/run.py plan $(if $(QUICK),--quick)
 
 clean:  ## remove the virtual environment, caches and runs
 	@rm -rf $(VENV) runs build src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
