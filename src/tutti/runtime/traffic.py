@@ -51,7 +51,7 @@ class Total:
 
 
 class Lane:
-    """Exchanges that carry one kind of thing over some axes of the mesh. Costs less than a microsecond an exchange.
+    """Exchanges that carry one kind of thing over some axes of the mesh. Costs about a microsecond an exchange.
 
     As a context manager, after `waiting`: an exchange that is waited for where it stands.
     """
