@@ -114,8 +114,8 @@ def predicted(case: Case, plan: Plan) -> dict[str, Any]:
     """What predict says of a plan's step, or why it says nothing."""
     try:
         found = predict(case.model, case.cluster, plan)
-    except PlanError as error:
-        return {"not_predicted": str(error)}
+    except Exception as error:  # what predict cannot cost, or fails at, is a finding; the other plans go on
+        return {"not_predicted": reason(error)}
     step = found.step_time_s
     return {"predicted_s": step.value, "predicted_low_s": step.low, "predicted_high_s": step.high}
 
@@ -125,9 +125,14 @@ def chosen(case: Case) -> tuple[Plan | None, str]:
     request = Request(script=case.script, degree=case.ranks, scope="all")
     try:
         choice = choose(case.model, case.cluster, request)
-    except PlanError as error:
-        return None, str(error)
+    except Exception as error:  # as above
+        return None, reason(error)
     return choice.best, " ".join(choice.remarks)
+
+
+def reason(error: Exception) -> str:
+    """What an error says; of one that nobody raised on purpose, also its kind."""
+    return str(error) if isinstance(error, PlanError) else f"{type(error).__name__}: {error}"
 
 
 # What is measured
