@@ -37,11 +37,12 @@ def passed(wires: Wires, worker: Worker, regions: tuple[Region, ...], samples: i
     again = repeats(wires, regions)
     waits = exchanged(wires, samples, ahead.seconds, back.seconds)
     if regions:
+        repeated = again * ~_last_sums(wires, regions)
         waits = Exchanged(
             forward_s=waits.forward_s,
-            backward_s=waits.backward_s + again * waits.forward_s,
+            backward_s=waits.backward_s + repeated * waits.forward_s,
             forward_nbytes=waits.forward_nbytes,
-            backward_nbytes=waits.backward_nbytes + again * waits.forward_nbytes,
+            backward_nbytes=waits.backward_nbytes + repeated * waits.forward_nbytes,
         )
     return Passed(
         forward_s=ahead.seconds,
@@ -59,6 +60,18 @@ def repeats(wires: Wires, regions: tuple[Region, ...]) -> Array:
         dear = wires.columns.multiplies[found.member] & found.selective[found.of]
         again[found.member] = np.where(dear, 0.0, 1.0)
     return again
+
+
+def _last_sums(wires: Wires, regions: tuple[Region, ...]) -> Flags:
+    """The last module of each region whose output is summed: backward needs nothing that comes after it, so the region
+    is not computed again so far."""
+    found = marks(regions)
+    summed = wires.division.split[found.member] & wires.columns.summed[found.member]
+    last = np.zeros(len(regions), dtype=np.intp) - 1
+    np.maximum.at(last, found.of[summed], found.member[summed])
+    result = np.zeros(len(wires.columns), dtype=np.bool_)
+    result[last[last >= 0]] = True
+    return result
 
 
 def _chunked(whole: compute.Work, part: compute.Work, inside: Flags, chunks: int) -> compute.Work:

@@ -228,17 +228,18 @@ def _sent_by(model: nn.Module, volume: torch.Tensor, cut: tuple[int, int, int], 
     space = Space(grid=grid, place=place, ranks=tuple(range(parts)), group=None, sums={}, dry=True)
     shapes = copy.deepcopy(model).to("meta", volume.dtype).train()
     sent: dict[str, float] = {}
-    open_ones: list[float] = []
+    open_ones: list[tuple[int, list[int]]] = []  # (sent before, sent inside by each module it calls)
 
     def enter(module: nn.Module, inputs: Any) -> None:
-        open_ones.append(-float(space.sent_nbytes))
+        open_ones.append((space.sent_nbytes, []))
 
     def leave(module: nn.Module, inputs: Any, output: Any) -> None:
-        own = open_ones.pop() + space.sent_nbytes
+        before, inside = open_ones.pop()
+        everything = space.sent_nbytes - before
         if open_ones:
-            open_ones[-1] -= own
+            open_ones[-1][1].append(everything)
         if isinstance(output, CutTensor):
-            sent[names[module]] = sent.get(names[module], 0.0) + own
+            sent[names[module]] = sent.get(names[module], 0.0) + everything - sum(inside)
 
     names = {module: name for name, module in shapes.named_modules()}
     for module in names:
