@@ -57,7 +57,8 @@ def _plan(options: "Options", captured: "Captured", name: str) -> "Plan":
     if options.nproc is not None:
         plan = replace(captured.plan, mesh={"replicate": options.nproc})
         return with_annotations(plan, captured.model, stated_mesh=False)
-    return plan_for(captured, cluster_for(options.cluster), name=name, max_devices=options.max_devices).best
+    cluster = cluster_for(options.cluster)
+    return plan_for(captured, cluster, name=name, max_devices=options.max_devices, scope="all").best
 
 
 def _tensors(model: object) -> float:

@@ -1,7 +1,6 @@
 """`tutti plan`: the best plan for a script, or a described model, on a cluster; and why the others lost."""
 
-import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -9,6 +8,7 @@ import click
 
 from tutti.cli.common import capture_script, cluster_for, console, emit
 from tutti.cli.options import SCRIPT_CONTEXT, json_option
+from tutti.cli.quantities import DURATION, SIZE
 from tutti.errors import PlanError, ScriptError
 from tutti.spec import codec
 from tutti.spec.model import ModelSpec
@@ -16,12 +16,10 @@ from tutti.spec.plan import BatchPlan, Plan
 from tutti.spec.words import Precision, Unit
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from tutti.plan import Objective, PrecisionPolicy, Request
+    from tutti.runtime.capture import Captured
 
-    from tutti.plan import Choice, PrecisionPolicy
-
-SHOWN = 10
-"""Alternatives in the table; --json has all."""
+OBJECTIVES = ("throughput", "device-hours", "cost", "energy", "memory", "time-to-quality")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +35,19 @@ class Options:
     nproc: int | None
     precision: "PrecisionPolicy"
     allow_microbatches: bool
+    data_parallel: bool
+    objective: "Objective"
+    epochs: float | None
+    samples: float | None
+    memory: float | None
+    budget: float | None
+    deadline: float | None
+    critical_batch: float | None
+    least_samples: float | None
+    seconds: float | None
+    what_if: tuple[str, ...]
+    diff: tuple[Path, Path] | None
+    top: int
     output: Path | None
     mesh: str | None
     plan: Path | None
@@ -44,11 +55,39 @@ class Options:
     as_json: bool
 
 
+def _searching(function: Any) -> Any:
+    """Options of what is searched for, and within which limits."""
+    options = (
+        click.option("--data-parallel", is_flag=True, help="Consider data parallelism alone."),
+        click.option("--objective", type=click.Choice(OBJECTIVES), default="throughput", show_default=True,
+                     help="What the best plan has least of (throughput: time of a step)."),
+        click.option("--epochs", type=click.FloatRange(0, min_open=True), help="How long training is, in epochs."),
+        click.option("--samples", type=click.FloatRange(0, min_open=True),
+                     help="How long training is, in what the batch counts (samples or tokens)."),
+        click.option("--memory", type=SIZE, help="A rank may take so much, such as 60gb."),
+        click.option("--budget", type=click.FloatRange(0, min_open=True), help="The training may cost so much."),
+        click.option("--deadline", type=DURATION, help="The training may take so long, such as 12h or 3d."),
+        click.option("--critical-batch", type=click.FloatRange(0, min_open=True),
+                     help="For time-to-quality: the batch at which twice the least samples are needed."),
+        click.option("--least-samples", type=click.FloatRange(0, min_open=True),
+                     help="For time-to-quality: samples that the quality takes with very small batches."),
+        click.option("--seconds", type=click.FloatRange(0.1), help="End the search after so long (8; mixed 40)."),
+        click.option("--what-if", multiple=True, metavar="CHANGE",
+                     help="Plan for a changed cluster too: link=10gbit, devices=256, memory=80gb, speed=2x."),
+        click.option("--diff", nargs=2, type=click.Path(path_type=Path), metavar="A B",
+                     help="Say how two plan files differ; nothing is planned."),
+        click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="Alternatives to show."),
+    )  # fmt: skip
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
 @click.command(context_settings=SCRIPT_CONTEXT)
 @click.option("--cluster", type=click.Path(path_type=Path), help="The machines; this one, measured, if not given.")
 @click.option("--model", type=click.Path(path_type=Path), help="Plan for a ModelSpec file instead of a script.")
-@click.option("--global-batch-size", type=click.IntRange(1), help="With --model: the batch of a step.")
-@click.option("--unit", type=click.Choice(get_args(Unit)), default="samples", help="With --model: what it counts.")
+@click.option("--global-batch-size", type=click.IntRange(1), help="Without a script: the batch of a step.")
+@click.option("--unit", type=click.Choice(get_args(Unit)), default="samples", help="Without a script: what it counts.")
 @click.option("--max-devices", type=click.IntRange(1), help="Use at most so many ranks.")
 @click.option("--nproc", type=click.IntRange(1), help="Use exactly so many ranks.")
 @click.option(
@@ -59,107 +98,112 @@ class Options:
     help="Keep the script's; auto: choose, which may change the numbers; or exactly this one.",
 )
 @click.option("--allow-microbatches", is_flag=True, help="Let microbatches change where that changes results.")
-@click.option("--mesh", metavar="AXIS=N,...", help="Exactly this mesh, such as replicate=2,split=2: nothing is chosen.")
+@_searching
+@click.option("--mesh", metavar="AXIS=N,...", help="Exactly this mesh, such as replicate=2,split=2.")
 @click.option("--plan", type=click.Path(path_type=Path), help="Explain this plan for SCRIPT.")
 @click.option("--explain", is_flag=True, help="Show where every module lies, its bytes a rank and its collectives.")
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the plan to this file.")
 @json_option
-@click.argument("target", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")
+@click.argument("target", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]... | NAME [SIZES]...")
 def command(**given: Any) -> None:
-    """Choose how to train SCRIPT: ranks, microbatches, precision, by predicted step time and memory.
+    """Choose how to train SCRIPT: its mesh, microbatches, recompute and precision, by predicted time and memory.
 
+    Instead of a script, name an architecture with its sizes: `tutti plan llama --layers 80 --global-batch-size 512`.
     With --cluster no hardware is needed. Options of tutti come before SCRIPT, the script's own ARGUMENTS after it.
     """
     options = Options(**given)
-    from tutti.cli.planning import write_spec
+    from tutti.cli.named import named_model
+    from tutti.cli.plan_show import show_choice, show_difference, show_scenarios
 
-    if options.mesh is not None or options.plan is not None or options.explain:
+    if options.diff is not None:
+        show_difference(*options.diff, as_json=options.as_json)
+        return
+    described = options.model is not None or named_model(options.target) is not None
+    if options.plan is not None or options.explain or (options.mesh is not None and not described):
         from tutti.cli.explain import explain_script
 
         explain_script(options)
         return
-    choice = _choose(options)
+    from tutti.cli.planning import search, write_spec
+    from tutti.plan import stamp, what_if
+
+    model, request = asked(options)
+    cluster = cluster_for(options.cluster)
+    with console.status("searching plans"):
+        choice = search(model, cluster, request, options.seconds)
     if options.output is not None:
-        write_spec(choice.best, options.output)
-    if options.as_json:
+        write_spec(replace(choice.best, made_for=stamp(model)), options.output)
+    if options.what_if:
+        with console.status("searching plans for the changed clusters"):
+            changed = [what_if(cluster, text) for text in options.what_if]
+            others = [(words, search(model, other, request, options.seconds)) for other, words in changed]
+        show_scenarios(choice, others, options)
+    elif options.as_json:
         emit(choice)
-        return
-    _show(choice, options)
+    else:
+        show_choice(choice, options)
 
 
-def _choose(options: Options) -> "Choice":
-    from tutti.cli.planning import plan_for
-    from tutti.plan import Request, choose
+def asked(options: Options) -> tuple[ModelSpec, "Request"]:
+    """The model and the request that the command line means; the script is run up to its `prepare`."""
+    from tutti.cli.named import named_model
+    from tutti.cli.planning import demanded, model_spec_of
 
     if bool(options.model) == bool(options.target):
         raise ScriptError("name one thing to plan for: a script (tutti plan train.py), or --model FILE")
-    if options.model is not None:
-        script = Plan(batch=_batch(options))
-        model = codec.load(ModelSpec, options.model)
-        cluster = cluster_for(options.cluster)
-        request = Request(
-            script=script,
-            max_devices=options.max_devices,
-            degree=options.nproc,
-            precision=options.precision,
-            allow_microbatches=options.allow_microbatches,
-        )
-        return choose(model, cluster, request)
+    model = codec.load(ModelSpec, options.model) if options.model is not None else named_model(options.target)
+    if model is not None:
+        return model, _request(options, Plan(batch=_batch(options)), model)
     path = Path(options.target[0])
     with console.status("tracing the model on shapes"):
-        captured = capture_script(path, options.target[1:])
-    return plan_for(
-        captured,
-        cluster_for(options.cluster),
-        name=path.stem,
-        nproc=options.nproc,
+        captured: Captured = capture_script(path, options.target[1:])
+        model = model_spec_of(captured, name=path.stem)
+    return model, replace(_request(options, captured.plan, model), demanded=demanded(captured))
+
+
+def _request(options: Options, script: Plan, model: ModelSpec) -> "Request":
+    from tutti.plan import Request
+    from tutti.spec.mesh_words import parse_mesh
+
+    return Request(
+        script=script,
         max_devices=options.max_devices,
+        degree=options.nproc,
         precision=options.precision,
         allow_microbatches=options.allow_microbatches,
+        scope="data" if options.data_parallel else "all",
+        mesh=parse_mesh(options.mesh) if options.mesh is not None else None,
+        objective=options.objective,
+        train_samples=_train_samples(options, script, model),
+        noise=_noise(options),
+        memory_nbytes=options.memory,
+        budget=options.budget,
+        deadline_s=options.deadline,
     )
+
+
+def _train_samples(options: Options, script: Plan, model: ModelSpec) -> float | None:
+    if options.epochs is None:
+        return options.samples
+    if options.samples is not None:
+        raise PlanError("--epochs and --samples both say how long training is; give one")
+    if model.dataset_samples is None:
+        raise PlanError(f"--epochs {options.epochs:g}: how large the data set is, is unknown; give --samples instead")
+    tokens = model.tokens_per_sample if script.batch.unit == "tokens" else 1
+    return options.epochs * model.dataset_samples * tokens
+
+
+def _noise(options: Options) -> Any:
+    from tutti.plan import NoiseScale
+
+    if options.critical_batch is None and options.least_samples is None:
+        return None
+    if options.critical_batch is None or options.least_samples is None:
+        raise PlanError("--critical-batch and --least-samples belong together; give both")
+    return NoiseScale(critical_batch=options.critical_batch, least_samples=options.least_samples)
 
 
 def _batch(options: Options) -> BatchPlan:
     if options.global_batch_size is None:
         raise PlanError("a ModelSpec has no batch; add --global-batch-size N (and --unit tokens if it counts tokens)")
     return BatchPlan(global_batch_size=options.global_batch_size, unit=options.unit)
-
-
-def _show(choice: "Choice", options: Options) -> None:
-    from rich.console import Console
-
-    from tutti.plan import explain
-
-    out = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-    out.print(explain(choice), markup=False, soft_wrap=True)
-    out.print(table(choice))
-    hidden = len(choice.alternatives) - SHOWN
-    if hidden > 0:
-        out.print(f"{hidden} more were considered; --json lists all", style="dim")
-    for note in choice.prediction.notes[1:]:
-        out.print(f"note: {note}", markup=False, soft_wrap=True, style="dim")
-    if options.output is None:
-        return
-    script = " ".join(options.target) or "SCRIPT"
-    console.print(f"plan written to {options.output}: tutti run --plan {options.output} {script}", soft_wrap=True)
-
-
-def table(choice: "Choice") -> "Table":
-    """The chosen plan and the nearest others. All numbers are predicted."""
-    from rich.table import Table
-
-    from tutti.plan import rows
-
-    shown = Table(title="Plans by predicted step time", title_justify="left")
-    for name in ("ranks", "microbatches"):
-        shown.add_column(name, justify="right", no_wrap=True)
-    shown.add_column("precision", no_wrap=True)
-    for name in ("step", "exposed comm.", "memory a rank"):
-        shown.add_column(name, justify="right", no_wrap=True)
-    shown.add_column("verdict", overflow="fold")
-    for row in rows(choice)[: SHOWN + 1]:
-        ranks = f"{row.ranks} by speed" if row.shares == "by speed" else str(row.ranks)
-        values = (ranks, str(row.microbatches), row.precision, row.step, row.exposed, row.memory, row.reason)
-        style = "bold green" if row.chosen else None if row.fits else "red"
-        shown.add_row(*values, style=style)
-    return shown

@@ -1,16 +1,24 @@
 """What commands that plan have in common: from a captured script to a ModelSpec and a Choice."""
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tutti.errors import SpecError
-from tutti.plan import Choice, PrecisionPolicy, Request, choose
+from tutti.plan import Choice, PrecisionPolicy, Request, Scope, choose
 from tutti.spec import codec
 from tutti.spec.cluster import ClusterSpec
 from tutti.spec.model import ModelSpec
+from tutti.spec.words import AxisName
 
 if TYPE_CHECKING:
     from tutti.runtime.capture import Captured
+
+SEARCH_S = 8.0
+"""A search of a uniform cluster ends after so many seconds with the best it has, and says what it left."""
+
+MIXED_SEARCH_S = 40.0
+"""The same where devices differ: several orders of nodes, shares and cuts are tried."""
 
 
 def model_spec_of(captured: "Captured", *, name: str = "model") -> ModelSpec:
@@ -29,10 +37,13 @@ def plan_for(
     max_devices: int | None = None,
     precision: PrecisionPolicy = "script",
     allow_microbatches: bool = False,
+    scope: Scope = "prefer-data",
+    **wishes: Any,
 ) -> Choice:
     """Choose a plan for a captured script: its batch, layout and sync stay; `nproc` fixes the number of ranks.
 
-    Raises PlanError where nothing fits.
+    Without more being said the plan is data parallel unless that does not fit, or the script's annotations ask for
+    more. `wishes`: other fields of the Request. Raises PlanError where nothing fits.
     """
     request = Request(
         script=captured.plan,
@@ -40,8 +51,34 @@ def plan_for(
         degree=nproc,
         precision=precision,
         allow_microbatches=allow_microbatches,
+        scope=scope,
+        demanded=demanded(captured),
+        **wishes,
     )
-    return choose(model_spec_of(captured, name=name), cluster, request)
+    return search(model_spec_of(captured, name=name), cluster, request)
+
+
+def search(model: ModelSpec, cluster: ClusterSpec, request: Request, limit_s: float | None = None) -> Choice:
+    """`choose` under this process' clock."""
+    if limit_s is None:
+        kinds = {(node.device, node.devices_per_node) for node in cluster.nodes}
+        limit_s = MIXED_SEARCH_S if len(kinds) > 1 else SEARCH_S
+    return choose(model, cluster, request, clock=time.monotonic, limit_s=limit_s)
+
+
+def demanded(captured: "Captured") -> dict[AxisName, int]:
+    """The axes that a script's annotations ask for with their degrees, 0 where any above one will do."""
+    from tutti.runtime.annotated import marks_of
+
+    marks = marks_of(captured.model)
+    found: dict[AxisName, int] = {}
+    if marks.stages:
+        found["stage"] = len(marks.stages) + 1
+    if marks.splits:
+        found["split"] = max((one.degree or 0 for one in marks.placed.values()), default=0)
+    if marks.sharded:
+        found["shard"] = max((one.degree or 0 for one in marks.sharded.values()), default=0)
+    return found
 
 
 def write_spec(value: Any, output: Path) -> None:

@@ -1,7 +1,17 @@
 """The planner: enumerate plans, cost them, choose one, and say why."""
 
 from tutti.plan.candidates import candidates
-from tutti.plan.choice import Alternative, Choice, Coverage, NoiseScale, Objective, PrecisionPolicy, Request, Totals
+from tutti.plan.choice import (
+    Alternative,
+    Choice,
+    Coverage,
+    NoiseScale,
+    Objective,
+    PrecisionPolicy,
+    Request,
+    Scope,
+    Totals,
+)
 from tutti.plan.difference import difference
 from tutti.plan.explain import Row, explain, rows
 from tutti.plan.quality import samples_to_quality
@@ -18,6 +28,7 @@ __all__ = [
     "PrecisionPolicy",
     "Request",
     "Row",
+    "Scope",
     "Totals",
     "candidates",
     "changed_modules",

@@ -5,14 +5,15 @@ is, the pipeline's unavoidable filling, the gradients' way over the fastest link
 An estimate adds the exchanges and is often within a third of the prediction; it decides nothing but the order.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tutti.plan.enumerate import SCHEDULES, Shapes, Variants
+from tutti.plan.room import Room
 from tutti.plan.tables import Array, Ints, Tables, by_kind
-from tutti.spec.cluster import LinkSpec
 
 _INTERLEAVED, _ZERO_BUBBLE = SCHEDULES.index("interleaved"), SCHEDULES.index("zero-bubble")
 
@@ -32,160 +33,161 @@ def least_samples(shapes: Shapes, samples: int) -> Ints:
     return np.asarray(np.maximum(1, samples // (shapes.data * shapes.microbatches)), dtype=np.int64)
 
 
-def filling(microbatches: Ints, stages: Ints) -> Array:
-    """Time of a 1F1B or GPipe step, at least, in times of one microbatch through all stages on one rank.
-
-    For every stage s the step lasts m t_s plus the times of the stages before it, t_s being forward and backward: the
-    first microbatch comes through them and the last one's gradient goes back. However the model is cut, the largest of
-    these is at least 1 / (1 - (1 - 1/m)^p), reached where all are equal.
-    """
-    part = 1.0 - 1.0 / microbatches.astype(np.float64)
-    return np.asarray(1.0 / (1.0 - part ** stages.astype(np.float64)), dtype=np.float64)
-
-
 def shape_bounds(tables: Tables, shapes: Shapes, samples: int) -> tuple[Array, Array]:
     """(seconds, bytes) that no way to run a mesh is below."""
-    count = least_samples(shapes, samples)
-    ahead, back, _ = by_kind((count, shapes.expert, shapes.table, shapes.world), tables.seconds)
-    (speed,) = by_kind((shapes.world,), lambda world: (tables.ground(world).speed,))
+    best, speed, _ = by_kind((shapes.world,), tables.facts)
+    ahead, back = by_kind((least_samples(shapes, samples), best.astype(np.int64)), tables.seconds)
     divided = shapes.split * shapes.context * shapes.space * shapes.stage
+    parameters, gradients, optimizer, _, _ = by_kind((shapes.split, shapes.expert, shapes.table), tables.state)
     seconds = shapes.microbatches * (ahead + back) / divided / speed
-    parameters, gradients, optimizer = by_kind((shapes.split, shapes.expert, shapes.table), tables.state)
     memory = (parameters + gradients + optimizer) / shapes.stage / shapes.copies
     return np.asarray(seconds, dtype=np.float64), np.asarray(memory, dtype=np.float64)
 
 
-def variant_bounds(tables: Tables, found: Shapes, ways: Variants, samples: int) -> Bounds:
-    """Bounds and estimates of the variants `ways` of the meshes `found`."""
-    rows = found.take(ways.shape)
-    count = least_samples(rows, samples)
-    ahead, back, calls = by_kind((count, rows.expert, rows.table, rows.world), tables.seconds)
-    speed, hosts = by_kind((rows.world,), lambda world: (tables.ground(world).speed, tables.ground(world).hosts))
-    inner = (rows.split * rows.context * rows.space).astype(np.float64)
-    again = np.where(ways.recompute == 2, ahead, 0.0)
-    whole = ahead + back + (again if _has_blocks(tables) else 0.0)
-    plain = np.where(
-        (ways.schedule == _INTERLEAVED) | (ways.schedule == _ZERO_BUBBLE) | (rows.stage == 1),
-        rows.microbatches / rows.stage,
-        filling(rows.microbatches, rows.stage),
-    )
-    least = np.where(ways.recompute == 2, ahead + back, whole) * plain / inner / speed
-    state, held = _state(tables, rows, ways)
-    kept, small, largest = by_kind((rows.split, rows.context, rows.space), tables.activations)
-    memory = np.maximum(
-        state / rows.stage + count * np.where(ways.recompute == 0, kept, 0.0) / rows.stage,
-        _of_first(rows, ways) * np.where(ways.recompute == 0, kept, 0.0) * count / rows.stage,
-    )
-    likely = _likely_seconds(tables, rows, ways, (whole, calls, inner, speed, plain, hosts), count)
-    activations = np.where(ways.recompute == 2, small, np.where(ways.recompute == 1, 0.6 * kept + 0.4 * small, kept))
-    live = np.where(
-        ways.schedule == SCHEDULES.index("gpipe"), rows.microbatches, np.minimum(rows.microbatches, rows.stage)
-    )
-    live = live * np.where(ways.chunks > 1, 1 + (rows.stage - 1) / (rows.stage * ways.chunks), 1.0)
-    busy = count * (activations * live / rows.stage + np.where(ways.recompute == 2, largest, 0.0))
-    return Bounds(
-        step_s=np.asarray(least, dtype=np.float64),
-        memory=np.asarray(memory, dtype=np.float64),
-        likely_s=np.asarray(likely, dtype=np.float64),
-        likely_memory=np.asarray(1.05 * (held / rows.stage + busy) + 1e9, dtype=np.float64),
-    )
-
-
-def _has_blocks(tables: Tables) -> bool:
-    return any(module.name for module in tables.model.modules)
-
-
-def _of_first(rows: Shapes, ways: Variants) -> Array:
-    """Microbatches that the fullest stage holds at least, times stages: 1F1B's stage s holds min(m, p - s).
-
-    The fullest is least full where the stages' sizes make all equal: one over the mean of 1 / min(m, p - s).
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """Columns over meshes: what their variants have in common. `speed`: of the ranks, as a part of the best worker's;
+    bytes are whole, of a rank that has all stages, as Tables has them.
     """
 
-    def held(stages: int, microbatches: int) -> tuple[float]:
-        counts = np.minimum(microbatches, np.arange(1, stages + 1))
-        return (float(stages / np.sum(1.0 / counts)),)
+    count: Array
+    best: Array
+    speed: Array
+    hosts: Array
+    parameters: Array
+    gradients: Array
+    optimizer: Array
+    shared: Array
+    outside: Array
 
-    (full,) = by_kind((rows.stage, rows.microbatches), held)
-    plain = (ways.schedule == 0) & (ways.chunks == 1)
-    return np.where(plain, full, 1.0)
+    def take(self, rows: NDArray[np.intp]) -> "Facts":
+        return Facts(**{field.name: getattr(self, field.name)[rows] for field in dataclasses.fields(self)})
 
 
-def _state(tables: Tables, rows: Shapes, ways: Variants) -> tuple[Array, Array]:
-    """Bytes of parameters, gradients and optimizer state of a rank, times stages: at least, and probably."""
-    parameters, gradients, optimizer = by_kind((rows.split, rows.expert, rows.table), tables.state)
+def _facts(tables: Tables, rows: Shapes, samples: int) -> Facts:
+    best, speed, hosts = by_kind((rows.world,), tables.facts)
+    columns = by_kind((rows.split, rows.expert, rows.table), tables.state)
+    return Facts(
+        count=least_samples(rows, samples).astype(np.float64),
+        best=best,
+        speed=speed,
+        hosts=hosts,
+        parameters=columns[0],
+        gradients=columns[1],
+        optimizer=columns[2],
+        shared=columns[3],
+        outside=columns[4],
+    )
+
+
+def variant_bounds(room: Room, found: Shapes, ways: Variants, samples: int) -> Bounds:
+    """Bounds and estimates of the variants `ways` of the meshes `found`."""
+    meshes, place = np.unique(ways.shape, return_inverse=True)
+    where = place.reshape(-1)
+    each = found.take(meshes)  # what depends on the mesh alone is worked out once for all its variants
+    rows, facts = each.take(where), _facts(room.tables, each, samples).take(where)
+    least, likely = _seconds(room, rows, ways, facts)
+    least_memory, likely_memory = _memory(room, rows, ways, facts)
+    return Bounds(step_s=least, memory=least_memory, likely_s=likely, likely_memory=likely_memory)
+
+
+def _memory(room: Room, rows: Shapes, ways: Variants, facts: Facts) -> tuple[Array, Array]:
+    """Bytes on the fullest rank, at least and probably.
+
+    At least: the fullest stage's activations with the least state, or the mean of all states with the least
+    activations. With several microbatches gradients are added up beside what is summed.
+    """
+    inner = (rows.split, rows.context, rows.expert, rows.table, rows.space, facts.count.astype(np.int64))
+    outer = (rows.stage, ways.chunks, rows.microbatches, ways.schedule, ways.recompute)
+    busy, fullest, emptiest = by_kind((*inner, *outer), room.activations)
+    several = (rows.microbatches > 1) | (rows.stage > 1)
+    summed = (rows.data * rows.context * rows.space > 1) & several
+    mean = _state(ways, facts.parameters, facts.gradients, facts.optimizer) + np.where(summed, facts.gradients, 0.0)
+    least = np.maximum(fullest, mean / rows.stage + emptiest)
+    own, lower, gradients, optimizer, block, outside = by_kind(
+        (rows.split, rows.expert, rows.table, rows.stage, ways.chunks), room.state
+    )
+    shared, away = ways.level >= 2, ways.offload > 0
+    beside = np.where(summed, gradients, 0.0)
+    passing = np.where(shared, np.where(ways.level == 3, 9 * block + 2 * outside, 5 * block + outside), 0.0)
+    copies = np.where(ways.level == 3, np.minimum(lower, (block + outside) / 2), lower)
+    states = _state(ways, own, gradients, optimizer) + copies + beside + passing
+    likely = (states + np.where(away & shared, block, 0.0) + busy) * (1 + room.fragments) + room.reserve
+    return (
+        np.asarray(least * (1 + room.fragments) + room.reserve, dtype=np.float64),
+        np.asarray(likely, dtype=np.float64),
+    )
+
+
+def _state(ways: Variants, parameters: Array, gradients: Array, optimizer: Array) -> Array:
+    """Of these bytes what a rank keeps on its device."""
     shard = ways.shard.astype(np.float64)
     host = ways.offload
     own = np.where(ways.level >= 3, parameters / shard, parameters)
     summed = np.where(ways.level >= 2, gradients / shard, gradients)
     kept = np.where(ways.level >= 1, optimizer / shard, optimizer)
-    least = np.where(host == 2, 0.0, own) + np.where(host > 0, 0.0, summed + kept)
-    copies = np.where(ways.level >= 3, 0.1, 0.5) * parameters if tables.half else 0.0
-    return least, own * np.where(host == 2, 0.1, 1.0) + summed + np.where(host > 0, 0.0, kept) + copies
+    own = np.where((host > 0) & (ways.level >= 2), own - parameters / shard, own)
+    summed = np.where((host > 0) & (ways.level >= 2), 0.0, summed)
+    return np.asarray(np.maximum(own, 0.0) + summed + np.where(host > 0, 0.0, kept), dtype=np.float64)
 
 
-def _likely_seconds(tables: Tables, rows: Shapes, ways: Variants, times: tuple[Array, ...], count: Ints) -> Array:
-    """The estimate of a step: compute with its calls undivided, the pipeline's filling, the exchanges."""
-    whole, calls, inner, speed, plain, hosts = times
-    fill = np.where(
-        rows.stage == 1,
-        rows.microbatches.astype(np.float64),
-        (rows.microbatches + _bubble(rows, ways)) / rows.stage,
+def _seconds(room: Room, rows: Shapes, ways: Variants, facts: Facts) -> tuple[Array, Array]:
+    """Seconds of a step, at least and probably.
+
+    Passes come one after another; sums of gradients run behind the last microbatch's backward, so a step lasts at least
+    all that comes before it and then the longer of the two. A rank updates its part of the optimizer's state.
+    """
+    kind = np.where(ways.schedule == _ZERO_BUBBLE, 2, np.where(ways.schedule == _INTERLEAVED, 0, 1))
+    count, best = facts.count.astype(np.int64), facts.best.astype(np.int64)
+    inner = (rows.split, rows.context, rows.expert, rows.table, rows.space, count, best)
+    outer = (rows.stage, ways.chunks, rows.microbatches, kind, ways.recompute)
+    least, likely, before, last, update = by_kind((*inner, *outer), room.work.step)
+    update = update / np.where(ways.level > 0, ways.shard, 1)
+    low, probable, gathers, probably = _exchanged(room.tables, rows, ways, facts)
+    bound = np.maximum(np.maximum(least, before + np.maximum(last, low)) + update, gathers)
+    # Where ranks differ, the slowest may be one that waits for nothing: only the mean of the work is sure.
+    bound = np.where(facts.speed < 1, (before + last) / facts.speed, bound)
+    waiting = np.maximum(probable - 0.8 * last, 0.0) + np.maximum(probably - 0.8 * likely, 0.0)
+    return (
+        np.asarray(bound, dtype=np.float64),
+        np.asarray((likely + update) / facts.speed + waiting, dtype=np.float64),
     )
-    passes = (np.maximum(whole - calls, 0.0) / inner + calls) / speed
-    sums, keys, routed, lookups, halos, boundary = by_kind((rows.split, rows.context, rows.space), tables.traffic)
-    per_node = _per_node(tables)
-    reach = np.minimum(rows.world, per_node)
-    each = count.astype(np.float64)
-    inside: Array = rows.split.astype(np.float64)
-    exchange = _ring(tables, rows.split, np.ones_like(inside), reach, hosts) * each * sums
-    for degree, nbytes in ((rows.space, halos), (rows.context, keys), (rows.expert, routed), (rows.table, lookups)):
-        exchange = exchange + _ring(tables, degree, inside, reach, hosts) * each * nbytes / 2
-        inside = inside * degree
-    messages = np.where(rows.stage > 1, each * boundary * ways.chunks * rows.stage, 0.0) / _network(tables, hosts)
-    parameters, gradients, _ = by_kind((rows.split, rows.expert, rows.table), tables.state)
-    shared = rows.copies.astype(np.float64)
-    sums_s = _ring(tables, rows.copies, inside, reach, hosts) * gradients / rows.stage
-    gathers = np.where(
-        ways.level == 3,
-        _ring(tables, ways.shard, inside, reach, hosts) * parameters / rows.stage * tables.width * rows.microbatches,
-        0.0,
-    )
-    compute_s = fill * passes
-    hidden = np.minimum(0.7 * (sums_s + gathers), 0.6 * compute_s)
-    del shared, plain
-    return np.asarray(compute_s + fill * (exchange + messages) + sums_s + gathers - hidden, dtype=np.float64)
 
 
-def _bubble(rows: Shapes, ways: Variants) -> Array:
-    lost = (rows.stage - 1) / np.maximum(ways.chunks, 1)
-    return np.asarray(np.where(ways.schedule == _ZERO_BUBBLE, lost / 3, lost), dtype=np.float64)
+def _exchanged(tables: Tables, rows: Shapes, ways: Variants, facts: Facts) -> tuple[Array, Array, Array, Array]:
+    """Seconds of summing gradients, at least and probably, and of gathering parameters at level 3, at least and
+    probably. Levels 2 and 3 sum into parts over shard, and the parts over the other copies."""
+    stages = rows.stage.astype(np.float64)
+    split, shard = rows.split.astype(np.float64), ways.shard.astype(np.float64)
+    inner = (rows.table * rows.expert * rows.context * rows.space).astype(np.float64)
+    everyone = rows.copies * inner
+    whole = _ring(tables, rows, facts, everyone, split)
+    parts = _ring(tables, rows, facts, shard, split * inner)
+    others = everyone / shard
+    fastest = np.where(others > 1, 2 * (others - 1) / others / max(tables.link("node"), tables.link("network")), 0.0)
+    divided = ways.level >= 2
+    low = np.where(divided, parts[0] / 2 + fastest / shard, whole[0]) * facts.shared / stages
+    probable = np.where(divided, parts[1] / 2 + whole[1] / shard, whole[1]) * facts.gradients / stages
+    gathered = np.where(ways.level == 3, rows.microbatches * (2 * facts.parameters - facts.outside) / stages, 0.0)
+    return low, probable, parts[0] / 2 * gathered, parts[1] / 2 * gathered
 
 
-def _ring(tables: Tables, degree: Ints, inside: Array, reach: Ints, hosts: Array) -> Array:
-    """Seconds for each byte of an all-reduce over an axis with `inside` ranks in the axes within it."""
-    span = degree * inside
-    node, network = _link(tables, "node"), _link(tables, "network")
-    members = np.maximum(1.0, reach / inside)
-    across = np.where(span > reach, 1.0 / (network * np.minimum(members, reach) / reach), 1.0 / node)
-    across = np.where(hosts > 1, across, 1.0 / node)
-    return np.asarray(np.where(degree > 1, 2 * (degree - 1) / degree * across, 0.0), dtype=np.float64)
+def _ring(tables: Tables, rows: Shapes, facts: Facts, degree: Array, inside: Array) -> tuple[Array, Array]:
+    """Seconds a byte of sums over `degree` ranks with `inside` ranks in the axes within: at least, and probably.
 
-
-def _network(tables: Tables, hosts: Array) -> Array:
-    return np.where(hosts > 1, _link(tables, "network"), _link(tables, "node"))
-
-
-def _link(tables: Tables, tier: str) -> float:
-    """The tier's bandwidth, or the other's where it has none: an estimate needs some number."""
-    links: tuple[LinkSpec, ...] = tables.cluster.links
-    found = [link.bandwidth_bytes_per_s for link in links if link.tier == tier]
-    return found[0] if found else max((link.bandwidth_bytes_per_s for link in links), default=1e9)
-
-
-def _per_node(tables: Tables) -> int:
-    return max(node.devices_per_node for node in tables.cluster.nodes)
-
-
-def chunked(rows: NDArray[np.intp], size: int) -> list[NDArray[np.intp]]:
-    """Rows in runs of at most `size`."""
-    return [rows[start : start + size] for start in range(0, len(rows), size)]
+    A host's connection carries, for each group that crosses it, 2 (h - 1) / h of the sum among h hosts, however the
+    sum is arranged. Where hosts are unequal or groups do not lie evenly on them, only the fastest link counts.
+    """
+    node, network, each = tables.link("node"), tables.link("network"), tables.per_node
+    reach = np.minimum(rows.world, each).astype(np.float64)
+    within = (degree * inside <= reach) & (each % np.maximum(degree * inside, 1) == 0) | (facts.hosts <= 1)
+    members = np.clip(reach / inside, 1.0, degree)
+    meeting = np.maximum(1.0, reach / members)
+    spanned = np.maximum(2.0, degree / members)
+    across = 2 * (spanned - 1) / spanned * meeting / network
+    even = (each % inside == 0) & ((degree * inside) % each == 0) | (inside % each == 0)
+    sure = even & (rows.world % each == 0) & (not tables.unequal)
+    plain = 2 * (degree - 1) / degree
+    least = np.where(within, plain / node, np.where(sure, across, plain / max(node, network)))
+    likely = np.where(within, plain / node, across)
+    return np.where(degree > 1, least, 0.0), np.where(degree > 1, likely, 0.0)

@@ -87,6 +87,9 @@ def shapes(limits: Limits, request: Request) -> Shapes:
     """All meshes for a request. Raises PlanError where a mesh that was asked for cannot be had."""
     parts = []
     for inner in product(limits.splits, limits.stages, limits.contexts, limits.experts, limits.tables, limits.spaces):
+        _, stage, context, _, _, space = inner
+        if request.mesh is None and (stage > 1) + (context > 1) + (space > 1) > 1:
+            continue  # refusals.check_plan: these axes exclude each other
         parts.append(_of_inner(limits, request, inner))
     if limits.alone:
         parts.append(_of_inner(dataclasses.replace(limits, most_ranks=1, must_shard=False), request, (1,) * 6))
@@ -183,7 +186,7 @@ def variants(limits: Limits, found: Shapes, rows: NDArray[np.intp], *, offload: 
 
 def _ways(limits: Limits, kind: tuple[int, ...], *, offload: bool) -> NDArray[np.int64]:
     stage, copies, context, microbatches = kind
-    sharding = _shardings(limits, copies)
+    sharding = [one for one in _shardings(limits, copies) if stage == 1 or one[1] <= 1]
     recompute = limits.recompute
     contexts = range(len(CONTEXTS)) if context > 1 else (0,)
     offloads = (1, 2) if offload else (0,)
@@ -192,7 +195,7 @@ def _ways(limits: Limits, kind: tuple[int, ...], *, offload: bool) -> NDArray[np
         for (shard, level), (schedule, chunks), again, how, where in product(
             sharding, _pipelines(limits, stage, microbatches), recompute, contexts, offloads
         )
-        if (where == 0 or level > 0 or copies == 1) and (where != 2 or level == 3)
+        if where == 0 or (level > 0 and (where == 1 or level == 3))
     ]
     return np.array(rows, dtype=np.int64).reshape(-1, 7)
 
@@ -201,7 +204,7 @@ def _shardings(limits: Limits, copies: int) -> list[tuple[int, int]]:
     """(shard degree, level): over all copies, within a node, and for level 3 at degrees between."""
     found = [] if limits.must_shard else [(1, 0)]
     if copies == 1 or not limits.may_shard:
-        return found or [(1, 0)]
+        return [(1, 0)]
     degrees = {copies} | {2**power for power in range(1, copies.bit_length()) if copies % 2**power == 0}
     near = {copies, max((many for many in degrees if many <= limits.per_node), default=copies)}
     for level in limits.levels:

@@ -2,48 +2,61 @@
 
 from dataclasses import dataclass
 
-from tutti.plan.choice import Choice
+from tutti.plan.choice import Alternative, Choice, Coverage, Totals
+from tutti.plan.objectives import duration, shown_value
+from tutti.plan.words import mesh_words, settings_words
 from tutti.predict.words import count, nbytes, seconds
 from tutti.spec.plan import Plan
-from tutti.spec.prediction import Prediction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One line of the table of plans. Empty texts where there is no prediction."""
+    """One line of the table of plans. Empty texts where there is no prediction.
+
+    `mesh` and `settings`: the plan in words; `value`: what the objective compares, in words.
+    """
 
     chosen: bool
     ranks: int
+    mesh: str
+    settings: str
     microbatches: int
     precision: str
     shares: str
     step: str
     exposed: str
     memory: str
+    value: str
     fits: bool
     reason: str
 
 
 def rows(choice: Choice) -> tuple[Row, ...]:
     """The chosen plan, then the others in the order of the choice."""
+    chosen = Alternative(plan=choice.best, prediction=choice.prediction, reason="chosen", totals=choice.totals)
     return (
-        _row(choice.best, choice.prediction, "chosen", chosen=True),
-        *(_row(other.plan, other.prediction, other.reason, chosen=False) for other in choice.alternatives),
+        _row(choice, chosen, chosen=True),
+        *(_row(choice, other, chosen=False) for other in choice.alternatives),
     )
 
 
-def _row(plan: Plan, prediction: Prediction | None, reason: str, *, chosen: bool) -> Row:
+def _row(choice: Choice, one: Alternative, *, chosen: bool) -> Row:
+    plan, prediction = one.plan, one.prediction
+    value = shown_value(choice.request, one.totals, prediction) if one.totals and prediction else ""
     return Row(
         chosen=chosen,
         ranks=plan.world_size,
+        mesh=mesh_words(plan),
+        settings=settings_words(plan),
         microbatches=plan.batch.num_microbatches,
         precision=plan.precision,
         shares="by speed" if plan.shares else "equal",
         step=seconds(prediction.step_time_s.value) if prediction else "",
         exposed=seconds(prediction.phases["exposed_communication"]) if prediction else "",
         memory=nbytes(prediction.memory.total) if prediction else "",
+        value=value,
         fits=prediction.fits if prediction else False,
-        reason=reason,
+        reason=one.reason,
     )
 
 
@@ -53,11 +66,43 @@ def explain(choice: Choice) -> str:
     time = prediction.step_time_s
     batch = plan.batch
     lines = [
-        f"{choice.model} on {choice.cluster}: {count(plan.world_size, 'rank')}, "
+        f"{choice.model} on {choice.cluster}: {_ranks(plan)}, "
         f"{count(batch.num_microbatches, 'microbatch')}, precision {plan.precision}, global batch "
         f"{batch.global_batch_size} {batch.unit}",
         f"Predicted step {seconds(time.value)} ({seconds(time.low)} to {seconds(time.high)}), "
         f"{prediction.throughput_per_s:,.0f} {batch.unit}/s; memory {nbytes(prediction.memory.total)} for each rank",
+        *([_whole(choice.totals)] if choice.totals is not None and choice.totals.steps is not None else []),
         *choice.remarks,
+        *choice.changes,
+        *([_searched(choice.coverage)] if choice.coverage is not None and choice.coverage.left else []),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _ranks(plan: Plan) -> str:
+    settings, mesh = settings_words(plan), mesh_words(plan)
+    if mesh in ("1 rank", f"replicate {plan.world_size}"):
+        return count(plan.world_size, "rank")
+    return f"{count(plan.world_size, 'rank')} as {mesh}" + (f" ({settings})" if settings else "")
+
+
+def _whole(totals: Totals) -> str:
+    """The whole training in one sentence."""
+    parts = [
+        f"{duration(totals.time_s)} for {count(totals.steps or 0, 'step')}",
+        f"{totals.device_hours:,.4g} device-hours",
+    ]
+    if totals.cost is not None:
+        parts.append(f"a cost of {totals.cost:,.4g}")
+    if totals.energy_kwh is not None:
+        parts.append(f"{totals.energy_kwh:,.4g} kWh at the devices' full power")
+    said = "" if totals.evidence == "predicted" else f"; the number of steps is {totals.evidence}"
+    return f"The whole training: {', '.join(parts)}{said}"
+
+
+def _searched(coverage: Coverage) -> str:
+    """What the search left open."""
+    return (
+        f"{coverage.costed:,} plans were predicted, {coverage.too_slow + coverage.too_large:,} ruled out by bounds, "
+        f"{coverage.left:,} left: none of those can be better by more than {coverage.gap:.0%}"
+    )

@@ -18,6 +18,7 @@ from tutti.plan.enumerate import Shapes, shapes, variants
 from tutti.plan.limits import Limits, limits_of
 from tutti.plan.mixed import improved, is_mixed
 from tutti.plan.pool import Lesson, Pool, plainness
+from tutti.plan.room import Room
 from tutti.plan.tables import Array, Tables, by_kind
 from tutti.predict import predict
 from tutti.spec.cluster import ClusterSpec
@@ -37,10 +38,13 @@ _AT_ONCE = 12
 _PATIENCE = 150
 """The search ends when so many plans in a row brought nothing."""
 
+_FIRST, _SEARCH = 0.5, 0.85
+"""Parts of the time after which the first look and the search end; the rest is for neighbours of the best."""
+
 _GAIN = 0.002
 """What counts as better."""
 
-_FAMILIES = 40
+_FAMILIES = 24
 """Kinds of plans of which the first meshes' best is costed in any case, so that every kind is judged once."""
 
 
@@ -77,6 +81,7 @@ class Lane:
     cluster: ClusterSpec
     precision: Precision
     tables: Tables
+    room: Room
     shapes: Shapes
     least: Array
     waiting: NDArray[np.intp]
@@ -98,7 +103,8 @@ class Explorer:
         self.model, self.request = model, request
         self.limits: Limits = limits_of(model, clusters[0], request)
         self.samples = self.limits.samples
-        self._clock, self._ends = clock, math.inf if clock is None else clock() + limit_s
+        self._clock, self._limit_s = clock, limit_s
+        self._began = clock() if clock is not None else 0.0
         self.costed: list[Costed] = []
         self.impossible: dict[str, Alternative] = {}
         self._lessons: dict[int, Lesson] = {}
@@ -113,7 +119,7 @@ class Explorer:
         """Search until nothing left can be better, nothing came for long, or time is up."""
         self._first(offload=offload)
         idle = 0
-        while not self._over():
+        while not self.over(_SEARCH):
             self._prune()
             if self._expand(offload=offload):
                 continue
@@ -175,6 +181,7 @@ class Explorer:
             cluster=cluster,
             precision=precision,
             tables=tables,
+            room=Room(tables, self.request.script),
             shapes=found,
             least=least,
             waiting=rows[np.argsort(least[rows], kind="stable")],
@@ -191,8 +198,9 @@ class Explorer:
         (own,) = by_kind((found.world,), room)
         return np.minimum(own, self.request.memory_nbytes or math.inf)
 
-    def _over(self) -> bool:
-        return self._clock is not None and self._clock() >= self._ends
+    def over(self, part: float = 1.0) -> bool:
+        """Whether this part of the time is used up."""
+        return self._clock is not None and self._clock() >= self._began + part * self._limit_s
 
     def _first(self, *, offload: bool) -> None:
         """Look at a sample of all meshes and cost the best of every kind of plan: that gives a plan to beat, and says
@@ -206,13 +214,11 @@ class Explorer:
             picked = np.unique(np.concatenate([np.arange(0, len(rows), step)[:_CHUNK], simple[:_CHUNK]]))
             self._make(lane, rows[picked], offload=offload)
             lane.waiting = np.delete(rows, picked)
-            order = lane.pool.corrected(self._lessons)
-            kinds, at = np.unique(lane.pool.family, return_inverse=True)
-            firsts = np.full(len(kinds), -1, dtype=np.int64)
-            ranked = np.argsort(order, kind="stable")[::-1]
-            firsts[at.reshape(-1)[ranked]] = ranked
-            plain = sorted(range(len(kinds)), key=lambda index: (plainness(int(kinds[index])), order[firsts[index]]))
-            self._cost_rows(lane, np.array([firsts[index] for index in plain[:_FAMILIES]], dtype=np.intp))
+            for row in _best_of_families(lane.pool, self._lessons):
+                if self.over(_FIRST) and math.isfinite(self._best):
+                    return
+                self._cost_rows(lane, np.array([row], dtype=np.intp), keep=True)
+            lane.pool.drop(lane.pool.done)
 
     def _expand(self, *, offload: bool) -> bool:
         """Make the variants of the next meshes that may still be better; whether there were any."""
@@ -231,7 +237,7 @@ class Explorer:
         ways = variants(self.limits, lane.shapes, rows, offload=offload)
         if not len(ways):
             return
-        bounds = variant_bounds(lane.tables, lane.shapes, ways, self.samples)
+        bounds = variant_bounds(lane.room, lane.shapes, ways, self.samples)
         world = lane.shapes.world[ways.shape]
         least = objectives.bound(lane.cluster, self.request, bounds.step_s, world, bounds.memory)
         likely = objectives.bound(lane.cluster, self.request, bounds.likely_s, world, bounds.likely_memory)
@@ -267,9 +273,13 @@ class Explorer:
             self._cost_rows(lane, row_of[picked[lane_of[picked] == index]].astype(np.intp))
         return True
 
-    def _cost_rows(self, lane: Lane, rows: NDArray[np.intp]) -> None:
+    def _cost_rows(self, lane: Lane, rows: NDArray[np.intp], *, keep: bool = False) -> None:
+        """Predict these rows of a lane's pool and learn from them; `keep`: only mark them as done."""
         pool = lane.pool
         for row in rows.tolist():
+            if self.over(_SEARCH) and math.isfinite(self._best):
+                break
+            pool.done[row] = True
             ways, at = pool.ways[int(pool.part[row])], int(pool.row[row])
             plan = plan_of(self.model, self.request, lane.shapes, ways, at, lane.precision)
             lesson = self._lessons.setdefault(int(pool.family[row]), Lesson())
@@ -281,9 +291,8 @@ class Explorer:
             lesson.count += 1
             lesson.time += math.log(max(best.value, 1e-300) / max(float(pool.likely[row]), 1e-300))
             lesson.memory += math.log(best.prediction.memory.total / max(float(pool.memory[row]), 1.0))
-        gone = np.zeros(len(pool), dtype=np.bool_)
-        gone[rows] = True
-        pool.drop(gone)
+        if not keep:
+            pool.drop(pool.done)
 
     def _cost_all(self, lane: Lane, plan: Plan) -> list[Costed]:
         """The plan itself and, on unequal devices, the same with shares and cuts by speed."""
@@ -291,3 +300,18 @@ class Explorer:
         if is_mixed(lane.cluster) and plan.world_size > 1:
             plans += improved(lane.tables, lane.cluster, plan, self.samples)
         return [one for each in plans if (one := self.cost(each, lane.cluster)) is not None]
+
+
+def _best_of_families(pool: Pool, lessons: dict[int, Lesson]) -> list[int]:
+    """The most promising row of each family, the plainest families first; those probably too large come last."""
+    order = pool.corrected(lessons)
+    kinds, at = np.unique(pool.family, return_inverse=True)
+    firsts = np.full(len(kinds), -1, dtype=np.int64)
+    ranked = np.argsort(order, kind="stable")[::-1]
+    firsts[at.reshape(-1)[ranked]] = ranked
+    hopeful = [
+        (int(kind), int(first)) for kind, first in zip(kinds, firsts, strict=True) if math.isfinite(order[first])
+    ]
+    hopeful.sort(key=lambda one: order[one[1]])
+    plain = sorted(hopeful[: 3 * _FAMILIES], key=lambda one: (plainness(one[0]), order[one[1]]))
+    return [first for _, first in [*hopeful[:4], *[one for one in plain if one not in hopeful[:4]]][:_FAMILIES]]

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from tutti.errors import PlanError
 from tutti.plan.choice import Request
+from tutti.plan.tables import ranks_of_node
 from tutti.predict.counts import samples_of
 from tutti.spec.cluster import ClusterSpec
 from tutti.spec.model import ModelSpec
@@ -61,7 +62,7 @@ def limits_of(model: ModelSpec, cluster: ClusterSpec, request: Request) -> Limit
     exact = request.degree if fixed is None else _product(fixed)
     if exact is not None:
         least = most = exact
-    per_node = max(_per_node(cluster))
+    per_node = max(ranks_of_node(cluster, node) for node in cluster.nodes)
     blocks = len({module.block for module in model.modules if module.block >= 0})
     cuts = len(script.pipeline.cuts)
     held = request.keep_microbatches or (model.batch_statistics and not request.allow_microbatches)
@@ -94,20 +95,7 @@ def limits_of(model: ModelSpec, cluster: ClusterSpec, request: Request) -> Limit
 
 def seats(cluster: ClusterSpec) -> int:
     """How many ranks the cluster takes without making cores serve two."""
-    return sum(
-        node.count
-        * node.devices_per_node
-        * (max(1, cluster.devices[node.device].cores) if cluster.devices[node.device].kind == "cpu" else 1)
-        for node in cluster.nodes
-    )
-
-
-def _per_node(cluster: ClusterSpec) -> list[int]:
-    return [
-        node.devices_per_node
-        * (max(1, cluster.devices[node.device].cores) if cluster.devices[node.device].kind == "cpu" else 1)
-        for node in cluster.nodes
-    ]
+    return sum(node.count * ranks_of_node(cluster, node) for node in cluster.nodes)
 
 
 def _product(mesh: dict[AxisName, int]) -> int:
@@ -164,10 +152,11 @@ def _splits(model: ModelSpec, most: int, per_node: int) -> tuple[int, ...]:
     for degree in range(1, highest + 1):
         if degree > per_node and degree & (degree - 1):
             continue
-        able = sum(
-            weights[id(module)] for module in divided if module.split_limit == 0 or module.split_limit % degree == 0
-        )
-        if able >= 0.5 * total:
+        limited = [module for module in divided if module.split_limit]
+        if any(m.split_limit < degree or (m.split == "heads" and m.split_limit % degree) for m in limited):
+            continue
+        uneven = sum(weights[id(module)] for module in limited if module.split_limit % degree)
+        if uneven < 0.5 * total:
             found.append(degree)
     return tuple(found) or (1,)
 

@@ -187,7 +187,7 @@ def _state_weights(plan: Plan) -> dict[str, float]:
 def _held(tables: Tables, plan: Plan) -> tuple[float, float]:
     """Bytes of a rank that do not depend on its samples, and those that each sample of a slice adds."""
     split, expert, tabled = (plan.mesh.get(axis, 1) for axis in ("split", "expert", "table"))
-    parameters, gradients, optimizer = tables.state(split, expert, tabled)
+    parameters, gradients, optimizer, _, _ = tables.state(split, expert, tabled)
     weights = _state_weights(plan)
     stages = plan.mesh.get("stage", 1)
     state = (

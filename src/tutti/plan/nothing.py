@@ -12,6 +12,7 @@ from tutti.plan.choice import Request
 from tutti.plan.enumerate import shapes, variants
 from tutti.plan.explore import Costed
 from tutti.plan.limits import limits_of, seats
+from tutti.plan.room import Room
 from tutti.plan.tables import Tables
 from tutti.plan.words import plan_words
 from tutti.predict import predict
@@ -43,7 +44,7 @@ def smallest(model: ModelSpec, cluster: ClusterSpec, request: Request) -> Costed
         return None
     order = np.lexsort((-found.microbatches, least))[:_MESHES]
     ways = variants(limits, found, order.astype(np.intp))
-    sizes = variant_bounds(tables, found, ways, limits.samples).likely_memory
+    sizes = variant_bounds(Room(tables, request.script), found, ways, limits.samples).likely_memory
     costed: list[Costed] = []
     refused: set[tuple[str, ...]] = set()
     for row in np.argsort(sizes, kind="stable").tolist():

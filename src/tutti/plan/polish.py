@@ -21,7 +21,7 @@ def polish(explorer: Explorer) -> None:
         before = good[0].value if good else 0.0
         for one in good:
             for plan in neighbours(one, explorer):
-                if _key(plan) not in seen:
+                if _key(plan) not in seen and not explorer.over():
                     seen.add(_key(plan))
                     explorer.cost(plan, one.cluster)
         if not good or min(one.value for one in explorer.costed if one.good) >= before:

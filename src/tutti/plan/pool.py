@@ -43,6 +43,7 @@ class Pool:
     family: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     part: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     row: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    done: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, dtype=np.bool_))
 
     def __len__(self) -> int:
         return len(self.least)
@@ -64,11 +65,12 @@ class Pool:
         self.family = np.concatenate([self.family, family(at, taken)])
         self.part = np.concatenate([self.part, np.full(len(rows), len(self.ways) - 1, dtype=np.int64)])
         self.row = np.concatenate([self.row, np.arange(len(rows), dtype=np.int64)])
+        self.done = np.concatenate([self.done, np.zeros(len(rows), dtype=np.bool_)])
 
     def drop(self, rows: NDArray[np.bool_]) -> None:
         """Forget the marked rows."""
         kept = ~rows
-        for name in ("least", "likely", "memory", "room", "world", "family", "part", "row"):
+        for name in ("least", "likely", "memory", "room", "world", "family", "part", "row", "done"):
             setattr(self, name, getattr(self, name)[kept])
 
     def corrected(self, lessons: dict[int, Lesson]) -> Array:

@@ -1,5 +1,6 @@
 """Totals of a model by the degrees that divide it, looked up row by row: what bounds and estimates are made of."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -9,7 +10,7 @@ from numpy.typing import NDArray
 from tutti.errors import PlanError
 from tutti.predict import compute, constants
 from tutti.predict.placement import Seat, place
-from tutti.spec.cluster import ClusterSpec
+from tutti.spec.cluster import ClusterSpec, LinkTier, NodeSpec
 from tutti.spec.model import ModelSpec, ModuleSpec
 from tutti.spec.words import Precision
 
@@ -19,19 +20,23 @@ Ints = NDArray[np.int64]
 
 def by_kind(columns: tuple[Ints, ...], function: Callable[..., tuple[float, ...]]) -> tuple[Array, ...]:
     """`function(*row)` for each row of `columns`, called once for equal rows; its values as columns."""
-    keys = np.stack(columns, axis=1)
-    kinds, where = np.unique(keys, axis=0, return_inverse=True)
-    values = np.array([function(*kind) for kind in kinds.tolist()], dtype=np.float64)
+    key = np.zeros(len(columns[0]), dtype=np.int64)
+    for column in columns:
+        known, place = np.unique(column, return_inverse=True)
+        key = key * len(known) + place.reshape(-1)
+    _, first, where = np.unique(key, return_index=True, return_inverse=True)
+    kinds = zip(*(column[first].tolist() for column in columns), strict=True)
+    values = np.array([function(*kind) for kind in kinds], dtype=np.float64)
     return tuple(np.ascontiguousarray(column) for column in values[where.reshape(-1)].T)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ground:
-    """What a number of ranks stands on. `best`: a worker as good as the best seat in every respect; `speed`: mean
-    speed of the ranks as a part of that, at most; `memory_nbytes`: of the roomiest rank; `least_nbytes`: of the
+    """What a number of ranks stands on. `best`: which worker is as good as the best seat in every respect; `speed`:
+    mean speed of the ranks as a part of that, at most; `memory_nbytes`: of the roomiest rank; `least_nbytes`: of the
     tightest; `hosts`."""
 
-    best: compute.Worker
+    best: int
     speed: float
     memory_nbytes: float
     least_nbytes: float
@@ -45,13 +50,14 @@ class Tables:
         self.model, self.cluster, self.precision = model, cluster, precision
         self.half = precision in ("bfloat16", "float16")
         self._table = compute.op_table(model)
-        self._grounds: dict[object, Ground] = {}
+        self._bests: dict[object, int] = {}
+        self._workers: list[compute.Worker] = []
         self._worlds: dict[int, Ground] = {}
-        experts = np.array([module.expert for module in model.modules], dtype=np.bool_)
-        self._of_experts = experts[self._table.module]
-        self._of_tables = np.array([module.table for module in model.modules], dtype=np.bool_)[self._table.module]
-        self._seconds: dict[tuple[float, int, int, int], tuple[float, float, float]] = {}
+        self._owners = {module.tied_to for module in model.modules if module.tied_to is not None}
+        self._light = replace(self._table, weight_nbytes=np.zeros_like(self._table.weight_nbytes))
         self.width = 0.5 if self.half else 1.0
+        each = [ranks_of_node(cluster, node) for node in cluster.nodes]
+        self.per_node, self.unequal = max(each), len(set(each)) > 1
 
     def ground(self, world: int) -> Ground:
         """What `world` ranks stand on. Raises PlanError where the cluster has too few devices."""
@@ -64,42 +70,73 @@ class Tables:
         key = tuple((seat.device.name, seat.node.name, seat.sharing, seat.threads, seat.ranks) for seat in seats)
         alike = tuple(dict.fromkeys(part[:4] for part in key))
         workers = [compute.worker(seat, self.model.dtype, self.precision) for seat in _first(seats)]
-        best = _best(workers)
-        speeds = [min(1.0, _relative(worker, best)) for worker in workers]
-        of = dict(zip(alike, speeds, strict=True))
+        if alike not in self._bests:
+            self._bests[alike] = len(self._workers)
+            self._workers.append(_best(workers))
+        best = self._workers[self._bests[alike]]
+        of = {kind: min(1.0, _relative(worker, best)) for kind, worker in zip(alike, workers, strict=True)}
         ranks = sum(seat.ranks for seat in seats)
         memory = [seat.memory_nbytes for seat in seats]
         return Ground(
-            best=best,
+            best=self._bests[alike],
             speed=sum(of[part[:4]] * part[4] for part in key) / ranks,
             memory_nbytes=max(memory),
             least_nbytes=min(memory),
             hosts=sum(seat.hosts for seat in seats),
         )
 
-    def seconds(self, samples: float, expert: int, table: int, world: int) -> tuple[float, float, float]:
-        """(forward, backward, both passes' operator calls) of one microbatch of `samples` samples, undivided but for
-        experts and tables, on the best worker of `world` ranks."""
-        best = self.ground(world).best
-        key = (samples, expert, table, id(best))
-        if key not in self._seconds:
-            count, own = len(self.model.modules), self._divided(expert, table)
-            ahead = compute.forward(own, best, samples, count)  # type: ignore[arg-type]
-            back = compute.backward(own, best, samples, count)  # type: ignore[arg-type]
-            calls = ahead.overhead_s + back.overhead_s
-            self._seconds[key] = (float(ahead.seconds.sum()), float(back.seconds.sum()), calls)
-        return self._seconds[key]
+    def facts(self, world: int) -> tuple[float, float, float]:
+        """(which best worker, mean speed, hosts) of `world` ranks."""
+        ground = self.ground(world)
+        return float(ground.best), ground.speed, float(ground.hosts)
 
-    def _divided(self, expert: int, table: int) -> compute.OpTable:
-        """The operators with a rank's part of experts and tables: their weights, but as many samples."""
-        if expert == table == 1:
-            return self._table
-        part = np.where(self._of_experts, 1.0 / expert, 1.0) * np.where(self._of_tables, 1.0 / table, 1.0)
-        return replace(self._table, weight_nbytes=self._table.weight_nbytes * part)
+    def worker(self, best: int) -> compute.Worker:
+        """One of the best workers."""
+        return self._workers[best]
 
-    def state(self, split: int, expert: int, table: int) -> tuple[float, float, float]:
-        """Bytes of (parameters, gradients, optimizer state), whole, for one rank of these axes."""
-        totals = [0.0, 0.0, 0.0]
+    def seconds(self, samples: int, best: int) -> tuple[float, float]:
+        """(forward, backward) of one microbatch of `samples` samples, undivided, without weights and calls, which are
+        fewer where the model is divided."""
+        count, worker = len(self.model.modules), replace(self._workers[best], call_s=0.0)
+        ahead, back = (one(self._light, worker, samples, count) for one in (compute.forward, compute.backward))
+        return float(ahead.seconds.sum()), float(back.seconds.sum())
+
+    def ring(self, degree: int, inside: int) -> Callable[[Array], Array]:
+        """Seconds at least of sums of so many bytes over an axis with `inside` ranks in the axes within it."""
+        if degree == 1:
+            return np.zeros_like
+        near = self.per_node % (degree * inside) == 0
+        bandwidth = self.link("node") if near else max(self.link("node"), self.link("network"))
+        latency = 2 * math.ceil(math.log2(degree)) * (self.latency("node") if near else 0.0)
+        return lambda nbytes: np.where(nbytes > 0, latency + 2 * (degree - 1) / degree * nbytes / bandwidth, 0.0)
+
+    def exchange(self, degree: int, inside: int) -> Callable[[Array], Array]:
+        """Seconds at least of an all-to-all of so many bytes from every rank of an axis."""
+        if degree == 1:
+            return np.zeros_like
+        if self.per_node % (degree * inside) == 0:
+            return lambda nbytes: (degree - 1) / degree * nbytes / self.link("node")
+        if self.per_node % inside or self.unequal:
+            return np.zeros_like
+        here = self.per_node // inside
+        return lambda nbytes: max(0, degree - here) / degree * nbytes * self.per_node / self.link("network")
+
+    def link(self, tier: LinkTier) -> float:
+        """The tier's bandwidth, or the best of any where it has none."""
+        found = self.cluster.link(tier)
+        if found is not None:
+            return found.bandwidth_bytes_per_s
+        return max((link.bandwidth_bytes_per_s for link in self.cluster.links), default=1e9)
+
+    def latency(self, tier: LinkTier) -> float:
+        """The tier's latency; 0 where it has none."""
+        found = self.cluster.link(tier)
+        return 0.0 if found is None else found.latency_s
+
+    def state(self, split: int, expert: int, table: int) -> tuple[float, float, float, float, float]:
+        """Bytes of (parameters, gradients, optimizer state), whole, for one rank of these axes; of the gradients that
+        are not of experts and tables; of the parameters outside of blocks or tied."""
+        totals = [0.0] * 5
         for module in self.model.modules:
             if module.parameter_nbytes:
                 part = 1.0 / (
@@ -108,7 +145,9 @@ class Tables:
                 totals[0] += part * module.parameter_nbytes
                 totals[1] += part * module.gradient_nbytes
                 totals[2] += part * module.optimizer_nbytes
-        return totals[0], totals[1], totals[2]
+                totals[3] += 0.0 if module.expert or module.table else part * module.gradient_nbytes
+                totals[4] += part * module.parameter_nbytes if module.block < 0 or module.name in self._owners else 0.0
+        return totals[0], totals[1], totals[2], totals[3], totals[4]
 
     def activations(self, split: int, context: int, space: int) -> tuple[float, float, float]:
         """Bytes that one sample keeps for backward on one rank (whole model), without recompute and with all of its
@@ -128,24 +167,11 @@ class Tables:
         largest = max(inside.values(), default=0.0)
         return kept, (outside + sum(block_out.values())) if inside else kept, largest
 
-    def traffic(self, split: int, context: int, space: int) -> tuple[float, float, float, float, float, float]:
-        """Bytes of one sample's exchanges, forward and backward together: sums over split, keys and values over
-        context, tokens of experts, rows of tables, halos over space, and one boundary between stages."""
-        sums = keys = routed = rows = halos = 0.0
-        boundary = 0.0
-        for module in self.model.modules:
-            if module.split in ("row", "vocabulary") or (module.split == "heads" and module.parameters):
-                sums += module.output_nbytes
-            sums += module.input_nbytes if module.split else 0.0
-            keys += 2 * module.key_value_nbytes
-            routed += 4 * module.routed_nbytes
-            rows += 2 * module.output_nbytes if module.table else 0.0
-            halos += 2 * module.halo_nbytes_per_cut
-            if module.block >= 0:
-                boundary = module.output_nbytes
-        part = self.width / context
-        halved = 1.0 / space
-        return sums * part * halved, keys * self.width, routed * part, rows, halos, 2 * boundary * part * halved
+
+def ranks_of_node(cluster: ClusterSpec, node: NodeSpec) -> int:
+    """How many ranks one host takes without making cores serve two."""
+    device = cluster.devices[node.device]
+    return node.devices_per_node * (max(1, device.cores) if device.kind == "cpu" else 1)
 
 
 def split_of(module: ModuleSpec, degree: int) -> int:

@@ -1,0 +1,136 @@
+"""What `tutti plan` prints: the choice in words, a table of plans, other circumstances, the difference of two plans."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tutti.cli.common import console, emit
+from tutti.plan import Choice, difference, explain, rows
+from tutti.predict.words import seconds
+from tutti.spec import codec
+from tutti.spec.plan import Plan
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from tutti.cli.plan import Options
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """A change of the cluster in words, and the best plan then."""
+
+    change: str
+    choice: Choice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenarios:
+    """What --what-if answers: the choice now, and each changed one."""
+
+    now: Choice
+    scenarios: tuple[Scenario, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Differences:
+    """What --diff answers; no sentences where both plans mean the same."""
+
+    first: Plan
+    second: Plan
+    differences: tuple[str, ...]
+
+
+def _console() -> "Console":
+    from rich.console import Console
+
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+
+
+def show_choice(choice: Choice, options: "Options") -> None:
+    """The choice in words, the table, what the prediction stands on, and how to run the plan."""
+    out = _console()
+    out.print(explain(choice), markup=False, soft_wrap=True)
+    out.print(table(choice, options.top))
+    hidden = len(choice.alternatives) - options.top
+    if hidden > 0:
+        out.print(f"{hidden} more were considered; --top N shows more, --json lists all", style="dim")
+    for note in choice.prediction.notes[1:]:
+        out.print(f"note: {note}", markup=False, soft_wrap=True, style="dim")
+    if options.output is None:
+        return
+    script = " ".join(options.target) or "SCRIPT"
+    console.print(f"plan written to {options.output}: tutti run --plan {options.output} {script}", soft_wrap=True)
+
+
+def table(choice: Choice, top: int) -> "Table":
+    """The chosen plan and the nearest others. All numbers are predicted."""
+    from rich.table import Table
+
+    found = rows(choice)[: top + 1]
+    shown = Table(title=f"Plans by predicted {_measure(choice)}", title_justify="left")
+    shown.add_column("ranks", justify="right", no_wrap=True)
+    shown.add_column("plan", overflow="fold")
+    shown.add_column("micro-\nbatches", justify="right", no_wrap=True)
+    shown.add_column("precision", no_wrap=True)
+    for name in ("step", "exposed\ncomm.", "memory\na rank"):
+        shown.add_column(name, justify="right", no_wrap=True)
+    extra = choice.request.objective not in ("throughput", "memory")
+    if extra:
+        shown.add_column(choice.request.objective, justify="right", no_wrap=True)
+    shown.add_column("verdict", overflow="fold", ratio=2)
+    for row in found:
+        ranks = f"{row.ranks} by speed" if row.shares == "by speed" else str(row.ranks)
+        mesh = f"{row.mesh}\n{row.settings}" if row.settings else row.mesh
+        values = [ranks, mesh, str(row.microbatches), row.precision, row.step, row.exposed, row.memory]
+        values += [row.value] if extra else []
+        style = "bold green" if row.chosen else None if row.fits else "red"
+        shown.add_row(*values, row.reason, style=style)
+    return shown
+
+
+def _measure(choice: Choice) -> str:
+    names = {"throughput": "step time", "memory": "memory of a rank", "time-to-quality": "time to quality"}
+    return names.get(choice.request.objective, choice.request.objective)
+
+
+def show_scenarios(choice: Choice, others: list[tuple[str, Choice]], options: "Options") -> None:
+    """The best plan now beside the best one in each changed cluster."""
+    if options.as_json:
+        scenarios = tuple(Scenario(change=words, choice=other) for words, other in others)
+        emit(Scenarios(now=choice, scenarios=scenarios))
+        return
+    from rich.table import Table
+
+    show_choice(choice, options)
+    shown = Table(title="What if", title_justify="left")
+    for name in ("cluster", "best plan"):
+        shown.add_column(name, overflow="fold")
+    shown.add_column("step", justify="right", no_wrap=True)
+    shown.add_column("against now", overflow="fold")
+    now = choice.prediction.step_time_s.value
+    for words, one in (("as it is", choice), *others):
+        best, step = rows(one)[0], one.prediction.step_time_s.value
+        plan = f"{best.mesh} ({best.settings})" if best.settings else best.mesh
+        ratio = "" if one is choice else f"{now / step:.2f}x as fast; {_change(choice.best, one.best)}"
+        shown.add_row(words, f"{plan}, {best.microbatches} microbatches", seconds(step), ratio)
+    _console().print(shown)
+
+
+def _change(now: Plan, then: Plan) -> str:
+    found = difference(now, then, ("now", "then"))
+    return "; ".join(found) if found else "the same plan"
+
+
+def show_difference(first: Path, second: Path, *, as_json: bool) -> None:
+    """How two plan files differ, in plain words."""
+    plans = codec.load(Plan, first), codec.load(Plan, second)
+    found = difference(*plans, names=(first.name, second.name))
+    if as_json:
+        emit(Differences(first=plans[0], second=plans[1], differences=found))
+        return
+    out = _console()
+    for sentence in found or (f"{first.name} and {second.name} mean the same",):
+        out.print(sentence, markup=False, soft_wrap=True)

@@ -1,0 +1,178 @@
+"""One microbatch's work on one rank, stage by stage: what bounds and estimates of a step are made of.
+
+Everything is worked out with the cost model's own parts, but once for all plans that divide the model alike.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tutti.errors import PlanError
+from tutti.plan.build import block_globs
+from tutti.plan.tables import Array, Tables
+from tutti.predict import compute, constants
+from tutti.predict.division import Division as Part
+from tutti.predict.division import division
+from tutti.predict.layout import Region, recompute_regions
+from tutti.predict.pipeline import stages_of
+from tutti.predict.table import model_table
+from tutti.spec.plan import BatchPlan, LayoutRule, Pipeline, Plan
+from tutti.spec.words import AxisName, Recompute
+
+Flags = NDArray[np.bool_]
+
+IMPOSSIBLE = math.inf
+"""Seconds of what the cost model refuses."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """By module, of one microbatch: seconds of forward and backward with what is waited for in exchanges at least, and
+    of what is computed again under each form of recompute, (3, modules); `adding`: gradients to those of the microbatch
+    before; `update`: the optimizer's memory traffic; `probable`: what exchanges take besides.
+    """
+
+    ahead: Array
+    back: Array
+    again: Array
+    adding: Array
+    update: Array
+    probable: Array
+
+
+class Work:
+    """The work of a model on the workers of `tables`."""
+
+    def __init__(self, tables: Tables, script: Plan) -> None:
+        self._tables, self._script = tables, script
+        self._columns = model_table(tables.model)
+        self._passes: dict[tuple[int, ...], Passes | None] = {}
+        self._stages: dict[tuple[int, int], NDArray[np.intp] | None] = {}
+        self._sums: dict[tuple[int, ...], Array] = {}
+        self._parts: dict[tuple[int, ...], Part] = {}
+        forms: tuple[bool | Recompute | None, ...] = (None, "selective", True)
+        self.regions = tuple(self._recomputed(how) for how in forms)
+        self._repeats = np.stack([self._repeated(regions) for regions in self.regions])
+
+    def step(self, *key: int) -> tuple[float, ...]:
+        """Seconds of a step for (split, context, expert, table, space, samples, best worker, stages, stages per rank,
+        microbatches, kind of schedule, recompute): (passes at least; probably; all but the last backward at least and
+        the last backward, as means over the stages; the update of the stage with the least to update). Kinds: 1 is
+        1F1B or GPipe, 2 zero-bubble, 0 others.
+
+        For every stage s of 1F1B or GPipe a step lasts m t_s plus the times of the stages before it, t_s being forward
+        and backward: the first microbatch comes through them and the last one's gradient goes back.
+        """
+        *inner, stage, chunks, count, schedule, again = key
+        sums = self._stage_sums((*inner, stage, chunks))
+        if sums is None:
+            return (IMPOSSIBLE,) * 5
+        ahead, back, adding, update = sums[0], sums[1], sums[5], sums[6]
+        backward = back + sums[2 + again] + (count - 1) / count * adding
+        total = ahead + backward
+        slowest = float(total.reshape(chunks, stage).sum(axis=0).max()) * count
+        least = slowest
+        if schedule and chunks == 1:
+            before = np.concatenate([[0.0], np.cumsum(total if schedule == 1 else ahead)[:-1]])
+            least = float(np.max(count * total + before))
+        lost = float(total.sum() - total.max()) / (chunks**2 if chunks > 1 else 1) / (3 if schedule == 2 else 1)
+        likely = slowest + lost + count * float(sums[7].reshape(chunks, stage).sum(axis=0).max())
+        last = float(backward.sum()) / stage
+        updated = float(update.reshape(chunks, stage).sum(axis=0).min())
+        return least, max(least, likely), count * float(total.sum()) / stage - last, last, updated
+
+    def _stage_sums(self, key: tuple[int, ...]) -> Array | None:
+        """(8, stages): forward, backward, what is computed again under each form, adding gradients, the update, and
+        what exchanges probably take besides; None for what is refused."""
+        if key not in self._sums:
+            *inner, stage, chunks = key
+            passes, stages = self._of(tuple(inner)), self.cut(stage, chunks)
+            if passes is None or stages is None:
+                return None
+            rows = np.vstack([passes.ahead, passes.back, passes.again, passes.adding, passes.update, passes.probable])
+            total = stage * chunks
+            self._sums[key] = np.stack([np.bincount(stages, weights=row, minlength=total) for row in rows])
+        return self._sums[key]
+
+    def cut(self, stage: int, chunks: int) -> NDArray[np.intp] | None:
+        """The stage of each module; None where the model cannot be cut so."""
+        key = (stage, chunks)
+        if key not in self._stages:
+            pipeline = Pipeline(schedule="interleaved" if chunks > 1 else "1f1b", stages_per_rank=chunks,
+                                cuts=self._script.pipeline.cuts if stage > 1 else ())  # fmt: skip
+            plan = Plan(batch=BatchPlan(global_batch_size=1), mesh={"stage": stage}, pipeline=pipeline)
+            try:
+                self._stages[key] = stages_of(self._tables.model, plan).stage
+            except PlanError:
+                self._stages[key] = None
+        return self._stages[key]
+
+    def _recomputed(self, how: bool | Recompute | None) -> tuple[Region, ...]:
+        """What is recomputed when the blocks recompute so; None adds nothing to the script's own layout."""
+        rules = tuple(LayoutRule(modules=glob, recompute=how) for glob in block_globs(self._tables.model))
+        layout = (*self._script.layout, *(rules if how is not None else ()))
+        return recompute_regions(self._tables.model, Plan(batch=BatchPlan(global_batch_size=1), layout=layout))
+
+    def _repeated(self, regions: tuple[Region, ...]) -> Array:
+        """1 for modules that are computed again in backward."""
+        again = np.zeros(len(self._columns))
+        for region in regions:
+            members = np.array(region.members, dtype=np.intp)
+            again[members] = np.where(self._columns.multiplies[members] & region.selective, 0.0, 1.0)
+        return again
+
+    def part(self, degrees: tuple[int, ...]) -> Part:
+        """What a rank has of each module for (split, context, expert, table, space). Raises PlanError if refused."""
+        if degrees not in self._parts:
+            split, context, expert, table, space = degrees
+            mesh: dict[AxisName, int] = {"table": table, "expert": expert, "context": context, "space": space,
+                                         "split": split}  # fmt: skip
+            plan = Plan(batch=BatchPlan(global_batch_size=table * expert), mesh=mesh, layout=self._script.layout)
+            self._parts[degrees] = division(self._tables.model, plan)
+        return self._parts[degrees]
+
+    def _of(self, key: tuple[int, ...]) -> Passes | None:
+        """The passes for (split, context, expert, table, space, samples, best worker); None for what is refused."""
+        if key not in self._passes:
+            try:
+                self._passes[key] = self._worked_out(key[:5], *key[5:])
+            except PlanError:
+                self._passes[key] = None
+        return self._passes[key]
+
+    def _worked_out(self, degrees: tuple[int, ...], samples: int, best: int) -> Passes:
+        tables, columns, part = self._tables, self._columns, self.part(degrees)
+        split, context, expert, table, space = degrees
+        worker, count = tables.worker(best), len(columns)
+        ahead = compute.forward(part.ops, worker, samples, count).seconds
+        back = compute.backward(part.ops, worker, samples, count).seconds
+        low = np.where(columns.multiplies & tables.half, 0.5, 1.0)
+        link = tables.ring(split, 1)
+        out = np.where(part.split & columns.summed, samples * part.passed * columns.outputs * low, 0.0)
+        into = np.where(part.split, samples * part.passed * columns.inputs, 0.0)
+        waits_f, waits_b = link(out), link(into)
+        inside = split * space * context
+        if expert > 1:
+            sent = 2 * tables.exchange(expert, inside)(samples * part.passed * columns.routed)
+            waits_f, waits_b = waits_f + sent, waits_b + sent
+        probable = np.zeros(count)
+        if table > 1:
+            vectors = np.where(columns.table, samples * part.passed * columns.outputs, 0.0)
+            probable += 2 * tables.exchange(table, inside * expert)(vectors)
+        if context > 1:
+            keys = samples * part.work * columns.key_value * tables.width
+            probable += 2 * tables.exchange(context, split)(keys)
+        gradients = columns.gradients * part.weight
+        name = tables.model.optimizer
+        often = constants.OPTIMIZER_PASSES.get(name, constants.OPTIMIZER_PASSES_OTHER)
+        rate = worker.slowdown / worker.bandwidth_bytes_per_s
+        return Passes(
+            ahead=ahead + waits_f,
+            back=back + waits_b,
+            again=self._repeats * (ahead + waits_f),
+            adding=3.0 * rate * gradients,
+            update=rate * (3.0 * gradients + often * columns.optimizer * part.weight),
+            probable=probable,
+        )
