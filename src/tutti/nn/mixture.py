@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from tutti.errors import ScriptError
 
@@ -88,7 +89,9 @@ class Experts(Protocol):
 class Alone:
     """One device: nothing to exchange."""
 
-    recomputing = False
+    @property
+    def recomputing(self) -> bool:
+        return False
 
     def agree(self, counts: Tensor, mass: Tensor, *, training: bool) -> Routing:
         return Routing(counts=counts.cpu()[None], rank=0, mass=mass)
@@ -168,11 +171,13 @@ class MixtureOfExperts(nn.Module):
         with torch.autocast("cpu" if rows.is_meta else rows.device.type, enabled=False):
             probabilities = F.softmax(self.gate(rows.to(self.gate.weight.dtype)), dim=-1)
         choices, weights = self._choose(probabilities)
-        if rows.is_meta:
+        if rows.is_meta or isinstance(rows, FakeTensor):
             kept, slots = self._shapes(rows, probabilities)
+            exchange: Exchange = self.exchange if rows.is_meta else Alone()
         else:
             kept, slots = self._route(choices, probabilities)
-        results = self.exchange.compute(self, rows.index_select(0, slots % len(rows)), kept)
+            exchange = self.exchange
+        results = exchange.compute(self, rows.index_select(0, slots % len(rows)), kept)
         weighted = results * weights.reshape(-1).index_select(0, slots).unsqueeze(1).to(results.dtype)
         output = torch.zeros_like(rows, dtype=weighted.dtype).index_add(0, slots % len(rows), weighted)
         return output.reshape(input.shape).to(input.dtype)
@@ -234,7 +239,7 @@ class MixtureOfExperts(nn.Module):
 
     def _shapes(self, rows: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
         """Without values there is no routing: every expert gets its fair share, as far as it has room."""
-        self.auxiliary_loss = probabilities.sum() / len(rows)
+        self.auxiliary_loss = probabilities.sum() / len(rows) if self.training else probabilities.new_zeros(())
         fair = len(rows) * self.top_k // self.experts
         size = min(fair, self.capacity(len(rows)) or fair)
         kept = torch.full((1, self.experts), size, device="cpu")

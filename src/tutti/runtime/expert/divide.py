@@ -12,7 +12,7 @@ from tutti.data.share import cut
 from tutti.errors import PlanError
 from tutti.nn.mixture import MixtureOfExperts
 from tutti.runtime.batchnorm import BatchScope
-from tutti.runtime.expert.slice import Holders, SharedSlice, Sharers, sizes_of
+from tutti.runtime.expert.slice import Holders, OwnSlice, SharedSlice, Sharers, sizes_of
 from tutti.runtime.expert.stacked import is_stacked, travel_to_experts
 from tutti.runtime.layout import SUMMED, Layout
 from tutti.spec.plan import LayoutRule, placement_of
@@ -34,6 +34,9 @@ def divide_experts(model: nn.Module, rules: Sequence[LayoutRule], layout: Layout
     divided = [name for name in (*found, *stacked) if mesh.degree("expert") > 1 and _divides(rules, name)]
     _check(model, found, stacked, divided, layout)
     sharing = mesh.degree(*SUMMED)
+    if sharing == 1:
+        for module in found.values():
+            module.exchange = OwnSlice(scope)
     if not (found or stacked) or sharing == 1:
         return
     sharers = Sharers(
@@ -103,11 +106,6 @@ def _check(
         if tied:
             raise PlanError(f"{' and '.join(tied)} are one tensor, so {name!r} cannot be divided; place it 'replicate'")
     for name, mixture in found.items():
-        if layout.mesh.degree("stage") > 1:
-            raise PlanError(
-                f"mesh.stage = {layout.mesh.degree('stage')}: the load-balancing loss of {name!r} is part of a loss "
-                "that another stage computes; use expert, shard or split instead"
-            )
         if context > 1 and mixture.capacity_factor is not None:
             raise PlanError(
                 f"mesh.context = {context}: the tokens of {name!r} lie on several ranks, so which ones exceed an "

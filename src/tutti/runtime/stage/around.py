@@ -2,7 +2,7 @@
 
 import os
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,8 +10,10 @@ import torch
 from torch import nn
 from torch.autograd import Function
 
-from tutti.runtime.stage.program import Surroundings
+from tutti.runtime.stage.program import Slot, Surroundings
 from tutti.runtime.stage.standin import is_unknown
+
+_ABSENT = object()
 
 Apply = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """(the bound apply of a torch.autograd.Function, args, kwargs) -> what it gives."""
@@ -22,6 +24,60 @@ def surroundings(device: torch.device) -> Surroundings:
     kind = device.type
     autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
     return Surroundings(grad=torch.is_grad_enabled(), autocast=autocast)
+
+
+class Attributes:
+    """Tensors in plain attributes of a model's modules that are set for a while: `now`. Set by `set`, or by the modules
+    called `watched` themselves.
+    """
+
+    def __init__(self, model: nn.Module, watched: Iterable[str] = ()) -> None:
+        self.now: dict[Slot, torch.Tensor] = {}
+        self._model = model
+        self._before: dict[Slot, Any] = {}
+        self._watched = [(name, model.get_submodule(name)) for name in watched]
+        self._found: list[dict[str, torch.Tensor]] = []
+
+    def __enter__(self) -> "Attributes":
+        self._found = [tensor_attributes(module) for _, module in self._watched]
+        return self
+
+    def look(self) -> None:
+        """Take in what watched modules have set so far."""
+        for (name, module), before in zip(self._watched, self._found, strict=True):
+            for key, tensor in tensor_attributes(module).items():
+                if tensor is not before.get(key):
+                    self._before.setdefault((name, key), before.get(key, _ABSENT))
+                    self.now[name, key] = tensor
+
+    def set(self, slot: Slot, tensor: torch.Tensor) -> None:
+        """Let the attribute be `tensor` until the end."""
+        own = self._model.get_submodule(slot[0]).__dict__
+        self._before.setdefault(slot, own.get(slot[1], _ABSENT))
+        self.now[slot] = own[slot[1]] = tensor
+
+    def __exit__(self, *problem: object) -> None:
+        self.look()
+        for (name, key), value in self._before.items():
+            own = self._model.get_submodule(name).__dict__
+            if value is _ABSENT:
+                own.pop(key, None)
+            else:
+                own[key] = value
+
+
+def tensor_attributes(module: nn.Module) -> dict[str, torch.Tensor]:
+    """A module's tensors that are neither parameters nor buffers."""
+    return {key: value for key, value in vars(module).items() if isinstance(value, torch.Tensor)}
+
+
+@contextmanager
+def attributes(model: nn.Module, wanted: Mapping[Slot, torch.Tensor]) -> Iterator[None]:
+    """While open, modules' attributes are those tensors."""
+    with Attributes(model) as setting:
+        for slot, tensor in wanted.items():
+            setting.set(slot, tensor)
+        yield
 
 
 def cache_configs(model: nn.Module) -> list[Any]:

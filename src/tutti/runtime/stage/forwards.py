@@ -18,6 +18,7 @@ from tutti.runtime.stage.infer import signature
 from tutti.runtime.stage.place import Placement
 from tutti.runtime.stage.program import Argument, Copied, Program
 from tutti.runtime.stage.standin import HOOKS, is_unknown
+from tutti.runtime.stage.trace import Ending
 from tutti.runtime.stage.tree import flatten
 
 
@@ -28,18 +29,18 @@ class Forwards:
         self._stages, self._tracer = stages, stages.tracer
         self._placed: dict[Any, Placement] = {}
 
-    def place(self, function: Callable[[], Any], *, until_root: bool) -> Placement:
+    def place(self, function: Callable[[], Any], ending: Ending | None) -> Placement:
         """What `function()`, which calls the model, does on which stage; see Tracer.trace."""
-        call = self._tracer.call_of(function) if until_root and self._is_plain() else None
+        call = self._tracer.call_of(function) if ending and self._is_plain() else None
         leaves, form = flatten(call)
         described = None if call is None else signature(leaves)
         if call is None or described is None or any(map(is_unknown, leaves)):
-            return self._stages.place(self._tracer.trace(function, until_root=until_root))
-        key = (described, form.count, form.names, str(form.spec), *self._surroundings())
+            return self._stages.place(self._tracer.trace(function, ending))
+        key = (described, form.count, form.names, str(form.spec), ending, *self._surroundings())
         if key not in self._placed:
             args, kwargs = call
             model = self._tracer.model
-            program, known = self._tracer.traced(lambda: model(*args, **kwargs), until_root=True)
+            program, known = self._tracer.traced(lambda: model(*args, **kwargs), ending)
             if not known or not _serves_again(program, leaves):
                 return self._stages.place(program)
             self._placed[key] = self._stages.place(program)

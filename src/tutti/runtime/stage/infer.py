@@ -13,6 +13,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from tutti.errors import PlanError, TuttiError
+from tutti.runtime.stage.around import tensor_attributes
+from tutti.runtime.stage.program import Slot
 from tutti.runtime.stage.standin import StandIns, is_unknown
 from tutti.runtime.stage.tree import Form, flatten, refuse_hidden_tensors, unflatten
 
@@ -44,9 +46,12 @@ class Result:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inference:
-    """What a call gives. `written`: positions of the arguments it changes in place; `cost`: FLOPs of its forward."""
+    """What a call gives. `written`: positions of the arguments it changes in place; `keeps`: attributes in which it
+    leaves tensors, which are the last of `leaves`; `cost`: FLOPs of its forward.
+    """
 
     leaves: tuple[Result, ...]
+    keeps: tuple[Slot, ...]
     spec: Form
     written: tuple[int, ...]
     cost: float
@@ -91,13 +96,14 @@ class Shapes:
         copies = [self._copy(subject) for subject in subjects]
         versions = [_version(copy) for copy in copies]
         args, kwargs = unflatten(list(copies), spec)
-        with _Watching() as watching:
+        with _Watching() as watching, _Attributes(name, module) as attributes:
             returned, flops = self._run(name, module, args, kwargs)
         leaves, out_spec = flatten(returned)
         for leaf in leaves:
             refuse_hidden_tensors(leaf, f"the result of {name}")
         inference = Inference(
-            leaves=tuple(_result(leaf, copies) for leaf in leaves),
+            leaves=tuple(_result(leaf, copies) for leaf in (*leaves, *attributes.new.values())),
+            keeps=tuple(attributes.new),
             spec=out_spec,
             written=tuple(at for at, copy in enumerate(copies) if _version(copy) != versions[at]),
             cost=_cost(module, flops, leaves),
@@ -110,9 +116,10 @@ class Shapes:
     def _run(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, float]:
         """What the module returns on shapes, and its FLOPs where they are counted."""
         counter = FlopCounterMode(display=False)
+        call = of_experts if id(module) in self._stand_ins.stacked else module._call_impl
         try:
             with self._stand_ins.hooks_in_place(module), counter if self.counting else nullcontext():
-                returned = module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+                returned = call(*args, **kwargs)
         except TuttiError:
             raise
         except Exception as error:
@@ -137,6 +144,11 @@ class Shapes:
         return self._stand_ins.computed(made) if subject.requires_grad else made
 
 
+def of_experts(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+    """The shape of what a layer of stacked experts returns; which expert gets how many rows depends on values."""
+    return hidden_states * top_k_weights.sum().to(hidden_states.dtype)
+
+
 class _Watching(TorchFunctionMode):
     """Notices code that looks at values."""
 
@@ -149,6 +161,33 @@ class _Watching(TorchFunctionMode):
     ) -> Any:
         self.reads = self.reads or getattr(func, "__name__", "") in READS
         return func(*args, **(kwargs or {}))
+
+
+class _Attributes:
+    """Afterwards, `new` has the tensors that a module and its parts have left in plain attributes (a load-balancing
+    loss, say), by module and attribute; the attributes are as they were.
+    """
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self._parts = [(f"{name}.{inner}" if inner else name, part) for inner, part in module.named_modules()]
+        self._before: list[dict[str, torch.Tensor]] = []
+        self.new: dict[Slot, torch.Tensor] = {}
+
+    def __enter__(self) -> "_Attributes":
+        self._before = [tensor_attributes(part) for _, part in self._parts]
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        for (name, part), before in zip(self._parts, self._before, strict=True):
+            for key, tensor in tensor_attributes(part).items():
+                if before.get(key) is tensor:
+                    continue
+                self.new[name, key] = tensor
+                if key in before:
+                    part.__dict__[key] = before[key]
+                else:
+                    del part.__dict__[key]
+        self.new = dict(sorted(self.new.items()))  # in one order on all ranks
 
 
 def _version(leaf: Any) -> int:

@@ -18,7 +18,9 @@ from tutti.runtime.stage.build import Stages
 from tutti.runtime.stage.forwards import Forwards
 from tutti.runtime.stage.links import Links, Session, given, wanted
 from tutti.runtime.stage.place import Placement
+from tutti.runtime.stage.program import Value
 from tutti.runtime.stage.ties import Ties, groups_at
+from tutti.runtime.stage.trace import Ending
 from tutti.runtime.stage.work import StageWork
 from tutti.runtime.state import Run
 from tutti.spec.plan import Plan
@@ -46,7 +48,7 @@ class Pipeline:
         self._links = Links(mesh.ranks("stage"), stages.position, _groups(mesh), device, lane)
         self._ties = Ties(stages.shared, layout)
         self.forwards = Forwards(stages)
-        self._until_model: dict[Any, bool] = {}
+        self._until_model: dict[Any, Ending | None] = {}
         self._orders: dict[int, Orders] = {}
         self._endings: dict[int, dict[int, list[nn.Parameter]]] = {}
 
@@ -73,7 +75,7 @@ class Pipeline:
     def forward(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the model returns, on ranks where `is_last`; None elsewhere. Without gradients."""
         stages = self.stages
-        placement = self.forwards.place(lambda: run.model(*args, **kwargs), until_root=True)
+        placement = self.forwards.place(lambda: run.model(*args, **kwargs), Ending())
         orders = [[Action("F", s, 0) for s in range(r, stages.count, stages.ranks)] for r in range(stages.ranks)]
         session = self._links.session(orders, lambda _: placement)
         output = None
@@ -87,10 +89,12 @@ class Pipeline:
                 session.give(message, work.outgoing(message.key))
             if action.stage == stages.count - 1:
                 output = work.output(values)
+                for (name, attribute), tensor in work.kept(values).items():
+                    setattr(run.model.get_submodule(name), attribute, tensor)
         self._links.settle()
         return output
 
-    def until_model(self, function: Callable[[Any, Any], Any], model: Any, batch: Any) -> bool:
+    def until_model(self, function: Callable[[Any, Any], Any], model: Any, batch: Any) -> Ending | None:
         """Whether a loss function calls the model once, and only that; found at its first use."""
         key = getattr(function, "__code__", function)
         if key not in self._until_model:
@@ -186,23 +190,32 @@ class _Step:
         with autocast(self.plan.precision, self.device):
             values = work.forward(received)
             if stage == self.stages.count - 1:
-                value = self._value(work.output(values), microbatch)
+                value = self._value(work, values, microbatch)
                 work.loss = self._root(microbatch, value)
 
-    def _value(self, output: Any, microbatch: int) -> Any:
+    def _value(self, work: StageWork, values: dict[int, torch.Tensor], microbatch: int) -> Any:
         """What the user's function returns, once the model's part of it is computed."""
-        run, batch = self._run, self._pieces[microbatch]
+        run, batch, output = self._run, self._pieces[microbatch], work.output(values)
         if not self.pipeline.until_model(self._function, run.model, batch):
             return output
-        return self.stages.tracer.finish(lambda: self._function(run.model, batch), output)
+        tracer, program = self.stages.tracer, self.placement(microbatch).program
+        kept = work.kept(values)
+        for slot, value in program.hidden.items():
+            if not isinstance(value, Value):
+                kept[slot] = value
+                continue
+            outline = program.outlines[value.key]
+            stride = torch.empty(outline.shape, device="meta").stride()
+            kept[slot] = tracer.stand_ins.empty(outline.shape, stride, outline.dtype, self.device)
+        return tracer.finish(lambda: self._function(run.model, batch), output, kept)
 
     def _trace(self, microbatch: int) -> Placement:
         run, batch = self._run, self._pieces[microbatch]
         seed_device(self._seed(microbatch), self.device)
         self._enter(microbatch)
         with autocast(self.plan.precision, self.device):
-            stops = self.pipeline.until_model(self._function, run.model, batch)
-            return self.pipeline.forwards.place(lambda: self._function(run.model, batch), until_root=stops)
+            ending = self.pipeline.until_model(self._function, run.model, batch)
+            return self.pipeline.forwards.place(lambda: self._function(run.model, batch), ending)
 
     def _enter(self, microbatch: int) -> None:
         """Batch statistics count this microbatch's samples."""

@@ -110,9 +110,8 @@ def _free(program: Program, last: int, stages: list[int | None], made: dict[int,
         return
     held = holders.parameters if holders is not None else _held_by_units(program, stages)
     needed: dict[int, int] = {}
-    for leaf in program.output:
-        if isinstance(leaf, Value):
-            needed[leaf.key] = last
+    for key in program.ends:
+        needed[key] = last
     chosen: dict[int, int] = {}
     for at in reversed(range(len(stages))):
         node, stage = program.nodes[at], stages[at]
@@ -162,7 +161,7 @@ def _check_parameters(program: Program, stages: tuple[int, ...], holders: Holder
 def _check_views(program: Program, stages: tuple[int, ...], made: dict[int, int]) -> None:
     """A tensor that changes through a view of it must live on one stage together with the view."""
     used = {key for node in program.nodes for key in node.uses}
-    used |= {leaf.key for leaf in program.output if isinstance(leaf, Value)}
+    used |= set(program.ends)
     for node, stage in zip(program.nodes, stages, strict=True):
         sources = [made[leaf.key] for at, _ in node.written if isinstance(leaf := node.leaves[at], Value)]
         for old, new in node.views:
@@ -179,7 +178,7 @@ def _parts(program: Program, stages: tuple[int, ...], made: dict[int, int], last
     for node, stage in zip(program.nodes, stages, strict=True):
         parts[stage].nodes.append(node)
         wanted += [(key, stage) for key in node.uses]
-    wanted += [(leaf.key, last) for leaf in program.output if isinstance(leaf, Value)]
+    wanted += [(key, last) for key in program.ends]
     for key, stage in dict.fromkeys(wanted):
         source = made[key]
         if source != stage:

@@ -37,6 +37,10 @@ class Copied:
     tensor: torch.Tensor
 
 
+Slot = tuple[str, str]
+"""A tensor that a module keeps as a plain attribute: names of the module and of the attribute."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
     """What is known of a value before it is computed."""
@@ -61,8 +65,8 @@ class Node:
     `leaves` and `spec` are (args, kwargs) with `Value`, `Parameter`, `Copied` and `Argument` in place of tensors;
     `results`: the number of the value that each leaf of the result is, None for one that is no new value; `written`:
     (position in leaves, number) of arguments that the call changed, which are new values from there on; `views`: (old
-    number, new number) of other values that changed with them because they share their memory; `cost`: FLOPs, where
-    they were counted.
+    number, new number) of other values that changed with them because they share their memory; `keeps`: attributes in
+    which the unit leaves tensors, which are its results too, the last ones; `cost`: FLOPs, where they were counted.
     """
 
     unit: str
@@ -73,6 +77,7 @@ class Node:
     written: tuple[tuple[int, int], ...] = ()
     views: tuple[tuple[int, int], ...] = ()
     surroundings: Surroundings
+    keeps: tuple[Slot, ...] = ()
     cost: float = 0.0
 
     @property
@@ -93,9 +98,18 @@ class Node:
 
 @dataclass(slots=True, kw_only=True)
 class Program:
-    """Nodes in order, and what the forward returned (`output`: leaves with `Value` in place of computed tensors)."""
+    """Nodes in order, and what the forward returned (`output`: leaves with `Value` in place of computed tensors).
+    `kept`: what modules left in attributes that the loss reads; `hidden`: in others.
+    """
 
     nodes: list[Node] = field(default_factory=list)
     outlines: dict[int, Outline] = field(default_factory=dict)
     output: tuple[Any, ...] = ()
+    kept: dict[Slot, Any] = field(default_factory=dict)
+    hidden: dict[Slot, Any] = field(default_factory=dict)
     output_spec: Form | None = None
+
+    @property
+    def ends(self) -> list[int]:
+        """Numbers of the values that are needed when the forward is over."""
+        return [leaf.key for leaf in (*self.output, *self.kept.values()) if isinstance(leaf, Value)]

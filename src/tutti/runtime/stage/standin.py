@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from tutti.runtime.expert.stacked import is_stacked
+
 SMALL_NUMEL = 65536
 """Buffers of at most this many elements keep their values while a module is traced on shapes: code reads them."""
 
@@ -51,7 +53,7 @@ class _Door:
 
 class StandIns:
     """The stand-ins of every tensor of `model` as it is now, whole; `names`: of stand-ins of parameters, by id;
-    `intercept`: what calls go to now.
+    `intercept`: what calls go to now; `stacked`: ids of layers of stacked experts.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -61,6 +63,7 @@ class StandIns:
         self._anchor = torch.empty((), requires_grad=True)
         self._made: dict[int, torch.Tensor] = {}
         self._plans: dict[frozenset[str], list[tuple[dict[str, Any], dict[str, Any]]]] = {}
+        self.stacked = {id(module) for module in model.modules() if is_stacked(module)}
         self._modules = [(name, module, self._entries(name, module)) for name, module in model.named_modules()]
 
     def outline(self, tensor: torch.Tensor, *, requires_grad: bool | None = None) -> torch.Tensor:

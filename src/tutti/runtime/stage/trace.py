@@ -7,8 +7,10 @@ knows no skip connections.)
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from tutti.errors import PlanError
 from tutti.runtime.stage.around import (
+    Attributes,
+    attributes,
     cache_configs,
     functions,
     positions,
@@ -26,8 +30,8 @@ from tutti.runtime.stage.around import (
     surroundings,
     without_caches,
 )
-from tutti.runtime.stage.infer import Shapes
-from tutti.runtime.stage.program import Copied, Node, Outline, Parameter, Program, Value
+from tutti.runtime.stage.infer import Inference, Shapes, of_experts
+from tutti.runtime.stage.program import Copied, Node, Outline, Parameter, Program, Slot, Value
 from tutti.runtime.stage.standin import StandIns, is_unknown
 from tutti.runtime.stage.tree import flatten, refuse_hidden_tensors, unflatten
 from tutti.runtime.stage.units import Units
@@ -35,6 +39,8 @@ from tutti.runtime.stage.units import Units
 _MASKED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _UNREADABLE = (DataDependentOutputException, DynamicOutputShapeException)
 
+
+_NONE: Mapping[Slot, torch.Tensor] = MappingProxyType({})
 
 _ONE_CALL = (
     "let one function call the model once and compute the loss from what it returns, or write it with modules only"
@@ -49,6 +55,15 @@ class StopTracing(Exception):
         self.output = output
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """A function that calls the model once and touches no part of it otherwise. `reads`: attributes in which modules
+    left tensors that it reads afterwards; None where any may be.
+    """
+
+    reads: frozenset[Slot] | None = None
+
+
 class Tracer:
     """Traces forwards of one model. `shapes`: what is known of the units' results, kept between traces."""
 
@@ -57,18 +72,18 @@ class Tracer:
         self.shapes = Shapes(stand_ins)
         self._configs = cache_configs(model)
 
-    def trace(self, function: Callable[[], Any], *, until_root: bool = False) -> Program:
+    def trace(self, function: Callable[[], Any], ending: Ending | None = None) -> Program:
         """The program of `function()`.
 
-        `until_root`: stop when the model's first call returns, and take what it returned.
+        `ending`: stop when the model's call returns, and take what it returned.
         """
-        return self.traced(function, until_root=until_root)[0]
+        return self.traced(function, ending)[0]
 
-    def traced(self, function: Callable[[], Any], *, until_root: bool = False) -> tuple[Program, bool]:
+    def traced(self, function: Callable[[], Any], ending: Ending | None) -> tuple[Program, bool]:
         """`trace`, and whether the shapes of all units' results were known before."""
-        recorder = Recorder(self, until_root=until_root)
+        recorder = Recorder(self, until_root=ending is not None)
         self._run(recorder, function)
-        return recorder.finish(recorder.output), not recorder.followed
+        return recorder.finish(recorder.output, ending), not recorder.followed
 
     def call_of(self, function: Callable[[], Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The arguments that `function()` calls the model with; None where it does anything else with it before."""
@@ -83,20 +98,24 @@ class Tracer:
             return stop.output  # type: ignore[no-any-return]
         return None
 
-    def ends_with_model(self, function: Callable[[], Any]) -> bool:
+    def ends_with_model(self, function: Callable[[], Any]) -> Ending | None:
         """Whether `function()` calls the model itself once and touches no part of it otherwise: then what follows the
         call need not be traced. Raises PlanError where it would have to be and cannot.
         """
-        recorder = Recorder(self, until_root=False)
+        recorder, reads = Recorder(self, until_root=False), True
         try:
             self._run(recorder, function)
         except PlanError:
             if recorder.root_calls != 1 or recorder.outside:
                 raise
-        return recorder.root_calls == 1 and not recorder.outside
+            reads = False  # it was not followed to its end
+        if recorder.root_calls != 1 or recorder.outside:
+            return None
+        return Ending(reads=frozenset(recorder.read) if reads else None)
 
-    def finish(self, function: Callable[[], Any], output: Any) -> Any:
-        """What `function()` returns if the model's call in it returns `output`.
+    def finish(self, function: Callable[[], Any], output: Any, kept: Mapping[Slot, torch.Tensor] = _NONE) -> Any:
+        """What `function()` returns if the model's call in it returns `output` and leaves `kept` in attributes (those
+        of other stages as tensors without values).
 
         Raises PlanError if it uses the model otherwise: its parameters lie on other stages.
         """
@@ -108,7 +127,7 @@ class Tracer:
                 raise PlanError(f"mesh.stage: the loss calls {name or 'the model'} again; {_ONE_CALL}")
             return output
 
-        with self.stand_ins.in_place(self.units.glue, called):
+        with self.stand_ins.in_place(self.units.glue, called), attributes(self.model, kept):
             result = function()
         if any(is_unknown(leaf) for leaf in flatten(result)[0]):
             raise PlanError(f"mesh.stage: the loss uses the model's parameters beside calling it; {_ONE_CALL}")
@@ -118,7 +137,7 @@ class Tracer:
         self.shapes.modes = self.stand_ins.modes()
         with self.stand_ins.in_place(self.units.glue, recorder.called), functions(recorder.applied), recorder:
             try:
-                with without_caches(self._configs):
+                with without_caches(self._configs), recorder.keeping:
                     recorder.output = function()
             except StopTracing as stop:
                 recorder.output = stop.output
@@ -142,6 +161,8 @@ class Recorder(TorchFunctionMode):
         self.followed = False  # whether what some unit returns was not known before
         self._depth = 0
         self.paused = False
+        self.keeping = Attributes(tracer.model, tracer.units.glue)
+        self.read: set[Slot] = set()  # attributes that units have written to and the rest has read
         self.inside = ""  # the unit whose result's shape is being found
         self._keys: dict[int, int] = {}  # id of a tensor without values -> number of its value
         self._stands: dict[int, torch.Tensor] = {}  # id of a known tensor that was written to -> what stands for it
@@ -174,10 +195,13 @@ class Recorder(TorchFunctionMode):
             )
         if not self.paused and name not in self.tracer.units.glue:
             return self._unit(name, module, args, kwargs)
+        if self.paused and id(module) in self.tracer.stand_ins.stacked:
+            return of_experts(*args, **kwargs)
         own = not name and not self.paused
         self._depth += own
         result = module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         if own:
+            self.keeping.look()
             self._depth -= 1
             self.root_calls += 1
             if self.until_root:
@@ -224,7 +248,9 @@ class Recorder(TorchFunctionMode):
             for at in inference.written:
                 subjects[at] = self._subject(leaves[at])
             results = inference.results(subjects, stand_ins)
-            self._write(name, module, leaves, subjects, spec, results, list(inference.written), inference.cost)
+            self._write(name, module, leaves, subjects, spec, results, list(inference.written), inference)
+            for slot in reversed(inference.keeps):
+                self.keeping.set(slot, results.pop())
             back = {id(stand): leaf for leaf, stand in zip(leaves, subjects, strict=True) if stand is not leaf}
             return unflatten([back.get(id(leaf), leaf) for leaf in results], inference.spec)
 
@@ -237,7 +263,7 @@ class Recorder(TorchFunctionMode):
         spec: Any,
         results: list[Any],
         written: list[int],
-        cost: float = 0.0,
+        inference: Inference | None = None,
     ) -> None:
         """Add the node; give numbers to what it made and to what it changed."""
         read = tuple(self._leaf(leaf, written=at in written) for at, leaf in enumerate(leaves))
@@ -263,13 +289,19 @@ class Recorder(TorchFunctionMode):
                 written=tuple(changed),
                 views=tuple(views),
                 surroundings=surroundings(self.tracer.device),
-                cost=cost,
+                keeps=inference.keeps if inference else (),
+                cost=inference.cost if inference else 0.0,
             )
         )
 
-    def finish(self, output: Any) -> Program:
+    def finish(self, output: Any, ending: Ending | None) -> Program:
         """The program, returning `output`."""
         leaves, spec = flatten(output)
+        if ending is not None:
+            values = {slot: self._leaf(tensor, written=False) for slot, tensor in sorted(self.keeping.now.items())}
+            reads = set(values) if ending.reads is None else ending.reads
+            self.program.kept = {slot: value for slot, value in values.items() if slot in reads}
+            self.program.hidden = {slot: value for slot, value in values.items() if slot not in reads}
         self.program.output = tuple(self._leaf(leaf, written=False) for leaf in leaves)
         self.program.output_spec = spec
         for tensor, version in self._captured:
@@ -293,6 +325,8 @@ class Recorder(TorchFunctionMode):
             return leaf
         subject = self._stands.get(id(leaf), leaf)
         if id(subject) in self._keys:
+            if not self._depth:
+                self.read |= {slot for slot, tensor in self.keeping.now.items() if tensor is subject}
             return Value(self._keys[id(subject)])
         if id(subject) in self.tracer.stand_ins.names:
             return Parameter(self.tracer.stand_ins.names[id(subject)])

@@ -7,6 +7,8 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from tutti.errors import PlanError
+from tutti.nn.mixture import MixtureOfExperts
+from tutti.runtime.expert.stacked import is_stacked
 
 _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -85,7 +87,9 @@ def heaviest_to_open(
 
 
 def _whole(module: nn.Module) -> bool:
-    """Modules never taken apart: torch's own (their code reads their parts' weights) and parametrised ones."""
+    """Modules never taken apart: torch's own (their code reads their parts' weights), parametrised ones, and experts,
+    which route by values."""
     own = type(module).__module__.startswith("torch.nn.") and not isinstance(module, _LISTS)
     coders = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
-    return (own and not isinstance(module, coders)) or parametrize.is_parametrized(module)
+    experts = isinstance(module, MixtureOfExperts) or is_stacked(module)
+    return (own and not isinstance(module, coders)) or experts or parametrize.is_parametrized(module)

@@ -13,7 +13,7 @@ from tutti.runtime.split import whole, whole_parameter
 from tutti.runtime.stage.around import surroundings
 from tutti.runtime.stage.halves import Deferred, input_gradients
 from tutti.runtime.stage.place import Placement, StagePart
-from tutti.runtime.stage.program import Argument, Copied, Node, Parameter, Surroundings, Value
+from tutti.runtime.stage.program import Argument, Copied, Node, Parameter, Slot, Surroundings, Value
 from tutti.runtime.stage.tree import flatten, unflatten
 
 
@@ -107,6 +107,10 @@ class StageWork:
         assert program.output_spec is not None
         return unflatten(leaves, program.output_spec)
 
+    def kept(self, values: Mapping[int, torch.Tensor]) -> dict[Slot, torch.Tensor]:
+        """What modules of any stage left in attributes that the loss reads, on the last stage."""
+        return {slot: self._resolve(leaf, values) for slot, leaf in self._placement.program.kept.items()}
+
     def wants_gradient(self, key: int) -> bool:
         """Whether a gradient travels back along a value's way."""
         return self.outlines[key].requires_grad
@@ -156,7 +160,8 @@ class StageWork:
         with _like(node.surroundings, self.device):
             result = node.function(*args, **kwargs)
         if any(key is not None for key in node.results):
-            for key, leaf in zip(node.results, flatten(result)[0], strict=True):
+            left = [getattr(self._model.get_submodule(name), attribute) for name, attribute in node.keeps]
+            for key, leaf in zip(node.results, [*flatten(result)[0], *left], strict=True):
                 if key is not None:
                     values[key] = leaf
         for at, key in node.written:
