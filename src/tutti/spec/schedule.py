@@ -35,6 +35,8 @@ class Action:
         return f"{self.kind} of stage {self.stage}, microbatch {self.microbatch}"
 
 
+_NEVER = 2**62
+
 Orders = list[list[Action]]
 """Each rank's actions in order."""
 
@@ -53,22 +55,41 @@ def simulate(orders: Orders, costs: Mapping[Kind, int] = COSTS) -> dict[Action, 
     """
     ranks = len(orders)
     stages = 1 + max((action.stage for order in orders for action in order), default=0)
-    ended: dict[Action, int] = {}
+    count = 1 + max((action.microbatch for order in orders for action in order), default=0)
+    # When a forward, a gradient of inputs, and a half backward for inputs ended, by stage and microbatch: plain lists,
+    # because large pipelines have a hundred thousand actions.
+    forward, gradient, half = ([_NEVER] * (stages * count) for _ in range(3))
     began: dict[Action, int] = {}
     free, position = [0] * ranks, [0] * ranks
     moved = True
     while moved:
         moved = False
         for rank, order in enumerate(orders):
+            now = free[rank]
             while position[rank] < len(order):
                 action = order[position[rank]]
-                needs = needed_before(action, stages)
-                if any(not any(one in ended for one in options) for options in needs):
+                kind, at = action.kind, action.stage * count + action.microbatch
+                if kind == "F":
+                    ready = forward[at - count] if action.stage else 0
+                elif kind == "W":
+                    ready = half[at]
+                else:
+                    ready = forward[at]
+                    if action.stage < stages - 1:
+                        ready = max(ready, gradient[at + count])
+                if ready == _NEVER:
                     break
-                ready = max((min(ended[one] for one in options if one in ended) for options in needs), default=0)
-                began[action] = max(free[rank], ready)
-                free[rank] = ended[action] = began[action] + costs[action.kind]
+                begin = max(now, ready)
+                now = begin + costs[kind]
+                began[action] = begin
+                if kind == "F":
+                    forward[at] = now
+                elif kind != "W":
+                    gradient[at] = min(gradient[at], now)
+                if kind == "I":
+                    half[at] = now
                 position[rank], moved = position[rank] + 1, True
+            free[rank] = now
     for rank, order in enumerate(orders):
         if position[rank] < len(order):
             raise PlanError(
@@ -163,11 +184,26 @@ def _greedy(
     """
     ranks, now = len(queues), 0
     orders: Orders = [[] for _ in queues]
-    ended: dict[Action, int] = {}
+    count = 1 + max((action.microbatch for own in queues for queue in own.values() for action in queue), default=0)
+    forward, gradient, half = ([_NEVER] * (stages * count) for _ in range(3))
     free, held = [0] * ranks, [0] * ranks
 
     def ready(action: Action) -> bool:
-        return all(any(ended.get(one, now + 1) <= now for one in options) for options in needed_before(action, stages))
+        at = action.stage * count + action.microbatch
+        if action.kind == "F":
+            return action.stage == 0 or forward[at - count] <= now
+        if action.kind == "W":
+            return half[at] <= now
+        return forward[at] <= now and (action.stage == stages - 1 or gradient[at + count] <= now)
+
+    def end(action: Action, then: int) -> None:
+        at = action.stage * count + action.microbatch
+        if action.kind == "F":
+            forward[at] = then
+        elif action.kind != "W":
+            gradient[at] = min(gradient[at], then)
+        if action.kind == "I":
+            half[at] = then
 
     while any(queue for own in queues for queue in own.values()):
         moved = False
@@ -182,7 +218,8 @@ def _greedy(
                     continue
                 action = own[kind].pop(0)
                 orders[rank].append(action)
-                free[rank] = ended[action] = now + COSTS[action.kind]
+                free[rank] = now + COSTS[action.kind]
+                end(action, free[rank])
                 held[rank] += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
                 moved = True
         if stuck and not moved:
