@@ -1,7 +1,8 @@
 """Time of a rank's own work: a roofline for each operator, with measured rates where there are any.
 
 time = max(FLOPs / rate, bytes / bandwidth) + calls * overhead (Williams, Waterman and Patterson 2009). The rate of a
-matrix operator is that of a square product with as many FLOPs in each call, N = (FLOPs / 2)^(1/3).
+matrix operator is that of a square product with as many FLOPs in each call, N = (FLOPs / 2)^(1/3). A GPU computes
+while its host prepares the next calls, so that a module takes the longer of both there.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -51,7 +52,8 @@ class Curve:
 class Worker:
     """What one rank computes with: `matrix` for matrix operators in the plan's precision, `vector_rate` for others.
 
-    `kernel_overhead_s`: of a bare operator call; `call_s`: of one in a model, with all that is around it.
+    `kernel_overhead_s`: of a bare operator call; `call_s`: of one in a model, with all that is around it; `gap_s`: None
+    where that is the worker's own time, else what lies between two kernels while another, the host, makes the calls.
     `slowdown` multiplies all its work (more ranks than cores). `half`: autocast in a 2-byte type.
     """
 
@@ -60,6 +62,7 @@ class Worker:
     bandwidth_bytes_per_s: float
     kernel_overhead_s: float
     call_s: float
+    gap_s: float | None
     slowdown: float
     half: bool
     assumptions: tuple[str, ...]
@@ -210,6 +213,9 @@ def _work(table: OpTable, worker: Worker, samples: int, modules: int, passed: _P
         return np.bincount(table.module, weights=values[table.row], minlength=modules).astype(np.float64)
 
     limits = np.array([by_module(part) for part in parts])
+    if worker.gap_s is not None:
+        gaps = by_module(worker.slowdown * worker.gap_s * passed.calls)
+        limits[2] = np.maximum(gaps, limits[2] - limits[0] - limits[1])
     return Work(seconds=limits.sum(axis=0), limits=limits)
 
 
@@ -242,7 +248,8 @@ def worker(seat: Seat, model_dtype: str, precision: Precision) -> Worker:
         vector_rate=base.best_rate,
         bandwidth_bytes_per_s=rank_bandwidth(seat),
         kernel_overhead_s=overhead,
-        call_s=overhead * (constants.CALL_FACTOR if device.kind == "cpu" else 1.0),
+        call_s=overhead * constants.CALL_FACTOR,
+        gap_s=constants.KERNEL_GAP_S if device.kind == "cuda" else None,
         slowdown=slowdown,
         half=precision in ("bfloat16", "float16"),
         assumptions=tuple(assumptions),

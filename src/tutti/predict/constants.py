@@ -41,7 +41,11 @@ KERNEL_OVERHEAD_S: Final[dict[str, float]] = {"cuda": 6e-6, "cpu": 1e-6}
 
 CALL_FACTOR: Final = 5.0
 """What one operator call of a model costs besides its work, in bare operator calls (`kernel_overhead_s`): the module
-call around it, autograd's record of it, its small views and copies. On CPU; a GPU computes meanwhile."""
+call around it, autograd's record of it, its small views and copies. A GPU computes meanwhile, and a module takes the
+longer of both: of vTrain's 1260 steps of small GPTs on A100 most are limited so, and fits give 8 to 10 there."""
+
+KERNEL_GAP_S: Final = 1.5e-6
+"""Between two kernels on a CUDA device whose host is ahead: about what back-to-back launches of empty kernels take."""
 
 BACKWARD_CALLS: Final = 2.0
 """Kernel calls in backward for each call in forward: a gradient for the input and one for the weight."""

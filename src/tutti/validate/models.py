@@ -73,7 +73,9 @@ def _named(row: Row) -> tuple[str, Mapping[str, Any]]:
         for needed in ("layers", "hidden", "seq_len", *(() if arch == "bert" else ("vocab",))):
             row.whole(needed)  # a default would be another model
     early = _BY_FRAMEWORK.match(framework) is not None
-    kernels = {"attention": "plain", "dropout": True} if early else {"masked": "skipped"}
+    # Norms and sums shared by tokens came with Korthikanti et al. 2022.
+    shared = not early or row.text("recompute").endswith("+SP")
+    kernels = {"attention": "plain", "dropout": True, "sequence": shared} if early else {"masked": "skipped"}
     if arch in ("gpt", "gpt2"):
         sizes.setdefault("heads", max(1, sizes.get("hidden", 64) // 64))
         return "gpt", {**sizes, **numbers, **kernels}

@@ -60,7 +60,7 @@ class Common:
 class Language(Common):
     """What transformers over tokens take. `kv_heads`: 0 for as many as heads; `head_dim`: 0 for hidden / heads;
     `ffn`: 0 for the family's usual multiple; `attention`: fused or plain; `masked`: whether the masked half of causal
-    scores is counted as work; `dropout`: masks are kept.
+    scores is counted as work; `dropout`: masks are kept; `sequence`: split ranks share norms and sums by tokens.
     """
 
     layers: int = 12
@@ -74,6 +74,7 @@ class Language(Common):
     attention: AttentionKind = "fused"
     masked: MaskedWork = "counted"
     dropout: bool = False
+    sequence: bool = True
 
     def __post_init__(self) -> None:
         for field in ("layers", "hidden", "heads", "seq_len", "vocab"):
@@ -98,6 +99,7 @@ class Language(Common):
             kind=self.attention,
             masked=self.masked,
             dropout=self.dropout,
+            sequence=self.sequence,
         )
 
     @property

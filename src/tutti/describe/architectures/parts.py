@@ -118,9 +118,12 @@ def norm(
     rms: bool = False,
     bias: bool = True,
     fused: bool = True,
-    kind: str = "LayerNorm",
+    sequence: bool = True,
 ) -> ModuleSpec:
-    """LayerNorm, or RMSNorm (`rms`; not `fused`: written out in six operators, as transformers has it)."""
+    """LayerNorm, or RMSNorm (`rms`; not `fused`: written out in six operators, as transformers has it).
+
+    `sequence`: under the split axis each rank does it for its part of the tokens.
+    """
     values = tokens * width
     rows = 2 * tokens * 4  # mean and deviation, float32
     if rms and not fused:
@@ -131,11 +134,11 @@ def norm(
             activation_nbytes=float(2 * values * numbers.width + rows / 2),
             output_nbytes=float(values * numbers.width),
             ops=(work("elementwise", 4.0 * values, 7.0 * values * numbers.width, back=3.0, calls=6),),
-            sequence=True,
+            sequence=sequence,
         )
     return ModuleSpec(
         name=name,
-        kind="RMSNorm" if rms else kind,
+        kind="RMSNorm" if rms else "LayerNorm",
         **numbers.held(width * (2 if bias and not rms else 1)),
         activation_nbytes=float(values * numbers.width + (rows / 2 if rms else rows)),
         output_nbytes=float(values * numbers.width),
@@ -144,7 +147,7 @@ def norm(
                 "norm", float(values), 2.0 * values * numbers.width, back=1.0, back_nbytes=3.0 * values * numbers.width
             ),
         ),
-        sequence=True,
+        sequence=sequence,
     )
 
 

@@ -15,7 +15,8 @@ class Block:
     `fused_norms`: RMSNorm as one kernel. `dropout`: masks of both residual sums are kept. `joint`: query, key and
     value come from one product. `cross`: tokens of an encoder that a second attention looks at. `experts`: the MLP is
     a mixture of so many, `top_k` for a token, of width `expert_ffn`, beside `shared` that see every token. `latent`:
-    DeepSeek's attention, ranks of (query, key-value).
+    DeepSeek's attention, ranks of (query, key-value). `sequence`: split ranks share norms and sums by tokens
+    (Korthikanti et al. 2022), else each does them whole.
     """
 
     tokens: int
@@ -45,9 +46,19 @@ class Block:
     shared: int = 0
     latent: tuple[int, int] = (0, 0)
     rotary_dim: int = 0
+    sequence: bool = True
 
     def norm(self, name: str, numbers: Numbers) -> ModuleSpec:
-        return norm(name, numbers, self.tokens, self.hidden, rms=self.rms, bias=self.norm_bias, fused=self.fused_norms)
+        return norm(
+            name,
+            numbers,
+            self.tokens,
+            self.hidden,
+            rms=self.rms,
+            bias=self.norm_bias,
+            fused=self.fused_norms,
+            sequence=self.sequence,
+        )
 
 
 def block(name: str, number: int, shape: Block, numbers: Numbers) -> list[ModuleSpec]:
@@ -64,7 +75,7 @@ def block(name: str, number: int, shape: Block, numbers: Numbers) -> list[Module
             work("elementwise", float(sums * values), 3.0 * sums * values * width + dropped, back=1.0,
                  back_nbytes=3.0 * sums * values * width + dropped, calls=sums),
         ),
-        sequence=True,
+        sequence=shape.sequence,
     )  # fmt: skip
     inner = _latent(name, shape, numbers) if shape.latent[1] else _attention(name, shape, numbers)
     first, second = shape.norm(f"{name}.norm1", numbers), shape.norm(f"{name}.norm2", numbers)
