@@ -16,12 +16,13 @@ Degrees = tuple[int, int, int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """Factors by module. `work`: of a sample's operators and of what is kept of it; `weight`: of parameters, and so of
-    gradients and optimizer state; `passed`: of the whole values that travel between modules; `split`: divided over
-    the split axis; `ops`: the operators that are left.
+    """Factors by module. `work`: of a sample's operators; `saved`: of what is kept of it for backward; `weight`: of
+    parameters, and so of gradients and optimizer state; `passed`: of the whole values that travel between modules;
+    `split`: divided over the split axis; `ops`: the operators that are left.
     """
 
     work: Array
+    saved: Array
     weight: Array
     passed: Array
     split: Flags
@@ -61,8 +62,13 @@ def _division(model: ModelSpec, degrees: Degrees, layout: tuple[LayoutRule, ...]
     weight = np.where(divided, part, 1.0)
     weight = np.where(columns.expert & ~whole, weight / expert, weight)
     weight = np.where(columns.table & ~whole, weight / table, weight)
+    # a layer that is divided by its outputs keeps its whole input, unless that is kept as parts of the sequence
+    column = np.array([kind == "column" for kind in columns.kinds], dtype=np.bool_) & (columns.parameters > 0)
+    saved = np.where(divided & column, passed, work) if not columns.sequence.any() else work
     # a look-up and an expert do as much as before: each rank for the samples of all, with its part of the weights
-    return Division(work=work, weight=weight, passed=passed, split=divided, ops=columns.ops.divided(work, weight))
+    return Division(
+        work=work, saved=saved, weight=weight, passed=passed, split=divided, ops=columns.ops.divided(work, weight)
+    )
 
 
 def _split_part(columns: ModelTable, split: int) -> Array:

@@ -32,7 +32,7 @@ class Kept:
 def kept(columns: ModelTable, part: Division, regions: tuple[Region, ...], *, half: bool) -> Kept:
     """What is kept for backward. Autocast keeps the inputs of matrix products at half their size, approximately all
     such a module keeps. A region that recomputes selectively keeps the outputs of its matrix products."""
-    inside = columns.activations * part.work * np.where(columns.multiplies & half, 0.5, 1.0)
+    inside = columns.activations * part.saved * np.where(columns.multiplies & half, 0.5, 1.0)
     output = columns.outputs * part.work
     always, within = inside.copy(), np.zeros(len(columns))
     if regions:

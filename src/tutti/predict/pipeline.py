@@ -25,6 +25,9 @@ Places = NDArray[np.intp]
 PERIODS = 4
 """Microbatches that are played out at most, in numbers of stages; the rest repeats the last of them."""
 
+MOST_PUT_OFF = 4096
+"""With weight gradients apart: so many microbatches times ranks are played out in any case."""
+
 _ITEM_NBYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _GROWS = (1, -1, 0, -1)
 
@@ -188,7 +191,7 @@ def ends(plan: Plan, seconds: Array, message_s: Array) -> list[float]:
     """
     pipeline, ranks = plan.pipeline, plan.degree("stage")
     count = seconds.shape[2]
-    played = shortened(count, ranks)
+    played = shortened(pipeline.schedule, count, ranks)
     if played == count or not _equal(seconds):
         return play(order_of(pipeline.schedule, ranks, pipeline.stages_per_rank, count), seconds, message_s)
     early, late = (
@@ -202,15 +205,28 @@ def ends(plan: Plan, seconds: Array, message_s: Array) -> list[float]:
         for some in (played - ranks, played)
     )
     pace = (late - early) / ranks
+    if pipeline.schedule != "gpipe":  # forward and backward take turns: not quicker than the busiest rank for long
+        work = _work(pipeline.schedule, seconds[:, :, 0])
+        pace = np.maximum(pace, max(work[rank::ranks].sum() for rank in range(ranks)))
     continued: list[float] = (late + (count - played) * pace).tolist()
     return continued
 
 
-def shortened(microbatches: int, ranks: int) -> int:
+def _work(name: ScheduleName, seconds: Array) -> Array:
+    """(stages,): seconds of all actions on one microbatch. `seconds`: (kinds, stages)."""
+    halves = name == "zero-bubble"
+    work: Array = seconds[0] + (seconds[2] + seconds[3] if halves else seconds[1])
+    return work
+
+
+def shortened(name: ScheduleName, microbatches: int, ranks: int) -> int:
     """How many microbatches of a long run are played out: some periods, and what is left over."""
-    if microbatches <= (PERIODS + 2) * ranks:
+    most = (PERIODS + 2) * ranks
+    if name == "zero-bubble":  # weight gradients are put off for long, and its order is not quite periodic
+        most = max(most, MOST_PUT_OFF // ranks)
+    if microbatches <= most:
         return microbatches
-    return PERIODS * ranks + microbatches % ranks
+    return most - 2 * ranks + (microbatches - most) % ranks
 
 
 def _equal(seconds: Array) -> bool:
@@ -227,7 +243,7 @@ def most_held(plan: Plan, nbytes: Array, rank: int) -> tuple[float, int]:
     count = nbytes.shape[1]
     if pipeline.schedule == "gpipe":
         return float(nbytes[list(own)].sum()), count
-    played = shortened(count, ranks)
+    played = shortened(pipeline.schedule, count, ranks)
     grows, stage, microbatch = _growth(pipeline.schedule, ranks, pipeline.stages_per_rank, played, rank)
     most = nbytes[:, ::-1] if played < count else nbytes  # the last microbatches are the largest
     running = np.cumsum(grows * most[stage, microbatch])
