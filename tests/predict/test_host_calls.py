@@ -40,3 +40,11 @@ def test_what_limits_adds_up() -> None:
         work = forward(samples, kernel_overhead_s=6e-6)
         assert np.allclose(work.limits.sum(axis=0), work.seconds)
         assert (work.limits >= 0).all()
+
+
+def test_what_a_device_says_of_a_kind_of_operator_replaces_what_is_assumed() -> None:
+    usual, slower = forward(64), forward(64, efficiency={"attention": constants.EFFICIENCY["attention"] / 2})
+    grown = slower.seconds - usual.seconds
+    model = architecture("gpt", {"layers": 2, "hidden": 1024, "heads": 16, "seq_len": 512, "vocab": 1000})
+    kinds = [module.kind for module in model.modules]
+    assert [kind for kind, seconds in zip(kinds, grown, strict=True) if seconds > 0] == ["Attention"] * 2

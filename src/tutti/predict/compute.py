@@ -20,6 +20,8 @@ from tutti.spec.words import Evidence, Precision
 
 Array = NDArray[np.float64]
 
+KINDS: tuple[OpKind, ...] = tuple(constants.EFFICIENCY)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
@@ -54,12 +56,14 @@ class Worker:
 
     `kernel_overhead_s`: of a bare operator call; `call_s`: of one in a model, with all that is around it; `gap_s`: None
     where that is the worker's own time, else what lies between two kernels while another, the host, makes the calls.
+    `efficiency`: of each operator kind in `KINDS`, relative to a square product.
     `slowdown` multiplies all its work (more ranks than cores). `half`: autocast in a 2-byte type.
     """
 
     matrix: Curve
     vector_rate: float
     bandwidth_bytes_per_s: float
+    efficiency: Array
     kernel_overhead_s: float
     call_s: float
     gap_s: float | None
@@ -78,7 +82,7 @@ class OpTable:
     module: NDArray[np.intp]
     row: NDArray[np.intp]
     matrix: NDArray[np.bool_]
-    efficiency: Array
+    kind: NDArray[np.intp]
     flops_forward: Array
     flops_backward: Array
     nbytes_forward: Array
@@ -148,7 +152,7 @@ def op_table(model: ModelSpec) -> OpTable:
         module=np.array(module, dtype=np.intp),
         row=np.array(row, dtype=np.intp),
         matrix=np.array([kind in constants.MATRIX_KINDS for kind in kinds], dtype=np.bool_),
-        efficiency=np.array([constants.EFFICIENCY[kind] for kind in kinds], dtype=np.float64),
+        kind=np.array([KINDS.index(kind) for kind in kinds], dtype=np.intp),
         flops_forward=columns[:, 0],
         flops_backward=columns[:, 1],
         nbytes_forward=columns[:, 2],
@@ -201,7 +205,7 @@ def _work(table: OpTable, worker: Worker, samples: int, modules: int, passed: _P
     products = np.maximum(passed.calls, 1.0)
     in_matrix = products * worker.matrix.time(samples * passed.flops / products)
     in_vector = samples * passed.flops / worker.vector_rate
-    compute = np.where(table.matrix, in_matrix, in_vector) / table.efficiency
+    compute = np.where(table.matrix, in_matrix, in_vector) / worker.efficiency[table.kind]
     width = np.where(table.matrix & worker.half, 0.5, 1.0)
     memory = (samples * passed.nbytes * width + passed.weight_nbytes) / worker.bandwidth_bytes_per_s
     limited = compute >= memory
@@ -247,6 +251,7 @@ def worker(seat: Seat, model_dtype: str, precision: Precision) -> Worker:
         matrix=matrix,
         vector_rate=base.best_rate,
         bandwidth_bytes_per_s=rank_bandwidth(seat),
+        efficiency=np.array([device.efficiency.get(kind, constants.EFFICIENCY[kind]) for kind in KINDS]),
         kernel_overhead_s=overhead,
         call_s=overhead * constants.CALL_FACTOR,
         gap_s=constants.KERNEL_GAP_S if device.kind == "cuda" else None,

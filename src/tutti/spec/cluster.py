@@ -1,9 +1,10 @@
 """ClusterSpec: the machines. Measured by `tutti probe`, or written down from data sheets."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from tutti.errors import SpecError
+from tutti.spec.model import OpKind
 from tutti.spec.words import Evidence
 
 DeviceKind = Literal["cpu", "cuda"]
@@ -46,7 +47,8 @@ class DeviceSpec:
     `peak_flops_per_s`: dtype -> dense peak ("float32", "bfloat16", "float16", "tf32", "float64", "float8"), never a
     sparsity rate; the best rate seen where it was measured. `gemm`: measured rates of one process alone, empty for a
     data sheet; `gemm_concurrent`: of several at once, which is what data-parallel ranks sharing a CPU get.
-    `memory_rates`: both kinds. `cores`: of a CPU device, shared by its ranks.
+    `memory_rates`: both kinds. `cores`: of a CPU device, shared by its ranks. `efficiency`: rates of operator kinds
+    relative to a square product of as many FLOPs, where they are known better than what is assumed of all devices.
     """
 
     name: str
@@ -58,6 +60,7 @@ class DeviceSpec:
     gemm_concurrent: tuple[GemmRate, ...] = ()
     memory_rates: tuple[MemoryRate, ...] = ()
     kernel_overhead_s: float = 0.0
+    efficiency: dict[OpKind, float] = field(default_factory=dict)
     cores: int = 0
     power_w: float | None = None
     price_per_device_hour: float | None = None  # in one currency throughout the cluster

@@ -1,8 +1,9 @@
 """The physical constants of a cluster that step times can be fitted to, and a ClusterSpec that holds them.
 
 What is fitted, each as a factor on what the data sheet or the probe says: the rate of large matrix products; the size
-at which a product reaches half of it; memory bandwidth; the cost of an operator call; bandwidth and latency of the
-links of each tier. A product of size N runs at N / (N + half) of the rate of the largest.
+at which a product reaches half of it; memory bandwidth; the cost of an operator call; the rate of attention and of
+convolutions beside products; bandwidth and latency of the links of each tier. A product of size N runs at
+N / (N + half) of the rate of the largest.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from tutti.predict import constants
 from tutti.spec.cluster import ClusterSpec, DeviceSpec, GemmRate, LinkSpec
+from tutti.spec.model import OpKind
 
 _SIZES = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536)
 """Sizes at which a fitted curve is written down."""
@@ -28,6 +30,8 @@ class Constants:
     half_size: float = 0.0
     bandwidth: float = 0.0
     call: float = 0.0
+    attention: float = 0.0
+    conv: float = 0.0
     node_bandwidth: float = 0.0
     node_latency: float = 0.0
     network_bandwidth: float = 0.0
@@ -45,8 +49,18 @@ UNFITTED = Constants()
 
 NAMES = tuple(field.name for field in fields(Constants))
 
-PRIOR = Constants(rate=0.4, half_size=1.0, bandwidth=0.4, call=1.0, node_bandwidth=0.7, node_latency=1.0,
-                  network_bandwidth=0.7, network_latency=1.0).array()  # fmt: skip
+PRIOR = Constants(
+    rate=0.4,
+    half_size=1.0,
+    bandwidth=0.4,
+    call=1.0,
+    attention=0.7,
+    conv=0.7,
+    node_bandwidth=0.7,
+    node_latency=1.0,
+    network_bandwidth=0.7,
+    network_latency=1.0,
+).array()
 """How far each may lie from the data sheet before it costs as much as one row that is wrong by `NOISE`."""
 
 NOISE = 0.1
@@ -73,9 +87,12 @@ def _device(device: DeviceSpec, factors: dict[str, float], source: str) -> Devic
         )
     sheet = constants.DATA_SHEET_BANDWIDTH_EFFICIENCY if device.evidence != "measured" else 1.0
     overhead = device.kernel_overhead_s or constants.KERNEL_OVERHEAD_S[device.kind]
+    kinds: tuple[OpKind, ...] = ("attention", "conv")
+    efficiency = {kind: device.efficiency.get(kind, constants.EFFICIENCY[kind]) * factors[kind] for kind in kinds}
     return replace(
         device,
         gemm=gemm,
+        efficiency={**device.efficiency, **efficiency},
         memory_bandwidth_bytes_per_s=device.memory_bandwidth_bytes_per_s * sheet * factors["bandwidth"],
         memory_rates=tuple(
             replace(each, bytes_per_s=each.bytes_per_s * factors["bandwidth"]) for each in device.memory_rates
