@@ -1,0 +1,93 @@
+"""Where the groups of a mesh lie, and who shares which link."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from predict.examples import cluster, gpu, link
+from predict.examples_mesh import machines, meshed
+from tutti.errors import PlanError
+from tutti.predict.groups import Network, Span, network, span_of
+from tutti.predict.placement import place
+
+
+def net(mesh: Any, machine: Any = None) -> Network:
+    plan = meshed(64, mesh=mesh)
+    machine = machine or machines(hosts=4, per_host=8)
+    return network(machine, place(machine, plan.world_size), plan)
+
+
+def test_the_mesh_order_says_which_axis_stays_within_a_host() -> None:
+    inner = net({"replicate": 4, "split": 8})
+    assert inner.group("split").span == Span(ranks=8, hosts=1, per_host=8, meeting=1, leaving=0)
+    # every card of a host has replicas on the other hosts: 8 groups meet at each host's connection
+    assert inner.group("replicate").span == Span(ranks=4, hosts=4, per_host=1, meeting=8, leaving=8)
+    outer = net({"split": 8, "replicate": 4})
+    assert outer.group("split").span == Span(ranks=8, hosts=4, per_host=2, meeting=4, leaving=4)
+    assert outer.group("replicate").span.hosts == 1
+    assert inner.group("replicate", "split").span == Span(ranks=32, hosts=4, per_host=8, meeting=1, leaving=1)
+
+
+def test_groups_that_straddle_hosts_count_where_they_meet() -> None:
+    # 3 ranks a group on hosts of 4: groups 1 and 2 straddle, and meet none on the first host's connection but one
+    span = span_of((("replicate", 4), ("split", 3)), ("split",), ((3, 4),))
+    assert (span.ranks, span.hosts, span.per_host, span.meeting) == (3, 2, 3, 2)
+
+
+def test_shared_connections_divide_the_bandwidth() -> None:
+    alone, shared = net({"replicate": 4}, machines(4, 1)), net({"replicate": 4, "split": 8})
+    assert shared.group("replicate").pass_on(1e9) == pytest.approx(8 * alone.group("replicate").pass_on(1e9), rel=1e-3)
+    assert shared.group("replicate").all_to_all(1e9) == pytest.approx(
+        8 * alone.group("replicate").all_to_all(1e9), rel=1e-3
+    )
+
+
+def test_cards_take_the_quickest_way_and_gloo_the_ring() -> None:
+    everyone = net({"replicate": 32}).group("replicate")
+    small, large = everyone.all_reduce(1e3), everyone.all_reduce(1e9)
+    ring = 2 * 31 * 5e-6 + 2 * 31 / 32 * 1e9 / 2.5e10
+    assert small < 2 * 31 * 5e-6  # a tree has fewer hops
+    assert large < ring  # within hosts first, then an eighth over each connection's share
+    hosts = cluster(count=4)
+    ranks = network(hosts, place(hosts, 4), meshed(64, mesh={"replicate": 4})).group("replicate")
+    assert ranks.all_reduce(1e6) == pytest.approx(6 * 1e-3 + 1.5 * 1e6 / 1.25e8)
+
+
+def test_all_to_all_waits_for_the_connection() -> None:
+    spread = net({"expert": 32}).group("expert")
+    # of 32 MB each rank sends 24 away from its host, over a connection that 8 ranks share
+    assert spread.all_to_all(32e6) == pytest.approx(31 * 5e-6 + 8 * 24e6 / 2.5e10)
+    within = net({"expert": 8}).group("expert")
+    assert within.all_to_all(32e6) == pytest.approx(7 * 1e-6 + 28e6 / 3e11)
+
+
+def test_neighbours_on_a_host_do_not_use_the_network() -> None:
+    links = net({"stage": 4, "replicate": 4}).neighbours("stage")
+    # four ranks a stage, two stages a host; the last stage's neighbour is the first
+    assert [one.latency_s for one in links] == [1e-6, 5e-6, 1e-6, 5e-6]
+    assert links[1].bandwidth_bytes_per_s == 2.5e10 / 4
+
+
+def test_a_missing_link_is_named() -> None:
+    machine = cluster(gpu(), (link("node"),), count=2, devices_per_node=2)
+    net({"replicate": 2, "split": 2}, machine).group("split")
+    with pytest.raises(PlanError, match="no link of tier 'network'"):
+        net({"replicate": 2, "split": 2}, machine).group("replicate")
+
+
+@settings(deadline=None)
+@given(
+    degrees=st.permutations([("replicate", 4), ("split", 2), ("stage", 4)]),
+    nbytes=st.floats(1.0, 1e9),
+    factor=st.floats(1.0, 100.0),
+)
+def test_more_bandwidth_is_never_slower_and_bytes_never_quicker(degrees: Any, nbytes: float, factor: float) -> None:
+    slow, quick = net(dict(degrees)), net(dict(degrees), machines(network=factor))
+    for axis, _ in degrees:
+        for way in ("all_reduce", "scatter", "all_to_all", "pass_on"):
+            seconds = getattr(slow.group(axis), way)
+            assert getattr(quick.group(axis), way)(nbytes) <= seconds(nbytes) * (1 + 1e-12)
+            assert seconds(nbytes) <= seconds(2 * nbytes)
+            assert seconds(0.0) == 0.0
