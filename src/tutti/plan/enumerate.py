@@ -129,7 +129,7 @@ def _copies(limits: Limits, whole: int, divided: int) -> list[int]:
         wanted |= set(range(1, most + 1))
     even = next((many for many in range(most, 0, -1) if limits.samples % (many * divided) == 0), 1)
     node = limits.per_node * (most * each // limits.per_node) // each  # whole nodes
-    wanted |= {even, max(1, node)}
+    wanted |= {even, max(1, node), max(1, min(most, limits.devices // each))}
     if limits.axes is not None:
         wanted = {many for many in wanted if many == limits.axes.get("copies", many)}
     return sorted(many for many in wanted if least <= many <= most)
@@ -161,6 +161,8 @@ def _thinned(counts: list[int]) -> list[int]:
 def variants(limits: Limits, found: Shapes, rows: NDArray[np.intp], *, offload: bool = False) -> Variants:
     """All ways to run the meshes in `rows` of `found`."""
     parts: list[NDArray[np.int64]] = []
+    if not len(rows):
+        return _variants(np.empty((0, 8), dtype=np.int64))
     keys = np.stack([found.stage[rows], found.copies[rows], found.context[rows], found.microbatches[rows]], axis=1)
     kinds, where = np.unique(keys, axis=0, return_inverse=True)
     order = np.argsort(where.reshape(-1), kind="stable")
@@ -171,7 +173,10 @@ def variants(limits: Limits, found: Shapes, rows: NDArray[np.intp], *, offload: 
         block[:, :, 0] = members[:, None]
         block[:, :, 1:] = ways[None, :, :]
         parts.append(block.reshape(-1, 8))
-    table = np.concatenate(parts) if parts else np.empty((0, 8), dtype=np.int64)
+    return _variants(np.concatenate(parts))
+
+
+def _variants(table: NDArray[np.int64]) -> Variants:
     return Variants(
         shape=table[:, 0].astype(np.intp),
         shard=table[:, 1],

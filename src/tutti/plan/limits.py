@@ -21,15 +21,17 @@ LEAST_TOKENS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Degrees to try along every axis. `axes`: of a mesh that was asked for, with `copies` for replicate times shard;
-    `microbatches`: the only number allowed, if one is; `pipeline`: schedule and stages per rank that the script asks
-    for; `cuts`: stages that the script marks; `recompute`: indices into enumerate.RECOMPUTE; `alone`: one rank is tried
-    too, where annotations ask for axes that it does not have.
+    """Degrees to try along every axis. `devices`: beyond which ranks share them (the cores of CPUs). `axes`: of a mesh
+    that was asked for, with `copies` for replicate times shard; `microbatches`: the only number allowed, if one is;
+    `pipeline`: schedule and stages per rank that the script asks for; `cuts`: stages that the script marks;
+    `recompute`: indices into enumerate.RECOMPUTE; `alone`: one rank is tried too, where annotations ask for axes that
+    it does not have.
     """
 
     samples: int
     least_ranks: int
     most_ranks: int
+    devices: int
     per_node: int
     splits: tuple[int, ...]
     stages: tuple[int, ...]
@@ -72,6 +74,7 @@ def limits_of(model: ModelSpec, cluster: ClusterSpec, request: Request) -> Limit
         samples=samples,
         least_ranks=least,
         most_ranks=most,
+        devices=cluster.device_count,
         per_node=per_node,
         splits=_axis(request, "split", _splits(model, most, per_node)),
         stages=_axis(request, "stage", _stages(blocks, cuts, most)),

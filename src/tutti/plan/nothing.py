@@ -11,7 +11,7 @@ from tutti.plan.build import plan_of
 from tutti.plan.choice import Request
 from tutti.plan.enumerate import shapes, variants
 from tutti.plan.explore import Costed
-from tutti.plan.limits import limits_of, seats
+from tutti.plan.limits import limits_of
 from tutti.plan.room import Room
 from tutti.plan.tables import Tables
 from tutti.plan.words import plan_words
@@ -26,7 +26,7 @@ from tutti.spec.words import Precision
 _MOST_RANKS = 2**20
 """Clusters larger than this are not suggested."""
 
-_MESHES = 300
+_MESHES = 3000
 _PREDICTED = 6
 
 
@@ -42,8 +42,11 @@ def smallest(model: ModelSpec, cluster: ClusterSpec, request: Request) -> Costed
         _, least = shape_bounds(tables, found, limits.samples)
     except PlanError:
         return None
-    order = np.lexsort((-found.microbatches, least))[:_MESHES]
-    ways = variants(limits, found, order.astype(np.intp))
+    each = np.maximum(1, limits.samples // found.data)
+    rows = np.flatnonzero((found.microbatches == 1) | (found.microbatches >= each))  # what lies between needs no less
+    order = rows[np.argsort(least[rows], kind="stable")][:_MESHES]
+    levels = tuple(sorted({limits.levels[0], limits.levels[-1]}))
+    ways = variants(dataclasses.replace(limits, recompute=limits.recompute[-1:], levels=levels, blocks=0), found, order)
     sizes = variant_bounds(Room(tables, request.script), found, ways, limits.samples).likely_memory
     costed: list[Costed] = []
     refused: set[tuple[str, ...]] = set()
@@ -151,15 +154,17 @@ def enough(model: ModelSpec, cluster: ClusterSpec, request: Request) -> tuple[Cl
     )
 
     def fits(factor: int) -> tuple[ClusterSpec, Costed] | None:
+        devices = factor * cluster.device_count  # on the CPU, more ranks than these would share the hosts' memory
+        free_of = dataclasses.replace(free, max_devices=devices)
         nodes = tuple(dataclasses.replace(node, count=node.count * factor) for node in cluster.nodes)
         grown = dataclasses.replace(cluster, nodes=nodes, links=_links(cluster))
-        one = smallest(model, grown, free)
+        one = smallest(model, grown, free_of)
         return (grown, one) if one is not None and one.prediction.fits else None
 
     high = 1
     while (found := fits(high)) is None:
         high *= 2
-        if high * seats(cluster) > _MOST_RANKS:
+        if high * cluster.device_count > _MOST_RANKS:
             return None
     low = high // 2
     while high - low > 1:

@@ -34,9 +34,9 @@ def settings_words(plan: Plan) -> str:
 
 
 def plan_words(plan: Plan) -> str:
-    """The whole plan in one phrase: shard 8 (ZeRO-3, recompute), 4 microbatches."""
+    """The whole plan in one phrase: shard 8 with ZeRO-3, recompute, 4 microbatches."""
     settings = settings_words(plan)
-    words = mesh_words(plan) + (f" ({settings})" if settings else "")
+    words = mesh_words(plan) + (f" with {settings}" if settings else "")
     return f"{words}, {count(plan.batch.num_microbatches, 'microbatch')}"
 
 

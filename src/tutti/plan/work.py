@@ -123,6 +123,17 @@ class Work:
             again[members] = np.where(self._columns.multiplies[members] & region.selective, 0.0, 1.0)
         return again
 
+    def _repeated_waits(self, part: Part, waits: Array) -> Array:
+        """(3, modules): exchanges that computing again repeats; nothing after a region's last sum is computed again."""
+        repeated = self._repeats * waits
+        for form, regions in enumerate(self.regions):
+            for region in regions:
+                members = np.array(region.members, dtype=np.intp)
+                sums = members[part.split[members] & self._columns.summed[members]]
+                if len(sums):
+                    repeated[form, sums.max()] = 0.0
+        return repeated
+
     def part(self, degrees: tuple[int, ...]) -> Part:
         """What a rank has of each module for (split, context, expert, table, space). Raises PlanError if refused."""
         if degrees not in self._parts:
@@ -171,7 +182,7 @@ class Work:
         return Passes(
             ahead=ahead + waits_f,
             back=back + waits_b,
-            again=self._repeats * (ahead + waits_f),
+            again=self._repeats * ahead + self._repeated_waits(part, waits_f),
             adding=3.0 * rate * gradients,
             update=rate * (3.0 * gradients + often * columns.optimizer * part.weight),
             probable=probable,
