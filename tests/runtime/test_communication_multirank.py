@@ -1,7 +1,6 @@
 """What a step's row says of communication, with real ranks: who sent what, and times that fit together."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from runtime.several import Case, on_ranks
 from runtime.test_expert import top2
 from tutti.runtime.metrics import read_rows
 from tutti.runtime.space.foresee import halo_nbytes_of
-from tutti.spec.plan import Pipeline
+from tutti.spec.plan import LayoutRule, Pipeline
 
 STEPS, BATCH, SIZE = 3, 4, 12
 FLOAT = 8  # bytes of a float64
@@ -183,16 +182,32 @@ def test_exchanged_bytes_are_activations_and_every_rank_says_what_it_sent(name: 
             ]
 
 
-def test_layers_of_experts_add_up_and_balance_is_as_on_one_device() -> None:
-    one: Callable[[], list[dict[str, Any]]] = lambda: on_ranks(  # noqa: E731
-        {"one": (top2, {"batch": {"num_microbatches": 2}})}, 1, steps=STEPS, look=look
-    )[0]["one"].facts["steps"]
-    for row, alone in zip(steps("expert"), one(), strict=True):
-        assert set(row["experts"]) == {"moe", "second"}
-        assert sum(layer["dropped"] for layer in row["experts"].values()) == row["tokens_dropped"]
-        assert sum(layer["assigned"] for layer in row["experts"].values()) == row["tokens_assigned"]
-        assert row["balance_loss"] == pytest.approx(alone["balance_loss"], rel=1e-9)
-        assert {name: layer["dropped"] for name, layer in row["experts"].items()} == {
-            name: layer["dropped"] for name, layer in alone["experts"].items()
-        }
-        assert row["balance_loss"] >= 2 * 0.5  # two layers
+RECOMPUTED = (LayoutRule(), LayoutRule(modules="moe", recompute=True))
+MIXTURES: dict[str, Case] = {
+    "split": (top2, {"mesh": {"split": 2}, "batch": {"num_microbatches": 2}}),
+    "expert, recomputed": (top2, {"mesh": {"expert": 2}, "batch": {"num_microbatches": 2}, "layout": RECOMPUTED}),
+}
+ALONE: dict[str, Case] = {
+    "one": (top2, {"batch": {"num_microbatches": 2}}),
+    "recomputed": (top2, {"batch": {"num_microbatches": 2}, "layout": RECOMPUTED}),
+}
+
+
+def test_layers_of_experts_add_up_and_are_those_of_one_device_under_any_plan() -> None:
+    """Every rank's numbers are added up with the loss; ranks with the same ones, and second forwards, count once."""
+    alone = on_ranks(ALONE, 1, steps=STEPS, look=look)[0]
+    several = on_ranks(MIXTURES, 2, steps=STEPS, look=look)[0]
+    ways = {name: result.facts["steps"] for name, result in (alone | several).items()} | {"expert": steps("expert")}
+    for name, found in ways.items():
+        assert len(found) == STEPS
+        for row, one in zip(found, ways["one"], strict=True):
+            assert list(row["experts"]) == ["moe", "second"]
+            for layer, counted in row["experts"].items():
+                assert counted == pytest.approx(one["experts"][layer], rel=1e-9), (name, layer)
+            for what in ("assigned", "dropped"):
+                assert sum(layer[what] for layer in row["experts"].values()) == row[f"tokens_{what}"]
+                assert isinstance(row[f"tokens_{what}"], int)
+            losses = [layer["balance_loss"] for layer in row["experts"].values()]
+            assert row["balance_loss"] == pytest.approx(sum(losses))
+            assert all(loss > 0.5 for loss in losses)
+    assert any(row["tokens_dropped"] for row in ways["one"])

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +24,8 @@ from tutti.runtime.build.model import materialise
 from tutti.runtime.build.tape import Tape
 from tutti.runtime.capture import Captured
 from tutti.runtime.checkpoint import latest_checkpoint, load_checkpoint, load_weights
-from tutti.runtime.context import sequences_of
+from tutti.runtime.context import Sequences, sequences_of
+from tutti.runtime.expert.tallies import mixtures_of
 from tutti.runtime.header import make_header, open_folder, this_rank
 from tutti.runtime.layout import SUMMED, Layout
 from tutti.runtime.mesh import Mesh
@@ -37,7 +39,7 @@ from tutti.runtime.session import Session
 from tutti.runtime.shard.shards import Shards
 from tutti.runtime.space.feed import feed_parts
 from tutti.runtime.stage.build import Stages, cut_stages
-from tutti.runtime.stage.pipeline import make_pipeline
+from tutti.runtime.stage.pipeline import Pipeline, make_pipeline
 from tutti.runtime.state import Run, Unpack
 from tutti.runtime.traffic import Lane
 from tutti.runtime.unpack import default_loss
@@ -72,14 +74,15 @@ def make_run(session: Session, given: Given) -> Run:
     layout = Layout.of(model, Mesh(plan.mesh, world.rank), given.optimizers)
     layout.traffic.clock = session.clock
     scope = _batch_scope(model, layout)
-    originals = dict(model.named_parameters(remove_duplicate=False))
+    originals, mixtures = dict(model.named_parameters(remove_duplicate=False)), mixtures_of(model)
     stages = cut_stages(model, plan, layout, lambda: given.unpack(_few_samples(given, session, plan))[:2])
     shards = _take_apart(given, plan, layout, scope, stages, world.device)
     rebind(given.optimizers, originals, model, layout)
     shards.bind(given.optimizers)
     layout.settle(model, world, given.optimizers)
     source, unpack = feed_parts(model, given.source, given.unpack)
-    sequences = sequences_of(model, plan, layout.mesh, given.unpack, given.loss_fn, _attention_lane(plan, layout))
+    pipeline = make_pipeline(stages, plan, layout, world.device)
+    sequences = _sequences(given, plan, layout, pipeline)
     folder = open_folder(session.wishes, world, session.folder)
     run = Run(
         settings=session.settings,
@@ -88,7 +91,7 @@ def make_run(session: Session, given: Given) -> Run:
         layout=layout,
         model=model,
         replica=Replica(model, layout, plan, shards, stages.tied_here(model) if stages else ()),
-        pipeline=make_pipeline(stages, plan, layout, world.device),
+        pipeline=pipeline,
         optimizers=given.optimizers,
         sequences=sequences,
         loss_fn=sequences.loss_fn,
@@ -104,6 +107,7 @@ def make_run(session: Session, given: Given) -> Run:
         screen=session.screen,
         folder=folder,
         observer=observer,
+        mixtures=mixtures,
     )
     resumed = _resume(run, session.resume or session.wishes.resume)
     if resumed is None and given.weights is not None:
@@ -181,6 +185,13 @@ def _batch_scope(model: nn.Module, layout: Layout) -> BatchScope:
     degree = mesh.degree(*SUMMED)
     group = mesh.new_group(*SUMMED) if degree > 1 and batch_norms(model) else None
     return BatchScope(world_size=degree, group=group, lane=layout.lane("statistics", *SUMMED))
+
+
+def _sequences(given: Given, plan: Plan, layout: Layout, pipeline: Pipeline | None) -> Sequences:
+    """What is done with sequences, by the context axis. Collective."""
+    lane = _attention_lane(plan, layout)
+    staged = None if pipeline is None else partial(pipeline.forward, given.model)
+    return sequences_of(given.model, plan, layout.mesh, given.unpack, given.loss_fn, lane, staged)
 
 
 def _attention_lane(plan: Plan, layout: Layout) -> Lane:

@@ -4,7 +4,7 @@ from typing import Any
 
 from tutti.data.fingerprint import describe_data, overlap
 from tutti.data.source import Source
-from tutti.nn.mixture import Tally, take_tallies
+from tutti.nn.mixture import Tally
 from tutti.runtime.header import data_fields
 from tutti.runtime.state import Run
 from tutti.runtime.step import Outcome
@@ -28,7 +28,6 @@ def step_row(run: Run, outcome: Outcome, done: Update) -> None:
     if progress.total_epochs is not None and run.steps_per_epoch is not None:
         total = progress.total_epochs * run.steps_per_epoch
     timed = run.clock.timed
-    experts = take_tallies(run.model)
     wall, phases = run.clock.take_row()
     carried = run.layout.traffic.take()
     sent, exchanged = run.replica.sent_nbytes, exchanged_nbytes(carried)
@@ -48,7 +47,7 @@ def step_row(run: Run, outcome: Outcome, done: Update) -> None:
         sent_nbytes=sent,
         exchanged_nbytes=exchanged,
         communication=[total.row() for total in carried],
-        **_of_experts(experts),
+        **_of_experts(outcome.experts),
         total_steps=total,
         timed=timed,
         wall_s=wall,

@@ -69,7 +69,9 @@ class Progress:
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """One prepared model on its way through training. Parts are set once, by `prepare`; `progress` moves."""
+    """One prepared model on its way through training. Parts are set once, by `prepare`; `progress` moves. `mixtures`:
+    names of the whole model's mixtures of experts.
+    """
 
     settings: Settings
     plan: Plan
@@ -97,6 +99,7 @@ class Run:
     throughput: Throughput = field(default_factory=Throughput)
     data_facts: dict[str, tuple[Any, dict[str, Any]]] = field(default_factory=dict)
     pending: "Pending | None" = None
+    mixtures: tuple[str, ...] = ()
 
     @property
     def mesh(self) -> Mesh:
@@ -104,7 +107,7 @@ class Run:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns, on ranks where `gives_output`."""
-        return self.model(*args, **kwargs) if self.pipeline is None else self.pipeline.forward(self, args, kwargs)
+        return self.model(*args, **kwargs) if self.pipeline is None else self.pipeline.forward(self.model, args, kwargs)
 
     @property
     def gives_output(self) -> bool:

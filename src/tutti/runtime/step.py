@@ -6,7 +6,7 @@ multiplied by samples / sum(count) once, after they are summed.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from tutti.data.seeds import derive_seed, seed_device
 from tutti.data.share import Part, Share
 from tutti.data.split import check_batch_size, split_batch, to_device
 from tutti.errors import ScriptError, TrainingError
+from tutti.nn.mixture import Tally
+from tutti.runtime.expert.tallies import WIDTH, read_tallies, write_tallies
 from tutti.runtime.precision import autocast
 from tutti.runtime.replicate import LossFunction
 from tutti.runtime.state import Run
@@ -26,12 +28,15 @@ from tutti.spec.words import DATA_AXES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What forward and backward of one global batch gave. `finite`: whether the update may be made."""
+    """What forward and backward of one global batch gave. `finite`: whether the update may be made; `experts`: what
+    every mixture of experts counted, over all ranks.
+    """
 
     loss: float
     samples: int
     count: float
     finite: bool
+    experts: dict[str, Tally] = field(default_factory=dict)
 
 
 def forward_backward(run: Run, function: LossFunction, batch: Any) -> Outcome:
@@ -47,7 +52,8 @@ def forward_backward(run: Run, function: LossFunction, batch: Any) -> Outcome:
     for optimizer in run.optimizers:
         optimizer.zero_grad(set_to_none=True)
     run.replica.shards.clear()
-    totals = torch.zeros(2 + run.world.world_size, dtype=torch.float64, device=run.world.device)
+    size = 2 + run.world.world_size + WIDTH * len(run.mixtures)
+    totals = torch.zeros(size, dtype=torch.float64, device=run.world.device)
     pieces = split_batch(batch, share.sizes)
     if run.pipeline is not None:
         _pipelined(run, function, share, pieces, totals)
@@ -72,7 +78,7 @@ def _microbatch(
     with run.sequences.part(to_device(batch, device)) as mine, run.observer.microbatch(step, index, share):
         with autocast(run.plan.precision, device):
             root = _root(run, share, index, function(run.model, mine), totals)
-        reduced = _start_sum(run, totals) if last and run.world.world_size > 1 else None
+        reduced = _start_sum(run, totals) if last else None
         run.clock.enter("backward")
         if last:
             run.replica.begin()
@@ -87,7 +93,7 @@ def _pipelined(run: Run, function: LossFunction, share: Share, pieces: list[Any]
     """All microbatches through this rank's stages; losses are summed while the last backwards run."""
     assert run.pipeline is not None
     run.scaler.scale(totals[:1])  # the scale exists on every rank, also where no loss appears
-    reduced: list[Flight] = []
+    reduced: list[Flight | None] = []
 
     def root(index: int, value: Any) -> torch.Tensor:
         return _root(run, share, index, value, totals)
@@ -96,11 +102,17 @@ def _pipelined(run: Run, function: LossFunction, share: Share, pieces: list[Any]
     run.pipeline.forward_backward(run, function, pieces, root, lambda: reduced.append(_start_sum(run, totals)))
     run.replica.finish()
     for flight in reduced:
-        flight.wait()
+        if flight is not None:
+            flight.wait()
 
 
-def _start_sum(run: Run, totals: torch.Tensor) -> Flight:
-    """Start to sum the losses over all ranks."""
+def _start_sum(run: Run, totals: torch.Tensor) -> Flight | None:
+    """Start to sum the losses over all ranks, and with them what experts have counted in this step's forwards."""
+    if run.mixtures:
+        copies = run.world.world_size // run.mesh.degree("stage")
+        write_tallies(run.model, run.mixtures, totals[2 + run.world.world_size :], copies)
+    if run.world.world_size == 1:
+        return None
     nbytes = ring_nbytes(totals, run.world.world_size)
     return run.layout.lane("scalars").start([dist.all_reduce(totals, async_op=True)], nbytes)
 
@@ -137,7 +149,8 @@ def _add(totals: torch.Tensor, loss: Weighted, part: Part, run: Run) -> None:
 
 
 def _judge(run: Run, share: Share, totals: list[float]) -> Outcome:
-    total, count, flags = totals[0], totals[1], totals[2:]
+    total, count, flags = totals[0], totals[1], totals[2 : 2 + run.world.world_size]
+    experts = read_tallies(run.mixtures, totals[2 + run.world.world_size :])
     step = run.progress.step + 1
     bad = [rank for rank, flag in enumerate(flags) if flag]
     if not bad and count <= 0:
@@ -153,7 +166,7 @@ def _judge(run: Run, share: Share, totals: list[float]) -> Outcome:
             f"after step {step - 1}. Lower the learning rate or clip gradients (Job(clip_norm=1.0)), look at the "
             "batch, or skip such steps with Job(on_nonfinite='skip')"
         )
-    return Outcome(loss=loss, samples=share.batch_size, count=count, finite=not bad)
+    return Outcome(loss=loss, samples=share.batch_size, count=count, finite=not bad, experts=experts)
 
 
 def _finish_gradients(run: Run, factor: float) -> None:

@@ -50,6 +50,23 @@ class Holders:
         return self.bounds[self.own], self.bounds[self.own + 1]
 
 
+class OwnSlice(Alone):
+    """One rank computes the whole slice: nothing is exchanged, but forward may run again within backward."""
+
+    def __init__(self, scope: BatchScope) -> None:
+        self.scope = scope
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "OwnSlice":
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Alone, ()
+
+    @property
+    def recomputing(self) -> bool:
+        return self.scope.recomputing
+
+
 class SharedSlice:
     """`tutti.nn.mixture.Exchange` over ranks. Without holders every rank has all experts, and no row travels."""
 
