@@ -185,6 +185,7 @@ def test_exchanged_bytes_are_activations_and_every_rank_says_what_it_sent(name: 
 RECOMPUTED = (LayoutRule(), LayoutRule(modules="moe", recompute=True))
 MIXTURES: dict[str, Case] = {
     "split": (top2, {"mesh": {"split": 2}, "batch": {"num_microbatches": 2}}),
+    "stage": (top2, {"mesh": {"stage": 2}, "batch": {"num_microbatches": 2}}),
     "expert, recomputed": (top2, {"mesh": {"expert": 2}, "batch": {"num_microbatches": 2}, "layout": RECOMPUTED}),
 }
 ALONE: dict[str, Case] = {
