@@ -87,7 +87,7 @@ def timed(args: argparse.Namespace) -> dict[str, Any]:
         return {"refused": str(error)}
     found: dict[str, Any] = {"prepare_s": time.perf_counter() - start}
     warm = [agreed_s(loop)]
-    if warm[0] < args.seconds / 2:
+    if warm[0] < args.seconds / 4:
         warm.append(agreed_s(loop))
     count = max(2 if warm[-1] < args.seconds else 1, min(args.steps, int(args.seconds / warm[-1])))
     times = []

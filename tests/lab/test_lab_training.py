@@ -13,6 +13,9 @@ ROOT = Path(__file__).resolve().parents[2]
 DIGITS = (str(ROOT / "examples/digits_tutti.py"), "--epochs", "1", "--dropout", "0")
 
 
+pytestmark = pytest.mark.timeout(300)
+
+
 def losses(folder: Path) -> list[float]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [row["loss"] for row in rows if row["kind"] == "step"]

@@ -23,7 +23,10 @@ MARK = "TUTTI_LAB_RUN"
 SETTLE_S = 10.0
 """How long the other hosts may take to end by themselves once a command has failed on one."""
 
-_ENTER = 'echo "$1" > /proc/sys/kernel/hostname && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"'
+_ENTER = """
+{ echo "$1" > /proc/sys/kernel/hostname || hostname "$1"; } 2> /dev/null
+mount --bind "$2" /etc/hosts && shift 2 && exec "$@"
+"""
 
 Stream = Literal["out", "err"]
 Sink = Callable[[int, Stream, str], None]
