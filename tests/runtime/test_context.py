@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from several import Case, on_ranks, once
+from runtime.several import Case, on_ranks, once
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -324,11 +324,11 @@ def test_what_mixes_tokens_otherwise_is_refused_by_name() -> None:
             assert words in said[name], said[name]
 
 
-def test_a_cut_model_or_cut_samples_are_not_combined() -> None:
+def test_sequences_and_samples_are_not_both_cut() -> None:
     class TwoAxes:
         def degree(self, *axes: str) -> int:
-            return 2 if {"context", "stage"} & {*axes} else 1
+            return 2 if {"context", "space"} & {*axes} else 1
 
-    plan = Plan(batch=BatchPlan(global_batch_size=4), mesh={"context": 2, "stage": 2})
+    plan = Plan(batch=BatchPlan(global_batch_size=4), mesh={"context": 2, "space": 2})
     with pytest.raises(PlanError, match="use one of the two"):
         sequences_of(nn.Linear(2, 2), plan, TwoAxes(), default_unpack, mean_loss)  # type: ignore[arg-type]

@@ -122,7 +122,8 @@ def results(ranks: int) -> list[dict[str, Trained]]:
 def agrees(ranks: int, name: str) -> None:
     make, plan = {2: TWO, 4: FOUR}[ranks][name]
     one = once(make, plan["batch"]["num_microbatches"], STEPS)
-    assert_agree(one, [got[name] for got in results(ranks)])
+    tolerance = 1e-5 if make is mixtral else 1e-12  # its router computes in float32
+    assert_agree(one, [got[name] for got in results(ranks)], tolerance)
 
 
 @pytest.mark.parametrize("name", TWO)

@@ -34,12 +34,11 @@ def check_space(plan: Plan) -> None:
 
 def check_context(plan: Plan) -> None:
     """What parts of sequences exclude."""
-    for axis in ("stage", "space"):
-        if plan.degree("context") > 1 and plan.degree(axis) > 1:
-            raise PlanError(
-                f"mesh.context = {plan.degree('context')} with mesh.{axis} = {plan.degree(axis)}: sequences are not "
-                f"cut where the {axis} axis cuts the model or its samples; use one of the two"
-            )
+    if plan.degree("context") > 1 and plan.degree("space") > 1:
+        raise PlanError(
+            f"mesh.context = {plan.degree('context')} with mesh.space = {plan.degree('space')}: sequences are not cut "
+            "where samples are cut in space; use one of the two"
+        )
 
 
 def check_sharding(plan: Plan) -> None:

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import scaled_dot_product_attention as torch_attention  # while the model sees another
 
 from tutti.errors import ScriptError
@@ -48,6 +49,8 @@ class Attention:
         """As F.scaled_dot_product_attention over the whole sequence, for this rank's queries. Raises ScriptError for
         what cannot be known to be right. Unlike torch's, a mask and `is_causal` may stand together.
         """
+        if isinstance(query, FakeTensor):  # a model followed on shapes: nothing is exchanged
+            return torch_attention(query, key, value, enable_gqa=enable_gqa)
         rows, columns = query.shape[-2], key.shape[-2]
         if rows != self.part and columns != self.part:  # attention over something else, all of it here
             return torch_attention(

@@ -11,18 +11,22 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from tutti.errors import ScriptError
 from tutti.runtime.context.attention import Attention
 from tutti.runtime.split.parted import HANDLERS, Parted, local, on_whole
+
+FOLLOWING = str(Path(__file__).parents[1] / "stage" / "trace.py")
 
 Site = tuple[str, int]
 """File and line of a call."""
@@ -96,7 +100,12 @@ def _is_one(value: Any, of: Mapping[Any, Any]) -> bool:
 
 
 def _attention(known: Pass, function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-    """Attention over the sequence; of this rank's heads where the split axis divides them."""
+    """Attention over the sequence; of this rank's heads where the split axis divides them. Where a model is followed on
+    shapes, the call is left to whoever writes it down.
+    """
+    values = (*args, *kwargs.values())
+    if any(isinstance(value, FakeTensor) for value in values) and has_torch_function(values):
+        return handle_torch_function(partial(_attention, known, function), values, *args, **kwargs)
     if not any(isinstance(value, Parted) for value in (*args, *kwargs.values())):
         return known.attention(*args, **kwargs)
 
@@ -187,6 +196,8 @@ def counted(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
 
 
 def caller(depth: int) -> Site:
-    """The line that called the function that asks, `depth` calls up."""
+    """The line that called the function that asks, `depth` calls up; what follows a model on shapes does not count."""
     frame = sys._getframe(depth + 1)
+    while frame.f_code.co_filename == FOLLOWING and frame.f_back is not None:
+        frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno

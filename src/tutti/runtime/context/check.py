@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from tutti.data.seeds import derive_seed, preserved_generators
-from tutti.errors import ScriptError, TuttiError
+from tutti.errors import PlanError, ScriptError, TuttiError
 from tutti.runtime.context.calls import Site, Watch
 from tutti.runtime.context.order import Order
 from tutti.runtime.layout import local
@@ -41,9 +41,20 @@ Runner = Callable[[int], Any]
 """tokens -> the loss (or None) of the piece of so many tokens."""
 
 
-def piece_lengths(model: nn.Module, length: int, order: Order) -> list[int]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Groups:
+    """`parts`: ranks that hold parts of the same sequences; `everyone`: with them those that compute other stages."""
+
+    parts: Any
+    everyone: Any
+
+
+def piece_lengths(model: nn.Module, length: int, order: Order, everyone: Any) -> list[int]:
     """Lengths to try: short ones that are no size of a parameter, so that nothing is a sequence by chance; then all."""
-    sizes = {size for parameter in model.parameters() for size in local(parameter).shape}
+    own = {size for parameter in model.parameters() for size in local(parameter).shape}
+    found: list[Any] = [None] * dist.get_world_size(everyone)
+    dist.all_gather_object(found, own, group=everyone)
+    sizes = set().union(*found)
     multiples = range(2 * order.unit, min(length, 64 * order.unit) + 1, order.unit)
     fitting = [tokens for tokens in multiples if not {tokens, tokens // order.degree} & sizes]
     return [*fitting[:1], *([length] if fitting[:1] != [length] else [])]
@@ -53,7 +64,7 @@ def check(
     model: nn.Module,
     lengths: list[int],
     order: Order,
-    group: Any,
+    groups: Groups,
     on_one: Runner,
     in_parts: Callable[[int, frozenset[Site]], Any],
 ) -> frozenset[Site]:
@@ -67,7 +78,7 @@ def check(
         try:
             with _recorded(model, parts), Watch(tokens // order.degree) as watch:
                 parts.loss = _loss_leaves(in_parts(tokens, sites), order.degree)
-            finding = _first_difference(seen, parts, tokens, order, group, by_hand=watch.softmaxes > 0)
+            finding = _first_difference(seen, parts, tokens, order, groups.parts, by_hand=watch.softmaxes > 0)
         except TuttiError:
             raise
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
@@ -76,8 +87,8 @@ def check(
                 f"not on {tokens}: {str(error).splitlines()[0] if str(error) else type(error).__name__}. Tokens are "
                 f"dim 1 of the batch's tensors; {REMEDY}"
             )
-    findings: list[str | None] = [None] * order.degree
-    dist.all_gather_object(findings, finding, group=group)
+    findings: list[str | None] = [None] * dist.get_world_size(groups.everyone)
+    dist.all_gather_object(findings, finding, group=groups.everyone)
     first = next((found for found in findings if found), None)
     if first:
         raise ScriptError(first)
@@ -91,7 +102,7 @@ def _run_whole(model: nn.Module, lengths: list[int], on_one: Runner) -> tuple[in
         try:
             with _recorded(model, seen), watch:
                 seen.loss = _loss_leaves(on_one(tokens))
-        except (RuntimeError, ValueError, IndexError, TypeError):
+        except (PlanError, RuntimeError, ValueError, IndexError, TypeError):  # a PlanError: stages cannot follow it
             if tokens == lengths[-1]:
                 raise
             continue

@@ -4,15 +4,17 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from tutti.runtime.context.attention import Attention
 from tutti.runtime.context.batch import cut_batch, join_parts, sequence_length, shorten
 from tutti.runtime.context.calls import Pass, Site, found_calls
-from tutti.runtime.context.check import SAMPLES, check, piece_lengths
+from tutti.runtime.context.check import SAMPLES, Groups, check, piece_lengths
 from tutti.runtime.context.families import adapt, is_hugging_face, shifted_labels
 from tutti.runtime.context.order import Order
 from tutti.runtime.context.ring import Ring
@@ -25,32 +27,58 @@ from tutti.spec.refusals import check_context
 
 Unpack = Callable[[Any], tuple[tuple[Any, ...], dict[str, Any], Any]]
 Loss = Callable[[Any, Any], Any]
+Forward = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+
+
+Around = Callable[..., AbstractContextManager[None]]
 
 
 def _same(value: Any) -> Any:
     return value
 
 
+def _whole(batch: Any) -> tuple[Any, Around]:
+    def around(*, within: bool = False) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    return batch, around
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sequences:
     """What a rank does with sequences. Without a context axis: nothing.
 
-    `part(batch)`: a context in which the model runs on this rank's part of the batch, which it yields; backward
-    belongs inside. `join(value)`: outputs and targets of all parts as whole sequences, collective, inside too.
-    `loss_fn`: the user's.
+    `prepare(batch)`: this rank's part of the batch, and a function that opens the context in which the model, its loss
+    and its backward run on it (`within=True`: in the midst of the model's forward). `join(value)`: outputs and targets
+    of all parts as whole sequences, collective, in that context too. `loss_fn`: the user's.
     """
 
     loss_fn: Loss | None
-    part: Callable[[Any], AbstractContextManager[Any]] = nullcontext
+    prepare: Callable[[Any], tuple[Any, Around]] = _whole
     join: Callable[[Any], Any] = _same
+
+    @contextmanager
+    def part(self, batch: Any) -> Iterator[Any]:
+        """A context in which the model runs on this rank's part of the batch, which it yields; backward belongs
+        inside.
+        """
+        part, around = self.prepare(batch)
+        with around():
+            yield part
 
 
 def sequences_of(
-    model: nn.Module, plan: Plan, mesh: Mesh, unpack: Unpack, loss_fn: Loss | None, lane: Lane | None = None
+    model: nn.Module,
+    plan: Plan,
+    mesh: Mesh,
+    unpack: Unpack,
+    loss_fn: Loss | None,
+    lane: Lane | None = None,
+    stages: Forward | None = None,
 ) -> Sequences:
     """Make `model` ready for parts of sequences, in place, if the mesh has a context axis. Collective.
 
-    `lane`: where what attention exchanges is counted.
+    `lane`: where what attention exchanges is counted; `stages`: the forward of a model that is cut into stages.
     """
     if mesh.degree("context") == 1:
         return Sequences(loss_fn=loss_fn)
@@ -59,7 +87,9 @@ def sequences_of(
     ranks, group = tuple(mesh.ranks("context")), mesh.new_group("context")
     ring = Ring(order=order, ranks=ranks, group=group, lane=lane or lone_lane())
     parts = Parts(model, ring, unpack, loss_fn)
-    return Sequences(loss_fn=parts.loss, part=parts.part, join=parts.join)
+    if stages is not None:
+        parts.take_stages(stages, mesh.new_group("context", "stage"))
+    return Sequences(loss_fn=parts.loss, prepare=parts.prepare, join=parts.join)
 
 
 class Parts:
@@ -71,20 +101,26 @@ class Parts:
         self._sites: frozenset[Site] | None = None
         self._known: Pass | None = None
         self._weighted = False
+        self._stages: Forward | None = None
+        self._everyone = ring.group
         if is_hugging_face(model):
             adapt(model, lambda: self._known)
         self._take_positions()
 
-    @contextmanager
-    def part(self, batch: Any) -> Iterator[Any]:
-        """See Sequences.part. The first batch is also checked."""
+    def take_stages(self, forward: Forward, everyone: Any) -> None:
+        """The model is cut into stages: this is its forward, which returns something on the last stage's ranks.
+        `everyone`: the group of all ranks that compute parts or stages of the same samples.
+        """
+        self._stages, self._everyone = forward, everyone
+
+    def prepare(self, batch: Any) -> tuple[Any, Around]:
+        """See Sequences.prepare. The first batch is also checked."""
         order = self.ring.order
         length = sequence_length(batch, order)
         batch = shifted_labels(self.model, batch)
         if self._sites is None:
             self._sites = self._check(batch, length)
-        with self._running(length, self._sites):
-            yield cut_batch(batch, length, order)
+        return cut_batch(batch, length, order), partial(self._running, self._pass(batch, length, self._sites))
 
     def join(self, value: Any) -> Any:
         """See Sequences.join."""
@@ -104,13 +140,16 @@ class Parts:
             value = self._loss_fn(output, target)
         return value
 
-    @contextmanager
-    def _running(self, length: int, sites: frozenset[Site]) -> Iterator[None]:
-        order, device = self.ring.order, next(self.model.parameters()).device
+    def _pass(self, batch: Any, length: int, sites: frozenset[Site]) -> Pass:
+        device = next(leaf.device for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor))
         attention = Attention(ring=self.ring, length=length)
-        self._known = Pass(attention, order.positions(length, device), sites)
+        return Pass(attention, self.ring.order.positions(length, device), sites)
+
+    @contextmanager
+    def _running(self, known: Pass, *, within: bool = False) -> Iterator[None]:
+        self._known = known
         try:
-            with found_calls(self._known, self.model):
+            with found_calls(known, self.model), known.averaging() if within else nullcontext():
                 yield
         finally:
             self._known = None
@@ -120,18 +159,22 @@ class Parts:
 
         def loss(piece: Any) -> Any:
             args, kwargs, target = self._unpack(piece)
-            return self.loss(self.model(*args, **kwargs), target)
+            if self._stages is None:
+                return self.loss(self.model(*args, **kwargs), target)
+            output = self._stages(args, kwargs)
+            return None if output is None else self.loss(output, target)
 
         def whole(tokens: int) -> Any:
             return loss(shorten(batch, length, SAMPLES, tokens))
 
         def in_parts(tokens: int, sites: frozenset[Site]) -> Any:
             piece = cut_batch(shorten(batch, length, SAMPLES, tokens), tokens, order)
-            with self._running(tokens, sites):
+            with self._running(self._pass(batch, tokens, sites)):
                 return loss(piece)
 
-        lengths = piece_lengths(self.model, length, order)
-        return check(self.model, lengths, order, self.ring.group, whole, in_parts)
+        groups = Groups(parts=self.ring.group, everyone=self._everyone)
+        lengths = piece_lengths(self.model, length, order, self._everyone)
+        return check(self.model, lengths, order, groups, whole, in_parts)
 
     def _take_positions(self) -> None:
         """Give the model's forward its tokens' positions where it takes them by name and the caller gave none."""

@@ -139,7 +139,9 @@ class Shapes:
         if not isinstance(subject, torch.Tensor):
             return subject
         if not is_unknown(subject):
-            return subject.detach().clone()
+            copy = subject.detach().clone()
+            vars(copy).update(vars(subject))  # what a library notes on a mask, say
+            return copy
         made = self._stand_ins.outline(subject, requires_grad=False)
         return self._stand_ins.computed(made) if subject.requires_grad else made
 

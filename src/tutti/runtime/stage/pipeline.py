@@ -72,10 +72,10 @@ class Pipeline:
         self._links.settle()
         self._ties.sum(run.model)
 
-    def forward(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the model returns, on ranks where `is_last`; None elsewhere. Without gradients."""
         stages = self.stages
-        placement = self.forwards.place(lambda: run.model(*args, **kwargs), Ending())
+        placement = self.forwards.place(lambda: model(*args, **kwargs), Ending())
         orders = [[Action("F", s, 0) for s in range(r, stages.count, stages.ranks)] for r in range(stages.ranks)]
         session = self._links.session(orders, lambda _: placement)
         output = None
@@ -83,14 +83,14 @@ class Pipeline:
             messages = wanted(action, placement)
             session.post(messages)
             received = {message.key: session.take(message) for message in messages}
-            work = StageWork(placement, action.stage, run.model, self.device)
+            work = StageWork(placement, action.stage, model, self.device)
             values = work.forward(received)
             for message in given(action, placement):
                 session.give(message, work.outgoing(message.key))
             if action.stage == stages.count - 1:
                 output = work.output(values)
                 for (name, attribute), tensor in work.kept(values).items():
-                    setattr(run.model.get_submodule(name), attribute, tensor)
+                    setattr(model.get_submodule(name), attribute, tensor)
         self._links.settle()
         return output
 
@@ -126,7 +126,8 @@ class _Step:
     ) -> None:
         self.pipeline, self.stages, self.plan, self.device = pipeline, pipeline.stages, run.plan, pipeline.device
         self._run, self._function, self._root = run, function, root
-        self._pieces = [to_device(piece, self.device) for piece in pieces]
+        prepared = [run.sequences.prepare(to_device(piece, self.device)) for piece in pieces]
+        self._pieces, self._around = [part for part, _ in prepared], [around for _, around in prepared]
         self._placements: list[Placement] = []
         self._works: dict[tuple[int, int], StageWork] = {}
         self._left = [len(range(self.stages.position, self.stages.count, self.stages.ranks))] * len(pieces)
@@ -174,12 +175,13 @@ class _Step:
         work = self._works[stage, microbatch]
         self._enter(microbatch)
         splits = self.pipeline.splits_backward
-        if action.kind == "B" or (action.kind == "I" and not splits):
-            work.backward(received)
-        elif action.kind == "I":
-            work.backward_inputs(received)
-        elif splits:
-            work.backward_weights()
+        with self._around[microbatch](within=True):
+            if action.kind == "B" or (action.kind == "I" and not splits):
+                work.backward(received)
+            elif action.kind == "I":
+                work.backward_inputs(received)
+            elif splits:
+                work.backward_weights()
         if action.kind in ("B", "W"):
             del self._works[stage, microbatch]
         return work
@@ -188,9 +190,11 @@ class _Step:
         self._enter(microbatch)
         seed_device(self._seed(microbatch, "stage", stage), self.device)
         with autocast(self.plan.precision, self.device):
-            values = work.forward(received)
+            with self._around[microbatch](within=True):
+                values = work.forward(received)
             if stage == self.stages.count - 1:
-                value = self._value(work, values, microbatch)
+                with self._around[microbatch]():
+                    value = self._value(work, values, microbatch)
                 work.loss = self._root(microbatch, value)
 
     def _value(self, work: StageWork, values: dict[int, torch.Tensor], microbatch: int) -> Any:
@@ -213,7 +217,7 @@ class _Step:
         run, batch = self._run, self._pieces[microbatch]
         seed_device(self._seed(microbatch), self.device)
         self._enter(microbatch)
-        with autocast(self.plan.precision, self.device):
+        with self._around[microbatch](), autocast(self.plan.precision, self.device):
             ending = self.pipeline.until_model(self._function, run.model, batch)
             return self.pipeline.forwards.place(lambda: self._function(run.model, batch), ending)
 
