@@ -1,5 +1,6 @@
 """Evaluation: every sample exactly once, on any number of ranks."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
@@ -62,6 +63,15 @@ def evaluate(
     values = {name: float(total / count) for name, (total, count) in zip(table, sums.tolist(), strict=True) if count}
     values.update(_whole(run, kept, whole))
     return values, counted
+
+
+def samples_at_once(run: Run) -> int:
+    """As many samples as a rank computes at once in training, so that evaluation needs no more memory; at most 256."""
+    batch, tokens = run.plan.batch, run.loader.source.tokens
+    samples: float = batch.global_batch_size
+    if batch.unit == "tokens" and tokens:
+        samples /= tokens if isinstance(tokens, int) else sum(tokens) / len(tokens)
+    return max(1, min(math.ceil(samples / (batch.num_microbatches * run.mesh.data_degree)), 256))
 
 
 def _metrics(run: Run, metrics: Mapping[str, Metric]) -> dict[str, Metric]:

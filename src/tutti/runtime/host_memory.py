@@ -1,19 +1,49 @@
-"""Memory of the host: what a step frees, the next step gets back without asking the system.
+"""Memory of the host: what lasts lies by itself, and what a step frees the next step gets back without asking.
 
 glibc returns large blocks to the system when they are freed, so a training loop, which frees and asks for the same
-gradients and activations in every step, pays a page fault for each of their pages in every step.
+gradients and activations in every step, pays a page fault for each of their pages in every step. A heap that keeps
+them pays none, but is cut to pieces where what lasts (parameters, buckets, optimizer state) lies between what comes
+and goes. So a run begins with a mapping of its own for each large block, and keeps freed memory once all that lasts
+is there.
 """
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # <malloc.h>
 _MOST = 2**31 - 1  # mallopt takes an int
 
+LARGE_NBYTES = 2**17
+"""Blocks from this size on may have mappings of their own: glibc's own threshold, before it adapts."""
+
+SETTLED = 2
+"""Updates after which all that lasts is there: the first makes optimizer state, the second has the final buckets."""
+
+
+def map_large_blocks() -> bool:
+    """Give each large block a mapping of its own, which ends when the block is freed; returns whether it did."""
+    return _set(_TRIM_THRESHOLD, _MOST) and _set(_MMAP_THRESHOLD, LARGE_NBYTES)
+
 
 def keep_freed_memory() -> bool:
     """Let the C library's allocator keep what is freed; returns whether it did (it does nothing outside glibc)."""
+    return _set(_TRIM_THRESHOLD, _MOST) and _set(_MMAP_THRESHOLD, _MOST)
+
+
+@contextmanager
+def lasting() -> Iterator[None]:
+    """Inside, large blocks are made that last, or that shall go back to the system; afterwards freed memory is kept."""
+    map_large_blocks()
+    try:
+        yield
+    finally:
+        keep_freed_memory()
+
+
+def _set(parameter: int, value: int) -> bool:
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):
         return False
-    return bool(mallopt(_MMAP_THRESHOLD, _MOST)) and bool(mallopt(_TRIM_THRESHOLD, _MOST))
+    return bool(mallopt(parameter, value))

@@ -16,7 +16,7 @@ from tutti.runtime.build.job import Builder
 from tutti.runtime.checkpoint import save_checkpoint, save_when_due
 from tutti.runtime.ending import Ending
 from tutti.runtime.env import read_wishes
-from tutti.runtime.evaluate import Metric, evaluate
+from tutti.runtime.evaluate import Metric, evaluate, samples_at_once
 from tutti.runtime.loader import JobLoader
 from tutti.runtime.prepare import Given, captured, make_run, model_optimizers
 from tutti.runtime.replicate import LossFunction
@@ -221,7 +221,7 @@ class Job(Builder):
         arguments = {"collate_fn": run.loader.source.collate, **loader_arguments}
         source = read_source(dataset, shuffle=False, tokens=None, arguments=arguments)
         run.clock.enter("evaluation")
-        size = batch_size or max(1, min(run.plan.batch.global_batch_size // run.mesh.data_degree, 256))
+        size = batch_size or samples_at_once(run)
         values, samples = evaluate(run, source, metrics or {}, whole or {}, size)
         evaluation_row(run, source, name, values, samples)
         return values

@@ -14,6 +14,7 @@ from torch import nn
 
 from tutti.errors import ScriptError
 from tutti.runtime.buckets import Bucket, Group, make_buckets
+from tutti.runtime.host_memory import SETTLED, keep_freed_memory, lasting
 from tutti.runtime.layout import Layout
 from tutti.runtime.shard.shards import Shards
 from tutti.spec.plan import Plan
@@ -44,6 +45,7 @@ class Replica:
         self._hooks: list[Any] = []
         self._next = 0
         self._summing = False
+        self._updates = 0
         self._build(_trainable(model))
         if not self.parameters and layout.mesh.degree("stage") == 1:
             raise ScriptError("the model has no parameter that requires a gradient; unfreeze at least one")
@@ -60,7 +62,8 @@ class Replica:
         self._last = set() if piecewise else None
         trainable = _trainable(self._model)
         if [*map(id, trainable)] != [*map(id, self.parameters)]:  # the script has frozen or unfrozen some
-            self._build(trainable)
+            with lasting():
+                self._build(trainable)
         elif self._arrived and not self._layout.held:
             self._reorder()
         for bucket in self._buckets:
@@ -84,6 +87,12 @@ class Replica:
         for bucket in self._buckets:
             bucket.wait()
         self.shards.finish()
+
+    def updated(self, optimizers: int) -> None:
+        """One of the optimizers has made an update. Once all that lasts is there, memory that is freed is kept."""
+        self._updates += 1
+        if self._updates == SETTLED * optimizers:
+            keep_freed_memory()
 
     def unused(self, model: nn.Module) -> list[str]:
         """Names of parameters that got no gradient on any rank."""

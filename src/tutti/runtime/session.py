@@ -9,7 +9,7 @@ from tutti.errors import PlanError
 from tutti.runtime.capture import is_capturing
 from tutti.runtime.clock import PhaseClock
 from tutti.runtime.env import Place, Wishes
-from tutti.runtime.host_memory import keep_freed_memory
+from tutti.runtime.host_memory import map_large_blocks
 from tutti.runtime.screen import Screen
 from tutti.runtime.state import Settings
 from tutti.runtime.world import World, join
@@ -51,7 +51,7 @@ def open_session(
     """Join the world (alone while a script is only looked at) and settle the plan."""
     world = join(Place() if is_capturing() else None)
     if not is_capturing():
-        keep_freed_memory()
+        map_large_blocks()
     return Session(
         settings=settings,
         wishes=wishes,

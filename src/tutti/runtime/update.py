@@ -40,6 +40,8 @@ def update(run: Run, optimizers: tuple[Optimizer, ...], *, finite: bool) -> Upda
     skipped = run.scaler.is_enabled() and run.scaler.get_scale() < scale
     if not skipped and run.scheduler is not None and run.scheduler_clock == "step":
         run.scheduler.step()
+    if not skipped:
+        run.replica.updated(len(run.optimizers))
     return Update(learning_rate=rate, grad_norm=norm, skipped=skipped)
 
 

@@ -21,6 +21,7 @@ from tutti.runtime.checkpoint.index import INDEX, SMALL, latest_checkpoint, rank
 from tutti.runtime.checkpoint.merge import merge, refusal
 from tutti.runtime.checkpoint.send import receive_file, send_items
 from tutti.runtime.checkpoint.tensors import Item, item, write_tensors
+from tutti.runtime.host_memory import lasting
 from tutti.runtime.state import Run
 
 UNFINISHED, FAILED = ".part", ".failed"
@@ -190,9 +191,10 @@ def _copied(items: list[Item], run: Run) -> tuple[list[Item], bool]:
         return items, False
     pinned = run.world.device.type == "cuda"
     copies = []
-    for one in items:
-        copy = torch.empty(one.shape, dtype=one.dtype, pin_memory=pinned)
-        copies.append(item(one.key, copy.copy_(one.make().detach(), non_blocking=True)))
+    with lasting():
+        for one in items:
+            copy = torch.empty(one.shape, dtype=one.dtype, pin_memory=pinned)
+            copies.append(item(one.key, copy.copy_(one.make().detach(), non_blocking=True)))
     if pinned:
         torch.cuda.synchronize(run.world.device)
     return copies, True
