@@ -93,7 +93,7 @@ class Sums:
         if flight.landed:
             return
         flight.exchange.wait()
-        part, flight.landed = flight.received.sum(0), True
+        part, flight.landed = flight.pack.sum_of(flight.received), True
         for buffer in flight.exchange.tensors:
             flight.pack.rooms.give(buffer)
         flight.received, flight.exchange = part, Exchange(None, ())

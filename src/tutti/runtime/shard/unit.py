@@ -93,6 +93,7 @@ class Pack:
         # all wholes lie in one storage, whose memory comes and goes: equal blocks ask for equal amounts
         self._memory = torch.empty(0, dtype=self.flat.dtype, device=self.device)
         self._whole_numel = sum(one.absent.numel() for one in self.parameters)
+        self._summed: torch.Tensor | None = None
         self._gathered: torch.Tensor | None = None
         self._exchange: Exchange | None = None
 
@@ -154,6 +155,14 @@ class Pack:
             buffer[:, self.pieces.size + index] = float(has)
             one.whole.grad = None
         return buffer, there
+
+    def sum_of(self, received: torch.Tensor) -> torch.Tensor:
+        """Its rows' sum, until the next step: on the host always in the same memory, for what lasts splits the heap."""
+        if received.device.type != "cpu":
+            return received.sum(0)
+        if self._summed is None:
+            self._summed = torch.empty_like(received[0])
+        return torch.sum(received, 0, out=self._summed)
 
     def give_gradients(self, segment: torch.Tensor, there: list[bool]) -> None:
         """Make the summed gradients the shards'; one that no rank had stays None. `there`: those this rank had."""
