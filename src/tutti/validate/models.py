@@ -23,8 +23,7 @@ _PRESETS = {
 
 _SIZES = {"layers": "layers", "hidden": "hidden", "heads": "heads", "kv_heads": "kv_heads", "ffn": "ffn",
           "seq_len": "seq_len", "vocab": "vocab"}  # fmt: skip
-_BY_FRAMEWORK = re.compile(r"Megatron-LM 202[0-2]|Megatron-DeepSpeed|DeepSpeed\+Megatron")
-"""Before FlashAttention: scores are written, dropout masks kept."""
+_EARLY = re.compile(r"Megatron-LM 202[0-2]|Megatron-DeepSpeed|DeepSpeed\+Megatron")
 
 
 def precision_of(row: Row) -> str:
@@ -41,6 +40,11 @@ def precision_of(row: Row) -> str:
     raise Uncosted("the precision is not printed" if not text else f"precision {text!r} is not known")
 
 
+def is_early(row: Row) -> bool:
+    """Megatron before FlashAttention: scores are written, dropout masks kept, gradients summed after backward."""
+    return _EARLY.match(row.text("framework")) is not None
+
+
 def model_of(row: Row) -> ModelSpec:
     """The ModelSpec of a row. Raises Uncosted where its model cannot be told, or has no architecture here."""
     name, options = _named(row)
@@ -53,7 +57,7 @@ def _built(name: str, options: tuple[tuple[str, Any], ...]) -> ModelSpec:
 
 
 def _named(row: Row) -> tuple[str, Mapping[str, Any]]:
-    arch, framework = row.text("arch"), row.text("framework")
+    arch = row.text("arch")
     precision = precision_of(row)
     if precision in ("fp8", "fp4"):
         raise Uncosted("matrix products in 8 or 4 bits are no precision of a plan")
@@ -61,7 +65,8 @@ def _named(row: Row) -> tuple[str, Mapping[str, Any]]:
         return example_of(row, precision)
     numbers: dict[str, Any] = {"dtype": "float32"}
     if precision == "half":
-        wide = "bf16" in row.text("precision") and not framework.startswith("llm-foundry")
+        # Megatron adds gradients up in float32 beside bfloat16; fully sharded, a parameter takes 16 bytes.
+        wide = "bf16" in row.text("precision") and row.text("framework").startswith("Megatron")
         numbers = {"dtype": "bfloat16" if "bf16" in row.text("precision") else "float16", "wide_gradients": wide}
     if arch == "llm":
         key = re.sub(r"[^a-z0-9]", "", row.text("model").lower())
@@ -72,7 +77,7 @@ def _named(row: Row) -> tuple[str, Mapping[str, Any]]:
     if arch in ("gpt", "gpt2", "mpt", "llama", "bert"):
         for needed in ("layers", "hidden", "seq_len", *(() if arch == "bert" else ("vocab",))):
             row.whole(needed)  # a default would be another model
-    early = _BY_FRAMEWORK.match(framework) is not None
+    early = is_early(row)
     # Norms and sums shared by tokens came with Korthikanti et al. 2022.
     shared = not early or row.text("recompute").endswith("+SP")
     kernels = {"attention": "plain", "dropout": True, "sequence": shared} if early else {"masked": "skipped"}

@@ -1,15 +1,19 @@
 """The plan of a row: its degrees on a mesh, its microbatches, what it shards and what it recomputes."""
 
 import math
+import re
 from dataclasses import replace
 
 from tutti.errors import PlanError
 from tutti.spec.model import ModelSpec
-from tutti.spec.plan import BatchPlan, LayoutRule, Pipeline, Plan, Sharding
+from tutti.spec.plan import BatchPlan, LayoutRule, Pipeline, Plan, Sharding, Sync
 from tutti.spec.words import AxisName, Precision
 from tutti.validate.examples import batch_of
-from tutti.validate.models import precision_of
+from tutti.validate.models import is_early, precision_of
 from tutti.validate.rows import Row, Uncosted
+
+AT_THE_END = 2**50
+"""Bytes of a bucket that holds all gradients: none is summed before the last is there."""
 
 
 def plan_of(row: Row, model: ModelSpec) -> Plan:
@@ -37,10 +41,24 @@ def plan_of(row: Row, model: ModelSpec) -> Plan:
             pipeline=Pipeline(
                 schedule="interleaved" if stages > 1 and mesh.get("stage", 1) > 1 else "1f1b",
                 stages_per_rank=stages if mesh.get("stage", 1) > 1 else 1,
+                cuts=_cuts(row, mesh.get("stage", 1)),
             ),
+            sync=Sync(bucket_nbytes=AT_THE_END) if is_early(row) else Sync(),
         )
     except PlanError as error:
         raise Uncosted(str(error)) from None
+
+
+def _cuts(row: Row, stages: int) -> tuple[str, ...]:
+    """Where AMP's logs say that stages begin: among DeepSpeed's layers, of which two stand before the first block."""
+    found = re.search(r"stage boundaries \[([\d, ]+)\]", row.text("notes"))
+    if found is None or stages == 1:
+        return ()
+    inner = [int(text) for text in found[1].split(",")][1:-1]
+    blocks = [min(max(0, at - 2), row.whole("layers") - 1) for at in inner]
+    if len(inner) != stages - 1 or len(set(blocks)) != len(blocks) or 0 in blocks:
+        return ()  # stages of embeddings alone, or of the head alone, are not cut at blocks
+    return tuple(f"blocks.{block}" for block in blocks)
 
 
 def _usual_microbatch(row: Row) -> int | None:

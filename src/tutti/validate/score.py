@@ -10,7 +10,7 @@ from tutti.errors import PlanError
 from tutti.predict import predict
 from tutti.spec.cluster import ClusterSpec
 from tutti.spec.model import ModelSpec
-from tutti.spec.plan import Plan
+from tutti.spec.plan import Plan, Sync
 from tutti.validate.machines import cluster_of
 from tutti.validate.measured import step_s
 from tutti.validate.models import model_of
@@ -105,7 +105,12 @@ def scored(case: Case, cluster: ClusterSpec, factor: float = 1.0) -> Scored:
         done = predict(case.model, cluster, case.plan)
     except PlanError as error:
         raise Uncosted(f"predict: {error}") from None
-    memory = case.row.memory_gib
+    memory, held = case.row.memory_gib, done.memory.total
+    if case.plan.sync != Sync():
+        # One bucket of all gradients says when they are summed. Frameworks that do so sum them in place; those that
+        # add them up in float32 have 16-bit ones besides.
+        wide = any(module.gradient_nbytes > module.parameter_nbytes for module in case.model.modules)
+        held -= done.memory.communication * (0.5 if wide else 1.0)
     return Scored(
         row_id=case.row.row_id,
         contest=case.contest,
@@ -113,7 +118,7 @@ def scored(case: Case, cluster: ClusterSpec, factor: float = 1.0) -> Scored:
         predicted_s=factor * done.step_time_s.value,
         low_s=factor * done.step_time_s.low,
         high_s=factor * done.step_time_s.high,
-        memory_nbytes=done.memory.total,
+        memory_nbytes=held,
         measured_memory_nbytes=memory * _GIB if memory is not None else None,
     )
 
