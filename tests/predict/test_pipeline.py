@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from predict.examples_mesh import machines, meshed, transformer
 from tutti.errors import PlanError
 from tutti.predict import predict
-from tutti.predict.pipeline import ends, most_held, order_of, play, shortened, stages_of
+from tutti.predict.cuts import stages_of
+from tutti.predict.pipeline import ends, most_held, order_of, play, shortened
 from tutti.spec.model import ModelSpec, ModuleSpec
 from tutti.spec.plan import Pipeline, Plan
 from tutti.spec.schedule import COSTS, schedule, span
@@ -148,3 +149,15 @@ def test_more_stages_than_parts_are_refused() -> None:
     model = ModelSpec(name="two", modules=(ModuleSpec(name="a", kind="A", output_nbytes=4.0),))
     with pytest.raises(PlanError, match="use at most 1 stages"):
         stages_of(model, meshed(8, 2, {"stage": 2}))
+
+
+def test_blocks_too_heavy_for_equal_stages_are_taken_apart() -> None:
+    model = transformer(4)
+    whole, apart = (stages_of(model, meshed(8, 2, {"stage": ranks})) for ranks in (2, 4))
+    assert len({(int(stage), module.block) for stage, module in zip(whole.stage, model.modules, strict=True)}) == 5
+    costs = np.bincount(apart.stage, weights=[sum(op.flops_forward for op in m.ops) for m in model.modules])
+    assert costs.max() < 1.3 * costs.mean()
+    inside = [m.block for m in model.modules if m.block >= 0]
+    stages = [int(stage) for stage, m in zip(apart.stage, model.modules, strict=True) if m.block >= 0]
+    assert len(set(zip(inside, stages, strict=True))) > 4  # some block is on two stages
+    assert apart.sent.max() > whole.sent.max()  # and its residual passes by

@@ -13,10 +13,10 @@ from tutti.errors import PlanError
 from tutti.plan.build import block_globs
 from tutti.plan.tables import Array, Tables
 from tutti.predict import compute, constants
+from tutti.predict.cuts import stages_of
 from tutti.predict.division import Division as Part
 from tutti.predict.division import division
 from tutti.predict.layout import Region, recompute_regions
-from tutti.predict.pipeline import stages_of
 from tutti.predict.table import model_table
 from tutti.spec.plan import BatchPlan, LayoutRule, Pipeline, Plan
 from tutti.spec.words import AxisName, Recompute

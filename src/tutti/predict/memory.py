@@ -6,10 +6,11 @@ import numpy as np
 
 from tutti.predict import constants
 from tutti.predict.compute import Array
+from tutti.predict.cuts import Stages
 from tutti.predict.division import Division, division
 from tutti.predict.layout import Region, marks
 from tutti.predict.overlap import Bucket
-from tutti.predict.pipeline import Stages, most_held
+from tutti.predict.pipeline import most_held
 from tutti.predict.sharding import units_of
 from tutti.predict.table import ModelTable, model_table
 from tutti.spec.cluster import DeviceKind

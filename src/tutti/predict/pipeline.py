@@ -5,18 +5,14 @@ Nothing is approximated but very long runs: a schedule becomes periodic, and wha
 period by period.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tutti.errors import PlanError
-from tutti.predict.table import STAGE_VALUE_FLOPS, ModelTable, model_table, remembered
-from tutti.spec.model import ModelSpec
 from tutti.spec.plan import Plan
-from tutti.spec.schedule import Action, balanced, schedule, simulate
+from tutti.spec.schedule import Action, schedule, simulate
 from tutti.spec.words import ScheduleName
 
 Array = NDArray[np.float64]
@@ -28,93 +24,7 @@ PERIODS = 4
 MOST_PUT_OFF = 4096
 """With weight gradients apart: so many microbatches times ranks are played out in any case."""
 
-_ITEM_NBYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _GROWS = (1, -1, 0, -1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stages:
-    """Where a model is cut. `stage`: of each module; `sent`: bytes of one sample from stage k to k + 1; `ties`: pairs
-    (module, owner) that share parameters over two ranks of the stage axis."""
-
-    count: int
-    stage: NDArray[np.intp]
-    sent: Array
-    ties: tuple[tuple[int, int], ...]
-
-
-def stages_of(model: ModelSpec, plan: Plan) -> Stages:
-    """Where `plan` cuts `model`. Raises PlanError where it cannot be cut so."""
-    return _stages(model, plan.degree("stage"), plan.pipeline.stages_per_rank, plan.pipeline.cuts)
-
-
-@remembered(256)
-def _stages(model: ModelSpec, ranks: int, stages_per_rank: int, cuts: tuple[str, ...]) -> Stages:
-    columns, count = model_table(model), ranks * stages_per_rank
-    if count == 1:
-        stage = np.zeros(len(columns), dtype=np.intp)
-        return Stages(count=1, stage=stage, sent=np.zeros(0), ties=())
-    unit, total = columns.unit, columns.units
-    outputs = _outputs(columns, unit, total)
-    flops = np.bincount(unit, weights=columns.flops, minlength=total)
-    costs = flops + STAGE_VALUE_FLOPS * outputs / _ITEM_NBYTES.get(model.dtype, 4)
-    counted = np.flatnonzero(costs[1:] > 0) + 1
-    if cuts:
-        first = _named(columns, cuts, count)
-        unit = np.arange(len(columns))  # a stage may begin inside a block
-        outputs = columns.outputs
-    else:
-        if len(counted) < count:
-            raise PlanError(
-                f"the pipeline has {count} stages, but the model only {len(counted)} parts that can be told apart; use "
-                f"at most {max(len(counted), 1)} stages (mesh.stage times pipeline.stages_per_rank)"
-            )
-        first = [int(counted[at]) for at in balanced(costs[counted].tolist(), count)]
-    stage = np.searchsorted(np.array(first), unit, side="right")
-    own = np.array([not name for name in columns.names], dtype=np.bool_)
-    stage[own] = count - 1  # the model's own operators: mostly the loss
-    ties = tuple(
-        (index, int(owner))
-        for index, owner in enumerate(columns.owner)
-        if owner >= 0 and stage[index] % ranks != stage[owner] % ranks
-    )
-    return Stages(count=count, stage=stage, sent=_sent(first, outputs), ties=ties)
-
-
-def _outputs(columns: ModelTable, unit: NDArray[np.intp], total: int) -> Array:
-    """What each unit returns: the output of its first module where that contains the others, or else of its last."""
-    result, top = np.zeros(total), [""] * total
-    for index, one in enumerate(unit.tolist()):
-        name, nbytes = columns.names[index], columns.outputs[index]
-        if nbytes > 0 and not (top[one] and name.startswith(top[one] + ".")):
-            result[one] = nbytes
-            top[one] = top[one] or name
-    return result
-
-
-def _sent(first: Sequence[int], outputs: Array) -> Array:
-    """What the last unit before each stage's first returns."""
-    sent = []
-    for begin in first:
-        before = np.flatnonzero(outputs[:begin] > 0)
-        sent.append(float(outputs[before[-1]]) if len(before) else 0.0)
-    return np.array(sent)
-
-
-def _named(columns: ModelTable, cuts: tuple[str, ...], count: int) -> list[int]:
-    if len(cuts) != count - 1:
-        raise PlanError(
-            f"pipeline.cuts names {len(cuts)} modules, but {count} stages (mesh.stage times pipeline.stages_per_rank) "
-            f"need {count - 1}; name the first module of every stage but the first"
-        )
-    first: list[int] = []
-    for cut in cuts:
-        at = next((i for i, name in enumerate(columns.names) if name == cut or name.startswith(cut + ".")), None)
-        if at is None or at <= (first[-1] if first else 0):
-            why = "the model has no such module" if at is None else "it is not after the stage before"
-            raise PlanError(f"pipeline.cuts: {cut!r} cannot begin a stage ({why}); name modules in order of execution")
-        first.append(at)
-    return first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

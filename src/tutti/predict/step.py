@@ -6,6 +6,7 @@ from tutti.errors import PlanError
 from tutti.predict import constants
 from tutti.predict.compute import Worker
 from tutti.predict.counts import samples_of
+from tutti.predict.cuts import stages_of
 from tutti.predict.division import division
 from tutti.predict.exchanges import Wires
 from tutti.predict.groups import Group, network
@@ -13,7 +14,6 @@ from tutti.predict.layout import recompute_regions
 from tutti.predict.memory import held_by_stage, kept, rank_memory
 from tutti.predict.network import Link
 from tutti.predict.overlap import Bucket, Exchange
-from tutti.predict.pipeline import stages_of
 from tutti.predict.placement import Seat, place
 from tutti.predict.sync import Sync, synchronise
 from tutti.predict.table import model_table

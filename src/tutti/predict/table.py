@@ -15,9 +15,6 @@ from tutti.spec.model import ModelSpec, ModuleSpec, block_of_name
 T = TypeVar("T")
 Flags = NDArray[np.bool_]
 
-STAGE_VALUE_FLOPS = 10.0
-"""What one value of a unit's output counts in the automatic cut into stages, beside its FLOPs: the runtime's rule."""
-
 
 class _Same(Generic[T]):
     """A value that equals only itself: large models are not compared field by field."""
@@ -65,6 +62,7 @@ class ModelTable:
 
     ops: OpTable
     names: tuple[str, ...]
+    classes: tuple[str, ...]
     parameters: Array
     gradients: Array
     optimizer: Array
@@ -115,6 +113,7 @@ def model_table(model: ModelSpec) -> ModelTable:
     return ModelTable(
         ops=op_table(model),
         names=names,
+        classes=tuple(module.kind for module in modules),
         parameters=column(lambda module: module.parameter_nbytes),
         gradients=column(lambda module: module.gradient_nbytes),
         optimizer=column(lambda module: module.optimizer_nbytes),

@@ -7,11 +7,11 @@ import numpy as np
 from tutti.predict import compute, constants, pipeline
 from tutti.predict.compute import Array, Worker
 from tutti.predict.counts import cut_sizes
+from tutti.predict.cuts import Stages
 from tutti.predict.exchanges import Wires
 from tutti.predict.groups import seat_of_ranks
 from tutti.predict.layout import Region
 from tutti.predict.passes import Passed, passed
-from tutti.predict.pipeline import Stages
 from tutti.predict.placement import Seat
 from tutti.predict.table import Flags
 from tutti.spec.cluster import DeviceKind

@@ -1,0 +1,172 @@
+"""Where a model is cut into the stages of a pipeline, by the runtime's rule: units of about equal cost.
+
+A unit is a repeated block, or a module outside of blocks. One that is too heavy for equal stages is taken apart into
+the modules inside it, as the runtime does.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tutti.errors import PlanError
+from tutti.predict.compute import Array
+from tutti.predict.table import ModelTable, model_table, remembered
+from tutti.spec.model import ModelSpec
+from tutti.spec.plan import Plan
+from tutti.spec.schedule import balanced
+
+VALUE_FLOPS = 10.0
+"""What one value of a unit's output counts beside its FLOPs: the runtime's rule."""
+
+TOO_HEAVY = 0.75
+"""Of an equal stage's cost, what one unit may be; the runtime's rule, as is the number of units it takes apart."""
+MOST_OPENED = 64
+
+_ITEM_NBYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+_WHOLE = ("MultiheadAttention", "TransformerEncoderLayer", "TransformerDecoderLayer", "LSTM", "GRU", "RNN")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stages:
+    """Where a model is cut. `stage`: of each module; `sent`: bytes of one sample from stage k to k + 1; `ties`: pairs
+    (module, owner) that share parameters over two ranks of the stage axis."""
+
+    count: int
+    stage: NDArray[np.intp]
+    sent: Array
+    ties: tuple[tuple[int, int], ...]
+
+
+def stages_of(model: ModelSpec, plan: Plan) -> Stages:
+    """Where `plan` cuts `model`. Raises PlanError where it cannot be cut so."""
+    return _stages(model, plan.degree("stage"), plan.pipeline.stages_per_rank, plan.pipeline.cuts)
+
+
+@remembered(256)
+def _stages(model: ModelSpec, ranks: int, stages_per_rank: int, cuts: tuple[str, ...]) -> Stages:
+    columns, count = model_table(model), ranks * stages_per_rank
+    if count == 1:
+        stage = np.zeros(len(columns), dtype=np.intp)
+        return Stages(count=1, stage=stage, sent=np.zeros(0), ties=())
+    if cuts:
+        first = _named(columns, cuts, count)
+        stage = np.searchsorted(np.array(first), np.arange(len(columns)), side="right")
+        sent = np.array([_last(columns.outputs[:begin]) for begin in first])
+    else:
+        stage, sent = _balanced(columns, count, VALUE_FLOPS / _ITEM_NBYTES.get(model.dtype, 4))
+    own = np.array([not name for name in columns.names], dtype=np.bool_)
+    stage[own] = count - 1  # the model's own operators: mostly the loss
+    ties = tuple(
+        (index, int(owner))
+        for index, owner in enumerate(columns.owner)
+        if owner >= 0 and stage[index] % ranks != stage[owner] % ranks
+    )
+    return Stages(count=count, stage=stage, sent=sent, ties=ties)
+
+
+def _last(outputs: Array) -> float:
+    """What the last module that returns anything returns."""
+    there = np.flatnonzero(outputs > 0)
+    return float(outputs[there[-1]]) if len(there) else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Unit:
+    """Modules that stay together, in order of execution. `name`: of the module that contains them, or of the first;
+    `around`: bytes that pass by inside what was taken apart around it (a residual)."""
+
+    name: str
+    members: tuple[int, ...]
+    output: float
+    cost: float
+    around: float = 0.0
+
+
+def _balanced(columns: ModelTable, count: int, byte_flops: float) -> tuple[NDArray[np.intp], Array]:
+    """(stage of each module, bytes of a sample between stages) of the automatic cut."""
+    groups: dict[int, list[int]] = {}
+    for index, unit in enumerate(columns.unit.tolist()):
+        if columns.names[index]:
+            groups.setdefault(unit, []).append(index)
+    units = [_unit(columns, tuple(members), byte_flops) for members in groups.values()]
+    units = _opened(columns, units, count, byte_flops)
+    counted = [place for place, unit in enumerate(units) if unit.cost > 0]
+    if len(counted) < count:
+        raise PlanError(
+            f"the pipeline has {count} stages, but the model only {len(counted)} parts that can be told apart; use "
+            f"at most {max(len(counted), 1)} stages (mesh.stage times pipeline.stages_per_rank)"
+        )
+    first = [counted[at] for at in balanced([units[place].cost for place in counted], count)]
+    stage = np.zeros(len(columns), dtype=np.intp)
+    for place, unit in enumerate(units):
+        stage[list(unit.members)] = sum(place >= begin for begin in first)
+    sent = [_last(np.array([unit.output for unit in units[:begin]])) for begin in first]
+    passing = [units[begin].around if units[begin - 1].around else 0.0 for begin in first]
+    return stage, np.array(sent) + np.array(passing)
+
+
+def _unit(columns: ModelTable, members: tuple[int, ...], byte_flops: float, around: float = 0.0) -> _Unit:
+    """A unit returns what its first module does where that contains the others, or else what its last does."""
+    names = [columns.names[index] for index in members]
+    contains = len(members) == 1 or all(name.startswith(names[0] + ".") for name in names[1:])
+    output = float(columns.outputs[members[0]]) if contains else 0.0
+    output = output or _last(columns.outputs[list(members)])
+    cost = float(columns.flops[list(members)].sum()) + byte_flops * output
+    return _Unit(name=names[0], members=members, output=output, cost=cost, around=around)
+
+
+def _opened(columns: ModelTable, units: list[_Unit], count: int, byte_flops: float) -> list[_Unit]:
+    """Units small enough for `count` stages of about the same cost, as far as they can be taken apart."""
+    for _ in range(MOST_OPENED):
+        total = sum(unit.cost for unit in units)
+        able = [place for place, unit in enumerate(units) if _can_open(columns, unit)]
+        if not able:
+            break
+        heaviest = max(able, key=lambda place: units[place].cost)
+        if len(units) >= count and units[heaviest].cost <= TOO_HEAVY * total / count:
+            break
+        units[heaviest : heaviest + 1] = _parts(columns, units[heaviest], byte_flops)
+    return units
+
+
+def _can_open(columns: ModelTable, unit: _Unit) -> bool:
+    return len(unit.members) > 1 and columns.classes[unit.members[0]] not in _WHOLE
+
+
+def _parts(columns: ModelTable, unit: _Unit, byte_flops: float) -> list[_Unit]:
+    """The units inside one; its own operators go with the first."""
+    parts: dict[str, list[int]] = {}
+    own: list[int] = []
+    for index in unit.members:
+        name = columns.names[index]
+        inside = name.startswith(unit.name + ".")
+        if name == unit.name:
+            own.append(index)
+            continue
+        parts.setdefault(f"{unit.name}.{name[len(unit.name) + 1 :].split('.')[0]}" if inside else name, []).append(
+            index
+        )
+    result = [_unit(columns, tuple(members), byte_flops, unit.output) for members in parts.values()]
+    if own:
+        first = result[0]
+        result[0] = _Unit(
+            name=first.name, members=(*own, *first.members), output=first.output, cost=first.cost, around=unit.around
+        )
+    return result
+
+
+def _named(columns: ModelTable, cuts: tuple[str, ...], count: int) -> list[int]:
+    if len(cuts) != count - 1:
+        raise PlanError(
+            f"pipeline.cuts names {len(cuts)} modules, but {count} stages (mesh.stage times pipeline.stages_per_rank) "
+            f"need {count - 1}; name the first module of every stage but the first"
+        )
+    first: list[int] = []
+    for cut in cuts:
+        at = next((i for i, name in enumerate(columns.names) if name == cut or name.startswith(cut + ".")), None)
+        if at is None or at <= (first[-1] if first else 0):
+            why = "the model has no such module" if at is None else "it is not after the stage before"
+            raise PlanError(f"pipeline.cuts: {cut!r} cannot begin a stage ({why}); name modules in order of execution")
+        first.append(at)
+    return first
