@@ -49,6 +49,7 @@ def build_report(folder: Path, *, target: Target | None = None) -> RunReport:
     records = read_records(folder)
     report = _assemble(records, target)
     report = replace(report, checks=prediction_checks(records, report), headline=headline(report))
+    report = replace(report, communication=communication(records), experts=experts(records))
     return replace(report, findings=check_run(report) + _reading_notes(records))
 
 
@@ -94,8 +95,6 @@ def _assemble(records: Records, target: Target | None) -> RunReport:
         prediction_notes=records.prediction.notes if records.prediction else (),
         memory_peak=memory_peak(ranks),
         sent_per_step=sent_per_step(records),
-        communication=communication(records),
-        experts=experts(records),
         ranks=ranks,
         curves=found,
         verification=verification(records),

@@ -109,9 +109,7 @@ def make_run(session: Session, given: Given) -> Run:
         observer=observer,
         mixtures=mixtures,
     )
-    resumed = _resume(run, session.resume or session.wishes.resume)
-    if resumed is None and given.weights is not None:
-        load_weights(run, given.weights)
+    resumed = _resume(run, session.resume or session.wishes.resume, given.weights)
     _write_header(run, session, resumed)
     _start_row(run, session)
     run.observer.prepared(run)
@@ -198,8 +196,11 @@ def _attention_lane(plan: Plan, layout: Layout) -> Lane:
     return layout.lane("keys" if plan.context == "ring" else "heads", "context")
 
 
-def _resume(run: Run, path: Path | None) -> Path | None:
+def _resume(run: Run, path: Path | None, weights: Path | None) -> Path | None:
+    """Go on from a checkpoint, which is returned; without one begin with the `weights`, if there are any."""
     if path is None:
+        if weights is not None:
+            load_weights(run, weights)
         return None
     checkpoint = latest_checkpoint(path) if run.world.is_main else None
     checkpoint = run.world.broadcast(checkpoint) or path
