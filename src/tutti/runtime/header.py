@@ -17,7 +17,9 @@ import torch
 from tutti.errors import LaunchError
 from tutti.runtime.env import Wishes
 from tutti.runtime.world import World
+from tutti.spec.mesh_words import mesh_in_words
 from tutti.spec.run import DataInfo, RankInfo, Recipe, RunFolder, RunHeader
+from tutti.spec.words import AxisName
 
 
 def script_path() -> Path:
@@ -60,6 +62,7 @@ def make_header(
     *,
     name: str | None,
     model: torch.nn.Module,
+    mesh: dict[AxisName, int],
     recipe: Recipe,
     data: DataInfo,
     resumed_from: Path | None,
@@ -73,7 +76,7 @@ def make_header(
         name=name or script.stem,
         script=str(script),
         arguments=tuple(sys.argv[1:]),
-        command=_command(world, script),
+        command=_command(world, script, mesh),
         started_utc=datetime.now(UTC).isoformat(timespec="seconds"),
         world_size=world.world_size,
         backend=world.backend,
@@ -97,10 +100,12 @@ def make_header(
     )
 
 
-def _command(world: World, script: Path) -> str:
+def _command(world: World, script: Path, mesh: dict[AxisName, int]) -> str:
     """The command that started the run, as far as a rank can tell."""
+    plain = set(mesh) <= {"replicate"}
     start = {
-        "tutti": ["tutti", "run", "--nproc", str(world.local_world_size)],
+        "tutti": ["tutti", "run", "--nproc", str(world.local_world_size)]
+        + ([] if plain else ["--mesh", mesh_in_words(mesh)]),
         "torchrun": ["torchrun", "--nproc-per-node", str(world.local_world_size)],
         "srun": ["srun", "-n", str(world.world_size), "python"],
         "mpirun": ["mpirun", "-n", str(world.world_size), "python"],

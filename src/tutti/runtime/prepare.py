@@ -219,6 +219,7 @@ def _write_header(run: Run, session: Session, resumed: Path | None) -> None:
         ranks,
         name=session.name,
         model=run.model,
+        mesh=run.plan.mesh,
         recipe=_recipe(run),
         data=data,
         resumed_from=resumed,
