@@ -152,12 +152,14 @@ def test_more_stages_than_parts_are_refused() -> None:
 
 
 def test_blocks_too_heavy_for_equal_stages_are_taken_apart() -> None:
-    model = transformer(4)
+    model = transformer(5)
     whole, apart = (stages_of(model, meshed(8, 2, {"stage": ranks})) for ranks in (2, 4))
-    assert len({(int(stage), module.block) for stage, module in zip(whole.stage, model.modules, strict=True)}) == 5
+
+    def places(stage: Any) -> int:
+        return len({(int(one), m.block) for one, m in zip(stage, model.modules, strict=True) if m.block >= 0})
+
+    assert places(whole.stage) == 5
+    assert places(apart.stage) > 5  # some block is on two stages
     costs = np.bincount(apart.stage, weights=[sum(op.flops_forward for op in m.ops) for m in model.modules])
     assert costs.max() < 1.3 * costs.mean()
-    inside = [m.block for m in model.modules if m.block >= 0]
-    stages = [int(stage) for stage, m in zip(apart.stage, model.modules, strict=True) if m.block >= 0]
-    assert len(set(zip(inside, stages, strict=True))) > 4  # some block is on two stages
     assert apart.sent.max() > whole.sent.max()  # and its residual passes by
