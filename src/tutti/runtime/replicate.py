@@ -18,9 +18,14 @@ from tutti.runtime.host_memory import SETTLED, keep_freed_memory, lasting
 from tutti.runtime.layout import Layout
 from tutti.runtime.shard.shards import Shards
 from tutti.spec.plan import Plan
+from tutti.spec.words import AxisName
 
 LossFunction = Callable[[nn.Module, Any], Any]
 """fn(model, batch) -> loss (a mean over samples, or Weighted)."""
+
+
+_ALIKE: tuple[AxisName, ...] = ("replicate", "context", "stage")
+"""Axes that leave ranks which sum a gradient with the same parameters."""
 
 
 class Replica:
@@ -64,7 +69,7 @@ class Replica:
         if [*map(id, trainable)] != [*map(id, self.parameters)]:  # the script has frozen or unfrozen some
             with lasting():
                 self._build(trainable)
-        elif self._arrived and not self._layout.held:
+        elif self._arrived and self._alike():
             self._reorder()
         for bucket in self._buckets:
             bucket.open()
@@ -139,12 +144,19 @@ class Replica:
             self._buckets[self._next].launch()
             self._next += 1
 
+    def _alike(self) -> bool:
+        """Whether ranks that sum gradients have the same parameters, all of them summed over the same ranks."""
+        mesh = self._layout.mesh
+        return not self._layout.held or mesh.degree(*mesh.degrees) == mesh.degree(*_ALIKE)
+
     def _reorder(self) -> None:
-        """After the first step: the buckets' order becomes the one in which rank 0's gradients arrived."""
+        """After the first step: the buckets' order becomes the one in which the first rank's gradients arrived."""
         number = {p: position for position, p in enumerate(self.parameters)}
         order = dict.fromkeys([number[p] for p in self._arrived or ()] + [*range(len(self.parameters))[::-1]])
         tensor = torch.tensor(list(order), device=self.parameters[0].device)
-        dist.broadcast(tensor, src=0)
+        mesh = self._layout.mesh
+        axes = tuple(axis for axis in mesh.degrees if axis != "stage")
+        dist.broadcast(tensor, src=mesh.ranks(*axes)[0], group=mesh.group(*axes))
         self._arrived = None
         self._build(self.parameters, [self.parameters[position] for position in tensor.tolist()])
 

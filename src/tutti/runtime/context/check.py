@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from tutti.data.seeds import derive_seed, preserved_generators
-from tutti.errors import PlanError, ScriptError, TuttiError
+from tutti.errors import PlanError, ScriptError
 from tutti.runtime.context.calls import Site, Watch
 from tutti.runtime.context.order import Order
 from tutti.runtime.layout import local
@@ -79,9 +79,7 @@ def check(
             with _recorded(model, parts), Watch(tokens // order.degree) as watch:
                 parts.loss = _loss_leaves(in_parts(tokens, sites), order.degree)
             finding = _first_difference(seen, parts, tokens, order, groups.parts, by_hand=watch.softmaxes > 0)
-        except TuttiError:
-            raise
-        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        except (PlanError, RuntimeError, ValueError, IndexError, TypeError) as error:
             finding = (
                 f"{type(model).__name__} fails on {tokens // order.degree} tokens (mesh.context = {order.degree}), but "
                 f"not on {tokens}: {str(error).splitlines()[0] if str(error) else type(error).__name__}. Tokens are "
