@@ -10,7 +10,7 @@ from lab.hosts import lab_or_skip
 from tutti.lab import Lab
 
 ROOT = Path(__file__).resolve().parents[2]
-DIGITS = (str(ROOT / "examples/digits_tutti.py"), "--epochs", "1", "--dropout", "0")
+DIGITS = (str(ROOT / "examples/digits_tutti.py"), "--epochs", "1", "--dropout", "0", "--batch-size", "256")
 
 
 pytestmark = pytest.mark.timeout(300)
@@ -19,6 +19,12 @@ pytestmark = pytest.mark.timeout(300)
 def losses(folder: Path) -> list[float]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [row["loss"] for row in rows if row["kind"] == "step"]
+
+
+def assert_same(found: list[float], expected: list[float]) -> None:
+    """The example computes in float32, in which a sum's order is felt more and more."""
+    assert found[:3] == pytest.approx(expected[:3], rel=1e-4)
+    assert found == pytest.approx(expected, rel=2e-2)
 
 
 def trained(lab: Lab, folder: Path, nproc: int) -> list[float]:
@@ -32,10 +38,10 @@ def trained(lab: Lab, folder: Path, nproc: int) -> list[float]:
 def test_hosts_of_a_lab_train_as_one_host_does(tmp_path: Path) -> None:
     with lab_or_skip(1) as one:
         expected = trained(one, tmp_path / "one", 1)
-    assert len(expected) == 23
+    assert len(expected) == 6
     with lab_or_skip(2, rates="1gbit") as two:
-        assert trained(two, tmp_path / "two", 1) == pytest.approx(expected, rel=1e-3)
-        assert trained(two, tmp_path / "four", 2) == pytest.approx(expected, rel=1e-3)
+        assert_same(trained(two, tmp_path / "two", 1), expected)
+        assert_same(trained(two, tmp_path / "four", 2), expected)
 
 
 @pytest.mark.long
@@ -43,7 +49,7 @@ def test_unequal_links_and_unequal_hosts_change_nothing_but_time(tmp_path: Path)
     with lab_or_skip(1) as one:
         expected = trained(one, tmp_path / "one", 1)
     with lab_or_skip(3, rates=["unlimited", "1gbit", "50mbit"]) as three:
-        assert trained(three, tmp_path / "three", 1) == pytest.approx(expected, rel=1e-3)
+        assert_same(trained(three, tmp_path / "three", 1), expected)
 
 
 STATIC = "--master-addr=$MASTER_ADDR --master-port=$MASTER_PORT --node-rank=$NODE_RANK"
