@@ -1,0 +1,75 @@
+"""Flat values in blocks, each with a scale of its own: what the references of all block codes share.
+
+A block stands where the papers have a layer, a column or a bucket: it is never coarser.
+"""
+
+import torch
+from torch import Tensor
+
+from tutti.errors import PlanError
+
+LANES = 16
+SMALLEST_SCALE = 2.0**-100
+"""Blocks whose scale is below it are sent as zeros: its inverse would not be finite. Error feedback keeps them."""
+
+
+def check_block(block: int, most: int = 2**20) -> None:
+    """Blocks must be whole bytes of code and whole rows of lanes."""
+    if block < LANES or block % LANES or block > most:
+        raise PlanError(f"block = {block}; a block is a multiple of {LANES}, at most {most}")
+
+
+def count(numel: int, block: int) -> int:
+    """Blocks of `numel` values."""
+    return -(-numel // block)
+
+
+def in_blocks(flat: Tensor, block: int) -> Tensor:
+    """(blocks, block): the values, with zeros behind the last."""
+    rows = count(flat.numel(), block)
+    padded = flat.new_zeros(rows * block)
+    padded[: flat.numel()] = flat
+    return padded.view(rows, block)
+
+
+def sizes(numel: int, block: int, like: Tensor) -> Tensor:
+    """(blocks,) how many values each has, in the dtype of `like`."""
+    rows = count(numel, block)
+    found = torch.full((rows,), float(block), dtype=like.dtype, device=like.device)
+    if rows:
+        found[-1] = numel - (rows - 1) * block
+    return found
+
+
+def lane_sum(x: Tensor) -> Tensor:
+    """(blocks,) sums of the rows of (blocks, block): `LANES` running sums, added up in a tree."""
+    rows = x.view(x.shape[0], -1, LANES)
+    lanes = x.new_zeros(x.shape[0], LANES)
+    for row in range(rows.shape[1]):
+        lanes = lanes + rows[:, row]
+    while lanes.shape[1] > 1:
+        half = lanes.shape[1] // 2
+        lanes = lanes[:, :half] + lanes[:, half:]
+    return lanes[:, 0]
+
+
+def finite_max(x: Tensor) -> Tensor:
+    """(blocks,) float32 largest magnitude of each row; NaN where a value or the result is not finite."""
+    largest = x.abs().amax(dim=1).to(torch.float32)
+    bad = ~(x.isfinite().all(dim=1) & largest.isfinite())
+    return largest.masked_fill(bad, torch.nan)
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """(blocks, block) codes of `bits` (1, 2, 4, 8) -> flat bytes, the first value in the lowest bits."""
+    per_byte = 8 // bits
+    spread = codes.reshape(-1, per_byte).to(torch.int32)
+    shifts = torch.arange(0, 8, bits, device=codes.device, dtype=torch.int32)
+    return (spread << shifts).sum(dim=1).to(torch.uint8)
+
+
+def unpack(packed: Tensor, bits: int, numel: int) -> Tensor:
+    """Flat bytes -> the first `numel` codes, int32."""
+    shifts = torch.arange(0, 8, bits, device=packed.device, dtype=torch.int32)
+    codes = (packed.to(torch.int32)[:, None] >> shifts) & ((1 << bits) - 1)
+    return codes.flatten()[:numel]

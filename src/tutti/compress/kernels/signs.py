@@ -1,0 +1,77 @@
+"""Kernels of 1-bit codes: a scale a block, a sign an element."""
+
+import numpy as np
+
+from tutti.compress.kernels.build import inline, kernel
+
+
+@inline
+def _mean_abs(x, size, lanes):  # type: ignore[no-untyped-def]
+    """sum |x| / size in 16 lanes, added up in a tree."""
+    lanes[:] = 0
+    rows = size // 16
+    for row in range(rows):
+        for lane in range(16):
+            lanes[lane] += abs(x[row * 16 + lane])
+    for lane in range(size - rows * 16):
+        lanes[lane] += abs(x[rows * 16 + lane])
+    for half in (8, 4, 2, 1):
+        for lane in range(half):
+            lanes[lane] += lanes[lane + half]
+    return np.float32(lanes[0] / lanes.dtype.type(size))
+
+
+@kernel
+def encode(values, old, new, scales, bits, block):  # type: ignore[no-untyped-def]
+    """x = values + old; scales = mean |x| a block; bits = signs; new = x - its decoded value.
+
+    `old` and `new` of size 0: no error feedback.
+    """
+    n = values.size
+    feedback = old.size > 0
+    x = np.empty(block, values.dtype)
+    lanes = np.empty(16, values.dtype)
+    for index in range(scales.size):
+        start = index * block
+        size = min(block, n - start)
+        if feedback:
+            for j in range(size):
+                x[j] = values[start + j] + old[start + j]
+        else:
+            for j in range(size):
+                x[j] = values[start + j]
+        scale = _mean_abs(x, size, lanes)
+        scales[index] = scale
+        s = values.dtype.type(scale)
+        if feedback:
+            for j in range(size):
+                new[start + j] = x[j] - (-s if x[j] < 0 else s)
+        base = start // 8
+        for byte in range(size // 8):
+            code = np.uint8(0)
+            for bit in range(8):
+                code |= np.uint8(x[byte * 8 + bit] < 0) << np.uint8(bit)
+            bits[base + byte] = code
+        rest = size % 8
+        if rest:
+            code = np.uint8(0)
+            for bit in range(rest):
+                code |= np.uint8(x[size - rest + bit] < 0) << np.uint8(bit)
+            bits[base + size // 8] = code
+
+
+@kernel
+def decode_add(scales, bits, into, block):  # type: ignore[no-untyped-def]
+    """into += the decoded values."""
+    n = into.size
+    for index in range(scales.size):
+        start = index * block
+        size = min(block, n - start)
+        s = into.dtype.type(scales[index])
+        base = start // 8
+        for byte in range(size // 8):
+            code = bits[base + byte]
+            for bit in range(8):
+                into[start + byte * 8 + bit] += -s if (code >> bit) & 1 else s
+        for j in range(size // 8 * 8, size):
+            into[start + j] += -s if (bits[base + j // 8] >> (j % 8)) & 1 else s

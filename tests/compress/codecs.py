@@ -1,0 +1,75 @@
+"""The codecs under test, and gradients that are hard on them."""
+
+import torch
+from torch import Tensor
+
+from tutti.compress.bytegrad import ByteGrad
+from tutti.compress.cast import Cast
+from tutti.compress.codec import Codec
+from tutti.compress.dgc import DGC
+from tutti.compress.levels import Levels
+from tutti.compress.onebit import OneBit
+from tutti.compress.qsgd import qsgd
+from tutti.compress.sparcml import TOP16_Q4, BucketTopK
+from tutti.compress.terngrad import TernGrad
+from tutti.compress.topk import TopK
+
+FEEDBACK: dict[str, Codec] = {
+    "onebit": OneBit(),
+    "onebit-short": OneBit(block=16),
+    "bytegrad": ByteGrad(feedback=True),
+    "fp16": Cast("float16", feedback=True),
+    "bf16": Cast(feedback=True),
+    "4-bit": Levels(4, feedback=True),
+    "2-bit": Levels(2, block=64, rounding="nearest", feedback=True),
+    "8-bit-l2": Levels(8, norm="l2", feedback=True),
+    "topk": TopK(0.01),
+    "topk-third": TopK(0.34),
+    "top16-q4": TOP16_Q4,
+    "top5of32": BucketTopK(32, 5),
+}
+"""By name, those that keep what they do not send."""
+
+WITHOUT: dict[str, Codec] = {
+    "onebit-plain": OneBit(feedback=False),
+    "bytegrad-plain": ByteGrad(block=512),
+    "fp16-plain": Cast("float16"),
+    "bf16-plain": Cast(),
+    "qsgd": qsgd(),
+    "qsgd-2": qsgd(2, block=64),
+    "qsgd-8-l2": qsgd(8, norm="l2"),
+    "terngrad": TernGrad(),
+}
+
+DGCS: dict[str, Codec] = {"dgc": DGC(0.01), "dgc-plain": DGC(0.1, momentum=0.0)}
+
+CODECS = FEEDBACK | WITHOUT | DGCS
+
+KINDS = ("normal", "zeros", "heavy", "tiny", "equal", "sparse", "nan", "infinite", "negative zero")
+
+
+def gradient(kind: str, numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """A flat gradient of a kind."""
+    x = torch.randn(numel, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+    if kind == "zeros":
+        x.zero_()
+    elif kind == "heavy":
+        x = x**7
+    elif kind == "tiny":
+        x *= 1e-41
+    elif kind == "equal":
+        x.fill_(-0.3)
+    elif kind == "sparse":
+        x[x.abs() < 1.5] = 0
+    elif kind == "nan":
+        x[numel // 2] = torch.nan
+    elif kind == "infinite":
+        x[numel // 2] = -torch.inf
+    elif kind == "negative zero":
+        x[x < 0] = -0.0
+    return x
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Equal bit for bit, so that NaN is equal to itself and 0 is not to -0."""
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
