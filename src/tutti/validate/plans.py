@@ -41,7 +41,7 @@ def plan_of(row: Row, model: ModelSpec) -> Plan:
             pipeline=Pipeline(
                 schedule="interleaved" if stages > 1 and mesh.get("stage", 1) > 1 else "1f1b",
                 stages_per_rank=stages if mesh.get("stage", 1) > 1 else 1,
-                cuts=_cuts(row, mesh.get("stage", 1)),
+                cuts=_cuts(row, model, mesh.get("stage", 1) * (stages if mesh.get("stage", 1) > 1 else 1)),
             ),
             sync=Sync(bucket_nbytes=AT_THE_END) if is_early(row) else Sync(),
         )
@@ -49,11 +49,18 @@ def plan_of(row: Row, model: ModelSpec) -> Plan:
         raise Uncosted(str(error)) from None
 
 
-def _cuts(row: Row, stages: int) -> tuple[str, ...]:
-    """Where AMP's logs say that stages begin: among DeepSpeed's layers, of which two stand before the first block."""
-    found = re.search(r"stage boundaries \[([\d, ]+)\]", row.text("notes"))
-    if found is None or stages == 1:
+def _cuts(row: Row, model: ModelSpec, stages: int) -> tuple[str, ...]:
+    """Where stages begin. Megatron gives each as many blocks, the last one the output layer besides; AMP's logs say it,
+    in DeepSpeed's layers, of which two stand before the first block.
+    """
+    if stages == 1:
         return ()
+    found = re.search(r"stage boundaries \[([\d, ]+)\]", row.text("notes"))
+    if found is None:
+        count = len({module.block for module in model.modules if module.block >= 0})
+        ends = 1 if row.family == "bloom" else 0  # BigScience counts embedding and output layer as blocks
+        cuts = [(count + 2 * ends) * stage // stages - ends for stage in range(1, stages)]
+        return tuple(f"blocks.{cut}" for cut in cuts) if count >= stages else ()
     inner = [int(text) for text in found[1].split(",")][1:-1]
     blocks = [min(max(0, at - 2), row.whole("layers") - 1) for at in inner]
     if len(inner) != stages - 1 or len(set(blocks)) != len(blocks) or 0 in blocks:
