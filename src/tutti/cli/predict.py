@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the Prediction to this file.")
 @json_option
 @click.argument("plan", type=click.Path(path_type=Path))
-@click.argument("target", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT [ARGUMENTS]...]")
+@click.argument("target", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT [ARGUMENTS]... | NAME [SIZES]...]")
 def command(
     plan: Path, target: tuple[str, ...], model: Path | None, cluster: Path | None, output: Path | None, as_json: bool
 ) -> None:
@@ -50,8 +50,12 @@ def _model(path: Path | None, target: tuple[str, ...]) -> ModelSpec:
         raise ScriptError("name one model: --model FILE before the plan, or a script after it")
     if path is not None:
         return codec.load(ModelSpec, path)
+    from tutti.cli.named import named_model
     from tutti.cli.planning import model_spec_of
 
+    named = named_model(target)
+    if named is not None:
+        return named
     script = Path(target[0])
     with console.status("tracing the model on shapes"):
         return model_spec_of(capture_script(script, target[1:]), name=script.stem)

@@ -1,0 +1,50 @@
+"""`tutti calibrate`: from run folders to a new cluster that predicts them."""
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from report.run_folders import STEP_S, Story, cluster, write_run
+from tutti.cli.calibrate import calibrated, command
+from tutti.errors import ReportError
+from tutti.predict import predict
+from tutti.spec import codec
+from tutti.spec.cluster import ClusterSpec
+from tutti.spec.model import ModelSpec
+from tutti.spec.plan import Plan
+
+WORK_S = STEP_S - 0.001  # without the wait for data, which is not predicted
+
+
+def test_the_new_cluster_predicts_the_run_and_says_from_what_it_is(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", Story(slower=40.0))
+    output = tmp_path / "fitted.json"
+    done = CliRunner().invoke(command, [str(run), "--output", str(output)])
+    assert done.exit_code == 0, done.output
+    fitted = codec.load(ClusterSpec, output)
+    before = codec.load(ClusterSpec, run / "cluster.json")
+    assert before == cluster()
+    model, plan = codec.load(ModelSpec, run / "model.json"), codec.load(Plan, run / "plan.json")
+    wrong = abs(predict(model, before, plan).step_time_s.value / (40 * WORK_S) - 1)
+    right = abs(predict(model, fitted, plan).step_time_s.value / (40 * WORK_S) - 1)
+    assert right < 0.1 < wrong
+    assert all("fitted to 1 runs" in device.source for device in fitted.devices.values())
+    assert fitted.conditions is not None
+    assert fitted.conditions.versions["torch"] == "2.13.0"
+    assert "fitted at" in fitted.conditions.notes[-1]
+
+
+def test_a_folder_of_runs_is_taken_whole(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_run(tmp_path / name, Story(slower=20.0))
+    write_run(tmp_path / "c", Story(), complete=False)  # without a model: left out
+    _, fit = calibrated((tmp_path,), None)
+    assert fit.rows == 2
+    assert fit.after < fit.before
+
+
+def test_runs_that_say_nothing_are_refused(tmp_path: Path) -> None:
+    write_run(tmp_path / "bare", complete=False)
+    with pytest.raises(ReportError, match="no run has"):
+        calibrated((tmp_path / "bare",), None)
