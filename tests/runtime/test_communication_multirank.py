@@ -69,7 +69,11 @@ def look(run: Any) -> dict[str, Any]:
     """The run's rows (rank 0's) and this rank's own."""
     own = read_rows(run.folder.rank(run.world.rank) / "metrics.jsonl")
     rows = read_rows(run.folder.metrics) if run.world.is_main else []
-    return {"steps": [row for row in rows if row["kind"] == "step"], "own": [r for r in own if r["kind"] == "step"]}
+    return {
+        "steps": [row for row in rows if row["kind"] == "step"],
+        "own": [row for row in own if row["kind"] == "step"],
+        "replica": run.replica.sent_nbytes,
+    }
 
 
 TWO: dict[str, Case] = {
@@ -173,6 +177,10 @@ def test_exchanged_bytes_are_activations_and_every_rank_says_what_it_sent(name: 
     for row in steps(name):
         exchanged = [entry["nbytes"] for entry in row["communication"] if entry["carried"] not in beside]
         assert row["exchanged_nbytes"] == sum(exchanged)
+        sent = [entry["nbytes"] for entry in row["communication"] if entry["carried"] in ("gradients", "parameters")]
+        assert row["sent_nbytes"] == sum(sent)
+        if name != "stage":  # a tied parameter's, had it one
+            assert row["sent_nbytes"] == pytest.approx(trained()[0][name].facts["replica"], rel=1e-3)
     for rank, results in enumerate(trained()):
         own = results[name].facts["own"]
         assert len(own) == STEPS

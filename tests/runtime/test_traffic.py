@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tutti.runtime.clock import PhaseClock
-from tutti.runtime.traffic import Lane, Traffic, exchanged_nbytes, ring_nbytes
+from tutti.runtime.traffic import Lane, Traffic, exchanged_nbytes, ring_nbytes, sent_nbytes
 
 
 class HandClock(PhaseClock):
@@ -152,6 +152,7 @@ def test_traffic_has_one_lane_a_kind_and_axes_and_says_what_was_exchanged() -> N
         ("expert", "tokens", 100),
     ]
     assert exchanged_nbytes(totals) == 200
+    assert sent_nbytes(totals) == 100
     assert traffic.take() == []
 
 

@@ -8,7 +8,7 @@ from tutti.nn.mixture import Tally
 from tutti.runtime.header import data_fields
 from tutti.runtime.state import Run
 from tutti.runtime.step import Outcome
-from tutti.runtime.traffic import exchanged_nbytes
+from tutti.runtime.traffic import exchanged_nbytes, sent_nbytes
 from tutti.runtime.update import Update
 
 
@@ -30,7 +30,7 @@ def step_row(run: Run, outcome: Outcome, done: Update) -> None:
     timed = run.clock.timed
     wall, phases = run.clock.take_row()
     carried = run.layout.traffic.take()
-    sent, exchanged = run.replica.sent_nbytes, exchanged_nbytes(carried)
+    sent, exchanged = sent_nbytes(carried), exchanged_nbytes(carried)
     run.log.row(
         "step",
         run.clock.elapsed_s(),

@@ -14,6 +14,9 @@ import torch
 from tutti.runtime.clock import PhaseClock
 from tutti.spec.words import AxisName, Carried
 
+SENT: tuple[Carried, ...] = ("gradients", "parameters")
+"""What `sent_nbytes` of a step's row counts."""
+
 EXCHANGED: tuple[Carried, ...] = ("activations", "halos", "tokens", "vectors", "keys", "heads", "messages")
 """What `exchanged_nbytes` of a step's row counts: activations, and their gradients on the way back."""
 
@@ -172,6 +175,11 @@ class Traffic:
 def lone_lane() -> Lane:
     """A lane that nobody reads: of a mechanism's parts outside of a run."""
     return Traffic().lane("scalars")
+
+
+def sent_nbytes(totals: Iterable[Total]) -> int:
+    """Bytes of gradients and of divided parameters that this rank has sent."""
+    return sum(total.nbytes for total in totals if total.carried in SENT)
 
 
 def exchanged_nbytes(totals: Iterable[Total]) -> int:
