@@ -165,12 +165,11 @@ def _splits(model: ModelSpec, most: int, per_node: int) -> tuple[int, ...]:
 
 
 def _stages(blocks: int, cuts: int, most: int) -> tuple[int, ...]:
-    """Numbers of ranks in a pipeline: divisors of the blocks, powers of two and twice threes."""
+    """Numbers of ranks in a pipeline: the fewest for each number of blocks on the fullest, and powers of two."""
     if cuts:
         return tuple(dict.fromkeys(degree for degree in (1, cuts + 1) if degree <= most))
     highest = min(most, blocks)
-    wanted = {1} | set(_powers(highest)) | {3 * power for power in _powers(highest)}
-    wanted |= {degree for degree in range(1, highest + 1) if blocks % degree == 0}
+    wanted = {1} | set(_powers(highest)) | {-(-blocks // each) for each in range(1, blocks + 1)}
     if highest <= 8:
         wanted |= set(range(1, highest + 1))
     return tuple(sorted(degree for degree in wanted if degree == 1 or degree <= highest))
@@ -183,7 +182,11 @@ def _contexts(model: ModelSpec, most: int) -> tuple[int, ...]:
 
 
 def _experts(model: ModelSpec, most: int) -> tuple[int, ...]:
-    return tuple(_powers(min(most, MOST_EXPERT))) if any(module.expert for module in model.modules) else (1,)
+    if not any(module.expert for module in model.modules):
+        return (1,)
+    highest = min(most, MOST_EXPERT)
+    thrice = [3 * power for power in _powers(highest) if 3 * power <= highest]
+    return tuple(sorted({*_powers(highest), *thrice}))
 
 
 def _tables(model: ModelSpec, most: int) -> tuple[int, ...]:

@@ -28,6 +28,8 @@ _MOST_RANKS = 2**20
 
 _MESHES = 3000
 _PREDICTED = 6
+_REFUSALS = 5
+"""After so many refusals a combination of axes is not tried again."""
 
 
 def smallest(model: ModelSpec, cluster: ClusterSpec, request: Request) -> Costed | None:
@@ -49,16 +51,16 @@ def smallest(model: ModelSpec, cluster: ClusterSpec, request: Request) -> Costed
     ways = variants(dataclasses.replace(limits, recompute=limits.recompute[-1:], levels=levels, blocks=0), found, order)
     sizes = variant_bounds(Room(tables, request.script), found, ways, limits.samples).likely_memory
     costed: list[Costed] = []
-    refused: set[tuple[str, ...]] = set()
+    refused: dict[tuple[str, ...], int] = {}
     for row in np.argsort(sizes, kind="stable").tolist():
         plan = plan_of(model, request, found, ways, row, precision)
         kind = tuple(sorted(axis for axis, degree in plan.mesh.items() if degree > 1))
-        if kind in refused:
+        if refused.get(kind, 0) >= _REFUSALS:
             continue
         try:
             prediction = predict(model, cluster, plan)
         except PlanError:
-            refused.add(kind)
+            refused[kind] = refused.get(kind, 0) + 1
             continue
         value = prediction.memory.total
         costed.append(Costed(plan=plan, prediction=prediction, cluster=cluster, value=value))

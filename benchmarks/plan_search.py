@@ -1,0 +1,115 @@
+"""How long a search for the best plan takes: large uniform clusters, mixed ones, a mixture of experts on mixed devices.
+
+No device is used: clusters are written down from data sheets, models by name. Wall and CPU seconds are of a whole
+search, under the limits that `tutti plan` sets; the target is under 10 s for equal devices and under 60 s for mixed ones, on 2 cores.
+"""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from tutti.cli.planning import search
+from tutti.describe import catalog
+from tutti.describe.architectures import architecture
+from tutti.plan import Request
+from tutti.plan.words import plan_words
+from tutti.spec.cluster import ClusterSpec, NodeSpec
+from tutti.spec.plan import BatchPlan, Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A model of the catalog of architectures on nodes of 8 devices: (device, nodes) each. `target_s`: of wall time."""
+
+    name: str
+    model: str
+    sizes: tuple[tuple[str, int], ...] = ()
+    nodes: tuple[tuple[str, int], ...]
+    batch: int
+    target_s: float = 10.0
+
+
+H100, A100 = "H100-SXM5-80GB", "A100-SXM4-80GB"
+TRILLION = (("layers", 61), ("hidden", 7168), ("heads", 64), ("kv_heads", 8), ("expert_ffn", 2048), ("experts", 384),
+            ("top_k", 8), ("seq_len", 4096), ("vocab", 163840))  # fmt: skip
+
+CASES = (
+    Case(name="GPT 13 B, 64", model="gpt3-13b", nodes=((H100, 8),), batch=512),
+    Case(name="ResNet-50, 1,024", model="resnet50", nodes=((A100, 128),), batch=8192),
+    Case(name="Llama 70 B, 4,096", model="llama3-70b", nodes=((H100, 512),), batch=1024),
+    Case(name="GPT 175 B, 10,000", model="gpt3-175b", nodes=((H100, 1250),), batch=2048),
+    Case(name="GPT 175 B, 16,384", model="gpt3-175b", nodes=((H100, 2048),), batch=3072),
+    Case(name="GPT 1 T, 16,384", model="megatron-1t", nodes=((H100, 2048),), batch=3072),
+    Case(name="Llama 70 B, 256 mixed", model="llama3-70b", nodes=((H100, 16), (A100, 16)), batch=1024, target_s=60.0),
+    Case(name="MoE 1 T, 480 mixed", model="moe", sizes=TRILLION, nodes=((H100, 30), (A100, 30)), batch=3840,
+         target_s=60.0),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """How many of the cases, in order, are searched, and how often each."""
+
+    cases: int = len(CASES)
+    repeats: int = 1
+
+
+QUICK = Sizes(cases=2)
+
+
+def cluster_of(case: Case) -> ClusterSpec:
+    """The cluster of a case: NVLink within nodes, 8 ports of InfiniBand NDR each."""
+    whole = catalog.cluster_from_parts(
+        case.name, H100, devices_per_node=8, nodes=2, node_link="NVLink4", network="InfiniBand-NDR-400", network_ports=8
+    )
+    devices = {name: catalog.device(name) for name, _ in case.nodes}
+    nodes = tuple(
+        NodeSpec(name=name, device=name, devices_per_node=8, count=count, memory_nbytes=8 * devices[name].memory_nbytes)
+        for name, count in case.nodes
+    )
+    return ClusterSpec(name=case.name, devices=devices, nodes=nodes, links=whole.links)
+
+
+def measure(sizes: Sizes) -> dict[str, Any]:
+    """Search every case. Returns {"cases": {name: measurements and what was found}}."""
+    return {"cases": {case.name: _measured(case, sizes.repeats) for case in CASES[: sizes.cases]}}
+
+
+def _measured(case: Case, repeats: int) -> dict[str, Any]:
+    machines = cluster_of(case)
+    script = Plan(batch=BatchPlan(global_batch_size=case.batch), precision="bfloat16")
+    wall, cpu = [], []
+    for _ in range(repeats):
+        model = architecture(case.model, dict(case.sizes))  # a new one: nothing is remembered of it
+        began, used = time.perf_counter(), time.process_time()
+        choice = search(model, machines, Request(script=script, scope="all"))
+        wall.append(time.perf_counter() - began)
+        cpu.append(time.process_time() - used)
+    assert choice.coverage is not None
+    return {
+        "devices": machines.device_count,
+        "parameters": model.parameters,
+        "wall_s": wall,
+        "cpu_s": cpu,
+        "target_s": case.target_s,
+        "considered": choice.coverage.considered,
+        "costed": choice.coverage.costed,
+        "left": choice.coverage.left,
+        "gap": choice.coverage.gap,
+        "plan": plan_words(choice.best),
+        "ranks": choice.best.world_size,
+        "predicted_step_s": choice.prediction.step_time_s.value,
+    }
+
+
+def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of the table."""
+    header = ["case", "wall s", "CPU s", "target s", "considered", "costed", "gap", "step s", "plan"]
+    table = []
+    for name, one in result["cases"].items():
+        table.append([
+            name, f"{min(one['wall_s']):.1f}", f"{min(one['cpu_s']):.1f}", f"{one['target_s']:.0f}",
+            f"{one['considered']:,}", f"{one['costed']:,}", f"{one['gap']:.0%}", f"{one['predicted_step_s']:.3g}",
+            f"{one['plan']}",
+        ])  # fmt: skip
+    return header, table

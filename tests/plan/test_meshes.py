@@ -1,0 +1,212 @@
+"""The search over all meshes: as good as trying everything, limits kept, objectives, words."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from plan.machines import cards, mixed
+from predict.examples import cluster, cpu, gpu, linear, link, mlp, plan
+from tutti.describe.architectures import architecture
+from tutti.errors import PlanError
+from tutti.plan import NoiseScale, Request, choose, explain, rows, samples_to_quality
+from tutti.plan.build import block_globs, plan_of
+from tutti.plan.enumerate import shapes, variants
+from tutti.plan.limits import limits_of
+from tutti.plan.quality import batches_to_try, steps_to_quality
+from tutti.predict import predict
+from tutti.spec.cluster import ClusterSpec
+from tutti.spec.model import ModelSpec
+from tutti.spec.plan import LayoutRule, Pipeline
+
+
+def gpt(layers: int = 4, **sizes: Any) -> ModelSpec:
+    given = {"hidden": 512, "heads": 8, "seq_len": 512, "vocab": 1000, **sizes}
+    return architecture("gpt", {"layers": layers, **given})
+
+
+def ask(batch: int = 16, **wishes: Any) -> Request:
+    return Request(script=plan(batch), **{"scope": "all", **wishes})
+
+
+def everything(model: ModelSpec, machines: ClusterSpec, request: Request) -> float:
+    """The least predicted step of every plan that is enumerated and fits."""
+    limits = limits_of(model, machines, request)
+    found = shapes(limits, request)
+    ways = variants(limits, found, np.arange(len(found), dtype=np.intp))
+    steps = []
+    for row in range(len(ways)):
+        try:
+            prediction = predict(model, machines, plan_of(model, request, found, ways, row, "full"))
+        except PlanError:
+            continue
+        if prediction.fits:
+            steps.append(prediction.step_time_s.value)
+    return min(steps)
+
+
+@pytest.mark.parametrize("memory", [2**34, 5 * 10**8 + 10**9])
+def test_the_search_finds_what_trying_everything_finds(memory: int) -> None:
+    model, machines, request = gpt(), cards(1, 4, memory_nbytes=memory), ask(8)
+    choice = choose(model, machines, request)
+    assert choice.prediction.step_time_s.value <= 1.02 * everything(model, machines, request)
+    assert choice.prediction.fits
+    assert choice.coverage is not None
+    assert choice.coverage.costed < choice.coverage.considered
+
+
+def test_what_is_left_is_never_better_by_more_than_the_gap() -> None:
+    ticks = iter(range(10**6))
+    model, machines, request = gpt(6), cards(2, 4), ask(32)
+    choice = choose(model, machines, request, clock=lambda: float(next(ticks)), limit_s=60.0)
+    assert choice.coverage is not None
+    assert choice.coverage.left > 0
+    bound = choice.prediction.step_time_s.value * (1 - choice.coverage.gap)
+    assert everything(model, machines, request) >= bound * (1 - 1e-9)
+    assert "none of those can be better by more than" in explain(choice)
+
+
+def test_a_model_too_large_for_one_rank_is_divided() -> None:
+    model = gpt(8, hidden=1024)  # about 1.7 GB of state
+    machines = cards(1, 4, memory_nbytes=16 * 10**8)
+    with pytest.raises(PlanError, match="data parallelism keeps a copy"):
+        choose(model, machines, Request(script=plan(16)))
+    choice = choose(model, machines, ask(16, scope="prefer-data"))
+    assert any(choice.best.mesh.get(axis, 1) > 1 for axis in ("shard", "split", "stage"))
+    assert "Data parallelism alone does not fit" in explain(choice)
+    assert choice.request.scope == "prefer-data"
+
+
+def test_data_parallelism_stays_where_it_is_preferred_and_fits() -> None:
+    model, machines = gpt(), cards(1, 4)
+    assert set(choose(model, machines, ask(16, scope="prefer-data")).best.mesh) == {"replicate"}
+
+
+def test_annotations_are_demands() -> None:
+    choice = choose(gpt(), cards(1, 4), ask(16, demanded={"split": 2}))
+    assert choice.best.mesh.get("split", 1) == 2 or choice.best.world_size == 1
+    assert all(a.plan.mesh.get("split", 1) == 2 or a.plan.world_size == 1 for a in choice.alternatives if a.prediction)
+    script = dataclasses.replace(plan(16), pipeline=Pipeline(cuts=("blocks.1",)))
+    staged = choose(gpt(), cards(1, 4), Request(script=script, scope="all", demanded={"stage": 2}))
+    assert staged.best.mesh.get("stage", 1) == 2 or staged.best.world_size == 1
+    assert staged.best.pipeline.cuts == ("blocks.1",)
+
+
+def test_a_mesh_that_is_asked_for_is_kept_as_it_is_written() -> None:
+    mesh = {"split": 2, "replicate": 2}
+    choice = choose(gpt(), cards(1, 4), ask(16, mesh=mesh))
+    assert list(choice.best.mesh.items()) == list(mesh.items())
+    assert "as asked" in explain(choice)
+
+
+def test_recompute_of_the_script_is_not_changed() -> None:
+    script = plan(16, layout=(LayoutRule(modules="blocks.*", recompute=True),))
+    choice = choose(gpt(), cards(1, 4), Request(script=script, scope="all"))
+    assert choice.best.layout == script.layout
+
+
+def test_blocks_are_named_by_a_glob() -> None:
+    assert block_globs(gpt()) == ("blocks.*",)
+    assert block_globs(mlp()) == ("*",)
+
+
+def test_objectives_choose_what_has_least_of_them() -> None:
+    model = gpt(4)
+    machines = cards(1, 4, power_w=300.0, price_per_device_hour=2.0)
+    fast = choose(model, machines, ask(64))
+    cheap = choose(model, machines, ask(64, objective="cost", train_samples=64_000.0))
+    small = choose(model, machines, ask(64, objective="memory"))
+    hours = choose(model, machines, ask(64, objective="device-hours"))
+    energy = choose(model, machines, ask(64, objective="energy"))
+    assert fast.totals is not None
+    assert cheap.totals is not None
+    assert cheap.totals.steps == 1000
+    assert cheap.totals.cost == pytest.approx(2.0 * cheap.totals.device_hours)
+    assert cheap.totals.energy_kwh == pytest.approx(0.3 * cheap.totals.device_hours)
+    assert cheap.totals.device_hours / 1000 <= 1.02 * fast.totals.device_hours
+    assert small.prediction.memory.total <= fast.prediction.memory.total
+    assert hours.best.world_size == energy.best.world_size == cheap.best.world_size
+    assert "The whole training: " in explain(cheap)
+
+
+def test_limits_are_kept_and_what_breaks_them_is_said() -> None:
+    model = gpt(4)
+    machines = cards(1, 4, price_per_device_hour=2.0)
+    fast = choose(model, machines, ask(64, train_samples=64_000.0))
+    cheap = choose(model, machines, ask(64, train_samples=64_000.0, objective="cost"))
+    assert fast.totals is not None
+    assert cheap.totals is not None
+    budget = 1.001 * (cheap.totals.cost or 0.0)
+    assert budget < (fast.totals.cost or 0.0)
+    thrifty = choose(model, machines, ask(64, train_samples=64_000.0, budget=budget))
+    assert thrifty.totals is not None
+    assert (thrifty.totals.cost or 0.0) <= budget
+    assert any("not allowed: costs" in row.reason for row in rows(thrifty))
+    with pytest.raises(PlanError, match=r"no plan keeps the limits: .*the deadline is"):
+        choose(model, machines, ask(64, train_samples=64_000.0, deadline_s=1e-3))
+    with pytest.raises(PlanError, match="whose length is unknown"):
+        choose(model, machines, ask(64, budget=1.0))
+    with pytest.raises(PlanError, match="no power_w"):
+        choose(model, machines, ask(64, objective="energy"))
+
+
+def test_time_to_quality_may_change_the_batch_and_says_so() -> None:
+    noise = NoiseScale(critical_batch=64.0, least_samples=10_000.0)
+    assert samples_to_quality(64, noise) == 20_000
+    assert steps_to_quality(64, noise) * 64 == pytest.approx(20_000)
+    assert {8, 16, 32, 64, 128, 256} <= set(batches_to_try(16, noise, 4))
+    choice = choose(gpt(2), cards(1, 4), ask(4, objective="time-to-quality", noise=noise))
+    assert choice.best.batch.global_batch_size > 4
+    assert "this changes what is computed" in explain(choice)
+    assert "the number of steps is assumed" in explain(choice)
+    with pytest.raises(PlanError, match="needs to know how many samples a quality takes"):
+        ask(4, objective="time-to-quality")
+
+
+def test_mixed_devices_get_shares_cuts_or_an_order_of_nodes() -> None:
+    choice = choose(mlp(4096, 2), mixed(), ask(600))
+    equal = dataclasses.replace(choice.best, shares=())
+    assert choice.best.shares or choice.nodes or choice.best.world_size <= 2
+    assert choice.prediction.step_time_s.value <= predict(mlp(4096, 2), mixed(), equal).step_time_s.value * 1.001
+
+
+def test_devices_stay_idle_where_they_do_not_help() -> None:
+    slow = cluster(gpu(), (link("node", 1e-5, 1e11), link("network", 1e-3, 1e6)), count=8, devices_per_node=2)
+    choice = choose(gpt(4), slow, ask(64))
+    assert choice.best.world_size == 2
+    assert "14 devices of 16 stay idle" in explain(choice)
+
+
+def test_permuting_equal_nodes_changes_nothing() -> None:
+    one = cards(4, 2)
+    node = dataclasses.replace(one.nodes[0], count=2)
+    two = dataclasses.replace(one, nodes=(node, dataclasses.replace(node, name="other")))
+    first, second = choose(gpt(), one, ask(32)), choose(gpt(), two, ask(32))
+    assert first.prediction.step_time_s.value == pytest.approx(second.prediction.step_time_s.value, rel=0.02)
+
+
+def test_a_70_b_model_is_refused_with_what_would_fit() -> None:
+    model = architecture("llama3-70b", {"seq_len": 2048})
+    with pytest.raises(PlanError) as refused:
+        choose(model, cluster(cpu()), ask(64))
+    words = str(refused.value)
+    assert words.startswith("model 'llama3-70b' does not fit on cluster 'here': it needs 1,129 GB for parameters,")
+    assert "the smallest plan of 4 ranks (" in words
+    assert "GB a rank (" in words
+    assert "or more ranks of this kind" in words
+    ranks = int(words.partition("it would fit on ")[2].partition(" or more")[0])
+    assert ranks * 16 * 2**30 > 1_129e9
+    assert words.count(". ") == 0  # one sentence
+
+
+def test_what_would_fit_does_fit() -> None:
+    layer = linear("a", 2048, 2048)
+    modules = tuple(dataclasses.replace(layer, name=f"layers.{index}.a", block=index) for index in range(16))
+    model = ModelSpec(name="wide", modules=modules, optimizer="Adam")  # 1.07 GB of state
+    with pytest.raises(PlanError, match="it would fit on") as refused:
+        choose(model, cards(1, 1, memory_nbytes=16 * 10**8), ask(64))
+    ranks = int(str(refused.value).partition("it would fit on ")[2].partition(" or more")[0])
+    assert choose(model, cards(ranks, 1, memory_nbytes=16 * 10**8), ask(64)).best.world_size <= ranks
+    with pytest.raises(PlanError):
+        choose(model, cards(ranks - 1, 1, memory_nbytes=16 * 10**8), ask(64))
