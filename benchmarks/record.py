@@ -14,7 +14,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 QUICK_RESULTS = ROOT / "benchmarks" / "out"
-DISTRIBUTIONS = ("torch", "numpy", "tutti", "tensorboardX", "pydantic")
+DISTRIBUTIONS = ("torch", "numpy", "numba", "tutti", "tensorboardX", "pydantic")
 
 
 def spread(values: list[float]) -> float:

@@ -1,1 +1,1 @@
-"""How the optimizer is driven: learning-rate rules that follow the global batch."""
+"""How the model is updated: optimizers for large batches, learning-rate rules that follow the global batch."""

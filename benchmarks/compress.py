@@ -1,0 +1,104 @@
+"""Compression kernels on one core: nanoseconds a parameter to encode and to decode and add, beside plain torch.
+
+The time is this process' CPU time, and of several passes the least counts: what else runs on the machine shows less.
+The gradient does not fit into the caches. Every encode has its error feedback, where the method has it, in the same
+pass. "torch" is the reference that the kernels are tested against bit for bit, not the fastest one could write.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tutti.compress.bytegrad import ByteGrad
+from tutti.compress.cast import Cast
+from tutti.compress.codec import Codec
+from tutti.compress.dgc import DGC
+from tutti.compress.levels import Levels
+from tutti.compress.onebit import OneBit
+from tutti.compress.qsgd import qsgd
+from tutti.compress.sparcml import TOP16_Q4
+from tutti.compress.topk import TopK
+
+CODECS: dict[str, tuple[Codec, float | None]] = {
+    "bf16": (Cast(), None),
+    "1-bit, feedback": (OneBit(), 4),
+    "4-bit, feedback": (Levels(4, feedback=True), 4),
+    "4-bit QSGD": (qsgd(), 4),
+    "8-bit, feedback": (Levels(8, rounding="nearest", feedback=True), 4),
+    "8-bit ByteGrad": (ByteGrad(), 4),
+    "8-bit ByteGrad, feedback": (ByteGrad(feedback=True), 4),
+    "top 0.1 %, feedback": (TopK(0.001), 6),
+    "top 1 %, feedback": (TopK(0.01), 6),
+    "DGC 0.1 %": (DGC(0.001), 6),
+    "Top16_Q4, feedback": (TOP16_Q4, None),
+}
+"""By name: the codec, and the most nanoseconds that encoding should take; decoding and adding should take 2."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What is timed: gradients of `numel` float32 values, `repeats` passes of kernels and 3 of torch."""
+
+    numel: int = 2**24
+    repeats: int = 15
+
+
+QUICK = Sizes(numel=2**22, repeats=5)
+
+
+def measure(sizes: Sizes) -> dict[str, Any]:
+    """{"summary": {codec: {"bytes", "encode_ns", "decode_add_ns", "torch_encode_ns", ...}}}, all for one parameter."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    values = torch.randn(sizes.numel)
+    return {"summary": {name: _one(codec, aim, values, sizes) for name, (codec, aim) in CODECS.items()}}
+
+
+def _one(codec: Codec, aim: float | None, values: torch.Tensor, sizes: Sizes) -> dict[str, Any]:
+    numel = values.numel()
+    state = codec.state(numel, dtype=values.dtype)
+    message = torch.zeros(codec.nbytes(numel), dtype=torch.uint8)
+    into = torch.zeros(numel)
+
+    def encode() -> None:
+        codec.encode(values, state, message)
+        state.commit()
+
+    def encode_by_torch() -> None:
+        codec.encode_by_torch(values, state, message)
+        state.commit()
+
+    return {
+        "bytes": codec.nbytes(numel) / numel,
+        "encode_ns": _least_ns(encode, sizes.repeats, numel),
+        "decode_add_ns": _least_ns(lambda: codec.decode_add(message, into), sizes.repeats, numel),
+        "torch_encode_ns": _least_ns(encode_by_torch, 3, numel),
+        "torch_decode_add_ns": _least_ns(lambda: codec.decode_add_by_torch(message, into), 3, numel),
+        "aim_ns": aim,
+    }
+
+
+def _least_ns(call: Callable[[], None], repeats: int, numel: int) -> float:
+    """CPU nanoseconds a parameter of the quickest of `repeats` calls, after one that is not counted."""
+    call()
+    seconds = []
+    for _ in range(repeats):
+        begin = time.process_time()
+        call()
+        seconds.append(time.process_time() - begin)
+    return min(seconds) / numel * 1e9
+
+
+def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """The table: bytes and nanoseconds a parameter."""
+    header = ["code", "bytes", "encode ns", "aim", "decode-add ns", "aim", "torch encode ns", "torch decode-add ns"]
+    table = []
+    for name, one in result["summary"].items():
+        aim = "" if one["aim_ns"] is None else f"{one['aim_ns']:.0f}"
+        torch_ns = [f"{one[f'torch_{step}_ns']:.1f}" for step in ("encode", "decode_add")]
+        numbers = [f"{one['bytes']:.4f}", f"{one['encode_ns']:.2f}", aim, f"{one['decode_add_ns']:.2f}", "2"]
+        table.append([name, *numbers, *torch_ns])
+    return header, table

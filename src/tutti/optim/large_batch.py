@@ -1,0 +1,203 @@
+"""Optimizers for large batches: LARS, LAMB, NVLAMB and NovoGrad, whose steps follow the norms of whole tensors.
+
+Where ranks hold parts of tensors, `over_parts` makes their norms those of the whole: it is given the squared norms of
+all parts at once and adds up those of parts of one tensor. NVLAMB needs the norm of all gradients of all ranks, too:
+`global_norm`. A group with `adapt` False (biases, normalisations: see
+`groups_of`) takes the plain step. A ratio of norms is 1 where one of them is 0.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tutti.errors import PlanError
+
+OverParts = Callable[[Tensor, Sequence[nn.Parameter]], Tensor]
+"""(squared norms, the parameters they are of, both (n,)) -> the squared norms of the whole tensors."""
+
+GlobalNorm = Callable[[Sequence[nn.Parameter]], float]
+"""The norm of the gradients of the whole model, each tensor counted once over all ranks."""
+
+
+def groups_of(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Two groups: what is adapted and decays, and biases and normalisations, which neither do nor are.
+
+    The second: parameters of fewer than two dims. Ask for it before parameters are divided or flattened.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    plain = [parameter for parameter in parameters if parameter.dim() < 2]
+    adapted = [parameter for parameter in parameters if parameter.dim() >= 2]
+    groups = [
+        {"params": adapted, "weight_decay": weight_decay, "adapt": True},
+        {"params": plain, "weight_decay": 0.0, "adapt": False},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+class _ByNorms(Optimizer):
+    """What they share: the loop over parameters with a gradient, and squared norms in one tensor."""
+
+    over_parts: OverParts | None = None
+
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
+        for name, least in (("lr", 0.0), ("weight_decay", 0.0), ("eps", 0.0)):
+            if defaults.get(name, least) < least:
+                raise PlanError(f"{name} = {defaults[name]}; give {type(self).__name__} {least} or more")
+        super().__init__(params, {**defaults, "adapt": True})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("adapt", True)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update from the gradients that stand."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._update([(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None])
+        return loss
+
+    def _update(self, live: list[tuple[nn.Parameter, dict[str, Any]]]) -> None:
+        raise AssertionError(f"{type(self).__name__} has no update")
+
+    def _norms(self, tensors: list[Tensor], parameters: list[nn.Parameter]) -> list[float]:
+        """The norms of whole tensors, of each of which this rank has `tensors`."""
+        if not tensors:
+            return []
+        squares = torch.stack([tensor.detach().double().square().sum() for tensor in tensors])
+        if self.over_parts is not None:
+            squares = self.over_parts(squares, parameters)
+        return [math.sqrt(square) for square in squares.tolist()]
+
+
+class LARS(_ByNorms):
+    """Layer-wise rates (You et al. 2017): l = trust ||w|| / (||g|| + wd ||w||), v = mu v + lr l (g + wd w), w -= v.
+
+    The rate is inside the momentum, so a rate that changes acts on new gradients only. With `nesterov`, w -= mu v +
+    lr l (g + wd w) with the new v.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        *,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust: float = 0.001,
+        nesterov: bool = False,
+    ) -> None:
+        rest = {"momentum": momentum, "weight_decay": weight_decay, "trust": trust, "nesterov": nesterov}
+        super().__init__(params, {"lr": lr, **rest})
+
+    def _update(self, live: list[tuple[nn.Parameter, dict[str, Any]]]) -> None:
+        parameters = [parameter for parameter, _ in live]
+        norms = self._norms([*parameters, *(p.grad for p in parameters if p.grad is not None)], parameters * 2)
+        for (parameter, group), weight, gradient in zip(live, norms, norms[len(live) :], strict=False):
+            assert parameter.grad is not None
+            decay = group["weight_decay"]
+            ratio = 1.0
+            if group["adapt"] and weight > 0 and gradient > 0:
+                ratio = group["trust"] * weight / (gradient + decay * weight)
+            step = (parameter.grad + decay * parameter) * (group["lr"] * ratio)
+            state = self.state[parameter]
+            if "momentum" not in state:
+                state["momentum"] = torch.zeros_like(parameter)
+            velocity = state["momentum"].mul_(group["momentum"]).add_(step)
+            parameter.sub_(velocity * group["momentum"] + step if group["nesterov"] else velocity)
+
+
+class LAMB(_ByNorms):
+    """Adam's step with the norm of the weights (You et al. 2020): r = m / (sqrt(v) + eps) + wd w, both corrected for
+    their start; w -= lr (||w|| / ||r||) r. With `normalise` (NVLAMB) all gradients are divided by their global norm.
+    """
+
+    global_norm: GlobalNorm | None = None
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        normalise: bool = False,
+    ) -> None:
+        self.normalise = normalise
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def _update(self, live: list[tuple[nn.Parameter, dict[str, Any]]]) -> None:
+        parameters = [parameter for parameter, _ in live]
+        total = 1.0
+        if self.normalise:
+            total = self._global_norm(parameters) or 1.0
+        steps = [self._adam(parameter, group, total) for parameter, group in live]
+        norms = self._norms([*parameters, *steps], parameters * 2)
+        for (parameter, group), step, weight, length in zip(live, steps, norms, norms[len(live) :], strict=False):
+            ratio = weight / length if group["adapt"] and weight > 0 and length > 0 else 1.0
+            parameter.sub_(step * (group["lr"] * ratio))
+
+    def _global_norm(self, parameters: list[nn.Parameter]) -> float:
+        if self.global_norm is not None:
+            return self.global_norm(parameters)
+        norms = self._norms([p.grad for p in parameters if p.grad is not None], parameters)
+        return math.sqrt(sum(norm * norm for norm in norms))
+
+    def _adam(self, parameter: nn.Parameter, group: dict[str, Any], total: float) -> Tensor:
+        assert parameter.grad is not None
+        gradient, state, (beta1, beta2) = parameter.grad / total, self.state[parameter], group["betas"]
+        if not state:
+            state.update(step=0, exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
+        state["step"] += 1
+        state["exp_avg"].mul_(beta1).add_(gradient, alpha=1 - beta1)
+        state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        mean = state["exp_avg"] / (1 - beta1 ** state["step"])
+        root = (state["exp_avg_sq"] / (1 - beta2 ** state["step"])).sqrt()
+        step: Tensor = mean / (root + group["eps"]) + group["weight_decay"] * parameter
+        return step
+
+
+def nvlamb(params: Iterable[Any], lr: float, **settings: Any) -> LAMB:
+    """NVLAMB: LAMB on gradients divided by their global norm."""
+    return LAMB(params, lr, normalise=True, **settings)
+
+
+class NovoGrad(_ByNorms):
+    """A second moment for a whole tensor (Ginsburg et al. 2019): v = ||g||^2 at first, then b2 v + (1 - b2) ||g||^2;
+    m = b1 m + g / (sqrt(v) + eps) + wd w, w -= lr m. `adapt` False leaves g as it is.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        *,
+        betas: tuple[float, float] = (0.95, 0.98),
+        eps: float = 1e-8,
+        weight_decay: float = 0.001,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def _update(self, live: list[tuple[nn.Parameter, dict[str, Any]]]) -> None:
+        parameters = [parameter for parameter, _ in live]
+        norms = self._norms([p.grad for p in parameters if p.grad is not None], parameters)
+        for (parameter, group), norm in zip(live, norms, strict=True):
+            assert parameter.grad is not None
+            state, (beta1, beta2) = self.state[parameter], group["betas"]
+            if not state:
+                state.update(exp_avg=torch.zeros_like(parameter), norm_avg_sq=norm * norm)
+            else:
+                state["norm_avg_sq"] = beta2 * state["norm_avg_sq"] + (1 - beta2) * norm * norm
+            gradient = parameter.grad
+            if group["adapt"]:
+                gradient = gradient / (math.sqrt(state["norm_avg_sq"]) + group["eps"])
+            step = state["exp_avg"].mul_(beta1).add_(gradient + group["weight_decay"] * parameter)
+            parameter.sub_(step * group["lr"])
