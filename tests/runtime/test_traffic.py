@@ -109,7 +109,7 @@ def test_an_end_is_noticed_when_the_next_exchange_starts() -> None:
     clock.at = 5.0
     first.wait()
     second.wait()
-    assert work.waits == []
+    assert work.waits == [1.0]  # asked once more, at once, in case it has failed
     assert total(lane) == (2, 0, 6.0, {"other": 1.0})  # 1 s, and 5 s of the second
     third = lane.start([Work(clock, done=True)])
     clock.at = 8.0
@@ -118,6 +118,19 @@ def test_an_end_is_noticed_when_the_next_exchange_starts() -> None:
     fourth.wait()
     assert third.is_completed()
     assert total(lane)[2] == pytest.approx(2.0 + 1.5)
+
+
+class Failed(Work):
+    def wait(self) -> None:
+        raise RuntimeError("a peer has gone")
+
+
+def test_a_failure_is_raised_where_its_end_is_noticed() -> None:
+    clock = HandClock()
+    lane = lane_on(clock, "gradients")
+    lane.start([Failed(clock, done=True)])
+    with pytest.raises(RuntimeError, match="a peer has gone"):
+        lane.start([Work(clock)])
 
 
 def test_what_is_under_way_when_a_row_is_taken_goes_on_in_the_next() -> None:

@@ -142,9 +142,10 @@ class Flight:
             self._lane.ended(since)
 
     def is_completed(self) -> bool:
-        """Whether it has ended, as far as is known without waiting."""
+        """Whether it has ended, as far as is known without waiting. Raises what made it fail: that is an end, too."""
         if self._works and all(work.is_completed() for work in self._works):
-            self._works.clear()
+            while self._works:
+                self._works.pop(0).wait()
             self._lane.ended(None)
         return not self._works
 
