@@ -72,10 +72,14 @@ def test_printed_networks(text: str, gpu: str, bytes_per_s: float) -> None:
     assert network.bandwidth_bytes_per_s == bytes_per_s
 
 
-def test_mixed_nodes_are_two_kinds_of_devices() -> None:
+@pytest.mark.parametrize(
+    "gpu",
+    ["3x p3.8xlarge(4xV100) + 1x g4dn.12xlarge(4xT4)", "3x(4xV100)+ 1x(4xT4)", "3x p3.8xlarge and g4dn.12xlarge"],
+)
+def test_mixed_nodes_are_two_kinds_of_devices(gpu: str) -> None:
     row = Row(
         cells={
-            "gpu": "3x p3.8xlarge(4xV100) + 1x g4dn.12xlarge(4xT4)", "n_gpus": "16", "gpus_per_node": "4",
+            "gpu": gpu, "n_gpus": "16", "gpus_per_node": "4",
             "intra_net": "170Gb/s (P3) 50Gb/s (G4)", "inter_net": "10Gb/s (P3) 50Gb/s (G4)",
         }
     )  # fmt: skip

@@ -35,7 +35,9 @@ DGX A100 8 HDR, of DGX H100 and later 8 NDR."""
 _RACK = 64
 """GPUs that one NVLink domain of a GB200 or GB300 rack gives to a job of a power of two."""
 
-_PART = re.compile(r"(\d+)x\s*([A-Za-z0-9.-]*(?:p3\.8xlarge|g4dn\.12xlarge)[A-Za-z0-9.-]*)", re.IGNORECASE)
+_JOINED = re.compile(r"\+|,|;|&|\band\b")
+"""Between the nodes of different kinds that one job ran on."""
+
 _RATE = re.compile(r"(?:(\d+)\s*x\s*)?(\d+)\s*Gb(?:ps|/s)\s*(per GPU)?", re.IGNORECASE)
 
 
@@ -56,9 +58,9 @@ def cluster_of(row: Row) -> ClusterSpec:
     """The machines of a row, from data sheets. Raises Uncosted where they cannot be told."""
     gpus = row.gpus
     groups = _groups(row.text("gpu"))
-    if len({name for name, _ in groups}) > 1:
+    if groups:
         return _mixed(row, groups)
-    name = groups[0][0] if groups else catalog_name(row.text("gpu"))
+    name = catalog_name(row.text("gpu"))
     usual = _RACK if name.startswith("GB") else 8
     each = min(gpus, row.whole("gpus_per_node", usual))
     nodes = -(-gpus // each)
@@ -73,8 +75,18 @@ def cluster_of(row: Row) -> ClusterSpec:
 
 
 def _groups(gpu: str) -> list[tuple[str, int]]:
-    """(device, nodes) of cloud instances that a row names; empty where it names none."""
-    return [(catalog_name(match[2]), int(match[1])) for match in _PART.finditer(gpu)]
+    """(device, nodes) of each kind of nodes that a row joins, such as `1x p3.8xlarge(4xV100) + 3x g4dn.12xlarge(4xT4)`;
+    empty where it names one kind. A kind without a number is one node.
+    """
+    found = []
+    for part in _JOINED.split(gpu):
+        try:
+            name = catalog_name(part)
+        except Uncosted:
+            continue
+        count = re.match(r"\s*(\d+)\s*x", part)
+        found.append((name, int(count[1]) if count else 1))
+    return found if len(found) > 1 else []
 
 
 def _mixed(row: Row, groups: list[tuple[str, int]]) -> ClusterSpec:
