@@ -75,9 +75,14 @@ STEP_OVERHEAD_S: Final = 0.0003
 LOSS_NBYTES: Final = 16
 """The small all-reduce of each step that gives every rank the global mean loss (a sum and a count, float64)."""
 
-RESERVE_NBYTES: Final[dict[str, float]] = {"cpu": 420e6, "cuda": 1.0e9}
+OPTIMIZER_TEMPORARIES: Final[dict[str, float]] = {"SGD": 0.0, "Adam": 2.0, "AdamW": 2.0}
+OPTIMIZER_TEMPORARIES_OTHER: Final = 1.0
+"""Tensors of the largest parameter's size that exist for a moment while an optimizer updates it, where it goes through
+parameters one by one, as on CPU: Adam's root of the second moment, and that divided by its bias correction."""
+
+RESERVE_NBYTES: Final[dict[str, float]] = {"cpu": 305e6, "cuda": 1.0e9}
 """Memory of a rank before its model: interpreter, torch's libraries; on CUDA the context and work spaces.
-On CPU: 325 MB after a first step of a bare torch program; 425 MB beside its tensors in a Job of two ranks."""
+On CPU: 291 MB beside a tiny model in a Job of one rank or two, 310 to 320 MB where a GPT computes."""
 
 FRAGMENTATION: Final[dict[str, float]] = {"cpu": 0.0, "cuda": 0.05}
 """Part of a device's tensors that its caching allocator holds beyond them."""

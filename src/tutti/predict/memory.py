@@ -50,7 +50,7 @@ def kept(columns: ModelTable, part: Division, regions: tuple[Region, ...], *, ha
 class Held:
     """Bytes by place on the stage axis, (places,): of parameters (`lower`: in the lower precision beside), gradients,
     optimizer state, buffers. Of one sample's activations: `kept` by stage, (stages,), and once at a time by place,
-    `passing`. `units`: see sharding.units_of.
+    `passing`; `temporary`: what the update of the largest parameter needs for a moment. `units`: see sharding.units_of.
     """
 
     parameters: Array
@@ -60,11 +60,15 @@ class Held:
     buffers: Array
     kept: Array
     passing: Array
+    temporary: Array
     units: tuple[float, ...]
 
 
-def held_by_stage(columns: ModelTable, part: Division, stages: Stages, keeps: Kept, plan: Plan) -> Held:
+def held_by_stage(
+    columns: ModelTable, part: Division, stages: Stages, keeps: Kept, plan: Plan, optimizer: str = ""
+) -> Held:
     """What each place on the stage axis holds. Tied parameters are on every place that uses them."""
+    temporaries = constants.OPTIMIZER_TEMPORARIES.get(optimizer, constants.OPTIMIZER_TEMPORARIES_OTHER)
     places = plan.degree("stage")
     place = stages.stage % places
     again = {(int(place[index]), owner) for index, owner in stages.ties}
@@ -90,6 +94,7 @@ def held_by_stage(columns: ModelTable, part: Division, stages: Stages, keeps: Ke
         buffers=total(columns.buffers),
         kept=np.bincount(stages.stage, weights=keeps.always, minlength=stages.count).astype(np.float64),
         passing=most(keeps.within) + most(keeps.output),
+        temporary=temporaries * most(columns.gradients * part.weight),
         units=tuple(units_of(columns, part)) if plan.degree("shard") > 1 else (),
     )
 
@@ -101,7 +106,7 @@ def rank_memory(
 
     `samples`: of each microbatch. Gradients are views of the buckets they are summed in. One more bucket arrives while
     it is filled; with several microbatches, gradients are added up beside the buckets. Peak is taken at the start of
-    backward; with stages, where most microbatches are on their way.
+    backward, with stages where most microbatches are on their way, or in the optimizer's update where that is higher.
     """
     gradients = float(held.gradients[stage])
     once = len(samples) == 1 and plan.degree("stage") == 1
@@ -115,6 +120,10 @@ def rank_memory(
         communication=beside if fused else 0.0,
     )
     state = _sharded(state, held.units, plan, len(samples), kind)
+    update = _in_update(held, state, plan, stage)
+    gone = activations + state.lower + state.communication - update.communication
+    if kind == "cpu" and update.optimizer - state.optimizer > gone:
+        state, activations, when = update, 0.0, "in the optimizer's update"
     tensors = state.parameters + state.lower + state.gradients + state.optimizer + activations + state.communication
     memory = RankMemory(
         parameters=state.parameters + state.lower,
@@ -146,6 +155,18 @@ class _State:
     gradients: float
     optimizer: float
     communication: float
+
+
+def _in_update(held: Held, state: _State, plan: Plan, stage: int) -> _State:
+    """The update's temporaries count as the optimizer's. What sharding exchanges in, it keeps for the next step."""
+    d = plan.degree("shard")
+    return _State(
+        parameters=state.parameters,
+        lower=0.0,
+        gradients=state.gradients,
+        optimizer=state.optimizer + float(held.temporary[stage]) / d,
+        communication=state.communication if d > 1 else 0.0,
+    )
 
 
 def _sharded(state: _State, units: tuple[float, ...], plan: Plan, microbatches: int, kind: DeviceKind) -> _State:

@@ -197,6 +197,7 @@ def _memory(setting: Setting, lines: list[Line], syncs: dict[int, Sync]) -> tupl
         setting.stages,
         kept(wires.columns, wires.division, setting.regions, half=wires.half),
         plan,
+        wires.model.optimizer,
     )
     found: dict[tuple[int, tuple[int, ...], int], tuple[RankMemory, Seat, str]] = {}
     for line in lines:
