@@ -58,7 +58,7 @@ def copy_from_first(model: nn.Module, world: World) -> None:
 def tensor_digest(tensor: torch.Tensor) -> str:
     """SHA-256 of a tensor's bytes."""
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(data.numpy() if data.numel() else b"").hexdigest()
+    return hashlib.sha256(data.numpy().data if data.numel() else b"").hexdigest()
 
 
 def _state(model: nn.Module) -> list[tuple[str, torch.Tensor]]:

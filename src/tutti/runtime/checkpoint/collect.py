@@ -208,4 +208,4 @@ def unpack(packed: Any) -> Any:
 
 def _digest(tensor: torch.Tensor) -> str:
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(data.numpy()).hexdigest()
+    return hashlib.sha256(data.numpy().data).hexdigest()
