@@ -29,7 +29,7 @@ class Case:
     target_s: float = 10.0
 
 
-H100, A100 = "H100-SXM5-80GB", "A100-SXM4-80GB"
+A100, H100, H200 = "A100-SXM4-80GB", "H100-SXM5-80GB", "H200-SXM-141GB"
 TRILLION = (("layers", 61), ("hidden", 7168), ("heads", 64), ("kv_heads", 8), ("expert_ffn", 2048), ("experts", 384),
             ("top_k", 8), ("seq_len", 4096), ("vocab", 163840))  # fmt: skip
 
@@ -41,7 +41,7 @@ CASES = (
     Case(name="GPT 175 B, 16,384", model="gpt3-175b", nodes=((H100, 2048),), batch=3072),
     Case(name="GPT 1 T, 16,384", model="megatron-1t", nodes=((H100, 2048),), batch=3072),
     Case(name="Llama 70 B, 256 mixed", model="llama3-70b", nodes=((H100, 16), (A100, 16)), batch=1024, target_s=60.0),
-    Case(name="MoE 1 T, 480 mixed", model="moe", sizes=TRILLION, nodes=((H100, 30), (A100, 30)), batch=3840,
+    Case(name="MoE 1 T, 480 mixed", model="moe", sizes=TRILLION, nodes=((H100, 30), (H200, 30)), batch=960,
          target_s=60.0),
 )  # fmt: skip
 

@@ -38,6 +38,9 @@ _AT_ONCE = 12
 _PATIENCE = 150
 """The search ends when so many plans in a row brought nothing."""
 
+_HOPELESS = 60
+"""The same as long as nothing fits at all."""
+
 _FIRST, _SEARCH = 0.5, 0.85
 """Parts of the time after which the first look and the search end; the rest is for neighbours of the best."""
 
@@ -127,7 +130,7 @@ class Explorer:
             if not self._cost_next():
                 break
             idle = 0 if self._best < before * (1 - _GAIN) else idle + _AT_ONCE
-            if idle >= _PATIENCE and math.isfinite(self._best):
+            if idle >= (_PATIENCE if math.isfinite(self._best) else _HOPELESS):
                 break
         self._prune()
 
@@ -215,7 +218,7 @@ class Explorer:
             self._make(lane, rows[picked], offload=offload)
             lane.waiting = np.delete(rows, picked)
             for row in _best_of_families(lane.pool, self._lessons):
-                if self.over(_FIRST) and math.isfinite(self._best):
+                if self.over(_FIRST):
                     return
                 self._cost_rows(lane, np.array([row], dtype=np.intp), keep=True)
             lane.pool.drop(lane.pool.done)
@@ -277,7 +280,7 @@ class Explorer:
         """Predict these rows of a lane's pool and learn from them; `keep`: only mark them as done."""
         pool = lane.pool
         for row in rows.tolist():
-            if self.over(_SEARCH) and math.isfinite(self._best):
+            if self.over(_SEARCH):
                 break
             pool.done[row] = True
             ways, at = pool.ways[int(pool.part[row])], int(pool.row[row])

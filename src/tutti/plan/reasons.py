@@ -155,7 +155,7 @@ def remarks(
     idle = cluster.device_count - plan.world_size
     used = {seat.device.kind for seat in place(best.cluster, plan.world_size)}
     if idle > 0 and used == {"cuda"} and request.degree is None and request.scope != "data":
-        said.append(f"{count(idle, 'device')} of {cluster.device_count} stay idle: no plan with them is better")
+        said.append(f"{count(idle, 'device')} of {cluster.device_count} stay idle: no plan with them was found better")
     if plan.shares:
         said.append("Shares follow the devices' speeds, so that all finish together")
     if best.cluster.nodes != cluster.nodes:

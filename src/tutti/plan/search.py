@@ -92,7 +92,8 @@ def _search(model: ModelSpec, cluster: ClusterSpec, request: Request, clock: Clo
             continue
         explorer.run()
         if not any(each.good for each in explorer.costed) and explorer.limits.may_shard:
-            explorer = Explorer(model, orders(cluster), one, given, clock, remaining)
+            remaining -= clock() - began if clock is not None else 0.0
+            explorer = Explorer(model, orders(cluster), one, given, clock, max(remaining, 0.3 * limit_s))
             explorer.run(offload=True)
         polish(explorer)
         costed += explorer.costed

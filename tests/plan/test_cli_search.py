@@ -1,0 +1,133 @@
+"""`tutti plan` over all meshes: objectives, limits, what-if, differences of plans, named models, stamped plans."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from plan.machines import cards
+from predict.examples import plan
+from tutti.cli import plan as plan_command
+from tutti.cli.plan_show import Differences, Scenarios
+from tutti.cli.quantities import DURATION, SIZE
+from tutti.describe.architectures import architecture
+from tutti.errors import PlanError
+from tutti.plan import Choice, stamp
+from tutti.spec import codec
+from tutti.spec.plan import Plan
+
+GPT = ("gpt", "--layers", "4", "--hidden", "512", "--heads", "8", "--seq-len", "512", "--vocab", "1000")
+
+MARKED = """
+import torch, tutti
+job = tutti.Job(global_batch_size=8)
+model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(3)], torch.nn.Linear(8, 2))
+data = torch.utils.data.TensorDataset(torch.randn(16, 8), torch.arange(16) % 2)
+tutti.split(model, degree=2)
+job.prepare(model, torch.optim.Adam(model.parameters()), data, torch.nn.functional.cross_entropy)
+"""
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> str:
+    return str(codec.save(cards(2, 4, power_w=300.0, price_per_device_hour=2.0), tmp_path / "cluster.json"))
+
+
+def call(*arguments: str) -> Result:
+    result = CliRunner().invoke(plan_command.command, arguments, catch_exceptions=True)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def ask(machines: str, *options: str) -> Result:
+    return call("--cluster", machines, "--global-batch-size", "32", *options, *GPT)
+
+
+def chosen(result: Result) -> Choice:
+    return codec.from_data(Choice, json.loads(result.stdout))
+
+
+def test_a_named_model_is_planned_for_without_a_script(machines: str) -> None:
+    choice = chosen(ask(machines, "--json"))
+    assert choice.model == "gpt"
+    assert choice.request.scope == "all"
+    assert choice.coverage is not None
+    assert chosen(ask(machines, "--json", "--data-parallel")).request.scope == "data"
+
+
+def test_objective_and_length_of_training_are_taken_and_shown(machines: str) -> None:
+    options = ("--objective", "cost", "--samples", "32000", "--top", "3")
+    choice = chosen(ask(machines, "--json", *options))
+    assert choice.totals is not None
+    assert choice.totals.steps == 1000
+    shown = ask(machines, *options).stdout
+    for words in ("Plans by predicted cost", "The whole training: ", "device-hours", "a cost of", "kWh", "chosen"):
+        assert words in shown
+    with pytest.raises(PlanError, match="how large the data set is, is unknown"):
+        ask(machines, "--epochs", "2")
+    with pytest.raises(PlanError, match="belong together"):
+        ask(machines, "--critical-batch", "64")
+
+
+def test_a_mesh_of_a_described_model_is_exactly_that(machines: str) -> None:
+    choice = chosen(ask(machines, "--json", "--mesh", "replicate=2,split=2"))
+    assert choice.best.mesh == {"replicate": 2, "split": 2}
+
+
+def test_what_if_answers_beside_now(machines: str) -> None:
+    what_if = ("--what-if", "link=1gbit", "--what-if", "devices=4")
+    found = codec.from_data(Scenarios, json.loads(ask(machines, "--json", *what_if).stdout))
+    assert [one.change for one in found.scenarios] == ["1 Gbit/s on network links", "4 devices"]
+    assert found.scenarios[1].choice.best.world_size <= 4
+    now = found.now.prediction.step_time_s.value
+    assert found.scenarios[0].choice.prediction.step_time_s.value >= 0.98 * now
+    shown = ask(machines, *what_if).stdout
+    assert "What if" in shown
+    assert "as fast" in shown
+
+
+def test_two_plan_files_are_told_apart(tmp_path: Path) -> None:
+    first = codec.save(plan(64), tmp_path / "first.json")
+    other = dataclasses.replace(plan(64), mesh={"replicate": 2, "split": 2})
+    second = codec.save(other, tmp_path / "second.json")
+    shown = call("--diff", str(first), str(second)).stdout
+    assert "Ranks: 1 in first.json, 4 in second.json" in shown
+    assert "Split: none in first.json, 2 in second.json" in shown
+    data = codec.from_data(Differences, json.loads(call("--json", "--diff", str(first), str(second)).stdout))
+    assert data.second == other
+    assert "first.json and first.json mean the same" in call("--diff", str(first), str(first)).stdout
+
+
+def test_a_written_plan_says_which_model_it_is_for(machines: str, tmp_path: Path) -> None:
+    output = tmp_path / "plan.json"
+    result = ask(machines, "--output", str(output))
+    sizes = {"layers": 4, "hidden": 512, "heads": 8, "seq_len": 512, "vocab": 1000}
+    assert codec.load(Plan, output).made_for == stamp(architecture("gpt", sizes))
+    assert "plan written to" in result.stderr
+
+
+def test_annotations_of_a_script_are_respected(machines: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(MARKED, encoding="utf-8")
+    choice = chosen(call("--cluster", machines, "--json", str(script)))
+    assert choice.request.demanded == {"split": 2}
+    assert choice.best.world_size == 1 or choice.best.mesh["split"] == 2
+
+
+@pytest.mark.parametrize(("text", "value"), [("60gb", 6e10), ("1.5 GiB", 1.5 * 2**30), ("100", 100.0)])
+def test_sizes_are_read_with_units(text: str, value: float) -> None:
+    assert SIZE.convert(text, None, None) == value
+
+
+def test_durations_are_read_with_units() -> None:
+    assert DURATION.convert("12h", None, None) == 43200
+    assert DURATION.convert("3d", None, None) == 3 * 86400
+    found: Any = None
+    with pytest.raises(click.BadParameter, match="write it like 12h"):
+        found = DURATION.convert("soon", None, None)
+    assert found is None
