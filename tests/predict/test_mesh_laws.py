@@ -186,7 +186,7 @@ def test_space_sends_halos_both_ways(grid: tuple[int, ...], halo: float) -> None
     ("plan", "words"),
     [
         (meshed(8, 2, {"stage": 2, "shard": 2}), "use sharding.level = 1"),
-        (meshed(8, 2, {"stage": 2, "context": 2}), "use one of the two"),
+        (meshed(8, 2, {"context": 2, "space": 2}), "use one of the two"),
         (meshed(8, 2, {"stage": 2, "space": 2}), "use one of the two"),
         (meshed(8, 1, {"shard": 2}, sharding=Sharding(level=1, offload="parameters")), "level 1 keeps them whole"),
         (meshed(8, 1, {"split": 3}), "4 attention heads, which mesh.split = 3 does not divide"),
