@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 from plan.machines import cards
 from predict.examples import plan
 from tutti.cli import plan as plan_command
+from tutti.cli import predict as predict_command
 from tutti.cli.plan_show import Differences, Scenarios
 from tutti.cli.quantities import DURATION, SIZE
 from tutti.describe.architectures import architecture
@@ -109,6 +110,15 @@ def test_a_written_plan_says_which_model_it_is_for(machines: str, tmp_path: Path
     sizes = {"layers": 4, "hidden": 512, "heads": 8, "seq_len": 512, "vocab": 1000}
     assert codec.load(Plan, output).made_for == stamp(architecture("gpt", sizes))
     assert "plan written to" in result.stderr
+
+
+def test_a_plan_for_another_model_is_noticed(machines: str, tmp_path: Path) -> None:
+    output = tmp_path / "plan.json"
+    ask(machines, "--output", str(output), "--mesh", "replicate=2")
+    deeper = architecture("gpt", {"layers": 5, "hidden": 512, "heads": 8, "seq_len": 512, "vocab": 1000})
+    other = codec.save(deeper, tmp_path / "model.json")
+    found = CliRunner().invoke(predict_command.command, ["--cluster", machines, "--model", str(other), str(output)])
+    assert "was made for another model: blocks.4 is new" in " ".join(found.stderr.split())
 
 
 def test_annotations_of_a_script_are_respected(machines: str, tmp_path: Path) -> None:

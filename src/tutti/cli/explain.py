@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def explain_script(options: "Options") -> None:
     """Explain the plan that the command line names, or the best one, for its script."""
     from tutti.cli.describe import describe_captured
-    from tutti.cli.planning import write_spec
+    from tutti.cli.planning import warn_if_changed, write_spec
 
     if options.model is not None or not options.target:
         raise ScriptError("--explain, --mesh and --plan need a script: the layout is that of its modules")
@@ -30,7 +30,9 @@ def explain_script(options: "Options") -> None:
     with console.status("looking at the model"):
         captured = capture_script(path, options.target[1:])
     plan = _plan(options, captured, path.stem)
-    explanation = _explain(captured, plan, _tensors(describe_captured(captured, name=path.stem)))
+    model = describe_captured(captured, name=path.stem)
+    warn_if_changed(plan, model)
+    explanation = _explain(captured, plan, _tensors(model))
     if options.output is not None:
         write_spec(plan, options.output)
     if options.as_json:

@@ -4,11 +4,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tutti.cli.common import console
 from tutti.errors import SpecError
-from tutti.plan import Choice, PrecisionPolicy, Request, Scope, choose
+from tutti.plan import Choice, PrecisionPolicy, Request, Scope, changed_modules, choose
 from tutti.spec import codec
 from tutti.spec.cluster import ClusterSpec
 from tutti.spec.model import ModelSpec
+from tutti.spec.plan import Plan
 from tutti.spec.words import AxisName
 
 if TYPE_CHECKING:
@@ -79,6 +81,13 @@ def demanded(captured: "Captured") -> dict[AxisName, int]:
     if marks.sharded:
         found["shard"] = max((one.degree or 0 for one in marks.sharded.values()), default=0)
     return found
+
+
+def warn_if_changed(plan: Plan, model: ModelSpec) -> None:
+    """Say on standard error what is other in `model` than in the one that `plan` was made for."""
+    words = changed_modules(plan, model)
+    if words:
+        console.print(f"warning: {words}", style="yellow", markup=False, soft_wrap=True)
 
 
 def write_spec(value: Any, output: Path) -> None:

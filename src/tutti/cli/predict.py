@@ -30,11 +30,12 @@ def command(
     plan: Path, target: tuple[str, ...], model: Path | None, cluster: Path | None, output: Path | None, as_json: bool
 ) -> None:
     """Predict step time and memory of PLAN for --model FILE or SCRIPT. With --cluster no hardware is needed."""
-    from tutti.cli.planning import write_spec
+    from tutti.cli.planning import warn_if_changed, write_spec
     from tutti.predict import predict
 
-    intended = codec.load(Plan, plan)
-    prediction = predict(_model(model, target), cluster_for(cluster), intended)
+    intended, described = codec.load(Plan, plan), _model(model, target)
+    warn_if_changed(intended, described)
+    prediction = predict(described, cluster_for(cluster), intended)
     if output is not None:
         write_spec(prediction, output)
     if as_json:
