@@ -100,6 +100,13 @@ def test_slower_stages_and_links_never_end_sooner(kind: Any, ranks: int, count: 
     assert max(ends(plan, seconds, 2 * messages)) >= before - 1e-9
 
 
+def test_a_message_arrives_after_its_time() -> None:
+    seconds = equal(2, 1)
+    assert max(ends(pipe("1f1b", 2, 1), seconds, np.full((1, 1), 0.5))) == 2 * (1 + 2) + 2 * 0.5
+    # with more on their way, all but the first and the last message hide behind work
+    assert max(ends(pipe("gpipe", 2, 8), equal(2, 8), np.full((1, 8), 0.5))) == 9 + 18 + 2 * 0.5
+
+
 def test_1f1b_holds_as_many_microbatches_as_stages_follow() -> None:
     for ranks, count in ((2, 8), (4, 8), (4, 2), (4, 100)):
         held = [most_held(pipe("1f1b", ranks, count), np.ones((ranks, count)), rank)[0] for rank in range(ranks)]

@@ -190,7 +190,7 @@ def _pipelined(setting: Setting, line: Line, known: dict[tuple[int, int], Passed
         times[count] = np.array(stacked).T
     seconds = np.stack([times[count] for count in counts], axis=2)
     links = setting.wires.network.neighbours("stage")
-    samples = np.array(counts, dtype=np.float64)
+    samples = np.array(counts, dtype=np.float64) / plan.degree("context")  # each sends its part of the sequences
     latency = np.array([links[stage % ranks].latency_s for stage in range(stages.count - 1)])
     bandwidth = np.array([links[stage % ranks].bandwidth_bytes_per_s for stage in range(stages.count - 1)])
     messages = np.where(
