@@ -8,6 +8,7 @@ import pytest
 from tutti.describe.architectures import architecture
 from tutti.describe.catalog.text import cluster_from_text
 from tutti.predict import predict
+from tutti.spec.cluster import GemmRate
 from tutti.spec.plan import BatchPlan, Plan
 from tutti.validate.constants import NAMES, UNFITTED, Constants, fitted_cluster
 from tutti.validate.fit import Fit, Sample, apply_fit, fit_constants
@@ -72,6 +73,19 @@ def test_a_fitted_cluster_is_new_and_says_so() -> None:
     assert all(device.evidence == "measured" for device in made.devices.values())
     assert apply_fit(Fit(), CLUSTER, "nothing") == CLUSTER
     assert set(NAMES) == set(Constants.__dataclass_fields__)
+
+
+def test_a_probed_machine_keeps_what_its_probe_found_between_sizes_and_neighbours() -> None:
+    rates = tuple(GemmRate(dtype="float32", n=n, flops_per_s=1e9 * n, concurrent=k) for n in (64, 256) for k in (1, 2))
+    part = replace(
+        next(iter(CLUSTER.devices.values())), kind="cpu", cores=2, evidence="measured", gemm=rates[::2],
+        gemm_concurrent=rates[1::2], kernel_overhead_s=1e-6,
+    )  # fmt: skip
+    probed = replace(CLUSTER, devices={part.name: part})
+    made = fitted_cluster(probed, Constants(rate=np.log(0.5)), "fit").devices[part.name]
+    for before, after in zip((*part.gemm, *part.gemm_concurrent), (*made.gemm, *made.gemm_concurrent), strict=True):
+        assert after.flops_per_s == pytest.approx(before.flops_per_s / 2)
+    assert made.memory_bandwidth_bytes_per_s == part.memory_bandwidth_bytes_per_s
 
 
 def scored(name: str, measured: float, predicted: float, memory: float | None = None) -> Scored:

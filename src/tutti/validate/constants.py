@@ -76,7 +76,7 @@ def fitted_cluster(cluster: ClusterSpec, fit: Constants, source: str) -> Cluster
 
 def _device(device: DeviceSpec, factors: dict[str, float], source: str) -> DeviceSpec:
     if device.gemm:  # measured by the probe: what was fitted is a factor on it
-        gemm = tuple(replace(each, flops_per_s=each.flops_per_s * factors["rate"]) for each in device.gemm)
+        gemm = _faster(device.gemm, factors["rate"])
     else:
         half = HALF_SIZE * factors["half_size"]
         best = constants.DATA_SHEET_EFFICIENCY * factors["rate"]
@@ -92,6 +92,7 @@ def _device(device: DeviceSpec, factors: dict[str, float], source: str) -> Devic
     return replace(
         device,
         gemm=gemm,
+        gemm_concurrent=_faster(device.gemm_concurrent, factors["rate"]),
         efficiency={**device.efficiency, **efficiency},
         memory_bandwidth_bytes_per_s=device.memory_bandwidth_bytes_per_s * sheet * factors["bandwidth"],
         memory_rates=tuple(
@@ -101,6 +102,10 @@ def _device(device: DeviceSpec, factors: dict[str, float], source: str) -> Devic
         source=f"{source}; before: {device.source}",
         evidence="measured",
     )
+
+
+def _faster(rates: tuple[GemmRate, ...], factor: float) -> tuple[GemmRate, ...]:
+    return tuple(replace(each, flops_per_s=each.flops_per_s * factor) for each in rates)
 
 
 def _link(link: LinkSpec, factors: dict[str, float], source: str) -> LinkSpec:
