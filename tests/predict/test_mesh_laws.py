@@ -124,6 +124,8 @@ def test_stages_send_what_lies_between_them() -> None:
     one = 8 * 2.0 * S * H
     assert sent(MODEL, 4, mesh={"stage": 4}) == pytest.approx(2 * one)  # inside: forward to one side, back to the other
     assert sent(MODEL, 4, mesh={"stage": 2}) == pytest.approx(one)
+    ends = transformer(8, s=S, h=H, ends=True)  # with an embedding on the first stage that the last one uses too
+    assert sent(ends, 4, mesh={"stage": 2}) == pytest.approx(one + 2 * 16 * H)
     # parts of sequences: half of the messages, keys round a ring for 4 layers, gradients of half the layers
     rest = 4 * 8 * 4.0 * S * H / 2 * (1 + 1 + 2) + 2 * 1 / 2 * 2 * MODEL.parameters / 2
     assert sent(MODEL, 4, mesh={"stage": 2, "context": 2}) == pytest.approx(one / 2 + rest)

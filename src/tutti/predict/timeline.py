@@ -201,6 +201,9 @@ def _pipelined(setting: Setting, line: Line, known: dict[tuple[int, int], Passed
     for stage, nbytes in enumerate(stages.sent):
         sent[stage % ranks] += nbytes * samples.sum()
         sent[(stage + 1) % ranks] += nbytes * samples.sum()
+    tied = setting.wires.columns.gradients * setting.wires.division.weight
+    for index, owner in stages.ties:  # summed over the two ranks: each sends as much as there is
+        sent[[stages.stage[index] % ranks, stages.stage[owner] % ranks]] += tied[owner]
     return ended, sent.tolist()
 
 
