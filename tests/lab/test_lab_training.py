@@ -1,19 +1,20 @@
 """Training in a lab: the losses of one host, whatever the hosts, their ranks and their links."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from lab.hosts import lab_or_skip
+from lab.hosts import lab_or_skip, needs_labs
 from tutti.lab import Lab
 
 ROOT = Path(__file__).resolve().parents[2]
 DIGITS = (str(ROOT / "examples/digits_tutti.py"), "--epochs", "1", "--dropout", "0", "--batch-size", "256")
 
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 def losses(folder: Path) -> list[float]:
@@ -28,7 +29,7 @@ def assert_same(found: list[float], expected: list[float]) -> None:
 
 
 def trained(lab: Lab, folder: Path, nproc: int) -> list[float]:
-    done = lab.train("--folder", str(folder), *DIGITS, nproc=nproc, cwd=folder.parent, timeout_s=100)
+    done = lab.train("--folder", str(folder), *DIGITS, nproc=nproc, cwd=folder.parent, timeout_s=200)
     assert [one.code for one in done] == [0] * lab.hosts, "\n".join(one.err for one in done)
     header = json.loads((folder / "run.json").read_text())
     assert header["world_size"] == lab.hosts * nproc
@@ -42,6 +43,24 @@ def test_hosts_of_a_lab_train_as_one_host_does(tmp_path: Path) -> None:
     with lab_or_skip(2, rates="1gbit") as two:
         assert_same(trained(two, tmp_path / "two", 1), expected)
         assert_same(trained(two, tmp_path / "four", 2), expected)
+
+
+def test_the_command_line_trains_on_all_hosts(tmp_path: Path) -> None:
+    needs_labs()
+    name = f"train-{tmp_path.name}"
+    tutti = (sys.executable, "-m", "tutti.cli.main", "lab")
+    up = subprocess.run([*tutti, "up", "--name", name, "--rate", "1gbit"], capture_output=True, text=True, check=False)
+    try:
+        assert up.returncode == 0, up.stderr
+        command = [*tutti, "run", "--name", name, "--json", str(ROOT / "tests/launch/scripts/train.py"), "1", "0"]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False, timeout=200)
+    finally:
+        subprocess.run([*tutti, "down", "--name", name], check=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["status"] == "completed"
+    assert "epoch 0 of 2 ranks" in done.stderr
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert {path.name for path in (folder / "ranks").iterdir()} == {"0", "1"}
 
 
 @pytest.mark.long

@@ -6,7 +6,8 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import click
 
@@ -55,18 +56,23 @@ def up(hosts: int | None, rates: str, ranks_per_host: int, name: str, as_json: b
 
 @command.command()
 @name_option
-def down(name: str) -> None:
+@json_option
+def down(name: str, as_json: bool) -> None:
     """Take a lab down: what runs inside is ended. Also removes what killed processes left of theirs."""
     from tutti.lab import build
     from tutti.lab.record import records
 
     stale = build.remove_stale()
-    if stale:
-        print(f"removed {len(stale)} lab{'s' if len(stale) > 1 else ''} whose process is gone")
     found = [record for record in records() if record.name == name]
     for record in found:
         build.remove(record)
-        print(f"lab {name} is down")
+    if as_json:
+        print(json.dumps([asdict(record) for record in (*stale, *found)], indent=2))
+        return
+    if stale:
+        print(f"removed {len(stale)} lab{'s' if len(stale) > 1 else ''} whose process is gone")
+    for record in found:
+        print(f"lab {record.name} is down")
     if not found and not stale:
         print(f"no lab named {name} is up")
 
@@ -98,7 +104,8 @@ def run(name: str, arguments: tuple[str, ...]) -> None:
     words = [*_unless_given(arguments, record), *arguments]
     port = meeting_port()
     commands = {host: train_command(record, host, port, words) for host in record.hosts}
-    sys.exit(_wait(lambda: Run(record, commands, sink=_print_line)))
+    # The run speaks on host 0: standard output is its alone, so that --json leaves one document there.
+    sys.exit(_wait(lambda: Run(record, commands, sink=partial(_print_line, others_out=sys.stderr))))
 
 
 @command.command("exec", context_settings=PASS_ON)
@@ -155,9 +162,9 @@ def _unless_given(arguments: tuple[str, ...], record: "LabRecord") -> list[str]:
     return options
 
 
-def _print_line(host: int, stream: str, line: str) -> None:
+def _print_line(host: int, stream: str, line: str, others_out: TextIO = sys.stdout) -> None:
     """Host 0 speaks for itself; what others say is marked."""
-    to = sys.stdout if stream == "out" else sys.stderr
+    to = sys.stderr if stream == "err" else others_out if host else sys.stdout
     to.write(line if host == 0 else f"host{host}: {line}")
     to.flush()
 
