@@ -17,7 +17,7 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples"), str(ROOT / "te
 
 import record  # noqa: E402
 
-SUITES = ("ddp", "mechanisms", "overlap", "attention", "startup", "loading", "compress", "plan_search")
+SUITES = ("ddp", "mechanisms", "overlap", "attention", "memory", "startup", "loading", "compress", "plan_search")
 ON_REQUEST = ("links", "plan")
 """Suites that run when they are named: they need root."""
 

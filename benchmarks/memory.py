@@ -1,0 +1,175 @@
+"""Peak memory of a rank against arithmetic: what a rank holds beyond a tiny model's, and what `tutti plan` says of it.
+
+Memory does not depend on load, so this suite may run beside others. The reserve is the peak of the same script with a
+tiny model: interpreter, libraries, connections.
+"""
+
+import os
+import resource
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset, TensorDataset
+
+from gpt_torch import GPT
+from gpt_torch import loss_fn as next_byte_loss
+from harness import run_ranks
+from tutti.spec.plan import BatchPlan, Plan, Sharding
+from tutti.spec.words import AxisName
+from unet3d_torch import UNet3d, datasets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Steps of each case, and the cases that are run."""
+
+    steps: int = 6
+    cases: tuple[str, ...] = (
+        "mlp-1", "mlp-2", "gpt-1", "gpt-2", "zero1-2", "zero1-4", "zero2-2", "zero2-4", "zero3-2", "zero3-4",
+        "split-2", "unet-1", "space-2",
+    )  # fmt: skip
+
+
+QUICK = Sizes(steps=3, cases=("mlp-1", "split-2", "zero3-2"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """A model of a size, or a tiny one; `data(samples)`; `loss(output, target)`."""
+
+    model: Callable[[bool], nn.Module]
+    data: Callable[[int, bool], Dataset[Any]]
+    loss: Callable[[Any, Any], torch.Tensor]
+    optimizer: Callable[..., torch.optim.Optimizer]
+    batch: int
+
+
+def _mlp(tiny: bool) -> nn.Module:
+    width = 16 if tiny else 200_000
+    return nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))
+
+
+def _vectors(samples: int, tiny: bool) -> Dataset[Any]:
+    return TensorDataset(torch.randn(samples, 64), torch.randint(10, (samples,)))
+
+
+def _gpt(tiny: bool) -> nn.Module:
+    return GPT(layers=1, width=16, heads=2, context=16) if tiny else GPT(layers=6, width=512, heads=8, context=64)
+
+
+def _tokens(samples: int, tiny: bool) -> Dataset[Any]:
+    tokens = torch.randint(256, (samples, 17 if tiny else 65))
+    return TensorDataset(tokens[:, :-1], tokens[:, 1:])
+
+
+def _unet(tiny: bool) -> nn.Module:
+    return UNet3d(2 if tiny else 16, 2)
+
+
+def _volumes(samples: int, tiny: bool) -> Dataset[Any]:
+    balls = datasets(samples + samples // 2, 8 if tiny else 32)[0]
+    return TensorDataset(*balls[:samples])
+
+
+WORKLOADS = {
+    "mlp": Workload(model=_mlp, data=_vectors, loss=F.cross_entropy, optimizer=torch.optim.AdamW, batch=32),
+    "gpt": Workload(model=_gpt, data=_tokens, loss=next_byte_loss, optimizer=torch.optim.AdamW, batch=8),
+    "unet": Workload(model=_unet, data=_volumes, loss=F.cross_entropy, optimizer=torch.optim.SGD, batch=4),
+}
+LEVELS: dict[str, Literal[1, 2, 3]] = {"zero1": 1, "zero2": 2, "zero3": 3}
+AXES: dict[str, AxisName] = {"split": "split", "space": "space", **dict.fromkeys(LEVELS, "shard")}
+
+
+def workload_of(case: str) -> str:
+    """What a case trains: "mlp-2" an MLP, "zero3-4" a GPT."""
+    kind = case.rpartition("-")[0]
+    return {"space": "unet"}.get(kind, kind if kind in WORKLOADS else "gpt")
+
+
+def plan_of(case: str) -> Plan:
+    """ "zero3-4": sharding level 3 on 4 ranks; a workload's name: replicas."""
+    kind, _, ranks = case.rpartition("-")
+    sharding = Sharding(level=LEVELS[kind]) if kind in LEVELS else Sharding()
+    batch = BatchPlan(global_batch_size=WORKLOADS[workload_of(case)].batch)
+    return Plan(batch=batch, mesh={AXES.get(kind, "replicate"): int(ranks)}, sharding=sharding)
+
+
+def measure(sizes: Sizes) -> dict[str, Any]:
+    """Returns {"reserve_nbytes": {workload: ..}, "summary": {case: bytes beside the reserve and by arithmetic}}."""
+    names = sorted({workload_of(case) for case in sizes.cases})
+    described = {name: run_ranks(describe, 1, name, timeout_s=300)[0] for name in names}
+    reserve = {name: max(run_ranks(train, 2, f"{name}-2", sizes.steps, True, timeout_s=600)) for name in names}
+    summary = {}
+    for case in sizes.cases:
+        name = workload_of(case)
+        peaks = run_ranks(train, plan_of(case).world_size, case, sizes.steps, False, timeout_s=900)
+        summary[case] = compared([peak - reserve[name] for peak in peaks], arithmetic(described[name], case))
+    return {"reserve_nbytes": reserve, "summary": summary}
+
+
+def compared(beyond: list[int], expected: dict[str, float]) -> dict[str, Any]:
+    """Bytes of each rank beyond the reserve; the ratio is of the fullest."""
+    return {"beyond_nbytes": beyond, "arithmetic": expected, "ratio": max(beyond) / expected["total"]}
+
+
+def arithmetic(model: Any, case: str) -> dict[str, float]:
+    """Bytes on the fullest rank, by what holds them, without the reserve."""
+    import dataclasses
+
+    from matrix.foreseen import HOST
+    from tutti.predict import predict
+
+    memory = predict(model, HOST, plan_of(case)).memory
+    parts = {key: value for key, value in dataclasses.asdict(memory).items() if key != "reserve"}
+    return {**parts, "total": memory.total - memory.reserve}
+
+
+def describe(name: str) -> Any:
+    """On a process of its own: the workload's ModelSpec."""
+    import tutti
+    from tutti.cli.describe import describe_captured
+    from tutti.runtime.capture import CaptureDone, capturing
+
+    work = WORKLOADS[name]
+    job = tutti.Job(global_batch_size=work.batch)
+    model = work.model(False)
+    try:
+        with capturing():
+            job.prepare(model, work.optimizer(model.parameters(), lr=1e-3), work.data(work.batch, False), work.loss)
+    except CaptureDone as done:
+        return describe_captured(done.captured, name=name)
+    raise AssertionError("prepare went on while capturing")
+
+
+def train(case: str, steps: int, tiny: bool) -> int:
+    """On one rank: some steps and a checkpoint; the most bytes this process has held."""
+    import tutti
+    from tutti.spec import codec
+
+    work = WORKLOADS[workload_of(case)]
+    os.environ["TUTTI_PLAN"] = str(codec.save(plan_of(case), Path.cwd() / f"plan-{os.getpid()}.json"))
+    job = tutti.Job(global_batch_size=work.batch)
+    model = work.model(tiny)
+    optimizer = work.optimizer(model.parameters(), lr=1e-3)
+    model, _, loader = job.prepare(model, optimizer, work.data(work.batch * steps, tiny), work.loss)
+    for _ in job.epochs(1):
+        for batch in loader:
+            job.step(batch)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    header = ["case", "states MB", "activations MB", "passing MB", "arithmetic MB", "measured MB by rank", "ratio"]
+    table = []
+    for case, one in result["summary"].items():
+        said = {key: value / 1e6 for key, value in one["arithmetic"].items()}
+        states = said["parameters"] + said["gradients"] + said["optimizer"] + said["buffers"]
+        peaks = " ".join(f"{nbytes / 1e6:.0f}" for nbytes in one["beyond_nbytes"])
+        numbers = [states, said["activations"], said["communication"], said["total"]]
+        table.append([case, *(f"{number:.0f}" for number in numbers), peaks, f"{one['ratio']:.2f}"])
+    return header, table
