@@ -44,6 +44,14 @@ def test_a_folder_of_runs_is_taken_whole(tmp_path: Path) -> None:
     assert fit.after < fit.before
 
 
+def test_runs_that_contradict_each_other_are_named_so(tmp_path: Path) -> None:
+    for name, slower in (("quiet", 1.0), ("disturbed", 300.0)):
+        write_run(tmp_path / name, Story(slower=slower))
+    done = CliRunner().invoke(command, [str(tmp_path)])
+    assert done.exit_code == 0
+    assert "do not agree" in done.stderr
+
+
 def test_runs_that_say_nothing_are_refused(tmp_path: Path) -> None:
     write_run(tmp_path / "bare", complete=False)
     with pytest.raises(ReportError, match="no run has"):

@@ -21,6 +21,10 @@ FEW_RUNS = 4
 """With fewer runs one factor on the time is fitted; from so many on every constant, drawn to what it was before."""
 
 
+DISAGREE = 0.5
+"""Mean error after the fit from which the runs are said to contradict each other."""
+
+
 @click.command()
 @click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUN...")
 @click.option("--cluster", type=click.Path(path_type=Path), help="The machines to correct; the runs' own if not given.")
@@ -39,7 +43,14 @@ def command(runs: tuple[Path, ...], cluster: Path | None, output: Path | None, a
         write_spec(fitted, output)
     if as_json:
         emit(fitted)
-    else:
+    if fit.after > DISAGREE:
+        console.print(
+            f"the runs do not agree: no constants predict them within {fit.after:.0%}; were some disturbed by other "
+            "work? Leave those out, or measure again on a quiet machine",
+            style="yellow",
+            soft_wrap=True,
+        )
+    if not as_json:
         console.print(
             f"{fit.rows} runs: mean error of the predicted step {fit.before:.1%} before, {fit.after:.1%} after",
             soft_wrap=True,
