@@ -93,6 +93,12 @@ class Exchange(ABC):
             else:
                 state.discard()
 
+    def reset(self) -> None:
+        """Forget what was kept: what is sent from now on has another unit."""
+        for state in self.states.values():
+            for tensor in (*state.old.values(), *state.new.values()):
+                tensor.zero_()
+
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint of this rank needs: plain tensors by name; `world` joins and divides those of ranks."""
         found = {f"{who}.{name}": t for who, state in self.states.items() for name, t in state.tensors().items()}

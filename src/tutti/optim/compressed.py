@@ -1,0 +1,333 @@
+"""Adam and LAMB whose momentum travels compressed, once the second moment v has settled and is frozen.
+
+Every class updates flat weights from flat gradients. While `warm`, it is given the sum of all ranks' gradients; after
+that each rank's own part of the sum, and its momentum is summed by `exchange`. What is sent is m / (sqrt(v) + eps): v
+is the same on all ranks, so this is linear. A coordinate that had no gradient before v froze has v = 0, and gets the
+block's magnitude from a 1-bit code, or a gradient later on: the published forms divide that by eps and go to NaN. So
+sqrt(v) is at least `floor` times its root mean square over the tensor. `sizes`: elements of each tensor, one behind
+the other.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tutti.errors import PlanError
+
+
+class Exchange(Protocol):
+    """Sums a flat tensor over ranks with what it keeps between steps; `compress.exchange.Exchange` is one."""
+
+    def run(self, flat: Tensor) -> None:
+        """Leave the sum in `flat`, the same bits on all ranks."""
+
+    def settle(self, finite: bool) -> None:
+        """The step counts, or everything kept is as before it."""
+
+    def reset(self) -> None:
+        """Forget what was kept: the units of what is sent change."""
+
+
+class _Kept:
+    """What a checkpoint needs of an optimizer, beside the exchange's own: tensors and numbers by name."""
+
+    TENSORS: tuple[str, ...] = ("m", "v")
+    NUMBERS: tuple[str, ...] = ("count",)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """By name, numbers as float64 scalars; the tensors are the optimizer's own."""
+        kept: dict[str, Tensor] = {name: getattr(self, name) for name in self.TENSORS}
+        return kept | {name: torch.tensor(getattr(self, name), dtype=torch.float64) for name in self.NUMBERS}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on from what `tensors` gave."""
+        for name in self.TENSORS:
+            getattr(self, name).copy_(tensors[name])
+        for name in self.NUMBERS:
+            setattr(self, name, type(getattr(self, name))(tensors[name].item()))
+
+
+class CompressedAdam(_Kept):
+    """1-bit Adam (Tang et al. 2021) with a 1-bit exchange, 8-bit momentum Adam with one of 8 bits.
+
+    Adam with decoupled decay for `freeze_step` steps. Then v and its correction stay what they are, and
+    m = sum (b1 m / ranks + (1 - b1) g_rank), w -= lr (m / (1 - b1^t) / d + wd w), d = sqrt(v / (1 - b2^T)) + eps.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        exchange: Exchange,
+        *,
+        ranks: int,
+        freeze_step: int,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        floor: float = 0.1,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        if freeze_step < 1:
+            raise PlanError(f"freeze_step = {freeze_step}; the second moment needs steps to settle: 15 to 20 % of all")
+        self.exchange, self.ranks, self.freeze_step = exchange, ranks, freeze_step
+        self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
+        self.sizes, self.floor, self.count = list(sizes), floor, 0
+        self.m, self.v = (torch.zeros(sum(sizes), dtype=dtype) for _ in range(2))
+
+    @property
+    def warm(self) -> bool:
+        """Whether the next step needs the sum of all ranks' gradients."""
+        return self.count < self.freeze_step
+
+    def step(self, weights: Tensor, gradient: Tensor, lr: float) -> bool:
+        """Update `weights` in place; False, and nothing has changed, where a value on some rank is not finite."""
+        update = self._warm_step(gradient) if self.warm else self._frozen_step(gradient)
+        if update is None:
+            return False
+        weights.sub_(lr * (update + self.weight_decay * weights))
+        return True
+
+    def denominator(self) -> Tensor:
+        """sqrt(v / (1 - b2^T)) + eps of the frozen v, with its floor."""
+        root = (self.v / (1 - self.betas[1] ** self.freeze_step)).sqrt()
+        return floored(root, self.sizes, self.floor) + self.eps
+
+    def _warm_step(self, gradient: Tensor) -> Tensor | None:
+        if not finite(gradient):
+            return None
+        beta1, beta2 = self.betas
+        self.count += 1
+        self.m.mul_(beta1).add_(gradient, alpha=1 - beta1)
+        self.v.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        root = (self.v / (1 - beta2**self.count)).sqrt()
+        return self.m / (1 - beta1**self.count) / (root + self.eps)
+
+    def _frozen_step(self, gradient: Tensor) -> Tensor | None:
+        beta1, d = self.betas[0], self.denominator()
+        sent = (self.m * (beta1 / self.ranks) + gradient * (1 - beta1)) / d
+        if not summed(self.exchange, sent):
+            return None
+        self.count += 1
+        torch.mul(sent, d, out=self.m)
+        return sent / (1 - beta1**self.count)
+
+
+class ZeroOneAdam(_Kept):
+    """0/1 Adam (Lu et al. 2022): v learns at intervals that double, and then ranks take steps of their own.
+
+    Until `freeze_step`, gradients are summed exactly in steps where v learns (`exact`) and compressed in between; the
+    interval doubles after every `kappa` of the former. After it a rank steps with its own momentum, and every
+    `interval` steps (which double up to `longest`) all ranks go to where the mean of their ways leads from where they
+    last agreed. Decay acts where they agree. There is no correction of the start, as in the paper.
+    """
+
+    TENSORS = ("m", "v", "way", "base")
+    NUMBERS = ("count", "learned", "interval", "since", "rates")
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        exchange: Exchange,
+        *,
+        ranks: int,
+        freeze_step: int,
+        kappa: int = 16,
+        longest: int = 16,
+        local_steps: int = 16,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        floor: float = 0.1,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.exchange, self.ranks, self.freeze_step = exchange, ranks, freeze_step
+        self.kappa, self.longest, self.local_steps = kappa, longest, local_steps
+        self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
+        self.sizes, self.floor = list(sizes), floor
+        self.count, self.learned, self.interval, self.since, self.rates = 0, 0, 1, 0, 0.0
+        self.m, self.v, self.way, self.base = (torch.zeros(sum(sizes), dtype=dtype) for _ in range(4))
+
+    @property
+    def exact(self) -> bool:
+        """Whether the next step needs the exact sum of gradients; otherwise it takes this rank's part."""
+        return self.count < self.freeze_step and self.count % self.interval == 0
+
+    def step(self, weights: Tensor, gradient: Tensor, lr: float) -> bool:
+        """Update `weights` in place; False, and nothing has changed, where a value on some rank is not finite.
+
+        In steps of a rank's own, after the freeze, it leaves out a gradient that is not finite, and goes on.
+        """
+        if self.count < self.freeze_step:
+            return self._learn(weights, gradient, lr)
+        if self.count == self.freeze_step:
+            self.exchange.reset()  # from here on ways are sent, not gradients
+            self.interval, self.learned = 1, 0
+            self.base.copy_(weights)
+        return self._walk(weights, gradient, lr)
+
+    def denominator(self) -> Tensor:
+        """sqrt(v) + eps, with its floor."""
+        return floored(self.v.sqrt(), self.sizes, self.floor) + self.eps
+
+    def _learn(self, weights: Tensor, gradient: Tensor, lr: float) -> bool:
+        beta1, beta2 = self.betas
+        if self.exact:
+            if not finite(gradient):
+                return False
+            self.v.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            self.learned += 1
+        else:
+            gradient = gradient.clone()
+            if not summed(self.exchange, gradient):
+                return False
+        self.m.mul_(beta1).add_(gradient, alpha=1 - beta1)
+        weights.sub_(lr * (self.m / self.denominator() + self.weight_decay * weights))
+        self.count += 1
+        if self.learned == self.kappa:
+            self.learned, self.interval = 0, self.interval * 2
+        return True
+
+    def _walk(self, weights: Tensor, gradient: Tensor, lr: float) -> bool:
+        beta1, d = self.betas[0], self.denominator()
+        agree = self.since + 1 == self.interval
+        usable = agree or finite(gradient)
+        momentum = self.m * beta1 + gradient * ((1 - beta1) * self.ranks) if usable else self.m
+        way = self.way + lr * momentum / d if usable else self.way
+        rates = self.rates + lr
+        if agree:
+            sent = way / self.ranks
+            if not summed(self.exchange, sent):
+                return False
+            torch.mul(sent, d / rates, out=self.m)
+            self.base.sub_(sent + (rates * self.weight_decay) * self.base)
+            weights.copy_(self.base)
+            self.way.zero_()
+            self.since, self.rates = 0, 0.0
+            self.learned += 1
+            if self.learned == self.local_steps and self.interval < self.longest:
+                self.learned, self.interval = 0, self.interval * 2
+        else:
+            weights.copy_(self.base - way)
+            self.m, self.way, self.rates = momentum, way, rates
+            self.since += 1
+        self.count += 1
+        return True
+
+
+class OneBitLAMB(_Kept):
+    """1-bit LAMB (Li et al. 2021): LAMB for `freeze_step` steps, then its momentum compressed and v frozen.
+
+    The layers' ratios are averaged while warm (0.9); after
+    that they are multiplied with max (d / d_fresh), of a v that goes on with the gradient the momentum implies, within
+    [0.5, 4] and 10 % a step. Tensors are scaled to one magnitude before they share a message.
+    """
+
+    TENSORS = ("m", "v", "fresh", "ratios", "factors", "scales")
+    FACTOR = (0.5, 4.0)
+    CHANGE = 0.1
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        exchange: Exchange,
+        *,
+        ranks: int,
+        freeze_step: int,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        floor: float = 0.1,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.sizes, self.ranks, self.freeze_step = list(sizes), ranks, freeze_step
+        self.exchange, self.betas, self.eps, self.weight_decay = exchange, betas, eps, weight_decay
+        numel, layers = sum(sizes), len(self.sizes)
+        self.floor, self.count = floor, 0
+        self.m, self.v, self.fresh = (torch.zeros(numel, dtype=dtype) for _ in range(3))
+        self.ratios, self.factors = torch.zeros(layers).double(), torch.ones(layers).double()
+        self.scales = torch.ones(numel, dtype=dtype)
+
+    @property
+    def warm(self) -> bool:
+        """Whether the next step needs the sum of all ranks' gradients."""
+        return self.count < self.freeze_step
+
+    def step(self, weights: Tensor, gradient: Tensor, lr: float) -> bool:
+        """Update `weights` in place; False, and nothing has changed, where a value on some rank is not finite."""
+        beta1, beta2 = self.betas
+        if self.warm:
+            if not finite(gradient):
+                return False
+            self.m.mul_(beta1).add_(gradient, alpha=1 - beta1)
+            self.v.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        else:
+            if self.count == self.freeze_step:
+                self.fresh.copy_(self.v)
+                self._scale()
+            d = self._denominator(self.v)
+            sent = (self.m * (beta1 / self.ranks) + gradient * (1 - beta1)) / d * self.scales
+            if not summed(self.exchange, sent):
+                return False
+            before, self.m = self.m, sent / self.scales * d
+            implied = (self.m - beta1 * before) / (1 - beta1)
+            self.fresh.mul_(beta2).addcmul_(implied, implied, value=1 - beta2)
+        self._apply(weights, lr)
+        self.count += 1
+        return True
+
+    def _apply(self, weights: Tensor, lr: float) -> None:
+        d = self._denominator(self.v)
+        update = self.m / d + self.weight_decay * weights
+        if not self.warm:
+            found = [
+                float((a / b).max()) if a.numel() else 1.0 for a, b in self._layers(d, self._denominator(self.fresh))
+            ]
+            wanted = torch.tensor(found).double().clamp(*self.FACTOR)
+            self.factors = wanted.clamp(self.factors * (1 - self.CHANGE), self.factors * (1 + self.CHANGE))
+        for layer, (w, step) in enumerate(self._layers(weights, update)):
+            if self.warm:
+                norms = float(w.norm()), float(step.norm())
+                ratio = norms[0] / norms[1] if min(norms) > 0 else 1.0
+                average = float(self.ratios[layer])
+                self.ratios[layer] = 0.9 * average + 0.1 * ratio if self.count else ratio
+            else:
+                ratio = float(self.ratios[layer] * self.factors[layer])
+            w.sub_(step * (lr * ratio))
+
+    def _denominator(self, v: Tensor) -> Tensor:
+        root = v.sqrt()
+        return (root if self.warm else floored(root, self.sizes, self.floor)) + self.eps
+
+    def _scale(self) -> None:
+        """Every tensor to the mean of their root mean squares, as they are sent; those of zeros as they are."""
+        d = self._denominator(self.v)
+        sent = [part for part, _ in self._layers(self.m / d, d)]
+        roots = [float(part.double().square().mean().sqrt()) if part.numel() else 0.0 for part in sent]
+        mean = sum(roots) / len(roots)
+        for (scale, _), root in zip(self._layers(self.scales, d), roots, strict=True):
+            scale.fill_(mean / root if root > 0 and math.isfinite(mean / root) else 1.0)
+
+    def _layers(self, one: Tensor, other: Tensor) -> list[tuple[Tensor, Tensor]]:
+        return list(zip(torch.split(one, self.sizes), torch.split(other, self.sizes), strict=True))
+
+
+def floored(root: Tensor, sizes: Sequence[int], floor: float) -> Tensor:
+    """`root`, at least `floor` times its root mean square over each tensor."""
+    parts = torch.split(root, list(sizes))
+    return torch.cat([part.clamp(min=floor * part.square().mean().sqrt()) if part.numel() else part for part in parts])
+
+
+def finite(flat: Tensor) -> bool:
+    """Whether all values are."""
+    return bool(flat.isfinite().all())
+
+
+def summed(exchange: Exchange, flat: Tensor) -> bool:
+    """Sum `flat` over ranks; whether it is finite, and so counts: the same on all ranks."""
+    exchange.run(flat)
+    counts = finite(flat)
+    exchange.settle(counts)
+    return counts
