@@ -19,6 +19,7 @@ from tutti.runtime.space.tensor import CutTensor, cut_whole
 from tutti.runtime.split import describe_split
 from tutti.runtime.split.decisions import features, is_linear
 from tutti.runtime.split.describe import SplitModule
+from tutti.runtime.split.patterns import KEY, VALUE
 from tutti.spec.model import ModelSpec, ModuleSpec, SplitKind, block_of_name
 
 _KINDS: Mapping[str, SplitKind] = {
@@ -177,14 +178,17 @@ def _tables(modules: Mapping[str, ModuleSpec], model: nn.Module) -> Facts:
 
 
 def _attention(modules: Sequence[ModuleSpec]) -> Facts:
-    """Keys and values are half of what attention reads and writes; queries and results are the other half, and where
-    these are as large as the module's output, so are keys and values (a few values a row are kept besides)."""
+    """Keys and values: what layers of those names inside it return; else twice what the attention returns, but no more
+    than half of what its operators read and write (they may keep scores)."""
+    returned = {module.name: module.output_nbytes for module in modules}
     facts: Facts = {}
     for module in modules:
         half = sum(op.nbytes_forward for op in module.ops if op.kind == "attention") / 2
         if half:
-            near = 0 <= half - 2 * module.output_nbytes <= 0.05 * half
-            facts[module.name] = {"key_value_nbytes": 2 * module.output_nbytes if near else half}
+            paths = [[f"{module.name}.{one}" for one in names.split()] for names in (KEY, VALUE)]
+            inside = [next((returned[path] for path in some if path in returned), 0.0) for some in paths]
+            twice = min(half, 2 * module.output_nbytes) if module.output_nbytes else half
+            facts[module.name] = {"key_value_nbytes": sum(inside) if all(inside) else twice}
     return facts
 
 
