@@ -138,7 +138,8 @@ def _copies(limits: Limits, whole: int, divided: int) -> list[int]:
 def _slices(limits: Limits, data: int, stages: int) -> list[int]:
     """Numbers of microbatches for a data-parallel degree."""
     if limits.microbatches is not None:
-        return [limits.microbatches]
+        # one microbatch keeps one stage busy and all others waiting
+        return [limits.microbatches] if limits.microbatches > 1 or stages == 1 or limits.staged else []
     each = limits.samples // data
     wanted = {2**power for power in range(each.bit_length())}
     if limits.samples % data == 0:

@@ -38,6 +38,12 @@ _AT_ONCE = 12
 _PATIENCE = 150
 """The search ends when so many plans in a row brought nothing."""
 
+_SURE = 3
+"""Plans that are predicted however short the time is."""
+
+_UNTIL_ONE = 3.0
+"""How many times the limit a search may take until it has found any plan that fits."""
+
 _HOPELESS = 60
 """The same as long as nothing fits at all."""
 
@@ -130,7 +136,8 @@ class Explorer:
             if not self._cost_next():
                 break
             idle = 0 if self._best < before * (1 - _GAIN) else idle + _AT_ONCE
-            if idle >= (_PATIENCE if math.isfinite(self._best) else _HOPELESS):
+            fits = math.isfinite(self._best) or any(one.prediction.fits for one in self.costed)
+            if idle >= (_PATIENCE if fits else _HOPELESS) and (math.isfinite(self._best) or not fits):
                 break
         self._prune()
 
@@ -167,6 +174,11 @@ class Explorer:
             self._best = min(self._best, one.value)
         return one
 
+    def add(self, found: Costed | None) -> None:
+        """Take in a plan that was costed elsewhere."""
+        if found is not None:
+            self.cost(found.plan, found.cluster)
+
     def _lane(self, cluster: ClusterSpec, precision: Precision, found: Shapes) -> Lane | None:
         try:
             tables = Tables(self.model, cluster, precision)
@@ -202,8 +214,11 @@ class Explorer:
         return np.minimum(own, self.request.memory_nbytes or math.inf)
 
     def over(self, part: float = 1.0) -> bool:
-        """Whether this part of the time is used up."""
-        return self._clock is not None and self._clock() >= self._began + part * self._limit_s
+        """Whether this part of the time is used up; while no plan fits yet, several times as much."""
+        if self._clock is None:
+            return False
+        patience = 1.0 if math.isfinite(self._best) else _UNTIL_ONE
+        return self._clock() >= self._began + patience * part * self._limit_s
 
     def _first(self, *, offload: bool) -> None:
         """Look at a sample of all meshes and cost the best of every kind of plan: that gives a plan to beat, and says
@@ -217,9 +232,9 @@ class Explorer:
             picked = np.unique(np.concatenate([np.arange(0, len(rows), step)[:_CHUNK], simple[:_CHUNK]]))
             self._make(lane, rows[picked], offload=offload)
             lane.waiting = np.delete(rows, picked)
-            for row in _best_of_families(lane.pool, self._lessons):
-                if self.over(_FIRST):
-                    return
+            for number, row in enumerate(_best_of_families(lane.pool, self._lessons)):
+                if self.over(_FIRST) and number >= _SURE:
+                    break
                 self._cost_rows(lane, np.array([row], dtype=np.intp), keep=True)
             lane.pool.drop(lane.pool.done)
 
@@ -280,7 +295,7 @@ class Explorer:
         """Predict these rows of a lane's pool and learn from them; `keep`: only mark them as done."""
         pool = lane.pool
         for row in rows.tolist():
-            if self.over(_SEARCH):
+            if self.over(_SEARCH) and not keep:
                 break
             pool.done[row] = True
             ways, at = pool.ways[int(pool.part[row])], int(pool.row[row])

@@ -25,7 +25,7 @@ class Limits:
     that was asked for, with `copies` for replicate times shard; `microbatches`: the only number allowed, if one is;
     `pipeline`: schedule and stages per rank that the script asks for; `cuts`: stages that the script marks;
     `recompute`: indices into enumerate.RECOMPUTE; `alone`: one rank is tried too, where annotations ask for axes that
-    it does not have.
+    it does not have; `staged`: stages are asked for.
     """
 
     samples: int
@@ -50,6 +50,7 @@ class Limits:
     pipeline: Pipeline | None
     axes: dict[str, int] | None
     alone: bool
+    staged: bool
 
 
 def limits_of(model: ModelSpec, cluster: ClusterSpec, request: Request) -> Limits:
@@ -93,6 +94,7 @@ def limits_of(model: ModelSpec, cluster: ClusterSpec, request: Request) -> Limit
         pipeline=script.pipeline if script.pipeline != Pipeline(cuts=script.pipeline.cuts) else None,
         axes=_fixed_axes(request),
         alone=bool(request.demanded) and least == 1,
+        staged=fixed is not None or "stage" in request.demanded,
     )
 
 

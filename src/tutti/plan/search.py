@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from tutti.errors import PlanError
 from tutti.plan import objectives
 from tutti.plan.candidates import LOWER, candidates, possible, precisions
-from tutti.plan.choice import Alternative, Choice, Coverage, Request
+from tutti.plan.choice import Alternative, Choice, Coverage, Objective, Request
 from tutti.plan.explore import Clock, Costed, Explorer
 from tutti.plan.mixed import orders
-from tutti.plan.nothing import no_fit, nothing_keeps
+from tutti.plan.nothing import no_fit, nothing_keeps, smallest
 from tutti.plan.polish import polish
 from tutti.plan.quality import batches_to_try
 from tutti.plan.reasons import remarks, why
@@ -19,6 +19,7 @@ from tutti.predict import predict
 from tutti.spec.cluster import ClusterSpec
 from tutti.spec.model import ModelSpec
 from tutti.spec.plan import Plan
+from tutti.spec.words import Precision
 
 TIE = 0.02
 """Plans within this part of the best count as equal: then the one that asks for least is taken."""
@@ -91,10 +92,13 @@ def _search(model: ModelSpec, cluster: ClusterSpec, request: Request, clock: Clo
             impossible.append(Alternative(plan=one.script, prediction=None, reason=str(error)))
             continue
         explorer.run()
-        if not any(each.good for each in explorer.costed) and explorer.limits.may_shard:
+        if not any(each.prediction.fits for each in explorer.costed) and explorer.limits.may_shard:
             remaining -= clock() - began if clock is not None else 0.0
             explorer = Explorer(model, orders(cluster), one, given, clock, max(remaining, 0.3 * limit_s))
             explorer.run(offload=True)
+        if not any(each.good for each in explorer.costed):
+            # The search looks for what has least of the objective: is there a plan that has least of what is limited?
+            explorer.add(_frugal(model, cluster, one, given, clock, remaining))
         polish(explorer)
         costed += explorer.costed
         impossible += explorer.impossible.values()
@@ -108,6 +112,24 @@ def _search(model: ModelSpec, cluster: ClusterSpec, request: Request, clock: Clo
             else no_fit(model, cluster, request, costed)
         )  # fmt: skip
     return _choice(model, cluster, request, costed, impossible, _together(parts))
+
+
+def _frugal(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    request: Request,
+    given: list[Precision],
+    clock: Clock | None,
+    limit_s: float,
+) -> Costed | None:
+    """The plan with the least of what a limit restricts: price, time, or memory."""
+    if request.budget is None and request.deadline_s is None:
+        return smallest(model, cluster, request)
+    objective: Objective = "cost" if request.budget is not None else "throughput"
+    free = dataclasses.replace(request, objective=objective, budget=None, deadline_s=None)
+    explorer = Explorer(model, orders(cluster), free, given, clock, limit_s)
+    explorer.run()
+    return min((one for one in explorer.costed if one.good), key=lambda one: one.value, default=None)
 
 
 def _with_batch(request: Request, size: int) -> Request:
