@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from runtime.several import Case, on_ranks, once
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -12,6 +11,7 @@ from torch.utils.data import TensorDataset
 import tutti
 from against_one import Subject, assert_agree
 from harness import run_ranks
+from runtime.several import Case, on_ranks, once
 from tutti.errors import PlanError, TuttiError
 from tutti.runtime.context import sequences_of
 from tutti.runtime.evaluate import evaluate

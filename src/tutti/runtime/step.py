@@ -107,7 +107,10 @@ def _pipelined(run: Run, function: LossFunction, share: Share, pieces: list[Any]
 
 
 def _start_sum(run: Run, totals: torch.Tensor) -> Flight | None:
-    """Start to sum the losses over all ranks, and with them what experts have counted in this step's forwards."""
+    """Start to sum the losses over all ranks, and with them one flag a rank for a loss that is not finite and what
+    experts have counted in this step's forwards.
+    """
+    totals[2 + run.world.rank] = ~torch.isfinite(totals[0])
     if run.mixtures:
         copies = run.world.world_size // run.mesh.degree("stage")
         write_tallies(run.model, run.mixtures, totals[2 + run.world.world_size :], copies)
@@ -139,13 +142,11 @@ def _weigh(loss: Any, part: Part, sequence_parts: int) -> Weighted:
 
 
 def _add(totals: torch.Tensor, loss: Weighted, part: Part, run: Run) -> None:
-    """Add one part to (total, count, one flag a rank for a loss that is not finite)."""
+    """Add one part to (total, count)."""
     if part.count:
-        total = loss.total.detach().double()
         count = loss.count.detach() if isinstance(loss.count, torch.Tensor) else loss.count
-        totals[0] += total / run.copies
+        totals[0].add_(loss.total.detach(), alpha=1 / run.copies)
         totals[1] += count / run.copies
-        totals[2 + run.world.rank] += (~torch.isfinite(total)).double()
 
 
 def _judge(run: Run, share: Share, totals: list[float]) -> Outcome:

@@ -167,28 +167,24 @@ class _Watching(TorchFunctionMode):
 
 class _Attributes:
     """Afterwards, `new` has the tensors that a module and its parts have left in plain attributes (a load-balancing
-    loss, say), by module and attribute; the attributes are as they were.
+    loss, say), by module and attribute; all attributes are as they were.
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self._parts = [(f"{name}.{inner}" if inner else name, part) for inner, part in module.named_modules()]
-        self._before: list[dict[str, torch.Tensor]] = []
+        self._before: list[dict[str, Any]] = []
         self.new: dict[Slot, torch.Tensor] = {}
 
     def __enter__(self) -> "_Attributes":
-        self._before = [tensor_attributes(part) for _, part in self._parts]
+        self._before = [dict(vars(part)) for _, part in self._parts]
         return self
 
     def __exit__(self, *problem: object) -> None:
         for (name, part), before in zip(self._parts, self._before, strict=True):
-            for key, tensor in tensor_attributes(part).items():
-                if before.get(key) is tensor:
-                    continue
-                self.new[name, key] = tensor
-                if key in before:
-                    part.__dict__[key] = before[key]
-                else:
-                    del part.__dict__[key]
+            tensors = tensor_attributes(part)
+            self.new |= {(name, key): tensor for key, tensor in tensors.items() if before.get(key) is not tensor}
+            part.__dict__.clear()
+            part.__dict__.update(before)
         self.new = dict(sorted(self.new.items()))  # in one order on all ranks
 
 

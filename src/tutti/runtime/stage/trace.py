@@ -298,7 +298,9 @@ class Recorder(TorchFunctionMode):
         """The program, returning `output`."""
         leaves, spec = flatten(output)
         if ending is not None:
-            values = {slot: self._leaf(tensor, written=False) for slot, tensor in sorted(self.keeping.now.items())}
+            left = sorted(self.keeping.now.items())
+            left = [(slot, tensor) for slot, tensor in left if id(tensor) in self._keys or not is_unknown(tensor)]
+            values = {slot: self._leaf(tensor, written=False) for slot, tensor in left}
             reads = set(values) if ending.reads is None else ending.reads
             self.program.kept = {slot: value for slot, value in values.items() if slot in reads}
             self.program.hidden = {slot: value for slot, value in values.items() if slot not in reads}
