@@ -23,6 +23,7 @@ from tutti.plan import Request, choose
 from tutti.predict import predict
 from tutti.spec import codec
 from tutti.spec.cluster import ClusterSpec
+from tutti.spec.mesh_words import mesh_in_words
 from tutti.spec.model import ModelSpec
 from tutti.spec.plan import Plan
 
@@ -30,7 +31,6 @@ RANK = Path(__file__).with_name("plan_rank.py")
 HOSTS = 2
 MOST_FAILURES = 4
 """Launches of one case that may fail before the rest of its plans is given up."""
-PLANNERS = "the planner's choice"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,8 +142,9 @@ def run_case(case: Case, lab: Lab, folder: Path, sizes: Sizes) -> dict[str, Any]
     """Predict, choose and measure all plans of one case."""
     named = plan_space.plans(case.workload, case.ranks, every_order=sizes.orders > 1)
     best, remarks = chosen(case)
-    name = next((name for name, plan in named.items() if plan == best), PLANNERS if best is not None else None)
-    if best is not None and name is not None:
+    name = None
+    if best is not None:
+        name = next((name for name, plan in named.items() if plan == best), planners_name(best))
         named[name] = best
     found = measure_plans(lab, list(named.values()), case, folder, sizes)
     rows = [
@@ -158,6 +159,14 @@ def run_case(case: Case, lab: Lab, folder: Path, sizes: Sizes) -> dict[str, Any]
         "plans": rows,
         **judged(rows, name),
     }
+
+
+def planners_name(plan: Plan) -> str:
+    """A name for a plan that only the planner thought of."""
+    schedule = f" {plan.pipeline.schedule}" if plan.degree("stage") > 1 else ""
+    level = f" level {plan.sharding.level}" if plan.degree("shard") > 1 else ""
+    slices = plan.batch.num_microbatches
+    return f"planner's: {mesh_in_words(plan.mesh)}{schedule}{level}, {slices} microbatch{'es' if slices > 1 else ''}"
 
 
 def measure_plans(lab: Lab, plans: Sequence[Plan], case: Case, folder: Path, sizes: Sizes) -> list[dict[str, Any]]:
