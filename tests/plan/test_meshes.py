@@ -58,7 +58,7 @@ def test_the_search_finds_what_trying_everything_finds(memory: int) -> None:
 
 def test_what_is_left_is_never_better_by_more_than_the_gap() -> None:
     ticks = iter(range(10**6))
-    model, machines, request = gpt(6), cards(2, 4), ask(32)
+    model, machines, request = gpt(4), cards(2, 2), ask(16)
     choice = choose(model, machines, request, clock=lambda: float(next(ticks)), limit_s=60.0)
     assert choice.coverage is not None
     assert choice.coverage.left > 0
@@ -131,24 +131,24 @@ def test_objectives_choose_what_has_least_of_them() -> None:
 
 
 def test_limits_are_kept_and_what_breaks_them_is_said() -> None:
-    model = gpt(4)
+    model = gpt(2)
     machines = cards(1, 4, price_per_device_hour=2.0)
-    fast = choose(model, machines, ask(64, train_samples=64_000.0))
-    cheap = choose(model, machines, ask(64, train_samples=64_000.0, objective="cost"))
+    fast = choose(model, machines, ask(16, train_samples=16_000.0))
+    cheap = choose(model, machines, ask(16, train_samples=16_000.0, objective="cost"))
     assert fast.totals is not None
     assert cheap.totals is not None
     budget = 1.001 * (cheap.totals.cost or 0.0)
     assert budget < (fast.totals.cost or 0.0)
-    thrifty = choose(model, machines, ask(64, train_samples=64_000.0, budget=budget))
+    thrifty = choose(model, machines, ask(16, train_samples=16_000.0, budget=budget))
     assert thrifty.totals is not None
     assert (thrifty.totals.cost or 0.0) <= budget
     assert any("not allowed: costs" in row.reason for row in rows(thrifty))
     with pytest.raises(PlanError, match=r"no plan keeps the limits: .*the deadline is"):
-        choose(model, machines, ask(64, train_samples=64_000.0, deadline_s=1e-3))
+        choose(model, machines, ask(16, train_samples=16_000.0, deadline_s=1e-3))
     with pytest.raises(PlanError, match="whose length is unknown"):
-        choose(model, machines, ask(64, budget=1.0))
+        choose(model, machines, ask(16, budget=1.0))
     with pytest.raises(PlanError, match="no power_w"):
-        choose(model, machines, ask(64, objective="energy"))
+        choose(model, machines, ask(16, objective="energy"))
 
 
 def test_time_to_quality_may_change_the_batch_and_says_so() -> None:

@@ -29,7 +29,7 @@ from tutti.spec.words import Precision
 
 Clock = Callable[[], float]
 
-_CHUNK = 1500
+_CHUNK = 800
 """Meshes whose variants are made at once."""
 
 _AT_ONCE = 12
@@ -229,7 +229,7 @@ class Explorer:
                 continue
             simple = np.flatnonzero((lane.shapes.data[rows] == world) | (world == 1))
             step = max(1, len(rows) // _CHUNK)
-            picked = np.unique(np.concatenate([np.arange(0, len(rows), step)[:_CHUNK], simple[:_CHUNK]]))
+            picked = np.unique(np.concatenate([np.arange(0, len(rows), step)[:_CHUNK], simple[: _CHUNK // 4]]))
             self._make(lane, rows[picked], offload=offload)
             lane.waiting = np.delete(rows, picked)
             for number, row in enumerate(_best_of_families(lane.pool, self._lessons)):
