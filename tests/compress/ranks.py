@@ -123,8 +123,8 @@ def bytes_sent(numel: int) -> dict[str, tuple[int, int, int]]:
         before = sent_nbytes()
         for _ in range(4):
             exchange.run(flat.clone())
+        dist.barrier()  # what waits in a socket's buffer has not been sent
         after = sent_nbytes()
-        dist.barrier()
         found[name] = (
             4 * getattr(exchange, "step_nbytes", counted),
             exchange.wire.sent_nbytes - counted,

@@ -5,7 +5,7 @@ once; when it issues a collective depends on the calls made to it and on nothing
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,9 @@ from torch import Tensor
 
 from tutti.compress.state import State
 from tutti.errors import CheckpointError
+
+# torch 2.13 has a new name for it, and warns of the old one.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 Rounds = Generator[list[Any], None, None]
 """Yields the works that must be over before it goes on."""
@@ -45,7 +48,7 @@ class Wire:
             received.copy_(sent)
             return None
         self.sent_nbytes += (self.size - 1) * sent.numel() * sent.element_size()
-        return dist.all_gather_into_tensor(received, sent, group=self.group, async_op=True)
+        return _all_gather(received, sent, group=self.group, async_op=True)
 
     def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Any:
         """In place; counted as a ring sends it."""
