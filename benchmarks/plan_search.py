@@ -1,7 +1,7 @@
 """How long a search for the best plan takes: large uniform clusters, mixed ones, a mixture of experts on mixed devices.
 
 No device is used: clusters are written down from data sheets, models by name. Wall and CPU seconds are of a whole
-search, under the limits that `tutti plan` sets; the target is under 10 s for equal devices and under 60 s for mixed ones, on 2 cores.
+search, under the limits that `tutti plan` sets; targets are 10 s for equal devices and 60 s for mixed ones, on 2 cores.
 """
 
 import time
