@@ -10,7 +10,7 @@ _BYTES = {"": 1.0, "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib":
 _SECONDS = {"": 1.0, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-class Quantity(click.ParamType):
+class Quantity(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click only
     """A number with a unit of a table; the value is in the table's base unit."""
 
     def __init__(self, name: str, units: dict[str, float], example: str) -> None:
