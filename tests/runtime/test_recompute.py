@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 from against_one import Subject, assert_agree, on_many, on_one
 from tutti.errors import PlanError
-from tutti.runtime.batchnorm import BatchScope
+from tutti.runtime.batchnorm import BatchScope, share_statistics
 from tutti.runtime.chunks import apply_chunks
 from tutti.runtime.recompute import apply_recompute
 from tutti.spec.plan import LayoutRule
@@ -107,3 +107,29 @@ def test_chunks_of_a_module_with_batch_statistics_are_refused() -> None:
     model = nn.ModuleDict({"conv": nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))})
     with pytest.raises(PlanError, match=r"chunks = 2 for module 'conv', but 'conv.1' normalises over the batch"):
         apply_chunks(model, (LayoutRule(modules="conv", chunks=2),))
+
+
+def normed() -> nn.Module:
+    """A residual block as ResNets have it, twice."""
+    blocks = [nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 3, 1),
+                            nn.BatchNorm2d(3, track_running_stats=False)) for _ in range(2)]  # fmt: skip
+    return nn.Sequential(*blocks).double()
+
+
+@pytest.mark.parametrize("how", [True, "selective"])
+def test_blocks_with_batch_norms_are_recomputed_on_one_rank(how: bool | str) -> None:
+    """Their statistics are taken once, their running statistics move once."""
+    torch.manual_seed(0)
+    plain, again = normed(), normed()
+    again.load_state_dict(plain.state_dict())
+    scope = BatchScope()
+    assert apply_recompute(again, (LayoutRule(modules="?", recompute=how),), scope) == ["0", "1"]  # type: ignore[arg-type]
+    share_statistics(again, scope)
+    x = torch.randn(4, 3, 5, 5, dtype=torch.float64)
+    for model in (plain, again):
+        for part in x.split(2):  # as two microbatches do
+            model(part).square().sum().backward()
+    for one, other in zip(plain.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name]), name

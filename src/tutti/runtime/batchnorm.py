@@ -75,6 +75,8 @@ class GlobalForward:
         if not batch_statistics or (scope.world_size == 1 and not scope.recomputing):
             return type(module).forward(module, input)
         module._check_input_dim(input)  # type: ignore[no-untyped-call]
+        if scope.world_size == 1:
+            return _again(module, input)
         work = input.float() if input.dtype in (torch.bfloat16, torch.float16) else input
         mean, variance, count = _global_statistics(work.detach(), scope)
         if module.training and module.track_running_stats and not scope.recomputing:
@@ -84,6 +86,13 @@ class GlobalForward:
             work, weight, bias, mean, variance, count, module.eps, scope
         )
         return output.to(input.dtype)  # type: ignore[no-any-return]
+
+
+def _again(module: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
+    """The plain forward once more; with momentum 0, because checkpoint wants the same operator, not another one."""
+    tracked = module.track_running_stats
+    mean, var = (module.running_mean, module.running_var) if tracked else (None, None)
+    return F.batch_norm(input, mean, var, module.weight, module.bias, True, 0.0, module.eps)
 
 
 def _global_statistics(input: torch.Tensor, scope: BatchScope) -> tuple[torch.Tensor, torch.Tensor, float]:
