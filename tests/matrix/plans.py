@@ -169,6 +169,7 @@ def _stages() -> list[Column]:
             fields=_stage("1f1b"),
             microbatches=4,
             recompute=True,
+            quick=("ResNet, 12 channels",),
         ),
         Column(
             name="stage 2, bf16",
@@ -226,7 +227,7 @@ def _pairs() -> list[Column]:
         _two("shard", "context"),
         _two("shard", "expert"),
         _two("shard", "space"),
-        _two("shard", "table"),
+        _two("shard", "table", ("DLRM",)),
         _two("expert", "split"),
         _two("expert", "stage"),
         _two("split", "stage", ("T5",)),

@@ -27,6 +27,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2, help="cells at a time")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds for a cell")
     parser.add_argument("--json", type=Path, help="write the cells here")
+    parser.add_argument("--merge", type=Path, help="cells of an earlier run (its --json) that stay where not made now")
     parser.add_argument("--page", type=Path, help="write the page here")
     parser.add_argument("--list", action="store_true", help="names of rows and columns, and nothing else")
     return parser.parse_args()
@@ -43,6 +44,14 @@ def wanted(only: str, quick: bool) -> list[tuple[Family, Column]]:
         for row in rows
         if not quick or row.name in column.quick
     ]
+
+
+def merged(earlier: Path, made: list[Cell], seconds: float) -> tuple[list[Cell], float]:
+    """The cells of an earlier run with those made now in their places, and the seconds of both."""
+    before = json.loads(earlier.read_text())
+    new = {(cell.family, cell.plan): cell for cell in made}
+    old = [Cell(**cell) for cell in before["cells"]]
+    return [new.pop((cell.family, cell.plan), cell) for cell in old] + list(new.values()), before["seconds"] + seconds
 
 
 def main() -> int:
@@ -62,7 +71,10 @@ def main() -> int:
 
     with tempfile.TemporaryDirectory(prefix="tutti-matrix-") as folder:
         results = Runner(Path(folder), args.limit).run(cells, args.jobs, say)
-    summary = facts(time.time() - started, results)
+    seconds = time.time() - started
+    if args.merge:
+        results, seconds = merged(args.merge, results, seconds)
+    summary = facts(seconds, results)
     if args.json:
         args.json.write_text(json.dumps({**summary, "cells": [cell.json() for cell in results]}, indent=1) + "\n")
     if args.page:

@@ -1,5 +1,6 @@
 """Blocks: the parts of a model whose parameters are gathered together."""
 
+from collections import defaultdict
 from collections.abc import Iterator
 
 import torch
@@ -12,6 +13,9 @@ from tutti.runtime.shard.unit import Pack, Place, Unit
 from tutti.spec.words import AxisName
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList)
+
+Loads = defaultdict[tuple[AxisName, ...], list[int]]
+"""Elements that every shard rank has so far, by the axes over which their gradients are summed besides."""
 
 
 def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -40,7 +44,10 @@ def make_units(
             _check_dense(name, places)
             homes = {home.get(module, 0) for module, _ in places}
             members[homes.pop() if len(homes) == 1 else 0][name] = places
-    loads, rooms = [0] * layout.mesh.degree("shard"), Rooms()
+    degree = layout.mesh.degree("shard")
+    # for each set of other axes, whose ranks must cut alike: what else they hold (tables, experts) may differ
+    loads: Loads = defaultdict(lambda: [0] * degree)
+    rooms = Rooms()
     units = [Unit(name="", packs=_packs(members[0], layout, device, loads, rooms))]
     of_block = {}
     for (name, block), inside in zip(blocks, members[1:], strict=True):
@@ -81,7 +88,7 @@ def _places(model: nn.Module) -> dict[str, list[Place]]:
 
 
 def _packs(
-    members: dict[str, list[Place]], layout: Layout, device: torch.device | None, loads: list[int], rooms: Rooms
+    members: dict[str, list[Place]], layout: Layout, device: torch.device | None, loads: Loads, rooms: Rooms
 ) -> list[Pack]:
     mesh = layout.mesh
     kinds: dict[tuple[torch.dtype, tuple[AxisName, ...]], list[tuple[str, list[Place]]]] = {}
@@ -91,7 +98,7 @@ def _packs(
         kinds.setdefault((getattr(*places[0]).dtype, others), []).append((name, places))
     packs = []
     for (_, others), named in kinds.items():
-        pack = Pack(named, loads=loads, rooms=rooms, rank=mesh.index("shard"), others=others, home=device)
+        pack = Pack(named, loads=loads[others], rooms=rooms, rank=mesh.index("shard"), others=others, home=device)
         for one, piece in zip(pack.parameters, pack.mine, strict=True):
             layout.cut(one.name, piece.dim, *([(piece.start, piece.stop)] if piece.numel else []))
             layout.sum_over(one.name, ())
