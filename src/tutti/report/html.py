@@ -11,8 +11,9 @@ import jinja2
 from tutti.report.boxes import boxes
 from tutti.report.communication import exposed_phases
 from tutti.report.comparability import labels
-from tutti.report.plots import MOST_RANKS, Plot, checks_plot, communication_plot, curve_plot, memory_plot, stacked_plot
+from tutti.report.plots import MOST_RANKS, checks_plot, communication_plot, curve_plot, memory_plot, stacked_plot
 from tutti.report.rules import REQUIRED, TITLES
+from tutti.report.svg import Plot
 from tutti.report.timing import seen
 from tutti.report.words import (
     CARRIED,

@@ -1,119 +1,21 @@
-"""Figures as SVG text to stand inside the page: colours are CSS variables, text is text, nothing is fetched.
+"""The figures of the page: what was learned, where the time went, what was exchanged, how good the prediction was.
 
 Measured is drawn solid, predicted dashed or hatched, everywhere.
 """
 
-import io
-import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Sequence
 
-import matplotlib as mpl
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator
 
+from tutti.report.svg import INK, MUTED, PAPER, PHASE_COLOURS, SERIES, Plot, inline, new_figure, rows, segment, styled
 from tutti.report.timing import PHASES
 from tutti.report.words import CARRIED, PHASE_NAMES, duration, number, quality_text, significant
 from tutti.spec.prediction import Phase
 from tutti.spec.report import CommunicationReport, Curve, Quantity, RunReport, Split
 
-# Stand-in colours that no figure uses otherwise; `_inline` turns them into the page's variables, light or dark.
-INK, MUTED, GRID, PAPER = "#010101", "#020202", "#030303", "#040404"
-SERIES = tuple(f"#0500{i:02x}" for i in range(8))
-PHASE_COLOURS: dict[Phase, str] = {phase: f"#0600{i:02x}" for i, phase in enumerate(PHASES)}
-_VARIABLES = {
-    INK: "--ink",
-    MUTED: "--muted",
-    GRID: "--grid",
-    PAPER: "--card",
-    **{colour: f"--series-{i}" for i, colour in enumerate(SERIES)},
-    **{colour: f"--phase-{i}" for i, colour in enumerate(PHASE_COLOURS.values())},
-}
 SPLIT_COLOURS: dict[Split, int] = {"train": 0, "test": 1, "validation": 2, "other": 3}
 MOST_RANKS = 12
-_STYLE: Any = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "tutti",
-    "font.size": 12,
-    "axes.titlesize": 11,
-    "text.color": INK,
-    "axes.labelcolor": MUTED,
-    "axes.edgecolor": GRID,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.spines.left": False,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "grid.color": GRID,
-    "grid.linewidth": 0.8,
-    "axes.axisbelow": True,
-    "axes.facecolor": "none",
-    "figure.facecolor": "none",
-    "xtick.major.size": 3,
-    "ytick.major.size": 0,
-    "hatch.linewidth": 1.4,
-    "lines.solid_capstyle": "round",
-    "legend.frameon": False,
-    "legend.fontsize": 12,
-    "axes.unicode_minus": True,
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plot:
-    """A figure for the page: its title, one line below it, SVG text, and the same in words for who cannot see it."""
-
-    title: str
-    note: str
-    svg: str
-    words: str
-    wide: bool = False
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _styled(function: Callable[P, R]) -> Callable[P, R]:
-    """Draw in the page's style, and leave the caller's as it was."""
-
-    @wraps(function)
-    def draw(*args: P.args, **kwargs: P.kwargs) -> R:
-        with mpl.rc_context(_STYLE):
-            return function(*args, **kwargs)
-
-    return draw
-
-
-def _figure(width: float, height: float) -> tuple[Figure, Axes]:
-    """An empty figure in page pixels / 72, so that its letters are as large as the page's."""
-    figure = Figure(figsize=(width, height), dpi=72, layout="constrained")
-    return figure, figure.add_subplot()
-
-
-def _inline(figure: Figure, name: str, words: str) -> str:
-    """The figure's SVG with page colours and fonts, unique ids and no reference to anything outside."""
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r' xmlns(:xlink)?="[^"]*"', "", text).replace("xlink:href", "href")
-    text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
-    for colour, variable in _VARIABLES.items():
-        text = text.replace(colour, f"var({variable})")
-    text = re.sub(
-        r"font(?:-family)?: (?:(\d[\d.]*px) )?'[^;\"]*;?", lambda m: f"font-size: {m[1]};" if m[1] else "", text
-    )
-    label = words.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
-    head, rest = text.split(">", 1)
-    head = re.sub(r' (width|height)="[^"]*"', "", head)  # the viewBox stays; the page sets the size
-    return f'{head} role="img" aria-label="{label}">{rest}'
 
 
 def _label_seconds(axes: Axes, axis: str = "x") -> None:
@@ -147,7 +49,7 @@ def _draw(axes: Axes, curve: Curve, over: str, colour: str, label: str) -> None:
         axes.plot(x, curve.values, color=colour, linewidth=1.8, marker=marker, markersize=4, label=label)
 
 
-@_styled
+@styled
 def curve_plot(
     curves: Sequence[tuple[Curve, str]],
     *,
@@ -163,7 +65,7 @@ def curve_plot(
     """
     if not any(curve.values for curve, _ in curves):
         return None
-    figure, axes = _figure(6.9, 3.7)
+    figure, axes = new_figure(6.9, 3.7)
     for i, (curve, label) in enumerate(curves):
         _draw(axes, curve, over, SERIES[i % len(SERIES) if by_run else SPLIT_COLOURS[curve.split]], label)
     if target is not None:
@@ -196,7 +98,7 @@ def curve_plot(
     note = next((curve.note for curve, _ in curves if curve.note), "") or "measured"
     if any(len(curve.values) > 60 for curve, _ in curves):
         note += "; pale: as recorded, full: running mean"
-    return Plot(title=title, note=note, svg=_inline(figure, name, words), words=words)
+    return Plot(title=title, note=note, svg=inline(figure, name, words), words=words)
 
 
 def _thousands(value: float) -> str:
@@ -208,7 +110,7 @@ def _thousands(value: float) -> str:
 Bars = Sequence[tuple[str, dict[Phase, Quantity]]]
 
 
-@_styled
+@styled
 def stacked_plot(
     bars: Bars,
     *,
@@ -230,13 +132,13 @@ def stacked_plot(
     gap = wall - totals[0] if wall is not None and wall - totals[0] > 0.005 * wall else 0.0
     longest = max(totals) + gap
     factor, shown_unit = (1e3, unit.replace("(s)", "(ms)")) if longest < 1 else (1.0, unit)
-    figure, axes = _figure(14.2, 1.3 + 0.52 * len(bars))
+    figure, axes = new_figure(14.2, 1.3 + 0.52 * len(bars))
     used = [phase for phase in PHASES if any((parts.get(phase, _ZERO).value or 0) > 0 for _, parts in bars)]
     for row, (_, parts) in enumerate(bars):
         left = 0.0
         for phase in used:
             seconds = float(parts.get(phase, _ZERO).value or 0)
-            _segment(axes, row, left * factor, seconds * factor, PHASE_COLOURS[phase], row in hatched)
+            segment(axes, row, left * factor, seconds * factor, PHASE_COLOURS[phase], row in hatched)
             if seconds > 0.055 * longest and row not in hatched:
                 share = seconds / (totals[row] + gap)
                 axes.text((left + seconds / 2) * factor, row, f"{share:.0%}", ha="center", va="center", color=PAPER,
@@ -248,12 +150,8 @@ def stacked_plot(
             )
             left += gap
         axes.text(left * factor + longest * factor * 0.008, row, duration(left), va="center", fontsize=12, color=INK)
-    axes.set_yticks(range(len(bars)), [label for label, _ in bars])
-    axes.tick_params(axis="y", labelcolor=INK)
-    axes.set_ylim(len(bars) - 0.45, -0.55)
+    rows(axes, [label for label, _ in bars])
     axes.set_xlim(0, longest * factor * 1.1)
-    axes.grid(visible=True, axis="x", color=GRID)
-    axes.grid(visible=False, axis="y")
     axes.set_xlabel(shown_unit)
     for phase in used:
         axes.bar(0, 0, color=PHASE_COLOURS[phase], label=PHASE_NAMES[phase])
@@ -261,24 +159,17 @@ def stacked_plot(
         axes.bar(0, 0, facecolor="none", edgecolor=MUTED, label="in no phase")
     figure.legend(loc="outside upper left", ncols=len(used) + 1, handlelength=0.9, handleheight=0.9, columnspacing=1.4)
     words = f"{title}. " + " ".join(f"{label}: {_parts_in_words(parts)}." for label, parts in bars)
-    return Plot(title=title, note=note, svg=_inline(figure, name, words), words=words, wide=True)
+    return Plot(title=title, note=note, svg=inline(figure, name, words), words=words, wide=True)
 
 
 _ZERO = Quantity()
-
-
-def _segment(axes: Axes, row: int, left: float, width: float, colour: str, hatched: bool) -> None:
-    if hatched:
-        axes.barh(row, width, left=left, height=0.62, facecolor="none", edgecolor=colour, hatch="////", linewidth=1)
-    else:
-        axes.barh(row, width, left=left, height=0.62, color=colour, edgecolor=PAPER, linewidth=0.8)
 
 
 def _parts_in_words(parts: dict[Phase, Quantity]) -> str:
     return ", ".join(f"{PHASE_NAMES[p]} {duration(q.value)}" for p, q in parts.items() if q.value)
 
 
-@_styled
+@styled
 def communication_plot(report: RunReport) -> Plot | None:
     """Seconds under way in a step by what was exchanged: exposed ones solid, hidden ones as an outline."""
     longest = max((_took(one) for one in report.communication), default=0.0)
@@ -287,21 +178,17 @@ def communication_plot(report: RunReport) -> Plot | None:
     if not lanes:
         return None
     factor, unit = (1e3, "ms") if longest < 1 else (1.0, "s")
-    figure, axes = _figure(14.2, 1.3 + 0.52 * len(lanes))
+    figure, axes = new_figure(14.2, 1.3 + 0.52 * len(lanes))
     waited = PHASE_COLOURS["exposed_communication"]
     for row, one in enumerate(lanes):
         exposed, total = float(one.exposed.value or 0), _took(one)
         axes.barh(row, total * factor, height=0.62, facecolor="none", edgecolor=waited, linewidth=1.2)
-        _segment(axes, row, 0, exposed * factor, waited, hatched=False)
+        segment(axes, row, 0, exposed * factor, waited, hatched=False)
         share = "" if one.hidden.value is None else f", {one.hidden.value:.0%} hidden".replace("%", " %")
         axes.text((total + 0.008 * longest) * factor, row, f"{duration(total)}{share}", va="center", color=INK)
     names = [f"{one.axes.replace('+', ' and ')}: {CARRIED[one.carried]}" for one in lanes]
-    axes.set_yticks(range(len(lanes)), names)
-    axes.tick_params(axis="y", labelcolor=INK)
-    axes.set_ylim(len(lanes) - 0.45, -0.55)
+    rows(axes, names)
     axes.set_xlim(0, longest * factor * 1.25)
-    axes.grid(visible=True, axis="x", color=GRID)
-    axes.grid(visible=False, axis="y")
     axes.set_xlabel(f"time under way in a step ({unit})")
     axes.bar(0, 0, color=waited, label="exposed: rank 0 waited")
     axes.bar(0, 0, facecolor="none", edgecolor=waited, label="hidden behind compute")
@@ -313,7 +200,7 @@ def communication_plot(report: RunReport) -> Plot | None:
     return Plot(
         title="Exposed and hidden communication",
         note="measured on rank 0, median of the steady steps",
-        svg=_inline(figure, "communication", words),
+        svg=inline(figure, "communication", words),
         words=words,
         wide=True,
     )
@@ -323,13 +210,13 @@ def _took(one: CommunicationReport) -> float:
     return max(float(one.under_way.value or 0), float(one.exposed.value or 0))
 
 
-@_styled
+@styled
 def checks_plot(report: RunReport) -> Plot | None:
     """Predicted over measured for every pair, with the predicted interval; 100 % is right."""
     pairs = [c for c in report.checks if c.predicted.value and c.measured.value]
     if not pairs:
         return None
-    figure, axes = _figure(6.9, 1.2 + 0.46 * len(pairs))
+    figure, axes = new_figure(6.9, 1.2 + 0.46 * len(pairs))
     axes.axvline(100, color=INK, linewidth=1.6)
     for row, check in enumerate(pairs):
         truth = float(check.measured.value or 1)
@@ -341,9 +228,7 @@ def checks_plot(report: RunReport) -> Plot | None:
         axes.plot(
             [centre], [row], "o", markersize=8, markerfacecolor=PAPER, markeredgecolor=SERIES[0], markeredgewidth=2
         )
-    axes.set_yticks(range(len(pairs)), [check.name for check in pairs])
-    axes.tick_params(axis="y", labelcolor=INK)
-    axes.set_ylim(len(pairs) - 0.4, -0.6)
+    rows(axes, [check.name for check in pairs])
     low, high = axes.get_xlim()
     smallest = min(100 * float(c.predicted.low or c.predicted.value or 1) / float(c.measured.value or 1) for c in pairs)
     if low < 25 or high > 250:  # far off: a ratio of 1/8 and one of 8 are equally far
@@ -354,8 +239,6 @@ def checks_plot(report: RunReport) -> Plot | None:
         axes.set_xlim(1e4 / edge, edge)
     else:
         axes.set_xlim(min(low, 60), max(high, 140))
-    axes.grid(visible=True, axis="x", color=GRID)
-    axes.grid(visible=False, axis="y")
     axes.set_xlabel("predicted, in % of measured")
     words = "Predicted in percent of measured. " + " ".join(
         f"{c.name}: predicted {number(c.predicted.value or 0, c.predicted.unit)}, "
@@ -363,31 +246,27 @@ def checks_plot(report: RunReport) -> Plot | None:
         for c in pairs
     )
     note = "circle: predicted; dashed: its interval; solid line: measured"
-    return Plot(title="How good the prediction was", note=note, svg=_inline(figure, "checks", words), words=words)
+    return Plot(title="How good the prediction was", note=note, svg=inline(figure, "checks", words), words=words)
 
 
-@_styled
+@styled
 def memory_plot(report: RunReport) -> Plot | None:
     """Peak memory by rank, solid; the predicted peak by what holds it, hatched."""
     ranks = [rank for rank in report.ranks if rank.peak_memory.value][:MOST_RANKS]
     guess = {name: q for name, q in report.predicted_memory.items() if q.value}
     if not ranks and not guess:
         return None
-    figure, axes = _figure(6.9, 1.2 + 0.46 * (len(ranks) + bool(guess)))
+    figure, axes = new_figure(6.9, 1.2 + 0.46 * (len(ranks) + bool(guess)))
     biggest = max([float(r.peak_memory.value or 0) for r in ranks] + [sum(float(q.value or 0) for q in guess.values())])
     factor, unit = next((f, u) for f, u in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")) if biggest >= f or f == 1)
     left = 0.0
     for i, quantity in enumerate(guess.values()):
-        _segment(axes, 0, left / factor, float(quantity.value or 0) / factor, SERIES[i % len(SERIES)], hatched=True)
+        segment(axes, 0, left / factor, float(quantity.value or 0) / factor, SERIES[i % len(SERIES)], hatched=True)
         left += float(quantity.value or 0)
     shift = int(bool(guess))
     for row, rank in enumerate(ranks, start=shift):
-        _segment(axes, row, 0, float(rank.peak_memory.value or 0) / factor, SERIES[0], hatched=False)
-    axes.set_yticks(range(len(ranks) + shift), ["predicted"] * shift + [f"rank {rank.rank}" for rank in ranks])
-    axes.tick_params(axis="y", labelcolor=INK)
-    axes.set_ylim(len(ranks) + shift - 0.4, -0.6)
-    axes.grid(visible=True, axis="x", color=GRID)
-    axes.grid(visible=False, axis="y")
+        segment(axes, row, 0, float(rank.peak_memory.value or 0) / factor, SERIES[0], hatched=False)
+    rows(axes, ["predicted"] * shift + [f"rank {rank.rank}" for rank in ranks])
     axes.set_xlabel(f"peak memory ({unit})")
     for i, held in enumerate(guess):
         axes.bar(0, 0, facecolor="none", edgecolor=SERIES[i % len(SERIES)], hatch="////", label=held)
@@ -397,4 +276,4 @@ def memory_plot(report: RunReport) -> Plot | None:
     words = "Peak memory. " + (f"Predicted: {parts}. " if guess else "")
     words += " ".join(f"Rank {r.rank}: {number(r.peak_memory.value or 0, 'B')}." for r in ranks)
     note = "solid: measured; hatched: predicted, by what holds it" if guess else "measured"
-    return Plot(title="Memory of a rank", note=note, svg=_inline(figure, "memory", words), words=words)
+    return Plot(title="Memory of a rank", note=note, svg=inline(figure, "memory", words), words=words)
