@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,15 +15,32 @@ FIRST_NBYTES = 2**20
 """The first bucket closes at this size, so that the link is busy early in backward."""
 
 
+class Summing(Protocol):
+    """How the buckets of a group are summed over its ranks; all ranks start them in the same order."""
+
+    def start(self, bucket: "Bucket") -> Flight:
+        """Begin to sum `bucket.flat` in place; the sums are there when the flight has been waited for."""
+
+
+class AllReduce:
+    """The process group's own all-reduce."""
+
+    def start(self, bucket: "Bucket") -> Flight:
+        group = bucket.group
+        work = dist.all_reduce(bucket.flat, group=group.handle, async_op=True)
+        return group.lane.start([work], bucket.sent_nbytes)
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """The ranks over which a gradient is summed. `handle`: their process group, None for all ranks; `lane`: where the
-    sums are counted.
+    sums are counted; `summing`: how.
     """
 
     handle: Any
     size: int
     lane: Lane = field(default_factory=lone_lane, compare=False)
+    summing: Summing = field(default_factory=AllReduce, compare=False)
 
 
 class Bucket:
@@ -80,9 +97,8 @@ class Bucket:
         self.missing = 0
 
     def launch(self) -> None:
-        """Start the all-reduce."""
-        work = dist.all_reduce(self.flat, group=self.group.handle, async_op=True)
-        self.work = self.group.lane.start([work], self.sent_nbytes)
+        """Start the sum."""
+        self.work = self.group.summing.start(self)
 
     def wait(self) -> None:
         """Wait for the sums; a parameter that no rank used keeps None for a gradient."""
