@@ -1,6 +1,5 @@
 """Blocks: the parts of a model whose parameters are gathered together."""
 
-from collections import defaultdict
 from collections.abc import Iterator
 
 import torch
@@ -8,14 +7,12 @@ from torch import nn
 
 from tutti.errors import PlanError
 from tutti.runtime.layout import Layout
+from tutti.runtime.shard.pieces import Loads
 from tutti.runtime.shard.rooms import Rooms
 from tutti.runtime.shard.unit import Pack, Place, Unit
 from tutti.spec.words import AxisName
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList)
-
-Loads = defaultdict[tuple[AxisName, ...], list[int]]
-"""Elements that every shard rank has so far, by the axes over which their gradients are summed besides."""
 
 
 def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -44,10 +41,7 @@ def make_units(
             _check_dense(name, places)
             homes = {home.get(module, 0) for module, _ in places}
             members[homes.pop() if len(homes) == 1 else 0][name] = places
-    degree = layout.mesh.degree("shard")
-    # for each set of other axes, whose ranks must cut alike: what else they hold (tables, experts) may differ
-    loads: Loads = defaultdict(lambda: [0] * degree)
-    rooms = Rooms()
+    loads, rooms = Loads(layout.mesh), Rooms()
     units = [Unit(name="", packs=_packs(members[0], layout, device, loads, rooms))]
     of_block = {}
     for (name, block), inside in zip(blocks, members[1:], strict=True):
@@ -90,15 +84,14 @@ def _places(model: nn.Module) -> dict[str, list[Place]]:
 def _packs(
     members: dict[str, list[Place]], layout: Layout, device: torch.device | None, loads: Loads, rooms: Rooms
 ) -> list[Pack]:
-    mesh = layout.mesh
     kinds: dict[tuple[torch.dtype, tuple[AxisName, ...]], list[tuple[str, list[Place]]]] = {}
     for name, places in members.items():
-        sums = layout.of_name(name).sums
-        others: tuple[AxisName, ...] = tuple(axis for axis in mesh.degrees if axis in sums and axis != "shard")
+        others = loads.others(layout.of_name(name).sums)
         kinds.setdefault((getattr(*places[0]).dtype, others), []).append((name, places))
     packs = []
     for (_, others), named in kinds.items():
-        pack = Pack(named, loads=loads[others], rooms=rooms, rank=mesh.index("shard"), others=others, home=device)
+        rank = layout.mesh.index("shard")
+        pack = Pack(named, loads=loads.beside(others), rooms=rooms, rank=rank, others=others, home=device)
         for one, piece in zip(pack.parameters, pack.mine, strict=True):
             layout.cut(one.name, piece.dim, *([(piece.start, piece.stop)] if piece.numel else []))
             layout.sum_over(one.name, ())

@@ -1,13 +1,35 @@
 """How tensors are divided among ranks: ranges along one dim of each, laid behind one another in a segment a rank."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 
+from tutti.runtime.mesh import Mesh
+from tutti.spec.words import AxisName
+
 Bounds = tuple[int, tuple[int, ...]]
 """(dim, degree + 1 boundaries along it)."""
+
+
+class Loads:
+    """Elements that every rank of `shard` has so far, to be added to (see even_bounds). Counted apart for each set of
+    other axes over which gradients are summed: their ranks must cut alike, whatever else they hold (tables, experts).
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._counts: dict[tuple[AxisName, ...], list[int]] = {}
+
+    def others(self, sums: Iterable[AxisName]) -> tuple[AxisName, ...]:
+        """The mesh's axes among `sums`, without `shard`."""
+        wanted = {axis for axis in sums if axis != "shard"}
+        return tuple(axis for axis in self._mesh.degrees if axis in wanted)
+
+    def beside(self, sums: Iterable[AxisName]) -> list[int]:
+        """The counts for parameters whose gradients are summed over `sums`."""
+        return self._counts.setdefault(self.others(sums), [0] * self._mesh.degree("shard"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ parameters, spread so that ranks have about as much. Parameters and gradients st
 optimizer's step the parts are exchanged. Checkpoints find the parts by `layout.state_of` and `layout.states.stand_ins`.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from tutti.runtime.layout import Layout
 from tutti.runtime.shard.elementwise import is_elementwise
 from tutti.runtime.shard.exchange import Exchange, gather
-from tutti.runtime.shard.pieces import Piece, Pieces, even_bounds
+from tutti.runtime.shard.pieces import Loads, Piece, Pieces, even_bounds
 from tutti.runtime.shard.shards import Shards
 from tutti.runtime.traffic import Flight
 from tutti.spec.plan import Sharding
@@ -79,7 +79,7 @@ class States(Shards):
         self._ranks = layout.mesh.ranks("shard")
         self._group = layout.mesh.new_group("shard")
         self._lane = layout.lane("parameters", "shard")
-        self._loads = [0] * self._degree
+        self._loads = Loads(layout.mesh)
         self._divided: dict[Optimizer, Divided] = {}
         self._sent_nbytes = 0
 
@@ -119,8 +119,9 @@ class States(Shards):
         may_cut = is_elementwise(optimizer)
         cut = [p for p in everything if may_cut and p.dim() and p.numel() and p not in sparse]
         whole = [p for p in everything if p not in set(cut) and (p.dim() or not may_cut)]
-        buckets = [(some, self._pieces(some)) for some in _buckets(cut)]
-        owned = self._spread(whole)
+        loads = {p: self._loads.beside(self._layout.of_name(names[p]).sums) for p in everything}
+        buckets = [(some, self._pieces(some, loads)) for some in _buckets(cut)]
+        owned = _spread(whole, loads)
         mine = [(some, pieces.ranks[self._rank]) for some, pieces in buckets]
         parts = [self._part(p, piece) for some, ours in mine for p, piece in zip(some, ours, strict=True)]
         parts += [self._part(p, None) for p, owner in owned if owner == self._rank]
@@ -150,17 +151,9 @@ class States(Shards):
             self._layout.states.stand_ins[part.own] = name
             self._layout.states.loaded.append(part.follow)
 
-    def _pieces(self, parameters: list[nn.Parameter]) -> Pieces:
-        bounds = [even_bounds(p.shape, self._loads) for p in parameters]
+    def _pieces(self, parameters: list[nn.Parameter], loads: Mapping[nn.Parameter, list[int]]) -> Pieces:
+        bounds = [even_bounds(p.shape, loads[p]) for p in parameters]
         return Pieces.cut([p.shape for p in parameters], bounds, self._degree)
-
-    def _spread(self, parameters: list[nn.Parameter]) -> list[tuple[nn.Parameter, int]]:
-        """The largest first, each to the rank that has least so far."""
-        owners: dict[nn.Parameter, int] = {}
-        for parameter in sorted(parameters, key=lambda p: -p.numel()):
-            owners[parameter] = owner = self._loads.index(min(self._loads))
-            self._loads[owner] += parameter.numel()
-        return [(p, owners[p]) for p in parameters]
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for part in self._divided[optimizer].parts:
@@ -198,6 +191,16 @@ class States(Shards):
         nbytes = (self._degree - 1) * values.numel() * values.element_size() if owner == self._rank else 0
         self._sent_nbytes += nbytes
         return partial(_take, self._lane.start([work], nbytes), values, parameter)
+
+
+def _spread(parameters: list[nn.Parameter], loads: Mapping[nn.Parameter, list[int]]) -> list[tuple[nn.Parameter, int]]:
+    """The owner of each whole parameter: the largest first, each to the rank that has least so far."""
+    owners: dict[nn.Parameter, int] = {}
+    for parameter in sorted(parameters, key=lambda p: -p.numel()):
+        so_far = loads[parameter]
+        owners[parameter] = owner = so_far.index(min(so_far))
+        so_far[owner] += parameter.numel()
+    return [(p, owners[p]) for p in parameters]
 
 
 def _unpack(work: Exchange, pieces: Pieces, segments: torch.Tensor, wholes: list[torch.Tensor]) -> None:
