@@ -1,7 +1,7 @@
 """The search over all meshes: as good as trying everything, limits kept, objectives, words."""
 
 import dataclasses
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from tutti.predict import predict
 from tutti.spec.cluster import ClusterSpec
 from tutti.spec.model import ModelSpec
 from tutti.spec.plan import LayoutRule, Pipeline
+from tutti.spec.words import ScheduleName
 
 
 def gpt(layers: int = 4, **sizes: Any) -> ModelSpec:
@@ -54,6 +55,31 @@ def test_the_search_finds_what_trying_everything_finds(memory: int) -> None:
     assert choice.prediction.fits
     assert choice.coverage is not None
     assert choice.coverage.costed < choice.coverage.considered
+
+
+@pytest.mark.parametrize("bandwidth", [1e8, 1e10])
+def test_every_schedule_is_tried(bandwidth: float) -> None:
+    """Against all schedules written out here: where messages are slow GPipe wins, which waits for the fewest."""
+    model = gpt(8)
+    machines = cluster(gpu(), (link("node", 1e-3, bandwidth),), devices_per_node=4)
+    steps = {
+        name: min(
+            predict(
+                model,
+                machines,
+                dataclasses.replace(
+                    plan(16, 1, count), mesh={"stage": 4}, pipeline=Pipeline(schedule=name, stages_per_rank=chunks)
+                ),
+            ).step_time_s.value
+            for count in (2, 4, 8, 16)
+            for chunks in ((1, 2) if name == "interleaved" else (1,))
+        )
+        for name in get_args(ScheduleName)
+    }
+    choice = choose(model, machines, ask(16, mesh={"stage": 4}))
+    assert choice.prediction.step_time_s.value <= 1.02 * min(steps.values())
+    if bandwidth == 1e8:
+        assert min(steps, key=lambda name: steps[name]) == choice.best.pipeline.schedule == "gpipe"
 
 
 def test_what_is_left_is_never_better_by_more_than_the_gap() -> None:

@@ -12,8 +12,7 @@ from tutti.predict.network import Link
 
 ALGORITHMS = [
     network.ring_all_reduce,
-    network.halving_doubling_all_reduce,
-    network.recursive_doubling_all_reduce,
+    network.ring_reduce_scatter,
     network.tree_all_reduce,
 ]
 LINK = Link(latency_s=1e-3, bandwidth_bytes_per_s=1e6)
@@ -54,26 +53,11 @@ def test_ring_time_is_that_of_its_messages(ranks: int) -> None:
     assert network.ring_all_reduce(LINK, 4 * elements, ranks) == pytest.approx(steps, rel=1e-12)
 
 
-def test_halves_of_the_ring() -> None:
-    for halves in (network.ring_reduce_scatter, network.all_to_all):
-        assert halves(LINK, 1000, 4) == pytest.approx(3 * 1e-3 + 0.75 * 1e-3, rel=1e-12)
+def test_half_of_the_ring() -> None:
+    assert network.ring_reduce_scatter(LINK, 1000, 4) == pytest.approx(3 * 1e-3 + 0.75 * 1e-3, rel=1e-12)
 
 
-@pytest.mark.parametrize("power", range(1, 7))
-def test_halving_doubling_of_a_power_of_two_is_its_exchanges(power: int) -> None:
-    ranks, nbytes = 2**power, 4096.0
-    halving = sum(network.message(LINK, nbytes / 2**step) for step in range(1, power + 1))
-    assert network.halving_doubling_all_reduce(LINK, nbytes, ranks) == pytest.approx(2 * halving, rel=1e-12)
-
-
-def test_ranks_beyond_a_power_of_two_fold_in() -> None:
-    for collective in (network.halving_doubling_all_reduce, network.recursive_doubling_all_reduce):
-        folded = collective(LINK, 4096, 4) + 2 * network.message(LINK, 4096)
-        assert collective(LINK, 4096, 6) == pytest.approx(folded, rel=1e-12)
-
-
-def test_recursive_doubling_and_tree_by_hand() -> None:
-    assert network.recursive_doubling_all_reduce(LINK, 1000, 8) == pytest.approx(3 * 2e-3, rel=1e-12)
+def test_the_tree_by_hand() -> None:
     assert network.tree_all_reduce(LINK, 1000, 9) == pytest.approx(8e-3 + 2e-3, rel=1e-12)
 
 

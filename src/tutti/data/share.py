@@ -1,25 +1,10 @@
 """Who computes what of a global batch: slices (microbatches), and each rank's contiguous share of a slice."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from tutti.spec.plan import Plan
-
-
-def cut(total: int, parts: int, weights: Sequence[float] = ()) -> list[int]:
-    """Cut `total` items into `parts` contiguous runs in proportion to `weights` (none: equally).
-
-    Returns parts + 1 boundaries from 0 to total. Equal cuts differ by at most one item.
-    """
-    if not weights:
-        return [index * total // parts for index in range(parts + 1)]
-    whole, running, bounds = sum(weights), 0.0, [0]
-    for weight in weights:
-        running += weight
-        bounds.append(min(total, int(total * running / whole + 0.5)))
-    bounds[-1] = total
-    return bounds
+from tutti.spec.portions import cut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -164,7 +164,7 @@ def variants(limits: Limits, found: Shapes, rows: NDArray[np.intp], *, offload: 
     parts: list[NDArray[np.int64]] = []
     if not len(rows):
         return _variants(np.empty((0, 8), dtype=np.int64))
-    keys = np.stack([found.stage[rows], found.copies[rows], found.context[rows], found.microbatches[rows]], axis=1)
+    keys = np.stack([found.stage[rows], found.copies[rows], found.context[rows]], axis=1)
     kinds, where = np.unique(keys, axis=0, return_inverse=True)
     order = np.argsort(where.reshape(-1), kind="stable")
     ends = np.cumsum(np.bincount(where.reshape(-1), minlength=len(kinds)))
@@ -191,7 +191,7 @@ def _variants(table: NDArray[np.int64]) -> Variants:
 
 
 def _ways(limits: Limits, kind: tuple[int, ...], *, offload: bool) -> NDArray[np.int64]:
-    stage, copies, context, microbatches = kind
+    stage, copies, context = kind
     sharding = [one for one in _shardings(limits, copies) if stage == 1 or one[1] <= 1]
     recompute = limits.recompute
     contexts = range(len(CONTEXTS)) if context > 1 else (0,)
@@ -199,7 +199,7 @@ def _ways(limits: Limits, kind: tuple[int, ...], *, offload: bool) -> NDArray[np
     rows = [
         (shard, level, schedule, chunks, again, how, where)
         for (shard, level), (schedule, chunks), again, how, where in product(
-            sharding, _pipelines(limits, stage, microbatches), recompute, contexts, offloads
+            sharding, _pipelines(limits, stage), recompute, contexts, offloads
         )
         if where == 0 or (level > 0 and (where == 1 or level == 3))
     ]
@@ -222,13 +222,13 @@ def _shardings(limits: Limits, copies: int) -> list[tuple[int, int]]:
     return found
 
 
-def _pipelines(limits: Limits, stage: int, microbatches: int) -> list[tuple[int, int]]:
-    """(schedule, stages per rank). GPipe holds more than 1F1B and is no faster: only where it was asked for."""
+def _pipelines(limits: Limits, stage: int) -> list[tuple[int, int]]:
+    """(schedule, stages per rank) of all that run. GPipe holds more than 1F1B, but waits less for slow messages."""
     if stage == 1:
         return [(0, 1)]
     own = limits.pipeline
     if own is not None:
         return [(SCHEDULES.index(own.schedule), own.stages_per_rank)]
-    found = [(0, 1), (2, 1)]
+    found = [(index, 1) for index, name in enumerate(SCHEDULES) if name != "interleaved"]
     chunks = [many for many in CHUNKS if stage * many <= limits.blocks and limits.cuts == 0]
-    return found + [(1, many) for many in chunks if microbatches >= stage]
+    return found + [(SCHEDULES.index("interleaved"), many) for many in chunks]

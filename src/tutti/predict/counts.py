@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from tutti.errors import PlanError
+from tutti.spec.portions import cut
 from tutti.spec.words import LastBatch
 
 
@@ -22,16 +23,9 @@ def global_batch_of(local_batch_size: int, ranks: int, num_microbatches: int = 1
 def cut_sizes(total: int, parts: int, weights: Sequence[float] = ()) -> tuple[int, ...]:
     """Sizes of `parts` contiguous runs of `total` items in proportion to `weights` (none: equal ones).
 
-    They add up to `total`; equal runs differ by at most one. This is the rule by which a batch is cut when it runs.
+    They add up to `total`; equal runs differ by at most one.
     """
-    if not weights:
-        return tuple(total * (part + 1) // parts - total * part // parts for part in range(parts))
-    whole, running, bounds = sum(weights), 0.0, [0]
-    for weight in weights:
-        running += weight
-        bounds.append(min(total, int(total * running / whole + 0.5)))
-    bounds[-1] = total
-    return tuple(end - start for start, end in pairwise(bounds))
+    return tuple(end - start for start, end in pairwise(cut(total, parts, weights)))
 
 
 def rank_samples(

@@ -18,6 +18,7 @@ from tutti.predict.network import (
     hierarchical_all_reduce,
     message,
     ring_all_reduce,
+    ring_reduce_scatter,
     tree_all_reduce,
 )
 from tutti.predict.placement import Seat
@@ -119,7 +120,7 @@ class Group:
         """Seconds to sum `nbytes` of which each rank keeps its part, or to gather parts to `nbytes`."""
         if self.span.ranks == 1 or nbytes <= 0:
             return 0.0
-        flat = ring_all_reduce(self.link, nbytes, self.span.ranks) / 2
+        flat = ring_reduce_scatter(self.link, nbytes, self.span.ranks)
         return min(flat, self._hierarchical(nbytes) / 2) if self.chooses else flat
 
     def _hierarchical(self, nbytes: float) -> float:

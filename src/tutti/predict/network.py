@@ -35,29 +35,6 @@ def ring_reduce_scatter(link: Link, nbytes: float, ranks: int) -> float:
     return ring_all_reduce(link, nbytes, ranks) / 2
 
 
-def all_to_all(link: Link, nbytes: float, ranks: int) -> float:
-    """Pairwise exchange, S bytes leaving each rank: (n - 1) a + (n - 1) / n S / b."""
-    return ring_all_reduce(link, nbytes, ranks) / 2
-
-
-def halving_doubling_all_reduce(link: Link, nbytes: float, ranks: int) -> float:
-    """Rabenseifner: 2 log2(p) a + 2 (p - 1) / p S / b for a power of two p.
-
-    Otherwise the ranks beyond the largest power of two fold in first and get the result last: 2 a + 2 S / b more.
-    """
-    power = 2 ** (ranks.bit_length() - 1)
-    fold = 2 * message(link, nbytes) if power != ranks else 0.0
-    steps = 2 * int(math.log2(power))
-    return fold + steps * link.latency_s + ring_sent_nbytes(nbytes, power) / link.bandwidth_bytes_per_s
-
-
-def recursive_doubling_all_reduce(link: Link, nbytes: float, ranks: int) -> float:
-    """Whole vectors exchanged log2(p) times, p a power of two; the others fold in: 2 messages more."""
-    power = 2 ** (ranks.bit_length() - 1)
-    fold = 2 if power != ranks else 0
-    return (int(math.log2(power)) + fold) * message(link, nbytes)
-
-
 def tree_all_reduce(link: Link, nbytes: float, ranks: int) -> float:
     """Pipelined binary tree, up and down: 2 ceil(log2 n) a + 2 S / b; zero for one rank."""
     if ranks == 1:

@@ -6,12 +6,13 @@ import numpy as np
 
 from tutti.predict import compute, constants, pipeline
 from tutti.predict.compute import Array, Worker
-from tutti.predict.counts import cut_sizes
+from tutti.predict.counts import rank_samples
 from tutti.predict.cuts import Stages
 from tutti.predict.exchanges import Wires
 from tutti.predict.groups import seat_of_ranks
 from tutti.predict.layout import Region
 from tutti.predict.passes import Passed, passed
+from tutti.predict.pipeline import Places
 from tutti.predict.placement import Seat
 from tutti.predict.table import Flags
 from tutti.spec.cluster import DeviceKind
@@ -36,25 +37,39 @@ class Line:
 
 def lines_of(plan: Plan, seats: tuple[Seat, ...], samples: int) -> list[Line]:
     """The different lines of a plan. Equal shares count as the largest of them."""
+    return list({id(line): line for line in lines_by_share(plan, seats, samples)}.values())
+
+
+def lines_by_share(plan: Plan, seats: tuple[Seat, ...], samples: int) -> list[Line]:
+    """The line of each data-parallel rank, equal ones the same object."""
     degree, stages = plan.data_parallel_degree, plan.degree("stage")
-    base, larger = divmod(samples, plan.batch.num_microbatches)
-    slices = [(size, times) for size, times in ((base, plan.batch.num_microbatches - larger), (base + 1, larger))]
+    count = plan.batch.num_microbatches
     if plan.shares:
-        cuts = [(cut_sizes(size, degree, plan.shares), times) for size, times in slices if times]
-        counts = [tuple((max(1, sizes[rank]), times) for sizes, times in cuts) for rank in range(degree)]
+        counts = rank_samples(samples, count, degree, plan.shares)
     else:
-        counts = [tuple((max(1, -(-size // degree)), times) for size, times in slices if times)] * degree
+        (whole,) = rank_samples(samples, count, 1)
+        counts = [tuple((-(-size // degree), times) for size, times in whole)] * degree
+    if len(seats) == 1 and not plan.shares:
+        return [Line(samples=counts[0], seats=((0,),) * stages)] * degree
     if len(seats) == 1:
-        return [Line(samples=one, seats=((0,),) * stages) for one in dict.fromkeys(counts)]
+        alone = {one: Line(samples=one, seats=((0,),) * stages) for one in dict.fromkeys(counts)}
+        return [alone[one] for one in counts]
+    where = by_share_and_stage(plan, seat_of_ranks(seats))
+    rows, index = np.unique(where.reshape(degree, -1), axis=0, return_inverse=True)
+    kinds = [tuple(tuple(sorted(set(place))) for place in row.reshape(stages, -1).tolist()) for row in rows]
+    pairs = list(zip(counts, index.reshape(-1).tolist(), strict=True))
+    found = {pair: Line(samples=pair[0], seats=kinds[pair[1]]) for pair in dict.fromkeys(pairs)}
+    return [found[pair] for pair in pairs]
+
+
+def by_share_and_stage(plan: Plan, of_ranks: Places) -> Places:
+    """(data-parallel ranks, places on the stage axis, the others): what is said of each rank, in the mesh's order."""
     axes = list(plan.mesh)
     data = [place for place, axis in enumerate(axes) if axis in DATA_AXES]
     stage = [place for place, axis in enumerate(axes) if axis == "stage"]
     others = [place for place in range(len(axes)) if place not in (*data, *stage)]
-    where = seat_of_ranks(seats).reshape(list(plan.mesh.values())).transpose(data + stage + others)
-    rows, index = np.unique(where.reshape(degree, -1), axis=0, return_inverse=True)
-    kinds = [tuple(tuple(sorted(set(place))) for place in row.reshape(stages, -1).tolist()) for row in rows]
-    found = dict.fromkeys(zip(counts, index.reshape(-1).tolist(), strict=True))
-    return [Line(samples=count, seats=kinds[kind]) for count, kind in found]
+    where: Places = of_ranks.reshape(list(plan.mesh.values())).transpose(data + stage + others)
+    return where.reshape(plan.data_parallel_degree, plan.degree("stage"), -1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,11 +115,7 @@ class RankWork:
 
 def line_work(setting: Setting, line: Line) -> list[RankWork]:
     """The work of a line, one entry for each place on the stage axis."""
-    known = {
-        (seat, count): passed(setting.wires, setting.workers[seat], setting.regions, count)
-        for seat in {seat for some in line.seats for seat in some}
-        for count, _ in line.samples
-    }
+    known = passes_of(setting, line)
     places = [_own_work(setting, line, stage, known) for stage in range(len(line.seats))]
     if len(places) == 1:
         return places
@@ -117,13 +128,22 @@ def line_work(setting: Setting, line: Line) -> list[RankWork]:
             forward_s=one.forward_s,
             backward_s=one.backward_s,
             optimizer_s=one.optimizer_s,
-            waits_s=max(0.0, end - one.forward_s - one.backward_s) + _ties_s(setting),
+            waits_s=max(0.0, end - one.forward_s - one.backward_s) + ties_s(setting),
             passes=one.passes,
             limits=one.limits,
             sent_nbytes=one.sent_nbytes + nbytes,
         )
         for one, end, nbytes in zip(places, ended, sent, strict=True)
     ]
+
+
+def passes_of(setting: Setting, line: Line) -> dict[tuple[int, int], Passed]:
+    """A line's microbatches by (seat, samples)."""
+    return {
+        (seat, count): passed(setting.wires, setting.workers[seat], setting.regions, count)
+        for seat in {seat for some in line.seats for seat in some}
+        for count, _ in line.samples
+    }
 
 
 def _own_work(setting: Setting, line: Line, stage: int, known: dict[tuple[int, int], Passed]) -> RankWork:
@@ -149,7 +169,7 @@ def _own_work(setting: Setting, line: Line, stage: int, known: dict[tuple[int, i
     last = known[seat, line.samples[-1][0]]
     worker, kind = setting.workers[seat], setting.seats[seat].device.kind
     traffic_s, calls_s = _update_s(setting, worker, own, kind)
-    again = (setting.plan.batch.num_microbatches - 1) * _added_s(setting, worker, own)
+    again = (setting.plan.batch.num_microbatches - 1) * added_s(setting, worker, own)
     return RankWork(
         line=line,
         stage=stage,
@@ -168,7 +188,7 @@ def _own_work(setting: Setting, line: Line, stage: int, known: dict[tuple[int, i
     )
 
 
-def _added_s(setting: Setting, worker: Worker, own: Flags) -> float:
+def added_s(setting: Setting, worker: Worker, own: Flags) -> float:
     """From the second microbatch on, gradients are read, added to and written."""
     nbytes = float((setting.wires.columns.gradients * setting.wires.division.weight)[own].sum())
     return 3 * nbytes / worker.bandwidth_bytes_per_s * worker.slowdown
@@ -176,12 +196,27 @@ def _added_s(setting: Setting, worker: Worker, own: Flags) -> float:
 
 def _pipelined(setting: Setting, line: Line, known: dict[tuple[int, int], Passed]) -> tuple[list[float], list[float]]:
     """(when each place has ended its actions, bytes it sends to its neighbours)."""
+    plan, stages, ranks = setting.plan, setting.stages, setting.plan.degree("stage")
+    samples = np.array(line.microbatches, dtype=np.float64) / plan.degree("context")
+    ended = pipeline.ends(plan, *action_times(setting, line, known))
+    sent = np.zeros(ranks)
+    for stage, nbytes in enumerate(stages.sent):
+        sent[stage % ranks] += nbytes * samples.sum()
+        sent[(stage + 1) % ranks] += nbytes * samples.sum()
+    tied = setting.wires.columns.gradients * setting.wires.division.weight
+    for index, owner in stages.ties:  # summed over the two ranks: each sends as much as there is
+        sent[[stages.stage[index] % ranks, stages.stage[owner] % ranks]] += tied[owner]
+    return ended, sent.tolist()
+
+
+def action_times(setting: Setting, line: Line, known: dict[tuple[int, int], Passed]) -> tuple[Array, Array]:
+    """Seconds of a line's actions, (kinds, stages, microbatches), and of messages, (boundaries, microbatches)."""
     plan, stages = setting.plan, setting.stages
     ranks, counts = plan.degree("stage"), line.microbatches
     times: dict[int, Array] = {}
     for count, _ in line.samples:
         per_seat = {
-            seat: _stage_seconds(setting, known[seat, count], seat) for seat in {s for some in line.seats for s in some}
+            seat: stage_seconds(setting, known[seat, count], seat) for seat in {s for some in line.seats for s in some}
         }
         stacked = [
             np.max([per_seat[seat][:, stage] for seat in line.seats[stage % ranks]], axis=0)
@@ -196,18 +231,10 @@ def _pipelined(setting: Setting, line: Line, known: dict[tuple[int, int], Passed
     messages = np.where(
         stages.sent[:, None] > 0, latency[:, None] + stages.sent[:, None] * samples / bandwidth[:, None], 0.0
     )
-    ended = pipeline.ends(plan, seconds, messages)
-    sent = np.zeros(ranks)
-    for stage, nbytes in enumerate(stages.sent):
-        sent[stage % ranks] += nbytes * samples.sum()
-        sent[(stage + 1) % ranks] += nbytes * samples.sum()
-    tied = setting.wires.columns.gradients * setting.wires.division.weight
-    for index, owner in stages.ties:  # summed over the two ranks: each sends as much as there is
-        sent[[stages.stage[index] % ranks, stages.stage[owner] % ranks]] += tied[owner]
-    return ended, sent.tolist()
+    return seconds, messages
 
 
-def _stage_seconds(setting: Setting, one: Passed, seat: int) -> Array:
+def stage_seconds(setting: Setting, one: Passed, seat: int) -> Array:
     """(kinds of action, stages): seconds of a microbatch's forward, backward, and the halves of backward."""
     stages, plan, columns = setting.stages, setting.plan, setting.wires.columns
     count = stages.count
@@ -222,7 +249,7 @@ def _stage_seconds(setting: Setting, one: Passed, seat: int) -> Array:
     return np.array([ahead, back, back / 2, back / 2])
 
 
-def _ties_s(setting: Setting) -> float:
+def ties_s(setting: Setting) -> float:
     """Tied parameters on several stages: their gradients are summed after the pipeline."""
     if not setting.stages.ties:
         return 0.0

@@ -13,13 +13,13 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from tutti.data.samples import Collate, SeededSamples
-from tutti.data.share import cut
 from tutti.data.source import Source
 from tutti.data.split import to_device
 from tutti.errors import ScriptError
 from tutti.runtime.precision import autocast
 from tutti.runtime.state import Run
 from tutti.runtime.weighted import Weighted
+from tutti.spec.portions import cut
 
 Metric = Callable[[Any, Any], Any]
 """fn(output, target) -> per-sample tensor, mean over samples, or Weighted."""

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from tutti.data.share import cut
 from tutti.errors import PlanError
 from tutti.nn.mixture import MixtureOfExperts
 from tutti.runtime.batchnorm import BatchScope
@@ -16,6 +15,7 @@ from tutti.runtime.expert.slice import Holders, OwnSlice, SharedSlice, Sharers, 
 from tutti.runtime.expert.stacked import is_stacked, travel_to_experts
 from tutti.runtime.layout import SUMMED, Layout
 from tutti.spec.plan import LayoutRule, placement_of
+from tutti.spec.portions import cut
 
 STACKS = ("input_weight", "input_bias", "output_weight", "output_bias")
 """A mixture's parameters whose first dim is the expert."""

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tutti.data.share import cut
+from tutti.spec.portions import cut
 
 BALANCED = 1.2
 """A rank may hold this many times its fair share of bytes before a large table is cut along its rows."""
