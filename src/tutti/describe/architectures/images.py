@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 
 from tutti.describe.architectures.attention import AttentionKind
-from tutti.describe.architectures.language import Common
+from tutti.describe.architectures.language import Common, width_of_heads
 from tutti.describe.architectures.parts import (
     Numbers,
     Optimizer,
@@ -111,22 +111,38 @@ def _pixels(numbers: Numbers, space: Space) -> TensorShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResNet(Common):
+class Classifier(Common):
+    """What classifiers of square pictures take: `image` pixels a side, `channels` of them, `classes` to tell apart."""
+
+    image: int = 224
+    channels: int = 3
+    classes: int = 1000
+
+    @property
+    def pixels(self) -> Space:
+        return Space(channels=self.channels, size=(self.image, self.image))
+
+    def ends(self, features: int) -> list[ModuleSpec]:
+        """The layer that gives a number a class, from `features`, and the loss."""
+        return [
+            linear("classify", self.numbers, 1, features, self.classes),
+            cross_entropy("loss", self.numbers, 1, self.classes),
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResNet(Classifier):
     """ResNet v1.5 (He et al. 2015; stride in the 3 x 3). `depth`: 18, 34, 50, 101 or 152."""
 
     depth: int = 50
     width: int = 64
-    channels: int = 3
-    image: int = 224
-    classes: int = 1000
     blocks: tuple[int, ...] = ()
     optimizer: Optimizer = "SGD"
 
     def build(self) -> ModelSpec:
         if not self.blocks and self.depth not in _BLOCKS:
             raise SpecError(f"depth = {self.depth}; a ResNet has {', '.join(map(str, _BLOCKS))} layers, or give blocks")
-        numbers = self.numbers
-        pixels = Space(channels=self.channels, size=(self.image, self.image))
+        numbers, pixels = self.numbers, self.pixels
         space = pixels.halved(self.width, 2)
         after = space.halved(self.width, 2)
         modules = [
@@ -148,8 +164,7 @@ class ResNet(Common):
                 number += 1
         modules += [
             elementwise("pool", "AvgPool", numbers, space.channels, reads=space.cells, keeps=0.0),
-            linear("classify", numbers, 1, space.channels, self.classes),
-            cross_entropy("loss", numbers, 1, self.classes),
+            *self.ends(space.channels),
         ]
         return self.spec(f"resnet{self.depth}", modules, (_pixels(numbers, pixels),))
 
@@ -184,30 +199,24 @@ class ResNet(Common):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ViT(Common):
+class ViT(Classifier):
     """Vision transformer (Dosovitskiy et al. 2020): patches, a class token, learned positions, norm before, GELU."""
 
     layers: int = 12
     hidden: int = 768
     heads: int = 12
     ffn: int = 0
-    image: int = 224
     patch: int = 16
-    channels: int = 3
-    classes: int = 1000
     attention: AttentionKind = "fused"
     dropout: bool = False
 
     def build(self) -> ModelSpec:
-        if self.hidden % self.heads:
-            raise SpecError(f"hidden = {self.hidden} does not divide by heads = {self.heads}; change one")
-        numbers = self.numbers
-        pixels = Space(channels=self.channels, size=(self.image, self.image))
+        numbers, pixels = self.numbers, self.pixels
         grid = Space(channels=self.hidden, size=(self.image // self.patch, self.image // self.patch))
         tokens = grid.cells + 1
         shape = Block(
             tokens=tokens, hidden=self.hidden, heads=self.heads, kv_heads=self.heads,
-            head_dim=self.hidden // self.heads, ffn=self.ffn or 4 * self.hidden, kind=self.attention,
+            head_dim=width_of_heads(self.hidden, self.heads), ffn=self.ffn or 4 * self.hidden, kind=self.attention,
             dropout=self.dropout,
         )  # fmt: skip
         table = (tokens + 1) * self.hidden  # positions and the class token
@@ -220,8 +229,7 @@ class ViT(Common):
             modules += block(f"blocks.{index}", index, shape, numbers)
         modules += [
             shape.norm("norm", numbers),
-            linear("classify", numbers, 1, self.hidden, self.classes),
-            cross_entropy("loss", numbers, 1, self.classes),
+            *self.ends(self.hidden),
         ]
         return self.spec("vit", modules, (_pixels(numbers, pixels),))
 

@@ -56,6 +56,13 @@ class Common:
         )
 
 
+def width_of_heads(hidden: int, heads: int, otherwise: str = "") -> int:
+    """hidden / heads. Raises SpecError where that is no whole number; `otherwise`: what may be done instead."""
+    if hidden % heads:
+        raise SpecError(f"hidden = {hidden} does not divide by heads = {heads}; change one{otherwise}")
+    return hidden // heads
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Language(Common):
     """What transformers over tokens take. `kv_heads`: 0 for as many as heads; `head_dim`: 0 for hidden / heads;
@@ -80,10 +87,8 @@ class Language(Common):
         for field in ("layers", "hidden", "heads", "seq_len", "vocab"):
             if getattr(self, field) < 1:
                 raise SpecError(f"{field} = {getattr(self, field)}; give a number of 1 or more")
-        if not self.head_dim and self.hidden % self.heads:
-            raise SpecError(
-                f"hidden = {self.hidden} does not divide by heads = {self.heads}; change one, or give head_dim"
-            )
+        if not self.head_dim:
+            width_of_heads(self.hidden, self.heads, ", or give head_dim")
         if self.heads % (self.kv_heads or self.heads):
             raise SpecError(f"heads = {self.heads} does not divide by kv_heads = {self.kv_heads}; change one")
 
