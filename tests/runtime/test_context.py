@@ -12,7 +12,7 @@ import tutti
 from against_one import Subject, assert_agree
 from harness import run_ranks
 from runtime.several import Case, on_ranks, once
-from tutti.errors import PlanError, TuttiError
+from tutti.errors import TuttiError
 from tutti.runtime.context import sequences_of
 from tutti.runtime.evaluate import evaluate
 from tutti.runtime.mesh import Mesh
@@ -322,13 +322,3 @@ def test_what_mixes_tokens_otherwise_is_refused_by_name() -> None:
         assert said.keys() == expected.keys()
         for name, words in expected.items():
             assert words in said[name], said[name]
-
-
-def test_sequences_and_samples_are_not_both_cut() -> None:
-    class TwoAxes:
-        def degree(self, *axes: str) -> int:
-            return 2 if {"context", "space"} & {*axes} else 1
-
-    plan = Plan(batch=BatchPlan(global_batch_size=4), mesh={"context": 2, "space": 2})
-    with pytest.raises(PlanError, match="use one of the two"):
-        sequences_of(nn.Linear(2, 2), plan, TwoAxes(), default_unpack, mean_loss)  # type: ignore[arg-type]

@@ -46,6 +46,7 @@ from tutti.runtime.unpack import default_loss
 from tutti.runtime.world import World
 from tutti.spec import codec
 from tutti.spec.plan import Plan
+from tutti.spec.refusals import check_plan
 from tutti.spec.run import Recipe
 
 
@@ -68,6 +69,7 @@ def make_run(session: Session, given: Given) -> Run:
     """Build the Run: same model everywhere, taken apart as the plan says, replicas, data, folder, resume."""
     world, model = session.world, given.model
     plan = with_annotations(session.plan, model, stated_mesh=session.stated_mesh)
+    check_plan(plan)
     set_matmul_precision(plan.precision, world.device)
     observer = load_observer(session.wishes.observer)
     _make_equal(given, world, session.screen, observer)

@@ -21,6 +21,7 @@ from tutti.runtime.parallelize import parallelize
 from tutti.runtime.stage.build import Sample, cut_stages
 from tutti.spec.explanation import Explanation, ModulePlacement
 from tutti.spec.plan import Plan
+from tutti.spec.refusals import check_plan
 
 MOST_RANKS = 16
 """Ranks that are previewed; of a larger world evenly spread ones."""
@@ -46,6 +47,7 @@ def explain_layout(
     """
     if dist.is_initialized():
         raise PlanError("a plan is explained in a process without ranks; this one has joined a world")
+    check_plan(plan)
     count = min(plan.world_size, MOST_RANKS)
     chosen = sorted({rank * plan.world_size // count for rank in range(count)})
     if plan.degree("stage") > 1 and sample is None:

@@ -23,7 +23,6 @@ from tutti.runtime.traffic import Lane, lone_lane
 from tutti.runtime.unpack import default_loss
 from tutti.runtime.weighted import Weighted
 from tutti.spec.plan import Plan
-from tutti.spec.refusals import check_context
 
 Unpack = Callable[[Any], tuple[tuple[Any, ...], dict[str, Any], Any]]
 Loss = Callable[[Any, Any], Any]
@@ -82,7 +81,6 @@ def sequences_of(
     """
     if mesh.degree("context") == 1:
         return Sequences(loss_fn=loss_fn)
-    check_context(plan)
     order = Order(kind=plan.context, degree=mesh.degree("context"), index=mesh.index("context"))
     ranks, group = tuple(mesh.ranks("context")), mesh.new_group("context")
     ring = Ring(order=order, ranks=ranks, group=group, lane=lane or lone_lane())

@@ -23,7 +23,6 @@ from tutti.runtime.space.exchange import Space
 from tutti.runtime.space.norms import share_statistics_in_space
 from tutti.runtime.space.tensor import CutTensor, cut_whole, whole
 from tutti.spec.plan import Plan
-from tutti.spec.refusals import check_space
 from tutti.spec.words import DATA_AXES
 
 HANDLING = (losses, norms, pointwise, pooling, resample, shapes, slicing, windows)
@@ -37,7 +36,6 @@ def cut_space(model: nn.Module, plan: Plan, layout: Layout, scope: BatchScope) -
     Raises PlanError where the model has no convolution, or fewer spatial dims than the grid.
     """
     mesh = layout.mesh
-    check_space(plan)
     ranks = [module.weight.dim() - 2 for module in model.modules() if isinstance(module, _ConvNd)]
     if not ranks:
         raise PlanError(

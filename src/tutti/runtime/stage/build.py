@@ -18,7 +18,6 @@ from tutti.runtime.stage.standin import StandIns
 from tutti.runtime.stage.trace import Tracer
 from tutti.runtime.stage.units import Units, choose_units, heaviest_to_open, open_for_cuts
 from tutti.spec.plan import Plan
-from tutti.spec.refusals import check_stages
 from tutti.spec.schedule import Action
 
 Sample = Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -109,7 +108,6 @@ def cut_stages(model: nn.Module, plan: Plan, layout: Layout, sample: Sample) -> 
     ranks = layout.mesh.degree("stage")
     if ranks == 1:
         return None
-    check_stages(plan)
     count = ranks * plan.pipeline.stages_per_rank
     args, kwargs = sample()
     device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))

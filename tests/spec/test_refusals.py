@@ -1,0 +1,69 @@
+"""Plans that no model can run under: refused alike by what costs plans, what explains them and what runs them."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from against_one import Subject
+from harness import run_ranks
+from runtime.several import refusals
+from tutti.errors import PlanError
+from tutti.runtime.preview import explain_layout
+from tutti.spec.plan import BatchPlan, Plan, Sharding
+from tutti.spec.refusals import check_plan
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "parameters cannot be gathered": {"mesh": {"stage": 2, "shard": 2}, "sharding": Sharding(level=3)},
+    "use offload = optimizer, or more stages": {
+        "mesh": {"stage": 2, "shard": 2},
+        "sharding": Sharding(level=1, offload="parameters"),
+    },
+    "what a stage receives is not known to be cut": {"mesh": {"space": 2, "stage": 2}},
+    "sequences are not cut": {"mesh": {"context": 2, "space": 2}},
+    "needs sharding level 2 or 3": {"mesh": {"shard": 4}, "sharding": Sharding(level=1, offload="parameters")},
+}
+
+
+def plan_of(fields: dict[str, Any]) -> Plan:
+    return Plan(batch=BatchPlan(global_batch_size=4), **fields)
+
+
+def layers() -> Subject:
+    data = TensorDataset(torch.randn(8, 3), torch.randn(8, 3))
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    return Subject(model=lambda: model, data=data, loss_fn=F.mse_loss, batch=4)
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_the_table_and_the_explanation_say_so(words: str) -> None:
+    plan = plan_of(REFUSED[words])
+    with pytest.raises(PlanError, match=words):
+        check_plan(plan)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    with pytest.raises(PlanError, match=words):
+        explain_layout(model, plan, sample=lambda: ((torch.empty(1, 3, device="meta"),), {}))
+
+
+def test_every_rank_says_so_before_training() -> None:
+    for said in run_ranks(refusals, 4, [(layers, fields) for fields in REFUSED.values()], timeout_s=60):
+        for words, message in zip(REFUSED, said, strict=True):
+            assert message.startswith("PlanError")
+            assert words in message
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"mesh": {"stage": 2, "shard": 2}, "sharding": Sharding(level=1)},
+        {"mesh": {"shard": 2, "space": 2}, "sharding": Sharding(level=3, offload="parameters")},
+        {"mesh": {"context": 2, "stage": 2}},
+        {"sharding": Sharding(level=1, offload="parameters")},
+    ],
+)
+def test_others_pass(fields: dict[str, Any]) -> None:
+    check_plan(plan_of(fields))
