@@ -118,6 +118,13 @@ def test_bfloat16_that_is_slow_on_this_cpu_is_not_chosen() -> None:
     assert "bfloat16 is slower on four cores" in other(choice, precision="bfloat16").reason
 
 
+def test_float16_is_tried_only_where_it_is_faster() -> None:
+    asked = ask(precision="auto")
+    assert {p.precision for p in candidates(mlp(), cards(), asked)} == {"full", "tf32", "bfloat16"}
+    volta = cards(peak_flops_per_s={"float32": 15e12, "bfloat16": 15e12, "float16": 125e12})
+    assert "float16" in {p.precision for p in candidates(mlp(), volta, asked)}
+
+
 def test_a_precision_no_device_has_is_refused() -> None:
     with pytest.raises(PlanError, match="no rate for bfloat16"):
         choose(mlp(), cluster(), ask(precision="bfloat16"))

@@ -65,7 +65,7 @@ def test_plan_of_a_described_model_is_one_document_that_reads_back(files: dict[s
 
 def test_plan_is_written_and_explained(files: dict[str, str], tmp_path: Path) -> None:
     output = tmp_path / "deep" / "chosen.json"
-    result = plan_model(files, "--output", str(output), "--max-devices", "2")
+    result = plan_model(files, "--output", str(output), "--max-devices", "2", "--precision", "full")
     assert codec.load(Plan, output).world_size == 2
     assert "Predicted step" in result.stdout
     assert "one rank computes all samples" in " ".join(result.stdout.split())

@@ -61,6 +61,20 @@ def test_a_named_model_is_planned_for_without_a_script(machines: str) -> None:
     assert chosen(ask(machines, "--json", "--data-parallel")).request.scope == "data"
 
 
+def test_precision_is_chosen_where_nothing_fixes_it(machines: str, tmp_path: Path) -> None:
+    """A named model has no script whose numbers could change; a script keeps its own, and so does who says so."""
+    free = chosen(ask(machines, "--json"))
+    assert free.request.precision == "auto"
+    assert free.best.precision == "bfloat16"
+    assert "Matrix products are computed in bfloat16, which changes the numbers" in ask(machines).stdout
+    assert chosen(ask(machines, "--json", "--precision", "full")).best.precision == "full"
+    script = tmp_path / "train.py"
+    script.write_text(MARKED.replace("tutti.split(model, degree=2)", ""))
+    kept = chosen(call("--cluster", machines, "--json", str(script)))
+    assert kept.request.precision == "script"
+    assert kept.best.precision == "full"
+
+
 def test_objective_and_length_of_training_are_taken_and_shown(machines: str) -> None:
     options = ("--objective", "cost", "--samples", "32000", "--top", "3")
     choice = chosen(ask(machines, "--json", *options))

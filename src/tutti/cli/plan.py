@@ -33,7 +33,7 @@ class Options:
     unit: Unit
     max_devices: int | None
     nproc: int | None
-    precision: "PrecisionPolicy"
+    precision: "PrecisionPolicy | None"
     allow_microbatches: bool
     data_parallel: bool
     objective: "Objective"
@@ -93,9 +93,8 @@ def _searching(function: Any) -> Any:
 @click.option(
     "--precision",
     type=click.Choice(["script", "auto", *get_args(Precision)]),
-    default="script",
-    show_default=True,
-    help="Keep the script's; auto: choose, which may change the numbers; or exactly this one.",
+    help="Keep the script's (what a script gets); auto: choose, which may change the numbers (what a model without a "
+    "script gets); or exactly this one.",
 )
 @click.option("--allow-microbatches", is_flag=True, help="Let microbatches change where that changes results.")
 @_searching
@@ -153,7 +152,8 @@ def asked(options: Options) -> tuple[ModelSpec, "Request"]:
         raise ScriptError("name one thing to plan for: a script (tutti plan train.py), or --model FILE")
     model = codec.load(ModelSpec, options.model) if options.model is not None else named_model(options.target)
     if model is not None:
-        return model, _request(options, Plan(batch=_batch(options)), model)
+        free = replace(options, precision=options.precision or "auto")  # nothing else says what it computes in
+        return model, _request(free, Plan(batch=_batch(options)), model)
     path = Path(options.target[0])
     with console.status("tracing the model on shapes"):
         captured: Captured = capture_script(path, options.target[1:])
@@ -169,7 +169,7 @@ def _request(options: Options, script: Plan, model: ModelSpec) -> "Request":
         script=script,
         max_devices=options.max_devices,
         degree=options.nproc,
-        precision=options.precision,
+        precision=options.precision or "script",
         allow_microbatches=options.allow_microbatches,
         scope="data" if options.data_parallel else "all",
         mesh=parse_mesh(options.mesh) if options.mesh is not None else None,

@@ -179,6 +179,11 @@ def _held_remarks(model: ModelSpec, request: Request, plan: Plan, alternatives: 
             "Precision stays as the script has it (full), because another changes the numbers"
             + ("; --precision auto would allow a faster one" if faster else "")
         )
+    if request.precision == "auto" and plan.precision not in ("full", request.script.precision):
+        said.append(
+            f"Matrix products are computed in {plan.precision}, which changes the numbers; --precision full keeps the "
+            "model's own"
+        )
     if request.keep_microbatches:
         said.append(f"The number of microbatches stays {plan.batch.num_microbatches}, as asked")
     elif model.batch_statistics and not request.allow_microbatches:

@@ -233,6 +233,12 @@ def supports(device: DeviceSpec, dtype: str) -> bool:
     return dtype in device.peak_flops_per_s or any(rate.dtype == dtype for rate in device.gemm)
 
 
+def best_rate(device: DeviceSpec, dtype: str) -> float:
+    """The highest rate the device's spec gives for products in `dtype`, measured before published; 0 for none."""
+    measured = [rate.flops_per_s for rate in device.gemm if rate.dtype == dtype]
+    return max(measured, default=device.peak_flops_per_s.get(dtype, 0.0))
+
+
 def worker(seat: Seat, model_dtype: str, precision: Precision) -> Worker:
     """What one rank of `seat` computes with. Raises PlanError for a precision the device has no rate for."""
     device = seat.device
