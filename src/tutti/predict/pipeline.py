@@ -80,6 +80,11 @@ def _needed(action: Action, stages: int) -> tuple[tuple[Action, ...], int]:
 
 def play(order: Order, seconds: Array, message_s: Array) -> list[float]:
     """When each rank has ended. `seconds`: (kinds, stages, microbatches); `message_s`: (boundaries, microbatches)."""
+    return moments(order, seconds, message_s)[0]
+
+
+def moments(order: Order, seconds: Array, message_s: Array) -> tuple[list[float], list[float]]:
+    """(when each rank has ended, when each action has); shapes as in `play`."""
     ranks = max(order.rank) + 1
     free, ended = [0.0] * ranks, [0.0] * len(order.rank)
     durations = seconds[order.kind, order.stage, order.microbatch].tolist()
@@ -91,7 +96,7 @@ def play(order: Order, seconds: Array, message_s: Array) -> list[float]:
             if arrived > start:
                 start = arrived
         free[rank] = ended[at] = start + lasts
-    return free
+    return free, ended
 
 
 def ends(plan: Plan, seconds: Array, message_s: Array) -> list[float]:

@@ -34,19 +34,18 @@ def predict(model: ModelSpec, cluster: ClusterSpec, plan: Plan) -> Prediction:
     not evenly, more ranks than CUDA devices, a precision or a link that the cluster does not describe, a batch in
     tokens of unknown number.
     """
-    check_plan(plan)
-    samples = _samples(model, plan)
-    seats = place(cluster, plan.world_size)
-    setting = _setting(model, cluster, plan, seats)
-    lines = lines_of(plan, seats, samples)
-    slowest = _slowest(setting, [work for line in lines for work in line_work(setting, line)])
+    step = worked_out(model, cluster, plan)
+    setting, samples, seats = step.setting, step.samples, step.setting.seats
+    slowest = slowest_of(setting, [work for line in step.lines for work in line_work(setting, line)])
     worker, work, sync = setting.workers[slowest.work.seat], slowest.work, slowest.sync
     everyone = setting.wires.network.group(*plan.mesh)
     loss_s = everyone.all_reduce(constants.LOSS_NBYTES)
     exchange = Exchange(
         total_s=sync.exchange.total_s + work.waits_s + loss_s, exposed_s=sync.exchange.exposed_s + work.waits_s + loss_s
     )
-    memory, seat, when = _memory(setting, lines, slowest.syncs)
+    memory, seat, when = min(
+        memories(setting, step.lines, slowest.syncs).values(), key=lambda one: one[1].memory_nbytes - one[0].total
+    )
     other_s = constants.STEP_OVERHEAD_S * worker.slowdown
     step_s = work.forward_s + work.backward_s + work.optimizer_s + exchange.exposed_s + other_s
     link = everyone.link if everyone.ranks > 1 else None
@@ -72,6 +71,23 @@ def predict(model: ModelSpec, cluster: ClusterSpec, plan: Plan) -> Prediction:
             *model.notes,
         ),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A step before it is costed. `samples`: of a global batch; `lines`: the different ones."""
+
+    setting: Setting
+    samples: int
+    lines: list[Line]
+
+
+def worked_out(model: ModelSpec, cluster: ClusterSpec, plan: Plan) -> Step:
+    """Who computes what of a step, with what. Raises PlanError as `predict` does."""
+    check_plan(plan)
+    samples = _samples(model, plan)
+    seats = place(cluster, plan.world_size)
+    return Step(setting=_setting(model, cluster, plan, seats), samples=samples, lines=lines_of(plan, seats, samples))
 
 
 def _samples(model: ModelSpec, plan: Plan) -> int:
@@ -106,7 +122,7 @@ def _setting(model: ModelSpec, cluster: ClusterSpec, plan: Plan, seats: tuple[Se
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Slowest:
+class Slowest:
     """The rank that ends last. `syncs`: by stage; `sent_nbytes`: of the rank that sends most."""
 
     work: RankWork
@@ -115,7 +131,8 @@ class _Slowest:
     sent_nbytes: float
 
 
-def _slowest(setting: Setting, works: list[RankWork]) -> _Slowest:
+def slowest_of(setting: Setting, works: list[RankWork]) -> Slowest:
+    """Of the ranks' works, the one that ends last with what it exchanges once a step."""
     wires = setting.wires
     longest: dict[int, RankWork] = {}
     for work in works:
@@ -139,7 +156,7 @@ def _slowest(setting: Setting, works: list[RankWork]) -> _Slowest:
             )
         syncs[stage] = done[key]
     last = max(longest, key=lambda stage: longest[stage].total_s + syncs[stage].exchange.exposed_s)
-    return _Slowest(
+    return Slowest(
         work=longest[last],
         sync=syncs[last],
         syncs=syncs,
@@ -188,8 +205,14 @@ def _phases(work: RankWork, exchanged: Exchange, other_s: float) -> dict[Phase, 
     }
 
 
-def _memory(setting: Setting, lines: list[Line], syncs: dict[int, Sync]) -> tuple[RankMemory, Seat, str]:
-    """The memory of the rank with the least room left, its seat, and when it is fullest."""
+Held = tuple[RankMemory, Seat, str]
+"""The memory of a rank, its seat, and when it is fullest."""
+
+
+def memories(
+    setting: Setting, lines: list[Line], syncs: dict[int, Sync]
+) -> dict[tuple[int, tuple[int, int], int], Held]:
+    """What ranks hold, by (place on the stage axis, (samples, how often) of the line's last microbatches, seat)."""
     wires, plan = setting.wires, setting.plan
     model = held_by_stage(
         wires.columns,
@@ -199,7 +222,7 @@ def _memory(setting: Setting, lines: list[Line], syncs: dict[int, Sync]) -> tupl
         plan,
         wires.model.optimizer,
     )
-    found: dict[tuple[int, tuple[int, ...], int], tuple[RankMemory, Seat, str]] = {}
+    found: dict[tuple[int, tuple[int, int], int], Held] = {}
     for line in lines:
         for stage, some in enumerate(line.seats):
             fused: tuple[Bucket, ...] = syncs[stage].buckets
@@ -210,7 +233,7 @@ def _memory(setting: Setting, lines: list[Line], syncs: dict[int, Sync]) -> tupl
                     kind = setting.seats[seat].device.kind
                     memory, when = rank_memory(model, plan, samples=samples, stage=stage, fused=fused, kind=kind)
                     found[key] = (memory, setting.seats[seat], when)
-    return min(found.values(), key=lambda one: one[1].memory_nbytes - one[0].total)
+    return found
 
 
 def _estimate(value: float, margin: float) -> Estimate:

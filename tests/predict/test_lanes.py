@@ -1,0 +1,121 @@
+"""The step as it falls: lanes fill it without gaps, and their sums are the prediction's."""
+
+from typing import Any
+
+import pytest
+
+from plan.machines import mixed
+from predict.examples import cluster, cpu, mlp, plan
+from predict.examples_mesh import machines, meshed, transformer
+from tutti.predict import predict
+from tutti.predict.lanes import ranks_in_words, timeline
+from tutti.spec.cluster import ClusterSpec
+from tutti.spec.plan import Pipeline, Plan
+from tutti.spec.timeline import Lane, Timeline
+
+PLANS = {
+    "one device": meshed(64, 1, {"replicate": 1}),
+    "replicas": meshed(64, 2, {"replicate": 4}),
+    "split and sharded": meshed(64, 2, {"split": 2, "shard": 4}),
+    "1f1b": meshed(64, 8, {"replicate": 2, "stage": 4}),
+    "1f1b, long": meshed(256, 128, {"stage": 4, "split": 2}),
+    "gpipe": meshed(64, 8, {"stage": 4}, pipeline=Pipeline(schedule="gpipe")),
+    "interleaved": meshed(64, 8, {"stage": 2}, pipeline=Pipeline(schedule="interleaved", stages_per_rank=2)),
+    "zero-bubble": meshed(64, 40, {"stage": 4}, pipeline=Pipeline(schedule="zero-bubble")),
+    "many microbatches": meshed(256, 64, {"replicate": 2}),
+}
+
+
+def drawn(name: str) -> tuple[Timeline, Any]:
+    model, cards = transformer(), machines(1, 8)
+    return timeline(model, cards, PLANS[name]), predict(model, cards, PLANS[name])
+
+
+def idle(lane: Lane) -> float:
+    return sum(lane.seconds.get(doing, 0.0) for doing in ("communication", "bubble", "waiting"))
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_lane_fills_the_step_but_for_what_is_left_out(name: str) -> None:
+    found, prediction = drawn(name)
+    step = prediction.step_time_s.value
+    for lane in found.lanes:
+        edges = [0.0, *(edge for bar in lane.bars for edge in (bar.start_s, bar.end_s)), step]
+        gaps = [(end, start) for end, start in zip(edges[::2], edges[1::2], strict=True) if abs(start - end) > 1e-9]
+        whole = [(found.left_out.start_s, found.left_out.end_s)] if found.left_out is not None else []
+        assert gaps == [pytest.approx(one) for one in whole]
+    assert (found.left_out is not None) == (name in ("1f1b, long", "zero-bubble", "many microbatches"))
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_sums_of_the_slowest_lane_are_the_predictions(name: str) -> None:
+    found, prediction = drawn(name)
+    step = prediction.step_time_s.value
+    for lane in found.lanes:
+        assert sum(lasts for doing, lasts in lane.seconds.items() if doing != "hidden") == pytest.approx(step)
+    slowest = min(found.lanes, key=lambda lane: lane.seconds.get("waiting", 0.0))
+    phases = prediction.phases
+    assert slowest.seconds.get("waiting", 0.0) == pytest.approx(0.0, abs=1e-6 * step)
+    assert slowest.seconds["forward"] == pytest.approx(phases["forward"])
+    backward = slowest.seconds["backward"] + slowest.seconds.get("weights", 0.0)
+    assert backward == pytest.approx(phases["backward"])
+    assert slowest.seconds["optimizer"] == pytest.approx(phases["optimizer"])
+    assert idle(slowest) == pytest.approx(phases["exposed_communication"], abs=1e-6 * step)
+    fullest = max(lane.memory.total for lane in found.lanes)
+    assert fullest == pytest.approx(prediction.memory.total)
+
+
+@pytest.mark.parametrize("name", ["one device", "replicas", "split and sharded", "1f1b", "gpipe", "interleaved"])
+def test_what_bars_last_is_what_the_lane_says(name: str) -> None:
+    found, _ = drawn(name)
+    for lane in found.lanes:
+        for doing, lasts in lane.seconds.items():
+            bars = lane.hidden if doing == "hidden" else lane.bars
+            assert sum(bar.lasts_s for bar in bars if bar.doing == doing) == pytest.approx(lasts)
+
+
+def test_bubbles_of_equal_stages_are_where_the_schedule_has_them() -> None:
+    found, _ = drawn("gpipe")
+    first, last = found.lanes[0], found.lanes[-1]
+    assert [lane.stage for lane in found.lanes] == [0, 1, 2, 3]
+    assert last.bars[0].doing == "bubble"  # until the first microbatch comes
+    assert first.bars[0].doing == "forward"
+    assert {bar.what for bar in first.bars if bar.doing == "forward"} == {f"microbatch {i} of 8" for i in range(1, 9)}
+    assert sum(lane.count for lane in found.lanes) == 4
+
+
+def test_one_device_neither_waits_nor_sends() -> None:
+    found, _ = drawn("one device")
+    assert set(found.lanes[0].seconds) <= {"forward", "backward", "optimizer", "other"}
+    assert found.lanes[0].ranks == "rank 0"
+
+
+def test_unequal_devices_are_lanes_of_their_own() -> None:
+    found = timeline(mlp(256, 2), mixed(), meshed(60_000, 1, {"replicate": 6}))
+    assert [(lane.ranks, lane.count) for lane in found.lanes] == [("ranks 0-3", 4), ("ranks 4-5", 2)]
+    slow, quick = found.lanes
+    assert quick.seconds["waiting"] > 0.0
+    assert "waiting" not in slow.seconds
+    assert quick.memory_limit_nbytes > slow.memory_limit_nbytes
+
+
+def test_shares_give_more_to_some_ranks() -> None:
+    even = plan(64, 2)
+    uneven = Plan(batch=even.batch, mesh={"replicate": 2}, shares=(3.0, 1.0))
+    host: ClusterSpec = cluster(cpu(cores=4), devices_per_node=1)
+    found = timeline(mlp(256, 2), host, uneven)
+    assert [lane.ranks for lane in found.lanes] == ["rank 0", "rank 1"]
+    assert found.lanes[0].seconds["forward"] > 2 * found.lanes[1].seconds["forward"]
+
+
+def test_of_many_lanes_some_are_shown_evenly() -> None:
+    found = timeline(transformer(), machines(1, 8), PLANS["1f1b"], most_lanes=2)
+    assert [lane.stage for lane in found.lanes] == [0, 3]
+    assert found.lanes_left_out == 2
+
+
+def test_ranks_in_words() -> None:
+    assert ranks_in_words([3]) == "rank 3"
+    assert ranks_in_words([0, 1, 2]) == "ranks 0-2"
+    assert ranks_in_words([0, 4, 8, 12]) == "ranks 0, 4, 8, 12"
+    assert ranks_in_words(list(range(0, 64, 4))) == "ranks 0, 4, 8 ... 60"
