@@ -1,8 +1,9 @@
 """Gradients fused into buckets; each leaves for its all-reduce once its gradients are there, in one agreed order."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,14 +16,19 @@ FIRST_NBYTES = 2**20
 """The first bucket closes at this size, so that the link is busy early in backward."""
 
 
-class Summing(Protocol):
+class Summing(ABC):
     """How the buckets of a group are summed over its ranks; all ranks start them in the same order."""
 
+    def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The memory of a bucket: zeros."""
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+    @abstractmethod
     def start(self, bucket: "Bucket") -> Flight:
         """Begin to sum `bucket.flat` in place; the sums are there when the flight has been waited for."""
 
 
-class AllReduce:
+class AllReduce(Summing):
     """The process group's own all-reduce."""
 
     def start(self, bucket: "Bucket") -> Flight:
@@ -53,19 +59,20 @@ class Bucket:
         first, numel = parameters[0], sum(p.numel() for p in parameters)
         self.parameters = parameters
         self.group = group
-        self.flat = torch.zeros(numel + len(parameters), dtype=first.dtype, device=first.device)
+        self.flat = group.summing.room(numel + len(parameters), first.dtype, first.device)
         self.views = [_view(part, p) for part, p in zip(self._parts(), parameters, strict=True)]
         self.flags = self.flat[numel:]
         self.filled = [False] * len(parameters)
         self.missing = len(parameters)
         self.sent_nbytes = 2 * (group.size - 1) * numel * first.element_size() // group.size
         self.work: Flight | None = None
+        self.landed = False
 
     def open(self) -> None:
         """Begin a step: nothing is filled."""
         self.filled = [False] * len(self.parameters)
         self.missing = len(self.parameters)
-        self.work = None
+        self.work, self.landed = None, False
         self.flags.fill_(1)
 
     def fill(self, index: int) -> None:
@@ -99,6 +106,11 @@ class Bucket:
     def launch(self) -> None:
         """Start the sum."""
         self.work = self.group.summing.start(self)
+
+    def go_on(self) -> None:
+        """Do what can be done now for a sum that is under way."""
+        if self.work is not None and not self.landed:
+            self.landed = self.work.is_completed()
 
     def wait(self) -> None:
         """Wait for the sums; a parameter that no rank used keeps None for a gradient."""

@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tutti.collectives import make_team
 from tutti.errors import ScriptError
-from tutti.runtime.buckets import Bucket, Group, make_buckets
+from tutti.runtime.buckets import AllReduce, Bucket, Group, make_buckets
 from tutti.runtime.host_memory import SETTLED, keep_freed_memory, lasting
+from tutti.runtime.host_sums import HostSums
 from tutti.runtime.layout import Layout
 from tutti.runtime.shard.shards import Shards
 from tutti.spec.plan import Plan
@@ -121,14 +123,18 @@ class Replica:
 
     def _summed(self, parameters: list[nn.Parameter]) -> dict[nn.Parameter, Group]:
         """The ranks each gradient is summed over; parameters whose gradient concerns this rank alone are left out."""
-        mesh, groups = self._layout.mesh, {}
-        wanted = set(parameters)
-        for name, parameter in self._model.named_parameters():
-            axes = self._layout.of_name(name).sums
-            if parameter in wanted and mesh.degree(*axes) > 1:
-                lane = self._layout.lane("gradients", *axes)
-                groups[parameter] = Group(mesh.group(*axes), mesh.degree(*axes), lane)
-        return groups
+        mesh, wanted = self._layout.mesh, set(parameters)
+        named = [(parameter, self._layout.of_name(name).sums) for name, parameter in self._model.named_parameters()]
+        axes_of = {p: axes for p, axes in named if p in wanted and mesh.degree(*axes) > 1}
+        groups = {axes: self._group(axes) for axes in sorted(set(axes_of.values()))}  # met in one order on all ranks
+        return {parameter: groups[axes] for parameter, axes in axes_of.items()}
+
+    def _group(self, axes: tuple[AxisName, ...]) -> Group:
+        mesh = self._layout.mesh
+        handle = mesh.group(*axes)
+        team = make_team(handle) if self.parameters[0].device.type == "cpu" else None
+        summing = AllReduce() if team is None else HostSums(team)
+        return Group(handle, mesh.degree(*axes), self._layout.lane("gradients", *axes), summing)
 
     def _hook(self, parameter: nn.Parameter) -> None:
         """A gradient is there: fill its bucket, and start every bucket whose turn has come."""
@@ -143,6 +149,8 @@ class Replica:
         while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
             self._buckets[self._next].launch()
             self._next += 1
+        for bucket in self._buckets[: self._next]:
+            bucket.go_on()
 
     def _alike(self) -> bool:
         """Whether ranks that sum gradients have the same parameters, all of them summed over the same ranks."""

@@ -1,0 +1,11 @@
+"""Exchanges between ranks of one host through memory that they share, where a process group's own go through sockets.
+
+A team is a process group's ranks, all of one host. They meet once, over their process group; from then on they signal
+each other with semaphores in shared memory and read each other's tensors where they lie.
+"""
+
+from tutti.collectives.host_sum import HostSum
+from tutti.collectives.rooms import Room
+from tutti.collectives.team import Team, make_team
+
+__all__ = ["HostSum", "Room", "Team", "make_team"]
