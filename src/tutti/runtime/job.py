@@ -36,9 +36,14 @@ class Job(Builder):
 
     `unit`: what the batch counts. `num_microbatches`: slices a batch is cut into (gradient accumulation; the planner
     may choose it when it is None). `clip_norm`: bound of the gradients' global norm. `on_nonfinite`: what happens at
-    a loss that is NaN or infinite. `checkpoint_every`: steps. `folder`: of the run; `resume`: a run or a checkpoint.
+    a loss that is NaN or infinite. `checkpoint_every`: steps. `noise_every`: steps between measurements of the gradient
+    noise scale, which says how large a batch pays; values do not change. `folder`: of the run; `resume`: a run or a
+    checkpoint.
     `facts`: what only you know and the report should say: {"tuning.trials": 12, "data.start_state": "disk-cold"}.
     """
+
+    _prepared: Run | None = None
+    _outcome: Outcome | None = None
 
     def __init__(
         self,
@@ -54,30 +59,30 @@ class Job(Builder):
         on_nonfinite: Literal["stop", "skip"] = "stop",
         checkpoint_every: int | None = None,
         keep_checkpoints: int = 2,
+        noise_every: int | None = None,
         name: str | None = None,
         folder: str | Path | None = None,
         resume: str | Path | None = None,
         facts: Mapping[str, object] | None = None,
     ) -> None:
         wishes = read_wishes()
-        settings = Settings(
-            seed=seed,
-            clip_norm=clip_norm,
-            lr_rule=lr_rule,
-            on_nonfinite=on_nonfinite,
-            checkpoint_every=wishes.checkpoint_every if checkpoint_every is None else checkpoint_every,
-            keep_checkpoints=keep_checkpoints,
-        )
-        batch = BatchPlan(
-            global_batch_size=global_batch_size,
-            unit=unit,
-            num_microbatches=1 if num_microbatches is None else num_microbatches,
-            last_batch=last_batch,
-        )
         self._session = open_session(
-            settings,
+            Settings(
+                seed=seed,
+                clip_norm=clip_norm,
+                lr_rule=lr_rule,
+                on_nonfinite=on_nonfinite,
+                checkpoint_every=wishes.checkpoint_every if checkpoint_every is None else checkpoint_every,
+                keep_checkpoints=keep_checkpoints,
+                noise_every=noise_every,
+            ),
             wishes,
-            batch,
+            BatchPlan(
+                global_batch_size=global_batch_size,
+                unit=unit,
+                num_microbatches=1 if num_microbatches is None else num_microbatches,
+                last_batch=last_batch,
+            ),
             microbatches_stated=num_microbatches is not None,
             precision=precision,
             name=name,
@@ -86,8 +91,6 @@ class Job(Builder):
             facts={key: str(value) for key, value in (facts or {}).items()},
         )
         self._ending = None if capture.is_capturing() else Ending(self._session.world, supervised=wishes.supervised)
-        self._prepared: Run | None = None
-        self._outcome: Outcome | None = None
         seed_everything(derive_seed(seed, "model"))  # alike on all ranks: they must take the same turns
         torch.manual_seed(derive_seed(seed, "model"))
 

@@ -22,7 +22,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-_SHOWN = ("loss", "learning_rate", "grad_norm", "wall_s", "tokens_dropped", "balance_loss")
+_SHOWN = ("loss", "learning_rate", "grad_norm", "wall_s", "tokens_dropped", "balance_loss", "noise_scale")
 """What of a step's row goes to TensorBoard, where it is a number."""
 
 

@@ -24,12 +24,14 @@ from tutti.runtime.build.model import materialise
 from tutti.runtime.build.tape import Tape
 from tutti.runtime.capture import Captured
 from tutti.runtime.checkpoint import latest_checkpoint, load_checkpoint, load_weights
+from tutti.runtime.compressed.compressor import make_compressor
 from tutti.runtime.context import Sequences, sequences_of
 from tutti.runtime.expert.tallies import mixtures_of
 from tutti.runtime.header import make_header, open_folder, this_rank
 from tutti.runtime.layout import SUMMED, Layout
 from tutti.runtime.mesh import Mesh
 from tutti.runtime.metrics import MetricsLog
+from tutti.runtime.noise import NoiseMeter, why_not
 from tutti.runtime.observe import Observer, load_observer
 from tutti.runtime.parallelize import parallelize, rebind
 from tutti.runtime.precision import loss_scaler, set_matmul_precision
@@ -85,6 +87,7 @@ def make_run(session: Session, given: Given) -> Run:
     source, unpack = feed_parts(model, given.source, given.unpack)
     pipeline = make_pipeline(stages, plan, layout, world.device)
     sequences = _sequences(given, plan, layout, pipeline)
+    compressor = make_compressor(plan, layout, model, given.optimizers, session.settings.seed)
     folder = open_folder(session.wishes, world, session.folder)
     run = Run(
         settings=session.settings,
@@ -92,7 +95,7 @@ def make_run(session: Session, given: Given) -> Run:
         world=world,
         layout=layout,
         model=model,
-        replica=Replica(model, layout, plan, shards, stages.tied_here(model) if stages else ()),
+        replica=Replica(model, layout, plan, shards, stages.tied_here(model) if stages else (), compressor),
         pipeline=pipeline,
         optimizers=given.optimizers,
         sequences=sequences,
@@ -109,10 +112,10 @@ def make_run(session: Session, given: Given) -> Run:
         screen=session.screen,
         folder=folder,
         observer=observer,
+        noise=_noise_meter(session, plan),
         mixtures=mixtures,
     )
-    resumed = _resume(run, session.resume or session.wishes.resume, given.weights)
-    _write_header(run, session, resumed)
+    _write_header(run, session, _resume(run, session.resume or session.wishes.resume, given.weights))
     _start_row(run, session)
     run.observer.prepared(run)
     return run
@@ -185,6 +188,15 @@ def _batch_scope(model: nn.Module, layout: Layout) -> BatchScope:
     degree = mesh.degree(*SUMMED)
     group = mesh.new_group(*SUMMED) if degree > 1 and batch_norms(model) else None
     return BatchScope(world_size=degree, group=group, lane=layout.lane("statistics", *SUMMED))
+
+
+def _noise_meter(session: Session, plan: Plan) -> NoiseMeter:
+    """What measures the gradient noise scale, if the Job asks for it and the plan allows it."""
+    every = session.settings.noise_every
+    reason = None if every is None else why_not(plan)
+    if reason is not None:
+        session.screen.say(f"the gradient noise scale is not measured: {reason}")
+    return NoiseMeter(None if reason else every, session.world.device)
 
 
 def _sequences(given: Given, plan: Plan, layout: Layout, pipeline: Pipeline | None) -> Sequences:

@@ -48,6 +48,7 @@ def step_row(run: Run, outcome: Outcome, done: Update) -> None:
         exchanged_nbytes=exchanged,
         communication=[total.row() for total in carried],
         **_of_experts(outcome.experts),
+        **run.noise.take_row(),
         total_steps=total,
         timed=timed,
         wall_s=wall,

@@ -17,6 +17,7 @@ from tutti.runtime.context import Sequences
 from tutti.runtime.layout import Layout
 from tutti.runtime.mesh import Mesh
 from tutti.runtime.metrics import MetricsLog
+from tutti.runtime.noise import NoiseMeter
 from tutti.runtime.observe import Observer
 from tutti.runtime.replicate import Replica
 from tutti.runtime.screen import Screen, Throughput
@@ -44,6 +45,7 @@ class Settings:
     on_nonfinite: Literal["stop", "skip"]
     checkpoint_every: int | None
     keep_checkpoints: int
+    noise_every: int | None = None
 
     def __post_init__(self) -> None:
         if self.clip_norm is not None and not self.clip_norm > 0:
@@ -52,6 +54,8 @@ class Settings:
             raise PlanError(f"on_nonfinite = {self.on_nonfinite!r}; use 'stop' or 'skip'")
         if self.checkpoint_every is not None and self.checkpoint_every < 1:
             raise PlanError(f"checkpoint_every = {self.checkpoint_every}; give a number of steps of 1 or more, or None")
+        if self.noise_every is not None and self.noise_every < 1:
+            raise PlanError(f"noise_every = {self.noise_every}; give a number of steps of 1 or more, or None")
         if self.keep_checkpoints < 0:
             raise PlanError(f"keep_checkpoints = {self.keep_checkpoints}; give 0 or more")
 
@@ -95,6 +99,7 @@ class Run:
     screen: Screen
     folder: RunFolder
     observer: Observer
+    noise: NoiseMeter
     progress: Progress = field(default_factory=Progress)
     throughput: Throughput = field(default_factory=Throughput)
     data_facts: dict[str, tuple[Any, dict[str, Any]]] = field(default_factory=dict)

@@ -52,7 +52,8 @@ def forward_backward(run: Run, function: LossFunction, batch: Any) -> Outcome:
     for optimizer in run.optimizers:
         optimizer.zero_grad(set_to_none=True)
     run.replica.shards.clear()
-    size = 2 + run.world.world_size + WIDTH * len(run.mixtures)
+    run.noise.begin(run.progress.step)
+    size = 2 + run.world.world_size + WIDTH * len(run.mixtures) + run.noise.width
     totals = torch.zeros(size, dtype=torch.float64, device=run.world.device)
     pieces = split_batch(batch, share.sizes)
     if run.pipeline is not None:
@@ -62,8 +63,17 @@ def forward_backward(run: Run, function: LossFunction, batch: Any) -> Outcome:
         _microbatch(run, function, share, index, piece, totals, last=index == len(pieces) - 1)
     run.clock.enter("other")
     outcome = _judge(run, share, totals.tolist())
+    run.replica.settle(outcome.finite)
     if outcome.finite:
+        scale = run.scaler.get_scale() if run.noise.measuring and run.scaler.is_enabled() else 1.0
         _finish_gradients(run, share.batch_size / outcome.count)
+        run.noise.finish(
+            run.replica.parameters,
+            run.progress.step,
+            factor=share.batch_size / scale,
+            counted=outcome.count,
+            units=run.loader.tokens or share.batch_size,
+        )
     run.observer.gradients(run.progress.step)
     return outcome
 
@@ -82,7 +92,8 @@ def _microbatch(
         run.clock.enter("backward")
         if last:
             run.replica.begin()
-        root.backward()  # type: ignore[no-untyped-call]
+        with run.noise.part(run.replica.parameters):
+            root.backward()  # type: ignore[no-untyped-call]
     if reduced is not None:
         run.clock.enter("exposed_communication")
         run.replica.finish()
@@ -114,6 +125,7 @@ def _start_sum(run: Run, totals: torch.Tensor) -> Flight | None:
     if run.mixtures:
         copies = run.world.world_size // run.mesh.degree("stage")
         write_tallies(run.model, run.mixtures, totals[2 + run.world.world_size :], copies)
+    run.noise.write(totals)
     if run.world.world_size == 1:
         return None
     nbytes = ring_nbytes(totals, run.world.world_size)
@@ -125,6 +137,7 @@ def _root(run: Run, share: Share, index: int, value: Any, totals: torch.Tensor) 
     run.observer.loss(value)
     part = share.parts[index]
     loss = _weigh(value, part, run.mesh.degree("context"))
+    run.noise.counted(loss.count)
     _add(totals, loss, part, run)
     own = share.batch_size * run.mesh.degree("space")  # ranks along space sum their gradients of one loss
     return run.scaler.scale(loss.total / own)
@@ -152,6 +165,7 @@ def _add(totals: torch.Tensor, loss: Weighted, part: Part, run: Run) -> None:
 def _judge(run: Run, share: Share, totals: list[float]) -> Outcome:
     total, count, flags = totals[0], totals[1], totals[2 : 2 + run.world.world_size]
     experts = read_tallies(run.mixtures, totals[2 + run.world.world_size :])
+    run.noise.read(totals)
     step = run.progress.step + 1
     bad = [rank for rank, flag in enumerate(flags) if flag]
     if not bad and count <= 0:

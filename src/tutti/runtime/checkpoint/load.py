@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from tutti.errors import CheckpointError
+from tutti.optim.noise import Averages
 from tutti.runtime.checkpoint.collect import MODEL, extra_states, held_of, named_tensors, numbering, unpack
 from tutti.runtime.checkpoint.generators import restore_generators
 from tutti.runtime.checkpoint.old import open_any
@@ -32,6 +33,7 @@ def load_checkpoint(run: Run, path: Path) -> None:
     if run.scheduler is not None and small["scheduler"] is not None:
         run.scheduler.load_state_dict(small["scheduler"])
     run.scaler.load_state_dict(small["scaler"])
+    run.noise.averages = Averages(**small.get("noise", {}))
     run.loader.epoch, run.loader.position = small["epoch"], small["position"]
     for name in ("step", "samples_seen", "tokens_seen"):
         setattr(run.progress, name, small[name])

@@ -1,6 +1,7 @@
 """What all ranks contribute becomes one index and one small state."""
 
 import io
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -78,6 +79,7 @@ def _small(run: Run, contributions: list[Contribution]) -> dict[str, Any]:
         "optimizers": [_optimizer(run, number, contributions) for number in range(len(run.optimizers))],
         "scheduler": None if run.scheduler is None else run.scheduler.state_dict(),
         "scaler": run.scaler.state_dict(),
+        "noise": asdict(run.noise.averages),
         "extra_state": {name: state for theirs in contributions[::-1] for name, state in theirs.extra_state.items()},
         "generators": [theirs.generators for theirs in contributions],
     }

@@ -88,6 +88,7 @@ def finish_saving(run: Run) -> int:
 def _begin(run: Run, *, background: bool) -> Pending:
     """Agree on what is written by whom, and start writing. What is written is the state as it is now."""
     started = time.perf_counter()
+    run.noise.flush(run.world)
     path = run.folder.checkpoints / f"step-{run.progress.step:08d}"
     name, failure = None, None
     if run.world.is_main:
