@@ -1,4 +1,4 @@
-"""Half precision: every value in 2 bytes, as float16 or bfloat16.
+"""Casts: every value as float16 or bfloat16, 2 bytes, or as wide as it is or wider, which loses nothing.
 
 Sums are formed in the gradient's own precision: values are cast before they travel and after they are added up, never
 in between. What is too large for float16 becomes infinite, which every rank sees.
@@ -13,12 +13,19 @@ from torch import Tensor
 from tutti.compress.codec import Codec, parts, residuals, up_to_4
 from tutti.compress.state import State
 
+_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Cast(Codec):
-    """2 bytes a value. `feedback`: what rounding takes away is kept."""
+    """As many bytes a value as `to` has. `feedback`: what rounding takes away is kept."""
 
-    to: Literal["bfloat16", "float16"] = "bfloat16"
+    to: Literal["bfloat16", "float16", "float32", "float64"] = "bfloat16"
     feedback: bool = False
 
     @property
@@ -26,7 +33,7 @@ class Cast(Codec):
         return ("residual",) if self.feedback else ()
 
     def nbytes(self, numel: int) -> int:
-        return up_to_4(2 * numel)
+        return up_to_4(_DTYPES[self.to].itemsize * numel)
 
     def encode_by_torch(self, values: Tensor, state: State, message: Tensor) -> None:
         old, new = residuals(state, values)
@@ -42,5 +49,4 @@ class Cast(Codec):
         into += self._parts(message, into.numel())[0]
 
     def _parts(self, message: Tensor, numel: int) -> list[Tensor]:
-        dtype = torch.bfloat16 if self.to == "bfloat16" else torch.float16
-        return parts(message, (dtype, numel))
+        return parts(message, (_DTYPES[self.to], numel))

@@ -22,6 +22,13 @@ Rounds = Generator[list[Any], None, None]
 """Yields the works that must be over before it goes on."""
 
 
+Span = tuple[int, int]
+"""(start, stop) in a flat gradient."""
+
+Place = tuple[int, int, int]
+"""(start of a tensor in the flat gradient, start and stop of its part of a shared tensor)."""
+
+
 class Wire:
     """Collectives over one process group (None: all ranks); counts the bytes this rank sends."""
 
@@ -76,8 +83,20 @@ class Exchange(ABC):
     step is skipped) everything is as before the step. All ranks must say the same; `all_finite` of the sum is.
     """
 
+    numel: int
+
     def __init__(self, wire: Wire, states: dict[str, State], shared: dict[str, Tensor] | None = None) -> None:
         self.wire, self.states, self.shared = wire, states, shared or {}
+
+    @property
+    def spans(self) -> dict[str, list[Span]]:
+        """By state: the ranges of the flat gradient that its tensors are of, one behind the other."""
+        return {"worker": [(0, self.numel)]}
+
+    @property
+    def places(self) -> dict[str, list[Place]]:
+        """By shared tensor: which of its parts belongs to which tensor of the gradient."""
+        return {}
 
     @abstractmethod
     def rounds(self, flat: Tensor) -> Rounds:
@@ -95,6 +114,18 @@ class Exchange(ABC):
                 state.commit()
             else:
                 state.discard()
+
+    def undo(self, start: int, stop: int) -> None:
+        """Before `settle`: the sum of elements start:stop is not used, so nothing of them was sent."""
+        for who, spans in self.spans.items():
+            state, offset = self.states[who], 0
+            for begin, end in spans:
+                low, high = max(begin, start), min(end, stop)
+                if low < high:
+                    part = slice(offset + low - begin, offset + high - begin)
+                    for name, old in state.old.items():
+                        state.new[name][part] = old[part]
+                offset += end - begin
 
     def reset(self) -> None:
         """Forget what was kept: what is sent from now on has another unit."""

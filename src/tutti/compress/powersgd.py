@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tutti.compress.draw import key_of
-from tutti.compress.exchange import Exchange, Rounds, Wire
+from tutti.compress.exchange import Exchange, Place, Rounds, Span, Wire
 from tutti.compress.state import State, rank_seed
 from tutti.errors import PlanError
 
@@ -61,6 +61,14 @@ class PowerSGD(Exchange):
         super().__init__(wire, {"worker": state}, {"q": _normal(q, seed, 0).to(self._next_q)})
 
     @property
+    def spans(self) -> dict[str, list[Span]]:
+        return {"worker": [(m.start, m.start + m.rows * m.columns) for m in self.matrices]}
+
+    @property
+    def places(self) -> dict[str, list[Place]]:
+        return {"q": [(m.start, m.q, m.q + m.columns * self.rank) for m in self.matrices]}
+
+    @property
     def step_nbytes(self) -> int:
         """Bytes a rank sends in a step, as a ring does: 2 (p - 1)/p of P, the plain tensors and Q."""
         ends, size, width = 2 * (self.wire.size - 1), self.wire.size, self.shared["q"].element_size()
@@ -97,6 +105,12 @@ class PowerSGD(Exchange):
         for start, stop in self.plain:
             flat[start:stop] = first[offset : offset + stop - start]
             offset += stop - start
+
+    def undo(self, start: int, stop: int) -> None:
+        super().undo(start, stop)
+        for at, begin, end in self.places["q"]:
+            if start <= at < stop:
+                self._next_q[begin:end] = self.shared["q"][begin:end]
 
     def settle(self, finite: bool) -> None:
         if finite:

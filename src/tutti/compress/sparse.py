@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tutti.compress.codec import Codec
-from tutti.compress.exchange import Exchange, Rounds, Wire
+from tutti.compress.exchange import Exchange, Rounds, Span, Wire
 from tutti.compress.state import rank_seed
 from tutti.compress.topk import TopK
 from tutti.compress.two_phase import chunk_length
@@ -52,6 +52,11 @@ class SparseSum(Exchange):
             states["server"] = back.state(own[1] - own[0], dtype=dtype, device=device, seed=~seed)
         super().__init__(wire, states)
         self.switched = False
+
+    @property
+    def spans(self) -> dict[str, list[Span]]:
+        own = {"server": [_slice(self.wire.rank, self.numel, self.wire.size)]} if "server" in self.states else {}
+        return {"worker": [(0, self.numel)], **own}
 
     def rounds(self, flat: Tensor) -> Rounds:
         message = self.codec.encode(flat, self.states["worker"])

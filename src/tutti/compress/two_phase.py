@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tutti.compress.blocks import count
 from tutti.compress.codec import FLOATS, Codec
-from tutti.compress.exchange import Exchange, Rounds, Wire
+from tutti.compress.exchange import Exchange, Rounds, Span, Wire
 from tutti.compress.levels import Levels
 from tutti.compress.state import rank_seed
 from tutti.compress.terngrad import TernGrad
@@ -51,6 +51,10 @@ class TwoPhase(Exchange):
         self._out, self._in = (torch.zeros(wire.size, there, dtype=torch.uint8, device=device) for _ in range(2))
         self._all = torch.zeros(wire.size, again, dtype=torch.uint8, device=device)
         self._own = torch.zeros(again, dtype=torch.uint8, device=device)
+
+    @property
+    def spans(self) -> dict[str, list[Span]]:
+        return {"worker": [(0, self.numel)], "server": [self._span(self.wire.rank)]}
 
     @property
     def step_nbytes(self) -> int:

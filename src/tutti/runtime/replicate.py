@@ -15,6 +15,7 @@ from torch import nn
 from tutti.collectives import make_team
 from tutti.errors import ScriptError
 from tutti.runtime.buckets import AllReduce, Bucket, Group, make_buckets
+from tutti.runtime.compressed.compressor import Compressor
 from tutti.runtime.host_memory import SETTLED, keep_freed_memory, lasting
 from tutti.runtime.host_sums import HostSums
 from tutti.runtime.layout import Layout
@@ -37,8 +38,15 @@ class Replica:
     """
 
     def __init__(
-        self, model: nn.Module, layout: Layout, plan: Plan, shards: Shards | None = None, late: Iterable[str] = ()
+        self,
+        model: nn.Module,
+        layout: Layout,
+        plan: Plan,
+        shards: Shards | None = None,
+        late: Iterable[str] = (),
+        compressor: Compressor | None = None,
     ) -> None:
+        self.compressor = compressor
         self.parameters: list[nn.Parameter] = []
         self._late = {model.get_parameter(name) for name in late}
         self._last: set[nn.Parameter] | None = None
@@ -59,8 +67,9 @@ class Replica:
 
     @property
     def sent_nbytes(self) -> int:
-        """Bytes this rank sends for its gradients in a step, by ring all-reduce, and for divided parameters."""
-        return self.shards.sent_nbytes + sum(ring_sent_nbytes([p], group.size) for p, group in self._groups.items())
+        """Bytes this rank sends for its gradients in a step, and for divided parameters."""
+        sparse = sum(ring_sent_nbytes([p], self._groups[p].size) for p in self._sparse)
+        return self.shards.sent_nbytes + sparse + sum(bucket.sent_nbytes for bucket in self._buckets)
 
     def begin(self, *, piecewise: bool = False) -> None:
         """The backward that comes is the step's last: sum gradients from here on. `piecewise`: several backwards come;
@@ -95,6 +104,11 @@ class Replica:
             bucket.wait()
         self.shards.finish()
 
+    def settle(self, finite: bool) -> None:
+        """All ranks have agreed whether the update may be made: what compression keeps back counts, or not."""
+        if self.compressor is not None:
+            self.compressor.settle(finite)
+
     def updated(self, optimizers: int) -> None:
         """One of the optimizers has made an update. Once all that lasts is there, memory that is freed is kept."""
         self._updates += 1
@@ -120,6 +134,8 @@ class Replica:
         ]
         self._places = {p: (bucket, i) for bucket in self._buckets for i, p in enumerate(bucket.parameters)}
         self._hooks = [p.register_post_accumulate_grad_hook(self._hook) for p in dense]  # type: ignore[no-untyped-call]
+        if self.compressor is not None:
+            self.compressor.rebuild(self._buckets)
 
     def _summed(self, parameters: list[nn.Parameter]) -> dict[nn.Parameter, Group]:
         """The ranks each gradient is summed over; parameters whose gradient concerns this rank alone are left out."""
@@ -132,6 +148,9 @@ class Replica:
     def _group(self, axes: tuple[AxisName, ...]) -> Group:
         mesh = self._layout.mesh
         handle = mesh.group(*axes)
+        compressed = None if self.compressor is None else self.compressor.summing(axes)
+        if compressed is not None:
+            return Group(handle, mesh.degree(*axes), self._layout.lane("gradients", *axes), compressed)
         team = make_team(handle) if self.parameters[0].device.type == "cpu" else None
         summing = AllReduce() if team is None else HostSums(team)
         return Group(handle, mesh.degree(*axes), self._layout.lane("gradients", *axes), summing)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from tutti.errors import PlanError
+from tutti.spec.compression import Compression
 from tutti.spec.words import (
     DATA_AXES,
     AxisName,
@@ -92,10 +93,13 @@ class BatchPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sync:
-    """How replicas stay equal. Gradients are fused into buckets of about `bucket_nbytes` before all-reduce."""
+    """How replicas stay equal. Gradients are fused into buckets of about `bucket_nbytes` before they are summed, and
+    written by `compress`, where it is given.
+    """
 
     mode: SyncMode = "synchronous"
     bucket_nbytes: int = 25 * 2**20
+    compress: Compression | None = None
 
     def __post_init__(self) -> None:
         _positive(self.bucket_nbytes, "bucket_nbytes")

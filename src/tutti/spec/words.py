@@ -59,6 +59,24 @@ Precision = Literal["full", "tf32", "bfloat16", "float16"]
 """full: the parameters' own dtype throughout; tf32: float32 with TF32 matrix products; bfloat16 and float16:
 autocast over parameters in their own dtype (the master weights), float16 with loss scaling."""
 
+CompressMethod = Literal[
+    "float64",
+    "float32",
+    "bfloat16",
+    "float16",
+    "bytegrad",
+    "qsgd",
+    "terngrad",
+    "one-bit",
+    "top-k",
+    "dgc",
+    "top16-q4",
+    "powersgd",
+]
+"""How gradients are written on their way between ranks. float64 to float16: cast, summed in their own precision;
+bytegrad: 8 bits a value; qsgd, terngrad: unbiased levels; one-bit: signs; top-k, dgc: the largest few; top16-q4: 16 of
+every 512 in 4 bits; powersgd: products of thin matrices."""
+
 SyncMode = Literal["synchronous"]
 """How stale a rank's parameters may be."""
 

@@ -1,0 +1,169 @@
+"""The compressor of a rank: an exchange for each bucket, and what is kept back, which follows the parameters.
+
+Compressed are the sums over ranks that saw other samples, or other parts of them. What is kept back is in the units of
+those sums: totals of losses over the samples of the global batch, before they become a mean over tokens.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from tutti.compress.by_tensor import Kept, keep, kept_of
+from tutti.compress.draw import key_of
+from tutti.compress.exchange import Exchange, all_finite
+from tutti.errors import PlanError
+from tutti.runtime.buckets import Bucket, Summing
+from tutti.runtime.compressed.courier import Courier
+from tutti.runtime.compressed.methods import make_exchange
+from tutti.runtime.layout import Layout
+from tutti.runtime.mesh import Mesh
+from tutti.runtime.traffic import Flight
+from tutti.spec.compression import Compression, bucket_sent_nbytes, compression_in_words
+from tutti.spec.plan import Plan
+from tutti.spec.words import DATA_AXES, AxisName
+
+COMPRESSED: frozenset[AxisName] = frozenset((*DATA_AXES, "context", "space"))
+"""Axes over which sums are compressed: their ranks saw other samples, or parts of them. Other sums are exact."""
+
+Axes = tuple[AxisName, ...]
+
+
+class CompressedSum(Summing):
+    """Sums the buckets of one group of ranks by the compressor's exchanges; gradients' flags travel as they are."""
+
+    def __init__(self, compressor: "Compressor", number: int, group: Any) -> None:
+        self._compressor, self.number, self.group = compressor, number, group
+
+    def start(self, bucket: Bucket) -> Flight:
+        flags = dist.all_reduce(bucket.flags, group=bucket.group.handle, async_op=True)
+        rounds = self._compressor.exchanges[bucket].rounds(values_of(bucket))
+        parcel = self._compressor.courier.start(self.number, rounds)
+        return bucket.group.lane.start([flags, parcel], bucket.sent_nbytes)
+
+
+class Compressor:
+    """`groups`: by the mesh's axes, a process group that nothing else uses; `places`: of each parameter among the
+    model's, which seeds its bucket's random numbers. `exchanges`: of the buckets there are now.
+    """
+
+    def __init__(
+        self, how: Compression, mesh: Mesh, groups: dict[Axes, Any], places: dict[nn.Parameter, int], seed: int
+    ) -> None:
+        self.how, self.seed, self._axes = how, seed, tuple(mesh.degrees)
+        self.courier = Courier()
+        self.exchanges: dict[Bucket, Exchange] = {}
+        self._places = places
+        self._sums = {axes: CompressedSum(self, number, group) for number, (axes, group) in enumerate(groups.items())}
+
+    def summing(self, axes: Iterable[AxisName]) -> Summing | None:
+        """How gradients are summed over `axes`; None: exactly, as without compression."""
+        return self._sums.get(tuple(axis for axis in self._axes if axis in axes))
+
+    def rebuild(self, buckets: Iterable[Bucket]) -> None:
+        """These are the buckets from now on. What was kept of their parameters is kept; of others it is dropped."""
+        before = {tuple(bucket.parameters): exchange for bucket, exchange in self.exchanges.items()}
+        mine = [bucket for bucket in buckets if isinstance(bucket.group.summing, CompressedSum)]
+        new = [bucket for bucket in mine if tuple(bucket.parameters) not in before]
+        kept: dict[nn.Parameter, tuple[Kept, int]] = {}
+        for bucket, exchange in self.exchanges.items() if new else ():
+            count = max(state.count for state in exchange.states.values())
+            found = kept_of(exchange, sizes_of(bucket))
+            kept.update({p: (one, count) for p, one in zip(bucket.parameters, found, strict=True)})
+        self.exchanges = {}
+        for bucket in mine:
+            shapes = [memory_shape(p) for p in bucket.parameters]
+            bucket.sent_nbytes = bucket_sent_nbytes(self.how, shapes, bucket.group.size, bucket.flat.element_size())
+            self.exchanges[bucket] = before.get(tuple(bucket.parameters)) or self._exchange(bucket, shapes)
+        for bucket in new:
+            known = [kept.get(p, ({}, 0)) for p in bucket.parameters]
+            count = max(count for _, count in known)
+            keep(self.exchanges[bucket], sizes_of(bucket), [one for one, _ in known], count)
+
+    def settle(self, finite: bool) -> None:
+        """After all sums of a step. `finite`: the update may be made, the same on all ranks; else nothing was sent."""
+        for bucket, exchange in self.exchanges.items():
+            values = values_of(bucket)
+            counts = finite and all_finite(values)
+            if counts:
+                for start, size, flag in zip(starts_of(bucket), sizes_of(bucket), bucket.flags.tolist(), strict=True):
+                    if not flag:  # no rank has used it: it keeps no gradient
+                        exchange.undo(start, start + size)
+            exchange.settle(counts)
+
+    def _exchange(self, bucket: Bucket, shapes: Sequence[Sequence[int]]) -> Exchange:
+        assert isinstance(bucket.group.summing, CompressedSum)
+        low, high = key_of(self.seed, self._places[bucket.parameters[0]])
+        return make_exchange(
+            self.how,
+            shapes,
+            group=bucket.group.summing.group,
+            dtype=bucket.flat.dtype,
+            device=bucket.flat.device,
+            seed=low | high << 32,
+        )
+
+
+def make_compressor(
+    plan: Plan, layout: Layout, model: nn.Module, optimizers: Iterable[Optimizer], seed: int
+) -> Compressor | None:
+    """The compressor of the plan, if it has one and there is something to sum. Collective.
+
+    Raises PlanError, on all ranks alike, for gradients and optimizers that the method does not go with.
+    """
+    how, mesh = plan.sync.compress, layout.mesh
+    if how is None or mesh.world_size == 1:
+        return None
+    _check(how, model, optimizers)
+    order = {name: place for place, name in enumerate(layout.names)}
+    live = {tuple(a for a in mesh.degrees if a in layout.of_name(name).sums) for name, _ in model.named_parameters()}
+    everyone: list[Any] = [None] * mesh.world_size
+    dist.all_gather_object(everyone, {axes for axes in live if axes and COMPRESSED.issuperset(axes)})
+    groups = {axes: mesh.new_group(*axes) for axes in sorted(set().union(*everyone))}
+    return Compressor(how, mesh, groups, {p: order[name] for name, p in model.named_parameters()}, seed)
+
+
+def _check(how: Compression, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+    words = f"sync.compress = {compression_in_words(how)!r}"
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise PlanError(
+                f"{words}: the gradient of {name or 'the model'} is sparse, a few rows that are sent as they are; make "
+                "the embedding with sparse=False, or leave compress out"
+            )
+    for optimizer in optimizers if how.method == "dgc" else ():
+        for group in optimizer.param_groups:
+            if group.get("momentum") or "betas" in group:
+                raise PlanError(
+                    f"{words} has the momentum in itself, and {type(optimizer).__name__} has one of its own; use SGD "
+                    "with momentum=0, or top-k"
+                )
+
+
+def values_of(bucket: Bucket) -> torch.Tensor:
+    """The gradients of a bucket, flat, without the flags."""
+    return bucket.flat[: bucket.flat.numel() - len(bucket.parameters)]
+
+
+def sizes_of(bucket: Bucket) -> list[int]:
+    return [p.numel() for p in bucket.parameters]
+
+
+def starts_of(bucket: Bucket) -> list[int]:
+    starts, at = [], 0
+    for size in sizes_of(bucket):
+        starts.append(at)
+        at += size
+    return starts
+
+
+def memory_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    """The shape in the order in which the elements lie in memory: a matrix that is transposed is none of its rows."""
+    if not torch.ops.aten.is_non_overlapping_and_dense(parameter):
+        return tuple(parameter.shape)
+    strides = parameter.stride()
+    order = sorted(range(parameter.dim()), key=lambda dim: (-strides[dim], dim))
+    return tuple(parameter.shape[dim] for dim in order)

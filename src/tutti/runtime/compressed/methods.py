@@ -1,0 +1,65 @@
+"""From a plan's words to an exchange that sums one bucket."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tutti.compress.bytegrad import ByteGrad
+from tutti.compress.cast import Cast
+from tutti.compress.codec import Codec
+from tutti.compress.dgc import DGC
+from tutti.compress.exchange import Exchange
+from tutti.compress.levels import Levels
+from tutti.compress.onebit import OneBit
+from tutti.compress.powersgd import PowerSGD
+from tutti.compress.qsgd import qsgd
+from tutti.compress.sparcml import TOP16_Q4
+from tutti.compress.terngrad import TernGrad
+from tutti.compress.topk import TopK
+from tutti.compress.two_phase import Gathered, TwoPhase
+from tutti.spec.compression import MIN_RATE, Compression
+
+
+def make_exchange(
+    how: Compression,
+    shapes: Sequence[Sequence[int]],
+    *,
+    group: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+) -> Exchange:
+    """The exchange for tensors of `shapes`, as they lie in memory one behind the other. All ranks make it alike."""
+    numel = sum(torch.Size(shape).numel() for shape in shapes)
+    if how.method == "powersgd":
+        rank = int(how.settings["rank"])
+        return PowerSGD(shapes, rank=rank, min_rate=MIN_RATE, group=group, dtype=dtype, device=device, seed=seed)
+    codec = _codec(how)
+    if isinstance(codec, TopK):
+        return Gathered(codec, numel, group=group, dtype=dtype, device=device, seed=seed)
+    back = Levels(4, feedback=True) if how.method == "top16-q4" else None
+    return TwoPhase(codec, numel, group=group, back=back, dtype=dtype, device=device, seed=seed)
+
+
+def _codec(how: Compression) -> Codec:
+    settings = how.settings
+    match how.method:
+        case "float64" | "float32":
+            return Cast(how.method)
+        case "bfloat16" | "float16":
+            return Cast(how.method, feedback=bool(settings["feedback"]))
+        case "bytegrad":
+            return ByteGrad(feedback=bool(settings["feedback"]))
+        case "qsgd":
+            return qsgd(how.bits or 4)
+        case "terngrad":
+            return TernGrad()
+        case "one-bit":
+            return OneBit()
+        case "top-k":
+            return TopK(settings["density"])
+        case "dgc":
+            return DGC(settings["density"], settings["momentum"])
+        case _:
+            return TOP16_Q4

@@ -1,0 +1,170 @@
+"""Compressed sums of gradients, in words and in bytes.
+
+Bytes are those that one rank sends in a step to sum one bucket: the codes both ways, their scales and paddings, and a
+flag for each gradient. Formulas: two phases of p - 1 codes of a chunk each (casts, levels, signs, top16-q4); p - 1
+codes of the whole bucket (top-k, dgc); two ring sums of thin matrices (powersgd).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from tutti.errors import PlanError
+from tutti.spec import codec
+from tutti.spec.words import CompressMethod
+
+BLOCK = {"bytegrad": 2048, "qsgd": 512, "terngrad": 2048, "one-bit": 2048, "top16-q4": 512}
+"""Values that share a scale."""
+
+KEEP = 16
+"""Values of a block that top16-q4 sends."""
+
+MIN_RATE = 2.0
+"""powersgd leaves a matrix as it is unless its factors are fewer values by so much."""
+
+_WIDTH = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compression:
+    """How gradients are written in fewer bytes while ranks sum them.
+
+    `bits`: of a level of qsgd, 2, 4 (default) or 8. `density`: share of the values that top-k (0.01) and dgc (0.001)
+    send. `rank`: columns of powersgd's matrices (1). `momentum`: dgc's own (0.9), that the optimizer must not have.
+    `feedback`: bfloat16, float16 and bytegrad keep what rounding took away and send it later (False); one-bit, top-k,
+    dgc, top16-q4 and powersgd always do, the others never.
+    """
+
+    method: CompressMethod
+    bits: Literal[2, 4, 8] | None = None
+    density: float | None = None
+    rank: int | None = None
+    momentum: float | None = None
+    feedback: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name, methods in _SETTINGS.items():
+            if getattr(self, name) is not None and self.method not in methods:
+                raise PlanError(f"{name} is a setting of {', '.join(methods)}; leave it out with {self.method}")
+        if self.density is not None and not 0 < self.density <= 1:
+            raise PlanError(f"density = {self.density}; a share of the values that are sent, above 0 and at most 1")
+        if self.momentum is not None and not 0 <= self.momentum < 1:
+            raise PlanError(f"momentum = {self.momentum}; give a number of 0 or more and below 1")
+        if self.rank is not None and self.rank < 1:
+            raise PlanError(f"rank = {self.rank}; powersgd needs matrices of 1 column or more")
+
+    @property
+    def settings(self) -> dict[str, float]:
+        """The settings that the method has, as stated or by default."""
+        found = {name: methods[self.method] for name, methods in _SETTINGS.items() if self.method in methods}
+        stated = {name: getattr(self, name) for name in found if getattr(self, name) is not None}
+        return {**found, **stated}
+
+    @property
+    def keeps(self) -> bool:
+        """Whether what is not sent is kept back for later steps."""
+        always = self.method in ("one-bit", "top-k", "dgc", "top16-q4", "powersgd")
+        return always or bool(self.settings.get("feedback"))
+
+
+_SETTINGS: dict[str, dict[CompressMethod, float]] = {
+    "bits": {"qsgd": 4},
+    "density": {"top-k": 0.01, "dgc": 0.001},
+    "rank": {"powersgd": 1},
+    "momentum": {"dgc": 0.9},
+    "feedback": {"bfloat16": False, "float16": False, "bytegrad": False},
+}
+"""Settings of compression: by name, the methods that have it, with what it is by default."""
+
+
+def parse_compression(text: str) -> Compression:
+    """What `text` says: "one-bit", or with settings "top-k,density=0.01". Raises PlanError naming what is wrong."""
+    method, *rest = (part.strip() for part in text.split(","))
+    data: dict[str, object] = {"method": method}
+    for part in rest:
+        name, _, value = part.partition("=")
+        if not value or name in data:
+            raise PlanError(f"compress {text!r}: {part!r} is no setting, or is there twice; write {name}=VALUE, once")
+        data[name] = {"true": True, "false": False}.get(value, _number(value))
+    return codec.from_data(Compression, data, source=f"compress {text!r}")
+
+
+def compression_in_words(compress: Compression) -> str:
+    """The same, the other way round, with settings by default left out."""
+    said = {name: getattr(compress, name) for name in compress.settings if getattr(compress, name) is not None}
+    return ",".join([compress.method, *(f"{name}={str(value).lower()}" for name, value in said.items())])
+
+
+def bucket_sent_nbytes(compress: Compression, shapes: Sequence[Sequence[int]], ranks: int, itemsize: int) -> int:
+    """Bytes one rank sends to sum gradients of `shapes` (as they lie in memory), of values of `itemsize`, in a step."""
+    flags = 2 * (ranks - 1) * len(shapes) * itemsize // ranks
+    numel = sum(math.prod(shape) for shape in shapes)
+    if compress.method == "powersgd":
+        return flags + _thin(compress, shapes, ranks, 8 if itemsize == 8 else 4)
+    if compress.method in ("top-k", "dgc"):
+        return flags + (ranks - 1) * 8 * min(numel, math.ceil(compress.settings["density"] * numel))
+    length = chunk_length(numel, ranks)
+    sent = (ranks - 1) * (message_nbytes(compress, length) + message_nbytes(_back(compress, ranks), length))
+    if compress.method == "terngrad":  # ranks agree on scales first
+        sent += 2 * (ranks - 1) * 4 * -(-length // BLOCK["terngrad"])
+    return flags + sent
+
+
+def chunk_length(numel: int, ranks: int) -> int:
+    """Values of one rank's chunk of `numel`: a multiple of 8, so that chunks are whole bytes of any code."""
+    return 8 * -(-numel // (8 * ranks))
+
+
+def message_nbytes(compress: Compression | tuple[int, int], numel: int) -> int:
+    """Bytes of the code of `numel` values; (bits, block) of a level stands for its method."""
+    if isinstance(compress, tuple):
+        bits, block = compress
+        return 4 * -(-numel // block) + _up_to_4(-(-numel * bits // 8))
+    method = compress.method
+    if method in _WIDTH:
+        return _up_to_4(_WIDTH[method] * numel)
+    rows = -(-numel // BLOCK[method])
+    if method == "bytegrad":
+        return 8 * rows + _up_to_4(numel)
+    if method == "top16-q4":
+        return 4 * rows + _up_to_4(2 * rows * KEEP + rows * -(-KEEP // 2))
+    bits = {"qsgd": int(compress.settings.get("bits", 0)), "terngrad": 2, "one-bit": 1}[method]
+    return message_nbytes((bits, BLOCK[method]), numel)
+
+
+def _back(compress: Compression, ranks: int) -> Compression | tuple[int, int]:
+    """What sums are written with: top16-q4's in 4 bits, and terngrad's in as many as hold a sum of -1, 0 and 1."""
+    if compress.method == "top16-q4":
+        return (4, 512)
+    if compress.method == "terngrad":
+        return (4 if ranks <= 7 else 8, BLOCK["terngrad"])
+    return compress
+
+
+def _thin(compress: Compression, shapes: Sequence[Sequence[int]], ranks: int, width: int) -> int:
+    """P and what is not compressed in one ring sum, Q in another."""
+    rank, p, q = int(compress.settings["rank"]), 0, 0
+    for shape in shapes:
+        rows, columns = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
+        if len(shape) > 1 and rank * (rows + columns) * MIN_RATE < rows * columns:
+            p, q = p + rows * rank, q + columns * rank
+        else:
+            p += math.prod(shape)
+    ends = 2 * (ranks - 1) * width
+    return ends * p // ranks + ends * q // ranks
+
+
+def _number(text: str) -> object:
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _up_to_4(nbytes: int) -> int:
+    return -(-nbytes // 4) * 4
