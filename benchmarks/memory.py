@@ -5,7 +5,6 @@ tiny model: interpreter, libraries, connections.
 """
 
 import os
-import resource
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,6 +148,7 @@ def describe(name: str) -> Any:
 def train(case: str, steps: int, tiny: bool) -> int:
     """On one rank: some steps and a checkpoint; the most bytes this process has held."""
     import tutti
+    from tutti.runtime.ending import peak_nbytes
     from tutti.spec import codec
 
     work = WORKLOADS[workload_of(case)]
@@ -160,7 +160,7 @@ def train(case: str, steps: int, tiny: bool) -> int:
     for _ in job.epochs(1):
         for batch in loader:
             job.step(batch)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return peak_nbytes(job.device)
 
 
 def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:

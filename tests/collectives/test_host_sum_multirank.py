@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from harness import RankFailed, run_ranks
 from tutti.collectives import HostSum, make_team
+from tutti.collectives.rooms import borrowed_nbytes
 from tutti.runtime.world import join
 
 SIZES = (1, 2, 31, 33, 1000, 65_537, 300_001)
@@ -139,5 +140,23 @@ def deserted(_: int) -> None:
 
 
 def test_a_rank_that_has_ended_is_noticed() -> None:
-    with pytest.raises(RankFailed, match="Connection closed by peer|died without a word"):
+    with pytest.raises(RankFailed, match=r"Connection closed by peer|died without a word"):
         run_ranks(deserted, 2, 2, timeout_s=30)
+
+
+def borrowed(_: int) -> tuple[int, int]:
+    join()
+    team = make_team()
+    assert team is not None
+    before = borrowed_nbytes()
+    number, room = team.new_room(4 * 2**20)
+    room.tensor(torch.float32, 2**20).fill_(1)
+    mine = borrowed_nbytes() - before
+    HostSum(team, number, 2**20, torch.float32).wait()
+    return mine, borrowed_nbytes() - before
+
+
+def test_memory_of_others_is_told_apart_from_a_ranks_own() -> None:
+    results = run_ranks(borrowed, 2, 2)
+    assert all(mine < 2**16 for mine, _ in results)  # at most pages of the team's tables
+    assert 2 * 2**20 <= sum(others for _, others in results) <= 2 * 4 * 2**20 + 2**16

@@ -4,13 +4,18 @@ A room is an anonymous file in memory: it has no name, no mount limits its size,
 have it open, however they end. Others of the same user find it as /proc/PID/fd/N.
 """
 
+import ctypes
 import mmap
 import os
+import weakref
 from pathlib import Path
 
 import torch
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
+_NAME = "tutti-room"
+
+Memory = ctypes.Array[ctypes.c_char]
 
 
 class Room:
@@ -18,30 +23,41 @@ class Room:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = max(nbytes, 1)
-        self.file = os.memfd_create("tutti")
+        self.file = os.memfd_create(_own_name())
         try:
             os.ftruncate(self.file, self.nbytes)
-            self.memory = mmap.mmap(self.file, self.nbytes)
+            self.memory = _map(self.file, self.nbytes)
         except OSError:
             os.close(self.file)
             raise
+        weakref.finalize(self, os.close, self.file)
 
     def tensor(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """The first `numel` values, zeros at first, which live as long as any tensor of them does."""
         return torch.frombuffer(self.memory, dtype=dtype, count=numel)
 
-    def __del__(self) -> None:
-        if getattr(self, "memory", None) is not None:
-            os.close(self.file)
 
-
-def attach(process: int, file: int, nbytes: int) -> mmap.mmap:
+def attach(process: int, file: int, nbytes: int) -> Memory:
     """A room of another process of this host. Raises OSError where this one may not see it."""
     handle = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR)
     try:
-        return mmap.mmap(handle, nbytes)
+        return _map(handle, nbytes)
     finally:
         os.close(handle)
+
+
+def _map(file: int, nbytes: int) -> Memory:
+    """A file's bytes, until nothing refers to them. Python's own mmap would keep one more file open for each."""
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    place = library.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, file, 0)
+    if place in (None, ctypes.c_void_p(-1).value):
+        raise OSError(ctypes.get_errno(), "shared memory could not be mapped")
+    memory = (ctypes.c_char * nbytes).from_address(place)
+    weakref.finalize(memory, library.munmap, place, nbytes).atexit = False  # tensors may outlive the interpreter's end
+    return memory
 
 
 def host_identity() -> str:
@@ -53,3 +69,23 @@ def host_identity() -> str:
         return " ".join([_BOOT.read_text().strip(), *namespaces])
     except OSError:
         return ""
+
+
+def borrowed_nbytes() -> int:
+    """Bytes resident in this process that belong to rooms of other ranks: their owners count them, too."""
+    total, others, own = 0, False, f"/memfd:{_own_name()}"
+    try:
+        lines = Path("/proc/self/smaps").read_text().splitlines()
+    except OSError:
+        return 0
+    for line in lines:
+        words = line.split()
+        if not words[0].endswith(":"):  # a mapping's first line: the sixth word is its name
+            others = len(words) > 5 and words[5].startswith(f"/memfd:{_NAME}") and words[5] != own
+        elif others and words[0] == "Rss:":
+            total += 1024 * int(words[1])
+    return total
+
+
+def _own_name() -> str:
+    return f"{_NAME}-{os.getpid()}"

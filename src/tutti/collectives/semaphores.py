@@ -5,8 +5,9 @@ They come from the C library, which also lets a rank sleep instead of spinning: 
 
 import ctypes
 import errno
-import mmap
 import time
+
+from tutti.collectives.rooms import Memory
 
 SPACING = 64
 """Bytes from one semaphore to the next: a cache line; the C library's needs 32 or fewer."""
@@ -28,9 +29,9 @@ def available() -> bool:
 class Semaphores:
     """`count` semaphores at the start of `memory`. One rank makes them with `create`; the others only use them."""
 
-    def __init__(self, memory: mmap.mmap, count: int, *, create: bool) -> None:
+    def __init__(self, memory: Memory, count: int, *, create: bool) -> None:
         self._memory = memory
-        self._first = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self._first = ctypes.addressof(memory)
         self._library = ctypes.CDLL(None, use_errno=True)
         self._post, self._try = self._library.sem_post, self._library.sem_trywait
         for function in (self._post, self._try):

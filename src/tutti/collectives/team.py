@@ -4,7 +4,6 @@ Exchanges are numbered; all ranks start them in the same order. The numbers take
 semaphores of its own. Of every exchange a rank's record says which of its rooms holds its tensor.
 """
 
-import mmap
 import os
 import select
 import time
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tutti.collectives import semaphores
-from tutti.collectives.rooms import Room, attach, host_identity
+from tutti.collectives.rooms import Memory, Room, attach, host_identity
 from tutti.collectives.semaphores import SPACING, Semaphores
 
 SLOTS = 128
@@ -37,7 +36,7 @@ class Team:
     (room, values). `timeout_s`: how long to wait for others.
     """
 
-    def __init__(self, control: mmap.mmap, processes: list[int], rank: int, timeout_s: float, *, create: bool) -> None:
+    def __init__(self, control: Memory, processes: list[int], rank: int, timeout_s: float, *, create: bool) -> None:
         self.rank, self.size, self.timeout_s = rank, len(processes), timeout_s
         self._processes = processes
         self._watched = [os.pidfd_open(process) for process in processes]
@@ -49,7 +48,7 @@ class Team:
         self._records = records.view(SLOTS, self.size, 2).numpy()
         self._started = 0
         self._mine: list[Room] = []
-        self._theirs: dict[tuple[int, int], mmap.mmap] = {}
+        self._theirs: dict[tuple[int, int], Memory] = {}
 
     def start(self, room: int, numel: int) -> int:
         """Begin the next exchange with the first `numel` values of this rank's room; returns its slot."""
@@ -114,7 +113,7 @@ class Team:
         """Bytes of other ranks' rooms that this rank has mapped, and so are resident in it as well."""
         return sum(len(memory) for memory in self._theirs.values())
 
-    def _memory(self, rank: int, room: int) -> mmap.mmap:
+    def _memory(self, rank: int, room: int) -> Memory:
         if rank == self.rank:
             return self._mine[room].memory
         if (rank, room) not in self._theirs:

@@ -8,6 +8,7 @@ from types import TracebackType
 
 import torch
 
+from tutti.collectives.rooms import borrowed_nbytes
 from tutti.errors import TuttiError
 from tutti.runtime.checkpoint import end_saving
 from tutti.runtime.state import Run
@@ -72,7 +73,7 @@ class Ending:
 
 
 def peak_nbytes(device: torch.device) -> int:
-    """Most memory this rank has held: allocated on a GPU, resident on a CPU."""
+    """Most memory this rank has held: allocated on a GPU; resident on a CPU, without what it shares of other ranks."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - borrowed_nbytes()
