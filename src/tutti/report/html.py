@@ -33,7 +33,8 @@ from tutti.spec.report import Curve, Finding, Quantity, RankReport, RunReport
 SEVERITIES = {"refuse": "Refused", "warn": "Warning", "note": "Note"}
 
 
-def _environment() -> jinja2.Environment:
+def environment() -> jinja2.Environment:
+    """The templates of all pages, with what they share."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("tutti", "report"),
         autoescape=True,
@@ -64,7 +65,7 @@ def report_html(report: RunReport) -> str:
         return f"{(quantity.value or 0) / wall:.1%}".replace("%", " %") if wall else ""
 
     return (
-        _environment()
+        environment()
         .get_template("report.html")
         .render(
             r=report,
@@ -89,7 +90,7 @@ def comparison_html(comparison: Comparison) -> str:
     first = comparison.runs[0]
     to_target = all(run.quality.target.value is not None for run in comparison.runs)
     return (
-        _environment()
+        environment()
         .get_template("compare.html")
         .render(
             c=comparison,

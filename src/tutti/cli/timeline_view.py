@@ -1,0 +1,136 @@
+"""A predicted step and what ranks hold, drawn in letters for a terminal."""
+
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from tutti.predict.words import nbytes, seconds
+from tutti.spec.prediction import RankMemory
+from tutti.spec.timeline import DOINGS, Doing, Lane, LeftOut, Timeline
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+LETTERS: dict[Doing, tuple[str, str]] = {
+    "forward": ("f", "white on blue"),
+    "backward": ("b", "black on bright_cyan"),
+    "weights": ("w", "black on cyan"),
+    "optimizer": ("u", "white on magenta"),
+    "communication": ("=", "black on yellow"),
+    "bubble": (".", "dim"),
+    "waiting": ("-", "dim"),
+    "other": ("o", "dim"),
+}
+"""A letter and a style for what a rank does."""
+
+HOLDERS: dict[str, tuple[str, str]] = {
+    "parameters": ("P", "white on blue"),
+    "gradients": ("G", "black on bright_cyan"),
+    "optimizer": ("O", "white on magenta"),
+    "activations": ("A", "black on green"),
+    "communication": ("C", "black on yellow"),
+    "buffers": ("B", "black on white"),
+    "reserve": ("R", "white on bright_black"),
+}
+"""The same for what holds memory."""
+
+TOLD = 0.005
+"""Parts of a step below this are not told beside a lane."""
+
+
+def show_timeline(out: "Console", found: Timeline) -> None:
+    """The step by lanes, and the memory of a rank of each against its limit. All of it is predicted."""
+    time = found.step_time_s
+    label = max(len(_name(lane, found)) for lane in found.lanes)
+    told = {id(lane): _told(lane, time.value) for lane in found.lanes}
+    width = max(24, min(out.width, 160) - label - max(len(words) for words in told.values()) - 4)
+    left = "" if found.left_out is None else f"; // leaves out {found.left_out.microbatches} microbatches between"
+    out.print(
+        f"One step, predicted: {seconds(time.value)} ({seconds(time.low)} to {seconds(time.high)}){left}",
+        style="bold", markup=False, soft_wrap=True,
+    )  # fmt: skip
+    for lane in found.lanes:
+        line = Text(f"{_name(lane, found):<{label}}  ")
+        line.append_text(drawn(lane, found.left_out, time.value, width))
+        line.append(f"  {told[id(lane)]}")
+        out.print(line, soft_wrap=True)
+    used = [doing for doing in LETTERS if any(lane.seconds.get(doing, 0.0) > TOLD * time.value for lane in found.lanes)]
+    out.print(_legend({DOINGS[doing]: LETTERS[doing] for doing in used}), soft_wrap=True)
+    if found.lanes_left_out:
+        out.print(f"{found.lanes_left_out} lanes between these are not shown", style="dim")
+    out.print("Memory of a rank, predicted", style="bold")
+    for lane in found.lanes:
+        line = Text(f"{_name(lane, found):<{label}}  ")
+        line.append_text(held(lane, width))
+        over = lane.memory.total > lane.memory_limit_nbytes
+        words = f"{nbytes(lane.memory.total)} of {nbytes(lane.memory_limit_nbytes)}" + (": too much" if over else "")
+        line.append(f"  {words}", style="red" if over else "")
+        out.print(line, soft_wrap=True)
+    holders = [name for name in HOLDERS if any(getattr(lane.memory, name) for lane in found.lanes)]
+    out.print(_legend({name: HOLDERS[name] for name in holders}), soft_wrap=True)
+
+
+def drawn(lane: Lane, left: LeftOut | None, step_s: float, width: int) -> Text:
+    """`width` letters for the step, each what the lane does most in its time; // for what is left out."""
+    line = Text()
+    mark = 2 if left is not None else 0
+    away = left.end_s - left.start_s if left is not None else 0.0
+    each = (step_s - away) / (width - mark)
+    before = round(left.start_s / each) if left is not None else width
+    for cell in range(width - mark):
+        if cell == before:
+            line.append("/" * mark, style="dim")
+        later = away if cell >= before else 0.0
+        doing = _most(lane, cell * each + later, (cell + 1) * each + later)
+        letter, style = LETTERS[doing] if doing is not None else (" ", "")
+        line.append(letter, style=style)
+    return line
+
+
+def _most(lane: Lane, start_s: float, end_s: float) -> Doing | None:
+    shares: dict[Doing, float] = {}
+    for bar in lane.bars:
+        shared = min(bar.end_s, end_s) - max(bar.start_s, start_s)
+        if shared > 0:
+            shares[bar.doing] = shares.get(bar.doing, 0.0) + shared
+    return max(shares.items(), key=lambda share: share[1])[0] if shares else None
+
+
+def held(lane: Lane, width: int) -> Text:
+    """`width` letters for the larger of memory and limit, a letter for each part held, | where the limit is passed."""
+    line = Text()
+    whole = max(lane.memory_limit_nbytes, lane.memory.total)
+    limit = round(width * lane.memory_limit_nbytes / whole)
+    total, end = 0.0, 0
+    for part in fields(RankMemory):
+        total += getattr(lane.memory, part.name)
+        letter, style = HOLDERS[part.name]
+        for cell in range(end, round(width * total / whole)):
+            line.append("|" if cell == limit else letter, style="bold red" if cell == limit else style)
+        end = round(width * total / whole)
+    line.append("." * (width - end), style="dim")
+    return line
+
+
+def _name(lane: Lane, found: Timeline) -> str:
+    stages = {one.stage for one in found.lanes}
+    return lane.ranks + (f" (stage {lane.stage})" if len(stages) > 1 else "")
+
+
+def _told(lane: Lane, step_s: float) -> str:
+    """busy 74 %, exposed 5 %, bubble 20 %."""
+    parts = [("busy", lane.busy_s)]
+    words: dict[Doing, str] = {
+        "communication": "exposed", "bubble": "bubble", "waiting": "waiting", "other": "other", "hidden": "hidden",
+    }  # fmt: skip
+    parts += [(word, lane.seconds.get(doing, 0.0)) for doing, word in words.items()]
+    return ", ".join(f"{word} {100 * lasts / step_s:.0f} %" for word, lasts in parts if lasts > TOLD * step_s)
+
+
+def _legend(entries: dict[str, tuple[str, str]]) -> Text:
+    line = Text("  ")
+    for name, (letter, style) in entries.items():
+        line.append(letter, style=style)
+        line.append(f" {name}   ", style="dim")
+    return line

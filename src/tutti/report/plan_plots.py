@@ -1,0 +1,252 @@
+"""The figures of a plan's page: a step as it falls, what ranks hold, speed against devices, plans that were tried."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.patches import PathPatch
+from matplotlib.path import Path
+from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
+
+from tutti.report.svg import (
+    GRID,
+    INK,
+    MUTED,
+    PAPER,
+    PHASE_COLOURS,
+    SERIES,
+    Plot,
+    inline,
+    new_figure,
+    rows,
+    segment,
+    styled,
+)
+from tutti.report.words import duration, plural, significant
+from tutti.spec.prediction import RankMemory
+from tutti.spec.scaling import ScalingCurve
+from tutti.spec.timeline import DOINGS, Bar, Doing, Lane, LeftOut, Timeline
+from tutti.spec.trials import Trials
+
+FILLS: dict[Doing, str] = {
+    "forward": PHASE_COLOURS["forward"],
+    "backward": PHASE_COLOURS["backward"],
+    "weights": SERIES[6],
+    "optimizer": PHASE_COLOURS["optimizer"],
+    "communication": PHASE_COLOURS["exposed_communication"],
+    "bubble": GRID,
+    "waiting": "none",
+    "other": PHASE_COLOURS["other"],
+}
+BREAK = 0.03
+"""What is left out of a step is drawn so wide a part of the rest."""
+
+Place = Callable[[float], float]
+
+
+def lane_name(lane: Lane, found: Timeline) -> str:
+    """The ranks of a lane, with their stage where there are several."""
+    return lane.ranks + (f", stage {lane.stage}" if len({one.stage for one in found.lanes}) > 1 else "")
+
+
+@styled
+def timeline_plot(found: Timeline) -> Plot:
+    """Ranks as rows, what they do as bars; hidden communication as a line below them."""
+    left, end_s = found.left_out, found.step_time_s.value
+    factor, unit = (1e3, "ms") if end_s < 1 else (1.0, "s")
+    place, width = _placed(left, end_s)
+    figure, axes = new_figure(14.2, 1.5 + 0.46 * len(found.lanes))
+    for row, lane in enumerate(found.lanes):
+        for doing in FILLS:
+            _draw(axes, row, [bar for bar in lane.bars if bar.doing == doing], doing, place)
+        for bar in lane.hidden:
+            axes.plot(
+                [place(bar.start_s), place(bar.end_s)], [row + 0.42] * 2, color=FILLS["communication"], linewidth=2.5,
+                solid_capstyle="butt",
+            )  # fmt: skip
+    rows(axes, [lane_name(lane, found) for lane in found.lanes])
+    axes.set_xlim(0, width)
+    if left is not None:
+        axes.axvspan(place(left.start_s), place(left.end_s), facecolor=PAPER, zorder=4)
+        for edge in (left.start_s, left.end_s):
+            axes.axvline(place(edge), color=MUTED, linewidth=1, linestyle=(0, (2, 3)), zorder=5)
+    ticks = _ticks(left, end_s, factor)
+    axes.set_xticks([place(tick / factor) for tick in ticks], [f"{tick:g}" for tick in ticks])
+    axes.set_xlabel(f"time of a step ({unit})")
+    used = [doing for doing in FILLS if any(lane.seconds.get(doing, 0) > 0.002 * end_s for lane in found.lanes)]
+    for doing in used:
+        axes.bar(0, 0, color=FILLS[doing], edgecolor=MUTED if doing in ("waiting", "bubble") else FILLS[doing],
+                 linewidth=0.8, label=DOINGS[doing])  # fmt: skip
+    if any(lane.hidden for lane in found.lanes):
+        axes.plot([], [], color=FILLS["communication"], linewidth=2.5, label=DOINGS["hidden"])
+    figure.legend(loc="outside upper left", ncols=8, handlelength=0.9, handleheight=0.9, columnspacing=1.4)
+    note = "predicted, all of it; ranks that do the same are one row"
+    if left is not None:
+        note += f"; {plural(left.microbatches, 'microbatch')} of {found.num_microbatches} left out at the gap"
+    if found.lanes_left_out:
+        note += f"; {plural(found.lanes_left_out, 'row')} between these not shown"
+    words = "One step, predicted. " + " ".join(f"{lane_name(lane, found)}: {_told(lane)}." for lane in found.lanes)
+    return Plot(
+        title="One step, rank by rank", note=note, svg=inline(figure, "timeline", words), words=words, wide=True
+    )
+
+
+def _placed(left: LeftOut | None, end_s: float) -> tuple[Place, float]:
+    """Where a moment of the step is drawn, and how wide all of it is."""
+    if left is None:
+        return (lambda moment: moment), end_s
+    away = left.end_s - left.start_s
+    gap = BREAK * (end_s - away)
+
+    def place(moment: float) -> float:
+        if moment <= left.start_s:
+            return moment
+        return max(left.start_s + gap, moment - away + gap)
+
+    return place, end_s - away + gap
+
+
+def _ticks(left: LeftOut | None, end_s: float, factor: float) -> list[float]:
+    """Round numbers over what is drawn."""
+    shown = end_s - (left.end_s - left.start_s if left is not None else 0.0)
+    steps = MaxNLocator(10).tick_values(0.0, shown * factor)
+    size = float(steps[1] - steps[0])
+    found = [index * size for index in range(int(end_s * factor / size) + 1)] if end_s / shown < 1000 else [0.0]
+    return [
+        round(tick, 9) for tick in found
+        if left is None or tick <= left.start_s * factor or tick >= left.end_s * factor
+    ]  # fmt: skip
+
+
+def _draw(axes: Axes, row: int, bars: Sequence[Bar], doing: Doing, place: Place) -> None:
+    """All bars of one kind in a row as one path."""
+    if not bars:
+        return
+    starts, ends = (
+        np.array([place(at) for at in edge]) for edge in ([b.start_s for b in bars], [b.end_s for b in bars])
+    )
+    low, high = np.full(len(bars), row - 0.31), np.full(len(bars), row + 0.31)
+    corners = np.stack([starts, low, ends, low, ends, high, starts, high, starts, low], axis=1).reshape(-1, 2)
+    codes = np.tile([Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY], len(bars))
+    edge = MUTED if doing in ("waiting", "bubble") else PAPER
+    axes.add_patch(PathPatch(Path(corners, codes), facecolor=FILLS[doing], edgecolor=edge, linewidth=0.5))
+
+
+def _told(lane: Lane) -> str:
+    return ", ".join(f"{DOINGS[doing]} {duration(lasts)}" for doing, lasts in lane.seconds.items())
+
+
+@styled
+def held_plot(found: Timeline) -> Plot:
+    """What holds the memory of a rank of each lane, hatched as all that is predicted, and how much it may hold."""
+    lanes = found.lanes
+    biggest = max(max(lane.memory.total, lane.memory_limit_nbytes) for lane in lanes)
+    factor, unit = next((f, u) for f, u in ((2.0**30, "GiB"), (2.0**20, "MiB"), (1.0, "B")) if biggest >= f or f == 1)
+    figure, axes = new_figure(14.2, 1.5 + 0.46 * len(lanes))
+    holders = [part.name for part in fields(RankMemory) if any(getattr(lane.memory, part.name) for lane in lanes)]
+    for row, lane in enumerate(lanes):
+        at = 0.0
+        for index, name in enumerate(holders):
+            size = float(getattr(lane.memory, name)) / factor
+            segment(axes, row, at, size, SERIES[index % len(SERIES)], hatched=True)
+            at += size
+        limit = lane.memory_limit_nbytes / factor
+        axes.plot([limit, limit], [row - 0.42, row + 0.42], color=INK, linewidth=2)
+        over = at > limit
+        words = f"{at:,.1f} {unit}, {at / limit:.0%}".replace("%", " % of the limit") + (": too much" if over else "")
+        axes.text(max(at, limit if over else at) + 0.008 * biggest / factor, row, words, va="center", fontsize=12,
+                  color=INK, bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 1.5})  # fmt: skip
+    rows(axes, [lane_name(lane, found) for lane in lanes])
+    axes.set_xlim(0, biggest / factor * 1.22)
+    axes.set_xlabel(f"peak memory of a rank ({unit})")
+    for index, name in enumerate(holders):
+        axes.bar(0, 0, facecolor="none", edgecolor=SERIES[index % len(SERIES)], hatch="////", label=name)
+    axes.plot([], [], color=INK, linewidth=2, label="limit")
+    figure.legend(loc="outside upper left", ncols=8, handlelength=1.1, handleheight=0.9, columnspacing=1.4)
+    words = "Memory of a rank, predicted. " + " ".join(
+        f"{lane_name(lane, found)}: {lane.memory.total / factor:.1f} {unit} of {lane.memory_limit_nbytes / factor:.1f}."
+        for lane in lanes
+    )
+    note = "hatched: predicted, by what holds it at the peak; the line: what a rank may hold"
+    return Plot(title="Memory of a rank", note=note, svg=inline(figure, "held", words), words=words, wide=True)
+
+
+@styled
+def scaling_plot(curve: ScalingCurve) -> Plot | None:
+    """Throughput against devices: predicted dashed, measured solid, and where more devices stop paying."""
+    points = [point for point in curve.points if point.throughput_per_s and point.step_time_s is not None]
+    if not points:
+        return None
+    figure, axes = new_figure(14.2, 5.2)
+    x, y = [point.devices for point in points], [point.throughput_per_s for point in points]
+    ends = [
+        (p.throughput_per_s * p.step_time_s.value / p.step_time_s.high,
+         p.throughput_per_s * p.step_time_s.value / p.step_time_s.low)
+        for p in points if p.step_time_s is not None
+    ]  # fmt: skip
+    axes.fill_between(x, [low for low, _ in ends], [high for _, high in ends], color=SERIES[0], alpha=0.13, linewidth=0)
+    axes.plot(x, [y[0] * one / x[0] for one in x], color=MUTED, linewidth=1, linestyle=(0, (1, 3)),
+              label=f"in proportion to devices, from {x[0]}")  # fmt: skip
+    axes.plot(x, y, color=SERIES[0], linewidth=1.8, linestyle=(0, (4, 2)), marker="o", markersize=7,
+              markerfacecolor=PAPER, markeredgewidth=1.8, label="predicted, the band its interval")  # fmt: skip
+    if curve.measured:
+        seen = sorted(curve.measured, key=lambda point: point.devices)
+        axes.plot([p.devices for p in seen], [p.throughput_per_s for p in seen], color=SERIES[1], linewidth=1.8,
+                  marker="o", markersize=7, label="measured")  # fmt: skip
+    if curve.pays_until:
+        axes.axvline(curve.pays_until, color=INK, linewidth=1.2)
+        axes.annotate(f"pays until {curve.pays_until}", (curve.pays_until, 0.04), xycoords=("data", "axes fraction"),
+                      xytext=(-6, 0), textcoords="offset points", ha="right", color=INK, fontsize=12)  # fmt: skip
+    if len(x) > 1:
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(lambda value, _: significant(float(f"{value:.3g}")))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.set_xlim(x[0] / 1.25, x[-1] * 1.12)
+    axes.xaxis.set_major_locator(FixedLocator([float(one) for one in x]))
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set(xlabel="devices at hand", ylabel=f"{curve.unit}/s")
+    axes.legend(loc="upper left", handlelength=2.4)
+    words = "Throughput against devices, predicted. " + " ".join(
+        f"{p.devices}: {significant(p.throughput_per_s)} {curve.unit}/s." for p in points
+    )
+    return Plot(
+        title="Speed against devices", note="the best plan with at most so many devices; " + curve.sentence,
+        svg=inline(figure, "scaling", words), words=words, wide=True,
+    )  # fmt: skip
+
+
+@styled
+def trials_plot(found: Trials) -> Plot | None:
+    """Steps of the plans that were run: measured solid with the spread of its steps, predicted hatched above it."""
+    known = [trial for trial in found.trials if trial.measured_s is not None]
+    if not known:
+        return None
+    longest = max(max(t.predicted.value, t.most_s or 0.0) for t in known)
+    factor, unit = (1e3, "ms") if longest < 1 else (1.0, "s")
+    figure, axes = new_figure(14.2, 1.4 + 0.78 * len(known))
+    for row, trial in enumerate(known):
+        measured = float(trial.measured_s or 0.0)
+        axes.barh(row - 0.2, trial.predicted.value * factor, height=0.34, facecolor="none", edgecolor=SERIES[0],
+                  hatch="////", linewidth=1)  # fmt: skip
+        axes.barh(row + 0.2, measured * factor, height=0.34, color=SERIES[1], edgecolor=PAPER, linewidth=0.8)
+        spread = [float(trial.least_s or measured) * factor, float(trial.most_s or measured) * factor]
+        axes.plot(spread, [row + 0.2] * 2, color=INK, linewidth=1.4, marker="|", markersize=8)
+        for shift, value in ((-0.2, trial.predicted.value), (0.2, max(measured, trial.most_s or 0.0))):
+            shown = trial.predicted.value if shift < 0 else measured
+            axes.text(value * factor + 0.008 * longest * factor, row + shift, duration(shown), va="center",
+                      fontsize=12, color=INK)  # fmt: skip
+    rows(axes, [trial.words for trial in known])
+    axes.set_xlim(0, longest * factor * 1.12)
+    axes.set_xlabel(f"time of a step ({unit})")
+    axes.bar(0, 0, facecolor="none", edgecolor=SERIES[0], hatch="////", label="predicted")
+    axes.bar(0, 0, color=SERIES[1], label="measured, the line from the quickest to the slowest step")
+    figure.legend(loc="outside upper left", ncols=2, handlelength=1.1, handleheight=0.9, columnspacing=1.4)
+    words = "Plans that were run. " + " ".join(
+        f"{t.words}: predicted {duration(t.predicted.value)}, measured {duration(float(t.measured_s or 0))}."
+        for t in known
+    )
+    note = "median of the steps that were run; the plans in the order of their predictions"
+    return Plot(title="Predicted and measured", note=note, svg=inline(figure, "trials", words), words=words, wide=True)
