@@ -11,12 +11,14 @@ from tutti.cli.options import SCRIPT_CONTEXT, json_option
 from tutti.cli.quantities import DURATION, SIZE
 from tutti.errors import PlanError, ScriptError
 from tutti.spec import codec
+from tutti.spec.cluster import ClusterSpec
 from tutti.spec.model import ModelSpec
 from tutti.spec.plan import BatchPlan, Plan
 from tutti.spec.words import Precision, Unit
 
 if TYPE_CHECKING:
-    from tutti.plan import Objective, PrecisionPolicy, Request
+    from tutti.cli.outlook import Planned
+    from tutti.plan import Choice, Objective, PrecisionPolicy, Request
     from tutti.runtime.capture import Captured
 
 OBJECTIVES = ("throughput", "device-hours", "cost", "energy", "memory", "time-to-quality")
@@ -44,10 +46,16 @@ class Options:
     deadline: float | None
     critical_batch: float | None
     least_samples: float | None
+    noise_from: Path | None
+    target_quality: str | None
     seconds: float | None
     what_if: tuple[str, ...]
     diff: tuple[Path, Path] | None
     top: int
+    html: Path | None
+    scaling: bool
+    tries: int | None
+    try_steps: int
     output: Path | None
     mesh: str | None
     plan: Path | None
@@ -71,12 +79,33 @@ def _searching(function: Any) -> Any:
                      help="For time-to-quality: the batch at which twice the least samples are needed."),
         click.option("--least-samples", type=click.FloatRange(0, min_open=True),
                      help="For time-to-quality: samples that the quality takes with very small batches."),
+        click.option("--noise-from", type=click.Path(path_type=Path), metavar="RUN",
+                     help="For time-to-quality: both as a run measured them (Job(noise_every=...))."),
+        click.option("--target-quality", metavar="NAME.METRIC=VALUE",
+                     help="With --noise-from: the quality, as test.accuracy=0.9; the run's last if not given."),
         click.option("--seconds", type=click.FloatRange(0.1), help="End the search after so long (8; mixed 40)."),
         click.option("--what-if", multiple=True, metavar="CHANGE",
                      help="Plan for a changed cluster too: link=10gbit, devices=256, memory=80gb, speed=2x."),
         click.option("--diff", nargs=2, type=click.Path(path_type=Path), metavar="A B",
                      help="Say how two plan files differ; nothing is planned."),
         click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="Alternatives to show."),
+    )  # fmt: skip
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+def _showing(function: Any) -> Any:
+    """Options of what else is shown, or measured."""
+    options = (
+        click.option("--html", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+                     help="Write a page: the step as it falls, memory, alternatives."),
+        click.option("--scaling", is_flag=True,
+                     help="The best plan's speed against devices, and where they stop paying."),
+        click.option("--try", "tries", type=click.IntRange(1), metavar="N",
+                     help="Run the N best plans on this machine for a few steps, and choose by what is measured."),
+        click.option("--try-steps", type=click.IntRange(1), default=8, show_default=True,
+                     help="Steps of a plan that is tried; the first 2 are not counted."),
     )  # fmt: skip
     for option in reversed(options):
         function = option(function)
@@ -98,6 +127,7 @@ def _searching(function: Any) -> Any:
 )
 @click.option("--allow-microbatches", is_flag=True, help="Let microbatches change where that changes results.")
 @_searching
+@_showing
 @click.option("--mesh", metavar="AXIS=N,...", help="Exactly this mesh, such as replicate=2,split=2.")
 @click.option("--plan", type=click.Path(path_type=Path), help="Explain this plan for SCRIPT.")
 @click.option("--explain", is_flag=True, help="Show where every module lies, its bytes a rank and its collectives.")
@@ -123,6 +153,7 @@ def command(**given: Any) -> None:
 
         explain_script(options)
         return
+    from tutti.cli.outlook import chosen_plan
     from tutti.cli.planning import search, write_spec
     from tutti.plan import stamp, what_if
 
@@ -130,17 +161,41 @@ def command(**given: Any) -> None:
     cluster = cluster_for(options.cluster)
     with console.status("searching plans"):
         choice = search(model, cluster, request, options.seconds)
+    planned = _planned(model, cluster, choice, options)
     if options.output is not None:
-        write_spec(replace(choice.best, made_for=stamp(model)), options.output)
+        write_spec(replace(chosen_plan(choice, planned.trials), made_for=stamp(model)), options.output)
     if options.what_if:
         with console.status("searching plans for the changed clusters"):
             changed = [what_if(cluster, text) for text in options.what_if]
             others = [(words, search(model, other, request, options.seconds)) for other, words in changed]
-        show_scenarios(choice, others, options)
+        show_scenarios(planned, others, options)
     elif options.as_json:
-        emit(choice)
+        emit(planned if options.scaling or options.tries else choice)
     else:
-        show_choice(choice, options)
+        show_choice(planned, options)
+
+
+def _planned(model: ModelSpec, cluster: ClusterSpec, choice: "Choice", options: Options) -> "Planned":
+    """The choice with all else that the command line asks for; the page is written."""
+    from tutti.cli import outlook
+
+    trials = curve = None
+    if options.tries is not None:
+        from tutti.cli.tried import try_plans
+
+        trials = try_plans(model, cluster, choice, options)
+    if options.scaling:
+        with console.status("searching plans for fewer devices"):
+            curve = outlook.with_measured(outlook.curve_of(model, cluster, choice.request, options.seconds), trials)
+    planned = outlook.Planned(
+        choice=choice, timeline=outlook.step_of(model, cluster, choice), scaling=curve, trials=trials
+    )
+    if options.html is not None:
+        target = " ".join(options.target) or "SCRIPT"
+        run = f"tutti run --plan {options.output} {target}" if options.output is not None else ""
+        outlook.write_page(outlook.page_of_choice(planned, options.top, run), options.html)
+        console.print(f"page written to {options.html}", soft_wrap=True, markup=False)
+    return planned
 
 
 def asked(options: Options) -> tuple[ModelSpec, "Request"]:
@@ -196,11 +251,28 @@ def _train_samples(options: Options, script: Plan, model: ModelSpec) -> float | 
 def _noise(options: Options) -> Any:
     from tutti.plan import NoiseScale
 
+    if options.noise_from is not None:
+        return _measured_noise(options, options.noise_from)
+    if options.target_quality is not None:
+        raise PlanError("--target-quality says which quality of a run is meant; name the run with --noise-from RUN")
     if options.critical_batch is None and options.least_samples is None:
         return None
     if options.critical_batch is None or options.least_samples is None:
         raise PlanError("--critical-batch and --least-samples belong together; give both")
     return NoiseScale(critical_batch=options.critical_batch, least_samples=options.least_samples)
+
+
+def _measured_noise(options: Options, run: Path) -> Any:
+    from tutti.plan import NoiseScale
+    from tutti.report.noise import samples_at_small_batches
+    from tutti.report.quality import parse_target
+    from tutti.report.read import read_records
+
+    if options.critical_batch is not None or options.least_samples is not None:
+        raise PlanError("--noise-from takes the critical batch and the least samples from a run; leave the others out")
+    target = None if options.target_quality is None else parse_target(options.target_quality)
+    critical, least = samples_at_small_batches(read_records(run), target)
+    return NoiseScale(critical_batch=critical, least_samples=least, evidence="measured")
 
 
 def _batch(options: Options) -> BatchPlan:

@@ -96,8 +96,9 @@ def _whole(totals: Totals) -> str:
         parts.append(f"a cost of {totals.cost:,.4g}")
     if totals.energy_kwh is not None:
         parts.append(f"{totals.energy_kwh:,.4g} kWh at the devices' full power")
-    said = "" if totals.evidence == "predicted" else f"; the number of steps is {totals.evidence}"
-    return f"The whole training: {', '.join(parts)}{said}"
+    said = {"predicted": "", "measured": "; the number of steps follows from a run's measured noise scale"}
+    note = said.get(totals.evidence, f"; the number of steps is {totals.evidence}")
+    return f"The whole training: {', '.join(parts)}{note}"
 
 
 def _searched(coverage: Coverage) -> str:

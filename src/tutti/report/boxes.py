@@ -56,10 +56,16 @@ def _recipe(report: RunReport) -> list[Entry]:
         ("batch of a rank", batch.local_size),
         ("microbatch of a rank", batch.micro_size),
         ("last batch", recipe.last_batch),
+        *_noise(report),
         ("precision", recipe.precision),
         ("seed", recipe.seed),
         ("plan", report.plan),
     ]
+
+
+def _noise(report: RunReport) -> list[Entry]:
+    noise = report.noise
+    return [] if noise is None else [("critical batch", noise.critical_batch), ("measured in", noise.measured)]
 
 
 def _data(report: RunReport) -> list[Entry]:

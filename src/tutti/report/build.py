@@ -4,6 +4,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from tutti.report.communication import communication, experts, sent_per_step
+from tutti.report.noise import noise_report
 from tutti.report.quality import Target, choose, cost, curves, quality_report, target_report
 from tutti.report.read import Records, read_records
 from tutti.report.rules import check_run
@@ -49,7 +50,7 @@ def build_report(folder: Path, *, target: Target | None = None) -> RunReport:
     records = read_records(folder)
     report = _assemble(records, target)
     report = replace(report, checks=prediction_checks(records, report), headline=headline(report))
-    report = replace(report, communication=communication(records), experts=experts(records))
+    report = replace(report, communication=communication(records), experts=experts(records), noise=noise_report(records))
     return replace(report, findings=check_run(report) + _reading_notes(records))
 
 

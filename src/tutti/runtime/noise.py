@@ -31,6 +31,8 @@ def why_not(plan: Plan) -> str | None:
             f"the gradient of one part of a batch is on no rank as a whole with mesh.{others[0]} = "
             f"{plan.mesh[others[0]]}; measure with replicas only"
         )
+    if plan.sync.compress is not None or plan.sync.mode != "synchronous":
+        return "gradients are not summed exactly by this plan's sync; measure with exact sums"
     if plan.data_parallel_degree * plan.batch.num_microbatches < 2:
         return "one rank computes the batch in one piece; give Job(num_microbatches=2) or more, or use more ranks"
     return None

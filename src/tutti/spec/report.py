@@ -286,6 +286,20 @@ class ExpertsReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NoiseReport:
+    """The gradient noise scale, measured while training, in the batch's unit: moving averages at the run's end.
+
+    `critical_batch`: at which twice the least samples are needed, taken to be the noise scale. `square`: of the mean
+    gradient's norm; `variance`: of the gradient of one unit, its trace; `measured`: in how many steps.
+    """
+
+    critical_batch: Quantity
+    square: Quantity
+    variance: Quantity
+    measured: Quantity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
     """Whether N ranks were shown to compute what one device computes (verify.json). `cause`: of a failure."""
 
@@ -368,6 +382,7 @@ class RunReport:
     sent_per_step: Quantity = Quantity(unit="B")
     communication: tuple[CommunicationReport, ...] = ()
     experts: tuple[ExpertsReport, ...] = ()
+    noise: NoiseReport | None = None
     ranks: tuple[RankReport, ...] = ()
     curves: tuple[Curve, ...] = ()
     verification: Verification | None = None
