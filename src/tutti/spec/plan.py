@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from tutti.errors import PlanError
 from tutti.spec.compression import Compression
 from tutti.spec.words import (
+from tutti.spec.relaxed import Relaxed, check_mode
     DATA_AXES,
     AxisName,
     ContextKind,
@@ -94,7 +95,7 @@ class BatchPlan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sync:
     """How replicas stay equal. Gradients are fused into buckets of about `bucket_nbytes` before they are summed, and
-    written by `compress`, where it is given.
+    written by `compress`, where it is given. `relaxed`: parameters of a mode in which replicas may differ.
     """
 
     mode: SyncMode = "synchronous"
@@ -123,9 +124,11 @@ class Pipeline:
     stages_per_rank: int = 1
     cuts: tuple[str, ...] = ()
 
+    relaxed: Relaxed = Relaxed()
     def __post_init__(self) -> None:
         _positive(self.stages_per_rank, "stages_per_rank")
         if self.stages_per_rank > 1 and self.schedule != "interleaved":
+        check_mode(self.mode, self.relaxed)
             raise PlanError(
                 f'stages_per_rank = {self.stages_per_rank} with schedule = "{self.schedule}"; use "interleaved", or 1'
             )

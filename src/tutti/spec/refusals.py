@@ -3,11 +3,12 @@
 from tutti.errors import PlanError
 from tutti.spec.compression import compression_in_words
 from tutti.spec.plan import Plan
+from tutti.spec.words import AxisName
 
 
 def check_plan(plan: Plan) -> None:
     """Raise PlanError, with the reason and the remedy, for a plan that no model can run under."""
-    for check in (check_stages, check_space, check_context, check_sharding, check_compression):
+    for check in (check_stages, check_space, check_context, check_sharding, check_compression, check_relaxed):
         check(plan)
 
 
@@ -65,4 +66,39 @@ def check_compression(plan: Plan) -> None:
         raise PlanError(
             f'{words} with precision = "float16": what is kept back would be in units of a loss scale that changes; '
             'use precision = "bfloat16", or leave compress out'
+        )
+
+
+_INSIDE: tuple[AxisName, ...] = ("split", "stage", "context", "space")
+"""Axes inside a replica."""
+
+_TOGETHER: tuple[AxisName, ...] = ("shard", "expert", "table")
+"""Axes whose ranks sum gradients or gather parameters with all others in every step."""
+
+
+def check_relaxed(plan: Plan) -> None:
+    """What replicas that differ exclude."""
+    mode = plan.sync.mode
+    if mode == "synchronous":
+        return
+    for axis in _TOGETHER:
+        if plan.degree(axis) > 1:
+            raise PlanError(
+                f'sync.mode = "{mode}" with mesh.{axis} = {plan.degree(axis)}: ranks along {axis} share what they '
+                "train in every step and cannot differ; use replicate for the ranks that may"
+            )
+    for axis in _INSIDE:
+        if plan.degree(axis) > 1:
+            raise PlanError(
+                f'sync.mode = "{mode}" with mesh.{axis} = {plan.degree(axis)}: replicas that differ are of one rank '
+                'each in this version; use replicate alone, or sync.mode = "synchronous"'
+            )
+    if plan.sync.compress is not None:
+        raise PlanError(
+            f'sync.compress with sync.mode = "{mode}": no gradients are summed that could be compressed; leave one out'
+        )
+    if mode == "shift-one" and plan.degree("replicate") % 2 and plan.degree("replicate") > 1:
+        raise PlanError(
+            f'sync.mode = "shift-one" with mesh.replicate = {plan.degree("replicate")}: replicas meet in pairs; use an '
+            'even number of them, or sync.mode = "ring"'
         )

@@ -74,8 +74,8 @@ def check_mode(mode: SyncMode, relaxed: Relaxed) -> None:
         if name not in known:
             has = f"has {', '.join(known)}" if known else "has no parameters"
             raise PlanError(f'sync.relaxed.{name} = {value} with sync.mode = "{mode}", which {has}; leave it out')
-    for name, value in known.items():
-        if value is REQUIRED and getattr(relaxed, name) is None:
+    for name, default in known.items():
+        if default is REQUIRED and getattr(relaxed, name) is None:
             raise PlanError(f'sync.mode = "{mode}" needs sync.relaxed.{name}; give a number of updates')
 
 

@@ -77,8 +77,22 @@ CompressMethod = Literal[
 bytegrad: 8 bits a value; qsgd, terngrad: unbiased levels; one-bit: signs; top-k, dgc: the largest few; top16-q4: 16 of
 every 512 in 4 bits; powersgd: products of thin matrices."""
 
-SyncMode = Literal["synchronous"]
-"""How stale a rank's parameters may be."""
+SyncMode = Literal[
+    "synchronous",
+    "local",
+    "post-local",
+    "one-shot",
+    "diloco",
+    "adasum",
+    "ring",
+    "shift-one",
+    "push",
+    "elastic",
+]
+"""How far replicas may differ. synchronous: never, gradients are summed in every step; local: averaged every so often;
+post-local: synchronous first; one-shot: averaged at the end; diloco: an outer optimizer takes the averaged change;
+adasum: changes are added as far as they are orthogonal; ring, shift-one, push: mixed with neighbours on a ring, with a
+partner that changes, with what others push; elastic: drawn to a centre that is drawn to them."""
 
 LastBatch = Literal["keep", "drop"]
 """What happens to an epoch's short last batch."""
