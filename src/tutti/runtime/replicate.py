@@ -35,6 +35,8 @@ class Replica:
     """This rank's replica: between `begin` and `finish`, gradients that backward computes are summed over ranks.
 
     `parameters`: those that require a gradient; `late`: names of those whose gradient is complete only at `finish`.
+    `order`: in which buckets are filled; `arrived`: in which gradients have come so far, None once that is settled.
+    `apart`: axes along which replicas keep gradients of their own; `restore` makes it count.
     """
 
     def __init__(
@@ -52,11 +54,13 @@ class Replica:
         self._last: set[nn.Parameter] | None = None
         self._model, self._layout, self._cap = model, layout, plan.sync.bucket_nbytes
         self.shards = shards or Shards()
+        self.apart: tuple[AxisName, ...] = ()
         self._groups: dict[nn.Parameter, Group] = {}
         self._places: dict[nn.Parameter, tuple[Bucket, int]] = {}
         self._buckets: list[Bucket] = []
         self._sparse: list[nn.Parameter] = []
-        self._arrived: list[nn.Parameter] | None = []
+        self.arrived: list[nn.Parameter] | None = []
+        self.order: list[nn.Parameter] = []
         self._hooks: list[Any] = []
         self._next = 0
         self._summing = False
@@ -80,8 +84,10 @@ class Replica:
         if [*map(id, trainable)] != [*map(id, self.parameters)]:  # the script has frozen or unfrozen some
             with lasting():
                 self._build(trainable)
-        elif self._arrived and self._alike():
-            self._reorder()
+        elif self.arrived:
+            if self._alike():
+                self._reorder()
+            self.arrived = None
         for bucket in self._buckets:
             bucket.open()
         self._next, self._summing = 0, True
@@ -103,6 +109,11 @@ class Replica:
         for bucket in self._buckets:
             bucket.wait()
         self.shards.finish()
+
+    def restore(self, order: list[nn.Parameter] | None, arrived: list[nn.Parameter] | None) -> None:
+        """Buckets in an order that a checkpoint knows; None: as at the start. `arrived`: see the attribute."""
+        self.arrived = arrived
+        self._build(self.parameters, order)
 
     def settle(self, finite: bool) -> None:
         """All ranks have agreed whether the update may be made: what compression keeps back counts, or not."""
@@ -128,6 +139,7 @@ class Replica:
         sparse = _sparse(self._model)
         self._sparse = [p for p in self._groups if p in sparse]
         dense = [p for p in order or parameters[::-1] if p in self._groups and p not in sparse]
+        self.order = dense
         early, late = [p for p in dense if p not in self._late], [p for p in dense if p in self._late]
         self._buckets = [
             bucket for some in (early, late) for bucket in make_buckets(some, self._groups.__getitem__, self._cap)
@@ -141,7 +153,8 @@ class Replica:
         """The ranks each gradient is summed over; parameters whose gradient concerns this rank alone are left out."""
         mesh, wanted = self._layout.mesh, set(parameters)
         named = [(parameter, self._layout.of_name(name).sums) for name, parameter in self._model.named_parameters()]
-        axes_of = {p: axes for p, axes in named if p in wanted and mesh.degree(*axes) > 1}
+        summed = [(p, tuple(axis for axis in axes if axis not in self.apart)) for p, axes in named if p in wanted]
+        axes_of = {p: axes for p, axes in summed if mesh.degree(*axes) > 1}
         groups = {axes: self._group(axes) for axes in sorted(set(axes_of.values()))}  # met in one order on all ranks
         return {parameter: groups[axes] for parameter, axes in axes_of.items()}
 
@@ -163,8 +176,8 @@ class Replica:
         if self._last is not None and parameter not in self._last and not bucket.filled[index]:
             return
         bucket.fill(index)
-        if self._arrived is not None:
-            self._arrived.append(parameter)
+        if self.arrived is not None:
+            self.arrived.append(parameter)
         while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
             self._buckets[self._next].launch()
             self._next += 1
@@ -179,12 +192,11 @@ class Replica:
     def _reorder(self) -> None:
         """After the first step: the buckets' order becomes the one in which the first rank's gradients arrived."""
         number = {p: position for position, p in enumerate(self.parameters)}
-        order = dict.fromkeys([number[p] for p in self._arrived or ()] + [*range(len(self.parameters))[::-1]])
+        order = dict.fromkeys([number[p] for p in self.arrived or ()] + [*range(len(self.parameters))[::-1]])
         tensor = torch.tensor(list(order), device=self.parameters[0].device)
         mesh = self._layout.mesh
         axes = tuple(axis for axis in mesh.degrees if axis != "stage")
         dist.broadcast(tensor, src=mesh.ranks(*axes)[0], group=mesh.group(*axes))
-        self._arrived = None
         self._build(self.parameters, [self.parameters[position] for position in tensor.tolist()])
 
 

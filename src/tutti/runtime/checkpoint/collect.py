@@ -19,6 +19,8 @@ Key = tuple[int, str, str]
 """A tensor of a checkpoint: (optimizer, parameter, key of its state), or (MODEL, name, "")."""
 
 MODEL = -1
+KEPT = -2
+"""What compressed sums keep back: (KEPT, "rank/bucket", name), whole flat tensors."""
 
 Group = tuple[dict[str, Any], list[str]]
 """Settings of an optimizer's group, and the names of its parameters."""
@@ -38,6 +40,8 @@ class Piece:
     def stored_as(self) -> str:
         """Its key in the file."""
         where, name, key = self.key
+        if where == KEPT:
+            return f"kept/{name}/{key}"
         return f"model/{name}" if where == MODEL else f"optimizer-{where}/{name}/{key}"
 
 
@@ -45,7 +49,8 @@ class Piece:
 class Contribution:
     """What one rank tells the others. `order`: names of the model's tensors; `tied`: other names of some of them; the
     rest is by optimizer: `scalars` by parameter and key, `digests` of state that must be the same on every rank,
-    `beside` what is not of a parameter. `sees`: whether rank 0's folder is seen from here.
+    `beside` what is not of a parameter. `kept`: how the buckets of compressed sums are made up; `sees`: whether rank
+    0's folder is seen from here.
     """
 
     pieces: list[Piece] = field(default_factory=list)
@@ -57,6 +62,7 @@ class Contribution:
     beside: list[dict[str, Any]] = field(default_factory=list)
     extra_state: dict[str, Any] = field(default_factory=dict)
     generators: dict[str, Any] = field(default_factory=dict)
+    kept: dict[str, Any] | None = None
     sees: bool = True
     failure: str | None = None
 

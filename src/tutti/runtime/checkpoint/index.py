@@ -44,7 +44,8 @@ class Entry:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Index:
     """`model`: parameters and buffers by name; `tied`: other names of the same tensors; `optimizers`: of each one,
-    state tensors by parameter and key. `step`, `world_size` and `mesh`: of the run that wrote it."""
+    state tensors by parameter and key; `kept`: what compressed sums keep back, by "rank/bucket" and name. `step`,
+    `world_size` and `mesh`: of the run that wrote it."""
 
     step: int
     world_size: int
@@ -53,6 +54,7 @@ class Index:
     model: dict[str, Entry]
     tied: dict[str, str] = field(default_factory=dict)
     optimizers: tuple[dict[str, dict[str, Entry]], ...] = ()
+    kept: dict[str, dict[str, Entry]] = field(default_factory=dict)
 
 
 def rank_file(rank: int) -> str:
@@ -66,6 +68,7 @@ def index_to_text(index: Index) -> str:
         *(f'"{name}": {json.dumps(getattr(index, name))}' for name in ("step", "world_size", "mesh", "made", "tied")),
         f'"model": {_block(index.model, 2)}',
         '"optimizers": [' + ", ".join(_states(one) for one in index.optimizers) + "]",
+        f'"kept": {_states(index.kept)}',
     ]
     return "{\n" + ",\n".join("  " + line for line in lines) + "\n}\n"
 
@@ -101,14 +104,16 @@ def index_of_text(text: str, path: Path) -> Index:
         return Index(
             **{name: data[name] for name in ("step", "world_size", "mesh", "made", "tied")},
             model={name: _entry(one) for name, one in data["model"].items()},
-            optimizers=tuple(
-                {name: {key: _entry(one) for key, one in keys.items()} for name, keys in states.items()}
-                for states in data["optimizers"]
-            ),
+            optimizers=tuple(_entries(states) for states in data["optimizers"]),
+            kept=_entries(data.get("kept", {})),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = str(error).splitlines()[0]
         raise CheckpointError(f"{path} cannot be read: {reason}; name an earlier checkpoint") from None
+
+
+def _entries(states: dict[str, Any]) -> dict[str, dict[str, Entry]]:
+    return {name: {key: _entry(one) for key, one in keys.items()} for name, keys in states.items()}
 
 
 def _entry(data: dict[str, Any]) -> Entry:

@@ -10,6 +10,7 @@ from tutti.errors import CheckpointError
 from tutti.optim.noise import Averages
 from tutti.runtime.checkpoint.collect import MODEL, extra_states, held_of, named_tensors, numbering, unpack
 from tutti.runtime.checkpoint.generators import restore_generators
+from tutti.runtime.checkpoint.kept import load_kept
 from tutti.runtime.checkpoint.old import open_any
 from tutti.runtime.checkpoint.source import Source, Target, shared_source, transfer
 from tutti.runtime.checkpoint.tensors import dtype_of
@@ -26,6 +27,7 @@ def load_checkpoint(run: Run, path: Path) -> None:
     _agree(run, _run_misfit(run, source) or model_misfit(run, source) or _optimizer_misfit(run, source))
     load_model(run, source)
     _load_optimizers(run, source)
+    load_kept(run, source)
     small = source.small
     for name, module in extra_states(run.model):
         if name in small["extra_state"]:

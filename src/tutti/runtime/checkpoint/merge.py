@@ -9,7 +9,7 @@ from uuid import uuid4
 import torch
 
 from tutti.errors import CheckpointError
-from tutti.runtime.checkpoint.collect import MODEL, Contribution, Group, Key, Piece
+from tutti.runtime.checkpoint.collect import KEPT, MODEL, Contribution, Group, Key, Piece
 from tutti.runtime.checkpoint.index import Entry, Index, Part, index_to_text, rank_file
 from tutti.runtime.state import Run
 
@@ -41,8 +41,11 @@ def merge(run: Run, contributions: list[Contribution]) -> tuple[str, bytes]:
     held = {name for theirs in contributions for name in theirs.order}
     names = [name for name in dict.fromkeys([*run.layout.names, *contributions[0].order]) if name in held]
     optimizers: list[dict[str, dict[str, Entry]]] = [{} for _ in run.optimizers]
+    kept: dict[str, dict[str, Entry]] = {}
     for key, pieces in entries.items():
-        if key[0] != MODEL:
+        if key[0] == KEPT:
+            kept.setdefault(key[1], {})[key[2]] = _entry(pieces)
+        elif key[0] != MODEL:
             optimizers[key[0]].setdefault(key[1], {})[key[2]] = _entry(pieces)
     index = Index(
         step=run.progress.step,
@@ -52,6 +55,7 @@ def merge(run: Run, contributions: list[Contribution]) -> tuple[str, bytes]:
         model={name: _entry(entries[(MODEL, name, "")]) for name in names},
         tied=tied,
         optimizers=tuple(optimizers),
+        kept=kept,
     )
     return index_to_text(index), _bytes(_small(run, contributions))
 
@@ -82,6 +86,7 @@ def _small(run: Run, contributions: list[Contribution]) -> dict[str, Any]:
         "noise": asdict(run.noise.averages),
         "extra_state": {name: state for theirs in contributions[::-1] for name, state in theirs.extra_state.items()},
         "generators": [theirs.generators for theirs in contributions],
+        "kept": [theirs.kept for theirs in contributions],
     }
 
 

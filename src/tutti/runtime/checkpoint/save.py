@@ -18,6 +18,7 @@ from tutti.errors import CheckpointError
 from tutti.runtime.checkpoint.collect import Contribution, collect
 from tutti.runtime.checkpoint.folder import make_temporary, publish, remove, write_file
 from tutti.runtime.checkpoint.index import INDEX, SMALL, latest_checkpoint, rank_file
+from tutti.runtime.checkpoint.kept import collect_kept
 from tutti.runtime.checkpoint.merge import merge, refusal
 from tutti.runtime.checkpoint.send import receive_file, send_items
 from tutti.runtime.checkpoint.tensors import Item, item, write_tensors
@@ -108,6 +109,7 @@ def _begin(run: Run, *, background: bool) -> Pending:
     )
     try:
         mine, items = collect(run)
+        collect_kept(run, mine, items)
     except Exception as error:  # an optimizer's own state_dict may raise; the other ranks must not wait for this one
         mine, items = Contribution(failure=_said(error)), []
     mine.sees = pending.temporary.is_dir()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tutti.errors import CheckpointError
-from tutti.runtime.checkpoint.collect import MODEL, Key
+from tutti.runtime.checkpoint.collect import KEPT, MODEL, Key
 from tutti.runtime.checkpoint.index import INDEX, OLD, SMALL, Entry, Index, Part, index_of_text
 from tutti.runtime.checkpoint.merge import read_small
 from tutti.runtime.checkpoint.ranges import Index as Place
@@ -84,6 +84,8 @@ def _entries(index: Index) -> dict[Key, Entry]:
     for number, states in enumerate(index.optimizers):
         for name, keys in states.items():
             entries.update({(number, name, key): entry for key, entry in keys.items()})
+    for name, keys in index.kept.items():
+        entries.update({(KEPT, name, key): entry for key, entry in keys.items()})
     return entries
 
 

@@ -1,0 +1,177 @@
+"""What compressed sums keep back, in checkpoints: exact for as many ranks, and whole for any other number.
+
+Every rank keeps its own part of a sum over ranks, in buckets, so every rank writes its own. The same ranks by the same
+plan go on bit for bit: in the same buckets, with the same random numbers. Any others read what all ranks kept of their
+parameters, add it up, and take equal shares of it.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from tutti.compress.by_tensor import Kept, divided_by_tensor, keep
+from tutti.compress.exchange import Exchange
+from tutti.runtime.buckets import Bucket
+from tutti.runtime.checkpoint.collect import KEPT, Contribution, Piece
+from tutti.runtime.checkpoint.source import Source, Target, transfer
+from tutti.runtime.checkpoint.tensors import Item, dtype_of, item, stored_dtype
+from tutti.runtime.compressed.compressor import Compressor, sizes_of
+from tutti.runtime.layout import Cut, Held
+from tutti.runtime.state import Run
+from tutti.spec.compression import compression_in_words
+
+
+def collect_kept(run: Run, mine: Contribution, items: list[Item]) -> None:
+    """Add what this rank keeps back to what it writes."""
+    compressor = run.replica.compressor
+    if compressor is None:
+        return
+    mine.kept = _described(run, compressor)
+    for number, exchange in enumerate(compressor.exchanges.values()):
+        for name, tensor in exchange.tensors().items():
+            if tensor.dim():
+                where = KEPT, f"{run.world.rank}/{number}", name
+                piece = Piece(key=where, shape=tuple(tensor.shape), dtype=stored_dtype(tensor.dtype), cuts=())
+                mine.pieces.append(piece)
+                items.append(item(piece.stored_as, tensor))
+
+
+def load_kept(run: Run, source: Source) -> None:
+    """Go on with what the checkpoint's ranks kept back. Collective."""
+    saved: list[dict[str, Any] | None] = source.small.get("kept") or []
+    compressor = run.replica.compressor
+    if not any(saved):
+        return
+    if compressor is None or not run.plan.sync.compress or not run.plan.sync.compress.keeps:
+        if any(name for name in source.entries if name[0] == KEPT and not name[2].startswith("shared.")):
+            run.screen.say("what compression kept back in the checkpoint's run is dropped: this run keeps nothing back")
+        if compressor is None:
+            return
+    fits = len(saved) == run.world.world_size and _arrange(run, compressor, saved[run.world.rank])
+    if all(run.world.gather(fits)):
+        _load_exactly(run, compressor, source, saved[run.world.rank])
+    else:
+        run.replica.restore(None, [])
+        _load_shares(run, compressor, source, saved)
+
+
+def _described(run: Run, compressor: Compressor) -> dict[str, Any]:
+    """How this rank's buckets are made up, in plain values."""
+    name_of = _names(run)
+    return {
+        "method": compression_in_words(compressor.how),
+        "order": [name_of[p] for p in run.replica.order],
+        "arrived": None if run.replica.arrived is None else [name_of[p] for p in run.replica.arrived],
+        "buckets": [_bucket(run, name_of, *pair) for pair in compressor.exchanges.items()],
+    }
+
+
+def _bucket(run: Run, name_of: dict[nn.Parameter, str], bucket: Bucket, exchange: Exchange) -> dict[str, Any]:
+    held = [run.layout.of_name(name_of[p]) for p in bucket.parameters]
+    return {
+        "names": [name_of[p] for p in bucket.parameters],
+        "shapes": [list(view.shape) for view in bucket.views],
+        "strides": [list(view.stride()) for view in bucket.views],
+        "cuts": [[[cut.dim, [list(r) for r in cut.ranges]] for cut in one.cuts] for one in held],
+        "spans": {who: [list(span) for span in spans] for who, spans in exchange.spans.items()},
+        "places": {name: [list(place) for place in places] for name, places in exchange.places.items()},
+        "counts": {who: state.count for who, state in exchange.states.items()},
+    }
+
+
+def _names(run: Run) -> dict[nn.Parameter, str]:
+    return {p: run.layout.first_name(name) for name, p in run.model.named_parameters()}
+
+
+def _arrange(run: Run, compressor: Compressor, saved: dict[str, Any] | None) -> bool:
+    """Make this rank's buckets as it had them when it saved; whether they are now."""
+    by_name = {name: p for p, name in _names(run).items()}
+    if saved is None or not by_name.keys() >= {*saved["order"], *(saved["arrived"] or ())}:
+        return False
+    arrived = saved["arrived"]
+    order = [by_name[name] for name in saved["order"]]
+    if {*map(id, order)} == {*map(id, run.replica.order)}:
+        run.replica.restore(order, None if arrived is None else [by_name[name] for name in arrived])
+    return _without_counts(_described(run, compressor)) == _without_counts(saved)
+
+
+def _without_counts(described: dict[str, Any]) -> dict[str, Any]:
+    return {**described, "buckets": [{**one, "counts": None} for one in described["buckets"]]}
+
+
+def _load_exactly(run: Run, compressor: Compressor, source: Source, saved: dict[str, Any] | None) -> None:
+    assert saved is not None
+    found = _read(run, source, run.world.rank, range(len(compressor.exchanges)))
+    for number, (exchange, described) in enumerate(zip(compressor.exchanges.values(), saved["buckets"], strict=True)):
+        counts = {f"{who}.count": torch.tensor(count) for who, count in described["counts"].items()}
+        exchange.load({**found[number], **counts})
+
+
+def _load_shares(run: Run, compressor: Compressor, source: Source, saved: list[dict[str, Any] | None]) -> None:
+    """An equal share of what all ranks of the checkpoint kept of each parameter."""
+    mine = {name: p for p, name in _names(run).items()}
+    wholes: dict[str, Kept] = {}
+    for rank, theirs in enumerate(saved):
+        buckets = theirs["buckets"] if theirs is not None else []
+        wanted = [number for number, one in enumerate(buckets) if any(name in mine for name in one["names"])]
+        for number, tensors in _read(run, source, rank, wanted).items():
+            _add(run, wholes, buckets[number], tensors, mine)
+    counts = [max(one["counts"].values()) for theirs in saved if theirs is not None for one in theirs["buckets"]]
+    name_of = _names(run)
+    for bucket, exchange in compressor.exchanges.items():
+        shares = [_share(run, bucket, index, wholes.get(name_of[p], {})) for index, p in enumerate(bucket.parameters)]
+        keep(exchange, sizes_of(bucket), shares, max(counts, default=0))
+
+
+def _add(run: Run, wholes: dict[str, Kept], bucket: dict[str, Any], tensors: Kept, mine: Iterable[str]) -> None:
+    """Add a saved bucket's parts to whole tensors by parameter's name; what ranks shared is taken once."""
+    shapes = bucket["shapes"]
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    kept = divided_by_tensor(tensors, bucket["spans"], bucket["places"], sizes)
+    rows = zip(bucket["names"], shapes, bucket["strides"], bucket["cuts"], kept, strict=True)
+    for name, shape, strides, cuts, one in rows:
+        if name not in mine:
+            continue
+        held = Held(
+            shape=run.layout.names[name],
+            cuts=tuple(Cut(dim=dim, ranges=tuple((a, b) for a, b in ranges)) for dim, ranges in cuts),
+        )
+        whole = wholes.setdefault(name, {})
+        for what, part in one.items():
+            if what.startswith("shared."):
+                whole.setdefault(what, part)
+                continue
+            into = whole.setdefault(what, part.new_zeros(held.shape))
+            added = torch.zeros_like(into)
+            held.put(added, torch.as_strided(part, shape, strides))
+            into += added
+
+
+def _share(run: Run, bucket: Bucket, index: int, whole: Kept) -> Kept:
+    """What this rank keeps of one parameter of a bucket: flat, as it lies in memory."""
+    name, view = _names(run)[bucket.parameters[index]], bucket.views[index]
+    found: Kept = {}
+    for what, values in whole.items():
+        if what.startswith("shared."):
+            found[what] = values
+            continue
+        flat = values.new_empty(view.numel())
+        torch.as_strided(flat, view.shape, view.stride()).copy_(run.layout.of_name(name).take(values))
+        found[what] = flat / bucket.group.size
+    return found
+
+
+def _read(run: Run, source: Source, rank: int, numbers: Iterable[int]) -> dict[int, Kept]:
+    """Tensors of some buckets of a saved rank, by their numbers. Collective."""
+    found: dict[int, Kept] = {}
+    targets = []
+    for number in numbers:
+        found[number] = {}
+        for key in source.state_keys(KEPT, f"{rank}/{number}"):
+            entry = source.entries[key]
+            out = found[number][key[2]] = torch.empty(entry.shape, dtype=dtype_of(entry.dtype))
+            targets.append(Target(key=key, out=out))
+    transfer(run.world, source, targets)
+    return found
