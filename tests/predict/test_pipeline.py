@@ -14,7 +14,7 @@ from tutti.predict.cuts import stages_of
 from tutti.predict.pipeline import ends, most_held, order_of, play, shortened
 from tutti.spec.model import ModelSpec, ModuleSpec
 from tutti.spec.plan import Pipeline, Plan
-from tutti.spec.schedule import COSTS, schedule, span
+from tutti.spec.schedule import COSTS, Action, needed_before, schedule, span
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero-bubble", 1)]
 
@@ -64,6 +64,28 @@ def test_equal_stages_take_what_the_runtimes_simulation_says(name: Any, chunks: 
         everything = np.broadcast_to(seconds[:, None, None], (4, ranks * chunks, microbatches)).copy()
         played = play(order_of(name, ranks, chunks, microbatches), everything, np.zeros((ranks * chunks, microbatches)))
         assert max(played) == span(orders)
+
+
+@pytest.mark.parametrize(("name", "chunks"), SCHEDULES)
+@pytest.mark.parametrize(("ranks", "count"), [(1, 3), (2, 1), (3, 7), (4, 2), (5, 20), (8, 16)])
+def test_orders_are_the_runtimes_and_every_action_comes_after_what_it_needs(
+    name: Any, chunks: int, ranks: int, count: int
+) -> None:
+    order, stages = order_of(name, ranks, chunks, count), ranks * chunks
+    actions = [
+        Action("FBIW"[kind], int(stage), int(microbatch))  # type: ignore[arg-type]
+        for kind, stage, microbatch in zip(order.kind, order.stage, order.microbatch, strict=True)
+    ]
+    place = {action: at for at, action in enumerate(actions)}
+    for rank, own in enumerate(schedule(name, ranks, chunks, count)):
+        assert [action for action, of in zip(actions, order.rank, strict=True) if of == rank] == own
+    for at, (action, after) in enumerate(zip(actions, order.after, strict=True)):
+        needed = [place[one] for some in needed_before(action, stages) for one in some if one in place]
+        assert all(one < at for one in needed)
+        across = [one for one in needed if actions[one].stage != action.stage]
+        assert ([after] if after >= 0 else []) == across
+        if across:
+            assert order.link[at] == min(action.stage, actions[after].stage)
 
 
 @settings(deadline=None, max_examples=60)

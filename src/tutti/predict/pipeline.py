@@ -5,14 +5,16 @@ Nothing is approximated but very long runs: a schedule becomes periodic, and wha
 period by period.
 """
 
+from collections import deque
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tutti.errors import PlanError
 from tutti.spec.plan import Plan
-from tutti.spec.schedule import Action, schedule, simulate
+from tutti.spec.schedule import Orders, orders_of
 from tutti.spec.words import ScheduleName
 
 Array = NDArray[np.float64]
@@ -24,6 +26,8 @@ PERIODS = 4
 MOST_PUT_OFF = 4096
 """With weight gradients apart: so many microbatches times ranks are played out in any case."""
 
+_KIND = {"F": 0, "B": 1, "I": 2, "W": 3}
+_NOTHING, _NOT_YET = -1, -2
 _GROWS = (1, -1, 0, -1)
 
 
@@ -45,37 +49,69 @@ class Order:
 @lru_cache(maxsize=512)
 def order_of(name: ScheduleName, ranks: int, stages_per_rank: int, microbatches: int) -> Order:
     """The runtime's schedule, ready to be played out."""
-    orders = schedule(name, ranks, stages_per_rank, microbatches)
-    began = simulate(orders)
-    stages = ranks * stages_per_rank
-    rank_of = {action: rank for rank, order in enumerate(orders) for action in order}
-    place = {action: at for order in orders for at, action in enumerate(order)}
-    actions = sorted(began, key=lambda action: (began[action], place[action]))
-    index = {action: at for at, action in enumerate(actions)}
-    after, link = [], []
-    for action in actions:
-        needs, boundary = _needed(action, stages)
-        found = [index[one] for one in needs if one in index]
-        after.append(found[0] if found else -1)
-        link.append(boundary)
+    if name in ("1f1b", "gpipe"):
+        return _regular(name, ranks, microbatches)
+    return _walked(orders_of(name, ranks, stages_per_rank, microbatches), ranks * stages_per_rank, microbatches)
+
+
+def _regular(name: ScheduleName, ranks: int, count: int) -> Order:
+    """GPipe and 1F1B, whose actions begin at known times where all last equally long: in that order.
+
+    On place r of p forward m begins at r + m and, of 1F1B once p - r - 1 are ahead, at r + 2 m; backward m of 1F1B at
+    2 p - 1 - r + 2 m, and of GPipe as much later as all forwards take.
+    """
+    rank, m = np.divmod(np.arange(ranks * count), count)
+    if name == "gpipe":
+        ahead, back = rank + m, 2 * ranks + count - 1 - rank + m
+    else:
+        ahead, back = rank + np.where(m < ranks - rank - 1, m, 2 * m), 2 * ranks - 1 - rank + 2 * m
+    order = np.argsort(np.concatenate([ahead, back]), kind="stable")
+    at = np.empty(len(order), dtype=np.intp)
+    at[order] = np.arange(len(order))
+    forward, backward = at.reshape(2, ranks, count)
+    none = np.full((1, count), -1, dtype=np.intp)
+    after = np.concatenate([none, forward[:-1], backward[1:], none]).reshape(-1)[order]
+    kind = np.repeat([0, 1], ranks * count)[order]
+    stage, microbatch = np.tile(rank, 2)[order], np.tile(m, 2)[order]
+    link = np.where(after < 0, 0, stage - 1 + kind)
+    return Order(rank=tuple(stage.tolist()), after=tuple(after.tolist()), stage=stage, microbatch=microbatch, kind=kind,
+                 link=link)  # fmt: skip
+
+
+def _walked(orders: Orders, stages: int, count: int) -> Order:
+    """Any schedule: each rank's actions as soon as what they need is there. Raises PlanError where that never is."""
+    forward, gradient = [_NOT_YET] * (stages * count), [_NOT_YET] * (stages * count)
+    rows: list[tuple[int, int, int, int, int, int]] = []
+    waiting = [deque(order) for order in orders]
+    while any(waiting):
+        before = len(rows)
+        for rank, order in enumerate(waiting):
+            while order:
+                kind, stage, microbatch = _KIND[order[0].kind], order[0].stage, order[0].microbatch
+                at, after, link = stage * count + microbatch, _NOTHING, 0
+                if kind == 0 and stage:
+                    after, link = forward[at - count], stage - 1
+                elif kind in (1, 2) and stage < stages - 1:
+                    after, link = gradient[at + count], stage
+                if after == _NOT_YET:
+                    break
+                if kind == 0:
+                    forward[at] = len(rows)
+                elif kind < 3:
+                    gradient[at] = len(rows)
+                rows.append((rank, after, stage, microbatch, kind, link))
+                order.popleft()
+        if len(rows) == before:
+            raise PlanError("the pipeline's schedule deadlocks: no rank has an action that can begin")
+    columns = np.array(rows, dtype=np.intp).reshape(-1, 6).T
     return Order(
-        rank=tuple(rank_of[action] for action in actions),
-        after=tuple(after),
-        stage=np.array([action.stage for action in actions], dtype=np.intp),
-        microbatch=np.array([action.microbatch for action in actions], dtype=np.intp),
-        kind=np.array(["FBIW".index(action.kind) for action in actions], dtype=np.intp),
-        link=np.array(link, dtype=np.intp),
+        rank=tuple(columns[0].tolist()),
+        after=tuple(columns[1].tolist()),
+        stage=columns[2],
+        microbatch=columns[3],
+        kind=columns[4],
+        link=columns[5],
     )
-
-
-def _needed(action: Action, stages: int) -> tuple[tuple[Action, ...], int]:
-    """The actions of another stage, one of which an action needs, and the boundary between the stages."""
-    stage, microbatch = action.stage, action.microbatch
-    if action.kind == "F" and stage:
-        return (Action("F", stage - 1, microbatch),), stage - 1
-    if action.kind in ("B", "I") and stage < stages - 1:
-        return (Action("B", stage + 1, microbatch), Action("I", stage + 1, microbatch)), stage
-    return (), 0
 
 
 def play(order: Order, seconds: Array, message_s: Array) -> list[float]:

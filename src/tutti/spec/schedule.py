@@ -10,7 +10,7 @@ Interleaved: Narayanan et al. 2021, arXiv 2104.04473. Zero-bubble (H1): Qi et al
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Literal
 
@@ -43,9 +43,14 @@ Orders = list[list[Action]]
 
 def schedule(name: ScheduleName, ranks: int, stages_per_rank: int, microbatches: int) -> Orders:
     """The named schedule. Raises PlanError when it would deadlock (a defect of the schedule, found before it runs)."""
-    orders = _BUILDERS[name](ranks, stages_per_rank, microbatches)
+    orders = orders_of(name, ranks, stages_per_rank, microbatches)
     simulate(orders)
     return orders
+
+
+def orders_of(name: ScheduleName, ranks: int, stages_per_rank: int, microbatches: int) -> Orders:
+    """The named schedule for those who play it out themselves."""
+    return _BUILDERS[name](ranks, stages_per_rank, microbatches)
 
 
 def simulate(orders: Orders, costs: Mapping[Kind, int] = COSTS) -> dict[Action, int]:
@@ -242,9 +247,8 @@ def balanced(costs: Sequence[float], parts: int) -> list[int]:
     Every part has at least one entry; by dynamic programming over prefixes.
     """
     count, sums = len(costs), [0.0, *accumulate(costs)]
-    best = [sums[1:]]  # best[k][j]: the least largest sum of entries 0 .. j in k + 1 parts
-    begin: list[list[int]] = [[0] * count]
-    for part in range(1, parts):
+    best, begin = _cuts(tuple(costs))
+    for part in range(len(best), parts):
         row, first = [float("inf")] * count, [0] * count
         for last in range(part, count):
             # the last part begins at i: its sum falls with i, the others' largest sum rises
@@ -261,6 +265,13 @@ def balanced(costs: Sequence[float], parts: int) -> list[int]:
         starts.append(begin[part][last])
         last = starts[-1] - 1
     return starts[::-1]
+
+
+@lru_cache(maxsize=8)
+def _cuts(costs: tuple[float, ...]) -> tuple[list[list[float]], list[list[int]]]:
+    """(best, begin), to which `balanced` adds: best[k][j] is the least largest sum of entries 0 .. j in k + 1 parts,
+    begin[k][j] where the last of these begins. A planner asks for many numbers of parts of the same costs."""
+    return [list(accumulate(costs))], [[0] * len(costs)]
 
 
 def _excess(others: list[float], sums: list[float], end: float, begin: int) -> float:
