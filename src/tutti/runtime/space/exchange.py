@@ -129,12 +129,15 @@ class Route:
         outgoing, incoming = receives(self.bounds, self.needs, index), sends(self.bounds, self.needs, index)
         return depart(grad, self.dim, self.needs[index][0], outgoing, incoming, self.axis, space)
 
-    def finish_back(self, grad: torch.Tensor, travel: Travel, space: Space) -> torch.Tensor:
-        """Gradients of the owned rows: this rank's, and those that return are added."""
+    def finish_back(self, grad: torch.Tensor, travel: Travel, space: Space, *, within: bool = False) -> torch.Tensor:
+        """Gradients of the owned rows: this rank's, and those that return are added. `within`: in `grad` itself, of
+        which the result then is a view, where it has all of them."""
         have, need = self.mine(space)
-        shape = [*grad.shape[: self.dim], have[1] - have[0], *grad.shape[self.dim + 1 :]]
-        result = grad.new_zeros(shape)
-        _put(result, grad, self.dim, have[0], need[0], overlap(have, need))
+        if within and need[0] <= have[0] and have[1] <= need[1]:
+            result = grad.narrow(self.dim, have[0] - need[0], have[1] - have[0])
+        else:
+            result = grad.new_zeros([*grad.shape[: self.dim], have[1] - have[0], *grad.shape[self.dim + 1 :]])
+            _put(result, grad, self.dim, have[0], need[0], overlap(have, need))
         travel.wait()
         for rows, arrived in travel.arrivals:
             result.narrow(self.dim, rows[0] - have[0], rows[1] - rows[0]).add_(arrived)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from tutti.runtime.space.exchange import Route, Space
+from tutti.runtime.space.exchange import Route, Space, Travel
 from tutti.runtime.space.geometry import Rows, Window, inner
 
 Box = tuple[Rows | None, ...]
@@ -104,7 +104,11 @@ def take_apart(
 
 
 class _Convolve(torch.autograd.Function):
-    """Convolution with its halo exchange inside, so that both directions can overlap."""
+    """Convolution with its halo exchange inside, so that both directions can overlap.
+
+    Kept for backward: the owned rows, which whoever made them mostly keeps as well, and the halos as they came; not
+    the two put together, which would be a second copy of nearly every activation.
+    """
 
     @staticmethod
     def forward(
@@ -116,57 +120,73 @@ class _Convolve(torch.autograd.Function):
         if pieces.interior is not None:
             own = pieces.input_of(tensor, pieces.interior, pieces.firsts(extended=False))
             core = pieces.convolve(own, weight, bias)
-        extended = routes[0].finish(tensor, travel, space)
+        extended, travels = routes[0].finish(tensor, travel, space), [travel]
         for route in routes[1:]:
-            extended = route.finish(extended, route.start(extended, space), space)
+            travels.append(route.start(extended, space))
+            extended = route.finish(extended, travels[-1], space)
         made = [
             pieces.convolve(pieces.input_of(extended, slab, pieces.firsts(extended=True)), weight, bias)
             for slab in pieces.slabs
         ]
-        ctx.save_for_backward(extended, weight)
+        ctx.save_for_backward(tensor, weight, *(halo for travel in travels for _, halo in travel.arrivals))
+        ctx.rows = [[rows for rows, _ in travel.arrivals] for travel in travels]
         ctx.pieces, ctx.biased = pieces, bias is not None
         if core is None:
             return made[0]
+        del extended
         return _assemble(pieces, core, made)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        extended, weight = ctx.saved_tensors
+        tensor, weight, *halos = ctx.saved_tensors
         pieces: Pieces = ctx.pieces
         mask = [bool(need) for need in ctx.needs_input_grad[:3]]
         mask[2] = mask[2] and ctx.biased
-        firsts, space = pieces.firsts(extended=True), pieces.space
-        wanted = torch.zeros_like(extended) if mask[0] else None
+        there, own, space = pieces.firsts(extended=True), pieces.firsts(extended=False), pieces.space
         totals: list[torch.Tensor | None] = [None, None]
+        extended = _extended(pieces, tensor, ctx.rows, halos)
+        wanted = torch.zeros_like(extended) if mask[0] else None
         for slab in pieces.slabs:
-            found = _piece(pieces, slab, grad, extended, weight, mask, totals)
+            found = _piece(pieces, slab, grad, pieces.input_of(extended, slab, there), weight, mask, totals)
             if wanted is not None:
-                pieces.input_of(wanted, slab, firsts).add_(found)
+                pieces.input_of(wanted, slab, there).add_(found)
+        del extended
         travel = None if wanted is None else pieces.routes[-1].start_back(wanted, space)
         core: Any = None
         if pieces.interior is not None:  # while gradients of halos travel back
-            core = _piece(pieces, pieces.interior, grad, extended, weight, mask, totals)
+            rows = pieces.input_of(tensor, pieces.interior, own)
+            core = _piece(pieces, pieces.interior, grad, rows, weight, mask, totals)
         if wanted is not None and travel is not None:
-            wanted = pieces.routes[-1].finish_back(wanted, travel, space)
+            wanted = pieces.routes[-1].finish_back(wanted, travel, space, within=True)
             for route in reversed(pieces.routes[:-1]):
-                wanted = route.finish_back(wanted, route.start_back(wanted, space), space)
+                wanted = route.finish_back(wanted, route.start_back(wanted, space), space, within=True)
             if pieces.interior is not None:
-                pieces.input_of(wanted, pieces.interior, pieces.firsts(extended=False)).add_(core)
+                pieces.input_of(wanted, pieces.interior, own).add_(core)
         return wanted, totals[0], totals[1], None
+
+
+def _extended(
+    pieces: Pieces, tensor: torch.Tensor, rows: Sequence[Sequence[Rows]], halos: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """The owned rows with the halos that came in forward: `rows` of each route, one after another in `halos`."""
+    left = iter(halos)
+    for route, numbers in zip(pieces.routes, rows, strict=True):
+        arrivals = [(number, next(left)) for number in numbers]
+        tensor = route.finish(tensor, Travel(flight=None, arrivals=arrivals, departures=[]), pieces.space)
+    return tensor
 
 
 def _piece(
     pieces: Pieces,
     box: Box,
     grad: torch.Tensor,
-    extended: torch.Tensor,
+    rows: torch.Tensor,
     weight: torch.Tensor,
     mask: list[bool],
     totals: list[torch.Tensor | None],
 ) -> Any:
-    """Gradient of the input of one piece; those of weight and bias are added to `totals`."""
-    rows = pieces.input_of(extended, box, pieces.firsts(extended=True))
+    """Gradient of one piece's input `rows`; those of weight and bias are added to `totals`."""
     found, *others = pieces.gradients(pieces.output_of(grad, box), rows, weight, mask)
     for i, other in enumerate(others):
         before = totals[i]
