@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
     from tutti.cli.plan import Options
     from tutti.runtime.capture import Captured
+    from tutti.spec.cluster import ClusterSpec
     from tutti.spec.explanation import Explanation, ModulePlacement
+    from tutti.spec.model import ModelSpec
     from tutti.spec.plan import Plan
 
 
@@ -26,6 +28,10 @@ def explain_script(options: "Options") -> None:
         raise ScriptError("--explain, --mesh and --plan need a script: the layout is that of its modules")
     if options.mesh is not None and options.plan is not None:
         raise PlanError("--mesh and --plan both say how ranks are arranged; give one (a plan file has a mesh)")
+    if options.tries is not None or options.scaling:
+        raise PlanError(
+            "--try and --scaling search for plans, and --explain, --mesh or --plan say which; leave one out"
+        )
     path = Path(options.target[0])
     with console.status("looking at the model"):
         captured = capture_script(path, options.target[1:])
@@ -35,10 +41,16 @@ def explain_script(options: "Options") -> None:
     explanation = _explain(captured, plan, _tensors(model))
     if options.output is not None:
         write_spec(plan, options.output)
+    if options.html is not None:
+        from tutti.cli.predict import write_plan_page
+
+        write_plan_page(model, cluster_for(options.cluster), plan, options.html)
     if options.as_json:
         emit(explanation)
         return
     _show(explanation)
+    if options.cluster is not None:  # else this machine would have to be measured
+        _show_step(model, cluster_for(options.cluster), plan)
     if options.output is not None:
         target = " ".join(options.target)
         console.print(f"plan written to {options.output}: tutti run --plan {options.output} {target}", soft_wrap=True)
@@ -104,6 +116,14 @@ def _show(explanation: "Explanation") -> None:
         style="dim",
         soft_wrap=True,
     )
+
+
+def _show_step(model: "ModelSpec", cluster: "ClusterSpec", plan: "Plan") -> None:
+    from tutti.cli.outlook import LANES, standard_output
+    from tutti.cli.timeline_view import show_timeline
+    from tutti.predict.lanes import timeline
+
+    show_timeline(standard_output(), timeline(model, cluster, plan, most_lanes=LANES))
 
 
 def spread(values: tuple[int, ...]) -> str:

@@ -1,20 +1,20 @@
 """What `tutti plan` prints: the choice in words, a table of plans, other circumstances, the difference of two plans."""
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tutti.cli.common import console, emit
+from tutti.cli.outlook import show_curve, show_trials, standard_output
 from tutti.plan import Choice, difference, explain, rows
 from tutti.predict.words import seconds
 from tutti.spec import codec
 from tutti.spec.plan import Plan
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
+    from tutti.cli.outlook import Planned
     from tutti.cli.plan import Options
 
 
@@ -43,20 +43,21 @@ class Differences:
     differences: tuple[str, ...]
 
 
-def _console() -> "Console":
-    from rich.console import Console
+def show_choice(planned: "Planned", options: "Options") -> None:
+    """The choice in words, the table, its step as it falls, what the prediction stands on, and how to run the plan."""
+    from tutti.cli.timeline_view import show_timeline
 
-    return Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-
-
-def show_choice(choice: Choice, options: "Options") -> None:
-    """The choice in words, the table, what the prediction stands on, and how to run the plan."""
-    out = _console()
+    choice, out = planned.choice, standard_output()
     out.print(explain(choice), markup=False, soft_wrap=True)
     out.print(table(choice, options.top))
     hidden = len(choice.alternatives) - options.top
     if hidden > 0:
         out.print(f"{hidden} more were considered; --top N shows more, --json lists all", style="dim")
+    show_timeline(out, planned.timeline)
+    if planned.scaling is not None:
+        show_curve(out, planned.scaling)
+    if planned.trials is not None:
+        show_trials(out, planned.trials)
     for note in choice.prediction.notes[1:]:
         out.print(f"note: {note}", markup=False, soft_wrap=True, style="dim")
     if options.output is None:
@@ -96,15 +97,16 @@ def _measure(choice: Choice) -> str:
     return names.get(choice.request.objective, choice.request.objective)
 
 
-def show_scenarios(choice: Choice, others: list[tuple[str, Choice]], options: "Options") -> None:
+def show_scenarios(planned: "Planned", others: list[tuple[str, Choice]], options: "Options") -> None:
     """The best plan now beside the best one in each changed cluster."""
+    choice = planned.choice
     if options.as_json:
         scenarios = tuple(Scenario(change=words, choice=other) for words, other in others)
         emit(Scenarios(now=choice, scenarios=scenarios))
         return
     from rich.table import Table
 
-    show_choice(choice, options)
+    show_choice(planned, options)
     shown = Table(title="What if", title_justify="left")
     for name in ("cluster", "best plan"):
         shown.add_column(name, overflow="fold")
@@ -116,7 +118,7 @@ def show_scenarios(choice: Choice, others: list[tuple[str, Choice]], options: "O
         plan = f"{best.mesh} ({best.settings})" if best.settings else best.mesh
         ratio = "" if one is choice else f"{now / step:.2f}x as fast; {_change(choice.best, one.best)}"
         shown.add_row(words, f"{plan}, {best.microbatches} microbatches", seconds(step), ratio)
-    _console().print(shown)
+    standard_output().print(shown)
 
 
 def _change(now: Plan, then: Plan) -> str:
@@ -131,6 +133,6 @@ def show_difference(first: Path, second: Path, *, as_json: bool) -> None:
     if as_json:
         emit(Differences(first=plans[0], second=plans[1], differences=found))
         return
-    out = _console()
+    out = standard_output()
     for sentence in found or (f"{first.name} and {second.name} mean the same",):
         out.print(sentence, markup=False, soft_wrap=True)

@@ -1,6 +1,5 @@
 """`tutti predict`: what one plan costs, for a described model or a script, on a cluster."""
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +9,7 @@ from tutti.cli.common import capture_script, cluster_for, console, emit
 from tutti.cli.options import SCRIPT_CONTEXT, json_option
 from tutti.errors import ScriptError
 from tutti.spec import codec
+from tutti.spec.cluster import ClusterSpec
 from tutti.spec.model import ModelSpec
 from tutti.spec.plan import Plan
 
@@ -23,11 +23,23 @@ if TYPE_CHECKING:
 @click.option("--model", type=click.Path(path_type=Path), help="A ModelSpec file, instead of a script.")
 @click.option("--cluster", type=click.Path(path_type=Path), help="The machines; this one, measured, if not given.")
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the Prediction to this file.")
+@click.option(
+    "--html",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write a page: the step as it falls, and memory.",
+)
 @json_option
 @click.argument("plan", type=click.Path(path_type=Path))
 @click.argument("target", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT [ARGUMENTS]... | NAME [SIZES]...]")
 def command(
-    plan: Path, target: tuple[str, ...], model: Path | None, cluster: Path | None, output: Path | None, as_json: bool
+    plan: Path,
+    target: tuple[str, ...],
+    model: Path | None,
+    cluster: Path | None,
+    output: Path | None,
+    html: Path | None,
+    as_json: bool,
 ) -> None:
     """Predict step time and memory of PLAN for --model FILE or SCRIPT. With --cluster no hardware is needed."""
     from tutti.cli.planning import warn_if_changed, write_spec
@@ -35,15 +47,36 @@ def command(
 
     intended, described = codec.load(Plan, plan), _model(model, target)
     warn_if_changed(intended, described)
-    prediction = predict(described, cluster_for(cluster), intended)
+    machines = cluster_for(cluster)
+    prediction = predict(described, machines, intended)
     if output is not None:
         write_spec(prediction, output)
+    if html is not None:
+        write_plan_page(described, machines, intended, html)
     if as_json:
         emit(prediction)
         return
-    from rich.console import Console
+    from tutti.cli.outlook import LANES, standard_output
+    from tutti.cli.timeline_view import show_timeline
+    from tutti.predict.lanes import timeline
 
-    show(intended, prediction, Console(highlight=False, width=None if sys.stdout.isatty() else 160))
+    out = standard_output()
+    show(intended, prediction, out)
+    show_timeline(out, timeline(described, machines, intended, most_lanes=LANES))
+    for note in prediction.notes:
+        out.print(f"note: {note}", markup=False, soft_wrap=True, style="dim")
+
+
+def write_plan_page(model: ModelSpec, cluster: ClusterSpec, plan: Plan, path: Path) -> None:
+    """The page of a plan that nobody searched for. Raises ReportError where it cannot be written."""
+    from tutti.cli import outlook
+    from tutti.predict import predict
+    from tutti.predict.lanes import timeline
+
+    found = timeline(model, cluster, plan, most_lanes=outlook.LANES)
+    page = outlook.page_of_plan(f"{model.name} on {cluster.name}", plan, predict(model, cluster, plan), found)
+    outlook.write_page(page, path)
+    console.print(f"page written to {path}", soft_wrap=True, markup=False)
 
 
 def _model(path: Path | None, target: tuple[str, ...]) -> ModelSpec:
@@ -63,7 +96,7 @@ def _model(path: Path | None, target: tuple[str, ...]) -> ModelSpec:
 
 
 def show(plan: Plan, prediction: "Prediction", out: "Console") -> None:
-    """The prediction for a reader: two tables, and what it stands on."""
+    """The prediction for a reader: two tables, and the rates."""
     from rich.table import Table
 
     from tutti.predict.words import nbytes, seconds
@@ -87,5 +120,3 @@ def show(plan: Plan, prediction: "Prediction", out: "Console") -> None:
     )
     if not prediction.fits:
         out.print("does not fit in memory", style="bold red")
-    for note in prediction.notes:
-        out.print(f"note: {note}", markup=False, soft_wrap=True, style="dim")

@@ -15,9 +15,11 @@ from tutti.plan.choice import (
 from tutti.plan.difference import difference
 from tutti.plan.explain import Row, explain, rows
 from tutti.plan.quality import samples_to_quality
+from tutti.plan.scaling import device_counts, scaling
 from tutti.plan.scenarios import what_if
 from tutti.plan.search import choose
 from tutti.plan.stamp import changed_modules, stamp
+from tutti.plan.words import plan_words
 
 __all__ = [
     "Alternative",
@@ -33,10 +35,13 @@ __all__ = [
     "candidates",
     "changed_modules",
     "choose",
+    "device_counts",
     "difference",
     "explain",
+    "plan_words",
     "rows",
     "samples_to_quality",
+    "scaling",
     "stamp",
     "what_if",
 ]

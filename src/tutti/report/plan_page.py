@@ -44,8 +44,8 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanPage:
-    """What the page says. `name` and `lead`: of the plan, in words; `remarks`: why it was chosen; `steps`: what a user
-    types next."""
+    """What the page says. `name` and `lead`: of the plan, in words; `remarks`: why it was chosen, and `changes`: what
+    would make another win; `next_command`: what a user types next."""
 
     name: str
     lead: str
@@ -53,6 +53,7 @@ class PlanPage:
     prediction: Prediction
     timeline: Timeline
     remarks: tuple[str, ...] = ()
+    changes: tuple[str, ...] = ()
     tables: tuple[Table, ...] = ()
     scaling: ScalingCurve | None = None
     trials: Trials | None = None

@@ -5,9 +5,11 @@ from dataclasses import fields
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.patches import PathPatch
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path
-from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
 
 from tutti.report.svg import (
     GRID,
@@ -39,6 +41,8 @@ FILLS: dict[Doing, str] = {
     "waiting": "none",
     "other": PHASE_COLOURS["other"],
 }
+OUTLINED: tuple[Doing, ...] = ("bubble", "waiting")
+"""Drawn with an edge: nothing is done."""
 BREAK = 0.03
 """What is left out of a step is drawn so wide a part of the rest."""
 
@@ -47,7 +51,7 @@ Place = Callable[[float], float]
 
 def lane_name(lane: Lane, found: Timeline) -> str:
     """The ranks of a lane, with their stage where there are several."""
-    return lane.ranks + (f", stage {lane.stage}" if len({one.stage for one in found.lanes}) > 1 else "")
+    return lane.ranks + (f" (stage {lane.stage})" if len({one.stage for one in found.lanes}) > 1 else "")
 
 
 @styled
@@ -75,12 +79,14 @@ def timeline_plot(found: Timeline) -> Plot:
     axes.set_xticks([place(tick / factor) for tick in ticks], [f"{tick:g}" for tick in ticks])
     axes.set_xlabel(f"time of a step ({unit})")
     used = [doing for doing in FILLS if any(lane.seconds.get(doing, 0) > 0.002 * end_s for lane in found.lanes)]
-    for doing in used:
-        axes.bar(0, 0, color=FILLS[doing], edgecolor=MUTED if doing in ("waiting", "bubble") else FILLS[doing],
-                 linewidth=0.8, label=DOINGS[doing])  # fmt: skip
+    handles: list[Patch | Line2D] = [
+        Patch(facecolor=FILLS[doing], edgecolor=MUTED if doing in OUTLINED else FILLS[doing], linewidth=0.8,
+              label=DOINGS[doing])
+        for doing in used
+    ]  # fmt: skip
     if any(lane.hidden for lane in found.lanes):
-        axes.plot([], [], color=FILLS["communication"], linewidth=2.5, label=DOINGS["hidden"])
-    figure.legend(loc="outside upper left", ncols=8, handlelength=0.9, handleheight=0.9, columnspacing=1.4)
+        handles.append(Line2D([], [], color=FILLS["communication"], linewidth=2.5, label=DOINGS["hidden"]))
+    _legend(figure, handles)
     note = "predicted, all of it; ranks that do the same are one row"
     if left is not None:
         note += f"; {plural(left.microbatches, 'microbatch')} of {found.num_microbatches} left out at the gap"
@@ -129,8 +135,15 @@ def _draw(axes: Axes, row: int, bars: Sequence[Bar], doing: Doing, place: Place)
     low, high = np.full(len(bars), row - 0.31), np.full(len(bars), row + 0.31)
     corners = np.stack([starts, low, ends, low, ends, high, starts, high, starts, low], axis=1).reshape(-1, 2)
     codes = np.tile([Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY], len(bars))
-    edge = MUTED if doing in ("waiting", "bubble") else PAPER
+    edge = MUTED if doing in OUTLINED else PAPER
     axes.add_patch(PathPatch(Path(corners, codes), facecolor=FILLS[doing], edgecolor=edge, linewidth=0.5))
+
+
+def _legend(figure: Figure, handles: Sequence[Patch | Line2D]) -> None:
+    """Above the figure, in one line."""
+    figure.legend(
+        handles=list(handles), loc="outside upper left", ncols=8, handlelength=1.1, handleheight=0.9, columnspacing=1.4
+    )
 
 
 def _told(lane: Lane) -> str:
@@ -160,10 +173,11 @@ def held_plot(found: Timeline) -> Plot:
     rows(axes, [lane_name(lane, found) for lane in lanes])
     axes.set_xlim(0, biggest / factor * 1.22)
     axes.set_xlabel(f"peak memory of a rank ({unit})")
-    for index, name in enumerate(holders):
-        axes.bar(0, 0, facecolor="none", edgecolor=SERIES[index % len(SERIES)], hatch="////", label=name)
-    axes.plot([], [], color=INK, linewidth=2, label="limit")
-    figure.legend(loc="outside upper left", ncols=8, handlelength=1.1, handleheight=0.9, columnspacing=1.4)
+    handles: list[Patch | Line2D] = [
+        Patch(facecolor="none", edgecolor=SERIES[index % len(SERIES)], hatch="////", label=name)
+        for index, name in enumerate(holders)
+    ]
+    _legend(figure, [*handles, Line2D([], [], color=INK, linewidth=2, label="limit")])
     words = "Memory of a rank, predicted. " + " ".join(
         f"{lane_name(lane, found)}: {lane.memory.total / factor:.1f} {unit} of {lane.memory_limit_nbytes / factor:.1f}."
         for lane in lanes
@@ -202,6 +216,7 @@ def scaling_plot(curve: ScalingCurve) -> Plot | None:
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(lambda value, _: significant(float(f"{value:.3g}")))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axes.yaxis.set_minor_locator(NullLocator())
         axes.set_xlim(x[0] / 1.25, x[-1] * 1.12)
     axes.xaxis.set_major_locator(FixedLocator([float(one) for one in x]))
@@ -241,9 +256,9 @@ def trials_plot(found: Trials) -> Plot | None:
     rows(axes, [trial.words for trial in known])
     axes.set_xlim(0, longest * factor * 1.12)
     axes.set_xlabel(f"time of a step ({unit})")
-    axes.bar(0, 0, facecolor="none", edgecolor=SERIES[0], hatch="////", label="predicted")
-    axes.bar(0, 0, color=SERIES[1], label="measured, the line from the quickest to the slowest step")
-    figure.legend(loc="outside upper left", ncols=2, handlelength=1.1, handleheight=0.9, columnspacing=1.4)
+    spread_words = "measured, the line from the quickest to the slowest step"
+    predicted = Patch(facecolor="none", edgecolor=SERIES[0], hatch="////", label="predicted")
+    _legend(figure, [predicted, Patch(facecolor=SERIES[1], label=spread_words)])
     words = "Plans that were run. " + " ".join(
         f"{t.words}: predicted {duration(t.predicted.value)}, measured {duration(float(t.measured_s or 0))}."
         for t in known

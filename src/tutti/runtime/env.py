@@ -47,7 +47,7 @@ class Recording:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wishes:
-    """What the launcher asks of the Job."""
+    """What the launcher asks of the Job. `steps`: how many the observer `brief` lets it do."""
 
     run_folder: Path | None = None
     plan: Path | None = None
@@ -56,6 +56,7 @@ class Wishes:
     observer: str | None = None
     recording: Recording | None = None
     checkpoint_every: int | None = None
+    steps: int | None = None
     supervised: bool = False
     timeout_s: float = 600.0
 
@@ -75,6 +76,7 @@ def read_wishes(environ: Mapping[str, str] = os.environ) -> Wishes:
         observer=environ.get("TUTTI_OBSERVER") or None,
         recording=_recording(environ),
         checkpoint_every=_number(environ, "TUTTI_CHECKPOINT_EVERY") if every else None,
+        steps=_number(environ, "TUTTI_STEPS") if environ.get("TUTTI_STEPS") else None,
         supervised=environ.get("TUTTI_SUPERVISED") == "1",
         timeout_s=float(environ.get("TUTTI_TIMEOUT_S", "600")),
     )

@@ -8,6 +8,7 @@ from torch import nn
 
 from tutti.data.share import Share
 from tutti.errors import LaunchError
+from tutti.runtime.env import read_wishes
 from tutti.runtime.world import World
 
 if TYPE_CHECKING:
@@ -69,6 +70,25 @@ class Nobody:
 
     def updated(self, step: int, loss: float, learning_rate: float) -> None:
         pass
+
+
+class Brief(Nobody):
+    """Ends the run after some steps: to measure how long they take, that is enough."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def updated(self, step: int, loss: float, learning_rate: float) -> None:
+        if step + 1 >= self.steps:
+            raise StopRun
+
+
+def brief() -> Brief:
+    """TUTTI_OBSERVER=tutti.runtime.observe:brief, with TUTTI_STEPS steps."""
+    steps = read_wishes().steps
+    if steps is None:
+        raise LaunchError("TUTTI_OBSERVER asks for a brief run, but TUTTI_STEPS says no number of steps; set it")
+    return Brief(steps)
 
 
 def load_observer(name: str | None) -> Observer:
