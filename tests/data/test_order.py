@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from torch.utils.data import WeightedRandomSampler
 
 from tutti.data.order import batch_bounds, epoch_order, sampler_order
-from tutti.errors import DataError
+from tutti.errors import DataError, PlanError
 from tutti.spec.plan import BatchPlan
+from tutti.spec.words import LastBatch
 
 
 def test_order_is_a_permutation_that_depends_on_seed_and_epoch() -> None:
@@ -66,3 +67,32 @@ def test_a_batch_of_tokens_needs_to_know_them() -> None:
         batch_bounds(np.arange(10), plan, None)
     with pytest.raises(DataError, match="sample 3 has 101 tokens, more than the global batch of 100"):
         batch_bounds(np.arange(5), plan, [1, 1, 1, 101, 1])
+
+
+RAMP = ((3, 4), (5, 10))
+
+
+@pytest.mark.parametrize("last_batch", ["keep", "drop"])
+@pytest.mark.parametrize("before", [0, 2, 4, 9])
+def test_a_batch_that_grows_cuts_the_same_order(before: int, last_batch: LastBatch) -> None:
+    """Batches 0 to 2 have 4 samples, 3 and 4 have 10, then 25; numbers run on through epochs."""
+    batch = BatchPlan(global_batch_size=25, ramp=RAMP, last_batch=last_batch)
+    sizes = np.diff(batch_bounds(np.arange(90), batch, None, before)).tolist()
+    expected = [4, 4, 4, 10, 10, 25, 25, 25, 25, 25, 25, 25, 25][before:]
+    whole = [size for size, total in zip(expected, itertools.accumulate(expected), strict=True) if total <= 90]
+    rest = 90 - sum(whole)
+    assert sizes == whole + ([rest] if rest and last_batch == "keep" else [])
+
+
+def test_a_batch_of_tokens_grows_too() -> None:
+    batch = BatchPlan(global_batch_size=100, unit="tokens", ramp=((2, 20), (4, 50)))
+    assert np.diff(batch_bounds(np.arange(40), batch, 10)).tolist() == [2, 2, 5, 5, 10, 10, 6]
+    assert np.diff(batch_bounds(np.arange(40), batch, [10] * 40)).tolist() == [2, 2, 5, 5, 10, 10, 6]
+    with pytest.raises(DataError, match="more than the global batch of 20 tokens"):
+        batch_bounds(np.arange(5), batch, [1, 1, 1, 30, 1])
+
+
+@pytest.mark.parametrize("ramp", [((0, 4),), ((3, 4), (3, 5)), ((3, 5), (6, 4)), ((3, 25),), ((3, 0),)])
+def test_what_does_not_grow_is_refused(ramp: tuple[tuple[int, int], ...]) -> None:
+    with pytest.raises(PlanError, match="whose steps and sizes both grow"):
+        BatchPlan(global_batch_size=25, ramp=ramp)

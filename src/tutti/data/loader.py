@@ -19,8 +19,9 @@ from tutti.spec.plan import Plan
 class ShareLoader:
     """Iterates over one epoch's global batches and yields this rank's share of each, collated.
 
-    `epoch` and `position` (batches already taken of this epoch) say where it stands; they are the sampler's whole
-    state, whatever the number of ranks. `share` describes the batch that was yielded last.
+    `epoch`, `position` (batches already taken of this epoch) and `before` (batches of all epochs before) say where it
+    stands; they are the sampler's whole state, whatever the number of ranks. `share` describes the batch that was
+    yielded last.
     """
 
     def __init__(self, source: Source, plan: Plan, seed: int, rank: int) -> None:
@@ -30,10 +31,11 @@ class ShareLoader:
         self.rank = rank
         self.epoch = 0
         self.position = 0
+        self.before = 0
         self.share: Share | None = None
         self.indices: Indices = np.empty(0, dtype=np.int64)
         self._loader: DataLoader[Any] | None = None
-        self._cached: tuple[int, Indices, Indices] | None = None
+        self._cached: tuple[tuple[int, int], Indices, Indices] | None = None
 
     def __len__(self) -> int:
         """Global batches of the current epoch. Raises TypeError for a stream, whose length is unknown."""
@@ -46,7 +48,17 @@ class ShareLoader:
         for self.share, self.indices, batch in shares:
             self.position += 1
             yield batch
+        self.next_epoch()
+
+    def next_epoch(self) -> None:
+        """Go to the beginning of the next epoch, also where this one is not at its end."""
+        self.before += self.position
         self.epoch, self.position = self.epoch + 1, 0
+
+    @property
+    def stated_size(self) -> int:
+        """The global batch size that the plan states for the batch that was yielded last (the first, before any)."""
+        return self.plan.batch.size_at(max(self.before + self.position - 1, 0))
 
     @property
     def tokens(self) -> int | None:
@@ -58,18 +70,18 @@ class ShareLoader:
 
     def epoch_batches(self, epoch: int) -> tuple[Indices, Indices]:
         """The order of an epoch's samples and the boundaries of its global batches."""
-        if self._cached is None or self._cached[0] != epoch:
+        if self._cached is None or self._cached[0] != (epoch, self.before):
             if self.source.sampler is not None:
                 order = sampler_order(self.source.sampler, self.seed, epoch)
             else:
                 order = epoch_order(len(self.source.dataset), self.seed, epoch, shuffle=self.source.shuffle)
-            bounds = batch_bounds(order, self.plan.batch, self.source.tokens)
+            bounds = batch_bounds(order, self.plan.batch, self.source.tokens, self.before)
             if len(bounds) < 2:
                 raise DataError(
                     f"an epoch of {len(order)} samples has no whole batch of {self.plan.batch.global_batch_size} "
                     f"{self.plan.batch.unit} and last_batch='drop'; lower global_batch_size or say last_batch='keep'"
                 )
-            self._cached = (epoch, order, bounds)
+            self._cached = ((epoch, self.before), order, bounds)
         return self._cached[1:]
 
     def _shares(self) -> Iterator[tuple[Share, Indices]]:
@@ -88,7 +100,8 @@ class ShareLoader:
             yield share, indices, batch
 
     def _stream(self) -> Iterator[tuple[Share, Indices, Any]]:
-        stream = _StreamShares(self.source, self.plan, self.seed, self.rank, self.epoch, self.position)
+        place = (self.epoch, self.position, self.before)
+        stream = _StreamShares(self.source, self.plan, self.seed, self.rank, place)
         options = {k: v for k, v in self.source.options.items() if k != "persistent_workers"}
         for size, start, batch in DataLoader(stream, batch_size=None, **options):
             share = share_of(size, self.rank, self.plan)
@@ -114,14 +127,13 @@ class _StreamShares(IterableDataset[Any]):
     ranks. A resumed run reads again, and drops, the batches it already took.
     """
 
-    def __init__(self, source: Source, plan: Plan, seed: int, rank: int, epoch: int, position: int) -> None:
+    def __init__(self, source: Source, plan: Plan, seed: int, rank: int, place: tuple[int, int, int]) -> None:
         super().__init__()
         self.source = source
         self.plan = plan
         self.seed = seed
         self.rank = rank
-        self.epoch = epoch
-        self.position = position
+        self.epoch, self.position, self.before = place
 
     def __iter__(self) -> Iterator[tuple[int, int, Any]]:
         samples = self._seeded()
@@ -149,19 +161,20 @@ class _StreamShares(IterableDataset[Any]):
             yield sample
 
     def _batches(self, samples: Iterator[Any]) -> Iterator[list[Any]]:
-        batch = self.plan.batch
-        size = batch.global_batch_size
+        batch, each = self.plan.batch, 1
         if batch.unit == "tokens":
             if not isinstance(self.source.tokens, int):
                 raise DataError(
                     "a global batch of tokens from an IterableDataset needs samples of one length; pass prepare(..., "
                     "tokens=N), or give a dataset with __len__ and tokens=[...]"
                 )
-            size //= self.source.tokens
-        while taken := list(islice(samples, max(size, 1))):
+            each = self.source.tokens
+        number = self.before
+        while taken := list(islice(samples, size := max(batch.size_at(number) // each, 1))):
             if len(taken) < size and batch.last_batch == "drop":
                 return
             yield taken
+            number += 1
 
 
 def first_samples(source: Source, seed: int, count: int) -> Any:

@@ -34,13 +34,14 @@ def sampler_order(sampler: Iterable[int], seed: int, epoch: int) -> Indices:
         return np.fromiter((int(index) for index in sampler), dtype=np.int64)
 
 
-def batch_bounds(order: Indices, batch: BatchPlan, tokens: int | Sequence[int] | None) -> Indices:
+def batch_bounds(order: Indices, batch: BatchPlan, tokens: int | Sequence[int] | None, before: int = 0) -> Indices:
     """Boundaries of an epoch's global batches within its order: batch b is order[bounds[b]:bounds[b + 1]].
 
     `tokens`: tokens of each sample, for a batch that counts tokens: consecutive samples are taken while their sum
-    is at most the global batch size. Raises DataError for a sample that alone exceeds it.
+    is at most the global batch size. `before`: global batches of the epochs before, where the batch grows. Raises
+    DataError for a sample that alone exceeds the batch.
     """
-    size = batch.global_batch_size
+    each = 1
     if batch.unit == "tokens":
         if tokens is None:
             raise DataError(
@@ -48,25 +49,33 @@ def batch_bounds(order: Indices, batch: BatchPlan, tokens: int | Sequence[int] |
                 "for samples of N tokens, or tokens=[...] with one number a sample"
             )
         if isinstance(tokens, int):
-            _check_fits(tokens, batch.global_batch_size, "every sample")
-            size = batch.global_batch_size // tokens
+            _check_fits(tokens, batch.smallest, "every sample")
+            each = tokens
         else:
-            return _token_bounds(order, batch, np.asarray(tokens, dtype=np.int64))
-    bounds = np.append(np.arange(0, len(order), size, dtype=np.int64), len(order))
-    if batch.last_batch == "drop" and len(order) % size:
+            return _token_bounds(order, batch, np.asarray(tokens, dtype=np.int64), before)
+    starts: list[int] = []
+    position = 0
+    while position < len(order) and batch.size_at(before + len(starts)) < batch.global_batch_size:  # it grows
+        starts.append(position)
+        position += batch.size_at(before + len(starts) - 1) // each
+    rest = np.arange(position, len(order), batch.global_batch_size // each, dtype=np.int64)
+    bounds = np.concatenate([np.asarray(starts, dtype=np.int64), rest, [len(order)]])
+    last = batch.size_at(before + len(bounds) - 2) // each
+    if batch.last_batch == "drop" and len(bounds) > 1 and bounds[-1] - bounds[-2] < last:
         bounds = bounds[:-1]
     return bounds
 
 
-def _token_bounds(order: Indices, batch: BatchPlan, tokens: Indices) -> Indices:
+def _token_bounds(order: Indices, batch: BatchPlan, tokens: Indices, before: int) -> Indices:
     lengths = tokens[order]
     if len(lengths):
         longest = int(lengths.argmax())
-        _check_fits(int(lengths[longest]), batch.global_batch_size, f"sample {int(order[longest])}")
+        _check_fits(int(lengths[longest]), batch.smallest, f"sample {int(order[longest])}")
     ends, bounds = np.cumsum(lengths), [0]
     while bounds[-1] < len(order):
-        before = int(ends[bounds[-1] - 1]) if bounds[-1] else 0
-        bounds.append(int(np.searchsorted(ends, before + batch.global_batch_size, side="right")))
+        taken = int(ends[bounds[-1] - 1]) if bounds[-1] else 0
+        size = batch.size_at(before + len(bounds) - 1)
+        bounds.append(int(np.searchsorted(ends, taken + size, side="right")))
     if batch.last_batch == "drop" and len(bounds) > 1:
         bounds.pop()  # the batch that the end of the epoch closed, not the token count
     return np.asarray(bounds, dtype=np.int64)

@@ -130,8 +130,10 @@ def batch_report(records: Records) -> BatchReport:
     local = recipe.global_batch_size / parts
     shares = ":".join(f"{share:g}" for share in plan.shares) if plan and plan.shares else ""
     note = f"mean over ranks; shares {shares}" if shares else "mean over ranks"
+    steps = [f"{size} before batch {until}" for until, size in recipe.batch_ramp]
+    grown = f"at the end; {', '.join(steps)}" if steps else ""
     return BatchReport(
-        global_size=seen(recipe.global_batch_size, recipe.unit),
+        global_size=seen(recipe.global_batch_size, recipe.unit, grown),
         local_size=seen(local, recipe.unit, note),
         micro_size=seen(local / recipe.num_microbatches, recipe.unit, note),
         num_microbatches=seen(recipe.num_microbatches),

@@ -35,10 +35,11 @@ class Job(Builder):
     """One training run. `global_batch_size` is its meaning: it does not change with the number of ranks.
 
     `unit`: what the batch counts. `num_microbatches`: slices a batch is cut into (gradient accumulation; the planner
-    may choose it when it is None). `clip_norm`: bound of the gradients' global norm. `on_nonfinite`: what happens at
-    a loss that is NaN or infinite. `checkpoint_every`: steps. `noise_every`: steps between measurements of the gradient
-    noise scale, which says how large a batch pays; values do not change. `folder`: of the run; `resume`: a run or a
-    checkpoint.
+    may choose it when it is None). `batch_ramp`: (until, size) pairs: batches numbered below `until`, from 0 over all
+    epochs, have `size` instead; a learning-rate rule follows the batch of the step. `clip_norm`: bound of the
+    gradients' global norm. `on_nonfinite`: what happens at a loss that is NaN or infinite. `checkpoint_every`: steps.
+    `noise_every`: steps between measurements of the gradient noise scale, which says how large a batch pays; values do
+    not change. `folder`: of the run; `resume`: a run or a checkpoint.
     `facts`: what only you know and the report should say: {"tuning.trials": 12, "data.start_state": "disk-cold"}.
     """
 
@@ -53,6 +54,7 @@ class Job(Builder):
         seed: int = 0,
         num_microbatches: int | None = None,
         last_batch: LastBatch = "keep",
+        batch_ramp: Sequence[tuple[int, int]] = (),
         precision: Precision | None = None,
         clip_norm: float | None = None,
         lr_rule: LRRule | None = None,
@@ -82,6 +84,7 @@ class Job(Builder):
                 unit=unit,
                 num_microbatches=1 if num_microbatches is None else num_microbatches,
                 last_batch=last_batch,
+                ramp=tuple((until, size) for until, size in batch_ramp),
             ),
             microbatches_stated=num_microbatches is not None,
             precision=precision,
@@ -170,12 +173,13 @@ class Job(Builder):
             epoch = run.progress.epoch = run.loader.epoch
             yield epoch
             if run.loader.epoch == epoch:  # the script left the loader early
-                run.loader.epoch, run.loader.position = epoch + 1, 0
+                run.loader.next_epoch()
             if run.scheduler is not None and run.scheduler_clock == "epoch":
                 run.scheduler.step()
             run.log.row("epoch", run.clock.elapsed_s(), epoch=epoch, step=run.progress.step)
         if run.loader.epoch > first and run.settings.keep_checkpoints:
             self.save()
+        run.consistency.finish(run)
 
     def step(self, batch: Any) -> float:
         """One optimizer update on a global batch; returns the global mean loss, the same on every rank."""
@@ -199,6 +203,7 @@ class Job(Builder):
             raise ScriptError("update was called before forward_backward; compute gradients first")
         run.clock.enter("optimizer")
         done = update(run, run.optimizers if optimizer is None else (optimizer,), finite=outcome.finite)
+        run.consistency.updated(run)
         run.clock.enter("other")
         self._outcome = None
         step_row(run, outcome, done)
@@ -225,7 +230,8 @@ class Job(Builder):
         source = read_source(dataset, shuffle=False, tokens=None, arguments=arguments)
         run.clock.enter("evaluation")
         size = batch_size or samples_at_once(run)
-        values, samples = evaluate(run, source, metrics or {}, whole or {}, size)
+        with run.consistency.shown(run):
+            values, samples = evaluate(run, source, metrics or {}, whole or {}, size)
         evaluation_row(run, source, name, values, samples)
         return values
 

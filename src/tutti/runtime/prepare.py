@@ -25,6 +25,7 @@ from tutti.runtime.build.tape import Tape
 from tutti.runtime.capture import Captured
 from tutti.runtime.checkpoint import latest_checkpoint, load_checkpoint, load_weights
 from tutti.runtime.compressed.compressor import make_compressor
+from tutti.runtime.consistency.make import make_consistency
 from tutti.runtime.context import Sequences, sequences_of
 from tutti.runtime.expert.tallies import mixtures_of
 from tutti.runtime.header import make_header, open_folder, this_rank
@@ -81,9 +82,7 @@ def make_run(session: Session, given: Given) -> Run:
     originals, mixtures = dict(model.named_parameters(remove_duplicate=False)), mixtures_of(model)
     stages = cut_stages(model, plan, layout, lambda: given.unpack(_few_samples(given, session, plan))[:2])
     shards = _take_apart(given, plan, layout, scope, stages, world.device)
-    rebind(given.optimizers, originals, model, layout)
-    shards.bind(given.optimizers)
-    layout.settle(model, world, given.optimizers)
+    _hand_over(given, originals, layout, shards, world)
     source, unpack = feed_parts(model, given.source, given.unpack)
     pipeline = make_pipeline(stages, plan, layout, world.device)
     sequences = _sequences(given, plan, layout, pipeline)
@@ -113,6 +112,7 @@ def make_run(session: Session, given: Given) -> Run:
         folder=folder,
         observer=observer,
         noise=_noise_meter(session, plan),
+        consistency=make_consistency(plan.sync, layout),
         mixtures=mixtures,
     )
     _write_header(run, session, _resume(run, session.resume or session.wishes.resume, given.weights))
@@ -130,6 +130,13 @@ def _take_apart(
     if given.tape is not None:
         materialise(given.model, given.tape, device, shards)
     return shards
+
+
+def _hand_over(given: Given, originals: dict[str, nn.Parameter], layout: Layout, shards: Shards, world: World) -> None:
+    """Optimizers get the parameters as they are now, and ranks agree who counts which part. Collective."""
+    rebind(given.optimizers, originals, given.model, layout)
+    shards.bind(given.optimizers)
+    layout.settle(given.model, world, given.optimizers)
 
 
 def _few_samples(given: Given, session: Session, plan: Plan) -> Any:
@@ -215,6 +222,7 @@ def _resume(run: Run, path: Path | None, weights: Path | None) -> Path | None:
     if path is None:
         if weights is not None:
             load_weights(run, weights)
+        run.consistency.begin(run)
         return None
     checkpoint = latest_checkpoint(path) if run.world.is_main else None
     checkpoint = run.world.broadcast(checkpoint) or path
@@ -258,6 +266,7 @@ def _recipe(run: Run) -> Recipe:
         clip_norm=run.settings.clip_norm,
         learning_rate_rule=None if rule is None else asdict(rule),
         scheduler=None if run.scheduler is None else type(run.scheduler).__name__,
+        batch_ramp=run.plan.batch.ramp,
     )
 
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tutti.errors import PlanError
 from tutti.runtime.capture import is_capturing
@@ -49,6 +50,12 @@ def open_session(
     facts: Mapping[str, str],
 ) -> Session:
     """Join the world (alone while a script is only looked at) and settle the plan."""
+    rule = settings.lr_rule
+    if batch.ramp and rule is not None and rule.warmup_epochs is not None:
+        raise PlanError(
+            f"LRRule.warmup_epochs = {rule.warmup_epochs} with a batch_ramp: epochs differ in their steps; give "
+            "warmup_steps"
+        )
     world = join(Place() if is_capturing() else None)
     if not is_capturing():
         map_large_blocks()
@@ -85,7 +92,8 @@ def plan_of(
             f"{wishes.plan}: the mesh has {plan.world_size} ranks, but {world.world_size} were started; start "
             f"{plan.world_size}, or make a plan for {world.world_size}"
         )
-    stated = {"global_batch_size": batch.global_batch_size, "unit": batch.unit, "last_batch": batch.last_batch}
+    stated: dict[str, Any] = {"global_batch_size": batch.global_batch_size, "unit": batch.unit}
+    stated |= {"last_batch": batch.last_batch, "ramp": batch.ramp}
     if microbatches_stated:
         stated["num_microbatches"] = batch.num_microbatches
     for name, value in stated.items():

@@ -13,6 +13,7 @@ from tutti.errors import PlanError
 from tutti.optim.lr_rule import LRRule
 from tutti.runtime.batchnorm import BatchScope
 from tutti.runtime.clock import PhaseClock
+from tutti.runtime.consistency.mode import Consistency
 from tutti.runtime.context import Sequences
 from tutti.runtime.layout import Layout
 from tutti.runtime.mesh import Mesh
@@ -100,6 +101,7 @@ class Run:
     folder: RunFolder
     observer: Observer
     noise: NoiseMeter
+    consistency: Consistency
     progress: Progress = field(default_factory=Progress)
     throughput: Throughput = field(default_factory=Throughput)
     data_facts: dict[str, tuple[Any, dict[str, Any]]] = field(default_factory=dict)
@@ -126,5 +128,5 @@ class Run:
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Steps of an epoch; None for a stream."""
-        return None if self.loader.source.is_stream else len(self.loader)
+        """Steps of an epoch; None for a stream, and where the batch grows, for epochs then differ."""
+        return None if self.loader.source.is_stream or self.plan.batch.ramp else len(self.loader)

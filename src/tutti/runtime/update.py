@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from tutti.optim.lr_rule import factor
 from tutti.optim.scaling import scaled_learning_rate
-from tutti.runtime.layout import local, norm_squared
+from tutti.runtime.layout import local
 from tutti.runtime.state import Run
 
 
@@ -54,7 +54,7 @@ def _rate_factor(run: Run) -> float:
         rule,
         run.initial_rates[0],
         run.progress.step,
-        global_batch_size=run.plan.batch.global_batch_size,
+        global_batch_size=run.loader.stated_size,
         steps_per_epoch=run.steps_per_epoch,
     )
 
@@ -67,7 +67,7 @@ def _clip(run: Run) -> float | None:
     if not run.layout.held and not sparse:
         return float(torch.nn.utils.clip_grad_norm_(run.replica.parameters, run.settings.clip_norm))
     named = [(name, p.grad) for name, p in run.model.named_parameters() if p.grad is not None]
-    norm = math.sqrt(float(norm_squared(run.layout, named, run.world.device)))
+    norm = math.sqrt(float(run.consistency.norm_squared(run, named)))
     factor = run.settings.clip_norm / (norm + 1e-6)  # as torch does
     if factor < 1.0 and named:
         torch._foreach_mul_([local(gradient) for _, gradient in named], factor)

@@ -4,11 +4,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import pairwise
 
 from tutti.errors import PlanError
 from tutti.spec.compression import Compression
-from tutti.spec.words import (
 from tutti.spec.relaxed import Relaxed, check_mode
+from tutti.spec.words import (
     DATA_AXES,
     AxisName,
     ContextKind,
@@ -69,27 +70,49 @@ def chunks_of(layout: Sequence[LayoutRule], name: str) -> int:
     return said[-1] if said else 1
 
 
+def _check_ramp(ramp: Sequence[tuple[int, int]], last: int) -> None:
+    steps, sizes = [0, *(until for until, _ in ramp)], [0, *(size for _, size in ramp), last]
+    if any(a >= b for some in (steps, sizes) for a, b in pairwise(some)):
+        raise PlanError(
+            f"ramp = {[list(pair) for pair in ramp]} with global_batch_size = {last}; give (until, size) pairs whose "
+            "steps and sizes both grow, from above 0 to below the global batch"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
     """The batch that a step means, and how it is cut.
 
     The global batch is cut into `num_microbatches` slices in order; each slice is shared among the data-parallel
-    ranks. `last_batch`: an epoch's short last batch is kept or dropped.
+    ranks. `last_batch`: an epoch's short last batch is kept or dropped. `ramp`: (until, size) pairs by which the batch
+    grows to `global_batch_size`: batches numbered below `until`, over all epochs from 0, have `size`; the samples come
+    in the same order.
     """
 
     global_batch_size: int
     unit: Unit = "samples"
     num_microbatches: int = 1
     last_batch: LastBatch = "keep"
+    ramp: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         _positive(self.global_batch_size, "global_batch_size")
+        _check_ramp(self.ramp, self.global_batch_size)
         _positive(self.num_microbatches, "num_microbatches")
         if self.unit == "samples" and self.num_microbatches > self.global_batch_size:
             raise PlanError(
                 f"num_microbatches = {self.num_microbatches} exceeds global_batch_size = {self.global_batch_size} "
                 f"samples; set num_microbatches to at most {self.global_batch_size}"
             )
+
+    def size_at(self, number: int) -> int:
+        """The size of the global batch with this number, counted over all epochs from 0."""
+        return next((size for until, size in self.ramp if number < until), self.global_batch_size)
+
+    @property
+    def smallest(self) -> int:
+        """The smallest size it ever has: the first."""
+        return self.size_at(0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,9 +124,11 @@ class Sync:
     mode: SyncMode = "synchronous"
     bucket_nbytes: int = 25 * 2**20
     compress: Compression | None = None
+    relaxed: Relaxed = Relaxed()
 
     def __post_init__(self) -> None:
         _positive(self.bucket_nbytes, "bucket_nbytes")
+        check_mode(self.mode, self.relaxed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,11 +149,9 @@ class Pipeline:
     stages_per_rank: int = 1
     cuts: tuple[str, ...] = ()
 
-    relaxed: Relaxed = Relaxed()
     def __post_init__(self) -> None:
         _positive(self.stages_per_rank, "stages_per_rank")
         if self.stages_per_rank > 1 and self.schedule != "interleaved":
-        check_mode(self.mode, self.relaxed)
             raise PlanError(
                 f'stages_per_rank = {self.stages_per_rank} with schedule = "{self.schedule}"; use "interleaved", or 1'
             )

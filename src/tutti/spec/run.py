@@ -47,6 +47,7 @@ class Recipe:
     clip_norm: float | None = None
     learning_rate_rule: dict[str, Any] | None = None
     scheduler: str | None = None
+    batch_ramp: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from tutti.runtime.checkpoint.collect import MODEL, extra_states, held_of, named
 from tutti.runtime.checkpoint.generators import restore_generators
 from tutti.runtime.checkpoint.kept import load_kept
 from tutti.runtime.checkpoint.old import open_any
+from tutti.runtime.checkpoint.replica import load_replica
 from tutti.runtime.checkpoint.source import Source, Target, shared_source, transfer
 from tutti.runtime.checkpoint.tensors import dtype_of
 from tutti.runtime.layout import Layout, local
@@ -37,8 +38,10 @@ def load_checkpoint(run: Run, path: Path) -> None:
     run.scaler.load_state_dict(small["scaler"])
     run.noise.averages = Averages(**small.get("noise", {}))
     run.loader.epoch, run.loader.position = small["epoch"], small["position"]
+    run.loader.before = small.get("before", 0)
     for name in ("step", "samples_seen", "tokens_seen"):
         setattr(run.progress, name, small[name])
+    load_replica(run, source)
     restore_generators(small["generators"][run.world.rank % len(small["generators"])])
 
 
@@ -69,6 +72,12 @@ def _run_misfit(run: Run, source: Source) -> str | None:
         return (
             f"{source.path} was made with global_batch_size = {saved[0]} {saved[1]}, the Job says {batch[0]} "
             f"{batch[1]}; a run resumes with the batch it began with"
+        )
+    ramp, was = [list(pair) for pair in run.plan.batch.ramp], source.small.get("ramp", [])
+    if ramp != was:
+        return (
+            f"{source.path} was made with batch_ramp = {was}, the Job says {ramp}; the batches would be cut otherwise: "
+            "use the same"
         )
     if source.small["seed"] != run.settings.seed:
         return (

@@ -74,11 +74,13 @@ def _small(run: Run, contributions: list[Contribution]) -> dict[str, Any]:
     return {
         "seed": run.settings.seed,
         "batch": [batch.global_batch_size, batch.unit],
+        "ramp": [list(pair) for pair in batch.ramp],
         "step": progress.step,
         "samples_seen": progress.samples_seen,
         "tokens_seen": progress.tokens_seen,
         "epoch": run.loader.epoch,
         "position": run.loader.position,
+        "before": run.loader.before,
         "world_size": run.world.world_size,
         "optimizers": [_optimizer(run, number, contributions) for number in range(len(run.optimizers))],
         "scheduler": None if run.scheduler is None else run.scheduler.state_dict(),
@@ -87,6 +89,8 @@ def _small(run: Run, contributions: list[Contribution]) -> dict[str, Any]:
         "extra_state": {name: state for theirs in contributions[::-1] for name, state in theirs.extra_state.items()},
         "generators": [theirs.generators for theirs in contributions],
         "kept": [theirs.kept for theirs in contributions],
+        "mode": run.plan.sync.mode,
+        "replicas": [theirs.replica for theirs in contributions],
     }
 
 
