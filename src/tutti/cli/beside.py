@@ -18,6 +18,7 @@ from tutti.errors import LaunchError, ScriptError, TuttiError
 from tutti.launch.local import forked
 from tutti.launch.rank_main import leave_with_supervisor, user_traceback
 from tutti.spec import codec
+from tutti.spec.compression import Compression
 from tutti.spec.plan import Plan
 from tutti.spec.run import RunFolder
 from tutti.spec.words import AxisName
@@ -32,7 +33,7 @@ Say = Callable[[str], None]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
     """What is to be worked out for a run. `plan`: the file it follows; `mesh`: or how its ranks are arranged; `ranks`:
-    or how many there are; with none of these, the plan itself is wanted too."""
+    or how many there are; with none of these, the plan itself is wanted too. `compress`: in place of the plan's."""
 
     script: Path
     arguments: tuple[str, ...]
@@ -41,6 +42,7 @@ class Wanted:
     plan: Path | None = None
     mesh: dict[AxisName, int] | None = None
     ranks: int | None = None
+    compress: Compression | None = None
 
     @property
     def plans(self) -> bool:
@@ -156,6 +158,7 @@ def _work_out(wanted: Wanted, cluster: "ClusterSpec", say: Say) -> None:
     folder = RunFolder(wanted.folder)
     codec.save(cluster, folder.cluster)
     captured = capture_script(wanted.script, wanted.arguments)
+    captured = replace(captured, plan=captured.plan.compressed(wanted.compress))
     if wanted.plans:
         from tutti.plan import explain
 
@@ -175,6 +178,7 @@ def _plan_of(wanted: Wanted, captured: "Captured") -> Plan:
     from tutti.runtime.annotated import with_annotations
 
     if wanted.plan is not None:
-        return with_annotations(codec.load(Plan, wanted.plan), captured.model, stated_mesh=True)
+        plan = codec.load(Plan, wanted.plan).compressed(wanted.compress)
+        return with_annotations(plan, captured.model, stated_mesh=True)
     mesh = wanted.mesh or {"replicate": wanted.ranks or 1}
     return with_annotations(replace(captured.plan, mesh=mesh), captured.model, stated_mesh=wanted.mesh is not None)

@@ -35,7 +35,8 @@ def explain_script(options: "Options") -> None:
     path = Path(options.target[0])
     with console.status("looking at the model"):
         captured = capture_script(path, options.target[1:])
-    plan = _plan(options, captured, path.stem)
+    captured = replace(captured, plan=captured.plan.compressed(options.compress))
+    plan = _plan(options, captured, path.stem).compressed(options.compress)
     model = describe_captured(captured, name=path.stem)
     warn_if_changed(plan, model)
     explanation = _explain(captured, plan, _tensors(model))

@@ -18,6 +18,24 @@ def json_option(function: F) -> F:
     return click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")(function)
 
 
+def compress_option(function: F) -> F:
+    """--compress: how gradients are written while ranks sum them."""
+    return click.option(
+        "--compress",
+        metavar="METHOD[,NAME=VALUE]",
+        callback=_compression,
+        help="Sum gradients in fewer bytes: bfloat16, bytegrad, one-bit, top-k,density=0.01, powersgd,rank=2, ...",
+    )(function)
+
+
+def _compression(context: click.Context, parameter: click.Parameter, text: str | None) -> Any:
+    if text is None:
+        return None
+    from tutti.spec.compression import parse_compression
+
+    return parse_compression(text)
+
+
 def script_arguments(function: F) -> F:
     """SCRIPT and the arguments that go to it, options included."""
     function = click.argument("arguments", nargs=-1, type=click.UNPROCESSED)(function)

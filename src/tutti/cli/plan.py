@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from tutti.cli.common import capture_script, cluster_for, console, emit
-from tutti.cli.options import SCRIPT_CONTEXT, json_option
+from tutti.cli.options import SCRIPT_CONTEXT, compress_option, json_option
 from tutti.cli.quantities import DURATION, SIZE
 from tutti.errors import PlanError, ScriptError
 from tutti.spec import codec
@@ -17,6 +17,7 @@ from tutti.spec.plan import BatchPlan, Plan
 from tutti.spec.words import Precision, Unit
 
 if TYPE_CHECKING:
+    from tutti.spec.compression import Compression
     from tutti.cli.outlook import Planned
     from tutti.plan import Choice, Objective, PrecisionPolicy, Request
     from tutti.runtime.capture import Captured
@@ -58,6 +59,7 @@ class Options:
     try_steps: int
     output: Path | None
     mesh: str | None
+    compress: "Compression | None"
     plan: Path | None
     explain: bool
     as_json: bool
@@ -129,6 +131,7 @@ def _showing(function: Any) -> Any:
 @_searching
 @_showing
 @click.option("--mesh", metavar="AXIS=N,...", help="Exactly this mesh, such as replicate=2,split=2.")
+@compress_option
 @click.option("--plan", type=click.Path(path_type=Path), help="Explain this plan for SCRIPT.")
 @click.option("--explain", is_flag=True, help="Show where every module lies, its bytes a rank and its collectives.")
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the plan to this file.")
@@ -221,7 +224,7 @@ def _request(options: Options, script: Plan, model: ModelSpec) -> "Request":
     from tutti.spec.mesh_words import parse_mesh
 
     return Request(
-        script=script,
+        script=script.compressed(options.compress),
         max_devices=options.max_devices,
         degree=options.nproc,
         precision=options.precision or "script",

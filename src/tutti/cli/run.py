@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tutti.cli.options import SCRIPT_CONTEXT
+from tutti.cli.options import SCRIPT_CONTEXT, compress_option
 from tutti.errors import LaunchError, PlanError, ScriptError, TuttiError
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from tutti.cli.beside import Beside, Wanted
     from tutti.launch.base import LaunchSpec
+    from tutti.spec.compression import Compression
     from tutti.spec.plan import Plan
 
 _PLANNING = ("tutti.describe.probe", "tutti.cli.planning")
@@ -38,6 +39,7 @@ class Options:
     timeout_s: float
     plan: Path | None
     mesh: str | None
+    compress: "Compression | None"
     cluster: Path | None
     folder: Path | None
     resume: Path | None
@@ -81,6 +83,7 @@ def _counts(context: click.Context, parameter: click.Parameter, text: str | None
               metavar="SECONDS", help="How long ranks wait for each other.")  # fmt: skip
 @click.option("--plan", type=click.Path(path_type=Path), help="Run exactly this plan.")
 @click.option("--mesh", metavar="AXIS=N,...", help="The ranks as a grid, such as replicate=2,split=2.")
+@compress_option
 @click.option("--cluster", type=click.Path(path_type=Path), help="The machines, for planning and predicting.")
 @click.option("--folder", type=click.Path(path_type=Path), help="The run folder; runs/NAME-TIME if not given.")
 @click.option("--resume", type=click.Path(path_type=Path), help="Go on from a run folder or a checkpoint.")
@@ -182,6 +185,10 @@ def _launch_spec(options: Options, nproc: tuple[int, ...] | None, console: "Cons
         environment["TUTTI_PLAN"] = str(options.plan.resolve())
     if options.mesh is not None:
         environment["TUTTI_MESH"] = options.mesh
+    if options.compress is not None:
+        from tutti.spec.compression import compression_in_words
+
+        environment["TUTTI_COMPRESS"] = compression_in_words(options.compress)
     if options.resume is not None:
         environment["TUTTI_RESUME"] = str(options.resume.resolve())
     if options.checkpoint_every is not None:
@@ -231,6 +238,7 @@ def _wanted(options: Options, folder: Path, world_size: int | None) -> "Wanted":
         plan=options.plan,
         mesh=parse_mesh(options.mesh) if options.mesh is not None else None,
         ranks=world_size,
+        compress=options.compress,
     )
 
 

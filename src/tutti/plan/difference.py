@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any, get_args
 
 from tutti.plan.words import recompute_words, settings_words
+from tutti.spec.compression import compression_in_words
 from tutti.spec.plan import LayoutRule, Plan
 from tutti.spec.words import AxisName
 
@@ -27,12 +28,18 @@ def difference(first: Plan, second: Plan, names: tuple[str, str] = ("A", "B")) -
     said += _ways(first, second, a, b)
     if first.shares != second.shares:
         said.append(f"Shares of the data-parallel ranks: {_shares(first)} in {a}, {_shares(second)} in {b}")
-    if first.sync != second.sync:
+    if first.sync.compress != second.sync.compress:
+        said.append(f"Gradients are summed {_written(first)} in {a}, {_written(second)} in {b}")
+    if first.sync.bucket_nbytes != second.sync.bucket_nbytes:
         said.append(
             f"Gradients are fused into buckets of {first.sync.bucket_nbytes:,} bytes in {a}, "
             f"{second.sync.bucket_nbytes:,} in {b}"
         )
     return (*said, *_rules(first, second, a, b))
+
+
+def _written(plan: Plan) -> str:
+    return "exactly" if plan.sync.compress is None else f"as {compression_in_words(plan.sync.compress)}"
 
 
 def _degree(degree: int) -> str:

@@ -1,6 +1,7 @@
 """Plans in words: what a mesh is made of, how it is sharded, scheduled and recomputed."""
 
 from tutti.predict.words import count
+from tutti.spec.compression import compression_in_words
 from tutti.spec.plan import Plan
 from tutti.spec.words import AxisName
 
@@ -27,6 +28,8 @@ def settings_words(plan: Plan) -> str:
         found.append(f"{plan.context} attention")
     if plan.mesh.get("space", 1) > 1 and plan.space_grid:
         found.append("space " + "x".join(map(str, plan.space_grid)))
+    if plan.sync.compress is not None:
+        found.append(f"gradients as {compression_in_words(plan.sync.compress)}")
     again = recompute_words(plan)
     if again != "none":
         found.append("recompute" if again == "full" else f"{again} recompute")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tutti.errors import LaunchError
+from tutti.spec.compression import Compression, parse_compression
 from tutti.spec.mesh_words import parse_mesh
 from tutti.spec.words import AxisName
 
@@ -52,6 +53,7 @@ class Wishes:
     run_folder: Path | None = None
     plan: Path | None = None
     mesh: dict[AxisName, int] | None = None
+    compress: Compression | None = None
     resume: Path | None = None
     observer: str | None = None
     recording: Recording | None = None
@@ -72,6 +74,7 @@ def read_wishes(environ: Mapping[str, str] = os.environ) -> Wishes:
         run_folder=path("TUTTI_RUN_FOLDER"),
         plan=path("TUTTI_PLAN"),
         mesh=parse_mesh(environ["TUTTI_MESH"]) if environ.get("TUTTI_MESH") else None,
+        compress=parse_compression(environ["TUTTI_COMPRESS"]) if environ.get("TUTTI_COMPRESS") else None,
         resume=path("TUTTI_RESUME"),
         observer=environ.get("TUTTI_OBSERVER") or None,
         recording=_recording(environ),

@@ -14,6 +14,7 @@ from torch import nn
 
 from tutti.errors import PlanError
 from tutti.runtime.batchnorm import BatchScope
+from tutti.runtime.compressed.compressor import compressed_words
 from tutti.runtime.exchanged import exchanges
 from tutti.runtime.layout import Held, Layout, local
 from tutti.runtime.mesh import Mesh
@@ -89,7 +90,7 @@ def _preview(model: nn.Module, plan: Plan, rank: int, sample: Sample) -> _Rank:
             result.held[name] = held = layout.of_name(name)
             axes = [axis for axis in held.sums if mesh.degree(axis) > 1]
             if parameter.requires_grad and axes:
-                result.sums[name] = "gradients summed over " + " x ".join(axes)
+                result.sums[name] = "gradients summed over " + " x ".join(axes) + compressed_words(plan, axes)
     return result
 
 

@@ -63,7 +63,9 @@ def open_session(
         settings=settings,
         wishes=wishes,
         world=world,
-        plan=plan_of(world, wishes, batch, microbatches_stated=microbatches_stated, precision=precision),
+        plan=plan_of(world, wishes, batch, microbatches_stated=microbatches_stated, precision=precision).compressed(
+            wishes.compress
+        ),
         stated_mesh=wishes.plan is not None or wishes.mesh is not None,
         clock=PhaseClock(world.device),
         screen=Screen(world, supervised=wishes.supervised),

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
 
@@ -203,6 +203,10 @@ class Plan:
             raise PlanError(f"shares = {list(self.shares)}; every share must be a number of 0 or more")
         if self.shares and sum(self.shares) <= 0:
             raise PlanError("shares are all 0; give at least one rank a share above 0")
+
+    def compressed(self, how: Compression | None) -> "Plan":
+        """The same plan with its gradients summed so; as it is for None."""
+        return self if how is None else replace(self, sync=replace(self.sync, compress=how))
 
     @property
     def world_size(self) -> int:

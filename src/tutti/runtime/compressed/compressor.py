@@ -143,6 +143,12 @@ def _check(how: Compression, model: nn.Module, optimizers: Iterable[Optimizer]) 
                 )
 
 
+def compressed_words(plan: Plan, axes: Iterable[AxisName]) -> str:
+    """How sums over `axes`, which have several ranks each, are written; empty where they are exact."""
+    how = plan.sync.compress
+    return f" as {compression_in_words(how)}" if how is not None and COMPRESSED.issuperset(axes) else ""
+
+
 def values_of(bucket: Bucket) -> torch.Tensor:
     """The gradients of a bucket, flat, without the flags."""
     return bucket.flat[: bucket.flat.numel() - len(bucket.parameters)]
