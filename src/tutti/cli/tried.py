@@ -4,13 +4,14 @@ import os
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING
 
 from tutti.cli.common import console
 from tutti.errors import PlanError, ReportError, ScriptError
 from tutti.plan import Alternative, Choice, plan_words, stamp
 from tutti.plan.search import TIE
-from tutti.predict.words import seconds
+from tutti.predict.words import count, seconds
 from tutti.spec import codec
 from tutti.spec.cluster import ClusterSpec
 from tutti.spec.model import ModelSpec
@@ -145,12 +146,10 @@ def measured(trial: Trial, folder: Path) -> Trial:
     steps = sorted(value for row in steady_steps(records) if (value := row.number("wall_s")) is not None)
     if not steps:
         return replace(trial, failure="the script ended before its first step")
-    half = len(steps) // 2
-    middle = steps[half] if len(steps) % 2 else (steps[half - 1] + steps[half]) / 2
     rate = throughput(records).value
     return replace(
         trial,
-        measured_s=middle,
+        measured_s=median(steps),
         least_s=steps[0],
         most_s=steps[-1],
         measured_throughput_per_s=None if rate is None else float(rate),
@@ -159,12 +158,17 @@ def measured(trial: Trial, folder: Path) -> Trial:
 
 
 def fastest(trials: list[Trial]) -> int | None:
-    """The choice, where it measured within a tie of the fastest; else the fastest. None where none ran."""
+    """The plan that measured fastest, if even its median step is quicker than every step of the choice; else the
+    choice: what lies within the spread of steps says nothing. None where none ran."""
     times = {index: trial.measured_s for index, trial in enumerate(trials) if trial.measured_s is not None}
     if not times:
         return None
-    least = min(times.values())
-    return next(index for index, time in times.items() if time <= least * (1 + TIE) and (index == 0 or time == least))
+    quickest = min(times, key=lambda index: times[index])
+    first = trials[0]
+    if first.measured_s is None or first.least_s is None:
+        return quickest
+    clearly = times[quickest] < min(first.least_s, first.measured_s / (1 + TIE))
+    return quickest if clearly else 0
 
 
 def said(trials: list[Trial], best: int | None) -> str:
@@ -172,11 +176,17 @@ def said(trials: list[Trial], best: int | None) -> str:
     if best is None:
         return "None of the plans ran, so nothing was measured: " + (trials[0].failure if trials else "there is none")
     won, first = trials[best], trials[0]
-    assert won.measured_s is not None
-    ran = f"{sum(one.measured_s is not None for one in trials)} plans ran"
-    if best == 0:
-        return f"{ran}, and the choice stands: {won.words} measured {seconds(won.measured_s)}."
-    lost = f"the predicted best, {first.words}, measured {seconds(first.measured_s)}" if first.measured_s else (
-        f"the predicted best, {first.words}, did not run"
-    )  # fmt: skip
-    return f"{ran}, and the choice changes to {won.words}: it measured {seconds(won.measured_s)}; {lost}."
+    ran = f"{count(sum(one.measured_s is not None for one in trials), 'plan')} ran, and the choice"
+    if best != 0:
+        lost = "did not run" if first.measured_s is None else f"measured {seconds(first.measured_s)}"
+        return (
+            f"{ran} changes to {won.words}: it measured {seconds(won.measured_s or 0.0)}; the predicted best, "
+            f"{first.words}, {lost}."
+        )
+    quicker = [one for one in trials[1:] if one.measured_s is not None and one.measured_s < (won.measured_s or 0.0)]
+    stands = f"{ran} stands: {won.words} measured {seconds(won.measured_s or 0.0)}"
+    if not quicker:
+        return f"{stands}, and none was faster."
+    near = min(quicker, key=lambda one: one.measured_s or 0.0)
+    told = seconds(near.measured_s or 0.0)
+    return f"{stands}; {near.words} measured {told}, which the spread of its steps does not tell apart."
