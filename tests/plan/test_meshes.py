@@ -104,6 +104,14 @@ def test_a_model_too_large_for_one_rank_is_divided() -> None:
     assert choice.request.scope == "prefer-data"
 
 
+def test_state_goes_to_the_host_where_all_devices_together_have_too_little_memory() -> None:
+    model = gpt(16, hidden=1024)  # 3.3 GB of state; two devices with 2.2 GB each, 1 GB of which libraries take
+    machines = cards(1, 2, memory_nbytes=22 * 10**8)
+    choice = choose(model, machines, ask(16))
+    assert choice.best.sharding.offload != "none"
+    assert choice.prediction.fits
+
+
 def test_data_parallelism_stays_where_it_is_preferred_and_fits() -> None:
     model, machines = gpt(), cards(1, 4)
     assert set(choose(model, machines, ask(16, scope="prefer-data")).best.mesh) == {"replicate"}

@@ -12,36 +12,44 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tutti.plan.enumerate import SCHEDULES, Shapes, Variants
-from tutti.plan.room import Room
+from tutti.plan.room import PLACES, Room
 from tutti.plan.tables import Array, Ints, Tables, by_kind
+from tutti.plan.work import Flags
+from tutti.predict import constants
 
-_INTERLEAVED, _ZERO_BUBBLE = SCHEDULES.index("interleaved"), SCHEDULES.index("zero-bubble")
+_ZERO_BUBBLE = SCHEDULES.index("zero-bubble")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """By row: at least so many seconds a step, at least so many bytes on the fullest rank; what both probably are."""
+    """By row: at least so many seconds a step, and what they probably are; at least so many bytes on the fullest rank,
+    and on any rank."""
 
     step_s: Array
     memory: Array
+    least_memory: Array
     likely_s: Array
-    likely_memory: Array
 
 
-def least_samples(shapes: Shapes, samples: int) -> Ints:
-    """Samples that every rank has in every microbatch, at least; a rank without any computes one all the same."""
-    return np.asarray(np.maximum(1, samples // (shapes.data * shapes.microbatches)), dtype=np.int64)
+def least_samples(tables: Tables, shapes: Shapes, samples: int) -> Ints:
+    """Samples in every microbatch of the rank that has most, at least; a rank without any computes one all the same.
+
+    Equal shares are rounded up for some rank. Unequal devices may get unequal ones: there, what the mean rank has.
+    """
+    slices = samples // shapes.microbatches
+    least = slices // shapes.data if tables.mixed else -(-slices // shapes.data)
+    return np.asarray(np.maximum(1, least), dtype=np.int64)
 
 
-def shape_bounds(tables: Tables, shapes: Shapes, samples: int) -> tuple[Array, Array]:
-    """(seconds, bytes) that no way to run a mesh is below."""
+def shape_bounds(tables: Tables, shapes: Shapes, samples: int, *, offload: bool = False) -> tuple[Array, Array]:
+    """(seconds, bytes) that no way to run a mesh is below; `offload`: with state in the host's memory."""
     best, speed, _ = by_kind((shapes.world,), tables.facts)
-    ahead, back = by_kind((least_samples(shapes, samples), best.astype(np.int64)), tables.seconds)
+    ahead, back = by_kind((least_samples(tables, shapes, samples), best.astype(np.int64)), tables.seconds)
     divided = shapes.split * shapes.context * shapes.space * shapes.stage
-    parameters, gradients, optimizer, _, _ = by_kind((shapes.split, shapes.expert, shapes.table), tables.state)
+    parameters, gradients, optimizer, _ = by_kind((shapes.split, shapes.expert, shapes.table), tables.state)
     seconds = shapes.microbatches * (ahead + back) / divided / speed
     memory = (parameters + gradients + optimizer) / shapes.stage / shapes.copies
-    return np.asarray(seconds, dtype=np.float64), np.asarray(memory, dtype=np.float64)
+    return np.asarray(seconds, dtype=np.float64), np.asarray(memory * (not offload), dtype=np.float64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +65,6 @@ class Facts:
     parameters: Array
     gradients: Array
     optimizer: Array
-    shared: Array
     outside: Array
 
     def take(self, rows: NDArray[np.intp]) -> "Facts":
@@ -68,15 +75,14 @@ def _facts(tables: Tables, rows: Shapes, samples: int) -> Facts:
     best, speed, hosts = by_kind((rows.world,), tables.facts)
     columns = by_kind((rows.split, rows.expert, rows.table), tables.state)
     return Facts(
-        count=least_samples(rows, samples).astype(np.float64),
+        count=least_samples(tables, rows, samples).astype(np.float64),
         best=best,
         speed=speed,
         hosts=hosts,
         parameters=columns[0],
         gradients=columns[1],
         optimizer=columns[2],
-        shared=columns[3],
-        outside=columns[4],
+        outside=columns[3],
     )
 
 
@@ -87,76 +93,106 @@ def variant_bounds(room: Room, found: Shapes, ways: Variants, samples: int) -> B
     each = found.take(meshes)  # what depends on the mesh alone is worked out once for all its variants
     rows, facts = each.take(where), _facts(room.tables, each, samples).take(where)
     least, likely = _seconds(room, rows, ways, facts)
-    least_memory, likely_memory = _memory(room, rows, ways, facts)
-    return Bounds(step_s=least, memory=least_memory, likely_s=likely, likely_memory=likely_memory)
+    fullest, emptiest = _memory(room, rows, ways, facts)
+    return Bounds(step_s=least, memory=fullest, least_memory=emptiest, likely_s=likely)
 
 
 def _memory(room: Room, rows: Shapes, ways: Variants, facts: Facts) -> tuple[Array, Array]:
-    """Bytes on the fullest rank, at least and probably.
-
-    At least: the fullest stage's activations with the least state, or the mean of all states with the least
-    activations. With several microbatches gradients are added up beside what is summed.
-    """
+    """(bytes on the fullest of the places that are looked at, bytes that every place has at least)."""
     inner = (rows.split, rows.context, rows.expert, rows.table, rows.space, facts.count.astype(np.int64))
-    outer = (rows.stage, ways.chunks, rows.microbatches, ways.schedule, ways.recompute)
-    busy, fullest, emptiest = by_kind((*inner, *outer), room.activations)
-    several = (rows.microbatches > 1) | (rows.stage > 1)
-    summed = (rows.data * rows.context * rows.space > 1) & several
-    mean = _state(ways, facts.parameters, facts.gradients, facts.optimizer) + np.where(summed, facts.gradients, 0.0)
-    least = np.maximum(fullest, mean / rows.stage + emptiest)
-    own, lower, gradients, optimizer, block, outside = by_kind(
-        (rows.split, rows.expert, rows.table, rows.stage, ways.chunks), room.state
-    )
-    shared, away = ways.level >= 2, ways.offload > 0
-    beside = np.where(summed, gradients, 0.0)
-    passing = np.where(shared, np.where(ways.level == 3, 9 * block + 2 * outside, 5 * block + outside), 0.0)
-    copies = np.where(ways.level == 3, np.minimum(lower, (block + outside) / 2), lower)
-    states = _state(ways, own, gradients, optimizer) + copies + beside + passing
-    likely = (states + np.where(away & shared, block, 0.0) + busy) * (1 + room.fragments) + room.reserve
-    return (
-        np.asarray(least * (1 + room.fragments) + room.reserve, dtype=np.float64),
-        np.asarray(likely, dtype=np.float64),
-    )
+    active = by_kind((*inner, rows.stage, ways.chunks, rows.microbatches, ways.schedule, ways.recompute),
+                     room.activations)  # fmt: skip
+    columns = by_kind((rows.split, rows.expert, rows.table, rows.stage, ways.chunks), room.state)
+    units = _Units(block=columns[-2], outside=columns[-1], count=rows.microbatches > 1)
+    summing = rows.data * rows.context * rows.space > 1
+    several = units.count | (rows.stage > 1)
+    found = []
+    for place, activations in enumerate(active):
+        own, lower, gradients, optimizer, buffers, temporary = columns[place :: PLACES + 1][:6]
+        state = _State(own=own, lower=lower, gradients=gradients, optimizer=optimizer)
+        kept, passing = _sharded(ways, state, units, np.where(summing & several, gradients, 0.0), room.on_cpu)
+        backward = kept.total + activations + passing
+        if room.on_cpu:
+            shard = ways.shard
+            update = kept.total - kept.lower + temporary / shard + np.where(shard > 1, passing, 0.0)
+            backward = np.maximum(backward, update)
+        found.append(backward * (1 + room.fragments) + buffers + room.reserve)
+    return np.max(found[:PLACES], axis=0), np.asarray(found[PLACES], dtype=np.float64)
 
 
-def _state(ways: Variants, parameters: Array, gradients: Array, optimizer: Array) -> Array:
-    """Of these bytes what a rank keeps on its device."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Units:
+    """Bytes of the largest block's parameters and of those outside; `count`: whether there are several microbatches."""
+
+    block: Array
+    outside: Array
+    count: Flags
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _State:
+    own: Array
+    lower: Array
+    gradients: Array
+    optimizer: Array
+
+    @property
+    def total(self) -> Array:
+        return self.own + self.lower + self.gradients + self.optimizer
+
+
+def _sharded(ways: Variants, state: _State, units: _Units, beside: Array, on_cpu: bool) -> tuple[_State, Array]:
+    """What the shard axis leaves of a rank's state, and what passes through it; see predict.memory."""
     shard = ways.shard.astype(np.float64)
-    host = ways.offload
-    own = np.where(ways.level >= 3, parameters / shard, parameters)
-    summed = np.where(ways.level >= 2, gradients / shard, gradients)
-    kept = np.where(ways.level >= 1, optimizer / shard, optimizer)
-    own = np.where((host > 0) & (ways.level >= 2), own - parameters / shard, own)
-    summed = np.where((host > 0) & (ways.level >= 2), 0.0, summed)
-    return np.asarray(np.maximum(own, 0.0) + summed + np.where(host > 0, 0.0, kept), dtype=np.float64)
+    level, away = ways.level, ways.offload > 0
+    block, outside = units.block, units.outside
+    rest = np.where(away, 0.0, 1 / shard)
+    flight = 2.0 if on_cpu else 1 + 1 / shard
+    through = constants.SUMS_IN_FLIGHT * flight * block + block + outside
+    through = through + np.where(level == 3, outside + 3 * block, 0.0)
+    gathered = np.where(level == 1, 2 * np.minimum(constants.STATE_BUCKET_NBYTES, state.own), 0.0)
+    left = _State(
+        own=np.where(level == 3, rest * state.own, np.where(level == 2, (1 + rest) * state.own, state.own)),
+        lower=np.where(level == 3, np.minimum(state.lower, (block + outside) / 2), state.lower),
+        gradients=np.where(level >= 2, (rest + units.count) * state.gradients, state.gradients),
+        optimizer=np.where(level >= 1, rest * state.optimizer, state.optimizer),
+    )
+    return left, np.asarray(np.where(level >= 2, through, beside + gathered), dtype=np.float64)
 
 
 def _seconds(room: Room, rows: Shapes, ways: Variants, facts: Facts) -> tuple[Array, Array]:
     """Seconds of a step, at least and probably.
 
-    Passes come one after another; sums of gradients run behind the last microbatch's backward, so a step lasts at least
-    all that comes before it and then the longer of the two. A rank updates its part of the optimizer's state.
+    Passes come one after another; sums of gradients run behind the last microbatch's backward, so what exceeds that is
+    waited for. Level 3 gathers the parameters behind each pass, level 1 what was updated. A rank updates its part of
+    the optimizer's state.
     """
-    kind = np.where(ways.schedule == _ZERO_BUBBLE, 2, np.where(ways.schedule == _INTERLEAVED, 0, 1))
+    kind = (ways.schedule == _ZERO_BUBBLE).astype(np.int64)
     count, best = facts.count.astype(np.int64), facts.best.astype(np.int64)
     inner = (rows.split, rows.context, rows.expert, rows.table, rows.space, count, best)
     outer = (rows.stage, ways.chunks, rows.microbatches, kind, ways.recompute)
-    least, likely, before, last, update = by_kind((*inner, *outer), room.work.step)
+    least, likely, mean, ahead, back, summed, update = by_kind((*inner, *outer), room.work.step)
     update = update / np.where(ways.level > 0, ways.shard, 1)
-    low, probable, gathers, probably = _exchanged(room.tables, rows, ways, facts)
-    bound = np.maximum(np.maximum(least, before + np.maximum(last, low)) + update, gathers)
+    sums, gathers, probable = _exchanged(room.tables, rows, ways, facts)
+    third, times = ways.level == 3, rows.microbatches.astype(np.float64)
+    ahead_s = gathers * np.where(third, facts.parameters, 0.0)
+    back_s = gathers * np.where(third, facts.parameters - facts.outside, 0.0)
+    waits = times * np.maximum(0.0, ahead_s - ahead) + (times - 1) * np.maximum(0.0, back_s - back)
+    waits = waits + np.maximum(0.0, back_s + sums * summed - back)
+    gathered = np.where(ways.level == 1, gathers * summed, 0.0)
+    bound = least + waits + gathered + update
     # Where ranks differ, the slowest may be one that waits for nothing: only the mean of the work is sure.
-    bound = np.where(facts.speed < 1, (before + last) / facts.speed, bound)
-    waiting = np.maximum(probable - 0.8 * last, 0.0) + np.maximum(probably - 0.8 * likely, 0.0)
+    bound = np.where(facts.speed < 1, mean / facts.speed, bound)
+    passing = np.maximum(0.0, probable[0] - 0.8 * back) + np.maximum(0.0, probable[1] - 0.8 * likely) + gathered
     return (
         np.asarray(bound, dtype=np.float64),
-        np.asarray((likely + update) / facts.speed + waiting, dtype=np.float64),
+        np.maximum(bound, (likely + update) / facts.speed + passing),
     )
 
 
-def _exchanged(tables: Tables, rows: Shapes, ways: Variants, facts: Facts) -> tuple[Array, Array, Array, Array]:
-    """Seconds of summing gradients, at least and probably, and of gathering parameters at level 3, at least and
-    probably. Levels 2 and 3 sum into parts over shard, and the parts over the other copies."""
+def _exchanged(tables: Tables, rows: Shapes, ways: Variants, facts: Facts) -> tuple[Array, Array, tuple[Array, Array]]:
+    """At least: seconds a byte of summing gradients, and of gathering over shard. Probably: seconds of the sums, and of
+    the gathers at level 3. Levels 2 and 3 sum into parts over shard, and the parts over the other copies."""
     stages = rows.stage.astype(np.float64)
     split, shard = rows.split.astype(np.float64), ways.shard.astype(np.float64)
     inner = (rows.table * rows.expert * rows.context * rows.space).astype(np.float64)
@@ -166,10 +202,10 @@ def _exchanged(tables: Tables, rows: Shapes, ways: Variants, facts: Facts) -> tu
     others = everyone / shard
     fastest = np.where(others > 1, 2 * (others - 1) / others / max(tables.link("node"), tables.link("network")), 0.0)
     divided = ways.level >= 2
-    low = np.where(divided, parts[0] / 2 + fastest / shard, whole[0]) * facts.shared / stages
-    probable = np.where(divided, parts[1] / 2 + whole[1] / shard, whole[1]) * facts.gradients / stages
+    low = np.where(divided, parts[0] / 2 + fastest / shard, whole[0])
+    sums = np.where(divided, parts[1] / 2 + whole[1] / shard, whole[1]) * facts.gradients / stages
     gathered = np.where(ways.level == 3, rows.microbatches * (2 * facts.parameters - facts.outside) / stages, 0.0)
-    return low, probable, parts[0] / 2 * gathered, parts[1] / 2 * gathered
+    return low, parts[0] / 2, (sums, parts[1] / 2 * gathered)
 
 
 def _ring(tables: Tables, rows: Shapes, facts: Facts, degree: Array, inside: Array) -> tuple[Array, Array]:

@@ -16,7 +16,7 @@ from tutti.plan.build import plan_of
 from tutti.plan.choice import Alternative, Coverage, Request
 from tutti.plan.enumerate import Shapes, shapes, variants
 from tutti.plan.limits import Limits, limits_of
-from tutti.plan.mixed import improved, is_mixed
+from tutti.plan.mixed import improved
 from tutti.plan.pool import Lesson, Pool, plainness
 from tutti.plan.room import Room
 from tutti.plan.tables import Array, Tables, by_kind
@@ -73,15 +73,6 @@ class Costed:
         return self.prediction.fits and not self.broken
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Explored:
-    """What a search found, in no order."""
-
-    costed: tuple[Costed, ...]
-    impossible: tuple[Alternative, ...]
-    coverage: Coverage
-
-
 @dataclass(slots=True, kw_only=True)
 class Lane:
     """The meshes of one order of nodes and one precision. `waiting`: rows whose variants were not made yet, the most
@@ -98,7 +89,8 @@ class Lane:
 
 
 class Explorer:
-    """One search. `clock` and `limit_s` end it early; without them it ends by itself."""
+    """One search. `clock` and `limit_s` end it early; without them it ends by itself. `offload`: of plans that keep
+    state in the host's memory."""
 
     def __init__(
         self,
@@ -108,8 +100,10 @@ class Explorer:
         precisions: list[Precision],
         clock: Clock | None = None,
         limit_s: float = math.inf,
+        *,
+        offload: bool = False,
     ) -> None:
-        self.model, self.request = model, request
+        self.model, self.request, self._offload = model, request, offload
         self.limits: Limits = limits_of(model, clusters[0], request)
         self.samples = self.limits.samples
         self._clock, self._limit_s = clock, limit_s
@@ -124,13 +118,13 @@ class Explorer:
             lane for cluster in clusters for precision in precisions if (lane := self._lane(cluster, precision, found))
         ]
 
-    def run(self, *, offload: bool = False) -> None:
+    def run(self) -> None:
         """Search until nothing left can be better, nothing came for long, or time is up."""
-        self._first(offload=offload)
+        self._first()
         idle = 0
         while not self.over(_SEARCH):
             self._prune()
-            if self._expand(offload=offload):
+            if self._expand():
                 continue
             before = self._best
             if not self._cost_next():
@@ -182,7 +176,7 @@ class Explorer:
     def _lane(self, cluster: ClusterSpec, precision: Precision, found: Shapes) -> Lane | None:
         try:
             tables = Tables(self.model, cluster, precision)
-            seconds, memory = shape_bounds(tables, found, self.samples)
+            seconds, memory = shape_bounds(tables, found, self.samples, offload=self._offload)
         except PlanError as error:
             nothing = Alternative(plan=self.request.script, prediction=None, reason=str(error))
             self.impossible.setdefault(str(error), nothing)
@@ -220,7 +214,7 @@ class Explorer:
         patience = 1.0 if math.isfinite(self._best) else _UNTIL_ONE
         return self._clock() >= self._began + patience * part * self._limit_s
 
-    def _first(self, *, offload: bool) -> None:
+    def _first(self) -> None:
         """Look at a sample of all meshes and cost the best of every kind of plan: that gives a plan to beat, and says
         how far estimates are off for each kind."""
         for lane in self.lanes:
@@ -230,7 +224,7 @@ class Explorer:
             simple = np.flatnonzero((lane.shapes.data[rows] == world) | (world == 1))
             step = max(1, len(rows) // _CHUNK)
             picked = np.unique(np.concatenate([np.arange(0, len(rows), step)[:_CHUNK], simple[: _CHUNK // 4]]))
-            self._make(lane, rows[picked], offload=offload)
+            self._make(lane, rows[picked])
             lane.waiting = np.delete(rows, picked)
             for number, row in enumerate(_best_of_families(lane.pool, self._lessons)):
                 if self.over(_FIRST) and number >= _SURE:
@@ -238,7 +232,7 @@ class Explorer:
                 self._cost_rows(lane, np.array([row], dtype=np.intp), keep=True)
             lane.pool.drop(lane.pool.done)
 
-    def _expand(self, *, offload: bool) -> bool:
+    def _expand(self) -> bool:
         """Make the variants of the next meshes that may still be better; whether there were any."""
         lane = min(
             (lane for lane in self.lanes if len(lane.waiting)),
@@ -247,18 +241,20 @@ class Explorer:
         )
         if lane is None:
             return False
-        self._make(lane, lane.waiting[:_CHUNK], offload=offload)
+        self._make(lane, lane.waiting[:_CHUNK])
         lane.waiting = lane.waiting[_CHUNK:]
         return True
 
-    def _make(self, lane: Lane, rows: NDArray[np.intp], *, offload: bool) -> None:
-        ways = variants(self.limits, lane.shapes, rows, offload=offload)
+    def _make(self, lane: Lane, rows: NDArray[np.intp]) -> None:
+        ways = variants(self.limits, lane.shapes, rows, offload=self._offload)
         if not len(ways):
             return
         bounds = variant_bounds(lane.room, lane.shapes, ways, self.samples)
         world = lane.shapes.world[ways.shape]
-        least = objectives.bound(lane.cluster, self.request, bounds.step_s, world, bounds.memory)
-        likely = objectives.bound(lane.cluster, self.request, bounds.likely_s, world, bounds.likely_memory)
+        # On unequal devices a prediction shows the memory of the tightest rank, which may not be the fullest.
+        shown = bounds.least_memory if lane.tables.mixed else bounds.memory
+        least = objectives.bound(lane.cluster, self.request, bounds.step_s, world, shown)
+        likely = objectives.bound(lane.cluster, self.request, bounds.likely_s, world, bounds.memory)
         room = self._room(lane.tables, lane.shapes)[ways.shape]
         tight = self._room(lane.tables, lane.shapes, tightest=True)[ways.shape]
         fits, quick = bounds.memory <= room, least < self._best
@@ -315,7 +311,7 @@ class Explorer:
     def _cost_all(self, lane: Lane, plan: Plan) -> list[Costed]:
         """The plan itself and, on unequal devices, the same with shares and cuts by speed."""
         plans = [plan]
-        if is_mixed(lane.cluster) and plan.world_size > 1:
+        if lane.tables.mixed and plan.world_size > 1:
             plans += improved(lane.tables, lane.cluster, plan, self.samples)
         return [one for each in plans if (one := self.cost(each, lane.cluster)) is not None]
 

@@ -6,7 +6,7 @@ from functools import reduce
 import numpy as np
 
 from tutti.plan.stages import Blocks, blocks_of, cut
-from tutti.plan.tables import Array, Tables, multiplies, split_of
+from tutti.plan.tables import Array, Tables, is_mixed, multiplies, split_of
 from tutti.predict import compute
 from tutti.predict.placement import Seat, place
 from tutti.spec.cluster import ClusterSpec
@@ -16,11 +16,6 @@ from tutti.spec.words import DATA_AXES, AxisName
 MOST_ORDERS = 4
 MOST_SHARES = 4096
 """Data-parallel ranks beyond which shares are not listed one by one."""
-
-
-def is_mixed(cluster: ClusterSpec) -> bool:
-    """Whether ranks may differ in speed or memory."""
-    return len({(node.device, node.devices_per_node, node.memory_nbytes) for node in cluster.nodes}) > 1
 
 
 def orders(cluster: ClusterSpec) -> tuple[ClusterSpec, ...]:
@@ -187,7 +182,7 @@ def _state_weights(plan: Plan) -> dict[str, float]:
 def _held(tables: Tables, plan: Plan) -> tuple[float, float]:
     """Bytes of a rank that do not depend on its samples, and those that each sample of a slice adds."""
     split, expert, tabled = (plan.mesh.get(axis, 1) for axis in ("split", "expert", "table"))
-    parameters, gradients, optimizer, _, _ = tables.state(split, expert, tabled)
+    parameters, gradients, optimizer, _ = tables.state(split, expert, tabled)
     weights = _state_weights(plan)
     stages = plan.mesh.get("stage", 1)
     state = (

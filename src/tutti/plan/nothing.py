@@ -49,7 +49,7 @@ def smallest(model: ModelSpec, cluster: ClusterSpec, request: Request) -> Costed
     order = rows[np.argsort(least[rows], kind="stable")][:_MESHES]
     levels = tuple(sorted({limits.levels[0], limits.levels[-1]}))
     ways = variants(dataclasses.replace(limits, recompute=limits.recompute[-1:], levels=levels, blocks=0), found, order)
-    sizes = variant_bounds(Room(tables, request.script), found, ways, limits.samples).likely_memory
+    sizes = variant_bounds(Room(tables, request.script), found, ways, limits.samples).memory
     costed: list[Costed] = []
     refused: dict[tuple[str, ...], int] = {}
     for row in np.argsort(sizes, kind="stable").tolist():

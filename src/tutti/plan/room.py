@@ -1,60 +1,73 @@
-"""Memory of a plan's ranks, at least and probably, worked out once for all plans that divide the model alike."""
+"""Bytes on the ranks of a plan, worked out once for all plans that divide the model alike: what bounds of memory are
+made of. It is the arithmetic of predict.memory, row by row; tests hold the two against each other.
+"""
+
+from functools import lru_cache
 
 import numpy as np
 
 from tutti.errors import PlanError
-from tutti.plan.enumerate import SCHEDULES
+from tutti.plan.enumerate import RECOMPUTE, SCHEDULES
 from tutti.plan.tables import Array, Tables
 from tutti.plan.work import IMPOSSIBLE, Work
 from tutti.predict import constants
 from tutti.predict.memory import kept
+from tutti.predict.sharding import units_of
 from tutti.predict.table import model_table
 from tutti.spec.plan import Plan
+from tutti.spec.words import ScheduleName
 
-_ZERO_BUBBLE, _GPIPE = SCHEDULES.index("zero-bubble"), SCHEDULES.index("gpipe")
+PLACES = 4
+"""Places on the stage axis that are looked at: the first two, one in the middle, the last. First ones hold the most
+microbatches, the ends what lies around the blocks."""
+
+
+def looked_at(stages: int) -> tuple[int, ...]:
+    """The places of a pipeline of so many ranks that are looked at; some are the same in short ones."""
+    return 0, min(1, stages - 1), stages // 2, stages - 1
 
 
 class Room:
-    """Bytes on the ranks of plans for the model of `tables`, and with `work` their seconds."""
+    """Bytes on the ranks of plans for the model of `tables`, and with `work` their seconds. `on_cpu`: whether all ranks
+    compute there, where the update may be the peak."""
 
     def __init__(self, tables: Tables, script: Plan) -> None:
         self.tables, self.work = tables, Work(tables, script)
         self._columns = model_table(tables.model)
         self._sums: dict[tuple[int, ...], Array | None] = {}
+        self._held: dict[tuple[int, ...], list[list[tuple[float, ...]]]] = {}
         kinds = {tables.cluster.devices[node.device].kind for node in tables.cluster.nodes}
+        self.on_cpu = kinds == {"cpu"}
         self.reserve = min(constants.RESERVE_NBYTES[kind] for kind in kinds)
         self.fragments = min(constants.FRAGMENTATION[kind] for kind in kinds)
 
     def activations(self, *key: int) -> tuple[float, ...]:
         """Bytes for (split, context, expert, table, space, samples, stages, stages per rank, microbatches, schedule,
-        recompute): (probably on the fullest rank; at least on it; at least on the emptiest)."""
-        *degrees, samples, stage, chunks, count, schedule, again = key
-        sums = self._stage_sums((*degrees, stage, chunks, again))
-        if sums is None:
-            return (IMPOSSIBLE,) * 3
-        always, within, output = samples * sums
-        passing = (within + output).reshape(chunks, stage).max(axis=0)
-        if stage == 1:
-            total = float(always.sum() + within.max() + output.max())
-            return (total,) * 3
-        held = always.reshape(chunks, stage)
-        live = np.minimum(count, np.arange(stage, 0, -1)).astype(np.float64)
-        if schedule == _GPIPE:
-            likely = least = held.sum(axis=0) * count
-        elif chunks > 1:
-            most = np.minimum(count * chunks, 2 * np.arange(stage - 1, -1, -1) + (chunks - 1) * stage + 1)
-            likely, least = held.mean(axis=0) * most, held.max(axis=0)
-        elif schedule == _ZERO_BUBBLE:
-            likely, least = held[0] * min(count, stage), held[0]
-        else:
-            likely = least = held[0] * live
-        return float((likely + passing).max()), float(least.max()), float(least.min())
+        recompute) at least on each of the places that are looked at, and on the emptiest of all."""
+        *rest, schedule, again = key
+        whole = tuple(rest)
+        if whole not in self._held:
+            self._held[whole] = self._activations(*rest)
+        return self._held[whole][again][schedule]
+
+    def _activations(self, *key: int) -> list[list[tuple[float, ...]]]:
+        """The same for every form of recompute and schedule."""
+        *degrees, samples, stage, chunks, count = key
+        forms = [self._stage_sums((*degrees, stage, chunks, again)) for again in range(len(RECOMPUTE))]
+        found = [one for one in forms if one is not None]
+        if len(found) < len(forms):
+            return [[(IMPOSSIBLE,) * (PLACES + 1)] * len(SCHEDULES)] * len(forms)
+        always, within, output = samples * np.stack(found, axis=1).reshape(3, len(forms), 1, chunks, stage)
+        often = np.stack([times_held(schedule, chunks, stage, count) for schedule in SCHEDULES])
+        total = (always * often).sum(axis=2) + within.max(axis=2) + output.max(axis=2)
+        shown = np.concatenate([total[:, :, list(looked_at(stage))], total.min(axis=2, keepdims=True)], axis=2)
+        return [[tuple(row) for row in rows] for rows in shown.tolist()]
 
     def _stage_sums(self, key: tuple[int, ...]) -> Array | None:
         """(3, stages): what one sample keeps, the most within a region that recomputes, the largest output."""
         if key not in self._sums:
             *degrees, stage, chunks, again = key
-            stages = self.work.cut(stage, chunks)
+            stages = self.work.stages(stage, chunks)
             try:
                 part = self.work.part(tuple(degrees))
             except PlanError:
@@ -64,26 +77,66 @@ class Room:
                 return None
             found = kept(self._columns, part, self.work.regions[again], half=self.tables.half)
             sums = np.zeros((3, stage * chunks))
-            sums[0] = np.bincount(stages, weights=found.always, minlength=stage * chunks)
-            np.maximum.at(sums[1], stages, found.within)
-            np.maximum.at(sums[2], stages, found.output)
+            sums[0] = np.bincount(stages.stage, weights=found.always, minlength=stage * chunks)
+            np.maximum.at(sums[1], stages.stage, found.within)
+            np.maximum.at(sums[2], stages.stage, found.output)
             self._sums[key] = sums
         return self._sums[key]
 
     def state(self, split: int, expert: int, table: int, stage: int, chunks: int) -> tuple[float, ...]:
-        """Bytes on the fullest rank of each: (parameters, their copies in lower precision, gradients, optimizer state;
-        the largest block's parameters; those outside of blocks)."""
-        stages = self.work.cut(stage, chunks)
+        """Bytes on each of the places that are looked at, and the least on any, of: parameters, their copies in lower
+        precision, gradients, optimizer state, buffers, what the largest update needs for a moment; then the largest
+        block's parameters, and those outside of blocks or tied between them."""
+        stages = self.work.stages(stage, chunks)
         try:
             part = self.work.part((split, 1, expert, table, 1))
         except PlanError:
             part = None
         if stages is None or part is None:
-            return (0.0,) * 6
-        columns, place = self._columns, stages % stage
-        parameters = columns.parameters * part.weight
+            return (0.0,) * (6 * (PLACES + 1) + 2)
+        columns, place = self._columns, stages.stage % stage
+        parameters, gradients = columns.parameters * part.weight, columns.gradients * part.weight
         lower = np.where(columns.multiplies & self.tables.half, parameters / 2, 0.0)
-        rows = (parameters, lower, columns.gradients * part.weight, columns.optimizer * part.weight)
-        most = [float(np.bincount(place, weights=row, minlength=stage).max()) for row in rows]
-        blocks = np.bincount(columns.unit[columns.block], weights=parameters[columns.block], minlength=1)
-        return (*most, float(blocks.max(initial=0.0)), float(parameters[~columns.block].sum()))
+        again = {(int(place[index]), owner) for index, owner in stages.ties}
+        found: list[float] = []
+        for row in (parameters, lower, gradients, columns.optimizer * part.weight, columns.buffers):
+            sums = np.bincount(place, weights=row, minlength=stage).astype(np.float64)
+            for where, owner in again:
+                sums[where] += row[owner]
+            found += self._looked_at(sums, stage)
+        largest = np.zeros(stage)
+        np.maximum.at(largest, place, gradients)
+        often = constants.OPTIMIZER_TEMPORARIES.get(self.tables.model.optimizer, constants.OPTIMIZER_TEMPORARIES_OTHER)
+        found += self._looked_at(often * largest, stage)
+        units = units_of(columns, part)
+        return (*found, max(units[1:], default=0.0), units[0])
+
+    @staticmethod
+    def _looked_at(values: Array, stage: int) -> list[float]:
+        return [*values[list(looked_at(stage))].tolist(), float(values.min())]
+
+
+@lru_cache(maxsize=4096)
+def times_held(schedule: ScheduleName, chunks: int, stage: int, count: int) -> Array:
+    """(stages per rank, places): of how many of `count` microbatches each stage holds activations at least, when its
+    place holds most.
+
+    1F1B holds one for each place that follows and its own, zero-bubble as many as there are places. An interleaved
+    schedule has so many forwards behind it before its first backward as Narayanan et al. 2021 (arXiv 2104.04473) say:
+    they come in groups of as many microbatches as there are places, chunk by chunk, and of the second group only the
+    first chunk is sure to be there in time.
+    """
+    places = np.arange(stage)
+    if stage == 1:
+        return np.ones((chunks, 1))
+    if schedule == "gpipe":
+        return np.full((chunks, stage), float(count))
+    if chunks == 1:
+        live = np.minimum(count, stage if schedule == "zero-bubble" else stage - places)
+        return np.asarray(np.broadcast_to(live, (1, stage)), dtype=np.float64)
+    group = min(count, stage)
+    sure = group * chunks + min(max(0, count - stage), stage)
+    most = np.minimum(2 * (stage - 1 - places) + (chunks - 1) * stage + 1, sure)
+    often = np.clip(most - group * np.arange(chunks)[:, None], 0, group)
+    often[0] += np.maximum(0, most - group * chunks)
+    return often.astype(np.float64)

@@ -94,8 +94,8 @@ def _search(model: ModelSpec, cluster: ClusterSpec, request: Request, clock: Clo
         explorer.run()
         if not any(each.prediction.fits for each in explorer.costed) and explorer.limits.may_shard:
             remaining -= clock() - began if clock is not None else 0.0
-            explorer = Explorer(model, orders(cluster), one, given, clock, max(remaining, 0.3 * limit_s))
-            explorer.run(offload=True)
+            explorer = Explorer(model, orders(cluster), one, given, clock, max(remaining, 0.3 * limit_s), offload=True)
+            explorer.run()
         if not any(each.good for each in explorer.costed):
             # The search looks for what has least of the objective: is there a plan that has least of what is limited?
             explorer.add(_frugal(model, cluster, one, given, clock, remaining))

@@ -57,7 +57,7 @@ class Tables:
         self._light = replace(self._table, weight_nbytes=np.zeros_like(self._table.weight_nbytes))
         self.width = 0.5 if self.half else 1.0
         each = [ranks_of_node(cluster, node) for node in cluster.nodes]
-        self.per_node, self.unequal = max(each), len(set(each)) > 1
+        self.per_node, self.unequal, self.mixed = max(each), len(set(each)) > 1, is_mixed(cluster)
 
     def ground(self, world: int) -> Ground:
         """What `world` ranks stand on. Raises PlanError where the cluster has too few devices."""
@@ -133,10 +133,10 @@ class Tables:
         found = self.cluster.link(tier)
         return 0.0 if found is None else found.latency_s
 
-    def state(self, split: int, expert: int, table: int) -> tuple[float, float, float, float, float]:
-        """Bytes of (parameters, gradients, optimizer state), whole, for one rank of these axes; of the gradients that
-        are not of experts and tables; of the parameters outside of blocks or tied."""
-        totals = [0.0] * 5
+    def state(self, split: int, expert: int, table: int) -> tuple[float, float, float, float]:
+        """Bytes of (parameters, gradients, optimizer state), whole, for one rank of these axes; of the parameters
+        outside of blocks or tied."""
+        totals = [0.0] * 4
         for module in self.model.modules:
             if module.parameter_nbytes:
                 part = 1.0 / (
@@ -145,9 +145,8 @@ class Tables:
                 totals[0] += part * module.parameter_nbytes
                 totals[1] += part * module.gradient_nbytes
                 totals[2] += part * module.optimizer_nbytes
-                totals[3] += 0.0 if module.expert or module.table else part * module.gradient_nbytes
-                totals[4] += part * module.parameter_nbytes if module.block < 0 or module.name in self._owners else 0.0
-        return totals[0], totals[1], totals[2], totals[3], totals[4]
+                totals[3] += part * module.parameter_nbytes if module.block < 0 or module.name in self._owners else 0.0
+        return totals[0], totals[1], totals[2], totals[3]
 
     def activations(self, split: int, context: int, space: int) -> tuple[float, float, float]:
         """Bytes that one sample keeps for backward on one rank (whole model), without recompute and with all of its
@@ -166,6 +165,11 @@ class Tables:
                 outside += own
         largest = max(inside.values(), default=0.0)
         return kept, (outside + sum(block_out.values())) if inside else kept, largest
+
+
+def is_mixed(cluster: ClusterSpec) -> bool:
+    """Whether ranks may differ in speed or memory."""
+    return len({(node.device, node.devices_per_node, node.memory_nbytes) for node in cluster.nodes}) > 1
 
 
 def ranks_of_node(cluster: ClusterSpec, node: NodeSpec) -> int:

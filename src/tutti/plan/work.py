@@ -13,7 +13,7 @@ from tutti.errors import PlanError
 from tutti.plan.build import block_globs
 from tutti.plan.tables import Array, Tables
 from tutti.predict import compute, constants
-from tutti.predict.cuts import stages_of
+from tutti.predict.cuts import Stages, stages_of
 from tutti.predict.division import Division as Part
 from tutti.predict.division import division
 from tutti.predict.layout import Region, recompute_regions
@@ -23,6 +23,9 @@ from tutti.spec.words import AxisName, Recompute
 
 Flags = NDArray[np.bool_]
 
+KINDS = ("others", "zero-bubble")
+"""Schedules by what is known of the time that they take."""
+
 IMPOSSIBLE = math.inf
 """Seconds of what the cost model refuses."""
 
@@ -31,7 +34,8 @@ IMPOSSIBLE = math.inf
 class Passes:
     """By module, of one microbatch: seconds of forward and backward with what is waited for in exchanges at least, and
     of what is computed again under each form of recompute, (3, modules); `adding`: gradients to those of the microbatch
-    before; `update`: the optimizer's memory traffic; `probable`: what exchanges take besides.
+    before; `update`: the optimizer's memory traffic; `probable`: what exchanges take besides. `summed`: bytes of the
+    gradients that all data-parallel ranks sum.
     """
 
     ahead: Array
@@ -40,6 +44,7 @@ class Passes:
     adding: Array
     update: Array
     probable: Array
+    summed: Array
 
 
 class Work:
@@ -49,7 +54,8 @@ class Work:
         self._tables, self._script = tables, script
         self._columns = model_table(tables.model)
         self._passes: dict[tuple[int, ...], Passes | None] = {}
-        self._stages: dict[tuple[int, int], NDArray[np.intp] | None] = {}
+        self._stages: dict[tuple[int, int], Stages | None] = {}
+        self._steps: dict[tuple[int, ...], list[list[tuple[float, ...]]]] = {}
         self._sums: dict[tuple[int, ...], Array] = {}
         self._parts: dict[tuple[int, ...], Part] = {}
         forms: tuple[bool | Recompute | None, ...] = (None, "selective", True)
@@ -57,54 +63,74 @@ class Work:
         self._repeats = np.stack([self._repeated(regions) for regions in self.regions])
 
     def step(self, *key: int) -> tuple[float, ...]:
-        """Seconds of a step for (split, context, expert, table, space, samples, best worker, stages, stages per rank,
-        microbatches, kind of schedule, recompute): (passes at least; probably; all but the last backward at least and
-        the last backward, as means over the stages; the update of the stage with the least to update). Kinds: 1 is
-        1F1B or GPipe, 2 zero-bubble, 0 others.
+        """For (split, context, expert, table, space, samples, best worker, stages, stages per rank, microbatches, index
+        into KINDS, recompute): seconds of all passes of a step, at least, probably, and as a mean over the places; then
+        of the place that ends last: seconds of a microbatch's forward and backward, bytes of its gradients that all
+        data-parallel ranks sum, and seconds of its update.
 
-        For every stage s of 1F1B or GPipe a step lasts m t_s plus the times of the stages before it, t_s being forward
-        and backward: the first microbatch comes through them and the last one's gradient goes back.
+        For every place p of a pipeline a step lasts m t_p plus the times of the places before it, t_p being forward
+        and backward: the first microbatch comes through them and the last one's gradient goes back. With zero-bubble
+        weight gradients may come last, so that only forwards are sure to come before.
         """
-        *inner, stage, chunks, count, schedule, again = key
+        *rest, kind, again = key
+        whole = tuple(rest)
+        if whole not in self._steps:
+            self._steps[whole] = self._step(*rest)
+        return self._steps[whole][kind][again]
+
+    def _step(self, *key: int) -> list[list[tuple[float, ...]]]:
+        """The same for every kind of schedule and form of recompute."""
+        *inner, stage, chunks, count = key
         sums = self._stage_sums((*inner, stage, chunks))
         if sums is None:
-            return (IMPOSSIBLE,) * 5
-        ahead, back, adding, update = sums[0], sums[1], sums[5], sums[6]
-        backward = back + sums[2 + again] + (count - 1) / count * adding
+            return [[(IMPOSSIBLE,) * 7] * len(self.regions)] * len(KINDS)
+        (ahead, back), (adding, update, beside, summed) = sums[:2], sums[5:]
+        backward = back + sums[2:5] + (count - 1) / count * adding  # (forms of recompute, stages)
         total = ahead + backward
-        slowest = float(total.reshape(chunks, stage).sum(axis=0).max()) * count
-        least = slowest
-        if schedule and chunks == 1:
-            before = np.concatenate([[0.0], np.cumsum(total if schedule == 1 else ahead)[:-1]])
-            least = float(np.max(count * total + before))
-        lost = float(total.sum() - total.max()) / (chunks**2 if chunks > 1 else 1) / (3 if schedule == 2 else 1)
-        likely = slowest + lost + count * float(sums[7].reshape(chunks, stage).sum(axis=0).max())
-        last = float(backward.sum()) / stage
-        updated = float(update.reshape(chunks, stage).sum(axis=0).min())
-        return least, max(least, likely), count * float(total.sum()) / stage - last, last, updated
+
+        def on_place(values: Array) -> Array:
+            return np.asarray(values.reshape(*values.shape[:-1], chunks, stage).sum(axis=-2), dtype=np.float64)
+
+        own, waited = on_place(total), count * float(on_place(beside).max())
+        lost = (total.sum(axis=1) - total.max(axis=1)) / chunks**2
+        forms, late, found = np.arange(len(total)), np.array([not regions for regions in self.regions]), []
+        for kind in KINDS:
+            # what is recomputed has no weight gradients to put off
+            first = np.where(late[:, None], ahead, total) if kind == "zero-bubble" else total
+            ends = count * own + np.cumsum(first[:, :stage], axis=1) - first[:, :stage]
+            last = ends.argmax(axis=1)
+            least = ends[forms, last]
+            likely = count * own.max(axis=1) + (lost / 3 if kind == "zero-bubble" else lost) + waited
+            columns = (
+                least, np.maximum(least, likely), count * total.sum(axis=1) / stage, on_place(ahead)[last],
+                on_place(backward)[forms, last], on_place(summed)[last], on_place(update)[last],
+            )  # fmt: skip
+            found.append([tuple(row) for row in np.stack(columns, axis=1).tolist()])
+        return found
 
     def _stage_sums(self, key: tuple[int, ...]) -> Array | None:
-        """(8, stages): forward, backward, what is computed again under each form, adding gradients, the update, and
-        what exchanges probably take besides; None for what is refused."""
+        """(9, stages): forward, backward, what is computed again under each form, adding gradients, the update, what
+        exchanges probably take besides, bytes of gradients that all sum; None for what is refused."""
         if key not in self._sums:
             *inner, stage, chunks = key
-            passes, stages = self._of(tuple(inner)), self.cut(stage, chunks)
+            passes, stages = self._of(tuple(inner)), self.stages(stage, chunks)
             if passes is None or stages is None:
                 return None
-            rows = np.vstack([passes.ahead, passes.back, passes.again, passes.adding, passes.update, passes.probable])
+            rows = np.vstack([passes.ahead, passes.back, passes.again, passes.adding, passes.update, passes.probable,
+                              passes.summed])  # fmt: skip
             total = stage * chunks
-            self._sums[key] = np.stack([np.bincount(stages, weights=row, minlength=total) for row in rows])
+            self._sums[key] = np.stack([np.bincount(stages.stage, weights=row, minlength=total) for row in rows])
         return self._sums[key]
 
-    def cut(self, stage: int, chunks: int) -> NDArray[np.intp] | None:
-        """The stage of each module; None where the model cannot be cut so."""
+    def stages(self, stage: int, chunks: int) -> Stages | None:
+        """Where the model is cut; None where it cannot be cut so."""
         key = (stage, chunks)
         if key not in self._stages:
             pipeline = Pipeline(schedule="interleaved" if chunks > 1 else "1f1b", stages_per_rank=chunks,
                                 cuts=self._script.pipeline.cuts if stage > 1 else ())  # fmt: skip
             plan = Plan(batch=BatchPlan(global_batch_size=1), mesh={"stage": stage}, pipeline=pipeline)
             try:
-                self._stages[key] = stages_of(self._tables.model, plan).stage
+                self._stages[key] = stages_of(self._tables.model, plan)
             except PlanError:
                 self._stages[key] = None
         return self._stages[key]
@@ -186,4 +212,5 @@ class Work:
             adding=3.0 * rate * gradients,
             update=rate * (3.0 * gradients + often * columns.optimizer * part.weight),
             probable=probable,
+            summed=np.where(columns.expert | columns.table, 0.0, gradients),
         )
