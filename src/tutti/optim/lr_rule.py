@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 from tutti.errors import PlanError
 
-Scale = Literal["none", "linear", "sqrt"]
+Scale = Literal["none", "linear", "sqrt", "adascale"]
 Warmup = Literal["none", "constant", "gradual"]
 
 
@@ -22,6 +22,10 @@ class LRRule:
     global batch. With k = global_batch_size / base_batch_size the target is k * base_lr ("linear": Goyal et
     al. 2017, arXiv 1706.02677, section 2.1), sqrt(k) * base_lr ("sqrt": keeps the covariance of an update,
     Krizhevsky 2014, arXiv 1404.5997, section 5) or base_lr ("none"). The first two need `base_batch_size`.
+    "adascale" (Johnson et al. 2020, arXiv 2007.05105) multiplies base_lr with the gain of each step, which the gradient
+    noise scale gives while training, and advances a scheduler that counts steps by the gain: so many steps of the base
+    batch are done. It takes no warm-up, and is the one rule whose rates are measured: they
+    differ a little between numbers of ranks, for the noise is estimated from the parts that ranks compute.
 
     Warm-up lasts `warmup_steps` steps or `warmup_epochs` epochs (fractions count; exactly one of the two).
     "constant" holds `warmup_start_lr` and then jumps to the target; "gradual" rises to the target by equal
@@ -50,6 +54,8 @@ class LRRule:
                 f"LRRule.base_batch_size is missing; the {self.scale} rule needs the batch size at which "
                 "base_lr holds: give it"
             )
+        if self.scale == "adascale" and self.warmup != "none":
+            raise PlanError("LRRule.scale = 'adascale' begins with base_lr by itself; leave warmup at 'none'")
         given = [name for name in ("warmup_steps", "warmup_epochs") if getattr(self, name) is not None]
         if self.warmup == "none":
             given += ["warmup_start_lr"] if self.warmup_start_lr is not None else []
@@ -68,16 +74,23 @@ class LRRule:
 
 
 def learning_rate(
-    rule: LRRule, optimizer_lr: float, step: int, *, global_batch_size: int, steps_per_epoch: int | None
+    rule: LRRule,
+    optimizer_lr: float,
+    step: int,
+    *,
+    global_batch_size: int,
+    steps_per_epoch: int | None,
+    gain: float = 1.0,
 ) -> float:
     """The rate of step `step` (0: before the first update), without the user's scheduler.
 
     `optimizer_lr`: the optimizer's own rate, used where the rule states no base_lr. `global_batch_size`: as
-    the Job states it (an epoch's short last batch does not change it). `steps_per_epoch`: None where unknown.
+    the Job states it (an epoch's short last batch does not change it). `steps_per_epoch`: None where unknown. `gain`:
+    AdaScale's, of this step.
     Raises PlanError where a warm-up in epochs meets an epoch of unknown length.
     """
     base = optimizer_lr if rule.base_lr is None else rule.base_lr
-    target = base * _scale(rule, global_batch_size)
+    target = base * (gain if rule.scale == "adascale" else _scale(rule, global_batch_size))
     steps = warmup_length(rule, steps_per_epoch)
     if step >= steps:
         return target
@@ -89,7 +102,13 @@ def learning_rate(
 
 
 def factor(
-    rule: LRRule, optimizer_lr: float, step: int, *, global_batch_size: int, steps_per_epoch: int | None
+    rule: LRRule,
+    optimizer_lr: float,
+    step: int,
+    *,
+    global_batch_size: int,
+    steps_per_epoch: int | None,
+    gain: float = 1.0,
 ) -> float:
     """What the scheduled rate of every parameter group is multiplied with in step `step`.
 
@@ -100,7 +119,9 @@ def factor(
             f"the optimizer's learning rate is {optimizer_lr}, and a learning-rate rule multiplies it; "
             "make the optimizer with a rate above 0"
         )
-    rate = learning_rate(rule, optimizer_lr, step, global_batch_size=global_batch_size, steps_per_epoch=steps_per_epoch)
+    rate = learning_rate(
+        rule, optimizer_lr, step, global_batch_size=global_batch_size, steps_per_epoch=steps_per_epoch, gain=gain
+    )
     return rate / optimizer_lr
 
 

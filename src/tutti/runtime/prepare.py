@@ -15,7 +15,7 @@ from tutti.data.fingerprint import describe_data
 from tutti.data.loader import ShareLoader, first_samples
 from tutti.data.source import Source
 from tutti.data.split import to_device
-from tutti.errors import ScriptError
+from tutti.errors import PlanError, ScriptError
 from tutti.optim.scaling import initial_learning_rate
 from tutti.runtime.agree import check_same_model, copy_from_first, differing_values
 from tutti.runtime.annotated import with_annotations
@@ -199,8 +199,12 @@ def _batch_scope(model: nn.Module, layout: Layout) -> BatchScope:
 
 def _noise_meter(session: Session, plan: Plan) -> NoiseMeter:
     """What measures the gradient noise scale, if the Job asks for it and the plan allows it."""
-    every = session.settings.noise_every
+    rule = session.settings.lr_rule
+    adascale = rule is not None and rule.scale == "adascale"
+    every = session.settings.noise_every or (1 if adascale else None)
     reason = None if every is None else why_not(plan)
+    if reason is not None and adascale:
+        raise PlanError(f"LRRule.scale = 'adascale' needs the gradient noise scale: {reason}")
     if reason is not None:
         session.screen.say(f"the gradient noise scale is not measured: {reason}")
     return NoiseMeter(None if reason else every, session.world.device)

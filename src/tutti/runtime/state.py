@@ -63,12 +63,13 @@ class Settings:
 
 @dataclass(slots=True, kw_only=True)
 class Progress:
-    """Counters of a run; with the loader's epoch and position they are what a checkpoint resumes from."""
+    """Counters of a run (`base_steps`: updates, by AdaScale's gain where that is the rule); with the loader's epoch and position they are what a checkpoint resumes from."""
 
     step: int = 0
     epoch: int = 0
     samples_seen: int = 0
     tokens_seen: int = 0
+    base_steps: float = 0.0
     total_epochs: int | None = None
 
 

@@ -8,6 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 from tutti.optim.lr_rule import factor
+from tutti.optim.noise import adascale_gain
 from tutti.optim.scaling import scaled_learning_rate
 from tutti.runtime.layout import local
 from tutti.runtime.state import Run
@@ -15,19 +16,21 @@ from tutti.runtime.state import Run
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """What an update did. `skipped`: float16 gradients overflowed, or the loss was not finite."""
+    """What an update did. `skipped`: float16 gradients overflowed, or the loss was not finite. `gain`: AdaScale's."""
 
     learning_rate: float
+    gain: float | None
     grad_norm: float | None
     skipped: bool
 
 
 def update(run: Run, optimizers: tuple[Optimizer, ...], *, finite: bool) -> Update:
     """Make one update with `optimizers` from the gradients that stand."""
-    rate_factor = _rate_factor(run)
+    gain = _gain(run)
+    rate_factor = _rate_factor(run, gain or 1.0)
     rate = float(optimizers[0].param_groups[0]["lr"]) * rate_factor
     if not finite:
-        return Update(learning_rate=rate, grad_norm=None, skipped=True)
+        return Update(learning_rate=rate, gain=gain, grad_norm=None, skipped=True)
     norm = _clip(run)
     scale = run.scaler.get_scale() if run.scaler.is_enabled() else 1.0
     with ExitStack() as stack:
@@ -38,14 +41,30 @@ def update(run: Run, optimizers: tuple[Optimizer, ...], *, finite: bool) -> Upda
             run.scaler.step(optimizer)
         run.scaler.update()
     skipped = run.scaler.is_enabled() and run.scaler.get_scale() < scale
-    if not skipped and run.scheduler is not None and run.scheduler_clock == "step":
-        run.scheduler.step()
     if not skipped:
+        _advance(run, gain or 1.0)
         run.replica.updated(len(run.optimizers))
-    return Update(learning_rate=rate, grad_norm=norm, skipped=skipped)
+    return Update(learning_rate=rate, gain=gain, grad_norm=norm, skipped=skipped)
 
 
-def _rate_factor(run: Run) -> float:
+def _gain(run: Run) -> float | None:
+    """How many steps of the base batch this one is worth, under AdaScale."""
+    rule = run.settings.lr_rule
+    if rule is None or rule.scale != "adascale" or rule.base_batch_size is None:
+        return None
+    return adascale_gain(run.noise.averages, run.loader.stated_size, rule.base_batch_size)
+
+
+def _advance(run: Run, gain: float) -> None:
+    """Count the update, in steps of the base batch, and advance a scheduler that counts steps by the whole ones."""
+    before = math.floor(run.progress.base_steps)
+    run.progress.base_steps += gain
+    if run.scheduler is not None and run.scheduler_clock == "step":
+        for _ in range(math.floor(run.progress.base_steps) - before):
+            run.scheduler.step()
+
+
+def _rate_factor(run: Run, gain: float) -> float:
     """What the learning-rate rule multiplies the scheduled rate with at this step."""
     rule = run.settings.lr_rule
     if rule is None:
@@ -56,6 +75,7 @@ def _rate_factor(run: Run) -> float:
         run.progress.step,
         global_batch_size=run.loader.stated_size,
         steps_per_epoch=run.steps_per_epoch,
+        gain=gain,
     )
 
 

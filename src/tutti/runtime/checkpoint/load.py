@@ -41,6 +41,7 @@ def load_checkpoint(run: Run, path: Path) -> None:
     run.loader.before = small.get("before", 0)
     for name in ("step", "samples_seen", "tokens_seen"):
         setattr(run.progress, name, small[name])
+    run.progress.base_steps = small.get("base_steps", float(run.progress.step))
     load_replica(run, source)
     restore_generators(small["generators"][run.world.rank % len(small["generators"])])
 

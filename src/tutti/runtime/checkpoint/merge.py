@@ -78,6 +78,7 @@ def _small(run: Run, contributions: list[Contribution]) -> dict[str, Any]:
         "step": progress.step,
         "samples_seen": progress.samples_seen,
         "tokens_seen": progress.tokens_seen,
+        "base_steps": progress.base_steps,
         "epoch": run.loader.epoch,
         "position": run.loader.position,
         "before": run.loader.before,
