@@ -4,8 +4,9 @@ A team is a process group's ranks, all of one host. They meet once, over their p
 each other with semaphores in shared memory and read each other's tensors where they lie.
 """
 
+from tutti.collectives.channel import Letter, Receiving, Sending
 from tutti.collectives.host_sum import HostSum
 from tutti.collectives.rooms import Room
 from tutti.collectives.team import Team, make_team
 
-__all__ = ["HostSum", "Room", "Team", "make_team"]
+__all__ = ["HostSum", "Letter", "Receiving", "Room", "Sending", "Team", "make_team"]

@@ -24,7 +24,7 @@ class HostSum:
         self._team, self._numel, self._dtype = team, numel, dtype
         self._absent, self._missing = team.size - 1, team.size
         self._untried = [(team.rank + step) % team.size for step in range(team.size)]
-        self._slot = team.start(room, numel)
+        self._slot = team.start(room, numel, self.wait)
 
     def is_completed(self) -> bool:
         """Whether the sums are there. Does this rank's part if all have started and nobody has done it."""

@@ -1,12 +1,11 @@
-"""Teams: the ranks of a process group that all live on one host, and how they signal each other.
+"""Teams: the ranks of a process group that all live on one host, and the tables they share.
 
-Exchanges are numbered; all ranks start them in the same order. The numbers take turns in a ring of slots, each with
-semaphores of its own. Of every exchange a rank's record says which of its rooms holds its tensor.
+Exchanges of all ranks are numbered; every rank starts them in the same order. The numbers take turns in a ring of
+slots, each with semaphores of its own. Of every exchange a rank's record says which of its rooms holds its tensor.
 """
 
 import os
-import select
-import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,81 +13,52 @@ import torch.distributed as dist
 
 from tutti.collectives import semaphores
 from tutti.collectives.rooms import Memory, Room, attach, host_identity
-from tutti.collectives.semaphores import SPACING, Semaphores
+from tutti.collectives.semaphores import SPACING
+from tutti.collectives.signals import Signals
 
 SLOTS = 128
-"""Exchanges that may be under way at once."""
+"""Exchanges, and messages from one rank to another, that may be under way at once."""
 
 ROOMS = 1024
-"""Rooms of a rank that others may still ask for."""
-
-_PATIENCE_S = 0.05
-"""Between looks at whether those we wait for are still there."""
+"""Rooms that a rank may have."""
 
 READY, CLAIM, DONE = range(3)
-"""Semaphores of a slot: who has started, whose part nobody computes yet, which parts are there."""
+"""Semaphores of a slot: who has started, whose part nobody computes yet, who is done."""
+
+SENT, READ = range(2)
+"""Semaphores of the way from one rank to another: messages sent, messages read."""
 
 
 class Team:
     """This rank's place among `size` ranks of one host.
 
-    `control`: shared by all: semaphores, then a table of every rank's rooms (file, bytes), then every slot's records
-    (room, values). `timeout_s`: how long to wait for others.
+    `control`: shared by all: semaphores (of slots, of ways between ranks), then tables: every rank's rooms (file,
+    bytes), every slot's records (room, values), every way's records (room, values). `timeout_s`: how long to wait.
     """
 
     def __init__(self, control: Memory, processes: list[int], rank: int, timeout_s: float, *, create: bool) -> None:
-        self.rank, self.size, self.timeout_s = rank, len(processes), timeout_s
+        self.rank, self.size = rank, len(processes)
         self._processes = processes
-        self._watched = [os.pidfd_open(process) for process in processes]
         count = _semaphores(self.size)
-        self._semaphores = Semaphores(control, count, create=create)
+        self._signals = Signals(control, count, processes, timeout_s, create=create)
         tables = torch.frombuffer(control, dtype=torch.int64, offset=count * SPACING)
-        rooms, records = torch.tensor_split(tables, [2 * ROOMS * self.size])
+        sizes = (2 * ROOMS * self.size, 2 * SLOTS * self.size, 2 * SLOTS * self.size**2)
+        rooms, slots, ways, _ = torch.tensor_split(tables, [sizes[0], sum(sizes[:2]), sum(sizes)])
         self._rooms = rooms.view(self.size, ROOMS, 2).numpy()
-        self._records = records.view(SLOTS, self.size, 2).numpy()
+        self._slots = slots.view(SLOTS, self.size, 2).numpy()
+        self._ways = ways.view(self.size, self.size, SLOTS, 2).numpy()
         self._started = 0
+        self._settle: dict[int, Callable[[], None]] = {}
         self._mine: list[Room] = []
         self._theirs: dict[tuple[int, int], Memory] = {}
 
-    def start(self, room: int, numel: int) -> int:
-        """Begin the next exchange with the first `numel` values of this rank's room; returns its slot."""
-        slot = self._started % SLOTS
-        self._started += 1
-        self._records[slot, self.rank] = room, numel
-        self.post(slot, CLAIM, self.rank)
-        self.tell(slot, READY)
-        return slot
-
-    def tell(self, slot: int, kind: int) -> None:
-        """Signal all others."""
-        for other in range(self.size):
-            if other != self.rank:
-                self.post(slot, kind, other)
-
-    def post(self, slot: int, kind: int, rank: int) -> None:
-        self._semaphores.post(self._index(slot, kind, rank))
-
-    def take(self, slot: int, kind: int, rank: int) -> bool:
-        """Take a signal if there is one."""
-        return self._semaphores.take(self._index(slot, kind, rank))
-
-    def wait(self, slot: int, kind: int) -> None:
-        """Wait for a signal to this rank. Raises RuntimeError when another rank has ended, or nobody comes in time."""
-        index = self._index(slot, kind, self.rank)
-        if self._semaphores.take(index):
-            return
-        end = time.monotonic() + self.timeout_s
-        while not self._semaphores.wait(index, _PATIENCE_S):
-            gone = self._gone()
-            if gone and not self._semaphores.take(index):
-                raise RuntimeError(f"Connection closed by peer: the process of rank {gone[0]} of {self.size} has ended")
-            if gone:
-                return
-            if time.monotonic() > end:
-                raise RuntimeError(f"Timed out waiting {self.timeout_s:g} s for other ranks of this host")
+    @property
+    def others(self) -> list[int]:
+        """Places of the other ranks, from the next one on."""
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
 
     def new_room(self, nbytes: int) -> tuple[int, Room]:
-        """A room of this rank's for exchanges, with its number. It stays as long as the team."""
+        """A room of this rank's, with its number. It stays as long as the team."""
         number = len(self._mine)
         if number == ROOMS:
             raise RuntimeError(f"shared memory: a team has at most {ROOMS} rooms; make buckets larger")
@@ -97,43 +67,87 @@ class Team:
         self._rooms[self.rank, number] = room.file, room.nbytes
         return number, room
 
+    # Exchanges of all ranks
+
+    def start(self, room: int, numel: int, settle: Callable[[], None]) -> int:
+        """Begin the next exchange, with the first `numel` values of a room; returns its slot. `settle`: waits until
+        this rank has got all signals of the exchange; called before the slot is used again.
+        """
+        slot = self._started % SLOTS
+        self._started += 1
+        if slot in self._settle:
+            self._settle.pop(slot)()
+        self._settle[slot] = settle
+        self._slots[slot, self.rank] = room, numel
+        self.post(slot, CLAIM, self.rank)
+        self.tell(slot, READY)
+        return slot
+
+    def post(self, slot: int, kind: int, rank: int) -> None:
+        """Signal one rank (CLAIM: whoever comes)."""
+        self._signals.post((slot * 3 + kind) * self.size + rank)
+
+    def tell(self, slot: int, kind: int) -> None:
+        """Signal all others."""
+        for other in self.others:
+            self.post(slot, kind, other)
+
+    def take(self, slot: int, kind: int, rank: int) -> bool:
+        """Take a signal to `rank` if there is one."""
+        return self._signals.take((slot * 3 + kind) * self.size + rank)
+
+    def wait(self, slot: int, kind: int) -> None:
+        """Wait for a signal to this rank. Raises RuntimeError when another has ended, or nobody comes in time."""
+        self._signals.wait((slot * 3 + kind) * self.size + self.rank, self.others)
+
     def tensors(self, slot: int, dtype: torch.dtype) -> list[torch.Tensor]:
         """Every rank's tensor of an exchange that all have started. Raises RuntimeError if their sizes differ."""
-        records = self._records[slot].tolist()
-        sizes = {numel for _, numel in records}
+        records = self._slots[slot].tolist()
+        sizes = {size for _, size in records}
         if len(sizes) > 1:
             raise RuntimeError(f"shared memory: ranks exchange tensors of different sizes: {sorted(sizes)} values")
-        return [
-            torch.frombuffer(self._memory(rank, room), dtype=dtype, count=numel)
-            for rank, (room, numel) in enumerate(records)
-        ]
+        return [self._tensor(rank, room, size, dtype) for rank, (room, size) in enumerate(records)]
 
-    @property
-    def borrowed_nbytes(self) -> int:
-        """Bytes of other ranks' rooms that this rank has mapped, and so are resident in it as well."""
-        return sum(len(memory) for memory in self._theirs.values())
+    # Messages from one rank to another
 
-    def _memory(self, rank: int, room: int) -> Memory:
+    def send(self, target: int, number: int, room: int, numel: int) -> None:
+        """Message `number` to `target` is there, in a room of this rank's."""
+        self._ways[self.rank, target, number % SLOTS] = room, numel
+        self._signals.post(self._way(self.rank, target, SENT))
+
+    def message(self, source: int, number: int, dtype: torch.dtype) -> torch.Tensor:
+        """Message `number` from `source`, once it has been sent."""
+        room, numel = self._ways[source, self.rank, number % SLOTS].tolist()
+        return self._tensor(source, room, numel, dtype)
+
+    def acknowledge(self, source: int) -> None:
+        """The oldest message from `source` has been read."""
+        self._signals.post(self._way(source, self.rank, READ))
+
+    def next_message(self, source: int, *, wait: bool) -> bool:
+        """Whether one more message from `source` is there; with `wait`, once it is."""
+        return self._next(self._way(source, self.rank, SENT), source, wait)
+
+    def next_read(self, target: int, *, wait: bool) -> bool:
+        """Whether `target` has read one more message; with `wait`, once it has."""
+        return self._next(self._way(self.rank, target, READ), target, wait)
+
+    def _next(self, index: int, rank: int, wait: bool) -> bool:
+        if wait:
+            self._signals.wait(index, [rank])
+        return wait or self._signals.take(index)
+
+    def _way(self, source: int, target: int, kind: int) -> int:
+        return SLOTS * 3 * self.size + (kind * self.size + source) * self.size + target
+
+    def _tensor(self, rank: int, room: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The first values of a room; of another rank's, from then on mapped here."""
         if rank == self.rank:
-            return self._mine[room].memory
+            return self._mine[room].tensor(dtype, numel)
         if (rank, room) not in self._theirs:
             file, nbytes = self._rooms[rank, room].tolist()
             self._theirs[rank, room] = attach(self._processes[rank], file, nbytes)
-        return self._theirs[rank, room]
-
-    def _gone(self) -> list[int]:
-        """Places of ranks whose process has ended."""
-        poll = select.poll()
-        for handle in self._watched:
-            poll.register(handle, select.POLLIN)
-        return [self._watched.index(handle) for handle, _ in poll.poll(0)]
-
-    def _index(self, slot: int, kind: int, rank: int) -> int:
-        return (slot * 3 + kind) * self.size + rank
-
-    def __del__(self) -> None:
-        for handle in getattr(self, "_watched", ()):
-            os.close(handle)
+        return torch.frombuffer(self._theirs[rank, room], dtype=dtype, count=numel)
 
 
 def make_team(group: Any = None) -> Team | None:
@@ -156,7 +170,7 @@ def _control(size: int) -> Room | None:
     if size < 2 or not semaphores.available():
         return None
     try:
-        return Room(_semaphores(size) * SPACING + 8 * 2 * size * (ROOMS + SLOTS))
+        return Room(_semaphores(size) * SPACING + 8 * 2 * size * (ROOMS + SLOTS + SLOTS * size))
     except OSError:
         return None
 
@@ -173,11 +187,10 @@ def _join(everyone: list[tuple[str, int, int]], rank: int, control: Room | None,
 
 
 def _semaphores(size: int) -> int:
-    return SLOTS * 3 * size
+    return SLOTS * 3 * size + 2 * size * size
 
 
 def _timeout_s(group: Any) -> float:
     """The process group's own time-out."""
     known: Any = dist.distributed_c10d._get_default_group() if group is None else group
-    backend = known._get_backend(torch.device("cpu"))
-    return float(backend.options._timeout.total_seconds())
+    return float(known._get_backend(torch.device("cpu")).options._timeout.total_seconds())

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tutti.collectives import Receiving, Sending, Team
 from tutti.runtime.stage.place import Placement
 from tutti.runtime.traffic import Flight, Lane
 from tutti.spec.schedule import Action, Orders
@@ -71,7 +72,8 @@ def given(action: Action, placement: Placement) -> list[Message]:
 
 class Links:
     """This rank's links along the stage axis. `ranks`: global ranks by position; `groups[(from, to)]`: whose group a
-    message from one position to another uses; `lane`: where messages are counted.
+    message from one position to another uses; `lane`: where messages are counted; `team`: the positions' ranks, where
+    they share memory: messages then go through that.
     """
 
     def __init__(
@@ -81,10 +83,14 @@ class Links:
         groups: Callable[[int, int], Any],
         device: torch.device,
         lane: Lane,
+        team: Team | None = None,
     ) -> None:
         self.ranks, self.own, self.device, self.lane = ranks, own, device, lane
         self._groups = groups
         self._sending: list[tuple[Flight, torch.Tensor]] = []
+        others = [place for place in range(len(ranks)) if place != own] if team is not None else []
+        self._to = {place: Sending(team, place) for place in others if team is not None}
+        self._from = {place: Receiving(team, place) for place in others if team is not None}
 
     def session(self, orders: Orders, placements: Placements) -> "Session":
         """The exchange of one run of a schedule."""
@@ -93,15 +99,24 @@ class Links:
     def send(self, tensor: torch.Tensor, to: int) -> None:
         """Start to send; the tensor must stay as it is until `settle`."""
         self._sending = [(work, kept) for work, kept in self._sending if not work.is_completed()]
+        nbytes = tensor.numel() * tensor.element_size()
+        if self._to:
+            with self.lane.waiting(nbytes):
+                self._to[to].send(tensor)
+            return
         work = dist.isend(tensor, self.ranks[to], group=self._groups(self.own, to))
-        self._sending.append((self.lane.start([work], tensor.numel() * tensor.element_size()), tensor))
+        self._sending.append((self.lane.start([work], nbytes), tensor))
 
     def receive(self, tensor: torch.Tensor, source: int) -> Flight:
         """Start to receive into `tensor`."""
+        if self._from:
+            return self.lane.start([self._from[source].receive(tensor)])
         return self.lane.start([dist.irecv(tensor, self.ranks[source], group=self._groups(source, self.own))])
 
     def settle(self) -> None:
-        """Wait until everything sent has left."""
+        """Wait until everything sent has left, or in shared memory has been read."""
+        for way in self._to.values():
+            way.settle()
         for work, _ in self._sending:
             work.wait()
         self._sending = []

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tutti.collectives import make_team
 from tutti.data.seeds import derive_seed, seed_device
 from tutti.data.split import to_device
 from tutti.errors import PlanError
@@ -45,7 +46,8 @@ class Pipeline:
         self.splits_backward = plan.pipeline.schedule == "zero-bubble" and not any(
             rule.recompute for rule in plan.layout
         )
-        self._links = Links(mesh.ranks("stage"), stages.position, _groups(mesh), device, lane)
+        team = make_team(mesh.group("stage")) if device.type == "cpu" else None
+        self._links = Links(mesh.ranks("stage"), stages.position, _groups(mesh), device, lane, team)
         self._ties = Ties(stages.shared, layout)
         self.forwards = Forwards(stages)
         self._until_model: dict[Any, Ending | None] = {}
