@@ -17,25 +17,33 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUN...")
+@click.argument("runs", nargs=-1, type=click.Path(path_type=Path), metavar="RUN...")
 @click.option("--output", type=click.Path(path_type=Path, file_okay=False), help="Folder to write to; RUN/report.")
 @click.option("--target", metavar="NAME.METRIC=VALUE", help="A quality to reach, such as test.accuracy=0.9.")
+@click.option("--history", is_flag=True, help="How far predictions were off, over all runs in RUN... (runs).")
 @click.option("--open/--no-open", "open_page", default=False, help="Open the page in a browser.")
 @json_option
-def command(runs: tuple[Path, ...], output: Path | None, target: str | None, open_page: bool, as_json: bool) -> None:
+def command(
+    runs: tuple[Path, ...], output: Path | None, target: str | None, history: bool, open_page: bool, as_json: bool
+) -> None:
     """Report on RUN, a run folder (or a folder of them: the newest), or compare several with the first.
 
     One run: report.html, report.json and report.txt are written into its report folder. Several: compared on the
     terminal, and written as comparison.html, .json and .txt with --output. A speed-up is stated only where an honest
-    report may state one; else the reason stands in its place.
+    report may state one; else the reason stands in its place. --history sets predictions beside measurements of all
+    runs, also written with --output as history.html, .json and .txt.
     """
     from tutti.report.quality import parse_target
 
-    wanted = parse_target(target) if target is not None else None
-    folders = [run_folder(path) for path in runs]
-    page = (
-        _one(folders[0], wanted, output, as_json) if len(folders) == 1 else _several(folders, wanted, output, as_json)
-    )
+    if history:
+        page = _history(runs or (Path("runs"),), output, as_json)
+    elif not runs:
+        raise ReportError("no run was named; write `tutti report RUN`, or `tutti report --history` for all of runs/")
+    else:
+        wanted = parse_target(target) if target is not None else None
+        folders = [run_folder(path) for path in runs]
+        alone = len(folders) == 1
+        page = _one(folders[0], wanted, output, as_json) if alone else _several(folders, wanted, output, as_json)
     if page is not None:
         console.print(f"report: {page}", soft_wrap=True, markup=False)
     if open_page and page is not None:
@@ -67,6 +75,25 @@ def _several(folders: list[Path], target: "Target | None", output: Path | None, 
     else:
         _print(comparison_table(comparison))
     return write_comparison(comparison, output) if output is not None else None
+
+
+def _history(paths: tuple[Path, ...], output: Path | None, as_json: bool) -> Path | None:
+    from rich.console import Console
+
+    from tutti.report.history import build_history, run_folders
+    from tutti.report.history_page import history_table
+    from tutti.report.write import write_history
+
+    folders = run_folders(paths)
+    if not folders:
+        raise ReportError(f"there is no run folder in {', '.join(map(str, paths))}; name one that `tutti run` made")
+    history = build_history(folders)
+    if as_json:
+        emit(history)
+    else:
+        out = console if console.is_terminal else Console(stderr=True, highlight=False, width=150)
+        out.print(history_table(history))
+    return write_history(history, output) if output is not None else None
 
 
 def _print(table: "RenderableType") -> None:

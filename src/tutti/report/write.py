@@ -3,10 +3,12 @@
 from pathlib import Path
 
 from tutti.errors import ReportError
+from tutti.report.history_page import history_html, history_table
 from tutti.report.html import comparison_html, report_html
 from tutti.report.tables import as_text, comparison_table, report_table
 from tutti.spec import codec
 from tutti.spec.comparison import Comparison
+from tutti.spec.history import History
 from tutti.spec.report import RunReport
 
 
@@ -30,6 +32,18 @@ def write_comparison(comparison: Comparison, folder: Path) -> Path:
             "comparison.json": codec.dumps(comparison),
             "comparison.txt": as_text(comparison_table(comparison)),
             "comparison.html": comparison_html(comparison),
+        },
+    )
+
+
+def write_history(history: History, folder: Path) -> Path:
+    """Write history.json, history.html and history.txt into `folder`; returns the path of the page."""
+    return _write(
+        folder,
+        {
+            "history.json": codec.dumps(history),
+            "history.txt": as_text(history_table(history)),
+            "history.html": history_html(history),
         },
     )
 
