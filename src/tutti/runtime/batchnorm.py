@@ -72,9 +72,11 @@ class GlobalForward:
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         module, scope = self.module, self.scope
         batch_statistics = module.training or (module.running_mean is None and module.running_var is None)
-        if not batch_statistics or (scope.world_size == 1 and not scope.recomputing):
+        if not batch_statistics or (scope.world_size == 1 and not scope.recomputing and scope.counts):
             return type(module).forward(module, input)
         module._check_input_dim(input)  # type: ignore[no-untyped-call]
+        if scope.world_size == 1 and not scope.counts:  # a replica of its own, without a sample of this slice
+            return input * 1.0
         if scope.world_size == 1:
             return _again(module, input)
         work = input.float() if input.dtype in (torch.bfloat16, torch.float16) else input

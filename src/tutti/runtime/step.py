@@ -140,7 +140,7 @@ def _root(run: Run, share: Share, index: int, value: Any, totals: torch.Tensor) 
     run.noise.counted(loss.count)
     _add(totals, loss, part, run)
     own = share.batch_size * run.mesh.degree("space")  # ranks along space sum their gradients of one loss
-    return run.scaler.scale(loss.total / own)
+    return run.scaler.scale(loss.total / (own / run.consistency.gain))
 
 
 def _weigh(loss: Any, part: Part, sequence_parts: int) -> Weighted:
@@ -193,7 +193,7 @@ def _finish_gradients(run: Run, factor: float) -> None:
             found = run.scaler._found_inf_per_device(optimizer)
             if not found:  # nothing of this optimizer's has a gradient on this rank
                 found[str(run.world.device)] = torch.zeros((), device=run.world.device)
-            if run.layout.held:  # ranks hold different gradients: one that overflows stops all
+            if run.layout.held or run.consistency.apart:  # ranks hold different gradients: one that overflows stops all
                 for value in found.values():
                     with run.layout.lane("scalars").waiting(ring_nbytes(value, run.world.world_size)):
                         dist.all_reduce(value, dist.ReduceOp.MAX)

@@ -63,6 +63,7 @@ class Contribution:
     extra_state: dict[str, Any] = field(default_factory=dict)
     generators: dict[str, Any] = field(default_factory=dict)
     kept: dict[str, Any] | None = None
+    replica: dict[str, Any] = field(default_factory=dict)
     sees: bool = True
     failure: str | None = None
 

@@ -20,8 +20,10 @@ from tutti.runtime.checkpoint.folder import make_temporary, publish, remove, wri
 from tutti.runtime.checkpoint.index import INDEX, SMALL, latest_checkpoint, rank_file
 from tutti.runtime.checkpoint.kept import collect_kept
 from tutti.runtime.checkpoint.merge import merge, refusal
+from tutti.runtime.checkpoint.replica import collect_replica
 from tutti.runtime.checkpoint.send import receive_file, send_items
 from tutti.runtime.checkpoint.tensors import Item, item, write_tensors
+from tutti.runtime.consistency.mode import Kept
 from tutti.runtime.host_memory import lasting
 from tutti.runtime.state import Run
 
@@ -107,9 +109,18 @@ def _begin(run: Run, *, background: bool) -> Pending:
         started_s=started,
         background=background,
     )
+    with run.consistency.shown(run, saving=True) as own:
+        _contribute(run, pending, own)
+    pending.blocked_s = time.perf_counter() - started
+    return pending
+
+
+def _contribute(run: Run, pending: Pending, own: Kept) -> None:
+    """Collect what this rank has, `own` of it its replica's alone, agree with the others, and start writing."""
     try:
         mine, items = collect(run)
         collect_kept(run, mine, items)
+        collect_replica(run, own, mine, items)
     except Exception as error:  # an optimizer's own state_dict may raise; the other ranks must not wait for this one
         mine, items = Contribution(failure=_said(error)), []
     mine.sees = pending.temporary.is_dir()
@@ -117,10 +128,8 @@ def _begin(run: Run, *, background: bool) -> Pending:
     failure = refusal(everyone)
     if failure is not None:
         _give_up(run, pending)
-        raise _failed(run, path, failure)
+        raise _failed(run, pending.path, failure)
     _write(run, pending, everyone, items)
-    pending.blocked_s = time.perf_counter() - started
-    return pending
 
 
 def _write(run: Run, pending: Pending, everyone: list[Contribution], items: list[Item]) -> None:

@@ -1,0 +1,168 @@
+"""What all modes share in which replicas differ: their vectors, the model that is shown, how runs end and resume."""
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from tutti.runtime.consistency.buffers import Buffers
+from tutti.runtime.consistency.mode import Consistency, Kept
+from tutti.runtime.consistency.states import average_states, make_states, own_states, restore_states
+from tutti.runtime.consistency.vectors import Flats, Replicas, Vectors
+from tutti.runtime.state import Run
+
+
+class Apart(Consistency):
+    """Replicas that make updates of their own and exchange parameters every `period` updates.
+
+    Running statistics are averaged whenever replicas exchange; batch statistics are those of a replica's own samples.
+    `vectors`: the trained parameters; `counts` and `held`: the mode's own counters and vectors, by name, which a
+    checkpoint has. `staleness`: updates made since what a replica last took in of the others was new.
+    """
+
+    def __init__(self, replicas: Replicas, period: int) -> None:
+        self.replicas, self.period = replicas, period
+        self.counts = {"since": 0}
+        self.held: dict[str, Flats] = {}
+        self.equal = True
+        self.staleness = 0
+        self.disagreement: dict[str, float | int] | None = None
+        self._trained: list[nn.Parameter] = []
+        self._buffers = Vectors(())
+
+    def begin(self, run: Run) -> None:
+        self.part(run)
+
+    @abstractmethod
+    def restart(self) -> None:
+        """All replicas have the same parameters: go on from there, with nothing under way."""
+
+    @abstractmethod
+    def exchange(self, run: Run) -> None:
+        """An update was made, `counts["since"]` since the last exchange began: exchange if it is time."""
+
+    @abstractmethod
+    def ending(self) -> Flats:
+        """The parameters that all ranks would end with now; changes nothing. Collective."""
+
+    def part(self, run: Run) -> None:
+        """From here on replicas may differ."""
+        self.apart, self.gain = True, float(self.replicas.size)
+        run.scope.world_size, run.scope.group = 1, None
+        run.replica.apart = ("replicate",)
+        run.replica.restore(None, [])
+        self.buffers = Buffers(run.model, self.replicas)
+        self._take(run)
+        self.restart()
+
+    def norm_squared(self, run: Run, named: Iterable[tuple[str, torch.Tensor]]) -> torch.Tensor:
+        if not self.apart:
+            return super().norm_squared(run, named)
+        squares = [_values(gradient).double().square().sum() for _, gradient in named]
+        return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+
+    def updated(self, run: Run) -> None:
+        self.disagreement = None
+        if run.replica.parameters is not self._trained:
+            self._retrain(run)
+            return
+        self.counts["since"] += 1
+        self.staleness += 1
+        self.equal = False
+        self.exchange(run)
+
+    def finish(self, run: Run) -> None:
+        if self.apart and not self.equal:
+            self.vectors.write(self.ending())
+            self.buffers.average()
+            self._alike()
+
+    @contextmanager
+    def shown(self, run: Run, *, saving: bool = False) -> Iterator[Kept]:
+        if not self.apart or (self.equal and not saving):
+            yield Kept()
+            return
+        moved = self.buffers.moved()
+        mine, buffers = self.vectors.read(), moved.read()
+        states, plain = own_states(run) if saving else ({}, [])
+        kept = Kept(
+            {**_flat({"parameters": mine, "buffers": buffers, **self.held}), **states},
+            {
+                "trained": self.vectors.names,
+                "buffers": moved.names,
+                "states": plain,
+                "counts": dict(self.counts),
+                "staleness": self.staleness,
+                "equal": self.equal,
+            },
+        )
+        if not self.equal:
+            self.vectors.write(self.ending())
+            moved.write(self.replicas.mean(moved.read()))
+        if saving:
+            average_states(run, self.replicas)
+        try:
+            yield kept
+        finally:
+            self.vectors.write(mine)
+            moved.write(buffers)
+            if saving:
+                restore_states(run, states)
+
+    def resume(self, run: Run, values: dict[str, Any]) -> dict[str, torch.Tensor]:
+        if not self.apart or values.get("trained") != self.vectors.names:
+            return {}
+        self.counts.update(values["counts"])
+        self.staleness, self.equal = values["staleness"], values["equal"]
+        self._buffers = self.buffers.called(values["buffers"])
+        vectors = {"parameters": self.vectors.read(), "buffers": self._buffers.read(), **self.held}
+        return {**_flat(vectors), **make_states(run, values["states"])}
+
+    def resumed(self, run: Run, tensors: dict[str, torch.Tensor]) -> None:
+        self.vectors.write(_flats("parameters", tensors))
+        self._buffers.write(_flats("buffers", tensors))
+
+    def row(self) -> dict[str, Any]:
+        if not self.apart:
+            return {}
+        return {"replicas": {"staleness": self.staleness, "disagreement": self.disagreement}}
+
+    def _take(self, run: Run) -> None:
+        """The parameters that are trained now."""
+        self._trained = run.replica.parameters
+        self.vectors = Vectors(self._named(run).items())
+
+    def _named(self, run: Run) -> dict[str, nn.Parameter]:
+        names = {parameter: name for name, parameter in run.model.named_parameters()}
+        return {names[parameter]: parameter for parameter in self._trained}
+
+    def _retrain(self, run: Run) -> None:
+        """The script has frozen or unfrozen parameters: replicas become equal in all of them and go on from there."""
+        before = self._named(run)
+        self._take(run)
+        both = Vectors({**before, **self._named(run)}.items())
+        self.restart()
+        both.write(self.replicas.mean(both.read()))
+        self.buffers.average()
+        self.held = {}
+        self._alike()
+
+    def _alike(self) -> None:
+        self.equal, self.staleness, self.counts["since"] = True, 0, 0
+        self.restart()
+
+
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def _flat(named: dict[str, Flats]) -> dict[str, torch.Tensor]:
+    return {f"{name}/{place}": flat for name, flats in named.items() for place, flat in enumerate(flats)}
+
+
+def _flats(name: str, tensors: dict[str, torch.Tensor]) -> Flats:
+    count = sum(one.rpartition("/")[0] == name for one in tensors)
+    return [tensors[f"{name}/{place}"] for place in range(count)]
