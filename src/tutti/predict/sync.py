@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tutti.predict import constants, sharding
+from tutti.predict.compressed import kernel_s, ratio
 from tutti.predict.compute import Array
 from tutti.predict.division import Division
 from tutti.predict.groups import Group, Network
@@ -21,10 +22,11 @@ SUMMED: tuple[AxisName, ...] = (*DATA_AXES, "context", "space")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summed:
-    """Gradients that one group sums: bytes by module."""
+    """Gradients that one group sums: bytes by module. `written`: bytes sent for a byte that an exact sum sends."""
 
     group: Group
     nbytes: Array
+    written: float = 1.0
 
 
 def summed(columns: ModelTable, part: Division, net: Network, plan: Plan, own: Flags) -> list[Summed]:
@@ -42,8 +44,12 @@ def summed(columns: ModelTable, part: Division, net: Network, plan: Plan, own: F
         ((*SUMMED, "split"), apart["split"]),
         (SUMMED, ~(apart["expert"] | apart["table"] | apart["split"])),
     ]
-    found = [Summed(group=net.group(*axes), nbytes=np.where(mask, nbytes, 0.0)) for axes, mask in kinds]
-    return [one for one in found if one.group.ranks > 1 and one.nbytes.any()]
+    found = []
+    for axes, mask in kinds:
+        group, own_nbytes = net.group(*axes), np.where(mask, nbytes, 0.0)
+        if group.ranks > 1 and own_nbytes.any():
+            found.append(Summed(group=group, nbytes=own_nbytes, written=ratio(plan, group, axes, own_nbytes)))
+    return found
 
 
 def fused(sums: list[Summed], plan: Plan) -> list[tuple[Bucket, Group]]:
@@ -78,16 +84,21 @@ def synchronise(
     sums = summed(columns, part, net, plan, own)
     pairs = fused(sums, plan)
     backward = passes[1][own][::-1]
+    written = {id(one.group): one.written for one in sums}
     times = {(bucket.nbytes, id(group)): 0.0 for bucket, group in pairs}  # equal blocks make equal buckets
     for bucket, group in pairs:
-        times[bucket.nbytes, id(group)] = times[bucket.nbytes, id(group)] or group.all_reduce(bucket.nbytes)
+        share = written[id(group)]
+        seconds = times[bucket.nbytes, id(group)]
+        if not seconds:
+            seconds = group.all_reduce(bucket.nbytes * share) + kernel_s(plan, kind, share, bucket.nbytes)
+        times[bucket.nbytes, id(group)] = seconds
     done = exchange(
         backward.tolist(),
         [bucket for bucket, _ in pairs],
         [times[bucket.nbytes, id(group)] for bucket, group in pairs],
         compute_share=_share(kind, *(group for _, group in pairs)),
     )
-    sent = sum(2 * (one.group.ranks - 1) / one.group.ranks * float(one.nbytes.sum()) for one in sums)
+    sent = sum(2 * (one.group.ranks - 1) / one.group.ranks * float(one.nbytes.sum()) * one.written for one in sums)
     gathered = _states(columns, part, net, plan, own, kind)
     return Sync(
         exchange=Exchange(total_s=done.total_s + gathered[0], exposed_s=done.exposed_s + gathered[0]),
