@@ -29,7 +29,7 @@ from tutti.spec.words import Precision
 
 Clock = Callable[[], float]
 
-_CHUNK = 800
+_CHUNK = 300
 """Meshes whose variants are made at once."""
 
 _AT_ONCE = 12
@@ -124,11 +124,11 @@ class Explorer:
         idle = 0
         while not self.over(_SEARCH):
             self._prune()
-            if self._expand():
-                continue
-            before = self._best
-            if not self._cost_next():
+            grown, before = self._expand(), self._best
+            if not self._cost_next() and not grown:
                 break
+            if grown:  # costing some in between lets better plans rule out meshes that were not looked at yet
+                continue
             idle = 0 if self._best < before * (1 - _GAIN) else idle + _AT_ONCE
             fits = math.isfinite(self._best) or any(one.prediction.fits for one in self.costed)
             if idle >= (_PATIENCE if fits else _HOPELESS) and (math.isfinite(self._best) or not fits):

@@ -4,6 +4,7 @@ A unit is a repeated block, or a module outside of blocks. One that is too heavy
 the modules inside it, as the runtime does.
 """
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,7 +55,8 @@ def _stages(model: ModelSpec, ranks: int, stages_per_rank: int, cuts: tuple[str,
         stage = np.searchsorted(np.array(first), np.arange(len(columns)), side="right")
         sent = np.array([_last(columns.outputs[:begin]) for begin in first])
     else:
-        stage, sent = _balanced(columns, count, VALUE_FLOPS / _ITEM_NBYTES.get(model.dtype, 4))
+        known, sent = _balanced(model, count)
+        stage = known.copy()
     own = np.array([not name for name in columns.names], dtype=np.bool_)
     stage[own] = count - 1  # the model's own operators: mostly the loss
     ties = tuple(
@@ -83,14 +85,11 @@ class _Unit:
     around: float = 0.0
 
 
-def _balanced(columns: ModelTable, count: int, byte_flops: float) -> tuple[NDArray[np.intp], Array]:
-    """(stage of each module, bytes of a sample between stages) of the automatic cut."""
-    groups: dict[int, list[int]] = {}
-    for index, unit in enumerate(columns.unit.tolist()):
-        if columns.names[index]:
-            groups.setdefault(unit, []).append(index)
-    units = [_unit(columns, tuple(members), byte_flops) for members in groups.values()]
-    units = _opened(columns, units, count, byte_flops)
+@remembered(256)
+def _balanced(model: ModelSpec, count: int) -> tuple[NDArray[np.intp], Array]:
+    """(the stage of each module, bytes of a sample that each boundary passes on) of the automatic cut."""
+    columns, byte_flops = model_table(model), _byte_flops(model)
+    units = _opened(columns, list(_whole_units(model)), count, byte_flops)
     counted = [place for place, unit in enumerate(units) if unit.cost > 0]
     if len(counted) < count:
         raise PlanError(
@@ -100,10 +99,26 @@ def _balanced(columns: ModelTable, count: int, byte_flops: float) -> tuple[NDArr
     first = [counted[at] for at in balanced([units[place].cost for place in counted], count)]
     stage = np.zeros(len(columns), dtype=np.intp)
     for place, unit in enumerate(units):
-        stage[list(unit.members)] = sum(place >= begin for begin in first)
-    sent = [_last(np.array([unit.output for unit in units[:begin]])) for begin in first]
+        stage[list(unit.members)] = bisect_right(first, place)
+    outputs = np.array([unit.output for unit in units])
+    sent = [_last(outputs[:begin]) for begin in first]
     passing = [units[begin].around if units[begin - 1].around else 0.0 for begin in first]
     return stage, np.array(sent) + np.array(passing)
+
+
+def _byte_flops(model: ModelSpec) -> float:
+    return VALUE_FLOPS / _ITEM_NBYTES.get(model.dtype, 4)
+
+
+@remembered(16)
+def _whole_units(model: ModelSpec) -> tuple[_Unit, ...]:
+    """The model's units before any is taken apart."""
+    columns, byte_flops = model_table(model), _byte_flops(model)
+    groups: dict[int, list[int]] = {}
+    for index, unit in enumerate(columns.unit.tolist()):
+        if columns.names[index]:
+            groups.setdefault(unit, []).append(index)
+    return tuple(_unit(columns, tuple(members), byte_flops) for members in groups.values())
 
 
 def _unit(columns: ModelTable, members: tuple[int, ...], byte_flops: float, around: float = 0.0) -> _Unit:

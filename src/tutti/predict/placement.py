@@ -5,6 +5,7 @@ ranks than devices: they then share the cores, each host in proportion to its ow
 """
 
 from dataclasses import dataclass
+from itertools import groupby
 
 from tutti.errors import PlanError
 from tutti.predict.counts import cut_sizes
@@ -46,41 +47,37 @@ class Seat:
 
 def place(cluster: ClusterSpec, ranks: int) -> tuple[Seat, ...]:
     """Seat `ranks` ranks. Raises PlanError where there are too few CUDA devices."""
-    counts = _ranks_of_hosts(cluster, ranks)
+    capacity = sum(node.count * node.devices_per_node for node in cluster.nodes)
+    if ranks > capacity:
+        return _sharing(cluster, ranks, capacity)
     seats: list[Seat] = []
-    host = 0
     for node in cluster.nodes:
-        here = counts[host : host + node.count]
-        host += node.count
-        start = 0
-        for end in range(1, len(here) + 1):
-            if end == len(here) or here[end] != here[start]:
-                if here[start]:
-                    seats.append(_seat(cluster, node, end - start, here[start]))
-                start = end
+        each = node.devices_per_node
+        hosts = min(node.count, ranks // each)
+        rest = min(ranks - hosts * each, each) if hosts < node.count else 0
+        seats += [_seat(cluster, node, count, many) for count, many in ((hosts, each), (1, rest)) if count and many]
+        ranks -= hosts * each + rest
     return tuple(seats)
 
 
-def _ranks_of_hosts(cluster: ClusterSpec, ranks: int) -> list[int]:
-    """Ranks on each host, in order."""
-    capacity = [node.devices_per_node for node in cluster.nodes for _ in range(node.count)]
-    if ranks <= sum(capacity):
-        counts = []
-        for most in capacity:
-            counts.append(min(most, ranks))
-            ranks -= counts[-1]
-        return counts
+def _sharing(cluster: ClusterSpec, ranks: int, capacity: int) -> tuple[Seat, ...]:
+    """More ranks than devices: they share the cores of the hosts, each host in proportion to its own."""
     if any(cluster.devices[node.device].kind != "cpu" for node in cluster.nodes):
         raise PlanError(
-            f"the plan has {ranks} ranks, but cluster {cluster.name!r} has {sum(capacity)} devices; "
-            f"set mesh.replicate to at most {sum(capacity)}"
+            f"the plan has {ranks} ranks, but cluster {cluster.name!r} has {capacity} devices; "
+            f"set mesh.replicate to at most {capacity}"
         )
     cores = [
         max(1, cluster.devices[node.device].cores) * node.devices_per_node
         for node in cluster.nodes
         for _ in range(node.count)
     ]
-    return list(cut_sizes(ranks, len(cores), cores))
+    seats: list[Seat] = []
+    sizes = iter(cut_sizes(ranks, len(cores), cores))
+    for node in cluster.nodes:
+        for each, alike in groupby(next(sizes) for _ in range(node.count)):
+            seats += [_seat(cluster, node, len(list(alike)), each)] if each else []
+    return tuple(seats)
 
 
 def _seat(cluster: ClusterSpec, node: NodeSpec, hosts: int, ranks_per_host: int) -> Seat:
