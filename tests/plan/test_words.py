@@ -8,9 +8,9 @@ from plan.machines import cards
 from predict.examples import cluster, cpu, linear, link, mlp, plan
 from tutti.errors import PlanError
 from tutti.plan import changed_modules, difference, stamp, what_if
-from tutti.plan.stamp import _spread
 from tutti.plan.words import plan_words
 from tutti.spec import codec
+from tutti.spec.made_for import _spread
 from tutti.spec.model import ModelSpec
 from tutti.spec.plan import LayoutRule, Pipeline, Plan, Sharding
 

@@ -1,114 +1,25 @@
 """Which model a plan was made for: its modules in short, to tell later what is new or gone."""
 
 from tutti.plan.words import mesh_words
+from tutti.spec.made_for import differences, entry, gathered
 from tutti.spec.model import ModelSpec
 from tutti.spec.plan import Plan
-
-_TOLD = 4
 
 
 def stamp(model: ModelSpec) -> dict[str, str]:
     """Every module with parameters: its kind and how many; equal numbered siblings as one: layers.0-11.query."""
-    found: dict[str, str] = {}
-    runs: dict[tuple[tuple[str, ...], str], list[tuple[int, ...]]] = {}
-    for name, words in _entries(model).items():
-        parts = name.split(".")
-        shape = tuple("#" if part.isdecimal() else part for part in parts)
-        runs.setdefault((shape, words), []).append(tuple(int(part) for part in parts if part.isdecimal()))
-    for (shape, words), places in runs.items():
-        for name in _gathered(shape, places):
-            found[name] = words
-    return found
+    return gathered(_entries(model))
 
 
 def _entries(model: ModelSpec) -> dict[str, str]:
     return {
-        module.name or "(model)": f"{module.kind} {module.parameters:,}"
-        for module in model.modules
-        if module.parameters
+        module.name or "(model)": entry(module.kind, module.parameters) for module in model.modules if module.parameters
     }
-
-
-def _gathered(shape: tuple[str, ...], places: list[tuple[int, ...]]) -> list[str]:
-    """Names for runs of the first number, where all else is equal."""
-    if not places[0]:
-        return [".".join(shape)]
-    rest: dict[tuple[int, ...], list[int]] = {}
-    for first, *others in places:
-        rest.setdefault(tuple(others), []).append(first)
-    names = []
-    for fixed, firsts in rest.items():
-        ordered = sorted(firsts)
-        start = 0
-        for end in range(1, len(ordered) + 1):
-            if end == len(ordered) or ordered[end] != ordered[end - 1] + 1:
-                span = str(ordered[start]) if end - start == 1 else f"{ordered[start]}-{ordered[end - 1]}"
-                numbers = iter([span, *map(str, fixed)])
-                names.append(".".join(next(numbers) if part == "#" else part for part in shape))
-                start = end
-    return names
-
-
-def _spread(stamped: dict[str, str]) -> dict[str, str]:
-    """Gathered names one by one."""
-    found = {}
-    for name, words in stamped.items():
-        parts = name.split(".")
-        span = next(((at, part) for at, part in enumerate(parts) if _is_span(part)), None)
-        if span is None:
-            found[name] = words
-            continue
-        at, text = span
-        first, last = (int(number) for number in text.split("-"))
-        for number in range(first, last + 1):
-            found[".".join([*parts[:at], str(number), *parts[at + 1 :]])] = words
-    return found
-
-
-def _is_span(part: str) -> bool:
-    first, dash, last = part.partition("-")
-    return bool(dash) and first.isdecimal() and last.isdecimal()
 
 
 def changed_modules(plan: Plan, model: ModelSpec) -> str:
     """What is new, gone or other in `model` since the plan was made; empty where nothing is, or nobody knows."""
-    if not plan.made_for:
+    found = differences(plan.made_for, _entries(model))
+    if not found:
         return ""
-    before, now = _spread(plan.made_for), _entries(model)
-    new, gone = [name for name in now if name not in before], [name for name in before if name not in now]
-    other = [
-        f"{name} ({before[name]} then, {now[name]} now)" for name in now if name in before and before[name] != now[name]
-    ]
-    parts = [
-        f"{_listed(_roots(names, set(keep)))} {_verb(_roots(names, set(keep)), verb)}"
-        for names, keep, verb in ((new, before, "new"), (gone, now, "gone"))
-        if names
-    ]
-    parts += [f"{_listed(other)} {_verb(other, 'different')}"] if other else []
-    if not parts:
-        return ""
-    return f"this plan ({mesh_words(plan)}) was made for another model: {'; '.join(parts)}; plan again with tutti plan"
-
-
-def _roots(names: list[str], kept: set[str]) -> list[str]:
-    """The outermost modules that hold only such names: layers.12, not each module inside it."""
-    found: dict[str, None] = {}
-    for name in names:
-        parts = name.split(".")
-        root = name
-        for count in range(len(parts) - 1, 0, -1):
-            candidate = ".".join(parts[:count])
-            if any(other == candidate or other.startswith(candidate + ".") for other in kept):
-                break
-            root = candidate
-        found[root] = None
-    return list(found)
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(names[:_TOLD])
-    return shown + (f" and {len(names) - _TOLD} more" if len(names) > _TOLD else "")
-
-
-def _verb(names: list[str], words: str) -> str:
-    return f"{'is' if len(names) == 1 else 'are'} {words}"
+    return f"this plan ({mesh_words(plan)}) was made for another model: {found}; plan again with tutti plan"

@@ -21,8 +21,8 @@ class Screen:
         self._said: set[str] = set()
 
     def say(self, message: str) -> None:
-        """Print a message once."""
-        if self.speaks and message not in self._said:
+        """Print a message once; nothing for an empty one."""
+        if message and self.speaks and message not in self._said:
             self._said.add(message)
             self._console.print(f"tutti: {message}", markup=False, highlight=False, soft_wrap=True)
 
