@@ -30,6 +30,7 @@ from tutti.runtime.context import Sequences, sequences_of
 from tutti.runtime.expert.tallies import mixtures_of
 from tutti.runtime.header import make_header, open_folder, this_rank
 from tutti.runtime.layout import SUMMED, Layout
+from tutti.runtime.made_for import other_model
 from tutti.runtime.mesh import Mesh
 from tutti.runtime.metrics import MetricsLog
 from tutti.runtime.noise import NoiseMeter, why_not
@@ -73,6 +74,7 @@ def make_run(session: Session, given: Given) -> Run:
     world, model = session.world, given.model
     plan = with_annotations(session.plan, model, stated_mesh=session.stated_mesh)
     check_plan(plan)
+    session.screen.say(other_model(plan, model))
     set_matmul_precision(plan.precision, world.device)
     observer = load_observer(session.wishes.observer)
     _make_equal(given, world, session.screen, observer)
