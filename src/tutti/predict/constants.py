@@ -80,6 +80,16 @@ OPTIMIZER_TEMPORARIES_OTHER: Final = 1.0
 """Tensors of the largest parameter's size that exist for a moment while an optimizer updates it, where it goes through
 parameters one by one, as on CPU: Adam's root of the second moment, and that divided by its bias correction."""
 
+CONVOLUTION_PASSES: Final = 2.0
+"""What the backward of a convolution holds on a host while it runs, in bytes of its input and output: the gradients of
+both, and a copy of the input and of the output's gradient in the order that oneDNN computes in. So it was seen in
+single convolutions in processes of their own (float32, 2 and 3 dims, 16 to 64 channels): tests/predict/
+test_convolution_memory.py sees it again. One channel or a 1 x 1 kernel takes less."""
+
+CUT_CONVOLUTION_PASSES: Final = 3.0
+"""The same where the input is cut in space: rows whose interior is computed apart lie in views, which are copied once
+more. The gradient of the rows with their halos is held besides."""
+
 RESERVE_NBYTES: Final[dict[str, float]] = {"cpu": 305e6, "cuda": 1.0e9}
 """Memory of a rank before its model: interpreter, torch's libraries; on CUDA the context and work spaces.
 On CPU: 291 MB beside a tiny model in a Job of one rank or two, 310 to 320 MB where a GPT computes."""

@@ -50,7 +50,8 @@ def kept(columns: ModelTable, part: Division, regions: tuple[Region, ...], *, ha
 class Held:
     """Bytes by place on the stage axis, (places,): of parameters (`lower`: in the lower precision beside), gradients,
     optimizer state, buffers. Of one sample's activations: `kept` by stage, (stages,), and once at a time by place,
-    `passing`; `temporary`: what the update of the largest parameter needs for a moment. `units`: see sharding.units_of.
+    `passing`, and on a host `copying`, where convolutions need more; `temporary`: what the update of the largest
+    parameter needs for a moment. `units`: see sharding.units_of.
     """
 
     parameters: Array
@@ -60,6 +61,7 @@ class Held:
     buffers: Array
     kept: Array
     passing: Array
+    copying: Array
     temporary: Array
     units: tuple[float, ...]
 
@@ -85,7 +87,9 @@ def held_by_stage(
         return result
 
     parameters = columns.parameters * part.weight
+    within = most(keeps.within)
     half = plan.precision in ("bfloat16", "float16")
+    copying = _convolving(columns, part, stages, keeps, space=plan.degree("space") > 1, half=half)
     return Held(
         parameters=total(parameters),
         lower=total(np.where(columns.multiplies & half, parameters / 2, 0.0)),
@@ -93,10 +97,27 @@ def held_by_stage(
         optimizer=total(columns.optimizer * part.weight),
         buffers=total(columns.buffers),
         kept=np.bincount(stages.stage, weights=keeps.always, minlength=stages.count).astype(np.float64),
-        passing=most(keeps.within) + most(keeps.output),
+        passing=within + most(keeps.output),
+        copying=within + most(np.maximum(keeps.output, copying)),
         temporary=temporaries * most(columns.gradients * part.weight),
         units=tuple(units_of(columns, part)) if plan.degree("shard") > 1 else (),
     )
+
+
+def _convolving(columns: ModelTable, part: Division, stages: Stages, keeps: Kept, *, space: bool, half: bool) -> Array:
+    """Bytes of one sample that a host holds in the backward of each module's convolution beyond what is kept at the
+    start of backward: what later modules of its stage kept is gone by then. `space`: samples are cut there."""
+    share = part.work * (0.5 if half else 1.0)
+    both = columns.convolved * share
+    held = constants.CONVOLUTION_PASSES * both
+    if space:
+        cut = constants.CUT_CONVOLUTION_PASSES * both + np.maximum(both - columns.outputs * share, 0.0)
+        held = np.where(columns.halo.any(axis=1), cut, held)
+    order = np.argsort(stages.stage, kind="stable")
+    ends = np.cumsum(np.bincount(stages.stage, weights=keeps.always, minlength=stages.count))
+    gone = np.empty(len(columns))
+    gone[order] = ends[stages.stage[order]] - np.cumsum(keeps.always[order])
+    return np.maximum(held - gone, 0.0)
 
 
 def rank_memory(
@@ -111,7 +132,7 @@ def rank_memory(
     gradients = float(held.gradients[stage])
     once = len(samples) == 1 and plan.degree("stage") == 1
     beside = max((one.nbytes for one in fused), default=0.0) if once else gradients
-    activations, when = _activations(held, plan, samples, stage)
+    activations, when = _activations(held, plan, samples, stage, kind)
     state = _State(
         parameters=float(held.parameters[stage]),
         lower=float(held.lower[stage]),
@@ -137,12 +158,14 @@ def rank_memory(
     return memory, when
 
 
-def _activations(held: Held, plan: Plan, samples: list[int], stage: int) -> tuple[float, str]:
+def _activations(held: Held, plan: Plan, samples: list[int], stage: int, kind: DeviceKind) -> tuple[float, str]:
     """Bytes at the peak, and when that is."""
     ranks = plan.degree("stage")
-    once = max(samples) * float(held.passing[stage])
+    copying = kind == "cpu" and held.copying[stage] > held.passing[stage]
+    once = max(samples) * float(held.copying[stage] if copying else held.passing[stage])
     if ranks == 1:
-        return max(samples) * float(held.kept.sum()) + once, "at the start of backward"
+        when = "in a convolution's backward" if copying else "at the start of backward"
+        return max(samples) * float(held.kept.sum()) + once, when
     by_microbatch: Array = held.kept[:, None] * np.array(samples, dtype=np.float64)
     nbytes, count = most_held(plan, by_microbatch, stage)
     return nbytes + once, f"on stage {stage} of {ranks}, where {count} microbatches are held at once"

@@ -57,7 +57,8 @@ class ModelTable:
     0 is what lies before the first, the model's own among it. `block`: whether the module is in a repeated block.
     `owner`: whose parameters a tied module shares, -1 for none.
     `flops`: of forward; `sample_flops`: of a sample's both passes; `summed`, `gathered`: what the split axis does with
-    a divided module's output; `halo`: bytes across one cut through each spatial dim, (modules, 3).
+    a divided module's output; `halo`: bytes across one cut through each spatial dim, (modules, 3). `convolved`: bytes
+    that the module's largest convolution reads and writes in forward.
     """
 
     ops: OpTable
@@ -82,6 +83,7 @@ class ModelTable:
     table: Flags
     spatial: Flags
     multiplies: Flags
+    convolved: Array
     unit: NDArray[np.intp]
     block: Flags
     owner: NDArray[np.intp]
@@ -135,6 +137,7 @@ def model_table(model: ModelSpec) -> ModelTable:
         table=flags(lambda module: module.table),
         spatial=flags(lambda module: module.spatial),
         multiplies=flags(multiplies),
+        convolved=column(_convolved),
         unit=_units(blocks, names),
         block=np.array([block >= 0 for block in blocks], dtype=np.bool_),
         owner=np.array([place.get(module.tied_to or "\0", -1) for module in modules], dtype=np.intp),
@@ -146,6 +149,10 @@ def model_table(model: ModelSpec) -> ModelTable:
 def multiplies(module: ModuleSpec) -> bool:
     """Whether it has matrix operators, which autocast runs in the lower precision."""
     return any(op.kind in constants.MATRIX_KINDS for op in module.ops)
+
+
+def _convolved(module: ModuleSpec) -> float:
+    return max((op.nbytes_forward / max(op.calls, 1) for op in module.ops if op.kind == "conv"), default=0.0)
 
 
 def _halo(module: ModuleSpec) -> tuple[float, ...]:
