@@ -38,7 +38,7 @@ def groups_of(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     return [group for group in groups if group["params"]]
 
 
-class _ByNorms(Optimizer):
+class ByNorms(Optimizer):
     """What they share: the loop over parameters with a gradient, and squared norms in one tensor."""
 
     over_parts: OverParts | None = None
@@ -69,15 +69,16 @@ class _ByNorms(Optimizer):
 
     def _norms(self, tensors: list[Tensor], parameters: list[nn.Parameter]) -> list[float]:
         """The norms of whole tensors, of each of which this rank has `tensors`."""
-        if not tensors:
+        if not tensors and self.over_parts is None:  # else the other ranks wait
             return []
-        squares = torch.stack([tensor.detach().double().square().sum() for tensor in tensors])
+        sums = [tensor.detach().double().square().sum() for tensor in tensors]
+        squares = torch.stack(sums) if sums else torch.zeros(0, dtype=torch.float64)
         if self.over_parts is not None:
             squares = self.over_parts(squares, parameters)
         return [math.sqrt(square) for square in squares.tolist()]
 
 
-class LARS(_ByNorms):
+class LARS(ByNorms):
     """Layer-wise rates (You et al. 2017): l = trust ||w|| / (||g|| + wd ||w||), v = mu v + lr l (g + wd w), w -= v.
 
     The rate is inside the momentum, so a rate that changes acts on new gradients only. With `nesterov`, w -= mu v +
@@ -114,7 +115,7 @@ class LARS(_ByNorms):
             parameter.sub_(velocity * group["momentum"] + step if group["nesterov"] else velocity)
 
 
-class LAMB(_ByNorms):
+class LAMB(ByNorms):
     """Adam's step with the norm of the weights (You et al. 2020): r = m / (sqrt(v) + eps) + wd w, both corrected for
     their start; w -= lr (||w|| / ||r||) r. With `normalise` (NVLAMB) all gradients are divided by their global norm.
     """
@@ -170,7 +171,7 @@ def nvlamb(params: Iterable[Any], lr: float, **settings: Any) -> LAMB:
     return LAMB(params, lr, normalise=True, **settings)
 
 
-class NovoGrad(_ByNorms):
+class NovoGrad(ByNorms):
     """A second moment for a whole tensor (Ginsburg et al. 2019): v = ||g||^2 at first, then b2 v + (1 - b2) ||g||^2;
     m = b1 m + g / (sqrt(v) + eps) + wd w, w -= lr m. `adapt` False leaves g as it is.
     """

@@ -36,6 +36,7 @@ from tutti.runtime.metrics import MetricsLog
 from tutti.runtime.noise import NoiseMeter, why_not
 from tutti.runtime.observe import Observer, load_observer
 from tutti.runtime.parallelize import parallelize, rebind
+from tutti.runtime.part_norms import bind_norms
 from tutti.runtime.precision import loss_scaler, set_matmul_precision
 from tutti.runtime.replicate import Replica
 from tutti.runtime.screen import Screen
@@ -139,6 +140,7 @@ def _hand_over(given: Given, originals: dict[str, nn.Parameter], layout: Layout,
     rebind(given.optimizers, originals, given.model, layout)
     shards.bind(given.optimizers)
     layout.settle(given.model, world, given.optimizers)
+    bind_norms(given.optimizers, given.model, layout, world)
 
 
 def _few_samples(given: Given, session: Session, plan: Plan) -> Any:
