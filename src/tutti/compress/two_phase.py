@@ -105,7 +105,7 @@ class TwoPhase(Exchange):
         a maximum.
         """
         per_chunk = count(self.length, codec.block)
-        found = torch.zeros(self.wire.size, per_chunk, device=flat.device)
+        found = torch.zeros(self.wire.size, per_chunk, dtype=torch.float32, device=flat.device)
         for rank in range(self.wire.size):
             begin, end = self._span(rank)
             if end > begin:

@@ -1,0 +1,212 @@
+"""Compressed sums beside every other part of a plan: nothing is lost but what is kept back; no step is half made."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import tutti
+from against_one import Subject, assert_agree
+from harness import run_ranks
+from runtime.several import Case, on_ranks, once, refusals
+from runtime.shard_subjects import WORDS, Branching
+from runtime.training import Mlp
+from tutti.compress.by_tensor import kept_of
+from tutti.runtime.compressed.compressor import CompressedSum, sizes_of
+from tutti.runtime.metrics import read_rows
+from tutti.spec import codec
+from tutti.spec.compression import Compression, bucket_sent_nbytes, parse_compression
+from tutti.spec.plan import BatchPlan, Pipeline, Plan, Sharding, Sync
+
+
+def vectors() -> TensorDataset:
+    draw = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(48, 6, generator=draw), torch.randint(3, (48,), generator=draw))
+
+
+def halves() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def plain() -> Subject:
+    return Subject(model=halves, data=vectors(), loss_fn=F.cross_entropy)
+
+
+def tied() -> Subject:
+    return Subject(model=Mlp, data=vectors(), loss_fn=F.cross_entropy)
+
+
+def clipped() -> Subject:
+    return Subject(model=halves, data=vectors(), loss_fn=F.cross_entropy, job={"clip_norm": 0.05})
+
+
+def branching() -> Subject:
+    """Ranks leave out different parameters, now and then all of them the same."""
+    draw = torch.Generator().manual_seed(4)
+    data = TensorDataset(torch.randint(WORDS, (24, 3), generator=draw), torch.randint(WORDS, (24,), generator=draw))
+    return Subject(model=Branching, data=data, loss_fn=F.cross_entropy, batch=4, optimizer=torch.optim.SGD)
+
+
+EXACT = Sync(bucket_nbytes=600, compress=Compression(method="float64"))
+
+CASES: dict[int, dict[str, Case]] = {
+    2: {
+        "ZeRO-1": (tied, {"mesh": {"shard": 2}, "sharding": Sharding(level=1)}),
+        "unlike shares": (tied, {"mesh": {"replicate": 2}, "shares": (3, 1), "batch": {"num_microbatches": 2}}),
+        "clipped": (clipped, {"mesh": {"replicate": 2}}),
+        "left out": (branching, {"mesh": {"replicate": 2}}),
+    },
+    4: {
+        "split": (plain, {"mesh": {"replicate": 2, "split": 2}}),
+        "stage": (
+            plain,
+            {"mesh": {"replicate": 2, "stage": 2}, "pipeline": Pipeline(cuts=("2",)), "batch": {"num_microbatches": 2}},
+        ),
+        "ZeRO-1 beside replicas": (tied, {"mesh": {"replicate": 2, "shard": 2}, "sharding": Sharding(level=1)}),
+    },
+}
+
+
+@pytest.mark.parametrize("world_size", CASES)
+def test_every_plan_is_one_device_where_nothing_is_lost(world_size: int) -> None:
+    cases = CASES[world_size]
+    found = on_ranks({name: (make, {"sync": EXACT, **plan}) for name, (make, plan) in cases.items()}, world_size)
+    for name, (make, plan) in cases.items():
+        one = once(make, plan.get("batch", {}).get("num_microbatches", 1))
+        assert_agree(one, [rank[name] for rank in found])
+
+
+def follow(words: str, steps: int, poison: int | None = None) -> dict[str, Any]:
+    """Sums of what went in, came out and is kept, by parameter; what the last step wrote; the parameters."""
+    torch.set_default_dtype(torch.float64)
+    subject, how = branching(), parse_compression(words)
+    sync = Sync(bucket_nbytes=600, compress=how)
+    world = int(os.environ["WORLD_SIZE"])
+    plan = Plan(batch=BatchPlan(global_batch_size=4), mesh={"replicate": world}, sync=sync)
+    os.environ["TUTTI_PLAN"] = str(codec.save(plan, Path.cwd() / f"plan-{os.getpid()}.json"))
+    os.environ["TUTTI_RUN_FOLDER"] = str(Path.cwd() / f"run-{words}-{poison}")
+    job = tutti.Job(global_batch_size=4, on_nonfinite="skip")
+    model = subject.model()
+    model, _, loader = job.prepare(model, subject.optimizer(model.parameters(), lr=0.05), subject.data)
+    names, went, came = {p: name for name, p in model.named_parameters()}, {}, {}
+    begin, run, kept = CompressedSum.start, job._run(), {}
+
+    def start(self: CompressedSum, bucket: Any) -> Any:
+        for p, view in zip(bucket.parameters, bucket.views, strict=True):
+            went[names[p]] = went.get(names[p], 0) + view.clone()
+        return begin(self, bucket)
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        value = F.cross_entropy(model(batch[0]), batch[1])
+        return value * torch.nan if run.progress.step == poison and run.world.rank == 1 else value
+
+    def keeping() -> dict[str, Any]:
+        found = {}
+        for bucket, exchange in run.replica.compressor.exchanges.items():
+            for p, one in zip(bucket.parameters, kept_of(exchange, sizes_of(bucket)), strict=True):
+                found[names[p]] = {what: value for what, value in one.items() if value.numel() and what != "momentum"}
+        return found
+
+    CompressedSum.start = start  # type: ignore[method-assign]
+    batches = iter(loader)
+    for _ in range(steps):
+        batch = next(batches, None)
+        if batch is None:
+            batches = iter(loader)
+            batch = next(batches)
+        before, entered = keeping(), {name: value.clone() for name, value in went.items()}
+        job.forward_backward(loss, batch)
+        if poison == run.progress.step:
+            went, kept = entered, keeping()
+            assert all(torch.equal(kept[n][w], v) for n, one in before.items() for w, v in one.items()), "it has moved"
+        else:
+            for name, p in model.named_parameters():
+                came[name] = came.get(name, 0) + (torch.zeros_like(p) if p.grad is None else p.grad.clone())
+        job.update()
+    CompressedSum.start = begin  # type: ignore[method-assign]
+    wires = [(exchange.wire.sent_nbytes, bucket) for bucket, exchange in run.replica.compressor.exchanges.items()]
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    buckets = [[tuple(p.shape) for p in bucket.parameters] for _, bucket in wires]
+    rows = read_rows(run.folder.metrics) if run.world.is_main else []
+    return {
+        "went": went,
+        "came": came,
+        "kept": {name: one.get("residual") for name, one in keeping().items()},
+        "state": state,
+        "wires": [nbytes for nbytes, _ in wires],
+        "formula": [bucket_sent_nbytes(how, shapes, world, 8) for shapes in buckets],
+        "flags": [2 * (world - 1) * len(shapes) * 8 // world for shapes in buckets],
+        "sent": [row["sent_nbytes"] for row in rows if row["kind"] == "step"],
+    }
+
+
+def followed(calls: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
+    return [follow(*call) for call in calls]
+
+
+KEEPING = ("bfloat16,feedback=true", "one-bit", "top-k,density=0.1", "top16-q4", "powersgd", "bytegrad,feedback=true")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_came_out_and_what_is_kept_is_what_went_in(world_size: int) -> None:
+    """Over a change of buckets after the first step, and parameters that some ranks, or all, leave out; a step that one
+    rank's loss spoils is as if it had not been.
+    """
+    calls = [(words, 20, 7 if place % 2 else None) for place, words in enumerate(KEEPING)]
+    found = run_ranks(followed, world_size, calls, timeout_s=110)
+    for place, words in enumerate(KEEPING):
+        first = found[0][place]
+        for name, came in first["came"].items():
+            went = sum(rank[place]["went"][name] for rank in found)
+            kept = sum(rank[place]["kept"][name] for rank in found).view_as(came)
+            scale = max(float(went.abs().max()), 1.0)
+            assert float((came + kept - went).abs().max()) <= 1e-12 * scale, (words, name)
+            assert all(torch.equal(rank[place]["state"][name], first["state"][name]) for rank in found), (words, name)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_bytes_in_the_row_are_the_formula_and_those_of_the_wire(world_size: int) -> None:
+    words = ("bfloat16", "bytegrad", "qsgd", "terngrad", "one-bit", "top-k", "dgc", "top16-q4", "powersgd")
+    for rank, found in enumerate(run_ranks(followed, world_size, [(one, 4) for one in words], timeout_s=110)):
+        for one, got in zip(words, found, strict=True):
+            rest = [formula - flags for formula, flags in zip(got["formula"], got["flags"], strict=True)]
+            for wire, nbytes in zip(got["wires"], rest, strict=True):  # some buckets are new after the first step
+                assert wire in (3 * nbytes, 4 * nbytes), one
+            if rank == 0:
+                assert got["sent"][-1] == sum(got["formula"]), one
+
+
+class Rows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 3, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.embed(x)
+
+
+def sparse() -> Subject:
+    data = TensorDataset(torch.arange(16) % 9, torch.arange(16) % 3)
+    return Subject(model=Rows, data=data, loss_fn=F.cross_entropy, optimizer=torch.optim.SGD)
+
+
+def moving() -> Subject:
+    return Subject(model=halves, data=vectors(), loss_fn=F.cross_entropy)
+
+
+def test_what_does_not_go_together_is_refused_on_all_ranks() -> None:
+    cases: list[Case] = [
+        (sparse, {"mesh": {"replicate": 2}, "sync": Sync(compress=Compression(method="one-bit"))}),
+        (moving, {"mesh": {"replicate": 2}, "sync": Sync(compress=Compression(method="dgc"))}),
+        (plain, {"mesh": {"shard": 2}, "sync": Sync(compress=Compression(method="one-bit"))}),
+    ]
+    said = ("embed is sparse", "AdamW has one of its own", "sharding.level = 3")
+    for rank in run_ranks(refusals, 2, cases):
+        for words, got in zip(said, rank, strict=True):
+            assert got.startswith("PlanError"), got
+            assert words in got, got
