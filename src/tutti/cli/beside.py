@@ -19,8 +19,9 @@ from tutti.launch.local import forked
 from tutti.launch.rank_main import leave_with_supervisor, user_traceback
 from tutti.spec import codec
 from tutti.spec.compression import Compression
-from tutti.spec.plan import Plan
+from tutti.spec.plan import Plan, Sync
 from tutti.spec.run import RunFolder
+from tutti.spec.sync_words import with_mode
 from tutti.spec.words import AxisName
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ Say = Callable[[str], None]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
     """What is to be worked out for a run. `plan`: the file it follows; `mesh`: or how its ranks are arranged; `ranks`:
-    or how many there are; with none of these, the plan itself is wanted too. `compress`: in place of the plan's."""
+    or how many there are; with none of these, the plan itself is wanted too. `compress` and `sync`: in place of the
+    plan's."""
 
     script: Path
     arguments: tuple[str, ...]
@@ -43,6 +45,7 @@ class Wanted:
     mesh: dict[AxisName, int] | None = None
     ranks: int | None = None
     compress: Compression | None = None
+    sync: Sync | None = None
 
     @property
     def plans(self) -> bool:
@@ -158,7 +161,7 @@ def _work_out(wanted: Wanted, cluster: "ClusterSpec", say: Say) -> None:
     folder = RunFolder(wanted.folder)
     codec.save(cluster, folder.cluster)
     captured = capture_script(wanted.script, wanted.arguments)
-    captured = replace(captured, plan=captured.plan.compressed(wanted.compress))
+    captured = replace(captured, plan=with_mode(captured.plan.compressed(wanted.compress), wanted.sync))
     if wanted.plans:
         from tutti.plan import explain
 
@@ -178,7 +181,7 @@ def _plan_of(wanted: Wanted, captured: "Captured") -> Plan:
     from tutti.runtime.annotated import with_annotations
 
     if wanted.plan is not None:
-        plan = codec.load(Plan, wanted.plan).compressed(wanted.compress)
+        plan = with_mode(codec.load(Plan, wanted.plan).compressed(wanted.compress), wanted.sync)
         return with_annotations(plan, captured.model, stated_mesh=True)
     mesh = wanted.mesh or {"replicate": wanted.ranks or 1}
     return with_annotations(replace(captured.plan, mesh=mesh), captured.model, stated_mesh=wanted.mesh is not None)

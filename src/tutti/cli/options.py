@@ -36,6 +36,24 @@ def _compression(context: click.Context, parameter: click.Parameter, text: str |
     return parse_compression(text)
 
 
+def sync_option(function: F) -> F:
+    """--sync: how far replicas may differ."""
+    return click.option(
+        "--sync",
+        metavar="MODE[:VALUE,...]",
+        callback=_sync,
+        help="Let replicas differ: local:8, post-local:8,after=1000, diloco:500, adasum, ring, push, elastic, ...",
+    )(function)
+
+
+def _sync(context: click.Context, parameter: click.Parameter, text: str | None) -> Any:
+    if text is None:
+        return None
+    from tutti.spec.sync_words import parse_sync
+
+    return parse_sync(text)
+
+
 def script_arguments(function: F) -> F:
     """SCRIPT and the arguments that go to it, options included."""
     function = click.argument("arguments", nargs=-1, type=click.UNPROCESSED)(function)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tutti.cli.options import SCRIPT_CONTEXT, compress_option
+from tutti.cli.options import SCRIPT_CONTEXT, compress_option, sync_option
 from tutti.errors import LaunchError, PlanError, ScriptError, TuttiError
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tutti.cli.beside import Beside, Wanted
     from tutti.launch.base import LaunchSpec
     from tutti.spec.compression import Compression
-    from tutti.spec.plan import Plan
+    from tutti.spec.plan import Plan, Sync
 
 _PLANNING = ("tutti.describe.probe", "tutti.cli.planning")
 """Loaded once, in the fork server, where a run is predicted or planned."""
@@ -40,6 +40,7 @@ class Options:
     plan: Path | None
     mesh: str | None
     compress: "Compression | None"
+    sync: "Sync | None"
     cluster: Path | None
     folder: Path | None
     resume: Path | None
@@ -84,6 +85,7 @@ def _counts(context: click.Context, parameter: click.Parameter, text: str | None
 @click.option("--plan", type=click.Path(path_type=Path), help="Run exactly this plan.")
 @click.option("--mesh", metavar="AXIS=N,...", help="The ranks as a grid, such as replicate=2,split=2.")
 @compress_option
+@sync_option
 @click.option("--cluster", type=click.Path(path_type=Path), help="The machines, for planning and predicting.")
 @click.option("--folder", type=click.Path(path_type=Path), help="The run folder; runs/NAME-TIME if not given.")
 @click.option("--resume", type=click.Path(path_type=Path), help="Go on from a run folder or a checkpoint.")
@@ -189,6 +191,10 @@ def _launch_spec(options: Options, nproc: tuple[int, ...] | None, console: "Cons
         from tutti.spec.compression import compression_in_words
 
         environment["TUTTI_COMPRESS"] = compression_in_words(options.compress)
+    if options.sync is not None:
+        from tutti.spec.sync_words import sync_in_words
+
+        environment["TUTTI_SYNC"] = sync_in_words(options.sync)
     if options.resume is not None:
         environment["TUTTI_RESUME"] = str(options.resume.resolve())
     if options.checkpoint_every is not None:
@@ -239,6 +245,7 @@ def _wanted(options: Options, folder: Path, world_size: int | None) -> "Wanted":
         mesh=parse_mesh(options.mesh) if options.mesh is not None else None,
         ranks=world_size,
         compress=options.compress,
+        sync=options.sync,
     )
 
 

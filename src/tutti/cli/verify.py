@@ -3,7 +3,7 @@
 import math
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +83,7 @@ def _verdict(options: Options) -> "Verdict":
     check_script(options.script)
     if options.folder is not None and not options.folder.is_dir():
         raise SpecError(f"--folder {options.folder} is not a folder; name the run folder to write verify.json into")
-    plan = _plan(options)
+    plan, notes = _summed(_plan(options))
     world_size = plan.world_size if plan is not None else _mesh_size(options) or options.nproc or 2
     from tutti.launch.local import warm
 
@@ -98,7 +98,24 @@ def _verdict(options: Options) -> "Verdict":
         tolerance=options.tolerance,
     )
     with tempfile.TemporaryDirectory(prefix="tutti-verify-") as folder:
-        return verify(question, _runner(options, question, plan, Path(folder)), Path(folder))
+        verdict = verify(question, _runner(options, question, plan, Path(folder)), Path(folder))
+    return replace(verdict, notes=(*verdict.notes, *notes))
+
+
+def _summed(plan: "Plan | None") -> tuple["Plan | None", tuple[str, ...]]:
+    """The plan with gradients summed in every step, and what then stays unproved."""
+    if plan is None or plan.sync.mode == "synchronous":
+        return plan, ()
+    from tutti.spec.plan import Sync
+    from tutti.spec.sync_words import sync_in_words, with_mode
+
+    words = sync_in_words(plan.sync)
+    note = (
+        f"replicas may differ by this plan (sync {words}), so that no step of one device is theirs; compared with "
+        "gradients summed in every step: shares of the data, losses, gradients and updates. Not compared: how replicas "
+        "are brought together, and what steps of their own give"
+    )
+    return with_mode(plan, Sync()), (note,)
 
 
 def _mesh_size(options: Options) -> int | None:

@@ -85,6 +85,11 @@ class Step:
 def worked_out(model: ModelSpec, cluster: ClusterSpec, plan: Plan) -> Step:
     """Who computes what of a step, with what. Raises PlanError as `predict` does."""
     check_plan(plan)
+    if plan.sync.mode != "synchronous":
+        raise PlanError(
+            f'sync.mode = "{plan.sync.mode}" is not predicted: a step is costed with gradients summed in it; run it, '
+            'or predict with sync.mode = "synchronous"'
+        )
     samples = _samples(model, plan)
     seats = place(cluster, plan.world_size)
     return Step(setting=_setting(model, cluster, plan, seats), samples=samples, lines=lines_of(plan, seats, samples))

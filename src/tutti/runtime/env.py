@@ -10,6 +10,8 @@ from pathlib import Path
 from tutti.errors import LaunchError
 from tutti.spec.compression import Compression, parse_compression
 from tutti.spec.mesh_words import parse_mesh
+from tutti.spec.plan import Sync
+from tutti.spec.sync_words import parse_sync
 from tutti.spec.words import AxisName
 
 _MPI = (
@@ -54,6 +56,7 @@ class Wishes:
     plan: Path | None = None
     mesh: dict[AxisName, int] | None = None
     compress: Compression | None = None
+    sync: Sync | None = None
     resume: Path | None = None
     observer: str | None = None
     recording: Recording | None = None
@@ -74,6 +77,7 @@ def read_wishes(environ: Mapping[str, str] = os.environ) -> Wishes:
         run_folder=path("TUTTI_RUN_FOLDER"),
         plan=path("TUTTI_PLAN"),
         mesh=parse_mesh(environ["TUTTI_MESH"]) if environ.get("TUTTI_MESH") else None,
+        sync=parse_sync(environ["TUTTI_SYNC"]) if environ.get("TUTTI_SYNC") else None,
         compress=parse_compression(environ["TUTTI_COMPRESS"]) if environ.get("TUTTI_COMPRESS") else None,
         resume=path("TUTTI_RESUME"),
         observer=environ.get("TUTTI_OBSERVER") or None,

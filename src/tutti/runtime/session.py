@@ -17,6 +17,7 @@ from tutti.runtime.world import World, join
 from tutti.spec import codec
 from tutti.spec.mesh_words import mesh_in_words
 from tutti.spec.plan import BatchPlan, Plan
+from tutti.spec.sync_words import with_mode
 from tutti.spec.words import Precision
 
 
@@ -63,8 +64,11 @@ def open_session(
         settings=settings,
         wishes=wishes,
         world=world,
-        plan=plan_of(world, wishes, batch, microbatches_stated=microbatches_stated, precision=precision).compressed(
-            wishes.compress
+        plan=with_mode(
+            plan_of(world, wishes, batch, microbatches_stated=microbatches_stated, precision=precision).compressed(
+                wishes.compress
+            ),
+            wishes.sync,
         ),
         stated_mesh=wishes.plan is not None or wishes.mesh is not None,
         clock=PhaseClock(world.device),

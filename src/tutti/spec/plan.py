@@ -124,7 +124,7 @@ class Sync:
     mode: SyncMode = "synchronous"
     bucket_nbytes: int = 25 * 2**20
     compress: Compression | None = None
-    relaxed: Relaxed = Relaxed()
+    relaxed: Relaxed = field(default_factory=Relaxed)
 
     def __post_init__(self) -> None:
         _positive(self.bucket_nbytes, "bucket_nbytes")

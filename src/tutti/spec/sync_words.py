@@ -1,9 +1,10 @@
 """A mode of consistency in words, as users type it: "local:8", "diloco:period=500,outer_rate=0.7"."""
 
+from dataclasses import replace
 from typing import Any, get_args
 
 from tutti.errors import PlanError
-from tutti.spec.plan import Sync
+from tutti.spec.plan import Plan, Sync
 from tutti.spec.relaxed import PARAMETERS, Relaxed
 from tutti.spec.words import SyncMode
 
@@ -34,6 +35,13 @@ def sync_in_words(sync: Sync) -> str:
     """The same, the other way round."""
     told = ",".join(f"{name}={value}" for name, value in sync.relaxed.told().items())
     return f"{sync.mode}:{told}" if told else sync.mode
+
+
+def with_mode(plan: Plan, sync: Sync | None) -> Plan:
+    """The plan in the mode that `sync` says; as it is where that says nothing."""
+    if sync is None:
+        return plan
+    return replace(plan, sync=replace(plan.sync, mode=sync.mode, relaxed=sync.relaxed))
 
 
 def _value(text: str, name: str, value: str) -> int | float | str:

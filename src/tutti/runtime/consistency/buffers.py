@@ -1,7 +1,10 @@
 """Buffers that training moves (running statistics): averaged whenever replicas exchange, in every mode."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from tutti.runtime.consistency.vectors import Replicas, Vectors
 
@@ -13,7 +16,8 @@ class Buffers:
 
     def __init__(self, model: nn.Module, replicas: Replicas) -> None:
         self._model, self._replicas = model, replicas
-        self._seen = {name: (tensor, tensor._version) for name, tensor in self._now().items()}
+        tracked = set(_tracked(model))
+        self._seen = {name: (one, one._version) for name, one in self._now().items() if name not in tracked}
 
     def moved(self) -> Vectors:
         """Those that some replica has changed. Collective where the model has any."""
@@ -41,6 +45,13 @@ class Buffers:
         persistent = set(self._model.state_dict(keep_vars=True))
         named = ((name, tensor) for name, tensor in self._model.named_buffers() if name in persistent)
         return {name: tensor for name, tensor in named if tensor.is_floating_point()}
+
+
+def _tracked(model: nn.Module) -> Iterator[str]:
+    """Running statistics of torch's own norms, whose kernels write to them without a trace."""
+    for prefix, module in model.named_modules():
+        if isinstance(module, _NormBase):
+            yield from (f"{prefix}.{name}" if prefix else name for name in module._buffers)
 
 
 def _changed(tensor: torch.Tensor, before: torch.Tensor, version: int) -> bool:

@@ -1,0 +1,104 @@
+"""Training with replicas that differ: what every rank has after every step."""
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tutti
+from runtime.training import MODELS
+from tutti.runtime.layout import local_tensors
+from tutti.spec import codec
+from tutti.spec.plan import BatchPlan, Plan
+from tutti.spec.sync_words import parse_sync
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """What one training is told. `rate`, `arguments`: of the optimizer; `freeze`: (step, name) -> frozen from there."""
+
+    sync: str = "synchronous"
+    model: str = "mlp"
+    batch: int = 12
+    steps: int = 6
+    microbatches: int = 1
+    shares: tuple[float, ...] = ()
+    optimizer: str = "SGD"
+    rate: float = 0.05
+    arguments: dict[str, Any] = field(default_factory=dict)
+    clip_norm: float | None = None
+    save_at: int | None = None
+    freeze: tuple[int, str] | None = None
+
+
+@dataclass
+class Seen:
+    """One rank's view. `batches`: samples of each global batch; `states[step]`: its own parameters and buffers after
+    each step; `rows`: rank 0's rows of steps; `after`: what it has once training has ended.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    batches: list[list[int]] = field(default_factory=list)
+    states: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    evaluation: dict[str, float] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    saved: str = ""
+    after: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def plan_of(told: Told, world_size: int) -> Plan:
+    batch = BatchPlan(global_batch_size=told.batch, num_microbatches=told.microbatches)
+    shares = told.shares[:world_size]
+    return Plan(batch=batch, mesh={"replicate": world_size}, shares=shares, sync=parse_sync(told.sync))
+
+
+def train(told: Told, world_size: int, resume: str | None = None) -> Seen:
+    """Train on this rank as told, from the start or from a checkpoint until the same step."""
+    torch.set_default_dtype(torch.float64)
+    os.environ["TUTTI_RUN_FOLDER"] = str(Path.cwd() / f"run-{len(list(Path.cwd().glob('run-*')))}-{world_size}")
+    plan = plan_of(told, world_size)
+    os.environ["TUTTI_PLAN"] = str(codec.save(plan, Path.cwd() / f"plan-{os.getpid()}.json"))
+    job = tutti.Job(global_batch_size=told.batch, clip_norm=told.clip_norm, resume=resume)
+    build, data, loss_fn = MODELS[told.model]
+    model = build()
+    optimizer = getattr(torch.optim, told.optimizer)(model.parameters(), lr=told.rate, **told.arguments)
+    model, optimizer, loader = job.prepare(model, optimizer, data(), loss_fn)
+    run, seen = job._run(), Seen()
+    for _ in job.epochs(10):
+        for one in loader:
+            if told.freeze and run.progress.step == told.freeze[0]:
+                model.get_parameter(told.freeze[1]).requires_grad_(False)
+            seen.losses.append(job.step(one))
+            seen.batches.append(loader.shares.indices.tolist())
+            seen.states.append({name: tensor.detach().clone() for name, tensor in local_tensors(model)})
+            if run.progress.step == told.save_at:
+                seen.saved = str(job.save())
+            if run.progress.step == told.steps:
+                break
+        if run.progress.step == told.steps:
+            break
+    seen.evaluation = job.evaluate(data())
+    run.consistency.finish(run)
+    seen.after = {name: tensor.detach().clone() for name, tensor in local_tensors(model)}
+    rows = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()] if run.world.is_main else []
+    seen.rows = [row for row in rows if row["kind"] == "step"]
+    return seen
+
+
+def train_all(told: dict[str, Told], world_size: int) -> dict[str, Seen]:
+    """Several trainings, one after another in the same ranks."""
+    return {name: train(one, world_size) for name, one in told.items()}
+
+
+def train_twice(told: dict[str, Told], world_size: int) -> dict[str, tuple[Seen, Seen]]:
+    """Several trainings, each of which is then resumed from what it saved on the way."""
+    first = train_all(told, world_size)
+    return {name: (seen, train(told[name], world_size, seen.saved)) for name, seen in first.items()}
+
+
+def train_on(told: Told, saved: str, world_size: int) -> Seen:
+    """One training from a checkpoint."""
+    return train(told, world_size, saved)
