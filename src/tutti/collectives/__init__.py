@@ -7,6 +7,7 @@ each other with semaphores in shared memory and read each other's tensors where 
 from tutti.collectives.channel import Letter, Receiving, Sending
 from tutti.collectives.host_sum import HostSum
 from tutti.collectives.rooms import Room
+from tutti.collectives.staged import Desk, make_desk
 from tutti.collectives.team import Team, make_team
 
-__all__ = ["HostSum", "Letter", "Receiving", "Room", "Sending", "Team", "make_team"]
+__all__ = ["Desk", "HostSum", "Letter", "Receiving", "Room", "Sending", "Team", "make_desk", "make_team"]

@@ -10,7 +10,7 @@ import torch
 
 from tutti.collectives.team import CLAIM, DONE, READY, Team
 
-_BLOCK_NBYTES = 2**18
+BLOCK_NBYTES = 2**18
 """Summed at a time: so small that it is still in the cache when it is written back."""
 
 _ALIGNED = 32
@@ -70,8 +70,8 @@ class HostSum:
 def sum_in_place(tensors: list[torch.Tensor]) -> None:
     """Replace all of `tensors`, flat and of one size, by their sum. Half precisions are summed in float32."""
     first, others = tensors[0], tensors[1:]
-    size = max(_BLOCK_NBYTES // first.element_size(), 1)
-    wide = torch.float32 if first.dtype in (torch.float16, torch.bfloat16) else first.dtype
+    size = max(BLOCK_NBYTES // first.element_size(), 1)
+    wide = widened(first.dtype)
     for start in range(0, first.numel(), size):
         blocks = [tensor[start : start + size] for tensor in others]
         total = first[start : start + size]
@@ -80,3 +80,8 @@ def sum_in_place(tensors: list[torch.Tensor]) -> None:
             wider.add_(block)
         for block in [total, *blocks] if wider is not total else blocks:
             block.copy_(wider)
+
+
+def widened(dtype: torch.dtype) -> torch.dtype:
+    """The precision in which values of `dtype` are summed."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

@@ -151,9 +151,11 @@ class Team:
 
 
 def make_team(group: Any = None) -> Team | None:
-    """The team of a process group (None: all ranks); None where its ranks are not all on one host or may not share
-    memory. All ranks of the group call it together, and all get the same answer.
+    """The team of a process group (None: all ranks); None where its ranks are not all on one host, may not share
+    memory, or compute on GPUs. All ranks of the group call it together, and all get the same answer.
     """
+    if dist.get_backend(group) != "gloo":
+        return None
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     control = _control(size)
     mine = (host_identity(), os.getpid(), control.file if control is not None else -1)

@@ -164,7 +164,7 @@ class Replica:
         compressed = None if self.compressor is None else self.compressor.summing(axes)
         if compressed is not None:
             return Group(handle, mesh.degree(*axes), self._layout.lane("gradients", *axes), compressed)
-        team = make_team(handle) if self.parameters[0].device.type == "cpu" else None
+        team = make_team(handle)
         summing = AllReduce() if team is None else HostSums(team)
         return Group(handle, mesh.degree(*axes), self._layout.lane("gradients", *axes), summing)
 

@@ -1,8 +1,8 @@
 """The two exchanges that sharding is made of: everyone's parts to everyone, and sums of which each rank gets its part.
 
-On the host Gloo's own all-gather copies its input and output, in memory of its threads that is not given back, and its
-reduce-scatter takes two to three times as long as an all-to-all and a sum: there both are made of what sends from and
-receives into the tensors themselves.
+Ranks that share memory use that. Over sockets Gloo's own all-gather copies its input and output, in memory of its
+threads that is not given back, and its reduce-scatter takes two to three times as long as an all-to-all and a sum:
+there both are made of what sends from and receives into the tensors themselves.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tutti.runtime.traffic import Flight, Lane
+from tutti.collectives import Desk, make_desk
+from tutti.runtime.traffic import Flight, Lane, ring_nbytes
 
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -30,9 +31,32 @@ class Exchange:
             self.flight.wait()
 
 
-def gather(segments: torch.Tensor, mine: torch.Tensor, group: Any, lane: Lane) -> Exchange:
+@dataclass(frozen=True, slots=True)
+class Party:
+    """Ranks that exchange. `handle`: their process group; `lane`: where exchanges are counted; `desk`: where they are
+    made, if the ranks share memory.
+    """
+
+    handle: Any
+    lane: Lane
+    desk: Desk | None = None
+
+    @classmethod
+    def meet(cls, handle: Any, lane: Lane) -> "Party":
+        """The ranks of a process group; they call this together."""
+        return cls(handle, lane, make_desk(handle))
+
+    @property
+    def rows(self) -> bool:
+        """Whether `scatter_sum` leaves a row for each rank to be summed, not the sum."""
+        return self.desk is None and dist.get_backend(self.handle) == "gloo"
+
+
+def gather(segments: torch.Tensor, mine: torch.Tensor, party: Party) -> Exchange:
     """Every rank's `mine` into its row of `segments`, (degree, size), on all ranks."""
-    nbytes = (len(segments) - 1) * mine.numel() * mine.element_size()
+    nbytes, lane, group = (len(segments) - 1) * mine.numel() * mine.element_size(), party.lane, party.handle
+    if party.desk is not None:
+        return Exchange(lane.start([party.desk.gather(segments, mine)], nbytes), (segments,))
     if mine.device.type != "cpu":
         works = [_all_gather(segments.view(-1), mine, group=group, async_op=True)]
         return Exchange(lane.start(works, nbytes), (segments, mine))
@@ -45,13 +69,26 @@ def gather(segments: torch.Tensor, mine: torch.Tensor, group: Any, lane: Lane) -
     return Exchange(flight, (segments, mine))
 
 
-def scatter_sum(buffer: torch.Tensor, received: torch.Tensor, group: Any, lane: Lane) -> Exchange:
+def scatter_sum(buffer: torch.Tensor, received: torch.Tensor, party: Party) -> Exchange:
     """Rows of `buffer`, (degree, size), to their ranks: the sum over rows of `received` is this rank's part of the sum.
 
-    `received` has a row for each rank on the host, and one elsewhere.
+    `received` has a row for each rank where `party.rows`, and one elsewhere.
     """
-    if buffer.device.type != "cpu":
-        work = _reduce_scatter(received[0], buffer.view(-1), group=group, async_op=True)
+    work: Any
+    if party.desk is not None:
+        work = party.desk.scatter_sum(buffer, received[0])
+    elif party.rows:
+        work = dist.all_to_all_single(received, buffer, group=party.handle, async_op=True)
     else:
-        work = dist.all_to_all_single(received, buffer, group=group, async_op=True)
-    return Exchange(lane.start([work], buffer[1:].numel() * buffer.element_size()), (buffer, received))
+        work = _reduce_scatter(received[0], buffer.view(-1), group=party.handle, async_op=True)
+    return Exchange(party.lane.start([work], buffer[1:].numel() * buffer.element_size()), (buffer, received))
+
+
+def start_sum(tensor: torch.Tensor, party: Party) -> tuple[Exchange, int]:
+    """The sum of `tensor` over the ranks, in place; with it the bytes that this rank sends for it."""
+    nbytes = ring_nbytes(tensor, dist.get_world_size(party.handle))
+    if party.desk is not None:
+        work = party.desk.start_reduce(tensor)
+    else:
+        work = dist.all_reduce(tensor, group=party.handle, async_op=True)
+    return Exchange(party.lane.start([work], nbytes), (tensor,)), nbytes

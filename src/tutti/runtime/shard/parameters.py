@@ -11,6 +11,7 @@ from tutti.errors import ScriptError
 from tutti.runtime.layout import Layout
 from tutti.runtime.shard.blocks import make_units
 from tutti.runtime.shard.elementwise import check_elementwise
+from tutti.runtime.shard.exchange import Party
 from tutti.runtime.shard.passes import Passes
 from tutti.runtime.shard.shards import Shards
 from tutti.runtime.shard.sums import Sums
@@ -30,10 +31,8 @@ class Parameters(Shards):
         self._sent_nbytes = 0
         self._learned = False
         self._passes = Passes(model, units, blocks, keep=sharding.level == 2)
-        self._passes.group = mesh.new_group("shard")
-        self._passes.lane = layout.lane("parameters", "shard")
-        self._sum_group = mesh.new_group("shard")
-        self._sums = Sums(self._sending_order(), self._group, lambda axes: layout.lane("gradients", *axes))
+        self._passes.party = Party.meet(mesh.new_group("shard"), layout.lane("parameters", "shard"))
+        self._sums = Sums(self._sending_order(), self._parties())
 
     @property
     def sent_nbytes(self) -> int:
@@ -77,8 +76,14 @@ class Parameters(Shards):
     def _devices(self) -> list[torch.device]:
         return [pack.device for unit in self.units for pack in unit.packs]
 
-    def _group(self, axes: tuple[AxisName, ...]) -> object:
-        return self._sum_group if axes == ("shard",) else self.layout.mesh.group(*axes)
+    def _parties(self) -> dict[tuple[AxisName, ...], Party]:
+        """Who sums gradients: the shards, and for each pack's other axes those; all ranks meet them in one order."""
+        layout, mesh = self.layout, self.layout.mesh
+        parties: dict[tuple[AxisName, ...], Party] = {}
+        parties[("shard",)] = Party.meet(mesh.new_group("shard"), layout.lane("gradients", "shard"))
+        for axes in sorted({pack.others for unit in self.units for pack in unit.packs if pack.others}):
+            parties[axes] = Party.meet(mesh.group(*axes), layout.lane("gradients", *axes))
+        return parties
 
     def _sending_order(self) -> list[Unit]:
         """What backward reaches first leaves first; what lies outside of blocks is complete last."""

@@ -16,6 +16,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from tutti.errors import ScriptError
+from tutti.runtime.shard.exchange import Party
 from tutti.runtime.shard.unit import Unit
 from tutti.runtime.traffic import lone_lane
 
@@ -42,7 +43,7 @@ class Passes:
     """
 
     def __init__(self, model: nn.Module, units: list[Unit], blocks: Mapping[nn.Module, Unit], *, keep: bool):
-        self.units, self.keep, self.group, self.lane = units, keep, None, lone_lane()
+        self.units, self.keep, self.party = units, keep, Party(None, lone_lane())
         self.sent_nbytes = 0
         self.complete: Callable[[Unit], None] | None = None
         self._seen: dict[Unit, None] = {}
@@ -125,7 +126,7 @@ class Passes:
         call.next = max(call.next, min(stop, len(call.units)))
 
     def _launch(self, unit: Unit) -> None:
-        self.sent_nbytes += unit.launch(self.group, self.lane)
+        self.sent_nbytes += unit.launch(self.party)
 
     def _close(self, call: Call, *, failed: bool) -> None:
         """The outermost module has returned: take part in what is left of the pass, free, remember what stays."""

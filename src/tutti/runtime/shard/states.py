@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from tutti.runtime.layout import Layout
 from tutti.runtime.shard.elementwise import is_elementwise
-from tutti.runtime.shard.exchange import Exchange, gather
+from tutti.runtime.shard.exchange import Exchange, Party, gather
 from tutti.runtime.shard.pieces import Loads, Piece, Pieces, even_bounds
 from tutti.runtime.shard.shards import Shards
 from tutti.runtime.traffic import Flight
@@ -77,8 +77,7 @@ class States(Shards):
         self._host = torch.device("cpu") if sharding.offload == "optimizer" else None
         self._degree, self._rank = layout.mesh.degree("shard"), layout.mesh.index("shard")
         self._ranks = layout.mesh.ranks("shard")
-        self._group = layout.mesh.new_group("shard")
-        self._lane = layout.lane("parameters", "shard")
+        self._party = Party.meet(layout.mesh.new_group("shard"), layout.lane("parameters", "shard"))
         self._loads = Loads(layout.mesh)
         self._divided: dict[Optimizer, Divided] = {}
         self._sent_nbytes = 0
@@ -181,16 +180,16 @@ class States(Shards):
         mine = torch.zeros_like(segments[0])
         for piece, whole in zip(pieces.ranks[self._rank], wholes, strict=True):
             piece.within(mine).copy_(piece.of(whole))
-        work = gather(segments, mine, self._group, self._lane)
+        work = gather(segments, mine, self._party)
         self._sent_nbytes += (self._degree - 1) * mine.numel() * mine.element_size()
         return partial(_unpack, work, pieces, segments, wholes)
 
     def _broadcast(self, parameter: nn.Parameter, owner: int) -> Callable[[], None]:
         values = parameter.data.contiguous()
-        work = dist.broadcast(values, src=self._ranks[owner], group=self._group, async_op=True)
+        work = dist.broadcast(values, src=self._ranks[owner], group=self._party.handle, async_op=True)
         nbytes = (self._degree - 1) * values.numel() * values.element_size() if owner == self._rank else 0
         self._sent_nbytes += nbytes
-        return partial(_take, self._lane.start([work], nbytes), values, parameter)
+        return partial(_take, self._party.lane.start([work], nbytes), values, parameter)
 
 
 def _spread(parameters: list[nn.Parameter], loads: Mapping[nn.Parameter, list[int]]) -> list[tuple[nn.Parameter, int]]:

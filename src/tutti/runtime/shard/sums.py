@@ -1,15 +1,12 @@
 """Sums of gradients over ranks, of which each rank gets its part: once a step, in one order on all ranks."""
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from tutti.runtime.shard.exchange import Exchange, scatter_sum
+from tutti.runtime.shard.exchange import Exchange, Party, scatter_sum, start_sum
 from tutti.runtime.shard.unit import Pack, Unit
-from tutti.runtime.traffic import Lane, ring_nbytes
 from tutti.spec.words import AxisName
 
 IN_FLIGHT = 2
@@ -28,20 +25,12 @@ class _Flight:
 
 
 class Sums:
-    """`order`: units in the order in which their gradients leave; `groups`: process groups by axes; `lanes`: where sums
-    over them are counted.
-    """
+    """`order`: units in the order in which their gradients leave; `parties`: by axes, who sums over them."""
 
-    def __init__(
-        self,
-        order: list[Unit],
-        groups: Callable[[tuple[AxisName, ...]], Any],
-        lanes: Callable[[tuple[AxisName, ...]], Lane],
-    ) -> None:
+    def __init__(self, order: list[Unit], parties: Mapping[tuple[AxisName, ...], Party]) -> None:
         self.order = order
-        self._lanes = lanes
         self.sent_nbytes = 0
-        self._groups = groups
+        self._parties = parties
         self._ready: set[Unit] = set()
         self._next = 0
         self._flights: list[_Flight] = []
@@ -80,13 +69,12 @@ class Sums:
 
     def _start(self, pack: Pack) -> _Flight:
         buffer, there = pack.take_gradients()
-        group = self._groups(("shard",))
+        party = self._parties[("shard",)]
         self.sent_nbytes += buffer[1:].numel() * buffer.element_size()
-        on_host = buffer.device.type == "cpu"
-        numel = buffer.numel() if on_host else buffer.shape[1]
+        numel = buffer.numel() if party.rows else buffer.shape[1]
         received = pack.rooms.take(numel, buffer.dtype, buffer.device)
         received = received.view(-1, buffer.shape[1])
-        return _Flight(pack, there, received, scatter_sum(buffer, received, group, self._lanes(("shard",))))
+        return _Flight(pack, there, received, scatter_sum(buffer, received, party))
 
     def _land(self, flight: _Flight) -> None:
         """This rank's part is there; start to sum it over the other axes, if there are any."""
@@ -99,9 +87,5 @@ class Sums:
         flight.received, flight.exchange = part, Exchange(None, ())
         others = flight.pack.others
         if others:
-            group = self._groups(others)
-            size = dist.get_world_size(group)
-            nbytes = ring_nbytes(part, size)
+            flight.exchange, nbytes = start_sum(part, self._parties[others])
             self.sent_nbytes += nbytes
-            work = dist.all_reduce(part, group=group, async_op=True)
-            flight.exchange = Exchange(self._lanes(others).start([work], nbytes), (part,))

@@ -7,15 +7,14 @@ one without memory (inside a forward pass, until the block's turn: who reaches f
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
 
-from tutti.runtime.shard.exchange import Exchange, gather
+from tutti.runtime.shard.exchange import Exchange, Party, gather
 from tutti.runtime.shard.pieces import Pieces, even_bounds
 from tutti.runtime.shard.rooms import Rooms, rounded
-from tutti.runtime.traffic import Lane
 from tutti.spec.words import AxisName
 
 Place = tuple[nn.Module, str]
@@ -110,11 +109,11 @@ class Pack:
         for one, piece in zip(self.parameters, self.mine, strict=True):
             one.shard = _like(one.shard, piece.within(self.flat), trainable=one.shard.requires_grad)
 
-    def launch(self, group: Any, lane: Lane) -> None:
+    def launch(self, party: Party) -> None:
         """Start to gather the whole parameters."""
         source = self.flat.to(self.device)
         self._gathered = self.rooms.take(self.degree * source.numel(), source.dtype, self.device).view(self.degree, -1)
-        self._exchange = gather(self._gathered, source, group, lane)
+        self._exchange = gather(self._gathered, source, party)
 
     def fill(self, arrived: Callable[[torch.Tensor], None]) -> None:
         """Wait for what was launched, and put it into the whole parameters."""
@@ -190,12 +189,12 @@ class Unit:
     def parameters(self) -> list[Sharded]:
         return [one for pack in self.packs for one in pack.parameters]
 
-    def launch(self, group: Any, lane: Lane) -> int:
+    def launch(self, party: Party) -> int:
         """Start to gather, unless that has been done; returns the bytes that this rank sends."""
         if self.whole or self.launched:
             return 0
         for pack in self.packs:
-            pack.launch(group, lane)
+            pack.launch(party)
         self.launched = True
         return sum((pack.degree - 1) * pack.nbytes for pack in self.packs)
 

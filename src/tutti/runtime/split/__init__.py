@@ -7,6 +7,7 @@ unchanged.
 
 from torch import nn
 
+from tutti.collectives import make_desk
 from tutti.runtime.layout import Layout
 from tutti.runtime.split import elementwise, normal, products, shapes
 from tutti.runtime.split.apply import apply_decisions, whole_parameter
@@ -35,11 +36,13 @@ def split_model(model: nn.Module, plan: Plan, layout: Layout) -> None:
     if degree == 1:
         return
     decisions = decide(model, plan.layout, degree, rules_for_others=rules_for_others(plan))
+    handle = mesh.new_group("split")
     group = SplitGroup(
-        handle=mesh.new_group("split"),
+        handle=handle,
         rank=mesh.index("split"),
         size=degree,
         lane=layout.lane("activations", "split"),
+        desk=make_desk(handle),
     )
     apply_decisions(model, decisions, layout, group)
 

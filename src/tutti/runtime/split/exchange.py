@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from tutti.collectives import Desk
 from tutti.runtime.split.spread import Range, Spread
 from tutti.runtime.traffic import Lane, lone_lane, ring_nbytes
 
@@ -25,19 +26,39 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dis
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitGroup:
     """The ranks of this rank's split group. `handle`: their process group; `rank`: this one's place among them; `lane`:
-    where exchanges are counted.
+    where exchanges are counted; `desk`: where they are made, if the ranks share memory.
     """
 
     handle: Any
     rank: int
     size: int
     lane: Lane = field(default_factory=lone_lane, compare=False)
+    desk: Desk | None = field(default=None, compare=False)
 
     def sum(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
         """Reduce in place over the ranks, and return the tensor."""
         with self.lane.waiting(ring_nbytes(tensor, self.size)):
-            dist.all_reduce(tensor, op, group=self.handle)
+            if self.desk is not None:
+                self.desk.reduce(tensor, op)
+            else:
+                dist.all_reduce(tensor, op, group=self.handle)
         return tensor
+
+    def gather(self, everyone: torch.Tensor, mine: torch.Tensor) -> None:
+        """Every rank's `mine`, one behind another along dim 0, into `everyone`."""
+        with self.lane.waiting((self.size - 1) * mine.numel() * mine.element_size()):
+            if self.desk is not None:
+                self.desk.gather(everyone.view(self.size, -1), mine).wait()
+            else:
+                _all_gather(everyone, mine, group=self.handle)
+
+    def sum_part(self, mine: torch.Tensor, whole: torch.Tensor) -> None:
+        """This rank's part along dim 0 of the sum of `whole` over ranks into `mine`."""
+        with self.lane.waiting(ring_nbytes(whole, self.size) // 2):
+            if self.desk is not None:
+                self.desk.scatter_sum(whole, mine).wait()
+            else:
+                _reduce_scatter(mine, whole, group=self.handle)
 
 
 def copy(whole: torch.Tensor, group: SplitGroup) -> torch.Tensor:
@@ -92,8 +113,7 @@ def _gathered(part: torch.Tensor, dim: int, spread: Spread, group: SplitGroup) -
         lead = torch.cat([lead, lead.new_zeros((most - sizes[group.rank], *lead.shape[1:]))])
     lead = lead.contiguous()
     everyone = lead.new_empty((group.size * most, *lead.shape[1:]))
-    with group.lane.waiting((group.size - 1) * lead.numel() * lead.element_size()):
-        _all_gather(everyone, lead, group=group.handle)
+    group.gather(everyone, lead)
     if not spread.simple:
         whole = lead.new_empty((spread.size, *lead.shape[1:]))
         for rank, ranges in enumerate(spread.parts):
@@ -110,8 +130,7 @@ def _summed_part(term: torch.Tensor, dim: int, spread: Spread, group: SplitGroup
     if spread.simple:
         lead = term.movedim(dim, 0).contiguous()
         mine = lead.new_empty((spread.local(group.rank), *lead.shape[1:]))
-        with group.lane.waiting(ring_nbytes(lead, group.size) // 2):
-            _reduce_scatter(mine, lead, group=group.handle)
+        group.sum_part(mine, lead)
         return mine.movedim(0, dim).contiguous()
     whole = group.sum(term.contiguous().clone())
     return pieces(whole, dim, spread.parts[group.rank]).contiguous()

@@ -46,7 +46,7 @@ class Pipeline:
         self.splits_backward = plan.pipeline.schedule == "zero-bubble" and not any(
             rule.recompute for rule in plan.layout
         )
-        team = make_team(mesh.group("stage")) if device.type == "cpu" else None
+        team = make_team(mesh.group("stage"))
         self._links = Links(mesh.ranks("stage"), stages.position, _groups(mesh), device, lane, team)
         self._ties = Ties(stages.shared, layout)
         self.forwards = Forwards(stages)

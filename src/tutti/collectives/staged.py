@@ -1,0 +1,187 @@
+"""Exchanges of any tensors over the ranks of one host: each copies its own in, all read what they need.
+
+An exchange needs of the other ranks only that they have started it. Sums are made in the order of ranks, half
+precisions in float32, so they are bit-identical on all ranks.
+"""
+
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tutti.collectives.host_sum import BLOCK_NBYTES, widened
+from tutti.collectives.staging import Staging
+from tutti.collectives.team import DONE, READY, Team, make_team
+
+_LINGER_S = 2.0
+"""Longest wait at the end for ranks that have all they need to go on, but had no turn yet."""
+
+_COMBINE: dict[Any, Callable[..., Any]] = {dist.ReduceOp.SUM: torch.add, dist.ReduceOp.MAX: torch.maximum}
+
+
+class Staged:
+    """One exchange: `tensor` of this rank can be read by all until they have said that they did."""
+
+    def __init__(self, team: Team, staging: Staging, under_way: list["Staged"], tensor: torch.Tensor) -> None:
+        self._team, self._staging, self._under_way, self._dtype = team, staging, under_way, tensor.dtype
+        self._absent, self._reading = team.size - 1, team.size - 1
+        self._room = staging.put(tensor.detach().reshape(-1))
+        self._slot = team.start(self._room, tensor.numel(), self._settle)
+
+    def present(self) -> bool:
+        """Whether all ranks have started."""
+        while self._absent and self._team.take(self._slot, READY, self._team.rank):
+            self._absent -= 1
+        return not self._absent
+
+    def arrive(self) -> list[torch.Tensor]:
+        """Every rank's tensor, flat, once all have started. Say `leave` when they have been read."""
+        while self._absent:
+            self._team.wait(self._slot, READY)
+            self._absent -= 1
+        return self._team.tensors(self._slot, self._dtype)
+
+    def leave(self) -> None:
+        """This rank has read what it needs."""
+        self._team.tell(self._slot, DONE)
+        self._under_way.append(self)
+
+    def read_by_all(self) -> bool:
+        """Whether all others have left; the room is free then."""
+        while self._reading and self._team.take(self._slot, DONE, self._team.rank):
+            self._reading -= 1
+        return not self._reading
+
+    def give_back(self) -> None:
+        """Its room may be used again."""
+        self._staging.give(self._room)
+
+    def _settle(self) -> None:
+        while self._reading:
+            self._team.wait(self._slot, DONE)
+            self._reading -= 1
+
+
+class Desk:
+    """Where a team's exchanges of any tensors are made."""
+
+    def __init__(self, team: Team) -> None:
+        self.team, self._staging = team, Staging(team)
+        self._under_way: list[Staged] = []
+        weakref.finalize(self, _linger, self._under_way)
+
+    def put(self, tensor: torch.Tensor) -> Staged:
+        """Start an exchange; contiguous tensors of one size on all ranks."""
+        _tidy(self._under_way)
+        return Staged(self.team, self._staging, self._under_way, tensor)
+
+    def reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+        """Replace `tensor` by the sum (or maximum) over ranks."""
+        self.start_reduce(tensor, op).wait()
+
+    def start_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> "Work":
+        """The same; wait for it."""
+        return Reduction(self.put(tensor), tensor, op)
+
+    def gather(self, segments: torch.Tensor, mine: torch.Tensor) -> "Work":
+        """Every rank's `mine` into its row of `segments`, (ranks, values); wait for it."""
+        return Gathering(self.put(mine), segments)
+
+    def scatter_sum(self, buffer: torch.Tensor, out: torch.Tensor) -> "Work":
+        """Row r of `buffer`, (ranks, values), summed over ranks, into `out` of rank r; wait for it."""
+        return ScatterSum(self.put(buffer), out, self.team.rank)
+
+
+def make_desk(group: Any = None) -> Desk | None:
+    """A process group's desk, where `make_team` gives it a team; its ranks call this together."""
+    team = make_team(group)
+    return None if team is None else Desk(team)
+
+
+def _tidy(under_way: list[Staged]) -> None:
+    """Take rooms back that all have read."""
+    done = [one for one in under_way if one.read_by_all()]
+    for one in done:
+        one.give_back()
+        under_way.remove(one)
+
+
+def _linger(under_way: list[Staged]) -> None:
+    """At the desk's end: what others have not read yet lies in this process' rooms, so give them a moment."""
+    end = time.monotonic() + _LINGER_S
+    while under_way and time.monotonic() < end:
+        _tidy(under_way)
+        time.sleep(0.001)
+
+
+class Work(ABC):
+    """An exchange under way, which this rank ends when it waits for it or finds that all have started."""
+
+    def __init__(self, exchange: Staged) -> None:
+        self._exchange: Staged | None = exchange
+
+    def is_completed(self) -> bool:
+        """Whether it is done; does it, if all have started."""
+        if self._exchange is not None and self._exchange.present():
+            self.wait()
+        return self._exchange is None
+
+    def wait(self) -> None:
+        """Return when it is done. Raises RuntimeError when a rank has ended or does not come in time."""
+        if self._exchange is not None:
+            self._read(self._exchange.arrive())
+            self._exchange.leave()
+            self._exchange = None
+
+    @abstractmethod
+    def _read(self, tensors: list[torch.Tensor]) -> None:
+        """Take what this rank needs of all ranks' tensors."""
+
+
+class Gathering(Work):
+    def __init__(self, exchange: Staged, segments: torch.Tensor) -> None:
+        super().__init__(exchange)
+        self._segments = segments
+
+    def _read(self, tensors: list[torch.Tensor]) -> None:
+        for row, theirs in zip(self._segments, tensors, strict=True):
+            row.copy_(theirs.view(row.shape))
+
+
+class Reduction(Work):
+    def __init__(self, exchange: Staged, tensor: torch.Tensor, op: Any) -> None:
+        super().__init__(exchange)
+        self._tensor, self._op = tensor, op
+
+    def _read(self, tensors: list[torch.Tensor]) -> None:
+        combine_into(self._tensor.view(-1), tensors, self._op)
+
+
+class ScatterSum(Work):
+    def __init__(self, exchange: Staged, out: torch.Tensor, rank: int) -> None:
+        super().__init__(exchange)
+        self._out, self._rank = out, rank
+
+    def _read(self, tensors: list[torch.Tensor]) -> None:
+        numel = self._out.numel()
+        parts = [theirs[self._rank * numel : (self._rank + 1) * numel] for theirs in tensors]
+        combine_into(self._out.view(-1), parts, dist.ReduceOp.SUM)
+
+
+def combine_into(out: torch.Tensor, tensors: list[torch.Tensor], op: Any) -> None:
+    """Put the elementwise combination of flat `tensors`, in their order, into `out`."""
+    combine, wide = _COMBINE[op], widened(out.dtype)
+    size = max(BLOCK_NBYTES // out.element_size(), 1)
+    for start in range(0, out.numel(), size):
+        first, *others = [tensor[start : start + size] for tensor in tensors]
+        block = out[start : start + size]
+        total = block if wide is out.dtype else torch.empty_like(first, dtype=wide)
+        total.copy_(first)
+        for other in others:
+            combine(total, other, out=total)
+        if total is not block:
+            block.copy_(total)
