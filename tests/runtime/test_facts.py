@@ -67,10 +67,10 @@ class Mixture(nn.Module):
         return self.moe(self.inputs(x) + self.table(torch.zeros(x.shape[:-1], dtype=torch.long, device=x.device)))
 
 
-def spec_of(model: nn.Module, x: Tensor) -> ModelSpec:
+def spec_of(model: nn.Module, x: Tensor, layout: tuple[LayoutRule, ...] = ()) -> ModelSpec:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     spec = describe_model(model, (x,), {}, None, lambda output, _: output.square().mean(), optimizer, samples=len(x))
-    return with_facts(spec, model, (x,))
+    return with_facts(spec, model, (x,), layout)
 
 
 def facts(model: nn.Module, x: Tensor) -> dict[str, ModuleSpec]:
@@ -89,6 +89,13 @@ def test_a_transformer_is_divided_as_the_runtime_divides_it() -> None:
     assert [found[f"blocks.2{name}"].split_limit for name in ("", ".qkv", ".merge", ".mlp.0")] == [HEADS] * 3 + [0]
     assert [found[name].block for name in ("blocks.0.qkv", "blocks.5", "head", "")] == [0, 5, -1, -1]
     assert found["blocks.1"].key_value_nbytes == 2 * row
+
+
+def test_norms_are_divided_by_tokens_where_the_layout_says_so_and_only_there() -> None:
+    x, rows = torch.zeros(4, TOKENS, WIDTH), (LayoutRule(modules="blocks.[0-3].norm?", placement="row"),)
+    found = {module.name for module in spec_of(Model(), x, rows).modules if module.sequence}
+    assert found == {f"blocks.{block}.norm{number}" for block in range(4) for number in (1, 2)}
+    assert not any(module.sequence for module in spec_of(Model(), x).modules)
 
 
 def test_volumes_say_what_crosses_a_cut() -> None:
@@ -131,16 +138,35 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
+def sent(plan: Plan, folder: Path) -> tuple[float, float]:
+    """(predicted, counted) bytes that the rank which sends most sends in a step."""
+    predicted = predict(spec_of(Model(), torch.zeros(4, TOKENS, WIDTH), plan.layout), cluster(), plan)
+    run_ranks(train, 2, str(codec.save(plan, folder / "plan.json")), str(folder / "run"))
+    rows = []
+    for rank in range(2):
+        lines = (folder / "run" / "ranks" / str(rank) / "metrics.jsonl").read_text().splitlines()
+        rows += [row["sent_nbytes"] for row in map(json.loads, lines) if row["kind"] == "step"][-1:]
+    return predicted.sent_nbytes_per_rank, max(rows)
+
+
 @pytest.mark.parametrize("name", PLANS)
 def test_real_runs_send_the_predicted_bytes(name: str, tmp_path: Path) -> None:
     fields = dict(PLANS[name])
     batch = BatchPlan(global_batch_size=8, num_microbatches=fields.pop("microbatches", 1))
     plan = Plan(batch=batch, **fields)
-    predicted = predict(spec_of(Model(), torch.zeros(4, TOKENS, WIDTH)), cluster(), plan).sent_nbytes_per_rank
-    run_ranks(train, 2, str(codec.save(plan, tmp_path / "plan.json")), str(tmp_path / "run"))
-    rows = []
-    for rank in range(2):
-        lines = (tmp_path / "run" / "ranks" / str(rank) / "metrics.jsonl").read_text().splitlines()
-        rows += [row["sent_nbytes"] for row in map(json.loads, lines) if row["kind"] == "step"][-1:]
+    predicted, counted = sent(plan, tmp_path)
     # the first step also checks attention over parts of sequences; flags travel with summed parts of gradients
-    assert max(rows) == pytest.approx(predicted, rel=0.005)
+    assert counted == pytest.approx(predicted, rel=0.005)
+
+
+def test_norms_by_tokens_send_their_gradients_over_split(tmp_path: Path) -> None:
+    """Each rank sends as many bytes of gradients as the norms have (a ring of 2). A model file does not say that the
+    biases of row layers and the head see parts of the tokens then: their gradients and the result are sent, too.
+    """
+    rows = (LayoutRule(modules="*norm?", placement="row"),)
+    plan = Plan(batch=BatchPlan(global_batch_size=8), mesh={"split": 2}, layout=rows)
+    predicted, counted = sent(plan, tmp_path)
+    activations = 6 * 4 * 8 * TOKENS * WIDTH * 4  # 6 blocks, 2 sums each way
+    assert predicted - activations == 12 * 2 * WIDTH * 4
+    besides = 12 * WIDTH * 4 + (2 * WIDTH + 2) * 4 + 8 * TOKENS * 2 * 4 // 2
+    assert counted == predicted + besides

@@ -89,7 +89,7 @@ def describe_captured(captured: "Captured", *, name: str) -> ModelSpec:
         tokens_per_sample=captured.tokens_per_sample,
         dataset_samples=captured.dataset_samples,
     )
-    return with_facts(described, captured.model, () if kwargs else args)
+    return with_facts(described, captured.model, () if kwargs else args, captured.plan.layout)
 
 
 def _write(model: ModelSpec, output: Path) -> None:

@@ -1,5 +1,6 @@
 """`tutti predict`: what one plan costs, for a described model or a script, on a cluster."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,7 +46,8 @@ def command(
     from tutti.cli.planning import warn_if_changed, write_spec
     from tutti.predict import predict
 
-    intended, described = codec.load(Plan, plan), _model(model, target)
+    intended = codec.load(Plan, plan)
+    described = _model(model, target, intended)
     warn_if_changed(intended, described)
     machines = cluster_for(cluster)
     prediction = predict(described, machines, intended)
@@ -79,7 +81,8 @@ def write_plan_page(model: ModelSpec, cluster: ClusterSpec, plan: Plan, path: Pa
     console.print(f"page written to {path}", soft_wrap=True, markup=False)
 
 
-def _model(path: Path | None, target: tuple[str, ...]) -> ModelSpec:
+def _model(path: Path | None, target: tuple[str, ...], intended: Plan) -> ModelSpec:
+    """The model to cost; a script's is described for the layout of the plan `intended`."""
     if bool(path) == bool(target):
         raise ScriptError("name one model: --model FILE before the plan, or a script after it")
     if path is not None:
@@ -92,7 +95,9 @@ def _model(path: Path | None, target: tuple[str, ...]) -> ModelSpec:
         return named
     script = Path(target[0])
     with console.status("tracing the model on shapes"):
-        return model_spec_of(capture_script(script, target[1:]), name=script.stem)
+        captured = capture_script(script, target[1:])
+        captured = replace(captured, plan=replace(captured.plan, layout=intended.layout))
+        return model_spec_of(captured, name=script.stem)
 
 
 def show(plan: Plan, prediction: "Prediction", out: "Console") -> None:

@@ -21,6 +21,7 @@ from tutti.runtime.split.decisions import features, is_linear
 from tutti.runtime.split.describe import SplitModule
 from tutti.runtime.split.patterns import KEY, VALUE
 from tutti.spec.model import ModelSpec, ModuleSpec, SplitKind, block_of_name
+from tutti.spec.plan import LayoutRule
 
 _KINDS: Mapping[str, SplitKind] = {
     "column": "column",
@@ -39,17 +40,21 @@ Facts = dict[str, dict[str, Any]]
 """Fields of ModuleSpec by module name."""
 
 
-def with_facts(spec: ModelSpec, model: nn.Module, args: Sequence[Any] = ()) -> ModelSpec:
+def with_facts(
+    spec: ModelSpec, model: nn.Module, args: Sequence[Any] = (), layout: Sequence[LayoutRule] = ()
+) -> ModelSpec:
     """`spec` with what mechanisms may do with the modules of `model`, which nothing has touched.
 
-    `args`: positional arguments of its forward for some samples, which say how large volumes are. What cannot be
-    found out is left at "not divided".
+    `args`: positional arguments of its forward for some samples, which say how large volumes are. `layout`: rules of
+    the plan it is described for; norms that they divide by tokens are so under no other. What cannot be found out is
+    left at "not divided".
     """
     modules = {module.name: module for module in spec.modules}
     facts: Facts = {name: {} for name in modules}
     for more in (
         _blocks(modules),
         _split(spec, model),
+        _by_tokens(model, layout),
         _experts(modules, model),
         _tables(modules, model),
         _attention(spec.modules),
@@ -77,9 +82,7 @@ def _split(spec: ModelSpec, model: nn.Module) -> Facts:
     modules = {module.name: module for module in spec.modules}
     facts: Facts = {}
     for name, one in described.items():
-        if one.placement == "tokens":
-            facts[name] = {"sequence": True}
-        elif one.placement in _KINDS and name in modules:
+        if one.placement in _KINDS and name in modules:
             facts[name] = {"split": _KINDS[one.placement]}
             into = next((e.values for e in one.exchanges if e.when == "backward" and e.kind == "all-reduce"), 0)
             facts[name]["input_nbytes"] = _input_nbytes(model.get_submodule(name), modules[name], into)
@@ -94,9 +97,20 @@ def _split(spec: ModelSpec, model: nn.Module) -> Facts:
     return facts
 
 
-def _described(model: nn.Module, degree: int) -> list[SplitModule] | None:
+def _by_tokens(model: nn.Module, layout: Sequence[LayoutRule]) -> Facts:
+    """Norms that the layout lets each split rank compute for its part of the tokens: rules that say "row" of them."""
+    if all(rule.placement != "row" for rule in layout):
+        return {}
+    for degree in _DEGREES:
+        found = _described(model, degree, layout)
+        if found is not None:
+            return {one.name: {"sequence": True} for one in found if one.placement == "tokens"}
+    return {}
+
+
+def _described(model: nn.Module, degree: int, layout: Sequence[LayoutRule] = ()) -> list[SplitModule] | None:
     try:
-        return describe_split(model, (), degree)
+        return describe_split(model, layout, degree, rules_for_others=bool(layout))
     except TuttiError:
         return None
 
