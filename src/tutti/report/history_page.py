@@ -7,7 +7,7 @@ from rich.text import Text
 
 from tutti.report.html import environment
 from tutti.report.svg import INK, MUTED, PAPER, SERIES, Plot, inline, new_figure, styled
-from tutti.report.words import duration, plural, show, signed_percent
+from tutti.report.words import duration, plural, show, signed_percent, significant
 from tutti.spec.history import History
 
 MOST_SHOWN = 60
@@ -39,7 +39,7 @@ def history_plot(history: History) -> Plot | None:
     axes.set_yscale("log", base=2)
     axes.set_ylim(100 / reach, 100 * reach)
     axes.yaxis.set_major_locator(FixedLocator([100 * 2.0**power for power in range(-8, 9)]))
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
+    axes.yaxis.set_major_formatter(lambda value, _: significant(value))
     axes.yaxis.set_minor_locator(NullLocator())
     step = -(-len(shown) // 12)
     axes.set_xticks(range(0, len(shown), step), [shown[at].started_utc[:10] for at in range(0, len(shown), step)])

@@ -1,0 +1,187 @@
+"""What plan and predict show beside the table: the step in letters, memory, the page, the trials' verdict."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from rich.console import Console
+
+from predict.examples_mesh import machines, meshed, transformer
+from tutti.cli import plan as plan_command
+from tutti.cli import predict as predict_command
+from tutti.cli.outlook import seated, show_trials, with_measured
+from tutti.cli.timeline_view import drawn, held, show_timeline
+from tutti.cli.tried import check_here, fastest, said, to_try
+from tutti.errors import PlanError, ScriptError
+from tutti.plan import Choice
+from tutti.predict.lanes import timeline
+from tutti.spec import codec
+from tutti.spec.plan import Pipeline, Plan
+from tutti.spec.prediction import Estimate
+from tutti.spec.scaling import ScalingCurve
+from tutti.spec.trials import Trial, Trials
+
+GPIPE = meshed(64, 4, {"stage": 4}, pipeline=Pipeline(schedule="gpipe"))
+
+
+def call(command: Any, *arguments: str) -> Result:
+    result = CliRunner().invoke(command, arguments)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, str]:
+    specs = {"cluster": machines(1, 4), "model": transformer(), "plan": GPIPE}
+    return {name: str(codec.save(spec, tmp_path / f"{name}.json")) for name, spec in specs.items()}
+
+
+def test_a_step_in_letters_is_as_wide_as_asked_and_in_order() -> None:
+    found = timeline(transformer(), machines(1, 4), GPIPE)
+    step = found.step_time_s.value
+    texts = [drawn(lane, found.left_out, step, 80).plain for lane in found.lanes]
+    assert {len(text) for text in texts} == {80}
+    assert texts[0].startswith("f")
+    assert texts[3].startswith(".")  # the last stage waits for the first microbatch
+    assert texts[3].index("b") < texts[0].index("b")  # and begins backward first
+    assert texts[0].count("f") == pytest.approx(80 * found.lanes[0].seconds["forward"] / step, abs=5)
+
+
+def test_a_long_step_shows_where_it_is_cut() -> None:
+    found = timeline(transformer(), machines(1, 4), meshed(256, 128, {"stage": 4}))
+    assert found.left_out is not None
+    text = drawn(found.lanes[0], found.left_out, found.step_time_s.value, 80).plain
+    assert len(text) == 80
+    assert text.count("//") == 1
+
+
+def test_memory_in_letters_says_what_holds_it_and_what_is_too_much() -> None:
+    lane = timeline(transformer(), machines(1, 4), meshed(64, 1)).lanes[0]
+    text = held(lane, 100).plain
+    assert len(text) == 100
+    assert text.count(".") == pytest.approx(100 * (1 - lane.memory.total / lane.memory_limit_nbytes), abs=1)
+    over = codec.from_data(type(lane), {**codec.to_data(lane), "memory_limit_nbytes": lane.memory.total / 2})
+    assert held(over, 100).plain.index("|") == 50
+    out = Console(record=True, width=120)
+    found = timeline(transformer(), machines(1, 4), meshed(64, 1))
+    show_timeline(out, codec.from_data(type(found), {**codec.to_data(found), "lanes": [codec.to_data(over)]}))
+    assert ": too much" in out.export_text()
+
+
+def test_predict_draws_the_step_and_writes_a_page(files: dict[str, str], tmp_path: Path) -> None:
+    page = tmp_path / "pages" / "one.html"
+    given = ("--cluster", files["cluster"], "--model", files["model"], "--html", str(page), files["plan"])
+    shown = call(predict_command.command, *given)
+    assert "One step, predicted:" in shown.stdout
+    assert "rank 3 (stage 3)" in shown.stdout
+    assert "bubble" in shown.stdout
+    assert "page written to" in shown.stderr
+    text = page.read_text(encoding="utf-8")
+    assert "transformer on here" in text
+    assert "Stage 4 with gpipe, 4 microbatches" in text
+
+
+def test_plan_writes_a_page_and_a_curve_into_its_document(files: dict[str, str], tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    given = ("--cluster", files["cluster"], "--model", files["model"], "--global-batch-size", "64", "--scaling")
+    result = call(plan_command.command, *given, "--html", str(page), "--json")
+    data = json.loads(result.stdout)
+    assert codec.from_data(Choice, data["choice"]).best.world_size >= 1
+    assert [point.devices for point in codec.from_data(ScalingCurve, data["scaling"]).points] == [1, 2, 4]
+    assert data["timeline"]["lanes"]
+    text = page.read_text(encoding="utf-8")
+    for words in ("Speed against devices", "The alternatives", "Memory of a rank", "Nothing was run"):
+        assert words in text
+    shown = call(plan_command.command, *given).stdout
+    for words in ("One step, predicted", "Memory of a rank, predicted", "Speed against devices, predicted"):
+        assert words in shown
+
+
+def trial(words: str, predicted: float, steps: tuple[float, float, float] | None = None, **fields: Any) -> Trial:
+    """A trial with the least, median and most of its steps."""
+    least, middle, most = steps or (None, None, None)
+    estimate = Estimate(value=predicted, low=predicted / 1.5, high=predicted * 1.5)
+    return Trial(
+        plan=meshed(64, 1, {"replicate": 2}), words=words, predicted=estimate,
+        predicted_throughput_per_s=64 / predicted,
+        measured_s=middle, least_s=least, most_s=most, measured_throughput_per_s=64 / middle if middle else None,
+        steps=5 if middle else 0, **fields,
+    )  # fmt: skip
+
+
+def test_the_choice_changes_only_where_another_is_clearly_quicker() -> None:
+    first, close = trial("a", 1.0, (0.95, 1.2, 1.5)), trial("b", 1.1, (0.9, 1.0, 1.1))
+    quick, dead = trial("c", 1.2, (0.7, 0.8, 0.9)), trial("d", 1.3, failure="rank 1 ended")
+    assert fastest([first, close]) == 0  # 1.0 is within the steps of the first
+    assert "stands: a measured 1.2 s; b measured 1 s, which the spread" in said([first, close], 0)
+    assert fastest([first, close, quick, dead]) == 2
+    assert said([first, quick], 1) == (
+        "2 plans ran, and the choice changes to c: it measured 800 ms; the predicted best, a, measured 1.2 s."
+    )
+    assert fastest([dead, first]) == 1
+    assert "the predicted best, d, did not run" in said([dead, first], 1)
+    assert fastest([dead]) is None
+    assert "None of the plans ran, so nothing was measured: rank 1 ended" in said([dead], None)
+    assert "none was faster" in said([quick, first], 0)
+
+
+def test_trials_are_ranked_by_what_was_measured_and_noise_is_told() -> None:
+    found = (
+        trial("slow", 1.0, (1.9, 2.0, 2.1)),
+        trial("quick", 1.1, (1.0, 1.05, 1.1)),
+        trial("no", 2.0, failure="died"),
+    )
+    trials = Trials(trials=found, best=1, sentence="so it is", unit="samples", load=3.0, cores=2)
+    out = Console(record=True, width=160)
+    show_trials(out, trials)
+    text = out.export_text()
+    assert text.index("quick") < text.index("slow") < text.index("died")
+    assert "other work ran beside it (load 3.0 on 2 cores)" in text
+    assert trials.changed
+    assert found[0].within is False
+    assert found[1].within is True
+    assert found[0].error == pytest.approx(-0.5)
+    curve = ScalingCurve(unit="samples", points=(), pays_until=0, least_worth=0.5, sentence="x")
+    assert [(p.devices, p.throughput_per_s) for p in with_measured(curve, trials).measured] == [(2, 64 / 1.05)]
+
+
+def test_only_plans_that_fit_are_tried_the_choice_first(files: dict[str, str]) -> None:
+    given = ("--cluster", files["cluster"], "--model", files["model"], "--global-batch-size", "64", "--json")
+    choice = codec.loads(Choice, call(plan_command.command, *given).stdout)
+    chosen = to_try(choice, 3)
+    assert chosen[0].plan == choice.best
+    times = [one.prediction.step_time_s.value for one in chosen[1:] if one.prediction is not None]
+    assert times == sorted(times)
+    assert all(one.prediction is not None and one.prediction.fits for one in chosen)
+
+
+def test_plans_that_cannot_run_here_are_refused(files: dict[str, str], tmp_path: Path) -> None:
+    given = ("--cluster", files["cluster"], "--model", files["model"], "--global-batch-size", "64", "--try", "2")
+    with pytest.raises(ScriptError, match="a described model cannot run; name a script"):
+        call(plan_command.command, *given)
+
+    class Asked:
+        target = (str(tmp_path / "train.py"),)
+        model = None
+
+    with pytest.raises(PlanError, match="has 4 hosts; leave --cluster out"):
+        check_here(machines(4, 1), Asked())  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=r"CUDA devices, but here has \d+"):
+        check_here(machines(1, 1000), Asked())  # type: ignore[arg-type]
+
+
+def test_nodes_are_seated_in_the_order_of_the_choice() -> None:
+    from plan.machines import mixed
+
+    cluster = mixed()
+    assert seated(cluster, ()) == cluster
+    assert [node.name for node in seated(cluster, ("b", "a")).nodes] == ["b", "a"]
+
+
+def test_plans_are_the_same_data_after_a_trial() -> None:
+    found = Trials(trials=(trial("a", 1.0, (0.9, 1.0, 1.1)),), best=0, sentence="s", unit="samples")
+    assert codec.loads(Trials, codec.dumps(found)) == found
+    assert isinstance(found.trials[0].plan, Plan)
