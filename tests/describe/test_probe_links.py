@@ -15,7 +15,7 @@ LATENCY_S, BANDWIDTH = 2e-5, 1e9
 
 @dataclass
 class Party:
-    """Ranks that agree at once. `ranks` as in links.Party."""
+    """Ranks that agree at once. `ranks` as in ways.Party."""
 
     ranks: tuple[int, ...]
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -30,19 +30,27 @@ def modelled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Transfers that take what the model says; returns the sizes that are timed."""
     sizes: list[int] = []
 
-    def takes(seconds: Callable[[Any, int], float]) -> Callable[[Any, torch.Tensor], Callable[[], float]]:
-        def transfer(party: Any, tensor: torch.Tensor) -> Callable[[], float]:
-            sizes.append(tensor.nbytes)
-            return lambda: seconds(party, tensor.nbytes)
+    class Ways:
+        team = None
 
-        return transfer
+        def __init__(self, party: Any) -> None:
+            self.party = party
+
+        def all_reduce(self, numel: int) -> Callable[[], float]:
+            return self._takes(4 * numel, lambda nbytes: ring(self.party, nbytes))
+
+        def round_trip(self, numel: int) -> Callable[[], float]:
+            return self._takes(4 * numel, lambda nbytes: 2 * (LATENCY_S + nbytes / BANDWIDTH))
+
+        def _takes(self, nbytes: int, seconds: Callable[[int], float]) -> Callable[[], float]:
+            sizes.append(nbytes)
+            return lambda: seconds(nbytes)
 
     def ring(party: Any, nbytes: int) -> float:
         ranks = len(party.ranks)
         return 2 * (ranks - 1) * (LATENCY_S + nbytes / ranks / BANDWIDTH)
 
-    monkeypatch.setattr(links, "_all_reduce", takes(ring))
-    monkeypatch.setattr(links, "_round_trip", takes(lambda party, nbytes: 2 * (LATENCY_S + nbytes / BANDWIDTH)))
+    monkeypatch.setattr(links, "Ways", Ways)
     monkeypatch.setattr(timing, "once", lambda call, device: call() or 0.0)
     monkeypatch.setattr(links, "_in_a_row", lambda call, count: call() * count)
     return sizes

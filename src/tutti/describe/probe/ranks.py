@@ -19,6 +19,7 @@ from tutti.describe.probe.findings import (
     by_host,
     first_of_each_device,
 )
+from tutti.describe.probe.ways import Party
 from tutti.spec.cluster import ClusterSpec, LinkSpec
 
 Say = Callable[[str], None]
@@ -154,7 +155,7 @@ def _network_links(hosts: dict[str, list[int]], device: torch.device, effort: Ef
     return links.measure(party, "network", effort, f"on {len(firsts)} hosts")
 
 
-def _party(ranks: list[int], device: torch.device) -> links.Party:
+def _party(ranks: list[int], device: torch.device) -> Party:
     backend = "nccl" if device.type == "cuda" else "gloo"
     group = dist.new_group(ranks, backend=backend)
-    return links.Party(group=group, ranks=tuple(ranks), device=device, backend=backend)
+    return Party(group=group, ranks=tuple(ranks), device=device, backend=backend)
