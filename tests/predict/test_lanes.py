@@ -74,6 +74,20 @@ def test_what_bars_last_is_what_the_lane_says(name: str) -> None:
             assert sum(bar.lasts_s for bar in bars if bar.doing == doing) == pytest.approx(lasts)
 
 
+@pytest.mark.parametrize("name", ["1f1b, long", "zero-bubble", "many microbatches"])
+def test_what_is_left_out_lies_between_the_first_and_the_last_microbatches(name: str) -> None:
+    found, _ = drawn(name)
+    assert found.left_out is not None
+    count = found.num_microbatches
+    for lane in found.lanes:
+        waiting = sum(bar.lasts_s for bar in lane.bars if bar.doing == "waiting")
+        assert waiting == pytest.approx(lane.seconds.get("waiting", 0.0), abs=1e-6 * found.step_time_s.value)
+        before = {bar.what for bar in lane.bars if bar.end_s <= found.left_out.start_s}
+        after = {bar.what for bar in lane.bars if bar.start_s >= found.left_out.end_s}
+        assert f"microbatch 1 of {count}" in before - after
+        assert f"microbatch {count} of {count}" in after - before
+
+
 def test_bubbles_of_equal_stages_are_where_the_schedule_has_them() -> None:
     found, _ = drawn("gpipe")
     first, last = found.lanes[0], found.lanes[-1]
