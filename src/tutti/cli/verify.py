@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tutti.cli.common import console, emit
-from tutti.cli.options import SCRIPT_CONTEXT, json_option, script_arguments
+from tutti.cli.options import SCRIPT_CONTEXT, compress_option, json_option, script_arguments
 from tutti.errors import PlanError, SpecError
 
 if TYPE_CHECKING:
+    from tutti.spec.compression import Compression
     from tutti.spec.plan import Plan
     from tutti.spec.verdict import Verdict
     from tutti.verify.trial import Question, Runner, Trial
@@ -29,6 +30,7 @@ class Options:
     steps: int
     plan: Path | None
     mesh: str | None
+    compress: "Compression | None"
     arithmetic: str
     tolerance: float | None
     folder: Path | None
@@ -44,6 +46,7 @@ class Options:
 @click.option("--steps", type=click.IntRange(1), default=3, show_default=True, help="Steps to compare.")
 @click.option("--plan", type=click.Path(path_type=Path), help="Verify this plan: its ranks, microbatches and shares.")
 @click.option("--mesh", metavar="AXIS=N,...", help="Verify ranks in this grid, such as replicate=2,split=2.")
+@compress_option
 @click.option(
     "--arithmetic",
     type=click.Choice(["auto", "double", "script"]),
@@ -84,6 +87,7 @@ def _verdict(options: Options) -> "Verdict":
     if options.folder is not None and not options.folder.is_dir():
         raise SpecError(f"--folder {options.folder} is not a folder; name the run folder to write verify.json into")
     plan, notes = _summed(_plan(options))
+    plan, compress = _exact(plan, options)
     world_size = plan.world_size if plan is not None else _mesh_size(options) or options.nproc or 2
     from tutti.launch.local import warm
 
@@ -96,6 +100,7 @@ def _verdict(options: Options) -> "Verdict":
         steps=options.steps,
         arithmetic=options.arithmetic,  # type: ignore[arg-type]
         tolerance=options.tolerance,
+        compress=compress,
     )
     with tempfile.TemporaryDirectory(prefix="tutti-verify-") as folder:
         verdict = verify(question, _runner(options, question, plan, Path(folder)), Path(folder))
@@ -116,6 +121,18 @@ def _summed(plan: "Plan | None") -> tuple["Plan | None", tuple[str, ...]]:
         "are brought together, and what steps of their own give"
     )
     return with_mode(plan, Sync()), (note,)
+
+
+def _exact(plan: "Plan | None", options: Options) -> tuple["Plan | None", str | None]:
+    """The plan with exact sums, and how they are compressed by it or by the command line, in words."""
+    from tutti.spec.compression import compression_in_words
+    from tutti.spec.refusals import check_plan
+
+    how = options.compress or (plan.sync.compress if plan is not None else None)
+    if plan is not None and how is not None:
+        check_plan(plan.compressed(how))
+        plan = replace(plan, sync=replace(plan.sync, compress=None))
+    return plan, None if how is None else compression_in_words(how)
 
 
 def _mesh_size(options: Options) -> int | None:

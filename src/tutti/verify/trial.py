@@ -10,6 +10,7 @@ from tutti.spec.plan import Plan
 from tutti.spec.verdict import Cause, TensorDifference, Verdict
 from tutti.verify.causes import diagnose
 from tutti.verify.compare import Found, Sides, compare_start, compare_step
+from tutti.verify.compressed import compressed_note
 from tutti.verify.evidence import Case
 from tutti.verify.gauge import Gauge
 from tutti.verify.measure import FLOOR, TOLERANCE
@@ -22,7 +23,7 @@ Arithmetic = Literal["auto", "double", "script"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
     """One run of the script to be recorded. `folder`: new, for the recording and the run; `reference`: the recording
-    of one device to follow; `still`: without dropout."""
+    of one device to follow; `still`: without dropout; `compress`: how sums of gradients are written."""
 
     world_size: int
     folder: Path
@@ -30,6 +31,7 @@ class Trial:
     double: bool
     still: bool = False
     reference: Path | None = None
+    compress: str | None = None
 
     @property
     def environment(self) -> dict[str, str]:
@@ -41,6 +43,8 @@ class Trial:
             "TUTTI_RECORD_DOUBLE": "1" if self.double else "0",
             "TUTTI_RECORD_STILL": "1" if self.still else "0",
         }
+        if self.compress is not None:
+            found["TUTTI_COMPRESS"] = self.compress
         return found if self.reference is None else {**found, "TUTTI_RECORD_REFERENCE": str(self.reference)}
 
 
@@ -50,13 +54,16 @@ Runner = Callable[[Trial], str | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What is to be verified. `tolerance`: None for the one that fits the dtype computed in."""
+    """What is to be verified. `tolerance`: None for the one that fits the dtype computed in; `compress`: how sums of
+    gradients are written, which one device does not do.
+    """
 
     script: str
     world_size: int
     steps: int = 3
     arithmetic: Arithmetic = "auto"
     tolerance: float | None = None
+    compress: str | None = None
 
 
 def verify(question: Question, run: Runner, folder: Path) -> Verdict:
@@ -79,12 +86,28 @@ def verify(question: Question, run: Runner, folder: Path) -> Verdict:
         comparison = compare_trials(one, many, question.tolerance)
         notes = (*notes, "dropout was off: ranks that share samples draw other masks than one device does")
     if comparison.found is None:
-        return _passed(question, comparison, notes)
+        return _with_compression(question, run, (one, many), _passed(question, comparison, notes))
     again = replace(one, folder=folder / "again", reference=one.folder)
     repeated = None if run(again) is not None else compare_trials(one, again, question.tolerance)
     if repeated is not None and repeated.found is not None:
         return _refused(question, replace(repeated, repeated=True), notes)
     return _refused(question, comparison, notes)
+
+
+def _with_compression(question: Question, run: Runner, trials: tuple[Trial, Trial], passed: Verdict) -> Verdict:
+    """The verdict on the plan with exact sums, and what there is to say of it with them compressed."""
+    one, many = trials
+    if question.compress is None or question.world_size == 1:
+        return passed
+    trial = replace(many, folder=many.folder.with_suffix(".compressed"), compress=question.compress)
+    failure = run(trial)
+    if failure is not None:
+        return _failed(question, failure, one.double)
+    note, alike = compressed_note(question.compress, one.folder, trial.folder, question.world_size)
+    sentence = passed.sentence.replace("one device computes,", "one device computes where sums are exact,", 1)
+    if not alike:
+        sentence = f"FAIL: with sums compressed ({question.compress}), ranks differ from each other"
+    return replace(passed, passed=alike, sentence=sentence, notes=(*passed.notes, note))
 
 
 def _one_device(question: Question, run: Runner, folder: Path) -> tuple[Trial, tuple[str, ...]]:

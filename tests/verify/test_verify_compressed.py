@@ -1,0 +1,24 @@
+"""What is said of plans that compress: the plan with exact sums is verified, the rest is measured and told."""
+
+import pytest
+
+from verify.running import verdict_on
+
+
+@pytest.mark.parametrize(("words", "near", "far"), [("one-bit", 0.1, 10.0), ("bfloat16", 1e-4, 1e-2)])
+def test_the_exact_part_passes_and_the_distance_is_told(words: str, near: float, far: float) -> None:
+    verdict = verdict_on("correct/mlp.py", world_size=2, steps=3, compress=words)
+    assert verdict.passed, verdict.sentence
+    assert "where sums are exact" in verdict.sentence
+    note = verdict.notes[-1]
+    assert f"({words})" in note
+    assert "all ranks have the same bits" in note
+    low, _, high = note.rpartition("gradients are ")[2].partition(" of their")[0].partition(" to ")
+    assert near < float(low) <= float(high or low) < far
+    assert "Not proved" in note
+
+
+def test_what_is_wrong_of_the_exact_part_is_found_all_the_same() -> None:
+    verdict = verdict_on("broken/mean_over_ranks.py", compress="one-bit")
+    assert not verdict.passed
+    assert verdict.cause is not None
