@@ -27,7 +27,8 @@ _WHY: Final[dict[str, str]] = {
     "mpt": "FlashAttention in Triton as of 2023, one kernel for A100 and H100, so that long sequences and H100 are far "
     "below what newer kernels reach",
     "titan": "H100 parts limited to 500 W, below the clock of the published peak; eager and compiled runs differ",
-    "mcoreh100": "the micro-batch and interleaving are not printed, and communication of all kinds is overlapped",
+    "mcoreh100": "gradients are reduced into parts and parameters gathered beside compute, under stages too, which no "
+    "plan says; tensor-parallel exchanges are overlapped; micro-batch and interleaving are not printed",
     "bloom": "single second iterations while the cluster changed: repeats differ by 4.3 % (median); plans lie close",
     "tr3": "seconds are rounded to whole numbers",
     "amphomo": "T4 with DeepSpeed of 2021: clocks fall under load, and virtual machines share their network",

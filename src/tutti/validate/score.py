@@ -99,8 +99,8 @@ def case_of(row: Row) -> Case:
     return Case(row=row, model=model, cluster=cluster, plan=plan, measured_s=step_s(row, model, plan))
 
 
-def scored(case: Case, cluster: ClusterSpec, factor: float = 1.0) -> Scored:
-    """Predict a case on a cluster; `factor`: on its time. Raises Uncosted where the plan cannot be costed."""
+def scored(case: Case, cluster: ClusterSpec) -> Scored:
+    """Predict a case on a cluster. Raises Uncosted where the plan cannot be costed."""
     try:
         done = predict(case.model, cluster, case.plan)
     except PlanError as error:
@@ -115,9 +115,9 @@ def scored(case: Case, cluster: ClusterSpec, factor: float = 1.0) -> Scored:
         row_id=case.row.row_id,
         contest=case.contest,
         measured_s=case.measured_s,
-        predicted_s=factor * done.step_time_s.value,
-        low_s=factor * done.step_time_s.low,
-        high_s=factor * done.step_time_s.high,
+        predicted_s=done.step_time_s.value,
+        low_s=done.step_time_s.low,
+        high_s=done.step_time_s.high,
         memory_nbytes=held,
         measured_memory_nbytes=memory * _GIB if memory is not None else None,
     )
