@@ -10,6 +10,7 @@ is there.
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # <malloc.h>
 _MOST = 2**31 - 1  # mallopt takes an int
@@ -23,22 +24,39 @@ SETTLED = 2
 
 def map_large_blocks() -> bool:
     """Give each large block a mapping of its own, which ends when the block is freed; returns whether it did."""
+    _allocator.keeps = False
     return _set(_TRIM_THRESHOLD, _MOST) and _set(_MMAP_THRESHOLD, LARGE_NBYTES)
 
 
 def keep_freed_memory() -> bool:
     """Let the C library's allocator keep what is freed; returns whether it did (it does nothing outside glibc)."""
-    return _set(_TRIM_THRESHOLD, _MOST) and _set(_MMAP_THRESHOLD, _MOST)
+    _allocator.keeps = _set(_TRIM_THRESHOLD, _MOST) and _set(_MMAP_THRESHOLD, _MOST)
+    return _allocator.keeps
 
 
 @contextmanager
 def lasting() -> Iterator[None]:
-    """Inside, large blocks are made that last, or that shall go back to the system; afterwards freed memory is kept."""
+    """Inside, large blocks are made that last, or that shall go back to the system; afterwards all is as it was.
+
+    What has room in memory that was kept before is put there all the same: glibc looks there first.
+    """
+    kept = _allocator.keeps
     map_large_blocks()
     try:
         yield
     finally:
-        keep_freed_memory()
+        if kept:
+            keep_freed_memory()
+
+
+@dataclass(slots=True)
+class _Allocator:
+    """How the process' allocator was set last: the C library does not say. `keeps`: freed memory."""
+
+    keeps: bool = False
+
+
+_allocator = _Allocator()
 
 
 def _set(parameter: int, value: int) -> bool:
