@@ -7,13 +7,63 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils.data import TensorDataset
 
 import tutti
-from runtime.training import MODELS
+from runtime import training
 from tutti.runtime.layout import local_tensors
 from tutti.spec import codec
 from tutti.spec.plan import BatchPlan, Plan
 from tutti.spec.sync_words import parse_sync
+
+
+class Choosy(nn.Module):
+    """Uses one of its layers only for some samples, so that some replicas leave it unused in a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 5)
+        self.some = nn.Linear(5, 5)
+        self.out = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x))
+        if float(x[0, 0]) > 0.8:
+            hidden = self.some(hidden)
+        return self.out(hidden)
+
+
+class Words(nn.Module):
+    """An embedding whose gradient is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4, sparse=True)
+        self.out = nn.Linear(4, 3)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.out(self.embed(tokens).mean(1))
+
+
+def words() -> TensorDataset:
+    generator = torch.Generator().manual_seed(5)
+    return TensorDataset(torch.randint(0, 7, (50, 3), generator=generator), torch.arange(50) % 3)
+
+
+def one_bad() -> TensorDataset:
+    """Vectors, one of which is not a number."""
+    x, y = training.vectors().tensors
+    x[17] = float("nan")
+    return TensorDataset(x, y)
+
+
+MODELS = {
+    **training.MODELS,
+    "choosy": (Choosy, training.vectors, nn.functional.cross_entropy),
+    "words": (Words, words, nn.functional.cross_entropy),
+    "bad": (training.Mlp, one_bad, nn.functional.cross_entropy),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +82,8 @@ class Told:
     clip_norm: float | None = None
     save_at: int | None = None
     freeze: tuple[int, str] | None = None
+    folder: str = ""
+    job: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -58,10 +110,12 @@ def plan_of(told: Told, world_size: int) -> Plan:
 def train(told: Told, world_size: int, resume: str | None = None) -> Seen:
     """Train on this rank as told, from the start or from a checkpoint until the same step."""
     torch.set_default_dtype(torch.float64)
-    os.environ["TUTTI_RUN_FOLDER"] = str(Path.cwd() / f"run-{len(list(Path.cwd().glob('run-*')))}-{world_size}")
+    os.environ["TUTTI_RUN_FOLDER"] = told.folder or str(
+        Path.cwd() / f"run-{len(list(Path.cwd().glob('run-*')))}-{world_size}"
+    )
     plan = plan_of(told, world_size)
     os.environ["TUTTI_PLAN"] = str(codec.save(plan, Path.cwd() / f"plan-{os.getpid()}.json"))
-    job = tutti.Job(global_batch_size=told.batch, clip_norm=told.clip_norm, resume=resume)
+    job = tutti.Job(global_batch_size=told.batch, clip_norm=told.clip_norm, resume=resume, **told.job)
     build, data, loss_fn = MODELS[told.model]
     model = build()
     optimizer = getattr(torch.optim, told.optimizer)(model.parameters(), lr=told.rate, **told.arguments)

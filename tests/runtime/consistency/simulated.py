@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils.data import default_collate
 
+from runtime.consistency.replicas import MODELS as SUBJECTS
 from runtime.consistency.replicas import Told, plan_of
-from runtime.training import MODELS
 from tutti.data.seeds import derive_seed
 from tutti.data.share import share_of
 from tutti.runtime.layout import local_tensors
@@ -35,7 +35,7 @@ def simulate(told: Told, batches: list[list[int]], size: int) -> tuple[list[list
     """(state of every replica after every step, the model that all end with)."""
     with doubles():
         torch.manual_seed(derive_seed(0, "model"))
-        build, data, loss_fn = MODELS[told.model]
+        build, data, loss_fn = SUBJECTS[told.model]
         first, samples = build(), data()
         models = [copy.deepcopy(first) for _ in range(size)]
         optimizers = [

@@ -1,0 +1,95 @@
+"""Replicas that differ in checkpoints: a resumed run goes on bit for bit; any other begins from the shared model."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness import run_ranks
+from runtime.consistency.replicas import Seen, Told, train_on, train_twice
+from runtime.consistency.simulated import simulate
+from tutti.runtime.checkpoint import to_state_dict
+
+SAVED = {
+    "local": Told(sync="local:2", optimizer="AdamW", rate=0.01, save_at=3, model="choosy", batch=9),
+    "local, state averaged": Told(
+        sync="local:period=2,optimizer_state=averaged", arguments={"momentum": 0.9}, save_at=3, model="conv", batch=25
+    ),
+    "post-local": Told(sync="post-local:period=2,after=2", optimizer="AdamW", rate=0.01, save_at=3),
+    "post-local, before": Told(sync="post-local:period=2,after=4", arguments={"momentum": 0.9}, save_at=3),
+    "one-shot": Told(sync="one-shot", arguments={"momentum": 0.9}, save_at=3),
+    "diloco": Told(sync="diloco:2", optimizer="AdamW", rate=0.01, save_at=3),
+    "diloco, after a round": Told(sync="diloco:3", optimizer="AdamW", rate=0.01, save_at=3),
+    "adasum": Told(sync="adasum:2", arguments={"momentum": 0.9}, save_at=3),
+    "ring": Told(sync="ring", optimizer="AdamW", rate=0.01, save_at=3),
+    "ring, sometimes": Told(sync="ring:2", model="conv", batch=25, save_at=3, steps=7),
+    "shift-one": Told(sync="shift-one", arguments={"momentum": 0.9}, save_at=3),
+    "push": Told(sync="push", optimizer="AdamW", rate=0.01, save_at=3),
+    "elastic": Told(sync="elastic:2", optimizer="AdamW", rate=0.01, save_at=2),
+    "elastic, under way": Told(sync="elastic", arguments={"momentum": 0.9}, save_at=3),
+}
+
+
+@functools.cache
+def resumed(size: int) -> list[dict[str, tuple[Seen, Seen]]]:
+    told = {name: one for name, one in SAVED.items() if size % 2 == 0 or one.sync != "shift-one"}
+    return run_ranks(train_twice, size, told, size, timeout_s=300)
+
+
+@pytest.mark.parametrize("size", [pytest.param(3, marks=pytest.mark.long), 4])
+@pytest.mark.parametrize("name", SAVED)
+def test_a_resumed_run_goes_on_bit_for_bit(size: int, name: str) -> None:
+    if name not in resumed(size)[0]:
+        pytest.skip("replicas meet in pairs")
+    told = SAVED[name]
+    for one in resumed(size):
+        whole, rest = one[name]
+        assert rest.losses == whole.losses[told.save_at :]
+        for step, expected in enumerate(whole.states[told.save_at :]):
+            different = [key for key, value in expected.items() if not torch.equal(rest.states[step][key], value)]
+            assert not different, f"step {step} after the checkpoint"
+        assert rest.evaluation == whole.evaluation
+        assert all(torch.equal(rest.after[key], value) for key, value in whole.after.items())
+
+
+@pytest.mark.parametrize("name", ["local", "ring, sometimes", "elastic, under way", "diloco"])
+def test_saving_changes_nothing(name: str) -> None:
+    ranks = [one[name][0] for one in resumed(4)]
+    states, _ = simulate(SAVED[name], ranks[0].batches, 4)
+    for rank, seen in enumerate(ranks):
+        for step, expected in enumerate(states):
+            for key, value in expected[rank].items():
+                torch.testing.assert_close(seen.states[step][key], value, rtol=1e-12, atol=1e-13, check_dtype=False)
+
+
+def save_local(size: int, told: Told) -> tuple[Seen, dict[str, Any]]:
+    """A training of local steps, and what its checkpoint has for one device."""
+    from runtime.consistency.replicas import train
+
+    seen = train(told, size)
+    return seen, to_state_dict(Path(seen.saved))
+
+
+def test_others_begin_from_the_mean(tmp_path: Path) -> None:
+    told = Told(
+        sync="local:4", arguments={"momentum": 0.9}, save_at=3, model="conv", batch=25, folder=str(tmp_path / "run")
+    )
+    ranks = run_ranks(save_local, 2, 2, told)
+    plain = ranks[0][1]
+    for key, value in ranks[0][0].states[2].items():
+        if value.is_floating_point():
+            expected = (value + ranks[1][0].states[2][key]) / 2
+            torch.testing.assert_close(plain["model"][key], expected, rtol=1e-12, atol=1e-14)
+    saved = ranks[0][0].saved
+    sync = Told(arguments={"momentum": 0.9}, model="conv", batch=25)
+    (one,) = run_ranks(train_on, 1, sync, saved, 1)
+    three = run_ranks(train_on, 3, Told(**{**_fields(sync), "sync": "ring"}), saved, 3)
+    assert one.losses[0] == pytest.approx(run_ranks(train_on, 2, sync, saved, 2)[0].losses[0], rel=1e-12)
+    assert all(torch.equal(value, three[0].after[key]) for seen in three for key, value in seen.after.items())
+    assert three[0].batches == one.batches
+
+
+def _fields(told: Told) -> dict[str, object]:
+    return {name: getattr(told, name) for name in told.__dataclass_fields__}
