@@ -50,7 +50,7 @@ def test_constants_that_no_row_speaks_of_stay_as_they_were() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_minimum_is_scipys(seed: int) -> None:
-    """Sums of two times in unlike proportions, some rows misprinted by a factor: the same cost within 1 %."""
+    """Sums of two times in unlike proportions, some rows misprinted by a factor: as much is gained within 1 %."""
     optimize = pytest.importorskip("scipy.optimize")
     draw = np.random.default_rng(seed)
     parts, truth = draw.uniform(0.05, 1.0, (40, len(NAMES))), draw.normal(0, 0.5, len(NAMES))
@@ -67,8 +67,7 @@ def test_the_minimum_is_scipys(seed: int) -> None:
     start = np.zeros(len(NAMES))
     own = _minimise(logs, start, np.ones(len(NAMES), dtype=np.bool_))
     theirs = optimize.least_squares(lambda v: np.concatenate([_capped(logs(v)), NOISE / PRIOR * v]), start)
-    assert cost(own) <= 1.01 * cost(theirs.x)
-    assert cost(own) < 0.8 * cost(start)
+    assert cost(start) - cost(own) >= 0.99 * (cost(start) - cost(theirs.x)) > 0.1
 
 
 def test_few_rows_give_one_factor() -> None:
