@@ -170,17 +170,22 @@ def _seconds(room: Room, rows: Shapes, ways: Variants, facts: Facts) -> tuple[Ar
     kind = (ways.schedule == _ZERO_BUBBLE).astype(np.int64)
     count, best = facts.count.astype(np.int64), facts.best.astype(np.int64)
     inner = (rows.split, rows.context, rows.expert, rows.table, rows.space, count, best)
-    outer = (rows.stage, ways.chunks, rows.microbatches, kind, ways.recompute)
-    least, likely, mean, ahead, back, summed, update = by_kind((*inner, *outer), room.work.step)
+    tables, each = room.tables, room.tables.per_node
+    apart = ((rows.stage > 1) & (rows.world // rows.stage % each == 0) & (not tables.unequal)).astype(np.int64)
+    outer = (rows.stage, ways.chunks, rows.microbatches, apart, kind, ways.recompute)
+    least, path, likely, mean, ahead, back, summed, update = by_kind((*inner, *outer), room.work.step)
     update = update / np.where(ways.level > 0, ways.shard, 1)
-    sums, gathers, probable = _exchanged(room.tables, rows, ways, facts)
+    sums, gathers, probable = _exchanged(tables, rows, ways, facts)
     third, times = ways.level == 3, rows.microbatches.astype(np.float64)
-    ahead_s = gathers * np.where(third, facts.parameters, 0.0)
-    back_s = gathers * np.where(third, facts.parameters - facts.outside, 0.0)
+    call = _latency(tables, ways.shard)
+    calls = room.blocks * call
+    ahead_s = np.where(third, gathers * facts.parameters + calls, 0.0)
+    back_s = np.where(third, gathers * (facts.parameters - facts.outside) + calls, 0.0)
+    last_s = back_s + sums * summed + np.where(ways.level >= 2, calls, 0.0)
     waits = times * np.maximum(0.0, ahead_s - ahead) + (times - 1) * np.maximum(0.0, back_s - back)
-    waits = waits + np.maximum(0.0, back_s + sums * summed - back)
-    gathered = np.where(ways.level == 1, gathers * summed, 0.0)
-    bound = least + waits + gathered + update
+    waits = waits + np.maximum(0.0, last_s - back) + _statistics(tables, rows)
+    gathered = np.where(ways.level == 1, gathers * summed + call, 0.0)
+    bound = np.maximum(least + waits + gathered + update, path)
     # Where ranks differ, the slowest may be one that waits for nothing: only the mean of the work is sure.
     bound = np.where(facts.speed < 1, mean / facts.speed, bound)
     passing = np.maximum(0.0, probable[0] - 0.8 * back) + np.maximum(0.0, probable[1] - 0.8 * likely) + gathered
@@ -188,6 +193,23 @@ def _seconds(room: Room, rows: Shapes, ways: Variants, facts: Facts) -> tuple[Ar
         np.asarray(bound, dtype=np.float64),
         np.maximum(bound, (likely + update) / facts.speed + passing),
     )
+
+
+def _latency(tables: Tables, ranks: Ints) -> Array:
+    """Seconds at least in which values are gathered from so many ranks, however few they are: of a ring, or of rings
+    within hosts and between them."""
+    hosts = -(-ranks // tables.per_node)
+    away = (hosts - 1) * tables.latency("network")
+    return np.where(ranks > 1, np.maximum(np.log2(ranks) * tables.fastest[0], away), 0.0)
+
+
+def _statistics(tables: Tables, rows: Shapes) -> Array:
+    """Seconds at least of what modules that normalise over the batch exchange: in each microbatch a gather in forward,
+    a sum in backward, and nothing else meanwhile."""
+    modules = sum(module.batch_statistics for module in tables.model.modules)
+    ranks = rows.data * rows.space
+    each = _latency(tables, ranks) + 2 * np.log2(ranks) * tables.fastest[0]
+    return np.where(rows.stage == 1, rows.microbatches * modules * each, 0.0)
 
 
 def _exchanged(tables: Tables, rows: Shapes, ways: Variants, facts: Facts) -> tuple[Array, Array, tuple[Array, Array]]:
@@ -212,7 +234,8 @@ def _ring(tables: Tables, rows: Shapes, facts: Facts, degree: Array, inside: Arr
     """Seconds a byte of sums over `degree` ranks with `inside` ranks in the axes within: at least, and probably.
 
     A host's connection carries, for each group that crosses it, 2 (h - 1) / h of the sum among h hosts, however the
-    sum is arranged. Where hosts are unequal or groups do not lie evenly on them, only the fastest link counts.
+    sum is arranged. Groups too wide for a host all cross, one for each of the ranks `inside`; where some may not, or
+    hosts are unequal, only the fastest link counts.
     """
     node, network, each = tables.link("node"), tables.link("network"), tables.per_node
     reach = np.minimum(rows.world, each).astype(np.float64)
@@ -221,9 +244,10 @@ def _ring(tables: Tables, rows: Shapes, facts: Facts, degree: Array, inside: Arr
     meeting = np.maximum(1.0, reach / members)
     spanned = np.maximum(2.0, degree / members)
     across = 2 * (spanned - 1) / spanned * meeting / network
-    even = (each % inside == 0) & ((degree * inside) % each == 0) | (inside % each == 0)
-    sure = even & (rows.world % each == 0) & (not tables.unequal)
+    wide = ((degree - 1) * inside >= each) & (not tables.unequal)
+    hosts = np.maximum(2.0, np.ceil(degree / np.ceil(each / inside)))
+    crossing = 2 * (hosts - 1) / hosts * np.minimum(inside, each) / network
     plain = 2 * (degree - 1) / degree
-    least = np.where(within, plain / node, np.where(sure, across, plain / max(node, network)))
+    least = np.where(within, plain / node, np.where(wide, crossing, plain / max(node, network)))
     likely = np.where(within, plain / node, across)
     return np.where(degree > 1, least, 0.0), np.where(degree > 1, likely, 0.0)

@@ -36,7 +36,7 @@ _AT_ONCE = 12
 """Plans costed between two looks at the order."""
 
 _PATIENCE = 150
-"""The search ends when so many plans in a row brought nothing."""
+"""The search ends when so many plans in a row brought nothing and more than that are left."""
 
 _SURE = 3
 """Plans that are predicted however short the time is."""
@@ -131,7 +131,8 @@ class Explorer:
                 continue
             idle = 0 if self._best < before * (1 - _GAIN) else idle + _AT_ONCE
             fits = math.isfinite(self._best) or any(one.prediction.fits for one in self.costed)
-            if idle >= (_PATIENCE if fits else _HOPELESS) and (math.isfinite(self._best) or not fits):
+            few = fits and sum(len(lane.pool) for lane in self.lanes) <= _PATIENCE
+            if idle >= (_PATIENCE if fits else _HOPELESS) and (math.isfinite(self._best) or not fits) and not few:
                 break
         self._prune()
 

@@ -29,7 +29,7 @@ def looked_at(stages: int) -> tuple[int, ...]:
 
 class Room:
     """Bytes on the ranks of plans for the model of `tables`, and with `work` their seconds. `on_cpu`: whether all ranks
-    compute there, where the update may be the peak."""
+    compute there, where the update may be the peak; `blocks`: that have parameters."""
 
     def __init__(self, tables: Tables, script: Plan) -> None:
         self.tables, self.work = tables, Work(tables, script)
@@ -39,6 +39,7 @@ class Room:
         kinds = {tables.cluster.devices[node.device].kind for node in tables.cluster.nodes}
         self.on_cpu = kinds == {"cpu"}
         self.reserve = min(constants.RESERVE_NBYTES[kind] for kind in kinds)
+        self.blocks = len(set(self._columns.unit[self._columns.block & (self._columns.parameters > 0)].tolist()))
         self.fragments = min(constants.FRAGMENTATION[kind] for kind in kinds)
 
     def activations(self, *key: int) -> tuple[float, ...]:

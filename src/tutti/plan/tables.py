@@ -128,6 +128,17 @@ class Tables:
             return found.bandwidth_bytes_per_s
         return max((link.bandwidth_bytes_per_s for link in self.cluster.links), default=1e9)
 
+    @property
+    def fastest(self) -> tuple[float, float]:
+        """(latency, bandwidth) that no link is better than."""
+        latency = min((link.latency_s for link in self.cluster.links), default=0.0)
+        return latency, max(self.link("node"), self.link("network"))
+
+    @property
+    def apart(self) -> tuple[float, float]:
+        """(latency, bandwidth) of a rank's messages where all ranks of its host send to another one."""
+        return self.latency("network"), self.link("network") / self.per_node
+
     def latency(self, tier: LinkTier) -> float:
         """The tier's latency; 0 where it has none."""
         found = self.cluster.link(tier)

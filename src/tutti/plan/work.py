@@ -47,6 +47,16 @@ class Passes:
     summed: Array
 
 
+def _on_place(values: Array, stage: int) -> Array:
+    """Values by stage, (..., stages), as sums of each place's, (..., places)."""
+    return np.asarray(values.reshape(*values.shape[:-1], -1, stage).sum(axis=-2), dtype=np.float64)
+
+
+def _before(values: Array) -> Array:
+    """(..., stages): the sums of all before."""
+    return np.asarray(np.cumsum(values, axis=-1) - values, dtype=np.float64)
+
+
 class Work:
     """The work of a model on the workers of `tables`."""
 
@@ -63,14 +73,16 @@ class Work:
         self._repeats = np.stack([self._repeated(regions) for regions in self.regions])
 
     def step(self, *key: int) -> tuple[float, ...]:
-        """For (split, context, expert, table, space, samples, best worker, stages, stages per rank, microbatches, index
-        into KINDS, recompute): seconds of all passes of a step, at least, probably, and as a mean over the places; then
-        of the place that ends last: seconds of a microbatch's forward and backward, bytes of its gradients that all
+        """For (split, context, expert, table, space, samples, best worker, stages, stages per rank, microbatches,
+        whether stages lie on different hosts, index into KINDS, recompute): seconds of all passes of a step, at least
+        of the place that ends last, at least of any microbatch's way, probably, and as a mean over the places; then of the
+        place that ends last: seconds of a microbatch's forward and backward, bytes of its gradients that all
         data-parallel ranks sum, and seconds of its update.
 
-        For every place p of a pipeline a step lasts m t_p plus the times of the places before it, t_p being forward
-        and backward: the first microbatch comes through them and the last one's gradient goes back. With zero-bubble
-        weight gradients may come last, so that only forwards are sure to come before.
+        For every place p of a pipeline a step lasts m t_p plus the times of the places before it and of the messages
+        between, t_p being forward and backward: the first microbatch comes through them and the last one's gradient
+        goes back. The same holds for every single stage with all stages before it. With zero-bubble weight gradients
+        may come last, so that only forwards, or gradients of inputs, are sure to come before and after.
         """
         *rest, kind, again = key
         whole = tuple(rest)
@@ -80,33 +92,43 @@ class Work:
 
     def _step(self, *key: int) -> list[list[tuple[float, ...]]]:
         """The same for every kind of schedule and form of recompute."""
-        *inner, stage, chunks, count = key
+        *inner, stage, chunks, count, apart = key
         sums = self._stage_sums((*inner, stage, chunks))
         if sums is None:
-            return [[(IMPOSSIBLE,) * 7] * len(self.regions)] * len(KINDS)
+            return [[(IMPOSSIBLE,) * 8] * len(self.regions)] * len(KINDS)
         (ahead, back), (adding, update, beside, summed) = sums[:2], sums[5:]
         backward = back + sums[2:5] + (count - 1) / count * adding  # (forms of recompute, stages)
         total = ahead + backward
-
-        def on_place(values: Array) -> Array:
-            return np.asarray(values.reshape(*values.shape[:-1], chunks, stage).sum(axis=-2), dtype=np.float64)
-
-        own, waited = on_place(total), count * float(on_place(beside).max())
+        message = self._messages(stage, chunks, inner[5] / inner[1], apart)
+        own, waited = _on_place(total, stage), count * float(_on_place(beside, stage).max())
         lost = (total.sum(axis=1) - total.max(axis=1)) / chunks**2
         forms, late, found = np.arange(len(total)), np.array([not regions for regions in self.regions]), []
         for kind in KINDS:
             # what is recomputed has no weight gradients to put off
-            first = np.where(late[:, None], ahead, total) if kind == "zero-bubble" else total
-            ends = count * own + np.cumsum(first[:, :stage], axis=1) - first[:, :stage]
+            halves = late[:, None] & (kind == "zero-bubble")
+            inputs = np.where(halves, backward / 2, backward)
+            before = _before(np.where(halves, ahead + message, total + 2 * message))
+            ends = count * own + before[:, :stage]
             last = ends.argmax(axis=1)
-            least = ends[forms, last]
+            path = np.max(count * (ahead + inputs) + _before(ahead + inputs + 2 * message), axis=1)
             likely = count * own.max(axis=1) + (lost / 3 if kind == "zero-bubble" else lost) + waited
+            least = ends[forms, last]
             columns = (
-                least, np.maximum(least, likely), count * total.sum(axis=1) / stage, on_place(ahead)[last],
-                on_place(backward)[forms, last], on_place(summed)[last], on_place(update)[last],
+                least, path, np.max([least, path, likely], axis=0), count * total.sum(axis=1) / stage,
+                _on_place(ahead, stage)[last], _on_place(backward, stage)[forms, last],
+                _on_place(summed, stage)[last], _on_place(update, stage)[last],
             )  # fmt: skip
             found.append([tuple(row) for row in np.stack(columns, axis=1).tolist()])
         return found
+
+    def _messages(self, stage: int, chunks: int, samples: float, apart: int) -> Array:
+        """(stages,): seconds at least of a message from each stage to the next; 0 from the last."""
+        stages, tables = self.stages(stage, chunks), self._tables
+        result = np.zeros(stage * chunks)
+        if stages is not None and stage > 1:
+            latency, bandwidth = tables.apart if apart else tables.fastest
+            result[:-1] = np.where(stages.sent > 0, latency + stages.sent * samples / bandwidth, 0.0)
+        return result
 
     def _stage_sums(self, key: tuple[int, ...]) -> Array | None:
         """(9, stages): forward, backward, what is computed again under each form, adding gradients, the update, what
