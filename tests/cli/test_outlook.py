@@ -1,6 +1,10 @@
 """What plan and predict show beside the table: the step in letters, memory, the page, the trials' verdict."""
 
 import json
+import runpy
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,15 +12,18 @@ import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
 
+from predict.examples import cluster, cpu, link
 from predict.examples_mesh import machines, meshed, transformer
+from report.run_folders import write_run
 from tutti.cli import plan as plan_command
 from tutti.cli import predict as predict_command
-from tutti.cli.outlook import seated, show_trials, with_measured
+from tutti.cli.outlook import seated, show_trials, trust_here, with_measured
 from tutti.cli.timeline_view import drawn, held, show_timeline
 from tutti.cli.tried import check_here, fastest, said, to_try
-from tutti.errors import PlanError, ScriptError
+from tutti.errors import LaunchError, PlanError, ScriptError
 from tutti.plan import Choice
 from tutti.predict.lanes import timeline
+from tutti.report.history import build_history, run_folders
 from tutti.spec import codec
 from tutti.spec.plan import Pipeline, Plan
 from tutti.spec.prediction import Estimate
@@ -176,9 +183,68 @@ def test_plans_that_cannot_run_here_are_refused(files: dict[str, str], tmp_path:
 def test_nodes_are_seated_in_the_order_of_the_choice() -> None:
     from plan.machines import mixed
 
-    cluster = mixed()
-    assert seated(cluster, ()) == cluster
-    assert [node.name for node in seated(cluster, ("b", "a")).nodes] == ["b", "a"]
+    both = mixed()
+    assert seated(both, ()) == both
+    assert [node.name for node in seated(both, ("b", "a")).nodes] == ["b", "a"]
+
+
+def test_past_runs_for_the_same_cluster_tell_how_far_to_trust(tmp_path: Path) -> None:
+    assert trust_here("here", tmp_path / "none") == ""
+    write_run(tmp_path / "runs" / "one")  # predicted 9.5 ms, measured 10.5 ms
+    assert "1 run on here: steps took longer than predicted (median error −9.5 %)" in trust_here(
+        "here", tmp_path / "runs"
+    )
+    assert trust_here("elsewhere", tmp_path / "runs") == ""
+
+
+SCRIPT = """
+import torch, tutti
+job = tutti.Job(global_batch_size=8, seed=0)
+data = torch.utils.data.TensorDataset(torch.randn(400, 16), torch.randint(0, 4, (400,)))
+model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4))
+model, optimizer, loader = job.prepare(
+    model, torch.optim.SGD(model.parameters(), lr=0.1), data, torch.nn.functional.cross_entropy)
+for epoch in job.epochs(2):
+    for batch in loader:
+        job.step(batch)
+"""
+
+
+@pytest.mark.long
+def test_plans_are_really_run_for_as_many_steps_as_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(SCRIPT, encoding="utf-8")
+    host = cluster(cpu(cores=2), (link("node", 5e-5, 2e9),), devices_per_node=2)
+    codec.save(host, Path("here.json"))
+    given = ("--cluster", "here.json", "--nproc", "2", "--data-parallel", "--try", "2", "--try-steps", "5")
+    command = [sys.executable, "-m", "tutti.cli.main", "plan", *given, "--output", "best.json", "--json", "train.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = codec.from_data(Trials, json.loads(done.stdout)["trials"])
+    assert [one.steps for one in found.trials] == [3, 3]  # of 5, without the first 2
+    assert all(one.measured_s is not None and one.least_s is not None for one in found.trials)
+    assert all(one.plan.world_size == 2 for one in found.trials)
+    chosen = codec.load(Plan, Path("best.json"))
+    assert found.best is not None
+    assert codec.digest(replace(chosen, made_for={})) == codec.digest(
+        replace(found.trials[found.best].plan, made_for={})
+    )
+    assert build_history(run_folders([Path("runs")])).trust[0].runs == 2
+
+
+def test_a_brief_run_ends_after_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TUTTI_OBSERVER", "tutti.runtime.observe:brief")
+    monkeypatch.setenv("TUTTI_RUN_FOLDER", str(tmp_path / "run"))
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    with pytest.raises(LaunchError, match="TUTTI_STEPS says no number"):
+        runpy.run_path(str(script))
+    monkeypatch.setenv("TUTTI_STEPS", "4")
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(script))
+    assert ended.value.code == 0
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert sum(row["kind"] == "step" for row in rows) == 4
 
 
 def test_plans_are_the_same_data_after_a_trial() -> None:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
     from tutti.report.plan_page import KeyFigure, PlanPage, Table
 
+RECENT = 30
+"""Runs, the newest, that tell how far predictions for a cluster have been off here."""
+
 LANES = 12
 """Rows of ranks that are shown at most."""
 
@@ -69,6 +72,17 @@ def with_measured(curve: ScalingCurve, trials: Trials | None) -> ScalingCurve:
 def chosen_plan(choice: Choice, trials: Trials | None) -> Plan:
     """The choice, or the plan that measured faster."""
     return choice.best if trials is None or trials.best is None else trials.trials[trials.best].plan
+
+
+def trust_here(cluster: str, runs: Path = Path("runs")) -> str:
+    """How far predictions for this cluster have been off in the runs of a folder; empty where there are none."""
+    from tutti.report.history import build_history, run_folders, trust_in
+
+    if not runs.is_dir():
+        return ""
+    newest = sorted(run_folders([runs]), key=lambda folder: (folder / "run.json").stat().st_mtime_ns)[-RECENT:]
+    entries = [entry for entry in build_history(newest).entries if entry.cluster == cluster]
+    return f"So far in {runs}: {trust_in(entries, cluster).sentence}" if entries else ""
 
 
 def show_curve(out: "Console", curve: ScalingCurve) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tutti.cli.common import console, emit
-from tutti.cli.outlook import show_curve, show_trials, standard_output
+from tutti.cli.outlook import show_curve, show_trials, standard_output, trust_here
 from tutti.plan import Choice, difference, explain, rows
 from tutti.predict.words import seconds
 from tutti.spec import codec
@@ -58,6 +58,9 @@ def show_choice(planned: "Planned", options: "Options") -> None:
         show_curve(out, planned.scaling)
     if planned.trials is not None:
         show_trials(out, planned.trials)
+    trust = trust_here(choice.cluster)
+    if trust:
+        out.print(f"{trust} (measured; tutti report --history)", markup=False, soft_wrap=True)
     for note in choice.prediction.notes[1:]:
         out.print(f"note: {note}", markup=False, soft_wrap=True, style="dim")
     if options.output is None:
