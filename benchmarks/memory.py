@@ -1,7 +1,9 @@
 """Peak memory of a rank against arithmetic: what a rank holds beyond a tiny model's, and what `tutti plan` says of it.
 
 Memory does not depend on load, so this suite may run beside others. The reserve is the peak of the same script with a
-tiny model: interpreter, libraries, connections.
+tiny model: interpreter, libraries, connections. Each case is looked at twice: after the first updates, in which every
+large block has a mapping of its own (`tutti.runtime.host_memory`), and at the end, when one heap holds them; by how much
+the second is more is the heap's.
 """
 
 import os
@@ -102,18 +104,26 @@ def measure(sizes: Sizes) -> dict[str, Any]:
     """Returns {"reserve_nbytes": {workload: ..}, "summary": {case: bytes beside the reserve and by arithmetic}}."""
     names = sorted({workload_of(case) for case in sizes.cases})
     described = {name: run_ranks(describe, 1, name, timeout_s=300)[0] for name in names}
-    reserve = {name: max(run_ranks(train, 2, f"{name}-2", sizes.steps, True, timeout_s=600)) for name in names}
+    tiny = {name: run_ranks(train, 2, f"{name}-2", sizes.steps, True, timeout_s=600) for name in names}
+    reserve = {name: max(last for _, last in peaks) for name, peaks in tiny.items()}
     summary = {}
     for case in sizes.cases:
         name = workload_of(case)
         peaks = run_ranks(train, plan_of(case).world_size, case, sizes.steps, False, timeout_s=900)
-        summary[case] = compared([peak - reserve[name] for peak in peaks], arithmetic(described[name], case))
+        first, beyond = ([peak - reserve[name] for peak in one] for one in zip(*peaks, strict=True))
+        summary[case] = compared(first, beyond, arithmetic(described[name], case))
     return {"reserve_nbytes": reserve, "summary": summary}
 
 
-def compared(beyond: list[int], expected: dict[str, float]) -> dict[str, Any]:
-    """Bytes of each rank beyond the reserve; the ratio is of the fullest."""
-    return {"beyond_nbytes": beyond, "arithmetic": expected, "ratio": max(beyond) / expected["total"]}
+def compared(first: list[int], beyond: list[int], expected: dict[str, float]) -> dict[str, Any]:
+    """Bytes of each rank beyond the reserve, in the first updates and in all steps; ratios are of the fullest."""
+    return {
+        "first_nbytes": first,
+        "beyond_nbytes": beyond,
+        "arithmetic": expected,
+        "first_ratio": max(first) / expected["total"],
+        "ratio": max(beyond) / expected["total"],
+    }
 
 
 def arithmetic(model: Any, case: str) -> dict[str, float]:
@@ -145,10 +155,11 @@ def describe(name: str) -> Any:
     raise AssertionError("prepare went on while capturing")
 
 
-def train(case: str, steps: int, tiny: bool) -> int:
-    """On one rank: some steps and a checkpoint; the most bytes this process has held."""
+def train(case: str, steps: int, tiny: bool) -> tuple[int, int]:
+    """On one rank, some steps: the most bytes this process has held after the first updates, and at the end."""
     import tutti
     from tutti.runtime.ending import peak_nbytes
+    from tutti.runtime.host_memory import SETTLED
     from tutti.spec import codec
 
     work = WORKLOADS[workload_of(case)]
@@ -157,19 +168,24 @@ def train(case: str, steps: int, tiny: bool) -> int:
     model = work.model(tiny)
     optimizer = work.optimizer(model.parameters(), lr=1e-3)
     model, _, loader = job.prepare(model, optimizer, work.data(work.batch * steps, tiny), work.loss)
+    peaks = []
     for _ in job.epochs(1):
         for batch in loader:
             job.step(batch)
-    return peak_nbytes(job.device)
+            peaks.append(peak_nbytes(job.device))
+    return peaks[min(SETTLED, len(peaks)) - 1], peak_nbytes(job.device)
 
 
 def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    header = ["case", "states MB", "activations MB", "passing MB", "arithmetic MB", "measured MB by rank", "ratio"]
+    parts = ["states MB", "activations MB", "passing MB", "arithmetic MB"]
+    header = ["case", *parts, "measured MB by rank", "ratio of first updates", "ratio"]
     table = []
     for case, one in result["summary"].items():
         said = {key: value / 1e6 for key, value in one["arithmetic"].items()}
         states = said["parameters"] + said["gradients"] + said["optimizer"] + said["buffers"]
         peaks = " ".join(f"{nbytes / 1e6:.0f}" for nbytes in one["beyond_nbytes"])
         numbers = [states, said["activations"], said["communication"], said["total"]]
-        table.append([case, *(f"{number:.0f}" for number in numbers), peaks, f"{one['ratio']:.2f}"])
+        table.append(
+            [case, *(f"{number:.0f}" for number in numbers), peaks, f"{one['first_ratio']:.2f}", f"{one['ratio']:.2f}"]
+        )
     return header, table
