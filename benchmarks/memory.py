@@ -2,8 +2,8 @@
 
 Memory does not depend on load, so this suite may run beside others. The reserve is the peak of the same script with a
 tiny model: interpreter, libraries, connections. Each case is looked at twice: after the first updates, in which every
-large block has a mapping of its own (`tutti.runtime.host_memory`), and at the end, when one heap holds them; by how much
-the second is more is the heap's.
+large block has a mapping of its own (`tutti.runtime.host_memory`), and at the end, when one heap holds them: what the
+second is more is the heap's.
 """
 
 import os
