@@ -63,6 +63,21 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
 
+def stands_alone(text: str) -> Page:
+    """The page, once it is well formed, refers to nothing outside, and says each figure in words."""
+    page = Page(text)
+    assert page.open == []
+    assert len(page.ids) == len(set(page.ids))
+    assert all(reference.startswith("#") for reference in page.references)
+    assert {reference[1:] for reference in page.references} <= set(page.ids)
+    assert not re.search(r"https?:|@import|<script|url\((?!#)", text)
+    assert "NaN" not in text
+    assert page.count["h1"] == 1
+    assert len(page.labels) == page.count.get("svg", 0)
+    assert all(len(label) > 20 for label in page.labels)
+    return page
+
+
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     path = tmp_path_factory.mktemp("pages")
@@ -74,17 +89,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", ["two", "one", "compared"])
 def test_page_is_well_formed_and_refers_to_nothing_outside(pages: dict[str, str], name: str) -> None:
-    text = pages[name]
-    page = Page(text)
-    assert page.open == []
-    assert len(page.ids) == len(set(page.ids))
-    assert all(reference.startswith("#") for reference in page.references)
-    assert {reference[1:] for reference in page.references} <= set(page.ids)
-    assert not re.search(r"https?:|@import|<script|url\((?!#)", text)
-    assert "NaN" not in text
-    assert page.count["h1"] == 1
-    assert len(page.labels) == page.count["svg"]
-    assert all(len(label) > 20 for label in page.labels)
+    stands_alone(pages[name])
 
 
 def test_names_are_escaped(pages: dict[str, str]) -> None:

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from rich.console import RenderableType
+
 from tutti.errors import ReportError
 from tutti.report.history_page import history_html, history_table
 from tutti.report.html import comparison_html, report_html
@@ -13,49 +15,29 @@ from tutti.spec.report import RunReport
 
 
 def write_files(report: RunReport, folder: Path) -> Path:
-    """Write report.json, report.html and report.txt into `folder`; returns the path of the page."""
-    return _write(
-        folder,
-        {
-            "report.json": codec.dumps(report),
-            "report.txt": as_text(report_table(report)),
-            "report.html": report_html(report),
-        },
-    )
+    """Write report.json, report.txt and report.html into `folder`; returns the path of the page."""
+    return _write(folder, "report", report, report_table(report), report_html(report))
 
 
 def write_comparison(comparison: Comparison, folder: Path) -> Path:
-    """Write comparison.json, comparison.html and comparison.txt into `folder`; returns the path of the page."""
-    return _write(
-        folder,
-        {
-            "comparison.json": codec.dumps(comparison),
-            "comparison.txt": as_text(comparison_table(comparison)),
-            "comparison.html": comparison_html(comparison),
-        },
-    )
+    """Write comparison.json, comparison.txt and comparison.html into `folder`; returns the path of the page."""
+    return _write(folder, "comparison", comparison, comparison_table(comparison), comparison_html(comparison))
 
 
 def write_history(history: History, folder: Path) -> Path:
-    """Write history.json, history.html and history.txt into `folder`; returns the path of the page."""
-    return _write(
-        folder,
-        {
-            "history.json": codec.dumps(history),
-            "history.txt": as_text(history_table(history)),
-            "history.html": history_html(history),
-        },
-    )
+    """Write history.json, history.txt and history.html into `folder`; returns the path of the page."""
+    return _write(folder, "history", history, history_table(history), history_html(history))
 
 
-def _write(folder: Path, files: dict[str, str]) -> Path:
-    """Write text files, each whole or not at all; the last one's path is returned."""
+def _write(folder: Path, name: str, value: object, table: RenderableType, page: str) -> Path:
+    """Write the same as data, text and page, each file whole or not at all; the page's path is returned."""
+    files = {f"{name}.json": codec.dumps(value), f"{name}.txt": as_text(table), f"{name}.html": page}
     path = folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, text in files.items():
-            path = folder / name
-            part = folder / f".{name}.part"
+        for file, text in files.items():
+            path = folder / file
+            part = folder / f".{file}.part"
             part.write_text(text, encoding="utf-8")
             part.replace(path)
     except OSError as error:
