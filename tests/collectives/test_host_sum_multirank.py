@@ -1,6 +1,8 @@
 """Sums over ranks of one host through shared memory, against sums made on one rank."""
 
+import gc
 import os
+import weakref
 
 import pytest
 import torch
@@ -142,6 +144,23 @@ def deserted(_: int) -> None:
 def test_a_rank_that_has_ended_is_noticed() -> None:
     with pytest.raises(RankFailed, match=r"Connection closed by peer|died without a word"):
         run_ranks(deserted, 2, 2, timeout_s=30)
+
+
+def dropped(_: int) -> bool:
+    """A team and its rooms end with the last that refers to them, without a collection of cycles."""
+    gc.disable()
+    join()
+    team = make_team()
+    assert team is not None
+    number, _ = team.new_room(4 * 64)
+    HostSum(team, number, 64, torch.float32).wait()
+    gone = weakref.ref(team)
+    del team
+    return gone() is None
+
+
+def test_memory_goes_with_its_team() -> None:
+    assert run_ranks(dropped, 2, 2) == [True, True]
 
 
 def borrowed(_: int) -> tuple[int, int]:

@@ -24,6 +24,7 @@ class HostSum:
         self._team, self._numel, self._dtype = team, numel, dtype
         self._absent, self._missing = team.size - 1, team.size
         self._untried = [(team.rank + step) % team.size for step in range(team.size)]
+        self._over = False
         self._slot = team.start(room, numel, self.wait)
 
     def is_completed(self) -> bool:
@@ -37,7 +38,7 @@ class HostSum:
             self._take_part()
         while self._missing and team.take(self._slot, DONE, team.rank):
             self._missing -= 1
-        return not self._missing
+        return self._ended()
 
     def wait(self) -> None:
         """Return when the sums are there. Raises RuntimeError when a rank has ended or does not come in time."""
@@ -50,6 +51,13 @@ class HostSum:
         while self._missing:
             team.wait(self._slot, DONE)
             self._missing -= 1
+        self._ended()
+
+    def _ended(self) -> bool:
+        if not self._missing and not self._over:
+            self._over = True
+            self._team.forget(self._slot, self.wait)
+        return self._over
 
     def _take_part(self) -> None:
         """The next part, unless another rank has it."""

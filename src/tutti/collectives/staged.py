@@ -58,6 +58,7 @@ class Staged:
 
     def give_back(self) -> None:
         """Its room may be used again."""
+        self._team.forget(self._slot, self._settle)
         self._staging.give(self._room)
 
     def _settle(self) -> None:

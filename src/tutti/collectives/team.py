@@ -76,12 +76,17 @@ class Team:
         slot = self._started % SLOTS
         self._started += 1
         if slot in self._settle:
-            self._settle.pop(slot)()
+            self._settle[slot]()
         self._settle[slot] = settle
         self._slots[slot, self.rank] = room, numel
         self.post(slot, CLAIM, self.rank)
         self.tell(slot, READY)
         return slot
+
+    def forget(self, slot: int, settle: Callable[[], None]) -> None:
+        """This rank has got all signals of the exchange that began in `slot` with `settle`."""
+        if self._settle.get(slot) == settle:
+            del self._settle[slot]
 
     def post(self, slot: int, kind: int, rank: int) -> None:
         """Signal one rank (CLAIM: whoever comes)."""
