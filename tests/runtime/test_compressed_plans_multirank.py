@@ -1,6 +1,7 @@
 """Compressed sums beside every other part of a plan: nothing is lost but what is kept back; no step is half made."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,66 +82,85 @@ def test_every_plan_is_one_device_where_nothing_is_lost(world_size: int) -> None
         assert_agree(one, [rank[name] for rank in found])
 
 
+class Followed:
+    """A run of one rank: what its gradients' sums got, gave and keep, by parameter."""
+
+    def __init__(self, how: Compression, name: str) -> None:
+        subject = branching()
+        self.world = int(os.environ["WORLD_SIZE"])
+        sync = Sync(bucket_nbytes=600, compress=how)
+        plan = Plan(batch=BatchPlan(global_batch_size=4), mesh={"replicate": self.world}, sync=sync)
+        os.environ["TUTTI_PLAN"] = str(codec.save(plan, Path.cwd() / f"plan-{os.getpid()}.json"))
+        os.environ["TUTTI_RUN_FOLDER"] = str(Path.cwd() / f"run-{name}")
+        self.job = tutti.Job(global_batch_size=4, on_nonfinite="skip")
+        model = subject.model()
+        self.model, _, self.loader = self.job.prepare(
+            model, subject.optimizer(model.parameters(), lr=0.05), subject.data
+        )
+        self.run = self.job._run()
+        self.names = {p: name for name, p in self.model.named_parameters()}
+        self.went: dict[str, Any] = dict.fromkeys(self.names.values(), 0)
+        self.came: dict[str, Any] = dict.fromkeys(self.names.values(), 0)
+
+    def batches(self, steps: int) -> Iterator[Any]:
+        while self.run.progress.step < steps:
+            for batch in self.loader:
+                yield batch
+                if self.run.progress.step == steps:
+                    break
+
+    def step(self, batch: Any, *, poisoned: bool) -> None:
+        """One step; a poisoned one has a loss that is not finite on rank 1, and leaves no trace."""
+
+        def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+            value = F.cross_entropy(model(batch[0]), batch[1])
+            return value * torch.nan if poisoned and self.run.world.rank == 1 else value
+
+        before, entered = self.kept(), dict(self.went)
+        self.job.forward_backward(loss, batch)
+        if poisoned:
+            self.went, after = entered, self.kept()
+            assert all(torch.equal(after[n][w], v) for n, one in before.items() for w, v in one.items()), "it has moved"
+        else:
+            for p, name in self.names.items():
+                self.came[name] = self.came[name] + (torch.zeros_like(p) if p.grad is None else p.grad)
+        self.job.update()
+
+    def kept(self) -> dict[str, Any]:
+        found = {}
+        for bucket, exchange in self.run.replica.compressor.exchanges.items():
+            for p, one in zip(bucket.parameters, kept_of(exchange, sizes_of(bucket)), strict=True):
+                found[self.names[p]] = {what: value for what, value in one.items() if value.numel()}
+        return found
+
+
 def follow(words: str, steps: int, poison: int | None = None) -> dict[str, Any]:
-    """Sums of what went in, came out and is kept, by parameter; what the last step wrote; the parameters."""
+    """Sums of what went in, came out and is kept, by parameter; bytes; the parameters at the end."""
     torch.set_default_dtype(torch.float64)
-    subject, how = branching(), parse_compression(words)
-    sync = Sync(bucket_nbytes=600, compress=how)
-    world = int(os.environ["WORLD_SIZE"])
-    plan = Plan(batch=BatchPlan(global_batch_size=4), mesh={"replicate": world}, sync=sync)
-    os.environ["TUTTI_PLAN"] = str(codec.save(plan, Path.cwd() / f"plan-{os.getpid()}.json"))
-    os.environ["TUTTI_RUN_FOLDER"] = str(Path.cwd() / f"run-{words}-{poison}")
-    job = tutti.Job(global_batch_size=4, on_nonfinite="skip")
-    model = subject.model()
-    model, _, loader = job.prepare(model, subject.optimizer(model.parameters(), lr=0.05), subject.data)
-    names, went, came = {p: name for name, p in model.named_parameters()}, {}, {}
-    begin, run, kept = CompressedSum.start, job._run(), {}
+    how = parse_compression(words)
+    this = Followed(how, f"{words}-{poison}")
+    begin = CompressedSum.start
 
     def start(self: CompressedSum, bucket: Any) -> Any:
         for p, view in zip(bucket.parameters, bucket.views, strict=True):
-            went[names[p]] = went.get(names[p], 0) + view.clone()
+            this.went[this.names[p]] = this.went[this.names[p]] + view
         return begin(self, bucket)
 
-    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        value = F.cross_entropy(model(batch[0]), batch[1])
-        return value * torch.nan if run.progress.step == poison and run.world.rank == 1 else value
-
-    def keeping() -> dict[str, Any]:
-        found = {}
-        for bucket, exchange in run.replica.compressor.exchanges.items():
-            for p, one in zip(bucket.parameters, kept_of(exchange, sizes_of(bucket)), strict=True):
-                found[names[p]] = {what: value for what, value in one.items() if value.numel() and what != "momentum"}
-        return found
-
     CompressedSum.start = start  # type: ignore[method-assign]
-    batches = iter(loader)
-    for _ in range(steps):
-        batch = next(batches, None)
-        if batch is None:
-            batches = iter(loader)
-            batch = next(batches)
-        before, entered = keeping(), {name: value.clone() for name, value in went.items()}
-        job.forward_backward(loss, batch)
-        if poison == run.progress.step:
-            went, kept = entered, keeping()
-            assert all(torch.equal(kept[n][w], v) for n, one in before.items() for w, v in one.items()), "it has moved"
-        else:
-            for name, p in model.named_parameters():
-                came[name] = came.get(name, 0) + (torch.zeros_like(p) if p.grad is None else p.grad.clone())
-        job.update()
+    for batch in this.batches(steps):
+        this.step(batch, poisoned=this.run.progress.step == poison)
     CompressedSum.start = begin  # type: ignore[method-assign]
-    wires = [(exchange.wire.sent_nbytes, bucket) for bucket, exchange in run.replica.compressor.exchanges.items()]
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    buckets = [[tuple(p.shape) for p in bucket.parameters] for _, bucket in wires]
-    rows = read_rows(run.folder.metrics) if run.world.is_main else []
+    exchanges = this.run.replica.compressor.exchanges
+    shapes = [[tuple(p.shape) for p in bucket.parameters] for bucket in exchanges]
+    rows = read_rows(this.run.folder.metrics) if this.run.world.is_main else []
     return {
-        "went": went,
-        "came": came,
-        "kept": {name: one.get("residual") for name, one in keeping().items()},
-        "state": state,
-        "wires": [nbytes for nbytes, _ in wires],
-        "formula": [bucket_sent_nbytes(how, shapes, world, 8) for shapes in buckets],
-        "flags": [2 * (world - 1) * len(shapes) * 8 // world for shapes in buckets],
+        "went": this.went,
+        "came": this.came,
+        "kept": {name: one.get("residual") for name, one in this.kept().items()},
+        "state": {name: value.clone() for name, value in this.model.state_dict().items()},
+        "wires": [exchange.wire.sent_nbytes for exchange in exchanges.values()],
+        "formula": [bucket_sent_nbytes(how, some, this.world, 8) for some in shapes],
+        "flags": [2 * (this.world - 1) * len(some) * 8 // this.world for some in shapes],
         "sent": [row["sent_nbytes"] for row in rows if row["kind"] == "step"],
     }
 

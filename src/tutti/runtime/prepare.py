@@ -89,7 +89,6 @@ def make_run(session: Session, given: Given) -> Run:
     source, unpack = feed_parts(model, given.source, given.unpack)
     pipeline = make_pipeline(stages, plan, layout, world.device)
     sequences = _sequences(given, plan, layout, pipeline)
-    compressor = make_compressor(plan, layout, model, given.optimizers, session.settings.seed)
     folder = open_folder(session.wishes, world, session.folder)
     run = Run(
         settings=session.settings,
@@ -97,7 +96,7 @@ def make_run(session: Session, given: Given) -> Run:
         world=world,
         layout=layout,
         model=model,
-        replica=Replica(model, layout, plan, shards, stages.tied_here(model) if stages else (), compressor),
+        replica=_replica(session, given, plan, layout, shards, stages),
         pipeline=pipeline,
         optimizers=given.optimizers,
         sequences=sequences,
@@ -122,6 +121,15 @@ def make_run(session: Session, given: Given) -> Run:
     _start_row(run, session)
     run.observer.prepared(run)
     return run
+
+
+def _replica(
+    session: Session, given: Given, plan: Plan, layout: Layout, shards: Shards, stages: Stages | None
+) -> Replica:
+    """This rank's replica, and how its gradients are compressed. Collective."""
+    compressor = make_compressor(plan, layout, given.model, given.optimizers, session.settings.seed)
+    late = stages.tied_here(given.model) if stages else ()
+    return Replica(given.model, layout, plan, shards, late, compressor)
 
 
 def _take_apart(
