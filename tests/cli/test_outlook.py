@@ -22,7 +22,7 @@ from tutti.cli.timeline_view import drawn, held, show_timeline
 from tutti.cli.tried import check_here, fastest, said, to_try
 from tutti.errors import LaunchError, PlanError, ScriptError
 from tutti.plan import Choice
-from tutti.predict.lanes import timeline
+from tutti.predict.tracks import timeline
 from tutti.report.history import build_history, run_folders
 from tutti.spec import codec
 from tutti.spec.plan import Pipeline, Plan
@@ -49,32 +49,32 @@ def files(tmp_path: Path) -> dict[str, str]:
 def test_a_step_in_letters_is_as_wide_as_asked_and_in_order() -> None:
     found = timeline(transformer(), machines(1, 4), GPIPE)
     step = found.step_time_s.value
-    texts = [drawn(lane, found.left_out, step, 80).plain for lane in found.lanes]
+    texts = [drawn(track, found.left_out, step, 80).plain for track in found.tracks]
     assert {len(text) for text in texts} == {80}
     assert texts[0].startswith("f")
     assert texts[3].startswith(".")  # the last stage waits for the first microbatch
     assert texts[3].index("b") < texts[0].index("b")  # and begins backward first
-    assert texts[0].count("f") == pytest.approx(80 * found.lanes[0].seconds["forward"] / step, abs=5)
+    assert texts[0].count("f") == pytest.approx(80 * found.tracks[0].seconds["forward"] / step, abs=5)
 
 
 def test_a_long_step_shows_where_it_is_cut() -> None:
     found = timeline(transformer(), machines(1, 4), meshed(256, 128, {"stage": 4}))
     assert found.left_out is not None
-    text = drawn(found.lanes[0], found.left_out, found.step_time_s.value, 80).plain
+    text = drawn(found.tracks[0], found.left_out, found.step_time_s.value, 80).plain
     assert len(text) == 80
     assert text.count("//") == 1
 
 
 def test_memory_in_letters_says_what_holds_it_and_what_is_too_much() -> None:
-    lane = timeline(transformer(), machines(1, 4), meshed(64, 1)).lanes[0]
-    text = held(lane, 100).plain
+    track = timeline(transformer(), machines(1, 4), meshed(64, 1)).tracks[0]
+    text = held(track, 100).plain
     assert len(text) == 100
-    assert text.count(".") == pytest.approx(100 * (1 - lane.memory.total / lane.memory_limit_nbytes), abs=1)
-    over = codec.from_data(type(lane), {**codec.to_data(lane), "memory_limit_nbytes": lane.memory.total / 2})
+    assert text.count(".") == pytest.approx(100 * (1 - track.memory.total / track.memory_limit_nbytes), abs=1)
+    over = codec.from_data(type(track), {**codec.to_data(track), "memory_limit_nbytes": track.memory.total / 2})
     assert held(over, 100).plain.index("|") == 50
     out = Console(record=True, width=120)
     found = timeline(transformer(), machines(1, 4), meshed(64, 1))
-    show_timeline(out, codec.from_data(type(found), {**codec.to_data(found), "lanes": [codec.to_data(over)]}))
+    show_timeline(out, codec.from_data(type(found), {**codec.to_data(found), "tracks": [codec.to_data(over)]}))
     assert ": too much" in out.export_text()
 
 
@@ -98,7 +98,7 @@ def test_plan_writes_a_page_and_a_curve_into_its_document(files: dict[str, str],
     data = json.loads(result.stdout)
     assert codec.from_data(Choice, data["choice"]).best.world_size >= 1
     assert [point.devices for point in codec.from_data(ScalingCurve, data["scaling"]).points] == [1, 2, 4]
-    assert data["timeline"]["lanes"]
+    assert data["timeline"]["tracks"]
     text = page.read_text(encoding="utf-8")
     for words in ("Speed against devices", "The alternatives", "Memory of a rank", "Nothing was run"):
         assert words in text

@@ -10,7 +10,7 @@ from test_report_html import CHROMIUM, FLAGS, stands_alone
 from predict.examples_mesh import machines, meshed, transformer
 from tutti.cli.outlook import page_of_plan
 from tutti.predict import predict
-from tutti.predict.lanes import timeline
+from tutti.predict.tracks import timeline
 from tutti.report.plan_page import PlanPage, Table, TableRow, plan_html
 from tutti.report.plan_plots import held_plot, scaling_plot, timeline_plot, trials_plot
 from tutti.spec.plan import Pipeline, Plan

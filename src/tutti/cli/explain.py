@@ -120,11 +120,11 @@ def _show(explanation: "Explanation") -> None:
 
 
 def _show_step(model: "ModelSpec", cluster: "ClusterSpec", plan: "Plan") -> None:
-    from tutti.cli.outlook import LANES, standard_output
+    from tutti.cli.outlook import ROWS, standard_output
     from tutti.cli.timeline_view import show_timeline
-    from tutti.predict.lanes import timeline
+    from tutti.predict.tracks import timeline
 
-    show_timeline(standard_output(), timeline(model, cluster, plan, most_lanes=LANES))
+    show_timeline(standard_output(), timeline(model, cluster, plan, most_tracks=ROWS))
 
 
 def spread(values: tuple[int, ...]) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tutti.cli.planning import SEARCH_S, search
 from tutti.errors import ReportError
 from tutti.plan import Choice, Request, device_counts, explain, rows, scaling
-from tutti.predict.lanes import timeline
+from tutti.predict.tracks import timeline
 from tutti.predict.words import nbytes, seconds
 from tutti.spec.cluster import ClusterSpec
 from tutti.spec.model import ModelSpec
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 RECENT = 30
 """Runs, the newest, that tell how far predictions for a cluster have been off here."""
 
-LANES = 12
+ROWS = 12
 """Rows of ranks that are shown at most."""
 
 
@@ -46,9 +46,9 @@ def seated(cluster: ClusterSpec, nodes: tuple[str, ...]) -> ClusterSpec:
     return replace(cluster, nodes=tuple(sorted(cluster.nodes, key=lambda node: order.get(node.name, len(order)))))
 
 
-def step_of(model: ModelSpec, cluster: ClusterSpec, choice: Choice, lanes: int = LANES) -> Timeline:
+def step_of(model: ModelSpec, cluster: ClusterSpec, choice: Choice, tracks: int = ROWS) -> Timeline:
     """The chosen plan's step as it falls."""
-    return timeline(model, seated(cluster, choice.nodes), choice.best, most_lanes=lanes)
+    return timeline(model, seated(cluster, choice.nodes), choice.best, most_tracks=tracks)
 
 
 def curve_of(model: ModelSpec, cluster: ClusterSpec, request: Request, limit_s: float | None) -> ScalingCurve:
@@ -180,10 +180,10 @@ def _keys(plan: Plan, prediction: Prediction, found: Timeline) -> "tuple[KeyFigu
     from tutti.report.plan_page import KeyFigure
 
     time, memory = prediction.step_time_s, prediction.memory_nbytes
-    lanes = sum(lane.count for lane in found.lanes)
+    tracks = sum(track.count for track in found.tracks)
 
     def idle(doing: Doing) -> str:
-        mean = sum(lane.count * lane.seconds.get(doing, 0.0) for lane in found.lanes) / lanes
+        mean = sum(track.count * track.seconds.get(doing, 0.0) for track in found.tracks) / tracks
         return f"{100 * mean / time.value:.1f} %"
 
     return (

@@ -58,13 +58,13 @@ def command(
     if as_json:
         emit(prediction)
         return
-    from tutti.cli.outlook import LANES, standard_output
+    from tutti.cli.outlook import ROWS, standard_output
     from tutti.cli.timeline_view import show_timeline
-    from tutti.predict.lanes import timeline
+    from tutti.predict.tracks import timeline
 
     out = standard_output()
     show(intended, prediction, out)
-    show_timeline(out, timeline(described, machines, intended, most_lanes=LANES))
+    show_timeline(out, timeline(described, machines, intended, most_tracks=ROWS))
     for note in prediction.notes:
         out.print(f"note: {note}", markup=False, soft_wrap=True, style="dim")
 
@@ -73,9 +73,9 @@ def write_plan_page(model: ModelSpec, cluster: ClusterSpec, plan: Plan, path: Pa
     """The page of a plan that nobody searched for. Raises ReportError where it cannot be written."""
     from tutti.cli import outlook
     from tutti.predict import predict
-    from tutti.predict.lanes import timeline
+    from tutti.predict.tracks import timeline
 
-    found = timeline(model, cluster, plan, most_lanes=outlook.LANES)
+    found = timeline(model, cluster, plan, most_tracks=outlook.ROWS)
     page = outlook.page_of_plan(f"{model.name} on {cluster.name}", plan, predict(model, cluster, plan), found)
     outlook.write_page(page, path)
     console.print(f"page written to {path}", soft_wrap=True, markup=False)

@@ -7,7 +7,7 @@ from rich.text import Text
 
 from tutti.predict.words import nbytes, seconds
 from tutti.spec.prediction import RankMemory
-from tutti.spec.timeline import DOINGS, Doing, Lane, LeftOut, Timeline
+from tutti.spec.timeline import DOINGS, Doing, LeftOut, Timeline, Track
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,43 +36,45 @@ HOLDERS: dict[str, tuple[str, str]] = {
 """The same for what holds memory."""
 
 TOLD = 0.005
-"""Parts of a step below this are not told beside a lane."""
+"""Parts of a step below this are not told beside a track."""
 
 
 def show_timeline(out: "Console", found: Timeline) -> None:
-    """The step by lanes, and the memory of a rank of each against its limit. All of it is predicted."""
+    """The step by tracks, and the memory of a rank of each against its limit. All of it is predicted."""
     time = found.step_time_s
-    label = max(len(_name(lane, found)) for lane in found.lanes)
-    told = {id(lane): _told(lane, time.value) for lane in found.lanes}
+    label = max(len(_name(track, found)) for track in found.tracks)
+    told = {id(track): _told(track, time.value) for track in found.tracks}
     width = max(24, min(out.width, 160) - label - max(len(words) for words in told.values()) - 4)
     left = "" if found.left_out is None else f"; // leaves out {found.left_out.microbatches} microbatches between"
     out.print(
         f"One step, predicted: {seconds(time.value)} ({seconds(time.low)} to {seconds(time.high)}){left}",
         style="bold", markup=False, soft_wrap=True,
     )  # fmt: skip
-    for lane in found.lanes:
-        line = Text(f"{_name(lane, found):<{label}}  ")
-        line.append_text(drawn(lane, found.left_out, time.value, width))
-        line.append(f"  {told[id(lane)]}")
+    for track in found.tracks:
+        line = Text(f"{_name(track, found):<{label}}  ")
+        line.append_text(drawn(track, found.left_out, time.value, width))
+        line.append(f"  {told[id(track)]}")
         out.print(line, soft_wrap=True)
-    used = [doing for doing in LETTERS if any(lane.seconds.get(doing, 0.0) > TOLD * time.value for lane in found.lanes)]
+    used = [
+        doing for doing in LETTERS if any(track.seconds.get(doing, 0.0) > TOLD * time.value for track in found.tracks)
+    ]
     out.print(_legend({DOINGS[doing]: LETTERS[doing] for doing in used}), soft_wrap=True)
-    if found.lanes_left_out:
-        out.print(f"{found.lanes_left_out} lanes between these are not shown", style="dim")
+    if found.tracks_left_out:
+        out.print(f"{found.tracks_left_out} rows between these are not shown", style="dim")
     out.print("Memory of a rank, predicted", style="bold")
-    for lane in found.lanes:
-        line = Text(f"{_name(lane, found):<{label}}  ")
-        line.append_text(held(lane, width))
-        over = lane.memory.total > lane.memory_limit_nbytes
-        words = f"{nbytes(lane.memory.total)} of {nbytes(lane.memory_limit_nbytes)}" + (": too much" if over else "")
+    for track in found.tracks:
+        line = Text(f"{_name(track, found):<{label}}  ")
+        line.append_text(held(track, width))
+        over = track.memory.total > track.memory_limit_nbytes
+        words = f"{nbytes(track.memory.total)} of {nbytes(track.memory_limit_nbytes)}" + (": too much" if over else "")
         line.append(f"  {words}", style="red" if over else "")
         out.print(line, soft_wrap=True)
-    holders = [name for name in HOLDERS if any(getattr(lane.memory, name) for lane in found.lanes)]
+    holders = [name for name in HOLDERS if any(getattr(track.memory, name) for track in found.tracks)]
     out.print(_legend({name: HOLDERS[name] for name in holders}), soft_wrap=True)
 
 
-def drawn(lane: Lane, left: LeftOut | None, step_s: float, width: int) -> Text:
-    """`width` letters for the step, each what the lane does most in its time; // for what is left out."""
+def drawn(track: Track, left: LeftOut | None, step_s: float, width: int) -> Text:
+    """`width` letters for the step, each what the track does most in its time; // for what is left out."""
     line = Text()
     mark = 2 if left is not None else 0
     away = left.end_s - left.start_s if left is not None else 0.0
@@ -82,29 +84,29 @@ def drawn(lane: Lane, left: LeftOut | None, step_s: float, width: int) -> Text:
         if cell == before:
             line.append("/" * mark, style="dim")
         later = away if cell >= before else 0.0
-        doing = _most(lane, cell * each + later, (cell + 1) * each + later)
+        doing = _most(track, cell * each + later, (cell + 1) * each + later)
         letter, style = LETTERS[doing] if doing is not None else (" ", "")
         line.append(letter, style=style)
     return line
 
 
-def _most(lane: Lane, start_s: float, end_s: float) -> Doing | None:
+def _most(track: Track, start_s: float, end_s: float) -> Doing | None:
     shares: dict[Doing, float] = {}
-    for bar in lane.bars:
+    for bar in track.bars:
         shared = min(bar.end_s, end_s) - max(bar.start_s, start_s)
         if shared > 0:
             shares[bar.doing] = shares.get(bar.doing, 0.0) + shared
     return max(shares.items(), key=lambda share: share[1])[0] if shares else None
 
 
-def held(lane: Lane, width: int) -> Text:
+def held(track: Track, width: int) -> Text:
     """`width` letters for the larger of memory and limit, a letter for each part held, | where the limit is passed."""
     line = Text()
-    whole = max(lane.memory_limit_nbytes, lane.memory.total)
-    limit = round(width * lane.memory_limit_nbytes / whole)
+    whole = max(track.memory_limit_nbytes, track.memory.total)
+    limit = round(width * track.memory_limit_nbytes / whole)
     total, end = 0.0, 0
     for part in fields(RankMemory):
-        total += getattr(lane.memory, part.name)
+        total += getattr(track.memory, part.name)
         letter, style = HOLDERS[part.name]
         for cell in range(end, round(width * total / whole)):
             line.append("|" if cell == limit else letter, style="bold red" if cell == limit else style)
@@ -113,18 +115,18 @@ def held(lane: Lane, width: int) -> Text:
     return line
 
 
-def _name(lane: Lane, found: Timeline) -> str:
-    stages = {one.stage for one in found.lanes}
-    return lane.ranks + (f" (stage {lane.stage})" if len(stages) > 1 else "")
+def _name(track: Track, found: Timeline) -> str:
+    stages = {one.stage for one in found.tracks}
+    return track.ranks + (f" (stage {track.stage})" if len(stages) > 1 else "")
 
 
-def _told(lane: Lane, step_s: float) -> str:
+def _told(track: Track, step_s: float) -> str:
     """busy 74 %, exposed 5 %, bubble 20 %."""
-    parts = [("busy", lane.busy_s)]
+    parts = [("busy", track.busy_s)]
     words: dict[Doing, str] = {
         "communication": "exposed", "bubble": "bubble", "waiting": "waiting", "other": "other", "hidden": "hidden",
     }  # fmt: skip
-    parts += [(word, lane.seconds.get(doing, 0.0)) for doing, word in words.items()]
+    parts += [(word, track.seconds.get(doing, 0.0)) for doing, word in words.items()]
     return ", ".join(f"{word} {100 * lasts / step_s:.0f} %" for word, lasts in parts if lasts > TOLD * step_s)
 
 

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tutti.report.html import environment
-from tutti.report.plan_plots import held_plot, lane_name, scaling_plot, timeline_plot, trials_plot
+from tutti.report.plan_plots import held_plot, scaling_plot, timeline_plot, track_name, trials_plot
 from tutti.report.words import EVIDENCE, duration, signed_percent, significant
 from tutti.spec.prediction import Prediction
 from tutti.spec.scaling import ScalingCurve
-from tutti.spec.timeline import DOINGS, Doing, Lane, Timeline
+from tutti.spec.timeline import DOINGS, Doing, Timeline, Track
 from tutti.spec.trials import Trials
 
 RowKind = Literal["", "chosen", "off"]
@@ -62,7 +62,7 @@ class PlanPage:
 
 def plan_html(page: PlanPage) -> str:
     """The page as one file: style and figures inside, no script, no reference to anything."""
-    doings = [doing for doing in DOINGS if any(doing in lane.seconds for lane in page.timeline.lanes)]
+    doings = [doing for doing in DOINGS if any(doing in track.seconds for track in page.timeline.tracks)]
     return (
         environment()
         .get_template("plan.html")
@@ -74,7 +74,7 @@ def plan_html(page: PlanPage) -> str:
             scaling_figure=scaling_plot(page.scaling) if page.scaling is not None else None,
             trials_figure=trials_plot(page.trials) if page.trials is not None else None,
             doings=[DOINGS[doing] for doing in doings],
-            lanes=[_lane_row(page.timeline, lane, doings) for lane in page.timeline.lanes],
+            tracks=[_track_row(page.timeline, track, doings) for track in page.timeline.tracks],
             duration=duration,
             rate=significant,
             percent=signed_percent,
@@ -97,13 +97,11 @@ def _badges(page: PlanPage) -> list[tuple[str, str]]:
     return found
 
 
-def _lane_row(found: Timeline, lane: Lane, doings: list[Doing]) -> dict[str, object]:
-    step = found.step_time_s.value
+def _track_row(found: Timeline, track: Track, doings: list[Doing]) -> dict[str, object]:
+    parts = [track.seconds.get(doing, 0.0) / found.step_time_s.value for doing in doings]
     return {
-        "name": lane_name(lane, found),
-        "count": lane.count,
-        "shares": [
-            f"{lane.seconds[doing] / step:.1%}".replace("%", " %") if doing in lane.seconds else "" for doing in doings
-        ],
-        "full_when": lane.full_when,
+        "name": track_name(track, found),
+        "count": track.count,
+        "shares": [f"{part:.1%}".replace("%", " %") if part else "" for part in parts],
+        "full_when": track.full_when,
     }

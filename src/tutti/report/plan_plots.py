@@ -28,7 +28,7 @@ from tutti.report.svg import (
 from tutti.report.words import duration, plural, significant
 from tutti.spec.prediction import RankMemory
 from tutti.spec.scaling import ScalingCurve
-from tutti.spec.timeline import DOINGS, Bar, Doing, Lane, LeftOut, Timeline
+from tutti.spec.timeline import DOINGS, Bar, Doing, LeftOut, Timeline, Track
 from tutti.spec.trials import Trials
 
 FILLS: dict[Doing, str] = {
@@ -49,9 +49,9 @@ BREAK = 0.03
 Place = Callable[[float], float]
 
 
-def lane_name(lane: Lane, found: Timeline) -> str:
-    """The ranks of a lane, with their stage where there are several."""
-    return lane.ranks + (f" (stage {lane.stage})" if len({one.stage for one in found.lanes}) > 1 else "")
+def track_name(track: Track, found: Timeline) -> str:
+    """The ranks of a track, with their stage where there are several."""
+    return track.ranks + (f" (stage {track.stage})" if len({one.stage for one in found.tracks}) > 1 else "")
 
 
 @styled
@@ -60,16 +60,16 @@ def timeline_plot(found: Timeline) -> Plot:
     left, end_s = found.left_out, found.step_time_s.value
     factor, unit = (1e3, "ms") if end_s < 1 else (1.0, "s")
     place, width = _placed(left, end_s)
-    figure, axes = new_figure(14.2, 1.5 + 0.46 * len(found.lanes))
-    for row, lane in enumerate(found.lanes):
+    figure, axes = new_figure(14.2, 1.5 + 0.46 * len(found.tracks))
+    for row, track in enumerate(found.tracks):
         for doing in FILLS:
-            _draw(axes, row, [bar for bar in lane.bars if bar.doing == doing], doing, place)
-        for bar in lane.hidden:
+            _draw(axes, row, [bar for bar in track.bars if bar.doing == doing], doing, place)
+        for bar in track.hidden:
             axes.plot(
                 [place(bar.start_s), place(bar.end_s)], [row + 0.42] * 2, color=FILLS["communication"], linewidth=2.5,
                 solid_capstyle="butt",
             )  # fmt: skip
-    rows(axes, [lane_name(lane, found) for lane in found.lanes])
+    rows(axes, [track_name(track, found) for track in found.tracks])
     axes.set_xlim(0, width)
     if left is not None:
         axes.axvspan(place(left.start_s), place(left.end_s), facecolor=PAPER, zorder=4)
@@ -78,21 +78,21 @@ def timeline_plot(found: Timeline) -> Plot:
     ticks = _ticks(left, end_s, factor)
     axes.set_xticks([place(tick / factor) for tick in ticks], [f"{tick:g}" for tick in ticks])
     axes.set_xlabel(f"time of a step ({unit})")
-    used = [doing for doing in FILLS if any(lane.seconds.get(doing, 0) > 0.002 * end_s for lane in found.lanes)]
+    used = [doing for doing in FILLS if any(track.seconds.get(doing, 0) > 0.002 * end_s for track in found.tracks)]
     handles: list[Patch | Line2D] = [
         Patch(facecolor=FILLS[doing], edgecolor=MUTED if doing in OUTLINED else FILLS[doing], linewidth=0.8,
               label=DOINGS[doing])
         for doing in used
     ]  # fmt: skip
-    if any(lane.hidden for lane in found.lanes):
+    if any(track.hidden for track in found.tracks):
         handles.append(Line2D([], [], color=FILLS["communication"], linewidth=2.5, label=DOINGS["hidden"]))
     _legend(figure, handles)
     note = "predicted, all of it; ranks that do the same are one row"
     if left is not None:
         note += f"; {plural(left.microbatches, 'microbatch')} of {found.num_microbatches} left out at the gap"
-    if found.lanes_left_out:
-        note += f"; {plural(found.lanes_left_out, 'row')} between these not shown"
-    words = "One step, predicted. " + " ".join(f"{lane_name(lane, found)}: {_told(lane)}." for lane in found.lanes)
+    if found.tracks_left_out:
+        note += f"; {plural(found.tracks_left_out, 'row')} between these not shown"
+    words = "One step, predicted. " + " ".join(f"{track_name(track, found)}: {_told(track)}." for track in found.tracks)
     return Plot(
         title="One step, rank by rank", note=note, svg=inline(figure, "timeline", words), words=words, wide=True
     )
@@ -146,31 +146,31 @@ def _legend(figure: Figure, handles: Sequence[Patch | Line2D]) -> None:
     )
 
 
-def _told(lane: Lane) -> str:
-    return ", ".join(f"{DOINGS[doing]} {duration(lasts)}" for doing, lasts in lane.seconds.items())
+def _told(track: Track) -> str:
+    return ", ".join(f"{DOINGS[doing]} {duration(lasts)}" for doing, lasts in track.seconds.items())
 
 
 @styled
 def held_plot(found: Timeline) -> Plot:
-    """What holds the memory of a rank of each lane, hatched as all that is predicted, and how much it may hold."""
-    lanes = found.lanes
-    biggest = max(max(lane.memory.total, lane.memory_limit_nbytes) for lane in lanes)
+    """What holds the memory of a rank of each track, hatched as all that is predicted, and how much it may hold."""
+    tracks = found.tracks
+    biggest = max(max(track.memory.total, track.memory_limit_nbytes) for track in tracks)
     factor, unit = next((f, u) for f, u in ((2.0**30, "GiB"), (2.0**20, "MiB"), (1.0, "B")) if biggest >= f or f == 1)
-    figure, axes = new_figure(14.2, 1.5 + 0.46 * len(lanes))
-    holders = [part.name for part in fields(RankMemory) if any(getattr(lane.memory, part.name) for lane in lanes)]
-    for row, lane in enumerate(lanes):
+    figure, axes = new_figure(14.2, 1.5 + 0.46 * len(tracks))
+    holders = [part.name for part in fields(RankMemory) if any(getattr(track.memory, part.name) for track in tracks)]
+    for row, track in enumerate(tracks):
         at = 0.0
         for index, name in enumerate(holders):
-            size = float(getattr(lane.memory, name)) / factor
+            size = float(getattr(track.memory, name)) / factor
             segment(axes, row, at, size, SERIES[index % len(SERIES)], hatched=True)
             at += size
-        limit = lane.memory_limit_nbytes / factor
+        limit = track.memory_limit_nbytes / factor
         axes.plot([limit, limit], [row - 0.42, row + 0.42], color=INK, linewidth=2)
         over = at > limit
         words = f"{at:,.1f} {unit}, {at / limit:.0%}".replace("%", " % of the limit") + (": too much" if over else "")
         axes.text(max(at, limit if over else at) + 0.008 * biggest / factor, row, words, va="center", fontsize=12,
                   color=INK, bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 1.5})  # fmt: skip
-    rows(axes, [lane_name(lane, found) for lane in lanes])
+    rows(axes, [track_name(track, found) for track in tracks])
     axes.set_xlim(0, biggest / factor * 1.22)
     axes.set_xlabel(f"peak memory of a rank ({unit})")
     handles: list[Patch | Line2D] = [
@@ -179,8 +179,8 @@ def held_plot(found: Timeline) -> Plot:
     ]
     _legend(figure, [*handles, Line2D([], [], color=INK, linewidth=2, label="limit")])
     words = "Memory of a rank, predicted. " + " ".join(
-        f"{lane_name(lane, found)}: {lane.memory.total / factor:.1f} {unit} of {lane.memory_limit_nbytes / factor:.1f}."
-        for lane in lanes
+        f"{track_name(one, found)}: {one.memory.total / factor:.1f} {unit} of {one.memory_limit_nbytes / factor:.1f}."
+        for one in tracks
     )
     note = "hatched: predicted, by what holds it at the peak; the line: what a rank may hold"
     return Plot(title="Memory of a rank", note=note, svg=inline(figure, "held", words), words=words, wide=True)

@@ -39,7 +39,7 @@ class Bar:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lane:
+class Track:
     """Ranks that do the same at the same time. `ranks` in words, `count` of them; `bars` follow each other without
     gaps over the step, but for what the timeline leaves out; `hidden` runs beside them, drawn at the end of what hides
     it. `seconds`: of the whole step by what is done, hidden communication among it. Of a rank of them, at its peak
@@ -72,12 +72,12 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """A step of a plan by lanes, those of the first stage first. `lanes_left_out`: more than were asked for."""
+    """A step of a plan by tracks, those of the first stage first. `tracks_left_out`: more than were asked for."""
 
     step_time_s: Estimate
     world_size: int
     num_microbatches: int
-    lanes: tuple[Lane, ...]
-    lanes_left_out: int = 0
+    tracks: tuple[Track, ...]
+    tracks_left_out: int = 0
     left_out: LeftOut | None = None
     version: int = 1

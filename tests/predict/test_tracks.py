@@ -1,4 +1,4 @@
-"""The step as it falls: lanes fill it without gaps, and their sums are the prediction's."""
+"""The step as it falls: tracks fill it without gaps, and their sums are the prediction's."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ from plan.machines import mixed
 from predict.examples import cluster, cpu, mlp, plan
 from predict.examples_mesh import machines, meshed, transformer
 from tutti.predict import predict
-from tutti.predict.lanes import ranks_in_words, timeline
+from tutti.predict.tracks import ranks_in_words, timeline
 from tutti.spec.cluster import ClusterSpec
 from tutti.spec.plan import Pipeline, Plan
-from tutti.spec.timeline import Lane, Timeline
+from tutti.spec.timeline import Timeline, Track
 
 PLANS = {
     "one device": meshed(64, 1, {"replicate": 1}),
@@ -31,16 +31,16 @@ def drawn(name: str) -> tuple[Timeline, Any]:
     return timeline(model, cards, PLANS[name]), predict(model, cards, PLANS[name])
 
 
-def idle(lane: Lane) -> float:
-    return sum(lane.seconds.get(doing, 0.0) for doing in ("communication", "bubble", "waiting"))
+def idle(track: Track) -> float:
+    return sum(track.seconds.get(doing, 0.0) for doing in ("communication", "bubble", "waiting"))
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_a_lane_fills_the_step_but_for_what_is_left_out(name: str) -> None:
     found, prediction = drawn(name)
     step = prediction.step_time_s.value
-    for lane in found.lanes:
-        edges = [0.0, *(edge for bar in lane.bars for edge in (bar.start_s, bar.end_s)), step]
+    for track in found.tracks:
+        edges = [0.0, *(edge for bar in track.bars for edge in (bar.start_s, bar.end_s)), step]
         gaps = [(end, start) for end, start in zip(edges[::2], edges[1::2], strict=True) if abs(start - end) > 1e-9]
         whole = [(found.left_out.start_s, found.left_out.end_s)] if found.left_out is not None else []
         assert gaps == [pytest.approx(one) for one in whole]
@@ -51,9 +51,9 @@ def test_a_lane_fills_the_step_but_for_what_is_left_out(name: str) -> None:
 def test_the_sums_of_the_slowest_lane_are_the_predictions(name: str) -> None:
     found, prediction = drawn(name)
     step = prediction.step_time_s.value
-    for lane in found.lanes:
-        assert sum(lasts for doing, lasts in lane.seconds.items() if doing != "hidden") == pytest.approx(step)
-    slowest = min(found.lanes, key=lambda lane: lane.seconds.get("waiting", 0.0))
+    for track in found.tracks:
+        assert sum(lasts for doing, lasts in track.seconds.items() if doing != "hidden") == pytest.approx(step)
+    slowest = min(found.tracks, key=lambda track: track.seconds.get("waiting", 0.0))
     phases = prediction.phases
     assert slowest.seconds.get("waiting", 0.0) == pytest.approx(0.0, abs=1e-6 * step)
     assert slowest.seconds["forward"] == pytest.approx(phases["forward"])
@@ -61,16 +61,16 @@ def test_the_sums_of_the_slowest_lane_are_the_predictions(name: str) -> None:
     assert backward == pytest.approx(phases["backward"])
     assert slowest.seconds["optimizer"] == pytest.approx(phases["optimizer"])
     assert idle(slowest) == pytest.approx(phases["exposed_communication"], abs=1e-6 * step)
-    fullest = max(lane.memory.total for lane in found.lanes)
+    fullest = max(track.memory.total for track in found.tracks)
     assert fullest == pytest.approx(prediction.memory.total)
 
 
 @pytest.mark.parametrize("name", ["one device", "replicas", "split and sharded", "1f1b", "gpipe", "interleaved"])
 def test_what_bars_last_is_what_the_lane_says(name: str) -> None:
     found, _ = drawn(name)
-    for lane in found.lanes:
-        for doing, lasts in lane.seconds.items():
-            bars = lane.hidden if doing == "hidden" else lane.bars
+    for track in found.tracks:
+        for doing, lasts in track.seconds.items():
+            bars = track.hidden if doing == "hidden" else track.bars
             assert sum(bar.lasts_s for bar in bars if bar.doing == doing) == pytest.approx(lasts)
 
 
@@ -79,35 +79,35 @@ def test_what_is_left_out_lies_between_the_first_and_the_last_microbatches(name:
     found, _ = drawn(name)
     assert found.left_out is not None
     count = found.num_microbatches
-    for lane in found.lanes:
-        waiting = sum(bar.lasts_s for bar in lane.bars if bar.doing == "waiting")
-        assert waiting == pytest.approx(lane.seconds.get("waiting", 0.0), abs=1e-6 * found.step_time_s.value)
-        before = {bar.what for bar in lane.bars if bar.end_s <= found.left_out.start_s}
-        after = {bar.what for bar in lane.bars if bar.start_s >= found.left_out.end_s}
+    for track in found.tracks:
+        waiting = sum(bar.lasts_s for bar in track.bars if bar.doing == "waiting")
+        assert waiting == pytest.approx(track.seconds.get("waiting", 0.0), abs=1e-6 * found.step_time_s.value)
+        before = {bar.what for bar in track.bars if bar.end_s <= found.left_out.start_s}
+        after = {bar.what for bar in track.bars if bar.start_s >= found.left_out.end_s}
         assert f"microbatch 1 of {count}" in before - after
         assert f"microbatch {count} of {count}" in after - before
 
 
 def test_bubbles_of_equal_stages_are_where_the_schedule_has_them() -> None:
     found, _ = drawn("gpipe")
-    first, last = found.lanes[0], found.lanes[-1]
-    assert [lane.stage for lane in found.lanes] == [0, 1, 2, 3]
+    first, last = found.tracks[0], found.tracks[-1]
+    assert [track.stage for track in found.tracks] == [0, 1, 2, 3]
     assert last.bars[0].doing == "bubble"  # until the first microbatch comes
     assert first.bars[0].doing == "forward"
     assert {bar.what for bar in first.bars if bar.doing == "forward"} == {f"microbatch {i} of 8" for i in range(1, 9)}
-    assert sum(lane.count for lane in found.lanes) == 4
+    assert sum(track.count for track in found.tracks) == 4
 
 
 def test_one_device_neither_waits_nor_sends() -> None:
     found, _ = drawn("one device")
-    assert set(found.lanes[0].seconds) <= {"forward", "backward", "optimizer", "other"}
-    assert found.lanes[0].ranks == "rank 0"
+    assert set(found.tracks[0].seconds) <= {"forward", "backward", "optimizer", "other"}
+    assert found.tracks[0].ranks == "rank 0"
 
 
 def test_unequal_devices_are_lanes_of_their_own() -> None:
     found = timeline(mlp(256, 2), mixed(), meshed(60_000, 1, {"replicate": 6}))
-    assert [(lane.ranks, lane.count) for lane in found.lanes] == [("ranks 0-3", 4), ("ranks 4-5", 2)]
-    slow, quick = found.lanes
+    assert [(track.ranks, track.count) for track in found.tracks] == [("ranks 0-3", 4), ("ranks 4-5", 2)]
+    slow, quick = found.tracks
     assert quick.seconds["waiting"] > 0.0
     assert "waiting" not in slow.seconds
     assert quick.memory_limit_nbytes > slow.memory_limit_nbytes
@@ -118,14 +118,14 @@ def test_shares_give_more_to_some_ranks() -> None:
     uneven = Plan(batch=even.batch, mesh={"replicate": 2}, shares=(3.0, 1.0))
     host: ClusterSpec = cluster(cpu(cores=4), devices_per_node=1)
     found = timeline(mlp(256, 2), host, uneven)
-    assert [lane.ranks for lane in found.lanes] == ["rank 0", "rank 1"]
-    assert found.lanes[0].seconds["forward"] > 2 * found.lanes[1].seconds["forward"]
+    assert [track.ranks for track in found.tracks] == ["rank 0", "rank 1"]
+    assert found.tracks[0].seconds["forward"] > 2 * found.tracks[1].seconds["forward"]
 
 
 def test_of_many_lanes_some_are_shown_evenly() -> None:
-    found = timeline(transformer(), machines(1, 8), PLANS["1f1b"], most_lanes=2)
-    assert [lane.stage for lane in found.lanes] == [0, 3]
-    assert found.lanes_left_out == 2
+    found = timeline(transformer(), machines(1, 8), PLANS["1f1b"], most_tracks=2)
+    assert [track.stage for track in found.tracks] == [0, 3]
+    assert found.tracks_left_out == 2
 
 
 def test_ranks_in_words() -> None:

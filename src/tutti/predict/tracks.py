@@ -26,23 +26,23 @@ from tutti.spec.cluster import ClusterSpec
 from tutti.spec.model import ModelSpec
 from tutti.spec.plan import Plan
 from tutti.spec.prediction import Prediction
-from tutti.spec.timeline import Bar, Doing, Lane, LeftOut, Timeline
+from tutti.spec.timeline import Bar, Doing, LeftOut, Timeline, Track
 
 MOST_DRAWN = 24
 """Microbatches that are drawn of longer steps without stages: half of them first, half last."""
 
 MOST_BARS = 400
-"""Bars of a lane without stages, about: what passes between exchanges is gathered until it is so long a part."""
+"""Bars of a track without stages, about: what passes between exchanges is gathered until it is so long a part."""
 
 _KINDS: tuple[Doing, ...] = ("forward", "backward", "backward", "weights")
 
 Parts = list[Bar]
 
 
-def timeline(model: ModelSpec, cluster: ClusterSpec, plan: Plan, *, most_lanes: int = 16) -> Timeline:
+def timeline(model: ModelSpec, cluster: ClusterSpec, plan: Plan, *, most_tracks: int = 16) -> Timeline:
     """What `predict` sums up, spread out over the step. Raises PlanError as `predict` does.
 
-    Ranks that do the same are one lane. Exchanges within a pass stand where they fall, gathered where they are short;
+    Ranks that do the same are one track. Exchanges within a pass stand where they fall, gathered where they are short;
     with stages, at the end of each action. Of long steps the middle is left out.
     """
     prediction = predict(model, cluster, plan)
@@ -59,15 +59,15 @@ def timeline(model: ModelSpec, cluster: ClusterSpec, plan: Plan, *, most_lanes: 
     found = [(work, passes) for line in step.lines for work, passes in drawing.line(line)]
     found.sort(key=lambda one: one[0].stage)
     # of many, some evenly spread, the first and the last among them
-    places = sorted({round(at * (len(found) - 1) / max(1, most_lanes - 1)) for at in range(most_lanes)})
+    places = sorted({round(at * (len(found) - 1) / max(1, most_tracks - 1)) for at in range(most_tracks)})
     shown = [found[place] for place in places]
     left = _left_out([passes for _, passes in shown])
     return Timeline(
         step_time_s=prediction.step_time_s,
         world_size=plan.world_size,
         num_microbatches=plan.batch.num_microbatches,
-        lanes=tuple(drawing.lane(work, passes, left) for work, passes in shown),
-        lanes_left_out=len(found) - len(shown),
+        tracks=tuple(drawing.track(work, passes, left) for work, passes in shown),
+        tracks_left_out=len(found) - len(shown),
         left_out=left,
     )
 
@@ -86,7 +86,7 @@ def _ranks(step: Step, plan: Plan) -> dict[tuple[Line, int], list[int]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Passes:
-    """A lane until its last backward ends. `idle`: seconds of exposed communication and of bubbles in what is drawn;
+    """A track until its last backward ends. `idle`: seconds of exposed communication and of bubbles in what is drawn;
     `calm`: from when to when nothing need be drawn, if so, and how many `microbatches` that leaves out."""
 
     bars: Parts
@@ -113,8 +113,8 @@ class _Drawing:
         found = _staged(self.setting, line) if len(works) > 1 else [_alone(self.setting, works[0])]
         yield from zip(works, found, strict=True)
 
-    def lane(self, work: RankWork, passes: _Passes, left: LeftOut | None) -> Lane:
-        """The lane of a line's place: its passes, the end of its step, and what it holds."""
+    def track(self, work: RankWork, passes: _Passes, left: LeftOut | None) -> Track:
+        """The track of a line's place: its passes, the end of its step, and what it holds."""
         sync, bars = self.slowest.syncs[work.stage].exchange, list(passes.bars)
         end_s, ties = self.prediction.step_time_s.value, self._ties_s()
         now = passes_end = bars[-1].end_s if bars else 0.0
@@ -135,7 +135,7 @@ class _Drawing:
         own = self.ranks[work.line, work.stage]
         fullest = [self.held[work.stage, work.line.samples[-1], seat] for seat in work.line.seats[work.stage]]
         memory, seat, when = min(fullest, key=lambda one: one[1].memory_nbytes - one[0].total)
-        return Lane(
+        return Track(
             ranks=ranks_in_words(own),
             count=len(own),
             stage=work.stage,
@@ -316,13 +316,13 @@ class _Actions:
         return bars, idle
 
 
-def _left_out(lanes: list[_Passes]) -> LeftOut | None:
-    """What no lane draws."""
-    calm = [one.calm for one in lanes if one.calm is not None]
-    if not calm or len(calm) < len(lanes):
+def _left_out(tracks: list[_Passes]) -> LeftOut | None:
+    """What no track draws."""
+    calm = [one.calm for one in tracks if one.calm is not None]
+    if not calm or len(calm) < len(tracks):
         return None
     start, end = min(one[0] for one in calm), max(one[1] for one in calm)
-    return LeftOut(start_s=start, end_s=end, microbatches=lanes[0].microbatches) if end > start else None
+    return LeftOut(start_s=start, end_s=end, microbatches=tracks[0].microbatches) if end > start else None
 
 
 def _clipped(bars: Parts, left: LeftOut | None) -> Iterator[Bar]:
