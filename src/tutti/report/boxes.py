@@ -60,6 +60,7 @@ def _recipe(report: RunReport) -> list[Entry]:
         ("precision", recipe.precision),
         ("seed", recipe.seed),
         ("plan", report.plan),
+        *((f"replicas' {name}", value) for name, value in report.replicas.items()),
     ]
 
 

@@ -7,6 +7,7 @@ from tutti.report.communication import communication, experts, sent_per_step
 from tutti.report.noise import noise_report
 from tutti.report.quality import Target, choose, cost, curves, quality_report, target_report
 from tutti.report.read import Records, read_records
+from tutti.report.replicas import replicas_report
 from tutti.report.rules import check_run
 from tutti.report.sections import (
     baseline_report,
@@ -50,7 +51,8 @@ def build_report(folder: Path, *, target: Target | None = None) -> RunReport:
     records = read_records(folder)
     report = _assemble(records, target)
     report = replace(report, checks=prediction_checks(records, report), headline=headline(report))
-    report = replace(report, communication=communication(records), experts=experts(records), noise=noise_report(records))
+    report = replace(report, communication=communication(records), experts=experts(records))
+    report = replace(report, noise=noise_report(records), replicas=replicas_report(records))
     return replace(report, findings=check_run(report) + _reading_notes(records))
 
 

@@ -7,6 +7,7 @@ from pathlib import PurePath
 from typing import Any
 
 from tutti.report.read import Records
+from tutti.report.replicas import mode_text
 from tutti.report.timing import phases_of, quantities, seen, steady_steps, typical
 from tutti.report.words import plural
 from tutti.spec import codec
@@ -167,6 +168,7 @@ def plan_text(records: Records) -> str | None:
     return ", ".join(
         [mesh, plural(plan.batch.num_microbatches, "microbatch") + " a step", f"{plan.precision} precision"]
         + (["recompute"] if recompute else [])
+        + ([mode] if (mode := mode_text(records)) else [])
         + ([f"shares {':'.join(f'{s:g}' for s in plan.shares)}"] if plan.shares else [])
     )
 

@@ -82,6 +82,7 @@ def _facts(report: RunReport) -> Table:
         ("cost", with_evidence(report.device_seconds)),
         ("rate", _rate(report)),
         ("hardware", f"{plural(report.system.ranks.value or 1, 'rank')}, {report.system.device_model}"),
+        *((f"replicas' {name}", f"{with_evidence(one)}, {one.note}") for name, one in report.replicas.items()),
         ("verified", "no" if verdict is None else f"{'PASS' if verdict.passed else 'FAIL'} {verdict.sentence}".strip()),
     ):
         table.add_row(label, fact)

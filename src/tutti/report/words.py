@@ -26,7 +26,7 @@ PHASE_NAMES = {
 
 CARRIED: dict[Carried, str] = {
     "gradients": "gradients of parameters",
-    "parameters": "divided parameters",
+    "parameters": "parameters",
     "activations": "activations of split layers",
     "halos": "halos of neighbours",
     "tokens": "tokens to and from experts",

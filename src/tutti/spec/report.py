@@ -383,6 +383,7 @@ class RunReport:
     communication: tuple[CommunicationReport, ...] = ()
     experts: tuple[ExpertsReport, ...] = ()
     noise: NoiseReport | None = None
+    replicas: dict[str, Quantity] = field(default_factory=dict)
     ranks: tuple[RankReport, ...] = ()
     curves: tuple[Curve, ...] = ()
     verification: Verification | None = None
