@@ -151,7 +151,7 @@ def _blocks(tables: Tables, plan: Plan, seat: Seat, samples: float) -> Blocks:
         1.0 / (split_of(module, split) * (expert if module.expert else 1) * (tabled if module.table else 1))
         for module in model.modules
     ]
-    bytes_of = _state_weights(plan)
+    bytes_of = state_weights(plan)
     state = np.array(
         [
             part * sum(weight * getattr(module, name) for name, weight in bytes_of.items())
@@ -168,7 +168,7 @@ def _blocks(tables: Tables, plan: Plan, seat: Seat, samples: float) -> Blocks:
     return blocks_of(model, np.asarray(seconds, dtype=np.float64), state, kept)
 
 
-def _state_weights(plan: Plan) -> dict[str, float]:
+def state_weights(plan: Plan) -> dict[str, float]:
     """What part of each kind of state a rank keeps."""
     shard = plan.mesh.get("shard", 1)
     level = plan.sharding.level if shard > 1 else 0
@@ -183,7 +183,7 @@ def _held(tables: Tables, plan: Plan) -> tuple[float, float]:
     """Bytes of a rank that do not depend on its samples, and those that each sample of a slice adds."""
     split, expert, tabled = (plan.mesh.get(axis, 1) for axis in ("split", "expert", "table"))
     parameters, gradients, optimizer, _ = tables.state(split, expert, tabled)
-    weights = _state_weights(plan)
+    weights = state_weights(plan)
     stages = plan.mesh.get("stage", 1)
     state = (
         parameters * weights["parameter_nbytes"]

@@ -1,9 +1,13 @@
-"""Small changes to the best plans that enumeration leaves out: the order of axes, cuts, microbatches between powers."""
+"""Small changes to the best plans that enumeration leaves out: the order of axes, cuts, microbatches between powers,
+blocks that need not recompute.
+"""
 
 import dataclasses
 from collections.abc import Iterator
 
 from tutti.plan.explore import Costed, Explorer
+from tutti.plan.relief import relieve
+from tutti.spec.cluster import ClusterSpec
 from tutti.spec.plan import Plan
 from tutti.spec.words import AxisName
 
@@ -11,6 +15,9 @@ _BEST = 4
 """Plans whose neighbours are costed."""
 
 _ROUNDS = 3
+
+_RELIEVED = 6
+"""Meshes of which it is tried how few blocks may recompute."""
 
 
 def polish(explorer: Explorer) -> None:
@@ -25,7 +32,29 @@ def polish(explorer: Explorer) -> None:
                     seen.add(_key(plan))
                     explorer.cost(plan, one.cluster)
         if not good or min(one.value for one in explorer.costed if one.good) >= before:
-            return
+            break
+    _relieve(explorer)
+
+
+def _relieve(explorer: Explorer) -> None:
+    """Of the best plans that recompute all blocks, those with which only some do, where without any they would win."""
+    if len(explorer.limits.recompute) == 1:
+        return
+    again = [one for one in explorer.costed if one.good and any(rule.recompute for rule in one.plan.layout)]
+    ranked = sorted(again, key=lambda one: one.value)
+    meshes = {tuple(one.plan.mesh.items()): one for one in reversed(ranked)}  # the best of each mesh
+    for one in sorted(meshes.values(), key=lambda one: one.value)[:_RELIEVED]:
+        best = min(each.value for each in explorer.costed if each.good)
+        bare = explorer.cost(dataclasses.replace(one.plan, layout=explorer.request.script.layout), one.cluster)
+        room = explorer.room(one)
+        if bare is None or bare.value >= best or explorer.over():
+            continue
+
+        def fits(plan: Plan, cluster: ClusterSpec = one.cluster) -> bool:
+            found = None if explorer.over() else explorer.cost(plan, cluster)
+            return found is not None and found.good
+
+        relieve(room, one.plan, explorer.samples, fits)
 
 
 def _key(plan: Plan) -> tuple[object, ...]:

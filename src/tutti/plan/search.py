@@ -217,6 +217,7 @@ def _best(good: list[Costed], request: Request) -> Costed:
             mechanisms(one.plan),
             one.plan.batch.num_microbatches,
             len(one.plan.shares),
+            len(one.plan.layout),
             one.value,
         )
 

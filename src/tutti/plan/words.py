@@ -32,7 +32,9 @@ def settings_words(plan: Plan) -> str:
         found.append(f"gradients as {compression_in_words(plan.sync.compress)}")
     again = recompute_words(plan)
     if again != "none":
-        found.append("recompute" if again == "full" else f"{again} recompute")
+        of = [rule.modules for rule in plan.layout if rule.recompute]
+        some = "" if any("*" in glob for glob in of) else f" of {count(len(of), 'block')}"
+        found.append(("recompute" if again == "full" else f"{again} recompute") + some)
     return ", ".join(found)
 
 

@@ -62,8 +62,8 @@ class Work:
 
     def __init__(self, tables: Tables, script: Plan) -> None:
         self._tables, self._script = tables, script
-        self._columns = model_table(tables.model)
-        self._passes: dict[tuple[int, ...], Passes | None] = {}
+        self.columns = model_table(tables.model)
+        self._known: dict[tuple[int, ...], Passes | None] = {}
         self._stages: dict[tuple[int, int], Stages | None] = {}
         self._steps: dict[tuple[int, ...], list[list[tuple[float, ...]]]] = {}
         self._sums: dict[tuple[int, ...], Array] = {}
@@ -75,8 +75,8 @@ class Work:
     def step(self, *key: int) -> tuple[float, ...]:
         """For (split, context, expert, table, space, samples, best worker, stages, stages per rank, microbatches,
         whether stages lie on different hosts, index into KINDS, recompute): seconds of all passes of a step, at least
-        of the place that ends last, at least of any microbatch's way, probably, and as a mean over the places; then of the
-        place that ends last: seconds of a microbatch's forward and backward, bytes of its gradients that all
+        of the place that ends last, at least of any microbatch's way, probably, and as a mean over the places; then of
+        the place that ends last: seconds of a microbatch's forward and backward, bytes of its gradients that all
         data-parallel ranks sum, and seconds of its update.
 
         For every place p of a pipeline a step lasts m t_p plus the times of the places before it and of the messages
@@ -135,7 +135,7 @@ class Work:
         exchanges probably take besides, bytes of gradients that all sum; None for what is refused."""
         if key not in self._sums:
             *inner, stage, chunks = key
-            passes, stages = self._of(tuple(inner)), self.stages(stage, chunks)
+            passes, stages = self.passes(tuple(inner)), self.stages(stage, chunks)
             if passes is None or stages is None:
                 return None
             rows = np.vstack([passes.ahead, passes.back, passes.again, passes.adding, passes.update, passes.probable,
@@ -165,10 +165,10 @@ class Work:
 
     def _repeated(self, regions: tuple[Region, ...]) -> Array:
         """1 for modules that are computed again in backward."""
-        again = np.zeros(len(self._columns))
+        again = np.zeros(len(self.columns))
         for region in regions:
             members = np.array(region.members, dtype=np.intp)
-            again[members] = np.where(self._columns.multiplies[members] & region.selective, 0.0, 1.0)
+            again[members] = np.where(self.columns.multiplies[members] & region.selective, 0.0, 1.0)
         return again
 
     def _repeated_waits(self, part: Part, waits: Array) -> Array:
@@ -177,7 +177,7 @@ class Work:
         for form, regions in enumerate(self.regions):
             for region in regions:
                 members = np.array(region.members, dtype=np.intp)
-                sums = members[part.split[members] & self._columns.summed[members]]
+                sums = members[part.split[members] & self.columns.summed[members]]
                 if len(sums):
                     repeated[form, sums.max()] = 0.0
         return repeated
@@ -192,17 +192,17 @@ class Work:
             self._parts[degrees] = division(self._tables.model, plan)
         return self._parts[degrees]
 
-    def _of(self, key: tuple[int, ...]) -> Passes | None:
+    def passes(self, key: tuple[int, ...]) -> Passes | None:
         """The passes for (split, context, expert, table, space, samples, best worker); None for what is refused."""
-        if key not in self._passes:
+        if key not in self._known:
             try:
-                self._passes[key] = self._worked_out(key[:5], *key[5:])
+                self._known[key] = self._worked_out(key[:5], *key[5:])
             except PlanError:
-                self._passes[key] = None
-        return self._passes[key]
+                self._known[key] = None
+        return self._known[key]
 
     def _worked_out(self, degrees: tuple[int, ...], samples: int, best: int) -> Passes:
-        tables, columns, part = self._tables, self._columns, self.part(degrees)
+        tables, columns, part = self._tables, self.columns, self.part(degrees)
         split, context, expert, table, space = degrees
         worker, count = tables.worker(best), len(columns)
         ahead = compute.forward(part.ops, worker, samples, count).seconds
