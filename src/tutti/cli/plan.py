@@ -17,10 +17,10 @@ from tutti.spec.plan import BatchPlan, Plan
 from tutti.spec.words import Precision, Unit
 
 if TYPE_CHECKING:
-    from tutti.spec.compression import Compression
     from tutti.cli.outlook import Planned
     from tutti.plan import Choice, Objective, PrecisionPolicy, Request
     from tutti.runtime.capture import Captured
+    from tutti.spec.compression import Compression
 
 OBJECTIVES = ("throughput", "device-hours", "cost", "energy", "memory", "time-to-quality")
 
@@ -233,7 +233,7 @@ def _request(options: Options, script: Plan, model: ModelSpec) -> "Request":
         mesh=parse_mesh(options.mesh) if options.mesh is not None else None,
         objective=options.objective,
         train_samples=_train_samples(options, script, model),
-        noise=_noise(options),
+        noise=_noise(options, script.batch.unit),
         memory_nbytes=options.memory,
         budget=options.budget,
         deadline_s=options.deadline,
@@ -251,11 +251,11 @@ def _train_samples(options: Options, script: Plan, model: ModelSpec) -> float | 
     return options.epochs * model.dataset_samples * tokens
 
 
-def _noise(options: Options) -> Any:
+def _noise(options: Options, unit: Unit) -> Any:
     from tutti.plan import NoiseScale
 
     if options.noise_from is not None:
-        return _measured_noise(options, options.noise_from)
+        return _measured_noise(options, options.noise_from, unit)
     if options.target_quality is not None:
         raise PlanError("--target-quality says which quality of a run is meant; name the run with --noise-from RUN")
     if options.critical_batch is None and options.least_samples is None:
@@ -265,7 +265,7 @@ def _noise(options: Options) -> Any:
     return NoiseScale(critical_batch=options.critical_batch, least_samples=options.least_samples)
 
 
-def _measured_noise(options: Options, run: Path) -> Any:
+def _measured_noise(options: Options, run: Path, unit: Unit) -> Any:
     from tutti.plan import NoiseScale
     from tutti.report.noise import samples_at_small_batches
     from tutti.report.quality import parse_target
@@ -274,7 +274,11 @@ def _measured_noise(options: Options, run: Path) -> Any:
     if options.critical_batch is not None or options.least_samples is not None:
         raise PlanError("--noise-from takes the critical batch and the least samples from a run; leave the others out")
     target = None if options.target_quality is None else parse_target(options.target_quality)
-    critical, least = samples_at_small_batches(read_records(run), target)
+    records = read_records(run)
+    counted = records.header.recipe.unit
+    if counted != unit:
+        raise PlanError(f"--noise-from {run}: its batch counts {counted}, the one to plan for {unit}; name another run")
+    critical, least = samples_at_small_batches(records, target)
     return NoiseScale(critical_batch=critical, least_samples=least, evidence="measured")
 
 

@@ -16,9 +16,9 @@ ratios is biased.
 import math
 from dataclasses import dataclass
 
-DECAY = 0.99
-"""Of the moving averages, a measurement: they look back over about 100. Chosen, not fitted: a single estimate is off by
-more than its value where the batch is far below the noise scale."""
+DECAY = 0.95
+"""Of the moving averages, a measurement: they look back over about 20. Chosen, not fitted: a single estimate is off by
+more than its value where the batch is far below the noise scale, and both averages change while training goes on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

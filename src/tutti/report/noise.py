@@ -8,18 +8,24 @@ from tutti.spec.report import NoiseReport
 
 
 def noise_report(records: Records) -> NoiseReport | None:
-    """What the last measurement's averages say; None for a run that measured nothing."""
-    rows = [row for row in records.kept("step") if row.mapping("noise")]
-    if not rows:
+    """Means over the second half of a run's measurements; None for a run that measured nothing.
+
+    The first half is left out because the mean gradient shrinks fastest there: it would hide the noise of the rest.
+    """
+    found = [one for row in records.kept("step") if (one := row.mapping("noise"))]
+    if not found:
         return None
-    last = rows[-1].mapping("noise")
-    measured = last.get("measured")
-    note = "simple noise scale (McCandlish et al. 2018, A.1), moving average"
+    late = found[len(found) // 2 :]
+    square, variance = (sum(one.get(name, 0.0) for one in late) / len(late) for name in ("square", "variance"))
+    scale = variance / square if square > 0 and variance >= 0 else None
+    span = f"mean of the last {len(late)} measurements"
     return NoiseReport(
-        critical_batch=seen(rows[-1].number("noise_scale"), records.header.recipe.unit, note),
-        square=seen(last.get("square_mean"), "", "squared norm of the mean gradient, moving average"),
-        variance=seen(last.get("variance_mean"), "", "trace of the covariance of one unit's gradient, moving average"),
-        measured=seen(measured, "steps", "steps measured"),
+        critical_batch=seen(
+            scale, records.header.recipe.unit, f"simple noise scale (McCandlish et al. 2018, A.1), {span}"
+        ),
+        square=seen(square, "", f"squared norm of the mean gradient, {span}"),
+        variance=seen(variance, "", f"trace of the covariance of one unit's gradient, {span}"),
+        measured=seen(len(found), "steps", "steps measured"),
     )
 
 

@@ -287,7 +287,7 @@ class ExpertsReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoiseReport:
-    """The gradient noise scale, measured while training, in the batch's unit: moving averages at the run's end.
+    """The gradient noise scale, measured while training, in the batch's unit: means over the later half of the run.
 
     `critical_batch`: at which twice the least samples are needed, taken to be the noise scale. `square`: of the mean
     gradient's norm; `variance`: of the gradient of one unit, its trace; `measured`: in how many steps.
