@@ -63,6 +63,7 @@ def test_a_long_step_shows_where_it_is_cut() -> None:
     text = drawn(found.tracks[0], found.left_out, found.step_time_s.value, 80).plain
     assert len(text) == 80
     assert text.count("//") == 1
+    assert text.count("f") / text.count("b") == pytest.approx(0.5, rel=0.25)  # however narrow the bars are
 
 
 def test_memory_in_letters_says_what_holds_it_and_what_is_too_much() -> None:

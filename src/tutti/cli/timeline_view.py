@@ -74,29 +74,39 @@ def show_timeline(out: "Console", found: Timeline) -> None:
 
 
 def drawn(track: Track, left: LeftOut | None, step_s: float, width: int) -> Text:
-    """`width` letters for the step, each what the track does most in its time; // for what is left out."""
+    """`width` letters for the step, // for what is left out. Each is something the track does in its time: what it did
+    most and has had the fewest letters for, so that letters are in proportion to seconds where bars are narrow."""
     line = Text()
     mark = 2 if left is not None else 0
     away = left.end_s - left.start_s if left is not None else 0.0
     each = (step_s - away) / (width - mark)
     before = round(left.start_s / each) if left is not None else width
+    owed: dict[Doing, float] = {}
     for cell in range(width - mark):
         if cell == before:
             line.append("/" * mark, style="dim")
         later = away if cell >= before else 0.0
-        doing = _most(track, cell * each + later, (cell + 1) * each + later)
-        letter, style = LETTERS[doing] if doing is not None else (" ", "")
+        shares = _shares(track, cell * each + later, (cell + 1) * each + later)
+        for doing, share in shares.items():
+            owed[doing] = owed.get(doing, 0.0) + share / each
+        chosen = max(shares, key=lambda doing: owed[doing], default=None)
+        if chosen is None:
+            line.append(" ")
+            continue
+        owed[chosen] -= 1.0
+        letter, style = LETTERS[chosen]
         line.append(letter, style=style)
     return line
 
 
-def _most(track: Track, start_s: float, end_s: float) -> Doing | None:
+def _shares(track: Track, start_s: float, end_s: float) -> dict[Doing, float]:
+    """Seconds of what the track does between two moments."""
     shares: dict[Doing, float] = {}
     for bar in track.bars:
         shared = min(bar.end_s, end_s) - max(bar.start_s, start_s)
         if shared > 0:
             shares[bar.doing] = shares.get(bar.doing, 0.0) + shared
-    return max(shares.items(), key=lambda share: share[1])[0] if shares else None
+    return shares
 
 
 def held(track: Track, width: int) -> Text:
