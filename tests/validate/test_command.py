@@ -33,6 +33,16 @@ def test_which_rows_calibrate_does_not_depend_on_their_order() -> None:
     assert tested[0] == tested[1]
 
 
+def test_columns_are_listed_with_an_example() -> None:
+    """What the refusal of a table without them tells a user to ask for."""
+    shown = CliRunner().invoke(command, ["--columns"], catch_exceptions=False).stdout.splitlines()
+    names = [line.partition(":")[0] for line in shown]
+    assert names == list(load_rows(None)[0].cells)
+    assert "gpus_per_node" in names
+    as_json = CliRunner().invoke(command, ["--columns", "--json"], catch_exceptions=False).stdout
+    assert list(json.loads(as_json)["cells"]) == names
+
+
 def test_the_table_and_the_document(tmp_path: Path) -> None:
     rows = [row for row in load_rows(None) if row.family in ("sc21t1", "korthikrel")]
     path = tmp_path / "rows.csv"

@@ -13,6 +13,7 @@ from tutti.errors import DataError
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from tutti.validate.rows import Row
     from tutti.validate.score import Errors
     from tutti.validate.validate import FamilyResult, Validation, Wanted
 
@@ -27,8 +28,9 @@ if TYPE_CHECKING:
     help="N rows of FAMILY calibrate, from the devices' constants of OTHER if it is named; may be repeated.",
 )
 @click.option("--family", "families", multiple=True, help="Only this family; may be repeated.")
+@click.option("--columns", is_flag=True, help="List the columns of a table of rows, with an example; predict nothing.")
 @json_option
-def command(rows: Path | None, fits: tuple[str, ...], families: tuple[str, ...], as_json: bool) -> None:
+def command(rows: Path | None, fits: tuple[str, ...], families: tuple[str, ...], columns: bool, as_json: bool) -> None:
     """Score predictions against the published measurements in ROWS, or those that ship with tutti.
 
     Errors are of a step's time, by family, never one mean over all. Rows that calibrate are listed apart from those
@@ -38,6 +40,9 @@ def command(rows: Path | None, fits: tuple[str, ...], families: tuple[str, ...],
     from tutti.validate.rows import load_rows
     from tutti.validate.validate import validate
 
+    if columns:
+        _show_columns((load_rows(rows) or load_rows(None))[0], as_json=as_json)
+        return
     loaded = [row for row in load_rows(rows) if not families or row.family in families]
     known = {row.family for row in loaded}
     wanted = dict(_fit(text) for text in fits)
@@ -51,6 +56,14 @@ def command(rows: Path | None, fits: tuple[str, ...], families: tuple[str, ...],
         emit(result)
     else:
         _show(result)
+
+
+def _show_columns(example: "Row", *, as_json: bool) -> None:
+    if as_json:
+        emit(example)
+        return
+    for name, value in example.cells.items():
+        click.echo(f"{name}: {value}" if value else name)
 
 
 def _fit(text: str) -> "tuple[str, Wanted]":

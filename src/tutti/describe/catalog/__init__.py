@@ -77,7 +77,7 @@ def cluster_from_parts(
     if devices_per_node > 1:
         links.append(_joined(node_link, "node", f"{devices_per_node} devices in a node"))
     if nodes > 1:
-        links.append(_ports(_joined(network, "network", f"{nodes} nodes"), network_ports))
+        links.append(with_ports(_joined(network, "network", f"{nodes} nodes"), network_ports))
     return ClusterSpec(
         name=name,
         devices={part.name: part},
@@ -101,7 +101,7 @@ def _joined(name: str | None, tier: LinkTier, what: str) -> LinkSpec:
     return link(name, tier)
 
 
-def _ports(part: LinkSpec, ports: int) -> LinkSpec:
+def with_ports(part: LinkSpec, ports: int) -> LinkSpec:
     """The connection of a node with several ports: their bandwidths add up."""
     if ports == 1:
         return part
@@ -121,4 +121,4 @@ def _find(name: str, known: Mapping[str, object], what: str) -> str:
     raise SpecError(f"there is no {what} {name!r} in the catalog; the nearest are {', '.join(nearest)}")
 
 
-__all__ = ["Parts", "cluster_from_parts", "device", "link", "parts"]
+__all__ = ["Parts", "cluster_from_parts", "device", "link", "parts", "with_ports"]

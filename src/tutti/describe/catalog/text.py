@@ -5,9 +5,8 @@ number of ports before it. Parts of a name are enough where they are plain: `a10
 """
 
 import re
-from dataclasses import replace
 
-from tutti.describe.catalog import Parts, parts
+from tutti.describe.catalog import Parts, parts, with_ports
 from tutti.errors import SpecError
 from tutti.spec.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeSpec
 
@@ -69,11 +68,7 @@ def _link(known: Parts, text: str) -> LinkSpec:
         return known.links[_nearest(text, [*known.links], "link")]
     if not ports.strip().isdecimal() or int(ports) < 1:
         raise SpecError(f"{text!r} is not a number of ports and a link; write such as 8*ib-hdr")
-    part = known.links[_nearest(name, [*known.links], "link")]
-    if int(ports) == 1:
-        return part
-    bandwidth = int(ports) * part.bandwidth_bytes_per_s
-    return replace(part, bandwidth_bytes_per_s=bandwidth, source=f"{ports} ports of: {part.source}")
+    return with_ports(known.links[_nearest(name, [*known.links], "link")], int(ports))
 
 
 def _nearest(text: str, names: list[str], what: str) -> str:
