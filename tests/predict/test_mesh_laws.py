@@ -1,6 +1,7 @@
 """What every prediction over a mesh obeys, and the bytes of every axis by hand."""
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from predict.examples import cluster, cpu, gpu, link
 from predict.examples_mesh import machines, meshed, part, transformer
 from tutti.errors import PlanError
 from tutti.predict import predict
+from tutti.runtime.space.geometry import Fetch, Window, halo_nbytes
 from tutti.spec.cluster import ClusterSpec, NodeSpec
 from tutti.spec.model import ModelSpec, ModuleSpec, OpCost
 from tutti.spec.plan import LayoutRule, Pipeline, Plan, Sharding
@@ -178,13 +180,40 @@ def volumes() -> ModelSpec:
 
 
 @pytest.mark.parametrize(
-    ("grid", "halo"), [((), 50.0), ((4,), 100.0), ((2, 2), (50.0 + 100.0) / 2), ((1, 4), 200.0), ((1, 2, 2), 50.0)]
+    ("grid", "halo"),
+    [
+        ((), 50.0),
+        ((4,), 100.0),
+        ((2, 2), (50.0 + 100.0 * (1 + 2 * 100 / 4096)) / 2),
+        ((1, 4), 200.0),
+        ((1, 2, 2), 50.0),
+    ],
 )
 def test_space_sends_halos_both_ways(grid: tuple[int, ...], halo: float) -> None:
     n = 4 if grid else 2
     done = predict(volumes(), machines(), meshed(8, mesh={"space": n}, space_grid=grid))
     assert done.sent_nbytes_per_rank == 2 * 8 * halo + 2 * (n - 1) / n * 220
     assert done.memory.activations == 8 * (4096 / n + 4096 / n)
+
+
+@pytest.mark.parametrize(("grid", "extents"), [((2, 2), (16, 12)), ((3, 3), (18, 15)), ((2, 3, 2), (8, 9, 10))])
+def test_halos_with_their_corners_are_the_runtimes(grid: tuple[int, ...], extents: tuple[int, ...]) -> None:
+    """A convolution of 3 points a dim: what a rank with neighbours on both sides, where there are any, sends."""
+    point = 8
+    whole = point * math.prod(extents)
+    halos = tuple(2.0 * whole / extent for extent in extents)
+    conv = part("a", flops=1e6, kept=float(whole), spatial=True, output_nbytes=float(whole), halo_nbytes_by_dim=halos)
+    model = ModelSpec(name="conv", modules=(conv,), dtype="bfloat16")
+    window = Window(kernel=3, before=1, after=1)
+    fetches = [
+        Fetch(dim=dim, extent=extent, parts=parts, window=window)
+        for dim, (extent, parts) in enumerate(zip(extents, grid, strict=True))
+    ]
+    inner = tuple(parts // 2 for parts in grid)
+    local = [extent // parts for extent, parts in zip(extents, grid, strict=True)]
+    sent, _ = halo_nbytes(fetches, inner, local, point)
+    done = predict(model, machines(4, 8), meshed(1, mesh={"space": math.prod(grid)}, space_grid=grid))
+    assert done.sent_nbytes_per_rank == pytest.approx(2 * sent)
 
 
 @pytest.mark.parametrize(

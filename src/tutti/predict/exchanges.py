@@ -168,15 +168,23 @@ def _tables(wires: Wires, samples: float) -> Exchanged:
 
 
 def _halos(wires: Wires, samples: float, forward_s: Array, backward_s: Array) -> Exchanged:
-    """A rank inside the grid sends to both sides of every cut dim; what needs no halo is computed meanwhile."""
+    """A rank inside the grid sends to both sides of every cut dim; what needs no halo is computed meanwhile.
+
+    Dims follow each other, and each also carries the halos that came before it, or padding, so that corners arrive:
+    2 h rows beside a rank's N / parts, where 2 h / N is the halo's part of a module's input, taken as what it keeps.
+    """
     group = wires.network.group("space")
     grid = wires.plan.space_grid or (wires.plan.degree("space"),)
     seconds = np.zeros(len(wires.columns))
     sent = np.zeros(len(wires.columns))
+    grown = np.ones(len(wires.columns))
+    whole = np.where(wires.columns.activations > 0, wires.columns.activations, np.inf)
     for dim, parts in enumerate(grid[:3]):
         if parts > 1:
             others = group.ranks / parts  # the other dims are cut too, and with them the plane
-            mine = samples * wires.columns.halo[:, dim] * min(2, parts - 1) / 2 / others
+            halo = wires.columns.halo[:, dim]
+            mine = samples * halo * min(2, parts - 1) / 2 / others * grown
+            grown = grown * (1 + parts * halo / whole)
             seconds += _each(group.pass_on, mine)
             sent += mine
     return Exchanged(
