@@ -62,15 +62,16 @@ def show_timeline(out: "Console", found: Timeline) -> None:
     if found.tracks_left_out:
         out.print(f"{found.tracks_left_out} rows between these are not shown", style="dim")
     out.print("Memory of a rank, predicted", style="bold")
+    seen = ""
     for track in found.tracks:
         line = Text(f"{_name(track, found):<{label}}  ")
         line.append_text(held(track, width))
+        seen += line.plain[label:]
         over = track.memory.total > track.memory_limit_nbytes
         words = f"{nbytes(track.memory.total)} of {nbytes(track.memory_limit_nbytes)}" + (": too much" if over else "")
         line.append(f"  {words}", style="red" if over else "")
         out.print(line, soft_wrap=True)
-    holders = [name for name in HOLDERS if any(getattr(track.memory, name) for track in found.tracks)]
-    out.print(_legend({name: HOLDERS[name] for name in holders}), soft_wrap=True)
+    out.print(_legend({name: look for name, look in HOLDERS.items() if look[0] in seen}), soft_wrap=True)
 
 
 def drawn(track: Track, left: LeftOut | None, step_s: float, width: int) -> Text:
