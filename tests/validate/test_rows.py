@@ -124,3 +124,21 @@ def test_gzipped_tables_are_read_too(tmp_path: Path) -> None:
     text = ",".join(row.cells) + "\n" + ",".join(f'"{value}"' for value in row.cells.values()) + "\n"
     (tmp_path / "rows.csv.gz").write_bytes(gzip.compress(text.encode()))
     assert load_rows(tmp_path / "rows.csv.gz") == [row]
+
+
+def test_a_row_above_its_devices_peak_is_not_a_measurement_of_what_it_names() -> None:
+    """GPT-39.1B: 138 TFLOP/s a GPU, a quarter of them recomputed, are below the peak of 312; 450 are not. Convolutions
+    may be above it (Winograd).
+    """
+    assert case_of(ROWS["sc21t1-0005"]).measured_s > 0
+    with pytest.raises(Uncosted, match="more FLOPs a second than the devices' dense peak"):
+        case_of(changed("sc21t1-0005", value="450"))
+    assert case_of(ROWS["dle-0709"]).measured_s > 0
+
+
+def test_sequences_of_512_that_the_same_table_shows_not_to_be_full() -> None:
+    """V100, float32, 19 sequences a second: 6 x 512 tokens x 302 M parameters of 24 blocks are above 15.7 TFLOP/s."""
+    assert ROWS["dle-0166"].value * 6 * 512 * 302e6 > 15.7e12
+    with pytest.raises(Uncosted, match="cannot be full"):
+        case_of(ROWS["dle-0166"])
+    assert case_of(ROWS["dle-0126"]).plan.batch.global_batch_size == 128

@@ -96,7 +96,24 @@ def case_of(row: Row) -> Case:
     model = model_of(row)
     cluster = cluster_of(row)
     plan = plan_of(row, model)
-    return Case(row=row, model=model, cluster=cluster, plan=plan, measured_s=step_s(row, model, plan))
+    measured_s = step_s(row, model, plan)
+    if measured_s < _least_s(model, cluster, plan):
+        raise Uncosted("more FLOPs a second than the devices' dense peak: not all that the row names was computed")
+    return Case(row=row, model=model, cluster=cluster, plan=plan, measured_s=measured_s)
+
+
+def _least_s(model: ModelSpec, cluster: ClusterSpec, plan: Plan) -> float:
+    """Seconds of a step at the dense peak of all devices; 0 where a peak is not known, and for convolutions, which
+    Winograd's form computes with fewer FLOPs than are counted.
+    """
+    if any(op.kind == "conv" for module in model.modules for op in module.ops):
+        return 0.0
+    name = plan.precision if plan.precision != "full" else model.dtype
+    peaks = [cluster.devices[node.device].peak_flops_per_s.get(name, 0.0) for node in cluster.nodes]
+    counts = [node.count * node.devices_per_node for node in cluster.nodes]
+    total = sum(peak * count for peak, count in zip(peaks, counts, strict=True))
+    flops = (model.flops_forward + model.flops_backward) * plan.batch.global_batch_size
+    return flops / total if all(peaks) else 0.0
 
 
 def scored(case: Case, cluster: ClusterSpec) -> Scored:
