@@ -316,10 +316,13 @@ class Explorer:
 
     def _cost_all(self, lane: Lane, plan: Plan) -> list[Costed]:
         """The plan itself and, on unequal devices, the same with shares and cuts by speed."""
-        plans = [plan]
+        whole = self.cost(plan, lane.cluster)
+        if whole is None:
+            return []
+        others: list[Plan] = []
         if lane.tables.mixed and plan.world_size > 1:
-            plans += improved(lane.tables, lane.cluster, plan, self.samples)
-        return [one for each in plans if (one := self.cost(each, lane.cluster)) is not None]
+            others = improved(lane.room, lane.cluster, plan, whole.prediction, self.samples)
+        return [whole, *[one for each in others if (one := self.cost(each, lane.cluster)) is not None]]
 
 
 def _best_of_families(pool: Pool, lessons: dict[int, Lesson]) -> list[int]:

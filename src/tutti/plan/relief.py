@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tutti.plan.build import block_roots
 from tutti.plan.enumerate import RECOMPUTE
-from tutti.plan.mixed import state_weights
+from tutti.plan.mixed import state_of
 from tutti.plan.room import Room, times_held
 from tutti.plan.tables import Array
 from tutti.predict.memory import kept
@@ -92,14 +92,8 @@ def load_of(room: Room, plan: Plan, samples: int) -> Load | None:
         return None
     part = work.part(degrees)
     often = times_held(plan.pipeline.schedule, chunks, stage, count).reshape(-1)[found.stage] * each
-    weights, columns = state_weights(plan), work.columns
-    state = part.weight * (
-        weights["parameter_nbytes"] * columns.parameters
-        + weights["gradient_nbytes"] * columns.gradients
-        + weights["optimizer_nbytes"] * columns.optimizer
-    )
-    keeps = [kept(columns, part, regions, half=room.tables.half) for regions in work.regions]
-    beside = np.where(block < 0, often * keeps[0].always, 0.0) + state
+    keeps = [kept(work.columns, part, regions, half=room.tables.half) for regions in work.regions]
+    beside = np.where(block < 0, often * keeps[0].always, 0.0) + state_of(work.columns, part, plan)
     fixed = np.bincount(place, weights=beside, minlength=stage)
     most = np.zeros(stage)
     np.maximum.at(most, place, each * keeps[0].output)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tutti.errors import PlanError
-from tutti.predict import compute, constants
+from tutti.predict import compute
 from tutti.predict.placement import Seat, place
 from tutti.spec.cluster import ClusterSpec, LinkTier, NodeSpec
 from tutti.spec.model import ModelSpec, ModuleSpec
@@ -159,24 +159,6 @@ class Tables:
                 totals[3] += part * module.parameter_nbytes if module.block < 0 or module.name in self._owners else 0.0
         return totals[0], totals[1], totals[2], totals[3]
 
-    def activations(self, split: int, context: int, space: int) -> tuple[float, float, float]:
-        """Bytes that one sample keeps for backward on one rank (whole model), without recompute and with all of its
-        blocks recomputed, and the largest block's."""
-        kept, block_out, inside = 0.0, dict[int, float](), dict[int, float]()
-        outside = 0.0
-        for module in self.model.modules:
-            part = 1.0 / context / (space if module.spatial else 1)
-            part /= split if module.split or module.sequence else 1
-            own = part * module.activation_nbytes * (self.width if multiplies(module) else 1.0)
-            kept += own
-            if module.block >= 0:
-                inside[module.block] = inside.get(module.block, 0.0) + own
-                block_out[module.block] = part * module.output_nbytes
-            else:
-                outside += own
-        largest = max(inside.values(), default=0.0)
-        return kept, (outside + sum(block_out.values())) if inside else kept, largest
-
 
 def is_mixed(cluster: ClusterSpec) -> bool:
     """Whether ranks may differ in speed or memory."""
@@ -194,10 +176,6 @@ def split_of(module: ModuleSpec, degree: int) -> int:
     if not module.split:
         return 1
     return degree if module.split_limit == 0 else min(degree, module.split_limit)
-
-
-def multiplies(module: ModuleSpec) -> bool:
-    return any(op.kind in constants.MATRIX_KINDS for op in module.ops)
 
 
 def _first(seats: tuple[Seat, ...]) -> list[Seat]:

@@ -1,0 +1,87 @@
+"""Unequal devices: shares against every way to share, memory that ends, devices that are better left idle."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from predict.examples import gpu, linear, link, mlp, plan
+from tutti.errors import PlanError
+from tutti.plan import Choice, Request, choose
+from tutti.predict import predict
+from tutti.spec.cluster import ClusterSpec, NodeSpec
+from tutti.spec.model import ModelSpec
+from tutti.spec.plan import Plan
+
+BATCH = 60
+
+
+def two(first: dict[str, Any], second: dict[str, Any], each: int = 1) -> ClusterSpec:
+    """Two nodes, with cards that differ as told."""
+    devices = {name: gpu(name=name, **changes) for name, changes in (("first", first), ("second", second))}
+    nodes = tuple(NodeSpec(name=name, device=name, devices_per_node=each, memory_nbytes=2**36) for name in devices)
+    links = (link("node", 1e-6, 1e11), link("network", 1e-6, 1e11))
+    return ClusterSpec(name="two", devices=devices, nodes=nodes, links=links)
+
+
+def wide() -> ModelSpec:
+    """A layer whose activations are 64 MiB a sample."""
+    return ModelSpec(name="wide", modules=(linear("a", 4096, 4096, activation_nbytes=float(2**26)),), optimizer="Adam")
+
+
+def shared(model: ModelSpec, machines: ClusterSpec) -> Choice:
+    """The choice for one microbatch on both nodes, of which only shares and their order may differ."""
+    ranks = machines.device_count
+    return choose(
+        model,
+        machines,
+        Request(script=plan(BATCH), scope="all", mesh={"replicate": ranks}, keep_microbatches=True),
+    )
+
+
+def every_way(model: ModelSpec, machines: ClusterSpec) -> dict[int, float]:
+    """Samples of the first of two ranks -> the step, where that fits."""
+    found = {}
+    for first in range(1, BATCH):
+        done = predict(
+            model, machines, dataclasses.replace(plan(BATCH, 2), shares=(float(first), float(BATCH - first)))
+        )
+        if done.fits:
+            found[first] = done.step_time_s.value
+    return found
+
+
+@pytest.mark.parametrize("faster", [1.5, 3.0, 10.0])
+def test_shares_by_speed_gain_what_the_best_shares_would(faster: float) -> None:
+    machines = two({}, {"peak_flops_per_s": {"float32": faster * 10e12}})
+    choice = shared(mlp(4096, 2), machines)
+    best = min(every_way(mlp(4096, 2), machines).values())
+    even = predict(mlp(4096, 2), machines, plan(BATCH, 2)).step_time_s.value
+    # speeds are those at equal shares, and what every rank reads whatever its share stays out of the proportion
+    assert even - choice.prediction.step_time_s.value >= 0.9 * (even - best) > 0
+
+
+@pytest.mark.parametrize("faster", [1.0, 3.0])
+def test_shares_end_where_memory_ends_and_the_rest_goes_to_the_other(faster: float) -> None:
+    """The second card, as fast or faster, has room for a few samples only."""
+    quick = {"peak_flops_per_s": {"float32": faster * 10e12}, "memory_nbytes": 3 * 2**30}
+    machines = two({}, quick)
+    every = every_way(wide(), machines)
+    assert BATCH // 2 not in every
+    choice = shared(wide(), machines)
+    assert choice.prediction.fits
+    assert choice.prediction.step_time_s.value <= 1.1 * min(every.values())  # to within two samples of what fits
+    with pytest.raises(PlanError, match="does not fit"):
+        shared(wide(), two({"memory_nbytes": 2**30}, quick))
+
+
+def test_slow_devices_stay_idle_where_they_would_only_delay() -> None:
+    slow = {"peak_flops_per_s": {"float32": 1e9}, "memory_bandwidth_bytes_per_s": 1e9}
+    machines = two(slow, {}, each=2)
+    choice = choose(mlp(2048, 2), machines, Request(script=plan(BATCH), scope="all"))
+    assert choice.best.world_size <= 2
+    assert choice.nodes == ("second", "first")
+    seated = dataclasses.replace(machines, nodes=machines.nodes[::-1])
+    assert choice.prediction == predict(mlp(2048, 2), seated, choice.best)
+    every = Plan(batch=choice.best.batch, mesh={"replicate": 4})
+    assert choice.prediction.step_time_s.value < 0.5 * predict(mlp(2048, 2), machines, every).step_time_s.value
