@@ -98,13 +98,14 @@ def test_predict_draws_the_step_and_writes_a_page(files: dict[str, str], tmp_pat
 def test_plan_writes_a_page_and_a_curve_into_its_document(files: dict[str, str], tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
     given = ("--cluster", files["cluster"], "--model", files["model"], "--global-batch-size", "64", "--scaling")
-    result = call(plan_command.command, *given, "--html", str(page), "--json")
+    result = call(plan_command.command, *given, "--what-if", "node-link=1gbit", "--html", str(page), "--json")
     data = json.loads(result.stdout)
     assert codec.from_data(Choice, data["choice"]).best.world_size >= 1
     assert [point.devices for point in codec.from_data(ScalingCurve, data["scaling"]).points] == [1, 2, 4]
     assert data["timeline"]["tracks"]
+    assert [scenario["change"] for scenario in data["scenarios"]] == ["1 Gbit/s on node links"]
     text = page.read_text(encoding="utf-8")
-    for words in ("Speed against devices", "The alternatives", "Memory of a rank", "Nothing was run"):
+    for words in ("Speed against devices", "The alternatives", "Memory of a rank", "Nothing was run", "What if"):
         assert words in text
     shown = call(plan_command.command, *given).stdout
     for words in ("One step, predicted", "Memory of a rank, predicted", "Speed against devices, predicted"):

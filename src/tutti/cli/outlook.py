@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tutti.cli.planning import SEARCH_S, search
 from tutti.errors import ReportError
-from tutti.plan import Choice, Request, device_counts, explain, rows, scaling
+from tutti.plan import Choice, Request, device_counts, difference, explain, plan_words, rows, scaling
 from tutti.predict.tracks import timeline
 from tutti.predict.words import nbytes, seconds
 from tutti.spec.cluster import ClusterSpec
@@ -31,6 +31,14 @@ ROWS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """A change of the cluster in words, and the best plan then."""
+
+    change: str
+    choice: Choice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
     """The choice with what else was asked for: what --json prints then."""
 
@@ -38,6 +46,7 @@ class Planned:
     timeline: Timeline
     scaling: ScalingCurve | None = None
     trials: Trials | None = None
+    scenarios: tuple[Scenario, ...] = ()
 
 
 def seated(cluster: ClusterSpec, nodes: tuple[str, ...]) -> ClusterSpec:
@@ -67,6 +76,19 @@ def with_measured(curve: ScalingCurve, trials: Trials | None) -> ScalingCurve:
             found[trial.plan.world_size] = max(rate, found.get(trial.plan.world_size, 0.0))
     points = tuple(MeasuredPoint(devices=count, throughput_per_s=rate) for count, rate in sorted(found.items()))
     return replace(curve, measured=points)
+
+
+def scenario_rows(planned: Planned) -> list[tuple[str, ...]]:
+    """Cluster, best plan, step, and what that is against now, as text; the cluster as it is first."""
+    now = planned.choice.prediction.step_time_s.value
+    found: list[tuple[str, ...]] = []
+    for words, one in (("as it is", planned.choice), *((other.change, other.choice) for other in planned.scenarios)):
+        step, against = one.prediction.step_time_s.value, ""
+        if one is not planned.choice:
+            changed = "; ".join(difference(planned.choice.best, one.best, ("now", "then"))) or "the same plan"
+            against = f"{now / step:.2f}x as fast; {changed}"
+        found.append((words, plan_words(one.best), seconds(step), against))
+    return found
 
 
 def chosen_plan(choice: Choice, trials: Trials | None) -> Plan:
@@ -156,7 +178,7 @@ def page_of_choice(planned: Planned, top: int, command: str) -> "PlanPage":
         timeline=planned.timeline,
         remarks=choice.remarks,
         changes=choice.changes,
-        tables=(_alternatives(choice, top),),
+        tables=(_alternatives(choice, top), *_scenario_table(planned)),
         scaling=planned.scaling,
         trials=planned.trials,
         next_command=command,
@@ -165,7 +187,6 @@ def page_of_choice(planned: Planned, top: int, command: str) -> "PlanPage":
 
 def page_of_plan(name: str, plan: Plan, prediction: Prediction, found: Timeline) -> "PlanPage":
     """The page of one plan that was costed."""
-    from tutti.plan import plan_words
     from tutti.report.plan_page import PlanPage
 
     batch = plan.batch
@@ -217,6 +238,22 @@ def _alternatives(choice: Choice, top: int) -> "Table":
         columns=("ranks", "plan", "microbatches", "precision", "step", "exposed comm.", "memory a rank", "verdict"),
         rows=tuple(shown),
         right=frozenset({0, 2, 4, 5, 6}),
+    )
+
+
+def _scenario_table(planned: Planned) -> "tuple[Table, ...]":
+    from tutti.report.plan_page import Table, TableRow
+
+    if not planned.scenarios:
+        return ()
+    return (
+        Table(
+            title="What if",
+            under="The best plan for each changed cluster.",
+            columns=("cluster", "best plan", "step", "against now"),
+            rows=tuple(TableRow(cells=cells) for cells in scenario_rows(planned)),
+            right=frozenset({2}),
+        ),
     )
 
 

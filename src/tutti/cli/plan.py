@@ -145,7 +145,7 @@ def command(**given: Any) -> None:
     """
     options = Options(**given)
     from tutti.cli.named import named_model
-    from tutti.cli.plan_show import show_choice, show_difference, show_scenarios
+    from tutti.cli.plan_show import document, show_choice, show_difference
 
     if options.diff is not None:
         show_difference(*options.diff, as_json=options.as_json)
@@ -158,7 +158,7 @@ def command(**given: Any) -> None:
         return
     from tutti.cli.outlook import chosen_plan
     from tutti.cli.planning import search, write_spec
-    from tutti.plan import stamp, what_if
+    from tutti.plan import stamp
 
     model, request = asked(options)
     cluster = cluster_for(options.cluster)
@@ -167,13 +167,8 @@ def command(**given: Any) -> None:
     planned = _planned(model, cluster, choice, options)
     if options.output is not None:
         write_spec(replace(chosen_plan(choice, planned.trials), made_for=stamp(model)), options.output)
-    if options.what_if:
-        with console.status("searching plans for the changed clusters"):
-            changed = [what_if(cluster, text) for text in options.what_if]
-            others = [(words, search(model, other, request, options.seconds)) for other, words in changed]
-        show_scenarios(planned, others, options)
-    elif options.as_json:
-        emit(planned if options.scaling or options.tries else choice)
+    if options.as_json:
+        emit(document(planned))
     else:
         show_choice(planned, options)
 
@@ -181,6 +176,8 @@ def command(**given: Any) -> None:
 def _planned(model: ModelSpec, cluster: ClusterSpec, choice: "Choice", options: Options) -> "Planned":
     """The choice with all else that the command line asks for; the page is written."""
     from tutti.cli import outlook
+    from tutti.cli.planning import search
+    from tutti.plan import what_if
 
     trials = curve = None
     if options.tries is not None:
@@ -190,8 +187,18 @@ def _planned(model: ModelSpec, cluster: ClusterSpec, choice: "Choice", options: 
     if options.scaling:
         with console.status("searching plans for fewer devices"):
             curve = outlook.with_measured(outlook.curve_of(model, cluster, choice.request, options.seconds), trials)
+    scenarios = []
+    for text in options.what_if:
+        other, words = what_if(cluster, text)
+        with console.status(f"searching plans for {words}"):
+            found = search(model, other, choice.request, options.seconds)
+        scenarios.append(outlook.Scenario(change=words, choice=found))
     planned = outlook.Planned(
-        choice=choice, timeline=outlook.step_of(model, cluster, choice), scaling=curve, trials=trials
+        choice=choice,
+        timeline=outlook.step_of(model, cluster, choice),
+        scaling=curve,
+        trials=trials,
+        scenarios=tuple(scenarios),
     )
     if options.html is not None:
         target = " ".join(options.target) or "SCRIPT"

@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tutti.cli.common import console, emit
-from tutti.cli.outlook import show_curve, show_trials, standard_output, trust_here
+from tutti.cli.outlook import Scenario, scenario_rows, show_curve, show_trials, standard_output, trust_here
 from tutti.plan import Choice, difference, explain, rows
-from tutti.predict.words import seconds
 from tutti.spec import codec
 from tutti.spec.plan import Plan
 
@@ -16,14 +15,6 @@ if TYPE_CHECKING:
 
     from tutti.cli.outlook import Planned
     from tutti.cli.plan import Options
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scenario:
-    """A change of the cluster in words, and the best plan then."""
-
-    change: str
-    choice: Choice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +45,8 @@ def show_choice(planned: "Planned", options: "Options") -> None:
     if hidden > 0:
         out.print(f"{hidden} more were considered; --top N shows more, --json lists all", style="dim")
     show_timeline(out, planned.timeline)
+    if planned.scenarios:
+        out.print(_scenarios(planned))
     if planned.scaling is not None:
         show_curve(out, planned.scaling)
     if planned.trials is not None:
@@ -100,33 +93,25 @@ def _measure(choice: Choice) -> str:
     return names.get(choice.request.objective, choice.request.objective)
 
 
-def show_scenarios(planned: "Planned", others: list[tuple[str, Choice]], options: "Options") -> None:
+def document(planned: "Planned") -> "Choice | Scenarios | Planned":
+    """What --json prints: the choice, with the changed clusters' where they were asked for; all where there is more."""
+    if planned.scaling is not None or planned.trials is not None:
+        return planned
+    return Scenarios(now=planned.choice, scenarios=planned.scenarios) if planned.scenarios else planned.choice
+
+
+def _scenarios(planned: "Planned") -> "Table":
     """The best plan now beside the best one in each changed cluster."""
-    choice = planned.choice
-    if options.as_json:
-        scenarios = tuple(Scenario(change=words, choice=other) for words, other in others)
-        emit(Scenarios(now=choice, scenarios=scenarios))
-        return
     from rich.table import Table
 
-    show_choice(planned, options)
     shown = Table(title="What if", title_justify="left")
     for name in ("cluster", "best plan"):
         shown.add_column(name, overflow="fold")
     shown.add_column("step", justify="right", no_wrap=True)
     shown.add_column("against now", overflow="fold")
-    now = choice.prediction.step_time_s.value
-    for words, one in (("as it is", choice), *others):
-        best, step = rows(one)[0], one.prediction.step_time_s.value
-        plan = f"{best.mesh} ({best.settings})" if best.settings else best.mesh
-        ratio = "" if one is choice else f"{now / step:.2f}x as fast; {_change(choice.best, one.best)}"
-        shown.add_row(words, f"{plan}, {best.microbatches} microbatches", seconds(step), ratio)
-    standard_output().print(shown)
-
-
-def _change(now: Plan, then: Plan) -> str:
-    found = difference(now, then, ("now", "then"))
-    return "; ".join(found) if found else "the same plan"
+    for cells in scenario_rows(planned):
+        shown.add_row(*cells)
+    return shown
 
 
 def show_difference(first: Path, second: Path, *, as_json: bool) -> None:
