@@ -16,6 +16,7 @@ from tutti.report.build import build_report
 from tutti.report.noise import samples_at_small_batches
 from tutti.report.quality import parse_target
 from tutti.report.read import read_records
+from tutti.report.tables import as_text, report_table
 from tutti.spec import codec
 
 
@@ -44,6 +45,9 @@ def test_the_report_says_the_critical_batch_and_that_it_was_measured(tmp_path: P
     assert report.noise.critical_batch.evidence == "measured"
     assert report.noise.critical_batch.unit == "samples"
     assert report.noise.measured.value == 10
+    shown = as_text(report_table(report))
+    assert "critical batch" in shown
+    assert "128 samples (measured)" in shown
     recipe = dict(dict(boxes(report))["Recipe"])
     assert recipe["critical batch"] == report.noise.critical_batch
 
