@@ -78,8 +78,6 @@ def _several(folders: list[Path], target: "Target | None", output: Path | None, 
 
 
 def _history(paths: tuple[Path, ...], output: Path | None, as_json: bool) -> Path | None:
-    from rich.console import Console
-
     from tutti.report.history import build_history, run_folders
     from tutti.report.history_page import history_table
     from tutti.report.write import write_history
@@ -91,13 +89,16 @@ def _history(paths: tuple[Path, ...], output: Path | None, as_json: bool) -> Pat
     if as_json:
         emit(history)
     else:
-        out = console if console.is_terminal else Console(stderr=True, highlight=False, width=150)
-        out.print(history_table(history))
+        _print(history_table(history), width=150)
     return write_history(history, output) if output is not None else None
 
 
-def _print(table: "RenderableType") -> None:
-    console.print(table, width=None if console.is_terminal else 110)
+def _print(table: "RenderableType", width: int = 110) -> None:
+    """On standard error; as wide as the terminal, or `width` where there is none."""
+    from rich.console import Console
+
+    out = console if console.is_terminal else Console(stderr=True, highlight=False, width=width)
+    out.print(table)
 
 
 def run_folder(path: Path) -> Path:
