@@ -57,7 +57,6 @@ def test_shares_by_speed_gain_what_the_best_shares_would(faster: float) -> None:
     choice = shared(mlp(4096, 2), machines)
     best = min(every_way(mlp(4096, 2), machines).values())
     even = predict(mlp(4096, 2), machines, plan(BATCH, 2)).step_time_s.value
-    # speeds are those at equal shares, and what every rank reads whatever its share stays out of the proportion
     assert even - choice.prediction.step_time_s.value >= 0.9 * (even - best) > 0
 
 

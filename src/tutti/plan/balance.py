@@ -10,22 +10,27 @@ from tutti.spec.cluster import ClusterSpec
 from tutti.spec.model import ModelSpec
 from tutti.spec.words import Precision
 
+ROUNDS = 4
+"""How often shares are found anew for the speeds that devices have at them: what a rank reads whatever its share is,
+its weights, weighs more in a small one."""
 
-def speeds(model: ModelSpec, seats: tuple[Seat, ...], precision: Precision, samples: int) -> Array:
-    """How fast every rank computes the whole model on so many samples, relative to the fastest."""
-    found: list[float] = []
-    known: dict[object, float] = {}
+
+def speeds(model: ModelSpec, seats: tuple[Seat, ...], precision: Precision, loads: Array) -> Array:
+    """Samples a second of the whole model on every rank, relative to the fastest, where rank r computes `loads[r]`."""
     table, modules = model_table(model).ops, len(model.modules)
+    found, known, first = np.ones(len(loads)), {}, 0
     for seat in seats:
-        key = (seat.device.name, seat.sharing, seat.threads)
-        if key not in known:
-            worker = compute.worker(seat, model.dtype, precision)
-            passes = (compute.forward, compute.backward)
-            whole = sum(float(one(table, worker, samples, modules).seconds.sum()) for one in passes)
-            known[key] = 1.0 / whole if whole > 0 else 1.0
-        found += [known[key]] * seat.ranks
-    rates = np.array(found)
-    return np.asarray(rates / rates.max(), dtype=np.float64)
+        worker = compute.worker(seat, model.dtype, precision)
+        own = np.maximum(1, np.round(loads[first : first + seat.ranks])).astype(np.int64)
+        for count in np.unique(own).tolist():
+            key = (seat.device.name, seat.sharing, seat.threads, count)
+            if key not in known:
+                passes = (compute.forward, compute.backward)
+                whole = sum(float(one(table, worker, count, modules).seconds.sum()) for one in passes)
+                known[key] = count / whole if whole > 0 else 1.0
+            found[first : first + seat.ranks][own == count] = known[key]
+        first += seat.ranks
+    return np.asarray(found / found.max(), dtype=np.float64)
 
 
 def proportional_shares(
@@ -33,9 +38,13 @@ def proportional_shares(
 ) -> tuple[float, ...]:
     """A share for each rank such that all finish together, the fastest's 1; empty where all ranks are alike.
 
-    `samples`: of one slice. Speeds are those at an equal share.
+    `samples`: of one slice.
     """
-    return listed(speeds(model, place(cluster, ranks), precision, max(1, samples // ranks)))
+    seats, loads = place(cluster, ranks), np.full(ranks, samples / ranks)
+    for _ in range(ROUNDS):
+        rates = speeds(model, seats, precision, loads)
+        loads = rates / rates.sum() * samples
+    return listed(loads)
 
 
 def listed(loads: Array) -> tuple[float, ...]:

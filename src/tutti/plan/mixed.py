@@ -5,10 +5,10 @@ from functools import reduce
 
 import numpy as np
 
-from tutti.plan.balance import listed, speeds
+from tutti.plan.balance import ROUNDS, listed, speeds
 from tutti.plan.room import Room, times_held
 from tutti.plan.stages import blocks_of, cut
-from tutti.plan.tables import Array, is_mixed
+from tutti.plan.tables import Array, Tables, is_mixed
 from tutti.predict.division import Division
 from tutti.predict.layout import recompute_regions
 from tutti.predict.memory import kept
@@ -59,40 +59,50 @@ def improved(room: Room, cluster: ClusterSpec, one: Plan, prediction: Prediction
     `prediction`: of the plan as it is."""
     seats, plan = place(cluster, one.world_size), one
     each = max(1, round(samples / plan.batch.num_microbatches / plan.data_parallel_degree))
-    rates = speeds(room.tables.model, seats, room.tables.precision, each)
+    rates = speeds(room.tables.model, seats, room.tables.precision, np.full(plan.world_size, float(each)))
     found: list[Plan] = []
     if plan.mesh.get("stage", 1) > 1 and not plan.pipeline.cuts:
         cuts = uneven_cuts(room, plan, seats, rates, each)
         if cuts:
             plan = dataclasses.replace(plan, pipeline=dataclasses.replace(plan.pipeline, cuts=cuts))
             found.append(plan)
-    share = shares(plan, prediction.memory, seats, rates, samples)
+    share = shares(room.tables, plan, prediction.memory, seats, samples)
     if share:
         found.append(dataclasses.replace(plan, shares=share))
     return found
 
 
-def shares(plan: Plan, memory: RankMemory, seats: tuple[Seat, ...], rates: Array, samples: int) -> tuple[float, ...]:
+def shares(tables: Tables, plan: Plan, memory: RankMemory, seats: tuple[Seat, ...], samples: int) -> tuple[float, ...]:
     """A share for each data-parallel rank such that all finish together, clipped where memory ends; empty if equal.
 
-    A data-parallel rank that is itself several devices is as fast as its slowest, or, along stages cut by speed, as
-    their mean; its room is its tightest device's. `memory`: of the tightest rank at equal shares, of which only
-    activations grow with samples.
+    Its room is its tightest device's. `memory`: of the tightest rank at equal shares, of which only activations grow
+    with samples.
     """
     degree = plan.data_parallel_degree
     if degree == 1 or degree > MOST_SHARES:
         return ()
-    own = by_axes(rates, plan, (*DATA_AXES, "stage"), np.minimum)
-    if plan.mesh.get("stage", 1) > 1:
-        data_first = tuple(axis for axis in plan.mesh if axis in (*DATA_AXES, "stage"))
-        grid = own.reshape([plan.mesh[axis] for axis in data_first])
-        over = data_first.index("stage")
-        own = (grid.mean(axis=over) if plan.pipeline.cuts else grid.min(axis=over)).reshape(-1)
     slices = samples / plan.batch.num_microbatches
     free = by_axes(_memory(seats), plan, DATA_AXES, np.minimum) - (memory.total - memory.activations)
     most = np.floor(free / max(memory.activations / np.ceil(slices / degree), 1.0))
-    # cutting a slice into whole samples may give a rank one more than its share
-    return listed(balanced(own, np.maximum(1.0, most - 1), slices))
+    loads = np.full(degree, slices / degree)
+    apart = [plan.mesh[axis] if axis in DATA_AXES else 1 for axis in plan.mesh]
+    for _ in range(ROUNDS):
+        each = np.broadcast_to(loads.reshape(apart), list(plan.mesh.values())).reshape(-1)
+        rates = _together(plan, speeds(tables.model, seats, tables.precision, each))
+        # cutting a slice into whole samples may give a rank one more than its share
+        loads = balanced(rates, np.maximum(1.0, most - 1), slices)
+    return listed(loads)
+
+
+def _together(plan: Plan, rates: Array) -> Array:
+    """The speed of each data-parallel rank: if it is itself several devices, of its slowest, or, along stages cut by
+    speed, their mean."""
+    own = by_axes(rates, plan, (*DATA_AXES, "stage"), np.minimum)
+    if plan.mesh.get("stage", 1) == 1:
+        return own
+    axes = tuple(axis for axis in plan.mesh if axis in (*DATA_AXES, "stage"))
+    grid, over = own.reshape([plan.mesh[axis] for axis in axes]), axes.index("stage")
+    return np.asarray((grid.mean(axis=over) if plan.pipeline.cuts else grid.min(axis=over)).reshape(-1))
 
 
 def balanced(rates: Array, room: Array, total: float) -> Array:

@@ -69,14 +69,13 @@ def smallest(model: ModelSpec, cluster: ClusterSpec, request: Request) -> Costed
     return min(costed, key=lambda one: (not one.prediction.fits, one.value), default=None)
 
 
-def room_nbytes(one: Costed) -> float:
-    """Memory that each rank of a plan may fill, on its smallest device."""
-    return min(seat.memory_nbytes for seat in place(one.cluster, one.plan.world_size))
-
-
 def no_fit(model: ModelSpec, cluster: ClusterSpec, request: Request, costed: list[Costed]) -> str:
     """The sentence that refuses a model no candidate can hold: its smallest need against what there is."""
-    one = min(costed, key=lambda one: one.prediction.memory.total - room_nbytes(one), default=None)
+    one = min(
+        costed,
+        key=lambda one: one.prediction.memory.total - objectives.room_nbytes(one.cluster, one.plan),
+        default=None,
+    )
     wide = request.scope == "all"
     if wide:
         found = smallest(model, cluster, request)
@@ -84,7 +83,7 @@ def no_fit(model: ModelSpec, cluster: ClusterSpec, request: Request, costed: lis
             one = found
     if one is None:
         return f"model {model.name!r} does not fit on cluster {cluster.name!r}, and no plan of it can be costed"
-    plan, memory, room = one.plan, one.prediction.memory, room_nbytes(one)
+    plan, memory, room = one.plan, one.prediction.memory, objectives.room_nbytes(one.cluster, one.plan)
     device = place(one.cluster, plan.world_size)[0].device.name
     if not wide:
         return (

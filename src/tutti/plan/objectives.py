@@ -73,6 +73,11 @@ def totals(cluster: ClusterSpec, request: Request, plan: Plan, prediction: Predi
     )
 
 
+def room_nbytes(cluster: ClusterSpec, plan: Plan) -> float:
+    """Memory that each rank of a plan may fill, on its smallest device."""
+    return min(seat.memory_nbytes for seat in place(cluster, plan.world_size))
+
+
 def devices_of(seat: Seat) -> int:
     """Devices that the ranks of a seat keep busy."""
     return seat.hosts * -(-seat.ranks_per_host // seat.sharing)

@@ -15,18 +15,13 @@ from tutti.spec.prediction import Prediction
 from tutti.spec.words import DATA_AXES
 
 
-def budget_nbytes(cluster: ClusterSpec, plan: Plan) -> float:
-    """Memory that each rank of a plan may fill, on its smallest device."""
-    return min(seat.memory_nbytes for seat in place(cluster, plan.world_size))
-
-
 def why(request: Request, loser: Costed, best: Costed) -> str:
     """Why `loser` was not chosen over `best`, in one phrase."""
     plan, prediction = loser.plan, loser.prediction
     if not prediction.fits:
         return (
             f"does not fit: needs {nbytes(prediction.memory.total)} for each rank ({_largest_part(prediction)}), "
-            f"there are {nbytes(budget_nbytes(loser.cluster, plan))}"
+            f"there are {nbytes(objectives.room_nbytes(loser.cluster, plan))}"
         )
     if loser.broken:
         return f"not allowed: {loser.broken}"
