@@ -1,6 +1,5 @@
 """What mechanisms may do with each module of a model, written into its ModelSpec: what a planner must know of code."""
 
-import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -8,13 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from tutti.errors import TuttiError
 from tutti.nn import MixtureOfExperts
 from tutti.runtime.expert.stacked import is_stacked
-from tutti.runtime.space.exchange import Space
-from tutti.runtime.space.foresee import OwnStatistics
+from tutti.runtime.space.foresee import on_shapes
 from tutti.runtime.space.tensor import CutTensor, cut_whole
 from tutti.runtime.split import describe_split
 from tutti.runtime.split.decisions import features, is_linear
@@ -243,8 +240,7 @@ def _sent_by(model: nn.Module, volume: torch.Tensor, cut: tuple[int, int, int], 
     dim, parts, mine = cut
     grid = tuple(parts if one == dim else 1 for one in range(rank))
     place = tuple(mine if one == dim else 0 for one in range(rank))
-    space = Space(grid=grid, place=place, ranks=tuple(range(parts)), group=None, sums={}, dry=True)
-    shapes = copy.deepcopy(model).to("meta", volume.dtype).train()
+    shapes, space = on_shapes(model, grid, place, volume.dtype)
     sent: dict[str, float] = {}
     open_ones: list[tuple[int, list[int]]] = []  # (sent before, sent inside by each module it calls)
 
@@ -261,8 +257,6 @@ def _sent_by(model: nn.Module, volume: torch.Tensor, cut: tuple[int, int, int], 
 
     names = {module: name for name, module in shapes.named_modules()}
     for module in names:
-        if isinstance(module, _BatchNorm):
-            module.forward = OwnStatistics(module)  # type: ignore[method-assign]
         module.register_forward_pre_hook(enter)
         module.register_forward_hook(leave)
     shapes(cut_whole(torch.empty(volume.shape, dtype=volume.dtype, device="meta"), 2, space))

@@ -13,6 +13,21 @@ from tutti.runtime.space.exchange import Space
 from tutti.runtime.space.tensor import CutTensor, cut, cut_whole, local, space_of, where_of
 
 
+def on_shapes(
+    model: nn.Module, grid: Sequence[int], place: Sequence[int], dtype: torch.dtype
+) -> tuple[nn.Module, Space]:
+    """A copy of `model` on shapes that computes the part at `place` of `grid`, and the Space in which it counts what it
+    would send."""
+    assert HANDLING
+    ranks = tuple(range(int(np.prod(grid))))
+    space = Space(grid=tuple(grid), place=tuple(place), ranks=ranks, group=None, sums={}, dry=True)
+    shapes = copy.deepcopy(model).to("meta", dtype).train()
+    for module in shapes.modules():
+        if isinstance(module, _BatchNorm):
+            module.forward = OwnStatistics(module)  # type: ignore[method-assign]
+    return shapes, space
+
+
 def halo_nbytes_of(
     model: nn.Module, shape: Sequence[int], grid: Sequence[int], index: int, dtype: torch.dtype = torch.float32
 ) -> tuple[int, int]:
@@ -22,14 +37,8 @@ def halo_nbytes_of(
     spatial dim; `dtype`: of activations. Batch statistics and other sums over ranks are small and left out. Raises
     PlanError for what a cut tensor cannot do.
     """
-    assert HANDLING
     place = tuple(int(part) for part in np.unravel_index(index, tuple(grid)))
-    ranks = tuple(range(int(np.prod(grid))))
-    space = Space(grid=tuple(grid), place=place, ranks=ranks, group=None, sums={}, dry=True)
-    shapes = copy.deepcopy(model).to("meta", dtype).train()
-    for module in shapes.modules():
-        if isinstance(module, _BatchNorm):
-            module.forward = OwnStatistics(module)  # type: ignore[method-assign]
+    shapes, space = on_shapes(model, grid, place, dtype)
     output = shapes(cut_whole(torch.empty(tuple(shape), dtype=dtype, device="meta"), 2, space))
     forward, space.sent_nbytes = space.sent_nbytes, 0
     local(output).sum().backward()  # type: ignore[no-untyped-call]
