@@ -58,6 +58,27 @@ def test_nesterov_by_hand() -> None:
     torch.testing.assert_close(got, w, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_momentum_correction_is_the_rate_outside(nesterov: bool) -> None:
+    """u = .9 u + l g and w -= lr u (nesterov: lr (.9 u + l g)), while the rate jumps; without it, another thing."""
+    rates, draw = [0.1, 0.1, 1.0, 0.01, 0.3], torch.Generator().manual_seed(0)
+    given = torch.randn(len(rates), 4, dtype=torch.float64, generator=draw)
+    weight = nn.Parameter(torch.ones(4, dtype=torch.float64))
+    plain = nn.Parameter(weight.detach().clone())
+    optimizer = LARS([weight], 0.1, trust=0.5, nesterov=nesterov, momentum_correction=True)
+    other = LARS([plain], 0.1, trust=0.5, nesterov=nesterov)
+    w, u = torch.ones(4, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
+    for rate, gradient in zip(rates, given, strict=True):
+        for one, parameter in ((optimizer, weight), (other, plain)):
+            one.param_groups[0]["lr"], parameter.grad = rate, gradient.clone()
+            one.step()
+        step = 0.5 * w.norm() / gradient.norm() * gradient
+        u = 0.9 * u + step
+        w = w - rate * (0.9 * u + step if nesterov else u)
+    torch.testing.assert_close(weight.detach(), w, rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(plain.detach(), w)
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()

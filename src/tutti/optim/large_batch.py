@@ -81,8 +81,9 @@ class ByNorms(Optimizer):
 class LARS(ByNorms):
     """Layer-wise rates (You et al. 2017): l = trust ||w|| / (||g|| + wd ||w||), v = mu v + lr l (g + wd w), w -= v.
 
-    The rate is inside the momentum, so a rate that changes acts on new gradients only. With `nesterov`, w -= mu v +
-    lr l (g + wd w) with the new v.
+    The rate is inside the momentum, so a rate that changes acts on new gradients only; with `momentum_correction`
+    (Goyal et al. 2017, section 3) v is multiplied with the new rate over the old one, as if the rate were outside. With
+    `nesterov`, w -= mu v + lr l (g + wd w) with the new v.
     """
 
     def __init__(
@@ -94,9 +95,10 @@ class LARS(ByNorms):
         weight_decay: float = 0.0,
         trust: float = 0.001,
         nesterov: bool = False,
+        momentum_correction: bool = False,
     ) -> None:
         rest = {"momentum": momentum, "weight_decay": weight_decay, "trust": trust, "nesterov": nesterov}
-        super().__init__(params, {"lr": lr, **rest})
+        super().__init__(params, {"lr": lr, **rest, "momentum_correction": momentum_correction})
 
     def _update(self, live: list[tuple[nn.Parameter, dict[str, Any]]]) -> None:
         parameters = [parameter for parameter, _ in live]
@@ -111,7 +113,11 @@ class LARS(ByNorms):
             state = self.state[parameter]
             if "momentum" not in state:
                 state["momentum"] = torch.zeros_like(parameter)
-            velocity = state["momentum"].mul_(group["momentum"]).add_(step)
+            keep, rate = group["momentum"], float(group["lr"])
+            if group.get("momentum_correction"):
+                keep *= rate / state["rate"] if state.get("rate") else 1.0
+                state["rate"] = rate
+            velocity = state["momentum"].mul_(keep).add_(step)
             parameter.sub_(velocity * group["momentum"] + step if group["nesterov"] else velocity)
 
 
