@@ -5,6 +5,8 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from plan.machines import cards, mixed
 from predict.examples import cluster, cpu, gpu, linear, link, mlp, plan
@@ -15,6 +17,7 @@ from tutti.plan.build import block_globs, plan_of
 from tutti.plan.enumerate import shapes, variants
 from tutti.plan.limits import limits_of
 from tutti.plan.quality import batches_to_try, steps_to_quality
+from tutti.plan.scenarios import with_bandwidth, with_memory, with_speed
 from tutti.predict import predict
 from tutti.spec.cluster import ClusterSpec
 from tutti.spec.model import ModelSpec
@@ -210,6 +213,23 @@ def test_devices_stay_idle_where_they_do_not_help() -> None:
     choice = choose(gpt(4), slow, ask(64))
     assert choice.best.world_size == 2
     assert "14 devices of 16 stay idle" in explain(choice)
+
+
+@settings(deadline=None, max_examples=6)
+@given(more=st.floats(1.1, 8), what=st.sampled_from(["memory", "network", "node", "speed"]))
+def test_better_machines_never_get_a_slower_plan(more: float, what: Any) -> None:
+    """Plans within 2 % of the best count as equal, so that the plainer of them may be chosen."""
+    model, machines = gpt(2), cards(2, 2, memory_nbytes=11 * 10**8)
+    if what == "memory":
+        better = with_memory(machines, 11e8 * more)
+    elif what == "speed":
+        better = with_speed(machines, more)
+    else:
+        link_of = machines.link(what)
+        assert link_of is not None
+        better = with_bandwidth(machines, what, link_of.bandwidth_bytes_per_s * more)
+    before, after = (choose(model, each, ask(8)).prediction.step_time_s.value for each in (machines, better))
+    assert after <= 1.02 * before
 
 
 def test_permuting_equal_nodes_changes_nothing() -> None:
