@@ -27,6 +27,10 @@ class Summing(ABC):
     def start(self, bucket: "Bucket") -> Flight:
         """Begin to sum `bucket.flat` in place; the sums are there when the flight has been waited for."""
 
+    def go_on(self, flight: Flight) -> bool:
+        """Do what this rank can do now for a sum under way, where it needs this rank to; returns whether it is over."""
+        return True
+
 
 class AllReduce(Summing):
     """The process group's own all-reduce."""
@@ -110,7 +114,7 @@ class Bucket:
     def go_on(self) -> None:
         """Do what can be done now for a sum that is under way."""
         if self.work is not None and not self.landed:
-            self.landed = self.work.is_completed()
+            self.landed = self.group.summing.go_on(self.work)
 
     def wait(self) -> None:
         """Wait for the sums; a parameter that no rank used keeps None for a gradient."""

@@ -72,7 +72,7 @@ class Lane:
 
     def start(self, works: Iterable[Any], nbytes: int = 0) -> "Flight":
         """An exchange was started just now: what to wait for, and the bytes this rank sends with it."""
-        self._flying = [flight for flight in self._flying if not flight.is_completed()]
+        self._flying = [flight for flight in self._flying if not flight.go_on()]
         self._begin(nbytes)
         flight = Flight(self, list(works))
         self._flying.append(flight)
@@ -94,11 +94,18 @@ class Lane:
         clock = self.traffic.clock
         now = clock.moment()
         if waited_since is not None:
-            phase, exposed = clock.waited(now - waited_since), self._total.exposed_s
-            exposed[phase] = exposed.get(phase, 0.0) + now - waited_since
+            self._expose(now - waited_since)
         self._open -= 1
         if not self._open:
             self._pass(now)
+
+    def spent(self, since: float) -> None:
+        """From `since` on this rank has worked for exchanges instead of computing."""
+        self._expose(self.traffic.clock.moment() - since)
+
+    def _expose(self, seconds: float) -> None:
+        phase, exposed = self.traffic.clock.waited(seconds), self._total.exposed_s
+        exposed[phase] = exposed.get(phase, 0.0) + seconds
 
     def take(self) -> Total:
         """What has happened since the last time; what is under way goes on."""
@@ -140,6 +147,15 @@ class Flight:
             while self._works:
                 self._works.pop(0).wait()
             self._lane.ended(since)
+
+    def go_on(self) -> bool:
+        """As is_completed, of an exchange for which this rank works when asked: that time is exposed."""
+        if not self._works:
+            return True
+        since = self._lane.traffic.clock.moment()
+        completed = self.is_completed()
+        self._lane.spent(since)
+        return completed
 
     def is_completed(self) -> bool:
         """Whether it has ended, as far as is known without waiting. Raises what made it fail: that is an end, too."""
