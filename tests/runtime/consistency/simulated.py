@@ -53,11 +53,17 @@ def simulate(told: Told, batches: list[list[int]], size: int) -> tuple[list[list
                 for one in mine:
                     (one.total * (size / count)).backward()
                 if told.clip_norm:
-                    nn.utils.clip_grad_norm_(model.parameters(), told.clip_norm)
+                    _clip([p.grad for p in model.parameters() if p.grad is not None], told.clip_norm)
                 optimizer.step()
             mode.after()
             states.append([_state(model) for model in models])
         return states, mode.ending()
+
+
+def _clip(gradients: list[torch.Tensor], bound: float) -> None:
+    norm = torch.stack([g.to_dense().square().sum() for g in gradients]).sum().sqrt()
+    for gradient in gradients:
+        gradient.mul_(min(1.0, bound / float(norm + 1e-6)))
 
 
 def _parts(told: Told, batch: list[int], rank: int, size: int, samples: Any) -> list[tuple[Any, int]]:
@@ -112,9 +118,12 @@ class Mode:
         raise AssertionError("a mode without an exchange")
 
     def ending(self) -> State:
-        result = mean([_state(m) for m in self.models])
+        states = [_state(m) for m in self.models]
         return {
-            name: result[name] if value.is_floating_point() else value for name, value in _state(self.models[0]).items()
+            name: torch.stack([s[name] for s in states]).mean(0)
+            if value.is_floating_point()
+            else torch.stack([s[name] for s in states]).amax(0)
+            for name, value in states[0].items()
         }
 
     def parameters(self, model: nn.Module) -> State:
@@ -126,11 +135,11 @@ class Mode:
                 p.copy_(values[name])
 
     def average_buffers(self) -> None:
-        for name, buffer in self.models[0].named_buffers():
-            if buffer.is_floating_point():
-                value = torch.stack([m.get_buffer(name) for m in self.models]).mean(0)
-                for model in self.models:
-                    model.get_buffer(name).copy_(value)
+        for name, _ in self.models[0].named_buffers():
+            every = torch.stack([m.get_buffer(name) for m in self.models])
+            value = every.mean(0) if every.is_floating_point() else every.amax(0)
+            for model in self.models:
+                model.get_buffer(name).copy_(value)
 
 
 class Local(Mode):

@@ -162,7 +162,7 @@ def exchange_all(size: int) -> dict[str, Any]:
 class Nothing:
     """A model without buffers."""
 
-    def average(self) -> None:
+    def agree(self) -> None:
         pass
 
 

@@ -44,7 +44,7 @@ AS_SYNCHRONOUS = {
 }
 POST = Told(sync="post-local:period=2,after=4", model="conv", batch=25, arguments=MOMENTUM, steps=7)
 
-SIZES = pytest.mark.parametrize("size", [3, 4, *(pytest.param(size, marks=pytest.mark.long) for size in (1, 2))])
+SIZES = pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.long) for size in (1, 2, 4))])
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import torch
 import tutti
 from harness import run_ranks
 from runtime.consistency.replicas import MODELS, Seen, Told, train_all
-from runtime.consistency.simulated import doubles
+from runtime.consistency.simulated import doubles, simulate
 from tutti.spec import codec
 from tutti.spec.plan import BatchPlan, Plan
 from tutti.spec.relaxed import PARAMETERS
@@ -125,6 +125,18 @@ def test_what_is_evaluated_is_what_training_ends_with(mode: str) -> None:
     for seen in ranks:
         assert seen.evaluation["loss"] == pytest.approx(expected, rel=1e-12)
         assert all(torch.equal(value, ranks[0].after[name]) for name, value in seen.after.items())
+
+
+@pytest.mark.parametrize("mode", ["ring", "shift-one", "push", "adasum", "elastic"])
+def test_four_replicas_follow_the_equations(mode: str) -> None:
+    ranks = [one[mode] for one in trained(4)]
+    states, ending = simulate(RUNS[mode], ranks[0].batches, 4)
+    for rank, seen in enumerate(ranks):
+        for step, expected in enumerate(states):
+            for name, value in expected[rank].items():
+                torch.testing.assert_close(seen.states[step][name], value, rtol=1e-12, atol=1e-13)
+        for name, value in ending.items():
+            torch.testing.assert_close(seen.after[name], value, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("mode", FROZEN)

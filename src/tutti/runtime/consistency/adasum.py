@@ -83,7 +83,7 @@ class Adasum(Apart):
             self.disagreement = from_sample(self.vectors.read(), self.replicas)
         self.counts["rounds"] += 1
         self.vectors.write(self.ending())
-        self.buffers.average()
+        self.buffers.agree()
         self._alike()
 
     def ending(self) -> Flats:

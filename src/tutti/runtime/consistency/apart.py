@@ -31,10 +31,7 @@ class Apart(Consistency):
         self.staleness = 0
         self.disagreement: dict[str, float | int] | None = None
         self._trained: list[nn.Parameter] = []
-        self._buffers = Vectors(())
-
-    def begin(self, run: Run) -> None:
-        self.part(run)
+        self._restored = (Vectors(()), Vectors(()))
 
     @abstractmethod
     def restart(self) -> None:
@@ -48,7 +45,7 @@ class Apart(Consistency):
     def ending(self) -> Flats:
         """The parameters that all ranks would end with now; changes nothing. Collective."""
 
-    def part(self, run: Run) -> None:
+    def begin(self, run: Run) -> None:
         """From here on replicas may differ."""
         self.apart, self.gain = True, float(self.replicas.size)
         run.scope.world_size, run.scope.group = 1, None
@@ -77,7 +74,7 @@ class Apart(Consistency):
     def finish(self, run: Run) -> None:
         if self.apart and not self.equal:
             self.vectors.write(self.ending())
-            self.buffers.average()
+            self.buffers.agree()
             self._alike()
 
     @contextmanager
@@ -85,14 +82,14 @@ class Apart(Consistency):
         if not self.apart or (self.equal and not saving):
             yield Kept()
             return
-        moved = self.buffers.moved()
-        mine, buffers = self.vectors.read(), moved.read()
+        numbers, counters = self.buffers.moved()
+        mine, values, counts = self.vectors.read(), numbers.read(), counters.read()
         states, plain = own_states(run) if saving else ({}, [])
         kept = Kept(
-            {**_flat({"parameters": mine, "buffers": buffers, **self.held}), **states},
+            {**_flat({"parameters": mine, "numbers": values, "counters": counts, **self.held}), **states},
             {
                 "trained": self.vectors.names,
-                "buffers": moved.names,
+                "buffers": [*numbers.names, *counters.names],
                 "states": plain,
                 "counts": dict(self.counts),
                 "staleness": self.staleness,
@@ -101,14 +98,17 @@ class Apart(Consistency):
         )
         if not self.equal:
             self.vectors.write(self.ending())
-            moved.write(self.replicas.mean(moved.read()))
+            mean, largest = self.buffers.agreed(numbers.read(), counts)
+            numbers.write(mean)
+            counters.write(largest)
         if saving:
             average_states(run, self.replicas)
         try:
             yield kept
         finally:
             self.vectors.write(mine)
-            moved.write(buffers)
+            numbers.write(values)
+            counters.write(counts)
             if saving:
                 restore_states(run, states)
 
@@ -117,13 +117,15 @@ class Apart(Consistency):
             return {}
         self.counts.update(values["counts"])
         self.staleness, self.equal = values["staleness"], values["equal"]
-        self._buffers = self.buffers.called(values["buffers"])
-        vectors = {"parameters": self.vectors.read(), "buffers": self._buffers.read(), **self.held}
-        return {**_flat(vectors), **make_states(run, values["states"])}
+        numbers, counters = self._restored = self.buffers.called(values["buffers"])
+        vectors = {"parameters": self.vectors, "numbers": numbers, "counters": counters}
+        flats = {name: one.read() for name, one in vectors.items()}
+        return {**_flat({**flats, **self.held}), **make_states(run, values["states"])}
 
     def resumed(self, run: Run, tensors: dict[str, torch.Tensor]) -> None:
         self.vectors.write(_flats("parameters", tensors))
-        self._buffers.write(_flats("buffers", tensors))
+        self._restored[0].write(_flats("numbers", tensors))
+        self._restored[1].write(_flats("counters", tensors))
 
     def row(self) -> dict[str, Any]:
         if not self.apart:
@@ -133,26 +135,27 @@ class Apart(Consistency):
     def _take(self, run: Run) -> None:
         """The parameters that are trained now."""
         self._trained = run.replica.parameters
-        self.vectors = Vectors(self._named(run).items())
-
-    def _named(self, run: Run) -> dict[str, nn.Parameter]:
-        names = {parameter: name for name, parameter in run.model.named_parameters()}
-        return {names[parameter]: parameter for parameter in self._trained}
+        self.vectors = Vectors(_named(run, self._trained).items())
 
     def _retrain(self, run: Run) -> None:
         """The script has frozen or unfrozen parameters: replicas become equal in all of them and go on from there."""
-        before = self._named(run)
+        before = _named(run, self._trained)
         self._take(run)
-        both = Vectors({**before, **self._named(run)}.items())
+        both = Vectors({**before, **_named(run, self._trained)}.items())
         self.restart()
         both.write(self.replicas.mean(both.read()))
-        self.buffers.average()
+        self.buffers.agree()
         self.held = {}
         self._alike()
 
     def _alike(self) -> None:
         self.equal, self.staleness, self.counts["since"] = True, 0, 0
         self.restart()
+
+
+def _named(run: Run, parameters: list[nn.Parameter]) -> dict[str, nn.Parameter]:
+    names = {parameter: name for name, parameter in run.model.named_parameters()}
+    return {names[parameter]: parameter for parameter in parameters}
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:

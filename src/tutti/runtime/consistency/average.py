@@ -27,13 +27,13 @@ class Averaged(Apart):
 
     def begin(self, run: Run) -> None:
         if run.progress.step >= self.after:
-            self.part(run)
+            super().begin(run)
 
     def updated(self, run: Run) -> None:
         if self.apart:
             super().updated(run)
         elif run.progress.step + 1 >= self.after:
-            self.part(run)
+            super().begin(run)
 
     def restart(self) -> None:
         pass
@@ -44,7 +44,7 @@ class Averaged(Apart):
         own, mean = self.vectors.read(), self._mean()
         self.disagreement = from_mean(own, mean, self.replicas)
         self.vectors.write(self.combined(mean))
-        self.buffers.average()
+        self.buffers.agree()
         if self.states:
             average_states(run, self.replicas)
         self._alike()

@@ -47,7 +47,7 @@ class Elastic(Apart):
             if self.counts["rounds"] % MEASURED == 0:
                 self.disagreement = from_sample(now, self.replicas)
             self.counts["rounds"] += 1
-            self.buffers.average()
+            self.buffers.agree()
             self.staleness = 1
         self._leave()
 

@@ -54,7 +54,7 @@ class Decentralised(Apart):
         if self.counts["mixings"] % MEASURED == 0:
             self.disagreement = from_sample(now, self.replicas)
         self.counts["mixings"] += 1
-        self.buffers.average()
+        self.buffers.agree()
 
 
 class Mixed(Decentralised):

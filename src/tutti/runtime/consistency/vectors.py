@@ -17,7 +17,7 @@ Flats = list[torch.Tensor]
 class Vectors:
     """Some tensors, by name, read into flat vectors and written back from them.
 
-    Halves are computed with in float32, and so exchanged.
+    Halves are computed with in float32, whole numbers in int64, and so exchanged.
     """
 
     def __init__(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -52,6 +52,8 @@ class Vectors:
 
 
 def _work(dtype: torch.dtype) -> torch.dtype:
+    if not dtype.is_floating_point:
+        return torch.int64
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
