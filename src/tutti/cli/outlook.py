@@ -202,6 +202,7 @@ def _keys(plan: Plan, prediction: Prediction, found: Timeline) -> "tuple[KeyFigu
 
     time, memory = prediction.step_time_s, prediction.memory_nbytes
     tracks = sum(track.count for track in found.tracks)
+    who = "rows shown" if found.tracks_left_out else "ranks"
 
     def idle(doing: Doing) -> str:
         mean = sum(track.count * track.seconds.get(doing, 0.0) for track in found.tracks) / tracks
@@ -211,8 +212,8 @@ def _keys(plan: Plan, prediction: Prediction, found: Timeline) -> "tuple[KeyFigu
         KeyFigure(name="Step time", value=seconds(time.value), also=f"{seconds(time.low)} to {seconds(time.high)}"),
         KeyFigure(name="Throughput", value=f"{prediction.throughput_per_s:,.0f}", also=f"{plan.batch.unit}/s"),
         KeyFigure(name="Memory of a rank", value=nbytes(memory.value), also="the fullest one, at its peak"),
-        KeyFigure(name="Exposed comm.", value=idle("communication"), also="of the step, mean of the ranks"),
-        KeyFigure(name="Bubbles", value=idle("bubble"), also="of the step, mean of the ranks"),
+        KeyFigure(name="Exposed comm.", value=idle("communication"), also=f"of the step, mean of the {who}"),
+        KeyFigure(name="Bubbles", value=idle("bubble"), also=f"of the step, mean of the {who}"),
         KeyFigure(name="Sent by a rank", value=nbytes(prediction.sent_nbytes_per_rank), also="a step, at most"),
     )
 

@@ -46,6 +46,9 @@ OUTLINED: tuple[Doing, ...] = ("bubble", "waiting")
 BREAK = 0.03
 """What is left out of a step is drawn so wide a part of the rest."""
 
+MOST_BESIDE = 7
+"""Entries of a legend in one row: more would be wider than the page."""
+
 Place = Callable[[float], float]
 
 
@@ -60,7 +63,8 @@ def timeline_plot(found: Timeline) -> Plot:
     left, end_s = found.left_out, found.step_time_s.value
     factor, unit = (1e3, "ms") if end_s < 1 else (1.0, "s")
     place, width = _placed(left, end_s)
-    figure, axes = new_figure(14.2, 1.5 + 0.46 * len(found.tracks))
+    handles = _doing_handles(found)
+    figure, axes = new_figure(14.2, 1.2 + 0.3 * _legend_rows(handles) + 0.46 * len(found.tracks))
     for row, track in enumerate(found.tracks):
         for doing in FILLS:
             _draw(axes, row, [bar for bar in track.bars if bar.doing == doing], doing, place)
@@ -78,14 +82,6 @@ def timeline_plot(found: Timeline) -> Plot:
     ticks = _ticks(left, end_s, factor)
     axes.set_xticks([place(tick / factor) for tick in ticks], [f"{tick:g}" for tick in ticks])
     axes.set_xlabel(f"time of a step ({unit})")
-    used = [doing for doing in FILLS if any(track.seconds.get(doing, 0) > 0.002 * end_s for track in found.tracks)]
-    handles: list[Patch | Line2D] = [
-        Patch(facecolor=FILLS[doing], edgecolor=MUTED if doing in OUTLINED else FILLS[doing], linewidth=0.8,
-              label=DOINGS[doing])
-        for doing in used
-    ]  # fmt: skip
-    if any(track.hidden for track in found.tracks):
-        handles.append(Line2D([], [], color=FILLS["communication"], linewidth=2.5, label=DOINGS["hidden"]))
     _legend(figure, handles)
     note = "predicted, all of it; ranks that do the same are one row"
     if left is not None:
@@ -96,6 +92,20 @@ def timeline_plot(found: Timeline) -> Plot:
     return Plot(
         title="One step, rank by rank", note=note, svg=inline(figure, "timeline", words), words=words, wide=True
     )
+
+
+def _doing_handles(found: Timeline) -> list[Patch | Line2D]:
+    """An entry of the legend for all that takes a visible part of the step."""
+    least = 0.002 * found.step_time_s.value
+    used = [doing for doing in FILLS if any(track.seconds.get(doing, 0) > least for track in found.tracks)]
+    handles: list[Patch | Line2D] = [
+        Patch(facecolor=FILLS[doing], edgecolor=MUTED if doing in OUTLINED else FILLS[doing], linewidth=0.8,
+              label=DOINGS[doing])
+        for doing in used
+    ]  # fmt: skip
+    if any(track.hidden for track in found.tracks):
+        handles.append(Line2D([], [], color=FILLS["communication"], linewidth=2.5, label=DOINGS["hidden"]))
+    return handles
 
 
 def _placed(left: LeftOut | None, end_s: float) -> tuple[Place, float]:
@@ -139,11 +149,16 @@ def _draw(axes: Axes, row: int, bars: Sequence[Bar], doing: Doing, place: Place)
     axes.add_patch(PathPatch(Path(corners, codes), facecolor=FILLS[doing], edgecolor=edge, linewidth=0.5))
 
 
+def _legend_rows(handles: Sequence[Patch | Line2D]) -> int:
+    return -(-len(handles) // MOST_BESIDE)
+
+
 def _legend(figure: Figure, handles: Sequence[Patch | Line2D]) -> None:
-    """Above the figure, in one line."""
+    """Above the figure, in as many rows as its entries need."""
     figure.legend(
-        handles=list(handles), loc="outside upper left", ncols=8, handlelength=1.1, handleheight=0.9, columnspacing=1.4
-    )
+        handles=list(handles), loc="outside upper left", ncols=-(-len(handles) // _legend_rows(handles)),
+        handlelength=1.1, handleheight=0.9, columnspacing=1.4,
+    )  # fmt: skip
 
 
 def _told(track: Track) -> str:
@@ -156,8 +171,13 @@ def held_plot(found: Timeline) -> Plot:
     tracks = found.tracks
     biggest = max(max(track.memory.total, track.memory_limit_nbytes) for track in tracks)
     factor, unit = next((f, u) for f, u in ((2.0**30, "GiB"), (2.0**20, "MiB"), (1.0, "B")) if biggest >= f or f == 1)
-    figure, axes = new_figure(14.2, 1.5 + 0.46 * len(tracks))
     holders = [part.name for part in fields(RankMemory) if any(getattr(track.memory, part.name) for track in tracks)]
+    handles: list[Patch | Line2D] = [
+        Patch(facecolor="none", edgecolor=SERIES[index % len(SERIES)], hatch="////", label=name)
+        for index, name in enumerate(holders)
+    ]
+    handles.append(Line2D([], [], color=INK, linewidth=2, label="limit"))
+    figure, axes = new_figure(14.2, 1.2 + 0.3 * _legend_rows(handles) + 0.46 * len(tracks))
     for row, track in enumerate(tracks):
         at = 0.0
         for index, name in enumerate(holders):
@@ -168,16 +188,11 @@ def held_plot(found: Timeline) -> Plot:
         axes.plot([limit, limit], [row - 0.42, row + 0.42], color=INK, linewidth=2)
         over = at > limit
         words = f"{at:,.1f} {unit}, {at / limit:.0%}".replace("%", " % of the limit") + (": too much" if over else "")
-        axes.text(max(at, limit if over else at) + 0.008 * biggest / factor, row, words, va="center", fontsize=12,
-                  color=INK, bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 1.5})  # fmt: skip
+        axes.text(max(at, limit) + 0.01 * biggest / factor, row, words, va="center", fontsize=12, color=INK)
     rows(axes, [track_name(track, found) for track in tracks])
-    axes.set_xlim(0, biggest / factor * 1.22)
+    axes.set_xlim(0, biggest / factor * 1.27)
     axes.set_xlabel(f"peak memory of a rank ({unit})")
-    handles: list[Patch | Line2D] = [
-        Patch(facecolor="none", edgecolor=SERIES[index % len(SERIES)], hatch="////", label=name)
-        for index, name in enumerate(holders)
-    ]
-    _legend(figure, [*handles, Line2D([], [], color=INK, linewidth=2, label="limit")])
+    _legend(figure, handles)
     words = "Memory of a rank, predicted. " + " ".join(
         f"{track_name(one, found)}: {one.memory.total / factor:.1f} {unit} of {one.memory_limit_nbytes / factor:.1f}."
         for one in tracks
