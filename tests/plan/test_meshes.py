@@ -188,6 +188,16 @@ def test_limits_are_kept_and_what_breaks_them_is_said() -> None:
         choose(model, machines, ask(16, objective="energy"))
 
 
+def test_time_to_quality_leaves_a_batch_that_grows_as_it_was_stated() -> None:
+    noise = NoiseScale(critical_batch=64.0, least_samples=10_000.0)
+    request = ask(16, objective="time-to-quality", noise=noise)
+    batch = dataclasses.replace(request.script.batch, ramp=((10, 8),))
+    script = dataclasses.replace(request.script, batch=batch)
+    choice = choose(gpt(), cards(1, 4), dataclasses.replace(request, script=script))
+    assert choice.best.batch.global_batch_size == 16
+    assert choice.best.batch.ramp == ((10, 8),)
+
+
 def test_time_to_quality_may_change_the_batch_and_says_so() -> None:
     noise = NoiseScale(critical_batch=64.0, least_samples=10_000.0)
     assert samples_to_quality(64, noise) == 20_000

@@ -74,8 +74,8 @@ def _search(model: ModelSpec, cluster: ClusterSpec, request: Request, clock: Clo
     """The best of all meshes. The global batch is tried in several sizes where the objective lets it change."""
     given = precisions(model, cluster, request)
     requests = [request]
-    if request.objective == "time-to-quality" and request.noise is not None:
-        batch = request.script.batch
+    batch = request.script.batch
+    if request.objective == "time-to-quality" and request.noise is not None and not batch.ramp:  # a ramp is a choice
         sizes = batches_to_try(batch.global_batch_size, request.noise, cluster.device_count)
         requests = [_with_batch(request, size) for size in sizes]
     costed: list[Costed] = []
