@@ -10,7 +10,7 @@ the other.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, Required, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -50,12 +50,20 @@ class _Kept:
             setattr(self, name, type(getattr(self, name))(tensors[name].item()))
 
 
-class CompressedAdam(_Kept):
-    """1-bit Adam (Tang et al. 2021) with a 1-bit exchange, 8-bit momentum Adam with one of 8 bits.
+class Settings(TypedDict, total=False):
+    """What they all have. `ranks`: over which momenta are summed; `freeze_step`: steps in which v learns."""
 
-    Adam with decoupled decay for `freeze_step` steps. Then v and its correction stay what they are, and
-    m = sum (b1 m / ranks + (1 - b1) g_rank), w -= lr (m / (1 - b1^t) / d + wd w), d = sqrt(v / (1 - b2^T)) + eps.
-    """
+    ranks: Required[int]
+    freeze_step: Required[int]
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    floor: float
+    dtype: torch.dtype
+
+
+class _Momentum(_Kept):
+    """What they share: settings, moments m and v, and whether v still learns."""
 
     def __init__(
         self,
@@ -79,8 +87,16 @@ class CompressedAdam(_Kept):
 
     @property
     def warm(self) -> bool:
-        """Whether the next step needs the sum of all ranks' gradients."""
+        """Whether v still learns: the next step needs the sum of all ranks' gradients."""
         return self.count < self.freeze_step
+
+
+class CompressedAdam(_Momentum):
+    """1-bit Adam (Tang et al. 2021) with a 1-bit exchange, 8-bit momentum Adam with one of 8 bits.
+
+    Adam with decoupled decay for `freeze_step` steps. Then v and its correction stay what they are, and
+    m = sum (b1 m / ranks + (1 - b1) g_rank), w -= lr (m / (1 - b1^t) / d + wd w), d = sqrt(v / (1 - b2^T)) + eps.
+    """
 
     def step(self, weights: Tensor, gradient: Tensor, lr: float) -> bool:
         """Update `weights` in place; False, and nothing has changed, where a value on some rank is not finite."""
@@ -115,7 +131,7 @@ class CompressedAdam(_Kept):
         return sent / (1 - beta1**self.count)
 
 
-class ZeroOneAdam(_Kept):
+class ZeroOneAdam(_Momentum):
     """0/1 Adam (Lu et al. 2022): v learns at intervals that double, and then ranks take steps of their own.
 
     Until `freeze_step`, gradients are summed exactly in steps where v learns (`exact`) and compressed in between; the
@@ -132,35 +148,27 @@ class ZeroOneAdam(_Kept):
         sizes: Sequence[int],
         exchange: Exchange,
         *,
-        ranks: int,
-        freeze_step: int,
         kappa: int = 16,
         longest: int = 16,
         local_steps: int = 16,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        floor: float = 0.1,
-        dtype: torch.dtype = torch.float32,
+        **settings: Unpack[Settings],
     ) -> None:
-        self.exchange, self.ranks, self.freeze_step = exchange, ranks, freeze_step
+        super().__init__(sizes, exchange, **settings)
         self.kappa, self.longest, self.local_steps = kappa, longest, local_steps
-        self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
-        self.sizes, self.floor = list(sizes), floor
-        self.count, self.learned, self.interval, self.since, self.rates = 0, 0, 1, 0, 0.0
-        self.m, self.v, self.way, self.base = (torch.zeros(sum(sizes), dtype=dtype) for _ in range(4))
+        self.learned, self.interval, self.since, self.rates = 0, 1, 0, 0.0
+        self.way, self.base = (torch.zeros_like(self.m) for _ in range(2))
 
     @property
     def exact(self) -> bool:
         """Whether the next step needs the exact sum of gradients; otherwise it takes this rank's part."""
-        return self.count < self.freeze_step and self.count % self.interval == 0
+        return self.warm and self.count % self.interval == 0
 
     def step(self, weights: Tensor, gradient: Tensor, lr: float) -> bool:
         """Update `weights` in place; False, and nothing has changed, where a value on some rank is not finite.
 
         In steps of a rank's own, after the freeze, it leaves out a gradient that is not finite, and goes on.
         """
-        if self.count < self.freeze_step:
+        if self.warm:
             return self._learn(weights, gradient, lr)
         if self.count == self.freeze_step:
             self.exchange.reset()  # from here on ways are sent, not gradients
@@ -217,7 +225,7 @@ class ZeroOneAdam(_Kept):
         return True
 
 
-class OneBitLAMB(_Kept):
+class OneBitLAMB(_Momentum):
     """1-bit LAMB (Li et al. 2021): LAMB for `freeze_step` steps, then its momentum compressed and v frozen.
 
     The layers' ratios are averaged while warm (0.9); after
@@ -229,31 +237,12 @@ class OneBitLAMB(_Kept):
     FACTOR = (0.5, 4.0)
     CHANGE = 0.1
 
-    def __init__(
-        self,
-        sizes: Sequence[int],
-        exchange: Exchange,
-        *,
-        ranks: int,
-        freeze_step: int,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-6,
-        weight_decay: float = 0.01,
-        floor: float = 0.1,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        self.sizes, self.ranks, self.freeze_step = list(sizes), ranks, freeze_step
-        self.exchange, self.betas, self.eps, self.weight_decay = exchange, betas, eps, weight_decay
-        numel, layers = sum(sizes), len(self.sizes)
-        self.floor, self.count = floor, 0
-        self.m, self.v, self.fresh = (torch.zeros(numel, dtype=dtype) for _ in range(3))
-        self.ratios, self.factors = torch.zeros(layers).double(), torch.ones(layers).double()
-        self.scales = torch.ones(numel, dtype=dtype)
-
-    @property
-    def warm(self) -> bool:
-        """Whether the next step needs the sum of all ranks' gradients."""
-        return self.count < self.freeze_step
+    def __init__(self, sizes: Sequence[int], exchange: Exchange, **settings: Unpack[Settings]) -> None:
+        settings.setdefault("eps", 1e-6)
+        settings.setdefault("weight_decay", 0.01)
+        super().__init__(sizes, exchange, **settings)
+        self.fresh, self.scales = torch.zeros_like(self.m), torch.ones_like(self.m)
+        self.ratios, self.factors = torch.zeros(len(sizes)).double(), torch.ones(len(sizes)).double()
 
     def step(self, weights: Tensor, gradient: Tensor, lr: float) -> bool:
         """Update `weights` in place; False, and nothing has changed, where a value on some rank is not finite."""

@@ -58,6 +58,7 @@ def _recipe(report: RunReport) -> list[Entry]:
         ("last batch", recipe.last_batch),
         *_noise(report),
         ("precision", recipe.precision),
+        ("sums of gradients", recipe.compress or "exact"),
         ("seed", recipe.seed),
         ("plan", report.plan),
         *((f"replicas' {name}", value) for name, value in report.replicas.items()),

@@ -90,6 +90,7 @@ def _settings(report: RunReport) -> dict[str, str]:
         "scheduler": recipe.scheduler or "none",
         "gradient clipping": show(recipe.clip_norm),
         "precision": recipe.precision,
+        "sums of gradients": recipe.compress or "exact",
         "seed": show(recipe.seed),
         "epochs": show(report.epochs),
         "samples seen": show(report.samples_seen),

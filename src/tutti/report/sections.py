@@ -155,6 +155,7 @@ def recipe_report(records: Records) -> RecipeReport:
         precision=recipe.precision,
         seed=seen(recipe.seed),
         last_batch=recipe.last_batch,
+        compress=recipe.compress,
     )
 
 

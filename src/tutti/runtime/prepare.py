@@ -50,6 +50,7 @@ from tutti.runtime.traffic import Lane
 from tutti.runtime.unpack import default_loss
 from tutti.runtime.world import World
 from tutti.spec import codec
+from tutti.spec.compression import compression_in_words
 from tutti.spec.plan import Plan
 from tutti.spec.refusals import check_plan
 from tutti.spec.run import Recipe
@@ -269,7 +270,7 @@ def _write_header(run: Run, session: Session, resumed: Path | None) -> None:
 
 
 def _recipe(run: Run) -> Recipe:
-    rule = run.settings.lr_rule
+    rule, how = run.settings.lr_rule, run.replica.compressor
     return Recipe(
         optimizer=" + ".join(type(optimizer).__name__ for optimizer in run.optimizers),
         learning_rate=run.initial_rates[0],
@@ -283,6 +284,7 @@ def _recipe(run: Run) -> Recipe:
         learning_rate_rule=None if rule is None else asdict(rule),
         scheduler=None if run.scheduler is None else type(run.scheduler).__name__,
         batch_ramp=run.plan.batch.ramp,
+        compress=None if how is None else compression_in_words(how.how),
     )
 
 

@@ -175,7 +175,7 @@ class BatchReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecipeReport:
-    """How the optimizer was driven."""
+    """How the optimizer was driven. `compress`: how sums of gradients were written, None where they were exact."""
 
     optimizer: str
     lr: Quantity
@@ -185,6 +185,7 @@ class RecipeReport:
     precision: str
     seed: Quantity
     last_batch: str
+    compress: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,9 @@ class DataInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What determines the result: how the optimizer is driven. Independent of the number of ranks."""
+    """What determines the result: how the optimizer is driven. Independent of the number of ranks, but for `compress`:
+    how sums of gradients over ranks were written, None where they were exact.
+    """
 
     optimizer: str
     learning_rate: float
@@ -48,6 +50,7 @@ class Recipe:
     learning_rate_rule: dict[str, Any] | None = None
     scheduler: str | None = None
     batch_ramp: tuple[tuple[int, int], ...] = ()
+    compress: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
