@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from predict.examples import cluster
 from tutti.cli.explain import gathered
 from tutti.cli.main import main
+from tutti.spec import codec
 from tutti.spec.explanation import ModulePlacement
 from tutti.spec.plan import Plan
 
@@ -42,8 +44,6 @@ def test_a_stated_mesh_is_explained_as_a_tree(capsys: Capture, tmp_path: Path) -
     assert "Layout over replicate 2; ranks looked at: all 2" in out
     assert "0-2 Linear: whole, 80 B a rank" in out
     assert "gradients summed over replicate" in out
-    from tutti.spec import codec
-
     assert codec.load(Plan, tmp_path / "plan.json").mesh == {"replicate": 2}
 
 
@@ -61,6 +61,18 @@ def test_what_cannot_be_is_refused_in_one_sentence(capsys: Capture, tmp_path: Pa
     assert code == 2
     assert not out
     assert "there is no axis 'rows'" in err
+    code, _, err = explained(capsys, tmp_path, "--mesh", "replicate=2", "--try", "2")
+    assert code == 2
+    assert "--try and --scaling search for plans" in err
+
+
+def test_with_a_cluster_the_step_is_drawn_too_and_a_page_written(capsys: Capture, tmp_path: Path) -> None:
+    machines, page = codec.save(cluster(), tmp_path / "here.json"), tmp_path / "plan.html"
+    given = ("--mesh", "replicate=2", "--cluster", str(machines), "--html", str(page))
+    code, out, err = explained(capsys, tmp_path, *given)
+    assert code == 0, err
+    assert out.index("Layout over replicate 2") < out.index("One step, predicted")
+    assert "train on here" in page.read_text(encoding="utf-8")
 
 
 def test_equal_numbered_siblings_are_shown_once() -> None:
