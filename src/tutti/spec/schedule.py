@@ -8,6 +8,7 @@ Interleaved: Narayanan et al. 2021, arXiv 2104.04473. Zero-bubble (H1): Qi et al
 """
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -39,6 +40,9 @@ _NEVER = 2**62
 
 Orders = list[list[Action]]
 """Each rank's actions in order."""
+
+Queues = list[dict[Kind, deque[Action]]]
+"""Each rank's actions that were not taken yet, by kind."""
 
 
 def schedule(name: ScheduleName, ranks: int, stages_per_rank: int, microbatches: int) -> Orders:
@@ -152,15 +156,15 @@ def _interleaved(ranks: int, chunks: int, microbatches: int) -> Orders:
     forward = [(chunk, m) for group in groups for chunk in range(chunks) for m in group]
     backward = [(chunk, m) for group in groups for chunk in reversed(range(chunks)) for m in group]
     limits = [2 * (ranks - rank - 1) + (chunks - 1) * ranks + 1 for rank in range(ranks)]
-    queues: list[dict[Kind, list[Action]]] = [
+    queues: Queues = [
         {
-            "F": [Action("F", chunk * ranks + rank, m) for chunk, m in forward],
-            "B": [Action("B", chunk * ranks + rank, m) for chunk, m in backward],
+            "F": deque(Action("F", chunk * ranks + rank, m) for chunk, m in forward),
+            "B": deque(Action("B", chunk * ranks + rank, m) for chunk, m in backward),
         }
         for rank in range(ranks)
     ]
 
-    def wish(rank: int, held: int, waiting: Mapping[Kind, list[Action]]) -> list[Kind]:
+    def wish(rank: int, held: int, waiting: Mapping[Kind, deque[Action]]) -> list[Kind]:
         return ["F", "B"] if held < limits[rank] and waiting["F"] else ["B"]
 
     return _greedy(queues, wish, ranks * chunks)
@@ -169,17 +173,19 @@ def _interleaved(ranks: int, chunks: int, microbatches: int) -> Orders:
 def _zero_bubble(ranks: int, _: int, microbatches: int) -> Orders:
     """Weight gradients fill the gaps; no rank holds more microbatches than 1F1B's first one does."""
     kinds: tuple[Kind, ...] = ("F", "I", "W")
-    queues = [{kind: [Action(kind, rank, m) for m in range(microbatches)] for kind in kinds} for rank in range(ranks)]
+    queues: Queues = [
+        {kind: deque(Action(kind, rank, m) for m in range(microbatches)) for kind in kinds} for rank in range(ranks)
+    ]
 
-    def wish(rank: int, held: int, waiting: Mapping[Kind, list[Action]]) -> list[Kind]:
+    def wish(rank: int, held: int, waiting: Mapping[Kind, deque[Action]]) -> list[Kind]:
         return ["I", "F", "W"] if held < ranks else ["I", "W"]
 
     return _greedy(queues, wish, ranks)
 
 
 def _greedy(
-    queues: list[dict[Kind, list[Action]]],
-    wish: Callable[[int, int, Mapping[Kind, list[Action]]], list[Kind]],
+    queues: Queues,
+    wish: Callable[[int, int, Mapping[Kind, deque[Action]]], list[Kind]],
     stages: int,
 ) -> Orders:
     """Play time forward: a free rank takes the first ready action of the kinds it wishes for, in that order.
@@ -217,11 +223,13 @@ def _greedy(
             for rank, own in enumerate(queues):
                 if moved and relaxed:
                     break
+                if free[rank] > now:
+                    continue
                 kinds = list(own) if relaxed else wish(rank, held[rank], own)
                 kind = next((k for k in kinds if own[k] and ready(own[k][0])), None)
-                if free[rank] > now or kind is None:
+                if kind is None:
                     continue
-                action = own[kind].pop(0)
+                action = own[kind].popleft()
                 orders[rank].append(action)
                 free[rank] = now + COSTS[action.kind]
                 end(action, free[rank])
