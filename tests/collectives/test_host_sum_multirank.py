@@ -103,18 +103,17 @@ def test_a_rank_that_waits_does_what_the_others_have_not_begun() -> None:
 
 
 def halves(_: int) -> torch.Tensor:
-    """Three times 1 + 2**-7 in bfloat16, which a sum that is rounded once keeps."""
-    join()
-    team = make_team()
+    """256 + 1 + 1 in bfloat16: added one by one in that precision, whose steps are 2 here, the ones get lost."""
+    world, team = join(), make_team()
     assert team is not None
     number, room = team.new_room(2 * 64)
-    values = room.tensor(torch.bfloat16, 64).fill_(1 + 2**-7)
+    values = room.tensor(torch.bfloat16, 64).fill_(1 if world.rank else 256)
     HostSum(team, number, 64, torch.bfloat16).wait()
     return values.clone()
 
 
 def test_half_precisions_are_summed_in_float32() -> None:
-    assert torch.equal(run_ranks(halves, 3, 3)[0], torch.full((64,), 3 * (1 + 2**-7)).bfloat16())
+    assert torch.equal(run_ranks(halves, 3, 3)[0], torch.full((64,), 258.0).bfloat16())
 
 
 def unequal(_: int) -> str:
