@@ -6,6 +6,7 @@ from typing import Any, get_args
 from tutti.plan.words import recompute_words, settings_words
 from tutti.spec.compression import compression_in_words
 from tutti.spec.plan import LayoutRule, Plan
+from tutti.spec.sync_words import sync_in_words
 from tutti.spec.words import AxisName
 
 
@@ -28,6 +29,8 @@ def difference(first: Plan, second: Plan, names: tuple[str, str] = ("A", "B")) -
     said += _ways(first, second, a, b)
     if first.shares != second.shares:
         said.append(f"Shares of the data-parallel ranks: {_shares(first)} in {a}, {_shares(second)} in {b}")
+    if (first.sync.mode, first.sync.relaxed) != (second.sync.mode, second.sync.relaxed):
+        said.append(f"Replicas: {sync_in_words(first.sync)} in {a}, {sync_in_words(second.sync)} in {b}")
     if first.sync.compress != second.sync.compress:
         said.append(f"Gradients are summed {_written(first)} in {a}, {_written(second)} in {b}")
     if first.sync.bucket_nbytes != second.sync.bucket_nbytes:

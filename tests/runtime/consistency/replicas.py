@@ -14,8 +14,8 @@ import tutti
 from runtime import training
 from tutti.runtime.layout import local_tensors
 from tutti.spec import codec
-from tutti.spec.plan import BatchPlan, Plan
-from tutti.spec.sync_words import parse_sync
+from tutti.spec.plan import BatchPlan, Plan, Sync
+from tutti.spec.sync_words import parse_sync, with_mode
 
 
 class Choosy(nn.Module):
@@ -68,7 +68,9 @@ MODELS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Told:
-    """What one training is told. `rate`, `arguments`: of the optimizer; `freeze`: (step, name) -> frozen from there."""
+    """What one training is told. `rate`, `arguments`: of the optimizer; `freeze`: (step, name) -> frozen from there;
+    `leaves`: ends right after its last step; `wish`: the mode is the launcher's, not the plan file's.
+    """
 
     sync: str = "synchronous"
     model: str = "mlp"
@@ -83,6 +85,8 @@ class Told:
     save_at: int | None = None
     freeze: tuple[int, str] | None = None
     folder: str = ""
+    leaves: bool = False
+    wish: bool = False
     job: dict[str, Any] = field(default_factory=dict)
 
 
@@ -114,6 +118,9 @@ def train(told: Told, world_size: int, resume: str | None = None) -> Seen:
         Path.cwd() / f"run-{len(list(Path.cwd().glob('run-*')))}-{world_size}"
     )
     plan = plan_of(told, world_size)
+    os.environ["TUTTI_SYNC"] = told.sync if told.wish else ""
+    if told.wish:
+        plan = with_mode(plan, Sync())
     os.environ["TUTTI_PLAN"] = str(codec.save(plan, Path.cwd() / f"plan-{os.getpid()}.json"))
     job = tutti.Job(global_batch_size=told.batch, clip_norm=told.clip_norm, resume=resume, **told.job)
     build, data, loss_fn = MODELS[told.model]
@@ -134,6 +141,8 @@ def train(told: Told, world_size: int, resume: str | None = None) -> Seen:
                 break
         if run.progress.step == told.steps:
             break
+    if told.leaves:
+        return seen
     seen.evaluation = job.evaluate(data())
     run.consistency.finish(run)
     seen.after = {name: tensor.detach().clone() for name, tensor in local_tensors(model)}

@@ -10,7 +10,7 @@ import torch
 
 import tutti
 from harness import run_ranks
-from runtime.consistency.replicas import MODELS, Seen, Told, train_all
+from runtime.consistency.replicas import MODELS, Seen, Told, train, train_all
 from runtime.consistency.simulated import doubles, simulate
 from tutti.spec import codec
 from tutti.spec.plan import BatchPlan, Plan
@@ -157,6 +157,15 @@ def test_a_loss_that_is_not_finite_stops_no_replica_alone() -> None:
         assert math.isnan(seen.losses[bad])
         assert all(torch.equal(value, seen.states[bad - 1][name]) for name, value in seen.states[bad].items())
         assert sum(not math.isnan(loss) for loss in seen.losses) == 4
+
+
+@pytest.mark.parametrize("sync", ["ring", "elastic"])
+def test_a_script_that_leaves_early_ends(sync: str) -> None:
+    told = Told(sync=sync, leaves=True, steps=3, wish=True)
+    states, _ = simulate(told, trained(4)[0][sync].batches[:3], 2)
+    for rank, seen in enumerate(run_ranks(train, 2, told, 2)):
+        for name, value in states[-1][rank].items():
+            torch.testing.assert_close(seen.states[-1][name], value, rtol=1e-12, atol=1e-13)
 
 
 def refused(size: int, told: list[tuple[str, dict[str, int]]]) -> list[str]:
