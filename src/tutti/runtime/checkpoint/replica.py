@@ -30,7 +30,10 @@ def load_replica(run: Run, source: Source) -> None:
     same = source.small["mode"] == run.plan.sync.mode and len(saved) == run.world.world_size
     wanted = run.consistency.resume(run, saved[run.world.rank]) if same else {}
     if not all(run.world.gather(bool(wanted))):
-        run.screen.say("replicas begin alike, from the model that was saved: this is another mode, or other ranks")
+        run.screen.say(
+            "replicas begin alike, from the model that was saved: those in it were of another mode, of other ranks, or "
+            "trained other parameters"
+        )
         return
     where = f"{run.world.rank}/replica"
     transfer(run.world, source, [Target(key=(KEPT, where, name), out=out) for name, out in wanted.items()])
