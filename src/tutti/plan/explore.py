@@ -17,7 +17,7 @@ from tutti.plan.choice import Alternative, Coverage, Request
 from tutti.plan.enumerate import Shapes, shapes, variants
 from tutti.plan.limits import Limits, limits_of
 from tutti.plan.mixed import improved
-from tutti.plan.pool import Lesson, Pool, plainness
+from tutti.plan.pool import Lesson, Pool, plainness, takes_long
 from tutti.plan.room import Room
 from tutti.plan.tables import Array, Tables, by_kind
 from tutti.predict import predict
@@ -326,7 +326,8 @@ class Explorer:
 
 
 def _best_of_families(pool: Pool, lessons: dict[int, Lesson]) -> list[int]:
-    """The most promising row of each family, the plainest families first; those probably too large come last."""
+    """The most promising row of each family: the plainest families first, those probably too large and those that take
+    long to predict last."""
     order = pool.corrected(lessons)
     kinds, at = np.unique(pool.family, return_inverse=True)
     firsts = np.full(len(kinds), -1, dtype=np.int64)
@@ -337,4 +338,5 @@ def _best_of_families(pool: Pool, lessons: dict[int, Lesson]) -> list[int]:
     ]
     hopeful.sort(key=lambda one: order[one[1]])
     plain = sorted(hopeful[: 3 * _FAMILIES], key=lambda one: (plainness(one[0]), order[one[1]]))
-    return [first for _, first in [*hopeful[:4], *[one for one in plain if one not in hopeful[:4]]][:_FAMILIES]]
+    chosen = [*hopeful[:4], *[one for one in plain if one not in hopeful[:4]]][:_FAMILIES]
+    return [first for _, first in sorted(chosen, key=lambda one: takes_long(one[0]))]

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tutti.plan.bounds import Bounds
-from tutti.plan.enumerate import Shapes, Variants
+from tutti.plan.enumerate import SCHEDULES, Shapes, Variants
 from tutti.plan.tables import Array, Ints
 
 _TOO_LARGE = 8.0
@@ -107,9 +107,19 @@ def family(shapes: Shapes, ways: Variants) -> Ints:
 
 def plainness(code: int) -> int:
     """How many mechanisms a family combines."""
+    axes, level, schedule, recompute, offload = _parts(code)
+    return axes.bit_count() + (level > 0) + (recompute > 0) + (schedule > 0) + (offload > 0)
+
+
+def takes_long(code: int) -> bool:
+    """Whether predicting takes long for large pipelines, whose orders are found by playing them out."""
+    return SCHEDULES[_parts(code)[2]] in ("interleaved", "zero-bubble")
+
+
+def _parts(code: int) -> tuple[int, int, int, int, int]:
+    """(axes, level, schedule, recompute, offload) of a family's number."""
     code //= 2
     offload, code = code % 3, code // 3
     recompute, code = code % 3, code // 3
     schedule, code = code % 4, code // 4
-    level, code = code % 4, code // 4
-    return int(code).bit_count() + (level > 0) + (recompute > 0) + (schedule > 0) + (offload > 0)
+    return code // 4, code % 4, schedule, recompute, offload
