@@ -63,7 +63,9 @@ class Settings:
 
 @dataclass(slots=True, kw_only=True)
 class Progress:
-    """Counters of a run (`base_steps`: updates, by AdaScale's gain where that is the rule); with the loader's epoch and position they are what a checkpoint resumes from."""
+    """Counters of a run; with the loader's epoch and position they are what a checkpoint resumes from. `base_steps`:
+    updates, each by AdaScale's gain where that is the rule.
+    """
 
     step: int = 0
     epoch: int = 0
