@@ -8,6 +8,7 @@ from torch import Tensor
 
 from compress.codecs import CODECS, FEEDBACK, gradient
 from compress.transport import sent_nbytes
+from tutti.compress.by_tensor import keep, kept_of
 from tutti.compress.cast import Cast
 from tutti.compress.exchange import Exchange, InOrder, all_finite, wait
 from tutti.compress.factors import Factors, FactorSum, linear
@@ -17,7 +18,6 @@ from tutti.compress.sparcml import TOP16_Q4
 from tutti.compress.sparse import SparseSum
 from tutti.compress.topk import TopK
 from tutti.compress.two_phase import Gathered, TwoPhase
-from tutti.compress.world import divided, merged
 from tutti.runtime.world import join
 
 SHAPES = [(12, 10), (7,), (9, 4, 5), (3, 2)]
@@ -75,8 +75,7 @@ def telescoping(sizes: tuple[int, ...]) -> None:
                 out += flat
                 exchange.settle(all_finite(flat))
             same_everywhere(out, f"{name} {numel}")
-            whole = merged(all_of(exchange.tensors()))
-            kept = whole["worker.residual"] + whole.get("server.residual", 0)
+            kept = sum(one["residual"] for one in all_of(kept_of(exchange, [numel])[0]))
             expected = sum(all_of(total))
             error = float((out + kept - expected).abs().max())
             assert error <= 1e-12 * 10, f"{name} {numel}: {error}"
@@ -157,7 +156,7 @@ def checkpointed(numel: int) -> None:
     """Exchanges go on from their tensors exactly; in another world nothing that was kept is lost."""
     join()
     ranks = dist.get_world_size()
-    one, other = exchanges(numel), exchanges(numel)
+    one, other, fresh = exchanges(numel), exchanges(numel), exchanges(numel)
     for name, exchange in one.items():
         for step in range(3):
             exchange.run(of_rank("normal", numel, torch.float64, step))
@@ -168,11 +167,13 @@ def checkpointed(numel: int) -> None:
         other[name].run(flats[1])
         assert torch.equal(*flats), name
         exchange.settle(True)
-        whole = merged(all_of(exchange.tensors()))
-        again = merged([divided(whole, rank, ranks + 1) for rank in range(ranks + 1)])
-        for key, tensor in whole.items():
-            torch.testing.assert_close(again[key], tensor, rtol=1e-13, atol=0)
-        exchange.load(divided(whole, dist.get_rank(), ranks))
+        (kept,) = kept_of(exchange, [numel])
+        count = exchange.states["worker"].count
+        keep(fresh[name], [numel], [{what: sum(all_of(value)) / ranks for what, value in kept.items()}], count)
+        (again,) = kept_of(fresh[name], [numel])
+        for what, value in kept.items():
+            torch.testing.assert_close(sum(all_of(again[what])), sum(all_of(value)), rtol=1e-13, atol=1e-15)
+        assert fresh[name].states["worker"].count == count == 4
 
 
 def sparse_sums(numel: int) -> list[tuple[str, float, int, bool]]:

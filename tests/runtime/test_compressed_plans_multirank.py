@@ -230,3 +230,29 @@ def test_what_does_not_go_together_is_refused_on_all_ranks() -> None:
         for words, got in zip(said, rank, strict=True):
             assert got.startswith("PlanError"), got
             assert words in got, got
+
+
+def leaves(words: str) -> str:
+    """Rank 1 fails in its second step; what the others hear of it."""
+    torch.set_default_dtype(torch.float64)
+    this = Followed(parse_compression(words), words)
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        if this.run.progress.step == 1 and this.run.world.rank == 1:
+            raise ZeroDivisionError("rank 1 has failed")
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    try:
+        for batch in this.batches(3):
+            this.job.forward_backward(loss, batch)
+            this.job.update()
+    except (ZeroDivisionError, RuntimeError) as error:
+        return type(error).__name__
+    return "trained"
+
+
+def test_a_rank_that_fails_ends_the_others_sums() -> None:
+    """Whoever waits for the courier hears of it at once."""
+    said = run_ranks(leaves, 3, "one-bit", timeout_s=50)
+    assert said[1] == "ZeroDivisionError"
+    assert {said[0], said[2]} == {"RuntimeError"}

@@ -134,7 +134,7 @@ class Exchange(ABC):
                 tensor.zero_()
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint of this rank needs: plain tensors by name; `world` joins and divides those of ranks."""
+        """What a checkpoint of this rank needs: plain tensors by name; `by_tensor` takes them apart."""
         found = {f"{who}.{name}": t for who, state in self.states.items() for name, t in state.tensors().items()}
         return found | {f"shared.{name}": tensor for name, tensor in self.shared.items()}
 

@@ -68,7 +68,7 @@ class State:
             if tensors[name].shape != tensor.shape:
                 raise CheckpointError(
                     f"the compressor's {name} has {tensors[name].numel()} elements in the checkpoint and "
-                    f"{tensor.numel()} here; pass the states of all ranks through compress.world.merged"
+                    f"{tensor.numel()} here; go on with as many ranks and the same buckets, or by tensor"
                 )
             tensor.copy_(tensors[name])
         self.count = int(tensors["count"])
