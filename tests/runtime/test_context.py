@@ -266,6 +266,13 @@ class Positionless(Pooled):
         return x
 
 
+class Summed(Positionless):
+    """On the rank that holds the first tokens this is the whole's, and on the others not."""
+
+    def mixed(self, x: Tensor) -> Tensor:
+        return x.cumsum(1)
+
+
 def shifted_inside(logits: Tensor, target: Tensor) -> Tensor:
     return mean_loss(logits[:, :-1], target[:, 1:])
 
@@ -302,6 +309,24 @@ def refusals() -> dict[str, str]:
     said["outside"] = str(error.value)
     assert F.cross_entropy.__module__ == "torch.nn.functional"
     return said
+
+
+def refused_by_one() -> str:
+    """What is said where only the second of two ranks sees a difference."""
+    mesh = Mesh({"context": 2}, join().rank)
+    plan = Plan(batch=BatchPlan(global_batch_size=4), mesh={"context": 2}, context="all-to-all")
+    text = torch.randint(VOCABULARY, (3, LENGTH), generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    sequences = sequences_of(Summed(), plan, mesh, default_unpack, mean_loss)
+    with pytest.raises(TuttiError) as error, sequences.part((text, text)):
+        pass
+    return str(error.value)
+
+
+def test_what_one_rank_finds_all_ranks_say() -> None:
+    one, other = run_ranks(refused_by_one, 2, timeout_s=60)
+    assert one == other
+    assert "head (Linear) computes something else" in one
 
 
 def test_what_mixes_tokens_otherwise_is_refused_by_name() -> None:

@@ -10,7 +10,8 @@ for the occasion.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from operator import itemgetter
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,8 @@ from tutti.runtime.context.order import Order
 from tutti.runtime.layout import local
 from tutti.runtime.split.parted import whole
 from tutti.runtime.weighted import Weighted
+
+T = TypeVar("T")
 
 SAMPLES = 2
 REMEDY = "give the model's forward a parameter `position_ids`, or drop the context axis for this model"
@@ -41,6 +44,10 @@ Runner = Callable[[int], Any]
 """tokens -> the loss (or None) of the piece of so many tokens."""
 
 
+Finding = tuple[int, str]
+"""How many modules had returned before, and what is wrong."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Groups:
     """`parts`: ranks that hold parts of the same sequences; `everyone`: with them those that compute other stages."""
@@ -52,9 +59,7 @@ class Groups:
 def piece_lengths(model: nn.Module, length: int, order: Order, everyone: Any) -> list[int]:
     """Lengths to try: short ones that are no size of a parameter, so that nothing is a sequence by chance; then all."""
     own = {size for parameter in model.parameters() for size in local(parameter).shape}
-    found: list[Any] = [None] * dist.get_world_size(everyone)
-    dist.all_gather_object(found, own, group=everyone)
-    sizes = set().union(*found)
+    sizes = set().union(*_gathered(own, everyone))
     multiples = range(2 * order.unit, min(length, 64 * order.unit) + 1, order.unit)
     fitting = [tokens for tokens in multiples if not {tokens, tokens // order.degree} & sizes]
     return [*fitting[:1], *([length] if fitting[:1] != [length] else [])]
@@ -74,23 +79,34 @@ def check(
     """
     with _undisturbed(model):
         tokens, seen, sites = _run_whole(model, lengths, on_one)
-        parts = Seen()
+        parts, watch = Seen(), Watch(tokens // order.degree)
+        finding: Finding | None = None
         try:
-            with _recorded(model, parts), Watch(tokens // order.degree) as watch:
+            with _recorded(model, parts), watch:
                 parts.loss = _loss_leaves(in_parts(tokens, sites), order.degree)
-            finding = _first_difference(seen, parts, tokens, order, groups.parts, by_hand=watch.softmaxes > 0)
         except (PlanError, RuntimeError, ValueError, IndexError, TypeError) as error:
             finding = (
+                len(parts.outputs),
                 f"{type(model).__name__} fails on {tokens // order.degree} tokens (mesh.context = {order.degree}), but "
                 f"not on {tokens}: {str(error).splitlines()[0] if str(error) else type(error).__name__}. Tokens are "
-                f"dim 1 of the batch's tensors; {REMEDY}"
+                f"dim 1 of the batch's tensors; {REMEDY}",
             )
-    findings: list[str | None] = [None] * dist.get_world_size(groups.everyone)
-    dist.all_gather_object(findings, finding, group=groups.everyone)
-    first = next((found for found in findings if found), None)
-    if first:
-        raise ScriptError(first)
+        averaged = _average(parts, groups.parts)
+        if finding is None:
+            finding = _first_difference(seen, parts, tokens, order, averaged=averaged, by_hand=watch.softmaxes > 0)
+    of_parts = [one for one in _gathered(finding, groups.parts) if one is not None]
+    first = min(of_parts, key=itemgetter(0))[1] if of_parts else None
+    said = next((one for one in _gathered(first, groups.everyone) if one is not None), None)
+    if said is not None:
+        raise ScriptError(said)
     return sites
+
+
+def _gathered(value: T, group: Any) -> list[T]:
+    """Every rank's value, in order of rank."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group=group)
+    return found
 
 
 def _run_whole(model: nn.Module, lengths: list[int], on_one: Runner) -> tuple[int, Seen, frozenset[Site]]:
@@ -108,26 +124,44 @@ def _run_whole(model: nn.Module, lengths: list[int], on_one: Runner) -> tuple[in
     raise AssertionError("there is always a length to try")
 
 
-def _first_difference(seen: Seen, parts: Seen, tokens: int, order: Order, group: Any, *, by_hand: bool) -> str | None:
-    """A sentence about the first module that gives something else on parts; None where all agree."""
+def _average(parts: Seen, group: Any) -> bool:
+    """Numbers without dims that modules and the loss gave become their means over the ranks; False where ranks have
+    not as many. Every rank calls it, whatever it has found: ranks differ in that.
+    """
+    leaves = [*(leaf for *_, some in parts.outputs for leaf in some), *parts.loss]
+    numbers = [leaf for leaf in leaves if leaf.dim() == 0 and leaf.is_floating_point()]
+    everyone = _gathered([float(number) for number in numbers], group)
+    if len({len(theirs) for theirs in everyone}) > 1:
+        return False
+    for number, *values in zip(numbers, *everyone, strict=True):
+        number.fill_(sum(values) / len(values))
+    return True
+
+
+def _first_difference(
+    seen: Seen, parts: Seen, tokens: int, order: Order, *, averaged: bool, by_hand: bool
+) -> Finding | None:
+    """The first module that gives something else on parts; None where all agree. `averaged`: whether numbers without
+    dims are means over all parts; else nothing is known of them.
+    """
     context = f"mesh.context = {order.degree}"
     if [name for name, *_ in seen.outputs] != [name for name, *_ in parts.outputs]:
-        return f"the model calls other modules for a part of a sequence than for a whole one ({context}); {REMEDY}"
+        return 0, f"the model calls other modules for a part of a sequence than for a whole one ({context}); {REMEDY}"
     hint = (
         f"attention by hand (a softmax of its own) sees one rank's tokens only: call "
         f"F.scaled_dot_product_attention (attn_implementation='sdpa'), or {REMEDY}"
         if by_hand
         else f"it mixes tokens other than by attention, or counts positions from 0 on every rank: {REMEDY}"
     )
-    for (name, kind, ones), (_, _, theirs) in zip(seen.outputs, parts.outputs, strict=True):
+    for number, ((name, kind, ones), (_, _, theirs)) in enumerate(zip(seen.outputs, parts.outputs, strict=True)):
         for one, other in zip(ones, theirs, strict=False):
-            verdict = _agree(one, other, tokens, order, group)
+            verdict = _agree(one, other, tokens, order) if averaged or other.dim() else True
             if verdict is False or (verdict is None and not name):
                 module = f"{name or 'the model'} ({kind})"
-                return f"{module} computes something else on a part of a sequence ({context}): {hint}"
+                return number, f"{module} computes something else on a part of a sequence ({context}): {hint}"
     for one, other in zip(seen.loss, parts.loss, strict=False):
-        if _agree(one, other, tokens, order, group) is False:
-            return (
+        if averaged and _agree(one, other, tokens, order) is False:
+            return len(parts.outputs), (
                 f"the loss over a part of the tokens is not the whole's ({context}): it must be a mean over tokens, or "
                 "tutti.Weighted(sum, count); shift labels in the data set rather than in the loss, and leave out what "
                 "is computed over whole sequences"
@@ -135,14 +169,10 @@ def _first_difference(seen: Seen, parts: Seen, tokens: int, order: Order, group:
     return None
 
 
-def _agree(one: torch.Tensor, part: torch.Tensor, tokens: int, order: Order, group: Any) -> bool | None:
+def _agree(one: torch.Tensor, part: torch.Tensor, tokens: int, order: Order) -> bool | None:
     """Whether `part` is this rank's part of `one`; None where their shapes do not say."""
     if one.shape == part.shape:
         expected = one
-        if one.dim() == 0 and one.is_floating_point():
-            part = part.clone()
-            dist.all_reduce(part, group=group)
-            part = part / order.degree
     else:
         dims = [d for d, (a, b) in enumerate(zip(one.shape, part.shape, strict=False)) if a != b]
         if one.dim() != part.dim() or len(dims) != 1:
@@ -164,7 +194,7 @@ def _loss_leaves(value: Any, parts: int = 1) -> list[torch.Tensor]:
     """The numbers of a loss of one of `parts` ranks, in a form whose mean over ranks is the whole's."""
     if isinstance(value, Weighted):
         return [torch.as_tensor(number, dtype=torch.float64).detach() * parts for number in (value.total, value.count)]
-    return [value.detach()] if isinstance(value, torch.Tensor) and value.numel() == 1 else []
+    return [value.detach().clone()] if isinstance(value, torch.Tensor) and value.numel() == 1 else []
 
 
 @contextmanager
