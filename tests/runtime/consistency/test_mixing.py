@@ -11,6 +11,7 @@ from harness import run_ranks
 from runtime.consistency.simulated import tree
 from tutti.runtime.consistency.adasum import adasum, combine
 from tutti.runtime.consistency.average import DiLoCo
+from tutti.runtime.consistency.elastic import Elastic
 from tutti.runtime.consistency.gossip import Mixed, Push, one_peer, ring, shift_one
 from tutti.runtime.consistency.measure import from_mean, from_sample
 from tutti.runtime.consistency.vectors import Replicas, Vectors
@@ -156,6 +157,17 @@ def exchange_all(size: int) -> dict[str, Any]:
             sums.append((replicas.mean([biased.clone()])[0], weight))
         mode.restart()
         found[name] = (model, sums)
+    model, kept = values(world.rank), []
+    elastic = Elastic(replicas, 1, 0.9)
+    elastic.vectors, elastic.buffers = Vectors([("x", model)]), Nothing()  # type: ignore[assignment]
+    elastic.restart()
+    elastic.held["centre"] = [torch.zeros(7, dtype=torch.float64)]
+    for _ in range(8):
+        elastic.counts["since"] += 1
+        elastic.exchange(None)  # type: ignore[arg-type]
+        kept.append(size * replicas.mean([model.clone()])[0] + elastic.held["centre"][0])
+    elastic.restart()
+    found["elastic"] = kept
     return found
 
 
@@ -196,6 +208,9 @@ def test_exchanges_on_ranks(size: int) -> None:
         for name in ("push", "ring"):
             for sum_of, _ in found[name][1]:
                 torch.testing.assert_close(sum_of, mean, rtol=1e-12, atol=1e-14)
+        whole = torch.stack(wholes).sum(0)
+        for kept in found["elastic"]:
+            torch.testing.assert_close(kept, whole, rtol=1e-12, atol=1e-13)
     assert all(sum(found["push"][1][k][1] for found in ranks) == pytest.approx(size, rel=1e-12) for k in range(8))
     if size > 2:
         assert ranks[0]["push"][1][0][1] != 1.0, "the graph is not regular"
