@@ -38,7 +38,7 @@ _AT_ONCE = 12
 _PATIENCE = 150
 """The search ends when so many plans in a row brought nothing and more than that are left."""
 
-_SURE = 3
+_SURE = 6
 """Plans that are predicted however short the time is."""
 
 _UNTIL_ONE = 3.0
@@ -124,8 +124,9 @@ class Explorer:
         idle = 0
         while not self.over(_SEARCH):
             self._prune()
-            grown, before = self._expand(), self._best
-            if not self._cost_next() and not grown:
+            before, costed = self._best, self._cost_next()
+            grown = self._expand()
+            if not costed and not grown:
                 break
             if grown:  # costing some in between lets better plans rule out meshes that were not looked at yet
                 continue
