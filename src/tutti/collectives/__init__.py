@@ -6,8 +6,24 @@ each other with semaphores in shared memory and read each other's tensors where 
 
 from tutti.collectives.channel import Letter, Receiving, Sending
 from tutti.collectives.host_sum import HostSum
+from tutti.collectives.meeting import Tiers, make_team, make_tiers
 from tutti.collectives.rooms import Room
 from tutti.collectives.staged import Desk, make_desk
-from tutti.collectives.team import Team, make_team
+from tutti.collectives.team import Team
+from tutti.collectives.tiered_sum import TieredSum, Worker
 
-__all__ = ["Desk", "HostSum", "Letter", "Receiving", "Room", "Sending", "Team", "make_desk", "make_team"]
+__all__ = [
+    "Desk",
+    "HostSum",
+    "Letter",
+    "Receiving",
+    "Room",
+    "Sending",
+    "Team",
+    "TieredSum",
+    "Tiers",
+    "Worker",
+    "make_desk",
+    "make_team",
+    "make_tiers",
+]

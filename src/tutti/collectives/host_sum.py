@@ -25,7 +25,7 @@ class HostSum:
         self._absent, self._missing = team.size - 1, team.size
         self._untried = [(team.rank + step) % team.size for step in range(team.size)]
         self._over = False
-        self._slot = team.start(room, numel, self.wait)
+        self._slot = team.start(room, numel, self.wait, claim=True)
 
     def is_completed(self) -> bool:
         """Whether the sums are there. Does this rank's part if all have started and nobody has done it."""

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from tutti.collectives.host_sum import BLOCK_NBYTES, widened
+from tutti.collectives.meeting import make_team
 from tutti.collectives.staging import Staging
-from tutti.collectives.team import DONE, READY, Team, make_team
+from tutti.collectives.team import DONE, READY, Team
 
 _LINGER_S = 2.0
 """Longest wait at the end for ranks that have all they need to go on, but had no turn yet."""

@@ -4,15 +4,11 @@ Exchanges of all ranks are numbered; every rank starts them in the same order. T
 slots, each with semaphores of its own. Of every exchange a rank's record says which of its rooms holds its tensor.
 """
 
-import os
 from collections.abc import Callable
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from tutti.collectives import semaphores
-from tutti.collectives.rooms import Memory, Room, attach, host_identity
+from tutti.collectives.rooms import Memory, Room, attach
 from tutti.collectives.semaphores import SPACING
 from tutti.collectives.signals import Signals
 
@@ -39,7 +35,7 @@ class Team:
     def __init__(self, control: Memory, processes: list[int], rank: int, timeout_s: float, *, create: bool) -> None:
         self.rank, self.size = rank, len(processes)
         self._processes = processes
-        count = _semaphores(self.size)
+        count = semaphores_of(self.size)
         self._signals = Signals(control, count, processes, timeout_s, create=create)
         tables = torch.frombuffer(control, dtype=torch.int64, offset=count * SPACING)
         sizes = (2 * ROOMS * self.size, 2 * SLOTS * self.size, 2 * SLOTS * self.size**2)
@@ -69,9 +65,10 @@ class Team:
 
     # Exchanges of all ranks
 
-    def start(self, room: int, numel: int, settle: Callable[[], None]) -> int:
+    def start(self, room: int, numel: int, settle: Callable[[], None], *, claim: bool = False) -> int:
         """Begin the next exchange, with the first `numel` values of a room; returns its slot. `settle`: waits until
-        this rank has got all signals of the exchange; called before the slot is used again.
+        this rank has got all signals of the exchange; called before the slot is used again. `claim`: whoever comes
+        first may take this rank's part.
         """
         slot = self._started % SLOTS
         self._started += 1
@@ -79,7 +76,8 @@ class Team:
             self._settle[slot]()
         self._settle[slot] = settle
         self._slots[slot, self.rank] = room, numel
-        self.post(slot, CLAIM, self.rank)
+        if claim:
+            self.post(slot, CLAIM, self.rank)
         self.tell(slot, READY)
         return slot
 
@@ -155,49 +153,11 @@ class Team:
         return torch.frombuffer(self._theirs[rank, room], dtype=dtype, count=numel)
 
 
-def make_team(group: Any = None) -> Team | None:
-    """The team of a process group (None: all ranks); None where its ranks are not all on one host, may not share
-    memory, or compute on GPUs. All ranks of the group call it together, and all get the same answer.
-    """
-    if dist.get_backend(group) != "gloo":
-        return None
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
-    control = _control(size)
-    mine = (host_identity(), os.getpid(), control.file if control is not None else -1)
-    everyone: list[Any] = [None] * size
-    dist.all_gather_object(everyone, mine, group=group)
-    team = _join(everyone, rank, control, _timeout_s(group))
-    ready: list[Any] = [None] * size
-    dist.all_gather_object(ready, team is not None, group=group)
-    return team if all(ready) else None
-
-
-def _control(size: int) -> Room | None:
-    """Room for the team's semaphores and tables; of all ranks' the first one's is used."""
-    if size < 2 or not semaphores.available():
-        return None
-    try:
-        return Room(_semaphores(size) * SPACING + 8 * 2 * size * (ROOMS + SLOTS + SLOTS * size))
-    except OSError:
-        return None
-
-
-def _join(everyone: list[tuple[str, int, int]], rank: int, control: Room | None, timeout_s: float) -> Team | None:
-    hosts, processes, files = zip(*everyone, strict=True)
-    if control is None or min(files) < 0 or len(set(hosts)) > 1 or not hosts[0]:
-        return None
-    try:
-        memory = control.memory if rank == 0 else attach(processes[0], files[0], control.nbytes)
-        return Team(memory, list(processes), rank, timeout_s, create=rank == 0)
-    except OSError:
-        return None
-
-
-def _semaphores(size: int) -> int:
+def semaphores_of(size: int) -> int:
+    """Semaphores of a team."""
     return SLOTS * 3 * size + 2 * size * size
 
 
-def _timeout_s(group: Any) -> float:
-    """The process group's own time-out."""
-    known: Any = dist.distributed_c10d._get_default_group() if group is None else group
-    return float(known._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+def control_nbytes(size: int) -> int:
+    """Shared memory for a team's semaphores and tables."""
+    return semaphores_of(size) * SPACING + 8 * 2 * size * (ROOMS + SLOTS + SLOTS * size)

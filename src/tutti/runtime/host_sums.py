@@ -1,31 +1,63 @@
-"""Sums of buckets over ranks that share memory: a bucket lies where all of them reach it."""
+"""Sums of buckets over ranks that share memory: a bucket lies where all ranks of its host reach it."""
+
+import weakref
+from typing import Any
 
 import torch
 
-from tutti.collectives import HostSum, Team
-from tutti.runtime.buckets import Bucket, Summing
+from tutti.collectives import HostSum, Team, TieredSum, Tiers, Worker, make_team, make_tiers
+from tutti.runtime.buckets import AllReduce, Bucket, Summing
 from tutti.runtime.traffic import Flight
 
 
-class HostSums(Summing):
-    """For one group's buckets. Of a sum each rank does a part when it comes by, and more while it waits."""
+def quickest_sums(group: Any) -> Summing:
+    """How the buckets of a process group are summed: in shared memory where its ranks are on one host, in two tiers
+    where hosts have several of them, else by the group's all-reduce. Collective.
+    """
+    team = make_team(group)
+    if team is not None:
+        return HostSums(team)
+    tiers = make_tiers(group)
+    return AllReduce() if tiers is None else TieredSums(tiers)
+
+
+class _InRooms(Summing):
+    """Buckets in rooms of a team."""
 
     def __init__(self, team: Team) -> None:
         self.team = team
-        self._rooms: dict[int, int] = {}
+        self.rooms: dict[int, int] = {}
 
     def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory that the other ranks reach."""
         number, room = self.team.new_room(numel * dtype.itemsize)
         flat = room.tensor(dtype, numel)
-        self._rooms[flat.data_ptr()] = number
+        self.rooms[flat.data_ptr()] = number
         return flat
+
+
+class HostSums(_InRooms):
+    """On one host. Of a sum each rank does a part when it comes by, and more while it waits."""
 
     def start(self, bucket: Bucket) -> Flight:
         """Say that this rank's bucket is full."""
         flat = bucket.flat
-        work = HostSum(self.team, self._rooms[flat.data_ptr()], flat.numel(), flat.dtype)
+        work = HostSum(self.team, self.rooms[flat.data_ptr()], flat.numel(), flat.dtype)
         return bucket.group.lane.start([work], bucket.sent_nbytes)
 
     def go_on(self, flight: Flight) -> bool:
         return flight.go_on()
+
+
+class TieredSums(_InRooms):
+    """On several hosts. A thread makes the sums, one after another."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        super().__init__(tiers.team)
+        self._tiers, self._worker = tiers, Worker()
+        weakref.finalize(self, self._worker.end)
+
+    def start(self, bucket: Bucket) -> Flight:
+        """Ask for the bucket's sum."""
+        work = TieredSum(self._tiers, self._worker, self.rooms[bucket.flat.data_ptr()], bucket.flat)
+        return bucket.group.lane.start([work], bucket.sent_nbytes)

@@ -12,12 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tutti.collectives import make_team
 from tutti.errors import ScriptError
-from tutti.runtime.buckets import AllReduce, Bucket, Group, make_buckets
+from tutti.runtime.buckets import Bucket, Group, make_buckets
 from tutti.runtime.compressed.compressor import Compressor
 from tutti.runtime.host_memory import SETTLED, keep_freed_memory, lasting
-from tutti.runtime.host_sums import HostSums
+from tutti.runtime.host_sums import quickest_sums
 from tutti.runtime.layout import Layout
 from tutti.runtime.shard.shards import Shards
 from tutti.spec.plan import Plan
@@ -161,12 +160,9 @@ class Replica:
     def _group(self, axes: tuple[AxisName, ...]) -> Group:
         mesh = self._layout.mesh
         handle = mesh.group(*axes)
-        compressed = None if self.compressor is None else self.compressor.summing(axes)
-        if compressed is not None:
-            return Group(handle, mesh.degree(*axes), self._layout.lane("gradients", *axes), compressed)
-        team = make_team(handle)
-        summing = AllReduce() if team is None else HostSums(team)
-        return Group(handle, mesh.degree(*axes), self._layout.lane("gradients", *axes), summing)
+        summing = None if self.compressor is None else self.compressor.summing(axes)
+        lane = self._layout.lane("gradients", *axes)
+        return Group(handle, mesh.degree(*axes), lane, summing or quickest_sums(handle))
 
     def _hook(self, parameter: nn.Parameter) -> None:
         """A gradient is there: fill its bucket, and start every bucket whose turn has come."""

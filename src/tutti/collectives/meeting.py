@@ -1,0 +1,101 @@
+"""Meetings: the ranks of a process group find out, over that group, which of them share a host and its memory."""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tutti.collectives import rooms, semaphores
+from tutti.collectives.rooms import Room, attach
+from tutti.collectives.team import Team, control_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """Two tiers of links. `team`: the ranks of this host; `parts`: into so many parts a tensor is cut to go between
+    hosts, as many as the smallest host has ranks; `across`: the process group of those that exchange this rank's part
+    between hosts, None where this rank has no part.
+    """
+
+    team: Team
+    parts: int
+    across: Any
+
+
+def make_team(group: Any = None) -> Team | None:
+    """The team of a process group (None: all ranks); None where its ranks are not all on one host, may not share
+    memory, or compute on GPUs. All ranks of the group call it together, and all get the same answer.
+    """
+    met = _meet(group)
+    return None if met is None or len(met[0]) > 1 else met[1]
+
+
+def make_tiers(group: Any = None) -> Tiers | None:
+    """The tiers of a process group whose ranks are on several hosts, more than one on some of them; None otherwise.
+    All ranks of the group call it together.
+    """
+    met = _meet(group)
+    if met is None or len(met[0]) == 1 or max(map(len, met[0])) == 1:
+        return None
+    hosts, team = met
+    parts = min(map(len, hosts))
+    return Tiers(team, parts, _group_across(hosts, team.rank, group) if team.rank < parts else None)
+
+
+def _meet(group: Any) -> tuple[list[list[int]], Team] | None:
+    """Places in the group by host, hosts in order of their first, and this rank's team; None where one has none."""
+    if dist.get_backend(group) != "gloo" or dist.get_world_size(group) < 2:
+        return None
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    control = _control(size)
+    mine = (rooms.host_identity(), os.getpid(), control.file if control is not None else -1)
+    everyone: list[Any] = [None] * size
+    dist.all_gather_object(everyone, mine, group=group)
+    hosts: dict[str, list[int]] = {}
+    for place, (host, _, _) in enumerate(everyone):
+        hosts.setdefault(host, []).append(place)
+    team = None if control is None or "" in hosts else _join(everyone, hosts[mine[0]], rank, control, group)
+    ready: list[Any] = [None] * size
+    dist.all_gather_object(ready, team is not None, group=group)
+    return (list(hosts.values()), team) if team is not None and all(ready) else None
+
+
+def _control(size: int) -> Room | None:
+    """Room for a team's semaphores and tables; of the ranks of a host the first one's is used."""
+    if not semaphores.available():
+        return None
+    try:
+        return Room(control_nbytes(size))
+    except OSError:
+        return None
+
+
+def _join(everyone: list[tuple[str, int, int]], places: list[int], rank: int, control: Room, group: Any) -> Team | None:
+    processes, first = [everyone[place][1] for place in places], everyone[places[0]]
+    own = places.index(rank)
+    try:
+        memory = control.memory if own == 0 else attach(first[1], first[2], control.nbytes)
+        return Team(memory, processes, own, timeout_s(group), create=own == 0)
+    except OSError:
+        return None
+
+
+def _group_across(hosts: list[list[int]], part: int, group: Any) -> Any:
+    """The process group of the ranks that exchange `part` between hosts; only they call it."""
+    ranks = [dist.get_global_rank(_known(group), places[part]) for places in hosts]
+    return dist.new_group(ranks, timeout=_options(group)._timeout, use_local_synchronization=True)
+
+
+def timeout_s(group: Any) -> float:
+    """A process group's own time-out."""
+    return float(_options(group)._timeout.total_seconds())
+
+
+def _options(group: Any) -> Any:
+    return _known(group)._get_backend(torch.device("cpu")).options
+
+
+def _known(group: Any) -> Any:
+    return dist.distributed_c10d._get_default_group() if group is None else group

@@ -1,0 +1,83 @@
+"""Sums over ranks of several hosts: inside each host first, then once per host between hosts, then inside again.
+
+A host's ranks have the sum over their host in shared memory; each takes a part of it through the network, summed with
+the same part of all hosts; then all read the others' parts. So a host with a tensor of B bytes sends what a rank of a
+ring of hosts sends, 2 (hosts - 1) / hosts B, however many ranks it has, where a ring of all ranks sends up to
+2 (ranks - 1) / ranks B out of it (Cho et al. 2019, BlueConnect, decompose an all-reduce in the same way).
+"""
+
+import queue
+import threading
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from tutti.collectives.host_sum import HostSum
+from tutti.collectives.meeting import Tiers
+from tutti.collectives.team import DONE, READY
+
+
+class Worker:
+    """A thread that makes sums one after another: they go on while their rank computes, or waits for something else."""
+
+    def __init__(self) -> None:
+        self._asked: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="tutti-sums", daemon=True).start()
+
+    def ask(self, call: Callable[[], None]) -> None:
+        self._asked.put(call)
+
+    def end(self) -> None:
+        """No more will be asked."""
+        self._asked.put(None)
+
+    def _run(self) -> None:
+        while (call := self._asked.get()) is not None:
+            call()
+
+
+class TieredSum:
+    """One sum under way. `room`: the number of this rank's room; `flat`: its values, which are summed in place."""
+
+    def __init__(self, tiers: Tiers, worker: Worker, room: int, flat: torch.Tensor) -> None:
+        self._tiers, self._room, self._flat = tiers, room, flat
+        self._ended = threading.Event()
+        self._problem: BaseException | None = None
+        worker.ask(self._make)
+
+    def is_completed(self) -> bool:
+        """Whether the sums are there."""
+        return self._ended.is_set()
+
+    def wait(self) -> None:
+        """Return when the sums are there. Raises RuntimeError when a rank has ended or does not come in time."""
+        self._ended.wait()
+        if self._problem is not None:
+            raise self._problem
+
+    def _make(self) -> None:
+        try:
+            self._sum()
+        except BaseException as problem:  # told where it is waited for
+            self._problem = problem
+        finally:
+            self._ended.set()
+
+    def _sum(self) -> None:
+        tiers, team = self._tiers, self._tiers.team
+        HostSum(team, self._room, self._flat.numel(), self._flat.dtype).wait()
+        if tiers.across is not None:
+            dist.all_reduce(self._part(self._flat, team.rank), group=tiers.across)
+        slot = team.start(self._room, self._flat.numel(), lambda: None)
+        for _ in team.others:
+            team.wait(slot, READY)
+        for part, theirs in enumerate(team.tensors(slot, self._flat.dtype)[: tiers.parts]):
+            if part != team.rank:
+                self._part(self._flat, part).copy_(self._part(theirs, part))
+        team.tell(slot, DONE)
+        for _ in team.others:  # they have read this rank's part: it may change
+            team.wait(slot, DONE)
+
+    def _part(self, flat: torch.Tensor, part: int) -> torch.Tensor:
+        return torch.tensor_split(flat, self._tiers.parts)[part]

@@ -1,0 +1,81 @@
+"""Sums in two tiers: ranks of several hosts (told apart by a name given here), against sums made on one rank."""
+
+import pytest
+import torch
+from torch import nn
+
+from harness import run_ranks
+from tutti.collectives import TieredSum, Worker, make_team, make_tiers, rooms
+from tutti.runtime.world import join
+
+
+def _sizes(hosts: tuple[int, ...], rank: int) -> str:
+    """The host of a rank, where hosts have so many ranks."""
+    return f"host {[host for host, ranks in enumerate(hosts) for _ in range(ranks)][rank]}"
+
+
+def tiers(hosts: tuple[int, ...]) -> tuple[bool, bool, list[torch.Tensor]]:
+    """Sums of several sizes, under way together."""
+    world = join()
+    rooms.host_identity = lambda: _sizes(hosts, world.rank)
+    alone = make_team() is None
+    found = make_tiers()
+    if found is None:
+        return alone, False, []
+    worker, flights, tensors = Worker(), [], []
+    for size in (1, 5, 1000, 70_001):
+        room = found.team.new_room(8 * size)[1]
+        tensors.append(room.tensor(torch.float64, size))
+        tensors[-1].copy_(torch.randn(size, generator=torch.Generator().manual_seed(world.rank)))
+    for turn in range(2):
+        flights = [TieredSum(found, worker, number, tensor) for number, tensor in enumerate(tensors)]
+        for flight in flights:
+            flight.wait()
+        if turn == 0:
+            for tensor in tensors:
+                tensor.div_(2)
+    worker.end()
+    return alone, True, [tensor.clone() for tensor in tensors]
+
+
+@pytest.mark.parametrize("hosts", [(2, 2), (3, 1), (1, 2, 2)])
+def test_sums_over_hosts(hosts: tuple[int, ...]) -> None:
+    ranks = sum(hosts)
+    results = run_ranks(tiers, ranks, hosts)
+    for position, size in enumerate((1, 5, 1000, 70_001)):
+        everyone = [torch.randn(size, generator=torch.Generator().manual_seed(rank)).double() for rank in range(ranks)]
+        expected = ranks * torch.stack(everyone).sum(0) / 2
+        for _, _, found in results:
+            torch.testing.assert_close(found[position], expected, rtol=1e-12, atol=1e-12)
+            assert torch.equal(found[position], results[0][2][position])
+
+
+def test_hosts_of_one_rank_each_have_no_tiers_and_one_host_has_a_team() -> None:
+    assert run_ranks(tiers, 2, (1, 1)) == [(True, False, [])] * 2
+    assert run_ranks(tiers, 2, (2,)) == [(False, False, [])] * 2
+
+
+def train(hosts: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """Some steps of a small model with unequal parts of the batch and an unused parameter."""
+    import tutti
+
+    world = join()
+    rooms.host_identity = lambda: _sizes(hosts, world.rank)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(9, 33), nn.Tanh(), nn.Linear(33, 3)).double()
+    model.register_parameter("unused", nn.Parameter(torch.ones(4, dtype=torch.float64)))
+    data = torch.utils.data.TensorDataset(torch.randn(44, 9).double(), torch.randint(3, (44,)))
+    job = tutti.Job(global_batch_size=11, seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, _, loader = job.prepare(model, optimizer, data, nn.functional.cross_entropy)
+    for _ in job.epochs(2):
+        for batch in loader:
+            job.step(batch)
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def test_training_over_hosts_is_training_on_one_device() -> None:
+    expected = run_ranks(train, 1, (1,))[0]
+    for found in run_ranks(train, 4, (2, 2)):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-13)
