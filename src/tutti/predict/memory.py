@@ -127,7 +127,8 @@ def rank_memory(
 
     `samples`: of each microbatch. Gradients are views of the buckets they are summed in. One more bucket arrives while
     it is filled; with several microbatches, gradients are added up beside the buckets. Peak is taken at the start of
-    backward, with stages where most microbatches are on their way, or in the optimizer's update where that is higher.
+    backward, with stages where most microbatches are on their way, or, where that is higher on a host, in the
+    backward of a convolution or in the optimizer's update.
     """
     gradients = float(held.gradients[stage])
     once = len(samples) == 1 and plan.degree("stage") == 1
