@@ -163,3 +163,31 @@ def test_one_piece_is_not_measured_but_trained() -> None:
     (got,) = run_ranks(alone, 1)[0]
     assert len(got["rows"]) == len(got["batches"])
     assert not any("noise" in row for row in got["rows"])
+
+
+def in_precisions() -> list[list[dict[str, float]]]:
+    """The same steps in float32, and in float16 with loss scaling."""
+    found = []
+    for precision in ("full", "float16"):
+        folder = Path.cwd() / precision
+        os.environ["TUTTI_RUN_FOLDER"] = str(folder)
+        job = tutti.Job(global_batch_size=12, num_microbatches=2, seed=4, noise_every=1, precision=precision)
+        torch.manual_seed(5)
+        model = Mlp()
+        x, y = vectors(30).tensors
+        data = torch.utils.data.TensorDataset(x.float(), y)
+        model, _, loader = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), data, sample_loss)
+        for _ in job.epochs(2):
+            for batch in loader:
+                job.step(batch)
+        rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        found.append([row["noise"] for row in rows if "noise" in row])
+    return found
+
+
+def test_loss_scaling_is_taken_out() -> None:
+    full, half = run_ranks(in_precisions, 1)[0]
+    assert len(full) == len(half) > 3
+    for one, other in zip(full, half, strict=True):
+        assert other["variance"] == pytest.approx(one["variance"], rel=0.02)
+        assert other["square"] == pytest.approx(one["square"], abs=0.02 * one["variance"])
