@@ -114,3 +114,29 @@ def refusals() -> list[str]:
 
 def test_what_is_not_known_is_refused() -> None:
     assert run_ranks(refusals, 2) == [[], []]
+
+
+def kept_by_convolutions() -> tuple[int, int]:
+    """(values that two activations and convolutions keep for backward, values of the parts and halos that pass)."""
+    space = space_on((2,))
+    torch.manual_seed(0)
+    layers = [nn.Conv1d(4, 4, 3, padding=1), nn.Conv1d(4, 4, 3, padding=1)]
+    x = cut_whole(torch.randn(2, 4, 64, requires_grad=True), 2, space)
+    constants = {p.untyped_storage().data_ptr() for layer in layers for p in layer.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in constants:
+            kept[storage.data_ptr()] = storage.nbytes() // tensor.element_size()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        for layer in layers:
+            x = layer(torch.relu(x))
+    return sum(kept.values()), 2 * (2 * 4 * 32 + 2 * 4)
+
+
+def test_a_convolution_keeps_its_rows_and_the_halos_and_no_second_copy() -> None:
+    for kept, passed in run_ranks(kept_by_convolutions, 2):
+        assert kept == passed
