@@ -170,11 +170,6 @@ class Explorer:
             self._best = min(self._best, one.value)
         return one
 
-    def room(self, one: Costed) -> Room:
-        """The bytes and seconds from which bounds of such plans are made."""
-        alike = (lane for lane in self.lanes if lane.precision == one.plan.precision)
-        return next(lane.room for lane in alike if lane.cluster is one.cluster)
-
     def add(self, found: Costed | None) -> None:
         """Take in a plan that was costed elsewhere."""
         if found is not None:

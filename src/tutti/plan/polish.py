@@ -46,7 +46,6 @@ def _relieve(explorer: Explorer) -> None:
     for one in sorted(meshes.values(), key=lambda one: one.value)[:_RELIEVED]:
         best = min(each.value for each in explorer.costed if each.good)
         bare = explorer.cost(dataclasses.replace(one.plan, layout=explorer.request.script.layout), one.cluster)
-        room = explorer.room(one)
         if bare is None or bare.value >= best or explorer.over():
             continue
 
@@ -54,6 +53,8 @@ def _relieve(explorer: Explorer) -> None:
             found = None if explorer.over() else explorer.cost(plan, cluster)
             return found is not None and found.good
 
+        alike = (lane for lane in explorer.lanes if lane.precision == one.plan.precision)
+        room = next(lane.room for lane in alike if lane.cluster is one.cluster)
         relieve(room, one.plan, explorer.samples, fits)
 
 

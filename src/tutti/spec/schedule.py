@@ -221,9 +221,7 @@ def _greedy(
         stuck = max(free) <= now
         for relaxed in (False, True) if stuck else (False,):
             for rank, own in enumerate(queues):
-                if moved and relaxed:
-                    break
-                if free[rank] > now:
+                if free[rank] > now or (moved and relaxed):
                     continue
                 kinds = list(own) if relaxed else wish(rank, held[rank], own)
                 kind = next((k for k in kinds if own[k] and ready(own[k][0])), None)
