@@ -73,7 +73,7 @@ def _facts(report: RunReport) -> Table:
         reached = report.to_target
         took = f"reached after {show(reached.steps)}, {show(reached.epochs)}, {with_evidence(reached.time)}"
         table.add_row("target", f"{quality_text(quality.target.value)}: {took if quality.reached else 'missed'}")
-    verdict = report.verification
+    verdict, noise = report.verification, report.noise.critical_batch if report.noise else None
     for label, fact in (
         ("wall time", with_evidence(report.time.wall)),
         ("step time", f"{with_evidence(report.time.per_step)}, {report.time.per_step.note}"),
@@ -81,6 +81,7 @@ def _facts(report: RunReport) -> Table:
         ("peak memory", with_evidence(report.memory_peak)),
         ("cost", with_evidence(report.device_seconds)),
         ("rate", _rate(report)),
+        *(() if noise is None else (("critical batch", f"{with_evidence(noise)}, {noise.note}"),)),
         ("hardware", f"{plural(report.system.ranks.value or 1, 'rank')}, {report.system.device_model}"),
         *((f"replicas' {name}", f"{with_evidence(one)}, {one.note}") for name, one in report.replicas.items()),
         ("verified", "no" if verdict is None else verdict.sentence or ("PASS" if verdict.passed else "FAIL")),
