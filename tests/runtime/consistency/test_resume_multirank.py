@@ -32,9 +32,13 @@ SAVED = {
 }
 
 
+QUICK = ("local", "post-local", "diloco", "ring", "ring, sometimes", "push", "elastic, under way")
+
+
 @functools.cache
 def resumed(size: int) -> list[dict[str, tuple[Seen, Seen]]]:
-    told = {name: one for name, one in SAVED.items() if size % 2 == 0 or one.sync != "shift-one"}
+    names = QUICK if size == 2 else SAVED
+    told = {name: SAVED[name] for name in names if size % 2 == 0 or name != "shift-one"}
     return run_ranks(train_twice, size, told, size, timeout_s=300)
 
 
@@ -42,7 +46,7 @@ def resumed(size: int) -> list[dict[str, tuple[Seen, Seen]]]:
 @pytest.mark.parametrize("name", SAVED)
 def test_a_resumed_run_goes_on_bit_for_bit(size: int, name: str) -> None:
     if name not in resumed(size)[0]:
-        pytest.skip("replicas meet in pairs")
+        pytest.skip("replicas meet in pairs, and two of them only for some modes: four have all")
     told = SAVED[name]
     for one in resumed(size):
         whole, rest = one[name]
