@@ -7,7 +7,7 @@ free for another message.
 import torch
 
 from tutti.collectives.staging import Staging
-from tutti.collectives.team import SLOTS, Team
+from tutti.collectives.team import READ, SENT, SLOTS, Team
 
 
 class Sending:
@@ -22,19 +22,25 @@ class Sending:
 
     def send(self, tensor: torch.Tensor) -> None:
         """Send a contiguous tensor. Waits only where very many messages have not been received yet."""
-        while self._team.next_read(self._target, wait=self._sent - self._read == SLOTS):
+        team, target = self._team, self._target
+        while self._next_read(wait=self._sent - self._read == SLOTS):
             self._free()
         flat = tensor.detach().reshape(-1)
         number = self._staging.put(flat)
         self._rooms[self._sent] = number
-        self._team.send(self._target, self._sent, number, flat.numel())
+        team.ways[team.rank, target, self._sent % SLOTS] = number, flat.numel()
+        team.signals.post(team.way(team.rank, target, SENT))
         self._sent += 1
 
     def settle(self) -> None:
         """Wait until all messages have been read: a rank must not end before, for they lie in its memory."""
         while self._read < self._sent:
-            self._team.next_read(self._target, wait=True)
+            self._next_read(wait=True)
             self._free()
+
+    def _next_read(self, *, wait: bool) -> bool:
+        """Whether one more message has been read; with `wait`, once it has."""
+        return _next(self._team, self._team.way(self._team.rank, self._target, READ), self._target, wait=wait)
 
     def _free(self) -> None:
         """The oldest message has been read."""
@@ -58,17 +64,19 @@ class Receiving:
 
     def deliver(self, *, wait: bool) -> bool:
         """Put the oldest message that is expected where it belongs, if it is there or shall be waited for."""
-        if not self._team.next_message(self._source, wait=wait):
+        team, source = self._team, self._source
+        if not _next(team, team.way(source, team.rank, SENT), source, wait=wait):
             return False
         letter = self._expected.pop(0)
         flat = letter.tensor.view(-1)
-        sent = self._team.message(self._source, self._read, flat.dtype)
+        room, numel = team.ways[source, team.rank, self._read % SLOTS].tolist()
+        sent = team.tensor(source, room, numel, flat.dtype)
         if sent.numel() != flat.numel():
             raise RuntimeError(f"shared memory: a message of {sent.numel()} values came for {flat.numel()}")
         flat.copy_(sent)
         letter.here = True
         self._read += 1
-        self._team.acknowledge(self._source)
+        team.signals.post(team.way(source, team.rank, READ))
         return True
 
 
@@ -90,3 +98,10 @@ class Letter:
         """Return when it is there. Raises RuntimeError when a rank has ended or does not come in time."""
         while not self.here:
             self._way.deliver(wait=True)
+
+
+def _next(team: Team, index: int, rank: int, *, wait: bool) -> bool:
+    """Whether `rank` has posted a semaphore once more; with `wait`, once it has."""
+    if wait:
+        team.signals.wait(index, [rank])
+    return wait or team.signals.take(index)

@@ -81,6 +81,11 @@ class Desk:
         _tidy(self._under_way)
         return Staged(self.team, self._staging, self._under_way, tensor)
 
+    def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for a tensor that is exchanged here next, without a copy; after that it is the desk's again."""
+        _tidy(self._under_way)
+        return self._staging.lend(numel, dtype)
+
     def reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         """Replace `tensor` by the sum (or maximum) over ranks."""
         self.start_reduce(tensor, op).wait()

@@ -15,17 +15,31 @@ class Staging:
         self._team = team
         self._rooms: dict[int, Room] = {}
         self._free: dict[int, list[int]] = {}
+        self._lent: dict[int, int] = {}
 
     def put(self, flat: torch.Tensor) -> int:
-        """Copy a flat tensor into a free room; returns the room's number."""
-        nbytes = max(_LEAST_NBYTES, 1 << (flat.numel() * flat.element_size() - 1).bit_length())
+        """Copy a flat tensor into a free room, if it is not one that was lent; returns the room's number."""
+        if flat.data_ptr() in self._lent:
+            return self._lent.pop(flat.data_ptr())
+        number = self._take(flat.numel() * flat.element_size())
+        self._rooms[number].tensor(flat.dtype, flat.numel()).copy_(flat)
+        return number
+
+    def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A free room's memory with anything in it, to be filled and `put`."""
+        number = self._take(numel * dtype.itemsize)
+        tensor = self._rooms[number].tensor(dtype, numel)
+        self._lent[tensor.data_ptr()] = number
+        return tensor
+
+    def _take(self, nbytes: int) -> int:
+        nbytes = max(_LEAST_NBYTES, 1 << max(nbytes - 1, 0).bit_length())  # what nobody touches takes no memory
         free = self._free.setdefault(nbytes, [])
         if free:
             number = free.pop()
         else:
             number, room = self._team.new_room(nbytes)
             self._rooms[number] = room
-        self._rooms[number].tensor(flat.dtype, flat.numel()).copy_(flat)
         return number
 
     def give(self, number: int) -> None:

@@ -30,19 +30,20 @@ class Team:
 
     `control`: shared by all: semaphores (of slots, of ways between ranks), then tables: every rank's rooms (file,
     bytes), every slot's records (room, values), every way's records (room, values). `timeout_s`: how long to wait.
+    `ways`: records of messages, by source, target, and number in a ring of SLOTS.
     """
 
     def __init__(self, control: Memory, processes: list[int], rank: int, timeout_s: float, *, create: bool) -> None:
         self.rank, self.size = rank, len(processes)
         self._processes = processes
         count = semaphores_of(self.size)
-        self._signals = Signals(control, count, processes, timeout_s, create=create)
+        self.signals = Signals(control, count, processes, timeout_s, create=create)
         tables = torch.frombuffer(control, dtype=torch.int64, offset=count * SPACING)
         sizes = (2 * ROOMS * self.size, 2 * SLOTS * self.size, 2 * SLOTS * self.size**2)
         rooms, slots, ways, _ = torch.tensor_split(tables, [sizes[0], sum(sizes[:2]), sum(sizes)])
         self._rooms = rooms.view(self.size, ROOMS, 2).numpy()
         self._slots = slots.view(SLOTS, self.size, 2).numpy()
-        self._ways = ways.view(self.size, self.size, SLOTS, 2).numpy()
+        self.ways = ways.view(self.size, self.size, SLOTS, 2).numpy()
         self._started = 0
         self._settle: dict[int, Callable[[], None]] = {}
         self._mine: list[Room] = []
@@ -62,8 +63,6 @@ class Team:
         self._mine.append(room)
         self._rooms[self.rank, number] = room.file, room.nbytes
         return number, room
-
-    # Exchanges of all ranks
 
     def start(self, room: int, numel: int, settle: Callable[[], None], *, claim: bool = False) -> int:
         """Begin the next exchange, with the first `numel` values of a room; returns its slot. `settle`: waits until
@@ -88,7 +87,7 @@ class Team:
 
     def post(self, slot: int, kind: int, rank: int) -> None:
         """Signal one rank (CLAIM: whoever comes)."""
-        self._signals.post((slot * 3 + kind) * self.size + rank)
+        self.signals.post((slot * 3 + kind) * self.size + rank)
 
     def tell(self, slot: int, kind: int) -> None:
         """Signal all others."""
@@ -97,11 +96,11 @@ class Team:
 
     def take(self, slot: int, kind: int, rank: int) -> bool:
         """Take a signal to `rank` if there is one."""
-        return self._signals.take((slot * 3 + kind) * self.size + rank)
+        return self.signals.take((slot * 3 + kind) * self.size + rank)
 
     def wait(self, slot: int, kind: int) -> None:
         """Wait for a signal to this rank. Raises RuntimeError when another has ended, or nobody comes in time."""
-        self._signals.wait((slot * 3 + kind) * self.size + self.rank, self.others)
+        self.signals.wait((slot * 3 + kind) * self.size + self.rank, self.others)
 
     def tensors(self, slot: int, dtype: torch.dtype) -> list[torch.Tensor]:
         """Every rank's tensor of an exchange that all have started. Raises RuntimeError if their sizes differ."""
@@ -109,41 +108,13 @@ class Team:
         sizes = {size for _, size in records}
         if len(sizes) > 1:
             raise RuntimeError(f"shared memory: ranks exchange tensors of different sizes: {sorted(sizes)} values")
-        return [self._tensor(rank, room, size, dtype) for rank, (room, size) in enumerate(records)]
+        return [self.tensor(rank, room, size, dtype) for rank, (room, size) in enumerate(records)]
 
-    # Messages from one rank to another
-
-    def send(self, target: int, number: int, room: int, numel: int) -> None:
-        """Message `number` to `target` is there, in a room of this rank's."""
-        self._ways[self.rank, target, number % SLOTS] = room, numel
-        self._signals.post(self._way(self.rank, target, SENT))
-
-    def message(self, source: int, number: int, dtype: torch.dtype) -> torch.Tensor:
-        """Message `number` from `source`, once it has been sent."""
-        room, numel = self._ways[source, self.rank, number % SLOTS].tolist()
-        return self._tensor(source, room, numel, dtype)
-
-    def acknowledge(self, source: int) -> None:
-        """The oldest message from `source` has been read."""
-        self._signals.post(self._way(source, self.rank, READ))
-
-    def next_message(self, source: int, *, wait: bool) -> bool:
-        """Whether one more message from `source` is there; with `wait`, once it is."""
-        return self._next(self._way(source, self.rank, SENT), source, wait)
-
-    def next_read(self, target: int, *, wait: bool) -> bool:
-        """Whether `target` has read one more message; with `wait`, once it has."""
-        return self._next(self._way(self.rank, target, READ), target, wait)
-
-    def _next(self, index: int, rank: int, wait: bool) -> bool:
-        if wait:
-            self._signals.wait(index, [rank])
-        return wait or self._signals.take(index)
-
-    def _way(self, source: int, target: int, kind: int) -> int:
+    def way(self, source: int, target: int, kind: int) -> int:
+        """The semaphore of messages from one rank to another."""
         return SLOTS * 3 * self.size + (kind * self.size + source) * self.size + target
 
-    def _tensor(self, rank: int, room: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def tensor(self, rank: int, room: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """The first values of a room; of another rank's, from then on mapped here."""
         if rank == self.rank:
             return self._mine[room].tensor(dtype, numel)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tutti.collectives import Desk, make_desk
+from tutti.runtime.shard.rooms import Rooms
 from tutti.runtime.traffic import Flight, Lane, ring_nbytes
 
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -45,6 +46,10 @@ class Party:
     def meet(cls, handle: Any, lane: Lane) -> "Party":
         """The ranks of a process group; they call this together."""
         return cls(handle, lane, make_desk(handle))
+
+    def buffer(self, rooms: Rooms, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for a tensor that these ranks exchange next: of the desk, whose it is then again, or of `rooms`."""
+        return rooms.take(numel, dtype, device) if self.desk is None else self.desk.lend(numel, dtype)
 
     @property
     def rows(self) -> bool:
@@ -81,7 +86,8 @@ def scatter_sum(buffer: torch.Tensor, received: torch.Tensor, party: Party) -> E
         work = dist.all_to_all_single(received, buffer, group=party.handle, async_op=True)
     else:
         work = _reduce_scatter(received[0], buffer.view(-1), group=party.handle, async_op=True)
-    return Exchange(party.lane.start([work], buffer[1:].numel() * buffer.element_size()), (buffer, received))
+    kept = (received,) if party.desk is not None else (buffer, received)
+    return Exchange(party.lane.start([work], buffer[1:].numel() * buffer.element_size()), kept)
 
 
 def start_sum(tensor: torch.Tensor, party: Party) -> tuple[Exchange, int]:

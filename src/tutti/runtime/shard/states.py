@@ -177,7 +177,9 @@ class States(Shards):
     def _gather(self, parameters: list[nn.Parameter], pieces: Pieces) -> Callable[[], None]:
         wholes = [p.data for p in parameters]
         segments = torch.empty(self._degree, pieces.size, dtype=wholes[0].dtype, device=wholes[0].device)
-        mine = torch.zeros_like(segments[0])
+        desk = self._party.desk
+        mine = torch.empty_like(segments[0]) if desk is None else desk.lend(pieces.size, segments.dtype)
+        mine.zero_()
         for piece, whole in zip(pieces.ranks[self._rank], wholes, strict=True):
             piece.within(mine).copy_(piece.of(whole))
         work = gather(segments, mine, self._party)

@@ -68,8 +68,8 @@ class Sums:
             self._flights.append(self._start(pack))
 
     def _start(self, pack: Pack) -> _Flight:
-        buffer, there = pack.take_gradients()
         party = self._parties[("shard",)]
+        buffer, there = pack.take_gradients(party)
         self.sent_nbytes += buffer[1:].numel() * buffer.element_size()
         numel = buffer.numel() if party.rows else buffer.shape[1]
         received = pack.rooms.take(numel, buffer.dtype, buffer.device)

@@ -143,12 +143,15 @@ class Pack:
             self.rooms.give(self._gathered)
             self._gathered = self._exchange = None
 
-    def take_gradients(self) -> tuple[torch.Tensor, list[bool]]:
-        """The wholes' gradients, as (rank, segment and a flag for each parameter), and which there are; freed."""
+    def take_gradients(self, party: Party) -> tuple[torch.Tensor, list[bool]]:
+        """The wholes' gradients, as (rank, segment and a flag for each parameter), to be summed by `party`, and which
+        there are; freed.
+        """
         gradients = [one.whole.grad for one in self.parameters]
         there = [gradient is not None for gradient in gradients]
         width = self.pieces.size + len(there)
-        buffer = self.rooms.take(self.degree * width, self.flat.dtype, self.device).view(self.degree, width)
+        numel = self.degree * width
+        buffer = party.buffer(self.rooms, numel, self.flat.dtype, self.device).view(self.degree, width)
         self.pieces.collect(buffer, gradients)
         for index, (one, has) in enumerate(zip(self.parameters, there, strict=True)):
             buffer[:, self.pieces.size + index] = float(has)
