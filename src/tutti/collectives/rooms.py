@@ -30,7 +30,7 @@ class Room:
         except OSError:
             os.close(self.file)
             raise
-        weakref.finalize(self, os.close, self.file)
+        weakref.finalize(self, os.close, self.file).atexit = False  # others may still ask for it then
 
     def tensor(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """The first `numel` values, zeros at first, which live as long as any tensor of them does."""

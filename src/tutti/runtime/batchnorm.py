@@ -18,6 +18,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from tutti.collectives import Desk
 from tutti.runtime.traffic import Lane, lone_lane, ring_nbytes
 
 
@@ -26,7 +27,8 @@ class BatchScope:
     """Over which ranks statistics are taken, and the state of the pass that is running.
 
     `counts`: whether this rank's samples count (False for a rank that only takes part); `recomputing`: whether forward
-    runs a second time inside backward, when running statistics must stay; `lane`: where exchanges are counted.
+    runs a second time inside backward, when running statistics must stay; `lane`: where exchanges are counted; `desk`:
+    where they are made, if the ranks share memory.
     """
 
     world_size: int = 1
@@ -34,6 +36,25 @@ class BatchScope:
     counts: bool = True
     recomputing: bool = field(default=False)
     lane: Lane = field(default_factory=lone_lane)
+    desk: Desk | None = None
+
+    def gather(self, mine: torch.Tensor) -> torch.Tensor:
+        """Every rank's `mine`, (ranks, values)."""
+        everyone = mine.new_empty(self.world_size, mine.numel())
+        with self.lane.waiting((self.world_size - 1) * mine.numel() * mine.element_size()):
+            if self.desk is not None:
+                self.desk.gather(everyone, mine).wait()
+            else:
+                dist.all_gather(list(everyone), mine, group=self.group)
+        return everyone
+
+    def sum(self, values: torch.Tensor) -> None:
+        """Sum over the ranks, in place."""
+        with self.lane.waiting(ring_nbytes(values, self.world_size)):
+            if self.desk is not None:
+                self.desk.reduce(values)
+            else:
+                dist.all_reduce(values, group=self.group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "BatchScope":
         return self
@@ -104,10 +125,7 @@ def _global_statistics(input: torch.Tensor, scope: BatchScope) -> tuple[torch.Te
     variance, mean = torch.var_mean(input, dims, correction=0)
     if scope.world_size > 1:
         mine = torch.cat([mean, variance * count, mean.new_tensor([count])])
-        gathered = [torch.empty_like(mine) for _ in range(scope.world_size)]
-        with scope.lane.waiting((scope.world_size - 1) * mine.numel() * mine.element_size()):
-            dist.all_gather(gathered, mine, group=scope.group)
-        stacked = torch.stack(gathered)
+        stacked = scope.gather(mine)
         counts, channels = stacked[:, -1:], mean.shape[0]
         total = counts.sum()
         means = stacked[:, :channels]
@@ -162,8 +180,7 @@ class _Normalise(torch.autograd.Function):
         )
         sums = torch.cat([grad_bias, grad_weight])
         if scope.world_size > 1:
-            with scope.lane.waiting(ring_nbytes(sums, scope.world_size)):
-                dist.all_reduce(sums, group=scope.group)
+            scope.sum(sums)
         if ctx.counts:  # type: ignore[attr-defined]
             sum_dy, sum_dy_xhat = sums.chunk(2)
             gain = scale if weight is None else scale * weight

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from tutti.collectives import make_desk
 from tutti.data.fingerprint import describe_data
 from tutti.data.loader import ShareLoader, first_samples
 from tutti.data.source import Source
@@ -207,7 +208,8 @@ def _batch_scope(model: nn.Module, layout: Layout) -> BatchScope:
     mesh = layout.mesh
     degree = mesh.degree(*SUMMED)
     group = mesh.new_group(*SUMMED) if degree > 1 and batch_norms(model) else None
-    return BatchScope(world_size=degree, group=group, lane=layout.lane("statistics", *SUMMED))
+    desk = None if group is None else make_desk(group)
+    return BatchScope(world_size=degree, group=group, lane=layout.lane("statistics", *SUMMED), desk=desk)
 
 
 def _noise_meter(session: Session, plan: Plan) -> NoiseMeter:
