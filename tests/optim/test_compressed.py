@@ -173,7 +173,7 @@ def test_ranks_stay_bit_for_bit_the_same() -> None:
         assert weights.isfinite().all()
 
 
-@pytest.mark.parametrize("kind", ["1-bit", "8-bit", "0/1"])
+@pytest.mark.parametrize("kind", ["1-bit", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("8-bit", "0/1"))])
 def test_digits_train_although_some_pixels_are_always_zero(kind: str) -> None:
     """Three pixels never have a gradient: there the published 1-bit Adam divides its scale by eps, and goes to NaN."""
     from sklearn.datasets import load_digits

@@ -71,7 +71,7 @@ LOSSY = ["bfloat16,feedback=true", "float16", "bytegrad", "qsgd", "terngrad", "o
 LOSSY += ["powersgd"]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_every_method_ends_with_the_same_bits_on_all_ranks(world_size: int) -> None:
     def made(words: str) -> Case:
         return case(words, plain if words == "dgc" else tied, mesh={"replicate": world_size})

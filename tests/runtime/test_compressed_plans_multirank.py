@@ -193,7 +193,7 @@ def followed(calls: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
 KEEPING = ("bfloat16,feedback=true", "one-bit", "top-k,density=0.1", "top16-q4", "powersgd", "bytegrad,feedback=true")
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_what_came_out_and_what_is_kept_is_what_went_in(world_size: int) -> None:
     """Over a change of buckets after the first step, and parameters that some ranks, or all, leave out; a step that one
     rank's loss spoils is as if it had not been.
@@ -210,7 +210,7 @@ def test_what_came_out_and_what_is_kept_is_what_went_in(world_size: int) -> None
             assert all(torch.equal(rank[place]["state"][name], first["state"][name]) for rank in found), (words, name)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_bytes_in_the_row_are_the_formula_and_those_of_the_wire(world_size: int) -> None:
     words = ("bfloat16", "bytegrad", "qsgd", "terngrad", "one-bit", "top-k", "dgc", "top16-q4", "powersgd")
     for rank, found in enumerate(run_ranks(followed, world_size, [(one, 4) for one in words], timeout_s=110)):

@@ -120,7 +120,9 @@ MEASURED = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "world_size", [1, pytest.param(2, marks=pytest.mark.long), 3, pytest.param(4, marks=pytest.mark.long)]
+)
 def test_estimates_are_those_of_single_samples(world_size: int) -> None:
     for case, got in zip(MEASURED, run_ranks(train, world_size, MEASURED, world_size)[0], strict=True):
         found = {row["noise"]["step"]: row["noise"] for row in got["rows"] if "noise" in row}

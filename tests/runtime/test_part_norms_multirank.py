@@ -86,7 +86,12 @@ def train(plan: Plan | None, names: list[str], experts: bool) -> dict[str, dict[
     return results
 
 
-@pytest.mark.parametrize("name", PLANS)
+QUICK = ("replicate 2, split 2", "stage 2", "shard 2, level 1, split 2")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.long) for name in PLANS]
+)
 def test_parts_step_as_the_whole_does(name: str) -> None:
     plan = Plan(batch=BatchPlan(global_batch_size=8, num_microbatches=2), **PLANS[name])
     experts = "expert" in name
