@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -108,6 +109,9 @@ def test_a_killed_owners_lab_is_removed_by_the_next_command() -> None:
     with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
         lab_id = owner.stdout.readline().strip()
+        end = time.monotonic() + 20
+        while len(remains(lab_id)) < 7 and time.monotonic() < end:  # the command is on its way into its host
+            time.sleep(0.05)
         assert len(remains(lab_id)) >= 7
         tutti_lab("down", "--name", "none")
         assert len(remains(lab_id)) >= 7, "its owner lives: it is left alone"
