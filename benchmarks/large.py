@@ -26,6 +26,7 @@ import gpt_tutti  # noqa: E402
 import record  # noqa: E402
 import tutti  # noqa: E402
 from harness import run_ranks  # noqa: E402
+from tutti.collectives.rooms import borrowed_nbytes  # noqa: E402
 from tutti.runtime.build.model import build_empty  # noqa: E402
 from tutti.runtime.preview import explain_layout  # noqa: E402
 from tutti.runtime.shard.sums import IN_FLIGHT  # noqa: E402
@@ -71,9 +72,9 @@ def predicted(layers: int, width: int, ranks: int) -> dict[str, int]:
 
 
 def resident(key: str) -> int:
-    """VmRSS (now) or VmHWM (the most since `forget_peak`) of this process, bytes."""
+    """VmRSS (now) or VmHWM (the most since `forget_peak`) of this process, bytes, without what it shares of others."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key)) - borrowed_nbytes()
 
 
 def forget_peak() -> None:
@@ -110,7 +111,7 @@ def train(layers: int, width: int, ranks: int, steps: int) -> dict[str, Any]:
     found["losses"] = [job.step(batch) for _ in job.epochs(steps) for batch in loader]
     note("stepped")
     found["rest_nbytes"] = resident("VmRSS") - start
-    found["process_nbytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    found["process_nbytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - borrowed_nbytes()
     return found
 
 
