@@ -133,10 +133,6 @@ class Work:
     def memory_s(self) -> float:
         return float(self.limits[1].sum())
 
-    @property
-    def overhead_s(self) -> float:
-        return float(self.limits[2].sum())
-
 
 def op_table(model: ModelSpec) -> OpTable:
     """The operators of `model`, in order of modules."""

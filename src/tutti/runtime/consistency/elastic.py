@@ -7,14 +7,13 @@ EAMSGD, the pull acting on the point at which the gradient is taken, which is wh
 
 import torch
 
-from tutti.runtime.consistency.apart import Apart
 from tutti.runtime.consistency.measure import MEASURED, from_sample
+from tutti.runtime.consistency.travelling import Travelling
 from tutti.runtime.consistency.vectors import Flats, Replicas
-from tutti.runtime.state import Run
 from tutti.runtime.traffic import Flight
 
 
-class Elastic(Apart):
+class Elastic(Travelling):
     """The sum of d travels while the next step computes. Every rank has the centre, the same bits; it is the model that
     is evaluated, saved and left at the end. `pull`: replicas times a, so that c goes so far to the replicas' mean.
     """
@@ -23,42 +22,26 @@ class Elastic(Apart):
         super().__init__(replicas, period)
         self.counts["rounds"] = 0
         self.alpha = pull / replicas.size
-        self._flight: Flight | None = None
         self._own: Flats = []
         self._sum: Flats = []
 
     def restart(self) -> None:
-        if self._flight is not None:
-            self._flight.wait()
-            self._flight = None
+        super().restart()
         self.held = {"centre": self.vectors.read()}
 
-    def resumed(self, run: Run, tensors: dict[str, torch.Tensor]) -> None:
-        super().resumed(run, tensors)
-        self._leave()
+    def leave(self) -> Flight:
+        self._own = list(torch._foreach_mul(torch._foreach_sub(self.vectors.read(), self.held["centre"]), self.alpha))
+        self._sum = [flat.clone() for flat in self._own]
+        return self.replicas.start_sum(self._sum)
 
-    def exchange(self, run: Run) -> None:
-        if self._flight is not None:
-            self._flight.wait()
-            self._flight = None
-            now = list(torch._foreach_sub(self.vectors.read(), self._own))
-            self.vectors.write(now)
-            torch._foreach_add_(self.held["centre"], self._sum)
-            if self.counts["rounds"] % MEASURED == 0:
-                self.disagreement = from_sample(now, self.replicas)
-            self.counts["rounds"] += 1
-            self.buffers.agree()
-            self.staleness = 1
-        self._leave()
+    def land(self) -> None:
+        now = list(torch._foreach_sub(self.vectors.read(), self._own))
+        self.vectors.write(now)
+        torch._foreach_add_(self.held["centre"], self._sum)
+        if self.counts["rounds"] % MEASURED == 0:
+            self.disagreement = from_sample(now, self.replicas)
+        self.counts["rounds"] += 1
+        self.buffers.agree()
 
     def ending(self) -> Flats:
         return [flat.clone() for flat in self.held["centre"]]
-
-    def _leave(self) -> None:
-        """Begin to sum d, if it is time."""
-        since = self.counts["since"]
-        if since == 0 or since % self.period:
-            return
-        self._own = list(torch._foreach_mul(torch._foreach_sub(self.vectors.read(), self.held["centre"]), self.alpha))
-        self._sum = [flat.clone() for flat in self._own]
-        self._flight = self.replicas.start_sum(self._sum)

@@ -13,6 +13,7 @@ import torch
 
 from tutti.runtime.consistency.apart import Apart
 from tutti.runtime.consistency.measure import MEASURED, from_sample
+from tutti.runtime.consistency.travelling import Travelling
 from tutti.runtime.consistency.vectors import Flats, Replicas
 from tutti.runtime.state import Run
 from tutti.runtime.traffic import Flight
@@ -57,48 +58,29 @@ class Decentralised(Apart):
         self.buffers.agree()
 
 
-class Mixed(Decentralised):
+class Mixed(Travelling, Decentralised):
     """Every `period` updates a replica's parameters are mixed with its partners', by weights that are symmetric."""
 
     def __init__(self, replicas: Replicas, period: int, partners: Partners) -> None:
         super().__init__(replicas, period)
         self._partners = partners
-        self._flight: Flight | None = None
         self._sent: Flats = []
         self._received: list[Flats] = []
 
-    def restart(self) -> None:
-        if self._flight is not None:
-            self._flight.wait()
-            self._flight = None
-
-    def resumed(self, run: Run, tensors: dict[str, torch.Tensor]) -> None:
-        super().resumed(run, tensors)
-        self._leave()
-
-    def exchange(self, run: Run) -> None:
-        if self._flight is not None:
-            self._flight.wait()
-            self._flight = None
-            now = self.vectors.read()
-            for weight, theirs in zip(self._weights().values(), self._received, strict=True):
-                torch._foreach_add_(now, torch._foreach_sub(theirs, self._sent), alpha=weight)
-            self.mixed(now)
-            self.staleness = 1
-        self._leave()
-
-    def ending(self) -> Flats:
-        return self.replicas.mean(self.vectors.read())
-
-    def _leave(self) -> None:
-        """What the parameters are now goes to the partners, if it is time."""
-        since = self.counts["since"]
-        if since == 0 or since % self.period:
-            return
+    def leave(self) -> Flight:
         self._sent = self.vectors.read()
         partners = list(self._weights())
         self._received = [[torch.empty_like(flat) for flat in self._sent] for _ in partners]
-        self._flight = self.replicas.start_swap(self._sent, partners, self._received, partners)
+        return self.replicas.start_swap(self._sent, partners, self._received, partners)
+
+    def land(self) -> None:
+        now = self.vectors.read()
+        for weight, theirs in zip(self._weights().values(), self._received, strict=True):
+            torch._foreach_add_(now, torch._foreach_sub(theirs, self._sent), alpha=weight)
+        self.mixed(now)
+
+    def ending(self) -> Flats:
+        return self.replicas.mean(self.vectors.read())
 
     def _weights(self) -> dict[int, float]:
         return self._partners(self.counts["mixings"], self.replicas.index, self.replicas.size)
