@@ -8,7 +8,7 @@ from harness import run_ranks
 from tutti.collectives import make_desk
 from tutti.runtime.world import join
 
-SIZES = (1, 5, 1000, 70_001)
+SIZES = (1, 5, 0, 1000, 70_001)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
 
 
@@ -22,7 +22,7 @@ def reductions(ranks: int) -> bool:
     assert desk is not None
     right = True
     for turn in range(40):  # more exchanges than there are slots
-        for size, dtype in ((SIZES[turn % 4], dtype) for dtype in DTYPES):
+        for size, dtype in ((SIZES[turn % len(SIZES)], dtype) for dtype in DTYPES):
             everyone = torch.stack([_values(rank, size, dtype) for rank in range(ranks)])
             total, largest = everyone[world.rank].clone(), everyone[world.rank].clone().view(1, -1)
             desk.reduce(total)
@@ -61,6 +61,28 @@ def rows(ranks: int) -> bool:
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_rows_to_everyone_and_sums_of_rows(ranks: int) -> None:
     assert all(run_ranks(rows, ranks, ranks))
+
+
+def lent(ranks: int) -> bool:
+    """Tensors made in the desk's memory, several before the first is exchanged."""
+    world, desk = join(), make_desk()
+    assert desk is not None
+    right = True
+    for _ in range(3):
+        mine = [desk.lend(size, torch.float32) for size in SIZES * 2]
+        segments = [torch.empty(ranks, size) for size in SIZES * 2]
+        for tensor, size in zip(mine, SIZES * 2, strict=True):
+            tensor.copy_(_values(world.rank, size, torch.float32))
+        for work in [desk.gather(*both) for both in zip(segments, mine, strict=True)]:
+            work.wait()
+        for rows, size in zip(segments, SIZES * 2, strict=True):
+            everyone = [_values(rank, size, torch.float32) for rank in range(ranks)]
+            right = right and torch.equal(rows, torch.stack(everyone))
+    return right
+
+
+def test_memory_that_is_lent() -> None:
+    assert all(run_ranks(lent, 3, 3))
 
 
 def agree(ranks: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ from tutti.collectives import HostSum, make_team
 from tutti.collectives.rooms import borrowed_nbytes
 from tutti.runtime.world import join
 
-SIZES = (1, 2, 31, 33, 1000, 65_537, 300_001)
+SIZES = (0, 1, 2, 31, 33, 1000, 65_537, 300_001)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
 
 

@@ -8,6 +8,8 @@ from harness import run_ranks
 from tutti.collectives import TieredSum, Worker, make_team, make_tiers, rooms
 from tutti.runtime.world import join
 
+SIZES = (0, 1, 5, 1000, 70_001)
+
 
 def _sizes(hosts: tuple[int, ...], rank: int) -> str:
     """The host of a rank, where hosts have so many ranks."""
@@ -23,7 +25,7 @@ def tiers(hosts: tuple[int, ...]) -> tuple[bool, bool, list[torch.Tensor]]:
     if found is None:
         return alone, False, []
     worker, flights, tensors = Worker(), [], []
-    for size in (1, 5, 1000, 70_001):
+    for size in SIZES:
         room = found.team.new_room(8 * size)[1]
         tensors.append(room.tensor(torch.float64, size))
         tensors[-1].copy_(torch.randn(size, generator=torch.Generator().manual_seed(world.rank)))
@@ -42,7 +44,7 @@ def tiers(hosts: tuple[int, ...]) -> tuple[bool, bool, list[torch.Tensor]]:
 def test_sums_over_hosts(hosts: tuple[int, ...]) -> None:
     ranks = sum(hosts)
     results = run_ranks(tiers, ranks, hosts)
-    for position, size in enumerate((1, 5, 1000, 70_001)):
+    for position, size in enumerate(SIZES):
         everyone = [torch.randn(size, generator=torch.Generator().manual_seed(rank)).double() for rank in range(ranks)]
         expected = ranks * torch.stack(everyone).sum(0) / 2
         for _, _, found in results:

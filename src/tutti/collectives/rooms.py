@@ -34,7 +34,7 @@ class Room:
 
     def tensor(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """The first `numel` values, zeros at first, which live as long as any tensor of them does."""
-        return torch.frombuffer(self.memory, dtype=dtype, count=numel)
+        return first_values(self.memory, dtype, numel)
 
 
 def attach(process: int, file: int, nbytes: int) -> Memory:
@@ -58,6 +58,11 @@ def _map(file: int, nbytes: int) -> Memory:
     memory = (ctypes.c_char * nbytes).from_address(place)
     weakref.finalize(memory, library.munmap, place, nbytes).atexit = False  # tensors may outlive the interpreter's end
     return memory
+
+
+def first_values(memory: Memory, dtype: torch.dtype, numel: int) -> torch.Tensor:
+    """The first `numel` values, which may be none, of a room's memory."""
+    return torch.frombuffer(memory, dtype=dtype, count=numel) if numel else torch.empty(0, dtype=dtype)
 
 
 def host_identity() -> str:

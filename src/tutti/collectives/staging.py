@@ -27,6 +27,8 @@ class Staging:
 
     def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A free room's memory with anything in it, to be filled and `put`."""
+        if not numel:
+            return torch.empty(0, dtype=dtype)  # has no place by which `put` would find it: takes a room there
         number = self._take(numel * dtype.itemsize)
         tensor = self._rooms[number].tensor(dtype, numel)
         self._lent[tensor.data_ptr()] = number

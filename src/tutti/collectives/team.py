@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from tutti.collectives.rooms import Memory, Room, attach
+from tutti.collectives.rooms import Memory, Room, attach, first_values
 from tutti.collectives.semaphores import SPACING
 from tutti.collectives.signals import Signals
 
@@ -121,7 +121,7 @@ class Team:
         if (rank, room) not in self._theirs:
             file, nbytes = self._rooms[rank, room].tolist()
             self._theirs[rank, room] = attach(self._processes[rank], file, nbytes)
-        return torch.frombuffer(self._theirs[rank, room], dtype=dtype, count=numel)
+        return first_values(self._theirs[rank, room], dtype, numel)
 
 
 def semaphores_of(size: int) -> int:
