@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from harness import run_ranks
-from tutti.collectives import TieredSum, Worker, make_team, make_tiers, rooms
+from tutti.collectives import Team, TieredSum, Tiers, Worker, make_team, make_team_or_tiers, rooms
 from tutti.runtime.world import join
 
 SIZES = (0, 1, 5, 1000, 70_001)
@@ -21,8 +21,9 @@ def tiers(hosts: tuple[int, ...]) -> tuple[bool, bool, list[torch.Tensor]]:
     world = join()
     rooms.host_identity = lambda: _sizes(hosts, world.rank)
     alone = make_team() is None
-    found = make_tiers()
-    if found is None:
+    found = make_team_or_tiers()
+    assert alone is not isinstance(found, Team)
+    if not isinstance(found, Tiers):
         return alone, False, []
     worker, flights, tensors = Worker(), [], []
     for size in SIZES:

@@ -6,7 +6,7 @@ each other with semaphores in shared memory and read each other's tensors where 
 
 from tutti.collectives.channel import Letter, Receiving, Sending
 from tutti.collectives.host_sum import HostSum
-from tutti.collectives.meeting import Tiers, make_team, make_tiers
+from tutti.collectives.meeting import Tiers, make_team, make_team_or_tiers
 from tutti.collectives.rooms import Room
 from tutti.collectives.staged import Desk, make_desk
 from tutti.collectives.team import Team
@@ -25,5 +25,5 @@ __all__ = [
     "Worker",
     "make_desk",
     "make_team",
-    "make_tiers",
+    "make_team_or_tiers",
 ]

@@ -32,14 +32,18 @@ def make_team(group: Any = None) -> Team | None:
     return None if met is None or len(met[0]) > 1 else met[1]
 
 
-def make_tiers(group: Any = None) -> Tiers | None:
-    """The tiers of a process group whose ranks are on several hosts, more than one on some of them; None otherwise.
-    All ranks of the group call it together.
+def make_team_or_tiers(group: Any = None) -> Team | Tiers | None:
+    """The team of a process group; or its tiers, where its ranks are on several hosts, more than one on some of them;
+    None where `make_team` gives none and there are no tiers. All ranks of the group call it together, as `make_team`.
     """
     met = _meet(group)
-    if met is None or len(met[0]) == 1 or max(map(len, met[0])) == 1:
+    if met is None:
         return None
     hosts, team = met
+    if len(hosts) == 1:
+        return team
+    if max(map(len, hosts)) == 1:
+        return None
     parts = min(map(len, hosts))
     return Tiers(team, parts, _group_across(hosts, team.rank, group) if team.rank < parts else None)
 

@@ -7,13 +7,13 @@ precisions in float32, so they are bit-identical on all ranks.
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tutti.collectives.host_sum import BLOCK_NBYTES, widened
+from tutti.collectives.combining import combine
+from tutti.collectives.expected import Expected
 from tutti.collectives.meeting import make_team
 from tutti.collectives.staging import Staging
 from tutti.collectives.team import DONE, READY, Team
@@ -21,29 +21,23 @@ from tutti.collectives.team import DONE, READY, Team
 _LINGER_S = 2.0
 """Longest wait at the end for ranks that have all they need to go on, but had no turn yet."""
 
-_COMBINE: dict[Any, Callable[..., Any]] = {dist.ReduceOp.SUM: torch.add, dist.ReduceOp.MAX: torch.maximum}
-
 
 class Staged:
     """One exchange: `tensor` of this rank can be read by all until they have said that they did."""
 
     def __init__(self, team: Team, staging: Staging, under_way: list["Staged"], tensor: torch.Tensor) -> None:
         self._team, self._staging, self._under_way, self._dtype = team, staging, under_way, tensor.dtype
-        self._absent, self._reading = team.size - 1, team.size - 1
         self._room = staging.put(tensor.detach().reshape(-1))
         self._slot = team.start(self._room, tensor.numel(), self._settle)
+        self._absent, self._reading = (Expected(team, self._slot, kind) for kind in (READY, DONE))
 
     def present(self) -> bool:
         """Whether all ranks have started."""
-        while self._absent and self._team.take(self._slot, READY, self._team.rank):
-            self._absent -= 1
-        return not self._absent
+        return self._absent.here()
 
     def arrive(self) -> list[torch.Tensor]:
         """Every rank's tensor, flat, once all have started. Say `leave` when they have been read."""
-        while self._absent:
-            self._team.wait(self._slot, READY)
-            self._absent -= 1
+        self._absent.wait()
         return self._team.tensors(self._slot, self._dtype)
 
     def leave(self) -> None:
@@ -53,9 +47,7 @@ class Staged:
 
     def read_by_all(self) -> bool:
         """Whether all others have left; the room is free then."""
-        while self._reading and self._team.take(self._slot, DONE, self._team.rank):
-            self._reading -= 1
-        return not self._reading
+        return self._reading.here()
 
     def give_back(self) -> None:
         """Its room may be used again."""
@@ -63,9 +55,7 @@ class Staged:
         self._staging.give(self._room)
 
     def _settle(self) -> None:
-        while self._reading:
-            self._team.wait(self._slot, DONE)
-            self._reading -= 1
+        self._reading.wait()
 
 
 class Desk:
@@ -165,7 +155,7 @@ class Reduction(Work):
         self._tensor, self._op = tensor, op
 
     def _read(self, tensors: list[torch.Tensor]) -> None:
-        combine_into(self._tensor.view(-1), tensors, self._op)
+        combine(tensors, [self._tensor.view(-1)], self._op)
 
 
 class ScatterSum(Work):
@@ -176,19 +166,4 @@ class ScatterSum(Work):
     def _read(self, tensors: list[torch.Tensor]) -> None:
         numel = self._out.numel()
         parts = [theirs[self._rank * numel : (self._rank + 1) * numel] for theirs in tensors]
-        combine_into(self._out.view(-1), parts, dist.ReduceOp.SUM)
-
-
-def combine_into(out: torch.Tensor, tensors: list[torch.Tensor], op: Any) -> None:
-    """Put the elementwise combination of flat `tensors`, in their order, into `out`."""
-    combine, wide = _COMBINE[op], widened(out.dtype)
-    size = max(BLOCK_NBYTES // out.element_size(), 1)
-    for start in range(0, out.numel(), size):
-        first, *others = [tensor[start : start + size] for tensor in tensors]
-        block = out[start : start + size]
-        total = block if wide is out.dtype else torch.empty_like(first, dtype=wide)
-        total.copy_(first)
-        for other in others:
-            combine(total, other, out=total)
-        if total is not block:
-            block.copy_(total)
+        combine(parts, [self._out.view(-1)])

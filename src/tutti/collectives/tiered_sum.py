@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from tutti.collectives.expected import Expected
 from tutti.collectives.host_sum import HostSum
 from tutti.collectives.meeting import Tiers
 from tutti.collectives.team import DONE, READY
@@ -70,14 +71,12 @@ class TieredSum:
         if tiers.across is not None:
             dist.all_reduce(self._part(self._flat, team.rank), group=tiers.across)
         slot = team.start(self._room, self._flat.numel(), lambda: None)
-        for _ in team.others:
-            team.wait(slot, READY)
+        Expected(team, slot, READY).wait()
         for part, theirs in enumerate(team.tensors(slot, self._flat.dtype)[: tiers.parts]):
             if part != team.rank:
                 self._part(self._flat, part).copy_(self._part(theirs, part))
         team.tell(slot, DONE)
-        for _ in team.others:  # they have read this rank's part: it may change
-            team.wait(slot, DONE)
+        Expected(team, slot, DONE).wait()  # the others have read this rank's part: it may change
 
     def _part(self, flat: torch.Tensor, part: int) -> torch.Tensor:
         return torch.tensor_split(flat, self._tiers.parts)[part]

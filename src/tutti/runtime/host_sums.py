@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from tutti.collectives import HostSum, Team, TieredSum, Tiers, Worker, make_team, make_tiers
+from tutti.collectives import HostSum, Team, TieredSum, Tiers, Worker, make_team_or_tiers
 from tutti.runtime.buckets import AllReduce, Bucket, Summing
 from tutti.runtime.traffic import Flight
 
@@ -14,11 +14,10 @@ def quickest_sums(group: Any) -> Summing:
     """How the buckets of a process group are summed: in shared memory where its ranks are on one host, in two tiers
     where hosts have several of them, else by the group's all-reduce. Collective.
     """
-    team = make_team(group)
-    if team is not None:
-        return HostSums(team)
-    tiers = make_tiers(group)
-    return AllReduce() if tiers is None else TieredSums(tiers)
+    found = make_team_or_tiers(group)
+    if isinstance(found, Team):
+        return HostSums(found)
+    return AllReduce() if found is None else TieredSums(found)
 
 
 class _InRooms(Summing):
