@@ -71,8 +71,8 @@ types: $(STAMP)  ## mypy, strict
 bench: $(STAMP)  ## measure tutti against plain PyTorch; writes benchmarks/results (QUICK=1: a short look)
 	@$(BIN)/python benchmarks/run.py $(if $(QUICK),--quick)
 
-plan-bench: $(STAMP)  ## measure every plan between 2 hosts of a lab beside its prediction (root, 20 minutes; QUICK=1)
-	@$(BIN)/python benchmarks/run.py plan $(if $(QUICK),--quick)
+plan-bench: $(STAMP)  ## measure every plan between 2 hosts of a lab beside its prediction (root, 20 minutes; QUICK=1, RESUME=1)
+	@$(BIN)/python benchmarks/run.py plan $(if $(QUICK),--quick) $(if $(RESUME),--resume)
 
 clean:  ## remove the virtual environment, caches and runs
 	@rm -rf $(VENV) runs build src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

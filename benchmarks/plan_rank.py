@@ -1,16 +1,21 @@
-"""What each rank of the plan benchmark runs: the plans of a list, one after another, and times their steps.
+"""What each rank of the plan benchmark runs: the plans of a list, one after another, each in a process of its own.
 
-Without --plans it is a plain script, which the planner describes.
+A plan's process is forked from one that has imported all and touched no device and no network, so that every plan
+begins alike, has its own peak of memory, and can fail without ending the others. Without --plans it is a plain script,
+which the planner describes.
 """
 
 import argparse
-import atexit
 import gc
 import json
 import os
+import select
+import signal
+import statistics
 import sys
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +26,13 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 import tutti  # noqa: E402
+import tutti.runtime.job  # noqa: E402  # loaded before the fork, or every plan's process would load it
 from tutti.errors import TuttiError  # noqa: E402
+from tutti.launch.rank_main import is_peer_error  # noqa: E402
 from tutti.runtime.world import join, leave  # noqa: E402
 from tutti.spec import codec  # noqa: E402
 from tutti.spec.plan import Plan  # noqa: E402
+from tutti.spec.run import RunFolder  # noqa: E402
 from workloads import WORKLOADS  # noqa: E402
 
 
@@ -33,33 +41,88 @@ def main() -> None:
     if args.plans is None:
         next(steps(args.workload, args.batch))
         return
-    join()  # where `tutti run` looks for it: only then other hosts start their ranks
-    dist.barrier()
-    leave()
+    rank = int(os.environ["RANK"])
+    in_child(meet, args.limit)  # where `tutti run` looks for it: only then other hosts start their ranks
     host, _, port = os.environ["TUTTI_RENDEZVOUS"].removeprefix("tcp://").rpartition(":")
     own = Path(os.environ["TUTTI_RUN_FOLDER"])
-    for number, data in json.loads(args.plans.read_text()):
+    gc.collect()
+    gc.freeze()
+    for number, (name, data) in enumerate(json.loads(args.plans.read_text())):
         # A world for each plan, which meets elsewhere: what one leaves behind cannot touch the next.
         os.environ["TUTTI_RENDEZVOUS"] = f"tcp://{host}:{int(port) + 1 + number}"
         os.environ["TUTTI_RUN_FOLDER"] = str(own / f"plan-{number}")
         plan = codec.from_data(Plan, data)
-        os.environ["TUTTI_PLAN"] = str(codec.save(plan, own / f"plan-{number}-of-{os.environ['RANK']}.json"))
-        if os.environ["RANK"] == "0":
-            write(args.output, {"plan": number, "begun": True})
-        found = timed(args)
-        if os.environ["RANK"] == "0":
-            write(args.output, {"plan": number, **found})
+        os.environ["TUTTI_PLAN"] = str(codec.save(plan, own / f"plan-{number}-of-{rank}.json"))
+        lost = in_child(lambda: write(args.output, {"name": name, "rank": rank, **timed(args)}), args.limit)  # noqa: B023
+        if lost:
+            write(args.output, {"name": name, "rank": rank, **lost})
+        wait_for_all(own / f"plan-{number}-ended", rank, args.limit)
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workload", choices=list(WORKLOADS), required=True)
     parser.add_argument("--batch", type=int, required=True, help="the global batch")
-    parser.add_argument("--plans", type=Path, help="a JSON list of (number, plan)")
-    parser.add_argument("--output", type=Path, help="gets a line for each plan")
+    parser.add_argument("--plans", type=Path, help="a JSON list of (name, plan)")
+    parser.add_argument("--output", type=Path, help="gets a line for each plan and rank")
     parser.add_argument("--steps", type=int, default=3, help="timed at most")
     parser.add_argument("--seconds", type=float, default=2, help="of timed steps, unless one takes longer")
+    parser.add_argument("--limit", type=float, default=90, help="seconds after which a plan is given up")
     return parser.parse_args()
+
+
+# Processes
+
+
+def in_child(work: Callable[[], None], limit_s: float) -> dict[str, Any]:
+    """Do `work` in a forked process; {} where it came to its end, else {"failed": why, "peer": whether another rank's
+    failure is all that is known}."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reading)
+        try:
+            work()
+        except BaseException as error:
+            traceback.print_exc()
+            said = {"failed": f"{type(error).__name__}: {error}"[-1000:], "peer": is_peer_error(error)}
+            os.write(writing, json.dumps(said).encode())
+        sys.stderr.flush()
+        os._exit(0)  # exit functions are the parent's
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        ended = os.pidfd_open(pid)
+        if not select.select([ended], [], [], limit_s)[0]:
+            os.kill(pid, signal.SIGKILL)
+        os.close(ended)
+        _, status = os.waitpid(pid, 0)
+        said = pipe.read()
+    if said:
+        return dict(json.loads(said))
+    code = os.waitstatus_to_exitcode(status)
+    if code == -signal.SIGKILL:
+        return {"failed": f"took longer than {limit_s:g} s, or was killed", "peer": True}
+    return {"failed": f"its process ended with {code}", "peer": False} if code else {}
+
+
+def wait_for_all(folder: Path, rank: int, limit_s: float) -> None:
+    """Wait until every rank is done with a plan: nobody may wait in the next one for a rank that is still in this."""
+    folder.mkdir(exist_ok=True)
+    (folder / str(rank)).touch()
+    deadline = time.monotonic() + 2 * limit_s
+    while len(list(folder.iterdir())) < int(os.environ["WORLD_SIZE"]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def meet() -> None:
+    join()
+    dist.barrier()
+    leave()
+
+
+# A plan
 
 
 def steps(name: str, batch: int) -> Iterator[tutti.Job]:
@@ -87,7 +150,7 @@ def timed(args: argparse.Namespace) -> dict[str, Any]:
         return {"refused": str(error)}
     found: dict[str, Any] = {"prepare_s": time.perf_counter() - start}
     warm = [agreed_s(loop)]
-    if warm[0] < args.seconds / 4:
+    if warm[0] < args.seconds:
         warm.append(agreed_s(loop))
     count = max(2 if warm[-1] < args.seconds else 1, min(args.steps, int(args.seconds / warm[-1])))
     times = []
@@ -95,10 +158,11 @@ def timed(args: argparse.Namespace) -> dict[str, Any]:
         start = time.perf_counter()
         next(loop)
         times.append(time.perf_counter() - start)
-    found |= {"warmup_s": warm, "step_s": times}
     loop.close()
-    end(job)
-    return found
+    ending = job._ending
+    assert ending is not None
+    ending.close()
+    return found | {"warmup_s": warm, "step_s": times, **recorded(len(warm))}
 
 
 def agreed_s(loop: Iterator[tutti.Job]) -> float:
@@ -110,19 +174,24 @@ def agreed_s(loop: Iterator[tutti.Job]) -> float:
     return taken.item()
 
 
-def end(job: tutti.Job) -> None:
-    """Leave the world now and keep nothing of the run: many follow in this process."""
-    ending = job._ending
-    assert ending is not None
-    ending.close()
-    atexit.unregister(ending.close)
-    ending.run = job._prepared = None
-    gc.collect()
+def recorded(warm: int) -> dict[str, Any]:
+    """What the run kept of this rank's steps after the first `warm`: medians of the phases' seconds and of bytes sent,
+    and the most memory that it held."""
+    file = RunFolder(Path(os.environ["TUTTI_RUN_FOLDER"])).rank(int(os.environ["RANK"])) / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    timings = [row for row in rows if row["kind"] == "step"][warm:]
+    phases = {name: statistics.median(row["phases"][name] for row in timings) for name in timings[0]["phases"]}
+    return {
+        "phases": phases,
+        "sent_nbytes": statistics.median(row["sent_nbytes"] for row in timings),
+        "peak_nbytes": next(row["peak_nbytes"] for row in rows if row["kind"] == "memory"),
+    }
 
 
 def write(path: Path, row: dict[str, Any]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
+    """Append one line, whole: several ranks write to the file."""
+    with path.open("ab", buffering=0) as file:
+        file.write((json.dumps(row) + "\n").encode())
 
 
 if __name__ == "__main__":

@@ -1,94 +1,198 @@
-"""The plans that the plan benchmark measures: every mesh of 2 or 4 ranks that a model can use, and ways to run it."""
+"""The plans that the plan benchmark measures: all that the planner's own enumeration has and predicts to be feasible,
+with those that do the same, or the same and more, folded into one.
+
+Folded are (1) recomputing: it does the same work and repeats some, for memory that none of these models lacks; (2)
+schedules with the same actions on every rank; (3) numbers of microbatches: without stages one that has more of them
+exchanges as much and computes in smaller pieces, so the least stands for all, and for one-axis meshes the next one is
+measured beside it; with stages those nearest to one, two and four for each stage stand for the others.
+"""
 
 import dataclasses
-import itertools
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
-from tutti.plan.build import ORDER
-from tutti.spec.plan import BatchPlan, Pipeline, Plan, Sharding
-from tutti.spec.words import AxisName
+import numpy as np
 
-AXES: dict[str, tuple[AxisName, ...]] = {
-    "mlp": ("replicate", "shard", "split", "stage"),
-    "cnn": ("replicate", "shard", "split", "stage", "space"),
-    "gpt": ("replicate", "shard", "split", "stage", "context"),
-}
-"""Axes that may divide a workload."""
+from tutti.errors import PlanError
+from tutti.plan import Request
+from tutti.plan.build import plan_of
+from tutti.plan.enumerate import shapes, variants
+from tutti.plan.limits import limits_of
+from tutti.predict import predict
+from tutti.spec.cluster import ClusterSpec
+from tutti.spec.mesh_words import mesh_in_words
+from tutti.spec.model import ModelSpec
+from tutti.spec.plan import LayoutRule, Plan
+from tutti.spec.schedule import orders_of
+from tutti.spec.words import AxisName
 
 BATCHES = {"mlp": 128, "cnn": 16, "gpt": 8}
 """The global batch of each, in samples, whatever the ranks."""
 
+STAGE_MICROBATCHES = (1, 2, 4)
+"""Microbatches for each stage that are measured."""
+
+LEFT_OUT: dict[str, tuple[dict[AxisName, int], ...]] = {
+    "mlp": (),
+    "cnn": ({"split": 2}, {"split": 4}),
+    "gpt": ({"context": 2}, {"context": 4}),
+}
+"""Meshes that run but that the planner does not try (little of a CNN can be split; so few tokens are not divided): a
+best plan among them would be a loss, too."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Variant:
-    """A way to run a mesh: microbatches, and fields of the plan."""
+class Measured:
+    """A plan to be measured. `stands_for`: how many feasible plans of the planner it is, itself among them; 0 for one
+    that the planner does not try."""
 
-    words: str
-    microbatches: int = 1
-    fields: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-
-def plans(workload: str, ranks: int, *, every_order: bool = False) -> dict[str, Plan]:
-    """Every plan by its name, such as "replicate 2 x split 2": the outermost axis, the one across hosts, first.
-
-    `every_order`: also the orders of axes that the planner does not consider.
-    """
-    found = {}
-    for mesh in meshes(AXES[workload], ranks, every_order=every_order):
-        words = " x ".join(f"{axis} {degree}" for axis, degree in mesh.items())
-        for variant in variants(mesh):
-            batch = BatchPlan(global_batch_size=BATCHES[workload], num_microbatches=variant.microbatches)
-            plan = Plan(batch=batch, mesh=mesh, **variant.fields)
-            found[f"{words}{', ' if variant.words else ''}{variant.words}"] = plan
-    return found
+    plan: Plan
+    stands_for: int
 
 
-def meshes(axes: tuple[AxisName, ...], ranks: int, *, every_order: bool) -> list[dict[AxisName, int]]:
-    """All ways to write 2 or 4 ranks as a product of axes' degrees, in the planner's order of axes or in every one."""
-    ordered = sorted(axes, key=ORDER.index)
-    found: list[dict[AxisName, int]] = [{axis: ranks} for axis in ordered]
-    if ranks == 4:
-        pairs = itertools.permutations(ordered, 2) if every_order else itertools.combinations(ordered, 2)
-        found += [{one: 2, other: 2} for one, other in pairs]
-    return found
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """What is measured, by name. `enumerated`: plans of the planner; `feasible`: those predicted to run and to fit;
+    `reasons`: why the others are not, with how many; `orders`: how many were added for another order of axes."""
+
+    plans: dict[str, Measured]
+    enumerated: int
+    feasible: int
+    orders: int
+    reasons: dict[str, int] = field(default_factory=dict)
+
+    def words(self) -> dict[str, Any]:
+        """What of it stands in the result, beside the plans."""
+        return {
+            "enumerated": self.enumerated,
+            "feasible": self.feasible,
+            "not_feasible": self.reasons,
+            "folded_to": sum(one.stands_for > 0 for one in self.plans.values()) - self.orders,
+            "other_orders": self.orders,
+            "not_tried_by_the_planner": sum(one.stands_for == 0 for one in self.plans.values()),
+        }
 
 
-def variants(mesh: dict[AxisName, int]) -> list[Variant]:
-    """Ways to run one mesh: all of an axis alone, the usual ones of two together."""
-    alone = len(mesh) == 1
-    ways = [Variant(words="")]
-    if "stage" in mesh:
-        ways = [Variant(words="1f1b, 4 microbatches", microbatches=4)]
-        if alone:
-            ways += [
-                Variant(words=f"{schedule}, 4 microbatches", microbatches=4, fields={"pipeline": pipeline})
-                for schedule, pipeline in (
-                    ("gpipe", Pipeline(schedule="gpipe")),
-                    ("zero-bubble", Pipeline(schedule="zero-bubble")),
-                )
-            ]
-            ways.append(Variant(words="1f1b, 8 microbatches", microbatches=8))
-    if mesh.get("replicate", 1) > 1 and alone:
-        ways.append(Variant(words="2 microbatches", microbatches=2))
-    if "shard" in mesh:
-        ways = [
-            dataclasses.replace(
-                way,
-                words=", ".join(filter(None, (f"level {level}", way.words))),
-                fields={**way.fields, "sharding": Sharding(level=level)},
-            )
-            for way in ways
-            for level in ((1, 2, 3) if alone else (1, 3))
-        ]
-    if "context" in mesh:
-        ways = [
-            dataclasses.replace(
-                way, words=", ".join(filter(None, (kind, way.words))), fields={**way.fields, "context": kind}
-            )
-            for way in ways
-            for kind in (("ring", "all-to-all") if alone else ("ring",))
-        ]
-    if mesh.get("space", 1) == 4:
-        ways += [dataclasses.replace(way, words="2 x 2", fields={**way.fields, "space_grid": (2, 2)}) for way in ways]
-    return ways
+def space(model: ModelSpec, cluster: ClusterSpec, script: Plan, workload: str, ranks: int) -> Space:
+    """All that is measured of one model on so many ranks of `cluster`. `script`: the plan its script implies."""
+    found = list(enumerated(model, cluster, script, ranks))
+    able, reasons = feasible(model, cluster, found)
+    folded = fold(able)
+    plain = [one.plan for one in folded if one.plan.pipeline == script.pipeline]  # schedules are compared in one order
+    turned = [plan for plan in map(other_order, plain) if plan is not None]
+    extra = [dataclasses.replace(script, mesh=dict(mesh)) for mesh in LEFT_OUT[workload] if _ranks(mesh) == ranks]
+    grids = [dataclasses.replace(one.plan, space_grid=(2, 2)) for one in folded if one.plan.mesh == {"space": 4}]
+    rows = [*folded, *(Measured(plan=plan, stands_for=1) for plan in (*turned, *grids))]
+    rows += [Measured(plan=plan, stands_for=0) for plan in extra]
+    return Space(
+        plans={name_of(row.plan): row for row in rows},
+        enumerated=len(found),
+        feasible=len(able),
+        orders=len(turned) + len(grids),
+        reasons=reasons,
+    )
+
+
+def _ranks(mesh: dict[AxisName, int]) -> int:
+    return int(np.prod(list(mesh.values())))
+
+
+def enumerated(model: ModelSpec, cluster: ClusterSpec, script: Plan, ranks: int) -> Iterator[Plan]:
+    """Every plan of exactly these ranks that the planner's enumeration has, feasible or not."""
+    request = Request(script=script, degree=ranks, scope="all")
+    limits = limits_of(model, cluster, request)
+    meshes = shapes(limits, request)
+    ways = variants(limits, meshes, np.arange(len(meshes)))
+    for row in range(len(ways)):
+        yield plan_of(model, request, meshes, ways, row, script.precision)
+
+
+def feasible(model: ModelSpec, cluster: ClusterSpec, plans: Iterable[Plan]) -> tuple[list[Plan], dict[str, int]]:
+    """Those that are predicted to run and to fit, and how often each reason keeps one from it."""
+    able: list[Plan] = []
+    reasons: dict[str, int] = {}
+    for plan in plans:
+        try:
+            reason = "" if predict(model, cluster, plan).fits else "does not fit in memory"
+        except PlanError as error:
+            reason = str(error)
+        if reason:
+            reasons[reason] = reasons.get(reason, 0) + 1
+        else:
+            able.append(plan)
+    return able, reasons
+
+
+def fold(plans: Iterable[Plan]) -> list[Measured]:
+    """One plan for all that do the same, or the same and more."""
+    families: dict[str, list[Plan]] = {}
+    for plan in plans:
+        families.setdefault(_family(plan), []).append(plan)
+    kept: dict[str, list[Plan]] = {}
+    for family in families.values():
+        counts = chosen_counts(family[0], {plan.batch.num_microbatches for plan in family})
+        for plan in family:
+            own = plan.batch.num_microbatches
+            stands = max((count for count in counts if count <= own), default=counts[0])
+            for_it = [one for one in family if one.batch.num_microbatches == stands]
+            plainest = min(for_it, key=lambda one: len(_again(one)))
+            kept.setdefault(_same(plainest), []).extend([plainest, plan])
+    return [Measured(plan=found[0], stands_for=len(found) // 2) for found in kept.values()]
+
+
+def chosen_counts(plan: Plan, counts: set[int]) -> list[int]:
+    """The numbers of microbatches that are measured of a family: `plan` is one of it, `counts` all it has."""
+    stages, ordered = plan.degree("stage"), sorted(counts)
+    if stages == 1:
+        return ordered[: 2 if len(plan.mesh) == 1 else 1]
+    wanted = STAGE_MICROBATCHES if len(plan.mesh) == 1 else STAGE_MICROBATCHES[1:2]
+    near = {min(ordered, key=lambda own: abs(own - each * stages)) for each in wanted}
+    return sorted(near)
+
+
+def _family(plan: Plan) -> str:
+    """Equal for plans that differ in recomputing or in microbatches at most."""
+    same = dataclasses.replace(plan, layout=(LayoutRule(),), batch=dataclasses.replace(plan.batch, num_microbatches=1))
+    return repr(same)
+
+
+def _again(plan: Plan) -> list[LayoutRule]:
+    return [rule for rule in plan.layout if rule.recompute]
+
+
+def _same(plan: Plan) -> str:
+    """Equal for plans whose ranks do the same in the same order."""
+    stages = plan.degree("stage")
+    if stages == 1:
+        return repr(plan)
+    pipeline, count = plan.pipeline, plan.batch.num_microbatches
+    actions = orders_of(pipeline.schedule, stages, pipeline.stages_per_rank, count)
+    return repr((dataclasses.replace(plan, pipeline=dataclasses.replace(pipeline, schedule="1f1b", stages_per_rank=1)),
+                 pipeline.stages_per_rank, actions))  # fmt: skip
+
+
+def other_order(plan: Plan) -> Plan | None:
+    """The plan with its two axes changed about, which the planner tries of the best ones: other ranks share a host."""
+    if len(plan.mesh) < 2:
+        return None
+    return dataclasses.replace(plan, mesh=dict(reversed(plan.mesh.items())))
+
+
+def name_of(plan: Plan) -> str:
+    """Words for a plan by what tells it from the others: its mesh, and how it is run."""
+    words = [mesh_in_words(plan.mesh)]
+    if plan.degree("shard") > 1:
+        words.append(f"level {plan.sharding.level}")
+    if plan.degree("stage") > 1:
+        each = plan.pipeline.stages_per_rank
+        words.append(plan.pipeline.schedule + (f" of {each}" if each > 1 else ""))
+    if plan.degree("context") > 1:
+        words.append(plan.context)
+    if plan.space_grid:
+        words.append("in " + " x ".join(map(str, plan.space_grid)))
+    if plan.batch.num_microbatches > 1:
+        words.append(f"{plan.batch.num_microbatches} microbatches")
+    if _again(plan):
+        words.append("recomputes")
+    return ", ".join(words)

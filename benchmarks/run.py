@@ -3,6 +3,7 @@
 python benchmarks/run.py                  all suites
 python benchmarks/run.py ddp --quick      one suite, a short look (written to benchmarks/out)
 python benchmarks/run.py ddp --set launches=8 --set workloads=mlp,gpt      other sizes than the suite's own
+python benchmarks/run.py plan --resume                                     go on with a run that was interrupted
 """
 
 import argparse
@@ -18,11 +19,11 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples"), str(ROOT / "te
 import record  # noqa: E402
 
 SUITES = ("ddp", "mechanisms", "overlap", "attention", "memory", "startup", "loading", "compress", "plan_search")
-ON_REQUEST = ("links", "plan")
+ON_REQUEST = ("links", "plan", "pays")
 """Suites that run when they are named: they need root."""
 
 
-def run(suite: str, *, quick: bool, settings: list[str]) -> Path:
+def run(suite: str, *, quick: bool, settings: list[str], resume: bool = False) -> Path:
     """Measure one suite, print its table and return the file it was written to."""
     from importlib import import_module
 
@@ -30,7 +31,8 @@ def run(suite: str, *, quick: bool, settings: list[str]) -> Path:
     sizes = changed(module.QUICK if quick else module.Sizes(), settings)
     load_at_start = record.load()
     print(f"{suite}: load {load_at_start:.1f} at start, {dataclasses.asdict(sizes)}", file=sys.stderr)
-    result: dict[str, Any] = module.measure(sizes)
+    more = {"resume": resume} if hasattr(module, "RESUMABLE") else {}
+    result: dict[str, Any] = module.measure(sizes, **more)
     _print_table(f"{suite}: {module.__doc__.splitlines()[0]}", *module.rows(result))
     return record.write(suite, result, dataclasses.asdict(sizes), load_at_start, quick=quick)
 
@@ -70,12 +72,16 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="few steps, to see that it runs; not for quoting")
     parser.add_argument("--set", action="append", default=[], metavar="SIZE=VALUE", help="change a suite's size")
+    parser.add_argument("--resume", action="store_true", help="plan only: go on with a run that was interrupted")
     arguments = parser.parse_args()
     unknown = set(arguments.suites) - {*SUITES, *ON_REQUEST}
     if unknown:
         parser.error(f"unknown suite {', '.join(sorted(unknown))}; choose of {', '.join((*SUITES, *ON_REQUEST))}")
+    if arguments.resume and arguments.suites != ["plan"]:
+        parser.error("only the suite plan goes on with a run that was interrupted: name it alone with --resume")
     for suite in arguments.suites or SUITES:
-        print(f"written: {run(suite, quick=arguments.quick, settings=arguments.set).relative_to(ROOT)}")
+        written = run(suite, quick=arguments.quick, settings=arguments.set, resume=arguments.resume)
+        print(f"written: {written.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

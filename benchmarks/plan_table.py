@@ -1,0 +1,170 @@
+"""What follows from the measured plans: regret of the choice, error of predictions by case and by kind of plan."""
+
+import statistics
+from collections.abc import Iterable
+from typing import Any
+
+from tutti.spec.mesh_words import parse_mesh
+
+Row = dict[str, Any]
+
+BEYOND = "*"
+"""Marks cases with more ranks than cores."""
+
+
+def judged(rows: list[Row], planner: str | None) -> Row:
+    """The best plan measured, the two that were chosen (by the planner, and as the shortest predicted of these), their
+    regret, and the error of the predictions: (predicted - measured) / measured, of time and of memory.
+    """
+    for row in rows:
+        if "step_s" in row:
+            row["measured_s"] = statistics.median(row["step_s"])
+            if "predicted_s" in row:
+                row["error"] = row["predicted_s"] / row["measured_s"] - 1
+        if "peak_nbytes" in row and "predicted_peak_nbytes" in row:
+            row["memory_error"] = row["predicted_peak_nbytes"] / row["peak_nbytes"] - 1
+    measured = {row["name"]: row["measured_s"] for row in rows if "measured_s" in row}
+    both = [row for row in rows if "error" in row]
+    result: Row = {
+        "measured": len(measured),
+        "refused": [row["name"] for row in rows if "refused" in row],
+        "failed": [row["name"] for row in rows if "failed" in row],
+        "not_predicted": [row["name"] for row in rows if "not_predicted" in row],
+    }
+    if measured:
+        best = min(measured, key=lambda name: measured[name])
+        result |= {"best": best, "best_s": measured[best]}
+        if planner in measured:
+            result |= {"planner_s": measured[planner], "planner_regret": measured[planner] / measured[best] - 1}
+        if both:
+            first = min(both, key=lambda row: row["predicted_s"])
+            result |= {
+                "predicted_best": first["name"],
+                "predicted_best_regret": first["measured_s"] / measured[best] - 1,
+                "mean_absolute_error": statistics.fmean(abs(row["error"]) for row in both),
+                "mean_error": statistics.fmean(row["error"] for row in both),
+                "errors": len(both),
+            }
+    return result
+
+
+def kind_of(plan_name: str) -> str:
+    """The axes of a plan, and what runs them: what predictions of equal kind have in common."""
+    mesh, _, ways = plan_name.partition(", ")
+    axes = " x ".join(parse_mesh(mesh))
+    words = [word for word in ways.split(", ") if word and "microbatches" not in word]
+    return ", ".join([axes, *(word.partition(" of ")[0] for word in words)])
+
+
+def by_kind(cases: list[Row]) -> dict[str, Row]:
+    """Kind of plan -> predicted / measured, its median over all cases, and relative to replicas alone of the same case,
+    which load on the machine and the rates of the probe touch alike."""
+    plain: dict[str, list[float]] = {}
+    relative: dict[str, list[float]] = {}
+    for case in cases:
+        ratios = [(kind_of(row["name"]), 1 + row["error"]) for row in case["plans"] if "error" in row]
+        replicas = [ratio for kind, ratio in ratios if kind == "replicate"]
+        for kind, ratio in ratios:
+            plain.setdefault(kind, []).append(ratio)
+            if replicas:
+                relative.setdefault(kind, []).append(ratio / replicas[0])
+    return {
+        kind: {
+            "plans": len(values),
+            "predicted_over_measured": statistics.median(values),
+            "beside_replicas": statistics.median(relative[kind]) if kind in relative else None,
+        }
+        for kind, values in sorted(plain.items())
+    }
+
+
+def summary(cases: list[Row]) -> Row:
+    """Over all cases: regrets, and errors of all plans together; the same of those with a core for every rank."""
+    found = _total(cases)
+    alone = [case for case in cases if not case.get("ranks_beyond_cores")]
+    if alone and len(alone) < len(cases):
+        found["with_a_core_for_each_rank"] = _total(alone)
+    return found | {"by_kind": by_kind(cases)}
+
+
+def _total(cases: list[Row]) -> Row:
+    def of(key: str) -> list[float]:
+        return [case[key] for case in cases if key in case]
+
+    plans = [row for case in cases for row in case["plans"]]
+    errors = [row["error"] for row in plans if "error" in row]
+    found: Row = {
+        "cases": len(cases),
+        "plans": len(plans),
+        "plans_measured": sum(of("measured")),
+        "plans_refused": sum("refused" in row for row in plans),
+        "plans_failed": sum("failed" in row for row in plans),
+        "errors": len(errors),
+    }
+    for key in ("planner_regret", "predicted_best_regret"):
+        if values := of(key):
+            found[key] = {"median": statistics.median(values), "largest": max(values), "cases": len(values)}
+    for key in ("error", "memory_error"):
+        if values := [row[key] for row in plans if key in row]:
+            found["step_time_error" if key == "error" else key] = spread_of(values)
+    return found
+
+
+def spread_of(errors: Iterable[float]) -> dict[str, float]:
+    """Mean, median and ninth decile of errors' absolute values; their mean with sign."""
+    values = list(errors)
+    absolute = sorted(map(abs, values))
+    return {
+        "mean_absolute": statistics.fmean(absolute),
+        "median_absolute": statistics.median(absolute),
+        "p90_absolute": absolute[min(len(absolute) - 1, int(0.9 * len(absolute)))],
+        "mean": statistics.fmean(values),
+    }
+
+
+def say_case(case: Row) -> str:
+    """One line of a case, while others still run."""
+    return " | ".join(_cells(case))
+
+
+def rows(result: Row) -> tuple[list[str], list[list[str]]]:
+    """The table: header and rows, one a case, and the summary."""
+    header = ["case", "measured", "best", "planner's choice", "loss", "by prediction", "loss", "|error|", "error"]
+    total = result["summary"]
+    table = [list(_cells(case)) for case in result["cases"]]
+    alone = total.get("with_a_core_for_each_rank")
+    table += [_last("median loss, mean error", total)]
+    if alone is not None:
+        table += [_last(f"the same without {BEYOND} (more ranks than cores)", alone)]
+    return header, table
+
+
+def _last(words: str, total: Row) -> list[str]:
+    def median(key: str) -> str:
+        return f"{total[key]['median']:.1%}" if key in total else ""
+
+    error = total.get("step_time_error", {})
+    signed = [f"{error[key]:.1%}" if key in error else "" for key in ("mean_absolute", "mean")]
+    measured = f"{total['plans_measured']} of {total['plans']}"
+    return [words, measured, "", "", median("planner_regret"), "", median("predicted_best_regret"), *signed]
+
+
+def _cells(case: Row) -> tuple[str, ...]:
+    def part(key: str) -> str:
+        return f"{case[key]:.1%}" if key in case else ""
+
+    def timed(key: str, seconds: str, nothing: str) -> str:
+        return f"{case[key]} {1e3 * case[seconds]:.0f} ms" if case.get(key) and seconds in case else nothing
+
+    name = case["planner"]["name"]
+    return (
+        f"{case['rate']}, {case['ranks']} ranks{BEYOND if case['ranks_beyond_cores'] else ''}, {case['model']}",
+        f"{case['measured']} of {len(case['plans'])}",
+        timed("best", "best_s", "none"),
+        f"{name} {1e3 * case['planner_s']:.0f} ms" if "planner_s" in case else str(name or "none"),
+        part("planner_regret"),
+        str(case.get("predicted_best", "none")),
+        part("predicted_best_regret"),
+        part("mean_absolute_error"),
+        part("mean_error"),
+    )
