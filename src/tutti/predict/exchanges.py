@@ -1,4 +1,5 @@
-"""What divided modules exchange in a microbatch, module by module: seconds that are waited for, and bytes sent.
+"""What divided modules exchange in a microbatch, module by module: seconds that are waited for, seconds in which links
+are taken, and bytes sent.
 
 split: sums of outputs in forward and of inputs in backward (Shoeybi et al. 2019, arXiv 1909.08053); as parts of the
 sequence they take as long (Korthikanti et al. 2022, arXiv 2205.05198). context: keys and values round a ring (Liu et
@@ -16,6 +17,7 @@ from tutti.predict.batch_statistics import statistics_s
 from tutti.predict.compute import Array
 from tutti.predict.division import Division
 from tutti.predict.groups import Group, Network
+from tutti.predict.overlap import TIERS
 from tutti.predict.table import ModelTable
 from tutti.spec.model import ModelSpec
 from tutti.spec.plan import Plan
@@ -24,12 +26,16 @@ from tutti.spec.words import DATA_AXES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchanged:
-    """Of one microbatch, by module: seconds waited and bytes sent, in forward and in backward."""
+    """Of one microbatch, by module: seconds waited and bytes sent, in forward and in backward; `forward_link_s`,
+    `backward_link_s`: (tiers, modules), seconds in which links of each of `overlap.TIERS` are taken, waited for or not.
+    """
 
     forward_s: Array
     backward_s: Array
     forward_nbytes: Array
     backward_nbytes: Array
+    forward_link_s: Array
+    backward_link_s: Array
 
     def plus(self, other: "Exchanged") -> "Exchanged":
         return Exchanged(
@@ -37,6 +43,8 @@ class Exchanged:
             backward_s=self.backward_s + other.backward_s,
             forward_nbytes=self.forward_nbytes + other.forward_nbytes,
             backward_nbytes=self.backward_nbytes + other.backward_nbytes,
+            forward_link_s=self.forward_link_s + other.forward_link_s,
+            backward_link_s=self.backward_link_s + other.backward_link_s,
         )
 
 
@@ -63,11 +71,11 @@ class Wires:
 def exchanged(wires: Wires, samples: float, forward_s: Array, backward_s: Array) -> Exchanged:
     """The exchanges of a microbatch of `samples`, beside which the modules' own work takes the given seconds."""
     zero = np.zeros(len(wires.columns))
-    result = Exchanged(forward_s=zero, backward_s=zero, forward_nbytes=zero, backward_nbytes=zero)
+    result = _waited(wires.network.group(), (zero, zero), (zero, zero))
     plan = wires.plan
-    if wires.model.batch_statistics:
-        ahead, back = statistics_s(wires.model, wires.network.group(*DATA_AXES, "space"))
-        result = Exchanged(forward_s=ahead, backward_s=back, forward_nbytes=zero, backward_nbytes=zero)
+    if wires.model.batch_statistics and plan.sync.mode == "synchronous":
+        group = wires.network.group(*DATA_AXES, "space")
+        result = _waited(group, statistics_s(wires.model, group), (zero, zero))
     if plan.degree("split") > 1:
         result = result.plus(_split(wires, samples))
     if plan.degree("context") > 1:
@@ -80,6 +88,23 @@ def exchanged(wires: Wires, samples: float, forward_s: Array, backward_s: Array)
     if plan.degree("space") > 1:
         result = result.plus(_halos(wires, samples, forward_s, backward_s))
     return result
+
+
+def _waited(group: Group, seconds: tuple[Array, Array], nbytes: tuple[Array, Array]) -> Exchanged:
+    """Exchanges of `group` that nothing hides, (in forward, in backward)."""
+    return Exchanged(
+        forward_s=seconds[0],
+        backward_s=seconds[1],
+        forward_nbytes=nbytes[0],
+        backward_nbytes=nbytes[1],
+        forward_link_s=_on(group, seconds[0]),
+        backward_link_s=_on(group, seconds[1]),
+    )
+
+
+def _on(group: Group, seconds: Array) -> Array:
+    """(tiers, modules): `seconds` on the links that the group crosses."""
+    return np.array([seconds if tier == group.tier else np.zeros(len(seconds)) for tier in TIERS])
 
 
 def _each(seconds: Callable[[float], float], nbytes: Array) -> Array:
@@ -104,12 +129,8 @@ def _split(wires: Wires, samples: float) -> Exchanged:
     sums, gathers = np.where(summed, out, 0.0), np.where(recurrent, out, 0.0)
     ahead = _each(group.all_reduce, sums) + _each(group.scatter, gathers)
     back = _each(group.all_reduce, into) + _each(group.scatter, gathers)
-    return Exchanged(
-        forward_s=ahead,
-        backward_s=back,
-        forward_nbytes=(2 * sums + gathers) * (t - 1) / t,
-        backward_nbytes=(2 * into + gathers) * (t - 1) / t,
-    )
+    sent = ((2 * sums + gathers) * (t - 1) / t, (2 * into + gathers) * (t - 1) / t)
+    return _waited(group, (ahead, back), sent)
 
 
 def _ring(wires: Wires, samples: float, forward_s: Array, backward_s: Array) -> Exchanged:
@@ -120,11 +141,14 @@ def _ring(wires: Wires, samples: float, forward_s: Array, backward_s: Array) -> 
     part = full * (0.5 if wires.half else 1.0)
     one, more = _each(group.pass_on, part), _each(group.pass_on, full)
     rounds = np.where(part > 0, (c - 1.0) / c, 0.0)
+    ahead, back = (c - 1) * one, (c - 1) * one + c * more
     return Exchanged(
-        forward_s=wires.hidden(group, (c - 1) * one, rounds * forward_s),
-        backward_s=wires.hidden(group, (c - 1) * one + c * more, rounds * backward_s),
+        forward_s=wires.hidden(group, ahead, rounds * forward_s),
+        backward_s=wires.hidden(group, back, rounds * backward_s),
         forward_nbytes=(c - 1) * part,
         backward_nbytes=(c - 1) * part + c * full,
+        forward_link_s=_on(group, ahead),
+        backward_link_s=_on(group, back),
     )
 
 
@@ -138,7 +162,7 @@ def _heads(wires: Wires, samples: float, forward_s: Array, backward_s: Array) ->
     queries = np.where(attends, low * wires.columns.outputs, 0.0)
     seconds = 2 * _each(group.all_to_all, keys) + 2 * _each(group.all_to_all, queries)
     sent = 2 * (keys + queries) * (c - 1) / c
-    return Exchanged(forward_s=seconds, backward_s=seconds, forward_nbytes=sent, backward_nbytes=sent)
+    return _waited(group, (seconds, seconds), (sent, sent))
 
 
 def _experts(wires: Wires, samples: float) -> Exchanged:
@@ -149,7 +173,7 @@ def _experts(wires: Wires, samples: float) -> Exchanged:
     sent = routed * (e - 1) / e * 2
     counted = np.where(routed > 0, sharers.scatter(constants.LOSS_NBYTES), 0.0)
     seconds = 2 * _each(group.all_to_all, routed) + counted
-    return Exchanged(forward_s=seconds, backward_s=seconds + counted, forward_nbytes=sent, backward_nbytes=sent)
+    return _waited(group, (seconds, seconds + counted), (sent, sent))
 
 
 def _tables(wires: Wires, samples: float) -> Exchanged:
@@ -164,7 +188,7 @@ def _tables(wires: Wires, samples: float) -> Exchanged:
         seconds[run[0]] = group.all_to_all(float(vectors[run].sum()))
     sent = vectors * (group.ranks - 1) / group.ranks
     asked = np.where(seconds > 0, 2 * small, 0.0)
-    return Exchanged(forward_s=seconds + asked, backward_s=seconds, forward_nbytes=sent, backward_nbytes=sent)
+    return _waited(group, (seconds + asked, seconds), (sent, sent))
 
 
 def _halos(wires: Wires, samples: float, forward_s: Array, backward_s: Array) -> Exchanged:
@@ -192,4 +216,6 @@ def _halos(wires: Wires, samples: float, forward_s: Array, backward_s: Array) ->
         backward_s=wires.hidden(group, seconds, backward_s),
         forward_nbytes=sent,
         backward_nbytes=sent,
+        forward_link_s=_on(group, seconds),
+        backward_link_s=_on(group, seconds),
     )

@@ -193,6 +193,10 @@ class Network:
         links = {count: _shared(self._link("network"), count) if count else self._link("node") for count in set(flows)}
         return tuple(links[count] for count in flows)
 
+    def apart(self, axis: AxisName) -> tuple[bool, ...]:
+        """Whether each place along `axis`, the last too, sends to its next over a host's connection."""
+        return tuple(flows > 0 for flows in crossings(self.mesh, (axis,), self.hosts))
+
     def _link(self, tier: LinkTier) -> Link:
         spec = self.cluster.link(tier)
         if spec is None:

@@ -1,9 +1,20 @@
-"""Communication behind backward: buckets leave as they become ready, one at a time."""
+"""Communication behind backward: buckets leave as they become ready, one at a time.
+
+A link carries one thing at a time. What a rank waits for in its passes (sums over split, all-to-alls of experts and
+tables, parts of sequences, halos) goes first; buckets have the link for the rest of the time.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
+
+from tutti.spec.cluster import LinkTier
+
+Array = NDArray[np.float64]
+
+TIERS: tuple[LinkTier, ...] = ("node", "network")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +31,17 @@ class Exchange:
 
     total_s: float
     exposed_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """Seconds in which links carry what a rank's passes exchange, by tier as in `TIERS`. `forward`, `backward`:
+    (tiers, modules), of its last microbatch; `after`: (tiers,), of a message that leaves at the end of backward.
+    """
+
+    forward: Array
+    backward: Array
+    after: Array
 
 
 def buckets(gradient_nbytes: Sequence[float], cap_nbytes: float) -> tuple[Bucket, ...]:
@@ -49,19 +71,45 @@ def exchange(
     bucket_s: Sequence[float],
     *,
     compute_share: float = 0.0,
+    taken: Sequence[Array] = (),
+    after: Sequence[float] = (),
 ) -> Exchange:
     """Run the recurrence: bucket k starts when it is ready and the link is free.
 
     `backward_s`: seconds of each module's backward, in order; `bucket_s`: seconds of each bucket's collective.
     Exposed is the end of the last collective minus the end of backward. `compute_share`: the part of hidden
-    communication that delays backward all the same, because it needs the same cores.
+    communication that delays backward all the same, because it needs the same cores. `taken`: for each bucket the
+    seconds of each module's backward in which the bucket's link carries something else, spread evenly over the
+    module's; `after`: for each the seconds of what leaves on its link at the end of backward, beside which buckets
+    get half of it.
     """
     finished = np.cumsum(np.asarray(backward_s, dtype=float))
     end_of_backward = float(finished[-1]) if len(finished) else 0.0
     free = 0.0
-    for bucket, seconds in zip(fused, bucket_s, strict=True):
-        free = max(free, float(finished[bucket.last])) + seconds
-    total = float(sum(bucket_s))
+    for index, (bucket, seconds) in enumerate(zip(fused, bucket_s, strict=True)):
+        start = max(free, float(finished[bucket.last]))
+        if len(taken) and start < end_of_backward and taken[index].any():
+            open_s = np.cumsum(np.maximum(0.0, np.asarray(backward_s) - taken[index]))
+            free = _carried(finished, open_s, start, seconds)
+        else:
+            free = start + seconds
+    # What leaves at the end of backward has half of the link beside the last bucket.
+    beside = min(after[-1], free - end_of_backward) if len(after) and free > end_of_backward else 0.0
+    free, total = free + beside, float(sum(bucket_s)) + beside
     # Rounding alone can make a difference of sums exceed its parts.
     waiting = min(max(0.0, free - end_of_backward), total)
     return Exchange(total_s=total, exposed_s=waiting + compute_share * (total - waiting))
+
+
+def _carried(finished: Array, open_s: Array, start: float, seconds: float) -> float:
+    """When a link that was open for `open_s` seconds by the time each module has `finished`, and is open after the
+    last, has carried what takes `seconds` from `start` on."""
+    if seconds <= 0:
+        return start
+    at = np.interp(start, np.concatenate([[0.0], finished]), np.concatenate([[0.0], open_s]))
+    until = float(at) + seconds
+    module = int(np.searchsorted(open_s, until))
+    if module == len(open_s):
+        return float(finished[-1] + until - open_s[-1])
+    before, began = (open_s[module - 1], finished[module - 1]) if module else (0.0, 0.0)
+    return float(began + (until - before) / (open_s[module] - before) * (finished[module] - began))

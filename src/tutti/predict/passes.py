@@ -43,6 +43,8 @@ def passed(wires: Wires, worker: Worker, regions: tuple[Region, ...], samples: i
             backward_s=waits.backward_s + repeated * waits.forward_s,
             forward_nbytes=waits.forward_nbytes,
             backward_nbytes=waits.backward_nbytes + repeated * waits.forward_nbytes,
+            forward_link_s=waits.forward_link_s,
+            backward_link_s=waits.backward_link_s + repeated * waits.forward_link_s,
         )
     return Passed(
         forward_s=ahead.seconds,

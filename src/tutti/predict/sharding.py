@@ -29,14 +29,24 @@ def units_of(columns: ModelTable, part: Division) -> list[float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitWork:
-    """By unit, as `units_of` counts them: bytes of parameters, and seconds of a microbatch's passes."""
+    """By unit, as `units_of` counts them: bytes of parameters, seconds of a microbatch's passes, and of them those in
+    which the shard axis' links carry something else."""
 
     nbytes: tuple[float, ...]
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
+    forward_link_s: tuple[float, ...]
+    backward_link_s: tuple[float, ...]
 
 
-def unit_work(columns: ModelTable, part: Division, forward_s: Array, backward_s: Array) -> UnitWork:
+def unit_work(
+    columns: ModelTable,
+    part: Division,
+    forward_s: Array,
+    backward_s: Array,
+    forward_link_s: Array,
+    backward_link_s: Array,
+) -> UnitWork:
     """The work of each unit; what is outside of blocks counts as the first in forward."""
     nbytes = columns.parameters * part.weight
     tied = columns.owner[columns.owner >= 0]
@@ -53,6 +63,8 @@ def unit_work(columns: ModelTable, part: Division, forward_s: Array, backward_s:
         nbytes=(float(nbytes[~inside].sum()), *weights[there].tolist()),
         forward_s=by_unit(forward_s),
         backward_s=by_unit(backward_s),
+        forward_link_s=by_unit(np.minimum(forward_link_s, forward_s)),
+        backward_link_s=by_unit(np.minimum(backward_link_s, backward_s)),
     )
 
 
@@ -80,11 +92,12 @@ def parameters_step(work: UnitWork, costs: Costs, level: int, microbatches: int,
     sums = [costs.sum(nbytes) for nbytes in work.nbytes]
     # What is outside of blocks works before and after them, and stays from forward to backward; with level 2 all does,
     # through all microbatches.
-    ahead = _hidden([*gathers, 0.0], _around(work.forward_s))
+    taken = _around(work.forward_link_s), _around([work.backward_link_s[0], *work.backward_link_s[:0:-1]])
+    ahead = _hidden([*gathers, 0.0], _around(work.forward_s), taken[0])
     again = [0.0, *(gathers[:0:-1] if level == 3 else [0.0] * len(gathers[1:])), 0.0]
     back = _around([work.backward_s[0], *work.backward_s[:0:-1]])
-    before = _hidden(again, back)
-    last = _hidden(again, back, [0.0, *sums[:0:-1], sums[0]])
+    before = _hidden(again, back, taken[1])
+    last = _hidden(again, back, taken[1], [0.0, *sums[:0:-1], sums[0]])
     times = microbatches if level == 3 else 1
     passes = [(times, ahead), (times - 1, before), (1, last)]
     total = sum(count * one[0] for count, one in passes)
@@ -105,9 +118,12 @@ def _around(seconds: Sequence[float]) -> list[float]:
     return [seconds[0] / 2, *seconds[1:], seconds[0] / 2]
 
 
-def _hidden(gathers: Sequence[float], work: Sequence[float], sums: Sequence[float] = ()) -> tuple[float, float]:
+def _hidden(
+    gathers: Sequence[float], work: Sequence[float], taken: Sequence[float], sums: Sequence[float] = ()
+) -> tuple[float, float]:
     """(seconds of exchanges, seconds waited): each unit's gather starts with the unit before; sums leave behind each
-    unit. All share one link, in the order in which they come."""
+    unit. All share one link, in the order in which they come; what units exchange while they work has it first, for
+    the seconds `taken`."""
     link = now = 0.0
     arrived: list[float] = []
 
@@ -120,6 +136,8 @@ def _hidden(gathers: Sequence[float], work: Sequence[float], sums: Sequence[floa
     launch(0)
     for at, seconds in enumerate(work):
         now = max(now, arrived[at])
+        if taken[at]:
+            link = max(link, now) + taken[at]
         launch(at + 1)
         now += seconds
         if at < len(sums):

@@ -147,8 +147,8 @@ def slowest_of(setting: Setting, works: list[RankWork]) -> Slowest:
     for stage, work in longest.items():
         own = setting.own(stage)
         # stages of equal blocks exchange alike
-        like = (columns.gradients, columns.expert, columns.table, columns.sequence, *work.passes)
-        key = tuple(column[own].tobytes() for column in like)
+        like = (columns.gradients, columns.expert, columns.table, columns.sequence, *work.passes, *work.taken.backward)
+        key = (*(column[own].tobytes() for column in like), work.taken.after.tobytes())
         if key not in done:
             done[key] = synchronise(
                 columns,
@@ -158,6 +158,7 @@ def slowest_of(setting: Setting, works: list[RankWork]) -> Slowest:
                 own,
                 work.passes,
                 setting.plan.batch.num_microbatches,
+                work.taken,
             )
         syncs[stage] = done[key]
     last = max(longest, key=lambda stage: longest[stage].total_s + syncs[stage].exchange.exposed_s)

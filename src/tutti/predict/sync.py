@@ -9,7 +9,7 @@ from tutti.predict.compressed import kernel_s, ratio
 from tutti.predict.compute import Array
 from tutti.predict.division import Division
 from tutti.predict.groups import Group, Network
-from tutti.predict.overlap import Bucket, Exchange, buckets, exchange
+from tutti.predict.overlap import TIERS, Bucket, Exchange, Taken, buckets, exchange
 from tutti.predict.sharding import Costs
 from tutti.predict.table import Flags, ModelTable
 from tutti.spec.cluster import DeviceKind
@@ -75,15 +75,17 @@ def synchronise(
     own: Flags,
     passes: tuple[Array, Array],
     microbatches: int,
+    taken: Taken,
 ) -> Sync:
     """The sums of the modules `own`, which begin in the last microbatch's backward. `passes`: seconds by module of a
-    microbatch's forward and backward, its exchanges included."""
+    microbatch's forward and backward, its exchanges included; `taken`: when those have the links."""
     kind = net.seats[0].device.kind
     if plan.degree("shard") > 1 and plan.sharding.level > 1:
-        return _divided(columns, part, net, plan, passes, microbatches)
+        return _divided(columns, part, net, plan, passes, microbatches, taken)
     sums = summed(columns, part, net, plan, own)
     pairs = fused(sums, plan)
     backward = passes[1][own][::-1]
+    busy = taken.backward[:, own][:, ::-1]
     written = {id(one.group): one.written for one in sums}
     times = {(bucket.nbytes, id(group)): 0.0 for bucket, group in pairs}  # equal blocks make equal buckets
     for bucket, group in pairs:
@@ -97,6 +99,8 @@ def synchronise(
         [bucket for bucket, _ in pairs],
         [times[bucket.nbytes, id(group)] for bucket, group in pairs],
         compute_share=_share(kind, *(group for _, group in pairs)),
+        taken=[busy[TIERS.index(group.tier)] for _, group in pairs],
+        after=[float(taken.after[TIERS.index(group.tier)]) for _, group in pairs],
     )
     sent = sum(2 * (one.group.ranks - 1) / one.group.ranks * float(one.nbytes.sum()) * one.written for one in sums)
     gathered = _states(columns, part, net, plan, own, kind)
@@ -132,12 +136,19 @@ def _away(plan: Plan, kind: DeviceKind) -> bool:
 
 
 def _divided(
-    columns: ModelTable, part: Division, net: Network, plan: Plan, passes: tuple[Array, Array], microbatches: int
+    columns: ModelTable,
+    part: Division,
+    net: Network,
+    plan: Plan,
+    passes: tuple[Array, Array],
+    microbatches: int,
+    taken: Taken,
 ) -> Sync:
     kind = net.seats[0].device.kind
     group = net.group("shard")
     others = net.group(*(axis for axis in SUMMED if axis != "shard"))
-    work = sharding.unit_work(columns, part, *passes)
+    busy = TIERS.index(group.tier)
+    work = sharding.unit_work(columns, part, *passes, taken.forward[busy], taken.backward[busy])
     load = 1 / constants.HOST_LINK_BYTES_PER_S if _away(plan, kind) else 0.0
     costs = Costs(group=group, others=others, load_s_per_nbyte=load)
     share = _share(kind, group, *([others] if others.ranks > 1 else []))

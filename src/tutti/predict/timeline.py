@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tutti.predict import compute, constants, pipeline
 from tutti.predict.compute import Array, Worker
@@ -11,6 +12,7 @@ from tutti.predict.cuts import Stages
 from tutti.predict.exchanges import Wires
 from tutti.predict.groups import seat_of_ranks
 from tutti.predict.layout import Region
+from tutti.predict.overlap import TIERS, Taken
 from tutti.predict.passes import Passed, passed
 from tutti.predict.pipeline import Places
 from tutti.predict.placement import Seat
@@ -94,7 +96,7 @@ class Setting:
 class RankWork:
     """Seconds of a step on one rank. `waits_s`: for other ranks, in exchanges and for the pipeline; `passes`: seconds
     by module of the last microbatch's forward and backward, exchanges included; `limits`: seconds by what limits the
-    rank's own work; `sent_nbytes`: by its microbatches.
+    rank's own work; `sent_nbytes`: by its microbatches; `taken`: when links carry what its passes exchange.
     """
 
     line: Line
@@ -107,6 +109,7 @@ class RankWork:
     passes: tuple[Array, Array]
     limits: dict[str, float]
     sent_nbytes: float
+    taken: Taken
 
     @property
     def total_s(self) -> float:
@@ -132,6 +135,7 @@ def line_work(setting: Setting, line: Line) -> list[RankWork]:
             passes=one.passes,
             limits=one.limits,
             sent_nbytes=one.sent_nbytes + nbytes,
+            taken=one.taken,
         )
         for one, end, nbytes in zip(places, ended, sent, strict=True)
     ]
@@ -185,6 +189,11 @@ def _own_work(setting: Setting, line: Line, stage: int, known: dict[tuple[int, i
             "operator calls": float(limits[2]) + calls_s,
         },
         sent_nbytes=sent,
+        taken=Taken(
+            forward=last.waits.forward_link_s,
+            backward=last.waits.backward_link_s,
+            after=_last_message(setting, line, stage),
+        ),
     )
 
 
@@ -224,14 +233,47 @@ def action_times(setting: Setting, line: Line, known: dict[tuple[int, int], Pass
         ]
         times[count] = np.array(stacked).T
     seconds = np.stack([times[count] for count in counts], axis=2)
+    return seconds, _messages(setting, line, known)
+
+
+def _messages(setting: Setting, line: Line, known: dict[tuple[int, int], Passed]) -> Array:
+    """(boundaries, microbatches): seconds of messages. One that meets on its link what the sender exchanges in its next
+    pass gets half of the link for so long: it takes longer by that, at most as long again."""
+    stages, ranks = setting.stages, setting.plan.degree("stage")
+    alone = _alone_s(setting, np.array(line.microbatches))
+    away = np.array(setting.wires.network.apart("stage"), dtype=np.intp)
+    meets: dict[int, Array] = {}
+    for count, _ in line.samples:
+        by_stage = np.zeros((len(TIERS), stages.count))
+        for (_, samples), one in known.items():
+            if samples == count:
+                rows = [np.bincount(stages.stage, row, minlength=stages.count) for row in one.waits.forward_link_s]
+                by_stage = np.maximum(by_stage, rows)
+        meets[count] = by_stage
+    senders = np.arange(stages.count - 1)
+    met = np.stack([meets[count][away[senders % ranks], senders] for count in line.microbatches], axis=1)
+    return alone + np.minimum(alone, met)
+
+
+def _alone_s(setting: Setting, counts: NDArray[np.intp]) -> Array:
+    """(boundaries, microbatches): seconds of messages of `counts` samples that have their links for themselves."""
+    stages, ranks = setting.stages, setting.plan.degree("stage")
     links = setting.wires.network.neighbours("stage")
-    samples = np.array(counts, dtype=np.float64) / plan.degree("context")  # each sends its part of the sequences
+    samples = counts / setting.plan.degree("context")  # each sends its part of the sequences
     latency = np.array([links[stage % ranks].latency_s for stage in range(stages.count - 1)])
     bandwidth = np.array([links[stage % ranks].bandwidth_bytes_per_s for stage in range(stages.count - 1)])
-    messages = np.where(
+    return np.where(
         stages.sent[:, None] > 0, latency[:, None] + stages.sent[:, None] * samples / bandwidth[:, None], 0.0
     )
-    return seconds, messages
+
+
+def _last_message(setting: Setting, line: Line, place: int) -> Array:
+    """(tiers,): seconds of the gradient that a place on the stage axis sends back at the end of its last backward."""
+    found = np.zeros(len(TIERS))
+    if place > 0:
+        alone = _alone_s(setting, np.array([line.samples[-1][0]]))
+        found[int(setting.wires.network.apart("stage")[place - 1])] = alone[place - 1, 0]
+    return found
 
 
 def stage_seconds(setting: Setting, one: Passed, seat: int) -> Array:
