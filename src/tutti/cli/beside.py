@@ -22,7 +22,7 @@ from tutti.spec.compression import Compression
 from tutti.spec.plan import Plan, Sync
 from tutti.spec.run import RunFolder
 from tutti.spec.sync_words import with_mode
-from tutti.spec.words import AxisName
+from tutti.spec.words import AxisName, Relax
 
 if TYPE_CHECKING:
     from tutti.runtime.capture import Captured
@@ -34,8 +34,8 @@ Say = Callable[[str], None]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
     """What is to be worked out for a run. `plan`: the file it follows; `mesh`: or how its ranks are arranged; `ranks`:
-    or how many there are; with none of these, the plan itself is wanted too. `compress` and `sync`: in place of the
-    plan's."""
+    or how many there are. `plans`: the plan itself is wanted too, within what is said, with ways to send less that
+    `relax` allows. `compress` and `sync`: in place of the plan's."""
 
     script: Path
     arguments: tuple[str, ...]
@@ -46,11 +46,8 @@ class Wanted:
     ranks: int | None = None
     compress: Compression | None = None
     sync: Sync | None = None
-
-    @property
-    def plans(self) -> bool:
-        """Whether the plan is to be made here."""
-        return self.plan is None and self.mesh is None and self.ranks is None
+    relax: Relax = "exact"
+    plans: bool = False
 
 
 class Beside:
@@ -165,7 +162,8 @@ def _work_out(wanted: Wanted, cluster: "ClusterSpec", say: Say) -> None:
     if wanted.plans:
         from tutti.plan import explain
 
-        choice = plan_for(captured, cluster, name=wanted.script.stem)
+        name, ranks, relax = wanted.script.stem, wanted.ranks, wanted.relax
+        choice = plan_for(captured, cluster, name=name, nproc=ranks, mesh=wanted.mesh, relax=relax)
         say(explain(choice))
         codec.save(model_spec_of(captured, name=wanted.script.stem), folder.model)
         codec.save(choice.prediction, folder.prediction)

@@ -28,6 +28,12 @@ def explain_script(options: "Options") -> None:
         raise ScriptError("--explain, --mesh and --plan need a script: the layout is that of its modules")
     if options.mesh is not None and options.plan is not None:
         raise PlanError("--mesh and --plan both say how ranks are arranged; give one (a plan file has a mesh)")
+    stated = options.plan is not None or options.mesh is not None or options.nproc is not None
+    if options.relax != "exact" and stated:
+        raise PlanError(
+            f"--relax {options.relax} lets the planner choose, and --plan, --mesh or --nproc say what is explained; "
+            "plan with --output first, then explain that file with --plan"
+        )
     if options.tries is not None or options.scaling:
         raise PlanError(
             "--try and --scaling search for plans, and --explain, --mesh or --plan say which; leave one out"
@@ -73,7 +79,8 @@ def _plan(options: "Options", captured: "Captured", name: str) -> "Plan":
         plan = replace(captured.plan, mesh={"replicate": options.nproc})
         return with_annotations(plan, captured.model, stated_mesh=False)
     cluster = cluster_for(options.cluster)
-    return plan_for(captured, cluster, name=name, max_devices=options.max_devices, scope="all").best
+    limit = options.max_devices
+    return plan_for(captured, cluster, name=name, max_devices=limit, scope="all", relax=options.relax).best
 
 
 def _tensors(model: object) -> float:

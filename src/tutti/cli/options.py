@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import click
+
+from tutti.spec.words import Relax
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -52,6 +54,18 @@ def _sync(context: click.Context, parameter: click.Parameter, text: str | None) 
     from tutti.spec.sync_words import parse_sync
 
     return parse_sync(text)
+
+
+def relax_option(function: F) -> F:
+    """--relax: how far the planner may leave what one device computes."""
+    return click.option(
+        "--relax",
+        type=click.Choice(get_args(Relax)),
+        default="exact",
+        show_default=True,
+        help="What may be given up to send less, where that is predicted to pay for sure: exact, nothing; reduced, "
+        "gradients in fewer bytes; relaxed, replicas may differ too.",
+    )(function)
 
 
 def script_arguments(function: F) -> F:

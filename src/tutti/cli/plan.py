@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from tutti.cli.common import capture_script, cluster_for, console, emit
-from tutti.cli.options import SCRIPT_CONTEXT, compress_option, json_option
+from tutti.cli.options import SCRIPT_CONTEXT, compress_option, json_option, relax_option
 from tutti.cli.quantities import DURATION, SIZE
 from tutti.errors import PlanError, ScriptError
 from tutti.spec import codec
 from tutti.spec.cluster import ClusterSpec
 from tutti.spec.model import ModelSpec
 from tutti.spec.plan import BatchPlan, Plan
-from tutti.spec.words import Precision, Unit
+from tutti.spec.words import Precision, Relax, Unit
 
 if TYPE_CHECKING:
     from tutti.cli.outlook import Planned
@@ -60,6 +60,7 @@ class Options:
     output: Path | None
     mesh: str | None
     compress: "Compression | None"
+    relax: Relax
     plan: Path | None
     explain: bool
     as_json: bool
@@ -132,6 +133,7 @@ def _showing(function: Any) -> Any:
 @_showing
 @click.option("--mesh", metavar="AXIS=N,...", help="Exactly this mesh, such as replicate=2,split=2.")
 @compress_option
+@relax_option
 @click.option("--plan", type=click.Path(path_type=Path), help="Explain this plan for SCRIPT.")
 @click.option("--explain", is_flag=True, help="Show where every module lies, its bytes a rank and its collectives.")
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the plan to this file.")
@@ -151,7 +153,8 @@ def command(**given: Any) -> None:
         show_difference(*options.diff, as_json=options.as_json)
         return
     described = options.model is not None or named_model(options.target) is not None
-    if options.plan is not None or options.explain or (options.mesh is not None and not described):
+    given_mesh = options.mesh is not None and options.relax == "exact"
+    if options.plan is not None or options.explain or (given_mesh and not described):
         from tutti.cli.explain import explain_script
 
         explain_script(options)
@@ -244,6 +247,7 @@ def _request(options: Options, script: Plan, model: ModelSpec) -> "Request":
         memory_nbytes=options.memory,
         budget=options.budget,
         deadline_s=options.deadline,
+        relax=options.relax,
     )
 
 

@@ -2,13 +2,13 @@
 
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from tutti.cli.options import SCRIPT_CONTEXT, compress_option, sync_option
+from tutti.cli.options import SCRIPT_CONTEXT, compress_option, relax_option, sync_option
 from tutti.errors import LaunchError, PlanError, ScriptError, TuttiError
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tutti.launch.base import LaunchSpec
     from tutti.spec.compression import Compression
     from tutti.spec.plan import Plan, Sync
+    from tutti.spec.words import Relax
 
 _PLANNING = ("tutti.describe.probe", "tutti.cli.planning")
 """Loaded once, in the fork server, where a run is predicted or planned."""
@@ -40,6 +41,7 @@ class Options:
     plan: Path | None
     mesh: str | None
     compress: "Compression | None"
+    relax: "Relax"
     sync: "Sync | None"
     cluster: Path | None
     folder: Path | None
@@ -86,6 +88,7 @@ def _counts(context: click.Context, parameter: click.Parameter, text: str | None
 @click.option("--mesh", metavar="AXIS=N,...", help="The ranks as a grid, such as replicate=2,split=2.")
 @compress_option
 @sync_option
+@relax_option
 @click.option("--cluster", type=click.Path(path_type=Path), help="The machines, for planning and predicting.")
 @click.option("--folder", type=click.Path(path_type=Path), help="The run folder; runs/NAME-TIME if not given.")
 @click.option("--resume", type=click.Path(path_type=Path), help="Go on from a run folder or a checkpoint.")
@@ -178,14 +181,15 @@ def _launch_spec(options: Options, nproc: tuple[int, ...] | None, console: "Cons
     from tutti.launch.host import threads_per_rank
     from tutti.launch.script import run_folder
 
+    _check_relax(options)
     folder = run_folder(options.folder, options.resume, options.name, options.node_rank)
     environment: dict[str, str] = {}
-    if nproc is None:
+    if nproc is None or options.relax != "exact":
         nproc = (_planned(options, folder, console).world_size,)
         environment["TUTTI_PLAN"] = str(folder / "plan.json")
     elif options.plan is not None:
         environment["TUTTI_PLAN"] = str(options.plan.resolve())
-    if options.mesh is not None:
+    if options.mesh is not None and "TUTTI_PLAN" not in environment:
         environment["TUTTI_MESH"] = options.mesh
     if options.compress is not None:
         from tutti.spec.compression import compression_in_words
@@ -222,7 +226,8 @@ def _planned(options: Options, folder: Path, console: "Console") -> "Plan":
 
     if options.module:
         raise LaunchError("a module cannot be planned for on the spot; add --nproc N, or --plan FILE")
-    worker = Beside(_wanted(options, folder, None))
+    wanted = replace(_wanted(options, folder, None), plans=True, ranks=_own_count(options) if options.nproc else None)
+    worker = Beside(wanted)
     try:
         _wait_ready(worker, console)
         with console.status("planning"):
@@ -246,6 +251,7 @@ def _wanted(options: Options, folder: Path, world_size: int | None) -> "Wanted":
         ranks=world_size,
         compress=options.compress,
         sync=options.sync,
+        relax=options.relax,
     )
 
 
@@ -335,11 +341,25 @@ def _train(options: Options, spec: "LaunchSpec", console: "Console") -> int:
     return conclude(spec, console, outcome, has_job=has_job, as_json=options.as_json)
 
 
+def _check_relax(options: Options) -> None:
+    """Raises LaunchError where the dial is open and nothing is left to plan here."""
+    if options.relax == "exact":
+        return
+    if options.plan is not None:
+        raise LaunchError(f"--relax {options.relax} lets the planner choose, and --plan says the plan; leave one out")
+    if options.nnodes > 1 or options.resume is not None:
+        raise LaunchError(
+            f"--relax {options.relax} plans on the spot, for this node alone and for a new run; make the plan first "
+            "with `tutti plan --relax`, and run it with --plan"
+        )
+
+
 def _to_predict(options: Options) -> bool:
     """Whether to predict beside the run: not what was planned just now, or what runs on machines that nobody
     described."""
     described = options.cluster is not None or options.nnodes == 1
     stated = options.nproc is not None or options.plan is not None or options.mesh is not None
+    stated = stated and options.relax == "exact"
     wanted = options.predict and not options.module
     return wanted and options.node_rank == 0 and stated and described
 

@@ -4,9 +4,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tutti.errors import PlanError
+from tutti.spec.compression import compression_in_words
 from tutti.spec.plan import Plan
 from tutti.spec.prediction import Prediction
-from tutti.spec.words import AxisName, Evidence, Precision
+from tutti.spec.sync_words import sync_in_words
+from tutti.spec.words import AxisName, Evidence, Precision, Relax
 
 PrecisionPolicy = Literal["script", "auto"] | Precision
 """script: keep what the script asks for; auto: choose by predicted time; else exactly this one."""
@@ -45,6 +47,9 @@ class Request:
     at all. `scope`: which meshes are tried; `mesh`: exactly this one; `demanded`: degrees that the script's annotations
     ask for as soon as there are two ranks, 0 for any above one. `train_samples`: of the whole training, in the plan's
     unit. Limits: `memory_nbytes` of a rank, `budget` in the cluster's currency, `deadline_s` of the whole training.
+    `relax`: whether ways to send less are tried that change what is computed. `samples`: by such a way (as in
+    plan.ways: powersgd,rank=1; local:period=8) how many times the samples of exact runs it takes to the same quality,
+    where past runs measured it.
     """
 
     script: Plan
@@ -62,6 +67,8 @@ class Request:
     memory_nbytes: float | None = None
     budget: float | None = None
     deadline_s: float | None = None
+    relax: Relax = "exact"
+    samples: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, count in (("max_devices", self.max_devices), ("degree", self.degree)):
@@ -71,11 +78,24 @@ class Request:
         for name, value in zip(limits, (getattr(self, name) for name in limits), strict=True):
             if value is not None and not value > 0:
                 raise PlanError(f"{name} = {value}; give a number above 0")
+        self._check_relax()
         if self.objective == "time-to-quality" and self.noise is None:
             raise PlanError(
                 "the objective time-to-quality needs to know how many samples a quality takes at each batch; give the "
                 "critical batch and the least samples (measured by a run, or assumed)"
             )
+
+    def _check_relax(self) -> None:
+        sync = self.script.sync
+        if self.relax != "exact" and (sync.mode != "synchronous" or sync.compress is not None):
+            said = sync_in_words(sync) if sync.compress is None else compression_in_words(sync.compress)
+            raise PlanError(
+                f"the dial is at {self.relax}, which chooses how gradients and replicas are kept together, and "
+                f"{said} says how; leave one out"
+            )
+        for words, factor in self.samples.items():
+            if not factor > 0:
+                raise PlanError(f"samples of {words} = {factor}; give a number above 0, such as 1.1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,11 +140,33 @@ class Coverage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Dial:
+    """What opening the dial brought. `way`: the best one found, as a user types it; empty where none is better.
+
+    `exact_step_s`, `step_s`: of the best exact plan and of the best that goes this way; `samples`: how many times the
+    samples of exact training it is counted with, and the `evidence` of that. It is `chosen` where it takes less with
+    them, also if links are `links` times as fast as predicted and its kernels `kernels` times as slow.
+    """
+
+    relax: Relax
+    chosen: bool = False
+    way: str = ""
+    exact_step_s: float
+    step_s: float
+    samples: float = 1.0
+    evidence: Evidence = "assumed"
+    links: float = 1.0
+    kernels: float = 1.0
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     """The plan chosen, its prediction, and the others, the fastest first. `remarks`: the choice in plain words.
 
     `changes`: what would have to change for another plan to win. `nodes`: the cluster's kinds of nodes in the order in
-    which ranks are seated; the cluster's own order where it is empty.
+    which ranks are seated; the cluster's own order where it is empty. `dial`: what ways to send less would bring, where
+    the request allows any.
     """
 
     model: str
@@ -138,4 +180,5 @@ class Choice:
     changes: tuple[str, ...] = ()
     coverage: Coverage | None = None
     nodes: tuple[str, ...] = ()
+    dial: Dial | None = None
     version: int = 1

@@ -6,7 +6,7 @@ from tutti.plan.choice import Alternative, Choice, Coverage, Totals
 from tutti.plan.objectives import duration, shown_value
 from tutti.plan.words import mesh_words, settings_words
 from tutti.predict.words import count, nbytes, seconds
-from tutti.spec.plan import Plan
+from tutti.spec.plan import Plan, Sync
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ def explain(choice: Choice) -> str:
 def _ranks(plan: Plan) -> str:
     settings, mesh = settings_words(plan), mesh_words(plan)
     if mesh in ("1 rank", f"replicate {plan.world_size}"):
-        return count(plan.world_size, "rank")
+        return count(plan.world_size, "rank") + (f" ({settings})" if plan.sync != Sync() and settings else "")
     return f"{count(plan.world_size, 'rank')} as {mesh}" + (f" ({settings})" if settings else "")
 
 

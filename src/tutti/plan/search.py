@@ -14,6 +14,7 @@ from tutti.plan.nothing import no_fit, nothing_keeps, smallest
 from tutti.plan.polish import polish
 from tutti.plan.quality import batches_to_try
 from tutti.plan.reasons import remarks, why
+from tutti.plan.relaxed import open_dial
 from tutti.plan.scenarios import changes
 from tutti.predict import predict
 from tutti.spec.cluster import ClusterSpec
@@ -36,12 +37,23 @@ def choose(
     clock: Clock | None = None,
     limit_s: float = math.inf,
 ) -> Choice:
-    """The plan with the least of the request's objective among those that fit in memory and keep its limits.
+    """The plan with the least of the request's objective among those that fit in memory and keep its limits; exact, or
+    going a way that the request's dial allows (plan.relaxed).
 
     Among plans within 2 % of it, the one with the fewest devices, then the script's own precision, then the fewest
     mechanisms and microbatches. `clock` (seconds) and `limit_s` end a long search early; what that leaves open is in
     the choice's coverage. Raises PlanError where nothing fits or nothing can be costed, with the numbers.
     """
+    choice = _exact_choice(model, cluster, dataclasses.replace(request, relax="exact"), clock, limit_s)
+    if request.relax == "exact":
+        return choice
+    return open_dial(model, cluster, request, choice, clock, limit_s)
+
+
+def _exact_choice(
+    model: ModelSpec, cluster: ClusterSpec, request: Request, clock: Clock | None, limit_s: float
+) -> Choice:
+    """The best plan whose sums are as the script has them."""
     objectives.check(cluster, request)
     if request.scope == "all" or request.mesh is not None or request.demanded:
         return _search(model, cluster, request, clock, limit_s)

@@ -3,6 +3,7 @@
 from tutti.predict.words import count
 from tutti.spec.compression import compression_in_words
 from tutti.spec.plan import Plan
+from tutti.spec.sync_words import sync_in_words
 from tutti.spec.words import AxisName
 
 _ZERO = {1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
@@ -30,6 +31,8 @@ def settings_words(plan: Plan) -> str:
         found.append("space " + "x".join(map(str, plan.space_grid)))
     if plan.sync.compress is not None:
         found.append(f"gradients as {compression_in_words(plan.sync.compress)}")
+    if plan.sync.mode != "synchronous":
+        found.append(f"replicas {sync_in_words(plan.sync)}")
     again = recompute_words(plan)
     if again != "none":
         of = [rule.modules for rule in plan.layout if rule.recompute]

@@ -6,25 +6,39 @@ is the least that its thin matrices can be.
 
 import math
 from collections.abc import Iterable
-from typing import Final
+from dataclasses import replace
+from typing import Final, get_args
+
+import numpy as np
 
 from tutti.predict.compute import Array
 from tutti.predict.groups import Group
 from tutti.predict.overlap import Bucket
-from tutti.spec.cluster import DeviceKind
-from tutti.spec.compression import bucket_sent_nbytes
+from tutti.spec.cluster import CompressRate, DeviceKind, DeviceSpec
+from tutti.spec.compression import Compression, bucket_sent_nbytes, compression_in_words, parse_compression
 from tutti.spec.plan import Plan
-from tutti.spec.words import AxisName
+from tutti.spec.words import AxisName, CompressMethod
 
 VALUE_NBYTES: Final = 4
 """Bytes of a gradient's value: models in other dtypes are rare, and their plans rarer."""
 
 KERNEL_S_PER_VALUE: Final[dict[DeviceKind, float]] = {"cpu": 8e-9, "cuda": 1.5e-10}
-"""Seconds to encode, add up, encode again and decode a value. Assumed: one-bit with error feedback was timed at 3.5 to
-4.1 ns and decoding at 1.4 to 2.2 on one CPU core, the other methods not; CUDA from memory passes."""
+"""Seconds to encode, add up, encode again and decode a value, where `tutti probe` has not measured the method on the
+device. Assumed: one-bit with error feedback was timed at 3.5 to 4.1 ns and decoding at 1.4 to 2.2 on one CPU core; CUDA
+from memory passes."""
+
+KERNEL_MARGIN: Final = {"measured": 0.5, "assumed": 1.0}
+"""Half-width of the interval of time in the kernels, relative. Measured ones are of a process alone: backward and other
+ranks take bandwidth from them."""
 
 _EXACT: Final[tuple[AxisName, ...]] = ("split", "stage")
 """Sums over these axes are exact (runtime.compressed)."""
+
+_BACK: Final[dict[CompressMethod, str]] = {"top16-q4": "qsgd"}
+"""What sums are written with on the way back, where that is another code."""
+
+_GATHERED: Final[tuple[CompressMethod, ...]] = ("top-k", "dgc")
+"""Every rank decodes the codes of all of them, and encodes once."""
 
 
 def ratio(plan: Plan, group: Group, axes: tuple[AxisName, ...], nbytes: Array) -> float:
@@ -41,11 +55,73 @@ def ratio(plan: Plan, group: Group, axes: tuple[AxisName, ...], nbytes: Array) -
     return bucket_sent_nbytes(how, shapes, group.ranks, VALUE_NBYTES) / exact
 
 
-def kernel_s(plan: Plan, kind: DeviceKind, written: float, nbytes: float) -> float:
-    """Seconds in the kernels for a bucket of `nbytes`; 0 where its `ratio`, `written`, is that of an exact sum."""
-    if plan.sync.compress is None or written == 1.0:
+def kernel_s(plan: Plan, device: DeviceSpec, ranks: int, written: float, nbytes: float) -> float:
+    """Seconds in the kernels for a bucket of `nbytes` that `ranks` sum; 0 where its `ratio`, `written`, is that of an
+    exact sum. In two phases a rank writes all of it, adds up as much, writes its part of the sum and reads all parts.
+    """
+    how = plan.sync.compress
+    if how is None or written == 1.0:
         return 0.0
-    return KERNEL_S_PER_VALUE[kind] * nbytes / VALUE_NBYTES
+    numel = nbytes / VALUE_NBYTES
+    there = rates_of(device, how)
+    if not there:
+        return KERNEL_S_PER_VALUE[device.kind] * numel
+    encode, decode = _seconds(there, numel)
+    if how.method == "powersgd":
+        return encode + decode
+    if how.method in _GATHERED:
+        return encode + ranks * decode
+    back = _BACK.get(how.method)
+    again = rates_of(device, parse_compression(back)) if back is not None else there
+    encode_back, decode_back = _seconds(again or there, numel)
+    return encode + decode + encode_back / ranks + decode_back
+
+
+def rates_of(device: DeviceSpec, how: Compression) -> tuple[CompressRate, ...]:
+    """What is known of a method on a device, by size: of its very settings, else of the method with others."""
+    words = compression_in_words(how)
+    exactly = tuple(rate for rate in device.compress_rates if rate.method == words)
+    if exactly:
+        return exactly
+    alike = [rate for rate in device.compress_rates if rate.method.partition(",")[0] == how.method]
+    return tuple(rate for rate in alike if rate.method == alike[-1].method)
+
+
+def kernel_margin(device: DeviceSpec, plan: Plan) -> float:
+    """Half-width of the interval of the kernels' time under a plan, relative; 0 where nothing is compressed."""
+    how = plan.sync.compress
+    if how is None:
+        return 0.0
+    return KERNEL_MARGIN["measured" if rates_of(device, how) else "assumed"]
+
+
+def slowed(device: DeviceSpec, factor: float) -> DeviceSpec:
+    """The device with kernels that take `factor` times as long, what is assumed of them too."""
+    known = {rate.method.partition(",")[0] for rate in device.compress_rates}
+    each, size = KERNEL_S_PER_VALUE[device.kind], 2**20
+    assumed = [
+        CompressRate(method=method, numel=size, encode_s=each * size / 2, decode_s=each * size / 4)
+        for method in get_args(CompressMethod)
+        if method not in known
+    ]
+    rates = tuple(
+        replace(rate, encode_s=rate.encode_s * factor, decode_s=rate.decode_s * factor)
+        for rate in (*device.compress_rates, *assumed)
+    )
+    return replace(device, compress_rates=rates)
+
+
+def kernel_notes(plan: Plan, device: DeviceSpec) -> tuple[str, ...]:
+    """Where the time in the kernels comes from."""
+    how = plan.sync.compress
+    if how is None or plan.world_size == 1:
+        return ()
+    if rates_of(device, how):
+        return (f"kernels of {how.method}: as measured by tutti probe on {device.name}",)
+    return (
+        f"assumed: kernels of {how.method} take {KERNEL_S_PER_VALUE[device.kind] * 1e9:g} ns a value; tutti probe "
+        "measures them",
+    )
 
 
 def kept_nbytes(plan: Plan, fused: Iterable[Bucket]) -> float:
@@ -55,3 +131,15 @@ def kept_nbytes(plan: Plan, fused: Iterable[Bucket]) -> float:
         return 0.0
     tensors = 2 if how.method == "dgc" else 1
     return 2 * tensors * sum(bucket.nbytes for bucket in fused)
+
+
+def _seconds(rates: tuple[CompressRate, ...], numel: float) -> tuple[float, float]:
+    """(encode, decode) of so many values: between measured sizes straight lines, beyond them the nearest rate."""
+    known = sorted(rates, key=lambda rate: rate.numel)
+    sizes = np.array([rate.numel for rate in known], dtype=float)
+    inside = float(np.clip(numel, sizes[0], sizes[-1]))
+    beyond = max(1.0, numel / float(sizes[-1]))
+    return tuple(  # type: ignore[return-value]
+        float(np.interp(inside, sizes, [getattr(rate, name) for rate in known])) * beyond
+        for name in ("encode_s", "decode_s")
+    )

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from tutti.errors import PlanError
 from tutti.predict import constants
+from tutti.predict.compressed import kernel_notes
 from tutti.predict.compute import Worker
 from tutti.predict.counts import samples_of
 from tutti.predict.cuts import stages_of
@@ -15,6 +16,7 @@ from tutti.predict.memory import held_by_stage, kept, rank_memory
 from tutti.predict.network import Link
 from tutti.predict.overlap import Bucket, Exchange
 from tutti.predict.placement import Seat, place
+from tutti.predict.relaxed import EXCHANGES, apart_notes
 from tutti.predict.sync import Sync, synchronise
 from tutti.predict.table import model_table
 from tutti.predict.timeline import Line, RankWork, Setting, line_work, lines_of, workers_of
@@ -64,6 +66,8 @@ def predict(model: ModelSpec, cluster: ClusterSpec, plan: Plan) -> Prediction:
         devices=plan.world_size,
         notes=(
             *time_notes(seats, seats[work.seat], worker, work.limits, exchange, margin),
+            *apart_notes(plan.sync),
+            *kernel_notes(plan, seats[work.seat].device),
             *_axes_notes(setting),
             *((link_note(link),) if link else ()),
             *memory_notes(memory, seat, when),
@@ -85,9 +89,9 @@ class Step:
 def worked_out(model: ModelSpec, cluster: ClusterSpec, plan: Plan) -> Step:
     """Who computes what of a step, with what. Raises PlanError as `predict` does."""
     check_plan(plan)
-    if plan.sync.mode != "synchronous":
+    if plan.sync.mode != "synchronous" and plan.sync.mode not in EXCHANGES:
         raise PlanError(
-            f'sync.mode = "{plan.sync.mode}" is not predicted: a step is costed with gradients summed in it; run it, '
+            f'sync.mode = "{plan.sync.mode}" is not predicted: what its replicas exchange is not known here; run it, '
             'or predict with sync.mode = "synchronous"'
         )
     samples = _samples(model, plan)

@@ -10,6 +10,7 @@ from tutti.predict.compute import Array
 from tutti.predict.division import Division
 from tutti.predict.groups import Group, Network
 from tutti.predict.overlap import TIERS, Bucket, Exchange, Taken, buckets, exchange
+from tutti.predict.relaxed import Trained, exchanged_apart
 from tutti.predict.sharding import Costs
 from tutti.predict.table import Flags, ModelTable
 from tutti.spec.cluster import DeviceKind
@@ -80,19 +81,21 @@ def synchronise(
     """The sums of the modules `own`, which begin in the last microbatch's backward. `passes`: seconds by module of a
     microbatch's forward and backward, its exchanges included; `taken`: when those have the links."""
     kind = net.seats[0].device.kind
+    if plan.sync.mode != "synchronous":
+        return _apart(columns, net, plan, microbatches * float(passes[0].sum() + passes[1].sum()))
     if plan.degree("shard") > 1 and plan.sharding.level > 1:
         return _divided(columns, part, net, plan, passes, microbatches, taken)
     sums = summed(columns, part, net, plan, own)
     pairs = fused(sums, plan)
     backward = passes[1][own][::-1]
     busy = taken.backward[:, own][:, ::-1]
-    written = {id(one.group): one.written for one in sums}
+    device, written = net.seats[0].device, {id(one.group): one.written for one in sums}
     times = {(bucket.nbytes, id(group)): 0.0 for bucket, group in pairs}  # equal blocks make equal buckets
     for bucket, group in pairs:
-        share = written[id(group)]
+        share, nbytes = written[id(group)], bucket.nbytes
         seconds = times[bucket.nbytes, id(group)]
         if not seconds:
-            seconds = group.all_reduce(bucket.nbytes * share) + kernel_s(plan, kind, share, bucket.nbytes)
+            seconds = group.all_reduce(nbytes * share) + kernel_s(plan, device, group.ranks, share, nbytes)
         times[bucket.nbytes, id(group)] = seconds
     done = exchange(
         backward.tolist(),
@@ -103,12 +106,30 @@ def synchronise(
         after=[float(taken.after[TIERS.index(group.tier)]) for _, group in pairs],
     )
     sent = sum(2 * (one.group.ranks - 1) / one.group.ranks * float(one.nbytes.sum()) * one.written for one in sums)
+    kernels = sum(kernel_s(plan, device, group.ranks, written[id(group)], bucket.nbytes) for bucket, group in pairs)
     gathered = _states(columns, part, net, plan, own, kind)
+    taken_s = gathered[0] + _beside(done, kernels, 1 if kind == "cuda" else net.seats[0].threads)
     return Sync(
-        exchange=Exchange(total_s=done.total_s + gathered[0], exposed_s=done.exposed_s + gathered[0]),
+        exchange=Exchange(total_s=done.total_s + gathered[0], exposed_s=done.exposed_s + taken_s),
         sent_nbytes=sent + gathered[1],
         buckets=tuple(bucket for bucket, _ in pairs),
     )
+
+
+def _beside(done: Exchange, kernels_s: float, cores: int) -> float:
+    """Seconds that kernels hidden behind backward take from it: of one thread's time, one of the rank's `cores`."""
+    return (done.total_s - done.exposed_s) * kernels_s / done.total_s / cores if kernels_s else 0.0
+
+
+def _apart(columns: ModelTable, net: Network, plan: Plan, behind_s: float) -> Sync:
+    """What replicas that differ exchange, none of it gradients."""
+    trained = Trained(
+        parameters=float(columns.gradients.sum()),
+        optimizer=float(columns.optimizer.sum()),
+        statistics=float(columns.buffers.sum()),
+    )
+    done = exchanged_apart(plan.sync, net.group("replicate"), net.seats[0], trained, behind_s)
+    return Sync(exchange=done.exchange, sent_nbytes=done.sent_nbytes, buckets=())
 
 
 def _share(kind: DeviceKind, *groups: Group) -> float:

@@ -41,6 +41,22 @@ class MemoryRate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CompressRate:
+    """Seconds that one process takes to write a gradient of `numel` float32 values in fewer bytes (`encode_s`, with
+    what is kept back) and to add what such a message says to a sum (`decode_s`).
+
+    `method`: as after --compress (top-k; powersgd,rank=2); of powersgd, whose parts are no messages, all is in
+    `encode_s`, for one square matrix.
+    """
+
+    method: str
+    numel: int
+    encode_s: float
+    decode_s: float
+    spread: float = 0.0  # of encoding: (max - min) / median over the repeats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpec:
     """One kind of device.
 
@@ -49,6 +65,7 @@ class DeviceSpec:
     data sheet; `gemm_concurrent`: of several at once, which is what data-parallel ranks sharing a CPU get.
     `memory_rates`: both kinds. `cores`: of a CPU device, shared by its ranks. `efficiency`: rates of operator kinds
     relative to a square product of as many FLOPs, where they are known better than what is assumed of all devices.
+    `compress_rates`: of writing gradients in fewer bytes, measured; where a method has none, its time is assumed.
     """
 
     name: str
@@ -59,6 +76,7 @@ class DeviceSpec:
     gemm: tuple[GemmRate, ...] = ()
     gemm_concurrent: tuple[GemmRate, ...] = ()
     memory_rates: tuple[MemoryRate, ...] = ()
+    compress_rates: tuple[CompressRate, ...] = ()
     kernel_overhead_s: float = 0.0
     efficiency: dict[OpKind, float] = field(default_factory=dict)
     cores: int = 0

@@ -94,5 +94,9 @@ post-local: synchronous first; one-shot: averaged at the end; diloco: an outer o
 adasum: changes are added as far as they are orthogonal; ring, shift-one, push: mixed with neighbours on a ring, with a
 partner that changes, with what others push; elastic: drawn to a centre that is drawn to them."""
 
+Relax = Literal["exact", "reduced", "relaxed"]
+"""How far the planner may leave what one device computes, to send less. exact: not at all; reduced: gradients may be
+summed in fewer bytes; relaxed: replicas may differ between exchanges, too."""
+
 LastBatch = Literal["keep", "drop"]
 """What happens to an epoch's short last batch."""

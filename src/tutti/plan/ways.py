@@ -1,0 +1,110 @@
+"""Ways to send less that the planner may choose where the dial is opened: one table, open to additions.
+
+A way changes what is computed, so it may take more samples to the same quality. How many is known of few: an unbiased
+code adds a variance to the gradient's noise that can be worked out; for all others an allowance is counted, which is
+assumed, until past runs have measured it (Request.samples).
+"""
+
+import math
+from dataclasses import dataclass, field, replace
+
+from tutti.plan.choice import Request
+from tutti.spec.compression import Compression, compression_in_words
+from tutti.spec.plan import Plan, Sync
+from tutti.spec.relaxed import Relaxed
+from tutti.spec.sync_words import sync_in_words
+from tutti.spec.words import Evidence, Relax, SyncMode
+
+DIALS: tuple[Relax, ...] = ("exact", "reduced", "relaxed")
+"""From exact to relaxed; each allows what those before it do."""
+
+KEPT_BACK = 1.1
+"""Allowance for codes that keep back what they do not send. Assumed: on handwritten digits (4 ranks, 440 steps) they
+reach what exact sums do after as many steps (tests/runtime/test_compressed_digits_multirank.py), larger tasks may not.
+"""
+
+APART = 1.25
+"""Allowance for replicas that differ, up to `LONGEST` updates. Assumed, as above; it is more, because averaging takes
+away what no later step brings back."""
+
+LONGEST = 16
+"""Updates between two exchanges that the planner goes to by itself. Longer ones are for the user to ask for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One way. `variance`: what an unbiased code adds to a gradient's square; `samples`: else, the allowance."""
+
+    dial: Relax
+    compress: Compression | None = None
+    mode: SyncMode = "synchronous"
+    relaxed: Relaxed = field(default_factory=Relaxed)
+    variance: float | None = None
+    samples: float = 1.0
+
+    @property
+    def words(self) -> str:
+        """As a user types it after --compress or --sync."""
+        if self.compress is not None:
+            return compression_in_words(self.compress)
+        return sync_in_words(Sync(mode=self.mode, relaxed=self.relaxed))
+
+    def of(self, plan: Plan) -> Plan:
+        """The plan that exchanges so."""
+        return replace(plan, sync=replace(plan.sync, mode=self.mode, relaxed=self.relaxed, compress=self.compress))
+
+
+def _code(method: str, variance: float | None = None, samples: float = 1.0, **settings: object) -> Way:
+    how = Compression(method=method, **settings)  # type: ignore[arg-type]
+    return Way(dial="reduced", compress=how, variance=variance, samples=samples)
+
+
+def _apart(mode: SyncMode, period: int) -> Way:
+    return Way(dial="relaxed", mode=mode, relaxed=Relaxed(period=period), samples=APART)
+
+
+WAYS: tuple[Way, ...] = (
+    _code("bfloat16", variance=1e-5),
+    _code("bytegrad", variance=1e-4),
+    _code("qsgd", variance=2e-4, bits=8),
+    _code("qsgd", variance=0.04, bits=4),
+    _code("top16-q4", samples=KEPT_BACK),
+    _code("top-k", samples=KEPT_BACK, density=0.01),
+    _code("powersgd", samples=KEPT_BACK, rank=4),
+    _code("powersgd", samples=KEPT_BACK, rank=2),
+    _code("powersgd", samples=KEPT_BACK, rank=1),
+    *(_apart("local", period) for period in (2, 4, 8, LONGEST)),
+    *(_apart(mode, period) for mode in ("elastic", "ring", "shift-one", "push") for period in (1, 4)),
+)
+"""What is tried. Variances are of normal values in the code's blocks: of rounding to 8 bits of mantissa, of 256 even
+steps over 7 standard deviations, and of levels drawn below the largest of 512 (4 bits: 0.039 was measured).
+
+Not here, and why: one-bit diverges at learning rates that exact sums bear; terngrad adds as much variance as there is;
+dgc needs an optimizer without momentum; DiLoCo's outer optimizer has rates to tune; post-local needs to be told when to
+begin; Adasum changes the step's length with the number of replicas; one average at the end is another training.
+"""
+
+
+def ways(request: Request, steps: int | None) -> list[Way]:
+    """Those that the request's dial allows. Where the number of steps is known, periods stay within its root: assumed
+    after Stich 2018, arXiv 1805.09767, whose bound on them grows so."""
+    allowed = DIALS[: DIALS.index(request.relax) + 1]
+    longest = math.isqrt(steps) if steps is not None else LONGEST
+    return [way for way in WAYS if way.dial in allowed and (way.relaxed.period or 1) <= longest]
+
+
+def samples_of(way: Way, request: Request, plan: Plan) -> tuple[float, Evidence]:
+    """How many times the samples of exact training the way is counted with, and where that comes from.
+
+    Of an unbiased code: noise of variance v beside the gradient's own makes the critical batch 1 + v times as large,
+    and samples grow as batch + critical batch (plan.quality); without a noise scale, 1 + v, which is the most.
+    """
+    measured = request.samples.get(way.words)
+    if measured is not None:
+        return measured, "measured"
+    if way.variance is None:
+        return way.samples, "assumed"
+    if request.noise is None:
+        return 1.0 + way.variance, "assumed"
+    batch, critical = plan.batch.global_batch_size, request.noise.critical_batch
+    return (batch + (1.0 + way.variance) * critical) / (batch + critical), request.noise.evidence

@@ -1,0 +1,180 @@
+"""Exchanges of replicas that may differ (spec.relaxed): bytes and seconds of a step, on average over a period; memory.
+
+One entry a mode in `EXCHANGES`; docs/consistency.md has the equations and papers that the bytes follow from. `n` is the
+bytes of the trained parameters, `p` the replicas. Halves are exchanged in their own width here, which is their least.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from tutti.predict import constants
+from tutti.predict.compute import rank_bandwidth
+from tutti.predict.groups import Group
+from tutti.predict.network import message
+from tutti.predict.overlap import Exchange
+from tutti.predict.placement import Seat
+from tutti.spec.plan import Sync
+from tutti.spec.relaxed import settled
+from tutti.spec.words import SyncMode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchanging:
+    """What replicas of one mode do when they meet.
+
+    `sent`: vectors of n bytes that one of p replicas sends; `seconds`: on the wire, of n bytes; `behind`: it travels
+    while the next step computes. `passes`: how often the rank reads or writes n bytes beside, counted in
+    runtime.consistency; `held`: vectors of n bytes kept between steps; `passing`: more of them during an exchange.
+    """
+
+    sent: Callable[[int], float]
+    seconds: Callable[[Group, float], float]
+    behind: bool = False
+    passes: Callable[[int], float]
+    held: int = 0
+    passing: int = 2
+
+
+def _ring_share(p: int) -> float:
+    return 2 * (p - 1) / p
+
+
+def _sum_s(group: Group, nbytes: float) -> float:
+    return group.all_reduce(nbytes)
+
+
+def _partners(p: int) -> int:
+    return min(2, p - 1)
+
+
+def _neighbours_s(group: Group, nbytes: float) -> float:
+    """To both neighbours on a ring; two replicas are each other's only one."""
+    return _partners(group.ranks) * group.pass_on(nbytes)
+
+
+def _at_distance_s(group: Group, nbytes: float, distance: int) -> float:
+    """Every replica sends to the one `distance` further on: so many of a host's ranks send away at once."""
+    span = group.span
+    if group.network is None:
+        return message(group.link, nbytes)
+    away = min(distance, span.per_host)
+    outside = message(group.network, nbytes * away)
+    return max(outside, message(group.node, nbytes)) if group.node is not None and away < span.per_host else outside
+
+
+def _distances(p: int) -> list[int]:
+    """1, 2, 4, ... below p."""
+    return [1 << power for power in range((p - 1).bit_length())]
+
+
+def _other_half_s(group: Group, nbytes: float) -> float:
+    """To a partner in the other half of the replicas, for hosts in whole halves on another host."""
+    return _at_distance_s(group, nbytes, group.ranks // 2)
+
+
+def _push_s(group: Group, nbytes: float) -> float:
+    times = [_at_distance_s(group, nbytes, distance) for distance in _distances(group.ranks)]
+    return sum(times) / len(times)
+
+
+def _adasum_rounds(p: int) -> list[int]:
+    """Distances of the rounds of a replica that takes part in all; beyond a power of two, one before and one after."""
+    whole = 1 << (p.bit_length() - 1)
+    return [*_distances(whole), *([whole] * 2 if p > whole else [])]
+
+
+def _adasum_s(group: Group, nbytes: float) -> float:
+    return sum(_at_distance_s(group, nbytes, distance) for distance in _adasum_rounds(group.ranks))
+
+
+def _adasum_sent(p: int) -> float:
+    whole = 1 << (p.bit_length() - 1)
+    return float(len(_distances(whole)) + (p > whole))
+
+
+_AVERAGED = Exchanging(sent=_ring_share, seconds=_sum_s, passes=lambda p: 29.0)
+
+EXCHANGES: Mapping[SyncMode, Exchanging] = {
+    "local": _AVERAGED,
+    "post-local": _AVERAGED,
+    "one-shot": _AVERAGED,
+    "diloco": Exchanging(sent=_ring_share, seconds=_sum_s, passes=lambda p: 43.0, held=2, passing=4),
+    "adasum": Exchanging(
+        sent=_adasum_sent, seconds=_adasum_s, passes=lambda p: 12.0 + 25.0 * len(_adasum_rounds(p)), held=1, passing=4
+    ),
+    "ring": Exchanging(
+        sent=_partners, seconds=_neighbours_s, behind=True, passes=lambda p: 6.0 + 6.0 * _partners(p), held=3
+    ),
+    "shift-one": Exchanging(
+        sent=lambda p: 1.0, seconds=_other_half_s, behind=True, passes=lambda p: 12.0, held=2
+    ),
+    "push": Exchanging(sent=lambda p: 1.0, seconds=_push_s, passes=lambda p: 18.0, held=1, passing=3),
+    "elastic": Exchanging(sent=_ring_share, seconds=_sum_s, behind=True, passes=lambda p: 19.0, held=3),
+}  # fmt: skip
+"""What is known of each mode; one without an entry is not predicted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """Bytes on a rank of what is trained, of the optimizer's state, and of running statistics."""
+
+    parameters: float
+    optimizer: float
+    statistics: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Apart:
+    """What replicas that differ exchange in a step, on average: time, and bytes a rank sends."""
+
+    exchange: Exchange
+    sent_nbytes: float
+
+
+def exchanged_apart(sync: Sync, group: Group, seat: Seat, trained: Trained, behind_s: float) -> Apart:
+    """The exchanges of a step on average, of replicas along `group` on `seat`; `behind_s`: seconds of a step's passes,
+    behind which some modes' exchanges travel, on the CPU taking cores from it. Of modes that begin in step, later on.
+    """
+    if group.ranks == 1:
+        return Apart(exchange=Exchange(total_s=0.0, exposed_s=0.0), sent_nbytes=0.0)
+    how, told = EXCHANGES[sync.mode], settled(sync.mode, sync.relaxed)
+    if told.period is None:  # once, when training ends
+        return Apart(exchange=Exchange(total_s=0.0, exposed_s=0.0), sent_nbytes=0.0)
+    n = trained.parameters
+    state = trained.optimizer if told.optimizer_state == "averaged" else 0.0
+    copies_s = how.passes(group.ranks) * n / rank_bandwidth(seat)
+    wire_s = how.seconds(group, n)
+    besides_s = group.all_reduce(state) + group.all_reduce(trained.statistics)  # waited for in every mode
+    waited_s = wire_s
+    if how.behind:
+        hidden_s = min(wire_s, behind_s)
+        share = constants.CPU_COMMUNICATION_SHARE[group.tier] if seat.device.kind == "cpu" else 0.0
+        waited_s = wire_s - hidden_s + share * hidden_s
+    sent = how.sent(group.ranks) * n + _ring_share(group.ranks) * (state + trained.statistics)
+    done = Exchange(
+        total_s=(wire_s + besides_s + copies_s) / told.period,
+        exposed_s=(waited_s + besides_s + copies_s) / told.period,
+    )
+    return Apart(exchange=done, sent_nbytes=sent / told.period)
+
+
+def apart_nbytes(sync: Sync, replicas: int, parameters_nbytes: float) -> float:
+    """Memory of a rank's copies of `parameters_nbytes`: those it keeps and those of an exchange."""
+    how = EXCHANGES.get(sync.mode)
+    return 0.0 if how is None or replicas == 1 else (how.held + how.passing) * parameters_nbytes
+
+
+def apart_notes(sync: Sync) -> tuple[str, ...]:
+    """What a prediction of such a plan says besides."""
+    how = EXCHANGES.get(sync.mode)
+    if how is None:
+        return ()
+    told = settled(sync.mode, sync.relaxed)
+    notes = ["assumed: that replicas differ changes no number of samples; what is computed is another algorithm"]
+    if told.period is None:
+        notes.append("replicas are averaged when training ends: no step exchanges parameters")
+    elif told.period > 1:
+        notes.append(f"a step on average: replicas exchange in one of {told.period} steps")
+    if told.after:
+        notes.append(f"the first {told.after} updates are synchronous, and not in these numbers")
+    return tuple(notes)
