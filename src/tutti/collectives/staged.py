@@ -7,6 +7,7 @@ precisions in float32, so they are bit-identical on all ranks.
 import time
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,6 +50,10 @@ class Staged:
         """Whether all others have left; the room is free then."""
         return self._reading.here()
 
+    def wait_for_readers(self) -> None:
+        """Return when all others have left."""
+        self._settle()
+
     def give_back(self) -> None:
         """Its room may be used again."""
         self._team.forget(self._slot, self._settle)
@@ -75,6 +80,23 @@ class Desk:
         """Memory for a tensor that is exchanged here next, without a copy; after that it is the desk's again."""
         _tidy(self._under_way)
         return self._staging.lend(numel, dtype)
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a flat tensor, to be exchanged here again and again without one. It must not change while others
+        may read it: `settle` first.
+        """
+        return self._staging.keep(tensor)
+
+    def settle(self, left: int = 0) -> None:
+        """Wait until all others have read what this rank has exchanged here and done with, but for the `left` last."""
+        _tidy(self._under_way)
+        while len(self._under_way) > left:
+            self._under_way[0].wait_for_readers()
+            self._under_way.pop(0).give_back()
+
+    def share(self, mine: torch.Tensor, read: Callable[[list[torch.Tensor]], None]) -> "Work":
+        """Let all ranks read `mine`; `read` is called with every rank's, flat, once all have started; wait for it."""
+        return Sharing(self.put(mine), read)
 
     def reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         """Replace `tensor` by the sum (or maximum) over ranks."""
@@ -137,6 +159,15 @@ class Work(ABC):
     @abstractmethod
     def _read(self, tensors: list[torch.Tensor]) -> None:
         """Take what this rank needs of all ranks' tensors."""
+
+
+class Sharing(Work):
+    def __init__(self, exchange: Staged, read: Callable[[list[torch.Tensor]], None]) -> None:
+        super().__init__(exchange)
+        self._take = read
+
+    def _read(self, tensors: list[torch.Tensor]) -> None:
+        self._take(tensors)
 
 
 class Gathering(Work):

@@ -1,11 +1,12 @@
-"""Rooms for what is copied into shared memory to be read there: taken, given back, and taken again."""
+"""Rooms for what is read in shared memory: copied there and given back, to be taken again; or kept there for good."""
 
 import torch
 
 from tutti.collectives.rooms import Room
-from tutti.collectives.team import Team
+from tutti.collectives.team import ROOMS, Team
 
 _LEAST_NBYTES = 4096
+_MOST_KEPT = ROOMS // 2
 
 
 class Staging:
@@ -16,11 +17,16 @@ class Staging:
         self._rooms: dict[int, Room] = {}
         self._free: dict[int, list[int]] = {}
         self._lent: dict[int, int] = {}
+        self._kept: dict[int, int] = {}
+        self._lasting: set[int] = set()
 
     def put(self, flat: torch.Tensor) -> int:
-        """Copy a flat tensor into a free room, if it is not one that was lent; returns the room's number."""
-        if flat.data_ptr() in self._lent:
-            return self._lent.pop(flat.data_ptr())
+        """Copy a flat tensor into a free room, if it is not in one by `lend` or `keep`; returns the room's number."""
+        place = flat.data_ptr()
+        if place in self._lent:
+            return self._lent.pop(place)
+        if place in self._kept:
+            return self._kept[place]
         number = self._take(flat.numel() * flat.element_size())
         self._rooms[number].tensor(flat.dtype, flat.numel()).copy_(flat)
         return number
@@ -34,6 +40,17 @@ class Staging:
         self._lent[tensor.data_ptr()] = number
         return tensor
 
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a flat tensor in a room that lasts, where `put` finds it; or itself, if there is none."""
+        if not tensor.numel() or len(self._kept) == _MOST_KEPT:
+            return tensor
+        number, room = self._team.new_room(tensor.numel() * tensor.element_size())
+        self._rooms[number] = room
+        kept = room.tensor(tensor.dtype, tensor.numel()).copy_(tensor)
+        self._kept[kept.data_ptr()] = number
+        self._lasting.add(number)
+        return kept
+
     def _take(self, nbytes: int) -> int:
         nbytes = max(_LEAST_NBYTES, 1 << max(nbytes - 1, 0).bit_length())  # what nobody touches takes no memory
         free = self._free.setdefault(nbytes, [])
@@ -46,4 +63,5 @@ class Staging:
 
     def give(self, number: int) -> None:
         """Nobody reads this room any more."""
-        self._free[self._rooms[number].nbytes].append(number)
+        if number not in self._lasting:
+            self._free[self._rooms[number].nbytes].append(number)

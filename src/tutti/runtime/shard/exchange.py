@@ -5,8 +5,9 @@ threads that is not given back, and its reduce-scatter takes two to three times 
 there both are made of what sends from and receives into the tensors themselves.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,16 +21,25 @@ _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_ga
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
+Rows = Sequence[torch.Tensor] | torch.Tensor
+"""A flat tensor of every rank, in their order."""
+
+
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Something on its way. `tensors`: what is sent and received; they must live so long."""
+    """Something on its way, to be waited for once. `tensors`: what is sent and received, if not in shared memory; they
+    must live so long. `then`: what to do with it once it is there.
+    """
 
     flight: Flight | None
-    tensors: tuple[torch.Tensor, ...]
+    tensors: tuple[torch.Tensor, ...] = ()
+    then: Callable[[], None] | None = None
 
     def wait(self) -> None:
         if self.flight is not None:
             self.flight.wait()
+        if self.then is not None:
+            self.then()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +59,19 @@ class Party:
 
     def buffer(self, rooms: Rooms, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory for a tensor that these ranks exchange next: of the desk, whose it is then again, or of `rooms`."""
-        return rooms.take(numel, dtype, device) if self.desk is None else self.desk.lend(numel, dtype)
+        if self.desk is None:
+            return rooms.take(numel, dtype, device)
+        self.desk.settle(left=1)  # or ranks that are behind would have this one take more and more
+        return self.desk.lend(numel, dtype)
+
+    def shown(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A flat tensor, moved to where these ranks can read it, if there is such a place for it."""
+        return tensor if self.desk is None or tensor.device.type != "cpu" else self.desk.keep(tensor)
+
+    def settle(self) -> None:
+        """Wait until all have read what this rank lets them read in place."""
+        if self.desk is not None:
+            self.desk.settle()
 
     @property
     def rows(self) -> bool:
@@ -57,21 +79,29 @@ class Party:
         return self.desk is None and dist.get_backend(self.handle) == "gloo"
 
 
-def gather(segments: torch.Tensor, mine: torch.Tensor, party: Party) -> Exchange:
-    """Every rank's `mine` into its row of `segments`, (degree, size), on all ranks."""
-    nbytes, lane, group = (len(segments) - 1) * mine.numel() * mine.element_size(), party.lane, party.handle
+def gather(
+    mine: torch.Tensor, party: Party, rows: Callable[[], torch.Tensor], read: Callable[[Rows], None]
+) -> Exchange:
+    """Every rank's `mine`, flat and of one size, to all: `read` is called with them in the order of ranks.
+
+    In shared memory they are read where they lie: `mine` must not change until the party has settled. Elsewhere they
+    come into what `rows` makes, (ranks, size).
+    """
+    lane, group = party.lane, party.handle
+    rank, degree = dist.get_rank(group), dist.get_world_size(group)
+    nbytes = (degree - 1) * mine.numel() * mine.element_size()
     if party.desk is not None:
-        return Exchange(lane.start([party.desk.gather(segments, mine)], nbytes), (segments,))
+        return Exchange(lane.start([party.desk.share(mine, read)], nbytes))
+    segments = rows()
     if mine.device.type != "cpu":
         works = [_all_gather(segments.view(-1), mine, group=group, async_op=True)]
-        return Exchange(lane.start(works, nbytes), (segments, mine))
-    rank, degree = dist.get_rank(group), dist.get_world_size(group)
+        return Exchange(lane.start(works, nbytes), (segments, mine), partial(read, segments))
     others = [(rank + step) % degree for step in range(1, degree)]
     works = [dist.irecv(segments[other], group=group, group_src=other) for other in others[::-1]]
     works += [dist.isend(mine, group=group, group_dst=other) for other in others]
     flight = lane.start(works, nbytes)
     segments[rank].copy_(mine)
-    return Exchange(flight, (segments, mine))
+    return Exchange(flight, (segments, mine), partial(read, segments))
 
 
 def scatter_sum(buffer: torch.Tensor, received: torch.Tensor, party: Party) -> Exchange:
@@ -86,7 +116,7 @@ def scatter_sum(buffer: torch.Tensor, received: torch.Tensor, party: Party) -> E
         work = dist.all_to_all_single(received, buffer, group=party.handle, async_op=True)
     else:
         work = _reduce_scatter(received[0], buffer.view(-1), group=party.handle, async_op=True)
-    kept = (received,) if party.desk is not None else (buffer, received)
+    kept = () if party.desk is not None else (buffer, received)
     return Exchange(party.lane.start([work], buffer[1:].numel() * buffer.element_size()), kept)
 
 

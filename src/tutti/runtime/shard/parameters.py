@@ -69,6 +69,7 @@ class Parameters(Shards):
                         "its part; use the optimizer's weight decay instead of a penalty, or sharding level 1"
                     )
         self._sums.finish()
+        self._passes.party.settle()  # who is behind may still read what the update will change
         self._sent_nbytes = self._passes.sent_nbytes + self._sums.sent_nbytes
         self._passes.sent_nbytes = self._sums.sent_nbytes = 0
 

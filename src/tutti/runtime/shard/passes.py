@@ -140,6 +140,8 @@ class Passes:
                 unit.held = True
             else:
                 unit.drop("shard")
+        if not call.hold:
+            self.party.settle()  # parameters may change before the next pass: at a load, say
 
     def _watch(self, call: Call, unit: Unit, output: Any) -> None:
         """Have backward gather the unit before it enters the module through `output`."""

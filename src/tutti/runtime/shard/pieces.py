@@ -81,8 +81,8 @@ class Pieces:
             sizes.append(offset)
         return cls(ranks=tuple(ranks), size=max(sizes))
 
-    def scatter(self, segments: torch.Tensor, wholes: Sequence[torch.Tensor]) -> None:
-        """Write all ranks' segments, (degree, at least size), into the whole tensors."""
+    def scatter(self, segments: Iterable[torch.Tensor], wholes: Sequence[torch.Tensor]) -> None:
+        """Write all ranks' segments, each of at least `size`, into the whole tensors."""
         pairs = list(self._pairs(segments, wholes))
         torch._foreach_copy_([to for to, _ in pairs], [part for _, part in pairs])
 
@@ -97,7 +97,7 @@ class Pieces:
                     piece.within(segment).zero_()
 
     def _pairs(
-        self, segments: torch.Tensor, wholes: Sequence[torch.Tensor | None]
+        self, segments: Iterable[torch.Tensor], wholes: Sequence[torch.Tensor | None]
     ) -> "list[tuple[torch.Tensor, torch.Tensor]]":
         found = []
         for segment, pieces in zip(segments, self.ranks, strict=True):

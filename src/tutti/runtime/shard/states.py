@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from tutti.runtime.layout import Layout
 from tutti.runtime.shard.elementwise import is_elementwise
-from tutti.runtime.shard.exchange import Exchange, Party, gather
+from tutti.runtime.shard.exchange import Party, gather
 from tutti.runtime.shard.pieces import Loads, Piece, Pieces, even_bounds
 from tutti.runtime.shard.shards import Shards
 from tutti.runtime.traffic import Flight
@@ -175,16 +175,15 @@ class States(Shards):
             finish()
 
     def _gather(self, parameters: list[nn.Parameter], pieces: Pieces) -> Callable[[], None]:
-        wholes = [p.data for p in parameters]
-        segments = torch.empty(self._degree, pieces.size, dtype=wholes[0].dtype, device=wholes[0].device)
-        desk = self._party.desk
-        mine = torch.empty_like(segments[0]) if desk is None else desk.lend(pieces.size, segments.dtype)
+        wholes, desk = [p.data for p in parameters], self._party.desk
+        empty = partial(torch.empty, dtype=wholes[0].dtype, device=wholes[0].device)
+        mine = empty(pieces.size) if desk is None else desk.lend(pieces.size, wholes[0].dtype)
         mine.zero_()
         for piece, whole in zip(pieces.ranks[self._rank], wholes, strict=True):
             piece.within(mine).copy_(piece.of(whole))
-        work = gather(segments, mine, self._party)
         self._sent_nbytes += (self._degree - 1) * mine.numel() * mine.element_size()
-        return partial(_unpack, work, pieces, segments, wholes)
+        rows = partial(empty, self._degree, pieces.size)
+        return gather(mine, self._party, rows, partial(pieces.scatter, wholes=wholes)).wait
 
     def _broadcast(self, parameter: nn.Parameter, owner: int) -> Callable[[], None]:
         values = parameter.data.contiguous()
@@ -202,11 +201,6 @@ def _spread(parameters: list[nn.Parameter], loads: Mapping[nn.Parameter, list[in
         owners[parameter] = owner = so_far.index(min(so_far))
         so_far[owner] += parameter.numel()
     return [(p, owners[p]) for p in parameters]
-
-
-def _unpack(work: Exchange, pieces: Pieces, segments: torch.Tensor, wholes: list[torch.Tensor]) -> None:
-    work.wait()
-    pieces.scatter(segments, wholes)
 
 
 def _take(work: Flight, values: torch.Tensor, parameter: nn.Parameter) -> None:

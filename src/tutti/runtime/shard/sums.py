@@ -71,9 +71,7 @@ class Sums:
         party = self._parties[("shard",)]
         buffer, there = pack.take_gradients(party)
         self.sent_nbytes += buffer[1:].numel() * buffer.element_size()
-        numel = buffer.numel() if party.rows else buffer.shape[1]
-        received = pack.rooms.take(numel, buffer.dtype, buffer.device)
-        received = received.view(-1, buffer.shape[1])
+        received = pack.receiving(buffer, party)
         return _Flight(pack, there, received, scatter_sum(buffer, received, party))
 
     def _land(self, flight: _Flight) -> None:
@@ -84,7 +82,7 @@ class Sums:
         part, flight.landed = flight.pack.sum_of(flight.received), True
         for buffer in flight.exchange.tensors:
             flight.pack.rooms.give(buffer)
-        flight.received, flight.exchange = part, Exchange(None, ())
+        flight.received, flight.exchange = part, Exchange(None)
         others = flight.pack.others
         if others:
             flight.exchange, nbytes = start_sum(part, self._parties[others])

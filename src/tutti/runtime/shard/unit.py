@@ -12,9 +12,10 @@ from typing import Literal
 import torch
 from torch import nn
 
-from tutti.runtime.shard.exchange import Exchange, Party, gather
+from tutti.runtime.shard.exchange import Exchange, Party, Rows, gather
 from tutti.runtime.shard.pieces import Pieces, even_bounds
-from tutti.runtime.shard.rooms import Rooms, rounded
+from tutti.runtime.shard.rooms import Rooms
+from tutti.runtime.shard.wholes import Memory, memory_of
 from tutti.spec.words import AxisName
 
 Place = tuple[nn.Module, str]
@@ -89,12 +90,11 @@ class Pack:
                     whole=_like(parameter, absent, trainable=False),
                 )
             )
-        # all wholes lie in one storage, whose memory comes and goes: equal blocks ask for equal amounts
-        self._memory = torch.empty(0, dtype=self.flat.dtype, device=self.device)
-        self._whole_numel = sum(one.absent.numel() for one in self.parameters)
+        self._memory: Memory | None = None
         self._summed: torch.Tensor | None = None
         self._gathered: torch.Tensor | None = None
         self._exchange: Exchange | None = None
+        self._shown = False
 
     @property
     def nbytes(self) -> int:
@@ -105,43 +105,62 @@ class Pack:
         """Have memory, where there was none; wholes will be on `device`."""
         self.flat = flat.to(device if self.home.type == "meta" else self.home)
         self.device = device
-        self._memory = torch.empty(0, dtype=self.flat.dtype, device=device)
         for one, piece in zip(self.parameters, self.mine, strict=True):
             one.shard = _like(one.shard, piece.within(self.flat), trainable=one.shard.requires_grad)
 
     def launch(self, party: Party) -> None:
         """Start to gather the whole parameters."""
-        source = self.flat.to(self.device)
-        self._gathered = self.rooms.take(self.degree * source.numel(), source.dtype, self.device).view(self.degree, -1)
-        self._exchange = gather(self._gathered, source, party)
+        if not self._shown:
+            self._move(party.shown(self.flat))
+            self._shown = True
+        self._exchange = gather(self.flat.to(self.device), party, self._rows, self._place)
 
     def fill(self, arrived: Callable[[torch.Tensor], None]) -> None:
-        """Wait for what was launched, and put it into the whole parameters."""
-        assert self._gathered is not None
+        """Wait for what was launched, and have it in the whole parameters."""
         assert self._exchange is not None
-        self._exchange.wait()
-        self._memory.untyped_storage().resize_(rounded(self._whole_numel * self.flat.element_size()))
-        offset = 0
-        for one in self.parameters:
-            if one.whole.is_meta:
-                view = self._memory.as_strided(one.absent.size(), one.absent.stride(), offset)
-                one.whole = _like(one.absent, view, trainable=False)
-            offset += one.whole.numel()
-            one.follow(arrived)
-        # through .data, because autograd must not take it for a change of what it saved
-        self.pieces.scatter(self._gathered, [one.whole.data for one in self.parameters])
         self._settle()
+        for one in self.parameters:
+            one.follow(arrived)
 
     def drop(self) -> None:
         """Free the whole parameters' memory, also of what is on its way."""
         self._settle()
-        self._memory.untyped_storage().resize_(0)
+        if self._memory is not None:
+            self._memory.free()
+
+    def _move(self, flat: torch.Tensor) -> None:
+        """Have the segment, and with it the shards, in other memory that holds the same."""
+        if flat is not self.flat:
+            self.flat = flat
+            for one, piece in zip(self.parameters, self.mine, strict=True):
+                one.shard.data = piece.within(flat)
+
+    def _rows(self) -> torch.Tensor:
+        """Where segments arrive, if they cannot be read where they lie."""
+        self._gathered = self.rooms.take(self.degree * self.flat.numel(), self.flat.dtype, self.device)
+        self._gathered = self._gathered.view(self.degree, -1)
+        return self._gathered
+
+    def _place(self, segments: Rows) -> None:
+        """Put every rank's segment into the whole parameters."""
+        if self._memory is None:
+            self._memory = memory_of(sum(one.absent.numel() for one in self.parameters), self.flat.dtype, self.device)
+        self._memory.have()
+        offset = 0
+        for one in self.parameters:  # all wholes lie in one storage
+            if one.whole.is_meta:
+                view = self._memory.tensor.as_strided(one.absent.size(), one.absent.stride(), offset)
+                one.whole = _like(one.absent, view, trainable=False)
+            offset += one.whole.numel()
+        # through .data, because autograd must not take it for a change of what it saved
+        self.pieces.scatter(segments, [one.whole.data for one in self.parameters])
 
     def _settle(self) -> None:
-        if self._exchange is not None and self._gathered is not None:
+        if self._exchange is not None:
             self._exchange.wait()
+        if self._gathered is not None:
             self.rooms.give(self._gathered)
-            self._gathered = self._exchange = None
+        self._gathered = self._exchange = None
 
     def take_gradients(self, party: Party) -> tuple[torch.Tensor, list[bool]]:
         """The wholes' gradients, as (rank, segment and a flag for each parameter), to be summed by `party`, and which
@@ -158,13 +177,24 @@ class Pack:
             one.whole.grad = None
         return buffer, there
 
+    def receiving(self, buffer: torch.Tensor, party: Party) -> torch.Tensor:
+        """Where the sum of `buffer` over ranks comes: rows to be added, or in shared memory the sum itself."""
+        width = buffer.shape[1]
+        if party.desk is not None:
+            return self._sum(width, buffer).view(1, width)
+        return self.rooms.take((self.degree if party.rows else 1) * width, buffer.dtype, buffer.device).view(-1, width)
+
     def sum_of(self, received: torch.Tensor) -> torch.Tensor:
         """Its rows' sum, until the next step: on the host always in the same memory, for what lasts splits the heap."""
         if received.device.type != "cpu":
             return received.sum(0)
+        total = self._sum(received.shape[1], received)
+        return total if total.data_ptr() == received.data_ptr() else torch.sum(received, 0, out=total)
+
+    def _sum(self, width: int, like: torch.Tensor) -> torch.Tensor:
         if self._summed is None:
-            self._summed = torch.empty_like(received[0])
-        return torch.sum(received, 0, out=self._summed)
+            self._summed = torch.empty(width, dtype=like.dtype, device=like.device)
+        return self._summed
 
     def give_gradients(self, segment: torch.Tensor, there: list[bool]) -> None:
         """Make the summed gradients the shards'; one that no rank had stays None. `there`: those this rank had."""
