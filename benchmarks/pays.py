@@ -1,0 +1,189 @@
+"""Time to a stated held-out quality on limited links: tutti, DDP with torch's hooks and peers beside free exchanges.
+
+Steps to the quality are measured in whole trainings at an unlimited link, once a seed: no trajectory here depends on
+timing. Step times are measured at every limit, all methods in turns in the same ranks (peers in ranks of their own).
+Time to quality is their product, without evaluation; methods that sum exactly take tutti's steps, which DDP's first
+seed is checked against. One cell is trained in full at its rate, and its time compared. Hosts are those of `tutti lab`
+(root). Done units are kept in benchmarks/out/pays: `--resume` goes on, `--set only=mlp-2,gpt-4` takes parts.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pays_judge import rows, summary
+from pays_methods import METHODS
+from pays_work import WORKS
+from record import QUICK_RESULTS
+from tutti.lab import Lab
+
+__all__ = ["QUICK", "Sizes", "measure", "rows"]
+
+RANK = Path(__file__).with_name("pays_rank.py")
+PARTS = QUICK_RESULTS / "pays"
+MOST_FAILURES = 3
+OURS = tuple(name for name, method in METHODS.items() if method.side != "peer")
+
+Unit = dict[str, Any]
+
+RESUMABLE = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What is measured. `most`: steps of a training, 0 for each model's own. `repeats`: blocks of each method at each
+    limit, 2 where they take more than `limit_s` seconds together. `only`: parts, MODEL-HOSTS."""
+
+    models: tuple[str, ...] = ("mlp", "cnn", "gpt")
+    hosts: tuple[str, ...] = ("2", "4")
+    rates: tuple[str, ...] = ("unlimited", "1gbit", "100mbit")
+    methods: tuple[str, ...] = OURS
+    seeds: int = 3
+    most: int = 0
+    repeats: int = 5
+    block_ms: int = 500
+    limit_s: int = 8
+    checked: tuple[str, ...] = ("mlp-2@1gbit",)
+    only: tuple[str, ...] = ()
+
+
+QUICK = Sizes(
+    models=("mlp",), hosts=("2",), rates=("unlimited", "1gbit"), seeds=1, most=12, repeats=2, limit_s=1, checked=()
+)
+
+
+def measure(sizes: Sizes, *, resume: bool = False) -> dict[str, Any]:
+    """Returns {"works": .., "methods": .., "parts": {part: its rows}, "summary": one entry a cell}."""
+    PARTS.mkdir(parents=True, exist_ok=True)
+    parts = [(model, int(hosts)) for model in sizes.models for hosts in sizes.hosts]
+    parts = [one for one in parts if not sizes.only or f"{one[0]}-{one[1]}" in sizes.only]
+    found = {f"{model}-{hosts}": run_part(model, hosts, sizes, resume=resume) for model, hosts in parts}
+    return {
+        "works": {name: stated(name) for name in sizes.models},
+        "methods": {name: {"says": METHODS[name].says, "exact": METHODS[name].exact} for name in sizes.methods},
+        "parts": found,
+        "summary": summary(found, sizes.methods),
+    }
+
+
+def stated(name: str) -> dict[str, Any]:
+    """A model's terms: what stands beside its times."""
+    work = WORKS[name]
+    train, held = work.data()
+    return {
+        "says": work.says,
+        "parameters": sum(p.numel() for p in work.model().parameters()),
+        "global_batch": work.batch,
+        "target_held_out_loss": work.target,
+        "most_steps": work.most,
+        "looked_every": work.every,
+        "train_samples": len(train),
+        "held_out_samples": len(held),
+    }
+
+
+# A part: one model on so many hosts
+
+
+def run_part(model: str, hosts: int, sizes: Sizes, *, resume: bool) -> list[dict[str, Any]]:
+    """All units of a part, in launches that go on after a failure without what failed; the rows they left."""
+    file = PARTS / f"{model}-{hosts}.jsonl"
+    header = {
+        "kind": "sizes",
+        **{k: v for k, v in asdict(sizes).items() if k not in ("only", "models", "hosts", "checked")},
+    }
+    header = json.loads(json.dumps(header))
+    if not (resume and lines(file)[:1] == [header]):
+        file.write_text(json.dumps(header) + "\n", encoding="utf-8")
+    failures = 0
+    while left := undone(units(model, hosts, sizes), lines(file)):
+        say(f"{model} on {hosts} hosts: {len(left)} units to do")
+        error = launch(model, hosts, left, file)
+        if error is not None or undone(left, lines(file)) == left:
+            failures += 1
+            blame(file, left, error or "the ranks ended before it was done")
+        if failures > MOST_FAILURES:
+            break
+    return [row for row in lines(file) if "begun" not in row and "trying" not in row]
+
+
+def units(model: str, hosts: int, sizes: Sizes) -> list[Unit]:
+    """What is to be done: trainings of methods that have their own trajectory, one of DDP, times at all limits, and
+    the part's real runs."""
+    most = sizes.most or WORKS[model].most
+    own = [name for name in sizes.methods if not METHODS[name].exact or name == "tutti plain"]
+    wanted = [(name, seed, "unlimited") for name in own for seed in range(sizes.seeds)]
+    if "ddp" in sizes.methods:
+        wanted.append(("ddp", 0, "unlimited"))
+    for words in sizes.checked:
+        part, _, rate = words.partition("@")
+        if part == f"{model}-{hosts}":
+            wanted += [(name, 0, rate) for name in ("ddp", "tutti powersgd") if name in sizes.methods]
+    trainings = [{"kind": "quality", "method": m, "seed": s, "rate": r, "most": most} for m, s, r in wanted]
+    terms = {"repeats": sizes.repeats, "block_s": sizes.block_ms / 1e3, "limit_s": sizes.limit_s}
+    return [*trainings, {"kind": "time", "methods": list(sizes.methods), "rates": list(sizes.rates), **terms}]
+
+
+def undone(wanted: list[Unit], done: list[dict[str, Any]]) -> list[Unit]:
+    """The units, or of the times the limits and methods, that have no result and did not fail."""
+    finished = {key(row) for row in done if row["kind"] == "quality" and ("steps" in row or "failed" in row)}
+    broken = {row["method"] for row in done if row["kind"] == "time" and "failed" in row}
+    timed = {row["rate"] for row in done if row["kind"] == "time" and "step_s" in row}
+    left = []
+    for unit in wanted:
+        if unit["kind"] == "quality":
+            if key(unit) not in finished:
+                left.append(unit)
+            continue
+        rates = [rate for rate in unit["rates"] if rate not in timed]
+        methods = [name for name in unit["methods"] if name not in broken]
+        if rates and methods:
+            left.append({**unit, "rates": rates, "methods": methods})
+    return left
+
+
+def key(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["method"], row["seed"], row["rate"]
+
+
+def blame(file: Path, left: list[Unit], error: str) -> None:
+    """Write that what was begun last failed, so that the rest can go on without it."""
+    last = next((row for row in reversed(lines(file)) if "begun" in row or "trying" in row), left[0])
+    named = last.get("trying") or last.get("method")
+    row = {k: last[k] for k in ("kind", "seed", "rate") if k in last}
+    row |= {"method": named, "failed": error.strip()[-1500:]}
+    with file.open("a", encoding="utf-8") as output:
+        output.write(json.dumps(row) + "\n")
+    say(f"  failed: {named}: {error.strip()[-300:]}")
+
+
+def launch(model: str, hosts: int, wanted: list[Unit], file: Path) -> str | None:
+    """Do units on the ranks of a lab; None, or what was said where they failed."""
+    with Lab(hosts) as lab, tempfile.TemporaryDirectory() as folder:
+        listed = Path(folder) / "units.json"
+        listed.write_text(json.dumps(wanted), encoding="utf-8")
+        record = lab.record
+        words = [sys.executable, str(RANK), f"--work={model}", f"--units={listed}", f"--output={file}"]
+        words += [f"--switch={record.switch}", "--namespaces", *(record.namespace(host) for host in record.hosts)]
+        try:
+            done = lab.run(words, environment={"OMP_NUM_THREADS": "1"}, cwd=Path(folder), timeout_s=3600)
+        except subprocess.TimeoutExpired:
+            return "took longer than an hour"
+    bad = [one for one in done if one.code]
+    return "\n".join(one.err[-2000:] for one in bad) or f"exit code {bad[0].code}" if bad else None
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    """The whole lines of a part's file; a last one that was cut off does not count."""
+    if not file.exists():
+        return []
+    text = file.read_text(encoding="utf-8")
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def say(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)

@@ -1,0 +1,144 @@
+"""What follows from the rows of `pays`: time to quality in every cell, beside the floor and the best of the others."""
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from pays_methods import METHODS
+from record import spread
+
+Rows = list[dict[str, Any]]
+
+AIMS = {"unlimited": None, "1gbit": 1.15, "100mbit": 1.3}
+"""The most that time to quality may be of the floor's."""
+
+
+def summary(parts: dict[str, Rows], methods: Sequence[str]) -> dict[str, Any]:
+    """{"cells": {"PART@RATE": {method: ..}}, "exact": .., "checked": ..}."""
+    cells = {
+        f"{part}@{row['rate']}": cell(rows, row, methods)
+        for part, rows in parts.items()
+        for row in rows
+        if row["kind"] == "time" and "step_s" in row
+    }
+    return {
+        "cells": cells,
+        "verdicts": {name: verdict(one, name.partition("@")[2]) for name, one in cells.items()},
+        "exact": {part: same_steps(rows) for part, rows in parts.items()},
+        "checked": [one for part, rows in parts.items() for one in checks(part, rows, cells)],
+    }
+
+
+def steps_of(rows: Rows, method: str) -> list[int | None] | None:
+    """Steps to quality, one a seed (None: not reached); of tutti's exact sums for all that sum exactly."""
+    source = "tutti plain" if METHODS[method].exact else METHODS[method].same_steps_as or method
+    found = {
+        row["seed"]: row["steps"]
+        for row in rows
+        if row["kind"] == "quality" and row["method"] == source and row["rate"] == "unlimited" and "steps" in row
+    }
+    return [found[seed] for seed in sorted(found)] or None
+
+
+def cell(rows: Rows, times: dict[str, Any], methods: Sequence[str]) -> dict[str, Any]:
+    """Every method at one limit: its step, its steps, and its time to quality where all seeds reached it."""
+    found: dict[str, Any] = {}
+    failed = {row["method"]: row["failed"] for row in rows if "failed" in row}
+    for name in methods:
+        steps = steps_of(rows, name)
+        if not times["step_s"].get(name) or steps is None:
+            found[name] = {"failed": failed.get(name, "not measured")}
+            continue
+        step_s = times["step_s"][name]
+        one: dict[str, Any] = {
+            "step_s": statistics.median(step_s),
+            "step_spread": spread(step_s),
+            "blocks": len(step_s),
+            "sent_nbytes": times["sent_nbytes"].get(name),
+            "steps": steps,
+        }
+        reached = [count for count in steps if count is not None]
+        if len(reached) == len(steps):
+            one["to_quality_s"] = statistics.median(reached) * one["step_s"]
+            one["to_quality_range_s"] = [min(reached) * one["step_s"], max(reached) * one["step_s"]]
+        found[name] = one
+    floor = found.get("floor", {}).get("to_quality_s")
+    for one in found.values():
+        if floor and "to_quality_s" in one:
+            one["of_floor"] = one["to_quality_s"] / floor
+    return found
+
+
+def verdict(one: dict[str, Any], rate: str) -> dict[str, Any]:
+    """The best of tutti's and of the others in a cell, and whether the aims are met; by automatic choice where there
+    is one."""
+    reached = {name: row["to_quality_s"] for name, row in one.items() if "to_quality_s" in row}
+    ours = {name: s for name, s in reached.items() if METHODS[name].side == "tutti"}
+    others = {name: s for name, s in reached.items() if METHODS[name].side in ("torch", "peer")}
+    found: dict[str, Any] = {}
+    if ours:
+        found["best_of_tutti"] = best = min(ours, key=lambda name: ours[name])
+        found["of_floor"] = one[best].get("of_floor")
+        aim = AIMS.get(rate)
+        if aim is not None and found["of_floor"] is not None:
+            found |= {"aim": aim, "met": found["of_floor"] <= aim}
+        if others:
+            found["best_of_others"] = other = min(others, key=lambda name: others[name])
+            found["of_best_of_others"] = ours[best] / others[other]
+        if "ddp" in reached:
+            found["of_ddp"] = ours[best] / reached["ddp"]
+    return found
+
+
+def same_steps(rows: Rows) -> dict[str, Any] | None:
+    """Whether DDP's training is tutti's: the largest difference of held-out losses at equal steps, first seed."""
+    looks = {
+        row["method"]: row["looks"]
+        for row in rows
+        if row["kind"] == "quality" and row["seed"] == 0 and row["rate"] == "unlimited" and "looks" in row
+    }
+    if not {"ddp", "tutti plain"} <= looks.keys():
+        return None
+    pairs = list(zip(looks["ddp"], looks["tutti plain"], strict=False))
+    return {
+        "looks": len(pairs),
+        "same_number_of_steps": len(looks["ddp"]) == len(looks["tutti plain"]),
+        "largest_difference_of_losses": max(abs(a[1] - b[1]) for a, b in pairs),
+    }
+
+
+def checks(part: str, rows: Rows, cells: dict[str, Any]) -> Rows:
+    """Real runs at a limited rate beside steps times step time."""
+    found = []
+    for row in rows:
+        if row["kind"] != "quality" or row["rate"] == "unlimited" or "looks" not in row:
+            continue
+        cell_name = f"{part}@{row['rate']}"
+        step_s = cells.get(cell_name, {}).get(row["method"], {}).get("step_s")
+        if step_s is None:
+            continue
+        steps = row["looks"][-1][0]
+        product = steps * step_s
+        found.append({"cell": cell_name, "method": row["method"], "steps": steps, "run_s": row["train_s"],
+                      "product_s": product, "run_of_product": row["train_s"] / product})  # fmt: skip
+    return found
+
+
+def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """The table: a line for every method of every cell."""
+    header = ["cell", "method", "step ms", "spread", "sent KB", "steps by seed", "to quality s", "of floor"]
+    table = []
+    for name, one in result["summary"]["cells"].items():
+        for method, row in one.items():
+            if "failed" in row:
+                table.append([name, method, row["failed"].splitlines()[-1][:40], *[""] * 5])
+                continue
+            steps = ", ".join("not reached" if count is None else str(count) for count in row["steps"])
+            sent = row["sent_nbytes"]
+            table.append([
+                name, method, f"{1e3 * row['step_s']:.1f}", f"{row['step_spread']:.0%}",
+                "" if sent is None else f"{sent / 1e3:.0f}", steps,
+                f"{row['to_quality_s']:.2f}" if "to_quality_s" in row else "",
+                f"{row['of_floor']:.2f}" if "of_floor" in row else "",
+            ])  # fmt: skip
+    return header, table
