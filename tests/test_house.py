@@ -17,6 +17,7 @@ SIZE_EXCEPTIONS: dict[str, str] = {}
 
 ENVIRONMENT_FILES: dict[str, str] = {
     "src/tutti/runtime/env.py": "the one reader",
+    "src/tutti/collectives/environment.py": "whether memory may be shared, for runs and the probe alike",
     "src/tutti/launch/environment.py": "composes the environment that a rank is started with",
     "src/tutti/describe/probe/environment.py": "the user's cache folder, and the interface the probe's ranks meet on",
 }

@@ -41,12 +41,13 @@ class Story:
     lost_s: float = 0.0  # wall time in no row
     extra: dict[str, str] = field(default_factory=dict)
     kind: str = "ImageFolder"
+    sums: tuple[str, ...] = ("shared memory",)  # of ranks in turn
 
 
 def header(story: Story) -> RunHeader:
     ranks = tuple(
         RankInfo(rank=r, local_rank=r, host=f"node{r % story.hosts}", device="cpu", device_model=story.device_model,
-                 pid=100 + r, threads=story.threads)
+                 pid=100 + r, threads=story.threads, sums=story.sums[r % len(story.sums)])
         for r in range(story.world_size)
     )  # fmt: skip
     return RunHeader(

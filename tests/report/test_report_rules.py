@@ -12,6 +12,7 @@ from run_folders import Story, vary, write_run
 from tutti.report.build import build_report
 from tutti.report.comparability import pooled_std, tolerance
 from tutti.report.compare import compare
+from tutti.report.html import report_html
 from tutti.report.quality import parse_target
 from tutti.report.rules import check_run
 from tutti.spec.report import (
@@ -199,6 +200,14 @@ def test_a_fair_pair_has_a_speedup_and_an_efficiency(tmp_path: Path) -> None:
     assert comparison.rows[1].efficiency.value == pytest.approx(one / two / 2)
     assert comparison.scaling == "strong"
     assert {d.name for d in comparison.differences} == {"ranks", "cores used", "script"}
+
+
+def test_what_sums_go_through_is_told(tmp_path: Path) -> None:
+    off = "process group (TUTTI_SHARED_MEMORY=off)"
+    comparison = pair(tmp_path, Story(name="two", sums=("process group", off)), Story(name="one"))
+    (told,) = (d for d in comparison.differences if d.name == "gradients are summed through")
+    assert told.values == ("shared memory", f"process group + {off}")
+    assert told.values[1] in report_html(comparison.runs[1])
 
 
 @pytest.mark.parametrize(

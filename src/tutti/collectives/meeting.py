@@ -7,9 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tutti.collectives import rooms, semaphores
+from tutti.collectives import environment, rooms, semaphores
 from tutti.collectives.rooms import Room, attach
 from tutti.collectives.team import Team, control_nbytes
+from tutti.errors import LaunchError
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +25,20 @@ class Tiers:
     across: Any
 
 
+@dataclass(frozen=True, slots=True)
+class _Comer:
+    """What a rank says when it meets others. `control`: its file for a team's control; `said`: its setting."""
+
+    host: str
+    process: int
+    control: int
+    said: str
+
+
 def make_team(group: Any = None) -> Team | None:
     """The team of a process group (None: all ranks); None where its ranks are not all on one host, may not share
-    memory, or compute on GPUs. All ranks of the group call it together, and all get the same answer.
+    memory (one whose environment says TUTTI_SHARED_MEMORY=off is enough), or compute on GPUs. All ranks of the group
+    call it together, and all get the same answer.
     """
     met = _meet(group)
     return None if met is None or len(met[0]) > 1 else met[1]
@@ -52,18 +64,31 @@ def _meet(group: Any) -> tuple[list[list[int]], Team] | None:
     """Places in the group by host, hosts in order of their first, and this rank's team; None where one has none."""
     if dist.get_backend(group) != "gloo" or dist.get_world_size(group) < 2:
         return None
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
-    control = _control(size)
-    mine = (rooms.host_identity(), os.getpid(), control.file if control is not None else -1)
+    size, rank, said = dist.get_world_size(group), dist.get_rank(group), environment.setting()
+    control = _control(size) if said == environment.ON else None
+    mine = _Comer(rooms.host_identity(), os.getpid(), control.file if control is not None else -1, said)
     everyone: list[Any] = [None] * size
     dist.all_gather_object(everyone, mine, group=group)
+    _check(everyone, group)
+    if any(one.said == environment.OFF for one in everyone):
+        return None
     hosts: dict[str, list[int]] = {}
-    for place, (host, _, _) in enumerate(everyone):
-        hosts.setdefault(host, []).append(place)
-    team = None if control is None or "" in hosts else _join(everyone, hosts[mine[0]], rank, control, group)
+    for place, one in enumerate(everyone):
+        hosts.setdefault(one.host, []).append(place)
+    team = None if control is None or "" in hosts else _join(everyone, hosts[mine.host], rank, control, group)
     ready: list[Any] = [None] * size
     dist.all_gather_object(ready, team is not None, group=group)
     return (list(hosts.values()), team) if team is not None and all(ready) else None
+
+
+def _check(everyone: list[_Comer], group: Any) -> None:
+    """Raise LaunchError, on all ranks alike, where one's environment says neither on nor off."""
+    for place, one in enumerate(everyone):
+        if one.said not in (environment.ON, environment.OFF):
+            raise LaunchError(
+                f"{environment.SETTING} = {one.said!r} on rank {dist.get_global_rank(_known(group), place)}; "
+                f"set it to {environment.ON} or {environment.OFF}"
+            )
 
 
 def _control(size: int) -> Room | None:
@@ -76,11 +101,11 @@ def _control(size: int) -> Room | None:
         return None
 
 
-def _join(everyone: list[tuple[str, int, int]], places: list[int], rank: int, control: Room, group: Any) -> Team | None:
-    processes, first = [everyone[place][1] for place in places], everyone[places[0]]
+def _join(everyone: list[_Comer], places: list[int], rank: int, control: Room, group: Any) -> Team | None:
+    processes, first = [everyone[place].process for place in places], everyone[places[0]]
     own = places.index(rank)
     try:
-        memory = control.memory if own == 0 else attach(first[1], first[2], control.nbytes)
+        memory = control.memory if own == 0 else attach(first.process, first.control, control.nbytes)
         return Team(memory, processes, own, timeout_s(group), create=own == 0)
     except OSError:
         return None

@@ -41,7 +41,8 @@ def _hardware(report: RunReport) -> list[Entry]:
     for link in system.links:
         entries += [(f"{link.tier} latency", link.latency), (f"{link.tier} bandwidth", link.bandwidth)]
     versions = ", ".join(f"{name} {number}" for name, number in system.versions.items())
-    return [*entries, ("backend", system.backend), ("platform", system.platform), ("versions", versions)]
+    sums = [("gradients are summed through", system.sums)] if system.sums else []
+    return [*entries, ("backend", system.backend), *sums, ("platform", system.platform), ("versions", versions)]
 
 
 def _recipe(report: RunReport) -> list[Entry]:

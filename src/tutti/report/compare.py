@@ -78,6 +78,7 @@ def _settings(report: RunReport) -> dict[str, str]:
         "hosts": show(system.hosts),
         "device": system.device_model,
         "cores used": show(system.cores_used),
+        "gradients are summed through": system.sums or "nothing",
         "script": report.command,
         "model": f"{report.model}, {show(report.parameters)} parameters",
         "training data": (report.data.train_sha256 or "not recorded")[:12],

@@ -93,6 +93,7 @@ def system_report(records: Records) -> SystemReport:
             for link in (cluster.links if cluster else ())
         ),
         backend=header.backend,
+        sums=" + ".join(dict.fromkeys(rank.sums for rank in header.ranks if rank.sums)),
         platform=header.platform,
         versions=dict(header.versions),
     )

@@ -17,7 +17,11 @@ FIRST_NBYTES = 2**20
 
 
 class Summing(ABC):
-    """How the buckets of a group are summed over its ranks; all ranks start them in the same order."""
+    """How the buckets of a group are summed over its ranks; all ranks start them in the same order. `way`: what they
+    go through, in words.
+    """
+
+    way = "process group"
 
     def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """The memory of a bucket: zeros."""

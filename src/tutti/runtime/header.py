@@ -7,13 +7,14 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 
+from tutti.collectives.environment import OFF, SETTING, setting
 from tutti.errors import LaunchError
 from tutti.runtime.env import Wishes
 from tutti.runtime.world import World
@@ -42,9 +43,9 @@ def open_folder(wishes: Wishes, world: World, stated: Path | None) -> RunFolder:
     return RunFolder(path)
 
 
-def this_rank(world: World) -> RankInfo:
-    """Where this rank runs."""
-    device = world.device
+def this_rank(world: World, ways: Sequence[str] = ()) -> RankInfo:
+    """Where this rank runs. `ways`: what its sums of gradients go through."""
+    device, sums = world.device, " and ".join(ways)
     return RankInfo(
         rank=world.rank,
         local_rank=world.local_rank,
@@ -53,6 +54,7 @@ def this_rank(world: World) -> RankInfo:
         device_model=torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_model(),
         pid=os.getpid(),
         threads=torch.get_num_threads(),
+        sums=f"{sums or 'nothing'} ({SETTING}=off)" if setting() == OFF else sums,
     )
 
 

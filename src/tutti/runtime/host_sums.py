@@ -38,6 +38,8 @@ class _InRooms(Summing):
 class HostSums(_InRooms):
     """On one host. Of a sum each rank does a part when it comes by, and more while it waits."""
 
+    way = "shared memory"
+
     def start(self, bucket: Bucket) -> Flight:
         """Say that this rank's bucket is full."""
         flat = bucket.flat
@@ -50,6 +52,8 @@ class HostSums(_InRooms):
 
 class TieredSums(_InRooms):
     """On several hosts. A thread makes the sums, one after another."""
+
+    way = "shared memory inside hosts, process group between them"
 
     def __init__(self, tiers: Tiers) -> None:
         super().__init__(tiers.team)

@@ -251,7 +251,7 @@ def _resume(run: Run, path: Path | None, weights: Path | None) -> Path | None:
 
 
 def _write_header(run: Run, session: Session, resumed: Path | None) -> None:
-    ranks = run.world.gather(this_rank(run.world))
+    ranks = run.world.gather(this_rank(run.world, run.replica.ways))
     if not run.world.is_main:
         return
     data = describe_data(run.loader.source.dataset, run.settings.seed, "train")

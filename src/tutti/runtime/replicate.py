@@ -35,7 +35,8 @@ class Replica:
 
     `parameters`: those that require a gradient; `late`: names of those whose gradient is complete only at `finish`.
     `order`: in which buckets are filled; `arrived`: in which gradients have come so far, None once that is settled.
-    `apart`: axes along which replicas keep gradients of their own; `restore` makes it count.
+    `apart`: axes along which replicas keep gradients of their own; `restore` makes it count. `ways`: what sums go
+    through, in words.
     """
 
     def __init__(
@@ -135,6 +136,7 @@ class Replica:
             hook.remove()
         self.parameters, self._hooks, self._buckets, self._places = parameters, [], [], {}
         self._groups = self._summed(parameters)
+        self.ways = tuple(sorted({group.summing.way for group in self._groups.values()}))
         sparse = _sparse(self._model)
         self._sparse = [p for p in self._groups if p in sparse]
         dense = [p for p in order or parameters[::-1] if p in self._groups and p not in sparse]

@@ -145,7 +145,9 @@ class LinkReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SystemReport:
-    """The machines. `peak_dense_flops`: of one device, by dtype, dense. `device_model` of all ranks, "+"-joined."""
+    """The machines. `peak_dense_flops`: of one device, by dtype, dense. `device_model` of all ranks, "+"-joined.
+    `sums`: what sums of gradients went through, in words.
+    """
 
     device_model: str
     device_kind: str  # "cpu" or "cuda"
@@ -158,6 +160,7 @@ class SystemReport:
     peak_dense_flops: dict[str, Quantity] = field(default_factory=dict)
     links: tuple[LinkReport, ...] = ()
     backend: str = ""
+    sums: str = ""
     platform: str = ""
     versions: dict[str, str] = field(default_factory=dict)
 

@@ -9,7 +9,7 @@ from tutti.spec.words import LastBatch, Precision, Unit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankInfo:
-    """Where one rank runs."""
+    """Where one rank runs. `sums`: what its sums of gradients go through, in words; empty where it makes none."""
 
     rank: int
     local_rank: int
@@ -18,6 +18,7 @@ class RankInfo:
     device_model: str
     pid: int
     threads: int
+    sums: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
