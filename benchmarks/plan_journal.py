@@ -51,8 +51,8 @@ def _lost(row: Row) -> bool:
 
 
 def merged(rows: dict[int, Row]) -> Row:
-    """One outcome of a plan from those of its ranks: the cause of a failure; else rank 0's times, every rank's phases
-    and bytes, and the fullest rank's memory."""
+    """One outcome of a plan from those of its ranks: the cause of a failure; else rank 0's times, every rank's phases,
+    processor time and bytes, and the fullest rank's memory."""
     lost = {rank: row for rank, row in rows.items() if _lost(row)}
     if lost:
         rank = min(lost, key=lambda rank: (lost[rank]["peer"], rank))  # a rank that lost another only says so
@@ -63,8 +63,7 @@ def merged(rows: dict[int, Row]) -> Row:
     first = rows[0]
     return {
         **{name: first[name] for name in ("prepare_s", "warmup_s", "step_s")},
-        "phases": [rows[rank]["phases"] for rank in sorted(rows)],
-        "sent_nbytes": [rows[rank]["sent_nbytes"] for rank in sorted(rows)],
+        **{name: [rows[rank][name] for rank in sorted(rows)] for name in ("phases", "cpu_s", "sent_nbytes")},
         "peak_nbytes": max(row["peak_nbytes"] for row in rows.values()),
     }
 

@@ -140,7 +140,8 @@ def steps(name: str, batch: int) -> Iterator[tutti.Job]:
 
 
 def timed(args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of some steps by the plan in the environment, or why tutti refuses it. Leaves its world."""
+    """Seconds of some steps by the plan in the environment, or why tutti refuses it. Leaves its world. `cpu_s`: of a
+    step, all threads of this rank: what other work on the machine lengthens least."""
     loop = steps(args.workload, args.batch)
     start = time.perf_counter()
     try:
@@ -154,15 +155,17 @@ def timed(args: argparse.Namespace) -> dict[str, Any]:
         warm.append(agreed_s(loop))
     count = max(2 if warm[-1] < args.seconds else 1, min(args.steps, int(args.seconds / warm[-1])))
     times = []
+    busy = time.process_time()
     for _ in range(count):
         start = time.perf_counter()
         next(loop)
         times.append(time.perf_counter() - start)
+    busy = time.process_time() - busy
     loop.close()
     ending = job._ending
     assert ending is not None
     ending.close()
-    return found | {"warmup_s": warm, "step_s": times, **recorded(len(warm))}
+    return found | {"warmup_s": warm, "step_s": times, "cpu_s": busy / count, **recorded(len(warm))}
 
 
 def agreed_s(loop: Iterator[tutti.Job]) -> float:

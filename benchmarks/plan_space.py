@@ -33,13 +33,9 @@ BATCHES = {"mlp": 128, "cnn": 16, "gpt": 8}
 STAGE_MICROBATCHES = (1, 2, 4)
 """Microbatches for each stage that are measured."""
 
-LEFT_OUT: dict[str, tuple[dict[AxisName, int], ...]] = {
-    "mlp": (),
-    "cnn": ({"split": 2}, {"split": 4}),
-    "gpt": ({"context": 2}, {"context": 4}),
-}
-"""Meshes that run but that the planner does not try (little of a CNN can be split; so few tokens are not divided): a
-best plan among them would be a loss, too."""
+LEFT_OUT: dict[str, tuple[dict[AxisName, int], ...]] = {"gpt": ({"context": 2}, {"context": 4})}
+"""Meshes that run but that the planner does not try (it does not divide so few tokens): if one of them were the best
+plan, that would be a loss, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +77,9 @@ def space(model: ModelSpec, cluster: ClusterSpec, script: Plan, workload: str, r
     folded = fold(able)
     plain = [one.plan for one in folded if one.plan.pipeline == script.pipeline]  # schedules are compared in one order
     turned = [plan for plan in map(other_order, plain) if plan is not None]
-    extra = [dataclasses.replace(script, mesh=dict(mesh)) for mesh in LEFT_OUT[workload] if _ranks(mesh) == ranks]
+    extra = [
+        dataclasses.replace(script, mesh=dict(mesh)) for mesh in LEFT_OUT.get(workload, ()) if _ranks(mesh) == ranks
+    ]
     grids = [dataclasses.replace(one.plan, space_grid=(2, 2)) for one in folded if one.plan.mesh == {"space": 4}]
     rows = [*folded, *(Measured(plan=plan, stands_for=1) for plan in (*turned, *grids))]
     rows += [Measured(plan=plan, stands_for=0) for plan in extra]

@@ -1,6 +1,9 @@
 """Findings put together: equal hosts are merged, the slowest counts, and what disturbed the probe is said."""
 
 from dataclasses import replace
+from typing import Literal
+
+import pytest
 
 from tutti.describe.probe.assemble import assemble
 from tutti.describe.probe.findings import DeviceRates, Findings, RankFacts, SharedRates
@@ -131,3 +134,19 @@ def test_what_may_have_disturbed_is_said() -> None:
     assert "host a had a load" not in notes
     assert "host b has other versions" in notes
     assert "the disk of host a was not read" in notes
+
+
+@pytest.mark.parametrize("tier", ["node", "network"])
+def test_times_that_disagree_are_said(tier: Literal["node", "network"]) -> None:
+    points = (LinkPoint(nbytes=1024, time_s=1e-4, median_s=1.4e-4), LinkPoint(nbytes=10**6, time_s=1e-3, median_s=4e-3))
+    for kept, notes in ((points, 1), (points[:1], 0)):
+        one = replace(link(1e9), tier=tier, points=kept)
+        links = {f"{tier}_links": [(one,), (), (one,)]}
+        cluster = assemble(replace(findings([fact("a")] * 3), **links))  # type: ignore[arg-type]
+        assert cluster.conditions is not None
+        said = [note for note in cluster.conditions.notes if "disagreed" in note]
+        assert len(said) == notes
+    one = replace(link(1e9), tier=tier, points=points)
+    cluster = assemble(replace(findings([fact("a")]), **{f"{tier}_links": [(one,)]}))  # type: ignore[arg-type]
+    assert cluster.conditions is not None
+    assert "1000000 bytes a quarter took up to 1 ms and half more than 4 ms" in cluster.conditions.notes[-1]

@@ -59,9 +59,43 @@ def test_no_other_file_of_the_probe_reads_a_clock_around_device_work() -> None:
     assert readers == {"timing.py", "disk.py"}
 
 
-def test_median_and_spread() -> None:
-    took = timing.summary([1.0, 2.0, 6.0])
-    assert (took.median_s, took.spread, took.repeats) == (2.0, 2.5, 3)
+def test_quartile_median_and_spread() -> None:
+    took = timing.summary([2.0, 1.0, 6.0])
+    assert (took.quartile_s, took.median_s, took.spread, took.repeats) == (1.0, 2.0, 2.5, 3)
+    assert timing.quartile([5.0, 4.0, 3.0, 2.0, 1.0]) == 2.0
+    assert timing.quartile(list(map(float, range(100)))) == 24.0
+
+
+def test_more_samples_are_taken_as_long_as_they_disagree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disturbed in three of four calls at first, and never later: the quiet time is found, in bounded time."""
+    calls = iter([1.0, 0.1, 0.1, *([0.1, 0.9, 0.9, 0.9] * 2), *([0.1] * 100)])
+    clock = [0.0]
+
+    def once(call: Any, device: torch.device) -> float:
+        clock[0] += (seconds := next(calls))
+        return seconds
+
+    monkeypatch.setattr(timing, "once", once)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+    took = timing.repeated(lambda: None, CPU, repeats=4, budget_s=100.0)
+    assert (took.quartile_s, took.median_s, took.repeats) == (0.1, pytest.approx(0.1), 16)
+    calls = iter([0.1, 0.1, 0.1, *([0.1, 0.9, 0.9, 0.9] * 100)])
+    clock[0] = 0.0
+    took = timing.repeated(lambda: None, CPU, repeats=4, budget_s=5.0)
+    assert took.repeats == 8  # 5.6 s: twice the budget is never reached
+
+
+def test_a_core_that_was_shared_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def notes(granted: float, concurrent: int = 1) -> tuple[str, ...]:
+        took = timing.Timing(quartile_s=0.1, median_s=0.5, spread=1.0, repeats=3, granted=granted)
+        monkeypatch.setattr(timing, "repeated", lambda *given, **named: took)
+        found = gemm.measure(CPU, TINY, threads=(1,), sizes=(16,), dtypes=("float32",), concurrent=concurrent)
+        assert found.rates[0].flops_per_s == pytest.approx(2 * 16**3 / 0.1)
+        return found.notes
+
+    (said,) = notes(0.3)
+    assert "for 30% of its time" in said
+    assert notes(0.95) == notes(0.3, concurrent=2) == ()
 
 
 def rates(*flops_per_s: float) -> list[GemmRate]:
@@ -82,7 +116,7 @@ def test_sizes_over_the_budget_are_skipped_and_named(monkeypatch: pytest.MonkeyP
     def slow(call: Any, device: torch.device, *, repeats: int, budget_s: float) -> timing.Timing:
         n = int(call().shape[0])
         multiplied.append(n)
-        return timing.Timing(median_s=0.01 * (n / 16) ** 3, spread=0.0, repeats=1)
+        return timing.Timing(quartile_s=0.01 * (n / 16) ** 3, median_s=0.0, spread=0.0, repeats=1)
 
     monkeypatch.setattr(timing, "repeated", slow)
     found = gemm.measure(CPU, TINY, threads=(1,), sizes=(16, 32, 64, 128, 256), dtypes=("float32",))
@@ -121,6 +155,8 @@ def test_memory_is_measured_on_a_buffer_beyond_the_caches(monkeypatch: pytest.Mo
     assert memory.copy_nbytes(TINY, cache_nbytes=2**25, memory_nbytes=2**30) == 2**26
     assert memory.copy_nbytes(TINY, cache_nbytes=0, memory_nbytes=2**34) == 2**20
     monkeypatch.setattr(memory.host, "cache_nbytes", lambda: 0)
-    monkeypatch.setattr(timing, "repeated", lambda *a, **k: timing.Timing(median_s=0.5, spread=0.1, repeats=2))
+    monkeypatch.setattr(
+        timing, "repeated", lambda *a, **k: timing.Timing(quartile_s=0.5, median_s=0.6, spread=0.1, repeats=2)
+    )
     (rate,) = memory.measure(CPU, TINY, threads=(1,), memory_nbytes=2**34)
     assert rate.bytes_per_s == 2 * 2**20 / 0.5  # read and written

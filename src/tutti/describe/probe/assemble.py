@@ -23,6 +23,9 @@ BUSY = 0.25
 ALIKE = 0.05
 """Hosts are counted as equal when their memories differ by less than this."""
 
+DISAGREE = 1.5
+"""A link's times disagree where their median is above so many lower quartiles of them."""
+
 T = TypeVar("T")
 
 
@@ -177,4 +180,19 @@ def _warnings(findings: Findings) -> list[str]:
             warnings.append(f"host {name} has other versions than {findings.facts[0].host.name}: {fact.versions}")
         if all(findings.disk_read_bytes_per_s[rank] is None for rank in ranks):
             warnings.append(f"the disk of host {name} was not read: no space, not writable, or no way past its cache")
+    for link in (*_slowest(findings.node_links)[:1], *_slowest(findings.network_links)[:1]):
+        warnings += _disagreement(link)
     return warnings
+
+
+def _disagreement(link: LinkSpec) -> list[str]:
+    """A warning where the times of a link differed so much that something else must have lengthened them."""
+    worst = max(link.points, key=lambda point: point.median_s / point.time_s)
+    if worst.median_s <= DISAGREE * worst.time_s:
+        return []
+    between = "ranks of a host" if link.tier == "node" else "hosts"
+    return [
+        f"times of all-reduces between {between} disagreed: of {worst.nbytes} bytes a quarter took up to "
+        f"{1e3 * worst.time_s:.3g} ms and half more than {1e3 * worst.median_s:.3g} ms; other work disturbed them, so "
+        "this link may be faster than it says: measure again when the machine is quiet"
+    ]

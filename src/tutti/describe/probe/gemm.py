@@ -12,6 +12,9 @@ from tutti.spec.cluster import GemmRate
 
 Say = Callable[[str], None]
 
+GRANTED = 0.8
+"""A process that has a core for less of its time shares it: what it measures then is a part of the machine."""
+
 _DTYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -62,6 +65,7 @@ def measure(
     """Rates of all combinations that fit the budget. The number of threads is put back afterwards."""
     rates: list[GemmRate] = []
     notes: list[str] = []
+    granted = 1.0
     for dtype in dtypes:
         if not supported(dtype, device):
             continue
@@ -69,13 +73,19 @@ def measure(
             on = f" on {count} thread{'s' * (count > 1)}" if device.type == "cpu" else ""
             say(f"matrix products in {dtype}{on}")
             with _threads(count):
-                found, skipped = _sizes(device, effort, dtype, count, sizes, concurrent)
+                found, skipped, least = _sizes(device, effort, dtype, count, sizes, concurrent)
             rates += found
+            granted = min(granted, least if count == 1 else 1.0)  # of several threads some wait for others
             if skipped:
                 notes.append(
                     f"{dtype} products of N = {', '.join(map(str, skipped))}{on} were skipped: predicted to take "
                     f"more than {effort.gemm_budget_s:g} s each"
                 )
+    if granted < GRANTED and concurrent == 1:
+        notes.append(
+            f"other work took cores while matrix products were timed (for {granted:.0%} of its time this process had "
+            "one), so rates are too low; measure again when the machine is quiet"
+        )
     return GemmRates(rates=tuple(rates), notes=tuple(notes))
 
 
@@ -93,26 +103,29 @@ def predicted_s(rates: list[GemmRate], n: int) -> float:
 
 def _sizes(
     device: torch.device, effort: Effort, dtype: str, threads: int, sizes: tuple[int, ...], concurrent: int
-) -> tuple[list[GemmRate], list[int]]:
+) -> tuple[list[GemmRate], list[int], float]:
+    """Rates, the sizes that were skipped, and the least part of the time for which this process had a core."""
     rates: list[GemmRate] = []
+    granted = 1.0
     for index, n in enumerate(sizes):
         if predicted_s(rates, n) > effort.gemm_budget_s:
-            return rates, list(sizes[index:])
+            return rates, list(sizes[index:]), granted
         with _product(device, dtype, n) as call:
             if call is None:
-                return rates, list(sizes[index:])
+                return rates, list(sizes[index:]), granted
             took = timing.repeated(call, device, repeats=effort.repeats, budget_s=effort.gemm_budget_s)
+        granted = min(granted, took.granted)
         rates.append(
             GemmRate(
                 dtype=dtype,
                 n=n,
                 threads=threads,
-                flops_per_s=gemm_flops_per_s(n, took.median_s),
+                flops_per_s=gemm_flops_per_s(n, took.quartile_s),
                 spread=took.spread,
                 concurrent=concurrent,
             )
         )
-    return rates, []
+    return rates, [], granted
 
 
 @contextmanager

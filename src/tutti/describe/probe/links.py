@@ -45,23 +45,31 @@ def _link(ways: Ways, tier: LinkTier, effort: Effort, transfer: Transfer, what: 
 
 
 def _points(party: Party, effort: Effort, transfer: Callable[[int], Callable[[], object]]) -> tuple[LinkPoint, ...]:
-    """Median times by size, the slowest rank's. Sizes predicted to exceed the budget are left out, never the first
-    two. Every rank takes the same decisions, because they rest on agreed times."""
+    """Times by size, the slowest rank's. Sizes predicted to exceed the budget are left out, never the first two.
+    Every rank takes the same decisions, because they rest on agreed times."""
     points: list[LinkPoint] = []
     for nbytes in effort.link_nbytes:
         if len(points) > 1:
             last = points[-1]
             if last.time_s * nbytes / last.nbytes > effort.link_budget_s:
                 break
-        call = transfer(nbytes // ITEM_NBYTES)
-        call()  # connections are made, memory is touched
-        estimate = max(party.largest([timing.once(call, party.device)])[0], 1e-7)
-        inner = max(1, min(50, int(timing.SAMPLE_S / estimate)))
-        sample = estimate * inner
-        repeats = max(2, min(effort.link_repeats, int(effort.link_budget_s / sample)), timing.cheap_samples(sample))
-        samples = [timing.once(lambda: _in_a_row(call, inner), party.device) / inner for _ in range(repeats)]  # noqa: B023
-        points.append(LinkPoint(nbytes=nbytes, time_s=statistics.median(party.largest(samples))))
+        samples = _samples(party, effort, transfer(nbytes // ITEM_NBYTES))
+        points.append(LinkPoint(nbytes=nbytes, time_s=timing.quartile(samples), median_s=statistics.median(samples)))
     return tuple(points)
+
+
+def _samples(party: Party, effort: Effort, call: Callable[[], object]) -> list[float]:
+    """Seconds of the call on the slowest rank, time after time; more of them as long as they disagree."""
+    call()  # connections are made, memory is touched
+    estimate = max(min(party.largest([timing.once(call, party.device) for _ in range(3)])), 1e-7)
+    inner = max(1, min(50, int(timing.SAMPLE_S / estimate)))
+    sample = estimate * inner
+    repeats = max(2, min(effort.link_repeats, int(effort.link_budget_s / sample)), timing.cheap_samples(sample))
+    samples: list[float] = []
+    while not samples or timing.again(samples, inner * sum(samples), effort.link_budget_s):
+        some = [timing.once(lambda: _in_a_row(call, inner), party.device) / inner for _ in range(repeats)]
+        samples += party.largest(some)
+    return samples
 
 
 def _in_a_row(call: Callable[[], object], count: int) -> None:

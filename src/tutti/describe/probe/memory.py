@@ -27,7 +27,9 @@ def measure(
         torch.set_num_threads(count)
         took = timing.repeated(_copy(source, target), device, repeats=effort.repeats, budget_s=effort.gemm_budget_s)
         rates.append(
-            MemoryRate(threads=count, bytes_per_s=2 * nbytes / took.median_s, spread=took.spread, concurrent=concurrent)
+            MemoryRate(
+                threads=count, bytes_per_s=2 * nbytes / took.quartile_s, spread=took.spread, concurrent=concurrent
+            )
         )
     torch.set_num_threads(before)
     return tuple(rates)
@@ -36,7 +38,7 @@ def measure(
 def kernel_overhead_s(device: torch.device) -> float:
     """Seconds of adding two vectors of 16 numbers: almost nothing but the call."""
     small = torch.ones(16, device=device)
-    return timing.repeated(lambda: small + small, device, repeats=7, budget_s=0.1).median_s
+    return timing.repeated(lambda: small + small, device, repeats=7, budget_s=0.1).quartile_s
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> Callable[[], object]:

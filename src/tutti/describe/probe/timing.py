@@ -1,7 +1,10 @@
-"""The one clock of the probe: medians of repeated calls, with the device waited for before and after each.
+"""The one clock of the probe: what repeated calls take, with the device waited for before and after each.
 
 A launch on a GPU returns before the work is done. Nothing else in the probe reads a clock around device work, so no
 launch can be timed without waiting for its end.
+
+Other work on the machine only lengthens a call, so what counts is the lower quartile of the samples; not the least of
+them, which may be a burst that a limited link let through. Where the middle one is much longer, more are taken.
 """
 
 import math
@@ -16,16 +19,22 @@ SAMPLE_S = 1e-3
 """Calls shorter than this are timed several in a row, so that the clock and the waiting do not show."""
 
 CHEAP_S, MOST_SAMPLES = 0.05, 50
-"""Short calls get more samples than asked for, as many as fit this time: a disturbance then moves the median less."""
+"""Short calls get more samples than asked for, as many as fit this time: a disturbance then moves the quartile less."""
+
+STEADY = 1.25
+"""Samples whose median is within this factor of their lower quartile agree."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Seconds of one call. `spread`: (max - min) / median over the repeats."""
+    """Seconds of one call: the lower `quartile_s` of the samples, and their median. `spread`: (max - min) / median over
+    the repeats. `granted`: for which part of the time the calling thread had a core, 1 on other devices."""
 
+    quartile_s: float
     median_s: float
     spread: float
     repeats: int
+    granted: float = 1.0
 
 
 def synchronize(device: torch.device) -> None:
@@ -44,18 +53,33 @@ def once(call: Callable[[], object], device: torch.device) -> float:
 
 
 def repeated(call: Callable[[], object], device: torch.device, *, repeats: int, budget_s: float) -> Timing:
-    """Median of `repeats` timed samples after a warm-up: fewer where they would take longer than `budget_s`, more
-    where they are cheap."""
+    """`repeats` timed samples after a warm-up: fewer where they would take longer than `budget_s`, more where they are
+    cheap, and as many again, within twice the budget, as long as they disagree."""
     once(call, device)  # first touch of memory, choice of an algorithm
-    first = once(call, device)
+    first = min(once(call, device) for _ in range(2))
     inner = max(1, math.ceil(SAMPLE_S / max(first, 1e-9))) if first < SAMPLE_S else 1
     sample = max(first * inner, 1e-9)
     count = max(1, min(repeats, int(budget_s / sample)), cheap_samples(sample))
-    if inner == 1:
-        samples = [first, *(once(call, device) for _ in range(count - 1))]
-    else:
-        samples = [once(lambda: _several(call, inner), device) / inner for _ in range(count)]
-    return summary(samples)
+    began, busy = time.perf_counter(), time.thread_time()
+    samples: list[float] = []
+    while not samples or again(samples, time.perf_counter() - began, budget_s):
+        samples += [once(lambda: _several(call, inner), device) / inner for _ in range(count)]
+    took = max(time.perf_counter() - began, 1e-9)
+    return summary(samples, (time.thread_time() - busy) / took if device.type == "cpu" else 1.0)
+
+
+def again(samples: list[float], spent_s: float, budget_s: float) -> bool:
+    """Whether more samples are worth their time: these disagree, and neither time nor patience is used up."""
+    return not steady(samples) and spent_s < budget_s and len(samples) < MOST_SAMPLES
+
+
+def quartile(samples: list[float]) -> float:
+    """The lower quartile; the least of four or fewer."""
+    return sorted(samples)[(len(samples) - 1) // 4]
+
+
+def steady(samples: list[float]) -> bool:
+    return statistics.median(samples) <= STEADY * quartile(samples)
 
 
 def cheap_samples(sample_s: float) -> int:
@@ -63,10 +87,16 @@ def cheap_samples(sample_s: float) -> int:
     return min(MOST_SAMPLES, int(CHEAP_S / sample_s))
 
 
-def summary(samples: list[float]) -> Timing:
-    """Median and spread of samples in seconds."""
+def summary(samples: list[float], granted: float = 1.0) -> Timing:
+    """Of samples in seconds."""
     median = statistics.median(samples)
-    return Timing(median_s=median, spread=(max(samples) - min(samples)) / median, repeats=len(samples))
+    return Timing(
+        quartile_s=quartile(samples),
+        median_s=median,
+        spread=(max(samples) - min(samples)) / median,
+        repeats=len(samples),
+        granted=granted,
+    )
 
 
 def _several(call: Callable[[], object], count: int) -> None:
