@@ -5,6 +5,7 @@ for, and all ranks end with the same bits.
 import functools
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from harness import run_ranks
 from runtime.several import Case, on_ranks
 from runtime.training import Mlp
 from tutti.compress.by_tensor import kept_of
+from tutti.optim.large_batch import LAMB
 from tutti.runtime.compressed.compressor import sizes_of
 from tutti.runtime.metrics import read_rows
 from tutti.spec import codec
@@ -97,6 +99,8 @@ def trained(
     """Parameters after `steps` steps in all, and what the rank keeps by tensor; a checkpoint is left in `folder`."""
     torch.set_default_dtype(torch.float64)
     subject = plain() if words.startswith("dgc") else tied()
+    if words.startswith("one-bit-lamb"):
+        subject = replace(subject, optimizer=LAMB)
     sync = Sync(bucket_nbytes=400, compress=parse_compression(words))
     whole = Plan(batch=BatchPlan(global_batch_size=12, **plan.pop("batch", {})), sync=sync, **plan)
     os.environ["TUTTI_PLAN"] = str(codec.save(whole, Path.cwd() / f"plan-{os.getpid()}.json"))

@@ -1,7 +1,7 @@
 """The interface of every compressor of flat gradients: values in, a message of exactly known size out."""
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -25,6 +25,10 @@ class Codec(ABC):
     def keeps(self) -> tuple[str, ...]:
         """Names of the tensors of the gradient's size that its state has; all are summed over ranks by meaning."""
         return ()
+
+    def now(self, count: int) -> Self:
+        """This codec as it is after `count` steps that counted; most stay what they are."""
+        return self
 
     @abstractmethod
     def nbytes(self, numel: int) -> int:

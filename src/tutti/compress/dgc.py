@@ -6,22 +6,23 @@ must have no momentum of its own.
 
 import math
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from tutti.compress.state import State
 from tutti.compress.topk import TopK
-
-_FIRST_DENSITY, _RATIO = 0.25, 0.25  # sparsity 75 %, 93.75 %, 98.44 %, 99.6 %, 99.9 %
+from tutti.spec.compression import ramped_density
 
 
 @dataclass(frozen=True, slots=True)
 class DGC(TopK):
-    """As top-k on the wire. `momentum`: m, that the optimizer would have had."""
+    """As top-k on the wire. `momentum`: m, that the optimizer would have had; `warmup_steps`: with sparsity growing."""
 
     density: float = 0.001
     momentum: float = 0.9
+    warmup_steps: int = 0
 
     @property
     def keeps(self) -> tuple[str, ...]:
@@ -29,9 +30,12 @@ class DGC(TopK):
 
     def at(self, progress: float) -> "DGC":
         """The codec of the warm-up: `progress` 0 begins with 75 % sparsity, which grows geometrically until 1."""
-        if progress >= 1:
-            return self
-        return replace(self, density=max(self.density, _FIRST_DENSITY * _RATIO ** math.floor(max(progress, 0) * 4)))
+        return replace(self, density=ramped_density(self.density, progress))
+
+    def now(self, count: int) -> Self:
+        return replace(
+            self, density=ramped_density(self.density, count / self.warmup_steps if self.warmup_steps else 1)
+        )
 
     def encode_by_torch(self, values: Tensor, state: State, message: Tensor) -> None:
         kept, moving = state.new["residual"], state.new["momentum"]

@@ -59,8 +59,9 @@ class SparseSum(Exchange):
         return {"worker": [(0, self.numel)], **own}
 
     def rounds(self, flat: Tensor) -> Rounds:
-        message = self.codec.encode(flat, self.states["worker"])
-        places, found = self.codec.pairs(message, self.numel)
+        codec = self.codec.now(self.states["worker"].count)
+        message = codec.encode(flat, self.states["worker"])
+        places, found = codec.pairs(message, self.numel)
         found = found.to(torch.float64 if flat.dtype is torch.float64 else torch.float32)
         if self.algorithm == "split":
             total = yield from self._split(places, found)

@@ -138,16 +138,17 @@ class Gathered(Exchange):
 
     @property
     def step_nbytes(self) -> int:
-        """Bytes a rank sends in a step."""
-        return (self.wire.size - 1) * self.codec.nbytes(self.numel)
+        """Bytes a rank sends in the next step."""
+        return (self.wire.size - 1) * self.codec.now(self.states["worker"].count).nbytes(self.numel)
 
     def rounds(self, flat: Tensor) -> Rounds:
-        message = self.codec.encode(flat, self.states["worker"])
+        codec = self.codec.now(self.states["worker"].count)
+        message = codec.encode(flat, self.states["worker"])
         gathered = message.new_empty(self.wire.size * message.numel())
         yield [self.wire.all_gather(gathered, message)]
         total = torch.zeros_like(flat, dtype=flat.dtype if flat.dtype in FLOATS else torch.float32)
         for part in gathered.view(self.wire.size, -1):
-            self.codec.decode_add(part, total)
+            codec.decode_add(part, total)
         flat.copy_(total)
 
 

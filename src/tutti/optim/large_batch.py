@@ -124,6 +124,7 @@ class LARS(ByNorms):
 class LAMB(ByNorms):
     """Adam's step with the norm of the weights (You et al. 2020): r = m / (sqrt(v) + eps) + wd w, both corrected for
     their start; w -= lr (||w|| / ||r||) r. With `normalise` (NVLAMB) all gradients are divided by their global norm.
+    `ratios`: ||w|| / ||r|| of the last update.
     """
 
     global_norm: GlobalNorm | None = None
@@ -139,6 +140,7 @@ class LAMB(ByNorms):
         normalise: bool = False,
     ) -> None:
         self.normalise = normalise
+        self.ratios: dict[nn.Parameter, float] = {}
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def _update(self, live: list[tuple[nn.Parameter, dict[str, Any]]]) -> None:
@@ -150,6 +152,7 @@ class LAMB(ByNorms):
         norms = self._norms([*parameters, *steps], parameters * 2)
         for (parameter, group), step, weight, length in zip(live, steps, norms, norms[len(live) :], strict=False):
             ratio = weight / length if group["adapt"] and weight > 0 and length > 0 else 1.0
+            self.ratios[parameter] = ratio
             parameter.sub_(step * (group["lr"] * ratio))
 
     def _global_norm(self, parameters: list[nn.Parameter]) -> float:

@@ -31,6 +31,11 @@ class WholeNorms:
         self._places = {p: places[name] for p, name in first.items() if name in places}
         self._count = len(cut)
 
+    @property
+    def parted(self) -> bool:
+        """Whether some rank holds a part of a tensor only."""
+        return self._count > 0
+
     def over_parts(self, squares: Tensor, parameters: Sequence[nn.Parameter]) -> Tensor:
         """See large_batch.OverParts. Collective: also where this rank has nothing to add."""
         sums = torch.zeros(_TURNS * self._count, dtype=torch.float64, device=self._world.device)
@@ -70,14 +75,20 @@ def bind_norms(optimizers: Sequence[Optimizer], model: nn.Module, layout: Layout
     for number, optimizer in enumerate(optimizers):
         if not isinstance(optimizer, ByNorms):
             continue
-        names = known[number]
-        mine = {layout.first_name(name): bool(layout.state_of(name).cuts) for name in names.values()}
-        everyone = world.gather(mine)
-        if all(theirs == mine for theirs in everyone) and not any(mine.values()):
+        norms = whole_norms(known[number], layout, world)
+        if norms is None:
             continue
-        parted = {name for theirs in everyone for name, is_cut in theirs.items() if is_cut}
-        norms = WholeNorms(layout, world, names, [name for name in layout.names if name in parted])
-        if parted:
+        if norms.parted:
             optimizer.over_parts = norms.over_parts
         if isinstance(optimizer, LAMB):
             optimizer.global_norm = norms.global_norm
+
+
+def whole_norms(names: dict[nn.Parameter, str], layout: Layout, world: World) -> WholeNorms | None:
+    """Of an optimizer with parameters of these `names`; None where all ranks hold all of them. Collective."""
+    mine = {layout.first_name(name): bool(layout.state_of(name).cuts) for name in names.values()}
+    everyone = world.gather(mine)
+    if all(theirs == mine for theirs in everyone) and not any(mine.values()):
+        return None
+    parted = {name for theirs in everyone for name, is_cut in theirs.items() if is_cut}
+    return WholeNorms(layout, world, names, [name for name in layout.names if name in parted])

@@ -129,7 +129,8 @@ def _replica(
     session: Session, given: Given, plan: Plan, layout: Layout, shards: Shards, stages: Stages | None
 ) -> Replica:
     """This rank's replica, and how its gradients are compressed. Collective."""
-    compressor = make_compressor(plan, layout, given.model, given.optimizers, session.settings.seed)
+    seed, clip_norm = session.settings.seed, session.settings.clip_norm
+    compressor = make_compressor(plan, layout, session.world, given.model, given.optimizers, seed, clip_norm)
     late = stages.tied_here(given.model) if stages else ()
     return Replica(given.model, layout, plan, shards, late, compressor)
 

@@ -2,12 +2,13 @@
 
 Bytes are those that one rank sends in a step to sum one bucket: the codes both ways, their scales and paddings, and a
 flag for each gradient. Formulas: two phases of p - 1 codes of a chunk each (casts, levels, signs, top16-q4); p - 1
-codes of the whole bucket (top-k, dgc); two ring sums of thin matrices (powersgd).
+codes of the whole bucket (top-k, dgc); two ring sums of thin matrices (powersgd). The momentum of one-bit-adam and
+one-bit-lamb is written like one-bit, that of byte-adam like bytegrad; before that, gradients are summed exactly.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from tutti.errors import PlanError
@@ -23,6 +24,16 @@ KEEP = 16
 MIN_RATE = 2.0
 """powersgd leaves a matrix as it is unless its factors are fewer values by so much."""
 
+MOMENTA: dict[CompressMethod, CompressMethod] = {
+    "one-bit-adam": "one-bit",
+    "byte-adam": "bytegrad",
+    "one-bit-lamb": "one-bit",
+}
+"""Methods that sum the optimizer's momentum, with what it is written like."""
+
+FIRST_DENSITY, DENSITY_RATIO = 0.25, 0.25
+"""dgc's warm-up: sparsity 75 %, 93.75 %, 98.44 %, 99.6 %, then its own (Lin et al. 2018, section 3.3)."""
+
 _WIDTH = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -33,7 +44,9 @@ class Compression:
     `bits`: of a level of qsgd, 2, 4 (default) or 8. `density`: share of the values that top-k (0.01) and dgc (0.001)
     send. `rank`: columns of powersgd's matrices (1). `momentum`: dgc's own (0.9), that the optimizer must not have.
     `feedback`: bfloat16, float16 and bytegrad keep what rounding took away and send it later (False); one-bit, top-k,
-    dgc, top16-q4 and powersgd always do, the others never.
+    dgc, top16-q4, powersgd and methods of momentum always do, the others never. `warmup_steps`: of dgc, in which
+    sparsity grows from 75 % (0). `freeze_step`: of methods of momentum, updates with exact sums in which the second
+    moment learns; it must be stated, for 15 to 20 % of all updates are right.
     """
 
     method: CompressMethod
@@ -42,6 +55,8 @@ class Compression:
     rank: int | None = None
     momentum: float | None = None
     feedback: bool | None = None
+    warmup_steps: int | None = None
+    freeze_step: int | None = None
 
     def __post_init__(self) -> None:
         for name, methods in _SETTINGS.items():
@@ -53,6 +68,13 @@ class Compression:
             raise PlanError(f"momentum = {self.momentum}; give a number of 0 or more and below 1")
         if self.rank is not None and self.rank < 1:
             raise PlanError(f"rank = {self.rank}; powersgd needs matrices of 1 column or more")
+        if self.warmup_steps is not None and self.warmup_steps < 0:
+            raise PlanError(f"warmup_steps = {self.warmup_steps}; give a number of steps of 0 or more")
+        if self.method in MOMENTA and (self.freeze_step is None or self.freeze_step < 1):
+            raise PlanError(
+                f"{self.method} needs freeze_step, the updates in which the second moment learns: 1 or more, and best "
+                f"15 to 20 % of all; write {self.method},freeze_step=N"
+            )
 
     @property
     def settings(self) -> dict[str, float]:
@@ -64,8 +86,24 @@ class Compression:
     @property
     def keeps(self) -> bool:
         """Whether what is not sent is kept back for later steps."""
-        always = self.method in ("one-bit", "top-k", "dgc", "top16-q4", "powersgd")
+        always = self.method in ("one-bit", "top-k", "dgc", "top16-q4", "powersgd", *MOMENTA)
         return always or bool(self.settings.get("feedback"))
+
+    @property
+    def code(self) -> "Compression":
+        """What is on the wire: of methods of momentum, the code of it; else this."""
+        like = MOMENTA.get(self.method)
+        return self if like is None else Compression(method=like, feedback=True if like == "bytegrad" else None)
+
+    def at(self, step: int) -> "Compression | None":
+        """What is in force after `step` updates: dgc's density grows thin, momenta are sent from `freeze_step` on.
+        None: sums are exact.
+        """
+        if self.freeze_step is not None:
+            return self if step >= self.freeze_step else None
+        if not self.warmup_steps:
+            return self
+        return replace(self, density=ramped_density(self.settings["density"], step / self.warmup_steps))
 
 
 _SETTINGS: dict[str, dict[CompressMethod, float]] = {
@@ -74,6 +112,8 @@ _SETTINGS: dict[str, dict[CompressMethod, float]] = {
     "rank": {"powersgd": 1},
     "momentum": {"dgc": 0.9},
     "feedback": {"bfloat16": False, "float16": False, "bytegrad": False},
+    "warmup_steps": {"dgc": 0},
+    "freeze_step": dict.fromkeys(MOMENTA, 0),
 }
 """Settings of compression: by name, the methods that have it, with what it is by default."""
 
@@ -96,10 +136,23 @@ def compression_in_words(compress: Compression) -> str:
     return ",".join([compress.method, *(f"{name}={str(value).lower()}" for name, value in said.items())])
 
 
-def bucket_sent_nbytes(compress: Compression, shapes: Sequence[Sequence[int]], ranks: int, itemsize: int) -> int:
-    """Bytes one rank sends to sum gradients of `shapes` (as they lie in memory), of values of `itemsize`, in a step."""
+def ramped_density(density: float, progress: float) -> float:
+    """dgc's density after the share `progress` of its warm-up."""
+    if progress >= 1:
+        return density
+    return max(density, FIRST_DENSITY * DENSITY_RATIO ** math.floor(max(progress, 0) * 4))
+
+
+def bucket_sent_nbytes(compress: Compression | None, shapes: Sequence[Sequence[int]], ranks: int, itemsize: int) -> int:
+    """Bytes one rank sends to sum gradients of `shapes` (as they lie in memory), of values of `itemsize`, in a step.
+
+    Of the step that `Compression.at` gives; None: an exact sum, of whose flags those that are sent apart count.
+    """
     flags = 2 * (ranks - 1) * len(shapes) * itemsize // ranks
     numel = sum(math.prod(shape) for shape in shapes)
+    if compress is None:
+        return flags + 2 * (ranks - 1) * numel * itemsize // ranks
+    compress = compress.code
     if compress.method == "powersgd":
         return flags + _thin(compress, shapes, ranks, 8 if itemsize == 8 else 4)
     if compress.method in ("top-k", "dgc"):

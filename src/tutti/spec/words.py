@@ -72,10 +72,14 @@ CompressMethod = Literal[
     "dgc",
     "top16-q4",
     "powersgd",
+    "one-bit-adam",
+    "byte-adam",
+    "one-bit-lamb",
 ]
 """How gradients are written on their way between ranks. float64 to float16: cast, summed in their own precision;
 bytegrad: 8 bits a value; qsgd, terngrad: unbiased levels; one-bit: signs; top-k, dgc: the largest few; top16-q4: 16 of
-every 512 in 4 bits; powersgd: products of thin matrices."""
+every 512 in 4 bits; powersgd: products of thin matrices; one-bit-adam, byte-adam, one-bit-lamb: the momentum of Adam or
+LAMB in signs or bytes, once its second moment stands."""
 
 SyncMode = Literal[
     "synchronous",

@@ -14,14 +14,16 @@ from torch.optim import Optimizer
 
 from tutti.compress.by_tensor import Kept, keep, kept_of
 from tutti.compress.draw import key_of
-from tutti.compress.exchange import Exchange, all_finite
+from tutti.compress.exchange import Exchange, Rounds, all_finite
 from tutti.errors import PlanError
 from tutti.runtime.buckets import Bucket, Summing
 from tutti.runtime.compressed.courier import Courier
 from tutti.runtime.compressed.methods import make_exchange
+from tutti.runtime.compressed.momenta import Momenta, make_momenta
 from tutti.runtime.layout import Layout
 from tutti.runtime.mesh import Mesh
 from tutti.runtime.traffic import Flight
+from tutti.runtime.world import World
 from tutti.spec.compression import Compression, bucket_sent_nbytes, compression_in_words
 from tutti.spec.plan import Plan
 from tutti.spec.words import DATA_AXES, AxisName
@@ -39,20 +41,28 @@ class CompressedSum(Summing):
         self._compressor, self.number, self.group = compressor, number, group
 
     def start(self, bucket: Bucket) -> Flight:
+        rounds = self._compressor.rounds(bucket)
         flags = dist.all_reduce(bucket.flags, group=bucket.group.handle, async_op=True)
-        rounds = self._compressor.exchanges[bucket].rounds(values_of(bucket))
         parcel = self._compressor.courier.start(self.number, rounds)
         return bucket.group.lane.start([flags, parcel], bucket.sent_nbytes)
 
 
 class Compressor:
     """`groups`: by the mesh's axes, a process group that nothing else uses; `places`: of each parameter among the
-    model's, which seeds its bucket's random numbers. `exchanges`: of the buckets there are now.
+    model's, which seeds its bucket's random numbers; `momenta`: what is summed in place of gradients. `exchanges`: of
+    the buckets there are now.
     """
 
     def __init__(
-        self, how: Compression, mesh: Mesh, groups: dict[Axes, Any], places: dict[nn.Parameter, int], seed: int
+        self,
+        how: Compression,
+        mesh: Mesh,
+        groups: dict[Axes, Any],
+        places: dict[nn.Parameter, int],
+        seed: int,
+        momenta: Momenta | None = None,
     ) -> None:
+        self.momenta = momenta
         self.how, self.seed, self._axes = how, seed, tuple(mesh.degrees)
         self.courier = Courier()
         self.exchanges: dict[Bucket, Exchange] = {}
@@ -76,12 +86,24 @@ class Compressor:
         self.exchanges = {}
         for bucket in mine:
             shapes = [memory_shape(p) for p in bucket.parameters]
-            bucket.sent_nbytes = bucket_sent_nbytes(self.how, shapes, bucket.group.size, bucket.flat.element_size())
             self.exchanges[bucket] = before.get(tuple(bucket.parameters)) or self._exchange(bucket, shapes)
         for bucket in new:
             known = [kept.get(p, ({}, 0)) for p in bucket.parameters]
             count = max(count for _, count in known)
             keep(self.exchanges[bucket], sizes_of(bucket), [one for one, _ in known], count)
+        for bucket in mine:
+            bucket.sent_nbytes = self._sent_nbytes(bucket)
+
+    def rounds(self, bucket: Bucket) -> Rounds:
+        """How the bucket's sum is made now. Says in it how many bytes that sends."""
+        exchange, values = self.exchanges[bucket], values_of(bucket)
+        bucket.sent_nbytes = self._sent_nbytes(bucket)
+        if self.momenta is None:
+            return exchange.rounds(values)
+        if not self.momenta.stand_in:
+            return _exactly(exchange, values)
+        self.momenta.mark(bucket)
+        return self.momenta.rounds(bucket, exchange)
 
     def settle(self, finite: bool) -> None:
         """After all sums of a step. `finite`: the update may be made, the same on all ranks; else nothing was sent."""
@@ -89,16 +111,32 @@ class Compressor:
             values = values_of(bucket)
             counts = finite and all_finite(values)
             if counts:
-                for start, size, flag in zip(starts_of(bucket), sizes_of(bucket), bucket.flags.tolist(), strict=True):
-                    if not flag:  # no rank has used it: it keeps no gradient
+                if self.momenta is not None:
+                    self.momenta.check(bucket)
+                for start, size, used in zip(starts_of(bucket), sizes_of(bucket), self._used(bucket), strict=True):
+                    if not used:
                         exchange.undo(start, start + size)
             exchange.settle(counts)
+
+    def _used(self, bucket: Bucket) -> list[bool]:
+        """By parameter: whether what came out is used; one that no rank has used keeps no gradient."""
+        sends = [self.momenta is None or self.momenta.sends(p) for p in bucket.parameters]
+        return [flag > 0 and sent for flag, sent in zip(bucket.flags.tolist(), sends, strict=True)]
+
+    def _sent_nbytes(self, bucket: Bucket) -> int:
+        """Of the next sum, by the formula."""
+        if self.momenta is None:
+            how = self.how.at(max(state.count for state in self.exchanges[bucket].states.values()))
+        else:
+            how = self.how if self.momenta.stand_in else None
+        shapes = [memory_shape(p) for p in bucket.parameters]
+        return bucket_sent_nbytes(how, shapes, bucket.group.size, bucket.flat.element_size())
 
     def _exchange(self, bucket: Bucket, shapes: Sequence[Sequence[int]]) -> Exchange:
         assert isinstance(bucket.group.summing, CompressedSum)
         low, high = key_of(self.seed, self._places[bucket.parameters[0]])
         return make_exchange(
-            self.how,
+            self.how.code,
             shapes,
             group=bucket.group.summing.group,
             dtype=bucket.flat.dtype,
@@ -107,15 +145,29 @@ class Compressor:
         )
 
 
+def _exactly(exchange: Exchange, values: torch.Tensor) -> Rounds:
+    """An exact sum in the exchange's place, on its wire."""
+    yield [exchange.wire.all_reduce(values)]
+
+
 def make_compressor(
-    plan: Plan, layout: Layout, model: nn.Module, optimizers: Iterable[Optimizer], seed: int
+    plan: Plan,
+    layout: Layout,
+    world: World,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    seed: int,
+    clip_norm: float | None,
 ) -> Compressor | None:
     """The compressor of the plan, if it has one and there is something to sum. Collective.
 
     Raises PlanError, on all ranks alike, for gradients and optimizers that the method does not go with.
     """
     how, mesh = plan.sync.compress, layout.mesh
-    if how is None or mesh.world_size == 1:
+    if how is None:
+        return None
+    momenta = make_momenta(how, layout, world, model, optimizers, clip_norm)
+    if mesh.world_size == 1:
         return None
     _check(how, model, optimizers)
     order = {name: place for place, name in enumerate(layout.names)}
@@ -123,7 +175,8 @@ def make_compressor(
     everyone: list[Any] = [None] * mesh.world_size
     dist.all_gather_object(everyone, {axes for axes in live if axes and COMPRESSED.issuperset(axes)})
     groups = {axes: mesh.new_group(*axes) for axes in sorted(set().union(*everyone))}
-    return Compressor(how, mesh, groups, {p: order[name] for name, p in model.named_parameters()}, seed)
+    places = {p: order[name] for name, p in model.named_parameters()}
+    return Compressor(how, mesh, groups, places, seed, momenta)
 
 
 def _check(how: Compression, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:

@@ -60,6 +60,6 @@ def _codec(how: Compression) -> Codec:
         case "top-k":
             return TopK(settings["density"])
         case "dgc":
-            return DGC(settings["density"], settings["momentum"])
+            return DGC(settings["density"], settings["momentum"], int(settings["warmup_steps"]))
         case _:
             return TOP16_Q4

@@ -1,0 +1,260 @@
+"""Adam and LAMB whose second moment v stands still after a number of updates, so that ranks may sum their momentum.
+
+The user's own optimizer goes on: a hook before its step makes the update in its place once v stands, from the same
+state. With v the same on all ranks, m / d is linear in the gradient, d = sqrt(v) + eps. So ranks sum
+(b1 m / ranks + (1 - b1) g_rank) / d in few bytes; what came out stands for the gradient ((sum) d - b1 m) / (1 - b1), of
+which the optimizer's own rule makes m = (sum) d (Tang et al. 2021, 1-bit Adam; the published form sends m and divides
+by d afterwards, which goes to NaN where v = 0). sqrt(v) is at least `floor` times its root mean square over the tensor.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from inspect import unwrap
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Adam, Optimizer
+
+from tutti.errors import PlanError
+from tutti.optim.large_batch import LAMB, OverParts
+
+LEARNED = "learned"
+"""In an optimizer's state of a parameter: after how many updates its v stood still."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Of one parameter whose v stands: its momentum m, `beta1`, and what m is divided by to be sent."""
+
+    m: Tensor
+    beta1: float
+    divisor: Tensor
+
+
+class Frozen(ABC):
+    """What an optimizer becomes: itself for `freeze_step` updates, then with the v that it has.
+
+    Whether v stands is in the optimizer's state, so checkpoints know it. Parameters that never had a gradient before
+    have no `moment`, and can have no update afterwards. One `Frozen` for an optimizer. Where ranks hold parts of
+    tensors, `over_parts` makes root mean squares those of the whole, and `agreed` is the largest of all ranks' counts.
+    """
+
+    over_parts: OverParts | None = None
+    agreed: Callable[[int], int] | None = None
+
+    def __init__(self, optimizer: Optimizer, freeze_step: int, *, floor: float = 0.1) -> None:
+        self.check(optimizer)
+        self.optimizer, self.freeze_step, self.floor = optimizer, freeze_step, floor
+        self._divisors: dict[nn.Parameter, tuple[Tensor, int, Tensor]] = {}
+        self._set_aside: list[tuple[nn.Parameter, Tensor]] = []
+        self._numbers: dict[nn.Parameter, int] = {}
+        self._settled = False
+        optimizer.register_step_pre_hook(self._before)
+        optimizer.register_step_post_hook(self._after)
+
+    @classmethod
+    @abstractmethod
+    def check(cls, optimizer: Optimizer) -> None:
+        """Raise PlanError for an optimizer that it is not made for."""
+
+    @property
+    def stands(self) -> bool:
+        """Whether v stands: the next sum is of momenta."""
+        return any(LEARNED in state for state in self.optimizer.state.values())
+
+    @property
+    def count(self) -> int:
+        """Updates so far, of the parameter that had most."""
+        return max((int(state["step"]) for state in self.optimizer.state.values() if "step" in state), default=0)
+
+    def moment(self, parameter: nn.Parameter) -> Moment | None:
+        """What is needed to send a parameter's momentum; None where its v has learned nothing."""
+        state = self.optimizer.state.get(parameter, {})
+        if LEARNED not in state:
+            return None
+        beta1 = float(self._group_of(parameter)["betas"][0])
+        return Moment(state["exp_avg"], beta1, self._sent_by(parameter))
+
+    @abstractmethod
+    def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        """One update of a parameter whose v stands."""
+
+    def _begun(self, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any]) -> None:  # noqa: B027
+        """v of the parameter stands from now on."""
+
+    def _learned(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:  # noqa: B027
+        """The optimizer has made an update of its own."""
+
+    def _sent_by(self, parameter: nn.Parameter) -> Tensor:
+        """What its momentum is divided by to be sent: that of the update, by which parameters are of one magnitude."""
+        return self._divisor(parameter)
+
+    def _divisor(self, parameter: nn.Parameter) -> Tensor:
+        """sqrt(v) + eps, v as it stands, without the bias of its start, with its floor."""
+        state = self.optimizer.state[parameter]
+        v = state["exp_avg_sq"]
+        known = self._divisors.get(parameter)
+        if known is not None and known[0] is v and known[1] == v._version:
+            return known[2]
+        found = self._root(v, state[LEARNED], self._group_of(parameter), state["least"])
+        self._divisors[parameter] = (v, v._version, found)
+        return found
+
+    def _root(self, v: Tensor, count: float, group: dict[str, Any], least: float | None = None) -> Tensor:
+        root = (v / (1 - group["betas"][1] ** int(count))).sqrt()
+        least = self.floor * float(root.square().mean().sqrt()) if least is None else least
+        found: Tensor = root.clamp(min=least).add_(float(group["eps"]))
+        return found
+
+    def _group_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        groups = self.optimizer.param_groups
+        number = self._numbers.get(parameter)
+        if number is None:
+            for number, group in enumerate(groups):
+                self._numbers.update(dict.fromkeys(group["params"], number))
+            number = self._numbers[parameter]
+        return groups[number]
+
+    @torch.no_grad()
+    def _before(self, *arguments: Any) -> None:
+        """Once v stands, make the update; the optimizer's own step then finds no gradient."""
+        if not self.stands:
+            return
+        for parameter, group in _pairs(self.optimizer):
+            if parameter.grad is None:
+                continue
+            state = self.optimizer.state.get(parameter, {})
+            if LEARNED in state:
+                self._update(parameter, parameter.grad, group, state)
+            self._set_aside.append((parameter, parameter.grad))
+            parameter.grad = None
+
+    @torch.no_grad()
+    def _after(self, *arguments: Any) -> None:
+        for held, gradient in self._set_aside:
+            held.grad = gradient
+        self._set_aside = []
+        if self._settled:
+            return
+        if not self.stands:
+            for one, _ in _pairs(self.optimizer):
+                if one in self.optimizer.state:
+                    self._learned(one, self.optimizer.state[one])
+        count = self.freeze_step if self.stands else self.count
+        count = count if self.agreed is None else self.agreed(count)  # ranks may hold nothing that has a count
+        if count >= self.freeze_step:
+            self._freeze()
+            self._settled = True
+
+    def _freeze(self) -> None:
+        """v of all that has learned stands from now on."""
+        states = self.optimizer.state
+        live = [(p, group, states[p]) for p, group in _pairs(self.optimizer) if "exp_avg_sq" in states.get(p, {})]
+        for (parameter, group, state), mean in zip(live, _means(live, self.over_parts), strict=True):
+            if mean > 0 and LEARNED not in state:
+                state[LEARNED] = float(state["step"])
+                state["least"] = self.floor * math.sqrt(mean / (1 - group["betas"][1] ** int(state["step"])))
+                self._begun(parameter, group, state)
+
+
+class FrozenAdam(Frozen):
+    """torch's Adam and AdamW: m = b1 m + (1 - b1) g, w -= lr (m / (1 - b1^t)) / d, with the decay each of them has."""
+
+    @classmethod
+    def check(cls, optimizer: Optimizer) -> None:
+        if unwrap(type(optimizer).step) is not unwrap(Adam.step):
+            raise PlanError(
+                f"the momentum of {type(optimizer).__name__} is not Adam's; use torch.optim.Adam or AdamW, or compress "
+                "gradients: one-bit"
+            )
+        for name in ("amsgrad", "maximize", "differentiable"):
+            if any(group.get(name) for group in optimizer.param_groups):
+                raise PlanError(f"Adam with {name}=True has no second moment that could stand still; leave {name} out")
+
+    def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        beta1, rate, decay = group["betas"][0], float(group["lr"]), group["weight_decay"]
+        decoupled = group.get("decoupled_weight_decay", False)
+        state["step"] += 1
+        if decay and not decoupled:
+            gradient = gradient.add(parameter, alpha=decay)
+        elif decay:
+            parameter.mul_(1 - rate * decay)
+        state["exp_avg"].lerp_(gradient, 1 - beta1)
+        parameter.addcdiv_(state["exp_avg"], self._divisor(parameter), value=-rate / (1 - beta1 ** int(state["step"])))
+
+
+class FrozenLAMB(Frozen):
+    """LAMB (Li et al. 2021, 1-bit LAMB): layers' ratios are averaged while v learns; then they are multiplied with
+    max(d / d_fresh), of a v that goes on with the gradients that momenta stand for, within [0.5, 4] and 10 % an update.
+    """
+
+    FACTOR = (0.5, 4.0)
+    CHANGE = 0.1
+    KEEP = 0.9
+
+    @classmethod
+    def check(cls, optimizer: Optimizer) -> None:
+        if not isinstance(optimizer, LAMB) or unwrap(type(optimizer).step) is not unwrap(LAMB.step):
+            raise PlanError(
+                f"the momentum of {type(optimizer).__name__} is not LAMB's; use tutti.optim.large_batch.LAMB, or "
+                "compress gradients: one-bit"
+            )
+        if optimizer.normalise:
+            raise PlanError(
+                "NVLAMB divides gradients by their norm over all ranks, which is not known where momenta are summed; "
+                "use LAMB"
+            )
+
+    def _learned(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:
+        assert isinstance(self.optimizer, LAMB)
+        ratio = self.optimizer.ratios.get(parameter)
+        if ratio is not None:
+            state["ratio"] = self.KEEP * state["ratio"] + (1 - self.KEEP) * ratio if "ratio" in state else ratio
+
+    def _begun(self, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any]) -> None:
+        size = float((state["exp_avg"] / self._divisor(parameter)).double().square().mean().sqrt())
+        usable = size > 0 and math.isfinite(1 / size)
+        state.update(fresh=state["exp_avg_sq"].clone(), factor=1.0, size=size if usable else 1.0)
+        if "ratio" not in state:  # v has learned in a run that did not average them
+            step = state["exp_avg"] / self._divisor(parameter) + group["weight_decay"] * parameter
+            norms = float(parameter.norm()), float(step.norm())
+            state["ratio"] = norms[0] / norms[1] if min(norms) > 0 else 1.0
+
+    def _sent_by(self, parameter: nn.Parameter) -> Tensor:
+        """LAMB's layers differ in magnitude: each is sent as one of root mean square 1."""
+        return self._divisor(parameter) * float(self.optimizer.state[parameter]["size"])
+
+    def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        beta1, beta2 = group["betas"]
+        state["step"] += 1
+        state["exp_avg"].mul_(beta1).add_(gradient, alpha=1 - beta1)
+        state["fresh"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        d = self._divisor(parameter)
+        wanted = float((d / self._root(state["fresh"], state["step"], group)).max())
+        low, high = state["factor"] * (1 - self.CHANGE), state["factor"] * (1 + self.CHANGE)
+        state["factor"] = min(max(min(max(wanted, self.FACTOR[0]), self.FACTOR[1]), low), high)
+        step = state["exp_avg"] / (1 - beta1 ** int(state["step"])) / d + group["weight_decay"] * parameter
+        ratio = state["ratio"] * state["factor"] if group["adapt"] else 1.0
+        parameter.sub_(step * (group["lr"] * ratio))
+
+
+Live = list[tuple[nn.Parameter, dict[str, Any], dict[str, Any]]]
+"""Parameters with their group and their state."""
+
+
+def _pairs(optimizer: Optimizer) -> list[tuple[nn.Parameter, dict[str, Any]]]:
+    return [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _means(live: Live, over_parts: OverParts | None) -> list[float]:
+    """The mean of v over whole tensors."""
+    sums = [state["exp_avg_sq"].double().sum() for _, _, state in live]
+    sizes = [torch.tensor(float(p.numel()), dtype=torch.float64) for p, _, _ in live]
+    both = torch.stack([*sums, *sizes]) if live else torch.zeros(0, dtype=torch.float64)
+    if over_parts is not None:
+        both = over_parts(both, [p for p, _, _ in live] * 2)
+    found = both.tolist()
+    return [total / max(size, 1.0) for total, size in zip(found, found[len(live) :], strict=False)]

@@ -1,0 +1,131 @@
+"""Momenta in place of gradients: what a bucket's sum is of once the optimizer's second moment stands.
+
+Until then gradients are summed exactly. All ranks see the switch in the optimizer's state, after the same update.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from tutti.compress.exchange import Exchange, Rounds
+from tutti.errors import PlanError, TrainingError
+from tutti.optim.frozen import Frozen, FrozenAdam, FrozenLAMB
+from tutti.runtime.buckets import Bucket
+from tutti.runtime.layout import Layout
+from tutti.runtime.part_norms import whole_norms
+from tutti.runtime.traffic import ring_nbytes
+from tutti.runtime.world import World
+from tutti.spec.compression import MOMENTA, Compression, compression_in_words
+
+
+class Momenta:
+    """What the buckets of one optimizer send. `names`: of the parameters, to say which."""
+
+    def __init__(self, frozen: Frozen, names: dict[nn.Parameter, str]) -> None:
+        self.frozen, self._names = frozen, names
+
+    @property
+    def stand_in(self) -> bool:
+        """Whether the next sums are of momenta, the same on all ranks; else they are exact sums of gradients."""
+        return self.frozen.stands
+
+    def mark(self, bucket: Bucket) -> None:
+        """Say in the flags, which all ranks get, which gradients have come too late: their second moment is 0."""
+        for index, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views, strict=True)):
+            if self.frozen.moment(parameter) is None and bool(view.any()):
+                bucket.flags[index] = math.inf
+
+    def rounds(self, bucket: Bucket, exchange: Exchange) -> Rounds:
+        """Leave in the bucket the gradients that the sums of momenta stand for."""
+        ranks, values = bucket.group.size, bucket.flat[: exchange.numel]
+        moments = [self.frozen.moment(parameter) for parameter in bucket.parameters]
+        for view, moment in zip(bucket.views, moments, strict=True):
+            if moment is None:
+                view.zero_()
+            else:
+                beta1 = moment.beta1
+                view.mul_(1 - beta1).add_(moment.m, alpha=beta1 / ranks).div_(moment.divisor)
+        yield from exchange.rounds(values)
+        for view, moment in zip(bucket.views, moments, strict=True):
+            if moment is None:
+                view.zero_()
+            else:
+                beta1 = moment.beta1
+                view.mul_(moment.divisor).sub_(moment.m, alpha=beta1).div_(1 - beta1)
+
+    def check(self, bucket: Bucket) -> None:
+        """After the sums. Raises TrainingError, on all ranks that summed the bucket, for gradients too late."""
+        for parameter, flag in zip(bucket.parameters, bucket.flags.tolist(), strict=True):
+            if math.isinf(flag):
+                raise TrainingError(
+                    f"{self._names.get(parameter, 'a parameter')} has its first gradient after freeze_step = "
+                    f"{self.frozen.freeze_step}, when second moments stand still: its own has learned nothing; make "
+                    "freeze_step larger than the first step that uses it, or compress gradients (one-bit)"
+                )
+
+    def sends(self, parameter: nn.Parameter) -> bool:
+        """Whether anything is sent of a parameter."""
+        return self.frozen.moment(parameter) is not None
+
+
+def make_momenta(
+    how: Compression,
+    layout: Layout,
+    world: World,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    clip_norm: float | None,
+) -> Momenta | None:
+    """What `how` sums of momenta, None where it sums gradients. From here on the optimizer's second moment stands after
+    `freeze_step` updates, on one rank too. Raises PlanError, on all ranks alike, for what that does not go with.
+    Collective.
+    """
+    if how.method not in MOMENTA:
+        return None
+    words = f"sync.compress = {compression_in_words(how)!r}"
+    if len(optimizers) != 1:
+        raise PlanError(
+            f"{words} sums one optimizer's momentum, and there are {len(optimizers)}; compress gradients: one-bit"
+        )
+    if clip_norm is not None:
+        raise PlanError(
+            f"{words} with clip_norm = {clip_norm}: once momenta are summed, the norm of the gradients' sum is not "
+            "known; leave clip_norm out, or compress gradients: one-bit"
+        )
+    optimizer, lamb = optimizers[0], how.method == "one-bit-lamb"
+    frozen = (FrozenLAMB if lamb else FrozenAdam)(optimizer, how.freeze_step or 1)
+    strange = world.gather(_without_momentum(model, optimizer))
+    if any(strange):
+        name = next(name for name in strange if name)
+        raise PlanError(
+            f"{words}: {name} has no momentum, for the optimizer does not hold it; give it to the optimizer"
+        )
+    norms = whole_norms(layout.state_names(model, optimizers)[0], layout, world)
+    if norms is not None and norms.parted:
+        if lamb:
+            raise PlanError(
+                f"{words}: ranks hold parts of tensors, and LAMB's ratios are of whole ones; use a mesh that divides "
+                "none, or one-bit-adam"
+            )
+        frozen.over_parts = norms.over_parts
+        frozen.agreed = partial(_largest, layout)
+    return Momenta(frozen, {p: name for name, p in model.named_parameters()})
+
+
+def _without_momentum(model: nn.Module, optimizer: Optimizer) -> str | None:
+    """A parameter that the optimizer does not hold."""
+    known = {p for group in optimizer.param_groups for p in group["params"]}
+    return next((name for name, p in model.named_parameters() if p.requires_grad and p not in known), None)
+
+
+def _largest(layout: Layout, count: int) -> int:
+    """Of all ranks' counts. Collective."""
+    found = torch.tensor(count, dtype=torch.int64)
+    with layout.lane("scalars").waiting(ring_nbytes(found, layout.mesh.world_size)):
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+    return int(found)

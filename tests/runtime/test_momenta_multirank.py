@@ -1,0 +1,221 @@
+"""Plans that sum momenta in place of gradients: one rank's run where nothing is lost, accounted for with one bit."""
+
+import tempfile
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from against_one import Subject, Trained, assert_agree
+from harness import run_ranks
+from runtime.several import Case, refusals, train_cases
+from runtime.test_compressed_multirank import case, data, in_turn, look, tied
+from runtime.test_compressed_plans_multirank import clipped, plain
+from tutti.compress.by_tensor import kept_of
+from tutti.compress.two_phase import TwoPhase
+from tutti.optim.large_batch import LAMB
+from tutti.runtime.compressed import compressor
+from tutti.runtime.compressed.compressor import sizes_of
+from tutti.spec.compression import Compression, bucket_sent_nbytes, parse_compression
+from tutti.spec.plan import Pipeline, Sharding
+
+STEPS, FREEZE = 12, 4
+
+METHODS = ("one-bit-adam", "byte-adam", "one-bit-lamb")
+
+
+def lamb() -> Subject:
+    return replace(tied(), optimizer=LAMB)
+
+
+def adam() -> Subject:
+    return replace(tied(), optimizer=torch.optim.Adam)
+
+
+def made(method: str, make: Any = None, freeze_step: int = FREEZE, **plan: Any) -> Case:
+    return case(f"{method},freeze_step={freeze_step}", make or (lamb if method == "one-bit-lamb" else tied), **plan)
+
+
+def exactly(cases: dict[str, Case]) -> dict[str, Trained]:
+    """Trainings whose sums lose nothing: float64 in the code's place."""
+    code = compressor.make_exchange
+    compressor.make_exchange = lambda how, *rest, **more: code(Compression(method="float64"), *rest, **more)
+    try:
+        return train_cases(cases, STEPS, None)
+    finally:
+        compressor.make_exchange = code
+
+
+def cases(mesh: dict[str, int], **plan: Any) -> dict[str, Case]:
+    return {method: made(method, mesh=mesh, **plan) for method in METHODS}
+
+
+def test_where_nothing_is_lost_it_is_the_run_of_one_rank() -> None:
+    """Also with accumulation, unlike shares, tensors that are split, and stages."""
+    one = run_ranks(exactly, 1, cases({"replicate": 1}) | {"plain": made("one-bit-adam", plain, mesh={"replicate": 1})})
+    never = run_ranks(train_cases, 1, {"one": case(None)}, STEPS, None)
+    assert not torch.equal(one[0]["one-bit-adam"].state["second.weight"], never[0]["one"].state["second.weight"])
+    three = cases({"replicate": 3})
+    for got in (run_ranks(exactly, 3, three, timeout_s=110),):
+        for method in METHODS:
+            assert_agree(one[0][method], [rank[method] for rank in got])
+    batch = {"num_microbatches": 2}
+    more = {
+        "shares": made("byte-adam", mesh={"replicate": 2}, shares=(3, 1), batch=batch),
+    }
+    for method, got in (("byte-adam", run_ranks(exactly, 2, more, timeout_s=110)),):
+        assert_agree(one[0][method], [rank["shares"] for rank in got])
+    inside = {
+        "split": made("one-bit-adam", plain, mesh={"replicate": 2, "split": 2}),
+        "stage": made(
+            "one-bit-adam", plain, mesh={"replicate": 2, "stage": 2}, pipeline=Pipeline(cuts=("2",)), batch=batch
+        ),
+    }
+    for rank in run_ranks(exactly, 4, inside, timeout_s=110):
+        assert_agree(one[0]["plain"], [rank["split"], rank["stage"]])
+
+
+def followed(words: str, world_size: int) -> dict[str, Any]:
+    """A run whose sums of momenta are added up: what went in, came out and is kept, by bucket."""
+    went: dict[int, Any] = {}
+    came: dict[int, Any] = {}
+    rounds = TwoPhase.rounds
+
+    def follow(self: TwoPhase, flat: torch.Tensor) -> Any:
+        went[id(self)] = went.get(id(self), 0) + flat
+        yield from rounds(self, flat)
+        came[id(self)] = came.get(id(self), 0) + flat
+
+    def keep(run: Any) -> dict[str, Any]:
+        kept = {}
+        for bucket, exchange in run.replica.compressor.exchanges.items():
+            values = [one["residual"] for one in kept_of(exchange, sizes_of(bucket))]
+            kept[id(exchange)] = torch.cat(values)
+        order = [id(one) for one in run.replica.compressor.exchanges.values()]
+        shapes = [[tuple(p.shape) for p in bucket.parameters] for bucket in run.replica.compressor.exchanges]
+        sums = [(went[one], came[one], kept[one]) for one in order]
+        return {**look(run), "sums": sums, "shapes": shapes}
+
+    TwoPhase.rounds = follow  # type: ignore[method-assign]
+    method = words.partition(",")[0]
+    make = {"byte-adam": adam, "one-bit-lamb": lamb}.get(method, tied)
+    try:
+        trained = train_cases({"run": case(words, make, mesh={"replicate": world_size})}, STEPS, keep)
+    finally:
+        TwoPhase.rounds = rounds  # type: ignore[method-assign]
+    return {**trained["run"].facts, "losses": trained["run"].losses}
+
+
+def all_followed(words: list[str], world_size: int) -> list[dict[str, Any]]:
+    return [followed(one, world_size) for one in words]
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.long), 3])
+def test_momenta_that_came_out_and_are_kept_are_those_that_went_in(world_size: int) -> None:
+    """And bytes are the formula's before and after the switch, the bits of all ranks the same."""
+    words = [f"{method},freeze_step={FREEZE}" for method in METHODS]
+    found = run_ranks(all_followed, world_size, words, world_size, timeout_s=110)
+    for place, one in enumerate(words):
+        first = found[0][place]
+        for bucket, (_, came, _) in enumerate(first["sums"]):
+            went = sum(rank[place]["sums"][bucket][0] for rank in found)
+            kept = sum(rank[place]["sums"][bucket][2] for rank in found)
+            scale = max(float(went.abs().max()), 1.0)
+            assert bool(kept.any()) == bool(went.any())
+            # what the parameter that no loss uses would have had is not sent
+            gap = (came + kept - went)[went != 0]
+            assert not gap.numel() or float(gap.abs().max()) <= 1e-12 * scale, one
+        for rank in found:
+            assert all(torch.equal(rank[place]["state"][name], value) for name, value in first["state"].items()), one
+        how = parse_compression(one)
+        sent = [row["sent_nbytes"] for row in first["steps"][-STEPS:]]
+        exact, coded = (
+            sum(bucket_sent_nbytes(how.at(step), some, world_size, 8) for some in first["shapes"])
+            for step in (0, FREEZE)
+        )
+        assert sent == [exact] * FREEZE + [coded] * (STEPS - FREEZE), one
+        assert coded < exact
+
+
+@pytest.mark.parametrize("stop", [3, 6])
+def test_resuming_before_and_after_the_switch_changes_no_bit(stop: int) -> None:
+    words = ["one-bit-adam,freeze_step=4"] + (["one-bit-lamb,freeze_step=4"] if stop == 6 else [])
+    mesh = {"mesh": {"replicate": 3}}
+    with tempfile.TemporaryDirectory() as folder:
+        calls: list[tuple[Any, ...]] = []
+        for one in words:
+            calls += [
+                (one, 3, 8, None, f"{folder}/{one}-whole", mesh),
+                (one, 3, stop, None, f"{folder}/{one}-a", mesh),
+                (one, 3, 8, f"{folder}/{one}-a", f"{folder}/{one}-b", mesh),
+            ]
+        for rank in run_ranks(in_turn, 3, calls, timeout_s=110):
+            for one, whole, again in zip(words, rank[::3], rank[2::3], strict=True):
+                for name, value in whole[0].items():
+                    assert torch.equal(again[0][name], value), (one, name)
+                for name, kept in whole[1].items():
+                    assert all(torch.equal(again[1][name][what], value) for what, value in kept.items()), (one, name)
+
+
+def test_another_number_of_ranks_goes_on_with_all_that_was_kept() -> None:
+    words = "byte-adam,freeze_step=4"
+    with tempfile.TemporaryDirectory() as folder:
+        before = run_ranks(in_turn, 3, [(words, 3, 6, None, f"{folder}/a", {"mesh": {"replicate": 3}})])
+        call = (words, 2, 6, f"{folder}/a", f"{folder}/b", {"mesh": {"replicate": 2}})
+        after = run_ranks(in_turn, 2, [call])
+        for name, kept in before[0][0][1].items():
+            for what in kept:
+                was, now = (sum(rank[0][1][name][what] for rank in some) for some in (before, after))
+                torch.testing.assert_close(now, was, rtol=1e-12, atol=1e-15, msg=f"{name} {what}")
+
+
+class Late(nn.Module):
+    """Half of it is used from the sixth step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.late, self.calls = nn.Linear(6, 3), nn.Linear(6, 3), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.first(x) + self.late(x) if self.calls > 6 else self.first(x)
+
+
+def late() -> Subject:
+    return Subject(model=Late, data=data(), loss_fn=F.cross_entropy)
+
+
+def descent() -> Subject:
+    return replace(plain(), optimizer=torch.optim.SGD)
+
+
+def late_refusals(cases: list[Case]) -> list[str]:
+    said = refusals(cases)
+    try:
+        train_cases({"late": made("one-bit-adam", late, mesh={"replicate": 2})}, STEPS, None)
+    except Exception as error:
+        said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def test_what_does_not_go_together_is_refused_on_all_ranks() -> None:
+    two = {"replicate": 2}
+    given = [
+        made("one-bit-adam", clipped, mesh=two),
+        made("one-bit-adam", descent, mesh=two),
+        made("one-bit-adam", plain, mesh={"shard": 2}, sharding=Sharding(level=1)),
+        made("one-bit-lamb", plain_lamb, mesh={"split": 2}),
+    ]
+    words = ("clip_norm = 0.05", "SGD is not Adam's", "mesh.shard = 2", "LAMB's ratios are of whole ones")
+    for rank in run_ranks(late_refusals, 2, given, timeout_s=110):
+        for said, got in zip(words, rank[:-1], strict=True):
+            assert got.startswith("PlanError"), got
+            assert said in got, got
+        assert rank[-1].startswith("TrainingError: late.bias has its first gradient after freeze_step = 4"), rank[-1]
+
+
+def plain_lamb() -> Subject:
+    return replace(plain(), optimizer=LAMB)
