@@ -25,6 +25,11 @@ SAID = [
     "shift-one:period=3",
     "push",
     "elastic:period=10,pull=0.5",
+    "stale:bound=3",
+    "asynchronous",
+    "ad-psgd",
+    "hogwild",
+    "ensemble",
 ]
 
 
@@ -74,6 +79,10 @@ def test_what_nobody_says_is_the_modes_own() -> None:
         ("diloco:5,nan", "above 0"),
         ("diloco:5,0.7,1", "below 1"),
         ("post-local:8,after=-1", "0 or more"),
+        ("stale", "needs sync.relaxed.bound"),
+        ("stale:-1", "0 or more"),
+        ("stale:0.5", "is not a whole number"),
+        ("asynchronous:3", "it has no parameters"),
     ],
 )
 def test_what_makes_no_sense_is_refused(text: str, words: str) -> None:

@@ -13,7 +13,8 @@ NOTE = "distance of a replica from the mean of all, over the mean's length"
 def replicas_report(records: Records) -> dict[str, Quantity]:
     """By what it is; empty for a run whose replicas were equal."""
     steps = records.kept("step")
-    rows = [found for row in steps if isinstance(found := row.data.get("replicas"), dict)]
+    seen_too = records.kept("evaluate")  # where no step can: all ranks meet there
+    rows = [found for row in [*steps, *seen_too] if isinstance(found := row.data.get("replicas"), dict)]
     if not rows:
         return {}
     measured = [one for row in rows if isinstance(one := row.get("disagreement"), dict)]

@@ -35,6 +35,8 @@ class Ending:
         if self.run is not None:
             self._last_rows(self.run)
         if not self.failed:
+            if self.run is not None:
+                self.run.consistency.left(self.run)
             leave()
 
     def _last_rows(self, run: Run) -> None:
@@ -64,7 +66,7 @@ class Ending:
         if not isinstance(error, TuttiError):
             sys.__excepthook__(kind, error, trace)
             return
-        if self.world.is_main:
+        if self.world.is_main or (self.run is not None and self.run.consistency.alone):
             print(f"tutti: {error}", file=sys.stderr)
         atexit._run_exitfuncs()
         sys.stdout.flush()

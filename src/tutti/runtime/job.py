@@ -95,7 +95,7 @@ class Job(Builder):
         )
         self._ending = None if capture.is_capturing() else Ending(self._session.world, supervised=wishes.supervised)
         seed_everything(derive_seed(seed, "model"))  # alike on all ranks: they must take the same turns
-        torch.manual_seed(derive_seed(seed, "model"))
+        torch.manual_seed(self._session.model_seed)
 
     @property
     def rank(self) -> int:

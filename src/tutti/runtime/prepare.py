@@ -80,7 +80,7 @@ def make_run(session: Session, given: Given) -> Run:
     session.screen.say(other_model(plan, model))
     set_matmul_precision(plan.precision, world.device)
     observer = load_observer(session.wishes.observer)
-    _make_equal(given, world, session.screen, observer)
+    _make_equal(given, world, session.screen, observer, independent=plan.sync.mode == "ensemble")
     layout = Layout.of(model, Mesh(plan.mesh, world.rank), given.optimizers)
     layout.traffic.clock = session.clock
     scope = _batch_scope(model, layout)
@@ -116,7 +116,7 @@ def make_run(session: Session, given: Given) -> Run:
         folder=folder,
         observer=observer,
         noise=_noise_meter(session, plan),
-        consistency=make_consistency(plan.sync, layout),
+        consistency=make_consistency(plan.sync, layout, session.settings.seed),
         mixtures=mixtures,
     )
     _write_header(run, session, _resume(run, session.resume or session.wishes.resume, given.weights))
@@ -183,8 +183,10 @@ def model_optimizers(model: nn.Module, optimizer: Any) -> tuple[Optimizer, ...]:
     return made
 
 
-def _make_equal(given: Given, world: World, screen: Screen, observer: Observer) -> None:
-    """The same model on every rank, on its device; one without memory will get the same values anyway."""
+def _make_equal(given: Given, world: World, screen: Screen, observer: Observer, *, independent: bool) -> None:
+    """The same model on every rank, on its device; one without memory will get the same values anyway. `independent`:
+    values are each rank's own.
+    """
     model = given.model
     if given.tape is not None:
         check_same_model(model, world)
@@ -193,7 +195,7 @@ def _make_equal(given: Given, world: World, screen: Screen, observer: Observer) 
     model.to(world.device)
     observer.built(model, world)
     check_same_model(model, world)
-    different = differing_values(model, world)
+    different = None if independent else differing_values(model, world)
     if different is not None:
         rank, name = different
         screen.say(

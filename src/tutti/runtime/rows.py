@@ -96,6 +96,7 @@ def evaluation_row(run: Run, source: Source, name: str, values: dict[str, float]
         wall_s=wall,
         phases=phases,
         **_data_facts(run, source, name),
+        **run.consistency.evaluation_row(),
     )
 
 

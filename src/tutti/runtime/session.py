@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tutti.data.seeds import derive_seed
 from tutti.errors import PlanError
 from tutti.runtime.capture import is_capturing
 from tutti.runtime.clock import PhaseClock
@@ -36,6 +37,12 @@ class Session:
     folder: Path | None
     resume: Path | None
     facts: Mapping[str, str]
+
+    @property
+    def model_seed(self) -> int:
+        """What initial parameters are drawn from: the same on all ranks, but for members of an ensemble."""
+        member = self.world.rank if self.plan.sync.mode == "ensemble" else 0
+        return derive_seed(self.settings.seed, "model", *((member,) if member else ()))
 
 
 def open_session(

@@ -126,10 +126,7 @@ def _start_sum(run: Run, totals: torch.Tensor) -> Flight | None:
         copies = run.world.world_size // run.mesh.degree("stage")
         write_tallies(run.model, run.mixtures, totals[2 + run.world.world_size :], copies)
     run.noise.write(totals)
-    if run.world.world_size == 1:
-        return None
-    nbytes = ring_nbytes(totals, run.world.world_size)
-    return run.layout.lane("scalars").start([dist.all_reduce(totals, async_op=True)], nbytes)
+    return run.consistency.start_losses(run, totals)
 
 
 def _root(run: Run, share: Share, index: int, value: Any, totals: torch.Tensor) -> torch.Tensor:

@@ -33,10 +33,11 @@ def update(run: Run, optimizers: tuple[Optimizer, ...], *, finite: bool) -> Upda
         return Update(learning_rate=rate, gain=gain, grad_norm=None, skipped=True)
     norm = _clip(run)
     scale = run.scaler.get_scale() if run.scaler.is_enabled() else 1.0
+    own_factor = rate_factor * run.consistency.rate
     with ExitStack() as stack:
-        if rate_factor != 1.0:
+        if own_factor != 1.0:
             for optimizer in optimizers:
-                stack.enter_context(scaled_learning_rate(optimizer, rate_factor))
+                stack.enter_context(scaled_learning_rate(optimizer, own_factor))
         for optimizer in optimizers:
             run.scaler.step(optimizer)
         run.scaler.update()

@@ -3,7 +3,7 @@
 from tutti.errors import PlanError
 from tutti.spec.compression import MOMENTA, compression_in_words
 from tutti.spec.plan import Plan
-from tutti.spec.words import AxisName
+from tutti.spec.words import ALONE, AxisName
 
 
 def check_plan(plan: Plan) -> None:
@@ -106,4 +106,9 @@ def check_relaxed(plan: Plan) -> None:
         raise PlanError(
             f'sync.mode = "shift-one" with mesh.replicate = {plan.degree("replicate")}: replicas meet in pairs; use an '
             'even number of them, or sync.mode = "ring"'
+        )
+    if mode in ALONE and plan.precision == "float16":
+        raise PlanError(
+            f'sync.mode = "{mode}" with precision = "float16": ranks agree on the loss scale in every step, and here '
+            'no rank waits for the others; use precision = "bfloat16"'
         )

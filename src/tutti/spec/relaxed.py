@@ -28,6 +28,11 @@ PARAMETERS: Mapping[SyncMode, Mapping[str, int | float | str | None]] = {
     "shift-one": {"period": 1},
     "push": {"period": 1},
     "elastic": {"period": 1, "pull": 0.9},
+    "stale": {"bound": REQUIRED},
+    "asynchronous": {},
+    "ad-psgd": {},
+    "hogwild": {},
+    "ensemble": {},
 }
 """What each mode is told, the first one first, with the value it has where nobody says; `REQUIRED` has none. Sources:
 outer rate and momentum from DiLoCo (Douillard et al. 2023, arXiv 2311.08105), pull from EASGD (Zhang et al. 2015, arXiv
@@ -40,7 +45,8 @@ class Relaxed:
 
     `period`: updates between two moments in which replicas are brought together. `after`: updates that are synchronous
     first. `outer_rate`, `outer_momentum`: of DiLoCo's outer optimizer. `pull`: how far the centre of elastic averaging
-    moves to the mean of the replicas, 0 .. 1; a replica moves pull / replicas of its way to the centre.
+    moves to the mean of the replicas, 0 .. 1; a replica moves pull / replicas of its way to the centre. `bound`:
+    updates that a replica may be ahead of the slowest when it begins another.
     """
 
     period: int | None = None
@@ -49,6 +55,7 @@ class Relaxed:
     outer_momentum: float | None = None
     pull: float | None = None
     optimizer_state: OwnState | None = None
+    bound: int | None = None
 
     def __post_init__(self) -> None:
         if self.period is not None and self.period < 1:
@@ -61,6 +68,9 @@ class Relaxed:
             raise PlanError(f"sync.relaxed.outer_momentum = {self.outer_momentum}; give a number of 0 or more, below 1")
         if self.pull is not None and not 0 < self.pull <= 1:
             raise PlanError(f"sync.relaxed.pull = {self.pull}; give a number above 0 and at most 1, such as 0.9")
+
+        if self.bound is not None and self.bound < 0:
+            raise PlanError(f"sync.relaxed.bound = {self.bound}; give a number of updates of 0 or more")
 
     def told(self) -> dict[str, int | float | str]:
         """The parameters that were given."""

@@ -8,7 +8,7 @@ from tutti.spec.plan import Plan, Sync
 from tutti.spec.relaxed import PARAMETERS, Relaxed
 from tutti.spec.words import SyncMode
 
-_WHOLE = ("period", "after")
+_WHOLE = ("period", "after", "bound")
 
 
 def parse_sync(text: str) -> Sync:

@@ -92,11 +92,22 @@ SyncMode = Literal[
     "shift-one",
     "push",
     "elastic",
+    "stale",
+    "asynchronous",
+    "ad-psgd",
+    "hogwild",
+    "ensemble",
 ]
 """How far replicas may differ. synchronous: never, gradients are summed in every step; local: averaged every so often;
 post-local: synchronous first; one-shot: averaged at the end; diloco: an outer optimizer takes the averaged change;
 adasum: changes are added as far as they are orthogonal; ring, shift-one, push: mixed with neighbours on a ring, with a
-partner that changes, with what others push; elastic: drawn to a centre that is drawn to them."""
+partner that changes, with what others push; elastic: drawn to a centre that is drawn to them. In the rest ranks do not
+wait for each other's steps: stale, asynchronous: ranks serve parts of the parameters, the first with a bound on how far
+one may be ahead; ad-psgd: pairs are averaged while others compute; hogwild: one memory for all ranks of a host;
+ensemble: members that never meet, whose predictions are averaged."""
+
+ALONE: tuple[SyncMode, ...] = ("stale", "asynchronous", "ad-psgd", "hogwild", "ensemble")
+"""Modes in which a rank does not wait for the others in every step: it knows only its own loss."""
 
 Relax = Literal["exact", "reduced", "relaxed"]
 """How far the planner may leave what one device computes, to send less. exact: not at all; reduced: gradients may be

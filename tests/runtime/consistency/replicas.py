@@ -145,6 +145,7 @@ def train(told: Told, world_size: int, resume: str | None = None) -> Seen:
         return seen
     seen.evaluation = job.evaluate(data())
     run.consistency.finish(run)
+    run.consistency.left(run)
     seen.after = {name: tensor.detach().clone() for name, tensor in local_tensors(model)}
     rows = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()] if run.world.is_main else []
     seen.rows = [row for row in rows if row["kind"] == "step"]

@@ -16,7 +16,7 @@ from tutti.spec import codec
 from tutti.spec.plan import BatchPlan, Plan
 from tutti.spec.relaxed import PARAMETERS
 from tutti.spec.sync_words import parse_sync
-from tutti.spec.words import SyncMode
+from tutti.spec.words import ALONE, SyncMode
 
 STEPS = 6
 RUNS = {
@@ -85,7 +85,7 @@ def test_bytes_are_those_of_the_formula(size: int, mode: str) -> None:
 
 
 def test_every_mode_runs_here() -> None:
-    assert set(RUNS) == set(PARAMETERS) == set(SyncMode.__args__)
+    assert {*RUNS, *ALONE} == set(PARAMETERS) == set(SyncMode.__args__)
 
 
 def test_drift_and_staleness_are_in_the_rows() -> None:

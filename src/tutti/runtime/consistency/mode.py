@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from tutti.runtime.layout import norm_squared
+from tutti.runtime.traffic import Flight, ring_nbytes
 
 if TYPE_CHECKING:
     from tutti.runtime.state import Run
@@ -25,14 +27,24 @@ class Consistency:
     """Synchronous: gradients are summed over replicas in every step, so that replicas are equal. Does nothing.
 
     `apart`: whether replicas step on gradients of their own; `gain`: what these are multiplied with, the number of
-    replicas: then the mean of them is the gradient of the global mean, with unequal shares and tokens too.
+    replicas: then the mean of them is the gradient of the global mean, with unequal shares and tokens too. `rate`: what
+    the learning rate of a replica's own update is multiplied with. `alone`: ranks do not wait for each other in steps.
     """
 
     apart: bool = False
     gain: float = 1.0
+    rate: float = 1.0
+    alone: bool = False
 
     def begin(self, run: "Run") -> None:
         """Model, optimizers and counters stand, new or from a checkpoint."""
+
+    def start_losses(self, run: "Run", totals: torch.Tensor) -> Flight | None:
+        """Begin to sum `totals` (the loss' total and count, one flag a rank, what others add), in place."""
+        size = run.world.world_size
+        if size == 1:
+            return None
+        return run.layout.lane("scalars").start([dist.all_reduce(totals, async_op=True)], ring_nbytes(totals, size))
 
     def norm_squared(self, run: "Run", named: Iterable[tuple[str, torch.Tensor]]) -> torch.Tensor:
         """Sum of squares of gradients, by which they are clipped: of all that ranks which step alike hold."""
@@ -48,6 +60,14 @@ class Consistency:
         """
         yield Kept()
 
+    def evaluates(self, run: "Run") -> tuple[int, int]:
+        """(i, n): this rank computes the i-th of n parts of what is evaluated."""
+        return run.mesh.data_index, run.mesh.data_degree
+
+    def predicted(self, output: Any) -> Any:
+        """What counts as the model's output in an evaluation, given this rank's. Ranks that share a part call it."""
+        return output
+
     def resume(self, run: "Run", values: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Go on from the values that `shown` gave; returns tensors to fill with those it gave. `resumed` follows."""
         return {}
@@ -61,3 +81,10 @@ class Consistency:
     def row(self) -> dict[str, Any]:
         """What the step's row says of replicas; nothing where they are equal."""
         return {}
+
+    def evaluation_row(self) -> dict[str, Any]:
+        """What an evaluation's row says of replicas; nothing where they are equal or it is not known."""
+        return {}
+
+    def left(self, run: "Run") -> None:
+        """The script has ended well on this rank. On others it may go on."""

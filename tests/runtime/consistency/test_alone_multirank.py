@@ -1,0 +1,152 @@
+"""Modes in which ranks do not wait for each other: what holds of them however their steps interleave."""
+
+import functools
+
+import pytest
+import torch
+
+from harness import run_ranks
+from runtime.consistency.replicas import MODELS, Seen, Told, train_all, train_twice
+from runtime.consistency.simulated import doubles
+from tutti.spec.words import ALONE
+
+MOMENTUM = {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}
+SYNC = {"ad-psgd": "ad-psgd", "asynchronous": "asynchronous", "ensemble": "ensemble", "hogwild": "hogwild"}
+SYNC["stale"] = "stale:2"
+
+RUNS = {mode: Told(sync=sync, arguments=MOMENTUM, batch=11) for mode, sync in SYNC.items()}
+TOGETHER = {
+    "momentum": Told(arguments=MOMENTUM),
+    "odd batches, accumulated": Told(batch=7, microbatches=2, arguments=MOMENTUM),
+    "unequal shares, one empty": Told(batch=9, shares=(3.0, 0.0, 2.0, 1.5), arguments=MOMENTUM),
+    "a layer not used by all": Told(model="choosy", batch=9),
+    "sparse": Told(model="words", batch=11),
+}
+FROZEN = {
+    f"frozen {mode}": Told(sync=SYNC[mode], freeze=(3, "first.bias"), optimizer="AdamW", rate=0.01)
+    for mode in SYNC
+    if mode != "ensemble"
+}
+SIZES = pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.long) for size in (1, 2, 4))])
+
+
+@functools.cache
+def trained(size: int) -> list[dict[str, Seen]]:
+    """All trainings on `size` ranks, in one launch."""
+    told = {**RUNS, **FROZEN}
+    for name, one in TOGETHER.items():
+        told[f"{name}: synchronous"] = one
+        told[f"{name}: stale"] = Told(**{**vars(one), "sync": "stale:0"})
+    told["bn"] = Told(sync="asynchronous", model="conv", batch=25, steps=4)
+    return run_ranks(train_all, size, told, size, timeout_s=300)
+
+
+def test_all_are_here() -> None:
+    assert set(RUNS) == set(ALONE)
+
+
+@SIZES
+@pytest.mark.parametrize("name", TOGETHER)
+def test_a_bound_of_0_is_synchronous(size: int, name: str) -> None:
+    for seen in trained(size):
+        sync, stale = seen[f"{name}: synchronous"], seen[f"{name}: stale"]
+        assert stale.batches == sync.batches
+        for step, expected in enumerate(sync.states):
+            for key, value in expected.items():
+                torch.testing.assert_close(stale.states[step][key], value, rtol=1e-12, atol=1e-13, msg=f"{step} {key}")
+        assert stale.evaluation == pytest.approx(sync.evaluation, rel=1e-12)
+        first = trained(size)[0][f"{name}: stale"].states
+        assert all(torch.equal(v, first[s][k]) for s, one in enumerate(stale.states) for k, v in one.items())
+
+
+@SIZES
+@pytest.mark.parametrize("mode", RUNS)
+def test_all_end_with_one_model_which_is_what_was_evaluated(size: int, mode: str) -> None:
+    ranks = [one[mode] for one in trained(size)]
+    with doubles():
+        build, data, loss_fn = MODELS["mlp"]
+        x, y = data().tensors
+        outputs = []
+        for seen in ranks:
+            model = build()
+            model.load_state_dict({**seen.after, "back.weight": seen.after["first.weight"]})
+            outputs.append(model(x).detach())
+        members = [float(loss_fn(output, y)) for output in outputs]
+        expected = float(loss_fn(torch.stack(outputs).mean(0), y))
+    for seen in ranks:
+        assert seen.batches == ranks[0].batches
+        assert seen.evaluation["loss"] == pytest.approx(expected, rel=1e-12)
+        if mode != "ensemble":
+            assert all(torch.equal(value, ranks[0].after[name]) for name, value in seen.after.items())
+    if mode == "ensemble":
+        assert expected <= sum(members) / len(members)
+        assert size == 1 or expected < min(members) or len(set(members)) == size, "members that are independent"
+
+
+@pytest.mark.parametrize("mode", RUNS)
+def test_one_rank_is_plain_training(mode: str) -> None:
+    told = {mode: RUNS[mode], "plain": Told(**{**vars(RUNS[mode]), "sync": "synchronous"})}
+    (seen,) = run_ranks(train_all, 1, told, 1)
+    assert seen[mode].losses == seen["plain"].losses
+    for one, other in zip(seen[mode].states, seen["plain"].states, strict=True):
+        assert all(torch.equal(value, other[name]) for name, value in one.items())
+    assert seen[mode].evaluation == seen["plain"].evaluation
+    assert all(row["replicas"]["staleness"] == 0 for row in seen[mode].rows)
+
+
+@SIZES
+def test_staleness_and_disagreement_are_in_the_rows(size: int) -> None:
+    for mode in RUNS:
+        rows = trained(size)[0][mode].rows
+        assert len(rows) == RUNS[mode].steps
+        assert all(row["replicas"]["staleness"] >= 0 for row in rows)
+        if mode == "stale":
+            assert all(row["replicas"]["staleness"] <= 2 for row in rows)
+        if mode in ("stale", "asynchronous") and size > 1:
+            assert all(0 < row["replicas"]["disagreement"]["max"] < 1 for row in rows[1:])
+        assert all(row["loss"] > 0 for row in rows)
+
+
+@SIZES
+@pytest.mark.parametrize("name", FROZEN)
+def test_freezing_brings_replicas_together(size: int, name: str) -> None:
+    ranks = [one[name] for one in trained(size)]
+    for seen in ranks:
+        assert torch.equal(seen.states[-1]["first.bias"], seen.states[3]["first.bias"])
+        assert torch.equal(seen.states[3]["first.bias"], ranks[0].states[3]["first.bias"])
+        assert all(torch.equal(value, ranks[0].after[key]) for key, value in seen.after.items())
+        assert not torch.equal(seen.states[-1]["first.weight"], seen.states[3]["first.weight"])
+    if "hogwild" not in name:  # its parameters are one memory: others may have gone on before they were copied
+        assert all(torch.equal(seen.states[3][k], v) for seen in ranks for k, v in ranks[0].states[3].items())
+
+
+@SIZES
+def test_running_statistics_are_averaged_where_replicas_meet(size: int) -> None:
+    ranks = [one["bn"] for one in trained(size)]
+    for seen in ranks:
+        assert all(torch.equal(value, ranks[0].after[name]) for name, value in seen.after.items())
+    for name, value in ranks[0].after.items():
+        if name.endswith("running_mean"):
+            mean = torch.stack([seen.states[-1][name] for seen in ranks]).mean(0)
+            torch.testing.assert_close(value, mean, rtol=1e-12, atol=1e-14)
+
+
+SAVED = {
+    "stale": Told(sync="stale:0", optimizer="AdamW", rate=0.01, save_at=3),
+    "ensemble": Told(sync="ensemble", optimizer="AdamW", rate=0.01, save_at=3, model="conv", batch=25),
+}
+
+
+@functools.cache
+def resumed() -> list[dict[str, tuple[Seen, Seen]]]:
+    return run_ranks(train_twice, 2, SAVED, 2, timeout_s=300)
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_a_resumed_run_goes_on_bit_for_bit_where_nothing_depends_on_time(name: str) -> None:
+    for one in resumed():
+        whole, rest = one[name]
+        assert rest.losses == whole.losses[3:]
+        for step, expected in enumerate(whole.states[3:]):
+            assert all(torch.equal(rest.states[step][key], value) for key, value in expected.items())
+        assert rest.evaluation == whole.evaluation
