@@ -9,7 +9,7 @@ from tutti.describe.probe.assemble import assemble
 from tutti.describe.probe.findings import DeviceRates, Findings, RankFacts, SharedRates
 from tutti.describe.probe.host import HostFacts
 from tutti.spec import codec
-from tutti.spec.cluster import ClusterSpec, DeviceKind, GemmRate, LinkPoint, LinkSpec, MemoryRate
+from tutti.spec.cluster import ClusterSpec, CompressRate, DeviceKind, GemmRate, LinkPoint, LinkSpec, MemoryRate
 
 GB = 10**9
 
@@ -47,6 +47,7 @@ RATES = DeviceRates(
     memory=(MemoryRate(threads=1, bytes_per_s=1e10), MemoryRate(threads=4, bytes_per_s=3e10)),
     kernel_overhead_s=1e-6,
     notes=("something was skipped",),
+    codes=(CompressRate(method="one-bit", numel=1000, encode_s=4e-6, decode_s=2e-6),),
 )
 
 
@@ -68,6 +69,7 @@ def test_one_host_of_two_ranks() -> None:
     assert (cluster.name, node.count, node.devices_per_node, cluster.device_count) == ("a", 1, 1, 1)
     device = cluster.devices["CPU, 4 cores"]
     assert device.peak_flops_per_s == {"float32": 3e9, "bfloat16": 2e9}
+    assert device.compress_rates == RATES.codes
     assert (device.memory_bandwidth_bytes_per_s, device.cores, device.evidence) == (3e10, 4, "measured")
     assert cluster.conditions is not None
     assert cluster.conditions.notes == ("something was skipped",)

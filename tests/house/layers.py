@@ -9,7 +9,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "spec": frozenset({"errors"}),
     "predict": frozenset({"errors", "spec"}),
     "plan": frozenset({"errors", "spec", "predict"}),
-    "describe": frozenset({"errors", "spec", "collectives"}),
+    "describe": frozenset({"errors", "spec", "compress", "collectives"}),
     "validate": frozenset({"errors", "spec", "predict", "describe"}),
     "optim": frozenset({"errors", "spec"}),
     "data": frozenset({"errors", "spec"}),

@@ -7,7 +7,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tutti.spec.cluster import ClusterSpec, DeviceSpec, GemmRate, LinkSpec, NodeSpec
+from tutti.spec.cluster import ClusterSpec, CompressRate, DeviceSpec, GemmRate, LinkSpec, NodeSpec
 
 
 def cluster_tables(cluster: ClusterSpec) -> Iterator[RenderableType]:
@@ -17,6 +17,8 @@ def cluster_tables(cluster: ClusterSpec) -> Iterator[RenderableType]:
     for device in cluster.devices.values():
         yield _device(device)
         yield _gemm(device) if device.gemm else _peaks(device)
+        if device.compress_rates:
+            yield _codes(device.compress_rates)
     if cluster.links:
         yield _links(cluster.links)
     if cluster.conditions is not None:
@@ -28,6 +30,23 @@ def cluster_tables(cluster: ClusterSpec) -> Iterator[RenderableType]:
         )
         for note in seen.notes:
             yield Text(f"note: {note}", style="yellow")
+
+
+def _codes(rates: tuple[CompressRate, ...]) -> Table:
+    """Time a value by method and size."""
+    sizes = sorted({rate.numel for rate in rates})
+    known = {(rate.method, rate.numel): rate for rate in rates}
+    heads = [f"{size:,}" for size in sizes]
+    table = _table("gradients in fewer bytes: ns a value to write + read, by values", "method", *heads)
+    for method in dict.fromkeys(rate.method for rate in rates):
+        cells = []
+        for size in sizes:
+            rate = known.get((method, size))
+            cells.append("" if rate is None else " + ".join(
+                _significant(1e9 * each / size) for each in (rate.encode_s, rate.decode_s)
+            ))  # fmt: skip
+        table.add_row(method, *cells)
+    return table
 
 
 def parts_tables(devices: dict[str, DeviceSpec], links: dict[str, LinkSpec]) -> Iterator[RenderableType]:

@@ -67,6 +67,7 @@ def _device(findings: Findings, name: str, rank: int) -> DeviceSpec:
             [shared.gemm for shared in neighbours], lambda rate: (rate.dtype, rate.n, rate.threads), _median_gemm
         ),
         memory_rates=(*alone.memory, *copied),
+        compress_rates=alone.codes,
         kernel_overhead_s=alone.kernel_overhead_s,
         cores=fact.host.cores if fact.kind == "cpu" else 0,
         source=f"tutti probe on host {fact.host.name}: peaks are the best measured matrix products",

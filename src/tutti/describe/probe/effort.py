@@ -11,7 +11,8 @@ class Effort:
 
     `gemm_budget_s` bounds the repeats of one matrix product (one dtype, size and number of threads); a size predicted
     to take longer than that is skipped. `link_budget_s` bounds one message size likewise. `concurrent_sizes`:
-    sizes measured again while all ranks of a host compute.
+    sizes measured again while all ranks of a host compute. `codes_numel`: gradients' sizes that are written in fewer
+    bytes (none where there is no time to compile the kernels); `codes_budget_s` bounds all of that after compiling.
     """
 
     gemm_sizes: tuple[int, ...]
@@ -26,6 +27,8 @@ class Effort:
     link_budget_s: float
     copy_nbytes: int  # at least; more where the caches are larger
     disk_nbytes: int
+    codes_numel: tuple[int, ...] = ()
+    codes_budget_s: float = 0.0
 
 
 QUICK = Effort(
@@ -57,5 +60,7 @@ FULL = Effort(
     link_budget_s=3.0,
     copy_nbytes=256 * MIB,
     disk_nbytes=512 * MIB,
+    codes_numel=(2**14, 2**18, 2**22),
+    codes_budget_s=6.0,
 )
-"""At most 90 seconds on 2 cores."""
+"""At most 90 seconds on 2 cores; the first time about 10 more, to compile the kernels that compress gradients."""

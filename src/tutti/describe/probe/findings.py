@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from tutti.describe.probe.host import HostFacts
-from tutti.spec.cluster import DeviceKind, GemmRate, LinkSpec, MemoryRate
+from tutti.spec.cluster import CompressRate, DeviceKind, GemmRate, LinkSpec, MemoryRate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +27,7 @@ class DeviceRates:
     memory: tuple[MemoryRate, ...]
     kernel_overhead_s: float
     notes: tuple[str, ...]
+    codes: tuple[CompressRate, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from tutti.describe.probe import disk, gemm, host, links, memory
+from tutti.describe.probe import codes, disk, gemm, host, links, memory
 from tutti.describe.probe.assemble import assemble
 from tutti.describe.probe.effort import Effort
 from tutti.describe.probe.findings import (
@@ -108,11 +108,14 @@ def _device_rates(fact: RankFacts, device: torch.device, effort: Effort, say: Sa
     sizes = effort.gemm_sizes if cpu else effort.cuda_gemm_sizes
     found = gemm.measure(device, effort, threads=threads, sizes=sizes, dtypes=effort.dtypes, say=say)
     say("memory bandwidth")
+    copied = memory.measure(device, effort, threads=threads, memory_nbytes=fact.device_memory_nbytes)
+    say("gradients in fewer bytes")
     return DeviceRates(
         gemm=found.rates,
-        memory=memory.measure(device, effort, threads=threads, memory_nbytes=fact.device_memory_nbytes),
+        memory=copied,
         kernel_overhead_s=memory.kernel_overhead_s(device),
         notes=found.notes,
+        codes=codes.measure(device, effort),
     )
 
 
