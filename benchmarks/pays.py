@@ -15,18 +15,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pays_auto import choice
 from pays_judge import rows, summary
-from pays_methods import METHODS
+from pays_methods import AUTO, METHODS, method_of
 from pays_work import WORKS
 from record import QUICK_RESULTS
-from tutti.lab import Lab
+from tutti.lab import Lab, parse_rate
+from tutti.lab.build import QUEUE
+from tutti.lab.rates import burst_nbytes
+from tutti.lab.record import LabRecord
 
 __all__ = ["QUICK", "Sizes", "measure", "rows"]
 
 RANK = Path(__file__).with_name("pays_rank.py")
 PARTS = QUICK_RESULTS / "pays"
 MOST_FAILURES = 3
-OURS = tuple(name for name, method in METHODS.items() if method.side != "peer")
+OURS = (*(name for name, method in METHODS.items() if method.side != "peer"), AUTO)
 
 Unit = dict[str, Any]
 
@@ -64,7 +68,11 @@ def measure(sizes: Sizes, *, resume: bool = False) -> dict[str, Any]:
     found = {f"{model}-{hosts}": run_part(model, hosts, sizes, resume=resume) for model, hosts in parts}
     return {
         "works": {name: stated(name) for name in sizes.models},
-        "methods": {name: {"says": METHODS[name].says, "exact": METHODS[name].exact} for name in sizes.methods},
+        "methods": {
+            name: {"says": METHODS[name].says, "exact": METHODS[name].exact}
+            for name in sizes.methods
+            if name in METHODS
+        },
         "parts": found,
         "summary": summary(found, sizes.methods),
     }
@@ -99,8 +107,10 @@ def run_part(model: str, hosts: int, sizes: Sizes, *, resume: bool) -> list[dict
     header = json.loads(json.dumps(header))
     if not (resume and lines(file)[:1] == [header]):
         file.write_text(json.dumps(header) + "\n", encoding="utf-8")
+    if AUTO in sizes.methods:
+        choose(model, hosts, sizes, file)
     failures = 0
-    while left := undone(units(model, hosts, sizes), lines(file)):
+    while left := undone(units(model, hosts, sizes, lines(file)), lines(file)):
         say(f"{model} on {hosts} hosts: {len(left)} units to do")
         error = launch(model, hosts, left, file)
         if error is not None or undone(left, lines(file)) == left:
@@ -111,11 +121,22 @@ def run_part(model: str, hosts: int, sizes: Sizes, *, resume: bool) -> list[dict
     return [row for row in lines(file) if "begun" not in row and "trying" not in row]
 
 
-def units(model: str, hosts: int, sizes: Sizes) -> list[Unit]:
+def choose(model: str, hosts: int, sizes: Sizes, file: Path) -> None:
+    """Let the planner choose at every limit that has no choice yet."""
+    done = {row["rate"] for row in lines(file) if row["kind"] == "choice"}
+    for rate in sizes.rates:
+        if rate not in done:
+            add(file, choice(model, hosts, rate, PARTS))
+
+
+def units(model: str, hosts: int, sizes: Sizes, done: list[dict[str, Any]]) -> list[Unit]:
     """What is to be done: trainings of methods that have their own trajectory, one of DDP, times at all limits, and
     the part's real runs."""
     most = sizes.most or WORKS[model].most
-    own = [name for name in sizes.methods if not METHODS[name].exact or name == "tutti plain"]
+    plans = chosen_plans(done)
+    names = list(dict.fromkeys([*(name for name in sizes.methods if name != AUTO), *(plan["name"] for plan in plans)]))
+    new = {plan["name"]: plan for plan in plans if plan["name"] not in METHODS}
+    own = [name for name in names if name == "tutti plain" or not method_of(name, new).exact]
     wanted = [(name, seed, "unlimited") for name in own for seed in range(sizes.seeds)]
     if "ddp" in sizes.methods:
         wanted.append(("ddp", 0, "unlimited"))
@@ -123,9 +144,23 @@ def units(model: str, hosts: int, sizes: Sizes) -> list[Unit]:
         part, _, rate = words.partition("@")
         if part == f"{model}-{hosts}":
             wanted += [(name, 0, rate) for name in ("ddp", "tutti powersgd") if name in sizes.methods]
-    trainings = [{"kind": "quality", "method": m, "seed": s, "rate": r, "most": most} for m, s, r in wanted]
+    trainings = [
+        {"kind": "quality", "method": m, "seed": s, "rate": r, "most": most, "plans": new} for m, s, r in wanted
+    ]
     terms = {"repeats": sizes.repeats, "block_s": sizes.block_ms / 1e3, "limit_s": sizes.limit_s}
-    return [*trainings, {"kind": "time", "methods": list(sizes.methods), "rates": list(sizes.rates), **terms}]
+    return [*trainings, {"kind": "time", "methods": names, "rates": list(sizes.rates), "plans": new, **terms}]
+
+
+def chosen_plans(done: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The plans that were chosen, each once, with the limits it was chosen at."""
+    plans: dict[str, dict[str, Any]] = {}
+    for row in done:
+        if row["kind"] == "choice" and "name" in row:
+            plan = plans.setdefault(
+                row["name"], {**{k: row[k] for k in ("name", "exact", "period", "file")}, "rates": []}
+            )
+            plan["rates"].append(row["rate"])
+    return list(plans.values())
 
 
 def undone(wanted: list[Unit], done: list[dict[str, Any]]) -> list[Unit]:
@@ -156,9 +191,13 @@ def blame(file: Path, left: list[Unit], error: str) -> None:
     named = last.get("trying") or last.get("method")
     row = {k: last[k] for k in ("kind", "seed", "rate") if k in last}
     row |= {"method": named, "failed": error.strip()[-1500:]}
+    add(file, row)
+    say(f"  failed: {named}: {error.strip()[-300:]}")
+
+
+def add(file: Path, row: dict[str, Any]) -> None:
     with file.open("a", encoding="utf-8") as output:
         output.write(json.dumps(row) + "\n")
-    say(f"  failed: {named}: {error.strip()[-300:]}")
 
 
 def launch(model: str, hosts: int, wanted: list[Unit], file: Path) -> str | None:
@@ -166,15 +205,36 @@ def launch(model: str, hosts: int, wanted: list[Unit], file: Path) -> str | None
     with Lab(hosts) as lab, tempfile.TemporaryDirectory() as folder:
         listed = Path(folder) / "units.json"
         listed.write_text(json.dumps(wanted), encoding="utf-8")
-        record = lab.record
         words = [sys.executable, str(RANK), f"--work={model}", f"--units={listed}", f"--output={file}"]
-        words += [f"--switch={record.switch}", "--namespaces", *(record.namespace(host) for host in record.hosts)]
+        words.append(f"--limits={json.dumps(limits(lab.record, {'unlimited', *rates_in(wanted)}))}")
         try:
             done = lab.run(words, environment={"OMP_NUM_THREADS": "1"}, cwd=Path(folder), timeout_s=3600)
         except subprocess.TimeoutExpired:
             return "took longer than an hour"
     bad = [one for one in done if one.code]
     return "\n".join(one.err[-2000:] for one in bad) or f"exit code {bad[0].code}" if bad else None
+
+
+def rates_in(wanted: list[Unit]) -> set[str]:
+    """All limits that units ask for."""
+    return {rate for unit in wanted for rate in (unit["rates"] if unit["kind"] == "time" else [unit["rate"]])}
+
+
+def limits(record: LabRecord, rates: set[str]) -> dict[str, list[list[str]]]:
+    """By limit, the commands that give it to all links both ways, as `tutti lab` makes them (and lifts none)."""
+    devices = [(record.namespace(host), "eth0") for host in record.hosts]
+    devices += [(record.switch, f"port{host}") for host in record.hosts]
+    found: dict[str, list[list[str]]] = {}
+    for rate in rates:
+        bits = parse_rate(rate)
+        found[rate] = []
+        for namespace, device in devices:
+            words = ["tc", "-n", namespace, "qdisc", "del" if bits is None else "replace", "dev", device, "root"]
+            if bits is not None:
+                burst = str(burst_nbytes(bits))
+                words += ["tbf", "rate", f"{bits}bit", "burst", burst, "latency", QUEUE]
+            found[rate].append(words)
+    return found
 
 
 def lines(file: Path) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from pays_methods import METHODS
+from pays_methods import AUTO, METHODS, method_of
 from record import spread
 
 Rows = list[dict[str, Any]]
@@ -31,7 +31,9 @@ def summary(parts: dict[str, Rows], methods: Sequence[str]) -> dict[str, Any]:
 
 def steps_of(rows: Rows, method: str) -> list[int | None] | None:
     """Steps to quality, one a seed (None: not reached); of tutti's exact sums for all that sum exactly."""
-    source = "tutti plain" if METHODS[method].exact else METHODS[method].same_steps_as or method
+    plans = {row["name"]: row for row in rows if row["kind"] == "choice" and "name" in row}
+    known = method_of(method, plans)
+    source = "tutti plain" if known.exact else known.same_steps_as or method
     found = {
         row["seed"]: row["steps"]
         for row in rows
@@ -44,10 +46,15 @@ def cell(rows: Rows, times: dict[str, Any], methods: Sequence[str]) -> dict[str,
     """Every method at one limit: its step, its steps, and its time to quality where all seeds reached it."""
     found: dict[str, Any] = {}
     failed = {row["method"]: row["failed"] for row in rows if "failed" in row}
-    for name in methods:
+    choice = next((row for row in rows if row["kind"] == "choice" and row["rate"] == times["rate"]), {})
+    for listed in methods:
+        name = choice.get("name", listed) if listed == AUTO else listed
+        if name == AUTO:
+            found[AUTO] = {"failed": choice.get("failed", "not chosen")}
+            continue
         steps = steps_of(rows, name)
         if not times["step_s"].get(name) or steps is None:
-            found[name] = {"failed": failed.get(name, "not measured")}
+            found[listed] = {"failed": failed.get(name, "not measured")}
             continue
         step_s = times["step_s"][name]
         one: dict[str, Any] = {
@@ -61,7 +68,9 @@ def cell(rows: Rows, times: dict[str, Any], methods: Sequence[str]) -> dict[str,
         if len(reached) == len(steps):
             one["to_quality_s"] = statistics.median(reached) * one["step_s"]
             one["to_quality_range_s"] = [min(reached) * one["step_s"], max(reached) * one["step_s"]]
-        found[name] = one
+        if listed == AUTO:
+            one |= {"is": name, "predicted_step_s": choice["predicted_step_s"]}
+        found[listed] = one
     floor = found.get("floor", {}).get("to_quality_s")
     for one in found.values():
         if floor and "to_quality_s" in one:
@@ -70,23 +79,25 @@ def cell(rows: Rows, times: dict[str, Any], methods: Sequence[str]) -> dict[str,
 
 
 def verdict(one: dict[str, Any], rate: str) -> dict[str, Any]:
-    """The best of tutti's and of the others in a cell, and whether the aims are met; by automatic choice where there
-    is one."""
+    """How a cell went for tutti: by its automatic choice, or by its best method where none was made. `regret`: how much
+    longer the choice takes than tutti's best method that was measured."""
     reached = {name: row["to_quality_s"] for name, row in one.items() if "to_quality_s" in row}
-    ours = {name: s for name, s in reached.items() if METHODS[name].side == "tutti"}
-    others = {name: s for name, s in reached.items() if METHODS[name].side in ("torch", "peer")}
-    found: dict[str, Any] = {}
-    if ours:
-        found["best_of_tutti"] = best = min(ours, key=lambda name: ours[name])
-        found["of_floor"] = one[best].get("of_floor")
-        aim = AIMS.get(rate)
-        if aim is not None and found["of_floor"] is not None:
-            found |= {"aim": aim, "met": found["of_floor"] <= aim}
-        if others:
-            found["best_of_others"] = other = min(others, key=lambda name: others[name])
-            found["of_best_of_others"] = ours[best] / others[other]
-        if "ddp" in reached:
-            found["of_ddp"] = ours[best] / reached["ddp"]
+    others = {name: s for name, s in reached.items() if name in METHODS and METHODS[name].side in ("torch", "peer")}
+    ours = {name: s for name, s in reached.items() if name.startswith("tutti")}
+    if not ours:
+        return {}
+    best = min(ours, key=lambda name: ours[name])
+    judged = AUTO if AUTO in ours else best
+    found: dict[str, Any] = {"judged": one[judged].get("is", judged), "best_of_tutti": one[best].get("is", best)}
+    found |= {"regret": ours[judged] / ours[best] - 1, "of_floor": one[judged].get("of_floor")}
+    aim = AIMS.get(rate)
+    if aim is not None and found["of_floor"] is not None:
+        found |= {"aim": aim, "met": found["of_floor"] <= aim}
+    if others:
+        found["best_of_others"] = other = min(others, key=lambda name: others[name])
+        found["of_best_of_others"] = ours[judged] / others[other]
+    if "ddp" in reached:
+        found["of_ddp"] = ours[judged] / reached["ddp"]
     return found
 
 

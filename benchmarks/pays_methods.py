@@ -6,7 +6,7 @@ import gc
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -31,7 +31,7 @@ RANK = 2
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
     """`exact`: its sums are those of one device, so it takes as many steps as the others that are. `period`: steps
-    between two exchanges. `words`: for tutti, what the launcher would set."""
+    between two exchanges. `same_steps_as`: the method whose trainings stand for it, being the same algorithm. `words`: for tutti, what the launcher would set."""
 
     name: str
     side: Literal["tutti", "torch", "floor", "peer"]
@@ -72,9 +72,34 @@ METHODS = {
         ),
         Method(name="horovod", side="peer", exact=True, says="DistributedOptimizer, Gloo"),
         Method(name="deepspeed", side="peer", exact=True, says="ZeRO-2"),
-        Method(name="hivemind", side="peer", period=PERIOD, says=f"its averager in fp16, every {PERIOD} steps"),
+        Method(
+            name="hivemind",
+            side="peer",
+            period=PERIOD,
+            same_steps_as="tutti local",
+            says=f"its averager in fp16, every {PERIOD} steps",
+        ),
     )
 }
+
+
+AUTO = "tutti auto"
+"""What the planner chose; a row of its own in every cell, whichever method that is."""
+
+
+def method_of(name: str, plans: Mapping[str, Mapping[str, Any]]) -> Method:
+    """A method by its name, or the one that a chosen plan of that name is."""
+    if name in METHODS:
+        return METHODS[name]
+    plan = plans[name]
+    return Method(
+        name=name,
+        side="tutti",
+        exact=plan["exact"],
+        period=plan["period"],
+        words=(("TUTTI_PLAN", plan["file"]),),
+        says="chosen by tutti plan",
+    )
 
 
 class Loop(Protocol):

@@ -1,0 +1,91 @@
+"""tutti's automatic choice for `pays`: the lab is probed at its rate, and the planner chooses with the dial open."""
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pays_methods import METHODS
+from pays_work import WORKS
+from tutti.cli.common import capture_script
+from tutti.cli.planning import demanded, model_spec_of, search
+from tutti.errors import PlanError
+from tutti.lab import Lab
+from tutti.plan import Request
+from tutti.spec import codec
+from tutti.spec.cluster import ClusterSpec
+from tutti.spec.compression import compression_in_words, parse_compression
+from tutti.spec.mesh_words import mesh_in_words
+from tutti.spec.plan import Plan
+from tutti.spec.sync_words import parse_sync, sync_in_words, with_mode
+
+SCRIPT = Path(__file__).with_name("pays_rank.py")
+DIAL = "relaxed"
+
+
+def choice(model: str, hosts: int, rate: str, folder: Path) -> dict[str, Any]:
+    """What the planner chooses for so many hosts at a rate: the plan, which of the methods it is (or a new name), what
+    it was predicted to take and what is said of it; or why it chose nothing."""
+    captured = capture_script(SCRIPT, (f"--work={model}",))
+    work = WORKS[model]
+    request = Request(
+        script=captured.plan,
+        degree=hosts,
+        scope="all",
+        demanded=demanded(captured),
+        train_samples=work.most * work.batch,
+        relax=DIAL,
+    )
+    row: dict[str, Any] = {"kind": "choice", "rate": rate, "dial": DIAL}
+    try:
+        found = search(model_spec_of(captured, name=model), cluster_at(hosts, rate, folder), request)
+    except PlanError as error:
+        return {**row, "failed": str(error)}
+    plan, dial = found.best, found.dial
+    name = name_of(plan, captured.plan, hosts)
+    return {
+        **row,
+        "name": name,
+        "says": dial.sentence if dial is not None else " ".join(found.remarks),
+        "predicted_step_s": found.prediction.step_time_s.value,
+        "exact": plan.sync.compress is None and plan.sync.mode == "synchronous",
+        "period": plan.sync.relaxed.period or 1,
+        "file": str(codec.save(plan, folder / f"{model}-{hosts}-{rate}-plan.json")),
+        "plan": codec.to_data(plan),
+    }
+
+
+def name_of(plan: Plan, script: Plan, hosts: int) -> str:
+    """The method whose plan it is, or the plan in words."""
+    for method in METHODS.values():
+        if method.side == "tutti" and alike(plan, by_hand(method.name, script, hosts)):
+            return method.name
+    way = sync_in_words(plan.sync) if plan.sync.compress is None else compression_in_words(plan.sync.compress)
+    slices = plan.batch.num_microbatches
+    return f"tutti {mesh_in_words(plan.mesh)}, {way}" + (f", {slices} microbatches" if slices > 1 else "")
+
+
+def by_hand(name: str, script: Plan, hosts: int) -> Plan:
+    """The plan that `tutti run --nproc` makes of a method's words."""
+    words = dict(METHODS[name].words)
+    plan = replace(script, mesh={"replicate": hosts})
+    if "TUTTI_COMPRESS" in words:
+        plan = plan.compressed(parse_compression(words["TUTTI_COMPRESS"]))
+    return with_mode(plan, parse_sync(words["TUTTI_SYNC"])) if "TUTTI_SYNC" in words else plan
+
+
+def alike(one: Plan, other: Plan) -> bool:
+    """Whether both compute and send the same: what a plan says of axes that it has not is left out."""
+    return all(getattr(one, name) == getattr(other, name) for name in ("mesh", "sync", "layout", "precision", "batch"))
+
+
+def cluster_at(hosts: int, rate: str, folder: Path) -> ClusterSpec:
+    """The hosts with one rank each, as `tutti probe` measures them at a rate; once."""
+    kept = folder / f"cluster-{hosts}-{rate}.json"
+    if not kept.exists():
+        with Lab(hosts, rates=rate) as lab, tempfile.TemporaryDirectory() as run:
+            words = ("tutti.cli.main", "probe", "--quick", "--no-plot", "--output", str(kept))
+            done = lab.train("--folder", str(Path(run) / "probe"), "-m", *words, cwd=Path(run), timeout_s=300)
+        if not kept.exists():
+            raise SystemExit("the probe failed\n" + "\n".join(one.err for one in done))
+    return codec.load(ClusterSpec, kept)
