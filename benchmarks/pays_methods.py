@@ -31,7 +31,9 @@ RANK = 2
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
     """`exact`: its sums are those of one device, so it takes as many steps as the others that are. `period`: steps
-    between two exchanges. `same_steps_as`: the method whose trainings stand for it, being the same algorithm. `words`: for tutti, what the launcher would set."""
+    between two exchanges. `same_steps_as`: the method whose trainings stand for it, being the same algorithm. `words`:
+    for tutti, what the launcher would set.
+    """
 
     name: str
     side: Literal["tutti", "torch", "floor", "peer"]
