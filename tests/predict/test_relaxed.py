@@ -1,0 +1,126 @@
+"""Predictions of plans whose replicas differ: bytes as docs/consistency.md has them, time on average, copies held."""
+
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+
+from predict.examples import cluster, link, mlp, plan
+from tutti.errors import PlanError
+from tutti.predict import predict
+from tutti.predict.relaxed import EXCHANGES
+from tutti.predict.tracks import timeline
+from tutti.spec.cluster import ClusterSpec
+from tutti.spec.prediction import Prediction
+from tutti.spec.relaxed import PARAMETERS, REQUIRED
+from tutti.spec.sync_words import parse_sync
+from tutti.spec.words import SyncMode
+
+N = 4.0 * 3 * 512 * 512
+"""Bytes of the example's parameters."""
+
+
+def hosts(count: int, bandwidth: float = 1.25e8, latency_s: float = 1e-4) -> ClusterSpec:
+    return cluster(devices_per_node=1, count=count, links=(link("node"), link("network", latency_s, bandwidth)))
+
+
+def costed(words: str, ranks: int = 4, machines: ClusterSpec | None = None, batch: int = 64) -> Prediction:
+    return predict(mlp(), machines or hosts(ranks), plan(batch, ranks, sync=parse_sync(words)))
+
+
+@pytest.mark.parametrize(
+    ("words", "vectors"),
+    [
+        ("local:1", {2: 1.0, 3: 4 / 3, 4: 1.5, 8: 1.75}),
+        ("local:8", {4: 1.5 / 8}),
+        ("local:4,optimizer_state=averaged", {4: 3 * 1.5 / 4}),  # Adam's state is twice the parameters
+        ("post-local:8,after=10", {4: 1.5 / 8}),
+        ("diloco:50", {4: 1.5 / 50}),
+        ("one-shot", {4: 0.0}),
+        ("adasum", {2: 1.0, 4: 2.0, 5: 3.0, 8: 3.0}),
+        ("ring", {2: 1.0, 3: 2.0, 4: 2.0}),
+        ("ring:4", {4: 0.5}),
+        ("shift-one", {2: 1.0, 4: 1.0}),
+        ("push", {2: 1.0, 3: 1.0, 4: 1.0}),
+        ("elastic:2", {4: 0.75}),
+    ],
+)
+def test_bytes_are_those_of_the_modes_table(words: str, vectors: dict[int, float]) -> None:
+    for ranks, each in vectors.items():
+        assert costed(words, ranks).sent_nbytes_per_rank == pytest.approx(each * N, rel=1e-12)
+
+
+def test_every_mode_is_predicted_or_refused_by_name() -> None:
+    modes = [mode for mode in get_args(SyncMode) if mode != "synchronous"]
+    assert set(EXCHANGES) <= set(modes)
+    for mode in modes:
+        words = ",".join(f"{name}=4" for name, value in PARAMETERS[mode].items() if value is REQUIRED)
+        if mode in EXCHANGES:
+            assert costed(f"{mode}:{words}" if words else mode).fits
+        else:
+            with pytest.raises(PlanError, match=f'"{mode}" is not predicted'):
+                costed(f"{mode}:{words}" if words else mode)
+
+
+def test_the_wire_takes_what_arithmetic_says() -> None:
+    machines = hosts(4, 1e7, 1e-3)
+    free = costed("one-shot", machines=machines).step_time_s.value
+    copies = {"local:5": 29, "push": 18, "adasum": 12 + 25 * 2}
+    wire = {
+        "local:5": 6 * 1e-3 + 1.5 * N / 1e7,  # a ring of 4
+        "push": 1e-3 + N / 1e7,
+        "adasum": 2 * (1e-3 + N / 1e7),
+    }
+    for words, seconds in wire.items():
+        often = 5 if words == "local:5" else 1
+        # one rank on a host of 20 GB/s
+        expected = free + (seconds + copies[words] * N / 20e9) / often
+        assert costed(words, machines=machines).step_time_s.value == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(("words", "messages"), [("ring", 2), ("shift-one", 1), ("elastic", 6)])
+def test_what_travels_behind_a_step_is_waited_for_only_beyond_it(words: str, messages: int) -> None:
+    copies_s = EXCHANGES[parse_sync(words).mode].passes(4) * N / 20e9
+    for bandwidth, beyond in ((1e9, False), (1e5, True)):
+        own, free = (costed(one, machines=hosts(4, bandwidth), batch=4096) for one in (words, "one-shot"))
+        passes_s = free.phases["forward"] + free.phases["backward"]
+        wire_s = messages * 1e-4 + own.sent_nbytes_per_rank / bandwidth
+        extra_s = own.step_time_s.value - free.step_time_s.value - copies_s
+        assert (wire_s > passes_s) == beyond
+        # 0.3: what the cores have to do with it
+        assert extra_s == pytest.approx(wire_s - 0.7 * passes_s if beyond else 0.3 * wire_s, rel=1e-6)
+
+
+@pytest.mark.parametrize("words", ["local:4", "diloco:4", "adasum", "ring", "shift-one", "push", "elastic"])
+def test_laws(words: str) -> None:
+    times = [costed(words, machines=hosts(4, bandwidth)).step_time_s.value for bandwidth in (1e6, 1e7, 1e8, 1e9)]
+    assert times == sorted(times, reverse=True)
+    often = words.partition(":")[0]
+    periods = [costed(f"{often}:{period}").step_time_s.value for period in (1, 2, 8, 32)]
+    assert periods == sorted(periods, reverse=True)
+    assert costed(words, 1).step_time_s.value == pytest.approx(predict(mlp(), hosts(1), plan()).step_time_s.value)
+
+
+def test_copies_are_held_beside_the_parameters() -> None:
+    for words, vectors in (("local:8", 2), ("diloco:8", 6), ("elastic", 5), ("one-shot", 2)):
+        assert costed(words).memory.communication == pytest.approx(vectors * N)
+    assert costed("diloco:8", 1).memory.communication == 0
+
+
+def test_batch_statistics_are_a_replicas_own_and_running_ones_are_averaged() -> None:
+    model = mlp(modules=tuple(replace(one, batch_statistics=True, buffer_nbytes=4000) for one in mlp().modules))
+    apart, bare = (predict(one, hosts(4), plan(ranks=4, sync=parse_sync("local:1"))) for one in (model, mlp()))
+    assert apart.sent_nbytes_per_rank - bare.sent_nbytes_per_rank == pytest.approx(1.5 * 12000)
+    never = predict(model, hosts(4), plan(ranks=4, sync=parse_sync("one-shot")))
+    assert never.phases["forward"] == pytest.approx(costed("one-shot").phases["forward"])
+
+
+def test_it_says_what_it_leaves_out_and_the_picture_adds_up() -> None:
+    words = "post-local:8,after=100"
+    found = costed(words)
+    assert any("one of 8 steps" in note for note in found.notes)
+    assert any("first 100 updates are synchronous" in note for note in found.notes)
+    drawn = timeline(mlp(), hosts(4), plan(ranks=4, sync=parse_sync(words)))
+    for track in drawn.tracks:
+        total = sum(seconds for doing, seconds in track.seconds.items() if doing != "hidden")
+        assert total == pytest.approx(found.step_time_s.value, rel=1e-6)
