@@ -55,6 +55,22 @@ def test_cards_take_the_quickest_way_and_gloo_the_ring() -> None:
     assert ranks.all_reduce(1e6) == pytest.approx(6 * 1e-3 + 1.5 * 1e6 / 1.25e8)
 
 
+def test_gradients_of_hosts_with_several_cpu_ranks_are_summed_in_two_tiers() -> None:
+    """As in `collectives.tiered_sum`: a host sends what a rank of a ring of hosts sends, however many ranks it has."""
+    links = (link("node", 1e-5, 1e9), link("network", 1e-3, 1e8))
+    hosts = cluster(count=2, links=links)
+    four = network(hosts, place(hosts, 4), meshed(64, mesh={"replicate": 4})).group("replicate")
+    assert four.all_reduce(1e6) == pytest.approx(6 * 1e-3 + 1.5 * 1e6 / 1e8)
+    inside = 2 * 1e-5 + 1e6 / 1e9
+    assert four.gradient_sum(1e6) == pytest.approx(inside + 2 * 1e-3 + 1e6 / 1e8)
+    assert four.gradient_sum(0) == 0
+    two = network(hosts, place(hosts, 2), meshed(64, mesh={"replicate": 2})).group("replicate")
+    assert two.gradient_sum(1e6) == two.all_reduce(1e6) == pytest.approx(2 * 1e-3 + 1e6 / 1e8)
+    # two groups of one rank a host each: nothing to sum inside, and they share the connection
+    crossed = network(hosts, place(hosts, 4), meshed(64, mesh={"replicate": 2, "split": 2})).group("replicate")
+    assert crossed.gradient_sum(1e6) == crossed.all_reduce(1e6) == pytest.approx(2 * 1e-3 + 1e6 / 0.5e8)
+
+
 def test_all_to_all_waits_for_the_connection() -> None:
     spread = net({"expert": 32}).group("expert")
     # of 32 MB each rank sends 24 away from its host, over a connection that 8 ranks share

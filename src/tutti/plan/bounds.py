@@ -245,7 +245,7 @@ def _ring(tables: Tables, rows: Shapes, facts: Facts, degree: Array, inside: Arr
     spanned = np.maximum(2.0, degree / members)
     across = 2 * (spanned - 1) / spanned * meeting / network
     wide = ((degree - 1) * inside >= each) & (not tables.unequal)
-    hosts = np.maximum(2.0, np.ceil(degree / np.ceil(each / inside)))
+    hosts = np.maximum(2.0, np.minimum(np.ceil(degree / np.ceil(each / inside)), facts.hosts))  # more ranks than cores
     crossing = 2 * (hosts - 1) / hosts * np.minimum(inside, each) / network
     plain = 2 * (degree - 1) / degree
     least = np.where(within, plain / node, np.where(wide, crossing, plain / max(node, network)))

@@ -83,7 +83,8 @@ def _members(mesh: Mesh, axes: tuple[AxisName, ...], hosts: Hosts) -> NDArray[np
 class Group:
     """The ranks along some axes, with the links they use. `node`: within a host, None where nothing needs it;
     `network`: what one group gets of a host's connection, None within a host; `chooses`: the library takes the
-    quickest of ring, tree and the hierarchical form (as NCCL does), else always a ring over all ranks (as Gloo does).
+    quickest of ring, tree and the hierarchical form (as NCCL does), else always a ring over all ranks (as Gloo does),
+    except for gradients.
     """
 
     span: Span
@@ -115,6 +116,12 @@ class Group:
         if not self.chooses:
             return flat
         return min(flat, tree_all_reduce(self.link, nbytes, span.ranks), self._hierarchical(nbytes))
+
+    def gradient_sum(self, nbytes: float) -> float:
+        """Seconds to sum `nbytes` of a bucket of gradients. Where hosts of CPU ranks have several of them, they sum
+        inside each host first, and each of them a part of it between hosts, as `collectives.tiered_sum` does."""
+        tiers = not self.chooses and self.network is not None and self.node is not None
+        return self._hierarchical(nbytes) if tiers and nbytes > 0 else self.all_reduce(nbytes)
 
     def scatter(self, nbytes: float) -> float:
         """Seconds to sum `nbytes` of which each rank keeps its part, or to gather parts to `nbytes`."""

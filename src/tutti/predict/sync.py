@@ -95,7 +95,8 @@ def synchronise(
         share, nbytes = written[id(group)], bucket.nbytes
         seconds = times[bucket.nbytes, id(group)]
         if not seconds:
-            seconds = group.all_reduce(nbytes * share) + kernel_s(plan, device, group.ranks, share, nbytes)
+            seconds = kernel_s(plan, device, group.ranks, share, nbytes)
+            seconds += group.gradient_sum(nbytes) if share == 1.0 else group.all_reduce(nbytes * share)
         times[bucket.nbytes, id(group)] = seconds
     done = exchange(
         backward.tolist(),
