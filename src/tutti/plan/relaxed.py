@@ -109,9 +109,17 @@ class _Trial:
         """Other plans whose sums are exact: those that the search kept, and of every data-parallel degree the two that
         compute and wait for other things least. The search rules out what waits long for gradients, these may not be.
         """
+        known = [best.plan]
         for other in exact.alternatives:
             if other.prediction is not None:
+                known.append(other.plan)
                 yield _costed(best.cluster, self.request, other.plan, other.prediction)
+        # whatever gives every rank a part of each sum can go no way that gives all of it to all
+        for plan in known if self.request.mesh is not None else ():
+            if plan.degree("shard") > 1 and plan.sharding.level > 1:
+                one = self._cost(replace(plan, sharding=replace(plan.sharding, level=1)), best.cluster)
+                if one is not None and one.good:
+                    yield one
         if self.request.mesh is not None or self.request.demanded:
             return
         by_degree: dict[int, list[Costed]] = {}

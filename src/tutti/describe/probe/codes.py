@@ -105,4 +105,6 @@ def _rate(words: str, calls: Callable[[int], Calls], numel: int, device: torch.d
     budget = effort.codes_budget_s / 50
     took = timing.repeated(encode, device, repeats=effort.repeats, budget_s=budget)
     back = timing.repeated(decode, device, repeats=effort.repeats, budget_s=budget)
-    return CompressRate(method=words, numel=numel, encode_s=took.median_s, decode_s=back.median_s, spread=took.spread)
+    return CompressRate(
+        method=words, numel=numel, encode_s=took.quartile_s, decode_s=back.quartile_s, spread=took.spread
+    )

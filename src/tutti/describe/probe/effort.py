@@ -12,7 +12,7 @@ class Effort:
     `gemm_budget_s` bounds the repeats of one matrix product (one dtype, size and number of threads); a size predicted
     to take longer than that is skipped. `link_budget_s` bounds one message size likewise. `concurrent_sizes`:
     sizes measured again while all ranks of a host compute. `codes_numel`: gradients' sizes that are written in fewer
-    bytes (none where there is no time to compile the kernels); `codes_budget_s` bounds all of that after compiling.
+    bytes; `codes_budget_s` bounds all of that after compiling.
     """
 
     gemm_sizes: tuple[int, ...]
@@ -44,8 +44,10 @@ QUICK = Effort(
     link_budget_s=0.5,
     copy_nbytes=64 * MIB,
     disk_nbytes=64 * MIB,
+    codes_numel=(2**20,),
+    codes_budget_s=1.5,
 )
-"""At most 10 seconds on 2 cores."""
+"""At most 10 seconds on 2 cores; the first time about 10 more, to compile the kernels that compress gradients."""
 
 FULL = Effort(
     gemm_sizes=(128, 256, 512, 1024, 2048, 4000),
@@ -63,4 +65,4 @@ FULL = Effort(
     codes_numel=(2**14, 2**18, 2**22),
     codes_budget_s=6.0,
 )
-"""At most 90 seconds on 2 cores; the first time about 10 more, to compile the kernels that compress gradients."""
+"""At most 90 seconds on 2 cores, and as many more the first time."""

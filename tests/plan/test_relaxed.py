@@ -1,0 +1,228 @@
+"""The dial: ways to send less are chosen where they pay for sure, and only where the request allows them."""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from predict.examples import cluster, cpu, link, mlp
+from tutti.errors import PlanError
+from tutti.plan import Choice, NoiseScale, Request, choose, explain, rows
+from tutti.plan.ways import WAYS, Way, samples_of, ways
+from tutti.predict import predict
+from tutti.spec import codec
+from tutti.spec.cluster import ClusterSpec, CompressRate
+from tutti.spec.compression import parse_compression
+from tutti.spec.plan import BatchPlan, Plan, Sync
+from tutti.spec.sync_words import parse_sync
+
+MODEL = mlp(1826, 3)
+"""10 M parameters."""
+
+SCRIPT = Plan(batch=BatchPlan(global_batch_size=2048))
+
+MBIT = 1.25e5
+"""Bytes a second."""
+
+KERNELS = tuple(
+    CompressRate(method=way.words, numel=numel, encode_s=3e-9 * numel, decode_s=1e-9 * numel)
+    for way in WAYS
+    if way.compress is not None
+    for numel in (2**14, 2**22)
+)
+"""Kernels that take about 7 ns a value, measured."""
+
+
+def hosts(mbit: float, count: int = 4, **changes: Any) -> ClusterSpec:
+    wires = (link("node"), link("network", 1e-4, mbit * MBIT))
+    device = cpu(**{"compress_rates": KERNELS, **changes})
+    return cluster(device, wires, devices_per_node=1, count=count)
+
+
+def asked(relax: Any = "relaxed", **changes: Any) -> Request:
+    return Request(**{"script": SCRIPT, "degree": 4, "relax": relax, **changes})
+
+
+def chosen(mbit: float, relax: Any = "relaxed", **changes: Any) -> Choice:
+    return choose(MODEL, hosts(mbit), asked(relax, **changes))
+
+
+def way_of(choice: Choice) -> str:
+    found = choice.best.sync
+    if found.compress is not None:
+        return found.compress.method
+    return found.mode
+
+
+@pytest.mark.parametrize(
+    ("mbit", "reduced", "relaxed"),
+    [
+        (100_000, "synchronous", "synchronous"),  # as good as unlimited
+        (1000, "bytegrad", "bytegrad"),
+        (100, "powersgd", "powersgd"),
+    ],
+)
+def test_an_mlp_of_ten_million_on_three_networks(mbit: float, reduced: str, relaxed: str) -> None:
+    exact = chosen(mbit, "exact")
+    assert exact.dial is None
+    assert exact.best.sync == SCRIPT.sync
+    for relax, expected in (("reduced", reduced), ("relaxed", relaxed)):
+        choice = chosen(mbit, relax)
+        assert way_of(choice) == expected
+        assert choice.dial is not None
+        assert choice.dial.chosen == (expected != "synchronous")
+        assert choice.dial.exact_step_s == exact.prediction.step_time_s.value
+        assert codec.loads(Choice, codec.dumps(choice)) == choice
+
+
+@cache
+def at_every_rate() -> tuple[tuple[float, Choice], ...]:
+    return tuple((mbit, chosen(mbit)) for mbit in (10, 100, 1000, 2000, 10_000, 100_000))
+
+
+def test_more_bandwidth_never_makes_it_more_attractive() -> None:
+    gains, still = [], []
+    for _, choice in at_every_rate():
+        assert choice.dial is not None
+        gains.append(choice.dial.exact_step_s / choice.dial.step_s)
+        still.append(choice.dial.chosen)
+    assert gains == sorted(gains, reverse=True)
+    assert still == sorted(still, reverse=True)
+    assert still[0]
+    assert not still[-1]
+
+
+def test_what_is_chosen_is_quicker_also_where_links_and_kernels_are_in_the_exact_plans_favour() -> None:
+    for mbit, choice in at_every_rate():
+        assert choice.dial is not None
+        if not choice.dial.chosen:
+            continue
+        quick = hosts(mbit * choice.dial.links)
+        device = quick.devices["d"]
+        slow = tuple(
+            replace(rate, encode_s=rate.encode_s * choice.dial.kernels, decode_s=rate.decode_s * choice.dial.kernels)
+            for rate in device.compress_rates
+        )
+        worst = replace(quick, devices={"d": replace(device, compress_rates=slow)})
+        worst = replace(
+            worst, links=tuple(replace(one, latency_s=one.latency_s / choice.dial.links) for one in worst.links)
+        )
+        exact = choose(MODEL, worst, asked("exact")).prediction.step_time_s.value
+        assert predict(MODEL, worst, choice.best).step_time_s.value * choice.dial.samples < exact
+
+
+def test_a_gain_within_the_predictions_error_is_not_taken() -> None:
+    """Between what pays and what does not there is a rate at which a way is quicker, and not surely."""
+    choice = chosen(3000, "reduced")
+    assert choice.dial is not None
+    assert choice.dial.step_s * choice.dial.samples < choice.dial.exact_step_s
+    assert not choice.dial.chosen
+    assert choice.best.sync == SCRIPT.sync
+    assert "is no sure gain" in explain(choice)
+
+
+def test_kernels_that_nobody_measured_are_doubted_more() -> None:
+    bare = hosts(1000, compress_rates=())
+    assert choose(MODEL, hosts(1000), asked("reduced")).dial.kernels == 1.5  # type: ignore[union-attr]
+    assert choose(MODEL, bare, asked("reduced")).dial.kernels == 2.0  # type: ignore[union-attr]
+
+
+def test_the_mesh_is_chosen_with_the_way() -> None:
+    """One device is best where sums are exact; with few bytes, all of them are."""
+    free = {"degree": None, "max_devices": 4}
+    assert chosen(20, "exact", **free).best.world_size == 1
+    choice = chosen(20, "reduced", **free)
+    assert choice.best.mesh == {"replicate": 4}
+    assert [row.reason for row in rows(choice)][1].startswith("exact sums;")
+
+
+def test_a_mesh_that_was_asked_for_stays() -> None:
+    choice = chosen(100, degree=None, mesh={"replicate": 2, "shard": 2}, scope="all")
+    assert choice.best.mesh == {"replicate": 2, "shard": 2}
+    assert choice.best.sharding.level == 1  # compressed sums give all of a sum to all
+    assert way_of(choice) == "powersgd"
+
+
+def test_one_rank_and_the_objective_memory_stay_exact_and_say_so() -> None:
+    alone = chosen(100, degree=1)
+    assert alone.best.sync == SCRIPT.sync
+    assert "one rank sends nothing" in explain(alone)
+    least = chosen(100, objective="memory")
+    assert least.best.sync == SCRIPT.sync
+    assert "no way to send less takes less memory" in explain(least)
+
+
+def test_runners_up_are_in_the_table_with_what_they_are_counted_with() -> None:
+    choice = chosen(100)
+    assert choice.dial is not None
+    found = rows(choice)
+    assert found[0].chosen
+    assert "gradients as powersgd" in found[0].settings
+    others = [row.reason for row in found[2:] if "counted with" in row.reason]
+    assert any("1.25 times the samples (assumed)" in reason for reason in others)
+    assert any(row.settings.startswith("replicas local") for row in found)
+    text = explain(choice)
+    assert "even if links are 1.4 times as fast as predicted" in text
+    assert f"Counted with {choice.dial.samples:g} times the samples (assumed)" in text
+
+
+def test_time_to_quality_counts_more_samples() -> None:
+    noise = NoiseScale(critical_batch=2000.0, least_samples=1e6, evidence="measured")
+    for mbit in (100, 1000):
+        exact = chosen(mbit, "exact", objective="time-to-quality", noise=noise)
+        choice = chosen(mbit, objective="time-to-quality", noise=noise)
+        assert choice.dial is not None
+        assert choice.totals is not None
+        assert exact.totals is not None
+        if choice.dial.chosen:
+            assert choice.totals.time_s < exact.totals.time_s
+    unbiased = next(way for way in WAYS if way.words == "qsgd,bits=4")
+    factor, evidence = samples_of(unbiased, asked(noise=noise), SCRIPT)
+    assert factor == pytest.approx((2048 + 1.04 * 2000) / (2048 + 2000))
+    assert evidence == "measured"
+    assert samples_of(unbiased, asked(), SCRIPT) == (1.04, "assumed")
+
+
+def test_what_past_runs_measured_counts_instead_of_what_is_assumed() -> None:
+    best = chosen(100)
+    assert best.dial is not None
+    dear = {way.words: 100.0 for way in WAYS if way.compress is not None}
+    other = chosen(100, samples=dear)
+    assert other.dial is not None
+    assert way_of(other) == "local"
+    assert other.dial.way == "local:period=16"
+    told = chosen(100, samples={"local:period=16": 0.9, **dear})
+    assert told.dial is not None
+    assert (told.dial.samples, told.dial.evidence) == (0.9, "measured")
+
+
+def test_periods_stay_within_the_root_of_the_steps() -> None:
+    def longest(steps: int | None) -> int:
+        return max(way.relaxed.period or 1 for way in ways(asked(), steps))
+
+    assert (longest(None), longest(10_000), longest(100), longest(70)) == (16, 16, 8, 8)
+    assert (longest(20), longest(3)) == (4, 1)
+    short = chosen(100, samples={way.words: 10.0 for way in WAYS if way.compress}, train_samples=2048.0 * 40)
+    assert short.best.sync.relaxed.period == 4
+
+
+def test_the_dial_and_a_stated_way_exclude_each_other() -> None:
+    for sync in (Sync(compress=parse_compression("bytegrad")), parse_sync("local:8")):
+        script = replace(SCRIPT, sync=sync)
+        Request(script=script)
+        with pytest.raises(PlanError, match="leave one out"):
+            Request(script=script, relax="reduced")
+    with pytest.raises(PlanError, match="above 0"):
+        asked(samples={"bytegrad": 0.0})
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.words)
+def test_words_of_a_way_are_what_a_user_types(way: Way) -> None:
+    if way.compress is not None:
+        assert parse_compression(way.words) == way.compress
+        assert way.dial == "reduced"
+    else:
+        assert parse_sync(way.words) == Sync(mode=way.mode, relaxed=way.relaxed)
+        assert way.dial == "relaxed"
+    assert (way.variance is None) == (way.samples > 1)
