@@ -15,10 +15,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+import pays_peers
 from pays_auto import choice
 from pays_judge import rows, summary
 from pays_methods import AUTO, METHODS, method_of
-from pays_work import WORKS
+from pays_work import WORKS, sequence
 from record import QUICK_RESULTS
 from tutti.lab import Lab, parse_rate
 from tutti.lab.build import QUEUE
@@ -46,6 +49,7 @@ class Sizes:
     hosts: tuple[str, ...] = ("2", "4")
     rates: tuple[str, ...] = ("unlimited", "1gbit", "100mbit")
     methods: tuple[str, ...] = OURS
+    peers: tuple[str, ...] = pays_peers.NAMES
     seeds: int = 3
     most: int = 0
     repeats: int = 5
@@ -70,11 +74,11 @@ def measure(sizes: Sizes, *, resume: bool = False) -> dict[str, Any]:
         "works": {name: stated(name) for name in sizes.models},
         "methods": {
             name: {"says": METHODS[name].says, "exact": METHODS[name].exact}
-            for name in sizes.methods
+            for name in (*sizes.methods, *sizes.peers)
             if name in METHODS
         },
         "parts": found,
-        "summary": summary(found, sizes.methods),
+        "summary": summary(found, (*sizes.methods, *sizes.peers)),
     }
 
 
@@ -118,7 +122,38 @@ def run_part(model: str, hosts: int, sizes: Sizes, *, resume: bool) -> list[dict
             blame(file, left, error or "the ranks ended before it was done")
         if failures > MOST_FAILURES:
             break
+    measure_peers(model, hosts, sizes, file)
     return [row for row in lines(file) if "begun" not in row and "trying" not in row]
+
+
+def measure_peers(model: str, hosts: int, sizes: Sizes, file: Path) -> None:
+    """Step times of the peers that are installed, in ranks of their own on one lab after another."""
+    done = {row["method"] for row in lines(file) if row["kind"] == "peer"}
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder) / "data.pt"
+        torch.save(sequence(WORKS[model], 0).tensors, data)
+        for name in sizes.peers:
+            if name in done:
+                continue
+            say(f"{model} on {hosts} hosts: {name}")
+            with Lab(hosts) as lab:
+                rates = list(sizes.rates)
+                unit = {
+                    "rates": rates,
+                    "hosts": hosts,
+                    "period": METHODS[name].period,
+                    "limits": limits(lab.record, {"unlimited", *rates}),
+                    "addresses": [lab.address(host) for host in lab.record.hosts],
+                    **terms(sizes),
+                }
+                failed = pays_peers.measured(name, lab, model, data, unit, file)
+            if failed is not None:
+                add(file, {"kind": "peer", "method": name, "failed": failed[-1500:]})
+                say(f"  {failed.strip()[-300:]}")
+
+
+def terms(sizes: Sizes) -> dict[str, Any]:
+    return {"repeats": sizes.repeats, "block_s": sizes.block_ms / 1e3, "limit_s": sizes.limit_s}
 
 
 def choose(model: str, hosts: int, sizes: Sizes, file: Path) -> None:
@@ -147,8 +182,7 @@ def units(model: str, hosts: int, sizes: Sizes, done: list[dict[str, Any]]) -> l
     trainings = [
         {"kind": "quality", "method": m, "seed": s, "rate": r, "most": most, "plans": new} for m, s, r in wanted
     ]
-    terms = {"repeats": sizes.repeats, "block_s": sizes.block_ms / 1e3, "limit_s": sizes.limit_s}
-    return [*trainings, {"kind": "time", "methods": names, "rates": list(sizes.rates), "plans": new, **terms}]
+    return [*trainings, {"kind": "time", "methods": names, "rates": list(sizes.rates), "plans": new, **terms(sizes)}]
 
 
 def chosen_plans(done: list[dict[str, Any]]) -> list[dict[str, Any]]:

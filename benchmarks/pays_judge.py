@@ -16,10 +16,9 @@ AIMS = {"unlimited": None, "1gbit": 1.15, "100mbit": 1.3}
 def summary(parts: dict[str, Rows], methods: Sequence[str]) -> dict[str, Any]:
     """{"cells": {"PART@RATE": {method: ..}}, "exact": .., "checked": ..}."""
     cells = {
-        f"{part}@{row['rate']}": cell(rows, row, methods)
+        f"{part}@{times['rate']}": cell(rows, times, methods)
         for part, rows in parts.items()
-        for row in rows
-        if row["kind"] == "time" and "step_s" in row
+        for times in times_of(rows)
     }
     return {
         "cells": cells,
@@ -27,6 +26,21 @@ def summary(parts: dict[str, Rows], methods: Sequence[str]) -> dict[str, Any]:
         "exact": {part: same_steps(rows) for part, rows in parts.items()},
         "checked": [one for part, rows in parts.items() for one in checks(part, rows, cells)],
     }
+
+
+def times_of(rows: Rows) -> Rows:
+    """Step times limit by limit, the peers' among the others'; not the floor that was measured again beside a peer."""
+    found = [
+        {"rate": row["rate"], "step_s": dict(row["step_s"]), "sent_nbytes": dict(row["sent_nbytes"])}
+        for row in rows
+        if row["kind"] == "time" and "step_s" in row
+    ]
+    for row in rows:
+        for times in found:
+            if row["kind"] == "peer" and row.get("rate") == times["rate"]:
+                for kind in ("step_s", "sent_nbytes"):
+                    times[kind][row["method"]] = row[kind][row["method"]]
+    return found
 
 
 def steps_of(rows: Rows, method: str) -> list[int | None] | None:

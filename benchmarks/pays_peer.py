@@ -145,8 +145,9 @@ def deepspeed(work: Work, args: argparse.Namespace, unit: dict[str, Any]) -> Ste
 
 def hivemind(work: Work, args: argparse.Namespace, unit: dict[str, Any]) -> Step:
     """Models averaged by its DecentralizedAverager in float16 every `period` steps, with its search for partners."""
-    from hivemind import DHT, Float16Compression
+    from hivemind import DHT
     from hivemind.averaging import DecentralizedAverager
+    from hivemind.compression import Float16Compression
 
     rank, size = dist.get_rank(), dist.get_world_size()
     listen = [f"/ip4/{unit['addresses'][rank]}/tcp/{31000 + rank}"]
