@@ -19,7 +19,7 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples"), str(ROOT / "te
 import record  # noqa: E402
 
 SUITES = ("ddp", "mechanisms", "overlap", "attention", "memory", "startup", "loading", "compress", "plan_search")
-ON_REQUEST = ("links", "plan", "pays")
+ON_REQUEST = ("links", "plan", "pays", "tiers")
 """Suites that run when they are named: they need root."""
 
 

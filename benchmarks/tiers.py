@@ -1,0 +1,194 @@
+"""Two tiers on two hosts of two ranks each: sums inside a host first and once between hosts, beside flat all-reduces.
+
+Both sides take turns in the same ranks of a lab (root): bare sums of a model's gradient bytes, tutti's against Gloo's
+between all four; and whole steps of the 10 M MLP, a Job's against DDP's. Four ranks share the machine's cores.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+from pays import limits, lines  # noqa: E402
+from pays_methods import METHODS, Loop, loop_of  # noqa: E402
+from pays_wire import Output, Wire, in_turns  # noqa: E402
+from pays_work import WORKS  # noqa: E402
+from record import spread  # noqa: E402
+from tutti.lab import Lab  # noqa: E402
+from tutti.lab.run import meeting_port  # noqa: E402
+
+HOSTS, RANKS_PER_HOST = 2, 2
+BUCKET_NBYTES = 25 * 2**20
+TORCHRUN = (
+    *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={HOSTS}", f"--nproc-per-node={RANKS_PER_HOST}"),
+)
+STEPS = ("floor", "tutti plain", "ddp")
+SUMS = ("tiers", "gloo")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """`megabytes` are summed in buckets of 25 MiB; each side has `repeats` blocks of sums and of steps at each limit, 2
+    where they take more than `limit_s` seconds together."""
+
+    rates: tuple[str, ...] = ("unlimited", "1gbit", "100mbit")
+    megabytes: int = 40
+    repeats: int = 7
+    limit_s: int = 10
+    warmup: int = 3
+
+
+QUICK = Sizes(rates=("unlimited", "1gbit"), megabytes=8, repeats=2, limit_s=1, warmup=1)
+
+
+def measure(sizes: Sizes) -> dict[str, Any]:
+    """Returns {"samples": rows of `in_turns` by limit, "summary": medians and ratios by limit}."""
+    with Lab(HOSTS, ranks_per_host=RANKS_PER_HOST) as lab, tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "rows.jsonl"
+        given = {
+            "limits": limits(lab.record, {"unlimited", *sizes.rates}),
+            "rates": sizes.rates,
+            "nbytes": sizes.megabytes * 10**6,
+            "repeats": sizes.repeats,
+            "limit_s": sizes.limit_s,
+            "warmup": sizes.warmup,
+            "block_s": 0.3,
+        }
+        meet = (f"--master-addr={lab.address(0)}", f"--master-port={meeting_port()}")
+        words = (*meet, __file__, f"--given={json.dumps(given)}", f"--output={output}")
+        done = lab.run(
+            lambda host: [*TORCHRUN, f"--node-rank={host}", *words],
+            environment={"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"},
+            cwd=Path(folder),
+            timeout_s=900,
+        )
+        rows_of = lines(output)
+    if any(one.code for one in done):
+        raise SystemExit("\n".join(one.err for one in done))
+    found = {rate: {row["what"]: row for row in rows_of if row["rate"] == rate} for rate in sizes.rates}
+    return {"samples": found, "summary": {rate: summary(one) for rate, one in found.items()}}
+
+
+def summary(one: dict[str, Any]) -> dict[str, Any]:
+    """Medians of both kinds of blocks, bytes that left a host, and tutti's ratio, block by block."""
+    found: dict[str, Any] = {}
+    for what, (ours, theirs) in {"sums": SUMS, "steps": ("tutti plain", "ddp")}.items():
+        times, sent = one[what]["step_s"], one[what]["sent_nbytes"]
+        ratios = [a / b for a, b in zip(times[ours], times[theirs], strict=False)]
+        found[what] = {
+            "median_s": {name: statistics.median(values) for name, values in times.items()},
+            "spread": {name: spread(values) for name, values in times.items()},
+            "sent_nbytes": sent,
+            "ratio": statistics.median(ratios),
+            "ratio_range": [min(ratios), max(ratios)],
+        }
+    return found
+
+
+def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """The table: a line for the sums and one for the steps at each limit."""
+    table = []
+    for rate, one in result["summary"].items():
+        for what, names in (("sums", SUMS), ("steps", STEPS[1:])):
+            row, low_high = one[what], one[what]["ratio_range"]
+            cells = [f"{1e3 * row['median_s'][name]:.1f} ({row['sent_nbytes'][name] / 1e6:.1f} MB)" for name in names]
+            ratio = f"{row['ratio']:.3f} ({low_high[0]:.2f}-{low_high[1]:.2f})"
+            floor = f"{1e3 * row['median_s']['floor']:.1f}" if what == "steps" else ""
+            table.append([rate, what, *cells, ratio, floor])
+    return ["limit", "what", "tutti ms (sent a host)", "flat Gloo or DDP ms (sent)", "ratio", "nothing sent ms"], table
+
+
+# What runs on every rank
+
+
+def main() -> None:
+    from tutti.runtime.world import join, leave
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--given", required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    args = parser.parse_args()
+    given = json.loads(args.given)
+    torch.set_num_threads(1)
+    join()
+    wire, output = Wire(given["limits"]), Output(args.output)
+    wire.limit("unlimited")
+    sums = {"tiers": tiered(given["nbytes"]), "gloo": flat(given["nbytes"])}
+    loops: dict[str, Loop] = {name: loop_of(METHODS[name], WORKS["mlp"], 0) for name in STEPS}
+    calls: dict[str, dict[str, Callable[[], object]]] = {
+        "sums": {**sums},
+        "steps": {name: loop.step for name, loop in loops.items()},
+    }
+    for kind in calls.values():
+        for call in kind.values():
+            for _ in range(given["warmup"]):
+                call()
+    for rate in given["rates"]:
+        wire.limit(rate)
+        for what, kind in calls.items():
+            found = in_turns(kind, dict.fromkeys(kind, 1), given, lambda name: None)
+            output.row({"rate": rate, "what": what, **found})
+    wire.limit("unlimited")
+    for loop in loops.values():
+        loop.close()
+    leave()
+    os._exit(0)
+
+
+def buckets(nbytes: int) -> list[int]:
+    """Values of each bucket."""
+    sizes = [BUCKET_NBYTES] * (nbytes // BUCKET_NBYTES) + [nbytes % BUCKET_NBYTES]
+    return [size // 4 for size in sizes if size]
+
+
+def tiered(nbytes: int) -> Callable[[], None]:
+    """Sums as a Job makes them here: all buckets begun, then all waited for. Checked once."""
+    from tutti.collectives import TieredSum, Tiers, Worker, make_team_or_tiers
+
+    tiers = make_team_or_tiers(dist.group.WORLD)
+    if not isinstance(tiers, Tiers):
+        raise SystemExit("ranks of one host share no memory here, so there are no two tiers to measure")
+    worker = Worker()
+    rooms = []
+    for numel in buckets(nbytes):
+        number, room = tiers.team.new_room(4 * numel)
+        rooms.append((number, room, room.tensor(torch.float32, numel).fill_(1)))
+
+    def call() -> None:
+        for work in [TieredSum(tiers, worker, number, values) for number, _, values in rooms]:
+            work.wait()
+
+    call()
+    if any((values != dist.get_world_size()).any() for _, _, values in rooms):
+        raise SystemExit("a sum in two tiers is wrong")
+    for _, _, values in rooms:
+        values.zero_()
+    dist.barrier()
+    return call
+
+
+def flat(nbytes: int) -> Callable[[], None]:
+    """The same by Gloo between all ranks."""
+    values = [torch.zeros(numel) for numel in buckets(nbytes)]
+
+    def call() -> None:
+        for work in [dist.all_reduce(one, async_op=True) for one in values]:
+            work.wait()
+
+    return call
+
+
+if __name__ == "__main__":
+    main()
