@@ -49,25 +49,30 @@ def exactly(cases: dict[str, Case]) -> dict[str, Trained]:
         compressor.make_exchange = code
 
 
+ONE = {"replicate": 1}
+
+
 def cases(mesh: dict[str, int], **plan: Any) -> dict[str, Case]:
     return {method: made(method, mesh=mesh, **plan) for method in METHODS}
 
 
 def test_where_nothing_is_lost_it_is_the_run_of_one_rank() -> None:
-    """Also with accumulation, unlike shares, tensors that are split, and stages."""
-    one = run_ranks(exactly, 1, cases({"replicate": 1}) | {"plain": made("one-bit-adam", plain, mesh={"replicate": 1})})
+    one = run_ranks(exactly, 1, cases(ONE))
     never = run_ranks(train_cases, 1, {"one": case(None)}, STEPS, None)
     assert not torch.equal(one[0]["one-bit-adam"].state["second.weight"], never[0]["one"].state["second.weight"])
-    three = cases({"replicate": 3})
-    for got in (run_ranks(exactly, 3, three, timeout_s=110),):
-        for method in METHODS:
-            assert_agree(one[0][method], [rank[method] for rank in got])
+    three = run_ranks(exactly, 3, cases({"replicate": 3}), timeout_s=110)
+    for method in METHODS:
+        assert_agree(one[0][method], [rank[method] for rank in three])
+
+
+@pytest.mark.long
+def test_beside_other_parts_of_a_plan_it_is_that_too() -> None:
+    """Accumulation, unlike shares, tensors that are split, and stages."""
+    alone = {"byte-adam": made("byte-adam", mesh=ONE), "plain": made("one-bit-adam", plain, mesh=ONE)}
+    one = run_ranks(exactly, 1, alone)
     batch = {"num_microbatches": 2}
-    more = {
-        "shares": made("byte-adam", mesh={"replicate": 2}, shares=(3, 1), batch=batch),
-    }
-    for method, got in (("byte-adam", run_ranks(exactly, 2, more, timeout_s=110)),):
-        assert_agree(one[0][method], [rank["shares"] for rank in got])
+    shares = {"shares": made("byte-adam", mesh={"replicate": 2}, shares=(3, 1), batch=batch)}
+    assert_agree(one[0]["byte-adam"], [rank["shares"] for rank in run_ranks(exactly, 2, shares, timeout_s=110)])
     inside = {
         "split": made("one-bit-adam", plain, mesh={"replicate": 2, "split": 2}),
         "stage": made(
@@ -113,7 +118,8 @@ def all_followed(words: list[str], world_size: int) -> list[dict[str, Any]]:
     return [followed(one, world_size) for one in words]
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.long), 3])
+@pytest.mark.long
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_momenta_that_came_out_and_are_kept_are_those_that_went_in(world_size: int) -> None:
     """And bytes are the formula's before and after the switch, the bits of all ranks the same."""
     words = [f"{method},freeze_step={FREEZE}" for method in METHODS]
@@ -140,7 +146,7 @@ def test_momenta_that_came_out_and_are_kept_are_those_that_went_in(world_size: i
         assert coded < exact
 
 
-@pytest.mark.parametrize("stop", [3, 6])
+@pytest.mark.parametrize("stop", [pytest.param(3, marks=pytest.mark.long), 6])
 def test_resuming_before_and_after_the_switch_changes_no_bit(stop: int) -> None:
     words = ["one-bit-adam,freeze_step=4"] + (["one-bit-lamb,freeze_step=4"] if stop == 6 else [])
     mesh = {"mesh": {"replicate": 3}}
@@ -160,6 +166,7 @@ def test_resuming_before_and_after_the_switch_changes_no_bit(stop: int) -> None:
                     assert all(torch.equal(again[1][name][what], value) for what, value in kept.items()), (one, name)
 
 
+@pytest.mark.long
 def test_another_number_of_ranks_goes_on_with_all_that_was_kept() -> None:
     words = "byte-adam,freeze_step=4"
     with tempfile.TemporaryDirectory() as folder:

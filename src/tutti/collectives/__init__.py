@@ -10,7 +10,7 @@ from tutti.collectives.meeting import Tiers, make_team, make_team_or_tiers
 from tutti.collectives.rooms import Room
 from tutti.collectives.staged import Desk, make_desk
 from tutti.collectives.team import Team
-from tutti.collectives.tiered_sum import TieredSum, Worker
+from tutti.collectives.tiered_sum import TieredSum, Worker, part_of, share_parts
 
 __all__ = [
     "Desk",
@@ -26,4 +26,6 @@ __all__ = [
     "make_desk",
     "make_team",
     "make_team_or_tiers",
+    "part_of",
+    "share_parts",
 ]

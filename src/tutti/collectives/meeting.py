@@ -17,12 +17,13 @@ from tutti.errors import LaunchError
 class Tiers:
     """Two tiers of links. `team`: the ranks of this host; `parts`: into so many parts a tensor is cut to go between
     hosts, as many as the smallest host has ranks; `across`: the process group of those that exchange this rank's part
-    between hosts, None where this rank has no part.
+    between hosts, None where this rank has no part; `hosts`: how many there are.
     """
 
     team: Team
     parts: int
     across: Any
+    hosts: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ def make_team_or_tiers(group: Any = None) -> Team | Tiers | None:
     if max(map(len, hosts)) == 1:
         return None
     parts = min(map(len, hosts))
-    return Tiers(team, parts, _group_across(hosts, team.rank, group) if team.rank < parts else None)
+    return Tiers(team, parts, _group_across(hosts, team.rank, group) if team.rank < parts else None, len(hosts))
 
 
 def _meet(group: Any) -> tuple[list[list[int]], Team] | None:

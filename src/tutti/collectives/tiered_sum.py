@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tutti.collectives.expected import Expected
 from tutti.collectives.host_sum import HostSum
 from tutti.collectives.meeting import Tiers
-from tutti.collectives.team import DONE, READY
+from tutti.collectives.team import DONE, READY, Team
 
 
 class Worker:
@@ -69,14 +69,21 @@ class TieredSum:
         tiers, team = self._tiers, self._tiers.team
         HostSum(team, self._room, self._flat.numel(), self._flat.dtype).wait()
         if tiers.across is not None:
-            dist.all_reduce(self._part(self._flat, team.rank), group=tiers.across)
-        slot = team.start(self._room, self._flat.numel(), lambda: None)
-        Expected(team, slot, READY).wait()
-        for part, theirs in enumerate(team.tensors(slot, self._flat.dtype)[: tiers.parts]):
-            if part != team.rank:
-                self._part(self._flat, part).copy_(self._part(theirs, part))
-        team.tell(slot, DONE)
-        Expected(team, slot, DONE).wait()  # the others have read this rank's part: it may change
+            dist.all_reduce(part_of(self._flat, tiers.parts, team.rank), group=tiers.across)
+        share_parts(team, self._room, self._flat, tiers.parts)
 
-    def _part(self, flat: torch.Tensor, part: int) -> torch.Tensor:
-        return torch.tensor_split(flat, self._tiers.parts)[part]
+
+def part_of(flat: torch.Tensor, parts: int, part: int) -> torch.Tensor:
+    """The part of a flat tensor that one rank of a host exchanges between hosts."""
+    return torch.tensor_split(flat, parts)[part]
+
+
+def share_parts(team: Team, room: int, flat: torch.Tensor, parts: int) -> None:
+    """Copy what each of the first `parts` ranks of a host has as its part of `flat`, which lies in a room."""
+    slot = team.start(room, flat.numel(), lambda: None)
+    Expected(team, slot, READY).wait()
+    for part, theirs in enumerate(team.tensors(slot, flat.dtype)[:parts]):
+        if part != team.rank:
+            part_of(flat, parts, part).copy_(part_of(theirs, parts, part))
+    team.tell(slot, DONE)
+    Expected(team, slot, DONE).wait()  # the others have read this rank's part: it may change

@@ -30,11 +30,11 @@ Place = tuple[int, int, int]
 
 
 class Wire:
-    """Collectives over one process group (None: all ranks); counts the bytes this rank sends."""
+    """Collectives over one process group (None: all ranks); counts the bytes this rank sends. `lone`: over no other."""
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, group: Any = None, *, lone: bool = False) -> None:
         self.group = group
-        joined = dist.is_initialized()
+        joined = dist.is_initialized() and not lone
         self.size = dist.get_world_size(group) if joined else 1
         self.rank = dist.get_rank(group) if joined else 0
         self.sent_nbytes = 0
@@ -98,9 +98,18 @@ class Exchange(ABC):
         """By shared tensor: which of its parts belongs to which tensor of the gradient."""
         return {}
 
+    @property
+    def holders(self) -> int:
+        """How many ranks keep something back of each value."""
+        return self.wire.size
+
     @abstractmethod
     def rounds(self, flat: Tensor) -> Rounds:
         """Leave the sum over the group in `flat`, bit for bit the same on all ranks."""
+
+    def exactly(self, flat: Tensor) -> Rounds:
+        """The same, of values as they are."""
+        yield [self.wire.all_reduce(flat)]
 
     def run(self, flat: Tensor) -> None:
         """The rounds at once."""

@@ -46,7 +46,8 @@ class Compression:
     `feedback`: bfloat16, float16 and bytegrad keep what rounding took away and send it later (False); one-bit, top-k,
     dgc, top16-q4, powersgd and methods of momentum always do, the others never. `warmup_steps`: of dgc, in which
     sparsity grows from 75 % (0). `freeze_step`: of methods of momentum, updates with exact sums in which the second
-    moment learns; it must be stated, for 15 to 20 % of all updates are right.
+    moment learns; it must be stated, for 15 to 20 % of all updates are right. `between`: "ranks", or "hosts", inside
+    which sums are exact and go through memory; None: hosts, where there are several and one has several ranks.
     """
 
     method: CompressMethod
@@ -57,6 +58,7 @@ class Compression:
     feedback: bool | None = None
     warmup_steps: int | None = None
     freeze_step: int | None = None
+    between: Literal["ranks", "hosts"] | None = None
 
     def __post_init__(self) -> None:
         for name, methods in _SETTINGS.items():
@@ -133,7 +135,9 @@ def parse_compression(text: str) -> Compression:
 def compression_in_words(compress: Compression) -> str:
     """The same, the other way round, with settings by default left out."""
     said = {name: getattr(compress, name) for name in compress.settings if getattr(compress, name) is not None}
-    return ",".join([compress.method, *(f"{name}={str(value).lower()}" for name, value in said.items())])
+    between = {} if compress.between is None else {"between": compress.between}
+    pairs = {**said, **between}.items()
+    return ",".join([compress.method, *(f"{name}={str(value).lower()}" for name, value in pairs)])
 
 
 def ramped_density(density: float, progress: float) -> float:
@@ -144,24 +148,33 @@ def ramped_density(density: float, progress: float) -> float:
 
 
 def bucket_sent_nbytes(compress: Compression | None, shapes: Sequence[Sequence[int]], ranks: int, itemsize: int) -> int:
-    """Bytes one rank sends to sum gradients of `shapes` (as they lie in memory), of values of `itemsize`, in a step.
-
-    Of the step that `Compression.at` gives; None: an exact sum, of whose flags those that are sent apart count.
+    """Bytes one rank sends to sum gradients of `shapes` (as they lie in memory), of values of `itemsize`, in a step:
+    with a flag for each. Of the step that `Compression.at` gives; None: an exact sum. Between hosts it is
+    `flags_sent_nbytes` over all ranks and `sum_sent_nbytes` of the rank's part over the hosts.
     """
-    flags = 2 * (ranks - 1) * len(shapes) * itemsize // ranks
+    return flags_sent_nbytes(len(shapes), ranks, itemsize) + sum_sent_nbytes(compress, shapes, ranks, itemsize)
+
+
+def flags_sent_nbytes(gradients: int, ranks: int, itemsize: int) -> int:
+    """Bytes one rank sends for the flags of so many gradients."""
+    return 2 * (ranks - 1) * gradients * itemsize // ranks
+
+
+def sum_sent_nbytes(compress: Compression | None, shapes: Sequence[Sequence[int]], ranks: int, itemsize: int) -> int:
+    """`bucket_sent_nbytes` without flags."""
     numel = sum(math.prod(shape) for shape in shapes)
     if compress is None:
-        return flags + 2 * (ranks - 1) * numel * itemsize // ranks
+        return 2 * (ranks - 1) * numel * itemsize // ranks
     compress = compress.code
     if compress.method == "powersgd":
-        return flags + _thin(compress, shapes, ranks, 8 if itemsize == 8 else 4)
+        return _thin(compress, shapes, ranks, 8 if itemsize == 8 else 4)
     if compress.method in ("top-k", "dgc"):
-        return flags + (ranks - 1) * 8 * min(numel, math.ceil(compress.settings["density"] * numel))
+        return (ranks - 1) * 8 * min(numel, math.ceil(compress.settings["density"] * numel))
     length = chunk_length(numel, ranks)
     sent = (ranks - 1) * (message_nbytes(compress, length) + message_nbytes(_back(compress, ranks), length))
     if compress.method == "terngrad":  # ranks agree on scales first
         sent += 2 * (ranks - 1) * 4 * -(-length // BLOCK["terngrad"])
-    return flags + sent
+    return sent
 
 
 def chunk_length(numel: int, ranks: int) -> int:

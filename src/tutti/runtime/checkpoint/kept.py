@@ -20,7 +20,7 @@ from tutti.runtime.checkpoint.tensors import Item, dtype_of, item, stored_dtype
 from tutti.runtime.compressed.compressor import Compressor, sizes_of
 from tutti.runtime.layout import Cut, Held
 from tutti.runtime.state import Run
-from tutti.spec.compression import compression_in_words
+from tutti.spec.compression import MOMENTA, Compression, compression_in_words, parse_compression
 
 
 def collect_kept(run: Run, mine: Contribution, items: list[Item]) -> None:
@@ -44,7 +44,14 @@ def load_kept(run: Run, source: Source) -> None:
     compressor = run.replica.compressor
     if not any(saved):
         return
-    if compressor is None or not run.plan.sync.compress or not run.plan.sync.compress.keeps:
+    how = run.plan.sync.compress
+    if compressor is not None and how is not None and _in_other_units(how, saved):
+        run.screen.say(
+            "what compression kept back in the checkpoint's run is dropped: one of the two runs sums gradients, the "
+            "other momenta"
+        )
+        return
+    if compressor is None or how is None or not how.keeps:
         if any(name for name in source.entries if name[0] == KEPT and not name[2].startswith("shared.")):
             run.screen.say("what compression kept back in the checkpoint's run is dropped: this run keeps nothing back")
         if compressor is None:
@@ -55,6 +62,12 @@ def load_kept(run: Run, source: Source) -> None:
     else:
         run.replica.restore(None, [])
         _load_shares(run, compressor, source, saved)
+
+
+def _in_other_units(how: Compression, saved: list[dict[str, Any] | None]) -> bool:
+    """Whether the checkpoint's run sent gradients and this one sends momenta, or the other way round."""
+    before = next(one["method"] for one in saved if one)
+    return (parse_compression(before).method in MOMENTA) != (how.method in MOMENTA)
 
 
 def _described(run: Run, compressor: Compressor) -> dict[str, Any]:
@@ -121,7 +134,8 @@ def _load_shares(run: Run, compressor: Compressor, source: Source, saved: list[d
     counts = [max(one["counts"].values()) for theirs in saved if theirs is not None for one in theirs["buckets"]]
     name_of = _names(run)
     for bucket, exchange in compressor.exchanges.items():
-        shares = [_share(run, bucket, index, wholes.get(name_of[p], {})) for index, p in enumerate(bucket.parameters)]
+        found = [wholes.get(name_of[p], {}) for p in bucket.parameters]
+        shares = [_share(run, bucket, exchange, index, whole) for index, whole in enumerate(found)]
         keep(exchange, sizes_of(bucket), shares, max(counts, default=0))
 
 
@@ -149,8 +163,8 @@ def _add(run: Run, wholes: dict[str, Kept], bucket: dict[str, Any], tensors: Kep
             into += added
 
 
-def _share(run: Run, bucket: Bucket, index: int, whole: Kept) -> Kept:
-    """What this rank keeps of one parameter of a bucket: flat, as it lies in memory."""
+def _share(run: Run, bucket: Bucket, exchange: Exchange, index: int, whole: Kept) -> Kept:
+    """What this rank keeps of one parameter of a bucket, if it keeps any: flat, as it lies in memory."""
     name, view = _names(run)[bucket.parameters[index]], bucket.views[index]
     found: Kept = {}
     for what, values in whole.items():
@@ -159,7 +173,7 @@ def _share(run: Run, bucket: Bucket, index: int, whole: Kept) -> Kept:
             continue
         flat = values.new_empty(view.numel())
         torch.as_strided(flat, view.shape, view.stride()).copy_(run.layout.of_name(name).take(values))
-        found[what] = flat / bucket.group.size
+        found[what] = flat / exchange.holders
     return found
 
 

@@ -5,6 +5,7 @@ those sums: totals of losses over the samples of the global batch, before they b
 """
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,19 +13,22 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from tutti.collectives import Team, Tiers, make_team_or_tiers
 from tutti.compress.by_tensor import Kept, keep, kept_of
 from tutti.compress.draw import key_of
 from tutti.compress.exchange import Exchange, Rounds, all_finite
+from tutti.compress.state import rank_seed
 from tutti.errors import PlanError
 from tutti.runtime.buckets import Bucket, Summing
+from tutti.runtime.compressed.between import BetweenHosts
 from tutti.runtime.compressed.courier import Courier
-from tutti.runtime.compressed.methods import make_exchange
+from tutti.runtime.compressed.methods import make_exchange, turns_of
 from tutti.runtime.compressed.momenta import Momenta, make_momenta
 from tutti.runtime.layout import Layout
 from tutti.runtime.mesh import Mesh
 from tutti.runtime.traffic import Flight
 from tutti.runtime.world import World
-from tutti.spec.compression import Compression, bucket_sent_nbytes, compression_in_words
+from tutti.spec.compression import Compression, bucket_sent_nbytes, compression_in_words, flags_sent_nbytes
 from tutti.spec.plan import Plan
 from tutti.spec.words import DATA_AXES, AxisName
 
@@ -37,8 +41,24 @@ Axes = tuple[AxisName, ...]
 class CompressedSum(Summing):
     """Sums the buckets of one group of ranks by the compressor's exchanges; gradients' flags travel as they are."""
 
-    def __init__(self, compressor: "Compressor", number: int, group: Any) -> None:
-        self._compressor, self.number, self.group = compressor, number, group
+    def __init__(self, compressor: "Compressor", number: int, group: Any, tiers: Tiers | None) -> None:
+        self._compressor, self.number, self.group, self.tiers = compressor, number, group, tiers
+        self._rooms: dict[int, int] = {}
+        if tiers is not None:
+            self.way = "shared memory inside hosts, process group between them"
+
+    def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory that the other ranks of this host reach, where they are to sum in it."""
+        if self.tiers is None:
+            return super().room(numel, dtype, device)
+        number, room = self.tiers.team.new_room(numel * dtype.itemsize)
+        flat = room.tensor(dtype, numel)
+        self._rooms[flat.data_ptr()] = number
+        return flat
+
+    def room_of(self, flat: torch.Tensor) -> int:
+        """The number of the room that a tensor is the beginning of."""
+        return self._rooms[flat.data_ptr()]
 
     def start(self, bucket: Bucket) -> Flight:
         rounds = self._compressor.rounds(bucket)
@@ -48,7 +68,8 @@ class CompressedSum(Summing):
 
 
 class Compressor:
-    """`groups`: by the mesh's axes, a process group that nothing else uses; `places`: of each parameter among the
+    """`groups`: by the mesh's axes, a process group that nothing else uses, and its tiers where inside a host sums are
+    exact; `places`: of each parameter among the
     model's, which seeds its bucket's random numbers; `momenta`: what is summed in place of gradients. `exchanges`: of
     the buckets there are now.
     """
@@ -57,7 +78,7 @@ class Compressor:
         self,
         how: Compression,
         mesh: Mesh,
-        groups: dict[Axes, Any],
+        groups: dict[Axes, tuple[Any, Tiers | None]],
         places: dict[nn.Parameter, int],
         seed: int,
         momenta: Momenta | None = None,
@@ -67,7 +88,7 @@ class Compressor:
         self.courier = Courier()
         self.exchanges: dict[Bucket, Exchange] = {}
         self._places = places
-        self._sums = {axes: CompressedSum(self, number, group) for number, (axes, group) in enumerate(groups.items())}
+        self._sums = {axes: CompressedSum(self, number, *one) for number, (axes, one) in enumerate(groups.items())}
 
     def summing(self, axes: Iterable[AxisName]) -> Summing | None:
         """How gradients are summed over `axes`; None: exactly, as without compression."""
@@ -82,6 +103,8 @@ class Compressor:
         for bucket, exchange in self.exchanges.items() if new else ():
             count = max(state.count for state in exchange.states.values())
             found = kept_of(exchange, sizes_of(bucket))
+            if isinstance(exchange, BetweenHosts):  # another rank may write it from now on
+                self._spread(found, bucket, exchange)
             kept.update({p: (one, count) for p, one in zip(bucket.parameters, found, strict=True)})
         self.exchanges = {}
         for bucket in mine:
@@ -101,7 +124,7 @@ class Compressor:
         if self.momenta is None:
             return exchange.rounds(values)
         if not self.momenta.stand_in:
-            return _exactly(exchange, values)
+            return exchange.exactly(values)
         self.momenta.mark(bucket)
         return self.momenta.rounds(bucket, exchange)
 
@@ -125,29 +148,43 @@ class Compressor:
 
     def _sent_nbytes(self, bucket: Bucket) -> int:
         """Of the next sum, by the formula."""
+        exchange = self.exchanges[bucket]
         if self.momenta is None:
-            how = self.how.at(max(state.count for state in self.exchanges[bucket].states.values()))
+            how = self.how.at(max(state.count for state in exchange.states.values()))
         else:
             how = self.how if self.momenta.stand_in else None
-        shapes = [memory_shape(p) for p in bucket.parameters]
-        return bucket_sent_nbytes(how, shapes, bucket.group.size, bucket.flat.element_size())
+        shapes, itemsize = [memory_shape(p) for p in bucket.parameters], bucket.flat.element_size()
+        if isinstance(exchange, BetweenHosts):
+            flags = flags_sent_nbytes(len(shapes), bucket.group.size, itemsize)
+            return flags + exchange.sent_nbytes(how, shapes, itemsize)
+        return bucket_sent_nbytes(how, shapes, bucket.group.size, itemsize)
 
     def _exchange(self, bucket: Bucket, shapes: Sequence[Sequence[int]]) -> Exchange:
-        assert isinstance(bucket.group.summing, CompressedSum)
+        summing = bucket.group.summing
+        assert isinstance(summing, CompressedSum)
         low, high = key_of(self.seed, self._places[bucket.parameters[0]])
-        return make_exchange(
-            self.how.code,
-            shapes,
-            group=bucket.group.summing.group,
-            dtype=bucket.flat.dtype,
-            device=bucket.flat.device,
-            seed=low | high << 32,
-        )
+        seed, tiers = low | high << 32, summing.tiers
+        make = partial(make_exchange, self.how.code, dtype=bucket.flat.dtype, device=bucket.flat.device)
+        if tiers is None:
+            return make(shapes, group=summing.group, seed=seed)
 
+        def of_part(numel: int, part: int) -> Exchange:
+            mine = shapes if parts == 1 else [(numel,)]
+            return make(mine, group=tiers.across, seed=rank_seed(seed, part))
 
-def _exactly(exchange: Exchange, values: torch.Tensor) -> Rounds:
-    """An exact sum in the exchange's place, on its wire."""
-    yield [exchange.wire.all_reduce(values)]
+        parts = 1 if self.how.method == "powersgd" else tiers.parts  # matrices stay whole
+        numel = sum(sizes_of(bucket))
+        return BetweenHosts(tiers, summing.room_of, numel, parts, turns_of(self.how.code), of_part)
+
+    def _spread(self, found: list[Kept], bucket: Bucket, exchange: BetweenHosts) -> None:
+        """Give each rank of a group an equal share of what all keep of each tensor. Collective."""
+        assert isinstance(bucket.group.summing, CompressedSum)
+        for one, p in zip(found, bucket.parameters, strict=True) if self.how.keeps else ():
+            for name in ("residual", "momentum") if self.how.method == "dgc" else ("residual",):
+                dtype = torch.float64 if p.dtype is torch.float64 else torch.float32
+                total = one.get(name, torch.zeros(p.numel(), dtype=dtype, device=p.device))
+                dist.all_reduce(total, group=bucket.group.summing.group)
+                one[name] = total / exchange.holders
 
 
 def make_compressor(
@@ -174,7 +211,12 @@ def make_compressor(
     live = {tuple(a for a in mesh.degrees if a in layout.of_name(name).sums) for name, _ in model.named_parameters()}
     everyone: list[Any] = [None] * mesh.world_size
     dist.all_gather_object(everyone, {axes for axes in live if axes and COMPRESSED.issuperset(axes)})
-    groups = {axes: mesh.new_group(*axes) for axes in sorted(set().union(*everyone))}
+    groups = {}
+    for axes in sorted(set().union(*everyone)):
+        group = mesh.new_group(*axes)
+        found = None if how.between == "ranks" else make_team_or_tiers(group)
+        if not (isinstance(found, Team) and how.between == "hosts"):  # on one host nothing is between hosts
+            groups[axes] = group, found if isinstance(found, Tiers) else None
     places = {p: order[name] for name, p in model.named_parameters()}
     return Compressor(how, mesh, groups, places, seed, momenta)
 
