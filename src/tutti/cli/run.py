@@ -113,6 +113,7 @@ def _run(options: Options) -> int:
         check_module(options.script)
     else:
         check_script(Path(options.script))
+    _check_relax(options)
     _check_nodes(options)
     from tutti.launch.local import warm
 
@@ -181,7 +182,6 @@ def _launch_spec(options: Options, nproc: tuple[int, ...] | None, console: "Cons
     from tutti.launch.host import threads_per_rank
     from tutti.launch.script import run_folder
 
-    _check_relax(options)
     folder = run_folder(options.folder, options.resume, options.name, options.node_rank)
     environment: dict[str, str] = {}
     if nproc is None or options.relax != "exact":

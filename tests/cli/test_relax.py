@@ -1,0 +1,75 @@
+"""`--relax`: the dial on the command line of plan and run."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from predict.examples import cluster, link
+from tutti.cli.main import main
+from tutti.spec import codec
+from tutti.spec.plan import BatchPlan, Plan
+
+Capture = pytest.CaptureFixture[str]
+
+SCRIPT = """
+import torch, tutti
+job = tutti.Job(global_batch_size=512)
+model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(3)], torch.nn.Linear(512, 2))
+data = torch.utils.data.TensorDataset(torch.randn(2048, 512), torch.arange(2048) % 2)
+job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data, torch.nn.functional.cross_entropy)
+"""
+
+
+def told(capsys: Capture, folder: Path, command: str, *options: str) -> tuple[int, str, str]:
+    script, machines = folder / "train.py", folder / "cluster.json"
+    script.write_text(SCRIPT)
+    wires = (link("node"), link("network", 1e-4, 2.5e6))
+    codec.save(cluster(devices_per_node=1, count=4, links=wires), machines)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["tutti", command, "--cluster", str(machines), *options, str(script)])
+        try:
+            main()
+            code = 0
+        except SystemExit as end:
+            code = int(end.code or 0)
+    return code, *capsys.readouterr()
+
+
+def test_a_plan_that_sends_less_is_written_and_explained(capsys: Capture, tmp_path: Path) -> None:
+    file = tmp_path / "written.json"
+    code, out, err = told(capsys, tmp_path, "plan", "--relax", "reduced", "--data-parallel", "--output", str(file))
+    assert code == 0, err
+    assert "as --relax reduced allows" in " ".join(out.split())
+    assert codec.load(Plan, file).sync.compress is not None
+
+
+def test_the_dial_is_in_the_document(capsys: Capture, tmp_path: Path) -> None:
+    code, out, err = told(capsys, tmp_path, "plan", "--relax", "relaxed", "--mesh", "replicate=4", "--json")
+    assert code == 0, err
+    document = json.loads(out)
+    assert document["request"]["relax"] == "relaxed"
+    assert document["dial"]["chosen"]
+    assert document["dial"]["exact_step_s"] > document["dial"]["step_s"]
+    assert document["best"]["mesh"] == {"replicate": 4}
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "words"),
+    [
+        ("plan", ("--relax", "reduced", "--compress", "bytegrad"), "bytegrad says how; leave one out"),
+        ("plan", ("--relax", "reduced", "--explain", "--nproc", "2"), "--nproc say what is explained"),
+        ("plan", ("--relax", "half"), "'half' is not one of"),
+        ("run", ("--relax", "relaxed", "--plan", "plan.json"), "leave one out"),
+        ("run", ("--relax", "relaxed", "--nproc", "1", "--nnodes", "2"), "make the plan first"),
+    ],
+)  # fmt: skip
+def test_what_excludes_it_is_refused_in_one_sentence(
+    capsys: Capture, tmp_path: Path, command: str, options: tuple[str, ...], words: str
+) -> None:
+    plan = tmp_path / "plan.json"
+    codec.save(Plan(batch=BatchPlan(global_batch_size=512)), plan)
+    code, out, err = told(capsys, tmp_path, command, *(str(plan) if one == "plan.json" else one for one in options))
+    assert code == 2
+    assert words in err
+    assert out == ""
