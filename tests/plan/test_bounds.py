@@ -18,8 +18,9 @@ from tutti.plan.build import plan_of
 from tutti.plan.choice import Request
 from tutti.plan.enumerate import shapes, variants
 from tutti.plan.limits import limits_of
+from tutti.plan.mixed import improved
 from tutti.plan.room import Room, times_held
-from tutti.plan.tables import Array, Tables
+from tutti.plan.tables import Array, Tables, paced
 from tutti.plan.words import plan_words
 from tutti.predict import predict
 from tutti.predict.pipeline import most_held
@@ -99,6 +100,53 @@ def test_no_prediction_is_below_its_bounds(case: str, offload: bool) -> None:
             assert bounds.memory[row] <= nbytes, plan_words(intended)
         if prediction.fits:
             assert bounds.memory[row] <= most * (1 + ROUNDING), plan_words(intended)
+
+
+def _pairs() -> ClusterSpec:
+    """As many quick devices as slow ones, in hosts alike."""
+    whole = mixed()
+    return dataclasses.replace(
+        whole, nodes=tuple(dataclasses.replace(node, devices_per_node=4) for node in whole.nodes)
+    )
+
+
+@pytest.mark.parametrize("machines", [mixed(), _pairs()], ids=["unequal hosts", "equal hosts"])
+def test_shares_and_cuts_by_speed_are_not_below_their_bounds(machines: ClusterSpec) -> None:
+    model = architecture("gpt", {"layers": 12, "hidden": 512, "heads": 8, "seq_len": 1024, "vocab": 1000})
+    script = plan(40)
+    request = Request(script=script, scope="all")
+    limits = limits_of(model, machines, request)
+    found, tables = shapes(limits, request), Tables(model, machines, "full")
+    room = Room(tables, script)
+    meshes = np.flatnonzero(found.world == machines.device_count)
+    picked = np.random.default_rng(3).permutation(meshes)[:60]
+    ways = variants(limits, found, picked)
+    bounds, (coarse_s, _) = variant_bounds(room, found, ways, 40), shape_bounds(tables, found, 40)
+    checked = 0
+    for row in np.random.default_rng(4).permutation(len(ways))[:60].tolist():
+        intended = plan_of(model, request, found, ways, row, "full")
+        with contextlib.suppress(PlanError):
+            for better in improved(room, machines, intended, predict(model, machines, intended), 40):
+                step_s = predict(model, machines, better).step_time_s.value * (1 + ROUNDING)
+                assert bounds.step_s[row] <= step_s, plan_words(better)
+                assert coarse_s[int(ways.shape[row])] <= step_s, plan_words(better)
+                checked += 1
+    assert checked >= 20
+
+
+@settings(deadline=None)
+@given(
+    speeds=st.lists(st.floats(0.1, 1), min_size=1, max_size=6),
+    data=st.data(),
+    microbatches=st.integers(1, 12),
+)
+def test_no_cut_is_quicker_than_the_pace_of_its_places(
+    speeds: list[float], data: st.DataObject, microbatches: int
+) -> None:
+    work = data.draw(st.lists(st.floats(0.01, 10), min_size=len(speeds), max_size=len(speeds)))
+    seconds = np.array(work) / np.array(speeds)
+    lasts = float(np.max(microbatches * seconds + np.cumsum(seconds) - seconds))
+    assert microbatches * sum(work) / len(work) <= lasts * paced([[one] for one in speeds], microbatches) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if "mixed" not in case])

@@ -31,24 +31,38 @@ class Bounds:
     likely_s: Array
 
 
-def least_samples(tables: Tables, shapes: Shapes, samples: int) -> Ints:
-    """Samples in every microbatch of the rank that has most, at least; a rank without any computes one all the same.
-
-    Equal shares are rounded up for some rank. Unequal devices may get unequal ones: there, what the mean rank has.
-    """
+def least_samples(shapes: Shapes, samples: int) -> Ints:
+    """Samples in every microbatch of the rank that has most, at least, whatever shares ranks have; a rank without any
+    computes one all the same."""
     slices = samples // shapes.microbatches
-    least = slices // shapes.data if tables.mixed else -(-slices // shapes.data)
-    return np.asarray(np.maximum(1, least), dtype=np.int64)
+    return np.asarray(np.maximum(1, -(-slices // shapes.data)), dtype=np.int64)
+
+
+def whole_slices(shapes: Shapes, samples: int) -> tuple[Ints, Array]:
+    """(samples of a microbatch, what of it the mean data-parallel rank has), for unequal shares: no rank has more than
+    all, and none needs less time for a sample than it would in a microbatch of all of them."""
+    slices = -(-samples // shapes.microbatches)
+    part = samples / (shapes.microbatches * shapes.data * slices)
+    return np.asarray(slices, dtype=np.int64), np.asarray(part, dtype=np.float64)
 
 
 def shape_bounds(tables: Tables, shapes: Shapes, samples: int, *, offload: bool = False) -> tuple[Array, Array]:
     """(seconds, bytes) that no way to run a mesh is below; `offload`: with state in the host's memory."""
     best, speed, _ = by_kind((shapes.world,), tables.facts)
-    ahead, back = by_kind((least_samples(tables, shapes, samples), best.astype(np.int64)), tables.seconds)
-    divided = shapes.split * shapes.context * shapes.space * shapes.stage
+
+    def both(count: Ints) -> Array:
+        return np.asarray(sum(by_kind((count, best.astype(np.int64)), tables.seconds)), dtype=np.float64)
+
+    if tables.mixed:  # the rank that has most may be the best, and others have less
+        slices, part = whole_slices(shapes, samples)
+        each = np.maximum(both(least_samples(shapes, samples)), part * both(slices) / speed)
+    else:
+        each = both(least_samples(shapes, samples)) / speed
+    seconds = shapes.microbatches * each / (shapes.split * shapes.context * shapes.space * shapes.stage)
     parameters, gradients, optimizer, _ = by_kind((shapes.split, shapes.expert, shapes.table), tables.state)
-    seconds = shapes.microbatches * (ahead + back) / divided / speed
-    memory = (parameters + gradients + optimizer) / shapes.stage / shapes.copies
+    # with stages, parameters and gradients stay whole
+    whole = np.where(shapes.stage > 1, 1, shapes.copies)
+    memory = ((parameters + gradients) / whole + optimizer / shapes.copies) / shapes.stage
     return np.asarray(seconds, dtype=np.float64), np.asarray(memory * (not offload), dtype=np.float64)
 
 
@@ -75,7 +89,7 @@ def _facts(tables: Tables, rows: Shapes, samples: int) -> Facts:
     best, speed, hosts = by_kind((rows.world,), tables.facts)
     columns = by_kind((rows.split, rows.expert, rows.table), tables.state)
     return Facts(
-        count=least_samples(tables, rows, samples).astype(np.float64),
+        count=least_samples(rows, samples).astype(np.float64),
         best=best,
         speed=speed,
         hosts=hosts,
@@ -92,8 +106,11 @@ def variant_bounds(room: Room, found: Shapes, ways: Variants, samples: int) -> B
     where = place.reshape(-1)
     each = found.take(meshes)  # what depends on the mesh alone is worked out once for all its variants
     rows, facts = each.take(where), _facts(room.tables, each, samples).take(where)
-    least, likely = _seconds(room, rows, ways, facts)
+    least, likely = _seconds(room, rows, ways, facts, samples)
     fullest, emptiest = _memory(room, rows, ways, facts)
+    if room.tables.mixed:  # a rank may have fewer samples than the mean one has
+        fewest = np.maximum(1, samples // rows.microbatches // rows.data)
+        emptiest = _memory(room, rows, ways, dataclasses.replace(facts, count=fewest))[1]
     return Bounds(step_s=least, memory=fullest, least_memory=emptiest, likely_s=likely)
 
 
@@ -160,7 +177,7 @@ def _sharded(ways: Variants, state: _State, units: _Units, beside: Array, on_cpu
     return left, np.asarray(np.where(level >= 2, through, beside + gathered), dtype=np.float64)
 
 
-def _seconds(room: Room, rows: Shapes, ways: Variants, facts: Facts) -> tuple[Array, Array]:
+def _seconds(room: Room, rows: Shapes, ways: Variants, facts: Facts, samples: int) -> tuple[Array, Array]:
     """Seconds of a step, at least and probably.
 
     Passes come one after another; sums of gradients run behind the last microbatch's backward, so what exceeds that is
@@ -188,11 +205,27 @@ def _seconds(room: Room, rows: Shapes, ways: Variants, facts: Facts) -> tuple[Ar
     bound = np.maximum(least + waits + gathered + update, path)
     # Where ranks differ, the slowest may be one that waits for nothing: only the mean of the work is sure.
     bound = np.where(facts.speed < 1, mean / facts.speed, bound)
+    if tables.mixed:
+        slices, part = whole_slices(rows, samples)
+        whole = by_kind((*inner[:5], slices, best, *outer), room.work.step)
+        bound = _however_cut(tables, rows, (ways.chunks == 1) & (kind == 0), mean, part * whole[3])
+        likely = np.maximum(likely * facts.speed, part * whole[2])
     passing = np.maximum(0.0, probable[0] - 0.8 * back) + np.maximum(0.0, probable[1] - 0.8 * likely) + gathered
     return (
         np.asarray(bound, dtype=np.float64),
         np.maximum(bound, (likely + update) / facts.speed + passing),
     )
+
+
+def _however_cut(tables: Tables, rows: Shapes, plain: Flags, most: Array, mean: Array) -> Array:
+    """Seconds at least where shares and cuts are by speed. `most`: mean over places of the work of the line that has
+    most samples, which may be of the best devices; `mean`: of all lines; `plain`: schedules that fill and drain whole
+    stages."""
+    count = np.where((rows.stage > 1) & plain, rows.microbatches, 0)
+    (pace,) = by_kind((rows.world, rows.stage, rows.split * rows.context * rows.space, count), tables.pace)
+    times = np.maximum(count, 1)
+    best = np.where(count > 0, (1 - (1 - 1 / times) ** rows.stage) * times / rows.stage, 1.0)
+    return np.asarray(np.maximum(mean / pace, most / best), dtype=np.float64)
 
 
 def _latency(tables: Tables, ranks: Ints) -> Array:

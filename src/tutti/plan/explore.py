@@ -38,6 +38,9 @@ _AT_ONCE = 12
 _PATIENCE = 150
 """The search ends when so many plans in a row brought nothing and more than that are left."""
 
+_EACH = 4
+"""Plans that a mesh whose variants were not made yet counts for."""
+
 _SURE = 6
 """Plans that are predicted however short the time is."""
 
@@ -132,7 +135,7 @@ class Explorer:
                 continue
             idle = 0 if self._best < before * (1 - _GAIN) else idle + _AT_ONCE
             fits = math.isfinite(self._best) or any(one.prediction.fits for one in self.costed)
-            few = fits and sum(len(lane.pool) for lane in self.lanes) <= _PATIENCE
+            few = fits and self._in_time()
             if idle >= (_PATIENCE if fits else _HOPELESS) and (math.isfinite(self._best) or not fits) and not few:
                 break
         self._prune()
@@ -264,6 +267,14 @@ class Explorer:
         self._counts["too_large"] += int((~fits).sum())
         self._counts["too_slow"] += int((fits & ~quick).sum())
         lane.pool.add(lane.shapes, ways, fits & quick, least, likely, bounds, tight)
+
+    def _in_time(self) -> bool:
+        """Whether the plans that are left can all be predicted in the time that is left."""
+        left = sum(len(lane.pool) + _EACH * len(lane.waiting) for lane in self.lanes)
+        if left <= _PATIENCE or self._clock is None or not math.isfinite(self._limit_s):
+            return left <= _PATIENCE
+        used = self._clock() - self._began
+        return left * used / max(1, len(self.costed)) <= _SEARCH * self._limit_s - used
 
     def _prune(self) -> None:
         """Forget what cannot be better than the best so far."""

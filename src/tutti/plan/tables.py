@@ -5,10 +5,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from tutti.errors import PlanError
 from tutti.predict import compute
+from tutti.predict.exchanges import each_of
+from tutti.predict.groups import Group, Span
+from tutti.predict.network import Link
 from tutti.predict.placement import Seat, place
 from tutti.spec.cluster import ClusterSpec, LinkTier, NodeSpec
 from tutti.spec.model import ModelSpec, ModuleSpec
@@ -34,13 +37,14 @@ def by_kind(columns: tuple[Ints, ...], function: Callable[..., tuple[float, ...]
 class Ground:
     """What a number of ranks stands on. `best`: which worker is as good as the best seat in every respect; `speed`:
     mean speed of the ranks as a part of that, at most; `memory_nbytes`: of the roomiest rank; `least_nbytes`: of the
-    tightest; `hosts`."""
+    tightest; `hosts`; `speeds`: (ranks, speed of each), in order of ranks."""
 
     best: int
     speed: float
     memory_nbytes: float
     least_nbytes: float
     hosts: int
+    speeds: tuple[tuple[int, float], ...]
 
 
 class Tables:
@@ -58,6 +62,9 @@ class Tables:
         self.width = 0.5 if self.half else 1.0
         each = [ranks_of_node(cluster, node) for node in cluster.nodes]
         self.per_node, self.unequal, self.mixed = max(each), len(set(each)) > 1, is_mixed(cluster)
+        kinds = {cluster.devices[node.device].kind for node in cluster.nodes}
+        tiers = {link.tier for link in cluster.links}
+        self.aligned = not self.unequal and kinds == {"cuda"} and {"node", "network"} <= tiers
 
     def ground(self, world: int) -> Ground:
         """What `world` ranks stand on. Raises PlanError where the cluster has too few devices."""
@@ -83,12 +90,20 @@ class Tables:
             memory_nbytes=max(memory),
             least_nbytes=min(memory),
             hosts=sum(seat.hosts for seat in seats),
+            speeds=tuple((part[4], of[part[:4]]) for part in key),
         )
 
     def facts(self, world: int) -> tuple[float, float, float]:
         """(which best worker, mean speed, hosts) of `world` ranks."""
         ground = self.ground(world)
         return float(ground.best), ground.speed, float(ground.hosts)
+
+    def pace(self, world: int, stage: int, inner: int, microbatches: int) -> tuple[float]:
+        """How fast lines of `stage` places of `inner` ranks each are in the mean, at most, as a part of what the best
+        worker would be that never waits. `microbatches`: 0 where nothing is known of what comes before."""
+        speeds = np.concatenate([np.full(count, speed) for count, speed in self.ground(world).speeds])
+        places = speeds.reshape(stage, -1, inner).min(axis=2)
+        return (paced(places, microbatches) if microbatches else float(places.mean()),)
 
     def worker(self, best: int) -> compute.Worker:
         """One of the best workers."""
@@ -106,9 +121,19 @@ class Tables:
         if degree == 1:
             return np.zeros_like
         near = self.per_node % (degree * inside) == 0
+        if inside == 1 and degree % self.per_node == 0 and self.aligned and not near:
+            return self._across(degree)
         bandwidth = self.link("node") if near else max(self.link("node"), self.link("network"))
         latency = 2 * math.ceil(math.log2(degree)) * (self.latency("node") if near else 0.0)
         return lambda nbytes: np.where(nbytes > 0, latency + 2 * (degree - 1) / degree * nbytes / bandwidth, 0.0)
+
+    def _across(self, degree: int) -> Callable[[Array], Array]:
+        """The same for groups that have some hosts for themselves: what the prediction says."""
+        span = Span(ranks=degree, hosts=degree // self.per_node, per_host=self.per_node, meeting=1, leaving=1)
+        tiers: tuple[LinkTier, ...] = ("node", "network")
+        node, network = (Link(latency_s=self.latency(tier), bandwidth_bytes_per_s=self.link(tier)) for tier in tiers)
+        group = Group(span=span, node=node if self.per_node > 1 else None, network=network, chooses=True)
+        return lambda nbytes: each_of(group.all_reduce, nbytes)
 
     def exchange(self, degree: int, inside: int) -> Callable[[Array], Array]:
         """Seconds at least of an all-to-all of so many bytes from every rank of an axis."""
@@ -158,6 +183,21 @@ class Tables:
                 totals[2] += part * module.optimizer_nbytes
                 totals[3] += part * module.parameter_nbytes if module.block < 0 or module.name in self._owners else 0.0
         return totals[0], totals[1], totals[2], totals[3]
+
+
+def paced(speeds: ArrayLike, microbatches: int) -> float:
+    """The mean over lines of: work done in a second, as a part of what places of speed 1 that never wait would do,
+    however the work is cut. `speeds`: (places, lines).
+
+    With t_q the seconds of place q in a microbatch, a step lasts at least m t_p and all t_q before p, for every p (see
+    Work.step), and so the sum of these with weights l_p that add up to 1. With m l_q as large as place q's speed less
+    all l_p after q, t_q counts with its speed or more, before the weights are scaled: the sum is the work, over them.
+    """
+    places = np.asarray(speeds, dtype=np.float64)
+    weights = np.zeros(places.shape[1])
+    for speed in places[::-1]:
+        weights = weights + np.maximum(0.0, speed - weights) / microbatches
+    return float(weights.mean()) * microbatches / len(places)
 
 
 def is_mixed(cluster: ClusterSpec) -> bool:

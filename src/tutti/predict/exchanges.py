@@ -107,8 +107,8 @@ def _on(group: Group, seconds: Array) -> Array:
     return np.array([seconds if tier == group.tier else np.zeros(len(seconds)) for tier in TIERS])
 
 
-def _each(seconds: Callable[[float], float], nbytes: Array) -> Array:
-    """`seconds` of every entry; most are equal or 0."""
+def each_of(seconds: Callable[[float], float], nbytes: Array) -> Array:
+    """`seconds` of every entry; most are equal or 0, which takes none."""
     result = np.zeros(len(nbytes))
     at = np.flatnonzero(nbytes)
     if len(at):
@@ -127,8 +127,8 @@ def _split(wires: Wires, samples: float) -> Exchanged:
     out = samples * division.passed * columns.outputs * low
     into = np.where(here, samples * division.passed * columns.inputs, 0.0)
     sums, gathers = np.where(summed, out, 0.0), np.where(recurrent, out, 0.0)
-    ahead = _each(group.all_reduce, sums) + _each(group.scatter, gathers)
-    back = _each(group.all_reduce, into) + _each(group.scatter, gathers)
+    ahead = each_of(group.all_reduce, sums) + each_of(group.scatter, gathers)
+    back = each_of(group.all_reduce, into) + each_of(group.scatter, gathers)
     sent = ((2 * sums + gathers) * (t - 1) / t, (2 * into + gathers) * (t - 1) / t)
     return _waited(group, (ahead, back), sent)
 
@@ -139,7 +139,7 @@ def _ring(wires: Wires, samples: float, forward_s: Array, backward_s: Array) -> 
     c = group.ranks
     full = samples * wires.division.work * wires.columns.key_value
     part = full * (0.5 if wires.half else 1.0)
-    one, more = _each(group.pass_on, part), _each(group.pass_on, full)
+    one, more = each_of(group.pass_on, part), each_of(group.pass_on, full)
     rounds = np.where(part > 0, (c - 1.0) / c, 0.0)
     ahead, back = (c - 1) * one, (c - 1) * one + c * more
     return Exchanged(
@@ -160,7 +160,7 @@ def _heads(wires: Wires, samples: float, forward_s: Array, backward_s: Array) ->
     low = samples * wires.division.work * (0.5 if wires.half else 1.0)
     keys = low * wires.columns.key_value / 2
     queries = np.where(attends, low * wires.columns.outputs, 0.0)
-    seconds = 2 * _each(group.all_to_all, keys) + 2 * _each(group.all_to_all, queries)
+    seconds = 2 * each_of(group.all_to_all, keys) + 2 * each_of(group.all_to_all, queries)
     sent = 2 * (keys + queries) * (c - 1) / c
     return _waited(group, (seconds, seconds), (sent, sent))
 
@@ -172,7 +172,7 @@ def _experts(wires: Wires, samples: float) -> Exchanged:
     routed = samples * wires.division.passed * wires.columns.routed
     sent = routed * (e - 1) / e * 2
     counted = np.where(routed > 0, sharers.scatter(constants.LOSS_NBYTES), 0.0)
-    seconds = 2 * _each(group.all_to_all, routed) + counted
+    seconds = 2 * each_of(group.all_to_all, routed) + counted
     return _waited(group, (seconds, seconds + counted), (sent, sent))
 
 
@@ -209,7 +209,7 @@ def _halos(wires: Wires, samples: float, forward_s: Array, backward_s: Array) ->
             halo = wires.columns.halo[:, dim]
             mine = samples * halo * min(2, parts - 1) / 2 / others * grown
             grown = grown * (1 + parts * halo / whole)
-            seconds += _each(group.pass_on, mine)
+            seconds += each_of(group.pass_on, mine)
             sent += mine
     return Exchanged(
         forward_s=wires.hidden(group, seconds, forward_s),
