@@ -18,6 +18,17 @@ def test_the_exact_part_passes_and_the_distance_is_told(words: str, near: float,
     assert "Not proved" in note
 
 
+def test_momenta_are_seen_from_the_second_step_on() -> None:
+    verdict = verdict_on("correct/mlp.py", world_size=2, steps=3, compress="byte-adam,freeze_step=100")
+    assert verdict.passed, verdict.sentence
+    note = verdict.notes[-1]
+    assert "(byte-adam,freeze_step=100)" in note
+    assert "over the 2 steps after it" in note
+    assert "all ranks have the same bits" in note
+    low, _, high = note.rpartition("stand for are ")[2].partition(" of their")[0].partition(" to ")
+    assert 1e-4 < float(low) <= float(high or low) < 1
+
+
 def test_what_is_wrong_of_the_exact_part_is_found_all_the_same() -> None:
     verdict = verdict_on("broken/mean_over_ranks.py", compress="one-bit")
     assert not verdict.passed

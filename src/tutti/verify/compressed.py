@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tutti.spec.compression import parse_compression
 from tutti.verify.parts import part_of
 from tutti.verify.recording import RankRecord, StepRecord, read_ranks, read_steps
 
@@ -21,18 +22,34 @@ def compressed_note(words: str, one: Path, compressed: Path, world_size: int) ->
     steps = min((record.steps for record in (*read_ranks(one, 1), *heads)), default=0)
     if not steps:
         return f"with sums compressed ({words}) the script ended without a step", False
+    momenta = parse_compression(words).freeze_step is not None
+    if momenta and steps == 1:
+        return f"with momenta summed ({words}) from the second step on, one step tells nothing; verify more steps", True
     far, alike = [], True
-    for step in range(steps):
+    for step in range(1 if momenta else 0, steps):
         alone, ranks = read_steps(one, 1, step)[0], read_steps(compressed, world_size, step)
         far.append(_distance(alone, heads, ranks))
         alike = alike and _alike(heads, ranks)
     shown = f"{min(far):.2g}" if max(far) == min(far) else f"{min(far):.2g} to {max(far):.2g}"
+    if momenta:
+        return _of_momenta(words, shown, len(far), alike), alike
     agreement = "all ranks have the same bits" if alike else "and ranks DIFFER from each other"
     return (
         f"sums of gradients are compressed by this plan ({words}), which one device does not do: verified is the plan "
         f"with exact sums. With them compressed, over {steps} step{'s' if steps > 1 else ''}, gradients are {shown} of "
         f"their norm away from one device's; {agreement}. Not proved: that training reaches the same quality"
     ), alike
+
+
+def _of_momenta(words: str, shown: str, steps: int, alike: bool) -> str:
+    agreement = "all ranks have the same bits" if alike else "and ranks DIFFER from each other"
+    after = f"the {steps} step{'s' if steps > 1 else ''} after it"
+    return (
+        f"once the optimizer's second moment stands, momenta are summed by this plan ({words}): verified is the plan "
+        f"with exact sums. For this comparison it stood after the first step, on one device too; over {after}, the "
+        f"gradients that the sums stand for are {shown} of their norm away from one device's; {agreement}. Not "
+        "compared: when it stands by the plan. Not proved: that training reaches the same quality"
+    )
 
 
 def _distance(one: StepRecord, heads: Sequence[RankRecord], ranks: Sequence[StepRecord]) -> float:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from tutti.errors import ScriptError
+from tutti.spec.compression import compression_in_words, parse_compression
 from tutti.spec.plan import Plan
 from tutti.spec.verdict import Cause, TensorDifference, Verdict
 from tutti.verify.causes import diagnose
@@ -99,15 +100,29 @@ def _with_compression(question: Question, run: Runner, trials: tuple[Trial, Tria
     one, many = trials
     if question.compress is None or question.world_size == 1:
         return passed
+    beside = _standing(question.compress, one)
     trial = replace(many, folder=many.folder.with_suffix(".compressed"), compress=question.compress)
-    failure = run(trial)
+    if beside is not None:
+        trial = replace(trial, compress=beside.compress, reference=beside.folder)
+    failure = (None if beside is None else run(beside)) or run(trial)
     if failure is not None:
         return _failed(question, failure, one.double)
+    if beside is not None:
+        one = beside
     note, alike = compressed_note(question.compress, one.folder, trial.folder, question.world_size)
     sentence = passed.sentence.replace("one device computes,", "one device computes where sums are exact,", 1)
     if not alike:
         sentence = f"FAIL: with sums compressed ({question.compress}), ranks differ from each other"
     return replace(passed, passed=alike, sentence=sentence, notes=(*passed.notes, note))
+
+
+def _standing(compress: str, one: Trial) -> Trial | None:
+    """One device whose second moment stands after the first update, beside which sums of momenta can be seen."""
+    how = parse_compression(compress)
+    if how.freeze_step is None:
+        return None
+    words = compression_in_words(replace(how, freeze_step=1))
+    return replace(one, folder=one.folder.with_suffix(".standing"), compress=words)
 
 
 def _one_device(question: Question, run: Runner, folder: Path) -> tuple[Trial, tuple[str, ...]]:
