@@ -43,6 +43,9 @@ def costed(words: str, ranks: int = 4, machines: ClusterSpec | None = None, batc
         ("shift-one", {2: 1.0, 4: 1.0}),
         ("push", {2: 1.0, 3: 1.0, 4: 1.0}),
         ("elastic:2", {4: 0.75}),
+        ("stale:3", {2: 1.0, 4: 1.5}),
+        ("asynchronous", {4: 1.5}),
+        ("ensemble", {4: 0.0}),
     ],
 )
 def test_bytes_are_those_of_the_modes_table(words: str, vectors: dict[int, float]) -> None:

@@ -27,6 +27,10 @@ KERNEL_S_PER_VALUE: Final[dict[DeviceKind, float]] = {"cpu": 8e-9, "cuda": 1.5e-
 device. Assumed: one-bit with error feedback was timed at 3.5 to 4.1 ns and decoding at 1.4 to 2.2 on one CPU core; CUDA
 from memory passes."""
 
+SLOWER: Final[dict[CompressMethod, float]] = {"powersgd": 2.5}
+"""Methods that take more than that on the CPU, where it is assumed: products of thin matrices by torch took 16 to 33 ns
+a value of one busy core's time."""
+
 KERNEL_MARGIN: Final = {"measured": 0.5, "assumed": 1.0}
 """Half-width of the interval of time in the kernels, relative. Measured ones are of a process alone: backward and other
 ranks take bandwidth from them."""
@@ -36,6 +40,9 @@ _EXACT: Final[tuple[AxisName, ...]] = ("split", "stage")
 
 _BACK: Final[dict[CompressMethod, str]] = {"top16-q4": "qsgd"}
 """What sums are written with on the way back, where that is another code."""
+
+_SIZE: Final = 2**20
+"""Values of a message whose time is assumed."""
 
 _GATHERED: Final[tuple[CompressMethod, ...]] = ("top-k", "dgc")
 """Every rank decodes the codes of all of them, and encodes once."""
@@ -63,16 +70,14 @@ def kernel_s(plan: Plan, device: DeviceSpec, ranks: int, written: float, nbytes:
     if how is None or written == 1.0:
         return 0.0
     numel = nbytes / VALUE_NBYTES
-    there = rates_of(device, how)
-    if not there:
-        return KERNEL_S_PER_VALUE[device.kind] * numel
+    there = rates_of(device, how) or _assumed(device.kind, how.method)
     encode, decode = _seconds(there, numel)
     if how.method == "powersgd":
         return encode + decode
     if how.method in _GATHERED:
         return encode + ranks * decode
     back = _BACK.get(how.method)
-    again = rates_of(device, parse_compression(back)) if back is not None else there
+    again = rates_of(device, parse_compression(back)) if back is not None else ()
     encode_back, decode_back = _seconds(again or there, numel)
     return encode + decode + encode_back / ranks + decode_back
 
@@ -98,11 +103,8 @@ def kernel_margin(device: DeviceSpec, plan: Plan) -> float:
 def slowed(device: DeviceSpec, factor: float) -> DeviceSpec:
     """The device with kernels that take `factor` times as long, what is assumed of them too."""
     known = {rate.method.partition(",")[0] for rate in device.compress_rates}
-    each, size = KERNEL_S_PER_VALUE[device.kind], 2**20
     assumed = [
-        CompressRate(method=method, numel=size, encode_s=each * size / 2, decode_s=each * size / 4)
-        for method in get_args(CompressMethod)
-        if method not in known
+        rate for method in get_args(CompressMethod) if method not in known for rate in _assumed(device.kind, method)
     ]
     rates = tuple(
         replace(rate, encode_s=rate.encode_s * factor, decode_s=rate.decode_s * factor)
@@ -119,8 +121,8 @@ def kernel_notes(plan: Plan, device: DeviceSpec) -> tuple[str, ...]:
     if rates_of(device, how):
         return (f"kernels of {how.method}: as measured by tutti probe on {device.name}",)
     return (
-        f"assumed: kernels of {how.method} take {KERNEL_S_PER_VALUE[device.kind] * 1e9:g} ns a value; tutti probe "
-        "measures them",
+        f"assumed: kernels of {how.method} take about {_assumed_s(device.kind, how.method) * 1e9:g} ns a value; tutti "
+        "probe measures them",
     )
 
 
@@ -133,12 +135,24 @@ def kept_nbytes(plan: Plan, fused: Iterable[Bucket]) -> float:
     return 2 * tensors * sum(bucket.nbytes for bucket in fused)
 
 
+def _assumed_s(kind: DeviceKind, method: CompressMethod) -> float:
+    """Seconds a value that nobody measured."""
+    return KERNEL_S_PER_VALUE[kind] * (SLOWER.get(method, 1.0) if kind == "cpu" else 1.0)
+
+
+def _assumed(kind: DeviceKind, method: CompressMethod) -> tuple[CompressRate, ...]:
+    """The same as rates: a method's time goes half into writing, or nearly all where messages are short."""
+    whole = _assumed_s(kind, method) * _SIZE
+    write, read = (0.98, 0.01) if method in _GATHERED else (1.0, 0.0) if method == "powersgd" else (0.5, 0.25)
+    return (CompressRate(method=method, numel=_SIZE, encode_s=write * whole, decode_s=read * whole),)
+
+
 def _seconds(rates: tuple[CompressRate, ...], numel: float) -> tuple[float, float]:
     """(encode, decode) of so many values: between measured sizes straight lines, beyond them the nearest rate."""
     known = sorted(rates, key=lambda rate: rate.numel)
     sizes = np.array([rate.numel for rate in known], dtype=float)
     inside = float(np.clip(numel, sizes[0], sizes[-1]))
-    beyond = max(1.0, numel / float(sizes[-1]))
+    beyond = numel / inside
     return tuple(  # type: ignore[return-value]
         float(np.interp(inside, sizes, [getattr(rate, name) for rate in known])) * beyond
         for name in ("encode_s", "decode_s")

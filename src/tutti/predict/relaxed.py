@@ -15,7 +15,7 @@ from tutti.predict.overlap import Exchange
 from tutti.predict.placement import Seat
 from tutti.spec.plan import Sync
 from tutti.spec.relaxed import settled
-from tutti.spec.words import SyncMode
+from tutti.spec.words import ALONE, SyncMode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,14 @@ def _adasum_sent(p: int) -> float:
     return float(len(_distances(whole)) + (p > whole))
 
 
+def _served_s(group: Group, nbytes: float) -> float:
+    """Parts of a change to the ranks that serve them, and parameters back."""
+    return 2 * group.all_to_all(nbytes)
+
+
 _AVERAGED = Exchanging(sent=_ring_share, seconds=_sum_s, passes=lambda p: 29.0)
+
+_SERVED = Exchanging(sent=_ring_share, seconds=_served_s, passes=lambda p: 14.0, held=2)
 
 EXCHANGES: Mapping[SyncMode, Exchanging] = {
     "local": _AVERAGED,
@@ -110,6 +117,9 @@ EXCHANGES: Mapping[SyncMode, Exchanging] = {
     ),
     "push": Exchanging(sent=lambda p: 1.0, seconds=_push_s, passes=lambda p: 18.0, held=1, passing=3),
     "elastic": Exchanging(sent=_ring_share, seconds=_sum_s, behind=True, passes=lambda p: 19.0, held=3),
+    "stale": _SERVED,
+    "asynchronous": _SERVED,
+    "ensemble": Exchanging(sent=lambda p: 0.0, seconds=lambda group, nbytes: 0.0, passes=lambda p: 0.0, passing=0),
 }  # fmt: skip
 """What is known of each mode; one without an entry is not predicted."""
 
@@ -137,25 +147,32 @@ def exchanged_apart(sync: Sync, group: Group, seat: Seat, trained: Trained, behi
     """
     if group.ranks == 1:
         return Apart(exchange=Exchange(total_s=0.0, exposed_s=0.0), sent_nbytes=0.0)
-    how, told = EXCHANGES[sync.mode], settled(sync.mode, sync.relaxed)
-    if told.period is None:  # once, when training ends
+    how, told, period = EXCHANGES[sync.mode], settled(sync.mode, sync.relaxed), _period(sync)
+    if period is None:
         return Apart(exchange=Exchange(total_s=0.0, exposed_s=0.0), sent_nbytes=0.0)
-    n = trained.parameters
+    n, statistics = trained.parameters, 0.0 if sync.mode in ALONE else trained.statistics
     state = trained.optimizer if told.optimizer_state == "averaged" else 0.0
     copies_s = how.passes(group.ranks) * n / rank_bandwidth(seat)
     wire_s = how.seconds(group, n)
-    besides_s = group.all_reduce(state) + group.all_reduce(trained.statistics)  # waited for in every mode
+    besides_s = group.all_reduce(state) + group.all_reduce(statistics)  # waited for in every mode
     waited_s = wire_s
     if how.behind:
         hidden_s = min(wire_s, behind_s)
         share = constants.CPU_COMMUNICATION_SHARE[group.tier] if seat.device.kind == "cpu" else 0.0
         waited_s = wire_s - hidden_s + share * hidden_s
-    sent = how.sent(group.ranks) * n + _ring_share(group.ranks) * (state + trained.statistics)
+    sent = how.sent(group.ranks) * n + _ring_share(group.ranks) * (state + statistics)
     done = Exchange(
-        total_s=(wire_s + besides_s + copies_s) / told.period,
-        exposed_s=(waited_s + besides_s + copies_s) / told.period,
+        total_s=(wire_s + besides_s + copies_s) / period,
+        exposed_s=(waited_s + besides_s + copies_s) / period,
     )
-    return Apart(exchange=done, sent_nbytes=sent / told.period)
+    return Apart(exchange=done, sent_nbytes=sent / period)
+
+
+def _period(sync: Sync) -> int | None:
+    """Updates between two exchanges; None where none are made before training ends."""
+    if sync.mode in ("one-shot", "ensemble"):
+        return None
+    return settled(sync.mode, sync.relaxed).period or 1
 
 
 def apart_nbytes(sync: Sync, replicas: int, parameters_nbytes: float) -> float:
@@ -171,10 +188,13 @@ def apart_notes(sync: Sync) -> tuple[str, ...]:
         return ()
     told = settled(sync.mode, sync.relaxed)
     notes = ["assumed: that replicas differ changes no number of samples; what is computed is another algorithm"]
-    if told.period is None:
-        notes.append("replicas are averaged when training ends: no step exchanges parameters")
-    elif told.period > 1:
-        notes.append(f"a step on average: replicas exchange in one of {told.period} steps")
+    period = _period(sync)
+    if period is None:
+        notes.append("no step exchanges parameters")
+    elif period > 1:
+        notes.append(f"a step on average: replicas exchange in one of {period} steps")
+    if sync.mode in ALONE:
+        notes.append("the step of the slowest rank: others do not wait for it")
     if told.after:
         notes.append(f"the first {told.after} updates are synchronous, and not in these numbers")
     return tuple(notes)
