@@ -11,14 +11,11 @@ import json
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import pays_peers
-from pays_auto import choice
 from pays_judge import rows, summary
 from pays_methods import AUTO, METHODS, method_of
 from pays_work import WORKS, sequence
@@ -67,6 +64,7 @@ QUICK = Sizes(
 def measure(sizes: Sizes, *, resume: bool = False) -> dict[str, Any]:
     """Returns {"works": .., "methods": .., "parts": {part: its rows}, "summary": one entry a cell}."""
     PARTS.mkdir(parents=True, exist_ok=True)
+    sizes = replace(sizes, peers=tuple(filter(None, sizes.peers)), checked=tuple(filter(None, sizes.checked)))
     parts = [(model, int(hosts)) for model in sizes.models for hosts in sizes.hosts]
     parts = [one for one in parts if not sizes.only or f"{one[0]}-{one[1]}" in sizes.only]
     found = {f"{model}-{hosts}": run_part(model, hosts, sizes, resume=resume) for model, hosts in parts}
@@ -128,6 +126,8 @@ def run_part(model: str, hosts: int, sizes: Sizes, *, resume: bool) -> list[dict
 
 def measure_peers(model: str, hosts: int, sizes: Sizes, file: Path) -> None:
     """Step times of the peers that are installed, in ranks of their own on one lab after another."""
+    import torch
+
     done = {row["method"] for row in lines(file) if row["kind"] == "peer"}
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "data.pt"
@@ -158,6 +158,8 @@ def terms(sizes: Sizes) -> dict[str, Any]:
 
 def choose(model: str, hosts: int, sizes: Sizes, file: Path) -> None:
     """Let the planner choose at every limit that has no choice yet."""
+    from pays_auto import choice
+
     done = {row["rate"] for row in lines(file) if row["kind"] == "choice"}
     for rate in sizes.rates:
         if rate not in done:

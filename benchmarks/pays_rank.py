@@ -19,7 +19,8 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from pays_methods import METHODS, Loop, Method, TuttiLoop, loop_of, method_of  # noqa: E402
+from pays_loops import Loop, TuttiLoop, loop_of  # noqa: E402
+from pays_methods import METHODS, Method, method_of  # noqa: E402
 from pays_wire import Output, Wire, in_turns, slowest, warm_steps  # noqa: E402
 from pays_work import WORKS, Work  # noqa: E402
 from tutti.runtime.world import join, leave  # noqa: E402

@@ -22,7 +22,8 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from pays import limits, lines  # noqa: E402
-from pays_methods import METHODS, Loop, loop_of  # noqa: E402
+from pays_loops import Loop, loop_of  # noqa: E402
+from pays_methods import METHODS  # noqa: E402
 from pays_wire import Output, Wire, in_turns  # noqa: E402
 from pays_work import WORKS  # noqa: E402
 from record import spread  # noqa: E402

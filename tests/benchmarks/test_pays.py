@@ -1,0 +1,162 @@
+"""Time to quality on limited links: what follows from rows, which units are left to do, and what is trained."""
+
+import importlib
+import json
+import math
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folders that `benchmarks/run.py` adds for itself."""
+    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), str(ROOT / "examples"), *sys.path])
+
+
+@pytest.fixture
+def pays() -> ModuleType:
+    return importlib.import_module("pays")
+
+
+@pytest.fixture
+def judge() -> ModuleType:
+    return importlib.import_module("pays_judge")
+
+
+def training(method: str, seed: int, steps: int | None, rate: str = "unlimited", **more: Any) -> dict[str, Any]:
+    looks = [[4, 1.0, 0.5], [8 if steps is None else steps, 0.2, 0.9]]
+    return {"kind": "quality", "method": method, "seed": seed, "rate": rate, "steps": steps, "looks": looks, **more}
+
+
+def timing(rate: str, **step_s: list[float]) -> dict[str, Any]:
+    named = {name.replace("_", " "): values for name, values in step_s.items()}
+    return {"kind": "time", "rate": rate, "step_s": named, "sent_nbytes": dict.fromkeys(named, 100.0)}
+
+
+ROWS = [
+    *(training("tutti plain", seed, steps) for seed, steps in enumerate((40, 44, 60))),
+    *(training("tutti local", seed, steps) for seed, steps in enumerate((48, 52, 60))),
+    *(training("ddp powersgd", seed, steps) for seed, steps in enumerate((40, None, 40))),
+    training("ddp", 0, 40),
+    timing("1gbit", floor=[0.1, 0.1, 0.9], tutti_plain=[0.4], tutti_local=[0.1, 0.12, 0.11], ddp=[0.5],
+           ddp_powersgd=[0.1]),
+    {"kind": "peer", "method": "horovod", "rate": "1gbit", "step_s": {"floor": [0.3], "horovod": [0.6]},
+     "sent_nbytes": {"floor": 0.0, "horovod": 7.0}},
+    {"kind": "peer", "method": "deepspeed", "failed": "not installed"},
+]  # fmt: skip
+METHODS = ("floor", "tutti plain", "tutti local", "ddp", "ddp powersgd", "horovod", "deepspeed", "hivemind")
+
+
+def test_time_to_quality_is_median_steps_times_the_median_step(judge: ModuleType) -> None:
+    cell = judge.summary({"mlp-2": ROWS}, METHODS)["cells"]["mlp-2@1gbit"]
+    assert cell["floor"]["step_s"] == 0.1
+    assert cell["floor"]["to_quality_s"] == pytest.approx(44 * 0.1)  # exact sums share tutti's steps
+    assert cell["horovod"]["to_quality_s"] == pytest.approx(44 * 0.6)
+    assert cell["tutti local"]["to_quality_s"] == pytest.approx(52 * 0.11)
+    assert cell["tutti local"]["to_quality_range_s"] == [pytest.approx(48 * 0.11), pytest.approx(60 * 0.11)]
+    assert cell["tutti local"]["of_floor"] == pytest.approx(52 * 0.11 / 4.4)
+
+
+def test_a_method_that_misses_the_quality_in_one_seed_has_no_time_and_wins_nothing(judge: ModuleType) -> None:
+    found = judge.summary({"mlp-2": ROWS}, METHODS)
+    assert "to_quality_s" not in found["cells"]["mlp-2@1gbit"]["ddp powersgd"]
+    assert found["cells"]["mlp-2@1gbit"]["ddp powersgd"]["steps"] == [40, None, 40]
+    assert found["verdicts"]["mlp-2@1gbit"]["best_of_others"] == "ddp"
+    header, table = judge.rows({"summary": found})
+    assert all(len(line) == len(header) for line in table)
+    assert any("not reached" in cell for line in table for cell in line)
+
+
+def test_peers_that_are_absent_say_so(judge: ModuleType) -> None:
+    cell = judge.summary({"mlp-2": ROWS}, METHODS)["cells"]["mlp-2@1gbit"]
+    assert cell["deepspeed"] == {"failed": "not installed"}
+    assert cell["hivemind"] == {"failed": "not measured"}
+
+
+def test_verdicts_are_the_automatic_choices(judge: ModuleType) -> None:
+    chosen = {"kind": "choice", "rate": "1gbit", "name": "tutti plain", "exact": True, "predicted_step_s": 0.3}
+    found = judge.summary({"mlp-2": [*ROWS, chosen]}, (*METHODS, "tutti auto"))
+    verdict = found["verdicts"]["mlp-2@1gbit"]
+    assert (verdict["judged"], verdict["best_of_tutti"]) == ("tutti plain", "tutti local")
+    assert verdict["regret"] == pytest.approx(44 * 0.4 / (52 * 0.11) - 1)
+    assert verdict["of_ddp"] == pytest.approx(0.4 / 0.5)
+    assert (verdict["aim"], verdict["met"]) == (1.15, False)
+    by_hand = judge.summary({"mlp-2": ROWS}, METHODS)["verdicts"]["mlp-2@1gbit"]
+    assert by_hand["judged"] == "tutti local"
+    assert by_hand["of_best_of_others"] == pytest.approx(52 * 0.11 / (44 * 0.5))
+
+
+def test_that_exact_sums_train_alike_is_shown_and_a_real_run_stands_beside_the_product(judge: ModuleType) -> None:
+    real = training("ddp", 0, 40, rate="1gbit", train_s=22.0)
+    found = judge.summary({"mlp-2": [*ROWS, real]}, METHODS)
+    assert found["exact"]["mlp-2"]["same_number_of_steps"] is True
+    assert found["exact"]["mlp-2"]["largest_difference_of_losses"] == 0
+    assert found["checked"][0]["run_of_product"] == pytest.approx(22.0 / (40 * 0.5))
+    other = [*ROWS[:9], training("ddp", 0, 44), *ROWS[10:]]
+    assert judge.same_steps(other)["same_number_of_steps"] is True  # looks are compared, of which there are as many
+
+
+def test_units_that_are_done_or_failed_are_not_done_again(pays: ModuleType) -> None:
+    sizes = pays.Sizes(
+        models=("mlp",), hosts=("2",), seeds=1, methods=("floor", "tutti plain", "ddp"), rates=("1gbit",)
+    )
+    wanted = pays.units("mlp", 2, sizes, [])
+    kinds = [(unit.get("method"), unit.get("rate")) for unit in wanted]
+    assert kinds == [("tutti plain", "unlimited"), ("ddp", "unlimited"), ("ddp", "1gbit"), (None, None)]
+    assert pays.undone(wanted, []) == wanted
+    done = [training("tutti plain", 0, 40), {**training("ddp", 0, 40), "begun": True}]
+    del done[1]["steps"]
+    assert len(pays.undone(wanted, done)) == 3  # begun is not done
+    done += [{"kind": "quality", "method": "ddp", "seed": 0, "rate": "unlimited", "failed": "why"}]
+    done += [{"kind": "time", "method": "ddp", "failed": "why"}]
+    left = pays.undone(wanted, done)
+    assert [unit["kind"] for unit in left] == ["quality", "time"]
+    assert left[1]["methods"] == ["floor", "tutti plain"]
+    assert [unit["kind"] for unit in pays.undone(wanted, [*done, timing("1gbit", floor=[1.0])])] == ["quality"]
+
+
+def test_a_chosen_plan_is_trained_unless_it_is_a_known_method_or_exact(pays: ModuleType) -> None:
+    def choice(rate: str, name: str, exact: bool) -> dict[str, Any]:
+        return {"kind": "choice", "rate": rate, "name": name, "exact": exact, "period": 1, "file": "plan.json"}
+
+    sizes = pays.Sizes(seeds=2, methods=("floor", "tutti plain", "tutti local", "tutti auto"), checked=())
+    choices = [choice("1gbit", "tutti local", False), choice("unlimited", "tutti stage=2", True)]
+    wanted = pays.units("mlp", 2, sizes, [*choices, choice("100mbit", "tutti powersgd 1", False)])
+    trained = [unit["method"] for unit in wanted if unit["kind"] == "quality"]
+    assert trained == ["tutti plain"] * 2 + ["tutti local"] * 2 + ["tutti powersgd 1"] * 2
+    assert wanted[-1]["methods"] == ["floor", "tutti plain", "tutti local", "tutti stage=2", "tutti powersgd 1"]
+    assert wanted[-1]["plans"]["tutti stage=2"]["rates"] == ["unlimited"]
+
+
+def test_a_line_that_was_cut_off_does_not_count(pays: ModuleType, tmp_path: Path) -> None:
+    file = tmp_path / "part.jsonl"
+    file.write_text(json.dumps({"kind": "sizes"}) + "\n" + '{"kind": "quality", "st', encoding="utf-8")
+    assert pays.lines(file) == [{"kind": "sizes"}]
+    assert pays.lines(tmp_path / "none") == []
+
+
+def test_blocks_are_whole_periods_or_as_many_steps_as_fit() -> None:
+    wire = importlib.import_module("pays_wire")
+    assert wire.steps_of(16, [], 0.5) == wire.steps_of(16, [9.0], 0.5) == 16
+    assert [wire.steps_of(1, before, 0.5) for before in ([], [0.2], [4.0], [0.001])] == [1, 2, 1, 6]
+    assert wire.warm_steps(16) % 16 == 8  # the exchange falls in the middle of a block
+
+
+@pytest.mark.parametrize(("name", "millions"), [("mlp", 10.02), ("cnn", 3.0), ("gpt", 7.9)])
+def test_models_have_the_stated_sizes_and_every_seed_its_batches(name: str, millions: float) -> None:
+    module = importlib.import_module("pays_work")
+    work = module.WORKS[name]
+    model = module.fresh(work, 0)
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.03)
+    inputs, target = module.sequence(work, 0)[: work.batch]
+    assert work.loss(model(inputs), target).isfinite()
+    assert len(module.sequence(work, 0)) == work.most * work.batch
+    assert not (module.sequence(work, 1)[: work.batch][0] == inputs).all()
+    assert work.batch % 4 == 0  # equal shares on every number of hosts
+    assert work.target < math.log(10 if name != "gpt" else 256)
