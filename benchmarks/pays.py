@@ -2,9 +2,10 @@
 
 Steps to the quality are measured in whole trainings at an unlimited link, once a seed: no trajectory here depends on
 timing. Step times are measured at every limit, all methods in turns in the same ranks (peers in ranks of their own).
-Time to quality is their product, without evaluation; methods that sum exactly take tutti's steps, which DDP's first
-seed is checked against. One cell is trained in full at its rate, and its time compared. Hosts are those of `tutti lab`
-(root). Done units are kept in benchmarks/out/pays: `--resume` goes on, `--set only=mlp-2,gpt-4` takes parts.
+Time to quality is their product, without evaluation. Methods that sum exactly (and fp16) take tutti's steps; the first
+seeds of DDP and of its fp16 hook are trained beside them. One cell is trained in full at its rate, and its time
+compared. Hosts are those of `tutti lab` (root). Done units are kept in benchmarks/out/pays: `--resume` goes on,
+`--set only=mlp-2,gpt-4` takes parts.
 """
 
 import json
@@ -17,7 +18,7 @@ from typing import Any
 
 import pays_peers
 from pays_judge import rows, summary
-from pays_methods import AUTO, METHODS, method_of
+from pays_methods import AUTO, CHECKED_ALIKE, METHODS, stood_for
 from pays_work import WORKS, sequence
 from record import QUICK_RESULTS
 from tutti.lab import Lab, parse_rate
@@ -49,9 +50,9 @@ class Sizes:
     peers: tuple[str, ...] = pays_peers.NAMES
     seeds: int = 3
     most: int = 0
-    repeats: int = 5
-    block_ms: int = 500
-    limit_s: int = 8
+    repeats: int = 3
+    block_ms: int = 250
+    limit_s: int = 4
     checked: tuple[str, ...] = ("mlp-2@1gbit",)
     only: tuple[str, ...] = ()
 
@@ -173,10 +174,9 @@ def units(model: str, hosts: int, sizes: Sizes, done: list[dict[str, Any]]) -> l
     plans = chosen_plans(done)
     names = list(dict.fromkeys([*(name for name in sizes.methods if name != AUTO), *(plan["name"] for plan in plans)]))
     new = {plan["name"]: plan for plan in plans if plan["name"] not in METHODS}
-    own = [name for name in names if name == "tutti plain" or not method_of(name, new).exact]
+    own = [name for name in names if name == "tutti plain" or not stood_for(name, new)]
     wanted = [(name, seed, "unlimited") for name in own for seed in range(sizes.seeds)]
-    if "ddp" in sizes.methods:
-        wanted.append(("ddp", 0, "unlimited"))
+    wanted += [(name, 0, "unlimited") for name in CHECKED_ALIKE if name in sizes.methods]
     for words in sizes.checked:
         part, _, rate = words.partition("@")
         if part == f"{model}-{hosts}":

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from pays_methods import AUTO, METHODS, method_of
+from pays_methods import AUTO, CHECKED_ALIKE, METHODS, stood_for
 from record import spread
 
 Rows = list[dict[str, Any]]
@@ -46,8 +46,7 @@ def times_of(rows: Rows) -> Rows:
 def steps_of(rows: Rows, method: str) -> list[int | None] | None:
     """Steps to quality, one a seed (None: not reached); of tutti's exact sums for all that sum exactly."""
     plans = {row["name"]: row for row in rows if row["kind"] == "choice" and "name" in row}
-    known = method_of(method, plans)
-    source = "tutti plain" if known.exact else known.same_steps_as or method
+    source = stood_for(method, plans) or method
     found = {
         row["seed"]: row["steps"]
         for row in rows
@@ -115,21 +114,24 @@ def verdict(one: dict[str, Any], rate: str) -> dict[str, Any]:
     return found
 
 
-def same_steps(rows: Rows) -> dict[str, Any] | None:
-    """Whether DDP's training is tutti's: the largest difference of held-out losses at equal steps, first seed."""
+def same_steps(rows: Rows) -> dict[str, Any]:
+    """By method that takes tutti's steps: whether its training is tutti's, on the first seed: the largest difference of
+    held-out losses at equal steps."""
     looks = {
         row["method"]: row["looks"]
         for row in rows
         if row["kind"] == "quality" and row["seed"] == 0 and row["rate"] == "unlimited" and "looks" in row
     }
-    if not {"ddp", "tutti plain"} <= looks.keys():
-        return None
-    pairs = list(zip(looks["ddp"], looks["tutti plain"], strict=False))
-    return {
-        "looks": len(pairs),
-        "same_number_of_steps": len(looks["ddp"]) == len(looks["tutti plain"]),
-        "largest_difference_of_losses": max(abs(a[1] - b[1]) for a, b in pairs),
-    }
+    found = {}
+    for name in CHECKED_ALIKE:
+        if name in looks and "tutti plain" in looks:
+            pairs = list(zip(looks[name], looks["tutti plain"], strict=False))
+            found[name] = {
+                "looks": len(pairs),
+                "same_number_of_steps": len(looks[name]) == len(looks["tutti plain"]),
+                "largest_difference_of_losses": max(abs(a[1] - b[1]) for a, b in pairs),
+            }
+    return found
 
 
 def checks(part: str, rows: Rows, cells: dict[str, Any]) -> Rows:

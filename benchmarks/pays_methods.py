@@ -37,7 +37,7 @@ METHODS = {
         Method(name="floor", side="floor", exact=True, says="the same step, nothing sent"),
         Method(name="tutti plain", side="tutti", exact=True, says="tutti run"),
         _compress("tutti powersgd", f"powersgd,rank={RANK}"),
-        _compress("tutti one-bit", "one-bit"),
+        _compress("tutti top16-q4", "top16-q4"),
         _compress("tutti top-k", "top-k,density=0.01"),
         Method(
             name="tutti local",
@@ -47,7 +47,7 @@ METHODS = {
             says=f"--sync local:{PERIOD}",
         ),
         Method(name="ddp", side="torch", exact=True, says="DistributedDataParallel"),
-        Method(name="ddp fp16", side="torch", says="its fp16_compress_hook"),
+        Method(name="ddp fp16", side="torch", same_steps_as="tutti plain", says="its fp16_compress_hook"),
         Method(name="ddp powersgd", side="torch", says=f"its powerSGD_hook, rank {RANK} from step 2, one bucket"),
         Method(
             name="ddp post-local",
@@ -72,6 +72,10 @@ AUTO = "tutti auto"
 """What the planner chose; a row of its own in every cell, whichever method that is."""
 
 
+CHECKED_ALIKE = ("ddp", "ddp fp16")
+"""Methods whose first seed is trained beside the one that stands for them."""
+
+
 def method_of(name: str, plans: Mapping[str, Mapping[str, Any]]) -> Method:
     """A method by its name, or the one that a chosen plan of that name is."""
     if name in METHODS:
@@ -85,3 +89,11 @@ def method_of(name: str, plans: Mapping[str, Mapping[str, Any]]) -> Method:
         words=(("TUTTI_PLAN", plan["file"]),),
         says="chosen by tutti plan",
     )
+
+
+def stood_for(name: str, plans: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """The method whose trainings give the steps of another: tutti's plain sums for all exact ones; None for its own."""
+    known = method_of(name, plans)
+    if known.exact:
+        return "tutti plain"
+    return known.same_steps_as or None

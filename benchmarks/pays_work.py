@@ -166,7 +166,7 @@ WORKS = {
             loss=next_byte_loss,
             optimizer=_adam(5e-4),
             batch=8,
-            target=2.55,
+            target=2.6,
             most=128,
             every=4,
         ),

@@ -95,11 +95,15 @@ def test_verdicts_are_the_automatic_choices(judge: ModuleType) -> None:
 def test_that_exact_sums_train_alike_is_shown_and_a_real_run_stands_beside_the_product(judge: ModuleType) -> None:
     real = training("ddp", 0, 40, rate="1gbit", train_s=22.0)
     found = judge.summary({"mlp-2": [*ROWS, real]}, METHODS)
-    assert found["exact"]["mlp-2"]["same_number_of_steps"] is True
-    assert found["exact"]["mlp-2"]["largest_difference_of_losses"] == 0
+    alike = found["exact"]["mlp-2"]["ddp"]
+    assert (alike["same_number_of_steps"], alike["largest_difference_of_losses"]) == (True, 0)
     assert found["checked"][0]["run_of_product"] == pytest.approx(22.0 / (40 * 0.5))
-    other = [*ROWS[:9], training("ddp", 0, 44), *ROWS[10:]]
-    assert judge.same_steps(other)["same_number_of_steps"] is True  # looks are compared, of which there are as many
+    other = [*ROWS[:9], {**training("ddp", 0, 40), "looks": [[4, 1.25, 0.5]]}]
+    assert judge.same_steps(other)["ddp"] == {
+        "looks": 1,
+        "same_number_of_steps": False,
+        "largest_difference_of_losses": 0.25,
+    }
 
 
 def test_units_that_are_done_or_failed_are_not_done_again(pays: ModuleType) -> None:
