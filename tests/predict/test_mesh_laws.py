@@ -102,6 +102,16 @@ def test_split_sends_shoeybis_bytes(t: int) -> None:
     assert sent(MODEL, mesh={"split": t}, layout=again) == pytest.approx(8 * 2 * values * 1.25)
 
 
+def test_the_gradient_of_the_batch_is_not_summed_over_split() -> None:
+    """A first layer's backward has as many FLOPs as its forward: nothing before it wants its input's gradient."""
+    layer = part("layer", flops=1e3, parameters=100, input_nbytes=8.0, output_nbytes=8.0, split="column")
+    first = dataclasses.replace(layer, ops=(dataclasses.replace(layer.ops[0], flops_backward=1e3),))
+    frozen = dataclasses.replace(first, gradient_nbytes=0)  # as many FLOPs, for its input's gradient
+    expected = {layer: 2 * (2 - 1) / 2 * 8 * 8.0, first: 0.0, frozen: 2 * (2 - 1) / 2 * 8 * 8.0}
+    for module, nbytes in expected.items():
+        assert sent(ModelSpec(name="m", modules=(module,), dtype="bfloat16"), mesh={"split": 2}) == nbytes
+
+
 def test_gradients_of_norms_in_parts_of_the_sequence_are_summed_over_split() -> None:
     norm = part("norm", parameters=100, output_nbytes=8.0, sequence=True)
     wide = part("wide", flops=1e3, parameters=100, output_nbytes=8.0, split="column")

@@ -57,8 +57,8 @@ class ModelTable:
     0 is what lies before the first, the model's own among it. `block`: whether the module is in a repeated block.
     `owner`: whose parameters a tied module shares, -1 for none.
     `flops`: of forward; `sample_flops`: of a sample's both passes; `summed`, `gathered`: what the split axis does with
-    a divided module's output; `halo`: bytes across one cut through each spatial dim, (modules, 3). `convolved`: bytes
-    that the module's largest convolution reads and writes in forward.
+    a divided module's output; `inputs`: of those whose gradient is wanted; `halo`: bytes across one cut through each
+    spatial dim, (modules, 3). `convolved`: bytes that the module's largest convolution reads and writes in forward.
     """
 
     ops: OpTable
@@ -122,7 +122,7 @@ def model_table(model: ModelSpec) -> ModelTable:
         buffers=column(lambda module: module.buffer_nbytes),
         activations=column(lambda module: module.activation_nbytes),
         outputs=column(lambda module: module.output_nbytes),
-        inputs=column(lambda module: module.input_nbytes),
+        inputs=column(lambda module: 0.0 if _first(module) else module.input_nbytes),
         routed=column(lambda module: module.routed_nbytes),
         key_value=column(lambda module: module.key_value_nbytes),
         halo=np.array([_halo(module) for module in modules], dtype=np.float64).reshape(len(modules), 3),
@@ -149,6 +149,16 @@ def model_table(model: ModelSpec) -> ModelTable:
 def multiplies(module: ModuleSpec) -> bool:
     """Whether it has matrix operators, which autocast runs in the lower precision."""
     return any(op.kind in constants.MATRIX_KINDS for op in module.ops)
+
+
+def _first(module: ModuleSpec) -> bool:
+    """Whether nothing before the module is trained: its products are trained, but its backward has their weights'
+    gradients only, as many FLOPs as forward, and not those of its input."""
+    ahead, back = (
+        sum(getattr(op, name) for op in module.ops if op.kind in constants.MATRIX_KINDS)
+        for name in ("flops_forward", "flops_backward")
+    )
+    return 0 < back < 1.5 * ahead and module.gradient_nbytes > 0
 
 
 def _convolved(module: ModuleSpec) -> float:
