@@ -15,7 +15,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 CHECKED := src tests examples benchmarks
 DEMO_RUN := runs/demo
 
-.PHONY: help demo test long matrix check lint types bench plan-bench clean install
+.PHONY: help demo test long matrix check lint types bench plan-bench pays-bench clean install
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 19
@@ -73,6 +73,9 @@ bench: $(STAMP)  ## measure tutti against plain PyTorch; writes benchmarks/resul
 
 plan-bench: $(STAMP)  ## measure every plan between 2 hosts of a lab beside its prediction (root, 20 minutes; QUICK=1, RESUME=1)
 	@$(BIN)/python benchmarks/run.py plan $(if $(QUICK),--quick) $(if $(RESUME),--resume)
+
+pays-bench: $(STAMP)  ## time to a quality between hosts of a lab, beside DDP and peers (root, 25 minutes; QUICK=1, RESUME=1)
+	@$(BIN)/python benchmarks/run.py pays $(if $(QUICK),--quick) $(if $(RESUME),--resume)
 
 clean:  ## remove the virtual environment, caches and runs
 	@rm -rf $(VENV) runs build src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

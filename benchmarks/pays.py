@@ -129,7 +129,7 @@ def measure_peers(model: str, hosts: int, sizes: Sizes, file: Path) -> None:
     """Step times of the peers that are installed, in ranks of their own on one lab after another."""
     import torch
 
-    done = {row["method"] for row in lines(file) if row["kind"] == "peer"}
+    done = {row["method"] for row in lines(file) if row["kind"] == "peer" and row.get("failed") != "not installed"}
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "data.pt"
         torch.save(sequence(WORKS[model], 0).tensors, data)
