@@ -59,6 +59,8 @@ def test_the_dial_is_in_the_document(capsys: Capture, tmp_path: Path) -> None:
     [
         ("plan", ("--relax", "reduced", "--compress", "bytegrad"), "bytegrad says how; leave one out"),
         ("plan", ("--relax", "reduced", "--explain", "--nproc", "2"), "--nproc say what is explained"),
+        ("plan", ("--samples-from", "run", "--target-quality", "a=1"), "add --relax reduced, or relaxed"),
+        ("plan", ("--relax", "relaxed", "--samples-from", "run"), "add --target-quality"),
         ("plan", ("--relax", "half"), "'half' is not one of"),
         ("run", ("--relax", "relaxed", "--plan", "plan.json"), "leave one out"),
         ("run", ("--relax", "relaxed", "--nproc", "1", "--nnodes", "2"), "make the plan first"),

@@ -195,6 +195,10 @@ def test_what_past_runs_measured_counts_instead_of_what_is_assumed() -> None:
     told = chosen(100, samples={"local:period=16": 0.9, **dear})
     assert told.dial is not None
     assert (told.dial.samples, told.dial.evidence) == (0.9, "measured")
+    failed = chosen(100, samples={"local:period=16": None, **dear})
+    assert failed.dial is not None
+    assert failed.dial.chosen
+    assert failed.dial.way != "local:period=16"
 
 
 def test_periods_stay_within_the_root_of_the_steps() -> None:

@@ -50,6 +50,7 @@ class Options:
     noise_from: Path | None
     target_quality: str | None
     seconds: float | None
+    samples_from: tuple[Path, ...]
     what_if: tuple[str, ...]
     diff: tuple[Path, Path] | None
     top: int
@@ -85,7 +86,9 @@ def _searching(function: Any) -> Any:
         click.option("--noise-from", type=click.Path(path_type=Path), metavar="RUN",
                      help="For time-to-quality: both as a run measured them (Job(noise_every=...))."),
         click.option("--target-quality", metavar="NAME.METRIC=VALUE",
-                     help="With --noise-from: the quality, as test.accuracy=0.9; the run's last if not given."),
+                     help="With --noise-from or --samples-from: the quality, as test.accuracy=0.9."),
+        click.option("--samples-from", multiple=True, type=click.Path(path_type=Path), metavar="RUN",
+                     help="For --relax: samples to --target-quality as runs took them, an exact one and others."),
         click.option("--seconds", type=click.FloatRange(0.1), help="End the search after so long (8; mixed 40)."),
         click.option("--what-if", multiple=True, metavar="CHANGE",
                      help="Plan for a changed cluster too: link=10gbit, devices=256, memory=80gb, speed=2x."),
@@ -248,6 +251,7 @@ def _request(options: Options, script: Plan, model: ModelSpec) -> "Request":
         budget=options.budget,
         deadline_s=options.deadline,
         relax=options.relax,
+        samples=_samples_of_ways(options),
     )
 
 
@@ -267,7 +271,7 @@ def _noise(options: Options, unit: Unit) -> Any:
 
     if options.noise_from is not None:
         return _measured_noise(options, options.noise_from, unit)
-    if options.target_quality is not None:
+    if options.target_quality is not None and not options.samples_from:
         raise PlanError("--target-quality says which quality of a run is meant; name the run with --noise-from RUN")
     if options.critical_batch is None and options.least_samples is None:
         return None
@@ -291,6 +295,21 @@ def _measured_noise(options: Options, run: Path, unit: Unit) -> Any:
         raise PlanError(f"--noise-from {run}: its batch counts {counted}, the one to plan for {unit}; name another run")
     critical, least = samples_at_small_batches(records, target)
     return NoiseScale(critical_batch=critical, least_samples=least, evidence="measured")
+
+
+def _samples_of_ways(options: Options) -> dict[str, float | None]:
+    """What the runs that are named took to the quality, by how they exchanged."""
+    if not options.samples_from:
+        return {}
+    from tutti.report.quality import parse_target
+    from tutti.report.read import read_records
+    from tutti.report.ways import samples_by_way
+
+    if options.relax == "exact":
+        raise PlanError("--samples-from is about ways to send less; add --relax reduced, or relaxed, or leave it out")
+    if options.target_quality is None:
+        raise PlanError("--samples-from compares runs at a quality; add --target-quality, such as test.accuracy=0.9")
+    return samples_by_way([read_records(run) for run in options.samples_from], parse_target(options.target_quality))
 
 
 def _batch(options: Options) -> BatchPlan:

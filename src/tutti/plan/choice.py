@@ -49,7 +49,7 @@ class Request:
     unit. Limits: `memory_nbytes` of a rank, `budget` in the cluster's currency, `deadline_s` of the whole training.
     `relax`: whether ways to send less are tried that change what is computed. `samples`: by such a way (as in
     plan.ways: powersgd,rank=1; local:period=8) how many times the samples of exact runs it takes to the same quality,
-    where past runs measured it.
+    where past runs measured it; None where they did not get there.
     """
 
     script: Plan
@@ -68,7 +68,7 @@ class Request:
     budget: float | None = None
     deadline_s: float | None = None
     relax: Relax = "exact"
-    samples: dict[str, float] = field(default_factory=dict)
+    samples: dict[str, float | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, count in (("max_devices", self.max_devices), ("degree", self.degree)):
@@ -94,7 +94,7 @@ class Request:
                 f"{said} says how; leave one out"
             )
         for words, factor in self.samples.items():
-            if not factor > 0:
+            if factor is not None and not factor > 0:
                 raise PlanError(f"samples of {words} = {factor}; give a number above 0, such as 1.1")
 
 

@@ -86,11 +86,13 @@ begin; Adasum changes the step's length with the number of replicas; one average
 
 
 def ways(request: Request, steps: int | None) -> list[Way]:
-    """Those that the request's dial allows. Where the number of steps is known, periods stay within its root: assumed
-    after Stich 2018, arXiv 1805.09767, whose bound on them grows so."""
+    """Those that the request's dial allows, without those whose runs did not get to the quality. Where the number of
+    steps is known, periods stay within its root: assumed after Stich 2018, arXiv 1805.09767, whose bound grows so."""
     allowed = DIALS[: DIALS.index(request.relax) + 1]
     longest = math.isqrt(steps) if steps is not None else LONGEST
-    return [way for way in WAYS if way.dial in allowed and (way.relaxed.period or 1) <= longest]
+    failed = {words for words, factor in request.samples.items() if factor is None}
+    near = [way for way in WAYS if way.dial in allowed and (way.relaxed.period or 1) <= longest]
+    return [way for way in near if way.words not in failed]
 
 
 def samples_of(way: Way, request: Request, plan: Plan) -> tuple[float, Evidence]:
