@@ -222,6 +222,62 @@ def test_bytes_in_the_row_are_the_formula_and_those_of_the_wire(world_size: int)
                 assert got["sent"][-1] == sum(got["formula"]), one
 
 
+def look_at_sums(run: Any) -> dict[str, Any]:
+    rows = read_rows(run.folder.metrics) if run.world.is_main else []
+    exchanges = run.replica.compressor.exchanges
+    shapes = [[tuple(p.shape) for p in bucket.parameters] for bucket in exchanges]
+    return {
+        "sent": [row["sent_nbytes"] for row in rows if row["kind"] == "step"],
+        "shapes": shapes,
+        "dense": [getattr(exchange, "switched", None) for exchange in exchanges.values()],
+        "wires": sum(exchange.wire.sent_nbytes for exchange in exchanges.values()),
+    }
+
+
+def descending() -> Subject:
+    return replace(plain(), optimizer=torch.optim.SGD)
+
+
+@pytest.mark.long
+def test_dgc_sends_fewer_and_fewer_in_its_warmup() -> None:
+    """Of one bucket, which stays; its kept values are those of the density that was in force."""
+    how = parse_compression("dgc,density=0.01,warmup_steps=4")
+    sync = Sync(compress=how)
+    found = on_ranks({"dgc": (descending, {"mesh": {"replicate": 3}, "sync": sync})}, 3, steps=7, look=look_at_sums)
+    facts = found[0]["dgc"].facts
+    expected = [sum(bucket_sent_nbytes(how.at(step), some, 3, 8) for some in facts["shapes"]) for step in range(7)]
+    assert facts["sent"] == expected
+    assert [*sorted(set(expected), reverse=True)] == [*dict.fromkeys(expected)], "it never grows"
+    assert len(set(expected)) == 4, "25 %, 6.25 %, 1.56 %, then 1 %"
+
+
+@pytest.mark.long
+def test_sparse_sums_in_a_run_become_dense_where_that_is_shorter() -> None:
+    """The same values as gathering gives; bytes in the row are those of the wire."""
+    words = {"few": "top-k,density=0.02", "many": "top-k,density=0.6"}
+    cases: dict[str, Case] = {}
+    for name, one in words.items():
+        for more in ("", ",sparse=true"):
+            cases[name + more] = (
+                descending,
+                {"mesh": {"replicate": 3}, "sync": Sync(compress=parse_compression(one + more))},
+            )
+    found = on_ranks(cases, 3, steps=3, look=look_at_sums)
+    for name in words:
+        for rank in found:
+            sparse, gathered = rank[f"{name},sparse=true"], rank[name]
+            assert_agree(gathered, [sparse], 1e-6)  # what is on the way is float32
+            assert set(sparse.facts["dense"]) == {name == "many"}
+            assert all(
+                torch.equal(found[0][f"{name},sparse=true"].state[n], value) for n, value in sparse.state.items()
+            )
+        facts = found[0][f"{name},sparse=true"].facts
+        flags = [2 * 2 * len(some) * 8 // 3 for some in facts["shapes"]]
+        sums = [sum(facts["sent"][first:]) - (3 - first) * sum(flags) for first in (0, 1)]
+        assert facts["wires"] in sums  # exchanges may be new after the first step
+    assert found[0]["many,sparse=true"].facts["sent"][-1] < found[0]["many"].facts["sent"][-1]
+
+
 class Rows(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -103,6 +103,10 @@ class Lane:
         """From `since` on this rank has worked for exchanges instead of computing."""
         self._expose(self.traffic.clock.moment() - since)
 
+    def corrected(self, nbytes: int) -> None:
+        """What was sent beside what was said when it began: how much, only the values told."""
+        self._total.nbytes += nbytes
+
     def _expose(self, seconds: float) -> None:
         phase, exposed = self.traffic.clock.waited(seconds), self._total.exposed_s
         exposed[phase] = exposed.get(phase, 0.0) + seconds

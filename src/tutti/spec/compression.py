@@ -2,8 +2,9 @@
 
 Bytes are those that one rank sends in a step to sum one bucket: the codes both ways, their scales and paddings, and a
 flag for each gradient. Formulas: two phases of p - 1 codes of a chunk each (casts, levels, signs, top16-q4); p - 1
-codes of the whole bucket (top-k, dgc); two ring sums of thin matrices (powersgd). The momentum of one-bit-adam and
-one-bit-lamb is written like one-bit, that of byte-adam like bytegrad; before that, gradients are summed exactly.
+codes of the whole bucket (top-k, dgc; added up by owners of slices where `sparse`); two ring sums of thin matrices
+(powersgd). The momentum of one-bit-adam and one-bit-lamb is written like one-bit, that of byte-adam like bytegrad;
+before that, gradients are summed exactly.
 """
 
 import math
@@ -44,10 +45,11 @@ class Compression:
     `bits`: of a level of qsgd, 2, 4 (default) or 8. `density`: share of the values that top-k (0.01) and dgc (0.001)
     send. `rank`: columns of powersgd's matrices (1). `momentum`: dgc's own (0.9), that the optimizer must not have.
     `feedback`: bfloat16, float16 and bytegrad keep what rounding took away and send it later (False); one-bit, top-k,
-    dgc, top16-q4, powersgd and methods of momentum always do, the others never. `warmup_steps`: of dgc, in which
-    sparsity grows from 75 % (0). `freeze_step`: of methods of momentum, updates with exact sums in which the second
-    moment learns; it must be stated, for 15 to 20 % of all updates are right. `between`: "ranks", or "hosts", inside
-    which sums are exact and go through memory; None: hosts, where there are several and one has several ranks.
+    dgc, top16-q4, powersgd and methods of momentum always do, the others never. `sparse`: top-k and dgc are added up
+    by owners of slices, and gathered as pairs or, where those are longer, as values (False). `warmup_steps`: of dgc, in
+    which sparsity grows from 75 % (0). `freeze_step`: of methods of momentum, updates with exact sums in which the
+    second moment learns; it must be stated, for 15 to 20 % of all updates are right. `between`: "ranks", or "hosts",
+    inside which sums are exact and go through memory; None: hosts, where there are several and one has several ranks.
     """
 
     method: CompressMethod
@@ -56,6 +58,7 @@ class Compression:
     rank: int | None = None
     momentum: float | None = None
     feedback: bool | None = None
+    sparse: bool | None = None
     warmup_steps: int | None = None
     freeze_step: int | None = None
     between: Literal["ranks", "hosts"] | None = None
@@ -114,6 +117,7 @@ _SETTINGS: dict[str, dict[CompressMethod, float]] = {
     "rank": {"powersgd": 1},
     "momentum": {"dgc": 0.9},
     "feedback": {"bfloat16": False, "float16": False, "bytegrad": False},
+    "sparse": {"top-k": False, "dgc": False},
     "warmup_steps": {"dgc": 0},
     "freeze_step": dict.fromkeys(MOMENTA, 0),
 }
@@ -169,7 +173,8 @@ def sum_sent_nbytes(compress: Compression | None, shapes: Sequence[Sequence[int]
     if compress.method == "powersgd":
         return _thin(compress, shapes, ranks, 8 if itemsize == 8 else 4)
     if compress.method in ("top-k", "dgc"):
-        return (ranks - 1) * 8 * min(numel, math.ceil(compress.settings["density"] * numel))
+        kept = min(numel, math.ceil(compress.settings["density"] * numel))
+        return _sparse(kept, numel, ranks, itemsize) if compress.settings["sparse"] else (ranks - 1) * 8 * kept
     length = chunk_length(numel, ranks)
     sent = (ranks - 1) * (message_nbytes(compress, length) + message_nbytes(_back(compress, ranks), length))
     if compress.method == "terngrad":  # ranks agree on scales first
@@ -219,6 +224,17 @@ def _thin(compress: Compression, shapes: Sequence[Sequence[int]], ranks: int, wi
             p += math.prod(shape)
     ends = 2 * (ranks - 1) * width
     return ends * p // ranks + ends * q // ranks
+
+
+def _sparse(kept: int, numel: int, ranks: int, itemsize: int) -> int:
+    """Pairs to the owners of slices, then the slices' pairs or values to all, and counts before both.
+
+    For places that are spread evenly and that no two ranks share; a run's rows say what was sent.
+    """
+    width = 8 if itemsize == 8 else 4
+    dense = kept * ranks * (4 + width) > numel * width
+    slices = chunk_length(numel, ranks) * width if dense else kept * (4 + width)
+    return (ranks - 1) * (16 + 8 * kept // ranks + slices)
 
 
 def _number(text: str) -> object:

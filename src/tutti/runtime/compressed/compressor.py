@@ -88,6 +88,7 @@ class Compressor:
         self.courier = Courier()
         self.exchanges: dict[Bucket, Exchange] = {}
         self._places = places
+        self._counted: dict[Bucket, int] = {}
         self._sums = {axes: CompressedSum(self, number, *one) for number, (axes, one) in enumerate(groups.items())}
 
     def summing(self, axes: Iterable[AxisName]) -> Summing | None:
@@ -106,7 +107,7 @@ class Compressor:
             if isinstance(exchange, BetweenHosts):  # another rank may write it from now on
                 self._spread(found, bucket, exchange)
             kept.update({p: (one, count) for p, one in zip(bucket.parameters, found, strict=True)})
-        self.exchanges = {}
+        self.exchanges, self._counted = {}, {}
         for bucket in mine:
             shapes = [memory_shape(p) for p in bucket.parameters]
             self.exchanges[bucket] = before.get(tuple(bucket.parameters)) or self._exchange(bucket, shapes)
@@ -121,6 +122,7 @@ class Compressor:
         """How the bucket's sum is made now. Says in it how many bytes that sends."""
         exchange, values = self.exchanges[bucket], values_of(bucket)
         bucket.sent_nbytes = self._sent_nbytes(bucket)
+        self._counted[bucket] = exchange.wire.sent_nbytes
         if self.momenta is None:
             return exchange.rounds(values)
         if not self.momenta.stand_in:
@@ -132,6 +134,10 @@ class Compressor:
         """After all sums of a step. `finite`: the update may be made, the same on all ranks; else nothing was sent."""
         for bucket, exchange in self.exchanges.items():
             values = values_of(bucket)
+            if self.how.settings.get("sparse"):  # how many, the values say
+                flags = flags_sent_nbytes(len(bucket.parameters), bucket.group.size, bucket.flat.element_size())
+                sent = flags + exchange.wire.sent_nbytes - self._counted[bucket]
+                bucket.group.lane.corrected(sent - bucket.sent_nbytes)
             counts = finite and all_finite(values)
             if counts:
                 if self.momenta is not None:

@@ -15,6 +15,7 @@ from tutti.compress.onebit import OneBit
 from tutti.compress.powersgd import PowerSGD
 from tutti.compress.qsgd import qsgd
 from tutti.compress.sparcml import TOP16_Q4
+from tutti.compress.sparse import SparseSum
 from tutti.compress.terngrad import TernGrad
 from tutti.compress.topk import TopK
 from tutti.compress.two_phase import Gathered, TwoPhase
@@ -37,6 +38,8 @@ def make_exchange(
         return PowerSGD(shapes, rank=rank, min_rate=MIN_RATE, group=group, dtype=dtype, device=device, seed=seed)
     codec = _codec(how)
     if isinstance(codec, TopK):
+        if how.settings["sparse"]:
+            return SparseSum(codec, numel, group=group, dtype=dtype, device=device, seed=seed)
         return Gathered(codec, numel, group=group, dtype=dtype, device=device, seed=seed)
     back = Levels(4, feedback=True) if how.method == "top16-q4" else None
     return TwoPhase(codec, numel, group=group, back=back, dtype=dtype, device=device, seed=seed)
@@ -44,6 +47,8 @@ def make_exchange(
 
 def turns_of(how: Compression) -> int:
     """Rounds of collectives of the exchange that `make_exchange` gives."""
+    if how.settings.get("sparse"):
+        return 4
     return {"top-k": 1, "dgc": 1, "terngrad": 3}.get(how.method, 2)
 
 
