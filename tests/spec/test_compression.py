@@ -4,7 +4,7 @@ import pytest
 
 from tutti.errors import TuttiError
 from tutti.spec import codec
-from tutti.spec.compression import Compression, compression_in_words, parse_compression
+from tutti.spec.compression import Compression, bucket_sent_nbytes, compression_in_words, parse_compression
 from tutti.spec.plan import BatchPlan, Plan, Sharding, Sync
 from tutti.spec.refusals import check_plan
 
@@ -20,6 +20,11 @@ BATCH = BatchPlan(global_batch_size=8)
         "powersgd,rank=4",
         "qsgd,bits=8",
         "bytegrad,feedback=true",
+        "top-k,sparse=true",
+        "dgc,density=0.001,sparse=true,warmup_steps=400",
+        "one-bit-adam,freeze_step=500",
+        "one-bit-lamb,freeze_step=1,between=ranks",
+        "float32,between=hosts",
     ],
 )
 def test_words_are_read_back_and_travel_in_plans(words: str) -> None:
@@ -42,6 +47,11 @@ def test_words_are_read_back_and_travel_in_plans(words: str) -> None:
         ("top-k,density", "is no setting"),
         ("top-k,density=0.1,density=0.2", "twice"),
         ("dgc,momentum=1", "momentum = 1"),
+        ("dgc,warmup_steps=-1", "warmup_steps = -1"),
+        ("one-bit-adam", "write one-bit-adam,freeze_step=N"),
+        ("byte-adam,freeze_step=0", "1 or more"),
+        ("one-bit,freeze_step=5", "freeze_step is a setting of one-bit-adam, byte-adam, one-bit-lamb"),
+        ("one-bit,between=racks", "between"),
     ],
 )
 def test_what_no_method_means_is_refused(words: str, said: str) -> None:
@@ -63,8 +73,35 @@ def test_plans_that_do_not_go_with_it_are_refused(fields: dict[str, object], sai
         check_plan(plan)
 
 
+def test_momenta_do_not_go_with_parts_of_optimizer_state() -> None:
+    how = Compression(method="byte-adam", freeze_step=5)
+    plan = Plan(batch=BATCH, sync=Sync(compress=how), mesh={"shard": 2}, sharding=Sharding(level=1))
+    with pytest.raises(TuttiError, match=r"mesh\.shard = 2: every rank holds a part of the momentum"):
+        check_plan(plan)
+
+
+def test_what_is_in_force_follows_the_steps() -> None:
+    momenta = Compression(method="one-bit-adam", freeze_step=3)
+    assert [momenta.at(step) is None for step in range(5)] == [True, True, True, False, False]
+    assert momenta.code == Compression(method="one-bit")
+    assert Compression(method="byte-adam", freeze_step=3).code.settings["feedback"]
+    ramp = Compression(method="dgc", density=0.001, warmup_steps=8)
+    densities = [how.density for how in map(ramp.at, range(0, 12, 2)) if how is not None]
+    assert densities == [0.25, 0.0625, 0.015625, 0.00390625, 0.001, 0.001]
+    one_bit = Compression(method="one-bit")
+    assert one_bit.at(0) is one_bit
+
+
+def test_bytes_of_sparse_sums_stop_growing_with_ranks() -> None:
+    """Places that nobody shares: up to the dense sum; gathered, they grow with the number of ranks."""
+    sparse, gathered = (Compression(method="top-k", density=0.05, sparse=is_so) for is_so in (True, False))
+    found = [bucket_sent_nbytes(sparse, [(100_000,)], ranks, 4) for ranks in (2, 8, 64)]
+    assert found[-1] < 4 * 100_000 + 8 * 5_000 + 64 * 20 * 4
+    assert bucket_sent_nbytes(gathered, [(100_000,)], 64, 4) > 5 * found[-1]
+
+
 def test_defaults_are_said_only_where_they_are_asked_for() -> None:
-    assert Compression(method="top-k").settings == {"density": 0.01}
+    assert Compression(method="top-k").settings == {"density": 0.01, "sparse": False}
     assert Compression(method="one-bit").keeps
     assert not Compression(method="bfloat16").keeps
     assert Compression(method="bfloat16", feedback=True).keeps
