@@ -44,7 +44,7 @@ def sync_option(function: F) -> F:
         "--sync",
         metavar="MODE[:VALUE,...]",
         callback=_sync,
-        help="Let replicas differ: local:8, post-local:8,after=1000, diloco:500, adasum, ring, push, elastic, ...",
+        help="Let replicas differ: local:8, post-local:8,after=1000, diloco:500, adasum, ring, elastic, stale:3, ...",
     )(function)
 
 

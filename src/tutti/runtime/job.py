@@ -182,7 +182,9 @@ class Job(Builder):
         run.consistency.finish(run)
 
     def step(self, batch: Any) -> float:
-        """One optimizer update on a global batch; returns the global mean loss, the same on every rank."""
+        """One optimizer update on a global batch; returns the global mean loss, the same on every rank (of this rank's
+        share, where the plan says that ranks do not wait for each other).
+        """
         run = self._run()
         loss = self.forward_backward(loss_of(run.unpack, run.loss_fn or default_loss), batch)
         self.update()

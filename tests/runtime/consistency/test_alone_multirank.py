@@ -27,18 +27,27 @@ FROZEN = {
     for mode in SYNC
     if mode != "ensemble"
 }
-SIZES = pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.long) for size in (1, 2, 4))])
+SIZES = pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.long) for size in (2, 4))])
 
 
 @functools.cache
 def trained(size: int) -> list[dict[str, Seen]]:
-    """All trainings on `size` ranks, in one launch."""
-    told = {**RUNS, **FROZEN}
-    for name, one in TOGETHER.items():
-        told[f"{name}: synchronous"] = one
-        told[f"{name}: stale"] = Told(**{**vars(one), "sync": "stale:0"})
+    """The trainings that are quick on `size` ranks, in one launch."""
+    return run_ranks(train_all, size, {**RUNS, **twice("momentum")}, size, timeout_s=300)
+
+
+@functools.cache
+def trained_more(size: int) -> list[dict[str, Seen]]:
+    """The others."""
+    told = {key: one for name in TOGETHER for key, one in twice(name).items()}
     told["bn"] = Told(sync="asynchronous", model="conv", batch=25, steps=4)
-    return run_ranks(train_all, size, told, size, timeout_s=300)
+    return run_ranks(train_all, size, {**told, **FROZEN}, size, timeout_s=300)
+
+
+def twice(name: str) -> dict[str, Told]:
+    """A training with sums in every step, and with servers that wait for all."""
+    told = TOGETHER[name]
+    return {f"{name}: synchronous": told, f"{name}: stale": Told(**{**vars(told), "sync": "stale:0"})}
 
 
 def test_all_are_here() -> None:
@@ -46,16 +55,25 @@ def test_all_are_here() -> None:
 
 
 @SIZES
+def test_a_bound_of_0_is_synchronous(size: int) -> None:
+    check_synchronous(trained(size), "momentum")
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("name", TOGETHER)
-def test_a_bound_of_0_is_synchronous(size: int, name: str) -> None:
-    for seen in trained(size):
+def test_a_bound_of_0_is_synchronous_in_every_case(name: str) -> None:
+    check_synchronous(trained_more(4), name)
+
+
+def check_synchronous(ranks: list[dict[str, Seen]], name: str) -> None:
+    for seen in ranks:
         sync, stale = seen[f"{name}: synchronous"], seen[f"{name}: stale"]
         assert stale.batches == sync.batches
         for step, expected in enumerate(sync.states):
             for key, value in expected.items():
                 torch.testing.assert_close(stale.states[step][key], value, rtol=1e-12, atol=1e-13, msg=f"{step} {key}")
         assert stale.evaluation == pytest.approx(sync.evaluation, rel=1e-12)
-        first = trained(size)[0][f"{name}: stale"].states
+        first = ranks[0][f"{name}: stale"].states
         assert all(torch.equal(v, first[s][k]) for s, one in enumerate(stale.states) for k, v in one.items())
 
 
@@ -83,10 +101,15 @@ def test_all_end_with_one_model_which_is_what_was_evaluated(size: int, mode: str
         assert size == 1 or expected < min(members) or len(set(members)) == size, "members that are independent"
 
 
+@functools.cache
+def on_one_rank() -> dict[str, Seen]:
+    plain = Told(**{**vars(RUNS["stale"]), "sync": "synchronous"})
+    return run_ranks(train_all, 1, {**RUNS, "plain": plain}, 1)[0]
+
+
 @pytest.mark.parametrize("mode", RUNS)
 def test_one_rank_is_plain_training(mode: str) -> None:
-    told = {mode: RUNS[mode], "plain": Told(**{**vars(RUNS[mode]), "sync": "synchronous"})}
-    (seen,) = run_ranks(train_all, 1, told, 1)
+    seen = on_one_rank()
     assert seen[mode].losses == seen["plain"].losses
     for one, other in zip(seen[mode].states, seen["plain"].states, strict=True):
         assert all(torch.equal(value, other[name]) for name, value in one.items())
@@ -107,10 +130,10 @@ def test_staleness_and_disagreement_are_in_the_rows(size: int) -> None:
         assert all(row["loss"] > 0 for row in rows)
 
 
-@SIZES
+@pytest.mark.long
 @pytest.mark.parametrize("name", FROZEN)
-def test_freezing_brings_replicas_together(size: int, name: str) -> None:
-    ranks = [one[name] for one in trained(size)]
+def test_freezing_brings_replicas_together(name: str) -> None:
+    ranks = [one[name] for one in trained_more(4)]
     for seen in ranks:
         assert torch.equal(seen.states[-1]["first.bias"], seen.states[3]["first.bias"])
         assert torch.equal(seen.states[3]["first.bias"], ranks[0].states[3]["first.bias"])
@@ -120,9 +143,9 @@ def test_freezing_brings_replicas_together(size: int, name: str) -> None:
         assert all(torch.equal(seen.states[3][k], v) for seen in ranks for k, v in ranks[0].states[3].items())
 
 
-@SIZES
-def test_running_statistics_are_averaged_where_replicas_meet(size: int) -> None:
-    ranks = [one["bn"] for one in trained(size)]
+@pytest.mark.long
+def test_running_statistics_are_averaged_where_replicas_meet() -> None:
+    ranks = [one["bn"] for one in trained_more(4)]
     for seen in ranks:
         assert all(torch.equal(value, ranks[0].after[name]) for name, value in seen.after.items())
     for name, value in ranks[0].after.items():
@@ -142,6 +165,7 @@ def resumed() -> list[dict[str, tuple[Seen, Seen]]]:
     return run_ranks(train_twice, 2, SAVED, 2, timeout_s=300)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SAVED)
 def test_a_resumed_run_goes_on_bit_for_bit_where_nothing_depends_on_time(name: str) -> None:
     for one in resumed():

@@ -55,7 +55,7 @@ class Hogwild(Alone):
     def exchange(self, run: Run) -> None:
         index = self.replicas.index
         self.counted[index] += 1
-        total = int(self.counted.sum()) - int(self.counted[index])
+        total = self._of_others()
         self.staleness, self._seen = total - self._seen, total
         if not self.counts["rounds"]:
             with self.still(run):
@@ -70,6 +70,7 @@ class Hogwild(Alone):
     def still(self, run: Run) -> Iterator[None]:
         self.meet()
         self._share_states(run)
+        self._seen = self._of_others()
         yield
         self.meet()
 
@@ -80,6 +81,10 @@ class Hogwild(Alone):
     def left(self, run: Run) -> None:
         if self.leaves.numel():
             self.leaves[self.replicas.index] = 1
+
+    def _of_others(self) -> int:
+        """Updates that the other replicas have made."""
+        return int(self.counted.sum()) - int(self.counted[self.replicas.index])
 
     def _check_host(self, run: Run) -> None:
         """Raise PlanError, on all ranks, where they cannot share memory."""

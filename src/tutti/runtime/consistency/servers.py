@@ -133,7 +133,8 @@ class Servers(Alone):
             for flight in flights:
                 flight()
         except Unreachable as problem:
-            raise self._sentence(problem.peer, problem.late) from None
+            error = self._sentence(problem.peer, problem.late)
+            raise error from error.__cause__
         torch._foreach_copy_(self._part(values, own), answers[0].values)
         answers += [_heard(said, []) for said in says.values()]
         for answer in answers:
@@ -160,7 +161,8 @@ class Servers(Alone):
             for peer in self.others if what == AWAY else ():
                 self.wire.start_receive(peer, [says], _SAY)()
         except Unreachable as problem:
-            raise self._sentence(problem.peer, problem.late) from None
+            error = self._sentence(problem.peer, problem.late)
+            raise error from error.__cause__
 
     def _all_parts(self) -> Flats:
         """The parameters as they are served, from all servers. Collective."""

@@ -68,18 +68,27 @@ class Unreachable(Exception):
 
 def ended(mode: str, rank: int) -> TrainingError:
     """What a rank says that cannot go on because another has ended."""
-    return TrainingError(
+    return _because(
+        f"Connection closed by peer: rank {rank}",
         f'rank {rank} has ended while others train with it (sync.mode = "{mode}"); look at what it said, and resume '
-        "from the last checkpoint"
+        "from the last checkpoint",
     )
 
 
 def late(mode: str, rank: int, timeout_s: float) -> TrainingError:
     """What a rank says that has waited too long for another."""
-    return TrainingError(
+    return _because(
+        f"Timed out waiting for rank {rank}",
         f'rank {rank} did not come within {timeout_s:g} s (sync.mode = "{mode}"); see what it waits for, or give ranks '
-        "more time to wait for each other (--timeout, TUTTI_TIMEOUT_S)"
+        "more time to wait for each other (--timeout, TUTTI_TIMEOUT_S)",
     )
+
+
+def _because(cause: str, words: str) -> TrainingError:
+    """The error with its cause, by which a launcher knows that it was another rank which failed."""
+    error = TrainingError(words)
+    error.__cause__ = RuntimeError(cause)
+    return error
 
 
 def _wait(peer: int, works: list[Any], patience: timedelta | None = None) -> None:
