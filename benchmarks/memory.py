@@ -32,7 +32,7 @@ class Sizes:
     steps: int = 6
     cases: tuple[str, ...] = (
         "mlp-1", "mlp-2", "gpt-1", "gpt-2", "zero1-2", "zero1-4", "zero2-2", "zero2-4", "zero3-2", "zero3-4",
-        "split-2", "unet-1", "space-2",
+        "split-2", "unet-1", "space-2", "mlp-2-frugal", "unet-1-frugal", "space-2-frugal",
     )  # fmt: skip
 
 
@@ -86,15 +86,19 @@ LEVELS: dict[str, Literal[1, 2, 3]] = {"zero1": 1, "zero2": 2, "zero3": 3}
 AXES: dict[str, AxisName] = {"split": "split", "space": "space", **dict.fromkeys(LEVELS, "shard")}
 
 
+FRUGAL = "-frugal"
+"""Cases that end so give freed memory back, as under `tutti run --frugal`."""
+
+
 def workload_of(case: str) -> str:
     """What a case trains: "mlp-2" an MLP, "zero3-4" a GPT."""
-    kind = case.rpartition("-")[0]
+    kind = case.removesuffix(FRUGAL).rpartition("-")[0]
     return {"space": "unet"}.get(kind, kind if kind in WORKLOADS else "gpt")
 
 
 def plan_of(case: str) -> Plan:
     """ "zero3-4": sharding level 3 on 4 ranks; a workload's name: replicas."""
-    kind, _, ranks = case.rpartition("-")
+    kind, _, ranks = case.removesuffix(FRUGAL).rpartition("-")
     sharding = Sharding(level=LEVELS[kind]) if kind in LEVELS else Sharding()
     batch = BatchPlan(global_batch_size=WORKLOADS[workload_of(case)].batch)
     return Plan(batch=batch, mesh={AXES.get(kind, "replicate"): int(ranks)}, sharding=sharding)
@@ -164,6 +168,7 @@ def train(case: str, steps: int, tiny: bool) -> tuple[int, int]:
 
     work = WORKLOADS[workload_of(case)]
     os.environ["TUTTI_PLAN"] = str(codec.save(plan_of(case), Path.cwd() / f"plan-{os.getpid()}.json"))
+    os.environ["TUTTI_FRUGAL"] = str(int(case.endswith(FRUGAL)))
     job = tutti.Job(global_batch_size=work.batch)
     model = work.model(tiny)
     optimizer = work.optimizer(model.parameters(), lr=1e-3)

@@ -4,6 +4,7 @@ import ctypes
 import os
 import resource
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -119,3 +120,23 @@ def test_what_lasts_lies_outside_the_heap_and_later_steps_ask_for_no_pages(every
         assert not any(found["inside"].values()), found["inside"]
         if every is None:  # copies for checkpoints are made outside the heap, so they are asked for each time
             assert max(found["faults"][-3:]) < found["faults"][0] / 4, found["faults"]
+
+
+def ends_in_heap(frugal: bool, available: int | None) -> bool:
+    """Whether a block that is made after a run of one rank lies in the heap."""
+    os.environ["TUTTI_FRUGAL"] = str(int(frugal))
+    if available is not None:
+        host_memory.psutil.virtual_memory = lambda: SimpleNamespace(available=available)
+    job = tutti.Job(global_batch_size=8, folder=Path.cwd() / "run")
+    model, data = nn.Linear(512, 512), TensorDataset(torch.randn(64, 512), torch.randn(64, 512))
+    model, _, loader = job.prepare(model, torch.optim.SGD(model.parameters(), 0.1), data, F.mse_loss)
+    for _ in job.epochs(1):
+        for batch in loader:
+            job.step(batch)
+    return in_heap(torch.ones(MB))
+
+
+def test_freed_memory_is_kept_unless_a_run_is_frugal_or_has_no_room() -> None:
+    assert run_ranks(ends_in_heap, 1, False, None) == [True]
+    assert run_ranks(ends_in_heap, 1, True, None) == [False]
+    assert run_ranks(ends_in_heap, 1, False, resident() // 4) == [False]

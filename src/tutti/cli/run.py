@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tutti.cli.options import SCRIPT_CONTEXT, compress_option, relax_option, sync_option
+from tutti.cli.options import SCRIPT_CONTEXT, bucket_option, compress_option, relax_option, sync_option
 from tutti.errors import LaunchError, PlanError, ScriptError, TuttiError
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ class Options:
     plan: Path | None
     mesh: str | None
     compress: "Compression | None"
+    bucket_mb: str | None
     relax: "Relax"
     sync: "Sync | None"
     cluster: Path | None
@@ -48,6 +49,7 @@ class Options:
     resume: Path | None
     checkpoint_every: int | None
     predict: bool
+    frugal: bool
     as_json: bool
 
     @property
@@ -88,12 +90,14 @@ def _counts(context: click.Context, parameter: click.Parameter, text: str | None
 @click.option("--mesh", metavar="AXIS=N,...", help="The ranks as a grid, such as replicate=2,split=2.")
 @compress_option
 @sync_option
+@bucket_option
 @relax_option
 @click.option("--cluster", type=click.Path(path_type=Path), help="The machines, for planning and predicting.")
 @click.option("--folder", type=click.Path(path_type=Path), help="The run folder; runs/NAME-TIME if not given.")
 @click.option("--resume", type=click.Path(path_type=Path), help="Go on from a run folder or a checkpoint.")
 @click.option("--checkpoint-every", type=click.IntRange(1), metavar="STEPS", help="Save a checkpoint every so often.")
 @click.option("--predict/--no-predict", default=True, help="Predict step time and memory, for the report.")
+@click.option("--frugal", is_flag=True, help="Give freed memory back at once: less of it, at some speed.")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as after `python -m`.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output.")
 @click.argument("target", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")
@@ -199,10 +203,14 @@ def _launch_spec(options: Options, nproc: tuple[int, ...] | None, console: "Cons
         from tutti.spec.sync_words import sync_in_words
 
         environment["TUTTI_SYNC"] = sync_in_words(options.sync)
+    if options.bucket_mb is not None:
+        environment["TUTTI_BUCKET_MB"] = options.bucket_mb
     if options.resume is not None:
         environment["TUTTI_RESUME"] = str(options.resume.resolve())
     if options.checkpoint_every is not None:
         environment["TUTTI_CHECKPOINT_EVERY"] = str(options.checkpoint_every)
+    if options.frugal:
+        environment |= {"TUTTI_FRUGAL": "1", "THP_MEM_ALLOC_ENABLE": "1"}  # torch's: huge pages, quicker to get
     return LaunchSpec(
         target=options.script,
         arguments=options.arguments,

@@ -57,6 +57,7 @@ class Wishes:
     mesh: dict[AxisName, int] | None = None
     compress: Compression | None = None
     sync: Sync | None = None
+    bucket_mb: str | None = None
     resume: Path | None = None
     observer: str | None = None
     recording: Recording | None = None
@@ -64,6 +65,7 @@ class Wishes:
     steps: int | None = None
     supervised: bool = False
     timeout_s: float = 600.0
+    frugal: bool = False
 
 
 def read_wishes(environ: Mapping[str, str] = os.environ) -> Wishes:
@@ -79,12 +81,14 @@ def read_wishes(environ: Mapping[str, str] = os.environ) -> Wishes:
         mesh=parse_mesh(environ["TUTTI_MESH"]) if environ.get("TUTTI_MESH") else None,
         sync=parse_sync(environ["TUTTI_SYNC"]) if environ.get("TUTTI_SYNC") else None,
         compress=parse_compression(environ["TUTTI_COMPRESS"]) if environ.get("TUTTI_COMPRESS") else None,
+        bucket_mb=environ.get("TUTTI_BUCKET_MB") or None,
         resume=path("TUTTI_RESUME"),
         observer=environ.get("TUTTI_OBSERVER") or None,
         recording=_recording(environ),
         checkpoint_every=_number(environ, "TUTTI_CHECKPOINT_EVERY") if every else None,
         steps=_number(environ, "TUTTI_STEPS") if environ.get("TUTTI_STEPS") else None,
         supervised=environ.get("TUTTI_SUPERVISED") == "1",
+        frugal=environ.get("TUTTI_FRUGAL") == "1",
         timeout_s=float(environ.get("TUTTI_TIMEOUT_S", "600")),
     )
 

@@ -4,13 +4,16 @@ glibc returns large blocks to the system when they are freed, so a training loop
 gradients and activations in every step, pays a page fault for each of their pages in every step. A heap that keeps
 them pays none, but is cut to pieces where what lasts (parameters, buckets, optimizer state) lies between what comes
 and goes. So a run begins with a mapping of its own for each large block, and keeps freed memory once all that lasts
-is there.
+is there. Such a heap is larger than what it holds; so a run that is asked to be frugal, or has little room left, goes
+on as it began: slower, and with the memory that arithmetic says.
 """
 
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+
+import psutil
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # <malloc.h>
 _MOST = 2**31 - 1  # mallopt takes an int
@@ -22,10 +25,26 @@ SETTLED = 2
 """Updates after which all that lasts is there: the first makes optimizer state, the second has the final buckets."""
 
 
+HEAP_GROWTH = 0.5
+"""Of what a process has, what it may come to have besides when it keeps what is freed; a third was measured."""
+
+
 def map_large_blocks() -> bool:
     """Give each large block a mapping of its own, which ends when the block is freed; returns whether it did."""
     _allocator.keeps = False
     return _set(_TRIM_THRESHOLD, _MOST) and _set(_MMAP_THRESHOLD, LARGE_NBYTES)
+
+
+def settled(ranks_here: int, *, frugal: bool) -> bool:
+    """All that lasts is there: keep what is freed from now on, unless that is not wished or the host has no room for
+    it. `ranks_here`: processes of this host that do the same. Returns whether it is kept.
+    """
+    return not frugal and _roomy(ranks_here) and keep_freed_memory()
+
+
+def _roomy(ranks_here: int) -> bool:
+    resident = psutil.Process().memory_info().rss
+    return psutil.virtual_memory().available > HEAP_GROWTH * resident * ranks_here
 
 
 def keep_freed_memory() -> bool:

@@ -15,7 +15,7 @@ from torch import nn
 from tutti.errors import ScriptError
 from tutti.runtime.buckets import Bucket, Group, make_buckets
 from tutti.runtime.compressed.compressor import Compressor
-from tutti.runtime.host_memory import SETTLED, keep_freed_memory, lasting
+from tutti.runtime.host_memory import SETTLED, lasting
 from tutti.runtime.host_sums import quickest_sums
 from tutti.runtime.layout import Layout
 from tutti.runtime.shard.shards import Shards
@@ -76,8 +76,8 @@ class Replica:
         return self.shards.sent_nbytes + sparse + sum(bucket.sent_nbytes for bucket in self._buckets)
 
     def begin(self, *, piecewise: bool = False) -> None:
-        """The backward that comes is the step's last: sum gradients from here on. `piecewise`: several backwards come;
-        `last_of` says for which parameters one is the last.
+        """The backward that comes is the step's only one: sum gradients from here on. `piecewise`: several come, whose
+        gradients are added up in the buckets; `last_of` says for which parameters one is the last.
         """
         self._last = set() if piecewise else None
         trainable = _trainable(self._model)
@@ -91,11 +91,12 @@ class Replica:
         for bucket in self._buckets:
             bucket.open()
         self._next, self._summing = 0, True
-        self.shards.begin()
 
-    def last_of(self, parameters: Iterable[nn.Parameter]) -> None:
-        """The backward that comes is the last that reaches `parameters`: their sums may start in it."""
-        if self._last is not None and self._places:
+    def last_of(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """The backward that comes is the last that reaches `parameters` (None: any): their sums may start in it."""
+        if parameters is None:
+            self._last = None
+        elif self._last is not None and self._places:
             self._last.update(parameters)
 
     def finish(self) -> None:
@@ -110,9 +111,13 @@ class Replica:
             bucket.wait()
         self.shards.finish()
 
-    def restore(self, order: list[nn.Parameter] | None, arrived: list[nn.Parameter] | None) -> None:
-        """Buckets in an order that a checkpoint knows; None: as at the start. `arrived`: see the attribute."""
-        self.arrived = arrived
+    def restore(
+        self, order: list[nn.Parameter] | None, arrived: list[nn.Parameter] | None, cap_nbytes: int | None = None
+    ) -> None:
+        """Buckets in an order that a checkpoint knows; None: as at the start. `arrived`: see the attribute. Of
+        `cap_nbytes`, if that is given. Collective.
+        """
+        self.arrived, self._cap = arrived, cap_nbytes or self._cap
         self._build(self.parameters, order)
 
     def settle(self, finite: bool) -> None:
@@ -120,11 +125,10 @@ class Replica:
         if self.compressor is not None:
             self.compressor.settle(finite)
 
-    def updated(self, optimizers: int) -> None:
-        """One of the optimizers has made an update. Once all that lasts is there, memory that is freed is kept."""
+    def updated(self, optimizers: int) -> bool:
+        """One of the optimizers has made an update; returns whether from now on all that lasts is there."""
         self._updates += 1
-        if self._updates == SETTLED * optimizers:
-            keep_freed_memory()
+        return self._updates == SETTLED * optimizers
 
     def unused(self, model: nn.Module) -> list[str]:
         """Names of parameters that got no gradient on any rank."""
@@ -172,6 +176,7 @@ class Replica:
             return
         bucket, index = self._places[parameter]
         if self._last is not None and parameter not in self._last and not bucket.filled[index]:
+            bucket.take(index)
             return
         bucket.fill(index)
         if self.arrived is not None:

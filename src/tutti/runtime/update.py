@@ -10,6 +10,8 @@ from torch.optim import Optimizer
 from tutti.optim.lr_rule import factor
 from tutti.optim.noise import adascale_gain
 from tutti.optim.scaling import scaled_learning_rate
+from tutti.runtime.env import read_wishes
+from tutti.runtime.host_memory import settled
 from tutti.runtime.layout import local
 from tutti.runtime.state import Run
 
@@ -44,7 +46,8 @@ def update(run: Run, optimizers: tuple[Optimizer, ...], *, finite: bool) -> Upda
     skipped = run.scaler.is_enabled() and run.scaler.get_scale() < scale
     if not skipped:
         _advance(run, gain or 1.0)
-        run.replica.updated(len(run.optimizers))
+        if run.replica.updated(len(run.optimizers)):
+            settled(run.world.local_world_size, frugal=read_wishes().frugal)
     return Update(learning_rate=rate, gain=gain, grad_norm=norm, skipped=skipped)
 
 
