@@ -158,9 +158,61 @@ def test_models_have_the_stated_sizes_and_every_seed_its_batches(name: str, mill
     work = module.WORKS[name]
     model = module.fresh(work, 0)
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.03)
-    inputs, target = module.sequence(work, 0)[: work.batch]
+    batches = module.sequence(work, 0)
+    inputs, target = batches[:4]
     assert work.loss(model(inputs), target).isfinite()
-    assert len(module.sequence(work, 0)) == work.most * work.batch
-    assert not (module.sequence(work, 1)[: work.batch][0] == inputs).all()
+    assert len(batches) == work.most * work.batch
+    assert not (module.sequence(work, 1)[:4][0] == inputs).all()
     assert work.batch % 4 == 0  # equal shares on every number of hosts
     assert work.target < math.log(10 if name != "gpt" else 256)
+
+
+def test_links_are_limited_as_the_lab_limits_them(pays: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tutti.lab import build
+    from tutti.lab.record import LabRecord
+
+    record = LabRecord(id="x", name="", owner=None, subnet="10.213.0", rates=(None, None), made_utc="")
+    called: list[tuple[str, ...]] = []
+    monkeypatch.setattr(build, "_call", lambda *words: called.append(words))
+    for namespace, device in ((record.namespace(0), "eth0"), (record.namespace(1), "eth0"),
+                              (record.switch, "port0"), (record.switch, "port1")):  # fmt: skip
+        build._limit(namespace, device, 10**9)
+    found = pays.limits(record, {"1gbit", "unlimited"})
+    assert [tuple(words) for words in found["1gbit"]] == [
+        tuple("replace" if word == "add" else word for word in words) for words in called
+    ]
+    assert all("del" in words for words in found["unlimited"])
+
+
+def test_a_chosen_plan_has_the_name_of_the_method_that_it_is() -> None:
+    from tutti.spec.compression import Compression
+    from tutti.spec.plan import BatchPlan, Plan, Sync
+    from tutti.spec.relaxed import Relaxed
+
+    auto, methods = importlib.import_module("pays_auto"), importlib.import_module("pays_methods")
+    script = Plan(batch=BatchPlan(global_batch_size=8))
+
+    def name(**fields: Any) -> str:
+        return str(auto.name_of(Plan(**{"batch": script.batch, "mesh": {"replicate": 4}, **fields}), script, 4))
+
+    assert name() == "tutti plain"
+    assert name(sync=Sync(mode="local", relaxed=Relaxed(period=methods.PERIOD))) == "tutti local"
+    assert name(sync=Sync(compress=Compression(method="powersgd", rank=methods.RANK))) == "tutti powersgd"
+    assert name(sync=Sync(compress=Compression(method="powersgd", rank=7))) == "tutti replicate=4, powersgd,rank=7"
+    cut = name(mesh={"stage": 4}, batch=BatchPlan(global_batch_size=8, num_microbatches=2))
+    assert cut == "tutti stage=4, synchronous, 2 microbatches"
+
+
+def test_tiers_are_beside_the_flat_sum_block_by_block() -> None:
+    tiers = importlib.import_module("tiers")
+    sums = {"step_s": {"tiers": [1.0, 2.0, 4.0], "gloo": [2.0, 4.0, 4.0]}, "sent_nbytes": {"tiers": 8e6, "gloo": 12e6}}
+    steps = {
+        "step_s": {"floor": [1.0], "tutti plain": [3.0], "ddp": [4.0]},
+        "sent_nbytes": dict.fromkeys(tiers.STEPS, 1.0),
+    }
+    found = tiers.summary({"sums": sums, "steps": steps})
+    assert (found["sums"]["ratio"], found["sums"]["ratio_range"]) == (0.5, [0.5, 1.0])
+    assert found["steps"]["ratio"] == 0.75
+    header, table = tiers.rows({"summary": {"1gbit": found}})
+    assert [line[2] for line in table] == ["2000.0 (8.0 MB)", "3000.0 (0.0 MB)"]
+    assert all(len(line) == len(header) for line in table)
