@@ -21,13 +21,13 @@ job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data, torch.nn.f
 """
 
 
-def told(capsys: Capture, folder: Path, command: str, *options: str) -> tuple[int, str, str]:
-    script, machines = folder / "train.py", folder / "cluster.json"
-    script.write_text(SCRIPT)
+def told(capsys: Capture, folder: Path, command: str, *options: str, script: str = SCRIPT) -> tuple[int, str, str]:
+    file, machines = folder / "train.py", folder / "cluster.json"
+    file.write_text(script)
     wires = (link("node"), link("network", 1e-4, 2.5e6))
     codec.save(cluster(devices_per_node=1, count=4, links=wires), machines)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["tutti", command, "--cluster", str(machines), *options, str(script)])
+        patch.setattr("sys.argv", ["tutti", command, "--cluster", str(machines), *options, str(file)])
         try:
             main()
             code = 0
@@ -52,6 +52,18 @@ def test_the_dial_is_in_the_document(capsys: Capture, tmp_path: Path) -> None:
     assert document["dial"]["chosen"]
     assert document["dial"]["exact_step_s"] > document["dial"]["step_s"]
     assert document["best"]["mesh"] == {"replicate": 4}
+
+
+def test_sparse_gradients_are_not_compressed(capsys: Capture, tmp_path: Path) -> None:
+    layers = "torch.nn.Embedding(4096, 512, sparse=True), torch.nn.Flatten(1), *["
+    script = SCRIPT.replace("*[", layers, 1).replace("torch.randn(2048, 512)", "torch.arange(2048)")
+    code, out, err = told(
+        capsys, tmp_path, "plan", "--relax", "reduced", "--data-parallel", "--nproc", "4", "--json", script=script
+    )
+    assert code == 0, err
+    document = json.loads(out)
+    assert not document["dial"]["chosen"]
+    assert "no way to send less goes with these plans" in document["dial"]["sentence"]
 
 
 @pytest.mark.parametrize(

@@ -217,7 +217,7 @@ def _planned(model: ModelSpec, cluster: ClusterSpec, choice: "Choice", options: 
 def asked(options: Options) -> tuple[ModelSpec, "Request"]:
     """The model and the request that the command line means; the script is run up to its `prepare`."""
     from tutti.cli.named import named_model
-    from tutti.cli.planning import demanded, model_spec_of
+    from tutti.cli.planning import barred, demanded, model_spec_of
 
     if bool(options.model) == bool(options.target):
         raise ScriptError("name one thing to plan for: a script (tutti plan train.py), or --model FILE")
@@ -229,7 +229,8 @@ def asked(options: Options) -> tuple[ModelSpec, "Request"]:
     with console.status("tracing the model on shapes"):
         captured: Captured = capture_script(path, options.target[1:])
         model = model_spec_of(captured, name=path.stem)
-    return model, replace(_request(options, captured.plan, model), demanded=demanded(captured))
+    request = _request(options, captured.plan, model)
+    return model, replace(request, demanded=demanded(captured), samples={**request.samples, **barred(captured)})
 
 
 def _request(options: Options, script: Plan, model: ModelSpec) -> "Request":

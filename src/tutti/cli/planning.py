@@ -55,6 +55,7 @@ def plan_for(
         allow_microbatches=allow_microbatches,
         scope=scope,
         demanded=demanded(captured),
+        samples=barred(captured),
         **wishes,
     )
     return search(model_spec_of(captured, name=name), cluster, request)
@@ -81,6 +82,17 @@ def demanded(captured: "Captured") -> dict[AxisName, int]:
     if marks.sharded:
         found["shard"] = max((one.degree or 0 for one in marks.sharded.values()), default=0)
     return found
+
+
+def barred(captured: "Captured") -> dict[str, float | None]:
+    """Ways to send less that the script's model cannot go, for `Request.samples`: no code is for sparse gradients."""
+    from torch import nn
+
+    from tutti.plan.ways import WAYS
+
+    modules = captured.model.modules()
+    sparse = any(isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse for one in modules)
+    return {way.words: None for way in WAYS if way.compress is not None} if sparse else {}
 
 
 def warn_if_changed(plan: Plan, model: ModelSpec) -> None:

@@ -49,7 +49,7 @@ class Request:
     unit. Limits: `memory_nbytes` of a rank, `budget` in the cluster's currency, `deadline_s` of the whole training.
     `relax`: whether ways to send less are tried that change what is computed. `samples`: by such a way (as in
     plan.ways: powersgd,rank=1; local:period=8) how many times the samples of exact runs it takes to the same quality,
-    where past runs measured it; None where they did not get there.
+    where past runs measured it; None where they did not get there, or the model cannot go that way.
     """
 
     script: Plan
