@@ -35,7 +35,7 @@ def update(run: Run, optimizers: tuple[Optimizer, ...], *, finite: bool) -> Upda
         return Update(learning_rate=rate, gain=gain, grad_norm=None, skipped=True)
     norm = _clip(run)
     scale = run.scaler.get_scale() if run.scaler.is_enabled() else 1.0
-    own_factor = rate_factor * run.consistency.rate
+    own_factor = rate_factor * run.consistency.pace
     with ExitStack() as stack:
         if own_factor != 1.0:
             for optimizer in optimizers:

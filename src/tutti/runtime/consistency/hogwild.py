@@ -32,7 +32,7 @@ class Hogwild(Alone):
 
     def __init__(self, replicas: Replicas) -> None:
         super().__init__(replicas)
-        self.rate = 1 / replicas.size
+        self.pace = 1 / replicas.size
         self.counts["rounds"] = 0
         self._rooms: list[Room] = []
         self._handles: dict[int, int] = {}

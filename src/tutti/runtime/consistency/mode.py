@@ -27,13 +27,13 @@ class Consistency:
     """Synchronous: gradients are summed over replicas in every step, so that replicas are equal. Does nothing.
 
     `apart`: whether replicas step on gradients of their own; `gain`: what these are multiplied with, the number of
-    replicas: then the mean of them is the gradient of the global mean, with unequal shares and tokens too. `rate`: what
+    replicas: then the mean of them is the gradient of the global mean, with unequal shares and tokens too. `pace`: what
     the learning rate of a replica's own update is multiplied with. `alone`: ranks do not wait for each other in steps.
     """
 
     apart: bool = False
     gain: float = 1.0
-    rate: float = 1.0
+    pace: float = 1.0
     alone: bool = False
 
     def begin(self, run: "Run") -> None:

@@ -34,7 +34,7 @@ class Servers(Alone):
     def __init__(self, replicas: Replicas, wire: Wire, mode: str, bound: int | None) -> None:
         super().__init__(replicas)
         self.mode, self.wire = mode, wire
-        self.rate = 1.0 if bound is None else 1 / replicas.size
+        self.pace = 1.0 if bound is None else 1 / replicas.size
         self.served = Served(replicas.size, bound, wire.timeout_s)
         self.others = [peer for peer in range(replicas.size) if peer != replicas.index]
         self._found: Flats = []
