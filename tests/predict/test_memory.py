@@ -56,6 +56,14 @@ def test_one_rank_keeps_no_bucket_more() -> None:
     assert memory(mlp(), plan(64, 1)).communication == 0
 
 
+def test_several_microbatches_add_their_gradients_up_in_the_buckets() -> None:
+    model = ModelSpec(name="m", modules=tuple(linear(name, 100, 100) for name in "abcd"))
+    sync = Sync(bucket_nbytes=4 * 100 * 100)
+    for slices in (1, 2, 5):
+        held = memory(model, plan(60, 2, slices, sync=sync))
+        assert (held.gradients, held.communication) == (4 * 4 * 100 * 100, 4 * 100 * 100)
+
+
 def test_autocast_halves_what_products_keep_and_adds_their_copies() -> None:
     model = mlp(layers=2)
     devices = cluster(gpu())

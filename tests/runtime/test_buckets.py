@@ -51,8 +51,10 @@ def summed(world: World, model: Net, replica: Replica, step: int, microbatches: 
     model.first.bias.requires_grad_(not freeze)
     model.zero_grad(set_to_none=True)
     for index in range(microbatches):
+        if index == 0:
+            replica.begin(piecewise=microbatches > 1)
         if index == microbatches - 1:
-            replica.begin()
+            replica.last_of()
         use = world.rank == 1 and index == 0  # with several microbatches: used, but not in the last one
         backward(model, 1000 * step + 10 * index + world.rank, use=use)
     replica.finish()

@@ -38,6 +38,25 @@ def _compression(context: click.Context, parameter: click.Parameter, text: str |
     return parse_compression(text)
 
 
+def bucket_option(function: F) -> F:
+    """--bucket-mb: the size of the buckets that gradients are summed in."""
+    return click.option(
+        "--bucket-mb",
+        metavar="MIB|auto",
+        callback=_bucket,
+        help="Sum gradients in buckets of this size; auto: the quickest of a few, tried over the first steps.",
+    )(function)
+
+
+def _bucket(context: click.Context, parameter: click.Parameter, text: str | None) -> str | None:
+    if text is not None:
+        from tutti.spec.bucket_words import with_buckets
+        from tutti.spec.plan import BatchPlan, Plan
+
+        with_buckets(Plan(batch=BatchPlan(global_batch_size=1)), text)
+    return text
+
+
 def sync_option(function: F) -> F:
     """--sync: how far replicas may differ."""
     return click.option(

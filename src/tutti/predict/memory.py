@@ -125,21 +125,19 @@ def rank_memory(
 ) -> tuple[RankMemory, str]:
     """Peak bytes of a rank at place `stage` of the stage axis, and when it has them, in words.
 
-    `samples`: of each microbatch. Gradients are views of the buckets they are summed in. One more bucket arrives while
-    it is filled; with several microbatches, gradients are added up beside the buckets. Peak is taken at the start of
-    backward, with stages where most microbatches are on their way, or, where that is higher on a host, in the
-    backward of a convolution or in the optimizer's update.
+    `samples`: of each microbatch. Gradients are views of the buckets they are summed in, from the first microbatch on;
+    one more bucket is taken to arrive while one is filled. Peak is taken at the start of backward, with stages where
+    most microbatches are on their way, or, where that is higher on a host, in the backward of a convolution or in the
+    optimizer's update.
     """
     gradients = float(held.gradients[stage])
-    once = len(samples) == 1 and plan.degree("stage") == 1
-    beside = max((one.nbytes for one in fused), default=0.0) if once else gradients
     activations, when = _activations(held, plan, samples, stage, kind)
     state = _State(
         parameters=float(held.parameters[stage]),
         lower=float(held.lower[stage]),
         gradients=gradients,
         optimizer=float(held.optimizer[stage]),
-        communication=beside if fused else 0.0,
+        communication=max((one.nbytes for one in fused), default=0.0),
     )
     state = _sharded(state, held.units, plan, len(samples), kind)
     update = _in_update(held, state, plan, stage)

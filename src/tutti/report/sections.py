@@ -171,8 +171,20 @@ def plan_text(records: Records) -> str | None:
         [mesh, plural(plan.batch.num_microbatches, "microbatch") + " a step", f"{plan.precision} precision"]
         + (["recompute"] if recompute else [])
         + ([mode] if (mode := mode_text(records)) else [])
+        + _buckets(records)
         + ([f"shares {':'.join(f'{s:g}' for s in plan.shares)}"] if plan.shares else [])
     )
+
+
+def _buckets(records: Records) -> list[str]:
+    """The size of buckets that the run chose for itself, if it did."""
+    rows = records.kept("buckets")
+    if not rows:
+        return []
+    found = rows[-1].data
+    tried = found.get("step_s")
+    of = f"the quickest of {len(tried)} sizes" if isinstance(tried, dict) else "measured"
+    return [f"buckets of {float(str(found.get('chosen_mib'))):g} MiB ({of})"]
 
 
 def flops_report(records: Records, system: SystemReport, target: TargetReport) -> FlopsReport:

@@ -83,8 +83,10 @@ class Bucket:
         self.work, self.landed = None, False
         self.flags.fill_(1)
 
-    def fill(self, index: int) -> None:
-        """Take the gradient of parameter `index` over; the parameter's `grad` is a view of the bucket from here on."""
+    def take(self, index: int) -> None:
+        """Take the gradient of parameter `index` over; the parameter's `grad` is a view of the bucket from here on, and
+        what later microbatches give is added there.
+        """
         parameter, view = self.parameters[index], self.views[index]
         if self.work is not None:
             raise ScriptError(
@@ -95,6 +97,10 @@ class Bucket:
             assert parameter.grad is not None
             view.copy_(parameter.grad.detach())
             parameter.grad = view
+
+    def fill(self, index: int) -> None:
+        """Take the gradient of parameter `index` over; it is complete on this rank."""
+        self.take(index)
         if not self.filled[index]:
             self.filled[index] = True
             self.missing -= 1

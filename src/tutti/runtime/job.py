@@ -207,6 +207,7 @@ class Job(Builder):
         done = update(run, run.optimizers if optimizer is None else (optimizer,), finite=outcome.finite)
         run.consistency.updated(run)
         run.clock.enter("other")
+        run.sizes.end(run, outcome.samples)
         self._outcome = None
         step_row(run, outcome, done)
         run.observer.updated(run.progress.step - 1, outcome.loss, done.learning_rate)

@@ -21,6 +21,7 @@ from tutti.optim.scaling import initial_learning_rate
 from tutti.runtime.agree import check_same_model, copy_from_first, differing_values
 from tutti.runtime.annotated import with_annotations
 from tutti.runtime.batchnorm import BatchScope, batch_norms
+from tutti.runtime.bucket_sizes import BucketSizes
 from tutti.runtime.build.model import materialise
 from tutti.runtime.build.tape import Tape
 from tutti.runtime.capture import Captured
@@ -117,6 +118,7 @@ def make_run(session: Session, given: Given) -> Run:
         observer=observer,
         noise=_noise_meter(session, plan),
         consistency=make_consistency(plan.sync, layout, session.settings.seed),
+        sizes=BucketSizes(plan),
         mixtures=mixtures,
     )
     _write_header(run, session, _resume(run, session.resume or session.wishes.resume, given.weights))

@@ -16,6 +16,7 @@ from tutti.runtime.screen import Screen
 from tutti.runtime.state import Settings
 from tutti.runtime.world import World, join
 from tutti.spec import codec
+from tutti.spec.bucket_words import with_buckets
 from tutti.spec.mesh_words import mesh_in_words
 from tutti.spec.plan import BatchPlan, Plan
 from tutti.spec.sync_words import with_mode
@@ -71,11 +72,8 @@ def open_session(
         settings=settings,
         wishes=wishes,
         world=world,
-        plan=with_mode(
-            plan_of(world, wishes, batch, microbatches_stated=microbatches_stated, precision=precision).compressed(
-                wishes.compress
-            ),
-            wishes.sync,
+        plan=_as_wished(
+            plan_of(world, wishes, batch, microbatches_stated=microbatches_stated, precision=precision), wishes
         ),
         stated_mesh=wishes.plan is not None or wishes.mesh is not None,
         clock=PhaseClock(world.device),
@@ -85,6 +83,11 @@ def open_session(
         resume=resume,
         facts=facts,
     )
+
+
+def _as_wished(plan: Plan, wishes: Wishes) -> Plan:
+    """The plan with sums, a mode and buckets as the launcher says."""
+    return with_buckets(with_mode(plan.compressed(wishes.compress), wishes.sync), wishes.bucket_mb)
 
 
 def plan_of(

@@ -12,6 +12,7 @@ from tutti.data.loader import ShareLoader
 from tutti.errors import PlanError
 from tutti.optim.lr_rule import LRRule
 from tutti.runtime.batchnorm import BatchScope
+from tutti.runtime.bucket_sizes import BucketSizes
 from tutti.runtime.clock import PhaseClock
 from tutti.runtime.consistency.mode import Consistency
 from tutti.runtime.context import Sequences
@@ -105,6 +106,7 @@ class Run:
     observer: Observer
     noise: NoiseMeter
     consistency: Consistency
+    sizes: BucketSizes
     progress: Progress = field(default_factory=Progress)
     throughput: Throughput = field(default_factory=Throughput)
     data_facts: dict[str, tuple[Any, dict[str, Any]]] = field(default_factory=dict)

@@ -48,6 +48,7 @@ def forward_backward(run: Run, function: LossFunction, batch: Any) -> Outcome:
     if share is None:
         raise ScriptError("step got a batch before the loader gave one; iterate over the loader that prepare returned")
     check_batch_size(batch, sum(share.sizes))
+    run.sizes.begin(run)
     batch = run.observer.loaded(run.progress.step, batch)
     for optimizer in run.optimizers:
         optimizer.zero_grad(set_to_none=True)
@@ -90,8 +91,11 @@ def _microbatch(
             root = _root(run, share, index, function(run.model, mine), totals)
         reduced = _start_sum(run, totals) if last else None
         run.clock.enter("backward")
+        if index == 0:
+            run.replica.begin(piecewise=not last)
         if last:
-            run.replica.begin()
+            run.replica.last_of()
+            run.replica.shards.begin()
         with run.noise.part(run.replica.parameters):
             root.backward()  # type: ignore[no-untyped-call]
     if reduced is not None:
@@ -110,6 +114,7 @@ def _pipelined(run: Run, function: LossFunction, share: Share, pieces: list[Any]
         return _root(run, share, index, value, totals)
 
     run.replica.begin(piecewise=True)
+    run.replica.shards.begin()
     run.pipeline.forward_backward(run, function, pieces, root, lambda: reduced.append(_start_sum(run, totals)))
     run.replica.finish()
     for flight in reduced:

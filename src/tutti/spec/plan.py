@@ -12,6 +12,7 @@ from tutti.spec.relaxed import Relaxed, check_mode
 from tutti.spec.words import (
     DATA_AXES,
     AxisName,
+    BucketSizes,
     ContextKind,
     LastBatch,
     Offload,
@@ -118,11 +119,13 @@ class BatchPlan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sync:
     """How replicas stay equal. Gradients are fused into buckets of about `bucket_nbytes` before they are summed, and
-    written by `compress`, where it is given. `relaxed`: parameters of a mode in which replicas may differ.
+    written by `compress`, where it is given. `bucket_sizes`: whether that size stays, or the first steps try others.
+    `relaxed`: parameters of a mode in which replicas may differ.
     """
 
     mode: SyncMode = "synchronous"
     bucket_nbytes: int = 25 * 2**20
+    bucket_sizes: BucketSizes = "stated"
     compress: Compression | None = None
     relaxed: Relaxed = field(default_factory=Relaxed)
 

@@ -57,6 +57,11 @@ def check_compression(plan: Plan) -> None:
     if plan.sync.compress is None:
         return
     words = f"sync.compress = {compression_in_words(plan.sync.compress)!r}"
+    if plan.sync.bucket_sizes == "measured":
+        raise PlanError(
+            f'{words} with sync.bucket_sizes = "measured": what a code keeps and loses depends on the buckets, so that '
+            "sizes that follow a clock would change values; state a size"
+        )
     if plan.degree("shard") > 1 and plan.sharding.level > 1:
         raise PlanError(
             f"{words} with sharding.level = {plan.sharding.level}: every rank gets only its part of a sum there, and "

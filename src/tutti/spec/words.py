@@ -81,6 +81,9 @@ bytegrad: 8 bits a value; qsgd, terngrad: unbiased levels; one-bit: signs; top-k
 every 512 in 4 bits; powersgd: products of thin matrices; one-bit-adam, byte-adam, one-bit-lamb: the momentum of Adam or
 LAMB in signs or bytes, once its second moment stands."""
 
+BucketSizes = Literal["stated", "measured"]
+"""Sizes of the buckets that gradients are fused into: the plan's, or the quickest of a few that the first steps try."""
+
 SyncMode = Literal[
     "synchronous",
     "local",
