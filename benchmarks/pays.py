@@ -18,7 +18,7 @@ from typing import Any
 
 import pays_peers
 from pays_judge import rows, summary
-from pays_methods import AUTO, CHECKED_ALIKE, METHODS, stood_for
+from pays_methods import AUTOS, CHECKED_ALIKE, METHODS, stood_for
 from pays_work import WORKS, sequence
 from record import QUICK_RESULTS
 from tutti.lab import Lab, parse_rate
@@ -31,7 +31,7 @@ __all__ = ["QUICK", "Sizes", "measure", "rows"]
 RANK = Path(__file__).with_name("pays_rank.py")
 PARTS = QUICK_RESULTS / "pays"
 MOST_FAILURES = 3
-OURS = (*(name for name, method in METHODS.items() if method.side != "peer"), AUTO)
+OURS = (*(name for name, method in METHODS.items() if method.side != "peer"), *AUTOS)
 
 Unit = dict[str, Any]
 
@@ -110,8 +110,7 @@ def run_part(model: str, hosts: int, sizes: Sizes, *, resume: bool) -> list[dict
     header = json.loads(json.dumps(header))
     if not (resume and lines(file)[:1] == [header]):
         file.write_text(json.dumps(header) + "\n", encoding="utf-8")
-    if AUTO in sizes.methods:
-        choose(model, hosts, sizes, file)
+    choose(model, hosts, sizes, file)
     failures = 0
     while left := undone(units(model, hosts, sizes, lines(file)), lines(file)):
         say(f"{model} on {hosts} hosts: {len(left)} units to do")
@@ -158,13 +157,14 @@ def terms(sizes: Sizes) -> dict[str, Any]:
 
 
 def choose(model: str, hosts: int, sizes: Sizes, file: Path) -> None:
-    """Let the planner choose at every limit that has no choice yet."""
+    """Let the planner choose at every limit that has no choice yet, for each row that shows one."""
     from pays_auto import choice
 
-    done = {row["rate"] for row in lines(file) if row["kind"] == "choice"}
-    for rate in sizes.rates:
-        if rate not in done:
-            add(file, choice(model, hosts, rate, PARTS))
+    done = {(row["as"], row["rate"]) for row in lines(file) if row["kind"] == "choice"}
+    for listed in (name for name in sizes.methods if name in AUTOS):
+        for rate in sizes.rates:
+            if (listed, rate) not in done:
+                add(file, choice(model, hosts, rate, listed, PARTS))
 
 
 def units(model: str, hosts: int, sizes: Sizes, done: list[dict[str, Any]]) -> list[Unit]:
@@ -172,7 +172,9 @@ def units(model: str, hosts: int, sizes: Sizes, done: list[dict[str, Any]]) -> l
     the part's real runs."""
     most = sizes.most or WORKS[model].most
     plans = chosen_plans(done)
-    names = list(dict.fromkeys([*(name for name in sizes.methods if name != AUTO), *(plan["name"] for plan in plans)]))
+    names = list(
+        dict.fromkeys([*(name for name in sizes.methods if name not in AUTOS), *(plan["name"] for plan in plans)])
+    )
     new = {plan["name"]: plan for plan in plans if plan["name"] not in METHODS}
     own = [name for name in names if name == "tutti plain" or not stood_for(name, new)]
     wanted = [(name, seed, "unlimited") for name in own for seed in range(sizes.seeds)]
@@ -195,7 +197,7 @@ def chosen_plans(done: list[dict[str, Any]]) -> list[dict[str, Any]]:
             plan = plans.setdefault(
                 row["name"], {**{k: row[k] for k in ("name", "exact", "period", "file")}, "rates": []}
             )
-            plan["rates"].append(row["rate"])
+            plan["rates"] += [row["rate"]] if row["rate"] not in plan["rates"] else []
     return list(plans.values())
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pays_methods import METHODS
+from pays_methods import AUTOS, METHODS
 from pays_work import WORKS
 from tutti.cli.common import capture_script
 from tutti.cli.planning import demanded, model_spec_of, search
@@ -23,7 +23,7 @@ SCRIPT = Path(__file__).with_name("pays_rank.py")
 DIAL = "relaxed"
 
 
-def choice(model: str, hosts: int, rate: str, folder: Path) -> dict[str, Any]:
+def choice(model: str, hosts: int, rate: str, listed: str, folder: Path) -> dict[str, Any]:
     """What the planner chooses for so many hosts at a rate: the plan, which of the methods it is (or a new name), what
     it was predicted to take and what is said of it; or why it chose nothing."""
     captured = capture_script(SCRIPT, (f"--work={model}",))
@@ -31,12 +31,12 @@ def choice(model: str, hosts: int, rate: str, folder: Path) -> dict[str, Any]:
     request = Request(
         script=captured.plan,
         degree=hosts,
-        scope="all",
+        scope=AUTOS[listed],
         demanded=demanded(captured),
         train_samples=work.most * work.batch,
         relax=DIAL,
     )
-    row: dict[str, Any] = {"kind": "choice", "rate": rate, "dial": DIAL}
+    row: dict[str, Any] = {"kind": "choice", "as": listed, "rate": rate, "dial": DIAL}
     try:
         found = search(model_spec_of(captured, name=model), cluster_at(hosts, rate, folder), request)
     except PlanError as error:
@@ -50,7 +50,7 @@ def choice(model: str, hosts: int, rate: str, folder: Path) -> dict[str, Any]:
         "predicted_step_s": found.prediction.step_time_s.value,
         "exact": plan.sync.compress is None and plan.sync.mode == "synchronous",
         "period": plan.sync.relaxed.period or 1,
-        "file": str(codec.save(plan, folder / f"{model}-{hosts}-{rate}-plan.json")),
+        "file": str(codec.save(plan, folder / f"{model}-{hosts}-{rate}-{AUTOS[listed]}-plan.json")),
         "plan": codec.to_data(plan),
     }
 

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from pays_methods import AUTO, CHECKED_ALIKE, METHODS, stood_for
+from pays_methods import AUTOS, CHECKED_ALIKE, METHODS, stood_for
 from record import spread
 
 Rows = list[dict[str, Any]]
@@ -59,11 +59,12 @@ def cell(rows: Rows, times: dict[str, Any], methods: Sequence[str]) -> dict[str,
     """Every method at one limit: its step, its steps, and its time to quality where all seeds reached it."""
     found: dict[str, Any] = {}
     failed = {row["method"]: row["failed"] for row in rows if "failed" in row}
-    choice = next((row for row in rows if row["kind"] == "choice" and row["rate"] == times["rate"]), {})
+    choices = {row["as"]: row for row in rows if row["kind"] == "choice" and row["rate"] == times["rate"]}
     for listed in methods:
-        name = choice.get("name", listed) if listed == AUTO else listed
-        if name == AUTO:
-            found[AUTO] = {"failed": choice.get("failed", "not chosen")}
+        choice = choices.get(listed, {})
+        name = choice.get("name", listed)
+        if name in AUTOS:
+            found[listed] = {"failed": choice.get("failed", "not chosen")}
             continue
         steps = steps_of(rows, name)
         if not times["step_s"].get(name) or steps is None:
@@ -81,7 +82,7 @@ def cell(rows: Rows, times: dict[str, Any], methods: Sequence[str]) -> dict[str,
         if len(reached) == len(steps):
             one["to_quality_s"] = statistics.median(reached) * one["step_s"]
             one["to_quality_range_s"] = [min(reached) * one["step_s"], max(reached) * one["step_s"]]
-        if listed == AUTO:
+        if listed in AUTOS:
             one |= {"is": name, "predicted_step_s": choice["predicted_step_s"]}
         found[listed] = one
     floor = found.get("floor", {}).get("to_quality_s")
@@ -93,16 +94,17 @@ def cell(rows: Rows, times: dict[str, Any], methods: Sequence[str]) -> dict[str,
 
 def verdict(one: dict[str, Any], rate: str) -> dict[str, Any]:
     """How a cell went for tutti: by its automatic choice, or by its best method where none was made. `regret`: how much
-    longer the choice takes than tutti's best method that was measured."""
+    longer each choice takes than tutti's best method that was measured."""
     reached = {name: row["to_quality_s"] for name, row in one.items() if "to_quality_s" in row}
     others = {name: s for name, s in reached.items() if name in METHODS and METHODS[name].side in ("torch", "peer")}
     ours = {name: s for name, s in reached.items() if name.startswith("tutti")}
     if not ours:
         return {}
     best = min(ours, key=lambda name: ours[name])
-    judged = AUTO if AUTO in ours else best
+    judged = next((name for name in AUTOS if name in ours), best)
     found: dict[str, Any] = {"judged": one[judged].get("is", judged), "best_of_tutti": one[best].get("is", best)}
-    found |= {"regret": ours[judged] / ours[best] - 1, "of_floor": one[judged].get("of_floor")}
+    found["regret"] = {name: ours[name] / ours[best] - 1 for name in AUTOS if name in ours}
+    found["of_floor"] = one[judged].get("of_floor")
     aim = AIMS.get(rate)
     if aim is not None and found["of_floor"] is not None:
         found |= {"aim": aim, "met": found["of_floor"] <= aim}

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-PERIOD = 16
+PERIOD = 8
 """Updates between two averages of the methods that average models."""
 
 POST_LOCAL_START = 4
-RANK = 2
+RANK = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,9 @@ METHODS = {
 
 
 AUTO = "tutti auto"
-"""What the planner chose; a row of its own in every cell, whichever method that is."""
+AUTOS = {AUTO: "all", "tutti auto copies": "data"}
+"""What the planner chose, of every mesh and of copies alone (its scope): rows of their own in every cell, whichever
+methods those are."""
 
 
 CHECKED_ALIKE = ("ddp", "ddp fp16")

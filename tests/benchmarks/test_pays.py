@@ -80,11 +80,18 @@ def test_peers_that_are_absent_say_so(judge: ModuleType) -> None:
 
 
 def test_verdicts_are_the_automatic_choices(judge: ModuleType) -> None:
-    chosen = {"kind": "choice", "rate": "1gbit", "name": "tutti plain", "exact": True, "predicted_step_s": 0.3}
+    chosen = {
+        "kind": "choice",
+        "as": "tutti auto",
+        "rate": "1gbit",
+        "name": "tutti plain",
+        "exact": True,
+        "predicted_step_s": 0.3,
+    }
     found = judge.summary({"mlp-2": [*ROWS, chosen]}, (*METHODS, "tutti auto"))
     verdict = found["verdicts"]["mlp-2@1gbit"]
     assert (verdict["judged"], verdict["best_of_tutti"]) == ("tutti plain", "tutti local")
-    assert verdict["regret"] == pytest.approx(44 * 0.4 / (52 * 0.11) - 1)
+    assert verdict["regret"] == {"tutti auto": pytest.approx(44 * 0.4 / (52 * 0.11) - 1)}
     assert verdict["of_ddp"] == pytest.approx(0.4 / 0.5)
     assert (verdict["aim"], verdict["met"]) == (1.15, False)
     by_hand = judge.summary({"mlp-2": ROWS}, METHODS)["verdicts"]["mlp-2@1gbit"]
@@ -127,7 +134,15 @@ def test_units_that_are_done_or_failed_are_not_done_again(pays: ModuleType) -> N
 
 def test_a_chosen_plan_is_trained_unless_it_is_a_known_method_or_exact(pays: ModuleType) -> None:
     def choice(rate: str, name: str, exact: bool) -> dict[str, Any]:
-        return {"kind": "choice", "rate": rate, "name": name, "exact": exact, "period": 1, "file": "plan.json"}
+        return {
+            "kind": "choice",
+            "as": "tutti auto",
+            "rate": rate,
+            "name": name,
+            "exact": exact,
+            "period": 1,
+            "file": "plan.json",
+        }
 
     sizes = pays.Sizes(seeds=2, methods=("floor", "tutti plain", "tutti local", "tutti auto"), checked=())
     choices = [choice("1gbit", "tutti local", False), choice("unlimited", "tutti stage=2", True)]
