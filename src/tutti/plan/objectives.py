@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tutti.errors import PlanError
+from tutti.plan import ramp
 from tutti.plan.choice import Request, Totals
 from tutti.plan.quality import steps_to_quality
 from tutti.predict.placement import Seat, place
@@ -46,20 +47,38 @@ def _have(devices: list[DeviceSpec], name: str, words: str, cluster: ClusterSpec
 def steps(request: Request, plan: Plan) -> int | None:
     """Steps of the whole training by a plan's global batch; None where nobody said how long it is."""
     batch = plan.batch.global_batch_size
+    if plan.batch.ramp and (sizes := _sizes(request, plan)) is not None:
+        return sum(many for _, many in sizes)
     if request.noise is not None:
         return math.ceil(steps_to_quality(batch, request.noise))
     return None if request.train_samples is None else math.ceil(request.train_samples / batch)
+
+
+def _sizes(request: Request, plan: Plan) -> list[tuple[int, int]] | None:
+    """(size, steps) of a batch that grows; None where nobody said how long training is."""
+    if request.noise is not None:
+        return ramp.sizes_to_quality(plan.batch, request.noise)
+    return None if request.train_samples is None else ramp.sizes_of(plan.batch, request.train_samples)
+
+
+def _time_s(request: Request, plan: Plan, prediction: Prediction) -> float:
+    """Seconds of all steps, or of one where their number is unknown."""
+    sizes = _sizes(request, plan) if plan.batch.ramp else None
+    if sizes is None:
+        return prediction.step_time_s.value * (steps(request, plan) or 1)
+    whole = plan.batch.global_batch_size
+    return sum(many * ramp.step_s(prediction, size, whole) for size, many in sizes)
 
 
 def totals(cluster: ClusterSpec, request: Request, plan: Plan, prediction: Prediction) -> Totals:
     """Time, device-hours, price and energy of the training, or of one step where its length is unknown.
 
     Devices that the plan leaves idle are not paid for; a device that is used is counted for all of the time, at its
-    full power.
+    full power. Steps of a batch that grows take what its sizes do.
     """
     used = place(cluster, plan.world_size)
     count = steps(request, plan)
-    time_s = prediction.step_time_s.value * (count or 1)
+    time_s = _time_s(request, plan, prediction)
     hours = time_s / 3600.0
     rate = {name: rate_of(used, name) for name in ("price_per_device_hour", "power_w")}
     price, power = rate["price_per_device_hour"], rate["power_w"]
