@@ -18,7 +18,7 @@ from typing import Any
 
 import pays_peers
 from pays_judge import rows, summary
-from pays_methods import AUTOS, CHECKED_ALIKE, METHODS, stood_for
+from pays_methods import AUTOS, CHECKED_ALIKE, METHODS, ON_REQUEST, stood_for
 from pays_work import WORKS, sequence
 from record import QUICK_RESULTS
 from tutti.lab import Lab, parse_rate
@@ -31,7 +31,7 @@ __all__ = ["QUICK", "Sizes", "measure", "rows"]
 RANK = Path(__file__).with_name("pays_rank.py")
 PARTS = QUICK_RESULTS / "pays"
 MOST_FAILURES = 3
-OURS = (*(name for name, method in METHODS.items() if method.side != "peer"), *AUTOS)
+OURS = (*(name for name, method in METHODS.items() if method.side != "peer" and name not in ON_REQUEST), *AUTOS)
 
 Unit = dict[str, Any]
 
@@ -41,7 +41,7 @@ RESUMABLE = True
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
     """What is measured. `most`: steps of a training, 0 for each model's own. `repeats`: blocks of each method at each
-    limit, 2 where they take more than `limit_s` seconds together. `only`: parts, MODEL-HOSTS."""
+    limit, 2 of peers, 2 where they take more than `limit_s` seconds together. `only`: parts, MODEL-HOSTS."""
 
     models: tuple[str, ...] = ("mlp", "cnn", "gpt")
     hosts: tuple[str, ...] = ("2", "4")
@@ -145,6 +145,7 @@ def measure_peers(model: str, hosts: int, sizes: Sizes, file: Path) -> None:
                     "limits": limits(lab.record, {"unlimited", *rates}),
                     "addresses": [lab.address(host) for host in lab.record.hosts],
                     **terms(sizes),
+                    "repeats": min(2, sizes.repeats),
                 }
                 failed = pays_peers.measured(name, lab, model, data, unit, file)
             if failed is not None:

@@ -74,6 +74,9 @@ AUTOS = {AUTO: "all", "tutti auto copies": "data"}
 methods those are."""
 
 
+ON_REQUEST = ("tutti top16-q4", "tutti top-k")
+"""Left out unless they are asked for or chosen: they take two to three times the steps here, and the time with them."""
+
 CHECKED_ALIKE = ("ddp", "ddp fp16")
 """Methods whose first seed is trained beside the one that stands for them."""
 
