@@ -106,8 +106,8 @@ def test_every_plan_is_one_device_where_nothing_is_lost(several: str) -> None:
 class Followed:
     """A run of one rank: what its gradients' sums got, gave and keep, by parameter."""
 
-    def __init__(self, how: Compression, name: str) -> None:
-        subject = branching()
+    def __init__(self, how: Compression, name: str, optimizer: Any = torch.optim.SGD) -> None:
+        subject = replace(branching(), optimizer=optimizer)
         self.world = int(os.environ["WORLD_SIZE"])
         sync = Sync(bucket_nbytes=600, compress=how)
         plan = Plan(batch=BatchPlan(global_batch_size=4), mesh={"replicate": self.world}, sync=sync)

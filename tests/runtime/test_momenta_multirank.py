@@ -13,7 +13,7 @@ from against_one import Subject, Trained, assert_agree
 from harness import run_ranks
 from runtime.several import Case, refusals, train_cases
 from runtime.test_compressed_multirank import case, data, in_turn, look, tied
-from runtime.test_compressed_plans_multirank import clipped, plain
+from runtime.test_compressed_plans_multirank import Followed, clipped, plain
 from tutti.compress.by_tensor import kept_of
 from tutti.compress.two_phase import TwoPhase
 from tutti.optim.large_batch import LAMB
@@ -177,6 +177,29 @@ def test_another_number_of_ranks_goes_on_with_all_that_was_kept() -> None:
             for what in kept:
                 was, now = (sum(rank[0][1][name][what] for rank in some) for some in (before, after))
                 torch.testing.assert_close(now, was, rtol=1e-12, atol=1e-15, msg=f"{name} {what}")
+
+
+def poisoned(words: str) -> dict[str, torch.Tensor]:
+    """Parameters that ranks leave out by turns, and a loss that is not finite on one rank once momenta are summed."""
+    torch.set_default_dtype(torch.float64)
+    this = Followed(parse_compression(words), words, torch.optim.AdamW)
+    for batch in this.batches(16):
+        spoilt = this.run.progress.step == 13
+        before = {p: state["exp_avg"].clone() for p, state in this.run.optimizers[0].state.items()}
+        weights = {p: p.detach().clone() for p in before}
+        this.step(batch, poisoned=spoilt)
+        if spoilt:
+            assert all(torch.equal(this.run.optimizers[0].state[p]["exp_avg"], value) for p, value in before.items())
+            assert all(torch.equal(p, value) for p, value in weights.items())
+    assert this.run.replica.compressor.momenta.stand_in
+    return {name: value.clone() for name, value in this.model.state_dict().items()}
+
+
+@pytest.mark.long
+def test_a_step_that_is_not_finite_leaves_no_trace() -> None:
+    first, *others = run_ranks(poisoned, 3, "one-bit-adam,freeze_step=10", timeout_s=110)
+    assert all(value.isfinite().all() for value in first.values())
+    assert all(torch.equal(other[name], value) for other in others for name, value in first.items())
 
 
 class Late(nn.Module):
