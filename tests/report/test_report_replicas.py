@@ -51,6 +51,20 @@ def test_the_report_says_how_far_replicas_drifted(tmp_path: Path) -> None:
     assert codec.loads(type(report), codec.dumps(report)) == report
 
 
+def test_what_evaluations_measured_counts_where_no_step_can(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, Story())
+    metrics, lines = folder / "metrics.jsonl", []
+    for line in metrics.read_text().splitlines():
+        row = json.loads(line)
+        if row["kind"] == "evaluate":
+            row["replicas"] = {"disagreement": {"max": 0.75, "mean": 0.5}}
+        lines.append(json.dumps(row))
+    metrics.write_text("\n".join(lines) + "\n")
+    found = build_report(folder).replicas
+    assert found["largest disagreement"].value == 0.75
+    assert found["staleness"].value is None
+
+
 def test_a_run_whose_replicas_were_equal_says_nothing(tmp_path: Path) -> None:
     report = build_report(write_run(tmp_path, Story()))
     assert report.replicas == {}

@@ -44,9 +44,10 @@ def reach(modes: tuple[str, ...]) -> dict[str, tuple[float, float]]:
     return reached
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.long
 def test_every_mode_learns_digits() -> None:
-    (found, *others) = run_ranks(reach, 4, MODES, timeout_s=300)
+    (found, *others) = run_ranks(reach, 4, MODES, timeout_s=590)
     assert all(one == found for one in others)
     exact = found["synchronous"][0]
     for sync, (accuracy, loss) in found.items():

@@ -78,6 +78,28 @@ def check_synchronous(ranks: list[dict[str, Seen]], name: str) -> None:
 
 
 @SIZES
+def test_bytes_are_those_of_the_formula(size: int) -> None:
+    ranks = trained(size)
+    with doubles():
+        n = sum(p.numel() * 8 for p in MODELS["mlp"][0]().parameters())
+    steps, served = len(ranks[0]["stale"].losses), n // 8 // size * 8  # rank 0's part, rounded down
+    a_step = (n - served) + (size - 1) * served  # its own change, and its answers
+    assert a_step == pytest.approx(2 * (size - 1) / size * n, rel=0.01)
+    assert parameters_sent(ranks[0]["momentum: stale"]) == steps * a_step
+    for mode in ("stale", "asynchronous"):
+        assert 0 < parameters_sent(ranks[0][mode]) <= steps * a_step
+    assert parameters_sent(ranks[0]["ad-psgd"]) in [count * n for count in range(steps + 1)]
+    assert parameters_sent(ranks[0]["ensemble"]) == 0
+    assert parameters_sent(ranks[0]["hogwild"], first=1) == 0, "but for the optimizers' state, once"
+
+
+def parameters_sent(seen: Seen, first: int = 0) -> int:
+    lanes = [lane for row in seen.rows[first:] for lane in row["communication"]]
+    assert not any(lane["carried"] == "gradients" for lane in lanes)
+    return sum(lane["nbytes"] for lane in lanes if lane["carried"] == "parameters")
+
+
+@SIZES
 @pytest.mark.parametrize("mode", RUNS)
 def test_all_end_with_one_model_which_is_what_was_evaluated(size: int, mode: str) -> None:
     ranks = [one[mode] for one in trained(size)]

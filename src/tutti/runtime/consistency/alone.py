@@ -26,7 +26,7 @@ class Alone(Apart):
     def __init__(self, replicas: Replicas) -> None:
         super().__init__(replicas, 1)
         self.rested: dict[str, float | int] | None = None
-        self._last_loss = 0.0
+        self._last = torch.full((2,), torch.nan, dtype=torch.float64)
 
     @abstractmethod
     def still(self, run: Run) -> AbstractContextManager[None]:
@@ -39,9 +39,9 @@ class Alone(Apart):
         own = sum(part.count for part in share.parts)
         totals[:2] *= share.batch_size / max(own, 1)
         if own == 0:  # its loss stays what it was
-            totals[0], totals[1] = self._last_loss * share.batch_size, share.batch_size
-        elif float(totals[1]) > 0 and bool(torch.isfinite(totals[0])):
-            self._last_loss = float(totals[0] / totals[1])
+            totals[0], totals[1] = float(self._last[0] / self._last[1]) * share.batch_size, share.batch_size
+        else:
+            self._last = totals[:2].clone()
         return None
 
     def updated(self, run: Run) -> None:
