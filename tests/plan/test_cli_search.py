@@ -106,6 +106,25 @@ def test_what_if_answers_beside_now(machines: str) -> None:
     assert "as fast" in shown
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--explain",), "no script is given"),
+        (("--what-if", "links=1gbit"), "links"),
+        (("--what-if", "devices=6"), "multiple of 4"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_before_the_search(
+    machines: str, options: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def searched(*_: object, **__: object) -> None:
+        raise AssertionError("a search took place")
+
+    monkeypatch.setattr("tutti.cli.planning.search", searched)
+    with pytest.raises(PlanError, match=words):
+        ask(machines, *options)
+
+
 def test_two_plan_files_are_told_apart(tmp_path: Path) -> None:
     first = codec.save(plan(64), tmp_path / "first.json")
     other = dataclasses.replace(plan(64), mesh={"replicate": 2, "split": 2})

@@ -156,6 +156,11 @@ def command(**given: Any) -> None:
         show_difference(*options.diff, as_json=options.as_json)
         return
     described = options.model is not None or named_model(options.target) is not None
+    if options.explain and described:
+        raise PlanError(
+            "--explain says where a script's modules lie, and no script is given; leave it out: the answer says why "
+            "other plans lost, and --html FILE draws the step and the memory of every rank"
+        )
     given_mesh = options.mesh is not None and options.relax == "exact"
     if options.plan is not None or options.explain or (given_mesh and not described):
         from tutti.cli.explain import explain_script
@@ -164,13 +169,14 @@ def command(**given: Any) -> None:
         return
     from tutti.cli.outlook import chosen_plan
     from tutti.cli.planning import search, write_spec
-    from tutti.plan import stamp
+    from tutti.plan import stamp, what_if
 
     model, request = asked(options)
     cluster = cluster_for(options.cluster)
+    changed = [what_if(cluster, text) for text in options.what_if]  # refused, if so, before the search
     with console.status("searching plans"):
         choice = search(model, cluster, request, options.seconds)
-    planned = _planned(model, cluster, choice, options)
+    planned = _planned(model, cluster, choice, options, changed)
     if options.output is not None:
         write_spec(replace(chosen_plan(choice, planned.trials), made_for=stamp(model)), options.output)
     if options.as_json:
@@ -179,11 +185,17 @@ def command(**given: Any) -> None:
         show_choice(planned, options)
 
 
-def _planned(model: ModelSpec, cluster: ClusterSpec, choice: "Choice", options: Options) -> "Planned":
-    """The choice with all else that the command line asks for; the page is written."""
+def _planned(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    choice: "Choice",
+    options: Options,
+    changed: list[tuple[ClusterSpec, str]],
+) -> "Planned":
+    """The choice with all else that the command line asks for; the page is written. `changed`: other clusters to plan
+    for, each in words."""
     from tutti.cli import outlook
     from tutti.cli.planning import search
-    from tutti.plan import what_if
 
     trials = curve = None
     if options.tries is not None:
@@ -194,8 +206,7 @@ def _planned(model: ModelSpec, cluster: ClusterSpec, choice: "Choice", options: 
         with console.status("searching plans for fewer devices"):
             curve = outlook.with_measured(outlook.curve_of(model, cluster, choice.request, options.seconds), trials)
     scenarios = []
-    for text in options.what_if:
-        other, words = what_if(cluster, text)
+    for other, words in changed:
         with console.status(f"searching plans for {words}"):
             found = search(model, other, choice.request, options.seconds)
         scenarios.append(outlook.Scenario(change=words, choice=found))
