@@ -160,11 +160,10 @@ def hivemind(work: Work, args: argparse.Namespace, unit: dict[str, Any]) -> Step
     dist.broadcast_object_list(found, src=0)
     if rank:
         dht = DHT(host_maddrs=listen, initial_peers=found[0], start=True)
-    batches, count = share(work, args.data), [0]
-    model = fresh(work, 0)
-    optimizer = work.optimizer(model)
+    count, models = [0], []
+    plain = alone(work, share(work, args.data), lambda model, own: models.append(model) or own)
     averager = DecentralizedAverager(
-        [parameter.detach().clone() for parameter in model.parameters()],
+        [parameter.detach().clone() for parameter in models[0].parameters()],
         dht,
         prefix="pays",
         target_group_size=size,
@@ -175,29 +174,26 @@ def hivemind(work: Work, args: argparse.Namespace, unit: dict[str, Any]) -> Step
     )
 
     def step() -> None:
-        inputs, target = next(batches)
-        optimizer.zero_grad()
-        loss = work.loss(model(inputs), target)
-        loss.backward()
-        optimizer.step()
-        loss.item()
+        plain()
         count[0] += 1
         if count[0] % unit["period"] == 0:
-            average()
-
-    def average() -> None:
-        with averager.get_tensors() as tensors, torch.no_grad():
-            for tensor, parameter in zip(tensors, model.parameters(), strict=True):
-                tensor.copy_(parameter)
-        until = time.monotonic() + 120
-        while averager.step(timeout=60) is None:
-            if time.monotonic() > until:
-                raise TimeoutError("no partners were found in two minutes")
-        with averager.get_tensors() as tensors, torch.no_grad():
-            for tensor, parameter in zip(tensors, model.parameters(), strict=True):
-                parameter.copy_(tensor)
+            average(averager, models[0])
 
     return step
+
+
+def average(averager: Any, model: torch.nn.Module) -> None:
+    """Put the mean of all hosts' models into this one; partners that are not there yet are waited for."""
+    with averager.get_tensors() as tensors, torch.no_grad():
+        for tensor, parameter in zip(tensors, model.parameters(), strict=True):
+            tensor.copy_(parameter)
+    until = time.monotonic() + 120
+    while averager.step(timeout=60) is None:
+        if time.monotonic() > until:
+            raise TimeoutError("no partners were found in two minutes")
+    with averager.get_tensors() as tensors, torch.no_grad():
+        for tensor, parameter in zip(tensors, model.parameters(), strict=True):
+            parameter.copy_(tensor)
 
 
 PEERS: dict[str, Callable[[Work, argparse.Namespace, dict[str, Any]], Step]] = {
