@@ -50,7 +50,7 @@ class TuttiLoop:
         self._folder = Path(tempfile.mkdtemp(prefix="tutti-pays-"))
         words = {**dict(method.words), "TUTTI_RUN_FOLDER": str(self._folder), "TUTTI_SUPERVISED": "1"}
         with environment(words):
-            self.job = tutti.Job(global_batch_size=work.batch, seed=seed, keep_checkpoints=0)
+            self.job = tutti.Job(global_batch_size=work.batch, seed=seed, precision="full", keep_checkpoints=0)
             model = fresh(work, seed)
             data = sequence(work, seed)
             _, _, self._loader = self.job.prepare(model, work.optimizer(model), data, work.loss, shuffle=False)

@@ -8,7 +8,7 @@ PERIOD = 8
 """Updates between two averages of the methods that average models."""
 
 POST_LOCAL_START = 4
-RANK = 1
+RANK = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,18 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples"), str(ROOT / "te
 
 import record  # noqa: E402
 
-SUITES = ("ddp", "mechanisms", "overlap", "attention", "memory", "startup", "loading", "compress", "plan_search")
+SUITES = (
+    "ddp",
+    "mechanisms",
+    "overlap",
+    "attention",
+    "memory",
+    "startup",
+    "loading",
+    "compress",
+    "buckets",
+    "plan_search",
+)
 ON_REQUEST = ("links", "plan", "pays", "tiers")
 """Suites that run when they are named: they need root."""
 
@@ -77,8 +88,8 @@ def main() -> None:
     unknown = set(arguments.suites) - {*SUITES, *ON_REQUEST}
     if unknown:
         parser.error(f"unknown suite {', '.join(sorted(unknown))}; choose of {', '.join((*SUITES, *ON_REQUEST))}")
-    if arguments.resume and arguments.suites != ["plan"]:
-        parser.error("only the suite plan goes on with a run that was interrupted: name it alone with --resume")
+    if arguments.resume and arguments.suites not in (["plan"], ["pays"]):
+        parser.error("only plan and pays go on with a run that was interrupted: name one of them alone with --resume")
     for suite in arguments.suites or SUITES:
         written = run(suite, quick=arguments.quick, settings=arguments.set, resume=arguments.resume)
         print(f"written: {written.relative_to(ROOT)}")
