@@ -20,6 +20,7 @@ def test_what_is_timed_is_what_a_run_sums_with(words: str) -> None:
     assert made.codec == codes.CODECS[words]  # type: ignore[attr-defined]
 
 
+@pytest.mark.long
 def test_every_method_has_a_time_at_every_size() -> None:
     threads = torch.get_num_threads()
     rates = codes.measure(torch.device("cpu"), SMALL)

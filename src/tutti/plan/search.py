@@ -47,7 +47,7 @@ def choose(
     choice = _exact_choice(model, cluster, dataclasses.replace(request, relax="exact"), clock, limit_s)
     if request.relax == "exact":
         return choice
-    return open_dial(model, cluster, request, choice, clock, limit_s)
+    return open_dial(model, cluster, request, choice, clock, limit_s / 2)
 
 
 def _exact_choice(
