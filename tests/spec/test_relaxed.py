@@ -1,5 +1,6 @@
 """Modes of consistency in plans and in words: what is told, what is refused, and why."""
 
+from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
@@ -10,7 +11,7 @@ from tutti.spec.plan import BatchPlan, Plan, Sync
 from tutti.spec.refusals import check_plan
 from tutti.spec.relaxed import PARAMETERS, Relaxed, settled
 from tutti.spec.sync_words import parse_sync, sync_in_words, with_mode
-from tutti.spec.words import SyncMode
+from tutti.spec.words import ALONE, SyncMode
 
 SAID = [
     "synchronous",
@@ -111,3 +112,25 @@ def test_what_replicas_that_differ_exclude(fields: dict[str, Any], words: str) -
     plan = Plan(batch=BatchPlan(global_batch_size=8), **{"sync": parse_sync("local:4"), **fields})
     with pytest.raises(PlanError, match=words):
         check_plan(plan)
+
+
+@pytest.mark.parametrize("mode", ALONE)
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"precision": "float16"}, "loss scale"),
+        ({"mesh": {"replicate": 2, "shard": 2}}, "mesh.shard"),
+        ({"mesh": {"replicate": 2, "stage": 2}}, "mesh.stage"),
+        ({"mesh": {"replicate": 2, "context": 2}}, "mesh.context"),
+        ({"mesh": {"space": 2}}, "mesh.space"),
+    ],
+)
+def test_what_modes_without_waiting_exclude(mode: SyncMode, fields: dict[str, Any], words: str) -> None:
+    relaxed = Relaxed(bound=2) if mode == "stale" else Relaxed()
+    plan = Plan(batch=BatchPlan(global_batch_size=8), sync=Sync(mode=mode, relaxed=relaxed), **fields)
+    with pytest.raises(PlanError, match=words) as caught:
+        check_plan(plan)
+    assert f'"{mode}"' in str(caught.value)
+    assert "; " in str(caught.value), "with its remedy"
+    if "precision" in fields:
+        check_plan(replace(plan, precision="bfloat16"))

@@ -1,13 +1,16 @@
 """Modes in which ranks do not wait for each other: what holds of them however their steps interleave."""
 
 import functools
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from harness import run_ranks
-from runtime.consistency.replicas import MODELS, Seen, Told, train_all, train_twice
+from runtime.consistency.replicas import MODELS, Seen, Told, train, train_all, train_on, train_twice
 from runtime.consistency.simulated import doubles
+from tutti.runtime.checkpoint import to_state_dict
 from tutti.spec.words import ALONE
 
 MOMENTUM = {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}
@@ -196,3 +199,21 @@ def test_a_resumed_run_goes_on_bit_for_bit_where_nothing_depends_on_time(name: s
         for step, expected in enumerate(whole.states[3:]):
             assert all(torch.equal(rest.states[step][key], value) for key, value in expected.items())
         assert rest.evaluation == whole.evaluation
+
+
+def save_members(told: Told) -> tuple[Seen, dict[str, Any]]:
+    """A training of an ensemble, and what its checkpoint has for one device."""
+    seen = train(told, 2)
+    return seen, to_state_dict(Path(seen.saved))
+
+
+@pytest.mark.long
+def test_a_checkpoint_of_an_ensemble_has_its_first_member_for_others(tmp_path: Path) -> None:
+    told = Told(**{**vars(SAVED["ensemble"]), "folder": str(tmp_path / "run")})
+    (first, plain), (second, _) = run_ranks(save_members, 2, told)
+    for name, value in first.states[2].items():
+        assert torch.equal(plain["model"][name], value), name
+    assert not torch.equal(second.states[2]["out.weight"], first.states[2]["out.weight"])
+    alone = Told(**{**vars(SAVED["ensemble"]), "sync": "synchronous", "steps": 4})
+    (one,) = run_ranks(train_on, 1, alone, first.saved, 1)
+    assert len(one.losses) == 1

@@ -81,6 +81,8 @@ class Hogwild(Alone):
     def left(self, run: Run) -> None:
         if self.leaves.numel():
             self.leaves[self.replicas.index] = 1
+        while self._handles:
+            os.close(self._handles.popitem()[1])
 
     def _of_others(self) -> int:
         """Updates that the other replicas have made."""
