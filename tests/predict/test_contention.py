@@ -12,6 +12,7 @@ from predict.examples_mesh import machines, meshed, part, transformer
 from tutti.errors import PlanError
 from tutti.predict import constants, predict
 from tutti.predict.overlap import Bucket, Exchange, exchange
+from tutti.predict.sharding import _hidden
 from tutti.predict.step import worked_out
 from tutti.predict.sync import fused, summed
 from tutti.predict.timeline import Setting, action_times, line_work, passes_of
@@ -153,6 +154,16 @@ def test_the_sums_of_a_stage_meet_its_last_message() -> None:
         assert first.sum() == 0
         assert second[0] == 0 < second[1]
         assert (step.setting.wires.network.group("replicate").tier == "network") == shared
+
+
+def test_gathers_have_the_link_after_what_the_unit_before_exchanges() -> None:
+    # the second unit's parameters take 3 s and start with the first one, which works 2 s
+    assert _hidden([0.0, 3.0, 0.0], [2.0, 2.0, 0.0], [0.0, 0.0, 0.0]) == (3.0, 1.0)
+    assert _hidden([0.0, 3.0, 0.0], [2.0, 2.0, 0.0], [1.0, 0.0, 0.0]) == (3.0, 2.0)  # and has the link for 1 s of them
+    assert _hidden([0.0, 1.0, 0.0], [2.0, 2.0, 0.0], [1.0, 0.0, 0.0]) == (1.0, 0.0)
+    # so do sums behind backward: 1.5 s from the end of the first unit on
+    assert _hidden([0.0, 0.0], [2.0, 2.0], [0.0, 1.0], [1.5, 0.0]) == (1.5, 0.5)
+    assert _hidden([0.0, 0.0], [2.0, 2.0], [0.0, 0.0], [1.5, 0.0]) == (1.5, 0.0)
 
 
 def test_gathers_of_shards_wait_for_what_units_exchange() -> None:

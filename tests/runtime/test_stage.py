@@ -1,6 +1,7 @@
 """Laws of pipelines without ranks: schedules, cuts, halves of a backward, and what a trace follows or refuses."""
 
 import itertools
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -125,7 +126,8 @@ def test_halves_of_a_backward_make_a_whole(forward: Callable[..., list[torch.Ten
     expected = torch.autograd.grad(results, [x, *model.parameters()], seeds, retain_graph=True, allow_unused=True)
     model.zero_grad()
     entered = x * 1
-    found, rest = input_gradients(forward(entered, tokens, model), seeds, [get_gradient_edge(entered)])
+    roots = [get_gradient_edge(result) for result in forward(entered, tokens, model)]
+    found, rest = input_gradients(roots, seeds, [get_gradient_edge(entered)])
     torch.testing.assert_close(found[0], expected[0])
     if forward is _apart:
         assert all(parameter.grad is None for parameter in model.parameters()), "weights wait for the second half"
@@ -153,6 +155,38 @@ def test_a_program_computes_what_the_model_does() -> None:
         needed = [key for keys in placement.parts[stage].receives.values() for key in keys]
         values |= work.forward({key: values[key].detach() for key in needed})
     torch.testing.assert_close(work.output(values), model(tokens))
+
+
+def test_a_stage_lets_go_of_what_it_has_sent() -> None:
+    """Its gradient enters where it was made all the same."""
+    torch.manual_seed(0)
+    model, tokens = subjects.GPT(), torch.randint(0, 23, (2, 8))
+    _, program = traced(model, tokens)
+    placement = place(program, named_starts(calls_of(program), ("blocks.2",), 2), None)
+    first, keys = (
+        StageWork(placement, 0, model, CPU),
+        [key for many in placement.parts[0].sends.values() for key in many],
+    )
+    values = first.forward({})
+    sent = {key: weakref.ref(values[key]) for key in keys if values[key].requires_grad}
+    gradients = {key: torch.ones_like(values[key]) for key in sent}
+    assert sent
+    del values
+    first.let_go()
+    assert all(held() is None for held in sent.values())
+    first.backward(gradients)
+    found = model.blocks[1].mlp[2].weight.grad
+    model.zero_grad()
+    middle = model.blocks[1](
+        model.blocks[0](model.embed(tokens) + model.positions[:8], _causal(tokens)), _causal(tokens)
+    )
+    middle.sum().backward()
+    torch.testing.assert_close(found, model.blocks[1].mlp[2].weight.grad)
+
+
+def _causal(tokens: torch.Tensor) -> torch.Tensor:
+    mask = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).tril()
+    return mask & (tokens != 0)[:, None, None, :] | torch.eye(tokens.shape[1], dtype=torch.bool)
 
 
 def test_tracing_leaves_the_model_as_it_was() -> None:

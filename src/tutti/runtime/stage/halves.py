@@ -25,10 +25,10 @@ class Junction:
 
 @dataclass(slots=True)
 class Deferred:
-    """The second half. `roots`: results that no input leads to, with their gradients."""
+    """The second half. `roots`: where gradients of results enter that no input leads to, with those."""
 
     junctions: list[Junction] = field(default_factory=list)
-    roots: list[torch.Tensor] = field(default_factory=list)
+    roots: list[GradientEdge] = field(default_factory=list)
     seeds: list[torch.Tensor | None] = field(default_factory=list)
 
     def run(self) -> None:
@@ -43,13 +43,14 @@ class Deferred:
 
 
 def input_gradients(
-    roots: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor | None], inputs: Sequence[GradientEdge]
+    roots: Sequence[GradientEdge], seeds: Sequence[torch.Tensor | None], inputs: Sequence[GradientEdge]
 ) -> tuple[list[torch.Tensor | None], Deferred]:
-    """Gradients with respect to `inputs` (None for one that is not used), and the half that is left."""
+    """Gradients with respect to `inputs` (None for one that is not used), and the half that is left. `roots`: where the
+    gradients of results, `seeds`, enter the graph."""
     if not inputs or not roots:
         return [None] * len(inputs), Deferred(roots=list(roots), seeds=list(seeds))
     ways = _Ways({edge.node for edge in inputs})
-    leading = [at for at, root in enumerate(roots) if ways.leads(_node(root))]
+    leading = [at for at, root in enumerate(roots) if ways.leads(root.node)]
     if not leading:
         return [None] * len(inputs), Deferred(roots=list(roots), seeds=list(seeds))
     junctions = ways.junctions()
@@ -72,7 +73,7 @@ def input_gradients(
 
 
 def _whole(
-    roots: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor | None], inputs: Sequence[GradientEdge]
+    roots: Sequence[GradientEdge], seeds: Sequence[torch.Tensor | None], inputs: Sequence[GradientEdge]
 ) -> list[torch.Tensor | None]:
     """All gradients at once; those of the inputs are caught on the way."""
     caught: list[torch.Tensor | None] = [None] * len(inputs)
@@ -90,10 +91,6 @@ def _whole(
         for hook in hooks:
             hook.remove()
     return caught
-
-
-def _node(tensor: torch.Tensor) -> Node:
-    return torch.autograd.graph.get_gradient_edge(tensor).node
 
 
 def _keeper(junction: Junction) -> Any:

@@ -164,6 +164,8 @@ class _Step:
             work = self._do(action, placement, received)
             for message in given(action, placement):
                 session.give(message, work.gradient(message.key) if message.gradient else work.outgoing(message.key))
+            if action.kind == "F":
+                work.let_go()
             if place == last_forward:
                 forwards_done()
 

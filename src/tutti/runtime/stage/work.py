@@ -68,6 +68,7 @@ class StageWork:
         self._placement, self._model = placement, model
         self._arrivals: dict[int, Arrival] = {}
         self._sent: dict[int, torch.Tensor] = {}
+        self._ways: dict[int, GradientEdge] = {}
         self._deferred: Deferred | None = None
 
     def forward(self, received: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -100,6 +101,11 @@ class StageWork:
             )
         return tensor
 
+    def let_go(self) -> None:
+        """What was sent is held no longer: of it backward needs only where its gradient enters."""
+        self._ways |= {key: get_gradient_edge(sent) for key, sent in self._sent.items() if sent.requires_grad}
+        self._sent = {}
+
     def output(self, values: Mapping[int, torch.Tensor]) -> Any:
         """What the forward returned, on the last stage."""
         program = self._placement.program
@@ -120,7 +126,7 @@ class StageWork:
         roots, seeds = self._roots(gradients)
         if roots:
             torch.autograd.backward(roots, seeds)
-        self._sent, self.loss = {}, None
+        self._ways, self.loss = {}, None
 
     def backward_inputs(self, gradients: Mapping[int, torch.Tensor]) -> None:
         """Gradients of what was received; those of weights are left for `backward_weights`."""
@@ -130,7 +136,7 @@ class StageWork:
         for key, gradient in zip(edges, found, strict=True):
             if gradient is not None:
                 self._arrivals[key].gradient = gradient
-        self._sent, self.loss = {}, None
+        self._ways, self.loss = {}, None
 
     def backward_weights(self) -> None:
         """What `backward_inputs` left out."""
@@ -142,16 +148,17 @@ class StageWork:
         """The gradient of a received value, to be sent back."""
         return self._arrivals[key].taken()
 
-    def _roots(self, gradients: Mapping[int, torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-        roots: list[torch.Tensor] = []
+    def _roots(self, gradients: Mapping[int, torch.Tensor]) -> tuple[list[GradientEdge], list[torch.Tensor | None]]:
+        self.let_go()
+        roots: list[GradientEdge] = []
         seeds: list[torch.Tensor | None] = []
         for key, gradient in gradients.items():
-            if self._sent[key].requires_grad:
-                roots.append(self._sent[key])
+            if key in self._ways:
+                roots.append(self._ways[key])
                 seeds.append(gradient)
         if self.loss is not None:
-            roots.append(self.loss)
-            seeds.append(None)
+            roots.append(get_gradient_edge(self.loss))
+            seeds.append(torch.ones_like(self.loss))
         return roots, seeds
 
     def _run(self, node: Node, values: dict[int, torch.Tensor]) -> None:

@@ -1,0 +1,93 @@
+"""Bytes of tensors alive on the ranks of a pipeline, cut between blocks and inside them, and what is predicted."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.profiler import profile
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import tutti
+from harness import run_ranks
+from matrix.cell import _alive_nbytes
+from matrix.foreseen import HOST
+from runtime.stage_subjects import GPT
+from tutti.cli.describe import describe_captured
+from tutti.predict import predict
+from tutti.runtime.capture import CaptureDone, capturing
+from tutti.runtime.unpack import loss_of
+from tutti.spec import codec
+from tutti.spec.model import ModelSpec
+from tutti.spec.plan import BatchPlan, Pipeline, Plan
+
+pytestmark = pytest.mark.long
+
+WIDTH, TOKENS, BATCH = 192, 16, 64
+MARK = 12_345_677
+"""Bytes of an allocation that says where in the record a step begins."""
+
+
+def language(blocks: int) -> tuple[nn.Module, TensorDataset]:
+    torch.manual_seed(0)
+    tokens = torch.randint(1, 64, (2, 2 * BATCH, TOKENS))
+    return GPT(vocabulary=64, width=WIDTH, blocks=blocks), TensorDataset(tokens[0], tokens[1])
+
+
+def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def described(blocks: int) -> ModelSpec:
+    model, data = language(blocks)
+    job = tutti.Job(global_batch_size=BATCH)
+    try:
+        with capturing():
+            job.prepare(model, torch.optim.Adam(model.parameters()), data, loss_fn)
+    except CaptureDone as done:
+        return describe_captured(done.captured, name="gpt")
+    raise AssertionError("prepare was not captured")
+
+
+def peak_of_a_step(blocks: int, plan: Path) -> int:
+    """The most bytes alive in forward and backward. What was allocated before the record began is not seen to go, so
+    that begins a step earlier."""
+    os.environ["TUTTI_PLAN"] = str(plan)
+    model, data = language(blocks)
+    job = tutti.Job(global_batch_size=BATCH)
+    model, _, loader = job.prepare(model, torch.optim.Adam(model.parameters()), data, loss_fn)
+    first, second = list(loader)
+    run = job._run()
+    job.step(first)
+    with profile(profile_memory=True) as record:
+        job.step(first)
+        alive = _alive_nbytes(run)
+        torch.empty(MARK, dtype=torch.uint8)
+        job.forward_backward(loss_of(run.unpack, run.loss_fn), second)  # type: ignore[arg-type]
+    events = [
+        (event.start_ns(), event.nbytes()) for event in record.kineto_results.events() if event.name() == "[memory]"
+    ]
+    changes = [nbytes for _, nbytes in sorted(events)]
+    begin = max(at for at, nbytes in enumerate(changes) if MARK <= -nbytes < MARK + 4096)
+    most = alive
+    for nbytes in changes[begin + 1 :]:
+        alive += nbytes
+        most = max(most, alive)
+    return int(most)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "schedule", "chunks"),
+    [(4, "1f1b", 1), (4, "interleaved", 2), (2, "interleaved", 2), (1, "interleaved", 2)],
+)
+def test_what_ranks_hold_is_predicted_wherever_stages_are_cut(
+    blocks: int, schedule: str, chunks: int, tmp_path: Path
+) -> None:
+    pipeline = Pipeline(schedule=schedule, stages_per_rank=chunks)  # type: ignore[arg-type]
+    batch = BatchPlan(global_batch_size=BATCH, num_microbatches=4)
+    plan = Plan(batch=batch, mesh={"stage": 2}, pipeline=pipeline)
+    memory = predict(described(blocks), HOST, plan).memory
+    held = max(run_ranks(peak_of_a_step, 2, blocks, codec.save(plan, tmp_path / "plan.json"), timeout_s=120))
+    assert 0.92 <= (memory.total - memory.reserve) / held <= 1.08
