@@ -45,7 +45,8 @@ RESUMABLE = True
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
     """What is measured. Of each plan at most `steps` steps are timed, fewer where they take more than `milliseconds`
-    (but two, or one where even that takes longer). `limit_s`: after which a plan is given up.
+    (but two, or one where even that takes longer); a first step above 1.5 s is the only one. `limit_s`: after which a
+    plan is given up.
 
     `full`: 1 for the probe's longer measurement. `only`: words that a plan's name begins with, all of them when empty.
     """
@@ -53,8 +54,8 @@ class Sizes:
     rates: tuple[str, ...] = ("unlimited", "1gbit", "100mbit")
     ranks: tuple[str, ...] = ("2", "4")
     models: tuple[str, ...] = ("mlp", "cnn", "gpt")
-    steps: int = 5
-    milliseconds: int = 600
+    steps: int = 3
+    milliseconds: int = 250
     limit_s: int = 90
     full: int = 0
     only: tuple[str, ...] = ()

@@ -67,6 +67,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="gets a line for each plan and rank")
     parser.add_argument("--steps", type=int, default=3, help="timed at most")
     parser.add_argument("--seconds", type=float, default=2, help="of timed steps, unless one takes longer")
+    parser.add_argument("--patience", type=float, default=1.5, help="seconds of a first step that is repeated")
     parser.add_argument("--limit", type=float, default=90, help="seconds after which a plan is given up")
     return parser.parse_args()
 
@@ -141,7 +142,8 @@ def steps(name: str, batch: int) -> Iterator[tutti.Job]:
 
 def timed(args: argparse.Namespace) -> dict[str, Any]:
     """Seconds of some steps by the plan in the environment, or why tutti refuses it. Leaves its world. `cpu_s`: of a
-    step, all threads of this rank: what other work on the machine lengthens least."""
+    step, all threads of this rank: what other work on the machine lengthens least. A first step that takes longer than
+    `patience` is the measurement: what it does once is little beside it."""
     loop = steps(args.workload, args.batch)
     start = time.perf_counter()
     try:
@@ -150,12 +152,15 @@ def timed(args: argparse.Namespace) -> dict[str, Any]:
         leave()
         return {"refused": str(error)}
     found: dict[str, Any] = {"prepare_s": time.perf_counter() - start}
-    warm = [agreed_s(loop)]
-    if warm[0] < args.seconds:
+    before = time.process_time()
+    warm = [first := agreed_s(loop)]
+    if first < args.seconds:
         warm.append(agreed_s(loop))
     count = max(2 if warm[-1] < args.seconds else 1, min(args.steps, int(args.seconds / warm[-1])))
-    times = []
-    busy = time.process_time()
+    if first > args.patience:
+        warm, count = [], 0
+    times = [] if warm else [first]
+    busy = time.process_time() if warm else before
     for _ in range(count):
         start = time.perf_counter()
         next(loop)
@@ -165,7 +170,7 @@ def timed(args: argparse.Namespace) -> dict[str, Any]:
     ending = job._ending
     assert ending is not None
     ending.close()
-    return found | {"warmup_s": warm, "step_s": times, "cpu_s": busy / count, **recorded(len(warm))}
+    return found | {"warmup_s": warm, "step_s": times, "cpu_s": busy / len(times), **recorded(len(warm))}
 
 
 def agreed_s(loop: Iterator[tutti.Job]) -> float:

@@ -2,9 +2,10 @@
 with those that do the same, or the same and more, folded into one.
 
 Folded are (1) recomputing: it does the same work and repeats some, for memory that none of these models lacks; (2)
-schedules with the same actions on every rank; (3) numbers of microbatches: without stages one that has more of them
-exchanges as much and computes in smaller pieces, so the least stands for all, and for one-axis meshes the next one is
-measured beside it; with stages those nearest to one, two and four for each stage stand for the others.
+schedules with the same actions on every rank; (3) numbers of microbatches: without stages more of them exchange as much
+or more and compute in smaller pieces, so the least stands for all, and of one-axis meshes without sharding the next is
+measured beside it; with stages 1F1B is measured with one, two and four for each stage, other schedules and meshes of
+two axes with two; (4) on two axes, interleaved schedules of more stages a rank than the fewest.
 """
 
 import dataclasses
@@ -134,25 +135,28 @@ def fold(plans: Iterable[Plan]) -> list[Measured]:
             own = plan.batch.num_microbatches
             stands = max((count for count in counts if count <= own), default=counts[0])
             for_it = [one for one in family if one.batch.num_microbatches == stands]
-            plainest = min(for_it, key=lambda one: len(_again(one)))
+            plainest = min(for_it, key=lambda one: (len(_again(one)), one.pipeline.stages_per_rank))
             kept.setdefault(_same(plainest), []).extend([plainest, plan])
     return [Measured(plan=found[0], stands_for=len(found) // 2) for found in kept.values()]
 
 
 def chosen_counts(plan: Plan, counts: set[int]) -> list[int]:
     """The numbers of microbatches that are measured of a family: `plan` is one of it, `counts` all it has."""
-    stages, ordered = plan.degree("stage"), sorted(counts)
+    stages, ordered, alone = plan.degree("stage"), sorted(counts), len(plan.mesh) == 1
     if stages == 1:
-        return ordered[: 2 if len(plan.mesh) == 1 else 1]
-    wanted = STAGE_MICROBATCHES if len(plan.mesh) == 1 else STAGE_MICROBATCHES[1:2]
+        return ordered[: 2 if alone and "shard" not in plan.mesh else 1]
+    wanted = STAGE_MICROBATCHES if alone and plan.pipeline.schedule == "1f1b" else STAGE_MICROBATCHES[1:2]
     near = {min(ordered, key=lambda own: abs(own - each * stages)) for each in wanted}
     return sorted(near)
 
 
 def _family(plan: Plan) -> str:
-    """Equal for plans that differ in recomputing or in microbatches at most."""
-    same = dataclasses.replace(plan, layout=(LayoutRule(),), batch=dataclasses.replace(plan.batch, num_microbatches=1))
-    return repr(same)
+    """Equal for plans that differ in recomputing or in microbatches at most, on two axes in stages a rank, too."""
+    pipeline = plan.pipeline
+    if len(plan.mesh) > 1 and pipeline.schedule == "interleaved":
+        pipeline = dataclasses.replace(pipeline, stages_per_rank=2)
+    batch = dataclasses.replace(plan.batch, num_microbatches=1)
+    return repr(dataclasses.replace(plan, layout=(LayoutRule(),), batch=batch, pipeline=pipeline))
 
 
 def _again(plan: Plan) -> list[LayoutRule]:

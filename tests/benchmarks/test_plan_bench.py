@@ -248,7 +248,7 @@ def fails() -> None:
         (lambda: None, {}),
         (fails, {"failed": "ValueError: out of paper", "peer": False}),
         (lambda: os._exit(3), {"failed": "its process ended with 3", "peer": False}),
-        (lambda: os.kill(os.getpid(), 11), {"failed": "its process ended with -11", "peer": False}),
+        (lambda: os.kill(os.getpid(), 12), {"failed": "its process ended with -12", "peer": False}),
         (lambda: signal_wait(), {"failed": "took longer than 0.5 s, or was killed", "peer": True}),
     ],
 )
