@@ -8,6 +8,7 @@ compared. Hosts are those of `tutti lab` (root). Done units are kept in benchmar
 `--set only=mlp-2,gpt-4` takes parts.
 """
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -64,11 +65,11 @@ QUICK = Sizes(
 
 def measure(sizes: Sizes, *, resume: bool = False) -> dict[str, Any]:
     """Returns {"works": .., "methods": .., "parts": {part: its rows}, "summary": one entry a cell}."""
-    PARTS.mkdir(parents=True, exist_ok=True)
+    folder = folder_of(sizes, resume=resume)
     sizes = replace(sizes, peers=tuple(filter(None, sizes.peers)), checked=tuple(filter(None, sizes.checked)))
     parts = [(model, int(hosts)) for model in sizes.models for hosts in sizes.hosts]
     parts = [one for one in parts if not sizes.only or f"{one[0]}-{one[1]}" in sizes.only]
-    found = {f"{model}-{hosts}": run_part(model, hosts, sizes, resume=resume) for model, hosts in parts}
+    found = {f"{model}-{hosts}": run_part(model, hosts, sizes, folder, resume=resume) for model, hosts in parts}
     return {
         "works": {name: stated(name) for name in sizes.models},
         "methods": {
@@ -79,6 +80,21 @@ def measure(sizes: Sizes, *, resume: bool = False) -> dict[str, Any]:
         "parts": found,
         "summary": summary(found, (*sizes.methods, *sizes.peers)),
     }
+
+
+def kept(sizes: Sizes) -> dict[str, Any]:
+    """The sizes by which parts that were measured belong together."""
+    left_out = ("only", "models", "hosts", "checked")
+    return {name: value for name, value in asdict(sizes).items() if name not in left_out}
+
+
+def folder_of(sizes: Sizes, *, resume: bool) -> Path:
+    """Where the parts of such sizes are kept. What the lab's probes measured is measured again unless a run goes on."""
+    folder = PARTS / hashlib.sha256(json.dumps(kept(sizes)).encode()).hexdigest()[:8]
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in () if resume else folder.glob("cluster-*.json"):
+        file.unlink()
+    return folder
 
 
 def stated(name: str) -> dict[str, Any]:
@@ -100,16 +116,11 @@ def stated(name: str) -> dict[str, Any]:
 # A part: one model on so many hosts
 
 
-def run_part(model: str, hosts: int, sizes: Sizes, *, resume: bool) -> list[dict[str, Any]]:
+def run_part(model: str, hosts: int, sizes: Sizes, folder: Path, *, resume: bool) -> list[dict[str, Any]]:
     """All units of a part, in launches that go on after a failure without what failed; the rows they left."""
-    file = PARTS / f"{model}-{hosts}.jsonl"
-    header = {
-        "kind": "sizes",
-        **{k: v for k, v in asdict(sizes).items() if k not in ("only", "models", "hosts", "checked")},
-    }
-    header = json.loads(json.dumps(header))
-    if not (resume and lines(file)[:1] == [header]):
-        file.write_text(json.dumps(header) + "\n", encoding="utf-8")
+    file = folder / f"{model}-{hosts}.jsonl"
+    if not (resume and lines(file)):
+        file.write_text(json.dumps({"kind": "sizes", **kept(sizes)}) + "\n", encoding="utf-8")
     choose(model, hosts, sizes, file)
     failures = 0
     while left := undone(units(model, hosts, sizes, lines(file)), lines(file)):
@@ -165,7 +176,7 @@ def choose(model: str, hosts: int, sizes: Sizes, file: Path) -> None:
     for listed in (name for name in sizes.methods if name in AUTOS):
         for rate in sizes.rates:
             if (listed, rate) not in done:
-                add(file, choice(model, hosts, rate, listed, PARTS))
+                add(file, choice(model, hosts, rate, listed, file.parent))
 
 
 def units(model: str, hosts: int, sizes: Sizes, done: list[dict[str, Any]]) -> list[Unit]:

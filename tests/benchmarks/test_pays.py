@@ -153,6 +153,21 @@ def test_a_chosen_plan_is_trained_unless_it_is_a_known_method_or_exact(pays: Mod
     assert wanted[-1]["plans"]["tutti stage=2"]["rates"] == ["unlimited"]
 
 
+def test_parts_of_one_run_are_kept_together_and_probes_are_fresh_unless_it_goes_on(
+    pays: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pays, "PARTS", tmp_path)
+    folder = pays.folder_of(pays.Sizes(), resume=False)
+    probe = folder / "cluster-2-1gbit.json"
+    probe.touch()
+    assert pays.folder_of(pays.Sizes(only=("mlp-2",)), resume=True) == folder
+    assert probe.exists()
+    assert pays.folder_of(pays.QUICK, resume=False) != folder
+    assert probe.exists()
+    pays.folder_of(pays.Sizes(), resume=False)
+    assert not probe.exists()
+
+
 def test_a_line_that_was_cut_off_does_not_count(pays: ModuleType, tmp_path: Path) -> None:
     file = tmp_path / "part.jsonl"
     file.write_text(json.dumps({"kind": "sizes"}) + "\n" + '{"kind": "quality", "st', encoding="utf-8")
