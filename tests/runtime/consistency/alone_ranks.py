@@ -21,7 +21,7 @@ from tutti.spec.sync_words import parse_sync
 PATIENCE_S = 60.0
 
 
-def until(condition: Callable[[], bool]) -> None:
+def until(condition: Callable[..., bool]) -> None:
     """Sleep until it holds."""
     end = time.monotonic() + PATIENCE_S
     while not condition():
@@ -80,7 +80,9 @@ def stalled_server(sync: str, count: int) -> dict[str, Any]:
 
 
 def averaged_pairs(count: int) -> dict[str, Any]:
-    """AD-PSGD with the sum of what the optimizer changed on this rank. Rank 1 sleeps until it was averaged thrice."""
+    """AD-PSGD with the sum of what the optimizer changed on this rank. Rank 1 sleeps until it was averaged thrice; whom
+    the active ask depends on seeds alone.
+    """
     job, model, run, loader = prepared("ad-psgd", int(os.environ["WORLD_SIZE"]), momentum=0.9)
     start, changed = values(model), torch.zeros_like(values(model))
     before = start
@@ -99,8 +101,8 @@ def averaged_pairs(count: int) -> dict[str, Any]:
             break
         if job.rank == 1 and number == 2:
             until(lambda: run.consistency.exchanges >= 3)
-        elif run.consistency.others:
-            time.sleep(0.005)
+        elif run.consistency.active:  # one exchange after every update
+            until(lambda least=number: run.consistency.exchanges >= least)
         job.step(batch)
     met(run)
     rows = run.folder.metrics.read_text().count('"max"') if job.is_main else 0

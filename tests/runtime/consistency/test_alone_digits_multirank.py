@@ -14,7 +14,7 @@ from runtime.test_compressed_digits_multirank import BATCH, STEPS, digits
 from tutti.spec import codec
 from tutti.spec.plan import BatchPlan, Plan
 
-MODES = ("synchronous", "stale:3", "asynchronous", "ad-psgd", "hogwild", "ensemble")
+MODES = ("synchronous", "stale:3", "asynchronous", "ad-psgd", "hogwild")
 
 
 def reach(modes: tuple[str, ...]) -> dict[str, tuple[float, float]]:

@@ -47,9 +47,9 @@ def test_averages_of_pairs_keep_the_mean_while_one_of_them_sleeps(size: int) -> 
     changed = torch.stack([seen["changed"] for seen in ranks]).mean(0)
     for seen in ranks:
         torch.testing.assert_close(seen["end"], ranks[0]["start"] + changed, rtol=1e-12, atol=1e-13)
-        assert seen["exchanges"] >= 1
         assert torch.equal(seen["end"], ranks[0]["end"])
-    assert ranks[0]["measured"] > 0
+    assert ranks[0]["measured"] >= 9, "every step after the first found its pair averaged"
+    assert ranks[1]["exchanges"] >= 3
     assert sum(seen["exchanges"] for seen in ranks[::2]) == sum(seen["exchanges"] for seen in ranks[1::2])
 
 
