@@ -46,6 +46,14 @@ def test_a_known_run_gives_its_known_numbers(tmp_path: Path) -> None:
     assert "2 ranks" in report.headline
 
 
+def test_a_size_of_buckets_that_was_chosen_by_measurement_is_in_the_plan(tmp_path: Path) -> None:
+    story = Story()
+    row = {"kind": "buckets", "time_s": 0.5, "step": 43, "chosen_mib": 0.5, "step_s": {"25": 0.02, "0.5": 0.01}}
+    folder = write_run(tmp_path / "run", story)
+    write_lines(folder / "metrics.jsonl", [*rows(story), row])
+    assert "buckets of 0.5 MiB (the quickest of 2 sizes)" in str(build_report(folder).plan)
+
+
 def test_target_is_reached_at_the_first_evaluation_beyond_it(tmp_path: Path) -> None:
     report = build_report(write_run(tmp_path / "run"), target=TARGET)
     assert report.quality.reached is True

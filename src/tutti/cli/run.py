@@ -203,8 +203,7 @@ def _launch_spec(options: Options, nproc: tuple[int, ...] | None, console: "Cons
         from tutti.spec.sync_words import sync_in_words
 
         environment["TUTTI_SYNC"] = sync_in_words(options.sync)
-    if options.bucket_mb is not None:
-        environment["TUTTI_BUCKET_MB"] = options.bucket_mb
+    environment |= {"TUTTI_BUCKET_MB": options.bucket_mb} if options.bucket_mb is not None else {}
     if options.resume is not None:
         environment["TUTTI_RESUME"] = str(options.resume.resolve())
     if options.checkpoint_every is not None:

@@ -76,9 +76,7 @@ class Given:
 def make_run(session: Session, given: Given) -> Run:
     """Build the Run: same model everywhere, taken apart as the plan says, replicas, data, folder, resume."""
     world, model = session.world, given.model
-    plan = with_annotations(session.plan, model, stated_mesh=session.stated_mesh)
-    check_plan(plan)
-    session.screen.say(other_model(plan, model))
+    plan = _annotated(session, model)
     set_matmul_precision(plan.precision, world.device)
     observer = load_observer(session.wishes.observer)
     _make_equal(given, world, session.screen, observer, independent=plan.sync.mode == "ensemble")
@@ -125,6 +123,14 @@ def make_run(session: Session, given: Given) -> Run:
     _start_row(run, session)
     run.observer.prepared(run)
     return run
+
+
+def _annotated(session: Session, model: nn.Module) -> Plan:
+    """The plan with what the script's marks say; refused where it cannot run, and said where it was another model's."""
+    plan = with_annotations(session.plan, model, stated_mesh=session.stated_mesh)
+    check_plan(plan)
+    session.screen.say(other_model(plan, model))
+    return plan
 
 
 def _replica(
