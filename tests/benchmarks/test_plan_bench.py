@@ -164,8 +164,8 @@ def line(name: str, rank: int, **row: Any) -> dict[str, Any]:
 
 def timed(seconds: float, peak: int) -> dict[str, Any]:
     return {
-        "prepare_s": 0.1, "warmup_s": [1.0], "step_s": [seconds], "phases": {"forward": seconds}, "cpu_s": 0.5, "sent_nbytes": 7,
-        "peak_nbytes": peak,
+        "prepare_s": 0.1, "warmup_s": [1.0], "step_s": [seconds], "phases": {"forward": seconds}, "cpu_s": 0.5,
+        "sent_nbytes": 7, "peak_nbytes": peak,
     }  # fmt: skip
 
 
