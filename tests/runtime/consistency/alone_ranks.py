@@ -113,14 +113,17 @@ def averaged_pairs(count: int) -> dict[str, Any]:
 def one_memory(count: int) -> dict[str, Any]:
     """Hogwild: rank 1 sleeps before its second step until rank 0 has made all of its steps."""
     job, model, run, loader = prepared("hogwild", 2, momentum=0.9)
-    seen: dict[str, Any] = {}
+    seen, looked = dict[str, Any](), Path("looked")
     for number, batch in enumerate(steps(job, loader)):
         if number == count:
             break
         if job.rank == 1 and number == 1:
             before = values(model).clone()
+            looked.touch()
             until(lambda: int(run.consistency.counted[0]) == count)
             seen["moved"] = not torch.equal(before, values(model))
+        elif number == 1:
+            until(looked.exists)
         job.step(batch)
         if job.rank == 1 and number == 1:
             seen["stale"] = run.consistency.staleness

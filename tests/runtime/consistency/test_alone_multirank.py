@@ -150,9 +150,12 @@ def test_staleness_and_disagreement_are_in_the_rows(size: int) -> None:
         assert all(row["replicas"]["staleness"] >= 0 for row in rows)
         if mode == "stale":
             assert all(row["replicas"]["staleness"] <= 2 for row in rows)
-        if mode in ("stale", "asynchronous") and size > 1:
-            assert all(0 < row["replicas"]["disagreement"]["max"] < 1 for row in rows[1:])
+        if mode in ("stale", "asynchronous"):
+            assert all(0 <= row["replicas"]["disagreement"]["max"] < 1 for row in rows)
         assert all(row["loss"] > 0 for row in rows)
+    rows = trained(size)[0]["momentum: stale"].rows
+    assert all(0 < row["replicas"]["disagreement"]["mean"] < 1 for row in rows[1:])
+    assert all(row["replicas"]["staleness"] == 0 for row in rows)
 
 
 @pytest.mark.long
