@@ -230,3 +230,14 @@ def test_words_of_a_way_are_what_a_user_types(way: Way) -> None:
         assert parse_sync(way.words) == Sync(mode=way.mode, relaxed=way.relaxed)
         assert way.dial == "relaxed"
     assert (way.variance is None) == (way.samples > 1)
+
+
+def test_ways_go_on_plans_of_the_scripts_precision_where_a_lower_one_would_be_quicker() -> None:
+    """Plans of a lower precision stand among the exact ones to be shown; only --precision lets them be chosen."""
+    fast = tuple(replace(rate, dtype="bfloat16", flops_per_s=4 * rate.flops_per_s) for rate in cpu().gemm)
+    both = hosts(100, gemm=(*cpu().gemm, *fast))
+    kept = choose(MODEL, both, asked())
+    assert any(other.plan.precision == "bfloat16" for other in choose(MODEL, both, asked("exact")).alternatives)
+    assert kept.best.precision == "full"
+    assert way_of(kept) != "synchronous"
+    assert choose(MODEL, both, asked(precision="auto")).best.precision == "bfloat16"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from tutti.errors import PlanError
 from tutti.plan import objectives
-from tutti.plan.candidates import candidates
+from tutti.plan.candidates import candidates, precisions
 from tutti.plan.choice import Alternative, Choice, Dial, Request, Totals
 from tutti.plan.explore import Clock, Costed
 from tutti.plan.relaxed_words import chosen_words, exact_words, why_exact_lost, why_way_lost
@@ -110,8 +110,9 @@ class _Trial:
         compute and wait for other things least. The search rules out what waits long for gradients, these may not be.
         """
         known = [best.plan]
+        allowed = precisions(self.model, best.cluster, self.request)  # others are shown, and not to be chosen
         for other in exact.alternatives:
-            if other.prediction is not None:
+            if other.prediction is not None and other.plan.precision in allowed:
                 known.append(other.plan)
                 yield _costed(best.cluster, self.request, other.plan, other.prediction)
         # whatever gives every rank a part of each sum can go no way that gives all of it to all
