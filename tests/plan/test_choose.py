@@ -14,6 +14,7 @@ from tutti.plan import Alternative, Choice, Request, candidates, choose, explain
 from tutti.predict import predict
 from tutti.spec import codec
 from tutti.spec.cluster import ClusterSpec, GemmRate, NodeSpec
+from tutti.spec.compression import Compression
 from tutti.spec.model import ModelSpec
 from tutti.spec.plan import LayoutRule
 
@@ -123,6 +124,15 @@ def test_float16_is_tried_only_where_it_is_faster() -> None:
     assert {p.precision for p in candidates(mlp(), cards(), asked)} == {"full", "tf32", "bfloat16"}
     volta = cards(peak_flops_per_s={"float32": 15e12, "bfloat16": 15e12, "float16": 125e12})
     assert "float16" in {p.precision for p in candidates(mlp(), volta, asked)}
+
+
+def test_float16_is_not_tried_nor_shown_where_sums_are_compressed() -> None:
+    """It goes with scaled losses, which compressed sums refuse: the search used to end with that refusal."""
+    volta = cards(peak_flops_per_s={"float32": 15e12, "bfloat16": 15e12, "float16": 125e12})
+    coded = plan(8192).compressed(Compression(method="one-bit"))
+    kept, free = Request(script=coded), Request(script=coded, precision="auto")
+    assert "float16" not in {p.precision for p in candidates(mlp(8192), volta, free)}
+    assert "float16" not in {one.plan.precision for one in choose(mlp(8192), volta, kept).alternatives}
 
 
 def test_a_precision_no_device_has_is_refused() -> None:

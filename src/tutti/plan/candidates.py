@@ -64,7 +64,8 @@ def degrees(cluster: ClusterSpec, request: Request, samples: int) -> list[int]:
 def precisions(model: ModelSpec, cluster: ClusterSpec, request: Request) -> list[Precision]:
     """The precisions to try: one, unless the request leaves the choice. All devices must have a rate for it.
 
-    float16 is tried where a device is faster in it than in bfloat16: it takes as much memory, and scaling of losses.
+    float16 is tried where a device is faster in it than in bfloat16: it takes as much memory, and scaling of losses,
+    beside which sums are not compressed.
     """
     if request.precision == "script":
         return [request.script.precision]
@@ -75,6 +76,8 @@ def precisions(model: ModelSpec, cluster: ClusterSpec, request: Request) -> list
         devices = [cluster.devices[node.device] for node in cluster.nodes]
         if all(best_rate(device, "bfloat16") >= best_rate(device, "float16") for device in devices):
             found.remove("float16")
+    if request.script.sync.compress is not None and "float16" in found:
+        found.remove("float16")
     return ["full", *found]
 
 

@@ -301,7 +301,8 @@ def _not_allowed(model: ModelSpec, cluster: ClusterSpec, request: Request, best:
         return ()
     shown = []
     for precision in LOWER:
-        if not possible(model, cluster, precision):
+        scaled = precision == "float16" and best.plan.sync.compress is not None  # does not go with scaled losses
+        if scaled or not possible(model, cluster, precision):
             continue
         plan = dataclasses.replace(best.plan, precision=precision)
         prediction = predict(model, best.cluster, plan)
