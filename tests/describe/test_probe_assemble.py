@@ -6,7 +6,7 @@ from typing import Literal
 import pytest
 
 from tutti.describe.probe.assemble import assemble
-from tutti.describe.probe.findings import DeviceRates, Findings, RankFacts, SharedRates
+from tutti.describe.probe.findings import DeviceRates, Findings, RankFacts, SharedRates, at_once
 from tutti.describe.probe.host import HostFacts
 from tutti.spec import codec
 from tutti.spec.cluster import ClusterSpec, CompressRate, DeviceKind, GemmRate, LinkPoint, LinkSpec, MemoryRate
@@ -152,3 +152,15 @@ def test_times_that_disagree_are_said(tier: Literal["node", "network"]) -> None:
     cluster = assemble(replace(findings([fact("a")]), **{f"{tier}_links": [(one,)]}))  # type: ignore[arg-type]
     assert cluster.conditions is not None
     assert "1000000 bytes a quarter took up to 1 ms and half more than 4 ms" in cluster.conditions.notes[-1]
+
+
+def test_hosts_that_are_one_machine_measure_at_once() -> None:
+    def on(host: str, machine: str, device: str = "") -> RankFacts:
+        found = fact(host, device=device)
+        return replace(found, host=replace(found.host, machine=machine))
+
+    lab = [on("a", "m"), on("a", "m"), on("b", "m"), on("b", "m"), on("c", "other")]
+    assert at_once(lab, 0) == [0, 2]  # one rank of each host: those of a host are measured together besides
+    assert at_once(lab, 4) == [4]
+    assert at_once([on("a", ""), on("b", "")], 0) == [0]
+    assert at_once([on("a", "m", "card"), on("b", "m", "card")], 0) == [0]

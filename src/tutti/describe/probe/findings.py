@@ -69,3 +69,16 @@ def first_of_each_device(facts: list[RankFacts]) -> dict[str, int]:
     for rank, fact in enumerate(facts):
         first.setdefault(fact.device, rank)
     return first
+
+
+def at_once(facts: list[RankFacts], rank: int) -> list[int]:
+    """The ranks that measure a CPU alone, `rank` for all of them: itself, and the first rank on each other host that is
+    the same machine. Hosts of a laboratory share its caches and memory, and in a run all of them compute at once.
+    """
+    own = facts[rank].host
+    alike = [
+        ranks[0]
+        for ranks in by_host(facts).values()
+        if own.machine and facts[ranks[0]].host.machine == own.machine and facts[ranks[0]].kind == "cpu"
+    ]
+    return sorted({rank, *alike}) if facts[rank].kind == "cpu" else [rank]

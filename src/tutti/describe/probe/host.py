@@ -15,19 +15,26 @@ ROOT = Path("/")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
-    """A host as seen by one process. `load`: the 1-minute load average."""
+    """A host as seen by one process. `load`: the 1-minute load average; `machine`: equal for hosts that are one machine
+    (of a laboratory, containers), empty where the system does not say."""
 
     name: str
     cpu: str
     cores: int
     memory_nbytes: int
     load: float
+    machine: str = ""
 
 
 def facts() -> HostFacts:
     """This host, now."""
     return HostFacts(
-        name=socket.gethostname(), cpu=cpu_model(), cores=cores_granted(), memory_nbytes=memory_granted(), load=load()
+        name=socket.gethostname(),
+        cpu=cpu_model(),
+        cores=cores_granted(),
+        memory_nbytes=memory_granted(),
+        load=load(),
+        machine=" ".join(_words(ROOT / "proc/sys/kernel/random/boot_id")),
     )
 
 

@@ -16,6 +16,7 @@ from tutti.describe.probe.findings import (
     Findings,
     RankFacts,
     SharedRates,
+    at_once,
     by_host,
     first_of_each_device,
 )
@@ -91,11 +92,14 @@ def _facts(device: torch.device) -> RankFacts:
 def _alone(
     control: dist.ProcessGroup, facts: list[RankFacts], device: torch.device, effort: Effort, say: Say
 ) -> dict[str, DeviceRates]:
-    """Rates of each kind of device, measured by the first rank on one while all others wait."""
+    """Rates of each kind of device, measured by the first rank on one while all others wait, but for hosts that are the
+    same machine: one rank of each measures with it."""
     rates: dict[str, DeviceRates] = {}
     for name, rank in first_of_each_device(facts).items():
         say(f"{name}, on rank {rank}")
-        mine = _device_rates(facts[rank], device, effort, say) if rank == dist.get_rank() else None
+        mine = None
+        if dist.get_rank() in at_once(facts, rank):
+            mine = _device_rates(facts[dist.get_rank()], device, effort, say)
         found = _gather(control, mine)[rank]
         assert found is not None
         rates[name] = found
