@@ -122,12 +122,13 @@ def _memory(room: Room, rows: Shapes, ways: Variants, facts: Facts) -> tuple[Arr
     columns = by_kind((rows.split, rows.expert, rows.table, rows.stage, ways.chunks), room.state)
     units = _Units(block=columns[-2], outside=columns[-1], count=rows.microbatches > 1)
     summing = rows.data * rows.context * rows.space > 1
-    several = units.count | (rows.stage > 1)
+    summing_experts = rows.copies * rows.table * rows.context * rows.space > 1
     found = []
     for place, activations in enumerate(active):
-        own, lower, gradients, optimizer, buffers, temporary = columns[place :: PLACES + 1][:6]
+        own, lower, gradients, optimizer, buffers, temporary, bucket, routed = columns[place :: PLACES + 1][:8]
+        beside = np.maximum(np.where(summing, bucket, 0.0), np.where(summing_experts, routed, 0.0))
         state = _State(own=own, lower=lower, gradients=gradients, optimizer=optimizer)
-        kept, passing = _sharded(ways, state, units, np.where(summing & several, gradients, 0.0), room.on_cpu)
+        kept, passing = _sharded(ways, state, units, beside, room.on_cpu)
         backward = kept.total + activations + passing
         if room.on_cpu:
             shard = ways.shard

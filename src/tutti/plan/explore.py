@@ -135,7 +135,7 @@ class Explorer:
                 continue
             idle = 0 if self._best < before * (1 - _GAIN) else idle + _AT_ONCE
             fits = math.isfinite(self._best) or any(one.prediction.fits for one in self.costed)
-            few = fits and self._in_time()
+            few = fits and _in_time(self)
             if idle >= (_PATIENCE if fits else _HOPELESS) and (math.isfinite(self._best) or not fits) and not few:
                 break
         self._prune()
@@ -268,14 +268,6 @@ class Explorer:
         self._counts["too_slow"] += int((fits & ~quick).sum())
         lane.pool.add(lane.shapes, ways, fits & quick, least, likely, bounds, tight)
 
-    def _in_time(self) -> bool:
-        """Whether the plans that are left can all be predicted in the time that is left."""
-        left = sum(len(lane.pool) + _EACH * len(lane.waiting) for lane in self.lanes)
-        if left <= _PATIENCE or self._clock is None or not math.isfinite(self._limit_s):
-            return left <= _PATIENCE
-        used = self._clock() - self._began
-        return left * used / max(1, len(self.costed)) <= _SEARCH * self._limit_s - used
-
     def _prune(self) -> None:
         """Forget what cannot be better than the best so far."""
         for lane in self.lanes:
@@ -330,6 +322,13 @@ class Explorer:
         if lane.tables.mixed and plan.world_size > 1:
             others = improved(lane.room, lane.cluster, plan, whole.prediction, self.samples)
         return [whole, *[one for each in others if (one := self.cost(each, lane.cluster)) is not None]]
+
+
+def _in_time(explorer: Explorer) -> bool:
+    """Whether the plans that are left can all be predicted in the time that is left."""
+    left = sum(len(lane.pool) + _EACH * len(lane.waiting) for lane in explorer.lanes)
+    timed = explorer._clock is not None and math.isfinite(explorer._limit_s)
+    return left <= _PATIENCE or (timed and not explorer.over(_SEARCH / (1 + left / max(1, len(explorer.costed)))))
 
 
 def _best_of_families(pool: Pool, lessons: dict[int, Lesson]) -> list[int]:

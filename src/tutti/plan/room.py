@@ -5,6 +5,7 @@ made of. It is the arithmetic of predict.memory, row by row; tests hold the two 
 from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tutti.errors import PlanError
 from tutti.plan.enumerate import RECOMPUTE, SCHEDULES
@@ -12,6 +13,7 @@ from tutti.plan.tables import Array, Tables
 from tutti.plan.work import IMPOSSIBLE, Work
 from tutti.predict import constants
 from tutti.predict.memory import kept
+from tutti.predict.overlap import buckets
 from tutti.predict.sharding import units_of
 from tutti.predict.table import model_table
 from tutti.spec.plan import Plan
@@ -33,7 +35,7 @@ class Room:
 
     def __init__(self, tables: Tables, script: Plan) -> None:
         self.tables, self.work = tables, Work(tables, script)
-        self._columns = model_table(tables.model)
+        self._columns, self._cap_nbytes = model_table(tables.model), float(script.sync.bucket_nbytes)
         self._sums: dict[tuple[int, ...], Array | None] = {}
         self._held: dict[tuple[int, ...], list[list[tuple[float, ...]]]] = {}
         kinds = {tables.cluster.devices[node.device].kind for node in tables.cluster.nodes}
@@ -86,15 +88,16 @@ class Room:
 
     def state(self, split: int, expert: int, table: int, stage: int, chunks: int) -> tuple[float, ...]:
         """Bytes on each of the places that are looked at, and the least on any, of: parameters, their copies in lower
-        precision, gradients, optimizer state, buffers, what the largest update needs for a moment; then the largest
-        block's parameters, and those outside of blocks or tied between them."""
+        precision, gradients, optimizer state, buffers, what the largest update needs for a moment, the largest bucket
+        of gradients that all data-parallel ranks sum, the largest of experts' divided ones; then the largest block's
+        parameters, and those outside of blocks or tied between them."""
         stages = self.work.stages(stage, chunks)
         try:
             part = self.work.part((split, 1, expert, table, 1))
         except PlanError:
             part = None
         if stages is None or part is None:
-            return (0.0,) * (6 * (PLACES + 1) + 2)
+            return (0.0,) * (8 * (PLACES + 1) + 2)
         columns, place = self._columns, stages.stage % stage
         parameters, gradients = columns.parameters * part.weight, columns.gradients * part.weight
         lower = np.where(columns.multiplies & self.tables.half, parameters / 2, 0.0)
@@ -109,8 +112,18 @@ class Room:
         np.maximum.at(largest, place, gradients)
         often = constants.OPTIMIZER_TEMPORARIES.get(self.tables.model.optimizer, constants.OPTIMIZER_TEMPORARIES_OTHER)
         found += self._looked_at(often * largest, stage)
+        apart = (columns.expert & (expert > 1)) | (columns.table & (table > 1)) | (columns.sequence & (split > 1))
+        for mine in (~apart, columns.expert & (expert > 1)):
+            found += self._looked_at(self._largest_bucket(np.where(mine, gradients, 0.0), place, stage), stage)
         units = units_of(columns, part)
         return (*found, max(units[1:], default=0.0), units[0])
+
+    def _largest_bucket(self, nbytes: Array, place: NDArray[np.intp], stage: int) -> Array:
+        """(places,): bytes of the largest bucket in which gradients of `nbytes` by module are fused."""
+        if not nbytes.any():
+            return np.zeros(stage)
+        fused = [buckets(nbytes[place == one].tolist(), self._cap_nbytes) for one in range(stage)]
+        return np.array([max((bucket.nbytes for bucket in some), default=0.0) for some in fused])
 
     @staticmethod
     def _looked_at(values: Array, stage: int) -> list[float]:
