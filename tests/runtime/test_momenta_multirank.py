@@ -146,7 +146,8 @@ def test_momenta_that_came_out_and_are_kept_are_those_that_went_in(world_size: i
         assert coded < exact
 
 
-@pytest.mark.parametrize("stop", [pytest.param(3, marks=pytest.mark.long), 6])
+@pytest.mark.long
+@pytest.mark.parametrize("stop", [3, 6])
 def test_resuming_before_and_after_the_switch_changes_no_bit(stop: int) -> None:
     words = ["one-bit-adam,freeze_step=4"] + (["one-bit-lamb,freeze_step=4"] if stop == 6 else [])
     mesh = {"mesh": {"replicate": 3}}
@@ -231,6 +232,7 @@ def late_refusals(cases: list[Case]) -> list[str]:
     return said
 
 
+@pytest.mark.long
 def test_what_does_not_go_together_is_refused_on_all_ranks() -> None:
     two = {"replicate": 2}
     given = [

@@ -18,6 +18,7 @@ def test_the_exact_part_passes_and_the_distance_is_told(words: str, near: float,
     assert "Not proved" in note
 
 
+@pytest.mark.long
 def test_momenta_are_seen_from_the_second_step_on() -> None:
     verdict = verdict_on("correct/mlp.py", world_size=2, steps=3, compress="byte-adam,freeze_step=100")
     assert verdict.passed, verdict.sentence
