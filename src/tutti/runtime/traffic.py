@@ -157,17 +157,23 @@ class Flight:
         if not self._works:
             return True
         since = self._lane.traffic.clock.moment()
-        completed = self.is_completed()
+        if self._ended(since):
+            return True
         self._lane.spent(since)
-        return completed
+        return False
 
     def is_completed(self) -> bool:
         """Whether it has ended, as far as is known without waiting. Raises what made it fail: that is an end, too."""
-        if self._works and all(work.is_completed() for work in self._works):
-            while self._works:
-                self._works.pop(0).wait()
-            self._lane.ended(None)
-        return not self._works
+        return not self._works or self._ended(None)
+
+    def _ended(self, waited_since: float | None) -> bool:
+        """Whether all of it has; if so, the lane hears of it once: waiting is exposed up to the moment it ends."""
+        if not all(work.is_completed() for work in self._works):
+            return False
+        while self._works:
+            self._works.pop(0).wait()
+        self._lane.ended(waited_since)
+        return True
 
 
 class Traffic:
