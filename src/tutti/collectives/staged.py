@@ -6,8 +6,8 @@ precisions in float32, so they are bit-identical on all ranks.
 
 import time
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from tutti.collectives.meeting import make_team
 from tutti.collectives.staging import Staging
 from tutti.collectives.team import DONE, READY, Team
 
+Read = Callable[[list[torch.Tensor]], None]
+
 _LINGER_S = 2.0
 """Longest wait at the end for ranks that have all they need to go on, but had no turn yet."""
 
@@ -29,7 +31,7 @@ class Staged:
     def __init__(self, team: Team, staging: Staging, under_way: list["Staged"], tensor: torch.Tensor) -> None:
         self._team, self._staging, self._under_way, self._dtype = team, staging, under_way, tensor.dtype
         self._room = staging.put(tensor.detach().reshape(-1))
-        self._slot = team.start(self._room, tensor.numel(), self._settle)
+        self._slot = team.start(self._room, tensor.numel(), self.settle)
         self._absent, self._reading = (Expected(team, self._slot, kind) for kind in (READY, DONE))
 
     def present(self) -> bool:
@@ -50,17 +52,14 @@ class Staged:
         """Whether all others have left; the room is free then."""
         return self._reading.here()
 
-    def wait_for_readers(self) -> None:
+    def settle(self) -> None:
         """Return when all others have left."""
-        self._settle()
+        self._reading.wait()
 
     def give_back(self) -> None:
         """Its room may be used again."""
-        self._team.forget(self._slot, self._settle)
+        self._team.forget(self._slot, self.settle)
         self._staging.give(self._room)
-
-    def _settle(self) -> None:
-        self._reading.wait()
 
 
 class Desk:
@@ -91,12 +90,12 @@ class Desk:
         """Wait until all others have read what this rank has exchanged here and done with, but for the `left` last."""
         _tidy(self._under_way)
         while len(self._under_way) > left:
-            self._under_way[0].wait_for_readers()
+            self._under_way[0].settle()
             self._under_way.pop(0).give_back()
 
-    def share(self, mine: torch.Tensor, read: Callable[[list[torch.Tensor]], None]) -> "Work":
+    def share(self, mine: torch.Tensor, read: Read) -> "Work":
         """Let all ranks read `mine`; `read` is called with every rank's, flat, once all have started; wait for it."""
-        return Sharing(self.put(mine), read)
+        return Work(self.put(mine), read)
 
     def reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         """Replace `tensor` by the sum (or maximum) over ranks."""
@@ -104,15 +103,15 @@ class Desk:
 
     def start_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> "Work":
         """The same; wait for it."""
-        return Reduction(self.put(tensor), tensor, op)
+        return self.share(tensor, lambda tensors: combine(tensors, [tensor.view(-1)], op))
 
     def gather(self, segments: torch.Tensor, mine: torch.Tensor) -> "Work":
         """Every rank's `mine` into its row of `segments`, (ranks, values); wait for it."""
-        return Gathering(self.put(mine), segments)
+        return self.share(mine, partial(_copy_rows, segments))
 
     def scatter_sum(self, buffer: torch.Tensor, out: torch.Tensor) -> "Work":
         """Row r of `buffer`, (ranks, values), summed over ranks, into `out` of rank r; wait for it."""
-        return ScatterSum(self.put(buffer), out, self.team.rank)
+        return self.share(buffer, partial(_sum_parts, out, self.team.rank))
 
 
 def make_desk(group: Any = None) -> Desk | None:
@@ -137,11 +136,14 @@ def _linger(under_way: list[Staged]) -> None:
         time.sleep(0.001)
 
 
-class Work(ABC):
-    """An exchange under way, which this rank ends when it waits for it or finds that all have started."""
+class Work:
+    """An exchange under way, which this rank ends when it waits for it or finds that all have started. `read` takes
+    what it needs of every rank's tensor, flat.
+    """
 
-    def __init__(self, exchange: Staged) -> None:
+    def __init__(self, exchange: Staged, read: Read) -> None:
         self._exchange: Staged | None = exchange
+        self._read = read
 
     def is_completed(self) -> bool:
         """Whether it is done; does it, if all have started."""
@@ -156,45 +158,12 @@ class Work(ABC):
             self._exchange.leave()
             self._exchange = None
 
-    @abstractmethod
-    def _read(self, tensors: list[torch.Tensor]) -> None:
-        """Take what this rank needs of all ranks' tensors."""
+
+def _copy_rows(segments: torch.Tensor, tensors: list[torch.Tensor]) -> None:
+    for row, theirs in zip(segments, tensors, strict=True):
+        row.copy_(theirs.view(row.shape))
 
 
-class Sharing(Work):
-    def __init__(self, exchange: Staged, read: Callable[[list[torch.Tensor]], None]) -> None:
-        super().__init__(exchange)
-        self._take = read
-
-    def _read(self, tensors: list[torch.Tensor]) -> None:
-        self._take(tensors)
-
-
-class Gathering(Work):
-    def __init__(self, exchange: Staged, segments: torch.Tensor) -> None:
-        super().__init__(exchange)
-        self._segments = segments
-
-    def _read(self, tensors: list[torch.Tensor]) -> None:
-        for row, theirs in zip(self._segments, tensors, strict=True):
-            row.copy_(theirs.view(row.shape))
-
-
-class Reduction(Work):
-    def __init__(self, exchange: Staged, tensor: torch.Tensor, op: Any) -> None:
-        super().__init__(exchange)
-        self._tensor, self._op = tensor, op
-
-    def _read(self, tensors: list[torch.Tensor]) -> None:
-        combine(tensors, [self._tensor.view(-1)], self._op)
-
-
-class ScatterSum(Work):
-    def __init__(self, exchange: Staged, out: torch.Tensor, rank: int) -> None:
-        super().__init__(exchange)
-        self._out, self._rank = out, rank
-
-    def _read(self, tensors: list[torch.Tensor]) -> None:
-        numel = self._out.numel()
-        parts = [theirs[self._rank * numel : (self._rank + 1) * numel] for theirs in tensors]
-        combine(parts, [self._out.view(-1)])
+def _sum_parts(out: torch.Tensor, rank: int, tensors: list[torch.Tensor]) -> None:
+    start, stop = rank * out.numel(), (rank + 1) * out.numel()
+    combine([theirs[start:stop] for theirs in tensors], [out.view(-1)])

@@ -18,7 +18,6 @@ class Staging:
         self._free: dict[int, list[int]] = {}
         self._lent: dict[int, int] = {}
         self._kept: dict[int, int] = {}
-        self._lasting: set[int] = set()
 
     def put(self, flat: torch.Tensor) -> int:
         """Copy a flat tensor into a free room, if it is not in one by `lend` or `keep`; returns the room's number."""
@@ -41,14 +40,13 @@ class Staging:
         return tensor
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of a flat tensor in a room that lasts, where `put` finds it; or itself, if there is none."""
-        if not tensor.numel() or len(self._kept) == _MOST_KEPT:
+        """A copy of a flat tensor in a room that lasts, where `put` finds it; itself where that is so, or cannot be."""
+        if not tensor.numel() or tensor.data_ptr() in self._kept or len(self._kept) == _MOST_KEPT:
             return tensor
         number, room = self._team.new_room(tensor.numel() * tensor.element_size())
         self._rooms[number] = room
         kept = room.tensor(tensor.dtype, tensor.numel()).copy_(tensor)
         self._kept[kept.data_ptr()] = number
-        self._lasting.add(number)
         return kept
 
     def _take(self, nbytes: int) -> int:
@@ -63,5 +61,5 @@ class Staging:
 
     def give(self, number: int) -> None:
         """Nobody reads this room any more."""
-        if number not in self._lasting:
+        if number not in self._kept.values():
             self._free[self._rooms[number].nbytes].append(number)

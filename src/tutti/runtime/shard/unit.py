@@ -94,7 +94,6 @@ class Pack:
         self._summed: torch.Tensor | None = None
         self._gathered: torch.Tensor | None = None
         self._exchange: Exchange | None = None
-        self._shown = False
 
     @property
     def nbytes(self) -> int:
@@ -110,9 +109,7 @@ class Pack:
 
     def launch(self, party: Party) -> None:
         """Start to gather the whole parameters."""
-        if not self._shown:
-            self._move(party.shown(self.flat))
-            self._shown = True
+        self._move(party.shown(self.flat))
         self._exchange = gather(self.flat.to(self.device), party, self._rows, self._place)
 
     def fill(self, arrived: Callable[[torch.Tensor], None]) -> None:
