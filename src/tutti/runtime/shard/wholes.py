@@ -2,13 +2,12 @@
 
 On a GPU, and for small units, it is a storage that is resized: torch's allocator has it in between. Large ones on the
 host have pages of their own. In the heap, activations would take the place of one that has gone, so that the next does
-not fit there: the heap of a GPT at level 3 on 4 ranks grew by half of all that a rank held. Huge pages make asking the
-system for memory again and again cheap: without them it takes several times as long (see docs/measurements.md).
+not fit there: a GPT at level 3 on 4 ranks held a third more. Huge pages make it cheap to ask the system for memory again
+and again: without them that takes several times as long (docs/measurements.md, "Memory").
 """
 
 import ctypes
 import mmap
-import weakref
 from pathlib import Path
 from typing import Protocol
 
@@ -21,7 +20,6 @@ LEAST_NBYTES = 2 * HUGE_NBYTES
 """Units from this size on have pages of their own."""
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-_NONE, _READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
 
 
 class Memory(Protocol):
@@ -67,28 +65,27 @@ class Pages:
     """
 
     def __init__(self, nbytes: int, dtype: torch.dtype) -> None:
-        self._library = _library()
         self._nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        start = self._library.mmap(None, self._nbytes + HUGE_NBYTES, _NONE, flags, -1, 0)
-        if start in (None, ctypes.c_void_p(-1).value):
-            raise OSError(ctypes.get_errno(), "no memory could be mapped")
-        self._start = -(-start // HUGE_NBYTES) * HUGE_NBYTES
-        memory = (ctypes.c_char * self._nbytes).from_address(self._start)
-        weakref.finalize(memory, self._library.munmap, start, self._nbytes + HUGE_NBYTES).atexit = False
-        self._checked("madvise", mmap.MADV_HUGEPAGE)
-        self.tensor = torch.frombuffer(memory, dtype=dtype)
+        self._memory = mmap.mmap(-1, self._nbytes + HUGE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._offset = -start % HUGE_NBYTES
+        self._start = start + self._offset
+        self._memory.madvise(mmap.MADV_HUGEPAGE, self._offset, self._nbytes)
+        self.tensor = torch.frombuffer(
+            self._memory, dtype=dtype, count=self._nbytes // dtype.itemsize, offset=self._offset
+        )
 
     def have(self) -> None:
-        self._checked("mprotect", _READ_WRITE)
+        self._protect(mmap.PROT_READ | mmap.PROT_WRITE)
 
     def free(self) -> None:
-        self._checked("madvise", mmap.MADV_DONTNEED)
-        self._checked("mprotect", _NONE)
+        self._memory.madvise(mmap.MADV_DONTNEED, self._offset, self._nbytes)
+        self._protect(0)
 
-    def _checked(self, name: str, argument: int) -> None:
-        if getattr(self._library, name)(self._start, self._nbytes, argument):
-            raise OSError(ctypes.get_errno(), f"{name} refused")
+    def _protect(self, what: int) -> None:
+        library = ctypes.CDLL(None, use_errno=True)
+        if library.mprotect(ctypes.c_void_p(self._start), ctypes.c_size_t(self._nbytes), what):
+            raise OSError(ctypes.get_errno(), "memory could not be protected")
 
 
 def huge_pages() -> bool:
@@ -97,13 +94,3 @@ def huge_pages() -> bool:
         return "[never]" not in _HUGE_PAGES.read_text()
     except OSError:
         return False
-
-
-def _library() -> ctypes.CDLL:
-    library = ctypes.CDLL(None, use_errno=True)
-    library.mmap.restype = ctypes.c_void_p
-    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    for name in ("madvise", "mprotect"):
-        getattr(library, name).argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return library
