@@ -2,8 +2,8 @@
 
 On a GPU, and for small units, it is a storage that is resized: torch's allocator has it in between. Large ones on the
 host have pages of their own. In the heap, activations would take the place of one that has gone, so that the next does
-not fit there: a GPT at level 3 on 4 ranks held a third more. Huge pages make it cheap to ask the system for memory again
-and again: without them that takes several times as long (docs/measurements.md, "Memory").
+not fit there: a GPT at level 3 on 4 ranks held a third more. Huge pages make it cheap to ask the system for memory
+again and again: without them that takes several times as long (docs/measurements.md, "Memory").
 """
 
 import ctypes
