@@ -6,7 +6,7 @@ contiguous parts of them. So methods whose sums are exact have one trajectory, o
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -131,44 +131,37 @@ def _adam(rate: float) -> Callable[[nn.Module], torch.optim.Optimizer]:
     return lambda model: torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.1)
 
 
-WORKS = {
-    work.name: work
-    for work in (
-        Work(
-            name="mlp",
-            says="10 M parameters, digits, SGD 0.01 with momentum 0.9",
-            model=mlp,
-            data=digits,
-            loss=nn.CrossEntropyLoss(),
-            optimizer=_momentum(0.01),
-            batch=128,
-            target=0.25,
-            most=96,
-            every=4,
-        ),
-        Work(
-            name="cnn",
-            says="3 M parameters, digits, SGD 0.01 with momentum 0.9",
-            model=cnn,
-            data=digit_images,
-            loss=nn.CrossEntropyLoss(),
-            optimizer=_momentum(0.01),
-            batch=128,
-            target=0.3,
-            most=128,
-            every=4,
-        ),
-        Work(
-            name="gpt",
-            says="8 M parameters, standard library sources by the byte, AdamW 0.0005",
-            model=gpt,
-            data=source_text,
-            loss=next_byte_loss,
-            optimizer=_adam(5e-4),
-            batch=8,
-            target=2.6,
-            most=128,
-            every=4,
-        ),
-    )
-}
+_MLP = Work(
+    name="mlp",
+    says="10 M parameters, digits, SGD 0.01 with momentum 0.9",
+    model=mlp,
+    data=digits,
+    loss=nn.CrossEntropyLoss(),
+    optimizer=_momentum(0.01),
+    batch=128,
+    target=0.25,
+    most=96,
+    every=4,
+)
+_CNN = replace(
+    _MLP,
+    name="cnn",
+    says="3 M parameters, digits, SGD 0.01 with momentum 0.9",
+    model=cnn,
+    data=digit_images,
+    target=0.3,
+    most=128,
+)
+_GPT = Work(
+    name="gpt",
+    says="8 M parameters, standard library sources by the byte, AdamW 0.0005",
+    model=gpt,
+    data=source_text,
+    loss=next_byte_loss,
+    optimizer=_adam(5e-4),
+    batch=8,
+    target=2.6,
+    most=128,
+    every=4,
+)
+WORKS = {work.name: work for work in (_MLP, _CNN, _GPT)}
