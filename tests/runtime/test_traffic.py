@@ -120,6 +120,25 @@ def test_an_end_is_noticed_when_the_next_exchange_starts() -> None:
     assert total(lane)[2] == pytest.approx(2.0 + 1.5)
 
 
+class ElapsingClock(HandClock):
+    """Each look at it takes a second."""
+
+    def moment(self) -> float:
+        self.at += 1.0
+        return self.at
+
+
+def test_work_for_an_exchange_is_exposed_until_it_ends_and_no_longer() -> None:
+    clock = ElapsingClock()
+    lane = lane_on(clock, "gradients")
+    work = Work(clock)
+    flight = lane.start([work])  # 1
+    assert not flight.go_on()  # 2 to 3
+    work.done = True
+    assert flight.go_on()  # 4 to 5
+    assert total(lane) == (1, 0, 4.0, {"other": 2.0})
+
+
 class Failed(Work):
     def wait(self) -> None:
         raise RuntimeError("a peer has gone")
