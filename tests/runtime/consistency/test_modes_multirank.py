@@ -1,6 +1,7 @@
 """Every mode on 1 to 4 ranks: each replica has what the mode's equations give, after every step."""
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -44,13 +45,26 @@ AS_SYNCHRONOUS = {
 }
 POST = Told(sync="post-local:period=2,after=4", model="conv", batch=25, arguments=MOMENTUM, steps=7)
 
-SIZES = pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.long) for size in (1, 2, 4))])
+ALL_SIZES = (3, 1, 2, 4)
+
+
+def sized(*values: object) -> Any:
+    """A case whose first value is its number of ranks: 3 in every run, the others in long ones."""
+    return pytest.param(*values, marks=() if values[0] == 3 else pytest.mark.long)
+
+
+SIZES = pytest.mark.parametrize("size", [sized(size) for size in ALL_SIZES])
+
+
+def followed(size: int) -> dict[str, Told]:
+    """The modes of `size` replicas: an odd number does not meet in pairs."""
+    return EQUATIONS | (PAIRS if size % 2 == 0 else {})
 
 
 @functools.cache
 def trained(size: int) -> list[dict[str, Seen]]:
     """All trainings on `size` ranks, in one launch."""
-    told = dict(EQUATIONS) | (PAIRS if size % 2 == 0 else {})
+    told = followed(size)
     for name, one in AS_SYNCHRONOUS.items():
         told[f"{name}: synchronous"] = one
         told[f"{name}: local"] = Told(**{**_fields(one), "sync": "local:1"})
@@ -78,12 +92,9 @@ def assert_close(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
         )
 
 
-@SIZES
-@pytest.mark.parametrize("name", [*EQUATIONS, *PAIRS])
+@pytest.mark.parametrize(("size", "name"), [sized(size, name) for size in ALL_SIZES for name in followed(size)])
 def test_every_replica_follows_the_equations(size: int, name: str) -> None:
-    if name in PAIRS and size % 2:
-        pytest.skip("replicas meet in pairs")
-    told = {**EQUATIONS, **PAIRS}[name]
+    told = followed(size)[name]
     ranks = [one[name] for one in trained(size)]
     states, ending = simulate(told, ranks[0].batches, size)
     for rank, seen in enumerate(ranks):
