@@ -1,24 +1,32 @@
 """`tutti run`: train by a plan, on the ranks of this node (and, told the same way, of others)."""
 
-import math
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from tutti.cli.asked import (
+    Options,
+    check_nodes,
+    check_relax,
+    environment,
+    given_mesh,
+    given_plan,
+    own_count,
+    rank_counts,
+    ranks_per_node,
+)
 from tutti.cli.options import SCRIPT_CONTEXT, bucket_option, compress_option, relax_option, sync_option
-from tutti.errors import LaunchError, PlanError, ScriptError, TuttiError
+from tutti.errors import LaunchError, ScriptError, TuttiError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from tutti.cli.beside import Beside, Wanted
     from tutti.launch.base import LaunchSpec
-    from tutti.spec.compression import Compression
-    from tutti.spec.plan import Plan, Sync
-    from tutti.spec.words import Relax
+    from tutti.spec.plan import Plan
 
 _PLANNING = ("tutti.describe.probe", "tutti.cli.planning")
 """Loaded once, in the fork server, where a run is predicted or planned."""
@@ -27,60 +35,8 @@ PREDICTION_WAIT_S = 20.0
 """How long a finished run waits for its prediction, which was computed beside it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """The command line, as given."""
-
-    target: tuple[str, ...]
-    module: bool
-    nproc: tuple[int, ...] | None
-    nnodes: int
-    node_rank: int
-    rendezvous: str | None
-    timeout_s: float
-    plan: Path | None
-    mesh: str | None
-    compress: "Compression | None"
-    bucket_mb: str | None
-    relax: "Relax"
-    sync: "Sync | None"
-    cluster: Path | None
-    folder: Path | None
-    resume: Path | None
-    checkpoint_every: int | None
-    predict: bool
-    frugal: bool
-    as_json: bool
-
-    @property
-    def name(self) -> str:
-        """What the run is called: the script's or module's name without its ending."""
-        return self.script.rpartition(".")[2] if self.module else Path(self.script).stem
-
-    @property
-    def script(self) -> str:
-        return self.target[0]
-
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        return self.target[1:]
-
-
-def _counts(context: click.Context, parameter: click.Parameter, text: str | None) -> tuple[int, ...] | None:
-    """ "4" or "2,1" as numbers."""
-    if text is None:
-        return None
-    try:
-        counts = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise click.BadParameter(f"{text!r} is not a number; give ranks per node, such as 4, or 2,1") from None
-    if min(counts) < 1:
-        raise click.BadParameter(f"{text}: every node has 1 rank or more")
-    return counts
-
-
 @click.command(context_settings=SCRIPT_CONTEXT)
-@click.option("--nproc", metavar="N[,N...]", callback=_counts, help="Ranks per node; a list for unequal nodes.")
+@click.option("--nproc", metavar="N[,N...]", callback=rank_counts, help="Ranks per node; a list for unequal nodes.")
 @click.option("--nnodes", type=click.IntRange(1), default=1, help="Nodes that run this command together.")
 @click.option("--node-rank", type=click.IntRange(0), default=0, help="Which of them this one is.")
 @click.option("--rendezvous", metavar="HOST:PORT", help="Where nodes meet: a free port of node 0.")
@@ -117,52 +73,25 @@ def _run(options: Options) -> int:
         check_module(options.script)
     else:
         check_script(Path(options.script))
-    _check_relax(options)
-    _check_nodes(options)
+    check_relax(options)
+    check_nodes(options)
     from tutti.launch.local import warm
 
     warm(
-        threads_per_rank(_own_count(options)),
+        threads_per_rank(own_count(options)),
         preload=("tutti.cli.beside", *_PLANNING) if options.predict else ("tutti.cli.beside",),
     )
     from rich.console import Console
 
     console = Console(stderr=True, highlight=False)
     try:
-        nproc = _ranks_per_node(options, _given_plan(options), _given_mesh(options))
+        nproc = ranks_per_node(options, given_plan(options), given_mesh(options))
         _meet(options, console)
         spec = _launch_spec(options, nproc, console)
         return _train(options, spec, console)
     except KeyboardInterrupt:  # before the ranks were started; from then on it is the supervisor's
         console.print("stopped")
         return 130
-
-
-def _check_nodes(options: Options) -> None:
-    """Raises LaunchError where the words about nodes contradict each other; needs no network."""
-    if options.node_rank >= options.nnodes:
-        raise LaunchError(
-            f"--node-rank {options.node_rank} of --nnodes {options.nnodes}; "
-            f"node ranks run from 0 to {options.nnodes - 1}"
-        )
-    if options.nnodes > 1 and options.rendezvous is None:
-        raise LaunchError(f"--nnodes {options.nnodes} needs a place to meet; add --rendezvous HOST:PORT (of node 0)")
-    if options.nproc and len(options.nproc) not in (1, options.nnodes):
-        raise LaunchError(
-            f"--nproc lists {len(options.nproc)} nodes, but --nnodes is {options.nnodes}; give one number for all "
-            "nodes or one for each"
-        )
-    if options.rendezvous is not None:
-        from tutti.launch.network import split_address
-
-        split_address(options.rendezvous)
-
-
-def _own_count(options: Options) -> int:
-    """Ranks on this node if the command line tells, else 1."""
-    if not options.nproc:
-        return 1
-    return options.nproc[options.node_rank if len(options.nproc) > 1 else 0]
 
 
 def _meet(options: Options, console: "Console") -> None:
@@ -187,29 +116,10 @@ def _launch_spec(options: Options, nproc: tuple[int, ...] | None, console: "Cons
     from tutti.launch.script import run_folder
 
     folder = run_folder(options.folder, options.resume, options.name, options.node_rank)
-    environment: dict[str, str] = {}
+    plan = options.plan.resolve() if options.plan is not None else None
     if nproc is None or options.relax != "exact":
         nproc = (_planned(options, folder, console).world_size,)
-        environment["TUTTI_PLAN"] = str(folder / "plan.json")
-    elif options.plan is not None:
-        environment["TUTTI_PLAN"] = str(options.plan.resolve())
-    if options.mesh is not None and "TUTTI_PLAN" not in environment:
-        environment["TUTTI_MESH"] = options.mesh
-    if options.compress is not None:
-        from tutti.spec.compression import compression_in_words
-
-        environment["TUTTI_COMPRESS"] = compression_in_words(options.compress)
-    if options.sync is not None:
-        from tutti.spec.sync_words import sync_in_words
-
-        environment["TUTTI_SYNC"] = sync_in_words(options.sync)
-    environment |= {"TUTTI_BUCKET_MB": options.bucket_mb} if options.bucket_mb is not None else {}
-    if options.resume is not None:
-        environment["TUTTI_RESUME"] = str(options.resume.resolve())
-    if options.checkpoint_every is not None:
-        environment["TUTTI_CHECKPOINT_EVERY"] = str(options.checkpoint_every)
-    if options.frugal:
-        environment |= {"TUTTI_FRUGAL": "1", "THP_MEM_ALLOC_ENABLE": "1"}  # torch's: huge pages, quicker to get
+        plan = folder / "plan.json"
     return LaunchSpec(
         target=options.script,
         arguments=options.arguments,
@@ -220,7 +130,7 @@ def _launch_spec(options: Options, nproc: tuple[int, ...] | None, console: "Cons
         rendezvous=options.rendezvous if options.nnodes > 1 else None,
         timeout_s=options.timeout_s,
         threads=threads_per_rank(nproc[options.node_rank]),
-        environment=environment,
+        environment=environment(options, plan),
     )
 
 
@@ -233,7 +143,7 @@ def _planned(options: Options, folder: Path, console: "Console") -> "Plan":
 
     if options.module:
         raise LaunchError("a module cannot be planned for on the spot; add --nproc N, or --plan FILE")
-    wanted = replace(_wanted(options, folder, None), plans=True, ranks=_own_count(options) if options.nproc else None)
+    wanted = replace(_wanted(options, folder, None), plans=True, ranks=own_count(options) if options.nproc else None)
     worker = Beside(wanted)
     try:
         _wait_ready(worker, console)
@@ -276,52 +186,6 @@ def _wait_ready(worker: "Beside", console: "Console") -> None:
         worker.ready(say)
 
 
-def _given_plan(options: Options) -> "Plan | None":
-    if options.plan is None:
-        return None
-    from tutti.spec import codec
-    from tutti.spec.plan import Plan
-
-    return codec.load(Plan, options.plan)
-
-
-def _given_mesh(options: Options) -> int | None:
-    """Ranks of the mesh that --mesh says, None without it."""
-    if options.mesh is None:
-        return None
-    if options.plan is not None:
-        raise LaunchError("--mesh and --plan both say how ranks are arranged; give one (a plan file has a mesh)")
-    from tutti.spec.mesh_words import parse_mesh
-
-    return math.prod(parse_mesh(options.mesh).values())
-
-
-def _ranks_per_node(options: Options, plan: "Plan | None", mesh: int | None) -> tuple[int, ...] | None:
-    """Ranks of every node, from --nproc, the plan or the mesh; None when they are to be planned."""
-    wanted = plan.world_size if plan is not None else mesh
-    place = str(options.plan) if plan is not None else f"--mesh {options.mesh}"
-    if options.nproc is None:
-        if wanted is None and options.nnodes == 1:
-            return None
-        if wanted is None:
-            raise LaunchError(
-                f"--nnodes {options.nnodes} needs the ranks per node; add --nproc N (or N,N,... per node)"
-            )
-        if wanted % options.nnodes:
-            raise PlanError(
-                f"{place}: {wanted} ranks do not share evenly among {options.nnodes} nodes; list the "
-                "ranks of each node with --nproc N,N,..."
-            )
-        return (wanted // options.nnodes,) * options.nnodes
-    nproc = options.nproc * options.nnodes if len(options.nproc) == 1 else options.nproc
-    if wanted is not None and sum(nproc) != wanted:
-        raise PlanError(
-            f"{place}: its mesh has {wanted} ranks, but --nproc starts {sum(nproc)}; leave --nproc out, or make them "
-            "agree"
-        )
-    return nproc
-
-
 def _train(options: Options, spec: "LaunchSpec", console: "Console") -> int:
     from tutti.cli.beside import beside
     from tutti.cli.conclusion import conclude, header_time
@@ -346,19 +210,6 @@ def _train(options: Options, spec: "LaunchSpec", console: "Console") -> int:
         if worker is not None and has_job and outcome.status == "completed":
             _await_prediction(worker, console)
     return conclude(spec, console, outcome, has_job=has_job, as_json=options.as_json)
-
-
-def _check_relax(options: Options) -> None:
-    """Raises LaunchError where the dial is open and nothing is left to plan here."""
-    if options.relax == "exact":
-        return
-    if options.plan is not None:
-        raise LaunchError(f"--relax {options.relax} lets the planner choose, and --plan says the plan; leave one out")
-    if options.nnodes > 1 or options.resume is not None:
-        raise LaunchError(
-            f"--relax {options.relax} plans on the spot, for this node alone and for a new run; make the plan first "
-            "with `tutti plan --relax`, and run it with --plan"
-        )
 
 
 def _to_predict(options: Options) -> bool:

@@ -1,0 +1,181 @@
+"""What `tutti run` is asked for: its command line, refused where its words contradict each other, and what ranks are
+told of it. Needs no network and imports nothing heavy: ranks are not started yet.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from tutti.errors import LaunchError, PlanError
+
+if TYPE_CHECKING:
+    from tutti.spec.compression import Compression
+    from tutti.spec.plan import Plan, Sync
+    from tutti.spec.words import Relax
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The command line, as given."""
+
+    target: tuple[str, ...]
+    module: bool
+    nproc: tuple[int, ...] | None
+    nnodes: int
+    node_rank: int
+    rendezvous: str | None
+    timeout_s: float
+    plan: Path | None
+    mesh: str | None
+    compress: "Compression | None"
+    bucket_mb: str | None
+    relax: "Relax"
+    sync: "Sync | None"
+    cluster: Path | None
+    folder: Path | None
+    resume: Path | None
+    checkpoint_every: int | None
+    predict: bool
+    frugal: bool
+    as_json: bool
+
+    @property
+    def name(self) -> str:
+        """What the run is called: the script's or module's name without its ending."""
+        return self.script.rpartition(".")[2] if self.module else Path(self.script).stem
+
+    @property
+    def script(self) -> str:
+        return self.target[0]
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        return self.target[1:]
+
+
+def rank_counts(context: click.Context, parameter: click.Parameter, text: str | None) -> tuple[int, ...] | None:
+    """ "4" or "2,1" as numbers."""
+    if text is None:
+        return None
+    try:
+        counts = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not a number; give ranks per node, such as 4, or 2,1") from None
+    if min(counts) < 1:
+        raise click.BadParameter(f"{text}: every node has 1 rank or more")
+    return counts
+
+
+def check_nodes(options: Options) -> None:
+    """Raises LaunchError where the words about nodes contradict each other; needs no network."""
+    if options.node_rank >= options.nnodes:
+        raise LaunchError(
+            f"--node-rank {options.node_rank} of --nnodes {options.nnodes}; "
+            f"node ranks run from 0 to {options.nnodes - 1}"
+        )
+    if options.nnodes > 1 and options.rendezvous is None:
+        raise LaunchError(f"--nnodes {options.nnodes} needs a place to meet; add --rendezvous HOST:PORT (of node 0)")
+    if options.nproc and len(options.nproc) not in (1, options.nnodes):
+        raise LaunchError(
+            f"--nproc lists {len(options.nproc)} nodes, but --nnodes is {options.nnodes}; give one number for all "
+            "nodes or one for each"
+        )
+    if options.rendezvous is not None:
+        from tutti.launch.network import split_address
+
+        split_address(options.rendezvous)
+
+
+def check_relax(options: Options) -> None:
+    """Raises LaunchError where the dial is open and nothing is left to plan here."""
+    if options.relax == "exact":
+        return
+    if options.plan is not None:
+        raise LaunchError(f"--relax {options.relax} lets the planner choose, and --plan says the plan; leave one out")
+    if options.nnodes > 1 or options.resume is not None:
+        raise LaunchError(
+            f"--relax {options.relax} plans on the spot, for this node alone and for a new run; make the plan first "
+            "with `tutti plan --relax`, and run it with --plan"
+        )
+
+
+def own_count(options: Options) -> int:
+    """Ranks on this node if the command line tells, else 1."""
+    if not options.nproc:
+        return 1
+    return options.nproc[options.node_rank if len(options.nproc) > 1 else 0]
+
+
+def given_plan(options: Options) -> "Plan | None":
+    if options.plan is None:
+        return None
+    from tutti.spec import codec
+    from tutti.spec.plan import Plan
+
+    return codec.load(Plan, options.plan)
+
+
+def given_mesh(options: Options) -> int | None:
+    """Ranks of the mesh that --mesh says, None without it."""
+    if options.mesh is None:
+        return None
+    if options.plan is not None:
+        raise LaunchError("--mesh and --plan both say how ranks are arranged; give one (a plan file has a mesh)")
+    from tutti.spec.mesh_words import parse_mesh
+
+    return math.prod(parse_mesh(options.mesh).values())
+
+
+def ranks_per_node(options: Options, plan: "Plan | None", mesh: int | None) -> tuple[int, ...] | None:
+    """Ranks of every node, from --nproc, the plan or the mesh; None when they are to be planned."""
+    wanted = plan.world_size if plan is not None else mesh
+    place = str(options.plan) if plan is not None else f"--mesh {options.mesh}"
+    if options.nproc is None:
+        if wanted is None and options.nnodes == 1:
+            return None
+        if wanted is None:
+            raise LaunchError(
+                f"--nnodes {options.nnodes} needs the ranks per node; add --nproc N (or N,N,... per node)"
+            )
+        if wanted % options.nnodes:
+            raise PlanError(
+                f"{place}: {wanted} ranks do not share evenly among {options.nnodes} nodes; list the "
+                "ranks of each node with --nproc N,N,..."
+            )
+        return (wanted // options.nnodes,) * options.nnodes
+    nproc = options.nproc * options.nnodes if len(options.nproc) == 1 else options.nproc
+    if wanted is not None and sum(nproc) != wanted:
+        raise PlanError(
+            f"{place}: its mesh has {wanted} ranks, but --nproc starts {sum(nproc)}; leave --nproc out, or make them "
+            "agree"
+        )
+    return nproc
+
+
+def environment(options: Options, plan: Path | None) -> dict[str, str]:
+    """The environment that tells ranks the options that are theirs; `plan`: the file they follow."""
+    told: dict[str, str] = {}
+    if plan is not None:
+        told["TUTTI_PLAN"] = str(plan)
+    elif options.mesh is not None:
+        told["TUTTI_MESH"] = options.mesh
+    if options.compress is not None:
+        from tutti.spec.compression import compression_in_words
+
+        told["TUTTI_COMPRESS"] = compression_in_words(options.compress)
+    if options.sync is not None:
+        from tutti.spec.sync_words import sync_in_words
+
+        told["TUTTI_SYNC"] = sync_in_words(options.sync)
+    if options.bucket_mb is not None:
+        told["TUTTI_BUCKET_MB"] = options.bucket_mb
+    if options.resume is not None:
+        told["TUTTI_RESUME"] = str(options.resume.resolve())
+    if options.checkpoint_every is not None:
+        told["TUTTI_CHECKPOINT_EVERY"] = str(options.checkpoint_every)
+    if options.frugal:
+        told |= {"TUTTI_FRUGAL": "1", "THP_MEM_ALLOC_ENABLE": "1"}  # torch's: huge pages, quicker to get
+    return told
