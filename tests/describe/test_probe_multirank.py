@@ -29,6 +29,7 @@ TINY = Effort(
     link_budget_s=0.5,
     copy_nbytes=2**20,
     disk_nbytes=2**18,
+    codes_numel=(2**12,),  # the budget leaves the first method only: the one whose arithmetic has exchanges
 )
 
 
@@ -43,6 +44,7 @@ def test_this_host_by_two_ranks_of_its_own(tmp_path: Path) -> None:
     assert {rate.dtype for rate in device.gemm} == {"float32", "bfloat16"}
     assert all(rate.concurrent == 1 for rate in device.gemm)
     assert device.kernel_overhead_s > 0
+    assert [(rate.method, rate.numel) for rate in device.compress_rates] == [("powersgd,rank=1", 2**12)]
     link = cluster.link("node")
     assert link is not None
     assert (link.fitted_to, link.ranks, link.evidence) == ("all_reduce", 2, "measured")
@@ -107,7 +109,8 @@ def test_two_hosts_have_both_tiers_and_every_rank_the_same_spec(tmp_path: Path) 
     ]
     (node,) = cluster.nodes
     assert (cluster.name, node.name, node.count) == ("a and 1 more", "a", 2)
-    assert len(cluster.devices) == 1
+    (device,) = cluster.devices.values()
+    assert [rate.method for rate in device.compress_rates] == ["powersgd,rank=1"]
 
 
 def test_one_rank_has_no_links(tmp_path: Path) -> None:

@@ -33,7 +33,8 @@ class PowerSGD(Exchange):
     """Sums a flat gradient of tensors of `shapes`, one behind the other, over a group, in two all-reduces.
 
     A tensor becomes (first dim, rest). Where rank (rows + columns) >= rows columns / min_rate it is not compressed: it
-    rides along with P as it is. A zero column of P stays zero, and a zero column of Q begins anew.
+    rides along with P as it is. A zero column of P stays zero, and a zero column of Q begins anew. `lone`: over no group,
+    whatever ranks there are.
     """
 
     def __init__(
@@ -43,13 +44,14 @@ class PowerSGD(Exchange):
         rank: int = 1,
         min_rate: float = 2.0,
         group: Any = None,
+        lone: bool = False,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         seed: int = 0,
     ) -> None:
         if rank < 1:
             raise PlanError(f"rank = {rank}; PowerSGD needs matrices of rank 1 or more")
-        wire = Wire(group)
+        wire = Wire(group, lone=lone)
         self.rank, self.seed = rank, seed
         self.matrices, self.plain, self.numel = _places(shapes, rank, min_rate)
         self._p = sum(matrix.rows * rank for matrix in self.matrices)

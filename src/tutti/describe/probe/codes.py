@@ -83,11 +83,11 @@ def _of_codec(codec: Codec, values: torch.Tensor) -> Callable[[int], Calls]:
 
 
 def _of_powersgd(rank: int, values: torch.Tensor) -> Callable[[int], Calls]:
-    """All of its arithmetic on a square matrix; with one rank nothing is sent."""
+    """All of its arithmetic on a square matrix; nothing is sent, whatever ranks probe together."""
 
     def calls(numel: int) -> Calls:
         side = math.isqrt(numel)
-        exchange = PowerSGD([(side, side)], rank=rank, device=values.device)
+        exchange = PowerSGD([(side, side)], rank=rank, lone=True, device=values.device)
         flat = values[: side * side].clone()
 
         def run() -> None:
