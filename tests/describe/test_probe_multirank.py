@@ -113,6 +113,26 @@ def test_two_hosts_have_both_tiers_and_every_rank_the_same_spec(tmp_path: Path) 
     assert [rate.method for rate in device.compress_rates] == ["powersgd,rank=1"]
 
 
+def _codes_beside_others() -> int:
+    """How many methods are timed by a rank of a group whose exchanges fail."""
+    import torch
+    import torch.distributed as dist
+
+    from tutti.describe.probe import codes
+    from tutti.runtime.world import join, leave
+
+    join()
+    try:
+        with mock.patch.object(dist, "all_reduce", side_effect=AssertionError("exchanged")):
+            return len(codes.measure(torch.device("cpu"), TINY))
+    finally:
+        leave()
+
+
+def test_methods_are_timed_without_the_other_ranks() -> None:
+    assert run_ranks(_codes_beside_others, 2) == [1, 1]
+
+
 def test_one_rank_has_no_links(tmp_path: Path) -> None:
     cluster = measure_here(TINY, 1, folder=tmp_path, say=lambda text: None, timeout_s=60)
     assert cluster.links == ()

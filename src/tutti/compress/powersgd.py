@@ -33,8 +33,8 @@ class PowerSGD(Exchange):
     """Sums a flat gradient of tensors of `shapes`, one behind the other, over a group, in two all-reduces.
 
     A tensor becomes (first dim, rest). Where rank (rows + columns) >= rows columns / min_rate it is not compressed: it
-    rides along with P as it is. A zero column of P stays zero, and a zero column of Q begins anew. `lone`: over no group,
-    whatever ranks there are.
+    rides along with P as it is. A zero column of P stays zero, and a zero column of Q begins anew. `lone`: over no
+    group, whatever ranks there are.
     """
 
     def __init__(
