@@ -62,7 +62,7 @@ def merged(rows: dict[int, Row]) -> Row:
         return {"refused": refused}
     first = rows[0]
     return {
-        **{name: first[name] for name in ("prepare_s", "warmup_s", "step_s")},
+        **{name: first[name] for name in ("prepare_s", "warmup_s", "step_s", "stolen", "set_aside")},
         **{name: [rows[rank][name] for rank in sorted(rows)] for name in ("phases", "cpu_s", "sent_nbytes")},
         "peak_nbytes": max(row["peak_nbytes"] for row in rows.values()),
     }

@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ import torch.distributed as dist  # noqa: E402
 
 import tutti  # noqa: E402
 import tutti.runtime.job  # noqa: E402  # loaded before the fork, or every plan's process would load it
+from tutti.describe.probe.timing import MOST_STOLEN, Stolen  # noqa: E402
 from tutti.errors import TuttiError  # noqa: E402
 from tutti.launch.rank_main import is_peer_error  # noqa: E402
 from tutti.runtime.world import join, leave  # noqa: E402
@@ -68,6 +70,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="timed at most")
     parser.add_argument("--seconds", type=float, default=2, help="of timed steps, unless one takes longer")
     parser.add_argument("--patience", type=float, default=1.5, help="seconds of a first step that is repeated")
+    parser.add_argument("--again", type=float, default=15, help="seconds for steps in place of disturbed ones")
     parser.add_argument("--limit", type=float, default=90, help="seconds after which a plan is given up")
     return parser.parse_args()
 
@@ -143,7 +146,9 @@ def steps(name: str, batch: int) -> Iterator[tutti.Job]:
 def timed(args: argparse.Namespace) -> dict[str, Any]:
     """Seconds of some steps by the plan in the environment, or why tutti refuses it. Leaves its world. `cpu_s`: of a
     step, all threads of this rank: what other work on the machine lengthens least. A first step that takes longer than
-    `patience` is the measurement: what it does once is little beside it."""
+    `patience` is the measurement: what it does once is little beside it. Steps in which the machine's cores were given
+    to others do not count, as long as there is time for others in their place.
+    """
     loop = steps(args.workload, args.batch)
     start = time.perf_counter()
     try:
@@ -152,42 +157,75 @@ def timed(args: argparse.Namespace) -> dict[str, Any]:
         leave()
         return {"refused": str(error)}
     found: dict[str, Any] = {"prepare_s": time.perf_counter() - start}
-    before = time.process_time()
-    warm = [first := agreed_s(loop)]
-    if first < args.seconds:
-        warm.append(agreed_s(loop))
-    count = max(2 if warm[-1] < args.seconds else 1, min(args.steps, int(args.seconds / warm[-1])))
-    if first > args.patience:
-        warm, count = [], 0
-    times = [] if warm else [first]
-    busy = time.process_time() if warm else before
-    for _ in range(count):
-        start = time.perf_counter()
-        next(loop)
-        times.append(time.perf_counter() - start)
-    busy = time.process_time() - busy
+    taken = take(loop, args)
     loop.close()
     ending = job._ending
     assert ending is not None
     ending.close()
-    return found | {"warmup_s": warm, "step_s": times, "cpu_s": busy / len(times), **recorded(len(warm))}
+    counted = [step for step in taken if step.counts]
+    return found | {
+        "warmup_s": [step.wall_s for step in taken if step.warm],
+        "step_s": [step.wall_s for step in counted],
+        "cpu_s": statistics.mean(step.cpu_s for step in counted),
+        "stolen": max(step.stolen for step in counted),
+        "set_aside": sum(not step.warm and not step.counts for step in taken),
+        **recorded([number for number, step in enumerate(taken) if step.counts]),
+    }
 
 
-def agreed_s(loop: Iterator[tutti.Job]) -> float:
-    """Seconds of a step on the slowest rank: all take the same decisions by it."""
-    start = time.perf_counter()
+@dataclass(slots=True)
+class Step:
+    """Seconds of one step: by the clock on the slowest rank, and of this rank's processors; which part of the machine's
+    core time was stolen meanwhile, on the rank that saw most."""
+
+    wall_s: float
+    cpu_s: float
+    stolen: float
+    warm: bool = False
+    counts: bool = True
+
+
+def take(loop: Iterator[tutti.Job], args: argparse.Namespace) -> list[Step]:
+    """All steps: those that warm up, those that count and those that were disturbed. Ranks decide alike."""
+    taken = [one_step(loop)]
+    if taken[0].wall_s > args.patience and not disturbed(taken[0]):
+        return taken
+    if taken[0].wall_s < args.seconds:
+        taken.append(one_step(loop))
+    for step in taken:
+        step.warm, step.counts = True, False
+    last = taken[-1].wall_s
+    count = max(2 if last < args.seconds else 1, min(args.steps, int(args.seconds / last)))
+    spent = 0.0
+    steps_: list[Step] = []
+    while sum(step.counts for step in steps_) < count:
+        step = one_step(loop)
+        step.counts = not disturbed(step) or spent > args.again
+        spent += step.wall_s
+        steps_.append(step)
+    return taken + steps_
+
+
+def disturbed(step: Step) -> bool:
+    return step.stolen > MOST_STOLEN
+
+
+def one_step(loop: Iterator[tutti.Job]) -> Step:
+    stolen, busy, start = Stolen(), time.process_time(), time.perf_counter()
     next(loop)
-    taken = torch.tensor(time.perf_counter() - start)
-    dist.all_reduce(taken, dist.ReduceOp.MAX)
-    return taken.item()
+    wall, busy = time.perf_counter() - start, time.process_time() - busy
+    agreed = torch.tensor([wall, stolen.share()], dtype=torch.float64)
+    dist.all_reduce(agreed, dist.ReduceOp.MAX)
+    return Step(wall_s=agreed[0].item(), cpu_s=busy, stolen=agreed[1].item())
 
 
-def recorded(warm: int) -> dict[str, Any]:
-    """What the run kept of this rank's steps after the first `warm`: medians of the phases' seconds and of bytes sent,
+def recorded(counted: list[int]) -> dict[str, Any]:
+    """What the run kept of this rank's steps that are `counted`: medians of the phases' seconds and of bytes sent,
     and the most memory that it held."""
     file = RunFolder(Path(os.environ["TUTTI_RUN_FOLDER"])).rank(int(os.environ["RANK"])) / "metrics.jsonl"
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    timings = [row for row in rows if row["kind"] == "step"][warm:]
+    timings = [row for row in rows if row["kind"] == "step"]
+    timings = [timings[number] for number in counted]
     phases = {name: statistics.median(row["phases"][name] for row in timings) for name in timings[0]["phases"]}
     return {
         "phases": phases,

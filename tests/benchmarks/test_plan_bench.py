@@ -1,5 +1,6 @@
 """The plan benchmark: what is folded, what is kept of an interrupted run, regret of a choice, error of predictions."""
 
+import argparse
 import importlib
 import importlib.util
 import json
@@ -165,7 +166,7 @@ def line(name: str, rank: int, **row: Any) -> dict[str, Any]:
 def timed(seconds: float, peak: int) -> dict[str, Any]:
     return {
         "prepare_s": 0.1, "warmup_s": [1.0], "step_s": [seconds], "phases": {"forward": seconds}, "cpu_s": 0.5,
-        "sent_nbytes": 7, "peak_nbytes": peak,
+        "sent_nbytes": 7, "peak_nbytes": peak, "stolen": 0.0, "set_aside": 0,
     }  # fmt: skip
 
 
@@ -254,6 +255,18 @@ def fails() -> None:
 )
 def test_a_plan_that_ends_its_process_ends_no_other(rank: Any, work: Callable[[], None], said: dict[str, Any]) -> None:
     assert rank.in_child(work, 0.5 if "longer" in str(said) else 60) == said
+
+
+def test_steps_in_which_the_cores_were_given_to_others_do_not_count(rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    shares = iter([0.0, 0.3, 0.0, 0.2, 0.0, 0.0])
+    monkeypatch.setattr(rank, "one_step", lambda loop: rank.Step(wall_s=0.1, cpu_s=0.1, stolen=next(shares)))
+    args = argparse.Namespace(patience=1.5, seconds=0.25, steps=3, again=15.0)
+    taken = rank.take(iter(()), args)
+    assert [(step.warm, step.counts) for step in taken[:2]] == [(True, False)] * 2
+    assert [step.stolen for step in taken if step.counts] == [0.0, 0.0]
+    monkeypatch.setattr(rank, "one_step", lambda loop: rank.Step(wall_s=2.0, cpu_s=0.1, stolen=0.3))
+    taken = rank.take(iter(()), args)  # a first step that is disturbed is not the measurement, until patience ends
+    assert [step.counts for step in taken] == [False] * 9 + [True]
 
 
 def signal_wait() -> None:

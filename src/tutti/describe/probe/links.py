@@ -65,11 +65,13 @@ def _samples(party: Party, effort: Effort, call: Callable[[], object]) -> list[f
     inner = max(1, min(50, int(timing.SAMPLE_S / estimate)))
     sample = estimate * inner
     repeats = max(2, min(effort.link_repeats, int(effort.link_budget_s / sample)), timing.cheap_samples(sample))
-    samples: list[float] = []
-    while not samples or timing.again(samples, inner * sum(samples), effort.link_budget_s):
+    rounds = timing.Rounds()
+    while not rounds.samples or timing.again(rounds.samples, inner * sum(rounds.samples), effort.link_budget_s):
+        stolen = timing.Stolen()
         some = [timing.once(lambda: _in_a_row(call, inner), party.device) / inner for _ in range(repeats)]
-        samples += party.largest(some)
-    return samples
+        *some, share = party.largest([*some, stolen.share()])
+        rounds.take(some, share)
+    return rounds.samples
 
 
 def _in_a_row(call: Callable[[], object], count: int) -> None:

@@ -4,10 +4,12 @@ A launch on a GPU returns before the work is done. Nothing else in the probe rea
 launch can be timed without waiting for its end.
 
 Other work on the machine only lengthens a call, so what counts is the lower quartile of the samples; not the least of
-them, which may be a burst that a limited link let through. Where the middle one is much longer, more are taken.
+them, which may be a burst that a limited link let through. Where the middle one is much longer, more are taken; those
+taken while a virtual machine's cores were given to others are set aside.
 """
 
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -15,11 +17,16 @@ from dataclasses import dataclass
 
 import torch
 
+from tutti.describe.probe import host
+
 SAMPLE_S = 1e-3
 """Calls shorter than this are timed several in a row, so that the clock and the waiting do not show."""
 
 CHEAP_S, MOST_SAMPLES = 0.05, 50
 """Short calls get more samples than asked for, as many as fit this time: a disturbance then moves the quartile less."""
+
+MOST_STOLEN, MOST_ROUNDS = 0.05, 4
+"""Samples of which a hypervisor took a larger part for other machines are taken again, so many times."""
 
 STEADY = 1.25
 """Samples whose median is within this factor of their lower quartile agree."""
@@ -35,6 +42,33 @@ class Timing:
     spread: float
     repeats: int
     granted: float = 1.0
+
+
+class Stolen:
+    """What part of the cores' time is stolen from the moment this is made."""
+
+    def __init__(self) -> None:
+        self._began, self._stolen_s = time.perf_counter(), host.stolen_s()
+
+    def share(self) -> float:
+        """0 to 1, until now."""
+        passed = (time.perf_counter() - self._began) * (os.cpu_count() or 1)
+        return min(1.0, (host.stolen_s() - self._stolen_s) / max(passed, 1e-9))
+
+
+class Rounds:
+    """Samples, taken some at a time. Those that were disturbed count only where patience is used up."""
+
+    def __init__(self) -> None:
+        self.samples: list[float] = []
+        self._set_aside = 0
+
+    def take(self, samples: list[float], stolen: float) -> None:
+        """`stolen`: which part of the cores' time was, while these were taken."""
+        if stolen > MOST_STOLEN and self._set_aside < MOST_ROUNDS:
+            self._set_aside += 1
+        else:
+            self.samples += samples
 
 
 def synchronize(device: torch.device) -> None:
@@ -61,9 +95,11 @@ def repeated(call: Callable[[], object], device: torch.device, *, repeats: int, 
     sample = max(first * inner, 1e-9)
     count = max(1, min(repeats, int(budget_s / sample)), cheap_samples(sample))
     began, busy = time.perf_counter(), time.thread_time()
-    samples: list[float] = []
-    while not samples or again(samples, time.perf_counter() - began, budget_s):
-        samples += [once(lambda: _several(call, inner), device) / inner for _ in range(count)]
+    rounds = Rounds()
+    while not rounds.samples or again(rounds.samples, time.perf_counter() - began, budget_s):
+        stolen = Stolen()
+        rounds.take([once(lambda: _several(call, inner), device) / inner for _ in range(count)], stolen.share())
+    samples = rounds.samples
     took = max(time.perf_counter() - began, 1e-9)
     return summary(samples, (time.thread_time() - busy) / took if device.type == "cpu" else 1.0)
 
