@@ -175,6 +175,18 @@ def test_a_line_that_was_cut_off_does_not_count(pays: ModuleType, tmp_path: Path
     assert pays.lines(tmp_path / "none") == []
 
 
+def test_blocks_in_which_the_cores_were_given_to_others_are_timed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    wire = importlib.import_module("pays_wire")
+    blocks = iter(
+        [(9.0, 1.0, 0.5), (8.0, 1.0, 0.2), (1.0, 1.0, 0.01), *((9.0 - n, 1.0, 0.9 - n / 10) for n in range(5))]
+    )
+    monkeypatch.setattr(wire, "block", lambda step, steps: next(blocks))
+    assert wire.quiet_block(lambda: None, 1) == (1.0, 1.0, 0.01)
+    assert wire.quiet_block(lambda: None, 1) == (5.0, 1.0, 0.5)  # the least disturbed, once patience is used up
+    assert next(blocks, None) is None
+    assert 0 <= wire.stolen_s() < float("inf")
+
+
 def test_blocks_are_whole_periods_or_as_many_steps_as_fit() -> None:
     wire = importlib.import_module("pays_wire")
     assert wire.steps_of(16, [], 0.5) == wire.steps_of(16, [9.0], 0.5) == 16
