@@ -28,9 +28,10 @@ import torch.distributed as dist  # noqa: E402
 
 import tutti  # noqa: E402
 import tutti.runtime.job  # noqa: E402  # loaded before the fork, or every plan's process would load it
-from tutti.describe.probe.timing import MOST_STOLEN, Stolen  # noqa: E402
+from tutti.describe.probe.timing import MOST_STOLEN  # noqa: E402
 from tutti.errors import TuttiError  # noqa: E402
 from tutti.launch.rank_main import is_peer_error  # noqa: E402
+from tutti.machine import Stolen  # noqa: E402
 from tutti.runtime.world import join, leave  # noqa: E402
 from tutti.spec import codec  # noqa: E402
 from tutti.spec.plan import Plan  # noqa: E402

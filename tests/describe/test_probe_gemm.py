@@ -162,14 +162,7 @@ def test_memory_is_measured_on_a_buffer_beyond_the_caches(monkeypatch: pytest.Mo
     assert rate.bytes_per_s == 2 * 2**20 / 0.5  # read and written
 
 
-def test_samples_of_stolen_time_are_set_aside_while_there_is_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    stolen_s, now = [0.0], [0.0]
-    monkeypatch.setattr(timing.host, "stolen_s", lambda: stolen_s[0])
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(timing.os, "cpu_count", lambda: 2)
-    seen = timing.Stolen()
-    stolen_s[0], now[0] = 0.5, 1.0
-    assert seen.share() == 0.25
+def test_samples_of_stolen_time_are_set_aside_while_there_is_patience() -> None:
     rounds = timing.Rounds()
     rounds.take([1.0], timing.MOST_STOLEN)
     for round_ in range(timing.MOST_ROUNDS + 1):

@@ -80,12 +80,6 @@ def load() -> float:
     return psutil.getloadavg()[0]
 
 
-def stolen_s() -> float:
-    """Seconds of core time, of all cores since the machine began, in which they had work and a hypervisor ran others'
-    instead; 0 where the system does not say."""
-    return float(getattr(psutil.cpu_times(), "steal", 0.0))
-
-
 def cpu_model(root: Path = ROOT) -> str:
     """The processor's name."""
     try:

@@ -7,6 +7,7 @@ from tutti.describe.probe import timing
 from tutti.describe.probe.effort import Effort
 from tutti.describe.probe.fit import Transfer, fit_link
 from tutti.describe.probe.ways import ITEM_NBYTES, Party, Ways
+from tutti.machine import Stolen
 from tutti.spec.cluster import LinkPoint, LinkSpec, LinkTier
 
 
@@ -67,7 +68,7 @@ def _samples(party: Party, effort: Effort, call: Callable[[], object]) -> list[f
     repeats = max(2, min(effort.link_repeats, int(effort.link_budget_s / sample)), timing.cheap_samples(sample))
     rounds = timing.Rounds()
     while not rounds.samples or timing.again(rounds.samples, inner * sum(rounds.samples), effort.link_budget_s):
-        stolen = timing.Stolen()
+        stolen = Stolen()
         some = [timing.once(lambda: _in_a_row(call, inner), party.device) / inner for _ in range(repeats)]
         *some, share = party.largest([*some, stolen.share()])
         rounds.take(some, share)

@@ -9,7 +9,6 @@ taken while a virtual machine's cores were given to others are set aside.
 """
 
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tutti.describe.probe import host
+from tutti.machine import Stolen
 
 SAMPLE_S = 1e-3
 """Calls shorter than this are timed several in a row, so that the clock and the waiting do not show."""
@@ -42,18 +41,6 @@ class Timing:
     spread: float
     repeats: int
     granted: float = 1.0
-
-
-class Stolen:
-    """What part of the cores' time is stolen from the moment this is made."""
-
-    def __init__(self) -> None:
-        self._began, self._stolen_s = time.perf_counter(), host.stolen_s()
-
-    def share(self) -> float:
-        """0 to 1, until now."""
-        passed = (time.perf_counter() - self._began) * (os.cpu_count() or 1)
-        return min(1.0, (host.stolen_s() - self._stolen_s) / max(passed, 1e-9))
 
 
 class Rounds:
