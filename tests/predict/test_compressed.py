@@ -6,11 +6,14 @@ from typing import Any
 import pytest
 
 from predict.examples import cluster, cpu, link, mlp, plan
+from tutti.plan import objectives
+from tutti.plan.choice import Request
 from tutti.predict import predict
 from tutti.predict.compressed import kernel_s, slowed
 from tutti.spec.cluster import CompressRate
 from tutti.spec.compression import bucket_sent_nbytes, parse_compression
-from tutti.spec.plan import Sync
+from tutti.spec.plan import Plan, Sync
+from tutti.spec.sync_words import parse_sync
 
 METHODS = ("bfloat16", "bytegrad", "qsgd", "terngrad", "one-bit", "top-k", "dgc", "top16-q4", "powersgd")
 
@@ -95,3 +98,40 @@ def test_kernels_behind_backward_take_their_time_from_it() -> None:
     done, exact = (predict(mlp(), hosts, plan(4096, 4, sync=each)) for each in (sync, Sync(bucket_nbytes=2**20)))
     whole = 3 * kernels("qsgd,bits=4", compress_rates=rates)
     assert done.step_time_s.value - exact.step_time_s.value == pytest.approx(whole, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("sync", "first"),
+    [
+        (Sync(compress=parse_compression("one-bit-adam,freeze_step=100")), {100: Sync()}),
+        (
+            Sync(compress=parse_compression("dgc,density=0.01,warmup_steps=8")),
+            {
+                updates: Sync(compress=parse_compression(f"dgc,density={density}"))
+                for updates, density in ((2, 0.25), (4, 0.0625), (6, 0.015625))
+            },
+        ),
+        (parse_sync("post-local:4,after=50"), {50: Sync()}),
+    ],
+)
+def test_a_training_is_as_long_as_its_phases_are(sync: Sync, first: dict[int, Sync]) -> None:
+    hosts = cluster(devices_per_node=1, count=4, links=(link("node"), link("network", 1e-4, 1e7)))
+
+    def costed(each: Sync) -> tuple[Plan, float]:
+        return (one := plan(64, 4, sync=each)), predict(mlp(), hosts, one).step_time_s.value
+
+    whole, later_s = costed(sync)
+    prediction = predict(mlp(), hosts, whole)
+    assert {one.until for one in prediction.first} == set(first)
+    for one in prediction.first:
+        assert one.step_time_s == pytest.approx(costed(first[one.until])[1], rel=1e-9)
+    for steps in (1000, 60, 3):  # the last two end in the warm-up, or with its first part
+        expected, done = 0.0, 0
+        for until, each in first.items():
+            expected += (min(until, steps) - done) * costed(each)[1]
+            done = min(until, steps)
+        expected += (steps - done) * later_s
+        request = Request(script=whole, train_samples=64.0 * steps)
+        found = objectives.totals(hosts, request, whole, prediction)
+        assert found.time_s == pytest.approx(expected, rel=1e-9)
+        assert found.steps == steps

@@ -89,11 +89,11 @@ def with_links_of_their_own(model: ModelSpec, cluster: ClusterSpec, plan: Plan) 
     wires = step.setting.wires
     (one,) = passes_of(step.setting, step.lines[0]).values()
     sums = summed(wires.columns, wires.division, wires.network, plan, np.ones(len(model.modules), dtype=np.bool_))
-    pairs = fused(sums, plan)
+    pairs = fused(sums)
     alone = exchange(
         (one.backward_s + one.waits.backward_s)[::-1].tolist(),
         [bucket for bucket, _ in pairs],
-        [group.all_reduce(bucket.nbytes) for bucket, group in pairs],
+        [one.group.all_reduce(bucket.nbytes) for bucket, one in pairs],
     )
     loss = wires.network.group(*plan.mesh).all_reduce(constants.LOSS_NBYTES)
     return alone.exposed_s + float((one.waits.forward_s + one.waits.backward_s).sum()) + loss

@@ -21,13 +21,13 @@ def net(mesh: Any, machine: Any = None) -> Network:
 
 def test_the_mesh_order_says_which_axis_stays_within_a_host() -> None:
     inner = net({"replicate": 4, "split": 8})
-    assert inner.group("split").span == Span(ranks=8, hosts=1, per_host=8, meeting=1, leaving=0)
+    assert inner.group("split").span == Span(ranks=8, hosts=1, per_host=8, meeting=1, leaving=0, fewest=8)
     # every card of a host has replicas on the other hosts: 8 groups meet at each host's connection
     assert inner.group("replicate").span == Span(ranks=4, hosts=4, per_host=1, meeting=8, leaving=8)
     outer = net({"split": 8, "replicate": 4})
-    assert outer.group("split").span == Span(ranks=8, hosts=4, per_host=2, meeting=4, leaving=4)
+    assert outer.group("split").span == Span(ranks=8, hosts=4, per_host=2, meeting=4, leaving=4, fewest=2)
     assert outer.group("replicate").span.hosts == 1
-    assert inner.group("replicate", "split").span == Span(ranks=32, hosts=4, per_host=8, meeting=1, leaving=1)
+    assert inner.group("replicate", "split").span == Span(ranks=32, hosts=4, per_host=8, meeting=1, leaving=1, fewest=8)
 
 
 def test_groups_that_straddle_hosts_count_where_they_meet() -> None:

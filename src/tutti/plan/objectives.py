@@ -64,10 +64,21 @@ def _sizes(request: Request, plan: Plan) -> list[tuple[int, int]] | None:
 def _time_s(request: Request, plan: Plan, prediction: Prediction) -> float:
     """Seconds of all steps, or of one where their number is unknown."""
     sizes = _sizes(request, plan) if plan.batch.ramp else None
+    count = steps(request, plan)
     if sizes is None:
-        return prediction.step_time_s.value * (steps(request, plan) or 1)
+        return prediction.step_time_s.value * (count or 1) + _warmup_s(prediction, count)
     whole = plan.batch.global_batch_size
-    return sum(many * ramp.step_s(prediction, size, whole) for size, many in sizes)
+    return sum(many * ramp.step_s(prediction, size, whole) for size, many in sizes) + _warmup_s(prediction, count)
+
+
+def _warmup_s(prediction: Prediction, count: int | None) -> float:
+    """Seconds that the first of `count` steps take beyond as many later ones; may be below 0."""
+    beyond, done = 0.0, 0
+    for one in prediction.first if count is not None else ():
+        until = min(one.until, count or 0)
+        beyond += (until - done) * (one.step_time_s - prediction.step_time_s.value)
+        done = until
+    return beyond
 
 
 def totals(cluster: ClusterSpec, request: Request, plan: Plan, prediction: Prediction) -> Totals:

@@ -5,17 +5,22 @@ is the least that its thin matrices can be.
 """
 
 import math
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Final, get_args
 
 import numpy as np
 
 from tutti.predict.compute import Array
 from tutti.predict.groups import Group
-from tutti.predict.overlap import Bucket
 from tutti.spec.cluster import CompressRate, DeviceKind, DeviceSpec
-from tutti.spec.compression import Compression, bucket_sent_nbytes, compression_in_words, parse_compression
+from tutti.spec.compression import (
+    Compression,
+    compression_in_words,
+    flags_sent_nbytes,
+    parse_compression,
+    sum_sent_nbytes,
+)
 from tutti.spec.plan import Plan
 from tutti.spec.words import AxisName, CompressMethod
 
@@ -48,18 +53,67 @@ _GATHERED: Final[tuple[CompressMethod, ...]] = ("top-k", "dgc")
 """Every rank decodes the codes of all of them, and encodes once."""
 
 
-def ratio(plan: Plan, group: Group, axes: tuple[AxisName, ...], nbytes: Array) -> float:
-    """Bytes sent over those of a ring's exact sum, for gradients of `nbytes` by module; 1 where sums are exact."""
-    how, total = plan.sync.compress, float(nbytes.sum())
-    if how is None or any(plan.degree(axis) > 1 for axis in axes if axis in _EXACT) or group.ranks == 1 or not total:
-        return 1.0
-    numels = [math.ceil(one / VALUE_NBYTES) for one in nbytes.tolist() if one > 0]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """How the gradients of a group are written. `holders`: that exchange codes: all ranks, or hosts, inside which sums
+    are exact (`tiers`) and whose ranks have a part of `parts` each; `sent_nbytes`: of the rank that sends most, in a
+    step; `share`: what the codes are of the bytes of an exact sum, 1 where it is exact.
+    """
+
+    holders: int
+    parts: int = 1
+    tiers: bool = False
+    sent_nbytes: float
+    share: float = 1.0
+
+    def sum_s(self, plan: Plan, group: Group, device: DeviceSpec, nbytes: float) -> tuple[float, float]:
+        """(seconds, those of them in kernels) in which `group` sums a bucket of `nbytes`."""
+        kernels = kernel_s(plan, device, self.holders, self.share, nbytes / self.parts)
+        if self.tiers:
+            return kernels + group.tiered(nbytes, nbytes * self.share), kernels
+        return kernels + group.all_reduce(nbytes * self.share), kernels
+
+
+def written(
+    plan: Plan, group: Group, axes: tuple[AxisName, ...], nbytes: Array, sizes: Sequence[float], updates: int | None
+) -> Written | None:
+    """How gradients of `nbytes` by module, in buckets of `sizes`, are written after so many updates (None: once no
+    warm-up is left); None where the plan leaves these sums as they are."""
+    how = plan.sync.compress
+    if how is None or any(plan.degree(axis) > 1 for axis in axes if axis in _EXACT) or group.ranks == 1:
+        return None
+    if how.between == "hosts" and group.network is None:
+        return None  # on one host nothing is between hosts
+    tiers, span = how.between != "ranks" and group.tiers, group.span
+    parts = span.fewest if tiers and how.method != "powersgd" else 1  # matrices stay whole
+    holders = span.hosts if tiers else span.ranks
+    now = how if updates is None else how.at(updates)
+    modules = [math.ceil(one / VALUE_NBYTES) for one in nbytes.tolist() if one > 0]
     if how.method == "powersgd":
-        shapes = [(math.isqrt(numel), math.isqrt(numel)) for numel in numels]
+        messages = [[(math.isqrt(numel), math.isqrt(numel)) for numel in modules]]
     else:
-        shapes = [(numel,) for numel in numels]  # type: ignore[misc]
-    exact = 2 * (group.ranks - 1) / group.ranks * total
-    return bucket_sent_nbytes(how, shapes, group.ranks, VALUE_NBYTES) / exact
+        messages = [[(math.ceil(math.ceil(size / VALUE_NBYTES) / parts),)] for size in sizes]  # type: ignore[list-item]
+    codes = float(sum(sum_sent_nbytes(now, shapes, holders, VALUE_NBYTES) for shapes in messages))
+    exact = 2 * (holders - 1) / holders * float(nbytes.sum()) / parts
+    return Written(
+        holders=holders,
+        parts=parts,
+        tiers=tiers,
+        sent_nbytes=codes + flags_sent_nbytes(len(modules), span.ranks, VALUE_NBYTES),
+        share=1.0 if now is None else codes / exact,
+    )
+
+
+def phases(plan: Plan) -> tuple[int, ...]:
+    """After how many updates what a plan sends is no longer what it was."""
+    how = plan.sync.compress
+    if how is None or plan.world_size == 1:
+        return ()
+    if how.freeze_step is not None:
+        return (how.freeze_step,)
+    count = how.warmup_steps or 0
+    at = [updates for updates in (math.ceil(quarter * count / 4) for quarter in range(1, 5)) if updates]
+    return tuple(updates for updates in dict.fromkeys(at) if how.at(updates) != how.at(updates - 1))
 
 
 def kernel_s(plan: Plan, device: DeviceSpec, ranks: int, written: float, nbytes: float) -> float:
@@ -114,25 +168,28 @@ def slowed(device: DeviceSpec, factor: float) -> DeviceSpec:
 
 
 def kernel_notes(plan: Plan, device: DeviceSpec) -> tuple[str, ...]:
-    """Where the time in the kernels comes from."""
+    """Where the time in the kernels comes from, and what comes before."""
     how = plan.sync.compress
     if how is None or plan.world_size == 1:
         return ()
+    changes = phases(plan)
+    exactly = "sum exactly" if how.freeze_step is not None else "send more"
+    first = (f"the first {changes[-1]} updates {exactly}, and are not in these numbers",) if changes else ()
     if rates_of(device, how):
-        return (f"kernels of {how.method}: as measured by tutti probe on {device.name}",)
+        return (*first, f"kernels of {how.method}: as measured by tutti probe on {device.name}")
     return (
+        *first,
         f"assumed: kernels of {how.method} take about {_assumed_s(device.kind, how.method) * 1e9:g} ns a value; tutti "
         "probe measures them",
     )
 
 
-def kept_nbytes(plan: Plan, fused: Iterable[Bucket]) -> float:
-    """What is kept back between steps, for buckets that are summed: twice, so that a step may be taken back."""
-    how = plan.sync.compress
-    if how is None or not how.keeps:
+def kept_nbytes(plan: Plan, how: Written | None, nbytes: float) -> float:
+    """What is kept back between steps of a bucket: twice, so that a step may be taken back."""
+    compress = plan.sync.compress
+    if how is None or compress is None or not compress.keeps:
         return 0.0
-    tensors = 2 if how.method == "dgc" else 1
-    return 2 * tensors * sum(bucket.nbytes for bucket in fused)
+    return 2 * (2 if compress.method == "dgc" else 1) * nbytes / how.parts
 
 
 def _assumed_s(kind: DeviceKind, method: CompressMethod) -> float:

@@ -34,8 +34,8 @@ Hosts = tuple[tuple[int, int], ...]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
     """Where the groups along some axes lie. `ranks`: of a group; `hosts`: the most that one spans; `per_host`: the most
-    of its ranks on one host; `meeting`: the most groups that cross one host's connection; `leaving`: the most ranks of
-    a host whose next neighbour along the axes is on another host.
+    of its ranks on one host, `fewest`: the fewest; `meeting`: the most groups that cross one host's connection;
+    `leaving`: the most ranks of a host whose next neighbour along the axes is on another host.
     """
 
     ranks: int
@@ -43,6 +43,7 @@ class Span:
     per_host: int
     meeting: int
     leaving: int
+    fewest: int = 1
 
 
 @lru_cache(maxsize=4096)
@@ -65,6 +66,7 @@ def span_of(mesh: Mesh, axes: tuple[AxisName, ...], hosts: Hosts) -> Span:
         per_host=int(lengths.max()),
         meeting=int(np.bincount(met).max()) if len(met) else 1,
         leaving=int(np.bincount(rows[away]).max()) if away.any() else 0,
+        fewest=int(lengths.min()),
     )
 
 
@@ -120,8 +122,19 @@ class Group:
     def gradient_sum(self, nbytes: float) -> float:
         """Seconds to sum `nbytes` of a bucket of gradients. Where hosts of CPU ranks have several of them, they sum
         inside each host first, and each of them a part of it between hosts, as `collectives.tiered_sum` does."""
-        tiers = not self.chooses and self.network is not None and self.node is not None
-        return self._hierarchical(nbytes) if tiers and nbytes > 0 else self.all_reduce(nbytes)
+        return self._hierarchical(nbytes) if self.tiers and nbytes > 0 else self.all_reduce(nbytes)
+
+    @property
+    def tiers(self) -> bool:
+        """Whether gradients are summed inside each host first: CPU ranks, several of them on some of several hosts."""
+        return not self.chooses and self.network is not None and self.node is not None
+
+    def tiered(self, nbytes: float, between: float) -> float:
+        """Seconds to sum `nbytes` in two tiers where they travel as `between` bytes from host to host."""
+        assert self.node is not None
+        assert self.network is not None
+        inside = ring_all_reduce(self.node, nbytes, self.span.per_host)
+        return inside + ring_all_reduce(self.network, between, self.span.hosts)
 
     def scatter(self, nbytes: float) -> float:
         """Seconds to sum `nbytes` of which each rank keeps its part, or to gather parts to `nbytes`."""

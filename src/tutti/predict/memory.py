@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tutti.predict import compressed, constants, relaxed
+from tutti.predict import constants, relaxed
 from tutti.predict.compute import Array
 from tutti.predict.cuts import Stages
 from tutti.predict.division import Division, division
@@ -151,7 +151,7 @@ def rank_memory(
         gradients=state.gradients,
         optimizer=state.optimizer,
         activations=activations,
-        communication=state.communication + compressed.kept_nbytes(plan, fused) + apart,
+        communication=state.communication + sum(one.kept_nbytes for one in fused) + apart,
         buffers=float(held.buffers[stage]),
         reserve=constants.RESERVE_NBYTES[kind] + constants.FRAGMENTATION[kind] * tensors,
     )

@@ -19,10 +19,12 @@ TIERS: tuple[LinkTier, ...] = ("node", "network")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Gradients fused for one collective. `last`: index, in order of backward, of the module that completes it."""
+    """Gradients fused for one collective. `last`: index, in order of backward, of the module that completes it;
+    `kept_nbytes`: of what a code keeps back of them between steps."""
 
     nbytes: float
     last: int
+    kept_nbytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

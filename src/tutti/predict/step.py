@@ -1,10 +1,10 @@
 """predict: what one plan costs on one cluster. Pure: three values in, one value out."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tutti.errors import PlanError
 from tutti.predict import constants
-from tutti.predict.compressed import kernel_notes
+from tutti.predict.compressed import kernel_notes, phases
 from tutti.predict.compute import Worker
 from tutti.predict.counts import samples_of
 from tutti.predict.cuts import stages_of
@@ -25,18 +25,38 @@ from tutti.spec import codec
 from tutti.spec.cluster import ClusterSpec
 from tutti.spec.model import ModelSpec
 from tutti.spec.plan import Plan
-from tutti.spec.prediction import Estimate, Phase, Prediction, RankMemory
+from tutti.spec.prediction import Estimate, Phase, Prediction, RankMemory, Stretch
 from tutti.spec.refusals import check_plan
+from tutti.spec.relaxed import Relaxed
 
 
 def predict(model: ModelSpec, cluster: ClusterSpec, plan: Plan) -> Prediction:
-    """Estimate the step time and memory of `plan`.
+    """Estimate the step time and memory of `plan`, and the steps of its warm-up where they exchange something else.
 
     Raises PlanError where the plan cannot be costed: axes that do not go together, that divide nothing of the model or
     not evenly, more ranks than CUDA devices, a precision or a link that the cluster does not describe, a batch in
     tokens of unknown number.
     """
-    step = worked_out(model, cluster, plan)
+    found = _predict(model, cluster, plan, None)
+    first = []
+    for until, now, updates in _warmup(plan):
+        one = _predict(model, cluster, now, updates)
+        sent = one.sent_nbytes_per_rank
+        first.append(Stretch(until=until, step_time_s=one.step_time_s.value, sent_nbytes_per_rank=sent))
+    return replace(found, first=tuple(first)) if first else found
+
+
+def _warmup(plan: Plan) -> list[tuple[int, Plan, int | None]]:
+    """(until after how many updates, what plan is in force, after how many updates it is looked at), in order."""
+    if plan.sync.relaxed.after and plan.world_size > 1:
+        equal = replace(plan.sync, mode="synchronous", relaxed=Relaxed())
+        return [(plan.sync.relaxed.after, replace(plan, sync=equal), None)]
+    return [(until, plan, until - 1) for until in phases(plan)]
+
+
+def _predict(model: ModelSpec, cluster: ClusterSpec, plan: Plan, updates: int | None) -> Prediction:
+    """Of a step after so many updates; None: once no warm-up is left."""
+    step = worked_out(model, cluster, plan, updates)
     setting, samples, seats = step.setting, step.samples, step.setting.seats
     slowest = slowest_of(setting, [work for line in step.lines for work in line_work(setting, line)])
     worker, work, sync = setting.workers[slowest.work.seat], slowest.work, slowest.sync
@@ -86,8 +106,8 @@ class Step:
     lines: list[Line]
 
 
-def worked_out(model: ModelSpec, cluster: ClusterSpec, plan: Plan) -> Step:
-    """Who computes what of a step, with what. Raises PlanError as `predict` does."""
+def worked_out(model: ModelSpec, cluster: ClusterSpec, plan: Plan, updates: int | None = None) -> Step:
+    """Who computes what of a step after so many updates, with what. Raises PlanError as `predict` does."""
     check_plan(plan)
     if plan.sync.mode != "synchronous" and plan.sync.mode not in EXCHANGES:
         raise PlanError(
@@ -96,7 +116,8 @@ def worked_out(model: ModelSpec, cluster: ClusterSpec, plan: Plan) -> Step:
         )
     samples = _samples(model, plan)
     seats = place(cluster, plan.world_size)
-    return Step(setting=_setting(model, cluster, plan, seats), samples=samples, lines=lines_of(plan, seats, samples))
+    setting = replace(_setting(model, cluster, plan, seats), updates=updates)
+    return Step(setting=setting, samples=samples, lines=lines_of(plan, seats, samples))
 
 
 def _samples(model: ModelSpec, plan: Plan) -> int:
@@ -161,8 +182,8 @@ def slowest_of(setting: Setting, works: list[RankWork]) -> Slowest:
                 setting.plan,
                 own,
                 work.passes,
-                setting.plan.batch.num_microbatches,
                 work.taken,
+                setting.updates,
             )
         syncs[stage] = done[key]
     last = max(longest, key=lambda stage: longest[stage].total_s + syncs[stage].exchange.exposed_s)

@@ -1,11 +1,11 @@
 """Sums of gradients over the ranks that saw other samples, and what the shard axis gathers: once a step."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from tutti.predict import constants, sharding
-from tutti.predict.compressed import kernel_s, ratio
+from tutti.predict.compressed import Written, kept_nbytes, written
 from tutti.predict.compute import Array
 from tutti.predict.division import Division
 from tutti.predict.groups import Group, Network
@@ -13,7 +13,7 @@ from tutti.predict.overlap import TIERS, Bucket, Exchange, Taken, buckets, excha
 from tutti.predict.relaxed import Trained, exchanged_apart
 from tutti.predict.sharding import Costs
 from tutti.predict.table import Flags, ModelTable
-from tutti.spec.cluster import DeviceKind
+from tutti.spec.cluster import DeviceKind, DeviceSpec
 from tutti.spec.plan import Plan
 from tutti.spec.words import DATA_AXES, AxisName
 
@@ -23,16 +23,27 @@ SUMMED: tuple[AxisName, ...] = (*DATA_AXES, "context", "space")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summed:
-    """Gradients that one group sums: bytes by module. `written`: bytes sent for a byte that an exact sum sends."""
+    """Gradients that one group sums: bytes by module, the buckets they are fused in. `written`: by a code, None where
+    the plan has none for them."""
 
     group: Group
     nbytes: Array
-    written: float = 1.0
+    buckets: tuple[Bucket, ...]
+    written: Written | None = None
+
+    @property
+    def sent_nbytes(self) -> float:
+        """Of one rank in a step."""
+        if self.written is not None:
+            return self.written.sent_nbytes
+        return 2 * (self.group.ranks - 1) / self.group.ranks * float(self.nbytes.sum())
 
 
-def summed(columns: ModelTable, part: Division, net: Network, plan: Plan, own: Flags) -> list[Summed]:
-    """Gradients of the modules `own` (the others are left out) by the group that sums them; none where a group has one
-    rank."""
+def summed(
+    columns: ModelTable, part: Division, net: Network, plan: Plan, own: Flags, updates: int | None = None
+) -> list[Summed]:
+    """Gradients of the modules `own` (the others are left out) by the group that sums them, as they are written after
+    so many updates; none where a group has one rank."""
     nbytes = (columns.gradients * part.weight)[own]
     apart = {
         "expert": columns.expert[own] & (plan.degree("expert") > 1),
@@ -49,13 +60,16 @@ def summed(columns: ModelTable, part: Division, net: Network, plan: Plan, own: F
     for axes, mask in kinds:
         group, own_nbytes = net.group(*axes), np.where(mask, nbytes, 0.0)
         if group.ranks > 1 and own_nbytes.any():
-            found.append(Summed(group=group, nbytes=own_nbytes, written=ratio(plan, group, axes, own_nbytes)))
+            some = buckets(own_nbytes.tolist(), plan.sync.bucket_nbytes)
+            how = written(plan, group, axes, own_nbytes, [bucket.nbytes for bucket in some], updates)
+            kept = tuple(replace(one, kept_nbytes=kept_nbytes(plan, how, one.nbytes)) for one in some) if how else some
+            found.append(Summed(group=group, nbytes=own_nbytes, buckets=kept, written=how))
     return found
 
 
-def fused(sums: list[Summed], plan: Plan) -> list[tuple[Bucket, Group]]:
-    """Buckets in the order in which backward fills them, each with the ranks that sum it."""
-    found = [(bucket, one.group) for one in sums for bucket in buckets(one.nbytes.tolist(), plan.sync.bucket_nbytes)]
+def fused(sums: list[Summed]) -> list[tuple[Bucket, Summed]]:
+    """Buckets in the order in which backward fills them, each with what it is of."""
+    found = [(bucket, one) for one in sums for bucket in one.buckets]
     return sorted(found, key=lambda pair: pair[0].last)
 
 
@@ -75,39 +89,34 @@ def synchronise(
     plan: Plan,
     own: Flags,
     passes: tuple[Array, Array],
-    microbatches: int,
     taken: Taken,
+    updates: int | None,
 ) -> Sync:
-    """The sums of the modules `own`, which begin in the last microbatch's backward. `passes`: seconds by module of a
-    microbatch's forward and backward, its exchanges included; `taken`: when those have the links."""
-    kind = net.seats[0].device.kind
+    """The sums of the modules `own`, which begin in the last microbatch's backward, after so many `updates`. `passes`:
+    seconds by module of a microbatch's forward and backward, its exchanges included; `taken`: when those have the
+    links."""
+    kind, microbatches = net.seats[0].device.kind, plan.batch.num_microbatches
     if plan.sync.mode != "synchronous":
         return _apart(columns, net, plan, microbatches * float(passes[0].sum() + passes[1].sum()))
     if plan.degree("shard") > 1 and plan.sharding.level > 1:
         return _divided(columns, part, net, plan, passes, microbatches, taken)
-    sums = summed(columns, part, net, plan, own)
-    pairs = fused(sums, plan)
+    sums = summed(columns, part, net, plan, own, updates)
+    pairs = fused(sums)
     backward = passes[1][own][::-1]
     busy = taken.backward[:, own][:, ::-1]
-    device, written = net.seats[0].device, {id(one.group): one.written for one in sums}
-    times = {(bucket.nbytes, id(group)): 0.0 for bucket, group in pairs}  # equal blocks make equal buckets
-    for bucket, group in pairs:
-        share, nbytes = written[id(group)], bucket.nbytes
-        seconds = times[bucket.nbytes, id(group)]
-        if not seconds:
-            seconds = kernel_s(plan, device, group.ranks, share, nbytes)
-            seconds += group.gradient_sum(nbytes) if share == 1.0 else group.all_reduce(nbytes * share)
-        times[bucket.nbytes, id(group)] = seconds
+    device = net.seats[0].device
+    different = {(bucket.nbytes, id(one)): one for bucket, one in pairs}  # equal blocks make equal buckets
+    times = {key: _sum_s(plan, one, device, key[0]) for key, one in different.items()}
+    each = [times[bucket.nbytes, id(one)] for bucket, one in pairs]
     done = exchange(
         backward.tolist(),
         [bucket for bucket, _ in pairs],
-        [times[bucket.nbytes, id(group)] for bucket, group in pairs],
-        compute_share=_share(kind, *(group for _, group in pairs)),
-        taken=[busy[TIERS.index(group.tier)] for _, group in pairs],
-        after=[float(taken.after[TIERS.index(group.tier)]) for _, group in pairs],
+        [seconds for seconds, _ in each],
+        compute_share=_share(kind, *(one.group for _, one in pairs)),
+        taken=[busy[TIERS.index(one.group.tier)] for _, one in pairs],
+        after=[float(taken.after[TIERS.index(one.group.tier)]) for _, one in pairs],
     )
-    sent = sum(2 * (one.group.ranks - 1) / one.group.ranks * float(one.nbytes.sum()) * one.written for one in sums)
-    kernels = sum(kernel_s(plan, device, group.ranks, written[id(group)], bucket.nbytes) for bucket, group in pairs)
+    sent, kernels = sum(one.sent_nbytes for one in sums), sum(inside for _, inside in each)
     gathered = _states(columns, part, net, plan, own, kind)
     taken_s = gathered[0] + _beside(done, kernels, 1 if kind == "cuda" else net.seats[0].threads)
     return Sync(
@@ -115,6 +124,13 @@ def synchronise(
         sent_nbytes=sent + gathered[1],
         buckets=tuple(bucket for bucket, _ in pairs),
     )
+
+
+def _sum_s(plan: Plan, one: Summed, device: DeviceSpec, nbytes: float) -> tuple[float, float]:
+    """(seconds, those of them in kernels) in which a bucket is summed."""
+    if one.written is None:
+        return one.group.gradient_sum(nbytes), 0.0
+    return one.written.sum_s(plan, one.group, device, nbytes)
 
 
 def _beside(done: Exchange, kernels_s: float, cores: int) -> float:

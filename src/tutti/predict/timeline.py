@@ -76,7 +76,8 @@ def by_share_and_stage(plan: Plan, of_ranks: Places) -> Places:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What all lines of a plan share. `workers`: what a rank of each seat computes with."""
+    """What all lines of a plan share. `workers`: what a rank of each seat computes with; `updates`: made before
+    the step, None: more than any warm-up has."""
 
     model: ModelSpec
     plan: Plan
@@ -85,6 +86,7 @@ class Setting:
     wires: Wires
     stages: Stages
     regions: tuple[Region, ...]
+    updates: int | None = None
 
     def own(self, stage: int) -> Flags:
         """The modules on one place of the stage axis."""

@@ -42,11 +42,21 @@ class RankMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """The steps of a warm-up until so many updates, from the end of the stretch before: their time and bytes."""
+
+    until: int
+    step_time_s: float
+    sent_nbytes_per_rank: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """One plan's estimated cost. `phases`: seconds of a step by phase on the slowest rank.
 
     `fits`: whether `memory` is within the smallest device's memory. `notes` say in words what limits the step and
-    which constants are assumptions.
+    which constants are assumptions. `first`: the steps before those that the rest is of, where plans begin with others
+    (sums that are exact until a second moment stands, that grow thin, replicas that differ only later).
 
     `sent_nbytes_per_rank`: bytes that the rank which sends most sends in a step, forward and backward of all
     microbatches and what is recomputed. Counted are gradients, divided parameters and activations: a sum over n ranks
@@ -66,5 +76,6 @@ class Prediction:
     throughput_per_s: float  # samples or tokens (the plan's unit) a second
     model_flops_per_s: float
     devices: int
+    first: tuple[Stretch, ...] = ()
     notes: tuple[str, ...] = ()
     version: int = 1
