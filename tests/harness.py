@@ -7,20 +7,26 @@ import atexit
 import multiprocessing
 import os
 import pickle
+import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
-_PRELOAD = ("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "numpy", "tutti.runtime.job")
-_context.set_forkserver_preload([*_PRELOAD, "tutti.verify.recorder"])  # loaded once, not in every rank
+_starting = threading.Lock()
+_PRELOAD = ("tutti.launch.preload", "tutti.verify.recorder", "pytest", "against_one", "runtime.training")
 
 
 def preload(*modules: str) -> None:
-    """Load these modules too where ranks are forked from; before the first ranks are."""
-    _context.set_forkserver_preload([*_PRELOAD, *modules])
+    """Load these modules too where ranks are forked from, once instead of in every rank; before the first ranks are."""
+    _context.set_forkserver_preload([*_PRELOAD, *modules, "forked"])
+
+
+preload()
 
 
 class RankFailed(AssertionError):
@@ -33,6 +39,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     The environment of a launched rank (RANK, WORLD_SIZE, ...) is set and nothing else is: the function makes its
     Job, or joins the world with `tutti.runtime.world.join`. It must be importable (defined at module level).
     """
+    _start_server()
     with tempfile.TemporaryDirectory() as folder:
         pipes = [_context.Pipe(duplex=False) for _ in range(world_size)]
         processes = [
@@ -49,6 +56,19 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
             for process in processes:
                 process.terminate()
                 process.join(5)
+
+
+def _start_server() -> None:
+    """Start the server that ranks are forked from, if it is not running; it finds the tests' own modules."""
+    with _starting:
+        before = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+        try:
+            forkserver.ensure_running()
+        finally:
+            del os.environ["PYTHONPATH"]
+            if before is not None:
+                os.environ["PYTHONPATH"] = before
 
 
 def _collect(receivers: list[Connection], timeout_s: float) -> list[Any]:
@@ -76,6 +96,7 @@ def _rank(
     import torch
 
     torch.set_num_threads(1)
+    multiprocessing.set_start_method(None, force=True)  # as a launched rank: data loaders fork, not a server each
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
