@@ -7,6 +7,7 @@ have it open, however they end. Others of the same user find it as /proc/PID/fd/
 import ctypes
 import mmap
 import os
+import re
 import weakref
 from pathlib import Path
 
@@ -78,18 +79,13 @@ def host_identity() -> str:
 
 def borrowed_nbytes() -> int:
     """Bytes resident in this process that belong to rooms of other ranks: their owners count them, too."""
-    total, others, own = 0, False, f"/memfd:{_own_name()}"
     try:
-        lines = Path("/proc/self/smaps").read_text().splitlines()
+        text = Path("/proc/self/smaps").read_text()
     except OSError:
         return 0
-    for line in lines:
-        words = line.split()
-        if not words[0].endswith(":"):  # a mapping's first line: the sixth word is its name
-            others = len(words) > 5 and words[5].startswith(f"/memfd:{_NAME}") and words[5] != own
-        elif others and words[0] == "Rss:":
-            total += 1024 * int(words[1])
-    return total
+    # A mapping's first line ends with its name; lines of its figures follow.
+    rooms = re.findall(rf"/memfd:({_NAME}-\d+)\b.*?^Rss:\s+(\d+)", text, re.MULTILINE | re.DOTALL)
+    return sum(1024 * int(kib) for name, kib in rooms if name != _own_name())
 
 
 def _own_name() -> str:

@@ -1,9 +1,11 @@
 """The run folder and its header: what a run is, written before its first step."""
 
+import functools
 import hashlib
 import importlib.metadata
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -91,7 +93,7 @@ def make_header(
         platform=platform.platform(),
         git_commit=commit,
         git_dirty=dirty,
-        environment_sha256=_environment_hash(),
+        environment_sha256=environment_hash(),
         model=type(model).__name__,
         parameters=sum(p.numel() for p in model.parameters()),
         recipe=recipe,
@@ -133,9 +135,18 @@ def data_fields(data: DataInfo) -> dict[str, object]:
     return asdict(data)
 
 
-def _environment_hash() -> str:
-    names = sorted({f"{d.metadata['Name']}=={d.version}" for d in importlib.metadata.distributions()})
+@functools.cache
+def environment_hash() -> str:
+    """SHA-256 of the names and versions of all installed packages."""
+    names = sorted({_pinned(distribution) for distribution in importlib.metadata.distributions()})
     return hashlib.sha256("\n".join(names).encode()).hexdigest()
+
+
+def _pinned(distribution: importlib.metadata.Distribution) -> str:
+    """Name and version, from the fields alone: importlib reads the description too, twice (100 ms for 150 packages)."""
+    text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+    fields = dict(re.findall(r"^(Name|Version):\s*(\S+)", text.partition("\n\n")[0], re.MULTILINE))
+    return f"{fields.get('Name')}=={fields.get('Version')}"
 
 
 def _cpu_model() -> str:
