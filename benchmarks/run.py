@@ -30,8 +30,8 @@ SUITES = (
     "buckets",
     "plan_search",
 )
-ON_REQUEST = ("links", "plan", "pays", "tiers")
-"""Suites that run when they are named: they need root."""
+ON_REQUEST = ("links", "plan", "pays", "tiers", "trades")
+"""Suites that run when they are named: they need root, or minutes."""
 
 
 def run(suite: str, *, quick: bool, settings: list[str], resume: bool = False) -> Path:

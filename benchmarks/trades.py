@@ -1,0 +1,238 @@
+"""What methods trade for fewer bytes or less waiting: steps and bytes to a held-out quality, in whole trainings.
+
+Steps and bytes do not depend on the machine's load, but where ranks do not wait for each other. In those trainings
+every rank sleeps in some of its steps, and seconds say how much of that the others wait for.
+"""
+
+import json
+import random
+import statistics
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpt_torch import GPT
+from harness import run_ranks
+from pays_loops import TuttiLoop
+from pays_methods import Method
+from pays_work import WORKS, Work, begun
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """`claims`: which of them. `percent`: of each training's steps, 100 but to see that it runs."""
+
+    claims: tuple[str, ...] = ("one-bit-adam", "top16-q4", "staleness", "adasum")
+    seeds: int = 3
+    percent: int = 100
+
+
+QUICK = Sizes(seeds=1, percent=10)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One way to train. `words`: what the launcher would set. `nap_s`: what a rank sleeps in a tenth of its steps, each
+    in steps of its own."""
+
+    work: Work
+    ranks: int
+    words: tuple[tuple[str, str], ...] = ()
+    nap_s: float = 0.0
+
+
+def small_gpt() -> nn.Module:
+    """1.0 M parameters over bytes, context 64."""
+    return GPT(layers=2, width=192, heads=6, context=64)
+
+
+def small_mlp() -> nn.Module:
+    """0.3 M parameters: 64 -> 512 -> 512 -> 10."""
+    return begun(nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)))
+
+
+def _momentum(rate: float, model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+
+
+def _adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+
+
+TEXT = replace(WORKS["gpt"], model=small_gpt, optimizer=_adam, batch=16, target=2.2, most=600, every=20)
+DIGITS = replace(
+    WORKS["mlp"], model=small_mlp, optimizer=partial(_momentum, 0.02), batch=64, target=0.15, most=400, every=10
+)
+
+
+def _at(rate: float) -> Work:
+    return replace(DIGITS, optimizer=partial(_momentum, rate))
+
+
+def _compress(work: Work, words: str) -> Case:
+    return Case(work=work, ranks=2, words=(("TUTTI_COMPRESS", words),))
+
+
+def _sync(work: Work, words: str, nap_s: float = 0.0) -> Case:
+    return Case(work=work, ranks=4, words=(("TUTTI_SYNC", words),), nap_s=nap_s)
+
+
+NAP_S, NAPS = 0.1, 0.1
+"""How long a nap takes, and in which part of its steps a rank has one."""
+
+SELDOM = replace(DIGITS, every=20)  # where replicas are looked at they wait for each other
+CLAIMS: dict[str, dict[str, Case]] = {
+    "one-bit-adam": {
+        "Adam": Case(work=TEXT, ranks=2),
+        "1-bit Adam, frozen from 15 %": _compress(TEXT, "one-bit-adam,freeze_step=90"),
+        "byte Adam, frozen from 15 %": _compress(TEXT, "byte-adam,freeze_step=90"),
+        "one-bit gradients": _compress(TEXT, "one-bit"),
+    },
+    "top16-q4": {
+        "exact": Case(work=DIGITS, ranks=2),
+        "Top16_Q4": _compress(DIGITS, "top16-q4"),
+        "top-k, 3 %": _compress(DIGITS, "top-k,density=0.03125"),
+    },
+    "staleness": {
+        "synchronous": Case(work=SELDOM, ranks=4, nap_s=NAP_S),
+        **{f"stale, bound {bound}": _sync(SELDOM, f"stale:{bound}", NAP_S) for bound in (0, 1, 4, 8)},
+        "asynchronous": _sync(SELDOM, "asynchronous", NAP_S),
+    },
+    "adasum": {
+        **{f"sum, rate {rate}": Case(work=_at(rate), ranks=4) for rate in (0.01, 0.02, 0.04)},
+        **{f"Adasum, rate {rate}": _sync(_at(rate), "adasum") for rate in (0.01, 0.02, 0.04)},
+    },
+}
+"""Claim -> ways of training it compares, the plain one first."""
+
+
+def measure(sizes: Sizes) -> dict[str, Any]:
+    """Returns {"trainings": {claim: {way: one entry a seed}}, "summary": {claim: {way: medians}}}."""
+    trainings = {claim: trained_all(CLAIMS[claim], sizes) for claim in sizes.claims}
+    return {
+        "works": {name: work.says for name, work in (("text", TEXT), ("digits", DIGITS))},
+        "trainings": trainings,
+        "summary": {claim: summary(ways) for claim, ways in trainings.items()},
+    }
+
+
+def trained_all(cases: dict[str, Case], sizes: Sizes) -> dict[str, list[dict[str, Any]]]:
+    """All trainings of a claim, in one launch."""
+    (ranks,) = {case.ranks for case in cases.values()}
+    return dict(run_ranks(_train_all, ranks, cases, sizes, timeout_s=1800)[0])
+
+
+def _train_all(cases: dict[str, Case], sizes: Sizes) -> dict[str, list[dict[str, Any]]]:
+    from tutti.runtime.world import join, leave
+
+    torch.set_num_threads(1)
+    join()
+    found = {name: [train(case, seed, sizes.percent) for seed in range(sizes.seeds)] for name, case in cases.items()}
+    leave()
+    return found
+
+
+def train(case: Case, seed: int, percent: int) -> dict[str, Any]:
+    """One training: {"looks": [[steps, held-out loss, accuracy], ..], "steps": to the target or None,
+    "sent_nbytes": by rank 0 in all steps, "sent_to_target_nbytes", "step_s": mean seconds of a step, without looks}."""
+    import torch.distributed as dist
+
+    loop = TuttiLoop(Method(name="", side="tutti", words=case.words), case.work, seed)
+    draw = random.Random(f"{seed} {dist.get_rank()}")
+    most = max(case.work.every, case.work.most * percent // 100)
+    looks, taken = list[list[float]](), 0.0
+    for step in range(case.work.every, most + 1, case.work.every):
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(case.work.every):
+            if case.nap_s and draw.random() < NAPS:
+                time.sleep(case.nap_s)
+            loop.step()
+        taken += time.perf_counter() - start
+        looks.append([step, *loop.quality()])
+    sent = sent_nbytes(loop)
+    loop.close()
+    steps = next((int(look[0]) for look in looks if look[1] <= case.work.target), None)
+    return {
+        "looks": looks,
+        "steps": steps,
+        "last_loss": looks[-1][1],
+        "best_loss": min(look[1] for look in looks),
+        "sent_nbytes": sum(sent),
+        "sent_to_target_nbytes": sum(sent[:steps]) if steps else None,
+        "step_s": taken / looks[-1][0],
+    }
+
+
+def sent_nbytes(loop: TuttiLoop) -> list[int]:
+    """What this rank sent, step by step."""
+    import torch.distributed as dist
+
+    prepared = loop.job._prepared
+    assert prepared is not None
+    file = prepared.folder.rank(dist.get_rank()) / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return [row["sent_nbytes"] for row in rows if row["kind"] == "step"]
+
+
+def summary(ways: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Medians over the seeds, beside those of the first way."""
+    found: dict[str, Any] = {}
+    for name, runs in ways.items():
+        reached = [run["steps"] for run in runs if run["steps"] is not None]
+        one: dict[str, Any] = {
+            "steps": [run["steps"] for run in runs],
+            "reached": len(reached) == len(runs),
+            "best_loss": statistics.median(run["best_loss"] for run in runs),
+            "last_loss": statistics.median(run["last_loss"] for run in runs),
+            "sent_nbytes": statistics.median(run["sent_nbytes"] for run in runs),
+            "step_s": statistics.median(run["step_s"] for run in runs),
+        }
+        if one["reached"]:
+            one["median_steps"] = statistics.median(reached)
+            one["to_target_nbytes"] = statistics.median(run["sent_to_target_nbytes"] for run in runs)
+            one["to_target_s"] = one["median_steps"] * one["step_s"]
+        found[name] = one
+    plain = next(iter(found.values()))
+    for one in found.values():
+        for ratio, what in RATIOS.items():
+            if one.get(what) and plain.get(what):
+                one[ratio] = plain[what] / one[what]
+    return found
+
+
+RATIOS = {"fewer_bytes": "sent_nbytes", "fewer_bytes_to_target": "to_target_nbytes", "fewer_steps": "median_steps",
+          "sooner": "to_target_s"}  # fmt: skip
+"""Of the plain way over this one: above 1, this one needs less."""
+
+
+def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """For the terminal."""
+    header = [
+        "claim, way",
+        "steps to target",
+        "best loss",
+        "sent MB",
+        "fewer bytes",
+        "to target",
+        "ms a step",
+        "sooner",
+    ]
+    lines = [
+        [
+            f"{claim}: {name}",
+            ", ".join(str(steps or "-") for steps in one["steps"]),
+            f"{one['best_loss']:.3f}",
+            f"{one['sent_nbytes'] / 1e6:.1f}",
+            *(f"{one[ratio]:.2f}" if ratio in one else "-" for ratio in ("fewer_bytes", "fewer_bytes_to_target")),
+            f"{one['step_s'] * 1e3:.1f}",
+            f"{one['sooner']:.2f}" if "sooner" in one else "-",
+        ]
+        for claim, ways in result["summary"].items()
+        for name, one in ways.items()
+    ]
+    return header, lines
