@@ -36,7 +36,8 @@ def test_a_way_is_judged_beside_the_plain_one_and_only_where_every_seed_reached_
     assert found["short"]["fewer_bytes"] == found["short"]["fewer_bytes_to_target"] == 8
     assert found["short"]["fewer_steps"] == 0.8
     assert found["short"]["sooner"] == 120 / 75
-    assert "sooner" not in found["lost"] and not found["lost"]["reached"]
+    assert "sooner" not in found["lost"]
+    assert not found["lost"]["reached"]
     header, lines = trades.rows({"summary": {"claim": found}})
     assert {len(line) for line in lines} == {len(header)}
 
