@@ -141,7 +141,7 @@ def test_a_mesh_that_was_asked_for_stays() -> None:
     choice = chosen(100, degree=None, mesh={"replicate": 2, "shard": 2}, scope="all")
     assert choice.best.mesh == {"replicate": 2, "shard": 2}
     assert choice.best.sharding.level == 1  # compressed sums give all of a sum to all
-    assert way_of(choice) == "powersgd"
+    assert way_of(choice) == "qsgd"
 
 
 def test_one_rank_and_the_objective_memory_stay_exact_and_say_so() -> None:
@@ -199,6 +199,33 @@ def test_what_past_runs_measured_counts_instead_of_what_is_assumed() -> None:
     assert failed.dial is not None
     assert failed.dial.chosen
     assert failed.dial.way != "local:period=16"
+
+
+@pytest.mark.parametrize("words", ["top-k,density=0.01", "top16-q4", "powersgd,rank=2", "local:period=4"])
+def test_a_way_is_chosen_only_where_it_saves_more_than_its_factor(words: str) -> None:
+    """Of one way alone, at falling rates: first it saves less than it may cost, in the end more."""
+    (way,) = (one for one in WAYS if one.words == words)
+    others: dict[str, float | None] = {one.words: None for one in WAYS if one is not way}
+    saved, taken = [], []
+    for mbit in (4000, 1500, 700, 400, 250, 100, 30):
+        dial = chosen(mbit, samples=others).dial
+        assert dial is not None
+        saved.append(dial.exact_step_s / dial.step_s)
+        taken.append(dial.chosen)
+        if dial.chosen:
+            assert dial.samples == way.samples
+            assert saved[-1] > way.samples
+    assert any(1 < gain < way.samples for gain in saved)
+    assert taken[-1]
+    assert saved[-1] > way.samples
+
+
+def test_a_way_that_keeps_more_back_is_counted_with_no_fewer_samples() -> None:
+    factors = {way.words: way.samples for way in WAYS if way.compress is not None and way.variance is None}
+    assert factors["powersgd,rank=4"] <= factors["powersgd,rank=2"] <= factors["powersgd,rank=1"]
+    assert factors["powersgd,rank=1"] < factors["top16-q4"] <= factors["top-k,density=0.01"]
+    text = explain(chosen(100, samples={way.words: None for way in WAYS if way.words != "top-k,density=0.01"}))
+    assert "2.3 times the samples (assumed)" in text
 
 
 def test_periods_stay_within_the_root_of_the_steps() -> None:
