@@ -19,6 +19,7 @@ from tutti.compress.sparse import SparseSum
 from tutti.compress.topk import TopK
 from tutti.compress.two_phase import Gathered, TwoPhase
 from tutti.runtime.world import join
+from tutti.spec.compression import factors_sent_nbytes
 
 SHAPES = [(12, 10), (7,), (9, 4, 5), (3, 2)]
 
@@ -278,17 +279,20 @@ def same_everywhere(tensor: Tensor, name: str) -> None:
     assert all(torch.equal(first, other) for other in others), f"{name}: not the same on all ranks"
 
 
-def factor_sums() -> dict[str, Any]:
-    """A linear layer's weight gradient by factors of several calls, unlike many rows on each rank, beside the dense."""
+def factor_sums(out_features: int, in_features: int, beside: bool) -> dict[str, Any]:
+    """A linear layer's weight gradient by factors of several calls, unlike many rows on each rank, beside the dense.
+    `beside`: the last rank has a gradient that is none of factors, too.
+    """
     join()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     draw = torch.Generator().manual_seed(rank)
-    weight = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    bias = torch.zeros(5, dtype=torch.float64, requires_grad=True)
+    start = torch.randn(out_features, in_features, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    weight = start.t().contiguous().t().requires_grad_()  # transposed in memory
+    bias = torch.zeros(out_features, dtype=torch.float64, requires_grad=True)
     kept, everything = Factors(), FactorSum()
     dense = torch.zeros_like(weight)
     for rows in [(2, 3), (rank,)][: 1 + rank]:
-        inputs = torch.randn(*rows, 4, dtype=torch.float64, generator=draw).requires_grad_()
+        inputs = torch.randn(*rows, in_features, dtype=torch.float64, generator=draw).requires_grad_()
         linear(inputs, weight, bias, kept).sin().sum().backward()
         assert weight.grad is None
         own = inputs.detach().requires_grad_()
@@ -296,17 +300,20 @@ def factor_sums() -> dict[str, Any]:
         gradients = torch.autograd.grad(loss, [weight, own])
         dense += gradients[0]
         torch.testing.assert_close(inputs.grad, gradients[1])
-    out = torch.empty(5, 4, dtype=torch.float64)
-    for works in everything.rounds(kept, out):
+    other = torch.ones_like(weight) if beside and rank == ranks - 1 else None
+    out = torch.empty_like(weight)
+    for works in everything.rounds(kept, out, other):
         wait(works)
     same_everywhere(out, "factors")
-    error = float((out - sum(all_of(dense))).abs().max())
+    error = float((out - sum(all_of(dense if other is None else dense + other))).abs().max())
+    exact = 2 * (ranks - 1) * weight.numel() * 8 // ranks + 8 * (ranks - 1)
     rows = 6 + (rank if rank else 0)
     return {
         "error": error,
-        "formula": everything.step_nbytes(rows, 5, 4, 8),
+        "formula": exact if everything.dense else factors_sent_nbytes(rows, out_features, in_features, ranks, 8),
         "counted": everything.wire.sent_nbytes,
-        "ranks": ranks,
+        "dense": everything.dense,
+        "used": everything.used,
     }
 
 

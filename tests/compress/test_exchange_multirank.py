@@ -55,6 +55,11 @@ def test_powersgd_of_many_is_that_of_one_with_the_sum(world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [3])
 def test_sufficient_factors_give_the_dense_gradient(world_size: int) -> None:
-    for found in run_ranks(ranks.factor_sums, world_size):
-        assert found["error"] < 1e-12
-        assert found["formula"] == found["counted"]
+    """By factors where they are fewer bytes, else, and where a rank has more than factors, by an exact sum."""
+    calls = [(ranks.factor_sums, 50, 40, False), (ranks.factor_sums, 5, 4, False), (ranks.factor_sums, 50, 40, True)]
+    for found in run_ranks(ranks.at_once, world_size, *calls):
+        assert [one["dense"] for one in found] == [False, True, True]
+        for one in found:
+            assert one["error"] < 1e-12
+            assert one["formula"] == one["counted"]
+            assert one["used"] == world_size

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from compress.codecs import gradient
-from tutti.compress.factors import worth
 from tutti.compress.powersgd import PowerSGD, orthogonalise
 from tutti.errors import PlanError
+from tutti.spec.compression import factors_pay
 
 
 def test_columns_become_orthonormal_and_dependent_ones_zero() -> None:
@@ -59,5 +59,6 @@ def test_warm_start_finds_a_fixed_matrix() -> None:
 def test_factors_pay_below_the_predicted_number_of_rows() -> None:
     out_features, in_features, ranks = 4096, 1024, 4
     limit = 2 * out_features * in_features / (out_features + in_features) / ranks
-    assert worth(int(limit), ranks, out_features, in_features)
-    assert not worth(int(limit) + 1, ranks, out_features, in_features)
+    assert factors_pay(int(limit) * ranks, out_features, in_features)
+    assert not factors_pay((int(limit) + 1) * ranks, out_features, in_features)
+    assert factors_pay((int(limit) + 1) * ranks, out_features, in_features, 4, 2)  # rows in half precision

@@ -18,10 +18,19 @@ FIRST_NBYTES = 2**20
 
 class Summing(ABC):
     """How the buckets of a group are summed over its ranks; all ranks start them in the same order. `way`: what they
-    go through, in words.
+    go through, in words; `alone`: a bucket holds one gradient.
     """
 
     way = "process group"
+    alone = False
+
+    def bucket(self, parameters: list[nn.Parameter], group: "Group") -> "Bucket":
+        """A bucket that is summed so."""
+        return Bucket(parameters, group)
+
+    def follow(self, parameter: nn.Parameter, ready: Callable[[nn.Parameter], None]) -> Any:
+        """Call `ready` whenever backward has made a parameter's gradient, until what is returned is removed."""
+        return parameter.register_post_accumulate_grad_hook(ready)  # type: ignore[no-untyped-call]
 
     def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """The memory of a bucket: zeros."""
@@ -151,13 +160,16 @@ def make_buckets(
     open_ones: dict[tuple[Group, torch.dtype, torch.device], list[nn.Parameter]] = {}
     for parameter in parameters:
         key = (group_of(parameter), parameter.dtype, parameter.device)
+        if key[0].summing.alone:
+            buckets.append(key[0].summing.bucket([parameter], key[0]))
+            continue
         members = open_ones.setdefault(key, [])
         members.append(parameter)
         cap = cap_nbytes if key in closed else min(cap_nbytes, FIRST_NBYTES)
         if sum(p.numel() * p.element_size() for p in members) >= cap:
-            buckets.append(Bucket(open_ones.pop(key), key[0]))
+            buckets.append(key[0].summing.bucket(open_ones.pop(key), key[0]))
             closed.add(key)  # caps look at no other kind: the ranks of a group may differ in those
-    return buckets + [Bucket(members, key[0]) for key, members in open_ones.items()]
+    return buckets + [key[0].summing.bucket(members, key[0]) for key, members in open_ones.items()]
 
 
 def _view(part: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:

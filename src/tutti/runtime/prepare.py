@@ -27,6 +27,7 @@ from tutti.runtime.build.tape import Tape
 from tutti.runtime.capture import Captured
 from tutti.runtime.checkpoint import latest_checkpoint, load_checkpoint, load_weights
 from tutti.runtime.compressed.compressor import make_compressor
+from tutti.runtime.compressed.factored import make_factored
 from tutti.runtime.consistency.make import make_consistency
 from tutti.runtime.context import Sequences, sequences_of
 from tutti.runtime.expert.tallies import mixtures_of
@@ -140,7 +141,7 @@ def _replica(
     seed, clip_norm = session.settings.seed, session.settings.clip_norm
     compressor = make_compressor(plan, layout, session.world, given.model, given.optimizers, seed, clip_norm)
     late = stages.tied_here(given.model) if stages else ()
-    return Replica(given.model, layout, plan, shards, late, compressor)
+    return Replica(given.model, layout, plan, shards, late, compressor, make_factored(plan, layout, given.model))
 
 
 def _take_apart(

@@ -15,6 +15,7 @@ from torch import nn
 from tutti.errors import ScriptError
 from tutti.runtime.buckets import Bucket, Group, make_buckets
 from tutti.runtime.compressed.compressor import Compressor
+from tutti.runtime.compressed.factored import Factored
 from tutti.runtime.host_memory import SETTLED, lasting
 from tutti.runtime.host_sums import quickest_sums
 from tutti.runtime.layout import Layout
@@ -47,8 +48,9 @@ class Replica:
         shards: Shards | None = None,
         late: Iterable[str] = (),
         compressor: Compressor | None = None,
+        factored: Factored | None = None,
     ) -> None:
-        self.compressor = compressor
+        self.compressor, self.factored = compressor, factored or Factored()
         self.parameters: list[nn.Parameter] = []
         self._late = {model.get_parameter(name) for name in late}
         self._last: set[nn.Parameter] | None = None
@@ -86,6 +88,7 @@ class Replica:
                 self._build(trainable)
         elif self.arrived:
             if self._alike():
+                self.factored.choose()
                 self._reorder()
             self.arrived = None
         for bucket in self._buckets:
@@ -150,7 +153,7 @@ class Replica:
             bucket for some in (early, late) for bucket in make_buckets(some, self._groups.__getitem__, self._cap)
         ]
         self._places = {p: (bucket, i) for bucket in self._buckets for i, p in enumerate(bucket.parameters)}
-        self._hooks = [p.register_post_accumulate_grad_hook(self._hook) for p in dense]  # type: ignore[no-untyped-call]
+        self._hooks = [self._groups[p].summing.follow(p, self._hook) for p in dense]
         if self.compressor is not None:
             self.compressor.rebuild(self._buckets)
 
@@ -161,7 +164,8 @@ class Replica:
         summed = [(p, tuple(axis for axis in axes if axis not in self.apart)) for p, axes in named if p in wanted]
         axes_of = {p: axes for p, axes in summed if mesh.degree(*axes) > 1}
         groups = {axes: self._group(axes) for axes in sorted(set(axes_of.values()))}  # met in one order on all ranks
-        return {parameter: groups[axes] for parameter, axes in axes_of.items()}
+        found = {parameter: groups[axes] for parameter, axes in axes_of.items()}
+        return {p: self.factored.group(p, axes_of[p], group) for p, group in found.items()}
 
     def _group(self, axes: tuple[AxisName, ...]) -> Group:
         mesh = self._layout.mesh

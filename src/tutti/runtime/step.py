@@ -96,7 +96,7 @@ def _microbatch(
         if last:
             run.replica.last_of()
             run.replica.shards.begin()
-        with run.noise.part(run.replica.parameters):
+        with run.noise.part(run.replica.parameters), run.replica.factored.backward():
             root.backward()  # type: ignore[no-untyped-call]
     if reduced is not None:
         run.clock.enter("exposed_communication")

@@ -4,7 +4,8 @@ Bytes are those that one rank sends in a step to sum one bucket: the codes both 
 flag for each gradient. Formulas: two phases of p - 1 codes of a chunk each (casts, levels, signs, top16-q4); p - 1
 codes of the whole bucket (top-k, dgc; added up by owners of slices where `sparse`); two ring sums of thin matrices
 (powersgd). The momentum of one-bit-adam and one-bit-lamb is written like one-bit, that of byte-adam like bytegrad;
-before that, gradients are summed exactly.
+before that, gradients are summed exactly. Sufficient factors (factors) lose nothing: `factors_sent_nbytes` where that
+is less than an exact sum, else that.
 """
 
 import math
@@ -24,6 +25,9 @@ KEEP = 16
 
 MIN_RATE = 2.0
 """powersgd leaves a matrix as it is unless its factors are fewer values by so much."""
+
+FACTORS: CompressMethod = "factors"
+"""Exact: linear layers' weights whose factors are fewer bytes than their gradients are summed by factors."""
 
 MOMENTA: dict[CompressMethod, CompressMethod] = {
     "one-bit-adam": "one-bit",
@@ -159,6 +163,21 @@ def bucket_sent_nbytes(compress: Compression | None, shapes: Sequence[Sequence[i
     return flags_sent_nbytes(len(shapes), ranks, itemsize) + sum_sent_nbytes(compress, shapes, ranks, itemsize)
 
 
+def factors_pay(
+    rows: int | float, out_features: float, in_features: float, itemsize: int = 4, width: int | None = None
+) -> bool:
+    """Whether `rows` rows of factors over all ranks, of values of `width` bytes, are fewer bytes than a ring's sum of
+    the matrix: T (M + N) width < 2 M N itemsize.
+    """
+    return rows * (out_features + in_features) * (width or itemsize) < 2 * out_features * in_features * itemsize
+
+
+def factors_sent_nbytes(rows: float, out_features: float, in_features: float, ranks: int, width: int = 4) -> float:
+    """Bytes that a rank with so many rows of factors sends: K (p - 1) (M + N) values of `width`, and 8 to each rank
+    that say how many."""
+    return (ranks - 1) * (rows * (out_features + in_features) * width + 8)
+
+
 def flags_sent_nbytes(gradients: int, ranks: int, itemsize: int) -> int:
     """Bytes one rank sends for the flags of so many gradients."""
     return 2 * (ranks - 1) * gradients * itemsize // ranks
@@ -167,7 +186,7 @@ def flags_sent_nbytes(gradients: int, ranks: int, itemsize: int) -> int:
 def sum_sent_nbytes(compress: Compression | None, shapes: Sequence[Sequence[int]], ranks: int, itemsize: int) -> int:
     """`bucket_sent_nbytes` without flags."""
     numel = sum(math.prod(shape) for shape in shapes)
-    if compress is None:
+    if compress is None or compress.method == FACTORS:  # what is no factors' sum is exact
         return 2 * (ranks - 1) * numel * itemsize // ranks
     compress = compress.code
     if compress.method == "powersgd":

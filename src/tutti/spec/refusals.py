@@ -1,7 +1,7 @@
 """Which parts of a plan do not go together, whatever the model: one table for what runs plans and what costs them."""
 
 from tutti.errors import PlanError
-from tutti.spec.compression import MOMENTA, compression_in_words
+from tutti.spec.compression import FACTORS, MOMENTA, compression_in_words
 from tutti.spec.plan import Plan
 from tutti.spec.words import ALONE, AxisName
 
@@ -57,6 +57,9 @@ def check_compression(plan: Plan) -> None:
     if plan.sync.compress is None:
         return
     words = f"sync.compress = {compression_in_words(plan.sync.compress)!r}"
+    if plan.sync.compress.method == FACTORS:
+        _check_factors(plan, words)
+        return
     if plan.sync.bucket_sizes == "measured":
         raise PlanError(
             f'{words} with sync.bucket_sizes = "measured": what a code keeps and loses depends on the buckets, so that '
@@ -76,6 +79,20 @@ def check_compression(plan: Plan) -> None:
         raise PlanError(
             f'{words} with precision = "float16": what is kept back would be in units of a loss scale that changes; '
             'use precision = "bfloat16", or leave compress out'
+        )
+
+
+def _check_factors(plan: Plan, words: str) -> None:
+    """What sufficient factors exclude; they lose nothing and keep nothing back."""
+    if plan.degree("stage") > 1:
+        raise PlanError(
+            f"{words} with mesh.stage = {plan.degree('stage')}: a stage's backward may come in halves, of which "
+            "the one for weights makes gradients; leave compress out, or use replicate in the place of stages"
+        )
+    if plan.degree("shard") > 1 and plan.sharding.level > 1:
+        raise PlanError(
+            f"{words} with sharding.level = {plan.sharding.level}: every rank gets only its part of a sum there, and "
+            "factors give all of it to all; use sharding.level = 1, or leave compress out"
         )
 
 

@@ -72,6 +72,7 @@ CompressMethod = Literal[
     "dgc",
     "top16-q4",
     "powersgd",
+    "factors",
     "one-bit-adam",
     "byte-adam",
     "one-bit-lamb",

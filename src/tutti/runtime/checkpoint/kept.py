@@ -20,12 +20,15 @@ from tutti.runtime.checkpoint.tensors import Item, dtype_of, item, stored_dtype
 from tutti.runtime.compressed.compressor import Compressor, sizes_of
 from tutti.runtime.layout import Cut, Held
 from tutti.runtime.state import Run
-from tutti.spec.compression import MOMENTA, Compression, compression_in_words, parse_compression
+from tutti.spec.compression import FACTORS, MOMENTA, Compression, compression_in_words, parse_compression
 
 
 def collect_kept(run: Run, mine: Contribution, items: list[Item]) -> None:
     """Add what this rank keeps back to what it writes."""
     compressor = run.replica.compressor
+    exactly = run.replica.factored.left
+    if exactly:
+        mine.kept = {"method": FACTORS, "exactly": sorted(_names(run)[p] for p in exactly)}
     if compressor is None:
         return
     mine.kept = _described(run, compressor)
@@ -41,6 +44,9 @@ def collect_kept(run: Run, mine: Contribution, items: list[Item]) -> None:
 def load_kept(run: Run, source: Source) -> None:
     """Go on with what the checkpoint's ranks kept back. Collective."""
     saved: list[dict[str, Any] | None] = source.small.get("kept") or []
+    if any(one["method"] == FACTORS for one in saved if one):
+        _leave_factors(run, saved)
+        saved = []
     compressor = run.replica.compressor
     if not any(saved):
         return
@@ -62,6 +68,13 @@ def load_kept(run: Run, source: Source) -> None:
     else:
         run.replica.restore(None, [])
         _load_shares(run, compressor, source, saved)
+
+
+def _leave_factors(run: Run, saved: list[dict[str, Any] | None]) -> None:
+    """Weights whose factors were more bytes than their gradients are so in this run, too."""
+    names = {name for one in saved if one for name in one["exactly"]}
+    run.replica.factored.leave([p for p, name in _names(run).items() if name in names])
+    run.replica.restore(None, [])
 
 
 def _in_other_units(how: Compression, saved: list[dict[str, Any] | None]) -> bool:

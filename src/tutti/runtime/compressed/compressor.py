@@ -28,7 +28,7 @@ from tutti.runtime.layout import Layout
 from tutti.runtime.mesh import Mesh
 from tutti.runtime.traffic import Flight
 from tutti.runtime.world import World
-from tutti.spec.compression import Compression, bucket_sent_nbytes, compression_in_words, flags_sent_nbytes
+from tutti.spec.compression import FACTORS, Compression, bucket_sent_nbytes, compression_in_words, flags_sent_nbytes
 from tutti.spec.plan import Plan
 from tutti.spec.words import DATA_AXES, AxisName
 
@@ -207,7 +207,7 @@ def make_compressor(
     Raises PlanError, on all ranks alike, for gradients and optimizers that the method does not go with.
     """
     how, mesh = plan.sync.compress, layout.mesh
-    if how is None:
+    if how is None or how.method == FACTORS:
         return None
     momenta = make_momenta(how, layout, world, model, optimizers, clip_norm)
     if mesh.world_size == 1:
