@@ -19,7 +19,7 @@ from tutti.errors import TuttiError
 from tutti.runtime.layout import gather_whole, local, local_tensors
 from tutti.runtime.parallelize import BUILT
 from tutti.spec import codec
-from tutti.spec.plan import BatchPlan, Pipeline, Plan, Sharding
+from tutti.spec.plan import BatchPlan, LayoutRule, Pipeline, Plan, Sharding
 
 SAVED_AT, STEPS = 4, 6
 """In the second epoch of three steps each."""
@@ -56,6 +56,8 @@ def zero(level: int, **more: Any) -> dict[str, Any]:
     return {"sharding": Sharding(level=level, **more)}  # type: ignore[arg-type]
 
 
+WIDE = {"layout": (LayoutRule(modules="classify.*", placement="split"),)}
+
 PLANS = (
     Way(family=GPT, mesh={"replicate": 1}),
     Way(family=GPT, mesh={"replicate": 3}),
@@ -84,6 +86,8 @@ PLANS = (
     Way(family=CNN, mesh={"space": 2}),
     Way(family=CNN, mesh={"replicate": 2}),
     Way(family=CNN, mesh={"shard": 2}, fields=zero(3), words="ZeRO-3"),
+    Way(family=CNN, mesh={"table": 2}, fields=WIDE, words="classifier divided"),
+    Way(family=CNN, mesh={"table": 3}, fields=WIDE, words="classifier divided"),
 )
 """Add a line here for a plan between which and all others of its family checkpoints are to travel."""
 

@@ -25,6 +25,7 @@ PLANS = {
     "context": ("decoder", plan(8, mesh={"context": 2})),
     "replicate x context": ("decoder", plan(8, mesh={"replicate": 2, "context": 2})),
     "space": ("cnn", plan(9, mesh={"space": 2})),
+    "table, a linear layer": ("cnn", plan(9, mesh={"table": 3}, layout=(LayoutRule(modules="9", placement="row"),))),
 }
 
 

@@ -9,6 +9,8 @@ from torch.nn.modules.pooling import _AvgPoolNd, _MaxPoolNd
 
 from tutti.nn import EmbeddingTables, MixtureOfExperts
 from tutti.runtime.split import describe_split, rules_for_others
+from tutti.runtime.split.decisions import features
+from tutti.runtime.table.linear import divided_linears
 from tutti.spec.plan import Plan
 
 _SHARDED = {
@@ -29,6 +31,11 @@ def exchanges(model: nn.Module, plan: Plan) -> dict[str, tuple[str, ...]]:
             for exchange in one.exchanges:
                 values = f" of {exchange.values} values a row" if exchange.values else ""
                 found[one.name].append(f"{exchange.when}: {exchange.kind} over split{values}")
+    if plan.degree("table") > 1 and plan.degree("split") == 1:
+        for name, columns in divided_linears(model, plan.layout).items():
+            inputs, outputs = features(model.get_submodule(name))
+            there, back = (inputs, f"a part of {outputs}") if columns else (f"a part of {inputs}", outputs)
+            found[name].append(f"over table, a row: {there} values there and {back} back, and their gradients")
     for name, module in model.named_modules():
         found[name] += [words for applies, words in _rules(plan) if applies(module)]
     return {name: tuple(words) for name, words in found.items()}

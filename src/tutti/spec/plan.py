@@ -59,6 +59,15 @@ def placement_of(layout: Sequence[LayoutRule], name: str) -> Placement:
     return said[-1] if said else "auto"
 
 
+def by_columns(placement: Placement, inputs: float, outputs: float) -> bool:
+    """Whether a linear layer divided over `table` is cut by its outputs: as it says, or so that less is sent.
+
+    With P ranks, a sample sends (P - 1)(inputs + outputs / P) values each way by columns, (P - 1)(inputs / P + outputs)
+    by rows.
+    """
+    return placement == "column" or (placement == "split" and inputs <= outputs)
+
+
 def recomputes(layout: Sequence[LayoutRule], name: str) -> bool | Recompute:
     """Whether the layout says that the module `name` recomputes, and how."""
     said = [rule.recompute for rule in layout if rule.recompute is not None and fnmatchcase(name, rule.modules)]

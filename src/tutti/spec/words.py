@@ -18,7 +18,8 @@ DATA_AXES: tuple[AxisName, ...] = ("replicate", "shard", "expert", "table")
 Placement = Literal["auto", "replicate", "split", "column", "row"]
 """What a layout rule may do with a module on the mesh's `split`, `expert` or `table` axis. auto: what is known to work
 for its kind; replicate: whole on every rank; split: divided, in the way that suits it; column and row: a linear layer
-divided by its outputs or by its inputs."""
+divided by its outputs or by its inputs. Over `table`, linear layers are divided only where a rule says so, and where
+there is no `split` axis."""
 
 Recompute = Literal["selective"]
 """A form of recomputing: outputs of matrix products, convolutions and attention are kept, the rest is not."""
@@ -76,6 +77,7 @@ CompressMethod = Literal[
     "one-bit-adam",
     "byte-adam",
     "one-bit-lamb",
+    "zero-one-adam",
 ]
 """How gradients are written on their way between ranks. float64 to float16: cast, summed in their own precision;
 bytegrad: 8 bits a value; qsgd, terngrad: unbiased levels; one-bit: signs; top-k, dgc: the largest few; top16-q4: 16 of

@@ -1,7 +1,8 @@
-"""The `table` axis: embedding tables divided over its ranks, which compute different samples.
+"""The `table` axis: embedding tables and wide linear layers divided over its ranks, which compute different samples.
 
 A holder sees the rows that all ranks of the axis ask for, so a table's gradient is not summed over `table`. Vectors go
-to where they were asked for, and the layers that follow are data parallel (Naumov et al. 2019, DLRM, section 4).
+to where they were asked for, and the layers that follow are data parallel (Naumov et al. 2019, DLRM, section 4). Linear
+layers that a rule names are divided in the same sense (`linear.py`).
 """
 
 import functools
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from tutti.errors import PlanError
 from tutti.nn.tables import Bags, EmbeddingTables, bags_of
 from tutti.runtime.layout import Layout
+from tutti.runtime.table.linear import divide_linear, wanted_linears
 from tutti.runtime.table.lookup import AnyTable, DividedLookup, Peers
 from tutti.runtime.table.place import Place, Table, place_tables
 from tutti.spec.plan import LayoutRule, placement_of
@@ -23,17 +25,20 @@ def divide_tables(model: nn.Module, rules: Sequence[LayoutRule], layout: Layout)
 
     Whole tables go to ranks, the largest first; what is too large for balance, and what a layout rule places `split`
     or `row`, is cut along its rows; `replicate` keeps a table whole on every rank. Tables within an EmbeddingTables
-    share one exchange, others have one each. Raises PlanError where there is none, or one cannot be divided.
+    share one exchange, others have one each. Linear layers are divided where a rule says `column`, `row` or `split`.
+    Raises PlanError where there is nothing to divide, or something cannot be.
     """
     mesh = layout.mesh
     if mesh.degree("table") == 1:
         return
     found = {name: m for name, m in model.named_modules() if isinstance(m, nn.EmbeddingBag | nn.Embedding)}
     wanted = [table for name in found if (table := _table(name, found[name], rules, layout)) is not None]
-    if not wanted:
+    linears = wanted_linears(model, rules, layout)
+    if not wanted and not linears:
         raise PlanError(
-            f"mesh.table = {mesh.degree('table')}, but the model has no embedding table to divide; use "
-            "tutti.nn.EmbeddingTables, nn.EmbeddingBag or nn.Embedding, or make these ranks replicate"
+            f"mesh.table = {mesh.degree('table')}, but the model has no embedding table to divide and no layout rule "
+            "names a linear layer; use tutti.nn.EmbeddingTables, nn.EmbeddingBag or nn.Embedding, say 'split' of a "
+            "linear layer, or make these ranks replicate"
         )
     places = place_tables(wanted, mesh.degree("table"))
     group = mesh.new_group("table")
@@ -55,6 +60,8 @@ def divide_tables(model: nn.Module, rules: Sequence[LayoutRule], layout: Layout)
         else:
             together[module].lookup = lookup
         _take_part(module, name, place, peers.own, layout)
+    for name, columns in linears.items():
+        divide_linear(model, name, columns, peers, layout)
 
 
 def _together(model: nn.Module) -> dict[nn.Module, EmbeddingTables]:
