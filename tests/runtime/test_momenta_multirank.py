@@ -65,11 +65,40 @@ def test_where_nothing_is_lost_it_is_the_run_of_one_rank() -> None:
         assert_agree(one[0][method], [rank[method] for rank in three])
 
 
+def clipped_and_decayed() -> Subject:
+    """Adam whose decay is in the gradient, and so in the momentum."""
+    return replace(tied(), optimizer=decayed, job={"clip_norm": 0.3})
+
+
+def decayed(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=lr, weight_decay=0.1)
+
+
+def test_where_the_optimizers_state_is_divided_it_is_that_too() -> None:
+    """Elements of Adam's among ranks, parameters of LAMB's; what is clipped is the gradient that the sum stands for."""
+    subjects = {"one-bit-adam": tied, "byte-adam": clipped_and_decayed, "one-bit-lamb": lamb}
+    one = run_ranks(exactly, 1, {method: made(method, make, mesh=ONE) for method, make in subjects.items()})
+    level = {"sharding": Sharding(level=1)}
+    three = {method: made(method, make, mesh={"shard": 3}, **level) for method, make in subjects.items()}
+    found = run_ranks(exactly, 3, three, timeout_s=110)
+    for method in subjects:
+        assert_agree(one[0][method], [rank[method] for rank in found])
+
+
 @pytest.mark.long
 def test_beside_other_parts_of_a_plan_it_is_that_too() -> None:
-    """Accumulation, unlike shares, tensors that are split, and stages."""
+    """Accumulation, unlike shares, clipping, divided states beside replicas, tensors that are split, and stages."""
     alone = {"byte-adam": made("byte-adam", mesh=ONE), "plain": made("one-bit-adam", plain, mesh=ONE)}
+    alone["clipped"] = made("byte-adam", clipped_and_decayed, mesh=ONE)
     one = run_ranks(exactly, 1, alone)
+    mesh, clipped_too = {"replicate": 2, "shard": 2}, {"replicate": 2, "split": 2}
+    beside = {
+        "byte-adam": made("byte-adam", mesh=mesh, sharding=Sharding(level=1)),
+        "clipped": made("byte-adam", clipped_and_decayed, mesh=clipped_too),
+    }
+    four = run_ranks(exactly, 4, beside, timeout_s=110)
+    for name in beside:
+        assert_agree(one[0][name], [rank[name] for rank in four])
     batch = {"num_microbatches": 2}
     shares = {"shares": made("byte-adam", mesh={"replicate": 2}, shares=(3, 1), batch=batch)}
     assert_agree(one[0]["byte-adam"], [rank["shares"] for rank in run_ranks(exactly, 2, shares, timeout_s=110)])
@@ -147,10 +176,12 @@ def test_momenta_that_came_out_and_are_kept_are_those_that_went_in(world_size: i
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("stop", [3, 6])
-def test_resuming_before_and_after_the_switch_changes_no_bit(stop: int) -> None:
+@pytest.mark.parametrize(("stop", "divided"), [(3, False), (6, False), (6, True)])
+def test_resuming_before_and_after_the_switch_changes_no_bit(stop: int, divided: bool) -> None:
     words = ["one-bit-adam,freeze_step=4"] + (["one-bit-lamb,freeze_step=4"] if stop == 6 else [])
-    mesh = {"mesh": {"replicate": 3}}
+    mesh: dict[str, Any] = {"mesh": {"replicate": 3}}
+    if divided:
+        mesh = {"mesh": {"shard": 3}, "sharding": Sharding(level=1)}
     with tempfile.TemporaryDirectory() as folder:
         calls: list[tuple[Any, ...]] = []
         for one in words:
@@ -172,7 +203,7 @@ def test_another_number_of_ranks_goes_on_with_all_that_was_kept() -> None:
     words = "byte-adam,freeze_step=4"
     with tempfile.TemporaryDirectory() as folder:
         before = run_ranks(in_turn, 3, [(words, 3, 6, None, f"{folder}/a", {"mesh": {"replicate": 3}})])
-        call = (words, 2, 6, f"{folder}/a", f"{folder}/b", {"mesh": {"replicate": 2}})
+        call = (words, 2, 6, f"{folder}/a", f"{folder}/b", {"mesh": {"shard": 2}, "sharding": Sharding(level=1)})
         after = run_ranks(in_turn, 2, [call])
         for name, kept in before[0][0][1].items():
             for what in kept:
@@ -238,10 +269,10 @@ def test_what_does_not_go_together_is_refused_on_all_ranks() -> None:
     given = [
         made("one-bit-adam", clipped, mesh=two),
         made("one-bit-adam", descent, mesh=two),
-        made("one-bit-adam", plain, mesh={"shard": 2}, sharding=Sharding(level=1)),
+        made("one-bit-adam", plain, mesh={"shard": 2}, sharding=Sharding(level=2)),
         made("one-bit-lamb", plain_lamb, mesh={"split": 2}),
     ]
-    words = ("clip_norm = 0.05", "SGD is not Adam's", "mesh.shard = 2", "LAMB's ratios are of whole ones")
+    words = ("clip_norm = 0.05", "SGD is not Adam's", "sharding.level = 2", "LAMB's ratios are of whole ones")
     for rank in run_ranks(late_refusals, 2, given, timeout_s=110):
         for said, got in zip(words, rank[:-1], strict=True):
             assert got.startswith("PlanError"), got

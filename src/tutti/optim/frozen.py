@@ -34,16 +34,23 @@ class Moment:
     divisor: Tensor
 
 
+Copies = dict[nn.Parameter, tuple[Moment, dict[str, Any]]]
+"""Of whole parameters: their moment, and their group."""
+
+
 class Frozen(ABC):
     """What an optimizer becomes: itself for `freeze_step` updates, then with the v that it has.
 
     Whether v stands is in the optimizer's state, so checkpoints know it. Parameters that never had a gradient before
     have no `moment`, and can have no update afterwards. One `Frozen` for an optimizer. Where ranks hold parts of
     tensors, `over_parts` makes root mean squares those of the whole, and `agreed` is the largest of all ranks' counts.
+    Where the state of parameters is divided among ranks, `copies` are the moments of whole ones, with the groups they
+    are in: they follow each update. `stood` is called when v has begun to stand, and may set them.
     """
 
     over_parts: OverParts | None = None
     agreed: Callable[[int], int] | None = None
+    stood: Callable[[], None] | None = None
 
     def __init__(self, optimizer: Optimizer, freeze_step: int, *, floor: float = 0.1) -> None:
         self.check(optimizer)
@@ -52,6 +59,7 @@ class Frozen(ABC):
         self._set_aside: list[tuple[nn.Parameter, Tensor]] = []
         self._numbers: dict[nn.Parameter, int] = {}
         self._settled = False
+        self.copies: Copies = {}
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
 
@@ -63,20 +71,21 @@ class Frozen(ABC):
     @property
     def stands(self) -> bool:
         """Whether v stands: the next sum is of momenta."""
-        return any(LEARNED in state for state in self.optimizer.state.values())
-
-    @property
-    def count(self) -> int:
-        """Updates so far, of the parameter that had most."""
-        return max((int(state["step"]) for state in self.optimizer.state.values() if "step" in state), default=0)
+        return bool(self.copies) or any(LEARNED in state for state in self.optimizer.state.values())
 
     def moment(self, parameter: nn.Parameter) -> Moment | None:
         """What is needed to send a parameter's momentum; None where its v has learned nothing."""
+        if parameter in self.copies:
+            return self.copies[parameter][0]
         state = self.optimizer.state.get(parameter, {})
         if LEARNED not in state:
             return None
         beta1 = float(self._group_of(parameter)["betas"][0])
         return Moment(state["exp_avg"], beta1, self._sent_by(parameter))
+
+    @abstractmethod
+    def _advance(self, m: Tensor, gradient: Tensor, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        """m takes in a gradient, in place; before the parameter is updated."""
 
     @abstractmethod
     def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
@@ -123,6 +132,9 @@ class Frozen(ABC):
         """Once v stands, make the update; the optimizer's own step then finds no gradient."""
         if not self.stands:
             return
+        for parameter, (moment, group) in self.copies.items():
+            if parameter.grad is not None:
+                self._advance(moment.m, parameter.grad, parameter, group)
         for parameter, group in _pairs(self.optimizer):
             if parameter.grad is None:
                 continue
@@ -143,10 +155,12 @@ class Frozen(ABC):
             for one, _ in _pairs(self.optimizer):
                 if one in self.optimizer.state:
                     self._learned(one, self.optimizer.state[one])
-        count = self.freeze_step if self.stands else self.count
+        count = self.freeze_step if self.stands else _count(self.optimizer)
         count = count if self.agreed is None else self.agreed(count)  # ranks may hold nothing that has a count
         if count >= self.freeze_step:
             self._freeze()
+            if self.stood is not None:
+                self.stood()
             self._settled = True
 
     def _freeze(self) -> None:
@@ -174,15 +188,17 @@ class FrozenAdam(Frozen):
             if any(group.get(name) for group in optimizer.param_groups):
                 raise PlanError(f"Adam with {name}=True has no second moment that could stand still; leave {name} out")
 
+    def _advance(self, m: Tensor, gradient: Tensor, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        if group["weight_decay"] and not group.get("decoupled_weight_decay", False):
+            gradient = gradient.add(parameter, alpha=group["weight_decay"])
+        m.lerp_(gradient, 1 - group["betas"][0])
+
     def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         beta1, rate, decay = group["betas"][0], float(group["lr"]), group["weight_decay"]
-        decoupled = group.get("decoupled_weight_decay", False)
         state["step"] += 1
-        if decay and not decoupled:
-            gradient = gradient.add(parameter, alpha=decay)
-        elif decay:
+        self._advance(state["exp_avg"], gradient, parameter, group)
+        if decay and group.get("decoupled_weight_decay", False):
             parameter.mul_(1 - rate * decay)
-        state["exp_avg"].lerp_(gradient, 1 - beta1)
         parameter.addcdiv_(state["exp_avg"], self._divisor(parameter), value=-rate / (1 - beta1 ** int(state["step"])))
 
 
@@ -227,10 +243,13 @@ class FrozenLAMB(Frozen):
         """LAMB's layers differ in magnitude: each is sent as one of root mean square 1."""
         return self._divisor(parameter) * float(self.optimizer.state[parameter]["size"])
 
+    def _advance(self, m: Tensor, gradient: Tensor, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        m.mul_(group["betas"][0]).add_(gradient, alpha=1 - group["betas"][0])
+
     def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
         state["step"] += 1
-        state["exp_avg"].mul_(beta1).add_(gradient, alpha=1 - beta1)
+        self._advance(state["exp_avg"], gradient, parameter, group)
         state["fresh"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         d = self._divisor(parameter)
         wanted = float((d / self._root(state["fresh"], state["step"], group)).max())
@@ -247,6 +266,11 @@ Live = list[tuple[nn.Parameter, dict[str, Any], dict[str, Any]]]
 
 def _pairs(optimizer: Optimizer) -> list[tuple[nn.Parameter, dict[str, Any]]]:
     return [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _count(optimizer: Optimizer) -> int:
+    """Updates so far, of the parameter that had most."""
+    return max((int(state["step"]) for state in optimizer.state.values() if "step" in state), default=0)
 
 
 def _means(live: Live, over_parts: OverParts | None) -> list[float]:

@@ -15,6 +15,7 @@ from tutti.predict.compute import Array
 from tutti.predict.groups import Group
 from tutti.spec.cluster import CompressRate, DeviceKind, DeviceSpec
 from tutti.spec.compression import (
+    MOMENTA,
     Compression,
     compression_in_words,
     flags_sent_nbytes,
@@ -185,11 +186,14 @@ def kernel_notes(plan: Plan, device: DeviceSpec) -> tuple[str, ...]:
 
 
 def kept_nbytes(plan: Plan, how: Written | None, nbytes: float) -> float:
-    """What is kept back between steps of a bucket: twice, so that a step may be taken back."""
+    """What is kept back between steps of a bucket: twice, so that a step may be taken back. Momenta are sent divided by
+    d, which a rank holds, and where states are divided it has a copy of m as well.
+    """
     compress = plan.sync.compress
     if how is None or compress is None or not compress.keeps:
         return 0.0
-    return 2 * (2 if compress.method == "dgc" else 1) * nbytes / how.parts
+    kept = 2 * (2 if compress.method == "dgc" else 1) * nbytes / how.parts
+    return kept + (nbytes * (2 if plan.degree("shard") > 1 else 1) if compress.method in MOMENTA else 0.0)
 
 
 def _assumed_s(kind: DeviceKind, method: CompressMethod) -> float:

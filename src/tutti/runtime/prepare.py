@@ -139,7 +139,7 @@ def _replica(
 ) -> Replica:
     """This rank's replica, and how its gradients are compressed. Collective."""
     seed, clip_norm = session.settings.seed, session.settings.clip_norm
-    compressor = make_compressor(plan, layout, session.world, given.model, given.optimizers, seed, clip_norm)
+    compressor = make_compressor(plan, layout, session.world, given.model, given.optimizers, seed, clip_norm, shards)
     late = stages.tied_here(given.model) if stages else ()
     return Replica(given.model, layout, plan, shards, late, compressor, make_factored(plan, layout, given.model))
 

@@ -1,7 +1,7 @@
 """Which parts of a plan do not go together, whatever the model: one table for what runs plans and what costs them."""
 
 from tutti.errors import PlanError
-from tutti.spec.compression import FACTORS, MOMENTA, compression_in_words
+from tutti.spec.compression import FACTORS, compression_in_words
 from tutti.spec.plan import Plan
 from tutti.spec.words import ALONE, AxisName
 
@@ -69,11 +69,6 @@ def check_compression(plan: Plan) -> None:
         raise PlanError(
             f"{words} with sharding.level = {plan.sharding.level}: every rank gets only its part of a sum there, and "
             "compressed sums give all of it to all; use sharding.level = 1, or leave compress out"
-        )
-    if plan.degree("shard") > 1 and plan.sync.compress.method in MOMENTA:
-        raise PlanError(
-            f"{words} with mesh.shard = {plan.degree('shard')}: every rank holds a part of the momentum there, and "
-            "each needs all of it to send its own share; use replicate, or compress gradients: one-bit"
         )
     if plan.precision == "float16":
         raise PlanError(

@@ -48,6 +48,8 @@ def load_kept(run: Run, source: Source) -> None:
         _leave_factors(run, saved)
         saved = []
     compressor = run.replica.compressor
+    if compressor is not None and compressor.momenta is not None:
+        compressor.momenta.loaded()
     if not any(saved):
         return
     how = run.plan.sync.compress

@@ -26,6 +26,7 @@ from tutti.runtime.compressed.methods import make_exchange, turns_of
 from tutti.runtime.compressed.momenta import Momenta, make_momenta
 from tutti.runtime.layout import Layout
 from tutti.runtime.mesh import Mesh
+from tutti.runtime.shard.shards import Shards
 from tutti.runtime.traffic import Flight
 from tutti.runtime.world import World
 from tutti.spec.compression import FACTORS, Compression, bucket_sent_nbytes, compression_in_words, flags_sent_nbytes
@@ -201,6 +202,7 @@ def make_compressor(
     optimizers: Sequence[Optimizer],
     seed: int,
     clip_norm: float | None,
+    shards: Shards,
 ) -> Compressor | None:
     """The compressor of the plan, if it has one and there is something to sum. Collective.
 
@@ -209,7 +211,7 @@ def make_compressor(
     how, mesh = plan.sync.compress, layout.mesh
     if how is None or how.method == FACTORS:
         return None
-    momenta = make_momenta(how, layout, world, model, optimizers, clip_norm)
+    momenta = make_momenta(how, layout, world, model, optimizers, clip_norm, shards)
     if mesh.world_size == 1:
         return None
     _check(how, model, optimizers)

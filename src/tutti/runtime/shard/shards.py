@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 
@@ -38,3 +39,11 @@ class Shards:
     def whole_gradients(self, optimizer: Optimizer) -> Iterator[None]:
         """Inside, the optimizer's groups list every parameter whose gradient this rank holds."""
         yield
+
+    def wholes(
+        self, optimizer: Optimizer, of: Callable[[nn.Parameter], torch.Tensor | None]
+    ) -> dict[nn.Parameter, torch.Tensor]:
+        """By parameter whose state is divided: a tensor of its shape, whole on every rank. `of`: this rank's part, by
+        what the optimizer has in the parameter's place; None: zeros. Collective.
+        """
+        return {}

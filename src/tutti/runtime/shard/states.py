@@ -42,9 +42,9 @@ class Part:
 
     def take_gradient(self) -> None:
         gradient = self.whole.grad
-        if gradient is not None and self.own is not self.whole:
-            mine = gradient if self.piece is None else self.piece.of(gradient)
-            self.own.grad = mine.to(self.own.device)
+        if self.own is not self.whole:
+            mine = gradient if gradient is None or self.piece is None else self.piece.of(gradient)
+            self.own.grad = None if mine is None else mine.to(self.own.device)
 
     def give(self) -> None:
         """Write the updated values into the parameter."""
@@ -109,6 +109,20 @@ class States(Shards):
             for group, params in zip(optimizer.param_groups, own, strict=True):
                 group["params"] = params
 
+    @torch.no_grad()
+    def wholes(
+        self, optimizer: Optimizer, of: Callable[[nn.Parameter], torch.Tensor | None]
+    ) -> dict[nn.Parameter, torch.Tensor]:
+        divided = self._divided[optimizer]
+        cut = [parameter for parameters, _ in divided.buckets for parameter in parameters]
+        found = {p: torch.zeros_like(p.data) for p in (*cut, *(p for p, _ in divided.owned))}
+        for part in divided.parts:
+            mine, whole = of(part.own), found[part.whole]
+            if mine is not None:
+                (whole if part.piece is None else part.piece.of(whole)).copy_(mine)
+        self._complete(divided, found.__getitem__)
+        return found
+
     def _divide(self, optimizer: Optimizer) -> Divided:
         """Decide who updates what, and give the optimizer this rank's part."""
         given = [list(group["params"]) for group in optimizer.param_groups]
@@ -160,22 +174,28 @@ class States(Shards):
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Exchange what was updated: one bucket travels while the one before is unpacked."""
+        """Exchange what was updated."""
         divided = self._divided[optimizer]
         for part in divided.parts:
             part.give()
+        self._complete(divided, lambda parameter: parameter.data)
+
+    def _complete(self, divided: Divided, of: Callable[[nn.Parameter], torch.Tensor]) -> None:
+        """Make tensors whole, shaped as the parameters, of which every rank has its part: one bucket travels while the
+        one before is unpacked.
+        """
         waiting: list[Callable[[], None]] = []
         for parameters, pieces in divided.buckets:
-            waiting.append(self._gather(parameters, pieces))
+            waiting.append(self._gather([of(parameter) for parameter in parameters], pieces))
             if len(waiting) > 1:
                 waiting.pop(0)()
         for parameter, owner in divided.owned:
-            waiting.append(self._broadcast(parameter, owner))
+            waiting.append(self._broadcast(of(parameter), owner))
         for finish in waiting:
             finish()
 
-    def _gather(self, parameters: list[nn.Parameter], pieces: Pieces) -> Callable[[], None]:
-        wholes, desk = [p.data for p in parameters], self._party.desk
+    def _gather(self, wholes: list[torch.Tensor], pieces: Pieces) -> Callable[[], None]:
+        desk = self._party.desk
         empty = partial(torch.empty, dtype=wholes[0].dtype, device=wholes[0].device)
         mine = empty(pieces.size) if desk is None else desk.lend(pieces.size, wholes[0].dtype)
         mine.zero_()
@@ -185,12 +205,12 @@ class States(Shards):
         rows = partial(empty, self._degree, pieces.size)
         return gather(mine, self._party, rows, partial(pieces.scatter, wholes=wholes)).wait
 
-    def _broadcast(self, parameter: nn.Parameter, owner: int) -> Callable[[], None]:
-        values = parameter.data.contiguous()
+    def _broadcast(self, whole: torch.Tensor, owner: int) -> Callable[[], None]:
+        values = whole.contiguous()
         work = dist.broadcast(values, src=self._ranks[owner], group=self._party.handle, async_op=True)
         nbytes = (self._degree - 1) * values.numel() * values.element_size() if owner == self._rank else 0
         self._sent_nbytes += nbytes
-        return partial(_take, self._party.lane.start([work], nbytes), values, parameter)
+        return partial(_take, self._party.lane.start([work], nbytes), values, whole)
 
 
 def _spread(parameters: list[nn.Parameter], loads: Mapping[nn.Parameter, list[int]]) -> list[tuple[nn.Parameter, int]]:
@@ -203,10 +223,10 @@ def _spread(parameters: list[nn.Parameter], loads: Mapping[nn.Parameter, list[in
     return [(p, owners[p]) for p in parameters]
 
 
-def _take(work: Flight, values: torch.Tensor, parameter: nn.Parameter) -> None:
+def _take(work: Flight, values: torch.Tensor, whole: torch.Tensor) -> None:
     work.wait()
-    if values.data_ptr() != parameter.data_ptr():
-        parameter.data.copy_(values)
+    if values.data_ptr() != whole.data_ptr():
+        whole.copy_(values)
 
 
 def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
