@@ -14,7 +14,8 @@ from tutti.report.build import build_report, write_report
 from tutti.report.quality import parse_target
 from tutti.report.rules import REQUIRED
 from tutti.spec import codec
-from tutti.spec.report import Quantity, RunReport
+from tutti.spec.quantity import Quantity
+from tutti.spec.report import RunReport
 from tutti.spec.verdict import Cause, TensorDifference, Verdict
 
 TARGET = parse_target("test.accuracy=0.93")

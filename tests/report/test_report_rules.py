@@ -15,18 +15,16 @@ from tutti.report.compare import compare
 from tutti.report.html import report_html
 from tutti.report.quality import parse_target
 from tutti.report.rules import check_run
-from tutti.spec.report import (
+from tutti.spec.quantity import Quantity
+from tutti.spec.report import RunReport
+from tutti.spec.report_measured import FlopsReport, QualityReport, TimeReport
+from tutti.spec.report_setting import (
     BaselineReport,
     BatchReport,
     DataReport,
-    FlopsReport,
-    QualityReport,
-    Quantity,
     RecipeReport,
-    RunReport,
     StopReport,
     SystemReport,
-    TimeReport,
     TuningReport,
 )
 

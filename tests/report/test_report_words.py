@@ -5,7 +5,7 @@ import pytest
 from tutti.errors import ReportError
 from tutti.report.quality import Target, parse_target
 from tutti.report.words import duration, higher_is_better, number, prefixed, show, signed_percent, split_unit
-from tutti.spec.report import Quantity
+from tutti.spec.quantity import Quantity
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from tutti.report.words import prefixed
-from tutti.spec.report import Quantity, RunReport
+from tutti.spec.quantity import Quantity
+from tutti.spec.report import RunReport
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,17 +30,9 @@ from tutti.report.timing import PHASES, seen, throughput, time_report, wall_s
 from tutti.report.words import duration, listed, plural, quality_text, show
 from tutti.report.write import write_files
 from tutti.spec.prediction import Phase
-from tutti.spec.report import (
-    Failure,
-    Finding,
-    Quantity,
-    RunReport,
-    Scaling,
-    Scope,
-    Status,
-    StopReport,
-    StopRule,
-)
+from tutti.spec.quantity import Quantity
+from tutti.spec.report import Failure, Finding, RunReport, Scaling, Scope, Status
+from tutti.spec.report_setting import StopReport, StopRule
 from tutti.spec.run import RunFolder
 
 _STOP_RULES: tuple[StopRule, ...] = ("target", "epochs", "steps", "time")

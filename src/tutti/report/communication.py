@@ -7,7 +7,8 @@ from typing import Any, cast, get_args
 from tutti.report.read import Records, Row, finite
 from tutti.report.timing import PHASES, seen, steady_steps
 from tutti.spec.prediction import Phase
-from tutti.spec.report import CommunicationReport, ExpertsReport, Quantity
+from tutti.spec.quantity import Quantity
+from tutti.spec.report_measured import CommunicationReport, ExpertsReport
 from tutti.spec.words import Carried
 
 NOTE = "median of the steady steps, rank 0"

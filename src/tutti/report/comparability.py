@@ -7,7 +7,8 @@ from statistics import variance
 
 from tutti.report.rules import by_gravity, check_run, eps_of
 from tutti.report.words import plural, quality_text, significant
-from tutti.spec.report import Claim, Finding, Quantity, RunReport, Scaling, Severity
+from tutti.spec.quantity import Quantity
+from tutti.spec.report import Claim, Finding, RunReport, Scaling, Severity
 
 Reports = Sequence[RunReport]
 Rule = Callable[[Reports], list[Finding]]

@@ -11,7 +11,9 @@ from tutti.report.words import plural, signed_percent, significant
 from tutti.spec import codec
 from tutti.spec.cluster import ClusterSpec
 from tutti.spec.history import History, HistoryEntry, Trust
-from tutti.spec.report import PredictionCheck, Quantity, RunReport
+from tutti.spec.quantity import Quantity
+from tutti.spec.report import RunReport
+from tutti.spec.report_measured import PredictionCheck
 from tutti.spec.run import RunFolder
 
 FEW = 5

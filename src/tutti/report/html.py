@@ -28,7 +28,9 @@ from tutti.report.words import (
     split_unit,
 )
 from tutti.spec.comparison import Comparison
-from tutti.spec.report import Curve, Finding, Quantity, RankReport, RunReport
+from tutti.spec.quantity import Curve, Quantity
+from tutti.spec.report import Finding, RunReport
+from tutti.spec.report_measured import RankReport
 
 SEVERITIES = {"refuse": "Refused", "warn": "Warning", "note": "Note"}
 

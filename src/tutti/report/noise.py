@@ -4,7 +4,7 @@ from tutti.errors import ReportError
 from tutti.report.quality import Target, choose, curves, first_reached
 from tutti.report.read import Records, Row
 from tutti.report.timing import seen
-from tutti.spec.report import NoiseReport
+from tutti.spec.report_measured import NoiseReport
 
 
 def noise_report(records: Records) -> NoiseReport | None:

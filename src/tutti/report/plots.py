@@ -12,7 +12,9 @@ from tutti.report.svg import INK, MUTED, PAPER, PHASE_COLOURS, SERIES, Plot, inl
 from tutti.report.timing import PHASES
 from tutti.report.words import CARRIED, PHASE_NAMES, duration, number, quality_text, significant
 from tutti.spec.prediction import Phase
-from tutti.spec.report import CommunicationReport, Curve, Quantity, RunReport, Split
+from tutti.spec.quantity import Curve, Quantity, Split
+from tutti.spec.report import RunReport
+from tutti.spec.report_measured import CommunicationReport
 
 SPLIT_COLOURS: dict[Split, int] = {"train": 0, "test": 1, "validation": 2, "other": 3}
 MOST_RANKS = 12

@@ -9,7 +9,8 @@ from tutti.errors import ReportError
 from tutti.report.read import Records, Row
 from tutti.report.timing import seen
 from tutti.report.words import higher_is_better
-from tutti.spec.report import Curve, QualityReport, Quantity, Split, TargetReport
+from tutti.spec.quantity import Curve, Quantity, Split
+from tutti.spec.report_measured import QualityReport, TargetReport
 
 CURVE_POINTS = 500
 _SPLITS: dict[str, Split] = {

@@ -4,7 +4,7 @@ from statistics import mean
 
 from tutti.report.read import Records, finite
 from tutti.report.timing import seen
-from tutti.spec.report import Quantity
+from tutti.spec.quantity import Quantity
 from tutti.spec.sync_words import sync_in_words
 
 NOTE = "distance of a replica from the mean of all, over the mean's length"

@@ -12,22 +12,18 @@ from tutti.report.timing import phases_of, quantities, seen, steady_steps, typic
 from tutti.report.words import plural
 from tutti.spec import codec
 from tutti.spec.cluster import DeviceSpec
-from tutti.spec.report import (
+from tutti.spec.quantity import Quantity
+from tutti.spec.report import RunReport, Verification
+from tutti.spec.report_measured import FlopsReport, PredictionCheck, RankReport, TargetReport
+from tutti.spec.report_setting import (
     BaselineReport,
     BatchReport,
     DataReport,
-    FlopsReport,
     LinkReport,
-    PredictionCheck,
-    Quantity,
-    RankReport,
     RecipeReport,
-    RunReport,
     StartState,
     SystemReport,
-    TargetReport,
     TuningReport,
-    Verification,
 )
 
 DTYPES = {"tf32": "tf32", "bfloat16": "bfloat16", "float16": "float16"}

@@ -19,7 +19,8 @@ from tutti.report.words import (
 )
 from tutti.spec.comparison import Comparison
 from tutti.spec.prediction import Phase
-from tutti.spec.report import Finding, Quantity, RunReport
+from tutti.spec.quantity import Quantity
+from tutti.spec.report import Finding, RunReport
 
 BAR_WIDTH = 60
 _COLOURS: dict[Phase, str] = {

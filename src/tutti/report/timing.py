@@ -7,7 +7,8 @@ from typing import get_args
 
 from tutti.report.read import Records, Row, finite
 from tutti.spec.prediction import Phase
-from tutti.spec.report import Quantity, TimeReport
+from tutti.spec.quantity import Quantity
+from tutti.spec.report_measured import TimeReport
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 WARM_UP_STEPS = 2

@@ -2,7 +2,7 @@
 
 import math
 
-from tutti.spec.report import Quantity
+from tutti.spec.quantity import Quantity
 from tutti.spec.words import Carried, Evidence
 
 NOT_RECORDED = "not recorded"

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from tutti.spec.report import Finding, Quantity, RunReport, Scaling
+from tutti.spec.quantity import Quantity
+from tutti.spec.report import Finding, RunReport, Scaling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tutti.spec.report import Quantity
+from tutti.spec.quantity import Quantity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
