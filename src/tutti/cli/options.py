@@ -20,59 +20,60 @@ def json_option(function: F) -> F:
     return click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")(function)
 
 
-def compress_option(function: F) -> F:
-    """--compress: how gradients are written while ranks sum them."""
-    return click.option(
-        "--compress",
-        metavar="METHOD[,NAME=VALUE]",
-        callback=_compression,
-        help="Sum gradients in fewer bytes: bfloat16, bytegrad, one-bit, top-k,density=0.01, powersgd,rank=2, ...",
-    )(function)
+def _worded(option: str, metavar: str, read: Callable[[str], Any], says: str) -> Callable[[F], F]:
+    """An option whose words `read` understands, or refuses by an error of the user's; None where it is not given."""
+
+    def parse(context: click.Context, parameter: click.Parameter, text: str | None) -> Any:
+        return None if text is None else read(text)
+
+    return click.option(option, metavar=metavar, callback=parse, help=says)
 
 
-def _compression(context: click.Context, parameter: click.Parameter, text: str | None) -> Any:
-    if text is None:
-        return None
+def _compression(text: str) -> Any:
     from tutti.spec.compression import parse_compression
 
     return parse_compression(text)
 
 
-def bucket_option(function: F) -> F:
-    """--bucket-mb: the size of the buckets that gradients are summed in."""
-    return click.option(
-        "--bucket-mb",
-        metavar="MIB|auto",
-        callback=_bucket,
-        help="Sum gradients in buckets of this size; auto: the quickest of a few, tried over the first steps.",
-    )(function)
+compress_option = _worded(
+    "--compress",
+    "METHOD[,NAME=VALUE]",
+    _compression,
+    "Sum gradients in fewer bytes: bfloat16, bytegrad, one-bit, top-k,density=0.01, powersgd,rank=2, ...",
+)
+"""--compress: how gradients are written while ranks sum them."""
 
 
-def _bucket(context: click.Context, parameter: click.Parameter, text: str | None) -> str | None:
-    if text is not None:
-        from tutti.spec.bucket_words import with_buckets
-        from tutti.spec.plan import BatchPlan, Plan
+def _buckets(text: str) -> str:
+    from tutti.spec.bucket_words import with_buckets
+    from tutti.spec.plan import BatchPlan, Plan
 
-        with_buckets(Plan(batch=BatchPlan(global_batch_size=1)), text)
+    with_buckets(Plan(batch=BatchPlan(global_batch_size=1)), text)
     return text
 
 
-def sync_option(function: F) -> F:
-    """--sync: how far replicas may differ."""
-    return click.option(
-        "--sync",
-        metavar="MODE[:VALUE,...]",
-        callback=_sync,
-        help="Let replicas differ: local:8, post-local:8,after=1000, diloco:500, adasum, ring, elastic, stale:3, ...",
-    )(function)
+bucket_option = _worded(
+    "--bucket-mb",
+    "MIB|auto",
+    _buckets,
+    "Sum gradients in buckets of this size; auto: the quickest of a few, tried over the first steps.",
+)
+"""--bucket-mb: the size of the buckets that gradients are summed in."""
 
 
-def _sync(context: click.Context, parameter: click.Parameter, text: str | None) -> Any:
-    if text is None:
-        return None
+def _sync(text: str) -> Any:
     from tutti.spec.sync_words import parse_sync
 
     return parse_sync(text)
+
+
+sync_option = _worded(
+    "--sync",
+    "MODE[:VALUE,...]",
+    _sync,
+    "Let replicas differ: local:8, post-local:8,after=1000, diloco:500, adasum, ring, elastic, stale:3, ...",
+)
+"""--sync: how far replicas may differ."""
 
 
 def relax_option(function: F) -> F:
