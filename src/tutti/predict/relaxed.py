@@ -7,13 +7,14 @@ bytes of the trained parameters, `p` the replicas. Halves are exchanged in their
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from tutti.errors import PlanError
 from tutti.predict import constants
 from tutti.predict.compute import rank_bandwidth
-from tutti.predict.groups import Group
+from tutti.predict.groups import Group, Network
 from tutti.predict.network import message
 from tutti.predict.overlap import Exchange
 from tutti.predict.placement import Seat
-from tutti.spec.plan import Sync
+from tutti.spec.plan import Plan, Sync
 from tutti.spec.relaxed import settled
 from tutti.spec.words import ALONE, SyncMode
 
@@ -23,13 +24,15 @@ class Exchanging:
     """What replicas of one mode do when they meet.
 
     `sent`: vectors of n bytes that one of p replicas sends; `seconds`: on the wire, of n bytes; `behind`: it travels
-    while the next step computes. `passes`: how often the rank reads or writes n bytes beside, counted in
-    runtime.consistency; `held`: vectors of n bytes kept between steps; `passing`: more of them during an exchange.
+    while the next step computes; `skips`: what is not over by then is not waited for, so fewer are made. `passes`: how
+    often the rank reads or writes n bytes beside, counted in runtime.consistency; `held`: vectors of n bytes kept
+    between steps; `passing`: more of them during an exchange.
     """
 
     sent: Callable[[int], float]
     seconds: Callable[[Group, float], float]
     behind: bool = False
+    skips: bool = False
     passes: Callable[[int], float]
     held: int = 0
     passing: int = 2
@@ -97,9 +100,24 @@ def _served_s(group: Group, nbytes: float) -> float:
     return 2 * group.all_to_all(nbytes)
 
 
+def _pairs_sent(p: int) -> float:
+    """Replicas of even number ask once, the others answer as often as they are asked: with an odd number of replicas
+    more than once."""
+    return max(1.0, -(-p // 2) / max(p // 2, 1))
+
+
+def _pairs_s(group: Group, nbytes: float) -> float:
+    """There and back between any two: half of a host's ranks ask at once, and as many answer."""
+    if group.network is None:
+        return 2 * message(group.link, nbytes)
+    return 2 * message(group.network, nbytes * max(1.0, group.span.per_host / 2))
+
+
 _AVERAGED = Exchanging(sent=_ring_share, seconds=_sum_s, passes=lambda p: 29.0)
 
 _SERVED = Exchanging(sent=_ring_share, seconds=_served_s, passes=lambda p: 14.0, held=2)
+
+_NOTHING = Exchanging(sent=lambda p: 0.0, seconds=lambda group, nbytes: 0.0, passes=lambda p: 0.0, passing=0)
 
 EXCHANGES: Mapping[SyncMode, Exchanging] = {
     "local": _AVERAGED,
@@ -119,9 +137,13 @@ EXCHANGES: Mapping[SyncMode, Exchanging] = {
     "elastic": Exchanging(sent=_ring_share, seconds=_sum_s, behind=True, passes=lambda p: 19.0, held=3),
     "stale": _SERVED,
     "asynchronous": _SERVED,
-    "ensemble": Exchanging(sent=lambda p: 0.0, seconds=lambda group, nbytes: 0.0, passes=lambda p: 0.0, passing=0),
+    "ad-psgd": Exchanging(
+        sent=_pairs_sent, seconds=_pairs_s, behind=True, skips=True, passes=lambda p: 41.0, held=2, passing=7
+    ),
+    "hogwild": _NOTHING,
+    "ensemble": _NOTHING,
 }  # fmt: skip
-"""What is known of each mode; one without an entry is not predicted."""
+"""What is known of each mode in which replicas differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,17 +177,35 @@ def exchanged_apart(sync: Sync, group: Group, seat: Seat, trained: Trained, behi
     copies_s = how.passes(group.ranks) * n / rank_bandwidth(seat)
     wire_s = how.seconds(group, n)
     besides_s = group.all_reduce(state) + group.all_reduce(statistics)  # waited for in every mode
-    waited_s = wire_s
+    waited_s, often = wire_s, 1.0
+    if how.skips:
+        often = min(1.0, behind_s / wire_s) if wire_s else 1.0
+        wire_s = waited_s = often * wire_s
     if how.behind:
         hidden_s = min(wire_s, behind_s)
         share = constants.CPU_COMMUNICATION_SHARE[group.tier] if seat.device.kind == "cpu" else 0.0
         waited_s = wire_s - hidden_s + share * hidden_s
-    sent = how.sent(group.ranks) * n + _ring_share(group.ranks) * (state + statistics)
+    sent = often * how.sent(group.ranks) * n + _ring_share(group.ranks) * (state + statistics)
     done = Exchange(
         total_s=(wire_s + besides_s + copies_s) / period,
         exposed_s=(waited_s + besides_s + copies_s) / period,
     )
     return Apart(exchange=done, sent_nbytes=sent / period)
+
+
+def check_apart(plan: Plan, network: Network) -> None:
+    """Raise PlanError for replicas that cannot be where the cluster puts them."""
+    if plan.sync.mode != "hogwild" or plan.degree("replicate") == 1:
+        return
+    remedy = 'use ranks of one host, or sync.mode = "asynchronous"'
+    kind = network.seats[0].device.kind
+    if kind != "cpu":
+        raise PlanError(f'sync.mode = "hogwild" with {kind} devices: their memory is their own; {remedy}')
+    if network.group("replicate").network is not None:
+        raise PlanError(
+            f'sync.mode = "hogwild" with {plan.degree("replicate")} ranks on several hosts of cluster '
+            f"{network.cluster.name!r}: they have no memory in common; {remedy}"
+        )
 
 
 def _period(sync: Sync) -> int | None:
@@ -193,6 +233,10 @@ def apart_notes(sync: Sync) -> tuple[str, ...]:
         notes.append("no step exchanges parameters")
     elif period > 1:
         notes.append(f"a step on average: replicas exchange in one of {period} steps")
+    if how.skips:
+        notes.append("at most one exchange a step, and fewer where one takes longer than a step's passes")
+    if sync.mode == "hogwild":
+        notes.append("assumed: that ranks write to one memory slows none of them")
     if sync.mode in ALONE:
         notes.append("the step of the slowest rank: others do not wait for it")
     if told.after:

@@ -16,7 +16,7 @@ from tutti.predict.memory import held_by_stage, kept, rank_memory
 from tutti.predict.network import Link
 from tutti.predict.overlap import Bucket, Exchange
 from tutti.predict.placement import Seat, place
-from tutti.predict.relaxed import EXCHANGES, apart_notes
+from tutti.predict.relaxed import apart_notes, check_apart
 from tutti.predict.sync import Sync, synchronise
 from tutti.predict.table import model_table
 from tutti.predict.timeline import Line, RankWork, Setting, line_work, lines_of, workers_of
@@ -28,6 +28,7 @@ from tutti.spec.plan import Plan
 from tutti.spec.prediction import Estimate, Phase, Prediction, RankMemory, Stretch
 from tutti.spec.refusals import check_plan
 from tutti.spec.relaxed import Relaxed
+from tutti.spec.words import ALONE
 
 
 def predict(model: ModelSpec, cluster: ClusterSpec, plan: Plan) -> Prediction:
@@ -61,10 +62,8 @@ def _predict(model: ModelSpec, cluster: ClusterSpec, plan: Plan, updates: int | 
     slowest = slowest_of(setting, [work for line in step.lines for work in line_work(setting, line)])
     worker, work, sync = setting.workers[slowest.work.seat], slowest.work, slowest.sync
     everyone = setting.wires.network.group(*plan.mesh)
-    loss_s = everyone.all_reduce(constants.LOSS_NBYTES)
-    exchange = Exchange(
-        total_s=sync.exchange.total_s + work.waits_s + loss_s, exposed_s=sync.exchange.exposed_s + work.waits_s + loss_s
-    )
+    beside_s = work.waits_s + loss_s(setting)
+    exchange = Exchange(total_s=sync.exchange.total_s + beside_s, exposed_s=sync.exchange.exposed_s + beside_s)
     memory, seat, when = min(
         memories(setting, step.lines, slowest.syncs).values(), key=lambda one: one[1].memory_nbytes - one[0].total
     )
@@ -97,6 +96,13 @@ def _predict(model: ModelSpec, cluster: ClusterSpec, plan: Plan, updates: int | 
     )
 
 
+def loss_s(setting: Setting) -> float:
+    """Seconds of the sum of the ranks' losses; where ranks do not wait for each other there is none."""
+    if setting.plan.sync.mode in ALONE:
+        return 0.0
+    return setting.wires.network.group(*setting.plan.mesh).all_reduce(constants.LOSS_NBYTES)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """A step before it is costed. `samples`: of a global batch; `lines`: the different ones."""
@@ -109,14 +115,10 @@ class Step:
 def worked_out(model: ModelSpec, cluster: ClusterSpec, plan: Plan, updates: int | None = None) -> Step:
     """Who computes what of a step after so many updates, with what. Raises PlanError as `predict` does."""
     check_plan(plan)
-    if plan.sync.mode != "synchronous" and plan.sync.mode not in EXCHANGES:
-        raise PlanError(
-            f'sync.mode = "{plan.sync.mode}" is not predicted: what its replicas exchange is not known here; run it, '
-            'or predict with sync.mode = "synchronous"'
-        )
     samples = _samples(model, plan)
     seats = place(cluster, plan.world_size)
     setting = replace(_setting(model, cluster, plan, seats), updates=updates)
+    check_apart(plan, setting.wires.network)
     return Step(setting=setting, samples=samples, lines=lines_of(plan, seats, samples))
 
 

@@ -9,7 +9,7 @@ from tutti.predict import pipeline
 from tutti.predict.compute import Array
 from tutti.predict.passes import Passed
 from tutti.predict.pipeline import Order
-from tutti.predict.step import Held, Slowest, Step, memories, predict, slowest_of, worked_out
+from tutti.predict.step import Held, Slowest, Step, loss_s, memories, predict, slowest_of, worked_out
 from tutti.predict.timeline import (
     Line,
     RankWork,
@@ -151,10 +151,7 @@ class _Drawing:
         return ties_s(self.setting) if self.setting.plan.degree("stage") > 1 else 0.0
 
     def _loss_s(self) -> float:
-        """What everyone's exchange of the loss takes: what the prediction's exposed time has besides."""
-        slowest = self.slowest
-        exposed = self.prediction.phases["exposed_communication"]
-        return max(0.0, exposed - slowest.sync.exchange.exposed_s - slowest.work.waits_s)
+        return loss_s(self.setting)
 
     def _seconds(self, work: RankWork, passes: _Passes) -> dict[Doing, float]:
         """Of the whole step. What is left out waits as what is drawn does."""

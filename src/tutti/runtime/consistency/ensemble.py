@@ -20,7 +20,7 @@ class FirstCounts(Replicas):
     """Replicas whose "mean" is the first of them: one member stands for all in a checkpoint's model."""
 
     def mean(self, flats: Flats) -> Flats:
-        if self.index:
+        if self.index and flats:  # torch refuses an empty list
             torch._foreach_zero_(flats)
         self.start_sum(flats).wait()
         return flats
