@@ -39,6 +39,7 @@ class Story:
     seed: int = 0
     evaluation_s: float = 0.05
     lost_s: float = 0.0  # wall time in no row
+    stolen: float = 0.0  # part of the core time that other machines had
     extra: dict[str, str] = field(default_factory=dict)
     kind: str = "ImageFolder"
     sums: tuple[str, ...] = ("shared memory",)  # of ranks in turn
@@ -212,7 +213,7 @@ def rank_rows(story: Story, rank: int) -> list[dict[str, Any]]:
     ]
     last = steps[-1]["step"] if steps else 0
     return [*steps, {"kind": "memory", "step": last, "rank": rank, "peak_nbytes": 200_000_000 - 5_000_000 * rank,
-                     "device": "cpu"}]  # fmt: skip
+                     "device": "cpu"}, {"kind": "machine", "step": last, "stolen": story.stolen}]  # fmt: skip
 
 
 def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:

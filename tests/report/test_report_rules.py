@@ -163,6 +163,7 @@ def test_an_honest_run_has_nothing_to_object_to(tmp_path: Path) -> None:
         ({"extra": {"data.native_shape": "1x4x4"}}, "INPUT-INFLATED"),
         ({"extra": {"baseline.source": "published"}}, "BASELINE-NOT-RERUN"),
         ({"world_size": 8, "extra": {"cores": "2"}}, "FUNCTION-NOT-SPEED"),
+        ({"stolen": 0.12}, "TIME-STOLEN"),
         ({"status": "stopped"}, "PART-OF-A-TRAINING"),
         ({"slower": 3.0}, "PREDICTION-MISSED"),
     ],

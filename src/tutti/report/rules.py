@@ -12,6 +12,8 @@ from tutti.spec.report import Claim, Finding, RunReport, Severity
 
 BREAKDOWN_TOLERANCE = 0.02
 QUALITY_EPS = 0.005
+STOLEN = 0.05
+"""Of the core time: more than that taken away, and times are not the work's."""
 
 Rule = Callable[[RunReport], list[Finding]]
 
@@ -291,6 +293,20 @@ def enough_cores(report: RunReport) -> list[Finding]:
     return finding(0, "FUNCTION-NOT-SPEED", "warn", sentence, "system.cores_granted", ("speedup", "efficiency"))
 
 
+def cores_of_its_own(report: RunReport) -> list[Finding]:
+    """Core time that a hypervisor gave to other machines makes every second longer, and not every run's alike."""
+    hosts = {rank.host: rank.stolen.value for rank in report.ranks if (rank.stolen.value or 0) > STOLEN}
+    if not hosts:
+        return []
+    most = max(hosts, key=lambda host: hosts[host] or 0)
+    sentence = (
+        f"While this ran, {number(hosts[most] or 0, 'ratio')} of the core time of host {most} went to other virtual "
+        "machines: its times are longer than the work, so compare them with no other run's; measure again when the "
+        "machine is quiet."
+    )
+    return finding(0, "TIME-STOLEN", "warn", sentence, "ranks", ("speedup", "efficiency", "ranking"))
+
+
 def interruptions(report: RunReport) -> list[Finding]:
     """What the reader of the curves must know: resumes, repeated and skipped steps."""
     found = []
@@ -335,6 +351,7 @@ RULES: tuple[Rule, ...] = (
     baseline_rerun,
     same_as_one_device,
     enough_cores,
+    cores_of_its_own,
     interruptions,
     prediction_error,
 )

@@ -2,11 +2,11 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import PurePath
 from typing import Any
 
-from tutti.report.read import Records
+from tutti.report.read import Records, Row
 from tutti.report.replicas import mode_text
 from tutti.report.timing import phases_of, quantities, seen, steady_steps, typical
 from tutti.report.words import plural
@@ -256,9 +256,15 @@ def rank_reports(records: Records) -> tuple[RankReport, ...]:
                 threads=seen(rank.threads),
                 peak_memory=seen(max(peaks, default=None), "B"),
                 breakdown=quantities(phases_of(steps)) if steps else {},
+                stolen=seen(max(_stolen(records.rank_rows.get(rank.rank, ())), default=None), "ratio"),
             )
         )
     return tuple(reports)
+
+
+def _stolen(rows: Iterable[Row]) -> list[float]:
+    """What a rank said when it ended, every time it did."""
+    return [share for row in rows if row.kind == "machine" and (share := row.number("stolen")) is not None]
 
 
 def memory_peak(ranks: tuple[RankReport, ...]) -> Quantity:

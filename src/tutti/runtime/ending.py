@@ -55,6 +55,7 @@ class Ending:
             "peak_nbytes": peak_nbytes(run.world.device),
         }
         run.log.timing(kind="memory", **memory)
+        run.log.timing(kind="machine", step=run.progress.step, stolen=run.clock.stolen.share())
         run.log.row("memory", now, **memory)
         status = "failed" if self.failed else "stopped" if (mine / "stopped").exists() else "completed"
         run.log.row("end", now, status=status, step=run.progress.step, wall_s=wall, phases=phases)

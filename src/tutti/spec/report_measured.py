@@ -89,7 +89,9 @@ class PredictionCheck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """One rank: where it ran, its peak memory and its time by phase over the run (evaluation is in rank 0's)."""
+    """One rank: where it ran, its peak memory and its time by phase over the run (evaluation is in rank 0's). `stolen`:
+    which part of its host's core time a hypervisor gave to other machines meanwhile.
+    """
 
     rank: int
     host: str
@@ -98,6 +100,7 @@ class RankReport:
     threads: Quantity
     peak_memory: Quantity
     breakdown: dict[Phase, Quantity]
+    stolen: Quantity = Quantity(unit="ratio")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
