@@ -98,9 +98,12 @@ def test_what_if_answers_beside_now(machines: str) -> None:
     what_if = ("--what-if", "link=1gbit", "--what-if", "devices=4")
     found = codec.from_data(Scenarios, json.loads(ask(machines, "--json", *what_if).stdout))
     assert [one.change for one in found.scenarios] == ["1 Gbit/s on network links", "4 devices"]
-    assert found.scenarios[1].choice.best.world_size <= 4
+    few, slow = found.scenarios[1].choice, found.scenarios[0].choice
+    assert few is not None
+    assert slow is not None
+    assert few.best.world_size <= 4
     now = found.now.prediction.step_time_s.value
-    assert found.scenarios[0].choice.prediction.step_time_s.value >= 0.98 * now
+    assert slow.prediction.step_time_s.value >= 0.98 * now
     shown = ask(machines, *what_if).stdout
     assert "What if" in shown
     assert "as fast" in shown
@@ -109,7 +112,6 @@ def test_what_if_answers_beside_now(machines: str) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--explain",), "no script is given"),
         (("--what-if", "links=1gbit"), "links"),
         (("--what-if", "devices=6"), "multiple of 4"),
     ],
@@ -123,6 +125,40 @@ def test_what_cannot_be_answered_is_refused_before_the_search(
     monkeypatch.setattr("tutti.cli.planning.search", searched)
     with pytest.raises(PlanError, match=words):
         ask(machines, *options)
+
+
+def test_a_change_that_leaves_no_plan_is_answered_too(machines: str) -> None:
+    result = ask(machines, "--json", "--what-if", "memory=200mb")
+    assert result.exit_code == 0
+    (none,) = codec.from_data(Scenarios, json.loads(result.stdout)).scenarios
+    assert none.choice is None
+    assert "does not fit" in none.reason
+    assert "none" in ask(machines, "--what-if", "memory=200mb").stdout
+
+
+def test_explain_shows_of_a_named_model_all_that_needs_no_script(machines: str) -> None:
+    shown = ask(machines, "--explain").stdout
+    for words in ("Plans by predicted step time", "One step, predicted", "Memory of a rank", "Speed against devices"):
+        assert words in shown
+    assert "Layout over" not in shown
+
+
+def test_a_mesh_says_degrees_and_leaves_the_level_of_sharding_open(machines: str) -> None:
+    choice = chosen(ask(machines, "--json", "--mesh", "stage=2,shard=2"))
+    assert choice.best.mesh == {"stage": 2, "shard": 2}
+    assert choice.best.sharding.level == 1  # no other goes with stages
+
+
+def test_what_excludes_itself_is_refused_as_such(machines: str) -> None:
+    with pytest.raises(PlanError, match=r"mesh.space = 2 with mesh.stage = 2|divid"):
+        ask(machines, "--mesh", "stage=2,space=2")
+
+
+def test_prices_and_powers_are_answered_for_a_step_too(machines: str) -> None:
+    shown = ask(machines).stdout
+    assert "A step: " in shown
+    assert "a cost of" in shown
+    assert "kWh at the devices' full power" in shown
 
 
 def test_two_plan_files_are_told_apart(tmp_path: Path) -> None:

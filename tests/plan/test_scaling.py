@@ -42,6 +42,13 @@ def test_devices_pay_while_one_more_brings_half_of_one_before() -> None:
     assert "stop paying at 4: up to 8 each one more brings 15 % of what one before does" in curve.sentence
 
 
+def test_a_hurried_search_does_not_make_more_devices_slower() -> None:
+    points = curve_of({1: 100.0, 2: 190.0, 4: 150.0, 8: 200.0}).points
+    assert [point.throughput_per_s for point in points] == [100.0, 190.0, 190.0, 200.0]
+    assert [point.devices for point in points] == [1, 2, 4, 8]
+    assert points[2].worth == 0
+
+
 def test_fewer_devices_may_have_no_plan_at_all() -> None:
     curve = curve_of({1: None, 2: None, 4: 100.0, 8: 200.0})
     assert curve.pays_until == 8

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from plan.machines import cards
+from plan.machines import cards, mixed
 from predict.examples import cluster, cpu, linear, link, mlp, plan
 from tutti.errors import PlanError
 from tutti.plan import changed_modules, difference, stamp, what_if
@@ -96,9 +96,26 @@ def test_clusters_are_changed_as_asked() -> None:
     assert what_if(now, "memory=80gb")[0].devices["d"].memory_nbytes == 80 * 10**9
     assert what_if(now, "speed=2x")[0].devices["d"].peak_flops_per_s["float32"] == 20e12
     host, _ = what_if(cluster(cpu()), "memory=64GiB")
-    assert host.nodes[0].memory_nbytes == 64 * 10**9
+    assert host.nodes[0].memory_nbytes == 64 * 2**30
+    assert what_if(cluster(cpu()), "memory=64gb")[0].nodes[0].memory_nbytes == 64 * 10**9
     alone = cluster(cpu(), (link("node"),))
     assert what_if(alone, "link=1gbit")[0].link("node").bandwidth_bytes_per_s == 1.25e8  # type: ignore[union-attr]
+
+
+def test_devices_of_several_kinds_change_in_proportion() -> None:
+    now = mixed()  # 4 of a, 2 of b
+    twice, words = what_if(now, "devices=12")
+    assert [(node.name, node.count) for node in twice.nodes] == [("a", 2), ("b", 2)]
+    assert words == "12 devices (2 x 4 of a, 2 x 2 of b)"
+    # 100 are 66.7 and 33.3: of 16 x 4 + 18 x 2 and 17 x 4 + 16 x 2, the second is nearer
+    assert [node.count for node in what_if(now, "devices=100")[0].nodes] == [17, 16]
+    assert [(node.name, node.count) for node in what_if(now, "devices=2")[0].nodes] == [("b", 1)]
+    for count in (6, 8, 10, 96, 480, 16384):
+        changed = what_if(now, f"devices={count}")[0]
+        assert changed.device_count == count
+        assert abs(sum(node.count * 4 for node in changed.nodes if node.name == "a") - count * 4 / 6) <= 4
+    with pytest.raises(PlanError, match=r"not whole nodes of the kinds of 'mixed', which have 4 .a., 2 .b. devices"):
+        what_if(now, "devices=7")
 
 
 @pytest.mark.parametrize(
@@ -108,6 +125,9 @@ def test_clusters_are_changed_as_asked() -> None:
         ("link=fast", "'fast' is not understood"),
         ("memory=-3gb", "is not understood"),
         ("devices=30", "give a multiple of 4"),
+        ("devices=2.5", "is not a number of devices"),
+        ("link=10", "'10' is not understood; write it like link=10gbit"),
+        ("memory=80", "write it like memory=80gb"),
     ],
 )
 def test_what_is_not_understood_is_refused(text: str, words: str) -> None:

@@ -40,15 +40,39 @@ def plans(draw: st.DrawFn) -> Plan:
     )
 
 
+above = st.floats(1e-9, 1e30)
+not_below = st.floats(0, 1e30)
+devices_given = st.builds(
+    DeviceSpec,
+    memory_nbytes=positive,
+    memory_bandwidth_bytes_per_s=above,
+    peak_flops_per_s=st.dictionaries(st.text(), above, max_size=3),
+    kernel_overhead_s=not_below,
+    power_w=st.none() | not_below,
+    price_per_device_hour=st.none() | not_below,
+    **dict.fromkeys(("gemm", "gemm_concurrent", "memory_rates", "compress_rates", "efficiency", "cores", "year"), ...),
+)
+links_given = st.builds(LinkSpec, bandwidth_bytes_per_s=above, latency_s=not_below, points=...)
+st.register_type_strategy(DeviceSpec, devices_given)
+st.register_type_strategy(LinkSpec, links_given)
+
+
 @st.composite
 def clusters(draw: st.DrawFn) -> ClusterSpec:
-    devices = draw(st.dictionaries(st.text(min_size=1), st.from_type(DeviceSpec), min_size=1, max_size=3))
-    node = st.builds(NodeSpec, device=st.sampled_from(sorted(devices)), devices_per_node=positive, count=positive)
+    devices = draw(st.dictionaries(st.text(min_size=1), devices_given, min_size=1, max_size=3))
+    node = st.builds(
+        NodeSpec,
+        device=st.sampled_from(sorted(devices)),
+        devices_per_node=positive,
+        count=positive,
+        memory_nbytes=positive,
+        disk_read_bytes_per_s=st.none() | above,
+    )
     return ClusterSpec(
         name=draw(st.text()),
         devices=devices,
-        nodes=tuple(draw(st.lists(node, min_size=1, max_size=3))),
-        links=tuple(draw(st.lists(st.from_type(LinkSpec), max_size=3))),
+        nodes=tuple(draw(st.lists(node, min_size=1, max_size=3, unique_by=lambda one: one.name))),
+        links=tuple(draw(st.lists(links_given, max_size=3))),
     )
 
 

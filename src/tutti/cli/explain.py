@@ -63,6 +63,16 @@ def explain_script(options: "Options") -> None:
         console.print(f"plan written to {options.output}: tutti run --plan {options.output} {target}", soft_wrap=True)
 
 
+def show_layout(options: "Options", plan: "Plan") -> None:
+    """Where a plan that was chosen puts the modules of the command line's script."""
+    from tutti.cli.describe import describe_captured
+
+    path = Path(options.target[0])
+    with console.status("looking at the model"):
+        captured = capture_script(path, options.target[1:])
+    _show(_explain(captured, plan, _tensors(describe_captured(captured, name=path.stem))))
+
+
 def _plan(options: "Options", captured: "Captured", name: str) -> "Plan":
     from tutti.cli.planning import plan_for
     from tutti.runtime.annotated import with_annotations

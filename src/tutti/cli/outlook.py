@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tutti.cli.planning import SEARCH_S, search
-from tutti.errors import ReportError
-from tutti.plan import Choice, Request, device_counts, difference, explain, plan_words, rows, scaling
+from tutti.errors import PlanError, ReportError
+from tutti.plan import Choice, Request, device_counts, difference, explain, plan_words, rows, scaling, whole_words
 from tutti.predict.tracks import timeline
 from tutti.predict.words import nbytes, seconds
 from tutti.spec.cluster import ClusterSpec
@@ -32,10 +32,11 @@ ROWS = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """A change of the cluster in words, and the best plan then."""
+    """A change of the cluster in words, and the best plan then; `reason` says why there is none."""
 
     change: str
-    choice: Choice
+    choice: Choice | None
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +68,14 @@ def curve_of(model: ModelSpec, cluster: ClusterSpec, request: Request, limit_s: 
     return scaling(request, counts, lambda one: search(model, cluster, one, each))
 
 
+def scenario(model: ModelSpec, cluster: ClusterSpec, words: str, request: Request, limit_s: float | None) -> Scenario:
+    """The best plan for a changed cluster, or why it has none."""
+    try:
+        return Scenario(change=words, choice=search(model, cluster, request, limit_s))
+    except PlanError as error:
+        return Scenario(change=words, choice=None, reason=str(error))
+
+
 def with_measured(curve: ScalingCurve, trials: Trials | None) -> ScalingCurve:
     """The curve beside the fastest plan tried on each number of devices."""
     found: dict[int, float] = {}
@@ -82,12 +91,17 @@ def scenario_rows(planned: Planned) -> list[tuple[str, ...]]:
     """Cluster, best plan, step, and what that is against now, as text; the cluster as it is first."""
     now = planned.choice.prediction.step_time_s.value
     found: list[tuple[str, ...]] = []
-    for words, one in (("as it is", planned.choice), *((other.change, other.choice) for other in planned.scenarios)):
+    as_it_is = Scenario(change="as it is", choice=planned.choice)
+    for other in (as_it_is, *planned.scenarios):
+        one = other.choice
+        if one is None:
+            found.append((other.change, "none", "", other.reason))
+            continue
         step, against = one.prediction.step_time_s.value, ""
         if one is not planned.choice:
             changed = "; ".join(difference(planned.choice.best, one.best, ("now", "then"))) or "the same plan"
             against = f"{now / step:.2f}x as fast; {changed}"
-        found.append((words, plan_words(one.best), seconds(step), against))
+        found.append((other.change, plan_words(one.best), seconds(step), against))
     return found
 
 
@@ -176,7 +190,7 @@ def page_of_choice(planned: Planned, top: int, command: str) -> "PlanPage":
         keys=_keys(choice.best, choice.prediction, planned.timeline),
         prediction=choice.prediction,
         timeline=planned.timeline,
-        remarks=choice.remarks,
+        remarks=(*whole_words(choice.totals), *choice.remarks),
         changes=choice.changes,
         tables=(_alternatives(choice, top), *_scenario_table(planned)),
         scaling=planned.scaling,
@@ -221,12 +235,24 @@ def _keys(plan: Plan, prediction: Prediction, found: Timeline) -> "tuple[KeyFigu
 def _alternatives(choice: Choice, top: int) -> "Table":
     from tutti.report.plan_page import Table, TableRow
 
-    found = rows(choice)
+    found, objective = rows(choice), choice.request.objective
+    extra = [objective] if objective not in ("throughput", "memory") else []
+    columns = [
+        "ranks",
+        "plan",
+        "microbatches",
+        "precision",
+        "step",
+        "exposed comm.",
+        "memory a rank",
+        *extra,
+        "verdict",
+    ]
     shown = [
         TableRow(
             cells=(
                 str(row.ranks), f"{row.mesh}; {row.settings}" if row.settings else row.mesh, str(row.microbatches),
-                row.precision, row.step, row.exposed, row.memory, row.reason,
+                row.precision, row.step, row.exposed, row.memory, *([row.value] if extra else []), row.reason,
             ),
             kind="chosen" if row.chosen else "" if row.fits else "off",
         )
@@ -236,9 +262,9 @@ def _alternatives(choice: Choice, top: int) -> "Table":
     return Table(
         title="The alternatives",
         under="The chosen plan and the nearest others." + (f" {more} more were considered." if more else ""),
-        columns=("ranks", "plan", "microbatches", "precision", "step", "exposed comm.", "memory a rank", "verdict"),
+        columns=tuple(columns),
         rows=tuple(shown),
-        right=frozenset({0, 2, 4, 5, 6}),
+        right=frozenset({0, 2, 4, 5, 6, *([7] if extra else [])}),
     )
 
 

@@ -134,11 +134,20 @@ def _showing(function: Any) -> Any:
 @click.option("--allow-microbatches", is_flag=True, help="Let microbatches change where that changes results.")
 @_searching
 @_showing
-@click.option("--mesh", metavar="AXIS=N,...", help="Exactly this mesh, such as replicate=2,split=2.")
+@click.option(
+    "--mesh",
+    metavar="AXIS=N,...",
+    help="Exactly this mesh, such as replicate=2,split=2; ranks along the last axis lie nearest.",
+)
 @compress_option
 @relax_option
 @click.option("--plan", type=click.Path(path_type=Path), help="Explain this plan for SCRIPT.")
-@click.option("--explain", is_flag=True, help="Show where every module lies, its bytes a rank and its collectives.")
+@click.option(
+    "--explain",
+    is_flag=True,
+    help="All that explains the plan: speed against devices, "
+    "and of a script where every module lies, its bytes a rank and its collectives.",
+)
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the plan to this file.")
 @json_option
 @click.argument("target", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]... | NAME [SIZES]...")
@@ -156,13 +165,9 @@ def command(**given: Any) -> None:
         show_difference(*options.diff, as_json=options.as_json)
         return
     described = options.model is not None or named_model(options.target) is not None
-    if options.explain and described:
-        raise PlanError(
-            "--explain says where a script's modules lie, and no script is given; leave it out: the answer says why "
-            "other plans lost, and --html FILE draws the step and the memory of every rank"
-        )
     given_mesh = options.mesh is not None and options.relax == "exact"
-    if options.plan is not None or options.explain or (given_mesh and not described):
+    stated = (given_mesh and not described) or (options.explain and (options.nproc is not None or options.as_json))
+    if options.plan is not None or (stated and not described):
         from tutti.cli.explain import explain_script
 
         explain_script(options)
@@ -171,6 +176,8 @@ def command(**given: Any) -> None:
     from tutti.cli.planning import search, write_spec
     from tutti.plan import stamp, what_if
 
+    if options.explain and options.mesh is None and options.nproc is None:
+        options = replace(options, scaling=True)  # part of what explains a plan
     model, request = asked(options)
     cluster = cluster_for(options.cluster)
     changed = [what_if(cluster, text) for text in options.what_if]  # refused, if so, before the search
@@ -183,6 +190,10 @@ def command(**given: Any) -> None:
         emit(document(planned))
     else:
         show_choice(planned, options)
+        if options.explain and not described:
+            from tutti.cli.explain import show_layout
+
+            show_layout(options, chosen_plan(choice, planned.trials))
 
 
 def _planned(
@@ -195,7 +206,6 @@ def _planned(
     """The choice with all else that the command line asks for; the page is written. `changed`: other clusters to plan
     for, each in words."""
     from tutti.cli import outlook
-    from tutti.cli.planning import search
 
     trials = curve = None
     if options.tries is not None:
@@ -208,8 +218,7 @@ def _planned(
     scenarios = []
     for other, words in changed:
         with console.status(f"searching plans for {words}"):
-            found = search(model, other, choice.request, options.seconds)
-        scenarios.append(outlook.Scenario(change=words, choice=found))
+            scenarios.append(outlook.scenario(model, other, words, choice.request, options.seconds))
     planned = outlook.Planned(
         choice=choice,
         timeline=outlook.step_of(model, cluster, choice),

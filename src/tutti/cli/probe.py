@@ -13,8 +13,7 @@ from tutti.cli.options import json_option
 from tutti.errors import SpecError
 from tutti.spec import codec
 from tutti.spec.cluster import ClusterSpec
-
-_SIZES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+from tutti.spec.quantities import BYTES, quantity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +40,9 @@ def _nbytes(context: click.Context, parameter: click.Parameter, text: str | None
     """ "512GiB" or "512GB" as bytes."""
     if text is None:
         return None
-    for unit in sorted(_SIZES, key=len, reverse=True):
-        number = text.upper().removesuffix(unit)
-        if number != text.upper():
-            try:
-                return int(float(number) * _SIZES[unit])
-            except ValueError:
-                break
+    found = None if text.strip()[-1:].isdecimal() else quantity(text, BYTES)
+    if found is not None:
+        return int(found)
     raise click.BadParameter(f"{text!r} is not a size; write it as 512GiB or 512GB")
 
 
@@ -58,7 +53,11 @@ def _nbytes(context: click.Context, parameter: click.Parameter, text: str | None
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="The picture (.svg, .png, .pdf).")
 @click.option("--no-plot", is_flag=True, help="Draw no picture.")
 @click.option("--list", "show_parts", is_flag=True, help="Show the devices and links that can be written down.")
-@click.option("--device", help="Write a cluster of this device down, measuring nothing.")
+@click.option(
+    "--device",
+    help="Write a cluster of this device down, measuring nothing; or one given in a line, "
+    "as 4x8:a100-80gb,nvlink3,8*ib-hdr.",
+)
 @click.option("--devices-per-node", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--nodes", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--node-link", help="What joins the devices of a node, such as NVLink3.")
@@ -94,7 +93,12 @@ def _show_parts(options: Options) -> None:
 
 def _write_down(options: Options, device: str) -> None:
     from tutti.describe.catalog import cluster_from_parts
+    from tutti.describe.catalog.text import cluster_from_text, is_cluster_text
 
+    if is_cluster_text(device):
+        written = cluster_from_text(device)
+        _finish(options, written, options.output or Path("cluster.json"))
+        return
     name = f"{options.nodes} x {options.devices_per_node} x {device}"
     cluster = cluster_from_parts(
         name,

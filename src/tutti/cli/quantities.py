@@ -1,13 +1,10 @@
 """Quantities as people write them on the command line: 60gb, 12h."""
 
-import re
 from typing import Any
 
 import click
 
-_BYTES = {"": 1.0, "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2.0**10, "mib": 2.0**20,
-          "gib": 2.0**30, "tib": 2.0**40}  # fmt: skip
-_SECONDS = {"": 1.0, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+from tutti.spec.quantities import BYTES, SECONDS, quantity
 
 
 class Quantity(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click only
@@ -20,11 +17,11 @@ class Quantity(click.ParamType):  # type: ignore[type-arg]  # generic in newer v
         """The number; fails with an example for what is not understood."""
         if isinstance(value, float):
             return value
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", str(value).strip().lower())
-        if found is None or found.group(2) not in self._units or float(found.group(1)) <= 0:
+        found = quantity(str(value), self._units)
+        if found is None or found <= 0:
             self.fail(f"{value!r} is not understood; write it like {self._example}", param, ctx)
-        return float(found.group(1)) * self._units[found.group(2)]
+        return found
 
 
-SIZE = Quantity("size", _BYTES, "60gb")
-DURATION = Quantity("duration", _SECONDS, "12h")
+SIZE = Quantity("size", BYTES, "60gb")
+DURATION = Quantity("duration", SECONDS, "12h")

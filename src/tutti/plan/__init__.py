@@ -13,7 +13,7 @@ from tutti.plan.choice import (
     Totals,
 )
 from tutti.plan.difference import difference
-from tutti.plan.explain import Row, explain, rows
+from tutti.plan.explain import Row, explain, rows, whole_words
 from tutti.plan.quality import samples_to_quality
 from tutti.plan.scaling import device_counts, scaling
 from tutti.plan.scenarios import what_if
@@ -44,4 +44,5 @@ __all__ = [
     "scaling",
     "stamp",
     "what_if",
+    "whole_words",
 ]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from tutti.plan.choice import Alternative, Choice, Coverage, Totals
-from tutti.plan.objectives import duration, shown_value
+from tutti.plan.objectives import duration, money, shown_value
 from tutti.plan.words import mesh_words, settings_words
 from tutti.predict.words import count, nbytes, seconds
 from tutti.spec.plan import Plan, Sync
@@ -70,13 +70,19 @@ def explain(choice: Choice) -> str:
         f"{count(batch.num_microbatches, 'microbatch')}, precision {plan.precision}, global batch "
         f"{batch.global_batch_size} {batch.unit}",
         f"Predicted step {seconds(time.value)} ({seconds(time.low)} to {seconds(time.high)}), "
-        f"{prediction.throughput_per_s:,.0f} {batch.unit}/s; memory {nbytes(prediction.memory.total)} for each rank",
-        *([_whole(choice.totals)] if choice.totals is not None and choice.totals.steps is not None else []),
+        f"{prediction.throughput_per_s:,.0f} {batch.unit}/s; memory {nbytes(prediction.memory.total)} "
+        f"{_of_ranks(plan)}",
+        *whole_words(choice.totals),
         *choice.remarks,
         *choice.changes,
         *([_searched(choice.coverage)] if choice.coverage is not None and choice.coverage.left else []),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _of_ranks(plan: Plan) -> str:
+    """Whose memory a prediction's is: of stages, or of ranks with unequal shares, that of the fullest one."""
+    return "on the fullest rank" if plan.shares or plan.degree("stage") > 1 else "for each rank"
 
 
 def _ranks(plan: Plan) -> str:
@@ -86,19 +92,23 @@ def _ranks(plan: Plan) -> str:
     return f"{count(plan.world_size, 'rank')} as {mesh}" + (f" ({settings})" if settings else "")
 
 
-def _whole(totals: Totals) -> str:
-    """The whole training in one sentence."""
-    parts = [
-        f"{duration(totals.time_s)} for {count(totals.steps or 0, 'step')}",
-        f"{totals.device_hours:,.4g} device-hours",
-    ]
+def whole_words(totals: Totals | None) -> tuple[str, ...]:
+    """The whole training in one sentence; one step where nobody said how long training is, and prices or powers are
+    known; else nothing."""
+    if totals is None or (totals.steps is None and totals.cost is None and totals.energy_kwh is None):
+        return ()
+    parts = [f"{totals.device_hours:,.4g} device-hours"]
+    if totals.steps is not None:
+        parts.insert(0, f"{duration(totals.time_s)} for {count(totals.steps, 'step')}")
     if totals.cost is not None:
-        parts.append(f"a cost of {totals.cost:,.4g}")
+        parts.append(f"a cost of {money(totals.cost)}")
     if totals.energy_kwh is not None:
         parts.append(f"{totals.energy_kwh:,.4g} kWh at the devices' full power")
     said = {"predicted": "", "measured": "; the number of steps follows from a run's measured noise scale"}
     note = said.get(totals.evidence, f"; the number of steps is {totals.evidence}")
-    return f"The whole training: {', '.join(parts)}{note}"
+    if totals.steps is None:
+        return (f"A step: {', '.join(parts)}; --samples or --epochs say how long training is",)
+    return (f"The whole training: {', '.join(parts)}{note}",)
 
 
 def _searched(coverage: Coverage) -> str:

@@ -8,7 +8,7 @@ from tutti.plan.tables import ranks_of_node
 from tutti.predict.counts import samples_of
 from tutti.spec.cluster import ClusterSpec
 from tutti.spec.model import ModelSpec
-from tutti.spec.plan import Pipeline, Plan
+from tutti.spec.plan import Pipeline, Plan, Sharding
 from tutti.spec.words import AxisName
 
 MOST_SPLIT = 64
@@ -70,7 +70,8 @@ def limits_of(model: ModelSpec, cluster: ClusterSpec, request: Request) -> Limit
     cuts = len(script.pipeline.cuts)
     held = request.keep_microbatches or (model.batch_statistics and not request.allow_microbatches)
     asks = any(rule.recompute is not None for rule in script.layout)
-    levels = (script.sharding.level,) if "shard" in request.demanded or fixed is not None else (1, 2, 3)
+    stated = "shard" in request.demanded or (fixed is not None and script.sharding != Sharding())
+    levels = (script.sharding.level,) if stated else (1, 2, 3)
     return Limits(
         samples=samples,
         least_ranks=least,

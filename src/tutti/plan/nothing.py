@@ -21,6 +21,7 @@ from tutti.predict.words import count, nbytes
 from tutti.spec.cluster import ClusterSpec, LinkSpec
 from tutti.spec.model import ModelSpec
 from tutti.spec.prediction import Prediction
+from tutti.spec.refusals import check_plan
 from tutti.spec.words import Precision
 
 _MOST_RANKS = 2**20
@@ -49,6 +50,8 @@ def smallest(model: ModelSpec, cluster: ClusterSpec, request: Request) -> Costed
     order = rows[np.argsort(least[rows], kind="stable")][:_MESHES]
     levels = tuple(sorted({limits.levels[0], limits.levels[-1]}))
     ways = variants(dataclasses.replace(limits, recompute=limits.recompute[-1:], levels=levels, blocks=0), found, order)
+    if not len(ways):
+        return None
     sizes = variant_bounds(Room(tables, request.script), found, ways, limits.samples).memory
     costed: list[Costed] = []
     refused: dict[tuple[str, ...], int] = {}
@@ -82,7 +85,9 @@ def no_fit(model: ModelSpec, cluster: ClusterSpec, request: Request, costed: lis
         if found is not None and (one is None or found.prediction.memory.total < one.prediction.memory.total):
             one = found
     if one is None:
-        return f"model {model.name!r} does not fit on cluster {cluster.name!r}, and no plan of it can be costed"
+        return _excluded(request) or (
+            f"model {model.name!r} does not fit on cluster {cluster.name!r}, and no plan of it can be costed"
+        )
     plan, memory, room = one.plan, one.prediction.memory, objectives.room_nbytes(one.cluster, one.plan)
     device = place(one.cluster, plan.world_size)[0].device.name
     if not wide:
@@ -98,6 +103,16 @@ def no_fit(model: ModelSpec, cluster: ClusterSpec, request: Request, costed: lis
         f"{count(plan.world_size, 'rank')} ({plan_words(plan)}) needs {gigabytes(memory.total)} a rank "
         f"({_parts(one.prediction)}), {device} has {gigabytes(room)}; {what_fits(model, cluster, request, one)}"
     )
+
+
+def _excluded(request: Request) -> str:
+    """Why what was asked for excludes itself; empty where it does not."""
+    asked = request.mesh or {axis: max(2, degree) for axis, degree in request.demanded.items()}
+    try:
+        check_plan(dataclasses.replace(request.script, mesh=asked or request.script.mesh))
+    except PlanError as error:
+        return str(error)
+    return ""
 
 
 def _need(prediction: Prediction) -> str:
@@ -185,16 +200,21 @@ def _links(cluster: ClusterSpec) -> tuple[LinkSpec, ...]:
 def nothing_keeps(request: Request, costed: list[Costed]) -> str:
     """The sentence for plans that fit but all break a limit of the request: the nearest of them."""
     fitting = [one for one in costed if one.prediction.fits]
-    best = min(fitting, key=lambda one: one.value)
+
+    def over(one: Costed) -> float:
+        found = objectives.totals(one.cluster, request, one.plan, one.prediction)
+        return objectives.over_limits(request, found, one.prediction)
+
+    best = min(fitting, key=over)
     found = objectives.totals(best.cluster, request, best.plan, best.prediction)
     return (
-        f"no plan keeps the limits: the best by {request.objective} ({plan_words(best.plan)}, "
-        f"{objectives.duration(found.time_s)}) {best.broken}; relax that, or allow other devices"
+        f"no plan keeps the limits: the nearest ({plan_words(best.plan)}, {objectives.duration(found.time_s)}) "
+        f"{best.broken}; relax that, or allow other devices"
     )
 
 
 def gigabytes(value: float) -> str:
-    """Bytes in decimal units as data sheets count them: 1,120 GB, 350 MB."""
+    """Bytes in decimal units as data sheets count them: 1,120 GB, 9.85 GB, 350 MB."""
     if value >= 1e9:
-        return f"{value / 1e9:,.0f} GB" if value >= 9.95e9 else f"{value / 1e9:.1f} GB"
+        return f"{value / 1e9:,.0f} GB" if value >= 99.5e9 else f"{value / 1e9:.3g} GB"
     return f"{value / 1e6:,.0f} MB"

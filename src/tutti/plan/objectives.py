@@ -31,7 +31,8 @@ def check(cluster: ClusterSpec, request: Request) -> None:
         _have(devices, "power_w", "a power", cluster)
     if (request.budget is not None or request.deadline_s is not None) and steps(request, request.script) is None:
         raise PlanError(
-            "a budget or a deadline is of a whole training, whose length is unknown; say how many samples or epochs"
+            "a budget or a deadline is of a whole training, whose length is unknown; say how many samples or epochs it "
+            "has (--samples, --epochs)"
         )
 
 
@@ -163,10 +164,20 @@ def broken_limit(request: Request, found: Totals, prediction: Prediction) -> str
     if request.memory_nbytes is not None and prediction.memory.total > request.memory_nbytes:
         return f"takes {nbytes(prediction.memory.total)} a rank, allowed are {nbytes(request.memory_nbytes)}"
     if request.budget is not None and found.cost is not None and found.cost > request.budget:
-        return f"costs {found.cost:,.0f}, the budget is {request.budget:,.0f}"
+        return f"costs {money(found.cost)}, the budget is {money(request.budget)}"
     if request.deadline_s is not None and found.steps is not None and found.time_s > request.deadline_s:
         return f"takes {duration(found.time_s)}, the deadline is {duration(request.deadline_s)}"
     return ""
+
+
+def over_limits(request: Request, found: Totals, prediction: Prediction) -> float:
+    """By which factor a plan is beyond the limit that it breaks most; at most 1 where it keeps all."""
+    limits = (
+        (request.memory_nbytes, prediction.memory.total),
+        (request.budget, found.cost),
+        (request.deadline_s, found.time_s if found.steps is not None else None),
+    )
+    return max((has / limit for limit, has in limits if limit is not None and has is not None), default=0.0)
 
 
 def duration(value: float) -> str:
@@ -178,13 +189,18 @@ def duration(value: float) -> str:
     return f"{value / 60:.1f} min" if value >= 120 else seconds(value)
 
 
+def money(value: float) -> str:
+    """A price, to four digits: 1,234,568; 0.01038."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
 def shown_value(request: Request, found: Totals, prediction: Prediction) -> str:
     """The objective's value of a plan in words."""
     whole = "" if found.steps is not None else " a step"
     if request.objective == "device-hours":
         return f"{found.device_hours:,.3g} device-hours{whole}"
     if request.objective == "cost":
-        return f"a cost of {found.cost or 0.0:,.4g}{whole}"
+        return f"a cost of {money(found.cost or 0.0)}{whole}"
     if request.objective == "energy":
         return f"{found.energy_kwh or 0.0:,.3g} kWh{whole}"
     if request.objective == "memory":

@@ -14,6 +14,14 @@ from tutti.spec.plan import Plan
 from tutti.spec.prediction import Prediction
 from tutti.spec.words import DATA_AXES
 
+_MOST = {
+    "device-hours": "to take the fewest device-hours",
+    "cost": "to cost the least",
+    "energy": "to take the least energy",
+    "memory": "to need the least memory",
+    "time-to-quality": "to reach the quality first",
+}
+
 
 def why(request: Request, loser: Costed, best: Costed) -> str:
     """Why `loser` was not chosen over `best`, in one phrase."""
@@ -43,6 +51,9 @@ def why(request: Request, loser: Costed, best: Costed) -> str:
 def _tie(loser: Costed, best: Costed, ratio: float) -> str:
     same = "as good within 2 %" if ratio >= 0.995 else f"{1 - ratio:.1%} better, which is within the error"
     plan, chosen = loser.plan, best.plan
+    own, least = loser.prediction.step_time_s.value, best.prediction.step_time_s.value
+    if own > 1.02 * least and abs(own / least - ratio) > 0.02:  # time is not the objective
+        return f"{same}, but a step takes {seconds(own)}, not {seconds(least)}"
     if plan.world_size > chosen.world_size:
         return f"{same}, but takes {plan.world_size} devices instead of {chosen.world_size}"
     if plan.precision != chosen.precision:
@@ -150,19 +161,41 @@ def remarks(
     idle = cluster.device_count - plan.world_size
     used = {seat.device.kind for seat in place(best.cluster, plan.world_size)}
     if idle > 0 and used == {"cuda"} and request.degree is None and request.scope != "data":
-        said.append(f"{count(idle, 'device')} of {cluster.device_count} stay idle: no plan with them was found better")
+        gained = _with_more(request, best, alternatives)
+        said.append(
+            f"{count(idle, 'device')} of {cluster.device_count} stay idle: "
+            + (
+                f"with more of them it is only {gained:.1%} better"
+                if gained >= 0.001
+                else "no plan with them was found better"
+            )
+        )
     if plan.shares:
-        said.append("Shares follow the devices' speeds, so that all finish together")
+        said.append("Shares follow the devices' speeds, as far as their memory allows, so that all finish together")
     if best.cluster.nodes != cluster.nodes:
         names = ", ".join(node.name for node in best.cluster.nodes)
         said.append(f"Start the nodes in this order, which is not the cluster file's: {names}")
     if plan.batch.global_batch_size != request.script.batch.global_batch_size:
         own = request.script.batch
         said.append(
-            f"The global batch is {plan.batch.global_batch_size} instead of the script's {own.global_batch_size} "
+            f"The global batch is {plan.batch.global_batch_size} instead of {own.global_batch_size} "
             f"{own.unit}, because quality is then reached sooner: this changes what is computed"
         )
     return tuple(said)
+
+
+def _with_more(request: Request, best: Costed, alternatives: Sequence[Alternative]) -> float:
+    """By which part the best plan on more devices is better; those within the error may be. 0 where none is."""
+    values = [
+        objectives.value(best.cluster, request, other.plan, other.prediction)
+        for other in alternatives
+        if other.prediction is not None
+        and other.totals is not None
+        and other.prediction.fits
+        and other.plan.world_size > best.plan.world_size
+        and not objectives.broken_limit(request, other.totals, other.prediction)
+    ]
+    return max(0.0, 1 - min(values, default=best.value) / best.value)
 
 
 def _held_remarks(model: ModelSpec, request: Request, plan: Plan, alternatives: Sequence[Alternative]) -> list[str]:
@@ -188,7 +221,7 @@ def _held_remarks(model: ModelSpec, request: Request, plan: Plan, alternatives: 
         )
     elif plan.batch.num_microbatches != request.script.batch.num_microbatches:
         said.append(
-            f"The batch is cut into {count(plan.batch.num_microbatches, 'microbatch')} instead of the script's "
+            f"The batch is cut into {count(plan.batch.num_microbatches, 'microbatch')} instead of "
             f"{request.script.batch.num_microbatches}: the same sum of gradients, other memory and speed"
         )
     return said
@@ -203,7 +236,8 @@ def _devices_remark(request: Request, plan: Plan, alternatives: Sequence[Alterna
     if plan.world_size == 1:
         if not more:
             return "One device: no more were to be considered"
-        return f"One device is predicted to be the fastest; {more[0].plan.world_size} ranks would be {more[0].reason}"
+        best = _MOST.get(request.objective, "to be the fastest")
+        return f"One device is predicted {best}; {more[0].plan.world_size} ranks would be {more[0].reason}"
     fewer = [a for a in alternatives if a.prediction and a.plan.world_size == 1]
     text = f"{count(plan.world_size, 'rank')}, data parallel"
     if not set(axes_of(plan)) <= {"replicate"}:

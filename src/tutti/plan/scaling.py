@@ -32,6 +32,9 @@ def scaling(request: Request, counts: Sequence[int], search: Callable[[Request],
     points: list[ScalingPoint] = []
     for count in counts:
         one = _point(count, dataclasses.replace(request, objective="throughput", max_devices=count, noise=None), search)
+        before = max(points, key=lambda point: point.throughput_per_s, default=one)
+        if one.throughput_per_s < before.throughput_per_s:  # a search in limited time: what fewer do, more can leave
+            one = dataclasses.replace(before, devices=count)
         points.append(dataclasses.replace(one, worth=_worth(points, one)))
     until = pays_until(points)
     return ScalingCurve(

@@ -2,7 +2,9 @@
 
 import dataclasses
 import math
-import re
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tutti.errors import PlanError, TuttiError
 from tutti.plan.choice import Request
@@ -10,14 +12,16 @@ from tutti.plan.explore import Costed
 from tutti.plan.words import plan_words
 from tutti.predict import predict
 from tutti.predict.words import bits_per_s, nbytes
-from tutti.spec.cluster import ClusterSpec, LinkTier
+from tutti.spec.cluster import ClusterSpec, LinkTier, NodeSpec
 from tutti.spec.model import ModelSpec
-
-_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+from tutti.spec.quantities import BYTES, BYTES_PER_S, quantity
 
 _FACTORS = (2.0, 4.0, 8.0, 16.0)
 _RIVALS = 4
 _TOLD = 3
+
+_AROUND = 64
+"""Nodes more or fewer than a kind's part that are tried to make up a number of devices."""
 
 
 def what_if(cluster: ClusterSpec, text: str) -> tuple[ClusterSpec, str]:
@@ -33,10 +37,10 @@ def what_if(cluster: ClusterSpec, text: str) -> tuple[ClusterSpec, str]:
     if key == "devices":
         return _with_devices(cluster, value, text)
     if key == "memory":
-        size = _number(value, text, ("b",))
+        size = _number(value, text, BYTES, "memory=80gb")
         return with_memory(cluster, size), f"{nbytes(size)} of memory a device"
     if key == "speed":
-        factor = _number(value, text, ("x",))
+        factor = _number(value, text, {"": 1.0, "x": 1.0}, "speed=2x", bare=True)
         return with_speed(cluster, factor), f"devices {factor:g} times as fast"
     raise PlanError(
         f"--what-if {text}: there is no {name!r}; write link=10gbit, node-link=..., network-link=..., devices=256, "
@@ -44,26 +48,21 @@ def what_if(cluster: ClusterSpec, text: str) -> tuple[ClusterSpec, str]:
     )
 
 
-def _number(value: str, text: str, units: tuple[str, ...]) -> float:
-    """10gbit, 80gb, 2x, 256 as numbers of the unit."""
-    found = re.fullmatch(r"([0-9.]+(?:e[+-]?\d+)?)\s*([kmgt]?)i?([a-z/]*)", value.strip().lower())
-    try:
-        number = float(found.group(1)) if found else math.nan
-    except ValueError:
-        number = math.nan
-    unit = found.group(3) if found else ""
-    if found is None or not number > 0 or (unit not in ("", *units) and unit.removesuffix("/s") not in units):
-        raise PlanError(f"--what-if {text}: {value!r} is not understood; write a number with {' or '.join(units)}")
-    return number * _UNITS[found.group(2)]
+def _number(value: str, text: str, units: dict[str, float], example: str, *, bare: bool = False) -> float:
+    """10gbit, 80gb, 2x, 256 as numbers of the unit; `bare`: without a unit, too."""
+    found = quantity(value, units)
+    if found is None or not found > 0 or (not bare and value.strip()[-1:].isdecimal()):
+        raise PlanError(f"--what-if {text}: {value!r} is not understood; write it like {example}")
+    return found
 
 
 def _with_link(cluster: ClusterSpec, key: str, value: str) -> tuple[ClusterSpec, str]:
-    bits = _number(value, f"{key}={value}", ("bit", "bit/s", "bits", "bps"))
+    rate = _number(value, f"{key}={value}", BYTES_PER_S, f"{key}=10gbit")
     tiers = {link.tier for link in cluster.links}
     tier: LinkTier = "node" if key == "node-link" or (key == "link" and "network" not in tiers) else "network"
     if tier not in tiers:
         raise PlanError(f"--what-if {key}={value}: cluster {cluster.name!r} has no {tier} link; write one into it")
-    return with_bandwidth(cluster, tier, bits / 8), f"{bits_per_s(bits / 8)} on {tier} links"
+    return with_bandwidth(cluster, tier, rate), f"{bits_per_s(rate)} on {tier} links"
 
 
 def with_bandwidth(cluster: ClusterSpec, tier: LinkTier, bandwidth: float) -> ClusterSpec:
@@ -110,20 +109,66 @@ def with_speed(cluster: ClusterSpec, factor: float) -> ClusterSpec:
 
 
 def _with_devices(cluster: ClusterSpec, value: str, text: str) -> tuple[ClusterSpec, str]:
-    count = int(_number(value, text, ("devices",)))
-    if len({node.device for node in cluster.nodes}) > 1:
-        raise PlanError(f"--what-if {text}: of which kind? cluster {cluster.name!r} has several; write another file")
+    number = _number(value, text, {"": 1.0, "devices": 1.0}, "devices=256", bare=True)
+    count = int(number)
+    if count != number or count < 1:
+        raise PlanError(f"--what-if {text}: {value!r} is not a number of devices; write a whole one, such as 256")
+    nodes = _one_kind(cluster, count, text) if len(cluster.nodes) == 1 else _in_proportion(cluster, count, text)
+    many = sum(node.count for node in nodes)
+    if many > 1 and cluster.link("network") is None:
+        raise PlanError(
+            f"--what-if {text}: {many} nodes need a link between them; add one of tier network to the cluster"
+        )
+    words = f"{count} devices"
+    if len(cluster.nodes) > 1:
+        words += " (" + ", ".join(f"{one.count} x {one.devices_per_node} of {one.name}" for one in nodes) + ")"
+    return dataclasses.replace(cluster, nodes=nodes), words
+
+
+def _one_kind(cluster: ClusterSpec, count: int, text: str) -> tuple[NodeSpec, ...]:
+    """Whole nodes of the only kind with so many devices; below one node's, a part of one."""
     node = cluster.nodes[0]
     each = min(node.devices_per_node, count)
     if count % each:
         raise PlanError(f"--what-if {text}: nodes of {cluster.name!r} have {each} devices; give a multiple of {each}")
-    nodes = (dataclasses.replace(node, devices_per_node=each, count=count // each),)
-    links = cluster.links
-    if count > each and cluster.link("network") is None:
+    return (dataclasses.replace(node, devices_per_node=each, count=count // each),)
+
+
+def _in_proportion(cluster: ClusterSpec, count: int, text: str) -> tuple[NodeSpec, ...]:
+    """Whole nodes of several kinds with exactly so many devices, as near as can be to the kinds' parts now.
+
+    Dynamic programming over the kinds: `least[d]` is the smallest sum of squared differences in devices with which the
+    kinds so far have d of them. Kinds that get no node are left out.
+    """
+    whole = cluster.device_count
+    least = np.full(count + 1, np.inf)
+    least[0] = 0.0
+    taken: list[NDArray[np.int64]] = []
+    for node in cluster.nodes:
+        wanted = count * node.count * node.devices_per_node / whole
+        nearest = int(wanted / node.devices_per_node)
+        some = range(max(0, nearest - _AROUND), nearest + _AROUND + 1)
+        found, chosen = np.full(count + 1, np.inf), np.zeros(count + 1, dtype=np.int64)
+        for many in some:
+            devices = many * node.devices_per_node
+            if devices > count:
+                break
+            moved = least[: count + 1 - devices] + (devices - wanted) ** 2
+            better = moved < found[devices:]
+            found[devices:][better], chosen[devices:][better] = moved[better], many
+        least, taken = found, [*taken, chosen]
+    if not np.isfinite(least[count]):
+        each = ", ".join(f"{node.devices_per_node} ({node.name})" for node in cluster.nodes)
         raise PlanError(
-            f"--what-if {text}: {count // each} nodes need a link between them; add one of tier network to the cluster"
+            f"--what-if {text}: {count} devices are not whole nodes of the kinds of {cluster.name!r}, which have "
+            f"{each} devices each; give a multiple of {whole}, or another number"
         )
-    return dataclasses.replace(cluster, nodes=nodes, links=links), f"{count} devices"
+    counts, rest = [], count
+    for node, chosen in zip(reversed(cluster.nodes), reversed(taken), strict=True):
+        counts.append(int(chosen[rest]))
+        rest -= counts[-1] * node.devices_per_node
+    pairs = zip(cluster.nodes, reversed(counts), strict=True)
+    return tuple(dataclasses.replace(node, count=many) for node, many in pairs if many)
 
 
 def changes(model: ModelSpec, best: Costed, others: list[Costed], request: Request) -> tuple[str, ...]:
@@ -152,7 +197,8 @@ def _at_which_link(model: ModelSpec, best: Costed, rivals: list[Costed], tier: L
             own = _step(model, cluster, best)
             for rival in rivals:
                 other = _step(model, with_bandwidth(rival.cluster, tier, bandwidth), rival)
-                if other < 0.98 * own:
+                gained = rival.prediction.step_time_s.value / best.prediction.step_time_s.value - other / own
+                if other < 0.98 * own and gained > 0.02:  # else it was as good before
                     return (
                         f"At {bits_per_s(bandwidth)} on {tier} links instead of "
                         f"{bits_per_s(link.bandwidth_bytes_per_s)}, {plan_words(rival.plan)} would be "

@@ -40,9 +40,10 @@ def choose(
     """The plan with the least of the request's objective among those that fit in memory and keep its limits; exact, or
     going a way that the request's dial allows (plan.relaxed).
 
-    Among plans within 2 % of it, the one with the fewest devices, then the script's own precision, then the fewest
-    mechanisms and microbatches. `clock` (seconds) and `limit_s` end a long search early; what that leaves open is in
-    the choice's coverage. Raises PlanError where nothing fits or nothing can be costed, with the numbers.
+    Among plans within 2 % of it, the fastest where time is not the objective, then the one with the fewest devices,
+    then the script's own precision, then the fewest mechanisms and microbatches. `clock` (seconds) and `limit_s` end a
+    long search early; what that leaves open is in the choice's coverage. Raises PlanError where nothing fits or nothing
+    can be costed, with the numbers.
     """
     choice = _exact_choice(model, cluster, dataclasses.replace(request, relax="exact"), clock, limit_s)
     if request.relax == "exact":
@@ -220,6 +221,9 @@ def _cost(
 def _best(good: list[Costed], request: Request) -> Costed:
     least = min(one.value for one in good)
     equal = [one for one in good if one.value <= least * (1 + TIE)]
+    if request.objective not in ("throughput", "time-to-quality"):  # many devices may cost what few do, in less time
+        fastest = min(one.prediction.step_time_s.value for one in equal)
+        equal = [one for one in equal if one.prediction.step_time_s.value <= fastest * (1 + TIE)]
     script = request.script
 
     def modesty(one: Costed) -> tuple[object, ...]:

@@ -1,15 +1,36 @@
 """ClusterSpec: the machines. Measured by `tutti probe`, or written down from data sheets."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator
 
 from tutti.errors import SpecError
+from tutti.spec import quantities
 from tutti.spec.model import OpKind
 from tutti.spec.words import Evidence
 
 DeviceKind = Literal["cpu", "cuda"]
 LinkTier = Literal["device", "node", "network"]
 """device: within one device's memory; node: between ranks of one host; network: between hosts."""
+
+# In a file these may be texts: "80 GB", "5 us", "100 Gbit/s", "312 TFLOP/s".
+Bytes = Annotated[int, BeforeValidator(quantities.reader(quantities.BYTES, "80 GB", whole=True))]
+Seconds = Annotated[float, BeforeValidator(quantities.reader(quantities.SECONDS, "5 us"))]
+BytesPerSecond = Annotated[float, BeforeValidator(quantities.reader(quantities.BYTES_PER_S, "100 Gbit/s"))]
+FlopsPerSecond = Annotated[float, BeforeValidator(quantities.reader(quantities.FLOPS_PER_S, "312 TFLOP/s"))]
+
+
+def _positive(what: str, **values: float | None) -> None:
+    for name, value in values.items():
+        if value is not None and not value > 0:
+            raise SpecError(f"{what}: {name} = {value:g}; give a number above 0")
+
+
+def _not_negative(what: str, **values: float | None) -> None:
+    for name, value in values.items():
+        if value is not None and not value >= 0:
+            raise SpecError(f"{what}: {name} = {value:g}; give 0 or a number above it")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,21 +91,32 @@ class DeviceSpec:
 
     name: str
     kind: DeviceKind
-    memory_nbytes: int
-    memory_bandwidth_bytes_per_s: float
-    peak_flops_per_s: dict[str, float]
+    memory_nbytes: Bytes
+    memory_bandwidth_bytes_per_s: BytesPerSecond
+    peak_flops_per_s: dict[str, FlopsPerSecond]
     gemm: tuple[GemmRate, ...] = ()
     gemm_concurrent: tuple[GemmRate, ...] = ()
     memory_rates: tuple[MemoryRate, ...] = ()
     compress_rates: tuple[CompressRate, ...] = ()
-    kernel_overhead_s: float = 0.0
+    kernel_overhead_s: Seconds = 0.0
     efficiency: dict[OpKind, float] = field(default_factory=dict)
     cores: int = 0
     power_w: float | None = None
     price_per_device_hour: float | None = None  # in one currency throughout the cluster
     year: int | None = None
-    source: str
-    evidence: Evidence
+    source: str = "written by hand"
+    evidence: Evidence = "assumed"
+
+    def __post_init__(self) -> None:
+        what = f"device {self.name!r}"
+        _positive(
+            what, memory_nbytes=self.memory_nbytes, memory_bandwidth_bytes_per_s=self.memory_bandwidth_bytes_per_s,
+            **{f"peak_flops_per_s.{dtype}": peak for dtype, peak in self.peak_flops_per_s.items()},
+        )  # fmt: skip
+        _not_negative(
+            what, kernel_overhead_s=self.kernel_overhead_s, power_w=self.power_w,
+            price_per_device_hour=self.price_per_device_hour,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,15 +140,19 @@ class LinkSpec:
     """
 
     tier: LinkTier
-    latency_s: float
-    bandwidth_bytes_per_s: float
+    latency_s: Seconds
+    bandwidth_bytes_per_s: BytesPerSecond
     backend: str = "gloo"
     residual: float = 0.0
     ranks: int = 2
     fitted_to: Literal["", "all_reduce", "send"] = ""
     points: tuple[LinkPoint, ...] = ()
-    source: str
-    evidence: Evidence
+    source: str = "written by hand"
+    evidence: Evidence = "assumed"
+
+    def __post_init__(self) -> None:
+        _positive(f"the {self.tier} link", bandwidth_bytes_per_s=self.bandwidth_bytes_per_s)
+        _not_negative(f"the {self.tier} link", latency_s=self.latency_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,8 +163,13 @@ class NodeSpec:
     device: str
     devices_per_node: int = 1
     count: int = 1
-    memory_nbytes: int
-    disk_read_bytes_per_s: float | None = None
+    memory_nbytes: Bytes
+    disk_read_bytes_per_s: BytesPerSecond | None = None
+
+    def __post_init__(self) -> None:
+        what = f"node {self.name!r}"
+        _positive(what, count=self.count, devices_per_node=self.devices_per_node, memory_nbytes=self.memory_nbytes)
+        _positive(what, disk_read_bytes_per_s=self.disk_read_bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +204,10 @@ class ClusterSpec:
     def __post_init__(self) -> None:
         if not self.nodes:
             raise SpecError("nodes is empty; a cluster has at least one node")
+        names = [node.name for node in self.nodes]
+        for name in names:
+            if names.count(name) > 1:
+                raise SpecError(f"{names.count(name)} kinds of nodes are named {name!r}; give each a name of its own")
         for node in self.nodes:
             if node.device not in self.devices:
                 raise SpecError(
