@@ -30,6 +30,24 @@ def test_momenta_are_seen_from_the_second_step_on() -> None:
     assert 1e-4 < float(low) <= float(high or low) < 1
 
 
+@pytest.mark.long
+def test_zero_one_adam_is_seen_where_its_second_moment_does_not_learn() -> None:
+    verdict = verdict_on("correct/mlp.py", world_size=2, steps=3, compress="zero-one-adam,freeze_step=100")
+    assert verdict.passed, verdict.sentence
+    note = verdict.notes[-1]
+    assert "(zero-one-adam,freeze_step=100)" in note
+    assert "over the 2 steps after it" in note
+    assert "all ranks have the same bits" in note
+
+
+@pytest.mark.long
+def test_sufficient_factors_are_compared_like_exact_sums() -> None:
+    verdict = verdict_on("factors/wide.py", world_size=2, steps=3, compress="factors")
+    assert verdict.passed, verdict.sentence
+    assert "where sums are exact" not in verdict.sentence
+    assert not any("compressed" in note for note in verdict.notes)
+
+
 def test_what_is_wrong_of_the_exact_part_is_found_all_the_same() -> None:
     verdict = verdict_on("broken/mean_over_ranks.py", compress="one-bit")
     assert not verdict.passed

@@ -16,6 +16,7 @@ from typing import Literal
 from tutti.errors import PlanError
 from tutti.spec import codec
 from tutti.spec.words import CompressMethod
+from tutti.spec.zero_one import learns
 
 BLOCK = {"bytegrad": 2048, "qsgd": 512, "terngrad": 2048, "one-bit": 2048, "top16-q4": 512}
 """Values that share a scale."""
@@ -26,6 +27,9 @@ KEEP = 16
 MIN_RATE = 2.0
 """powersgd leaves a matrix as it is unless its factors are fewer values by so much."""
 
+ZERO_ONE: CompressMethod = "zero-one-adam"
+"""Sums gradients, exactly or in one bit, until the second moment stands; then ranks step alone (spec.zero_one)."""
+
 FACTORS: CompressMethod = "factors"
 """Exact: linear layers' weights whose factors are fewer bytes than their gradients are summed by factors."""
 
@@ -33,6 +37,7 @@ MOMENTA: dict[CompressMethod, CompressMethod] = {
     "one-bit-adam": "one-bit",
     "byte-adam": "bytegrad",
     "one-bit-lamb": "one-bit",
+    "zero-one-adam": "one-bit",
 }
 """Methods that sum the optimizer's momentum, with what it is written like."""
 
@@ -52,7 +57,9 @@ class Compression:
     dgc, top16-q4, powersgd and methods of momentum always do, the others never. `sparse`: top-k and dgc are added up
     by owners of slices, and gathered as pairs or, where those are longer, as values (False). `warmup_steps`: of dgc, in
     which sparsity grows from 75 % (0). `freeze_step`: of methods of momentum, updates with exact sums in which the
-    second moment learns; it must be stated, for 15 to 20 % of all updates are right. `between`: "ranks", or "hosts",
+    second moment learns; it must be stated, for 15 to 20 % of all updates are right. Of zero-one-adam, `kappa`: after
+    how many updates in which it learns it does so half as often (16); `local_steps`: after how many times that ranks
+    agree they do so half as often (16), until `longest` updates lie between (16). `between`: "ranks", or "hosts",
     inside which sums are exact and go through memory; None: hosts, where there are several and one has several ranks.
     """
 
@@ -65,6 +72,9 @@ class Compression:
     sparse: bool | None = None
     warmup_steps: int | None = None
     freeze_step: int | None = None
+    kappa: int | None = None
+    local_steps: int | None = None
+    longest: int | None = None
     between: Literal["ranks", "hosts"] | None = None
 
     def __post_init__(self) -> None:
@@ -79,6 +89,10 @@ class Compression:
             raise PlanError(f"rank = {self.rank}; powersgd needs matrices of 1 column or more")
         if self.warmup_steps is not None and self.warmup_steps < 0:
             raise PlanError(f"warmup_steps = {self.warmup_steps}; give a number of steps of 0 or more")
+        for name in ("kappa", "local_steps", "longest"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise PlanError(f"{name} = {value}; give a number of 1 or more")
         if self.method in MOMENTA and (self.freeze_step is None or self.freeze_step < 1):
             raise PlanError(
                 f"{self.method} needs freeze_step, the updates in which the second moment learns: 1 or more, and best "
@@ -105,11 +119,14 @@ class Compression:
         return self if like is None else Compression(method=like, feedback=True if like == "bytegrad" else None)
 
     def at(self, step: int) -> "Compression | None":
-        """What is in force after `step` updates: dgc's density grows thin, momenta are sent from `freeze_step` on.
-        None: sums are exact.
+        """What is in force after `step` updates: dgc's density grows thin, momenta are sent from `freeze_step` on, and
+        zero-one-adam's gradients where v does not learn. None: sums are exact.
         """
         if self.freeze_step is not None:
-            return self if step >= self.freeze_step else None
+            now = step >= self.freeze_step
+            if self.method == ZERO_ONE and not now:
+                now = not learns(step, int(self.settings["kappa"]))
+            return self if now else None
         if not self.warmup_steps:
             return self
         return replace(self, density=ramped_density(self.settings["density"], step / self.warmup_steps))
@@ -124,6 +141,9 @@ _SETTINGS: dict[str, dict[CompressMethod, float]] = {
     "sparse": {"top-k": False, "dgc": False},
     "warmup_steps": {"dgc": 0},
     "freeze_step": dict.fromkeys(MOMENTA, 0),
+    "kappa": {"zero-one-adam": 16},
+    "local_steps": {"zero-one-adam": 16},
+    "longest": {"zero-one-adam": 16},
 }
 """Settings of compression: by name, the methods that have it, with what it is by default."""
 

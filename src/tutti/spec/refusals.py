@@ -1,7 +1,7 @@
 """Which parts of a plan do not go together, whatever the model: one table for what runs plans and what costs them."""
 
 from tutti.errors import PlanError
-from tutti.spec.compression import FACTORS, compression_in_words
+from tutti.spec.compression import FACTORS, ZERO_ONE, compression_in_words
 from tutti.spec.plan import Plan
 from tutti.spec.words import ALONE, AxisName
 
@@ -60,6 +60,8 @@ def check_compression(plan: Plan) -> None:
     if plan.sync.compress.method == FACTORS:
         _check_factors(plan, words)
         return
+    if plan.sync.compress.method == ZERO_ONE:
+        _check_zero_one(plan, words)
     if plan.sync.bucket_sizes == "measured":
         raise PlanError(
             f'{words} with sync.bucket_sizes = "measured": what a code keeps and loses depends on the buckets, so that '
@@ -89,6 +91,16 @@ def _check_factors(plan: Plan, words: str) -> None:
             f"{words} with sharding.level = {plan.sharding.level}: every rank gets only its part of a sum there, and "
             "factors give all of it to all; use sharding.level = 1, or leave compress out"
         )
+
+
+def _check_zero_one(plan: Plan, words: str) -> None:
+    """What ranks that step alone exclude."""
+    for axis in (*_TOGETHER, *_INSIDE):
+        if plan.degree(axis) > 1:
+            raise PlanError(
+                f"{words} with mesh.{axis} = {plan.degree(axis)}: ranks step alone between the moments in which they "
+                "agree, and each needs the whole model and its optimizer's state; use replicate, or one-bit-adam"
+            )
 
 
 _INSIDE: tuple[AxisName, ...] = ("split", "stage", "context", "space")

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tutti.spec.compression import parse_compression
+from tutti.spec.compression import ZERO_ONE, parse_compression
 from tutti.verify.parts import part_of
 from tutti.verify.recording import RankRecord, StepRecord, read_ranks, read_steps
 
@@ -43,6 +43,15 @@ def compressed_note(words: str, one: Path, compressed: Path, world_size: int) ->
 
 def _of_momenta(words: str, shown: str, steps: int, alike: bool) -> str:
     agreement = "all ranks have the same bits" if alike else "and ranks DIFFER from each other"
+    if parse_compression(words).method == ZERO_ONE:
+        return (
+            "where the optimizer's second moment does not learn, gradients are summed in one bit by this plan "
+            f"({words}): verified is the plan with exact sums. For this comparison it learned in the first step and "
+            f"then ever more rarely, on one device too; over the {steps} step"
+            f"{'s' if steps > 1 else ''} after it, gradients are {shown} of their norm away from one device's; "
+            f"{agreement}. Not compared: updates that ranks make alone once it "
+            "stands, and how they agree then. Not proved: that training reaches the same quality"
+        )
     after = f"the {steps} step{'s' if steps > 1 else ''} after it"
     return (
         f"once the optimizer's second moment stands, momenta are summed by this plan ({words}): verified is the plan "

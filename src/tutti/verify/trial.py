@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from tutti.errors import ScriptError
-from tutti.spec.compression import compression_in_words, parse_compression
+from tutti.spec.compression import FACTORS, ZERO_ONE, compression_in_words, parse_compression
 from tutti.spec.plan import Plan
 from tutti.spec.verdict import Cause, TensorDifference, Verdict
 from tutti.verify.causes import diagnose
@@ -19,6 +19,10 @@ from tutti.verify.recording import RankRecord, read_ranks, read_steps
 
 Arithmetic = Literal["auto", "double", "script"]
 """double: float64 throughout; script: the script's own dtypes; auto: double where the script can, else its own."""
+
+
+_NEVER = 1_000_000
+"""Updates that no script that is verified makes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +77,8 @@ def verify(question: Question, run: Runner, folder: Path) -> Verdict:
     Raises ScriptError when the script fails on one device, or makes no step there.
     """
     one, notes = _one_device(question, run, folder)
-    many = replace(one, world_size=question.world_size, folder=folder / "ranks", reference=one.folder)
+    exact = question.compress if _loses_nothing(question.compress) else None
+    many = replace(one, world_size=question.world_size, folder=folder / "ranks", reference=one.folder, compress=exact)
     failure = run(many)
     if failure is not None:
         return _failed(question, failure, one.double)
@@ -98,7 +103,7 @@ def verify(question: Question, run: Runner, folder: Path) -> Verdict:
 def _with_compression(question: Question, run: Runner, trials: tuple[Trial, Trial], passed: Verdict) -> Verdict:
     """The verdict on the plan with exact sums, and what there is to say of it with them compressed."""
     one, many = trials
-    if question.compress is None or question.world_size == 1:
+    if question.compress is None or question.world_size == 1 or _loses_nothing(question.compress):
         return passed
     beside = _standing(question.compress, one)
     trial = replace(many, folder=many.folder.with_suffix(".compressed"), compress=question.compress)
@@ -116,12 +121,20 @@ def _with_compression(question: Question, run: Runner, trials: tuple[Trial, Tria
     return replace(passed, passed=alike, sentence=sentence, notes=(*passed.notes, note))
 
 
+def _loses_nothing(compress: str | None) -> bool:
+    """Whether sums are one device's all the same, and are compared with it like any others."""
+    return compress is not None and parse_compression(compress).method == FACTORS
+
+
 def _standing(compress: str, one: Trial) -> Trial | None:
     """One device whose second moment stands after the first update, beside which sums of momenta can be seen."""
     how = parse_compression(compress)
     if how.freeze_step is None:
         return None
-    words = compression_in_words(replace(how, freeze_step=1))
+    if how.method == ZERO_ONE:  # sums go on, and the second moment learns in the first step and then rarely
+        words = compression_in_words(replace(how, freeze_step=_NEVER, kappa=1))
+    else:
+        words = compression_in_words(replace(how, freeze_step=1))
     return replace(one, folder=one.folder.with_suffix(".standing"), compress=words)
 
 

@@ -20,7 +20,7 @@ from tutti.runtime.checkpoint.tensors import Item, dtype_of, item, stored_dtype
 from tutti.runtime.compressed.compressor import Compressor, sizes_of
 from tutti.runtime.layout import Cut, Held
 from tutti.runtime.state import Run
-from tutti.spec.compression import FACTORS, MOMENTA, Compression, compression_in_words, parse_compression
+from tutti.spec.compression import FACTORS, MOMENTA, ZERO_ONE, Compression, compression_in_words, parse_compression
 
 
 def collect_kept(run: Run, mine: Contribution, items: list[Item]) -> None:
@@ -82,7 +82,8 @@ def _leave_factors(run: Run, saved: list[dict[str, Any] | None]) -> None:
 def _in_other_units(how: Compression, saved: list[dict[str, Any] | None]) -> bool:
     """Whether the checkpoint's run sent gradients and this one sends momenta, or the other way round."""
     before = next(one["method"] for one in saved if one)
-    return (parse_compression(before).method in MOMENTA) != (how.method in MOMENTA)
+    momenta = {*MOMENTA} - {ZERO_ONE}
+    return (parse_compression(before).method in momenta) != (how.method in momenta)
 
 
 def _described(run: Run, compressor: Compressor) -> dict[str, Any]:

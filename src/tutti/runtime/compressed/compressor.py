@@ -23,7 +23,7 @@ from tutti.runtime.buckets import Bucket, Summing
 from tutti.runtime.compressed.between import BetweenHosts
 from tutti.runtime.compressed.courier import Courier
 from tutti.runtime.compressed.methods import make_exchange, turns_of
-from tutti.runtime.compressed.momenta import Momenta, make_momenta
+from tutti.runtime.compressed.momenta import Momenta, ZeroOneMomenta, make_momenta
 from tutti.runtime.layout import Layout
 from tutti.runtime.mesh import Mesh
 from tutti.runtime.shard.shards import Shards
@@ -82,7 +82,7 @@ class Compressor:
         groups: dict[Axes, tuple[Any, Tiers | None]],
         places: dict[nn.Parameter, int],
         seed: int,
-        momenta: Momenta | None = None,
+        momenta: Momenta | ZeroOneMomenta | None = None,
     ) -> None:
         self.momenta = momenta
         self.how, self.seed, self._axes = how, seed, tuple(mesh.degrees)
@@ -133,6 +133,7 @@ class Compressor:
 
     def settle(self, finite: bool) -> None:
         """After all sums of a step. `finite`: the update may be made, the same on all ranks; else nothing was sent."""
+        coded = self.momenta is None or self.momenta.stand_in
         for bucket, exchange in self.exchanges.items():
             values = values_of(bucket)
             if self.how.settings.get("sparse"):  # how many, the values say
@@ -146,7 +147,7 @@ class Compressor:
                 for start, size, used in zip(starts_of(bucket), sizes_of(bucket), self._used(bucket), strict=True):
                     if not used:
                         exchange.undo(start, start + size)
-            exchange.settle(counts)
+            exchange.settle(counts and coded)  # an exact sum leaves what is kept as it was
 
     def _used(self, bucket: Bucket) -> list[bool]:
         """By parameter: whether what came out is used; one that no rank has used keeps no gradient."""

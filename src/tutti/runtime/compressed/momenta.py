@@ -15,13 +15,14 @@ from torch.optim import Optimizer
 from tutti.compress.exchange import Exchange, Rounds
 from tutti.errors import PlanError, TrainingError
 from tutti.optim.frozen import Frozen, FrozenAdam, FrozenLAMB, Moment
+from tutti.optim.zero_one import ZeroOne
 from tutti.runtime.buckets import Bucket
 from tutti.runtime.layout import Layout
 from tutti.runtime.part_norms import whole_norms
 from tutti.runtime.shard.shards import Shards
 from tutti.runtime.traffic import ring_nbytes
 from tutti.runtime.world import World
-from tutti.spec.compression import MOMENTA, Compression, compression_in_words
+from tutti.spec.compression import MOMENTA, ZERO_ONE, Compression, compression_in_words
 
 
 class Momenta:
@@ -79,6 +80,51 @@ class Momenta:
         return self.frozen.moment(parameter) is not None
 
 
+class ZeroOneMomenta:
+    """The same of 0/1 Adam, while ranks sum: gradients, in few bytes where the second moment does not learn."""
+
+    def __init__(self, frozen: ZeroOne, names: dict[nn.Parameter, str]) -> None:
+        self.frozen, self._names = frozen, names
+
+    @property
+    def stand_in(self) -> bool:
+        """Whether the next sums are in few bytes."""
+        return not self.frozen.exact
+
+    def mark(self, bucket: Bucket) -> None:
+        """As of momenta."""
+        for index, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views, strict=True)):
+            if not self.frozen.knows(parameter) and bool(view.any()):
+                bucket.flags[index] = math.inf
+
+    def rounds(self, bucket: Bucket, exchange: Exchange) -> Rounds:
+        """Leave in the bucket the sum of gradients."""
+        yield from exchange.rounds(bucket.flat[: exchange.numel])
+
+    def check(self, bucket: Bucket) -> None:
+        """As of momenta."""
+        late = _late(bucket)
+        if late is not None:
+            raise TrainingError(
+                f"{self._names.get(late, 'a parameter')} has its first gradient in an update in which second moments "
+                f"do not learn (kappa = {self.frozen.kappa}): its own has learned nothing; make kappa larger than the "
+                "first step that uses it, or compress gradients (one-bit)"
+            )
+
+    def loaded(self) -> None:
+        """As of momenta: nothing is divided."""
+
+    def sends(self, parameter: nn.Parameter) -> bool:
+        """Whether anything is sent of a parameter."""
+        return self.frozen.knows(parameter)
+
+
+def _late(bucket: Bucket) -> nn.Parameter | None:
+    """A parameter that some rank has marked."""
+    marked = zip(bucket.parameters, bucket.flags.tolist(), strict=True)
+    return next((parameter for parameter, flag in marked if math.isinf(flag)), None)
+
+
 def make_momenta(
     how: Compression,
     layout: Layout,
@@ -87,7 +133,7 @@ def make_momenta(
     optimizers: Sequence[Optimizer],
     clip_norm: float | None,
     shards: Shards,
-) -> Momenta | None:
+) -> Momenta | ZeroOneMomenta | None:
     """What `how` sums of momenta, None where it sums gradients. From here on the optimizer's second moment stands after
     `freeze_step` updates, on one rank too. Raises PlanError, on all ranks alike, for what that does not go with.
     Collective.
@@ -106,6 +152,9 @@ def make_momenta(
             "leave clip_norm out, or use byte-adam, or compress gradients: one-bit"
         )
     optimizer, lamb = optimizers[0], how.method == "one-bit-lamb"
+    if how.method == ZERO_ONE:
+        rule = ZeroOne(optimizer, how.freeze_step or 1, int(how.settings["kappa"]))
+        return ZeroOneMomenta(rule, {p: name for name, p in model.named_parameters()})
     frozen = (FrozenLAMB if lamb else FrozenAdam)(optimizer, how.freeze_step or 1)
     if layout.mesh.degree("shard") > 1:
         frozen.stood = partial(_copy, frozen, shards)

@@ -13,7 +13,9 @@ from tutti.runtime.consistency.pairs import Pairs
 from tutti.runtime.consistency.servers import Servers
 from tutti.runtime.consistency.vectors import Replicas
 from tutti.runtime.consistency.wire import Wire
+from tutti.runtime.consistency.zero_one import ZeroOneApart
 from tutti.runtime.layout import Layout
+from tutti.spec.compression import ZERO_ONE
 from tutti.spec.plan import Sync
 from tutti.spec.relaxed import Relaxed, settled
 from tutti.spec.words import SyncMode
@@ -22,9 +24,11 @@ from tutti.spec.words import SyncMode
 def make_consistency(sync: Sync, layout: Layout, seed: int = 0) -> Consistency:
     """What `sync` says, among the ranks along `replicate`. `seed`: of what a mode draws. Collective."""
     make = _MODES.get(sync.mode)
+    lane, figures = layout.lane("parameters", "replicate"), layout.lane("scalars", "replicate")
+    if sync.compress is not None and sync.compress.method == ZERO_ONE:
+        return ZeroOneApart(Replicas.of(layout.mesh, lane, figures), sync.compress)
     if make is None:
         return Consistency()
-    lane, figures = layout.lane("parameters", "replicate"), layout.lane("scalars", "replicate")
     return make(Replicas.of(layout.mesh, lane, figures), settled(sync.mode, sync.relaxed), seed)
 
 

@@ -1,0 +1,84 @@
+"""Ranks that step alone under 0/1 Adam and agree now and then, on ways that travel in one bit (optim/zero_one.py)."""
+
+import torch
+
+from tutti.compress.exchange import Exchange, all_finite, wait
+from tutti.optim.zero_one import zero_one_of
+from tutti.runtime.compressed.methods import make_exchange
+from tutti.runtime.consistency.apart import Apart
+from tutti.runtime.consistency.measure import from_mean
+from tutti.runtime.consistency.vectors import Flats, Replicas, Vectors
+from tutti.runtime.state import Run
+from tutti.spec.compression import Compression, sum_sent_nbytes
+from tutti.spec.zero_one import local_updates
+
+
+class ZeroOneApart(Apart):
+    """Synchronous until the second moment stands. From then on ranks agree after `local_updates`; what one bit lost of
+    their ways is kept back and sent the next time.
+    """
+
+    def __init__(self, replicas: Replicas, how: Compression) -> None:
+        super().__init__(replicas, 1)
+        self.how, self.counts["agreed"] = how, 0
+        self._sums: list[Exchange] = []
+
+    def begin(self, run: Run) -> None:
+        self.rule = zero_one_of(run.optimizers[0])
+        if self.rule.stands:
+            super().begin(run)
+
+    def updated(self, run: Run) -> None:
+        if self.apart:
+            super().updated(run)
+        elif self.rule.stands:
+            super().begin(run)
+
+    def restart(self) -> None:
+        self.rule.rebase()
+        ways = self._ways().read()
+        make = [] if self.replicas.size == 1 else ways
+        self._sums = [
+            make_exchange(
+                self.how.code, [(way.numel(),)], group=self.replicas.group, dtype=way.dtype, device=way.device, seed=0
+            )
+            for way in make
+        ]
+        self._hold()
+
+    def exchange(self, run: Run) -> None:
+        settings = self.how.settings
+        due = local_updates(self.counts["agreed"], int(settings["local_steps"]), int(settings["longest"]))
+        if self.counts["since"] < due:
+            return
+        own, ways = self.vectors.read(), self._ways()
+        flats = ways.read()
+        torch._foreach_div_(flats, float(self.replicas.size))
+        for one, flat in zip(self._sums, flats, strict=False):
+            sent = sum_sent_nbytes(self.how, [(flat.numel(),)], self.replicas.size, flat.element_size())
+            with self.replicas.lane.waiting(sent):
+                for works in one.rounds(flat):
+                    wait(works)
+            one.settle(all_finite(flat))
+        ways.write(flats)
+        self.rule.agree()
+        self.disagreement = from_mean(own, self.vectors.read(), self.replicas)
+        self.buffers.agree()
+        self._hold()
+        self.counts["agreed"] += 1
+        self.counts["since"], self.staleness, self.equal = 0, 0, True
+
+    def ending(self) -> Flats:
+        return self.replicas.mean(self.vectors.read())
+
+    def _ways(self) -> Vectors:
+        return Vectors((str(place), state["way"]) for place, (_, _, state) in enumerate(self.rule.learned()))
+
+    def _hold(self) -> None:
+        """What is kept back, for checkpoints."""
+        self.held = {
+            f"{who}-{name}-{place}": [tensor]
+            for place, one in enumerate(self._sums)
+            for who, state in one.states.items()
+            for name, tensor in state.old.items()
+        }

@@ -1,0 +1,121 @@
+"""0/1 Adam's updates, beside its equations written once more, on values."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tutti.errors import PlanError
+from tutti.optim.zero_one import ZeroOne, zero_one_of
+from tutti.spec.compression import parse_compression
+from tutti.spec.zero_one import learns, local_updates
+
+RANKS, FREEZE, KAPPA = 3, 7, 2
+
+
+def test_the_schedule_is_the_papers() -> None:
+    """kappa times in every update, kappa times in every second, in every fourth; ranks agree the other way round."""
+    assert [count for count in range(40) if learns(count, 2)] == [0, 1, 2, 4, 8, 12, 16, 24, 32]
+    assert [local_updates(agreed, 2, 6) for agreed in range(9)] == [1, 1, 2, 2, 4, 4, 6, 6, 6]
+    assert local_updates(10**6, 1, 16) == 16
+    how = parse_compression("zero-one-adam,freeze_step=7,kappa=2")
+    assert [how.at(step) is None for step in range(8)] == [True, True, True, False, True, False, False, False]
+
+
+def test_while_the_second_moment_always_learns_it_is_adam() -> None:
+    torch.manual_seed(0)
+    start, given = torch.randn(5).double(), torch.randn(6, 5).double()
+    ends = []
+    for rule in (False, True):
+        w = nn.Parameter(start.clone())
+        optimizer = torch.optim.AdamW([w], lr=0.1)
+        if rule:
+            ZeroOne(optimizer, 6, 6)
+        for gradient in given:
+            w.grad = gradient.clone()
+            optimizer.step()
+        ends.append(w.detach())
+    assert torch.equal(*ends)
+
+
+def equations(start: torch.Tensor, given: torch.Tensor, decay: float, decoupled: bool) -> torch.Tensor:
+    """(steps, ranks, n) of gradients -> parameters in the end, by the equations; lr = 0.1, ranks agree exactly."""
+    lr, b1, b2, eps = 0.1, 0.9, 0.999, 1e-8
+    m, v, learned = torch.zeros_like(start), torch.zeros_like(start), 0
+    w, t = start.clone(), 0
+    for gradients in given[:FREEZE]:
+        g = gradients.mean(0) + (0 if decoupled else decay * w)
+        w = w * (1 - lr * decay) if decoupled else w
+        if learns(t, KAPPA):
+            v, learned = b2 * v + (1 - b2) * g * g, learned + 1
+        m, t = b1 * m + (1 - b1) * g, t + 1
+        root = (v / (1 - b2**learned)).sqrt()
+        if t > KAPPA:
+            root = root.clamp(min=0.1 * root.square().mean().sqrt())
+        w = w - lr * m / (1 - b1**t) / (root + eps)
+    d = (v / (1 - b2**learned)).sqrt()
+    d = d.clamp(min=0.1 * d.square().mean().sqrt()) + eps
+    own, momenta = [w.clone() for _ in range(RANKS)], [m.clone() for _ in range(RANKS)]
+    base, since, agreed, rates = w, 0, 0, 0.0
+    for gradients in given[FREEZE:]:
+        t, since = t + 1, since + 1
+        for rank in range(RANKS):
+            g = gradients[rank] + (0 if decoupled else decay * own[rank])
+            momenta[rank] = b1 * momenta[rank] + (1 - b1) * g
+            own[rank] = own[rank] * (1 - lr * decay if decoupled else 1)
+            own[rank] = own[rank] - lr * momenta[rank] / (1 - b1**t) / d
+        rates += lr / (1 - b1**t)
+        if since == local_updates(agreed, 2, 4):
+            mean = sum(own) / RANKS
+            way = base * (1 - lr * decay if decoupled else 1) ** since - mean
+            base, own = mean, [mean.clone() for _ in range(RANKS)]
+            momenta = [way * d / rates for _ in range(RANKS)]
+            since, agreed, rates = 0, agreed + 1, 0.0
+    return sum(own) / RANKS
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
+def test_ranks_that_step_alone_are_the_equations(kind: Any) -> None:
+    """The mean of ways leads where the mean of ranks' parameters is, decay and all; a coordinate without gradients."""
+    torch.manual_seed(1)
+    start, given = torch.randn(6).double(), torch.randn(FREEZE + 13, RANKS, 6).double()
+    given[:, :, 2] = 0
+    weights = [nn.Parameter(start.clone()) for _ in range(RANKS)]
+    optimizers = [kind([w], lr=0.1, weight_decay=0.05) for w in weights]
+    rules = [ZeroOne(optimizer, FREEZE, KAPPA) for optimizer in optimizers]
+    assert zero_one_of(optimizers[1]) is rules[1]
+    since = agreed = 0
+    for step, gradients in enumerate(given):
+        assert all(rule.exact == (step < FREEZE and learns(step, KAPPA)) for rule in rules)
+        assert all(rule.stands == (step >= FREEZE) for rule in rules)
+        if step == FREEZE:
+            for rule in rules:
+                rule.rebase()
+        for rank, (w, optimizer) in enumerate(zip(weights, optimizers, strict=True)):
+            w.grad = (gradients[rank] if step >= FREEZE else gradients.mean(0)).clone()
+            optimizer.step()
+            assert w.grad is not None
+        since += step >= FREEZE
+        if since == local_updates(agreed, 2, 4):
+            ways = [optimizer.state[w]["way"] for w, optimizer in zip(weights, optimizers, strict=True)]
+            mean = torch.stack(ways).mean(0)
+            for way, rule in zip(ways, rules, strict=True):
+                way.copy_(mean)
+                rule.agree()
+            since, agreed = 0, agreed + 1
+            assert all(torch.equal(w, weights[0]) for w in weights)
+    expected = equations(start, given, 0.05, kind is torch.optim.AdamW)
+    got = torch.stack([w.detach() for w in weights]).mean(0)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-13)
+
+
+def test_settings_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(PlanError, match="needs freeze_step"):
+        parse_compression("zero-one-adam")
+    with pytest.raises(PlanError, match="longest = 0"):
+        parse_compression("zero-one-adam,freeze_step=3,longest=0")
+    with pytest.raises(PlanError, match="kappa is a setting of zero-one-adam"):
+        parse_compression("one-bit,kappa=3")
+    with pytest.raises(PlanError, match="SGD is not Adam's"):
+        ZeroOne(torch.optim.SGD([nn.Parameter(torch.zeros(2))]), 3, 1)

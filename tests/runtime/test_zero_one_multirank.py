@@ -1,0 +1,198 @@
+"""Plans of 0/1 Adam: one rank's run where nothing is lost and ranks always agree, accounted for with one bit."""
+
+import tempfile
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from against_one import Subject, Trained, assert_agree
+from harness import run_ranks
+from runtime.several import Case, refusals, train_cases
+from runtime.test_compressed_multirank import case, in_turn, look, tied
+from runtime.test_compressed_plans_multirank import clipped
+from runtime.test_momenta_multirank import late
+from tutti.compress.two_phase import TwoPhase
+from tutti.runtime.compressed import compressor
+from tutti.runtime.consistency import zero_one
+from tutti.spec.compression import Compression, bucket_sent_nbytes, parse_compression, sum_sent_nbytes
+from tutti.spec.plan import Sharding
+from tutti.spec.zero_one import local_updates
+
+STEPS, FREEZE = 18, 7
+
+WORDS = f"zero-one-adam,freeze_step={FREEZE},kappa=2,local_steps=2,longest=4"
+
+
+def made(words: str = WORDS, make: Any = tied, **plan: Any) -> Case:
+    return case(words, make, **plan)
+
+
+def exactly(cases: dict[str, Case]) -> dict[str, Trained]:
+    """Trainings whose sums lose nothing: float64 in the code's place."""
+    code = compressor.make_exchange
+
+    def lossless(how: Compression, *rest: Any, **more: Any) -> Any:
+        return code(Compression(method="float64"), *rest, **more)
+
+    compressor.make_exchange = zero_one.make_exchange = lossless
+    try:
+        return train_cases(cases, STEPS, None)
+    finally:
+        compressor.make_exchange = zero_one.make_exchange = code
+
+
+def without_gradients(trained: Trained) -> Trained:
+    """Once ranks step alone, gradients are each rank's own."""
+    return replace(trained, gradients=trained.gradients[:FREEZE])
+
+
+def test_where_nothing_is_lost_and_ranks_always_agree_it_is_the_run_of_one_rank() -> None:
+    words = f"zero-one-adam,freeze_step={FREEZE},kappa=2,longest=1"
+    one = run_ranks(exactly, 1, {"run": made(words, mesh={"replicate": 1})})[0]["run"]
+    adam = run_ranks(train_cases, 1, {"run": case(None)}, STEPS, None)[0]["run"]
+    assert not torch.equal(one.state["second.weight"], adam.state["second.weight"])
+    three = run_ranks(exactly, 3, {"run": made(words, mesh={"replicate": 3})}, timeout_s=110)
+    assert_agree(without_gradients(one), [without_gradients(rank["run"]) for rank in three])
+
+
+def kept_in(exchange: TwoPhase) -> torch.Tensor:
+    """What a rank keeps back, as worker and as server."""
+    kept = exchange.states["worker"].old["residual"].clone()
+    (begin, end), *_ = exchange.spans["server"]
+    kept[begin:end] += exchange.states["server"].old["residual"][: end - begin]
+    return kept
+
+
+def followed(world_size: int) -> dict[str, Any]:
+    """A run with one bit: what went into sums of ways, came out and is kept, and parameters of all ranks then."""
+    rounds, seen = TwoPhase.rounds, []
+
+    def follow(self: TwoPhase, flat: torch.Tensor) -> Any:
+        before = flat.clone()
+        yield from rounds(self, flat)
+        seen.append((self, before, flat.clone()))
+
+    def keep(run: Any) -> dict[str, Any]:
+        exchange = run.consistency._sums[0]
+        own = [one for one in seen if one[0] is exchange]
+        facts = {**look(run), "went": [one[1] for one in own], "came": [one[2] for one in own]}
+        groups = [[tuple(p.shape) for p in bucket] for bucket in found]
+        before = {id(one[0]): one[0] for one in seen if one[0] is not exchange}
+        gradients = []
+        for key, one in before.items():
+            went, came = (sum(some[what] for some in seen if id(some[0]) == key) for what in (1, 2))
+            gradients.append((went, came, kept_in(one)))
+        return {**facts, "kept": kept_in(exchange), "shapes": groups, "gradients": gradients}
+
+    found: list[Any] = []
+    start = compressor.Compressor.rebuild
+
+    def rebuild(self: Any, buckets: Any) -> None:
+        start(self, buckets)
+        if self.exchanges:
+            found[:] = [bucket.parameters for bucket in self.exchanges]
+
+    TwoPhase.rounds = follow  # type: ignore[method-assign]
+    compressor.Compressor.rebuild = rebuild  # type: ignore[method-assign]
+    try:
+        trained = train_cases({"run": made(mesh={"replicate": world_size})}, STEPS, keep)["run"]
+    finally:
+        TwoPhase.rounds = rounds  # type: ignore[method-assign]
+        compressor.Compressor.rebuild = start  # type: ignore[method-assign]
+    return trained.facts
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.long), 3])
+def test_ways_that_came_out_and_are_kept_are_those_that_went_in(world_size: int) -> None:
+    """All ranks have the same bits once they agree, and bytes are the formula's."""
+    found = run_ranks(followed, world_size, world_size, timeout_s=110)
+    times = len(found[0]["went"])
+    went = sum(sum(rank["went"]) for rank in found)
+    kept = sum(rank["kept"] for rank in found)
+    came = sum(found[0]["came"])
+    assert bool(kept.any())
+    assert float((came + kept - went).abs().max()) <= 1e-12 * max(float(went.abs().max()), 1.0)
+    for bucket, (_, came, _) in enumerate(found[0]["gradients"]):  # between exact sums, which leave it alone
+        went, kept = (sum(rank["gradients"][bucket][what] for rank in found) for what in (0, 2))
+        gap = (came + kept - went)[went != 0]
+        assert not gap.numel() or float(gap.abs().max()) <= 1e-12 * max(float(went.abs().max()), 1.0)
+    for rank in found:
+        assert all(torch.equal(a, b) for a, b in zip(rank["came"], found[0]["came"], strict=True))
+        assert all(value.isfinite().all() for value in rank["state"].values())
+    how, expected, since, agreed = parse_compression(WORDS), [], 0, 0
+    for step in range(STEPS):
+        if step < FREEZE:
+            expected.append(sum(bucket_sent_nbytes(how.at(step), some, world_size, 8) for some in found[0]["shapes"]))
+            continue
+        since += 1
+        due = since == local_updates(agreed, 2, 4)
+        ways = sum_sent_nbytes(how, [(found[0]["went"][0].numel(),)], world_size, 8) if due else 0
+        expected.append(ways)
+        since, agreed = (0, agreed + 1) if due else (since, agreed)
+    sent = [row["sent_nbytes"] for row in found[0]["steps"][-STEPS:]]
+    assert times == agreed
+    assert min(expected[:FREEZE]) < max(expected[:FREEZE])
+    buffers = [got - want for got, want in zip(sent, expected, strict=True)]
+    assert buffers == [0] * STEPS, (sent, expected)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stop", [5, 7, 11, 12])
+def test_resuming_changes_no_bit(stop: int) -> None:
+    """While gradients travel, when ranks part, between two moments in which they agree, and at one."""
+    mesh = {"mesh": {"replicate": 3}}
+    with tempfile.TemporaryDirectory() as folder:
+        calls: list[tuple[Any, ...]] = [
+            (WORDS, 3, 16, None, f"{folder}/whole", mesh),
+            (WORDS, 3, stop, None, f"{folder}/a", mesh),
+            (WORDS, 3, 16, f"{folder}/a", f"{folder}/b", mesh),
+        ]
+        for whole, _, again in run_ranks(in_turn, 3, calls, timeout_s=110):
+            for name, value in whole[0].items():
+                assert torch.equal(again[0][name], value), name
+
+
+def elsewhere(calls: list[tuple[Any, ...]]) -> list[dict[str, torch.Tensor]]:
+    return [parameters for parameters, _ in in_turn(calls)]
+
+
+@pytest.mark.long
+def test_another_number_of_ranks_goes_on_alike() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(elsewhere, 3, [(WORDS, 3, 11, None, f"{folder}/a", {"mesh": {"replicate": 3}})])
+        call = (WORDS, 2, 12, f"{folder}/a", f"{folder}/b", {"mesh": {"replicate": 2}})
+        for rank in run_ranks(elsewhere, 2, [call]):
+            assert all(value.isfinite().all() for value in rank[0].values())
+
+
+def stochastic() -> Subject:
+    return replace(tied(), optimizer=torch.optim.SGD)
+
+
+@pytest.mark.long
+def test_what_does_not_go_together_is_refused_on_all_ranks() -> None:
+    two = {"replicate": 2}
+    given = [
+        made(make=clipped, mesh=two),
+        made(make=stochastic, mesh=two),
+        made(mesh={"shard": 2}, sharding=Sharding(level=1)),
+        made(mesh={"split": 2}),
+    ]
+    words = ("clip_norm = 0.05", "SGD is not Adam's", "mesh.shard = 2", "mesh.split = 2")
+    for rank in run_ranks(late_too, 2, given, timeout_s=110):
+        for said, got in zip(words, rank[:-1], strict=True):
+            assert got.startswith("PlanError"), got
+            assert said in got, got
+        assert rank[-1].startswith("TrainingError: late."), rank[-1]
+        assert "kappa = 2" in rank[-1], rank[-1]
+
+
+def late_too(cases: list[Case]) -> list[str]:
+    said = refusals(cases)
+    try:
+        train_cases({"late": made("zero-one-adam,freeze_step=20,kappa=2", late, mesh={"replicate": 2})}, STEPS, None)
+    except Exception as error:
+        said.append(f"{type(error).__name__}: {error}")
+    return said
