@@ -18,12 +18,22 @@ from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
 _starting = threading.Lock()
-_PRELOAD = ("tutti.launch.preload", "tutti.verify.recorder", "pytest", "against_one", "runtime.training")
+_wanted = [
+    "tutti.launch.preload",
+    "tutti.verify.recorder",
+    "tutti.compress.kernels.build",
+    "pytest",
+    "against_one",
+    "runtime.training",
+]
 
 
 def preload(*modules: str) -> None:
-    """Load these modules too where ranks are forked from, once instead of in every rank; before the first ranks are."""
-    _context.set_forkserver_preload([*_PRELOAD, *modules, "forked"])
+    """Load these modules too where ranks are forked from, once instead of in every rank. For the top of a file of
+    tests: what all files want is loaded when the first ranks are started.
+    """
+    _wanted.extend(modules)
+    _context.set_forkserver_preload([*_wanted, "forked"])
 
 
 preload()

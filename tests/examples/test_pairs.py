@@ -16,7 +16,9 @@ import pytest
 import torch
 
 import tutti
-from harness import run_ranks
+from harness import preload, run_ranks
+
+preload("sklearn.datasets")
 
 FOLDER = Path(__file__).parents[2] / "examples"
 SMALL = {
