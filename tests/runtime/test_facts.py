@@ -114,6 +114,16 @@ def test_experts_and_tables_are_known() -> None:
     assert [name for name, one in found.items() if one.table] == ["table"]
 
 
+def test_linear_layers_say_what_goes_in() -> None:
+    found = facts(Model(), torch.zeros(4, TOKENS, WIDTH))
+    row = TOKENS * WIDTH * 4
+    assert [found[f"blocks.1.{name}"].linear_input_nbytes for name in ("qkv", "mlp.0", "mlp.2")] == [row, row, 4 * row]
+    assert found["blocks.1.norm1"].linear_input_nbytes == found["blocks.1.mlp.1"].linear_input_nbytes == 0
+    tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    tied[1].weight = tied[0].weight
+    assert not any(one.linear_input_nbytes for one in facts(tied, torch.zeros(2, 4)).values())
+
+
 def test_a_model_that_cannot_be_divided_says_nothing() -> None:
     found = facts(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), torch.zeros(4, 4))
     assert not any(one.spatial or one.expert or one.table for one in found.values())
@@ -130,10 +140,12 @@ def train(plan: str, folder: str) -> None:
         job.step(batch)
 
 
+WIDE = (LayoutRule(modules="blocks.*.mlp.?", placement="split"), LayoutRule(modules="head", placement="row"))
 PLANS: dict[str, dict[str, Any]] = {
     "split, recomputed": {"mesh": {"split": 2}, "layout": (LayoutRule(modules="blocks.*", recompute=True),)},
     "sharded": {"mesh": {"shard": 2}, "sharding": Sharding(level=3), "microbatches": 2},
     "ring": {"mesh": {"context": 2}},
+    "linear layers over table": {"mesh": {"table": 2}, "microbatches": 2, "layout": WIDE},
     "stages": {"mesh": {"stage": 2}, "microbatches": 4, "pipeline": Pipeline(schedule="zero-bubble")},
 }
 

@@ -8,7 +8,7 @@ from tutti.errors import PlanError
 from tutti.predict.compute import Array, OpTable
 from tutti.predict.table import Flags, ModelTable, model_table, remembered
 from tutti.spec.model import ModelSpec
-from tutti.spec.plan import LayoutRule, Plan, placement_of
+from tutti.spec.plan import LayoutRule, Plan, by_columns, placement_of
 
 Degrees = tuple[int, int, int, int, int]
 """Of split, context, expert, table and space."""
@@ -18,7 +18,8 @@ Degrees = tuple[int, int, int, int, int]
 class Division:
     """Factors by module. `work`: of a sample's operators; `saved`: of what is kept of it for backward; `weight`: of
     parameters, and so of gradients and optimizer state; `passed`: of the whole values that travel between modules;
-    `split`: divided over the split axis; `ops`: the operators that are left.
+    `split`: divided over the split axis; `linear`: a linear layer divided over the table axis, `by_outputs` or by its
+    inputs; `holders`: ranks of the table axis; `ops`: the operators that are left.
     """
 
     work: Array
@@ -26,6 +27,9 @@ class Division:
     weight: Array
     passed: Array
     split: Flags
+    linear: Flags
+    by_outputs: Flags
+    holders: int
     ops: OpTable
 
 
@@ -45,8 +49,10 @@ def division(model: ModelSpec, plan: Plan) -> Division:
 def _division(model: ModelSpec, degrees: Degrees, layout: tuple[LayoutRule, ...]) -> Division:
     split, context, expert, table, space = degrees
     columns = model_table(model)
-    _check(model, columns, degrees)
-    whole = np.array([name == "replicate" for name in _placements(columns, layout)], dtype=np.bool_)
+    placements = _placements(columns, layout)
+    whole = np.array([name == "replicate" for name in placements], dtype=np.bool_)
+    linear, by_outputs = _linears(columns, placements, apart=table > 1 and split == 1)
+    _check(model, columns, degrees, bool(linear.any()))
     has = np.array([bool(kind) for kind in columns.kinds], dtype=np.bool_)
     divided = has & ~whole if split > 1 else np.zeros(len(columns), dtype=np.bool_)
     if split > 1 and not divided.any():
@@ -61,14 +67,34 @@ def _division(model: ModelSpec, degrees: Degrees, layout: tuple[LayoutRule, ...]
     work = np.where(divided, passed * part, np.where(columns.sequence & (split > 1), passed / split, passed))
     weight = np.where(divided, part, 1.0)
     weight = np.where(columns.expert & ~whole, weight / expert, weight)
-    weight = np.where(columns.table & ~whole, weight / table, weight)
+    weight = np.where((columns.table & ~whole) | linear, weight / table, weight)
     # a layer that is divided by its outputs keeps its whole input, unless that is kept as parts of the sequence
     column = np.array([kind == "column" for kind in columns.kinds], dtype=np.bool_) & (columns.parameters > 0)
     saved = np.where(divided & column, passed, work) if not columns.sequence.any() else work
-    # a look-up and an expert do as much as before: each rank for the samples of all, with its part of the weights
+    # a look-up, an expert and a linear layer over `table` do as much as before: each rank for the samples of all, with
+    # its part of the weights
     return Division(
-        work=work, saved=saved, weight=weight, passed=passed, split=divided, ops=columns.ops.divided(work, weight)
+        work=work,
+        saved=np.where(linear, 0.0, saved),
+        weight=weight,
+        passed=passed,
+        split=divided,
+        linear=linear,
+        by_outputs=by_outputs,
+        holders=table,
+        ops=columns.ops.divided(work, weight),
     )
+
+
+def _linears(columns: ModelTable, placements: list[str], *, apart: bool) -> tuple[Flags, Flags]:
+    """Which linear layers are divided over the table axis, and which of them by their outputs."""
+    none = np.zeros(len(columns), dtype=np.bool_)
+    if not apart or all(name in ("auto", "replicate") for name in placements):
+        return none, none
+    said = np.array([name not in ("auto", "replicate") for name in placements], dtype=np.bool_)
+    linear = said & (columns.linear > 0)
+    pairs = zip(placements, columns.linear.tolist(), columns.outputs.tolist(), strict=True)
+    return linear, linear & np.array([by_columns(name, a, b) for name, a, b in pairs], dtype=np.bool_)  # type: ignore[arg-type]
 
 
 def _split_part(columns: ModelTable, split: int) -> Array:
@@ -83,13 +109,13 @@ def _placements(columns: ModelTable, layout: tuple[LayoutRule, ...]) -> list[str
     return [placement_of(layout, name) for name in columns.names]
 
 
-def _check(model: ModelSpec, columns: ModelTable, degrees: Degrees) -> None:
+def _check(model: ModelSpec, columns: ModelTable, degrees: Degrees, linear: bool) -> None:
     _, context, expert, table, space = degrees
     attends = columns.key_value.any() or any(op.kind == "attention" for module in model.modules for op in module.ops)
     asked = (
         ("context", context, attends or model.tokens_per_sample > 0, "no attention, whose sequences could be cut"),
         ("expert", expert, columns.expert.any(), "no experts to divide"),
-        ("table", table, columns.table.any(), "no embedding tables to divide"),
+        ("table", table, columns.table.any() or linear, "no embedding tables to divide, nor linear layers named so"),
         ("space", space, columns.spatial.any(), "no convolution whose input could be cut in space"),
     )
     for axis, degree, there, lacking in asked:

@@ -4,7 +4,7 @@ are taken, and bytes sent.
 split: sums of outputs in forward and of inputs in backward (Shoeybi et al. 2019, arXiv 1909.08053); as parts of the
 sequence they take as long (Korthikanti et al. 2022, arXiv 2205.05198). context: keys and values round a ring (Liu et
 al. 2023, arXiv 2310.01889), or heads for tokens (Jacobs et al. 2023, arXiv 2309.14509). expert: four all-to-alls a
-layer. table: vectors there, their gradients back. space: halos.
+layer. table: vectors there, their gradients back; rows of divided linear layers there and back. space: halos.
 """
 
 from collections.abc import Callable
@@ -84,7 +84,10 @@ def exchanged(wires: Wires, samples: float, forward_s: Array, backward_s: Array)
     if wires.columns.routed.any() and plan.data_parallel_degree > 1:
         result = result.plus(_experts(wires, samples))
     if plan.degree("table") > 1:
-        result = result.plus(_tables(wires, samples))
+        if wires.columns.table.any():
+            result = result.plus(_tables(wires, samples))
+        if wires.division.linear.any():
+            result = result.plus(_linears(wires, samples))
     if plan.degree("space") > 1:
         result = result.plus(_halos(wires, samples, forward_s, backward_s))
     return result
@@ -189,6 +192,21 @@ def _tables(wires: Wires, samples: float) -> Exchanged:
     sent = vectors * (group.ranks - 1) / group.ranks
     asked = np.where(seconds > 0, 2 * small, 0.0)
     return _waited(group, (seconds + asked, seconds), (sent, sent))
+
+
+def _linears(wires: Wires, samples: float) -> Exchanged:
+    """By columns, inputs go to all ranks and parts of outputs come back; by rows, parts of inputs go and all ranks'
+    terms of outputs come back; gradients take the same ways. Each rank says before how many rows it has."""
+    group, part = wires.network.group("table"), wires.division
+    columns, n = wires.columns, wires.network.group("table").ranks
+    values = np.where(part.linear, samples * part.passed * (0.5 if wires.half else 1.0), 0.0)
+    into = values * columns.linear * np.where(part.by_outputs, n, 1.0)
+    out = values * columns.outputs * np.where(part.by_outputs, 1.0, n)
+    trained = np.where(columns.first, 0.0, 1.0)
+    there, back = each_of(group.all_to_all, into), each_of(group.all_to_all, out)
+    said = np.where(part.linear, group.all_to_all(1.0), 0.0)
+    sent = ((into + out) * (n - 1) / n, (trained * into + out) * (n - 1) / n)
+    return _waited(group, (there + back + said, trained * there + back), sent)
 
 
 def _halos(wires: Wires, samples: float, forward_s: Array, backward_s: Array) -> Exchanged:

@@ -33,8 +33,10 @@ class Kept:
 def kept(columns: ModelTable, part: Division, regions: tuple[Region, ...], *, half: bool) -> Kept:
     """What is kept for backward. Autocast keeps the inputs of matrix products at half their size, approximately all
     such a module keeps. A region that recomputes selectively keeps the outputs of its matrix products."""
-    inside = columns.activations * part.saved * np.where(columns.multiplies & half, 0.5, 1.0)
-    output = columns.outputs * part.work
+    low = np.where(columns.multiplies & half, 0.5, 1.0)
+    copied = np.where(part.linear, columns.linear * part.passed * np.where(part.by_outputs, part.holders, 1.0), 0.0)
+    inside = (columns.activations * part.saved + copied) * low
+    output = np.maximum(columns.outputs * part.work, _handed(columns, part) * low)
     always, within = inside.copy(), np.zeros(len(columns))
     if regions:
         found = marks(regions)
@@ -44,6 +46,13 @@ def kept(columns: ModelTable, part: Division, regions: tuple[Region, ...], *, ha
         always[member] = np.where(dear, output[member] * (0.5 if half else 1.0), 0.0)
         always[found.root] += columns.outputs[found.root] * part.passed[found.root]
     return Kept(always=always, within=within, output=output)
+
+
+def _handed(columns: ModelTable, part: Division) -> Array:
+    """Bytes of one sample that backward of a linear layer divided over `table` has at once: gradients of all ranks'
+    rows, as they are sent and as they came: those of its inputs, or of its outputs."""
+    travels = np.where(part.by_outputs, columns.linear, columns.outputs)
+    return np.where(part.linear, 2.0 * part.holders * part.passed * travels, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,7 +47,7 @@ def summed(
     nbytes = (columns.gradients * part.weight)[own]
     apart = {
         "expert": columns.expert[own] & (plan.degree("expert") > 1),
-        "table": columns.table[own] & (plan.degree("table") > 1),
+        "table": (columns.table | part.linear)[own] & (plan.degree("table") > 1),
         "split": columns.sequence[own] & (plan.degree("split") > 1),
     }
     kinds: list[tuple[tuple[AxisName, ...], Flags]] = [

@@ -58,7 +58,8 @@ class ModelTable:
     `owner`: whose parameters a tied module shares, -1 for none.
     `flops`: of forward; `sample_flops`: of a sample's both passes; `summed`, `gathered`: what the split axis does with
     a divided module's output; `inputs`: of those whose gradient is wanted; `halo`: bytes across one cut through each
-    spatial dim, (modules, 3). `convolved`: bytes that the module's largest convolution reads and writes in forward.
+    spatial dim, (modules, 3). `linear`: bytes of the input of a linear layer that `table` can divide; `first`:
+    nothing before it is trained. `convolved`: bytes that the module's largest convolution reads and writes in forward.
     """
 
     ops: OpTable
@@ -81,6 +82,8 @@ class ModelTable:
     sequence: Flags
     expert: Flags
     table: Flags
+    linear: Array
+    first: Flags
     spatial: Flags
     multiplies: Flags
     convolved: Array
@@ -135,6 +138,8 @@ def model_table(model: ModelSpec) -> ModelTable:
         sequence=flags(lambda module: module.sequence),
         expert=flags(lambda module: module.expert),
         table=flags(lambda module: module.table),
+        linear=column(lambda module: module.linear_input_nbytes),
+        first=flags(_first),
         spatial=flags(lambda module: module.spatial),
         multiplies=flags(multiplies),
         convolved=column(_convolved),

@@ -17,6 +17,7 @@ from tutti.runtime.split import describe_split
 from tutti.runtime.split.decisions import features, is_linear
 from tutti.runtime.split.describe import SplitModule
 from tutti.runtime.split.patterns import KEY, VALUE
+from tutti.runtime.table.linear import dividable_linears
 from tutti.spec.model import ModelSpec, ModuleSpec, SplitKind, block_of_name
 from tutti.spec.plan import LayoutRule
 
@@ -54,6 +55,7 @@ def with_facts(
         _by_tokens(model, layout),
         _experts(modules, model),
         _tables(modules, model),
+        _linears(modules, model),
         _attention(spec.modules),
         _space(model, args),
     ):
@@ -186,6 +188,16 @@ def _tables(modules: Mapping[str, ModuleSpec], model: nn.Module) -> Facts:
             if not modules[name].output_nbytes:  # looked up by the module that holds all tables: a vector each
                 facts[name]["output_nbytes"] = float(module.embedding_dim * module.weight.element_size())
     return facts
+
+
+def _linears(modules: Mapping[str, ModuleSpec], model: nn.Module) -> Facts:
+    """Linear layers that the table axis can divide, and bytes of their inputs."""
+    tied = {module.tied_to for module in modules.values()}
+    return {
+        name: {"linear_input_nbytes": _input_nbytes(model.get_submodule(name), modules[name], inputs)}
+        for name, inputs in dividable_linears(model).items()
+        if name in modules and name not in tied and modules[name].tied_to is None
+    }
 
 
 def _attention(modules: Sequence[ModuleSpec]) -> Facts:

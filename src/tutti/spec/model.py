@@ -46,6 +46,8 @@ class ModuleSpec:
     `expert`: its parameters belong to experts, divided over the expert axis; `routed_nbytes`: of the tokens that one
     all-to-all carries (top-k times with capacity), there and back, in forward and in backward.
     `table`: an embedding table divided over the table axis; its output travels in an all-to-all each way.
+    `linear_input_nbytes`: of the input of a linear layer that the table axis can divide where a layout rule says so;
+    input and output travel then, each way. 0: no such layer.
     `key_value_nbytes`: keys and values of attention, which the context axis exchanges; 0: it looks across no tokens.
     `spatial`: its work divides over the space axis; `halo_nbytes_per_cut`: what crosses one cut through the first
     spatial dim in forward, both ways together (in backward as much); `halo_nbytes_by_dim`: of each spatial dim,
@@ -73,6 +75,7 @@ class ModuleSpec:
     expert: bool = False
     routed_nbytes: float = 0.0
     table: bool = False
+    linear_input_nbytes: float = 0.0
     key_value_nbytes: float = 0.0
     spatial: bool = False
     halo_nbytes_per_cut: float = 0.0

@@ -105,6 +105,7 @@ def linear(
         split=split,
         split_limit=limit or (outputs if column else inputs if split == "row" else 0),
         input_nbytes=float(tokens * inputs * numbers.width) if column and copied else 0.0,
+        linear_input_nbytes=0.0 if tied_to else float(tokens * inputs * numbers.width),
         tied_to=tied_to,
     )
 

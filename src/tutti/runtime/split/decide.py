@@ -179,9 +179,8 @@ def _check_tied(model: nn.Module, found: dict[str, Decision], said: dict[str, Pl
                 f"modules {before!r} and {name!r} share their weight, but would be divided as "
                 f"{found[before].role!r} and {found[name].role!r}; give both the same placement, or 'replicate'"
             )
-        for one in (before, name):
-            for gone in (found[one].partner, one):
-                found.pop(gone, None)
+        for gone in {one for tied in (before, name) for one in (found[tied].partner, tied)}:
+            found.pop(gone, None)
         return _check_tied(model, found, said)
 
 

@@ -24,6 +24,15 @@ from tutti.spec.plan import LayoutRule, by_columns, chunks_of, placement_of
 from tutti.spec.portions import cut
 
 
+def dividable_linears(model: nn.Module) -> dict[str, int]:
+    """Names of the linear layers that could be divided, but for tied weights, and how many inputs they have."""
+    return {
+        name: features(module)[0]
+        for name, module in model.named_modules()
+        if is_linear(module) and not isinstance(model.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention)
+    }
+
+
 def divided_linears(model: nn.Module, rules: Sequence[LayoutRule]) -> dict[str, bool]:
     """Names of the linear layers that rules divide, and whether by columns."""
     said = {name: placement_of(rules, name) for name, module in model.named_modules() if _is_any_linear(module)}
