@@ -47,10 +47,10 @@ demo: $(STAMP)  ## train a small GPT on 2 workers, verify it against one device,
 
 test: check  ## lint, types and tests (under 10 minutes on 2 cores)
 	@echo "== tests"
-	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not long" --durations=15
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not long" --durations=15
 
 long: $(STAMP)  ## the tests that `make test` leaves out
-	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m long
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m long
 
 matrix: $(STAMP)  ## every kind of model by every plan against one device; writes docs/matrix.md (ONLY='Llama:split*': a part)
 	@$(BIN)/python -W ignore::UserWarning:multiprocessing.resource_tracker tests/matrix/run.py \
