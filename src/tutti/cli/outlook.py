@@ -186,11 +186,11 @@ def page_of_choice(planned: Planned, top: int, command: str) -> "PlanPage":
     lead = explain(choice).splitlines()[0].partition(": ")[2]
     return PlanPage(
         name=f"{choice.model} on {choice.cluster}",
-        lead=f"{lead[0].upper()}{lead[1:]}.",
+        lead=". ".join((f"{lead[0].upper()}{lead[1:]}", *whole_words(choice.totals))) + ".",
         keys=_keys(choice.best, choice.prediction, planned.timeline),
         prediction=choice.prediction,
         timeline=planned.timeline,
-        remarks=(*whole_words(choice.totals), *choice.remarks),
+        remarks=choice.remarks,
         changes=choice.changes,
         tables=(_alternatives(choice, top), *_scenario_table(planned)),
         scaling=planned.scaling,

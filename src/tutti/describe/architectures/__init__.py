@@ -78,8 +78,9 @@ def _typed(kind: type[Architecture], given: Mapping[str, Any]) -> dict[str, Any]
     result = {}
     for name, value in given.items():
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=4, cutoff=0.3) or known
-            raise SpecError(f"{kind.__name__} has no size {name!r}; the nearest are {', '.join(near)}")
+            near = difflib.get_close_matches(name, known, n=4, cutoff=0.5)
+            has = f"the nearest are {', '.join(near)}" if near else f"it has {', '.join(known)}"
+            raise SpecError(f"{kind.__name__} has no size {name!r}; {has}")
         result[name] = _value(name, hints[name], value)
     return result
 
@@ -88,7 +89,8 @@ def _value(name: str, hint: Any, value: Any) -> Any:
     if isinstance(hint, types.UnionType):
         raise TypeError(f"{name}: an option has one type")
     if get_origin(hint) is tuple:
-        parts = value.split(",") if isinstance(value, str) else value
+        parts = value.replace("x", ",").split(",") if isinstance(value, str) else value
+        parts = (parts,) if isinstance(parts, int) else parts
         return tuple(_number(name, part) for part in parts)
     if get_origin(hint) is Literal:
         if value not in get_args(hint):

@@ -1,0 +1,133 @@
+"""Laws of every prediction, for every architecture, on clusters drawn at random: uniform and mixed, fast and slow."""
+
+import dataclasses
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from predict.examples import gpu, link
+from tutti.describe.architectures import ARCHITECTURES, architecture
+from tutti.errors import PlanError
+from tutti.plan.scenarios import with_bandwidth, with_memory, with_speed
+from tutti.predict import predict
+from tutti.spec.cluster import ClusterSpec, NodeSpec
+from tutti.spec.model import ModelSpec
+from tutti.spec.plan import BatchPlan, LayoutRule, Pipeline, Plan, Sharding
+from tutti.spec.prediction import Prediction
+
+SMALL = {
+    "layers": 4, "hidden": 64, "heads": 4, "kv_heads": 2, "seq_len": 512, "vocab": 512, "experts": 4, "image": 32,
+    "rows": 1000, "dims": 3, "depth": 18,
+}  # fmt: skip
+"""Sizes for whichever architecture has them."""
+
+AXES = ("replicate", "shard", "split", "stage", "context", "expert", "table", "space")
+NAMES = sorted(ARCHITECTURES)
+
+
+@cache
+def model_of(name: str) -> ModelSpec:
+    known = {field.name for field in dataclasses.fields(ARCHITECTURES[name])}
+    return architecture(name, {key: value for key, value in SMALL.items() if key in known})
+
+
+def card(draw: st.DrawFn, name: str) -> Any:
+    rate = draw(st.floats(1e11, 1e15))
+    return gpu(
+        name=name,
+        peak_flops_per_s={"float32": rate, "bfloat16": rate * draw(st.floats(1, 16))},
+        memory_bandwidth_bytes_per_s=draw(st.floats(1e10, 5e12)),
+        memory_nbytes=draw(st.integers(2**31, 2**38)),
+        kernel_overhead_s=draw(st.sampled_from([0.0, 1e-6, 1e-5])),
+    )
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> ClusterSpec:
+    kinds = draw(st.integers(1, 3))
+    devices = {f"d{kind}": card(draw, f"d{kind}") for kind in range(kinds)}
+    nodes = tuple(
+        NodeSpec(
+            name=f"n{kind}", device=f"d{kind}", devices_per_node=draw(st.sampled_from([1, 2, 4])),
+            count=draw(st.integers(2, 3)), memory_nbytes=2**38,
+        )
+        for kind in range(kinds)
+    )  # fmt: skip
+    links = tuple(link(tier, draw(st.floats(1e-7, 1e-3)), draw(st.floats(1e6, 1e12))) for tier in ("node", "network"))
+    return ClusterSpec(name="drawn", devices=devices, nodes=nodes, links=links)
+
+
+@st.composite
+def plans(draw: st.DrawFn, name: str) -> Plan:
+    useful = {"expert": name == "moe", "table": name == "dlrm", "space": name in ("unet", "resnet")}
+    able = [axis for axis in AXES if useful.get(axis, True)]
+    axes = draw(st.lists(st.sampled_from(able), min_size=1, max_size=3, unique=True))
+    microbatches = draw(st.sampled_from([1, 2, 4]))
+    schedule: Any = draw(st.sampled_from(["1f1b", "gpipe", "zero-bubble"]))
+    again = draw(st.sampled_from([None, True, "selective"]))
+    return Plan(
+        batch=BatchPlan(global_batch_size=32, num_microbatches=microbatches),
+        mesh={axis: draw(st.sampled_from([1, 2, 2, 3])) for axis in axes},  # type: ignore[misc]
+        sharding=Sharding(level=1 if "stage" in axes else draw(st.sampled_from([1, 2, 3]))),
+        pipeline=Pipeline(schedule=schedule),
+        precision=draw(st.sampled_from(["full", "bfloat16"])),
+        layout=(LayoutRule(modules="*", recompute=again),),
+    )
+
+
+def predicted(name: str, machines: ClusterSpec, plan: Plan) -> Prediction:
+    try:
+        return predict(model_of(name), machines, plan)
+    except PlanError:  # not a case: this mesh or these ranks cannot be had
+        assume(False)
+        raise
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(deadline=None, max_examples=15)
+@given(data=st.data(), machines=clusters(), more=st.floats(1.01, 30))
+def test_laws_hold_for_every_architecture_on_any_machines(
+    name: str, data: st.DataObject, machines: ClusterSpec, more: float
+) -> None:
+    plan = data.draw(plans(name))
+    found = predicted(name, machines, plan)
+    step = found.step_time_s.value
+    # the breakdown is the step, and one device is silent
+    assert sum(found.phases.values()) == pytest.approx(step)
+    assert all(seconds >= 0 for seconds in found.phases.values())
+    assert found.step_time_s.low <= step <= found.step_time_s.high
+    if plan.world_size == 1:
+        assert found.phases["exposed_communication"] == found.sent_nbytes_per_rank == 0
+    # better machines are never slower
+    quick = tuple(dataclasses.replace(one, latency_s=one.latency_s / more) for one in machines.links)
+    better = {
+        "speed": with_speed(machines, more),
+        "latency": dataclasses.replace(machines, links=quick),
+        "memory": with_memory(machines, more * max(one.memory_nbytes for one in machines.devices.values())),
+    }
+    for one in machines.links:
+        better[one.tier] = with_bandwidth(machines, one.tier, one.bandwidth_bytes_per_s * more)
+    for what, changed in better.items():
+        assert predict(model_of(name), changed, plan).step_time_s.value <= step * (1 + 1e-9), what
+    if found.fits:
+        assert predict(model_of(name), better["memory"], plan).fits
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(deadline=None, max_examples=8)
+@given(data=st.data(), machines=clusters())
+def test_equal_nodes_may_change_places(name: str, data: st.DataObject, machines: ClusterSpec) -> None:
+    """Each kind of node told apart into single ones with names of their own, in any order among their like."""
+    plan = data.draw(plans(name))
+    found = predicted(name, machines, plan)
+    apart = []
+    for node in machines.nodes:
+        names = data.draw(st.permutations([f"{node.name}-{at}" for at in range(node.count)]))
+        apart += [dataclasses.replace(node, name=each, count=1) for each in names]
+    other = predict(model_of(name), dataclasses.replace(machines, nodes=tuple(apart)), plan)
+    assert other.step_time_s.value == pytest.approx(found.step_time_s.value)
+    assert other.memory == found.memory
+    assert other.sent_nbytes_per_rank == pytest.approx(found.sent_nbytes_per_rank)
