@@ -1,5 +1,8 @@
 """Compression in words: said and read back, and refused where a plan cannot mean it."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from tutti.errors import TuttiError
@@ -73,11 +76,20 @@ def test_plans_that_do_not_go_with_it_are_refused(fields: dict[str, object], sai
         check_plan(plan)
 
 
-def test_momenta_do_not_go_with_parts_of_optimizer_state() -> None:
-    how = Compression(method="byte-adam", freeze_step=5)
-    plan = Plan(batch=BATCH, sync=Sync(compress=how), mesh={"shard": 2}, sharding=Sharding(level=1))
-    with pytest.raises(TuttiError, match=r"mesh\.shard = 2: every rank holds a part of the momentum"):
-        check_plan(plan)
+def test_ranks_that_step_alone_need_whole_replicas_and_factors_no_stages() -> None:
+    """Other methods of momentum go with parts of the optimizer's state."""
+    batch = replace(BATCH, num_microbatches=2)
+    alone = Sync(compress=Compression(method="zero-one-adam", freeze_step=5))
+    parts: dict[str, Any] = {"mesh": {"shard": 2}, "sharding": Sharding(level=1)}
+    check_plan(Plan(batch=BATCH, sync=Sync(compress=Compression(method="byte-adam", freeze_step=5)), **parts))
+    with pytest.raises(TuttiError, match=r"mesh\.shard = 2: ranks step alone"):
+        check_plan(Plan(batch=BATCH, sync=alone, **parts))
+    factors = Sync(compress=Compression(method="factors"))
+    check_plan(Plan(batch=BATCH, sync=factors, precision="float16", **parts))
+    with pytest.raises(TuttiError, match=r"'factors' with mesh\.stage = 2"):
+        check_plan(Plan(batch=batch, sync=factors, mesh={"stage": 2}))
+    with pytest.raises(TuttiError, match=r"'factors' with sharding\.level = 2"):
+        check_plan(Plan(batch=BATCH, sync=factors, mesh={"shard": 2}, sharding=Sharding(level=2)))
 
 
 def test_what_is_in_force_follows_the_steps() -> None:
