@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from tutti.plan import objectives
 from tutti.plan.choice import Alternative, Request
 from tutti.plan.explore import Costed
+from tutti.plan.storage import starved
+from tutti.plan.wide import wide_remark
 from tutti.plan.words import axes_of, mesh_words, plan_words, recompute_words, settings_words
 from tutti.predict.placement import place, ring_link, ring_tier
 from tutti.predict.words import bits_per_s, count, nbytes, seconds
@@ -157,6 +159,10 @@ def remarks(
     plan, prediction = best.plan, best.prediction
     said = [_devices_remark(request, plan, alternatives)]
     said.append(prediction.notes[0][0].upper() + prediction.notes[0][1:])
+    if slow := starved(model, best.cluster, plan, prediction):
+        said.append(slow)
+    if wide := wide_remark(model, plan):
+        said.append(wide)
     said += _held_remarks(model, request, plan, alternatives)
     idle = cluster.device_count - plan.world_size
     used = {seat.device.kind for seat in place(best.cluster, plan.world_size)}
