@@ -20,6 +20,7 @@ from tutti.spec.compression import (
     compression_in_words,
     flags_sent_nbytes,
     parse_compression,
+    parts_sent_nbytes,
     sum_sent_nbytes,
 )
 from tutti.spec.plan import Plan
@@ -194,6 +195,51 @@ def kept_nbytes(plan: Plan, how: Written | None, nbytes: float) -> float:
         return 0.0
     kept = 2 * (2 if compress.method == "dgc" else 1) * nbytes / how.parts
     return kept + (nbytes * (2 if plan.degree("shard") > 1 else 1) if compress.method in MOMENTA else 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartsWritten:
+    """How gradients are written of whose sums each rank of `shard` gets its part: bytes over those of exact sums, over
+    `shard` (`there`) and over the other axes (`across`)."""
+
+    there: float = 1.0
+    across: float = 1.0
+    ranks: int
+    others: int
+
+    def kernels_s(self, plan: Plan, device: DeviceSpec, nbytes: float) -> float:
+        """Seconds in the kernels for gradients of `nbytes`: all of them written, as much added up, then the part."""
+        how = plan.sync.compress
+        if how is None:
+            return 0.0
+        encode, decode = _seconds(rates_of(device, how) or _assumed(device.kind, how.method), nbytes / VALUE_NBYTES)
+        across = kernel_s(plan, device, self.others, self.across, nbytes / self.ranks) if self.others > 1 else 0.0
+        return encode + decode + across
+
+
+def parts_written(plan: Plan, ranks: int, others: int, nbytes: float) -> PartsWritten:
+    """Of gradients of `nbytes` that `ranks` divide, and `others` sum besides."""
+    how, numel = plan.sync.compress, math.ceil(nbytes / VALUE_NBYTES)
+    if how is None or not numel:
+        return PartsWritten(ranks=ranks, others=others)
+    longest, side = -(-numel // ranks), math.isqrt(numel)
+    if how.method == "powersgd":
+        there, mine = sum_sent_nbytes(how, [(side, side)], ranks, VALUE_NBYTES), (-(-side // ranks), side)
+    else:
+        there, mine = parts_sent_nbytes(how, longest, ranks), (longest,)  # type: ignore[assignment]
+    across = sum_sent_nbytes(how, [mine], others, VALUE_NBYTES) / (2 * (others - 1) / others * nbytes / ranks or 1.0)
+    return PartsWritten(
+        there=there / ((ranks - 1) / ranks * nbytes), across=across if others > 1 else 1.0, ranks=ranks, others=others
+    )
+
+
+def parts_kept_nbytes(plan: Plan, gradients: float, others: int) -> float:
+    """What is kept back of sums of which each rank gets its part: of all gradients, and of the part's sum over the
+    other axes, as of a bucket."""
+    how, ranks = plan.sync.compress, plan.degree("shard")
+    if how is None or not how.keeps or ranks == 1 or plan.sharding.level == 1:
+        return 0.0
+    return 2 * (2 if how.method == "dgc" else 1) * gradients * (1 + (1 / ranks if others > 1 else 0))
 
 
 def _assumed_s(kind: DeviceKind, method: CompressMethod) -> float:

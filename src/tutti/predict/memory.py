@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tutti.predict import constants, relaxed
+from tutti.predict import compressed, constants, relaxed
 from tutti.predict.compute import Array
 from tutti.predict.cuts import Stages
 from tutti.predict.division import Division, division
@@ -154,13 +154,15 @@ def rank_memory(
     if kind == "cpu" and update.optimizer - state.optimizer > gone:
         state, activations, when = update, 0.0, "in the optimizer's update"
     tensors = state.parameters + state.lower + state.gradients + state.optimizer + activations + state.communication
+    others = plan.data_parallel_degree // plan.degree("shard")
+    parts = compressed.parts_kept_nbytes(plan, gradients, others * plan.degree("context") * plan.degree("space"))
     apart = relaxed.apart_nbytes(plan.sync, plan.degree("replicate"), gradients)
     memory = RankMemory(
         parameters=state.parameters + state.lower,
         gradients=state.gradients,
         optimizer=state.optimizer,
         activations=activations,
-        communication=state.communication + sum(one.kept_nbytes for one in fused) + apart,
+        communication=state.communication + sum(one.kept_nbytes for one in fused) + parts + apart,
         buffers=float(held.buffers[stage]),
         reserve=constants.RESERVE_NBYTES[kind] + constants.FRAGMENTATION[kind] * tensors,
     )

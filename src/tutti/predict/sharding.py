@@ -4,11 +4,12 @@ Level 1: after the update parts of parameters are gathered. Levels 2 and 3: a un
 blocks) is gathered before its turn while the one before computes, and gradients are summed into parts behind backward.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from tutti.predict.compressed import PartsWritten
 from tutti.predict.compute import Array
 from tutti.predict.division import Division
 from tutti.predict.groups import Group
@@ -71,18 +72,24 @@ def unit_work(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
     """Of the shard axis: its group, the one over which parts are summed besides, and seconds a byte of a part takes
-    from the host, where it lives there."""
+    from the host, where it lives there. `coded`: where sums are in fewer bytes, by the bytes of a unit: how, and the
+    seconds in kernels."""
 
     group: Group
     others: Group
     load_s_per_nbyte: float = 0.0
+    coded: Callable[[float], tuple[PartsWritten, float]] | None = None
 
     def gather(self, nbytes: float) -> float:
         return self.group.scatter(nbytes) + nbytes / self.group.ranks * self.load_s_per_nbyte
 
     def sum(self, nbytes: float) -> float:
         part = nbytes / self.group.ranks
-        return self.group.scatter(nbytes) + self.others.all_reduce(part) + part * self.load_s_per_nbyte
+        loads = part * self.load_s_per_nbyte
+        if self.coded is None:
+            return self.group.scatter(nbytes) + self.others.all_reduce(part) + loads
+        how, kernels = self.coded(nbytes)
+        return self.group.scatter(nbytes * how.there) + self.others.all_reduce(part * how.across) + kernels + loads
 
 
 def parameters_step(work: UnitWork, costs: Costs, level: int, microbatches: int, share: float) -> Exchange:
@@ -105,12 +112,14 @@ def parameters_step(work: UnitWork, costs: Costs, level: int, microbatches: int,
     return Exchange(total_s=total, exposed_s=waited + share * (total - waited))
 
 
-def sent_nbytes(nbytes: Sequence[float], group: Group, others: Group, level: int, microbatches: int) -> float:
+def sent_nbytes(nbytes: Sequence[float], costs: Costs, level: int, microbatches: int) -> float:
     """Bytes a rank sends in a step at levels 2 and 3: gathers, sums into parts, sums of parts."""
-    d, r = group.ranks, others.ranks
+    d, r = costs.group.ranks, costs.others.ranks
     whole = sum(nbytes)
     gathered = whole if level == 2 else microbatches * (2 * whole - nbytes[0])
-    return (d - 1) / d * (gathered + whole) + 2 * (r - 1) / r * whole / d
+    ways = [(one, PartsWritten(ranks=d, others=r) if costs.coded is None else costs.coded(one)[0]) for one in nbytes]
+    there, across = sum(one * how.there for one, how in ways), sum(one * how.across for one, how in ways)
+    return (d - 1) / d * (gathered + there) + 2 * (r - 1) / r * across / d
 
 
 def _around(seconds: Sequence[float]) -> list[float]:

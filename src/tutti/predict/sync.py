@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tutti.predict import constants, sharding
-from tutti.predict.compressed import Written, kept_nbytes, written
+from tutti.predict.compressed import PartsWritten, Written, kept_nbytes, parts_written, written
 from tutti.predict.compute import Array
 from tutti.predict.division import Division
 from tutti.predict.groups import Group, Network
@@ -188,11 +188,19 @@ def _divided(
     busy = TIERS.index(group.tier)
     work = sharding.unit_work(columns, part, *passes, taken.forward[busy], taken.backward[busy])
     load = 1 / constants.HOST_LINK_BYTES_PER_S if _away(plan, kind) else 0.0
-    costs = Costs(group=group, others=others, load_s_per_nbyte=load)
+    device = net.seats[0].device
+
+    def coded(nbytes: float) -> tuple[PartsWritten, float]:
+        how = parts_written(plan, group.ranks, others.ranks, nbytes)
+        return how, how.kernels_s(plan, device, nbytes)
+
+    costs = Costs(
+        group=group, others=others, load_s_per_nbyte=load, coded=None if plan.sync.compress is None else coded
+    )
     share = _share(kind, group, *([others] if others.ranks > 1 else []))
     level = plan.sharding.level
     return Sync(
         exchange=sharding.parameters_step(work, costs, level, microbatches, share),
-        sent_nbytes=sharding.sent_nbytes(work.nbytes, group, others, level, microbatches),
+        sent_nbytes=sharding.sent_nbytes(work.nbytes, costs, level, microbatches),
         buckets=(),
     )

@@ -110,6 +110,7 @@ class Replica:
             bucket.launch()
         for parameter in self._sparse:
             _sum_sparse(parameter, self._groups[parameter])
+        self.shards.send()  # before anything is waited for: a courier must know of all sums
         for bucket in self._buckets:
             bucket.wait()
         self.shards.finish()

@@ -221,6 +221,16 @@ def sum_sent_nbytes(compress: Compression | None, shapes: Sequence[Sequence[int]
     return sent
 
 
+def parts_sent_nbytes(compress: Compression, longest: int, ranks: int) -> int:
+    """Bytes one rank sends for sums of which each of `ranks` gets its part, the longest of so many values; of a method
+    that sums no whole tensors (powersgd).
+    """
+    compress = compress.code
+    if compress.method in ("top-k", "dgc"):
+        return (ranks - 1) * 8 * min(longest, math.ceil(compress.settings["density"] * longest))
+    return (ranks - 1) * message_nbytes(compress, longest)
+
+
 def chunk_length(numel: int, ranks: int) -> int:
     """Values of one rank's chunk of `numel`: a multiple of 8, so that chunks are whole bytes of any code."""
     return 8 * -(-numel // (8 * ranks))

@@ -1,7 +1,7 @@
 """Which parts of a plan do not go together, whatever the model: one table for what runs plans and what costs them."""
 
 from tutti.errors import PlanError
-from tutti.spec.compression import FACTORS, ZERO_ONE, compression_in_words
+from tutti.spec.compression import FACTORS, MOMENTA, ZERO_ONE, Compression, compression_in_words
 from tutti.spec.plan import Plan
 from tutti.spec.words import ALONE, AxisName
 
@@ -68,14 +68,25 @@ def check_compression(plan: Plan) -> None:
             "sizes that follow a clock would change values; state a size"
         )
     if plan.degree("shard") > 1 and plan.sharding.level > 1:
-        raise PlanError(
-            f"{words} with sharding.level = {plan.sharding.level}: every rank gets only its part of a sum there, and "
-            "compressed sums give all of it to all; use sharding.level = 1, or leave compress out"
-        )
+        _check_parts(plan, plan.sync.compress, words)
     if plan.precision == "float16":
         raise PlanError(
             f'{words} with precision = "float16": what is kept back would be in units of a loss scale that changes; '
             'use precision = "bfloat16", or leave compress out'
+        )
+
+
+def _check_parts(plan: Plan, compress: Compression, words: str) -> None:
+    """What sums exclude of which each rank gets its part."""
+    if compress.method in MOMENTA:
+        raise PlanError(
+            f"{words} with sharding.level = {plan.sharding.level}: every rank needs the whole momentum to send its "
+            "share of it, and gets its part only; use sharding.level = 1, or compress gradients: one-bit"
+        )
+    if compress.between == "hosts":
+        raise PlanError(
+            f"{words} with sharding.level = {plan.sharding.level}: sums of which each rank gets its part are "
+            "compressed between ranks; leave between out, or use sharding.level = 1"
         )
 
 

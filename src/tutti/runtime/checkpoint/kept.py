@@ -12,12 +12,11 @@ import torch
 from torch import nn
 
 from tutti.compress.by_tensor import Kept, divided_by_tensor, keep
-from tutti.compress.exchange import Exchange
-from tutti.runtime.buckets import Bucket
 from tutti.runtime.checkpoint.collect import KEPT, Contribution, Piece
 from tutti.runtime.checkpoint.source import Source, Target, transfer
 from tutti.runtime.checkpoint.tensors import Item, dtype_of, item, stored_dtype
-from tutti.runtime.compressed.compressor import Compressor, sizes_of
+from tutti.runtime.compressed.compressor import Compressor
+from tutti.runtime.compressed.parts import Keeping, Row
 from tutti.runtime.layout import Cut, Held
 from tutti.runtime.state import Run
 from tutti.spec.compression import FACTORS, MOMENTA, ZERO_ONE, Compression, compression_in_words, parse_compression
@@ -32,8 +31,8 @@ def collect_kept(run: Run, mine: Contribution, items: list[Item]) -> None:
     if compressor is None:
         return
     mine.kept = _described(run, compressor)
-    for number, exchange in enumerate(compressor.exchanges.values()):
-        for name, tensor in exchange.tensors().items():
+    for number, one in enumerate(_keeping(run, compressor)):
+        for name, tensor in one.exchange.tensors().items():
             if tensor.dim():
                 where = KEPT, f"{run.world.rank}/{number}", name
                 piece = Piece(key=where, shape=tuple(tensor.shape), dtype=stored_dtype(tensor.dtype), cuts=())
@@ -93,17 +92,27 @@ def _described(run: Run, compressor: Compressor) -> dict[str, Any]:
         "method": compression_in_words(compressor.how),
         "order": [name_of[p] for p in run.replica.order],
         "arrived": None if run.replica.arrived is None else [name_of[p] for p in run.replica.arrived],
-        "buckets": [_bucket(run, name_of, *pair) for pair in compressor.exchanges.items()],
+        "buckets": [_bucket(one) for one in _keeping(run, compressor)],
     }
 
 
-def _bucket(run: Run, name_of: dict[nn.Parameter, str], bucket: Bucket, exchange: Exchange) -> dict[str, Any]:
-    held = [run.layout.of_name(name_of[p]) for p in bucket.parameters]
+def _keeping(run: Run, compressor: Compressor) -> list[Keeping]:
+    """All exchanges of this rank, with the tensors that lie in their flat gradients: of buckets, then of parts."""
+    name_of, found = _names(run), []
+    for bucket, exchange in compressor.exchanges.items():
+        named = zip((name_of[p] for p in bucket.parameters), bucket.views, strict=True)
+        rows = [Row(name, tuple(view.shape), view.stride(), run.layout.of_name(name)) for name, view in named]
+        found.append(Keeping(exchange, rows, exchange.holders))
+    return found + [one for part in compressor.parts for one in part.keeping()]
+
+
+def _bucket(one: Keeping) -> dict[str, Any]:
+    exchange = one.exchange
     return {
-        "names": [name_of[p] for p in bucket.parameters],
-        "shapes": [list(view.shape) for view in bucket.views],
-        "strides": [list(view.stride()) for view in bucket.views],
-        "cuts": [[[cut.dim, [list(r) for r in cut.ranges]] for cut in one.cuts] for one in held],
+        "names": [row.name for row in one.rows],
+        "shapes": [list(row.shape) for row in one.rows],
+        "strides": [list(row.strides) for row in one.rows],
+        "cuts": [[[cut.dim, [list(r) for r in cut.ranges]] for cut in row.held.cuts] for row in one.rows],
         "spans": {who: [list(span) for span in spans] for who, spans in exchange.spans.items()},
         "places": {name: [list(place) for place in places] for name, places in exchange.places.items()},
         "counts": {who: state.count for who, state in exchange.states.items()},
@@ -132,10 +141,11 @@ def _without_counts(described: dict[str, Any]) -> dict[str, Any]:
 
 def _load_exactly(run: Run, compressor: Compressor, source: Source, saved: dict[str, Any] | None) -> None:
     assert saved is not None
-    found = _read(run, source, run.world.rank, range(len(compressor.exchanges)))
-    for number, (exchange, described) in enumerate(zip(compressor.exchanges.values(), saved["buckets"], strict=True)):
+    mine = _keeping(run, compressor)
+    found = _read(run, source, run.world.rank, range(len(mine)))
+    for number, (one, described) in enumerate(zip(mine, saved["buckets"], strict=True)):
         counts = {f"{who}.count": torch.tensor(count) for who, count in described["counts"].items()}
-        exchange.load({**found[number], **counts})
+        one.exchange.load({**found[number], **counts})
 
 
 def _load_shares(run: Run, compressor: Compressor, source: Source, saved: list[dict[str, Any] | None]) -> None:
@@ -148,11 +158,10 @@ def _load_shares(run: Run, compressor: Compressor, source: Source, saved: list[d
         for number, tensors in _read(run, source, rank, wanted).items():
             _add(run, wholes, buckets[number], tensors, mine)
     counts = [max(one["counts"].values()) for theirs in saved if theirs is not None for one in theirs["buckets"]]
-    name_of = _names(run)
-    for bucket, exchange in compressor.exchanges.items():
-        found = [wholes.get(name_of[p], {}) for p in bucket.parameters]
-        shares = [_share(run, bucket, exchange, index, whole) for index, whole in enumerate(found)]
-        keep(exchange, sizes_of(bucket), shares, max(counts, default=0))
+    for one in _keeping(run, compressor):
+        shares = [_share(row, wholes.get(row.name, {}), one.holders) for row in one.rows]
+        sizes = [torch.Size(row.shape).numel() for row in one.rows]
+        keep(one.exchange, sizes, shares, max(counts, default=0))
 
 
 def _add(run: Run, wholes: dict[str, Kept], bucket: dict[str, Any], tensors: Kept, mine: Iterable[str]) -> None:
@@ -179,17 +188,16 @@ def _add(run: Run, wholes: dict[str, Kept], bucket: dict[str, Any], tensors: Kep
             into += added
 
 
-def _share(run: Run, bucket: Bucket, exchange: Exchange, index: int, whole: Kept) -> Kept:
-    """What this rank keeps of one parameter of a bucket, if it keeps any: flat, as it lies in memory."""
-    name, view = _names(run)[bucket.parameters[index]], bucket.views[index]
+def _share(row: Row, whole: Kept, holders: int) -> Kept:
+    """What this rank keeps of one tensor, if it keeps any: flat, as it lies in memory."""
     found: Kept = {}
     for what, values in whole.items():
         if what.startswith("shared."):
             found[what] = values
-            continue
-        flat = values.new_empty(view.numel())
-        torch.as_strided(flat, view.shape, view.stride()).copy_(run.layout.of_name(name).take(values))
-        found[what] = flat / exchange.holders
+        elif holders:
+            flat = values.new_empty(torch.Size(row.shape).numel())
+            torch.as_strided(flat, row.shape, row.strides).copy_(row.held.take(values))
+            found[what] = flat / holders
     return found
 
 

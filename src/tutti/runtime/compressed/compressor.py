@@ -24,9 +24,11 @@ from tutti.runtime.compressed.between import BetweenHosts
 from tutti.runtime.compressed.courier import Courier
 from tutti.runtime.compressed.methods import make_exchange, turns_of
 from tutti.runtime.compressed.momenta import Momenta, ZeroOneMomenta, make_momenta
+from tutti.runtime.compressed.parts import PartSum, Route
 from tutti.runtime.layout import Layout
 from tutti.runtime.mesh import Mesh
 from tutti.runtime.shard.shards import Shards
+from tutti.runtime.shard.unit import Pack
 from tutti.runtime.traffic import Flight
 from tutti.runtime.world import World
 from tutti.spec.compression import FACTORS, Compression, bucket_sent_nbytes, compression_in_words, flags_sent_nbytes
@@ -88,6 +90,7 @@ class Compressor:
         self.how, self.seed, self._axes = how, seed, tuple(mesh.degrees)
         self.courier = Courier()
         self.exchanges: dict[Bucket, Exchange] = {}
+        self.parts: list[PartSum] = []
         self._places = places
         self._counted: dict[Bucket, int] = {}
         self._sums = {axes: CompressedSum(self, number, *one) for number, (axes, one) in enumerate(groups.items())}
@@ -148,6 +151,9 @@ class Compressor:
                     if not used:
                         exchange.undo(start, start + size)
             exchange.settle(counts and coded)  # an exact sum leaves what is kept as it was
+
+        for part in self.parts:
+            part.settle(finite)
 
     def _used(self, bucket: Bucket) -> list[bool]:
         """By parameter: whether what came out is used; one that no rank has used keeps no gradient."""
@@ -227,7 +233,29 @@ def make_compressor(
         if not (isinstance(found, Team) and how.between == "hosts"):  # on one host nothing is between hosts
             groups[axes] = group, found if isinstance(found, Tiers) else None
     places = {p: order[name] for name, p in model.named_parameters()}
-    return Compressor(how, mesh, groups, places, seed, momenta)
+    compressor = Compressor(how, mesh, groups, places, seed, momenta)
+    compressor.parts = _parts(how, layout, shards.packs(), compressor.courier, len(groups), seed)
+    shards.sum_by({one.pack: one for one in compressor.parts})
+    return compressor
+
+
+def _parts(
+    how: Compression, layout: Layout, packs: Sequence[Pack], courier: Courier, first: int, seed: int
+) -> list[PartSum]:
+    """Sums of which each rank gets its part; the courier's numbers go on from `first`. Collective."""
+    mesh, routes = layout.mesh, {}
+    for number, others in enumerate(sorted({pack.others for pack in packs}), first):
+        routes[others] = Route(
+            number=number,
+            shard=mesh.new_group("shard"),
+            others=mesh.new_group(*others) if mesh.degree(*others) > 1 else None,
+            everyone=mesh.new_group("shard", *others),
+            exactly=not COMPRESSED.issuperset(others),
+            lane=layout.lane("gradients", "shard", *others),
+        )
+    return [
+        PartSum(pack, how, routes[pack.others], courier, rank_seed(seed, number)) for number, pack in enumerate(packs)
+    ]
 
 
 def _check(how: Compression, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:

@@ -14,6 +14,7 @@ from tutti.compress.levels import Levels
 from tutti.compress.onebit import OneBit
 from tutti.compress.powersgd import PowerSGD
 from tutti.compress.qsgd import qsgd
+from tutti.compress.scatter import ScatterSum
 from tutti.compress.sparcml import TOP16_Q4
 from tutti.compress.sparse import SparseSum
 from tutti.compress.terngrad import TernGrad
@@ -43,6 +44,21 @@ def make_exchange(
         return Gathered(codec, numel, group=group, dtype=dtype, device=device, seed=seed)
     back = Levels(4, feedback=True) if how.method == "top16-q4" else None
     return TwoPhase(codec, numel, group=group, back=back, dtype=dtype, device=device, seed=seed)
+
+
+def make_scatter(
+    how: Compression,
+    lengths: Sequence[int],
+    *,
+    group: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+) -> ScatterSum | None:
+    """The exchange of which each rank gets its part, of `lengths`; None: the method sums whole tensors."""
+    if how.method == "powersgd":
+        return None
+    return ScatterSum(_codec(how), lengths, group=group, dtype=dtype, device=device, seed=seed)
 
 
 def turns_of(how: Compression) -> int:

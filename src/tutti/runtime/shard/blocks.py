@@ -93,6 +93,7 @@ def _packs(
         rank = layout.mesh.index("shard")
         pack = Pack(named, loads=loads.beside(others), rooms=rooms, rank=rank, others=others, home=device)
         for one, piece in zip(pack.parameters, pack.mine, strict=True):
+            one.held = layout.of_name(one.name)
             layout.cut(one.name, piece.dim, *([(piece.start, piece.stop)] if piece.numel else []))
             layout.sum_over(one.name, ())
         packs.append(pack)

@@ -1,6 +1,6 @@
 """Levels 2 and 3: parameters, gradients and optimizer state divided among the ranks of `shard`."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -14,8 +14,8 @@ from tutti.runtime.shard.elementwise import check_elementwise
 from tutti.runtime.shard.exchange import Party
 from tutti.runtime.shard.passes import Passes
 from tutti.runtime.shard.shards import Shards
-from tutti.runtime.shard.sums import Sums
-from tutti.runtime.shard.unit import Unit
+from tutti.runtime.shard.sums import Coded, Sums
+from tutti.runtime.shard.unit import Pack, Unit
 from tutti.spec.plan import Sharding
 from tutti.spec.words import AxisName
 
@@ -28,6 +28,7 @@ class Parameters(Shards):
         home = torch.device("cpu") if sharding.offload != "none" else None
         units, blocks = make_units(model, layout, home)
         self.layout, self.units = layout, units
+        self._packs = [pack for unit in units for pack in unit.packs]  # `units` will change its order
         self._sent_nbytes = 0
         self._learned = False
         self._passes = Passes(model, units, blocks, keep=sharding.level == 2)
@@ -48,6 +49,12 @@ class Parameters(Shards):
                     pack.materialise(real(pack.flat), device)
             unit.show("shard")
 
+    def packs(self) -> list[Pack]:
+        return self._packs
+
+    def sum_by(self, coded: Mapping[Pack, Coded]) -> None:
+        self._sums.coded = coded
+
     def bind(self, optimizers: Iterable[Optimizer]) -> None:
         for optimizer in optimizers:
             check_elementwise(optimizer)
@@ -58,7 +65,7 @@ class Parameters(Shards):
         self._sums.open()
         self._passes.complete = self._sums.complete
 
-    def finish(self) -> None:
+    def send(self) -> None:
         self._passes.complete = None
         self._passes.release()
         for unit in self.units:
@@ -68,6 +75,9 @@ class Parameters(Shards):
                         f"the loss uses parameter {one.name!r} outside of the modules' forward, where a rank sees only "
                         "its part; use the optimizer's weight decay instead of a penalty, or sharding level 1"
                     )
+        self._sums.send()
+
+    def finish(self) -> None:
         self._sums.finish()
         self._passes.party.settle()  # who is behind may still read what the update will change
         self._sent_nbytes = self._passes.sent_nbytes + self._sums.sent_nbytes

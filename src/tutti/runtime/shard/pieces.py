@@ -86,7 +86,7 @@ class Pieces:
         pairs = list(self._pairs(segments, wholes))
         torch._foreach_copy_([to for to, _ in pairs], [part for _, part in pairs])
 
-    def collect(self, segments: torch.Tensor, wholes: Sequence[torch.Tensor | None]) -> None:
+    def collect(self, segments: Sequence[torch.Tensor] | torch.Tensor, wholes: Sequence[torch.Tensor | None]) -> None:
         """Write the whole tensors into the ranks' segments; zeros where there is none."""
         pairs = list(self._pairs(segments, wholes))
         if pairs:

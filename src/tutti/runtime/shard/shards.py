@@ -1,11 +1,14 @@
 """What of a model's states is divided, as the step and the optimizers see it."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+
+from tutti.runtime.shard.sums import Coded
+from tutti.runtime.shard.unit import Pack
 
 
 class Shards:
@@ -26,14 +29,24 @@ class Shards:
     def bind(self, optimizers: Iterable[Optimizer]) -> None:
         """Optimizers hold the model's parameters as they are now; check them, or give them their part."""
 
+    def packs(self) -> list[Pack]:
+        """Parameters whose gradients are summed into parts, together; in one order on all ranks and in all runs."""
+        return []
+
+    def sum_by(self, coded: Mapping[Pack, Coded]) -> None:
+        """Sum the gradients of these packs in fewer bytes."""
+
     def clear(self) -> None:
         """A step begins: gradients are none."""
 
     def begin(self) -> None:
         """The backward that comes is the step's last: sum gradients from here on."""
 
+    def send(self) -> None:
+        """Backward has returned: begin the sums that it has left out."""
+
     def finish(self) -> None:
-        """Backward has returned: wait for all sums."""
+        """Wait for all sums."""
 
     @contextmanager
     def whole_gradients(self, optimizer: Optimizer) -> Iterator[None]:

@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from tutti.runtime.shard.exchange import Exchange, Party, scatter_sum, start_sum
 from tutti.runtime.shard.unit import Pack, Unit
+from tutti.runtime.traffic import Flight
 from tutti.spec.words import AxisName
 
 IN_FLIGHT = 2
@@ -24,12 +26,24 @@ class _Flight:
     landed: bool = False
 
 
+class Coded(Protocol):
+    """A sum in fewer bytes: see compressed/parts.py."""
+
+    @property
+    def sent_nbytes(self) -> int: ...
+
+    def start(self) -> tuple[torch.Tensor, list[bool], Flight]: ...
+
+
 class Sums:
-    """`order`: units in the order in which their gradients leave; `parties`: by axes, who sums over them."""
+    """`order`: units in the order in which their gradients leave; `parties`: by axes, who sums over them; `coded`:
+    packs that are summed in fewer bytes.
+    """
 
     def __init__(self, order: list[Unit], parties: Mapping[tuple[AxisName, ...], Party]) -> None:
         self.order = order
         self.sent_nbytes = 0
+        self.coded: Mapping[Pack, Coded] = {}
         self._parties = parties
         self._ready: set[Unit] = set()
         self._next = 0
@@ -46,11 +60,14 @@ class Sums:
             self._send(self.order[self._next])
             self._next += 1
 
-    def finish(self) -> None:
-        """Send what is left, and give every shard its gradient."""
+    def send(self) -> None:
+        """Send what is left."""
         for unit in self.order[self._next :]:
             self._send(unit)
         self._next = len(self.order)
+
+    def finish(self) -> None:
+        """Give every shard its gradient."""
         for flight in self._flights:
             self._land(flight)
         for flight in self._flights:
@@ -68,11 +85,19 @@ class Sums:
             self._flights.append(self._start(pack))
 
     def _start(self, pack: Pack) -> _Flight:
+        if pack in self.coded:
+            return self._start_coded(pack, self.coded[pack])
         party = self._parties[("shard",)]
         buffer, there = pack.take_gradients(party)
         self.sent_nbytes += buffer[1:].numel() * buffer.element_size()
         received = pack.receiving(buffer, party)
         return _Flight(pack, there, received, scatter_sum(buffer, received, party))
+
+    def _start_coded(self, pack: Pack, coded: Coded) -> _Flight:
+        """Its gradients are written in code at once: nothing whole waits."""
+        self.sent_nbytes += coded.sent_nbytes
+        received, there, flight = coded.start()
+        return _Flight(pack, there, received, Exchange(flight), landed=True)
 
     def _land(self, flight: _Flight) -> None:
         """This rank's part is there; start to sum it over the other axes, if there are any."""

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from tutti.runtime.layout import Held
 from tutti.runtime.shard.exchange import Exchange, Party, Rows, gather
 from tutti.runtime.shard.pieces import Pieces, even_bounds
 from tutti.runtime.shard.rooms import Rooms
@@ -24,10 +25,13 @@ Place = tuple[nn.Module, str]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Sharded:
-    """One parameter. `name`: the first of its names in the model; `places`: all of them."""
+    """One parameter. `name`: the first of its names in the model; `places`: all of them; `held`: what this rank and
+    those it shares with hold of it together.
+    """
 
     name: str
     places: list[Place]
+    held: Held | None = None
     shard: nn.Parameter
     absent: nn.Parameter
     whole: nn.Parameter
