@@ -252,7 +252,7 @@ def test_the_dial_and_a_stated_way_exclude_each_other() -> None:
 def test_words_of_a_way_are_what_a_user_types(way: Way) -> None:
     if way.compress is not None:
         assert parse_compression(way.words) == way.compress
-        assert way.dial == "reduced"
+        assert way.dial == ("exact" if way.compress.method == "factors" else "reduced")
     else:
         assert parse_sync(way.words) == Sync(mode=way.mode, relaxed=way.relaxed)
         assert way.dial == "relaxed"

@@ -134,6 +134,8 @@ class _Trial:
         """Every way on every base that can go it, fits, and keeps the request's limits."""
         for base in bases:
             for way in ways(self.request, objectives.steps(self.request, base.plan)):
+                if way.dial == "exact" and len(base.cluster.devices) > 1:
+                    continue  # every rank makes the sums itself, and unlike devices round them differently
                 one = self._cost(way.of(base.plan), base.cluster)
                 if one is None or not one.prediction.fits:
                     continue

@@ -14,6 +14,11 @@ if TYPE_CHECKING:
 def chosen_words(request: Request, best: Costed, one: "Tried", doubt: "Doubt") -> str:
     """Why a plan that sends less was chosen, and what that changes."""
     counted = counted_words(one.samples, one.evidence)
+    if one.way.dial == "exact":
+        return (
+            f"{_way(one)}, which are fewer bytes and lose nothing: a step takes {_step(one.one)} instead of "
+            f"{_step(best)} with sums of gradients. That pays even if {doubt_words(one, doubt)}"
+        )
     return (
         f"{_way(one)}, as --relax {request.relax} allows: a step takes {_step(one.one)} instead of {_step(best)} with "
         f"exact sums. Counted with {counted}, that pays even if {doubt_words(one, doubt)}. It computes something else "
@@ -38,7 +43,7 @@ def exact_words(request: Request, best: Costed, near: "Tried | None", doubt: "Do
 def doubt_words(one: "Tried", doubt: "Doubt") -> str:
     """The margins in words."""
     links = f"links are {doubt.links:.2g} times as fast as predicted"
-    return f"{links} and its kernels {doubt.kernels:.2g} times as slow" if one.way.compress is not None else links
+    return f"{links} and its kernels {doubt.kernels:.2g} times as slow" if doubt.kernels > 1 else links
 
 
 def counted_words(samples: float, evidence: Evidence) -> str:

@@ -17,6 +17,7 @@ from tutti.plan.reasons import remarks, why
 from tutti.plan.relaxed import open_dial
 from tutti.plan.scenarios import changes
 from tutti.predict import predict
+from tutti.predict.factors import may_pay
 from tutti.spec.cluster import ClusterSpec
 from tutti.spec.model import ModelSpec
 from tutti.spec.plan import Plan
@@ -46,9 +47,18 @@ def choose(
     can be costed, with the numbers.
     """
     choice = _exact_choice(model, cluster, dataclasses.replace(request, relax="exact"), clock, limit_s)
-    if request.relax == "exact":
+    plain = _is_plain(request.script) and len(cluster.devices) == 1
+    if request.relax == "exact" and not (plain and may_pay(model, choice.best)):
         return choice
-    return open_dial(model, cluster, request, choice, clock, limit_s / 2)
+    opened = open_dial(model, cluster, request, choice, clock, limit_s / 2)
+    if request.relax == "exact" and not (opened.dial is not None and opened.dial.chosen):
+        return choice  # ways that lose nothing are spoken of only where one is taken
+    return opened
+
+
+def _is_plain(script: Plan) -> bool:
+    """Whether it says nothing of how gradients are summed."""
+    return script.sync.compress is None and script.sync.mode == "synchronous"
 
 
 def _exact_choice(

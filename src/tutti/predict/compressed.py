@@ -15,7 +15,9 @@ from tutti.predict.compute import Array
 from tutti.predict.groups import Group
 from tutti.spec.cluster import CompressRate, DeviceKind, DeviceSpec
 from tutti.spec.compression import (
+    FACTORS,
     MOMENTA,
+    ZERO_ONE,
     Compression,
     compression_in_words,
     flags_sent_nbytes,
@@ -84,6 +86,8 @@ def written(
     how = plan.sync.compress
     if how is None or any(plan.degree(axis) > 1 for axis in axes if axis in _EXACT) or group.ranks == 1:
         return None
+    if how.method == FACTORS:
+        return None
     if how.between == "hosts" and group.network is None:
         return None  # on one host nothing is between hosts
     tiers, span = how.between != "ranks" and group.tiers, group.span
@@ -151,7 +155,7 @@ def rates_of(device: DeviceSpec, how: Compression) -> tuple[CompressRate, ...]:
 def kernel_margin(device: DeviceSpec, plan: Plan) -> float:
     """Half-width of the interval of the kernels' time under a plan, relative; 0 where nothing is compressed."""
     how = plan.sync.compress
-    if how is None:
+    if how is None or how.method == FACTORS:  # matrix products, which doubt about kernels does not concern
         return 0.0
     return KERNEL_MARGIN["measured" if rates_of(device, how) else "assumed"]
 
@@ -174,8 +178,12 @@ def kernel_notes(plan: Plan, device: DeviceSpec) -> tuple[str, ...]:
     how = plan.sync.compress
     if how is None or plan.world_size == 1:
         return ()
+    if how.method == FACTORS:
+        return (
+            "linear layers' weights go by factors where that is fewer bytes; products as quick as others of float32",
+        )
     changes = phases(plan)
-    exactly = "sum exactly" if how.freeze_step is not None else "send more"
+    exactly = "sum exactly" if how.freeze_step is not None and how.method != ZERO_ONE else "send more"
     first = (f"the first {changes[-1]} updates {exactly}, and are not in these numbers",) if changes else ()
     if rates_of(device, how):
         return (*first, f"kernels of {how.method}: as measured by tutti probe on {device.name}")

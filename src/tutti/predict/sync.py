@@ -8,12 +8,15 @@ from tutti.predict import constants, sharding
 from tutti.predict.compressed import PartsWritten, Written, kept_nbytes, parts_written, written
 from tutti.predict.compute import Array
 from tutti.predict.division import Division
+from tutti.predict.factors import RowsOf, by_factors
 from tutti.predict.groups import Group, Network
 from tutti.predict.overlap import TIERS, Bucket, Exchange, Taken, buckets, exchange
+from tutti.predict.placement import Seat
 from tutti.predict.relaxed import Trained, exchanged_apart
 from tutti.predict.sharding import Costs
 from tutti.predict.table import Flags, ModelTable
-from tutti.spec.cluster import DeviceKind, DeviceSpec
+from tutti.predict.zero_one import agreed, step_alone
+from tutti.spec.cluster import DeviceKind
 from tutti.spec.plan import Plan
 from tutti.spec.words import DATA_AXES, AxisName
 
@@ -24,16 +27,19 @@ SUMMED: tuple[AxisName, ...] = (*DATA_AXES, "context", "space")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summed:
     """Gradients that one group sums: bytes by module, the buckets they are fused in. `written`: by a code, None where
-    the plan has none for them."""
+    the plan has none for them; `factors`: of a linear layer's weight that goes by them."""
 
     group: Group
     nbytes: Array
     buckets: tuple[Bucket, ...]
     written: Written | None = None
+    factors: RowsOf | None = None
 
     @property
     def sent_nbytes(self) -> float:
         """Of one rank in a step."""
+        if self.factors is not None:
+            return self.factors.sent_nbytes
         if self.written is not None:
             return self.written.sent_nbytes
         return 2 * (self.group.ranks - 1) / self.group.ranks * float(self.nbytes.sum())
@@ -59,6 +65,14 @@ def summed(
     found = []
     for axes, mask in kinds:
         group, own_nbytes = net.group(*axes), np.where(mask, nbytes, 0.0)
+        places = np.flatnonzero(own)
+        whole = (own_nbytes > 0) & (part.weight[own] == 1)
+        for rows in by_factors(columns, plan, group.ranks, axes, places[whole].tolist()):
+            place = int(np.flatnonzero(places == rows.module)[0])
+            own_nbytes[place] = max(0.0, own_nbytes[place] - rows.nbytes)
+            one = Bucket(nbytes=rows.nbytes, last=len(nbytes) - 1 - place)
+            alone = np.where(places == rows.module, rows.nbytes, 0.0)
+            found.append(Summed(group=group, nbytes=alone, buckets=(one,), factors=rows))
         if group.ranks > 1 and own_nbytes.any():
             some = buckets(own_nbytes.tolist(), plan.sync.bucket_nbytes)
             how = written(plan, group, axes, own_nbytes, [bucket.nbytes for bucket in some], updates)
@@ -100,13 +114,17 @@ def synchronise(
         return _apart(columns, net, plan, microbatches * float(passes[0].sum() + passes[1].sum()))
     if plan.degree("shard") > 1 and plan.sharding.level > 1:
         return _divided(columns, part, net, plan, passes, microbatches, taken)
+    if step_alone(plan, updates):
+        ways = agreed(plan, net.group("replicate"), net.seats[0], float(columns.gradients[own].sum()))
+        kept = Bucket(nbytes=0.0, last=0, kept_nbytes=ways.kept_nbytes)
+        return Sync(exchange=ways.exchange, sent_nbytes=ways.sent_nbytes, buckets=(kept,))
     sums = summed(columns, part, net, plan, own, updates)
     pairs = fused(sums)
     backward = passes[1][own][::-1]
     busy = taken.backward[:, own][:, ::-1]
-    device = net.seats[0].device
+    seat = net.seats[0]
     different = {(bucket.nbytes, id(one)): one for bucket, one in pairs}  # equal blocks make equal buckets
-    times = {key: _sum_s(plan, one, device, key[0]) for key, one in different.items()}
+    times = {key: _sum_s(plan, one, seat, key[0]) for key, one in different.items()}
     each = [times[bucket.nbytes, id(one)] for bucket, one in pairs]
     done = exchange(
         backward.tolist(),
@@ -126,11 +144,13 @@ def synchronise(
     )
 
 
-def _sum_s(plan: Plan, one: Summed, device: DeviceSpec, nbytes: float) -> tuple[float, float]:
+def _sum_s(plan: Plan, one: Summed, seat: Seat, nbytes: float) -> tuple[float, float]:
     """(seconds, those of them in kernels) in which a bucket is summed."""
+    if one.factors is not None:
+        return one.factors.sum_s(plan, one.group, seat)
     if one.written is None:
         return one.group.gradient_sum(nbytes), 0.0
-    return one.written.sum_s(plan, one.group, device, nbytes)
+    return one.written.sum_s(plan, one.group, seat.device, nbytes)
 
 
 def _beside(done: Exchange, kernels_s: float, cores: int) -> float:
