@@ -149,6 +149,14 @@ def test_a_mesh_says_degrees_and_leaves_the_level_of_sharding_open(machines: str
     assert choice.best.sharding.level == 1  # no other goes with stages
 
 
+def test_a_file_of_a_model_may_stand_where_a_script_does(machines: str, tmp_path: Path) -> None:
+    sizes = {"layers": 2, "hidden": 64, "heads": 2, "seq_len": 64, "vocab": 100}
+    file = codec.save(architecture("gpt", sizes), tmp_path / "model.json")
+    given = ("--cluster", machines, "--global-batch-size", "8", "--max-devices", "1", "--json")
+    assert chosen(call(*given, str(file))).best == chosen(call(*given, "--model", str(file))).best
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_what_excludes_itself_is_refused_as_such(machines: str) -> None:
     with pytest.raises(PlanError, match=r"mesh.space = 2 with mesh.stage = 2|divid"):
         ask(machines, "--mesh", "stage=2,space=2")

@@ -120,7 +120,11 @@ def _showing(function: Any) -> Any:
 
 @click.command(context_settings=SCRIPT_CONTEXT)
 @click.option("--cluster", type=click.Path(path_type=Path), help="The machines; this one, measured, if not given.")
-@click.option("--model", type=click.Path(path_type=Path), help="Plan for a ModelSpec file instead of a script.")
+@click.option(
+    "--model",
+    type=click.Path(path_type=Path),
+    help="Plan for a ModelSpec file (tutti describe --output) instead of a script.",
+)
 @click.option("--global-batch-size", type=click.IntRange(1), help="Without a script: the batch of a step.")
 @click.option("--unit", type=click.Choice(get_args(Unit)), default="samples", help="Without a script: what it counts.")
 @click.option("--max-devices", type=click.IntRange(1), help="Use at most so many ranks.")
@@ -150,14 +154,16 @@ def _showing(function: Any) -> Any:
 )
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the plan to this file.")
 @json_option
-@click.argument("target", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]... | NAME [SIZES]...")
+@click.argument(
+    "target", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]... | NAME [SIZES]... | FILE.json"
+)
 def command(**given: Any) -> None:
     """Choose how to train SCRIPT: its mesh, microbatches, recompute and precision, by predicted time and memory.
 
     Instead of a script, name an architecture with its sizes: `tutti plan llama --layers 80 --global-batch-size 512`.
     With --cluster no hardware is needed. Options of tutti come before SCRIPT, the script's own ARGUMENTS after it.
     """
-    options = Options(**given)
+    options = _with_file(Options(**given))
     from tutti.cli.named import named_model
     from tutti.cli.plan_show import document, show_choice, show_difference
 
@@ -194,6 +200,14 @@ def command(**given: Any) -> None:
             from tutti.cli.explain import show_layout
 
             show_layout(options, chosen_plan(choice, planned.trials))
+
+
+def _with_file(options: Options) -> Options:
+    """A ModelSpec file that stands where a script does is one given with --model."""
+    named = [Path(word) for word in options.target]
+    if options.model is None and len(named) == 1 and named[0].suffix == ".json":
+        return replace(options, model=named[0], target=())
+    return options
 
 
 def _planned(

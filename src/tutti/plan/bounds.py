@@ -100,6 +100,7 @@ def _facts(tables: Tables, rows: Shapes, samples: int) -> Facts:
     )
 
 
+@np.errstate(invalid="ignore")  # meshes that divide nothing take for ever: inf - inf
 def variant_bounds(room: Room, found: Shapes, ways: Variants, samples: int) -> Bounds:
     """Bounds and estimates of the variants `ways` of the meshes `found`."""
     meshes, place = np.unique(ways.shape, return_inverse=True)

@@ -116,7 +116,7 @@ def _explained(cls: type[Any], error: ValidationError, source: str) -> TuttiErro
     if finding["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         return SpecError(f"{source}: unknown field {path}; {_nearest(cls, location)}")
     if finding["type"] in ("missing", "missing_argument"):
-        return SpecError(f"{source}: field {path} is missing; add it")
+        return SpecError(f"{source}: field {path} is missing from this {cls.__name__}; add it, or name another file")
     message = finding["msg"][0].lower() + finding["msg"][1:]
     if finding["loc"] and finding["loc"][-1] == "[key]":
         return SpecError(f"{source}: {path} is not allowed: {message}; rename or remove this key")
