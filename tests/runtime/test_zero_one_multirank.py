@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from against_one import Subject, Trained, assert_agree
-from harness import run_ranks
+from harness import preload, run_ranks
+from runtime.digits import Reached, reach
 from runtime.several import Case, refusals, train_cases
 from runtime.test_compressed_multirank import case, in_turn, look, tied
 from runtime.test_compressed_plans_multirank import clipped
@@ -19,6 +20,8 @@ from tutti.runtime.consistency import zero_one
 from tutti.spec.compression import Compression, bucket_sent_nbytes, parse_compression, sum_sent_nbytes
 from tutti.spec.plan import Sharding
 from tutti.spec.zero_one import local_updates
+
+preload("sklearn.datasets")
 
 STEPS, FREEZE = 18, 7
 
@@ -196,3 +199,19 @@ def late_too(cases: list[Case]) -> list[str]:
     except Exception as error:
         said.append(f"{type(error).__name__}: {error}")
     return said
+
+
+def digits() -> Reached:
+    def adam(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam(parameters, lr=0.003)
+
+    return reach("zero-one", optimizer=adam, TUTTI_COMPRESS="zero-one-adam,freeze_step=66")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.long
+def test_digits_are_learnt_whose_pixels_are_always_zero() -> None:
+    """Three of them are in all training samples: the published form goes to NaN there."""
+    for one in run_ranks(digits, 4, timeout_s=590):
+        assert one.accuracy >= 0.97, one
+        assert one.last <= 0.02, one
