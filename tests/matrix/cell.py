@@ -219,12 +219,17 @@ def _trained(task: Task, fields: dict[str, Any], comparison: Comparison | None) 
 def _steps(job: tutti.Job, model: torch.nn.Module, loader: Any, comparison: Comparison | None) -> Trained:
     run = job._run()
     function = loss_of(run.unpack, run.loss_fn)  # type: ignore[arg-type]
-    trained = Trained([], [], {}, {})
+    trained, record = Trained([], [], {}, {}), contextlib.ExitStack()
     while len(trained.losses) < STEPS:
         for data in loader:
-            last = len(trained.losses) == STEPS - 1
-            with recorded_peak(trained.facts, "peak", _alive_nbytes(run)) if last else contextlib.nullcontext():
-                trained.losses.append(job.forward_backward(function, data))
+            gradients: list[tuple[str, torch.Tensor]] = []  # those of the step before are not held here
+            if len(trained.losses) == STEPS - 2:
+                begin = record.enter_context(recorded_peak(trained.facts, "peak"))
+            elif len(trained.losses) == STEPS - 1:
+                begin(_alive_nbytes(run))
+            trained.losses.append(job.forward_backward(function, data))
+            if len(trained.losses) == STEPS:
+                record.close()
             gradients = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
             if comparison is None:
                 trained.gradients.append({n: (g.to_dense() if g.is_sparse else g).clone() for n, g in gradients})

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.autograd.profiler import profile
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
@@ -14,6 +13,7 @@ import tutti
 from harness import run_ranks
 from matrix.cell import _alive_nbytes
 from matrix.foreseen import HOST
+from matrix.peak import recorded_peak
 from runtime.stage_subjects import GPT
 from tutti.cli.describe import describe_captured
 from tutti.predict import predict
@@ -26,8 +26,6 @@ from tutti.spec.plan import BatchPlan, Pipeline, Plan
 pytestmark = pytest.mark.long
 
 WIDTH, TOKENS, BATCH = 192, 16, 64
-MARK = 12_345_677
-"""Bytes of an allocation that says where in the record a step begins."""
 
 
 def language(blocks: int) -> tuple[nn.Module, TensorDataset]:
@@ -52,8 +50,7 @@ def described(blocks: int) -> ModelSpec:
 
 
 def peak_of_a_step(blocks: int, plan: Path) -> int:
-    """The most bytes alive in forward and backward. What was allocated before the record began is not seen to go, so
-    that begins a step earlier."""
+    """The most bytes alive in forward and backward."""
     os.environ["TUTTI_PLAN"] = str(plan)
     model, data = language(blocks)
     job = tutti.Job(global_batch_size=BATCH)
@@ -61,21 +58,12 @@ def peak_of_a_step(blocks: int, plan: Path) -> int:
     first, second = list(loader)
     run = job._run()
     job.step(first)
-    with profile(profile_memory=True) as record:
+    facts: dict[str, int] = {}
+    with recorded_peak(facts, "peak") as begin:
         job.step(first)
-        alive = _alive_nbytes(run)
-        torch.empty(MARK, dtype=torch.uint8)
+        begin(_alive_nbytes(run))
         job.forward_backward(loss_of(run.unpack, run.loss_fn), second)  # type: ignore[arg-type]
-    events = [
-        (event.start_ns(), event.nbytes()) for event in record.kineto_results.events() if event.name() == "[memory]"
-    ]
-    changes = [nbytes for _, nbytes in sorted(events)]
-    begin = max(at for at, nbytes in enumerate(changes) if MARK <= -nbytes < MARK + 4096)
-    most = alive
-    for nbytes in changes[begin + 1 :]:
-        alive += nbytes
-        most = max(most, alive)
-    return int(most)
+    return facts["peak"]
 
 
 @pytest.mark.parametrize(
