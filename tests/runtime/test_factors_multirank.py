@@ -107,6 +107,8 @@ def test_factors_are_one_devices_run_in_fewer_bytes(world_size: int) -> None:
     mesh = {"replicate": world_size}
     found = on_ranks({"run": factors(mesh=mesh)}, world_size, steps=STEPS, look=look if world_size > 1 else None)
     assert_agree(alone(), [rank["run"] for rank in found])
+    first = found[0]["run"].state
+    assert all(torch.equal(rank["run"].state[name], value) for rank in found for name, value in first.items())
     if world_size == 1:
         return
     facts = found[0]["run"].facts

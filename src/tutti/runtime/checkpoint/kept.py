@@ -25,7 +25,7 @@ from tutti.spec.compression import FACTORS, MOMENTA, ZERO_ONE, Compression, comp
 def collect_kept(run: Run, mine: Contribution, items: list[Item]) -> None:
     """Add what this rank keeps back to what it writes."""
     compressor = run.replica.compressor
-    exactly = run.replica.factored.left
+    exactly = run.replica.factored.exactly()
     if exactly:
         mine.kept = {"method": FACTORS, "exactly": sorted(_names(run)[p] for p in exactly)}
     if compressor is None:

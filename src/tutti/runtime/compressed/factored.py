@@ -136,9 +136,13 @@ class Factored:
             for factors in self.weights.values():
                 factors.collecting = False
 
+    def exactly(self) -> list[nn.Parameter]:
+        """Weights whose factors were more bytes than their gradients: those that were left, or will be."""
+        return [*self.left, *(p for p, one in self.sums.items() if one.dense and p in self.weights)]
+
     def choose(self) -> None:
         """Leave the weights that were summed exactly to other buckets: the same on all ranks of a group."""
-        self.leave(parameter for parameter, one in self.sums.items() if one.dense)
+        self.leave(self.exactly())
 
     def leave(self, parameters: Iterable[nn.Parameter]) -> None:
         """These go by factors no more. Buckets are to be made anew."""
@@ -162,8 +166,8 @@ def make_factored(plan: Plan, layout: Layout, model: nn.Module) -> Factored:
     chosen: dict[nn.Parameter, tuple[Axes, Factors]] = {}
     modules: list[FactoredLinear] = []
     for name, module in model.named_modules():
-        if type(module) is not nn.Linear or "forward" in vars(module):
-            continue
+        if type(module) is not nn.Linear or "forward" in vars(module) or "weight" not in module._parameters:
+            continue  # weight_norm and its like make the weight anew in every forward
         weight, axes = cast(nn.Parameter, module.weight), layout.of_name(f"{name}.weight" if name else "weight").sums
         axes = tuple(axis for axis in axes if mesh.degree(axis) > 1)
         width = weight.element_size() if half is None else half.itemsize
