@@ -197,6 +197,13 @@ def _others() -> list[Column]:
             name="space 2 x 2", group="others", mesh={"space": 4}, fields={"space_grid": (2, 2)}, quick=("CosmoFlow",)
         ),
         Column(name="table 2", group="others", mesh={"table": 2}, quick=("DLRM",)),
+        Column(
+            name="table 2, linear layers",
+            group="others",
+            mesh={"table": 2},
+            fields={"layout": (LayoutRule(placement="split"),)},
+            quick=("CNN, BatchNorm",),
+        ),
     ]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from tutti.plan.explore import Costed, Explorer
 from tutti.plan.relief import relieve
+from tutti.plan.wide import widen
 from tutti.spec.cluster import ClusterSpec
 from tutti.spec.plan import Plan
 from tutti.spec.words import AxisName
@@ -21,7 +22,9 @@ _RELIEVED = 6
 
 
 def polish(explorer: Explorer) -> None:
-    """Cost the neighbours of the best plans, and theirs again, while that brings anything."""
+    """Cost data-parallel plans with wide layers divided, then the neighbours of the best plans, and theirs again, while
+    that brings anything."""
+    widen(explorer)
     seen = {_key(one.plan) for one in explorer.costed}
     for _ in range(_ROUNDS):
         good = sorted((one for one in explorer.costed if one.good), key=lambda one: one.value)[:_BEST]

@@ -29,6 +29,9 @@ def settings_words(plan: Plan) -> str:
         found.append(f"{plan.context} attention")
     if plan.mesh.get("space", 1) > 1 and plan.space_grid:
         found.append("space " + "x".join(map(str, plan.space_grid)))
+    wide = wide_layers(plan)
+    if wide:
+        found.append(" and ".join((*wide[:3], *([f"{len(wide) - 3} more"] if len(wide) > 3 else []))) + " over table")
     if plan.sync.compress is not None:
         found.append(f"gradients as {compression_in_words(plan.sync.compress)}")
     if plan.sync.mode != "synchronous":
@@ -54,6 +57,13 @@ def recompute_words(plan: Plan) -> str:
     if not found:
         return "none"
     return "full" if True in found else "selective"
+
+
+def wide_layers(plan: Plan) -> tuple[str, ...]:
+    """What the layout's rules name to be divided over `table`."""
+    if plan.degree("table") == 1 or plan.degree("split") > 1:
+        return ()
+    return tuple(rule.modules for rule in plan.layout if rule.placement not in ("auto", "replicate"))
 
 
 def axes_of(plan: Plan) -> tuple[AxisName, ...]:
