@@ -244,7 +244,9 @@ def _devices_remark(request: Request, plan: Plan, alternatives: Sequence[Alterna
             return "One device: no more were to be considered"
         best = _MOST.get(request.objective, "to be the fastest")
         return f"One device is predicted {best}; {more[0].plan.world_size} ranks would be {more[0].reason}"
-    fewer = [a for a in alternatives if a.prediction and a.plan.world_size == 1]
+    fewer = [
+        a for a in alternatives if a.prediction and a.plan.world_size == 1 and a.plan.precision == plan.precision
+    ]  # in another one it would be precision that is compared
     text = f"{count(plan.world_size, 'rank')}, data parallel"
     if not set(axes_of(plan)) <= {"replicate"}:
         text = f"{count(plan.world_size, 'rank')} as {plan_words(plan)}"
