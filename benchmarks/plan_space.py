@@ -20,7 +20,10 @@ from tutti.plan import Request
 from tutti.plan.build import plan_of
 from tutti.plan.enumerate import shapes, variants
 from tutti.plan.limits import limits_of
+from tutti.plan.wide import wide_plans
 from tutti.predict import predict
+from tutti.predict.counts import samples_of
+from tutti.predict.table import model_table
 from tutti.spec.cluster import ClusterSpec
 from tutti.spec.mesh_words import mesh_in_words
 from tutti.spec.model import ModelSpec
@@ -51,7 +54,8 @@ class Measured:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
     """What is measured, by name. `enumerated`: plans of the planner; `feasible`: those predicted to run and to fit;
-    `reasons`: why the others are not, with how many; `orders`: how many were added for another order of axes."""
+    `reasons`: why the others are not, with how many; `orders`: how many were added for another order of axes, another
+    grid, or with wide layers divided, all of which the planner tries of its best ones."""
 
     plans: dict[str, Measured]
     enumerated: int
@@ -81,14 +85,15 @@ def space(model: ModelSpec, cluster: ClusterSpec, script: Plan, workload: str, r
     extra = [
         dataclasses.replace(script, mesh=dict(mesh)) for mesh in LEFT_OUT.get(workload, ()) if _ranks(mesh) == ranks
     ]
+    wide = list(divided(model, cluster, plain, ranks))
     grids = [dataclasses.replace(one.plan, space_grid=(2, 2)) for one in folded if one.plan.mesh == {"space": 4}]
-    rows = [*folded, *(Measured(plan=plan, stands_for=1) for plan in (*turned, *grids))]
+    rows = [*folded, *(Measured(plan=plan, stands_for=1) for plan in (*turned, *grids, *wide))]
     rows += [Measured(plan=plan, stands_for=0) for plan in extra]
     return Space(
         plans={name_of(row.plan): row for row in rows},
         enumerated=len(found),
         feasible=len(able),
-        orders=len(turned) + len(grids),
+        orders=len(turned) + len(grids) + len(wide),
         reasons=reasons,
     )
 
@@ -181,6 +186,14 @@ def other_order(plan: Plan) -> Plan | None:
     return dataclasses.replace(plan, mesh=dict(reversed(plan.mesh.items())))
 
 
+def divided(model: ModelSpec, cluster: ClusterSpec, plans: Iterable[Plan], ranks: int) -> Iterator[Plan]:
+    """The replicated plan with its wide linear layers divided over all ranks."""
+    base = next((plan for plan in plans if plan.mesh == {"replicate": ranks}), None)
+    if base is not None:
+        samples = samples_of(base.batch.global_batch_size, base.batch.unit, model.tokens_per_sample)
+        yield from wide_plans(base, cluster, model_table(model), samples, ranks)
+
+
 def name_of(plan: Plan) -> str:
     """Words for a plan by what tells it from the others: its mesh, and how it is run."""
     words = [mesh_in_words(plan.mesh)]
@@ -193,6 +206,9 @@ def name_of(plan: Plan) -> str:
         words.append(plan.context)
     if plan.space_grid:
         words.append("in " + " x ".join(map(str, plan.space_grid)))
+    wide = sum(rule.placement in ("column", "row") for rule in plan.layout)
+    if plan.degree("table") > 1 and wide:
+        words.append(f"{wide} wide layers")
     if plan.batch.num_microbatches > 1:
         words.append(f"{plan.batch.num_microbatches} microbatches")
     if _again(plan):
