@@ -1,6 +1,6 @@
 """Peak memory of a rank, by what holds it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from tutti.predict.cuts import Stages
 from tutti.predict.division import Division, division
 from tutti.predict.layout import Region, marks
 from tutti.predict.overlap import Bucket
-from tutti.predict.pipeline import most_held
+from tutti.predict.pipeline import Besides, most_held
 from tutti.predict.sharding import units_of
 from tutti.predict.table import ModelTable, model_table
 from tutti.spec.cluster import DeviceKind
@@ -59,8 +59,10 @@ def _handed(columns: ModelTable, part: Division) -> Array:
 class Held:
     """Bytes by place on the stage axis, (places,): of parameters (`lower`: in the lower precision beside), gradients,
     optimizer state, buffers. Of one sample's activations: `kept` by stage, (stages,), and once at a time by place,
-    `passing`, and on a host `copying`, where convolutions need more; `temporary`: what the update of the largest
-    parameter needs for a moment. `units`: see sharding.units_of.
+    `passing`, and on a host `copying`, where convolutions need more; with stages, `put_off` by stage: what is held more
+    while gradients of weights are put off, and `sent`, (boundaries,): of what they tell each other. `fresh`: the
+    largest module's gradients; `temporary`: what the update of the largest parameter needs for a moment. `units`:
+    see sharding.units_of.
     """
 
     parameters: Array
@@ -71,6 +73,9 @@ class Held:
     kept: Array
     passing: Array
     copying: Array
+    put_off: Array
+    sent: Array
+    fresh: Array
     temporary: Array
     units: tuple[float, ...]
 
@@ -105,12 +110,32 @@ def held_by_stage(
         gradients=total(columns.gradients * part.weight),
         optimizer=total(columns.optimizer * part.weight),
         buffers=total(columns.buffers),
-        kept=np.bincount(stages.stage, weights=keeps.always, minlength=stages.count).astype(np.float64),
+        kept=np.bincount(stages.stage, weights=keeps.always, minlength=stages.count) + _arrived(columns, stages, keeps),
         passing=within + most(keeps.output),
         copying=within + most(np.maximum(keeps.output, copying)),
+        put_off=_put_off(parameters, stages, keeps),
+        sent=stages.sent,
+        fresh=most(columns.gradients * part.weight),
         temporary=temporaries * most(columns.gradients * part.weight),
         units=tuple(units_of(columns, part)) if plan.degree("shard") > 1 else (),
     )
+
+
+def _put_off(parameters: Array, stages: Stages, keeps: Kept) -> Array:
+    """(stages,): gradients of what modules with weights return, of one sample; the first stage puts off none."""
+    weights = np.where((parameters > 0) & (stages.stage > 0), keeps.output, 0.0)
+    return np.bincount(stages.stage, weights=weights, minlength=stages.count).astype(np.float64)
+
+
+def _arrived(columns: ModelTable, stages: Stages, keeps: Kept) -> Array:
+    """(stages,): bytes of one sample that came from the stage before and that no module counts as its own: one that
+    returns what it keeps (an activation) counts it, and the stage after it holds a copy."""
+    found = np.zeros(stages.count)
+    for stage in range(1, stages.count):
+        mine = np.flatnonzero((stages.stage == stage) & (columns.outputs > 0))
+        if len(mine):
+            found[stage] = max(0.0, float(stages.sent[stage - 1] - keeps.always[mine[0]]))
+    return found
 
 
 def _convolving(columns: ModelTable, part: Division, stages: Stages, keeps: Kept, *, space: bool, half: bool) -> Array:
@@ -122,6 +147,8 @@ def _convolving(columns: ModelTable, part: Division, stages: Stages, keeps: Kept
     if space:
         cut = constants.CUT_CONVOLUTION_PASSES * both + np.maximum(both - columns.outputs * share, 0.0)
         held = np.where(columns.halo.any(axis=1), cut, held)
+    if stages.count > 1:  # gradients of what goes in and of what comes out
+        held = np.maximum(held, np.where(columns.multiplies, 1.0, 2.0) * keeps.output)
     order = np.argsort(stages.stage, kind="stable")
     ends = np.cumsum(np.bincount(stages.stage, weights=keeps.always, minlength=stages.count))
     gone = np.empty(len(columns))
@@ -150,7 +177,9 @@ def rank_memory(
     )
     state = _sharded(state, held.units, plan, len(samples), kind)
     update = _in_update(held, state, plan, stage)
-    gone = activations + state.lower + state.communication - update.communication
+    if plan.degree("stage") > 1 and len(samples) > 1 and not fused:  # beside those that it is added to
+        state = replace(state, gradients=state.gradients + float(held.fresh[stage]))
+    gone = activations + state.lower + state.communication + state.gradients - update.communication - update.gradients
     if kind == "cpu" and update.optimizer - state.optimizer > gone:
         state, activations, when = update, 0.0, "in the optimizer's update"
     tensors = state.parameters + state.lower + state.gradients + state.optimizer + activations + state.communication
@@ -177,8 +206,9 @@ def _activations(held: Held, plan: Plan, samples: list[int], stage: int, kind: D
     if ranks == 1:
         when = "in a convolution's backward" if copying else "at the start of backward"
         return max(samples) * float(held.kept.sum()) + once, when
-    by_microbatch: Array = held.kept[:, None] * np.array(samples, dtype=np.float64)
-    nbytes, count = most_held(plan, by_microbatch, stage)
+    sizes = np.array(samples, dtype=np.float64)
+    besides = Besides(put_off=held.put_off[:, None] * sizes, sent=held.sent[:, None] * sizes)
+    nbytes, count = most_held(plan, held.kept[:, None] * sizes, stage, besides)
     return nbytes + once, f"on stage {stage} of {ranks}, where {count} microbatches are held at once"
 
 

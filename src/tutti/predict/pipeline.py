@@ -29,6 +29,7 @@ MOST_PUT_OFF = 4096
 _KIND = {"F": 0, "B": 1, "I": 2, "W": 3}
 _NOTHING, _NOT_YET = -1, -2
 _GROWS = (1, -1, 0, -1)
+_PUT_OFF = (0, 0, 1, -1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +185,25 @@ def _equal(seconds: Array) -> bool:
     return bool(np.all(seconds == seconds[:, :, :1]))
 
 
-def most_held(plan: Plan, nbytes: Array, rank: int) -> tuple[float, int]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Besides:
+    """What a rank holds of microbatches besides what it keeps for backward. `put_off`: (stages, microbatches), between
+    the halves of a backward, gradients of what modules with weights return; `sent`: (boundaries, microbatches), a
+    message, which is there while it is used, and one action before."""
+
+    put_off: Array
+    sent: Array
+
+    def reversed(self) -> "Besides":
+        return Besides(put_off=self.put_off[:, ::-1], sent=self.sent[:, ::-1])
+
+    def message(self, kind: int, stage: int, microbatch: int) -> float:
+        """Bytes that come for an action."""
+        boundary = {0: stage - 1, 1: stage, 2: stage}.get(kind, -1)
+        return float(self.sent[boundary, microbatch]) if 0 <= boundary < len(self.sent) else 0.0
+
+
+def most_held(plan: Plan, nbytes: Array, rank: int, besides: Besides | None = None) -> tuple[float, int]:
     """The most bytes of activations that `rank` of the stage axis holds at once, and of how many microbatches.
 
     `nbytes`: (stages, microbatches), what each stage keeps of each.
@@ -193,13 +212,23 @@ def most_held(plan: Plan, nbytes: Array, rank: int) -> tuple[float, int]:
     own = range(rank, nbytes.shape[0], ranks)
     count = nbytes.shape[1]
     if pipeline.schedule == "gpipe":
-        return float(nbytes[list(own)].sum()), count
+        coming = besides.sent[rank, -2:].sum() if besides is not None and rank < ranks - 1 else 0.0
+        return float(nbytes[list(own)].sum() + coming), count
     played = shortened(pipeline.schedule, count, ranks)
-    grows, stage, microbatch = _growth(pipeline.schedule, ranks, pipeline.stages_per_rank, played, rank)
-    most = nbytes[:, ::-1] if played < count else nbytes  # the last microbatches are the largest
-    running = np.cumsum(grows * most[stage, microbatch])
+    kind, stage, microbatch = _growth(pipeline.schedule, ranks, pipeline.stages_per_rank, played, rank)
+    if played < count:  # the last microbatches are the largest
+        nbytes, besides = nbytes[:, ::-1], besides.reversed() if besides is not None else None
+    grows = np.array(_GROWS)[kind]
+    changes = grows * nbytes[stage, microbatch]
+    if besides is not None:
+        changes = changes + np.array(_PUT_OFF)[kind] * besides.put_off[stage, microbatch]
+    running = np.cumsum(changes)
     peak = int(np.argmax(running)) if len(running) else 0
-    return float(running[peak]), int(grows[: peak + 1].sum())
+    found = float(running[peak])
+    if besides is not None:  # the next action's, and the one's after it
+        after = range(peak + 1, min(peak + 3, len(kind)))
+        found += sum(besides.message(int(kind[at]), int(stage[at]), int(microbatch[at])) for at in after)
+    return found, int(grows[: peak + 1].sum())
 
 
 @lru_cache(maxsize=2048)
@@ -208,4 +237,4 @@ def _growth(
 ) -> tuple[Places, Places, Places]:
     order = order_of(name, ranks, stages_per_rank, microbatches)
     own = np.flatnonzero(np.array(order.rank) == rank)
-    return np.array(_GROWS, dtype=np.intp)[order.kind[own]], order.stage[own], order.microbatch[own]
+    return order.kind[own], order.stage[own], order.microbatch[own]
