@@ -63,15 +63,15 @@ def test_what_no_method_means_is_refused(words: str, said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("words", "fields", "said"),
     [
-        ({"mesh": {"shard": 2}, "sharding": Sharding(level=2)}, "use sharding.level = 1"),
-        ({"mesh": {"replicate": 2, "shard": 2}}, "sharding.level = 3"),
-        ({"mesh": {"replicate": 2}, "precision": "float16"}, 'use precision = "bfloat16"'),
+        ("one-bit-adam,freeze_step=5", {"mesh": {"shard": 2}, "sharding": Sharding(level=2)}, "use sharding.level = 1"),
+        ("one-bit,between=hosts", {"mesh": {"replicate": 2, "shard": 2}}, "sharding.level = 3"),
+        ("one-bit", {"mesh": {"replicate": 2}, "precision": "float16"}, 'use precision = "bfloat16"'),
     ],
 )
-def test_plans_that_do_not_go_with_it_are_refused(fields: dict[str, object], said: str) -> None:
-    plan = Plan(batch=BATCH, sync=Sync(compress=Compression(method="one-bit")), **fields)  # type: ignore[arg-type]
+def test_plans_that_do_not_go_with_it_are_refused(words: str, fields: dict[str, object], said: str) -> None:
+    plan = Plan(batch=BATCH, sync=Sync(compress=parse_compression(words)), **fields)  # type: ignore[arg-type]
     with pytest.raises(TuttiError, match=said):
         check_plan(plan)
 
