@@ -7,6 +7,7 @@ every rank sleeps in some of its steps, and seconds say how much of that the oth
 import json
 import random
 import statistics
+import sys
 import time
 from dataclasses import dataclass, replace
 from functools import partial
@@ -112,7 +113,10 @@ CLAIMS: dict[str, dict[str, Case]] = {
 
 def measure(sizes: Sizes) -> dict[str, Any]:
     """Returns {"trainings": {claim: {way: one entry a seed}}, "summary": {claim: {way: medians}}}."""
-    trainings = {claim: trained_all(CLAIMS[claim], sizes) for claim in sizes.claims}
+    trainings = {}
+    for claim in sizes.claims:
+        trainings[claim] = trained_all(CLAIMS[claim], sizes)
+        print(claim, json.dumps(summary(trainings[claim])), file=sys.stderr, flush=True)
     return {
         "works": {name: work.says for name, work in (("text", TEXT), ("digits", DIGITS))},
         "trainings": trainings,
@@ -123,7 +127,7 @@ def measure(sizes: Sizes) -> dict[str, Any]:
 def trained_all(cases: dict[str, Case], sizes: Sizes) -> dict[str, list[dict[str, Any]]]:
     """All trainings of a claim, in one launch."""
     (ranks,) = {case.ranks for case in cases.values()}
-    return dict(run_ranks(_train_all, ranks, cases, sizes, timeout_s=1800)[0])
+    return dict(run_ranks(_train_all, ranks, cases, sizes, timeout_s=3600)[0])
 
 
 def _train_all(cases: dict[str, Case], sizes: Sizes) -> dict[str, list[dict[str, Any]]]:
