@@ -300,7 +300,7 @@ def test_what_does_not_go_together_is_refused_on_all_ranks() -> None:
     cases: list[Case] = [
         (sparse, {"mesh": {"replicate": 2}, "sync": Sync(compress=Compression(method="one-bit"))}),
         (moving, {"mesh": {"replicate": 2}, "sync": Sync(compress=Compression(method="dgc"))}),
-        (plain, {"mesh": {"shard": 2}, "sync": Sync(compress=Compression(method="one-bit"))}),
+        (plain, {"mesh": {"shard": 2}, "sync": Sync(compress=Compression(method="one-bit", between="hosts"))}),
     ]
     said = ("embed is sparse", "AdamW has one of its own", "sharding.level = 3")
     for rank in run_ranks(refusals, 2, cases):
