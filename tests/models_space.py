@@ -149,6 +149,7 @@ def unet_upsampled() -> Subject:
         data=data,
         loss_fn=dice_and_square,
         batch=4,
+        optimizer=momentum,
         job={"clip_norm": 0.5},
     )
 
