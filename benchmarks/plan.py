@@ -54,8 +54,8 @@ class Sizes:
     rates: tuple[str, ...] = ("unlimited", "1gbit", "100mbit")
     ranks: tuple[str, ...] = ("2", "4")
     models: tuple[str, ...] = ("mlp", "cnn", "gpt")
-    steps: int = 3
-    milliseconds: int = 250
+    steps: int = 5
+    milliseconds: int = 600
     limit_s: int = 90
     full: int = 0
     only: tuple[str, ...] = ()

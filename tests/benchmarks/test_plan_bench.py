@@ -258,11 +258,12 @@ def test_a_plan_that_ends_its_process_ends_no_other(rank: Any, work: Callable[[]
 
 
 def test_steps_in_which_the_cores_were_given_to_others_do_not_count(rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    shares = iter([0.0, 0.3, 0.0, 0.2, 0.0, 0.0])
+    shares = iter([0.0, 0.3, 0.0, 0.0, 0.0, 0.2, 0.0, 0.0])
     monkeypatch.setattr(rank, "one_step", lambda loop: rank.Step(wall_s=0.1, cpu_s=0.1, stolen=next(shares)))
     args = argparse.Namespace(patience=1.5, seconds=0.25, steps=3, again=15.0)
     taken = rank.take(iter(()), args)
-    assert [(step.warm, step.counts) for step in taken[:2]] == [(True, False)] * 2
+    assert [(step.warm, step.counts) for step in taken[:4]] == [(True, False)] * 4
+    assert [step.stolen for step in taken[4:]] == [0.0, 0.2, 0.0]
     assert [step.stolen for step in taken if step.counts] == [0.0, 0.0]
     monkeypatch.setattr(rank, "one_step", lambda loop: rank.Step(wall_s=2.0, cpu_s=0.1, stolen=0.3))
     taken = rank.take(iter(()), args)  # a first step that is disturbed is not the measurement, until patience ends
