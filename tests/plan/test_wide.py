@@ -10,8 +10,9 @@ from torch import nn
 
 from predict.examples import cluster, cpu, link, plan
 from tutti.describe import describe_model
+from tutti.errors import PlanError
 from tutti.plan import Request, choose, explain
-from tutti.plan.wide import wide_plans, wide_rules
+from tutti.plan.wide import able_plans, wide_plans, wide_rules
 from tutti.predict import predict
 from tutti.predict.table import model_table
 from tutti.runtime.facts import with_facts
@@ -93,3 +94,14 @@ def test_the_search_divides_the_classifier_where_links_are_slow_and_says_so() ->
     assert seconds(choice.best, hosts(1.25e8)) < 0.8 * seconds(whole, hosts(1.25e8))
     asked = choose(cnn(), hosts(1.25e8), dataclasses.replace(request, mesh={"replicate": 4}))
     assert not any(rule.placement != "auto" for rule in asked.best.layout)
+
+
+def test_a_link_that_is_not_described_leaves_out_what_needs_it() -> None:
+    """Two ranks on each host, and no link within one: a search goes on with what can be costed."""
+    machines = cluster(cpu(), (link("network", 1e-4, 1e6),), count=2, devices_per_node=1)
+    columns = model_table(cnn())
+    assert able_plans(divided(16, mesh={"replicate": 2}), machines, columns, 16, 2)
+    four = divided(16, mesh={"replicate": 4})
+    with pytest.raises(PlanError, match="no link of tier 'node'"):
+        list(wide_plans(four, machines, columns, 16, 2))
+    assert able_plans(four, machines, columns, 16, 2) == []

@@ -8,6 +8,7 @@ does not depend on the others, so layers are taken in the order of their gain; w
 import dataclasses
 from collections.abc import Iterator
 
+from tutti.errors import PlanError
 from tutti.plan.explore import Costed, Explorer
 from tutti.predict.counts import samples_of
 from tutti.predict.division import division
@@ -41,10 +42,18 @@ def widen(explorer: Explorer) -> None:
         return
     for plan, cluster in list(_bases(explorer)):
         for degree in _degrees(plan.degree("replicate"), explorer.limits.per_node):
-            for one in wide_plans(plan, cluster, columns, explorer.samples, degree):
+            for one in able_plans(plan, cluster, columns, explorer.samples, degree):
                 if explorer.over():
                     return
                 explorer.cost(one, cluster)
+
+
+def able_plans(base: Plan, cluster: ClusterSpec, columns: ModelTable, samples: int, degree: int) -> list[Plan]:
+    """`wide_plans`; none where the cluster does not describe a link that they need."""
+    try:
+        return list(wide_plans(base, cluster, columns, samples, degree))
+    except PlanError:
+        return []
 
 
 def wide_plans(base: Plan, cluster: ClusterSpec, columns: ModelTable, samples: int, degree: int) -> Iterator[Plan]:
