@@ -151,16 +151,11 @@ def test_no_cut_is_quicker_than_the_pace_of_its_places(
 
 @pytest.mark.parametrize("case", [case for case in CASES if "mixed" not in case])
 def test_bounds_of_memory_are_the_predictions_own_arithmetic(case: str) -> None:
-    """Where all microbatches are alike they are the prediction's bytes, and elsewhere little less. Of stages they leave
-    out messages, gradients beside those they are added to, and those that zero-bubble schedules put off."""
+    """Where all microbatches are alike they are the prediction's bytes, and elsewhere little less."""
     bounds, _, rows = rows_of(case, 60)
-    ratios = np.array([bounds.memory[row] / prediction.memory.total for row, _, _, prediction in rows])
-    puts_off = np.array([plan.pipeline.schedule == "zero-bubble" for _, _, plan, _ in rows])
-    whole = np.array([plan.degree("stage") == 1 for _, _, plan, _ in rows])
-    assert np.median(ratios[whole]) > 0.999
-    assert np.median(ratios) > 0.98
-    assert np.min(ratios[~puts_off]) > 0.7
-    assert np.min(ratios) > 0.6
+    ratios = [bounds.memory[row] / prediction.memory.total for row, _, _, prediction in rows]
+    assert np.median(ratios) > 0.999
+    assert np.min(ratios) > 0.7
 
 
 @pytest.mark.parametrize("case", ["llama, grouped queries", "moe", "unet", "gpt on mixed devices"])

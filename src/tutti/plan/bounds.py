@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tutti.plan.enumerate import SCHEDULES, Shapes, Variants
-from tutti.plan.room import PLACES, Room
+from tutti.plan.room import PLACES, STATES, Room
 from tutti.plan.tables import Array, Ints, Tables, by_kind
 from tutti.plan.work import Flags
 from tutti.predict import constants
@@ -124,13 +124,16 @@ def _memory(room: Room, rows: Shapes, ways: Variants, facts: Facts) -> tuple[Arr
     units = _Units(block=columns[-2], outside=columns[-1], count=rows.microbatches > 1)
     summing = rows.data * rows.context * rows.space > 1
     summing_experts = rows.copies * rows.table * rows.context * rows.space > 1
+    alone = ~summing & ~summing_experts & (rows.split == 1) & (rows.stage > 1) & (rows.microbatches > 1)
     found = []
     for place, activations in enumerate(active):
-        own, lower, gradients, optimizer, buffers, temporary, bucket, routed = columns[place :: PLACES + 1][:8]
+        own, lower, gradients, optimizer, buffers, temporary, bucket, routed, fresh = columns[place :: PLACES + 1][
+            :STATES
+        ]
         beside = np.maximum(np.where(summing, bucket, 0.0), np.where(summing_experts, routed, 0.0))
         state = _State(own=own, lower=lower, gradients=gradients, optimizer=optimizer)
         kept, passing = _sharded(ways, state, units, beside, room.on_cpu)
-        backward = kept.total + activations + passing
+        backward = kept.total + activations + passing + np.where(alone, fresh, 0.0)
         if room.on_cpu:
             shard = ways.shard
             update = kept.total - kept.lower + temporary / shard + np.where(shard > 1, passing, 0.0)

@@ -12,7 +12,7 @@ from tutti.plan.enumerate import RECOMPUTE, SCHEDULES
 from tutti.plan.tables import Array, Tables
 from tutti.plan.work import IMPOSSIBLE, Work
 from tutti.predict import constants
-from tutti.predict.memory import kept
+from tutti.predict.memory import arrived, convolving, kept, put_off
 from tutti.predict.overlap import buckets
 from tutti.predict.sharding import units_of
 from tutti.predict.table import model_table
@@ -22,6 +22,10 @@ from tutti.spec.words import ScheduleName
 PLACES = 4
 """Places on the stage axis that are looked at: the first two, one in the middle, the last. First ones hold the most
 microbatches, the ends what lies around the blocks."""
+
+
+STATES = 9
+"""Kinds of bytes that `Room.state` says of each place."""
 
 
 def looked_at(stages: int) -> tuple[int, ...]:
@@ -60,14 +64,19 @@ class Room:
         found = [one for one in forms if one is not None]
         if len(found) < len(forms):
             return [[(IMPOSSIBLE,) * (PLACES + 1)] * len(SCHEDULES)] * len(forms)
-        always, within, output = samples * np.stack(found, axis=1).reshape(3, len(forms), 1, chunks, stage)
-        often = np.stack([times_held(schedule, chunks, stage, count) for schedule in SCHEDULES])
-        total = (always * often).sum(axis=2) + within.max(axis=2) + output.max(axis=2)
+        always, within, output, off, sent = samples * np.stack(found, axis=1).reshape(5, len(forms), 1, chunks, stage)
+        often, pending, back, on = (
+            np.stack(each) for each in zip(*(at_most_held(one, chunks, stage, count) for one in SCHEDULES), strict=True)
+        )
+        came = np.concatenate([np.zeros_like(sent[..., :1]), sent[..., :-1]], axis=-1)
+        total = (always * often + off * pending + sent * back + came * on).sum(axis=2)
+        total = total + within.max(axis=2) + output.max(axis=2)
         shown = np.concatenate([total[:, :, list(looked_at(stage))], total.min(axis=2, keepdims=True)], axis=2)
         return [[tuple(row) for row in rows] for rows in shown.tolist()]
 
     def _stage_sums(self, key: tuple[int, ...]) -> Array | None:
-        """(3, stages): what one sample keeps, the most within a region that recomputes, the largest output."""
+        """(5, stages): what one sample keeps, the most within a region that recomputes, the largest output or what else
+        its backward holds for a moment, what is held while gradients of weights are put off, and what is sent on."""
         if key not in self._sums:
             *degrees, stage, chunks, again = key
             stages = self.work.stages(stage, chunks)
@@ -79,25 +88,33 @@ class Room:
                 self._sums[key] = None
                 return None
             found = kept(self._columns, part, self.work.regions[again], half=self.tables.half)
-            sums = np.zeros((3, stage * chunks))
+            sums = np.zeros((5, stage * chunks))
             sums[0] = np.bincount(stages.stage, weights=found.always, minlength=stage * chunks)
+            sums[0] += arrived(self._columns, stages, found)
             np.maximum.at(sums[1], stages.stage, found.within)
             np.maximum.at(sums[2], stages.stage, found.output)
+            if self.on_cpu:
+                space = degrees[-1] > 1
+                once = convolving(self._columns, part, stages, found, space=space, half=self.tables.half)
+                np.maximum.at(sums[2], stages.stage, once)
+            sums[3] = put_off(self._columns, stages, found)
+            sums[4, : stage * chunks - 1] = stages.sent
             self._sums[key] = sums
         return self._sums[key]
 
     def state(self, split: int, expert: int, table: int, stage: int, chunks: int) -> tuple[float, ...]:
         """Bytes on each of the places that are looked at, and the least on any, of: parameters, their copies in lower
         precision, gradients, optimizer state, buffers, what the largest update needs for a moment, the largest bucket
-        of gradients that all data-parallel ranks sum, the largest of experts' divided ones; then the largest block's
-        parameters, and those outside of blocks or tied between them."""
+        of gradients that all data-parallel ranks sum, the largest of experts' divided ones, and the largest module's
+        gradients where no sums follow from the cuts; then the largest block's parameters, and those outside of blocks
+        or tied between them."""
         stages = self.work.stages(stage, chunks)
         try:
             part = self.work.part((split, 1, expert, table, 1))
         except PlanError:
             part = None
         if stages is None or part is None:
-            return (0.0,) * (8 * (PLACES + 1) + 2)
+            return (0.0,) * (STATES * (PLACES + 1) + 2)
         columns, place = self._columns, stages.stage % stage
         parameters, gradients = columns.parameters * part.weight, columns.gradients * part.weight
         lower = np.where(columns.multiplies & self.tables.half, parameters / 2, 0.0)
@@ -115,6 +132,7 @@ class Room:
         apart = (columns.expert & (expert > 1)) | (columns.table & (table > 1)) | (columns.sequence & (split > 1))
         for mine in (~apart, columns.expert & (expert > 1)):
             found += self._looked_at(self._largest_bucket(np.where(mine, gradients, 0.0), place, stage), stage)
+        found += self._looked_at(np.zeros(stage) if stages.ties else largest, stage)
         units = units_of(columns, part)
         return (*found, max(units[1:], default=0.0), units[0])
 
@@ -128,6 +146,28 @@ class Room:
     @staticmethod
     def _looked_at(values: Array, stage: int) -> list[float]:
         return [*values[list(looked_at(stage))].tolist(), float(values.min())]
+
+
+@lru_cache(maxsize=4096)
+def at_most_held(schedule: ScheduleName, chunks: int, stage: int, count: int) -> tuple[Array, Array, Array, Array]:
+    """(stages per rank, places) each, when a place holds most, at least: `times_held`; of how many microbatches it puts
+    gradients of weights off; and of how many it has a message from the stage after it, and from the one before.
+
+    A message is there while it is used, and one action before. Of interleaved schedules none is counted, of those that
+    put off those put off and no message: what follows the peak depends on the bytes there.
+    """
+    often = times_held(schedule, chunks, stage, count)
+    pending, back, on = (np.zeros_like(often) for _ in range(3))
+    places = np.arange(stage)
+    if stage > 1 and schedule == "gpipe":
+        back[:] = np.where(places < stage - 1, min(count, 2), 0)
+    elif stage > 1 and schedule == "1f1b" and chunks == 1:
+        more = count > stage - places  # after the first backward comes one more forward, else a backward
+        back[:] = np.where(places < stage - 1, np.where(more | (count == 1), 1, 2), 0)
+        on[:] = np.where(more & (places > 0), 1, 0)
+    elif stage > 1 and schedule == "zero-bubble" and count >= stage:
+        pending[:] = places
+    return often, pending, back, on
 
 
 @lru_cache(maxsize=4096)

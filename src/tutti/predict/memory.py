@@ -103,17 +103,17 @@ def held_by_stage(
     parameters = columns.parameters * part.weight
     within = most(keeps.within)
     half = plan.precision in ("bfloat16", "float16")
-    copying = _convolving(columns, part, stages, keeps, space=plan.degree("space") > 1, half=half)
+    copying = convolving(columns, part, stages, keeps, space=plan.degree("space") > 1, half=half)
     return Held(
         parameters=total(parameters),
         lower=total(np.where(columns.multiplies & half, parameters / 2, 0.0)),
         gradients=total(columns.gradients * part.weight),
         optimizer=total(columns.optimizer * part.weight),
         buffers=total(columns.buffers),
-        kept=np.bincount(stages.stage, weights=keeps.always, minlength=stages.count) + _arrived(columns, stages, keeps),
+        kept=np.bincount(stages.stage, weights=keeps.always, minlength=stages.count) + arrived(columns, stages, keeps),
         passing=within + most(keeps.output),
         copying=within + most(np.maximum(keeps.output, copying)),
-        put_off=_put_off(parameters, stages, keeps),
+        put_off=put_off(columns, stages, keeps),
         sent=stages.sent,
         fresh=most(columns.gradients * part.weight),
         temporary=temporaries * most(columns.gradients * part.weight),
@@ -121,13 +121,13 @@ def held_by_stage(
     )
 
 
-def _put_off(parameters: Array, stages: Stages, keeps: Kept) -> Array:
+def put_off(columns: ModelTable, stages: Stages, keeps: Kept) -> Array:
     """(stages,): gradients of what modules with weights return, of one sample; the first stage puts off none."""
-    weights = np.where((parameters > 0) & (stages.stage > 0), keeps.output, 0.0)
+    weights = np.where((columns.parameters > 0) & (stages.stage > 0), keeps.output, 0.0)
     return np.bincount(stages.stage, weights=weights, minlength=stages.count).astype(np.float64)
 
 
-def _arrived(columns: ModelTable, stages: Stages, keeps: Kept) -> Array:
+def arrived(columns: ModelTable, stages: Stages, keeps: Kept) -> Array:
     """(stages,): bytes of one sample that came from the stage before and that no module counts as its own: one that
     returns what it keeps (an activation) counts it, and the stage after it holds a copy."""
     found = np.zeros(stages.count)
@@ -138,7 +138,7 @@ def _arrived(columns: ModelTable, stages: Stages, keeps: Kept) -> Array:
     return found
 
 
-def _convolving(columns: ModelTable, part: Division, stages: Stages, keeps: Kept, *, space: bool, half: bool) -> Array:
+def convolving(columns: ModelTable, part: Division, stages: Stages, keeps: Kept, *, space: bool, half: bool) -> Array:
     """Bytes of one sample that a host holds in the backward of each module's convolution beyond what is kept at the
     start of backward: what later modules of its stage kept is gone by then. `space`: samples are cut there."""
     share = part.work * (0.5 if half else 1.0)
