@@ -19,7 +19,9 @@ def reach_with(modes: tuple[str, ...]) -> dict[str, Reached]:
 @pytest.mark.long
 def test_every_mode_learns_digits() -> None:
     (found, *others) = run_ranks(reach_with, 4, MODES, timeout_s=590)
-    assert all(one == found for one in others)
+    for sync, one in found.items():  # the losses of steps are each rank's own where none waits
+        same = {(other[sync].accuracy, other[sync].loss) for other in others}
+        assert same == {(one.accuracy, one.loss)}, f"{sync}: {one}; other ranks evaluate {same}"
     exact = found["synchronous"].accuracy
     for sync, one in found.items():
         assert one.accuracy >= max(0.97, exact - 0.0075), f"{sync}: {one}; synchronous {exact:.4f}"
