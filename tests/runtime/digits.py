@@ -21,7 +21,8 @@ BATCH, STEPS = 128, 440
 
 @dataclass(frozen=True, kw_only=True)
 class Reached:
-    """`accuracy`: held out. `last`: mean loss of the last 40 steps, as the rank sees it. `loss`: over the training data, as evaluated."""
+    """`accuracy`: held out. `last`: mean loss of the last 40 steps, as the rank sees it.
+    `loss`: over the training data, as evaluated."""
 
     accuracy: float
     last: float

@@ -8,6 +8,9 @@ from runtime.digits import Reached, reach
 preload("sklearn.datasets")
 
 MODES = ("synchronous", "stale:3", "asynchronous", "ad-psgd", "hogwild")
+SEEDS = 4.5 / 360
+"""Synchronous training with six seeds gets 351 to 354 of the 360 held-out samples right: so much says nothing of a
+mode. The loss does: with the same seeds it is 5.0e-3 to 6.1e-3, and 4.1e-3 to 5.8e-3 under staleness 3."""
 
 
 def reach_with(modes: tuple[str, ...]) -> dict[str, Reached]:
@@ -22,7 +25,7 @@ def test_every_mode_learns_digits() -> None:
     for sync, one in found.items():  # the losses of steps are each rank's own where none waits
         same = {(other[sync].accuracy, other[sync].loss) for other in others}
         assert same == {(one.accuracy, one.loss)}, f"{sync}: {one}; other ranks evaluate {same}"
-    exact = found["synchronous"].accuracy
+    exact = found["synchronous"]
     for sync, one in found.items():
-        assert one.accuracy >= max(0.97, exact - 0.0075), f"{sync}: {one}; synchronous {exact:.4f}"
-        assert one.loss <= 0.05, f"{sync}: {one}"
+        assert one.accuracy >= max(0.97, exact.accuracy - SEEDS), f"{sync}: {one}; synchronous {exact}"
+        assert one.loss <= 2 * exact.loss, f"{sync}: {one}; synchronous {exact}"
