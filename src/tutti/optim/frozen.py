@@ -135,7 +135,7 @@ class Frozen(ABC):
         for parameter, (moment, group) in self.copies.items():
             if parameter.grad is not None:
                 self._advance(moment.m, parameter.grad, parameter, group)
-        for parameter, group in _pairs(self.optimizer):
+        for parameter, group in pairs_of(self.optimizer):
             if parameter.grad is None:
                 continue
             state = self.optimizer.state.get(parameter, {})
@@ -152,10 +152,10 @@ class Frozen(ABC):
         if self._settled:
             return
         if not self.stands:
-            for one, _ in _pairs(self.optimizer):
+            for one, _ in pairs_of(self.optimizer):
                 if one in self.optimizer.state:
                     self._learned(one, self.optimizer.state[one])
-        count = self.freeze_step if self.stands else _count(self.optimizer)
+        count = self.freeze_step if self.stands else updates_of(self.optimizer)
         count = count if self.agreed is None else self.agreed(count)  # ranks may hold nothing that has a count
         if count >= self.freeze_step:
             self._freeze()
@@ -166,7 +166,7 @@ class Frozen(ABC):
     def _freeze(self) -> None:
         """v of all that has learned stands from now on."""
         states = self.optimizer.state
-        live = [(p, group, states[p]) for p, group in _pairs(self.optimizer) if "exp_avg_sq" in states.get(p, {})]
+        live = [(p, group, states[p]) for p, group in pairs_of(self.optimizer) if "exp_avg_sq" in states.get(p, {})]
         for (parameter, group, state), mean in zip(live, _means(live, self.over_parts), strict=True):
             if mean > 0 and LEARNED not in state:
                 state[LEARNED] = float(state["step"])
@@ -264,11 +264,12 @@ Live = list[tuple[nn.Parameter, dict[str, Any], dict[str, Any]]]
 """Parameters with their group and their state."""
 
 
-def _pairs(optimizer: Optimizer) -> list[tuple[nn.Parameter, dict[str, Any]]]:
+def pairs_of(optimizer: Optimizer) -> list[tuple[nn.Parameter, dict[str, Any]]]:
+    """Its parameters, each with its group."""
     return [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _count(optimizer: Optimizer) -> int:
+def updates_of(optimizer: Optimizer) -> int:
     """Updates so far, of the parameter that had most."""
     return max((int(state["step"]) for state in optimizer.state.values() if "step" in state), default=0)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tutti.optim.frozen import FrozenAdam
+from tutti.optim.frozen import FrozenAdam, Live, pairs_of, updates_of
 from tutti.spec.zero_one import learns
 
 REFRESHED = "refreshed"
@@ -36,7 +36,7 @@ class ZeroOne:
     @property
     def count(self) -> int:
         """Updates so far, of the parameter that had most."""
-        return max((int(state["step"]) for state in self.optimizer.state.values() if "step" in state), default=0)
+        return updates_of(self.optimizer)
 
     @property
     def exact(self) -> bool:
@@ -73,11 +73,10 @@ class ZeroOne:
             state["way"].zero_()
             state["rates"], state["shrink"] = 0.0, 1.0
 
-    def learned(self) -> list[tuple[nn.Parameter, dict[str, Any], dict[str, Any]]]:
+    def learned(self) -> Live:
         """Parameters whose v has learned something, each with its group and its state: the same on all ranks."""
         states = self.optimizer.state
-        pairs = [(p, group) for group in self.optimizer.param_groups for p in group["params"]]
-        return [(p, group, states[p]) for p, group in pairs if self.knows(p)]
+        return [(p, group, states[p]) for p, group in pairs_of(self.optimizer) if self.knows(p)]
 
     @torch.no_grad()
     def _before(self, *arguments: Any) -> None:
@@ -85,14 +84,13 @@ class ZeroOne:
         if self.count < min(self.kappa, self.freeze_step):
             return
         learning, alone = self.exact, self.stands
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                if learning or self.knows(parameter):
-                    self._update(parameter, group, learning=learning, alone=alone)
-                self._set_aside.append((parameter, parameter.grad))
-                parameter.grad = None
+        for parameter, group in pairs_of(self.optimizer):
+            if parameter.grad is None:
+                continue
+            if learning or self.knows(parameter):
+                self._update(parameter, group, learning=learning, alone=alone)
+            self._set_aside.append((parameter, parameter.grad))
+            parameter.grad = None
 
     def _update(self, parameter: nn.Parameter, group: dict[str, Any], *, learning: bool, alone: bool) -> None:
         state, gradient = self.optimizer.state[parameter], parameter.grad
