@@ -76,6 +76,17 @@ def test_plans_that_do_not_go_with_it_are_refused(words: str, fields: dict[str, 
         check_plan(plan)
 
 
+@pytest.mark.parametrize("words", ["bfloat16", "float16", "bytegrad", "qsgd", "terngrad", "bfloat16,feedback=true"])
+def test_a_loss_scale_goes_with_codes_that_keep_nothing(words: str) -> None:
+    how = parse_compression(words)
+    plan = Plan(batch=BATCH, sync=Sync(compress=how), precision="float16", mesh={"replicate": 2})
+    if not how.keeps:
+        check_plan(plan)
+        return
+    with pytest.raises(TuttiError, match="units of a loss scale"):
+        check_plan(plan)
+
+
 def test_ranks_that_step_alone_need_whole_replicas_and_factors_no_stages() -> None:
     """Other methods of momentum go with parts of the optimizer's state."""
     batch = replace(BATCH, num_microbatches=2)

@@ -69,10 +69,10 @@ def check_compression(plan: Plan) -> None:
         )
     if plan.degree("shard") > 1 and plan.sharding.level > 1:
         _check_parts(plan, plan.sync.compress, words)
-    if plan.precision == "float16":
+    if plan.precision == "float16" and plan.sync.compress.keeps:
         raise PlanError(
             f'{words} with precision = "float16": what is kept back would be in units of a loss scale that changes; '
-            'use precision = "bfloat16", or leave compress out'
+            'use precision = "bfloat16", a code that keeps nothing (qsgd), or leave compress out'
         )
 
 
