@@ -1,21 +1,38 @@
 """How kernels are compiled: at the first call with a dtype, kept on disk for the next process."""
 
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any, cast
 
 import numba
 import numpy as np
+from filelock import FileLock, Timeout
+
+PATIENCE_S = 60.0
+"""For so long a process waits for another that compiles the same kernel, then it does so itself."""
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` compiled for this processor, single-threaded, without the interpreter's lock.
 
-    Kept beside its file, or in the user's cache folder; compiled anew in each process where neither can be written.
+    Kept beside its file, or in the user's cache folder: one process compiles, and those that want it meanwhile wait and
+    read it. Compiled anew in each process where neither folder can be written.
     """
     try:
-        return cast(Callable[..., Any], numba.njit(nogil=True, cache=True)(function))
+        made = numba.njit(nogil=True, cache=True)(function)
     except RuntimeError:
         return cast(Callable[..., Any], numba.njit(nogil=True)(function))
+    compiled, lock = made.compile, Path(made.stats.cache_path) / f"{function.__module__}.{function.__qualname__}.lock"
+
+    def in_turn(signature: Any) -> Any:
+        with ExitStack() as held:
+            with suppress(Timeout, OSError, NotImplementedError):  # whoever has it is stuck; a file system has no locks
+                held.enter_context(FileLock(lock, timeout=PATIENCE_S, poll_interval=0.01))
+            return compiled(signature)
+
+    made.compile = in_turn
+    return cast(Callable[..., Any], made)
 
 
 def inline(function: Callable[..., Any]) -> Callable[..., Any]:
