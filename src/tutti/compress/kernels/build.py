@@ -20,7 +20,7 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     read it. Compiled anew in each process where neither folder can be written.
     """
     try:
-        made = numba.njit(nogil=True, cache=True)(function)
+        made: Any = numba.njit(nogil=True, cache=True)(function)
     except RuntimeError:
         return cast(Callable[..., Any], numba.njit(nogil=True)(function))
     compiled, lock = made.compile, Path(made.stats.cache_path) / f"{function.__module__}.{function.__qualname__}.lock"
