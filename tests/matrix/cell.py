@@ -226,7 +226,7 @@ def _steps(job: tutti.Job, model: torch.nn.Module, loader: Any, comparison: Comp
             if len(trained.losses) == STEPS - 2:
                 begin = record.enter_context(recorded_peak(trained.facts, "peak"))
             elif len(trained.losses) == STEPS - 1:
-                begin(_alive_nbytes(run))
+                begin(alive_nbytes(run))
             trained.losses.append(job.forward_backward(function, data))
             if len(trained.losses) == STEPS:
                 record.close()
@@ -277,7 +277,7 @@ def _held_nbytes(run: Any) -> dict[str, int]:
     }
 
 
-def _alive_nbytes(run: Any) -> int:
+def alive_nbytes(run: Any) -> int:
     """Bytes of parameters, buffers, gradients and optimizer state of this rank, each storage once."""
     parameters = list(run.model.parameters())
     states = [v for o in run.optimizers for entries in o.state.values() for v in entries.values()]

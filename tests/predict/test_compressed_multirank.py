@@ -10,14 +10,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-import tutti
 from against_one import Subject, train
 from harness import run_ranks
+from matrix.described import described
 from predict.examples import cluster
 from runtime.test_between_hosts_multirank import name_hosts
-from tutti.cli.describe import describe_captured
 from tutti.predict import predict
-from tutti.runtime.capture import CaptureDone, capturing
 from tutti.runtime.metrics import read_rows
 from tutti.spec.compression import parse_compression
 from tutti.spec.model import ModelSpec
@@ -43,16 +41,9 @@ def plain() -> Subject:
     return subject(torch.optim.SGD)
 
 
-def described() -> ModelSpec:
+def spec() -> ModelSpec:
     one = subject()
-    model = one.model()
-    try:
-        with capturing():
-            job = tutti.Job(global_batch_size=BATCH)
-            job.prepare(model, torch.optim.Adam(model.parameters()), one.data, one.loss_fn)
-    except CaptureDone as done:
-        return describe_captured(done.captured, name="net")
-    raise AssertionError("prepare was not captured")
+    return described(one.model(), one.data, one.loss_fn, batch=BATCH, name="net")
 
 
 def sync_of(words: str, bucket_nbytes: int) -> Sync:
@@ -108,7 +99,7 @@ CASES = [
     "hosts", [(2,), pytest.param((4,), marks=pytest.mark.long), (2, 2), pytest.param((1, 1), marks=pytest.mark.long)]
 )
 def test_bytes_of_every_step_are_those_that_ranks_count(hosts: tuple[int, ...]) -> None:
-    model = described()
+    model = spec()
     cases = [one for one in CASES if not (len(hosts) == 1 and "between=hosts" in one[0])]
     found = run_ranks(counted, sum(hosts), hosts, cases, timeout_s=110)[0]
     for (words, bucket), sent in zip(cases, found, strict=True):

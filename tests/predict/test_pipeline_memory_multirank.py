@@ -11,17 +11,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-import tutti
 from harness import run_ranks
-from matrix.cell import _alive_nbytes
+from matrix.described import described, peak_of_a_step
 from matrix.foreseen import HOST
-from matrix.peak import recorded_peak
-from tutti.cli.describe import describe_captured
 from tutti.predict import predict
-from tutti.runtime.capture import CaptureDone, capturing
-from tutti.runtime.unpack import loss_of
 from tutti.spec import codec
-from tutti.spec.model import ModelSpec
 from tutti.spec.plan import BatchPlan, Pipeline, Plan
 from tutti.spec.words import ScheduleName
 
@@ -46,35 +40,12 @@ def made(name: str) -> tuple[nn.Module, TensorDataset]:
     return nn.Sequential(*layers), TensorDataset(samples, torch.randint(10, (2 * BATCH,)))
 
 
-def described(name: str) -> ModelSpec:
-    model, data = made(name)
-    job = tutti.Job(global_batch_size=BATCH)
-    try:
-        with capturing():
-            job.prepare(model, torch.optim.Adam(model.parameters()), data, F.cross_entropy)
-    except CaptureDone as done:
-        return describe_captured(done.captured, name=name)
-    raise AssertionError("prepare was not captured")
-
-
 def peaks(name: str, plans: list[Path]) -> list[int]:
     """The most bytes alive in forward and backward on this rank, by plan."""
     found = []
     for number, plan in enumerate(plans):
-        os.environ["TUTTI_PLAN"] = str(plan)
         os.environ["TUTTI_RUN_FOLDER"] = str(Path.cwd() / f"run-{number}")
-        model, data = made(name)
-        job = tutti.Job(global_batch_size=BATCH)
-        model, _, loader = job.prepare(model, torch.optim.Adam(model.parameters()), data, F.cross_entropy)
-        first, second = list(loader)
-        run = job._run()
-        job.step(first)
-        facts: dict[str, int] = {}
-        with recorded_peak(facts, "peak") as begin:
-            job.step(first)
-            begin(_alive_nbytes(run))
-            job.forward_backward(loss_of(run.unpack, run.loss_fn), second)  # type: ignore[arg-type]
-        found.append(facts["peak"])
+        found.append(peak_of_a_step(*made(name), F.cross_entropy, batch=BATCH, plan=plan))
     return found
 
 
@@ -101,7 +72,7 @@ def test_a_pipelines_memory_is_predicted_and_hardly_under(name: str, tmp_path: P
         for schedule, chunks, count in CASES
     ]
     files = [codec.save(plan, tmp_path / f"plan-{at}.json") for at, plan in enumerate(plans)]
-    model = described(name)
+    model = described(*made(name), F.cross_entropy, batch=BATCH, name=name)
     ranks = run_ranks(peaks, 2, name, files, timeout_s=300)
     for plan, held in zip(plans, zip(*ranks, strict=True), strict=True):
         memory = predict(model, HOST, plan).memory

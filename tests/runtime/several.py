@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +37,21 @@ def once(make: Callable[[], Subject], num_microbatches: int = 2, steps: int = 4)
     return on_one(make, steps=steps, batch={"num_microbatches": num_microbatches})
 
 
-def refusals(cases: list[Case]) -> list[str]:
-    """What each case says on this rank instead of training."""
+def refusals(cases: list[Case], steps: int = 1) -> list[str]:
+    """What each case says on this rank instead of training so many steps."""
     said = []
     for make, plan in cases:
         try:
-            train(make, plan, 1, torch.float64)
+            train(make, plan, steps, torch.float64)
             said.append("trained")
         except Exception as error:
             said.append(f"{type(error).__name__}: {error}")
     return said
+
+
+def assert_refused(ranks: list[list[str]], words: Sequence[str]) -> None:
+    """On every rank each case was refused with its words."""
+    for rank in ranks:
+        for said, got in zip(words, rank, strict=True):
+            assert got.startswith("PlanError"), got
+            assert said in got, got

@@ -1,6 +1,5 @@
 """Bytes of tensors alive on the ranks of a pipeline, cut between blocks and inside them, and what is predicted."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -9,18 +8,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-import tutti
 from harness import run_ranks
-from matrix.cell import _alive_nbytes
+from matrix.described import described, peak_of_a_step
 from matrix.foreseen import HOST
-from matrix.peak import recorded_peak
 from runtime.stage_subjects import GPT
-from tutti.cli.describe import describe_captured
 from tutti.predict import predict
-from tutti.runtime.capture import CaptureDone, capturing
-from tutti.runtime.unpack import loss_of
 from tutti.spec import codec
-from tutti.spec.model import ModelSpec
 from tutti.spec.plan import BatchPlan, Pipeline, Plan
 
 pytestmark = pytest.mark.long
@@ -38,32 +31,8 @@ def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
-def described(blocks: int) -> ModelSpec:
-    model, data = language(blocks)
-    job = tutti.Job(global_batch_size=BATCH)
-    try:
-        with capturing():
-            job.prepare(model, torch.optim.Adam(model.parameters()), data, loss_fn)
-    except CaptureDone as done:
-        return describe_captured(done.captured, name="gpt")
-    raise AssertionError("prepare was not captured")
-
-
-def peak_of_a_step(blocks: int, plan: Path) -> int:
-    """The most bytes alive in forward and backward."""
-    os.environ["TUTTI_PLAN"] = str(plan)
-    model, data = language(blocks)
-    job = tutti.Job(global_batch_size=BATCH)
-    model, _, loader = job.prepare(model, torch.optim.Adam(model.parameters()), data, loss_fn)
-    first, second = list(loader)
-    run = job._run()
-    job.step(first)
-    facts: dict[str, int] = {}
-    with recorded_peak(facts, "peak") as begin:
-        job.step(first)
-        begin(_alive_nbytes(run))
-        job.forward_backward(loss_of(run.unpack, run.loss_fn), second)  # type: ignore[arg-type]
-    return facts["peak"]
+def peak(blocks: int, plan: Path) -> int:
+    return peak_of_a_step(*language(blocks), loss_fn, batch=BATCH, plan=plan)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +45,6 @@ def test_what_ranks_hold_is_predicted_wherever_stages_are_cut(
     pipeline = Pipeline(schedule=schedule, stages_per_rank=chunks)  # type: ignore[arg-type]
     batch = BatchPlan(global_batch_size=BATCH, num_microbatches=4)
     plan = Plan(batch=batch, mesh={"stage": 2}, pipeline=pipeline)
-    memory = predict(described(blocks), HOST, plan).memory
-    held = max(run_ranks(peak_of_a_step, 2, blocks, codec.save(plan, tmp_path / "plan.json"), timeout_s=120))
+    memory = predict(described(*language(blocks), loss_fn, batch=BATCH, name="gpt"), HOST, plan).memory
+    held = max(run_ranks(peak, 2, blocks, codec.save(plan, tmp_path / "plan.json"), timeout_s=120))
     assert 0.92 <= (memory.total - memory.reserve) / held <= 1.08

@@ -1,0 +1,45 @@
+"""Of a model and its data: what it is described as without running it, and the most bytes alive in a step by a plan."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import tutti
+from matrix.cell import alive_nbytes
+from matrix.peak import recorded_peak
+from tutti.cli.describe import describe_captured
+from tutti.runtime.capture import CaptureDone, capturing
+from tutti.runtime.unpack import loss_of
+from tutti.spec.model import ModelSpec
+
+
+def described(
+    model: nn.Module, data: Any, loss_fn: Any, *, batch: int, name: str, optimizer: Any = torch.optim.Adam
+) -> ModelSpec:
+    """The ModelSpec of a training with batches of `batch`."""
+    job = tutti.Job(global_batch_size=batch)
+    try:
+        with capturing():
+            job.prepare(model, optimizer(model.parameters()), data, loss_fn)
+    except CaptureDone as done:
+        return describe_captured(done.captured, name=name)
+    raise AssertionError("prepare was not captured")
+
+
+def peak_of_a_step(model: nn.Module, data: Any, loss_fn: Any, *, batch: int, plan: Path) -> int:
+    """The most bytes alive in forward and backward on this rank; `data`: two batches."""
+    os.environ["TUTTI_PLAN"] = str(plan)
+    job = tutti.Job(global_batch_size=batch)
+    model, _, loader = job.prepare(model, torch.optim.Adam(model.parameters()), data, loss_fn)
+    first, second = list(loader)
+    run = job._run()
+    job.step(first)
+    facts: dict[str, int] = {}
+    with recorded_peak(facts, "peak") as begin:
+        job.step(first)
+        begin(alive_nbytes(run))
+        job.forward_backward(loss_of(run.unpack, run.loss_fn), second)  # type: ignore[arg-type]
+    return facts["peak"]
