@@ -27,11 +27,18 @@ from tutti.predict.pipeline import most_held
 from tutti.predict.placement import place
 from tutti.spec.cluster import ClusterSpec
 from tutti.spec.model import ModelSpec
-from tutti.spec.plan import Pipeline, Plan
+from tutti.spec.plan import LayoutRule, Pipeline, Plan
 from tutti.spec.prediction import Prediction
-from tutti.spec.words import Precision
+from tutti.spec.words import AxisName, Precision
 
 ROUNDING = 1e-9
+
+
+def wide(width: int, layers: int) -> ModelSpec:
+    """An MLP whose layers the table axis may divide."""
+    model = mlp(width, layers)
+    named = [dataclasses.replace(one, linear_input_nbytes=4.0 * width) for one in model.modules]
+    return dataclasses.replace(model, modules=tuple(named))
 
 
 CASES: dict[str, tuple[ModelSpec, ClusterSpec, int, Precision]] = {
@@ -53,6 +60,7 @@ CASES: dict[str, tuple[ModelSpec, ClusterSpec, int, Precision]] = {
     "dlrm": (architecture("dlrm", {"tables": 6, "rows": 10000, "width": 16, "bottom": "32,16"}), cards(2), 256, "full"),
     "resnet": (architecture("resnet", {"depth": 50}), cards(2), 64, "full"),
     "unet": (architecture("unet", {"dims": 3, "widths": "8,16,32", "image": "32"}), cards(1), 8, "full"),
+    "wide layers that the script divides": (wide(512, 6), cluster(cpu(), count=6), 96, "full"),
     "mixed devices": (mlp(512, 4), mixed(), 60, "full"),
     "gpt on mixed devices": (
         architecture("gpt", {"layers": 6, "hidden": 256, "heads": 8, "seq_len": 512, "vocab": 1000}), mixed(), 30,
@@ -60,17 +68,28 @@ CASES: dict[str, tuple[ModelSpec, ClusterSpec, int, Precision]] = {
     ),
 }  # fmt: skip
 
+ALONE = "wide layers over the only axis"
+
+SAID: dict[str, tuple[dict[AxisName, int], tuple[LayoutRule, ...]]] = {
+    "wide layers that the script divides": (
+        {"shard": 4, "table": 3}, (LayoutRule(modules="layers.[1-4]", placement="split"),)
+    ),
+    ALONE: ({"table": 6}, (LayoutRule(modules="layers.*", placement="split"),)),
+}  # fmt: skip
+"""Meshes and layout rules that users give."""
+
 
 def rows_of(
     case: str, meshes: int, *, offload: bool = False
 ) -> tuple[Bounds, tuple[Array, Array], list[tuple[int, int, Plan, Prediction]]]:
     """Bounds of the variants of some meshes of a case, those of the meshes, and predictions of 60 of the variants:
     (row, mesh, plan, prediction)."""
-    model, machines, batch, precision = CASES[case]
-    script = dataclasses.replace(plan(batch), precision=precision)
-    request = Request(script=script, scope="all", allow_microbatches=True)
+    model, machines, batch, precision = CASES.get(case) or (wide(8192, 6), cluster(cpu(), count=6), 96, "full")
+    mesh, layout = SAID.get(case, (None, ()))
+    script = dataclasses.replace(plan(batch), precision=precision, layout=layout)
+    request = Request(script=script, scope="all", allow_microbatches=True, mesh=mesh)
     limits = limits_of(model, machines, request)
-    found, tables = shapes(limits, request), Tables(model, machines, precision)
+    found, tables = shapes(limits, request), Tables(model, machines, precision, layout)
     generator = np.random.default_rng(len(case))
     picked = np.unique(generator.integers(0, len(found), meshes))
     ways = variants(limits, found, picked, offload=offload)
@@ -100,6 +119,13 @@ def test_no_prediction_is_below_its_bounds(case: str, offload: bool) -> None:
             assert bounds.memory[row] <= nbytes, plan_words(intended)
         if prediction.fits:
             assert bounds.memory[row] <= most * (1 + ROUNDING), plan_words(intended)
+
+
+def test_gradients_of_layers_divided_over_all_ranks_are_summed_by_none() -> None:
+    bounds, _, rows = rows_of(ALONE, 60)
+    assert rows
+    for row, _, intended, prediction in rows:
+        assert bounds.step_s[row] <= prediction.step_time_s.value * (1 + ROUNDING), plan_words(intended)
 
 
 def _pairs() -> ClusterSpec:

@@ -96,6 +96,25 @@ def test_the_search_divides_the_classifier_where_links_are_slow_and_says_so() ->
     assert not any(rule.placement != "auto" for rule in asked.best.layout)
 
 
+def test_layers_narrower_than_the_degree_are_refused_in_the_runtime_s_words() -> None:
+    with pytest.raises(PlanError) as told:
+        seconds(divided(64, LayoutRule(modules="8", placement="column"), mesh={"table": 12}), hosts(1e8, count=12))
+    assert str(told.value) == (
+        "layer '8' has 10 outputs, fewer than mesh.table = 12; place it 'replicate', or leave it out of the rule"
+    )
+    assert seconds(divided(64, LayoutRule(modules="8", placement="row"), mesh={"table": 12}), hosts(1e8, count=12))
+
+
+def test_a_mesh_that_the_user_gives_is_found_where_it_fits_only_with_layers_divided() -> None:
+    """Whole, a rank's state of the two wide layers takes 150 MB; divided over four ranks, a quarter of it."""
+    rules = tuple(LayoutRule(modules=name, placement="split") for name in LAYERS[:2])
+    script = dataclasses.replace(plan(16), layout=rules)
+    request = Request(script=script, scope="all", mesh={"table": 4}, memory_nbytes=420e6)
+    choice = choose(cnn(), hosts(1e8), request)
+    assert choice.best.mesh == {"table": 4}
+    assert choice.prediction.memory.total < 420e6
+
+
 def test_a_link_that_is_not_described_leaves_out_what_needs_it() -> None:
     """Two ranks on each host, and no link within one: a search goes on with what can be costed."""
     machines = cluster(cpu(), (link("network", 1e-4, 1e6),), count=2, devices_per_node=1)

@@ -180,7 +180,7 @@ class Explorer:
 
     def _lane(self, cluster: ClusterSpec, precision: Precision, found: Shapes) -> Lane | None:
         try:
-            tables = Tables(self.model, cluster, precision)
+            tables = Tables(self.model, cluster, precision, self.request.script.layout)
             seconds, memory = shape_bounds(tables, found, self.samples, offload=self._offload)
         except PlanError as error:
             nothing = Alternative(plan=self.request.script, prediction=None, reason=str(error))

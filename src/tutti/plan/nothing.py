@@ -41,7 +41,7 @@ def smallest(model: ModelSpec, cluster: ClusterSpec, request: Request) -> Costed
         precision = request.precision
     try:
         limits = limits_of(model, cluster, request)
-        found, tables = shapes(limits, request), Tables(model, cluster, precision)
+        found, tables = shapes(limits, request), Tables(model, cluster, precision, request.script.layout)
         _, least = shape_bounds(tables, found, limits.samples)
     except PlanError:
         return None

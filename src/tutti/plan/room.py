@@ -130,6 +130,7 @@ class Room:
         often = constants.OPTIMIZER_TEMPORARIES.get(self.tables.model.optimizer, constants.OPTIMIZER_TEMPORARIES_OTHER)
         found += self._looked_at(often * largest, stage)
         apart = (columns.expert & (expert > 1)) | (columns.table & (table > 1)) | (columns.sequence & (split > 1))
+        apart |= part.linear
         for mine in (~apart, columns.expert & (expert > 1)):
             found += self._looked_at(self._largest_bucket(np.where(mine, gradients, 0.0), place, stage), stage)
         found += self._looked_at(np.zeros(stage) if stages.ties else largest, stage)

@@ -9,12 +9,14 @@ from numpy.typing import ArrayLike, NDArray
 
 from tutti.errors import PlanError
 from tutti.predict import compute
+from tutti.predict.division import divided_linears
 from tutti.predict.exchanges import each_of
 from tutti.predict.groups import Group, Span
 from tutti.predict.network import Link
 from tutti.predict.placement import Seat, place
 from tutti.spec.cluster import ClusterSpec, LinkTier, NodeSpec
 from tutti.spec.model import ModelSpec, ModuleSpec
+from tutti.spec.plan import LayoutRule
 from tutti.spec.words import Precision
 
 Array = NDArray[np.float64]
@@ -48,15 +50,19 @@ class Ground:
 
 
 class Tables:
-    """Totals of one model on one cluster in one precision. Everything is per sample unless it says otherwise."""
+    """Totals of one model on one cluster in one precision, with the script's `layout`. Everything is per sample unless
+    it says otherwise."""
 
-    def __init__(self, model: ModelSpec, cluster: ClusterSpec, precision: Precision) -> None:
+    def __init__(
+        self, model: ModelSpec, cluster: ClusterSpec, precision: Precision, layout: tuple[LayoutRule, ...] = ()
+    ) -> None:
         self.model, self.cluster, self.precision = model, cluster, precision
         self.half = precision in ("bfloat16", "float16")
         self._table = compute.op_table(model)
         self._bests: dict[object, int] = {}
         self._workers: list[compute.Worker] = []
         self._worlds: dict[int, Ground] = {}
+        self._linear = divided_linears(model, layout).tolist()
         self._owners = {module.tied_to for module in model.modules if module.tied_to is not None}
         self._light = replace(self._table, weight_nbytes=np.zeros_like(self._table.weight_nbytes))
         self.width = 0.5 if self.half else 1.0
@@ -173,11 +179,10 @@ class Tables:
         """Bytes of (parameters, gradients, optimizer state), whole, for one rank of these axes; of the parameters
         outside of blocks or tied."""
         totals = [0.0] * 4
-        for module in self.model.modules:
+        for module, linear in zip(self.model.modules, self._linear, strict=True):
             if module.parameter_nbytes:
-                part = 1.0 / (
-                    split_of(module, split) * (expert if module.expert else 1) * (table if module.table else 1)
-                )
+                over = table if module.table or (linear and split == 1) else 1
+                part = 1.0 / (split_of(module, split) * (expert if module.expert else 1) * over)
                 totals[0] += part * module.parameter_nbytes
                 totals[1] += part * module.gradient_nbytes
                 totals[2] += part * module.optimizer_nbytes

@@ -220,6 +220,10 @@ class Work:
         if table > 1:
             vectors = np.where(columns.table, samples * part.passed * columns.outputs, 0.0)
             probable += 2 * tables.exchange(table, inside * expert)(vectors)
+            rows = columns.linear * np.where(part.by_outputs, table, 1.0)
+            rows += columns.outputs * np.where(part.by_outputs, 1.0, table)
+            travels = np.where(part.linear, samples * part.passed * tables.width * rows, 0.0)
+            probable += 2 * tables.exchange(table, inside * expert)(travels)
         if context > 1:
             keys = samples * part.work * columns.key_value * tables.width
             probable += 2 * tables.exchange(context, split)(keys)
@@ -234,5 +238,5 @@ class Work:
             adding=3.0 * rate * gradients,
             update=rate * (3.0 * gradients + often * columns.optimizer * part.weight),
             probable=probable,
-            summed=np.where(columns.expert | columns.table, 0.0, gradients),
+            summed=np.where(columns.expert | columns.table | part.linear, 0.0, gradients),
         )

@@ -1,5 +1,6 @@
 """What part of each module one rank has: of its work, its parameters and its activations."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +10,7 @@ from tutti.predict.compute import Array, OpTable
 from tutti.predict.table import Flags, ModelTable, model_table, remembered
 from tutti.spec.model import ModelSpec
 from tutti.spec.plan import LayoutRule, Plan, by_columns, placement_of
+from tutti.spec.refusals import check_width
 
 Degrees = tuple[int, int, int, int, int]
 """Of split, context, expert, table and space."""
@@ -53,6 +55,7 @@ def _division(model: ModelSpec, degrees: Degrees, layout: tuple[LayoutRule, ...]
     whole = np.array([name == "replicate" for name in placements], dtype=np.bool_)
     linear, by_outputs = _linears(columns, placements, apart=table > 1 and split == 1)
     _check(model, columns, degrees, bool(linear.any()))
+    _check_widths(model, columns, linear, by_outputs, table)
     has = np.array([bool(kind) for kind in columns.kinds], dtype=np.bool_)
     divided = has & ~whole if split > 1 else np.zeros(len(columns), dtype=np.bool_)
     if split > 1 and not divided.any():
@@ -84,6 +87,12 @@ def _division(model: ModelSpec, degrees: Degrees, layout: tuple[LayoutRule, ...]
         holders=table,
         ops=columns.ops.divided(work, weight),
     )
+
+
+def divided_linears(model: ModelSpec, layout: tuple[LayoutRule, ...]) -> Flags:
+    """Which linear layers of `model` the rules of `layout` divide, where there is a table axis and no split axis."""
+    columns = model_table(model)
+    return _linears(columns, _placements(columns, layout), apart=True)[0]
 
 
 def _linears(columns: ModelTable, placements: list[str], *, apart: bool) -> tuple[Flags, Flags]:
@@ -121,6 +130,28 @@ def _check(model: ModelSpec, columns: ModelTable, degrees: Degrees, linear: bool
     for axis, degree, there, lacking in asked:
         if degree > 1 and not there:
             raise PlanError(f"mesh.{axis} = {degree}, but the model has {lacking}; use another axis")
+
+
+def _check_widths(model: ModelSpec, columns: ModelTable, linear: Flags, by_outputs: Flags, table: int) -> None:
+    """Refuse layers of fewer outputs, or inputs, than ranks divide them: as the runtime does."""
+    for index in np.flatnonzero(linear):
+        parameters, into, out = model.modules[index].parameters, columns.linear[index], columns.outputs[index]
+        found = _features(parameters, float(into), float(out))
+        if found is not None:
+            columns_cut = bool(by_outputs[index])
+            check_width(columns.names[index], found[columns_cut], columns=columns_cut, degree=table)
+
+
+def _features(parameters: int, into: float, out: float) -> tuple[int, int] | None:
+    """(inputs, outputs) of a linear layer with so many parameters, a bias among them or not, whose input and output
+    are `into` and `out` bytes; None where no whole numbers are so. With a given ratio of both, no two pairs are."""
+    ratio = into / out if out > 0 else 0.0
+    for bias in (1, 0) if ratio > 0 else ():
+        outputs = round((math.sqrt(bias + 4 * ratio * parameters) - bias) / (2 * ratio))
+        inputs = round(ratio * outputs)
+        if outputs * (inputs + bias) == parameters and math.isclose(inputs * out, outputs * into):
+            return inputs, outputs
+    return None
 
 
 def _check_heads(columns: ModelTable, divided: Flags, split: int) -> None:

@@ -121,6 +121,15 @@ _TOGETHER: tuple[AxisName, ...] = ("shard", "expert", "table")
 """Axes whose ranks sum gradients or gather parameters with all others in every step."""
 
 
+def check_width(name: str, width: int, *, columns: bool, degree: int) -> None:
+    """Raise PlanError for a linear layer of fewer outputs (`columns`), or inputs, than ranks of table divide it."""
+    if width < degree:
+        raise PlanError(
+            f"layer {name!r} has {width} {'outputs' if columns else 'inputs'}, fewer than mesh.table = {degree}; place "
+            "it 'replicate', or leave it out of the rule"
+        )
+
+
 def check_relaxed(plan: Plan) -> None:
     """What replicas that differ exclude."""
     mode = plan.sync.mode

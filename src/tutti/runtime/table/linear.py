@@ -22,6 +22,7 @@ from tutti.runtime.table.lookup import Peers
 from tutti.runtime.table.rows import everyone, my_features, my_rows, rows_of, summed
 from tutti.spec.plan import LayoutRule, by_columns, chunks_of, placement_of
 from tutti.spec.portions import cut
+from tutti.spec.refusals import check_width
 
 
 def dividable_linears(model: nn.Module) -> dict[str, int]:
@@ -70,10 +71,7 @@ def _check(model: nn.Module, name: str, columns: bool, rules: Sequence[LayoutRul
     tied = next((names for names in layout.tied if weight in names), None)
     if tied:
         raise PlanError(f"{' and '.join(tied)} are one tensor, so {name!r} cannot be divided over table{whole}")
-    width = features(module)[columns]
-    if width < mesh.degree("table"):
-        said = "outputs" if columns else "inputs"
-        raise PlanError(f"layer {name!r} has {width} {said}, fewer than mesh.table = {mesh.degree('table')}{whole}")
+    check_width(name, features(module)[columns], columns=columns, degree=mesh.degree("table"))
     for axis in ("stage", "space"):
         if mesh.degree(axis) > 1:
             raise PlanError(
