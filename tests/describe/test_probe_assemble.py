@@ -9,7 +9,16 @@ from tutti.describe.probe.assemble import assemble
 from tutti.describe.probe.findings import DeviceRates, Findings, RankFacts, SharedRates, at_once
 from tutti.describe.probe.host import HostFacts
 from tutti.spec import codec
-from tutti.spec.cluster import ClusterSpec, CompressRate, DeviceKind, GemmRate, LinkPoint, LinkSpec, MemoryRate
+from tutti.spec.cluster import (
+    ClusterSpec,
+    CompressRate,
+    DeviceKind,
+    GemmRate,
+    LinkPoint,
+    LinkSpec,
+    MemoryRate,
+    WeightRate,
+)
 
 GB = 10**9
 
@@ -47,6 +56,7 @@ RATES = DeviceRates(
     memory=(MemoryRate(threads=1, bytes_per_s=1e10), MemoryRate(threads=4, bytes_per_s=3e10)),
     kernel_overhead_s=1e-6,
     notes=("something was skipped",),
+    weights=(WeightRate(dtype="float32", forward=4e9, input_gradient=5e9, weight_gradient=6e9),),
     codes=(CompressRate(method="one-bit", numel=1000, encode_s=4e-6, decode_s=2e-6),),
 )
 
@@ -70,6 +80,7 @@ def test_one_host_of_two_ranks() -> None:
     device = cluster.devices["CPU, 4 cores"]
     assert device.peak_flops_per_s == {"float32": 3e9, "bfloat16": 2e9}
     assert device.compress_rates == RATES.codes
+    assert device.weight_rates == RATES.weights
     assert (device.memory_bandwidth_bytes_per_s, device.cores, device.evidence) == (3e10, 4, "measured")
     assert cluster.conditions is not None
     assert cluster.conditions.notes == ("something was skipped",)
@@ -106,7 +117,10 @@ def test_rates_of_ranks_at_once_are_medians_of_what_all_have() -> None:
             GemmRate(dtype="float32", n=n, threads=2, flops_per_s=rate, concurrent=2, spread=rate) for n in (256, *more)
         )
         copied = MemoryRate(threads=2, bytes_per_s=10 * rate, concurrent=2)
-        return SharedRates(gemm=gemm, memory=(copied,))
+        passed = WeightRate(
+            dtype="float32", threads=2, forward=rate, input_gradient=2 * rate, weight_gradient=3 * rate, concurrent=2
+        )
+        return SharedRates(gemm=gemm, memory=(copied,), weights=(passed,))
 
     found = replace(findings([fact("a"), fact("a")]), shared=[shared(1.0, 512), shared(2.0)])
     device = assemble(found).devices["CPU, 4 cores"]
@@ -114,6 +128,8 @@ def test_rates_of_ranks_at_once_are_medians_of_what_all_have() -> None:
     (rate,) = device.gemm_concurrent  # N = 512 was measured by one of them only
     assert (rate.n, rate.threads, rate.concurrent, rate.flops_per_s, rate.spread) == (256, 2, 2, 1.5, 2.0)
     assert device.memory_rates[-1] == MemoryRate(threads=2, bytes_per_s=15.0, concurrent=2)
+    passed = device.weight_rates[-1]
+    assert (passed.forward, passed.input_gradient, passed.weight_gradient) == (1.5, 3.0, 4.5)
 
 
 def test_the_slowest_host_gives_the_link() -> None:

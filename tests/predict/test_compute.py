@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from predict.examples import cluster, cpu, gpu, mlp
 from tutti.errors import PlanError
 from tutti.predict import compute, constants
-from tutti.predict.compute import Curve, Worker, op_table, worker
+from tutti.predict.compute import op_table
 from tutti.predict.placement import Seat, place
-from tutti.spec.cluster import DeviceSpec, GemmRate, MemoryRate
+from tutti.predict.worker import Curve, Worker, worker_at
+from tutti.spec.cluster import DeviceSpec, GemmRate, MemoryRate, WeightRate
 from tutti.spec.model import ModelSpec, ModuleSpec, OpCost
 
 
@@ -29,7 +30,7 @@ def rates(**by_n: float) -> tuple[GemmRate, ...]:
 
 
 def test_measured_sizes_are_met_and_those_between_lie_between() -> None:
-    who = worker(seat(cpu(gemm=rates(n100=1e9, n1000=8e9)), 1), "float32", "full")
+    who = worker_at(seat(cpu(gemm=rates(n100=1e9, n1000=8e9)), 1), "float32", "full")
     assert product_s(who, 100) == pytest.approx(2e6 / 1e9, rel=1e-12)
     assert product_s(who, 1000) == pytest.approx(2e9 / 8e9, rel=1e-12)
     assert 1e9 < 2 * 300**3 / product_s(who, 300) < 8e9
@@ -48,23 +49,23 @@ def test_more_flops_never_take_less_time_whatever_was_measured(
 ) -> None:
     by_n = dict(points)
     device = cpu(gemm=tuple(GemmRate(dtype="float32", n=n, flops_per_s=rate) for n, rate in by_n.items()))
-    curve = worker(seat(device, 1), "float32", "full").matrix
+    curve = worker_at(seat(device, 1), "float32", "full").matrix
     few, many = curve.time(np.array([flops, flops * factor]))
     assert many >= few * (1 - 1e-12)
 
 
 def test_threads_between_and_beyond_the_measured_ones() -> None:
-    one, two, three, four = (worker(seat(cpu(cores=c), 1), "float32", "full") for c in (1, 2, 3, 4))
+    one, two, three, four = (worker_at(seat(cpu(cores=c), 1), "float32", "full") for c in (1, 2, 3, 4))
     assert [round(2e9 / product_s(who, 1000) / 1e9, 9) for who in (one, two, three, four)] == [10, 20, 26, 32]
-    eight = worker(seat(cpu(cores=8), 1), "float32", "full")
+    eight = worker_at(seat(cpu(cores=8), 1), "float32", "full")
     assert product_s(eight, 1000) == product_s(four, 1000)
-    half = worker(seat(cpu(gemm=cpu().gemm[1:2], cores=1), 1), "float32", "full")
+    half = worker_at(seat(cpu(gemm=cpu().gemm[1:2], cores=1), 1), "float32", "full")
     assert product_s(half, 1000) == pytest.approx(2e9 / 10e9)
 
 
 def test_ranks_at_once_do_not_beat_all_threads_together() -> None:
     # Two ranks of two threads: 20 GFLOP/s alone, 32 for all four threads, so 16 each.
-    assert 2e9 / product_s(worker(seat(cpu(), 2), "float32", "full"), 1000) == pytest.approx(16e9)
+    assert 2e9 / product_s(worker_at(seat(cpu(), 2), "float32", "full"), 1000) == pytest.approx(16e9)
 
 
 def test_rates_measured_at_once_are_preferred() -> None:
@@ -77,22 +78,22 @@ def test_rates_measured_at_once_are_preferred() -> None:
             MemoryRate(threads=1, bytes_per_s=3e9),
         ),
     )
-    who = worker(seat(device, 2), "float32", "full")
+    who = worker_at(seat(device, 2), "float32", "full")
     assert 2e9 / product_s(who, 1000) == pytest.approx(14e9)
     assert who.bandwidth_bytes_per_s == 9e9
-    assert worker(seat(device, 4), "float32", "full").bandwidth_bytes_per_s == 3e9  # one alone cannot more
-    assert worker(seat(device, 1), "float32", "full").bandwidth_bytes_per_s == 20e9
+    assert worker_at(seat(device, 4), "float32", "full").bandwidth_bytes_per_s == 3e9  # one alone cannot more
+    assert worker_at(seat(device, 1), "float32", "full").bandwidth_bytes_per_s == 20e9
 
 
 def test_more_ranks_than_cores_are_slower_than_with_a_core_each() -> None:
-    crowded, full = (worker(seat(cpu(), ranks), "float32", "full") for ranks in (8, 4))
+    crowded, full = (worker_at(seat(cpu(), ranks), "float32", "full") for ranks in (8, 4))
     assert crowded.slowdown == pytest.approx(2 * constants.OVERSUBSCRIBED)
     assert full.slowdown == 1
     assert crowded.bandwidth_bytes_per_s / crowded.slowdown < full.bandwidth_bytes_per_s
 
 
 def test_data_sheet_rates_are_derated_and_say_so() -> None:
-    who = worker(seat(gpu(), 1), "float32", "bfloat16")
+    who = worker_at(seat(gpu(), 1), "float32", "bfloat16")
     large = 2.0 * 16384**3
     reached = large / float(who.matrix.time(np.array([large]))[0])
     assert reached == pytest.approx(constants.DATA_SHEET_EFFICIENCY * 100e12, rel=0.01)
@@ -104,14 +105,14 @@ def test_data_sheet_rates_are_derated_and_say_so() -> None:
 
 def test_precision_without_a_rate_is_refused_with_what_there_is() -> None:
     with pytest.raises(PlanError, match=r"no rate for bfloat16 \(it has float32\)"):
-        worker(seat(cpu(), 1), "float32", "bfloat16")
+        worker_at(seat(cpu(), 1), "float32", "bfloat16")
     with pytest.raises(PlanError, match="tf32 needs a float32 model"):
-        worker(seat(gpu(), 1), "float64", "tf32")
+        worker_at(seat(gpu(), 1), "float64", "tf32")
 
 
 def test_bfloat16_uses_its_own_measured_rates() -> None:
     slow = GemmRate(dtype="bfloat16", n=1000, threads=4, flops_per_s=2e9)
-    who = worker(seat(cpu(gemm=(*cpu().gemm, slow)), 1), "float32", "bfloat16")
+    who = worker_at(seat(cpu(gemm=(*cpu().gemm, slow)), 1), "float32", "bfloat16")
     assert 2e9 / product_s(who, 1000) == pytest.approx(2e9)
     assert who.vector_rate == pytest.approx(32e9)
 
@@ -122,7 +123,7 @@ def test_roofline_by_hand() -> None:
         OpCost(kind="norm", flops_forward=1e3, flops_backward=2e3, nbytes_forward=4e6, nbytes_backward=8e6, calls=2),
     )
     model = ModelSpec(name="m", modules=(ModuleSpec(name="a", kind="A", ops=ops),))
-    who = worker(seat(cpu(kernel_overhead_s=1e-5), 1), "float32", "full")
+    who = worker_at(seat(cpu(kernel_overhead_s=1e-5), 1), "float32", "full")
     ahead = compute.forward(op_table(model), who, 10, 1)
     # gemm: 640 MFLOP at 0.85 x 32 GFLOP/s + 1 call; norm: 40 MB at 20 GB/s = 2 ms + 2 calls; a call costs 5 x 10 us.
     gemm_s = 20e-3 / 0.85
@@ -132,9 +133,46 @@ def test_roofline_by_hand() -> None:
     assert back.seconds[0] == pytest.approx(2 * gemm_s + 4e-3 + 6 * 5e-5, rel=1e-12)
 
 
+def thin(forward: float, backward: float, **changes: int) -> WeightRate:
+    """Its gradients' products go over weights at `backward` bytes a second on average, as the sum of both takes."""
+    gradients = {"input_gradient": backward / 0.5, "weight_gradient": backward / 1.5}
+    return WeightRate(**{"dtype": "float32", "threads": 4, "forward": forward, **gradients, **changes})
+
+
+def products(first: bool) -> OpCost:
+    """Of a linear layer with 1 MB of weights; of the first none needs a gradient of its input."""
+    flops = 1e6 if first else 2e6
+    costs = {"flops_forward": 1e6, "flops_backward": flops, "nbytes_forward": 0.0, "nbytes_backward": 0.0}
+    return OpCost(kind="gemm", weight_nbytes=1e6, **costs)
+
+
+@pytest.mark.parametrize(("first", "backward_ms"), [(True, 1.0), (False, 2.0)])
+def test_products_go_over_their_weights_besides(first: bool, backward_ms: float) -> None:
+    model = ModelSpec(name="m", modules=(ModuleSpec(name="a", kind="A", ops=(products(first),)),))
+    who = worker_at(seat(cpu(weight_rates=(thin(2e9, 1e9),)), 1), "float32", "full")
+    ahead, back = (one(op_table(model), who, 3, 1) for one in (compute.forward, compute.backward))
+    flops_s = 3e6 / (0.85 * 32e9)
+    assert ahead.seconds[0] == pytest.approx(flops_s + 0.5e-3, rel=1e-12)
+    assert back.seconds[0] == pytest.approx(flops_s * (1 if first else 2) + backward_ms * 1e-3, rel=1e-12)
+    assert (ahead.compute_s, ahead.memory_s) == (pytest.approx(flops_s), pytest.approx(0.5e-3))
+
+
+def test_how_weights_are_gone_over_is_taken_from_what_is_most_alike() -> None:
+    beside = thin(1e9, 1e9, threads=2, concurrent=2)
+    device = cpu(weight_rates=(thin(4e9, 4e9), thin(2e9, 2e9, threads=2), beside))
+    assert worker_at(seat(device, 1), "float32", "full").weights.forward_s == pytest.approx(1 / 4e9)
+    assert worker_at(seat(device, 2), "float32", "full").weights.forward_s == pytest.approx(1 / 1e9)
+    alone = worker_at(seat(cpu(weight_rates=(thin(2e9, 2e9, threads=2),)), 2), "float32", "full")
+    assert alone.weights.forward_s == pytest.approx(1 / 2e9)
+    unknown = worker_at(seat(device, 4), "float32", "full")
+    assert unknown.weights.forward_s == constants.WEIGHT_PASSES["cpu"] / unknown.bandwidth_bytes_per_s
+    assert any("goes over its weights 3 times" in sentence for sentence in unknown.assumptions)
+    assert worker_at(seat(gpu(), 1), "float32", "full").weights.forward_s == 0
+
+
 def test_no_samples_no_time() -> None:
     model = mlp()
-    who = worker(seat(cpu(), 1), "float32", "full")
+    who = worker_at(seat(cpu(), 1), "float32", "full")
     assert not compute.forward(op_table(model), who, 0, len(model.modules)).seconds.any()
 
 
@@ -161,6 +199,6 @@ def test_more_of_any_cost_never_takes_less_time(field: str, factor: int) -> None
     times = []
     for op in (cost, more):
         table = op_table(ModelSpec(name="m", modules=(ModuleSpec(name="a", kind="A", ops=(op,)),)))
-        who = worker(seat(cpu(kernel_overhead_s=1e-5), 1), "float32", "full")
+        who = worker_at(seat(cpu(kernel_overhead_s=1e-5), 1), "float32", "full")
         times.append(compute.forward(table, who, 4, 1).seconds[0] + compute.backward(table, who, 4, 1).seconds[0])
     assert times[1] >= times[0]

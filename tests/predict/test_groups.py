@@ -55,6 +55,36 @@ def test_cards_take_the_quickest_way_and_gloo_the_ring() -> None:
     assert ranks.all_reduce(1e6) == pytest.approx(6 * 1e-3 + 1.5 * 1e6 / 1.25e8)
 
 
+@pytest.mark.parametrize(
+    ("core_ns", "ranks", "share"),
+    [
+        (None, 2, 0.3),
+        (0.0, 2, 0.0),
+        (4.0, 2, 0.125),
+        (4.0, 4, 0.125),
+        (4.0, 8, 0.125),
+        (4.0, 16, 0.125),
+        (99.0, 8, 1.0),
+    ],
+)
+def test_what_exchanges_take_of_a_ranks_cores(core_ns: float | None, ranks: int, share: float) -> None:
+    """4 ns a byte at 0.125 GB/s are half a core: an eighth of the four that a rank alone on its host has. Where ranks
+    share both the cores and the connection, the part is the same."""
+    each = None if core_ns is None else core_ns * 1e-9
+    machine = cluster(count=2, links=(link("node"), link("network", 1e-3, 1.25e8, core_s_per_nbyte=each)))
+    seats = place(machine, ranks)
+    inside = {"replicate": 2, "split": ranks // 2}
+    plan = meshed(64, mesh=inside if ranks > 2 else {"replicate": 2})
+    group = network(machine, seats, plan).group("replicate")
+    assert group.core_share(seats[0]) == pytest.approx(share)
+
+
+def test_cards_exchange_beside_their_work() -> None:
+    machine = machines(hosts=2, per_host=1)
+    seats = place(machine, 2)
+    assert network(machine, seats, meshed(64, mesh={"replicate": 2})).group("replicate").core_share(seats[0]) == 0
+
+
 def test_gradients_of_hosts_with_several_cpu_ranks_are_summed_in_two_tiers() -> None:
     """As in `collectives.tiered_sum`: a host sends what a rank of a ring of hosts sends, however many ranks it has."""
     links = (link("node", 1e-5, 1e9), link("network", 1e-3, 1e8))

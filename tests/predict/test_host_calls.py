@@ -10,11 +10,12 @@ from tutti.describe.architectures import architecture
 from tutti.predict import compute, constants
 from tutti.predict.compute import Work
 from tutti.predict.placement import place
+from tutti.predict.worker import worker_at
 
 
 def forward(samples: int, **device: Any) -> Work:
     model = architecture("gpt", {"layers": 2, "hidden": 1024, "heads": 16, "seq_len": 512, "vocab": 1000})
-    worker = compute.worker(place(cluster(gpu(**device)), 1)[0], model.dtype, "full")
+    worker = worker_at(place(cluster(gpu(**device)), 1)[0], model.dtype, "full")
     return compute.forward(compute.op_table(model), worker, samples, len(model.modules))
 
 

@@ -6,6 +6,7 @@ from tutti.plan.tables import Array
 from tutti.predict import compute
 from tutti.predict.placement import Seat, place
 from tutti.predict.table import model_table
+from tutti.predict.worker import worker_at
 from tutti.spec.cluster import ClusterSpec
 from tutti.spec.model import ModelSpec
 from tutti.spec.words import Precision
@@ -20,7 +21,7 @@ def speeds(model: ModelSpec, seats: tuple[Seat, ...], precision: Precision, load
     table, modules = model_table(model).ops, len(model.modules)
     found, known, first = np.ones(len(loads)), {}, 0
     for seat in seats:
-        worker = compute.worker(seat, model.dtype, precision)
+        worker = worker_at(seat, model.dtype, precision)
         own = np.maximum(1, np.round(loads[first : first + seat.ranks])).astype(np.int64)
         for count in np.unique(own).tolist():
             key = (seat.device.name, seat.sharing, seat.threads, count)

@@ -6,8 +6,8 @@ from tutti.errors import PlanError
 from tutti.plan.balance import proportional_shares
 from tutti.plan.choice import Request
 from tutti.plan.limits import seats
-from tutti.predict.compute import best_rate, matrix_dtype, supports
 from tutti.predict.counts import samples_of
+from tutti.predict.worker import best_rate, matrix_dtype, supports
 from tutti.spec.cluster import ClusterSpec
 from tutti.spec.model import ModelSpec
 from tutti.spec.plan import Plan

@@ -12,7 +12,7 @@ from tutti.plan.explore import Costed
 from tutti.plan.words import plan_words
 from tutti.predict import predict
 from tutti.predict.words import bits_per_s, nbytes
-from tutti.spec.cluster import ClusterSpec, LinkTier, NodeSpec
+from tutti.spec.cluster import ClusterSpec, LinkTier, NodeSpec, WeightRate
 from tutti.spec.model import ModelSpec
 from tutti.spec.quantities import BYTES, BYTES_PER_S, quantity
 
@@ -88,6 +88,15 @@ def with_memory(cluster: ClusterSpec, size: float) -> ClusterSpec:
     return dataclasses.replace(cluster, devices=devices, nodes=nodes)
 
 
+def _weights_at(rate: WeightRate, factor: float) -> WeightRate:
+    return dataclasses.replace(
+        rate,
+        forward=rate.forward * factor,
+        input_gradient=rate.input_gradient * factor,
+        weight_gradient=rate.weight_gradient * factor,
+    )
+
+
 def with_speed(cluster: ClusterSpec, factor: float) -> ClusterSpec:
     """The cluster with devices that compute and copy so many times as fast."""
     devices = {}
@@ -100,6 +109,7 @@ def with_speed(cluster: ClusterSpec, factor: float) -> ClusterSpec:
             gemm_concurrent=tuple(
                 dataclasses.replace(one, flops_per_s=one.flops_per_s * factor) for one in device.gemm_concurrent
             ),
+            weight_rates=tuple(_weights_at(one, factor) for one in device.weight_rates),
             memory_rates=tuple(
                 dataclasses.replace(one, bytes_per_s=one.bytes_per_s * factor) for one in device.memory_rates
             ),

@@ -14,6 +14,7 @@ from tutti.predict.exchanges import each_of
 from tutti.predict.groups import Group, Span
 from tutti.predict.network import Link
 from tutti.predict.placement import Seat, place
+from tutti.predict.worker import Curve, Pace, Worker, worker_at
 from tutti.spec.cluster import ClusterSpec, LinkTier, NodeSpec
 from tutti.spec.model import ModelSpec, ModuleSpec
 from tutti.spec.plan import LayoutRule
@@ -60,7 +61,7 @@ class Tables:
         self.half = precision in ("bfloat16", "float16")
         self._table = compute.op_table(model)
         self._bests: dict[object, int] = {}
-        self._workers: list[compute.Worker] = []
+        self._workers: list[Worker] = []
         self._worlds: dict[int, Ground] = {}
         self._linear = divided_linears(model, layout).tolist()
         self._owners = {module.tied_to for module in model.modules if module.tied_to is not None}
@@ -82,7 +83,7 @@ class Tables:
     def _of_seats(self, seats: tuple[Seat, ...]) -> Ground:
         key = tuple((seat.device.name, seat.node.name, seat.sharing, seat.threads, seat.ranks) for seat in seats)
         alike = tuple(dict.fromkeys(part[:4] for part in key))
-        workers = [compute.worker(seat, self.model.dtype, self.precision) for seat in _first(seats)]
+        workers = [worker_at(seat, self.model.dtype, self.precision) for seat in _first(seats)]
         if alike not in self._bests:
             self._bests[alike] = len(self._workers)
             self._workers.append(_best(workers))
@@ -111,7 +112,7 @@ class Tables:
         places = speeds.reshape(stage, -1, inner).min(axis=2)
         return (paced(places, microbatches) if microbatches else float(places.mean()),)
 
-    def worker(self, best: int) -> compute.Worker:
+    def worker(self, best: int) -> Worker:
         """One of the best workers."""
         return self._workers[best]
 
@@ -230,7 +231,7 @@ def _first(seats: tuple[Seat, ...]) -> list[Seat]:
     return list(found.values())
 
 
-def _best(workers: list[compute.Worker]) -> compute.Worker:
+def _best(workers: list[Worker]) -> Worker:
     """A worker whose every rate is the best of any: no work takes it longer than any of them.
 
     Its matrix rate never falls with size, so that a part of some work never takes less than its part of the time.
@@ -240,10 +241,14 @@ def _best(workers: list[compute.Worker]) -> compute.Worker:
     flops = np.unique(np.concatenate([worker.matrix.flops for worker in workers]))
     seconds = np.min([worker.matrix.time(flops) - worker.matrix.ramp_s for worker in workers], axis=0)
     rate = np.maximum.accumulate(flops / seconds)
-    curve = compute.Curve(flops=flops, seconds=flops / rate, ramp_s=min(worker.matrix.ramp_s for worker in workers))
+    curve = Curve(flops=flops, seconds=flops / rate, ramp_s=min(worker.matrix.ramp_s for worker in workers))
     return replace(
         workers[0],
         matrix=curve,
+        weights=Pace(
+            forward_s=min(worker.weights.forward_s for worker in workers),
+            backward_s=min(worker.weights.backward_s for worker in workers),
+        ),
         vector_rate=max(worker.vector_rate for worker in workers),
         bandwidth_bytes_per_s=max(worker.bandwidth_bytes_per_s for worker in workers),
         kernel_overhead_s=min(worker.kernel_overhead_s for worker in workers),
@@ -253,7 +258,7 @@ def _best(workers: list[compute.Worker]) -> compute.Worker:
     )
 
 
-def _relative(worker: compute.Worker, best: compute.Worker) -> float:
+def _relative(worker: Worker, best: Worker) -> float:
     """How fast a worker is beside the best one at what it does best."""
     at = best.matrix.flops
     ratios = [
@@ -265,4 +270,8 @@ def _relative(worker: compute.Worker, best: compute.Worker) -> float:
         ratios.append(best.call_s / worker.call_s)
     if worker.matrix.ramp_s > 0:
         ratios.append(best.matrix.ramp_s / worker.matrix.ramp_s)
+    if worker.weights.forward_s > 0:
+        ratios.append(best.weights.forward_s / worker.weights.forward_s)
+    if worker.weights.backward_s > 0:
+        ratios.append(best.weights.backward_s / worker.weights.backward_s)
     return max(ratios) * best.slowdown / worker.slowdown

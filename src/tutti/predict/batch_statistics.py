@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from tutti.predict.compute import Array
 from tutti.predict.groups import Group
 from tutti.predict.table import remembered
+from tutti.predict.worker import Array
 from tutti.spec.model import ModelSpec, ModuleSpec
 
 _STATISTIC_NBYTES = 4  # float32

@@ -11,8 +11,8 @@ from typing import Final, get_args
 
 import numpy as np
 
-from tutti.predict.compute import Array
 from tutti.predict.groups import Group
+from tutti.predict.worker import Array
 from tutti.spec.cluster import CompressRate, DeviceKind, DeviceSpec
 from tutti.spec.compression import (
     FACTORS,

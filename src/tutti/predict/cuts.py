@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tutti.errors import PlanError
-from tutti.predict.compute import Array
 from tutti.predict.table import ModelTable, model_table, remembered
+from tutti.predict.worker import Array
 from tutti.spec.model import ModelSpec
 from tutti.spec.plan import Plan
 from tutti.spec.schedule import balanced

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from tutti.errors import PlanError
-from tutti.predict.compute import Array, OpTable
+from tutti.predict.compute import OpTable
 from tutti.predict.table import Flags, ModelTable, model_table, remembered
+from tutti.predict.worker import Array
 from tutti.spec.model import ModelSpec
 from tutti.spec.plan import LayoutRule, Plan, by_columns, placement_of
 from tutti.spec.refusals import check_width

@@ -14,11 +14,11 @@ import numpy as np
 
 from tutti.predict import constants
 from tutti.predict.batch_statistics import statistics_s
-from tutti.predict.compute import Array
 from tutti.predict.division import Division
 from tutti.predict.groups import Group, Network
 from tutti.predict.overlap import TIERS
 from tutti.predict.table import ModelTable
+from tutti.predict.worker import Array
 from tutti.spec.model import ModelSpec
 from tutti.spec.plan import Plan
 from tutti.spec.words import DATA_AXES
@@ -63,9 +63,8 @@ class Wires:
     def hidden(self, group: Group, seconds: Array, room: Array) -> Array:
         """What of `seconds` is waited for where `room` of the rank's own work runs meanwhile. Between ranks on the
         CPU, transfers take cores from that work."""
-        share = constants.CPU_COMMUNICATION_SHARE[group.tier] if self.on_cpu else 0.0
         behind = np.minimum(seconds, room)
-        return seconds - behind + share * behind
+        return seconds - behind + group.core_share(self.network.seats[0]) * behind
 
 
 def exchanged(wires: Wires, samples: float, forward_s: Array, backward_s: Array) -> Exchanged:

@@ -7,10 +7,10 @@ A ModelSpec knows no shapes: of a linear layer, rows and features follow from it
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from tutti.predict.compute import best_rate
 from tutti.predict.groups import Group
 from tutti.predict.placement import Seat
 from tutti.predict.table import ModelTable, model_table
+from tutti.predict.worker import best_rate
 from tutti.spec.compression import FACTORS, Compression, factors_pay, factors_sent_nbytes
 from tutti.spec.model import ModelSpec
 from tutti.spec.plan import Plan

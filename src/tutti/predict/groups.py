@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tutti.errors import PlanError
+from tutti.predict import constants
 from tutti.predict.network import (
     Link,
     hierarchical_all_reduce,
@@ -109,6 +110,17 @@ class Group:
         assert link is not None
         return link
 
+    def core_share(self, seat: Seat) -> float:
+        """Part of the time of an exchange hidden behind a rank's own work that costs this work all the same, because
+        CPU cores do both: as it was measured, of the rank's cores, else assumed."""
+        if seat.device.kind != "cpu":
+            return 0.0
+        link = self.link
+        if link.core_s_per_nbyte is None:
+            return constants.CPU_COMMUNICATION_SHARE[self.tier]
+        cores = max(1, seat.device.cores) / seat.sharing
+        return min(1.0, link.core_s_per_nbyte * link.bandwidth_bytes_per_s / cores)
+
     def all_reduce(self, nbytes: float) -> float:
         """Seconds to sum `nbytes` over the group; 0 for one rank, or for nothing."""
         span = self.span
@@ -174,6 +186,7 @@ def _shared(link: Link, flows: int) -> Link:
         latency_s=link.latency_s,
         bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / max(1, flows),
         evidence=link.evidence,
+        core_s_per_nbyte=link.core_s_per_nbyte,
     )
 
 
@@ -235,6 +248,7 @@ class Network:
             latency_s=spec.latency_s * flows,
             bandwidth_bytes_per_s=spec.bandwidth_bytes_per_s / flows,
             evidence=spec.evidence,
+            core_s_per_nbyte=spec.core_s_per_nbyte,
         )
 
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tutti.predict import compressed, constants, relaxed
-from tutti.predict.compute import Array
 from tutti.predict.cuts import Stages
 from tutti.predict.division import Division, division
 from tutti.predict.layout import Region, marks
@@ -13,6 +12,7 @@ from tutti.predict.overlap import Bucket
 from tutti.predict.pipeline import Besides, most_held
 from tutti.predict.sharding import units_of
 from tutti.predict.table import ModelTable, model_table
+from tutti.predict.worker import Array
 from tutti.spec.cluster import DeviceKind
 from tutti.spec.model import ModelSpec
 from tutti.spec.plan import BatchPlan, Plan

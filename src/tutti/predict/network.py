@@ -13,11 +13,13 @@ from tutti.spec.words import Evidence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """The two constants of a link as one flow on it sees them, and where they come from."""
+    """The two constants of a link as one flow on it sees them, and where they come from. `core_s_per_nbyte`: seconds of
+    a core for each byte that a rank sends, None where nobody measured it."""
 
     latency_s: float
     bandwidth_bytes_per_s: float
     evidence: Evidence = "assumed"
+    core_s_per_nbyte: float | None = None
 
 
 def message(link: Link, nbytes: float) -> float:

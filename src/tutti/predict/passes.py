@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from tutti.predict import compute
-from tutti.predict.compute import Array, Worker
 from tutti.predict.exchanges import Exchanged, Wires, exchanged
 from tutti.predict.layout import Region, marks
 from tutti.predict.table import Flags
+from tutti.predict.worker import Array, Worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

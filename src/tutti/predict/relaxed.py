@@ -8,12 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from tutti.errors import PlanError
-from tutti.predict import constants
-from tutti.predict.compute import rank_bandwidth
 from tutti.predict.groups import Group, Network
 from tutti.predict.network import message
 from tutti.predict.overlap import Exchange
 from tutti.predict.placement import Seat
+from tutti.predict.worker import rank_bandwidth
 from tutti.spec.plan import Plan, Sync
 from tutti.spec.relaxed import settled
 from tutti.spec.words import ALONE, SyncMode
@@ -183,8 +182,7 @@ def exchanged_apart(sync: Sync, group: Group, seat: Seat, trained: Trained, behi
         wire_s = waited_s = often * wire_s
     if how.behind:
         hidden_s = min(wire_s, behind_s)
-        share = constants.CPU_COMMUNICATION_SHARE[group.tier] if seat.device.kind == "cpu" else 0.0
-        waited_s = wire_s - hidden_s + share * hidden_s
+        waited_s = wire_s - hidden_s + group.core_share(seat) * hidden_s
     sent = often * how.sent(group.ranks) * n + _ring_share(group.ranks) * (state + statistics)
     done = Exchange(
         total_s=(wire_s + besides_s + copies_s) / period,

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from tutti.predict.compressed import PartsWritten
-from tutti.predict.compute import Array
 from tutti.predict.division import Division
 from tutti.predict.groups import Group
 from tutti.predict.overlap import Exchange
 from tutti.predict.table import ModelTable
+from tutti.predict.worker import Array
 
 
 def units_of(columns: ModelTable, part: Division) -> list[float]:

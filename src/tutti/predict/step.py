@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from tutti.errors import PlanError
 from tutti.predict import constants
 from tutti.predict.compressed import kernel_notes, phases
-from tutti.predict.compute import Worker
 from tutti.predict.counts import samples_of
 from tutti.predict.cuts import stages_of
 from tutti.predict.division import division
@@ -21,6 +20,7 @@ from tutti.predict.sync import Sync, synchronise
 from tutti.predict.table import model_table
 from tutti.predict.timeline import Line, RankWork, Setting, line_work, lines_of, workers_of
 from tutti.predict.words import disturbed, link_note, memory_notes, time_notes
+from tutti.predict.worker import Worker
 from tutti.spec import codec
 from tutti.spec.cluster import ClusterSpec
 from tutti.spec.model import ModelSpec

@@ -6,7 +6,6 @@ import numpy as np
 
 from tutti.predict import constants, sharding
 from tutti.predict.compressed import PartsWritten, Written, kept_nbytes, parts_written, written
-from tutti.predict.compute import Array
 from tutti.predict.division import Division
 from tutti.predict.factors import RowsOf, by_factors
 from tutti.predict.groups import Group, Network
@@ -15,6 +14,7 @@ from tutti.predict.placement import Seat
 from tutti.predict.relaxed import Trained, exchanged_apart
 from tutti.predict.sharding import Costs
 from tutti.predict.table import Flags, ModelTable
+from tutti.predict.worker import Array
 from tutti.predict.zero_one import agreed, step_alone
 from tutti.spec.cluster import DeviceKind
 from tutti.spec.plan import Plan
@@ -130,7 +130,7 @@ def synchronise(
         backward.tolist(),
         [bucket for bucket, _ in pairs],
         [seconds for seconds, _ in each],
-        compute_share=_share(kind, *(one.group for _, one in pairs)),
+        compute_share=_share(net, *(one.group for _, one in pairs)),
         taken=[busy[TIERS.index(one.group.tier)] for _, one in pairs],
         after=[float(taken.after[TIERS.index(one.group.tier)]) for _, one in pairs],
     )
@@ -169,12 +169,10 @@ def _apart(columns: ModelTable, net: Network, plan: Plan, behind_s: float) -> Sy
     return Sync(exchange=done.exchange, sent_nbytes=done.sent_nbytes, buckets=())
 
 
-def _share(kind: DeviceKind, *groups: Group) -> float:
+def _share(net: Network, *groups: Group) -> float:
     """Part of hidden communication that costs work all the same, on the slowest links among `groups`."""
-    if kind != "cpu" or not groups:
-        return 0.0
-    tier = "network" if any(group.tier == "network" for group in groups) else "node"
-    return constants.CPU_COMMUNICATION_SHARE[tier]
+    slowest = [group for group in groups if group.tier == "network"] or list(groups)
+    return max((group.core_share(net.seats[0]) for group in slowest), default=0.0)
 
 
 def _states(
@@ -217,7 +215,7 @@ def _divided(
     costs = Costs(
         group=group, others=others, load_s_per_nbyte=load, coded=None if plan.sync.compress is None else coded
     )
-    share = _share(kind, group, *([others] if others.ranks > 1 else []))
+    share = _share(net, group, *([others] if others.ranks > 1 else []))
     level = plan.sharding.level
     return Sync(
         exchange=sharding.parameters_step(work, costs, level, microbatches, share),

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tutti.predict import constants
-from tutti.predict.compute import Array, OpTable, op_table
+from tutti.predict.compute import OpTable, op_table
+from tutti.predict.worker import Array
 from tutti.spec.model import ModelSpec, ModuleSpec, block_of_name
 
 T = TypeVar("T")

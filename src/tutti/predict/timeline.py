@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tutti.predict import compute, constants, pipeline
-from tutti.predict.compute import Array, Worker
+from tutti.predict import constants, pipeline
 from tutti.predict.counts import rank_samples
 from tutti.predict.cuts import Stages
 from tutti.predict.exchanges import Wires
@@ -17,6 +16,7 @@ from tutti.predict.passes import Passed, passed
 from tutti.predict.pipeline import Places
 from tutti.predict.placement import Seat
 from tutti.predict.table import Flags
+from tutti.predict.worker import Array, Worker, worker_at
 from tutti.spec.cluster import DeviceKind
 from tutti.spec.model import ModelSpec
 from tutti.spec.plan import Plan
@@ -324,4 +324,4 @@ def _update_s(setting: Setting, worker: Worker, own: Flags, kind: DeviceKind) ->
 
 def workers_of(model: ModelSpec, plan: Plan, seats: tuple[Seat, ...]) -> tuple[Worker, ...]:
     """What a rank of each seat computes with. Raises PlanError for a precision that a device has no rate for."""
-    return tuple(compute.worker(seat, model.dtype, plan.precision) for seat in seats)
+    return tuple(worker_at(seat, model.dtype, plan.precision) for seat in seats)

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tutti.predict import pipeline
-from tutti.predict.compute import Array
 from tutti.predict.passes import Passed
 from tutti.predict.pipeline import Order
 from tutti.predict.step import Held, Slowest, Step, loss_s, memories, predict, slowest_of, worked_out
@@ -22,6 +21,7 @@ from tutti.predict.timeline import (
     passes_of,
     ties_s,
 )
+from tutti.predict.worker import Array
 from tutti.spec.cluster import ClusterSpec
 from tutti.spec.model import ModelSpec
 from tutti.spec.plan import Plan

@@ -1,9 +1,9 @@
 """Numbers and findings in words: what a prediction's notes say."""
 
-from tutti.predict.compute import Worker
 from tutti.predict.network import Link
 from tutti.predict.overlap import Exchange
 from tutti.predict.placement import Seat, ring_tier
+from tutti.predict.worker import Worker
 from tutti.spec.cluster import ClusterSpec
 from tutti.spec.prediction import RankMemory
 

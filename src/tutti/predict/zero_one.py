@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from tutti.predict.compressed import VALUE_NBYTES, kernel_s
-from tutti.predict.compute import rank_bandwidth
 from tutti.predict.groups import Group
 from tutti.predict.overlap import Exchange
 from tutti.predict.placement import Seat
+from tutti.predict.worker import rank_bandwidth
 from tutti.spec.compression import ZERO_ONE, sum_sent_nbytes
 from tutti.spec.plan import Plan
 

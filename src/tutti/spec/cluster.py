@@ -62,6 +62,23 @@ class MemoryRate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WeightRate:
+    """How fast matrix products go over their weights, of one process: bytes of weights a second, in each product.
+
+    A product of few rows by a large matrix of weights takes longer than its FLOPs: the matrix is read, put in another
+    order for the processor, and its gradient written, whatever the number of rows. `forward`, `input_gradient`,
+    `weight_gradient`: the three products of a linear layer. `concurrent`: as in GemmRate.
+    """
+
+    dtype: str
+    threads: int = 1
+    forward: float
+    input_gradient: float
+    weight_gradient: float
+    concurrent: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CompressRate:
     """Seconds that one process takes to write a gradient of `numel` float32 values in fewer bytes (`encode_s`, with
     what is kept back) and to add what such a message says to a sum (`decode_s`).
@@ -86,6 +103,7 @@ class DeviceSpec:
     data sheet; `gemm_concurrent`: of several at once, which is what data-parallel ranks sharing a CPU get.
     `memory_rates`: both kinds. `cores`: of a CPU device, shared by its ranks. `efficiency`: rates of operator kinds
     relative to a square product of as many FLOPs, where they are known better than what is assumed of all devices.
+    `weight_rates`: of products on a CPU; where there are none, it is assumed how often weights are gone over.
     `compress_rates`: of writing gradients in fewer bytes, measured; where a method has none, its time is assumed.
     """
 
@@ -97,6 +115,7 @@ class DeviceSpec:
     gemm: tuple[GemmRate, ...] = ()
     gemm_concurrent: tuple[GemmRate, ...] = ()
     memory_rates: tuple[MemoryRate, ...] = ()
+    weight_rates: tuple[WeightRate, ...] = ()
     compress_rates: tuple[CompressRate, ...] = ()
     kernel_overhead_s: Seconds = 0.0
     efficiency: dict[OpKind, float] = field(default_factory=dict)
@@ -137,6 +156,8 @@ class LinkSpec:
     bandwidth_bytes_per_s. `bandwidth_bytes_per_s`: one way; of a network, a host's whole connection, shared by its
     ranks. `fitted_to`: the transfers a measured link was fitted to ("" for a data sheet). `residual`: root mean square
     of the fit's relative error. `ranks`: how many ranks took part. `points`: the times that were fitted.
+    `core_s_per_nbyte`: seconds of a core that a rank on a CPU spends on each byte it sends, and on one it receives
+    meanwhile; None where nobody measured it.
     """
 
     tier: LinkTier
@@ -147,6 +168,7 @@ class LinkSpec:
     ranks: int = 2
     fitted_to: Literal["", "all_reduce", "send"] = ""
     points: tuple[LinkPoint, ...] = ()
+    core_s_per_nbyte: float | None = None
     source: str = "written by hand"
     evidence: Evidence = "assumed"
 

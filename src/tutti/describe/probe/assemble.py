@@ -15,6 +15,7 @@ from tutti.spec.cluster import (
     LinkSpec,
     MemoryRate,
     NodeSpec,
+    WeightRate,
 )
 
 BUSY = 0.25
@@ -55,6 +56,7 @@ def assemble(findings: Findings, *, measured_utc: str | None = None) -> ClusterS
 def _device(findings: Findings, name: str, rank: int) -> DeviceSpec:
     fact, alone = findings.facts[rank], findings.alone[name]
     neighbours = [findings.shared[other] for other in by_host(findings.facts)[fact.host.name]]
+    passed = _merge([shared.weights for shared in neighbours], lambda rate: (rate.dtype, rate.threads), _median_weights)
     copied = _merge([shared.memory for shared in neighbours], lambda rate: rate.threads, _median_memory)
     return DeviceSpec(
         name=name,
@@ -67,6 +69,7 @@ def _device(findings: Findings, name: str, rank: int) -> DeviceSpec:
             [shared.gemm for shared in neighbours], lambda rate: (rate.dtype, rate.n, rate.threads), _median_gemm
         ),
         memory_rates=(*alone.memory, *copied),
+        weight_rates=(*alone.weights, *passed),
         compress_rates=alone.codes,
         kernel_overhead_s=alone.kernel_overhead_s,
         cores=fact.host.cores if fact.kind == "cpu" else 0,
@@ -98,6 +101,15 @@ def _median_gemm(rates: list[GemmRate]) -> GemmRate:
 def _median_memory(rates: list[MemoryRate]) -> MemoryRate:
     middle = statistics.median(rate.bytes_per_s for rate in rates)
     return replace(rates[0], bytes_per_s=middle, spread=max(rate.spread for rate in rates))
+
+
+def _median_weights(rates: list[WeightRate]) -> WeightRate:
+    return replace(
+        rates[0],
+        forward=statistics.median(rate.forward for rate in rates),
+        input_gradient=statistics.median(rate.input_gradient for rate in rates),
+        weight_gradient=statistics.median(rate.weight_gradient for rate in rates),
+    )
 
 
 def _slowest(of_ranks: Iterable[tuple[LinkSpec, ...]]) -> tuple[LinkSpec, ...]:

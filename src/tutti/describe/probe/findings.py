@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from tutti.describe.probe.host import HostFacts
-from tutti.spec.cluster import CompressRate, DeviceKind, GemmRate, LinkSpec, MemoryRate
+from tutti.spec.cluster import CompressRate, DeviceKind, GemmRate, LinkSpec, MemoryRate, WeightRate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +27,7 @@ class DeviceRates:
     memory: tuple[MemoryRate, ...]
     kernel_overhead_s: float
     notes: tuple[str, ...]
+    weights: tuple[WeightRate, ...] = ()
     codes: tuple[CompressRate, ...] = ()
 
 
@@ -36,6 +37,7 @@ class SharedRates:
 
     gemm: tuple[GemmRate, ...] = ()
     memory: tuple[MemoryRate, ...] = ()
+    weights: tuple[WeightRate, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

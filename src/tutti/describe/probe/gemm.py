@@ -15,7 +15,7 @@ Say = Callable[[str], None]
 GRANTED = 0.8
 """A process that has a core for less of its time shares it: what it measures then is a part of the machine."""
 
-_DTYPES = {
+DTYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
     "tf32": torch.float32,
@@ -46,7 +46,7 @@ def thread_counts(cores: int, kind: str) -> tuple[int, ...]:
 def supported(dtype: str, device: torch.device) -> bool:
     """Whether the device multiplies in `dtype` (on a CPU tf32 and float8 do not exist)."""
     if device.type == "cpu":
-        return dtype in _DTYPES and dtype != "tf32"
+        return dtype in DTYPES and dtype != "tf32"
     capability = torch.cuda.get_device_capability(device)
     needed = {"tf32": (8, 0), "bfloat16": (8, 0), "float16": (5, 3), "float8": (8, 9)}.get(dtype, (0, 0))
     return capability >= needed and (dtype != "float8" or hasattr(torch, "_scaled_mm"))
@@ -72,7 +72,7 @@ def measure(
         for count in threads:
             on = f" on {count} thread{'s' * (count > 1)}" if device.type == "cpu" else ""
             say(f"matrix products in {dtype}{on}")
-            with _threads(count):
+            with on_threads(count):
                 found, skipped, least = _sizes(device, effort, dtype, count, sizes, concurrent)
             rates += found
             granted = min(granted, least if count == 1 else 1.0)  # of several threads some wait for others
@@ -134,8 +134,8 @@ def _product(device: torch.device, dtype: str, n: int) -> Iterator[Callable[[], 
     if dtype == "float8":
         yield _float8_product(device, n)
         return
-    left, right = (torch.randn(n, n, device=device).to(_DTYPES[dtype]) for _ in range(2))
-    out = torch.empty(n, n, dtype=_DTYPES[dtype], device=device)
+    left, right = (torch.randn(n, n, device=device).to(DTYPES[dtype]) for _ in range(2))
+    out = torch.empty(n, n, dtype=DTYPES[dtype], device=device)
     with _matmul_precision("high" if dtype == "tf32" else "highest"):
         yield lambda: torch.mm(left, right, out=out)
 
@@ -156,7 +156,7 @@ def _float8_product(device: torch.device, n: int) -> Callable[[], object] | None
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[None]:
+def on_threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -1,6 +1,7 @@
 """Latency and bandwidth of the links between ranks, from real collectives and messages of several sizes."""
 
 import statistics
+import time
 from collections.abc import Callable
 
 from tutti.describe.probe import timing
@@ -26,10 +27,11 @@ def measure(party: Party, tier: LinkTier, effort: Effort, where: str) -> tuple[L
 
 def _link(ways: Ways, tier: LinkTier, effort: Effort, transfer: Transfer, what: str) -> LinkSpec:
     party = ways.party
-    points = _points(party, effort, ways.all_reduce if transfer == "all_reduce" else ways.round_trip)
+    points, core_s = _points(party, effort, ways.all_reduce if transfer == "all_reduce" else ways.round_trip)
     ranks = len(party.ranks) if transfer == "all_reduce" else 2
     if transfer == "send":
         points = tuple(LinkPoint(nbytes=point.nbytes, time_s=point.time_s / 2) for point in points)
+    sent = points[-1].nbytes * (2 * (ranks - 1) / ranks if transfer == "all_reduce" else 1.0)
     fitted = fit_link(points, transfer=transfer, ranks=ranks)
     return LinkSpec(
         tier=tier,
@@ -40,39 +42,46 @@ def _link(ways: Ways, tier: LinkTier, effort: Effort, transfer: Transfer, what: 
         ranks=ranks,
         fitted_to=transfer,
         points=points,
+        core_s_per_nbyte=core_s / sent if party.device.type == "cpu" else None,
         source=f"tutti probe: {what}",
         evidence="measured",
     )
 
 
-def _points(party: Party, effort: Effort, transfer: Callable[[int], Callable[[], object]]) -> tuple[LinkPoint, ...]:
-    """Times by size, the slowest rank's. Sizes predicted to exceed the budget are left out, never the first two.
-    Every rank takes the same decisions, because they rest on agreed times."""
+def _points(
+    party: Party, effort: Effort, transfer: Callable[[int], Callable[[], object]]
+) -> tuple[tuple[LinkPoint, ...], float]:
+    """Times by size, the slowest rank's, and seconds of a core that the largest takes a rank. Sizes predicted to exceed
+    the budget are left out, never the first two. Every rank takes the same decisions, because they rest on agreed
+    times."""
     points: list[LinkPoint] = []
+    core_s = 0.0
     for nbytes in effort.link_nbytes:
         if len(points) > 1:
             last = points[-1]
             if last.time_s * nbytes / last.nbytes > effort.link_budget_s:
                 break
-        samples = _samples(party, effort, transfer(nbytes // ITEM_NBYTES))
+        samples, core_s = _samples(party, effort, transfer(nbytes // ITEM_NBYTES))
         points.append(LinkPoint(nbytes=nbytes, time_s=timing.quartile(samples), median_s=statistics.median(samples)))
-    return tuple(points)
+    return tuple(points), core_s
 
 
-def _samples(party: Party, effort: Effort, call: Callable[[], object]) -> list[float]:
-    """Seconds of the call on the slowest rank, time after time; more of them as long as they disagree."""
+def _samples(party: Party, effort: Effort, call: Callable[[], object]) -> tuple[list[float], float]:
+    """Seconds of the call on the slowest rank, time after time; more of them as long as they disagree. And seconds of
+    a core in each: the busiest rank's, with all its threads."""
     call()  # connections are made, memory is touched
     estimate = max(min(party.largest([timing.once(call, party.device) for _ in range(3)])), 1e-7)
     inner = max(1, min(50, int(timing.SAMPLE_S / estimate)))
     sample = estimate * inner
     repeats = max(2, min(effort.link_repeats, int(effort.link_budget_s / sample)), timing.cheap_samples(sample))
-    rounds = timing.Rounds()
+    rounds, busy, calls = timing.Rounds(), time.process_time(), 0
     while not rounds.samples or timing.again(rounds.samples, inner * sum(rounds.samples), effort.link_budget_s):
         stolen = Stolen()
         some = [timing.once(lambda: _in_a_row(call, inner), party.device) / inner for _ in range(repeats)]
+        calls += repeats * inner
         *some, share = party.largest([*some, stolen.share()])
         rounds.take(some, share)
-    return rounds.samples
+    return rounds.samples, party.largest([(time.process_time() - busy) / calls])[0]
 
 
 def _in_a_row(call: Callable[[], object], count: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from tutti.describe.probe import codes, disk, gemm, host, links, memory
+from tutti.describe.probe import codes, disk, gemm, host, links, memory, weights
 from tutti.describe.probe.assemble import assemble
 from tutti.describe.probe.effort import Effort
 from tutti.describe.probe.findings import (
@@ -113,12 +113,15 @@ def _device_rates(fact: RankFacts, device: torch.device, effort: Effort, say: Sa
     found = gemm.measure(device, effort, threads=threads, sizes=sizes, dtypes=effort.dtypes, say=say)
     say("memory bandwidth")
     copied = memory.measure(device, effort, threads=threads, memory_nbytes=fact.device_memory_nbytes)
+    say("products of few rows")
+    passed = weights.measure(device, effort, threads=threads, dtypes=effort.dtypes)
     say("gradients in fewer bytes")
     return DeviceRates(
         gemm=found.rates,
         memory=copied,
         kernel_overhead_s=memory.kernel_overhead_s(device),
         notes=found.notes,
+        weights=passed,
         codes=codes.measure(device, effort),
     )
 
@@ -134,7 +137,8 @@ def _shared(fact: RankFacts, ranks: int, device: torch.device, effort: Effort) -
     )
     nbytes = fact.host.memory_nbytes
     copied = memory.measure(device, effort, threads=threads, memory_nbytes=nbytes, concurrent=ranks)
-    return SharedRates(gemm=found.rates, memory=copied)
+    passed = weights.measure(device, brief, threads=threads, dtypes=effort.dtypes, concurrent=ranks)
+    return SharedRates(gemm=found.rates, memory=copied, weights=passed)
 
 
 def _node_links(

@@ -1,0 +1,54 @@
+"""What products of few rows take beyond their FLOPs: by hand, and on this machine."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from tutti.describe.probe import weights
+from tutti.describe.probe.effort import QUICK
+
+CPU = torch.device("cpu")
+
+
+def test_time_that_does_not_grow_with_the_rows_is_the_weights() -> None:
+    # t(rows) = 0.1 ms x rows + 4 ms, and 8 MB of weights: 2 GB/s.
+    assert weights.pace(8e6, 4e-3 + 16e-4, 4e-3 + 128e-4) == pytest.approx(2e9)
+
+
+@pytest.mark.parametrize("many_s", [8e-3, 9e-3])
+def test_where_rows_are_all_of_it_the_weights_cost_a_hundredth_at_most(many_s: float) -> None:
+    assert weights.pace(1e6, 1e-3, many_s) == pytest.approx(1e6 / 1e-5)
+
+
+def test_longer_products_of_fewer_rows_do_not_make_rows_negative() -> None:
+    assert weights.pace(1e6, 2e-3, 1e-3) == pytest.approx(1e6 / 2e-3)
+
+
+def test_native_dtypes_are_measured_on_every_number_of_threads() -> None:
+    before = torch.get_num_threads()
+    effort = dataclasses.replace(QUICK, weight_size=64)
+    found = weights.measure(CPU, effort, threads=(1, 2), dtypes=("float32", "float16", "float64"), concurrent=3)
+    assert [(rate.dtype, rate.threads, rate.concurrent) for rate in found] == [
+        ("float32", 1, 3),
+        ("float32", 2, 3),
+        ("float64", 1, 3),
+        ("float64", 2, 3),
+    ]
+    assert all(min(rate.forward, rate.input_gradient, rate.weight_gradient) > 0 for rate in found)
+    assert torch.get_num_threads() == before
+    assert weights.measure(CPU, dataclasses.replace(QUICK, weight_size=0), threads=(1,), dtypes=("float32",)) == ()
+    assert weights.measure(torch.device("cuda"), effort, threads=(1,), dtypes=("float32",)) == ()
+
+
+def test_each_product_is_that_of_a_linear_layer() -> None:
+    layer = torch.nn.Linear(6, 6, bias=False, dtype=torch.float64)
+    input = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
+    output = torch.randn(3, 6, dtype=torch.float64)
+    layer(input).backward(output)
+    with torch.no_grad():
+        gradient = torch.empty(6, 6, dtype=torch.float64)
+        forward, back, into_weights = weights._products(layer.weight, gradient, input, output)
+        torch.testing.assert_close(forward(), layer(input), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(back(), input.grad, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(into_weights(), layer.weight.grad, rtol=1e-12, atol=1e-12)
