@@ -12,23 +12,18 @@ from tutti.compress.bytegrad import ByteGrad
 from tutti.compress.onebit import OneBit
 from tutti.compress.two_phase import TwoPhase
 from tutti.errors import PlanError
-from tutti.optim.compressed import CompressedAdam, OneBitLAMB, ZeroOneAdam
+from tutti.optim.compressed import CompressedAdam, OneBitLAMB
 from tutti.runtime.world import join
 
 
 class Plain:
     """An exchange of one rank that changes nothing."""
 
-    resets = 0
-
     def run(self, flat: Tensor) -> None:
         self.last = flat.clone()
 
     def settle(self, finite: bool) -> None:
         self.settled = finite
-
-    def reset(self) -> None:
-        self.resets += 1
 
 
 def gradient(step: int, numel: int = 6, rank: int = 0) -> Tensor:
@@ -69,37 +64,6 @@ def test_before_the_freeze_it_is_adamw_of_torch() -> None:
     torch.testing.assert_close(weights, parameter.detach(), rtol=0, atol=10 * 0.01 * 0.1 * 0.01 * 1.1)
 
 
-def test_zero_one_adam_uncompressed_is_adam_whose_second_moment_learns_now_and_then() -> None:
-    exchange = Plain()
-    made = ZeroOneAdam([4, 2], exchange, ranks=1, freeze_step=10, kappa=2, longest=1, floor=0.0, dtype=torch.float64)
-    weights, plain = start(), start()
-    m, v, learned = torch.zeros(6).double(), torch.zeros(6).double(), []
-    for step in range(20):
-        g = gradient(step)
-        if made.exact:
-            learned.append(step)
-            v = 0.999 * v + 0.001 * g * g
-        m = 0.9 * m + 0.1 * g
-        plain = plain - 0.01 * m / (v.sqrt() + 1e-8)
-        assert made.step(weights, g, 0.01)
-        torch.testing.assert_close(weights, plain, rtol=0, atol=1e-12)
-    assert learned == [0, 1, 2, 4, 8]  # interval 1 twice, then 2, then 4
-    assert exchange.resets == 1
-
-
-def test_zero_one_adam_agrees_ever_more_rarely() -> None:
-    exchange = Plain()
-    made = ZeroOneAdam([4, 2], exchange, ranks=1, freeze_step=1, local_steps=2, longest=4, dtype=torch.float64)
-    weights, agreed = start(), []
-    for step in range(24):
-        exchange.last = torch.zeros(0)
-        made.step(weights, gradient(step) if step != 13 else gradient(step) * torch.nan, 0.01)
-        if exchange.last.numel():
-            agreed.append(step)
-    assert agreed == [1, 2, 4, 6, 10, 14, 18, 22]
-    assert weights.isfinite().all()
-
-
 def test_one_bit_lamb_uncompressed_is_lamb_until_the_freeze_and_bounded_after() -> None:
     made = OneBitLAMB([4, 2], Plain(), ranks=1, freeze_step=6, weight_decay=0.01, floor=0.0, dtype=torch.float64)
     weights, plain = start(), start()
@@ -123,11 +87,10 @@ def test_one_bit_lamb_uncompressed_is_lamb_until_the_freeze_and_bounded_after() 
     assert weights.isfinite().all()
 
 
-@pytest.mark.parametrize("kind", ["adam", "zero-one", "lamb"])
+@pytest.mark.parametrize("kind", ["adam", "lamb"])
 def test_a_step_that_is_not_finite_changes_nothing_and_checkpoints_go_on(kind: str) -> None:
     make: dict[str, Any] = {
         "adam": lambda: CompressedAdam([4, 2], Plain(), ranks=1, freeze_step=3, dtype=torch.float64),
-        "zero-one": lambda: ZeroOneAdam([4, 2], Plain(), ranks=1, freeze_step=3, longest=1, dtype=torch.float64),
         "lamb": lambda: OneBitLAMB([4, 2], Plain(), ranks=1, freeze_step=3, dtype=torch.float64),
     }
     made, weights = make[kind](), start()
@@ -150,18 +113,16 @@ def ranks_together() -> dict[str, Tensor]:
     """Two ranks with parts of the gradient: the weights of each optimizer after the same steps."""
     world, found = join(), {}
     ranks = world.world_size
-    coded = [TwoPhase(OneBit(block=16), 48, dtype=torch.float64) for _ in range(3)]
+    coded = [TwoPhase(OneBit(block=16), 48, dtype=torch.float64) for _ in range(2)]
     made = {
         "adam": CompressedAdam([30, 18], coded[0], ranks=ranks, freeze_step=4, dtype=torch.float64),
-        "zero-one": ZeroOneAdam([30, 18], coded[1], ranks=ranks, freeze_step=4, longest=1, dtype=torch.float64),
-        "lamb": OneBitLAMB([30, 18], coded[2], ranks=ranks, freeze_step=4, dtype=torch.float64),
+        "lamb": OneBitLAMB([30, 18], coded[1], ranks=ranks, freeze_step=4, dtype=torch.float64),
     }
     for name, optimizer in made.items():
         weights = start(48)
         for step in range(12):
             parts = [gradient(step, 48, rank) for rank in range(ranks)]
-            whole = optimizer.exact if isinstance(optimizer, ZeroOneAdam) else optimizer.warm
-            assert optimizer.step(weights, sum(parts, torch.zeros(48)) if whole else parts[world.rank], 0.01)
+            assert optimizer.step(weights, sum(parts, torch.zeros(48)) if optimizer.warm else parts[world.rank], 0.01)
         found[name] = weights
     return found
 
@@ -173,7 +134,7 @@ def test_ranks_stay_bit_for_bit_the_same() -> None:
         assert weights.isfinite().all()
 
 
-@pytest.mark.parametrize("kind", ["1-bit", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("8-bit", "0/1"))])
+@pytest.mark.parametrize("kind", ["1-bit", pytest.param("8-bit", marks=pytest.mark.long)])
 def test_digits_train_although_some_pixels_are_always_zero(kind: str) -> None:
     """Three pixels never have a gradient: there the published 1-bit Adam divides its scale by eps, and goes to NaN."""
     from sklearn.datasets import load_digits
@@ -185,8 +146,7 @@ def test_digits_train_although_some_pixels_are_always_zero(kind: str) -> None:
     weights = nn.utils.parameters_to_vector(model.parameters()).detach()
     sizes = [parameter.numel() for parameter in model.parameters()]
     exchange = TwoPhase(ByteGrad() if kind == "8-bit" else OneBit(), weights.numel())
-    make = ZeroOneAdam if kind == "0/1" else CompressedAdam
-    made = make(sizes, exchange, ranks=1, freeze_step=66)  # type: ignore[operator]
+    made = CompressedAdam(sizes, exchange, ranks=1, freeze_step=66)
     for step in range(440):
         assert weights.isfinite().all()
         nn.utils.vector_to_parameters(weights, model.parameters())

@@ -1,5 +1,6 @@
 """0/1 Adam's updates, beside its equations written once more, on values."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -39,40 +40,60 @@ def test_while_the_second_moment_always_learns_it_is_adam() -> None:
     assert torch.equal(*ends)
 
 
-def equations(start: torch.Tensor, given: torch.Tensor, decay: float, decoupled: bool) -> torch.Tensor:
-    """(steps, ranks, n) of gradients -> parameters in the end, by the equations; lr = 0.1, ranks agree exactly."""
-    lr, b1, b2, eps = 0.1, 0.9, 0.999, 1e-8
+Gradients = Callable[[int, list[torch.Tensor]], torch.Tensor]
+"""(step, parameters of every rank) -> (ranks, n): a rank's gradient of the mean over its own samples."""
+
+
+def equations(
+    start: torch.Tensor,
+    gradients: Gradients,
+    steps: int,
+    *,
+    decay: float,
+    decoupled: bool,
+    lr: float = 0.1,
+    sizes: Sequence[int] = (),
+    clip_norm: float | None = None,
+) -> list[torch.Tensor]:
+    """Parameters of every rank in the end, by the equations, where ranks agree exactly; `sizes`: of tensors that lie in
+    them one behind the other. What enters the optimizer is clipped: the mean, or a rank's own where ranks step alone.
+    """
+    b1, b2, eps, sizes = 0.9, 0.999, 1e-8, sizes or [start.numel()]
+
+    def clipped(g: torch.Tensor) -> torch.Tensor:
+        return g if clip_norm is None else g * min(1.0, clip_norm / (float(g.norm()) + 1e-6))
+
+    def floored(root: torch.Tensor) -> torch.Tensor:
+        return torch.cat([one.clamp(min=0.1 * one.square().mean().sqrt()) for one in root.split(list(sizes))])
+
     m, v, learned = torch.zeros_like(start), torch.zeros_like(start), 0
     w, t = start.clone(), 0
-    for gradients in given[:FREEZE]:
-        g = gradients.mean(0) + (0 if decoupled else decay * w)
+    for step in range(FREEZE):
+        g = clipped(gradients(step, [w] * RANKS).mean(0)) + (0 if decoupled else decay * w)
         w = w * (1 - lr * decay) if decoupled else w
         if learns(t, KAPPA):
             v, learned = b2 * v + (1 - b2) * g * g, learned + 1
         m, t = b1 * m + (1 - b1) * g, t + 1
         root = (v / (1 - b2**learned)).sqrt()
-        if t > KAPPA:
-            root = root.clamp(min=0.1 * root.square().mean().sqrt())
-        w = w - lr * m / (1 - b1**t) / (root + eps)
-    d = (v / (1 - b2**learned)).sqrt()
-    d = d.clamp(min=0.1 * d.square().mean().sqrt()) + eps
+        w = w - lr * m / (1 - b1**t) / ((floored(root) if t > KAPPA else root) + eps)
+    d = floored((v / (1 - b2**learned)).sqrt()) + eps
     own, momenta = [w.clone() for _ in range(RANKS)], [m.clone() for _ in range(RANKS)]
     base, since, agreed, rates = w, 0, 0, 0.0
-    for gradients in given[FREEZE:]:
+    for step in range(FREEZE, steps):
         t, since = t + 1, since + 1
-        for rank in range(RANKS):
-            g = gradients[rank] + (0 if decoupled else decay * own[rank])
+        for rank, found in enumerate(gradients(step, own)):
+            g = clipped(found) + (0 if decoupled else decay * own[rank])
             momenta[rank] = b1 * momenta[rank] + (1 - b1) * g
             own[rank] = own[rank] * (1 - lr * decay if decoupled else 1)
             own[rank] = own[rank] - lr * momenta[rank] / (1 - b1**t) / d
         rates += lr / (1 - b1**t)
         if since == local_updates(agreed, 2, 4):
-            mean = sum(own) / RANKS
+            mean = torch.stack(own).mean(0)
             way = base * (1 - lr * decay if decoupled else 1) ** since - mean
             base, own = mean, [mean.clone() for _ in range(RANKS)]
             momenta = [way * d / rates for _ in range(RANKS)]
             since, agreed, rates = 0, agreed + 1, 0.0
-    return sum(own) / RANKS
+    return own
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
@@ -105,9 +126,10 @@ def test_ranks_that_step_alone_are_the_equations(kind: Any) -> None:
                 rule.agree()
             since, agreed = 0, agreed + 1
             assert all(torch.equal(w, weights[0]) for w in weights)
-    expected = equations(start, given, 0.05, kind is torch.optim.AdamW)
-    got = torch.stack([w.detach() for w in weights]).mean(0)
-    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-13)
+    decoupled = kind is torch.optim.AdamW
+    expected = equations(start, lambda step, _: given[step], len(given), decay=0.05, decoupled=decoupled)
+    for w, one in zip(weights, expected, strict=True):
+        torch.testing.assert_close(w.detach(), one, rtol=1e-12, atol=1e-13)
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:

@@ -27,9 +27,6 @@ class Exchange(Protocol):
     def settle(self, finite: bool) -> None:
         """The step counts, or everything kept is as before it."""
 
-    def reset(self) -> None:
-        """Forget what was kept: the units of what is sent change."""
-
 
 class _Kept:
     """What a checkpoint needs of an optimizer, beside the exchange's own: tensors and numbers by name."""
@@ -129,100 +126,6 @@ class CompressedAdam(_Momentum):
         self.count += 1
         torch.mul(sent, d, out=self.m)
         return sent / (1 - beta1**self.count)
-
-
-class ZeroOneAdam(_Momentum):
-    """0/1 Adam (Lu et al. 2022): v learns at intervals that double, and then ranks take steps of their own.
-
-    Until `freeze_step`, gradients are summed exactly in steps where v learns (`exact`) and compressed in between; the
-    interval doubles after every `kappa` of the former. After it a rank steps with its own momentum, and every
-    `interval` steps (which double up to `longest`) all ranks go to where the mean of their ways leads from where they
-    last agreed. Decay acts where they agree. There is no correction of the start, as in the paper.
-    """
-
-    TENSORS = ("m", "v", "way", "base")
-    NUMBERS = ("count", "learned", "interval", "since", "rates")
-
-    def __init__(
-        self,
-        sizes: Sequence[int],
-        exchange: Exchange,
-        *,
-        kappa: int = 16,
-        longest: int = 16,
-        local_steps: int = 16,
-        **settings: Unpack[Settings],
-    ) -> None:
-        super().__init__(sizes, exchange, **settings)
-        self.kappa, self.longest, self.local_steps = kappa, longest, local_steps
-        self.learned, self.interval, self.since, self.rates = 0, 1, 0, 0.0
-        self.way, self.base = (torch.zeros_like(self.m) for _ in range(2))
-
-    @property
-    def exact(self) -> bool:
-        """Whether the next step needs the exact sum of gradients; otherwise it takes this rank's part."""
-        return self.warm and self.count % self.interval == 0
-
-    def step(self, weights: Tensor, gradient: Tensor, lr: float) -> bool:
-        """Update `weights` in place; False, and nothing has changed, where a value on some rank is not finite.
-
-        In steps of a rank's own, after the freeze, it leaves out a gradient that is not finite, and goes on.
-        """
-        if self.warm:
-            return self._learn(weights, gradient, lr)
-        if self.count == self.freeze_step:
-            self.exchange.reset()  # from here on ways are sent, not gradients
-            self.interval, self.learned = 1, 0
-            self.base.copy_(weights)
-        return self._walk(weights, gradient, lr)
-
-    def denominator(self) -> Tensor:
-        """sqrt(v) + eps, with its floor."""
-        return floored(self.v.sqrt(), self.sizes, self.floor) + self.eps
-
-    def _learn(self, weights: Tensor, gradient: Tensor, lr: float) -> bool:
-        beta1, beta2 = self.betas
-        if self.exact:
-            if not finite(gradient):
-                return False
-            self.v.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-            self.learned += 1
-        else:
-            gradient = gradient.clone()
-            if not summed(self.exchange, gradient):
-                return False
-        self.m.mul_(beta1).add_(gradient, alpha=1 - beta1)
-        weights.sub_(lr * (self.m / self.denominator() + self.weight_decay * weights))
-        self.count += 1
-        if self.learned == self.kappa:
-            self.learned, self.interval = 0, self.interval * 2
-        return True
-
-    def _walk(self, weights: Tensor, gradient: Tensor, lr: float) -> bool:
-        beta1, d = self.betas[0], self.denominator()
-        agree = self.since + 1 == self.interval
-        usable = agree or finite(gradient)
-        momentum = self.m * beta1 + gradient * ((1 - beta1) * self.ranks) if usable else self.m
-        way = self.way + lr * momentum / d if usable else self.way
-        rates = self.rates + lr
-        if agree:
-            sent = way / self.ranks
-            if not summed(self.exchange, sent):
-                return False
-            torch.mul(sent, d / rates, out=self.m)
-            self.base.sub_(sent + (rates * self.weight_decay) * self.base)
-            weights.copy_(self.base)
-            self.way.zero_()
-            self.since, self.rates = 0, 0.0
-            self.learned += 1
-            if self.learned == self.local_steps and self.interval < self.longest:
-                self.learned, self.interval = 0, self.interval * 2
-        else:
-            weights.copy_(self.base - way)
-            self.m, self.way, self.rates = momentum, way, rates
-            self.since += 1
-        self.count += 1
-        return True
 
 
 class OneBitLAMB(_Momentum):
