@@ -13,11 +13,14 @@ from plan.machines import cards
 from predict.examples import plan
 from tutti.cli import plan as plan_command
 from tutti.cli import predict as predict_command
+from tutti.cli.outlook import SCENARIO_COLUMNS, Planned, scenario_rows
 from tutti.cli.plan_show import Differences, Scenarios
 from tutti.cli.quantities import DURATION, SIZE
 from tutti.describe.architectures import architecture
 from tutti.errors import PlanError
-from tutti.plan import Choice, stamp
+from tutti.plan import Choice, plan_words, stamp
+from tutti.plan.objectives import money
+from tutti.predict.words import nbytes, seconds
 from tutti.spec import codec
 from tutti.spec.plan import Plan
 
@@ -107,6 +110,31 @@ def test_what_if_answers_beside_now(machines: str) -> None:
     shown = ask(machines, *what_if).stdout
     assert "What if" in shown
     assert "as fast" in shown
+
+
+def test_what_if_says_what_else_changes_of_the_best_plan(machines: str) -> None:
+    """Fewer devices: another mesh, more memory on each, another price; a row each."""
+    what_if = ("--what-if", "devices=1", "--what-if", "link=1gbit")
+    found = codec.from_data(Scenarios, json.loads(ask(machines, "--json", *what_if).stdout))
+    alone = found.scenarios[0].choice
+    assert alone is not None
+    lines = scenario_rows(Planned(choice=found.now, timeline=None, scenarios=found.scenarios))  # type: ignore[arg-type]
+    assert [len(cells) for cells in lines] == [len(SCENARIO_COLUMNS)] * 3
+    now, (_, words, step, memory, cost, against), _ = lines
+    assert now[5] == ""
+    assert (words, step) == (plan_words(alone.best), seconds(alone.prediction.step_time_s.value))
+    assert memory == nbytes(alone.prediction.memory.total)
+    assert alone.totals is not None
+    assert alone.totals.cost is not None
+    assert cost == f"{money(alone.totals.cost)} a step"
+    ratios = {
+        "memory": alone.prediction.memory.total / found.now.prediction.memory.total,
+        "cost": alone.totals.cost / found.now.totals.cost,  # type: ignore[union-attr, operator]
+    }
+    for what, ratio in ratios.items():
+        assert f"{ratio:.2f}x the {what}" in against
+    assert f"Ranks: {found.now.best.world_size} in now, 1 in then" in against
+    assert "cost" in ask(machines, *what_if).stdout
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from tutti.cli.planning import SEARCH_S, search
 from tutti.errors import PlanError, ReportError
 from tutti.plan import Choice, Request, device_counts, difference, explain, plan_words, rows, scaling, whole_words
+from tutti.plan.objectives import money
 from tutti.predict.tracks import timeline
 from tutti.predict.words import nbytes, seconds
 from tutti.spec.cluster import ClusterSpec
@@ -87,22 +88,43 @@ def with_measured(curve: ScalingCurve, trials: Trials | None) -> ScalingCurve:
     return replace(curve, measured=points)
 
 
+SCENARIO_COLUMNS = ("cluster", "best plan", "step", "memory a rank", "cost", "against now")
+
+
 def scenario_rows(planned: Planned) -> list[tuple[str, ...]]:
-    """Cluster, best plan, step, and what that is against now, as text; the cluster as it is first."""
-    now = planned.choice.prediction.step_time_s.value
+    """The columns of `SCENARIO_COLUMNS` as text, the cluster as it is first; the cost is empty without prices, of the
+    whole training or of one step where nobody said how long that is."""
     found: list[tuple[str, ...]] = []
     as_it_is = Scenario(change="as it is", choice=planned.choice)
     for other in (as_it_is, *planned.scenarios):
         one = other.choice
         if one is None:
-            found.append((other.change, "none", "", other.reason))
+            found.append((other.change, "none", "", "", "", other.reason))
             continue
-        step, against = one.prediction.step_time_s.value, ""
-        if one is not planned.choice:
-            changed = "; ".join(difference(planned.choice.best, one.best, ("now", "then"))) or "the same plan"
-            against = f"{now / step:.2f}x as fast; {changed}"
-        found.append((other.change, plan_words(one.best), seconds(step), against))
+        step, memory = one.prediction.step_time_s.value, one.prediction.memory.total
+        against = "" if one is planned.choice else _against(planned.choice, one)
+        found.append((other.change, plan_words(one.best), seconds(step), nbytes(memory), _cost(one), against))
     return found
+
+
+def _cost(choice: Choice) -> str:
+    totals = choice.totals
+    if totals is None or totals.cost is None:
+        return ""
+    return money(totals.cost) + ("" if totals.steps is not None else " a step")
+
+
+def _against(now: Choice, then: Choice) -> str:
+    """What the best plan gains or loses, and in what it is another one."""
+    parts = [f"{now.prediction.step_time_s.value / then.prediction.step_time_s.value:.2f}x as fast"]
+    pairs = {"memory": (now.prediction.memory.total, then.prediction.memory.total)}
+    if now.totals is not None and then.totals is not None:
+        pairs["cost"] = (now.totals.cost or 0.0, then.totals.cost or 0.0)
+    for what, (before, after) in pairs.items():
+        if before > 0 and after > 0 and f"{after / before:.2f}" != "1.00":
+            parts.append(f"{after / before:.2f}x the {what}")
+    changed = "; ".join(difference(now.best, then.best, ("now", "then"))) or "the same plan"
+    return f"{', '.join(parts)}; {changed}"
 
 
 def chosen_plan(choice: Choice, trials: Trials | None) -> Plan:
@@ -277,9 +299,9 @@ def _scenario_table(planned: Planned) -> "tuple[Table, ...]":
         Table(
             title="What if",
             under="The best plan for each changed cluster.",
-            columns=("cluster", "best plan", "step", "against now"),
+            columns=SCENARIO_COLUMNS,
             rows=tuple(TableRow(cells=cells) for cells in scenario_rows(planned)),
-            right=frozenset({2}),
+            right=frozenset({2, 3, 4}),
         ),
     )
 

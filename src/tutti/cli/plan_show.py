@@ -5,7 +5,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tutti.cli.common import console, emit
-from tutti.cli.outlook import Scenario, scenario_rows, show_curve, show_trials, standard_output, trust_here
+from tutti.cli.outlook import (
+    SCENARIO_COLUMNS,
+    Scenario,
+    scenario_rows,
+    show_curve,
+    show_trials,
+    standard_output,
+    trust_here,
+)
 from tutti.plan import Choice, difference, explain, rows
 from tutti.spec import codec
 from tutti.spec.plan import Plan
@@ -101,16 +109,18 @@ def document(planned: "Planned") -> "Choice | Scenarios | Planned":
 
 
 def _scenarios(planned: "Planned") -> "Table":
-    """The best plan now beside the best one in each changed cluster."""
+    """The best plan now beside the best one in each changed cluster; the cost where there are prices."""
     from rich.table import Table
 
+    found = scenario_rows(planned)
     shown = Table(title="What if", title_justify="left")
-    for name in ("cluster", "best plan"):
-        shown.add_column(name, overflow="fold")
-    shown.add_column("step", justify="right", no_wrap=True)
-    shown.add_column("against now", overflow="fold")
-    for cells in scenario_rows(planned):
-        shown.add_row(*cells)
+    kept = [at for at, name in enumerate(SCENARIO_COLUMNS) if name != "cost" or any(cells[at] for cells in found)]
+    for at in kept:
+        name = SCENARIO_COLUMNS[at]
+        text = name in ("cluster", "best plan", "against now")
+        shown.add_column(name, overflow="fold", justify="left" if text else "right", no_wrap=not text)
+    for cells in found:
+        shown.add_row(*(cells[at] for at in kept))
     return shown
 
 
