@@ -7,8 +7,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tutti.cli.describe import command, scaled, tree
-from tutti.errors import DataError, ScriptError, TuttiError
+from tutti.errors import DataError, ScriptError, SpecError, TuttiError
 from tutti.spec.codec import from_data, load
+from tutti.spec.loading import Loading
 from tutti.spec.model import ModelSpec
 
 SCRIPT = """
@@ -66,6 +67,45 @@ def test_one_json_document_and_the_same_file(script: Path, tmp_path: Path) -> No
     products = sum(op.flops_forward for module in spec.modules for op in module.ops if op.kind == "gemm")
     assert products == 2 * 2 * 300 * 300 + 2 * 2 * 300
     assert "a word of the script" in result.stderr
+
+
+SLOW = """
+import time, torch, tutti
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        time.sleep(0.003)
+        return torch.randn(4), torch.randn(2)
+
+job = tutti.Job(global_batch_size=8, seed=0)
+model = torch.nn.Linear(4, 2)
+job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), Slow(), torch.nn.MSELoss(), num_workers=2)
+"""
+
+
+def test_what_samples_cost_to_load_is_measured(tmp_path: Path) -> None:
+    script = tmp_path / "slow.py"
+    script.write_text(SLOW, encoding="utf-8")
+    result = run("--json", script)
+    assert result.exit_code == 0, result.output
+    loading = from_data(ModelSpec, json.loads(result.stdout)).loading
+    assert loading is not None
+    assert loading.core_s + loading.wait_s >= 0.003  # a sleep is never shorter
+    assert (loading.workers, loading.stream, loading.evidence) == (2, False, "measured")
+    words = run(script).stdout
+    assert "data: a sample takes" in words
+    assert "2 workers of each rank load ahead" in words
+
+
+def test_a_description_of_before_data_was_measured_is_read() -> None:
+    before = {"name": "m", "modules": [], "version": 1}
+    assert from_data(ModelSpec, before).loading is None
+    by_hand = from_data(ModelSpec, before | {"loading": {"core_s": "4 ms", "stored_nbytes": "110 kB", "workers": 3}})
+    assert by_hand.loading == Loading(core_s=4e-3, stored_nbytes=110e3, workers=3)
+    with pytest.raises(SpecError, match="core_s = -1; give 0"):
+        from_data(ModelSpec, before | {"loading": {"core_s": -1.0}})
 
 
 def test_the_table_gathers_equal_layers_and_sums_containers(script: Path) -> None:

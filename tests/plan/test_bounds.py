@@ -26,12 +26,17 @@ from tutti.predict import predict
 from tutti.predict.pipeline import most_held
 from tutti.predict.placement import place
 from tutti.spec.cluster import ClusterSpec
+from tutti.spec.loading import Loading
 from tutti.spec.model import ModelSpec
 from tutti.spec.plan import LayoutRule, Pipeline, Plan
 from tutti.spec.prediction import Prediction
 from tutti.spec.words import AxisName, Precision
 
 ROUNDING = 1e-9
+
+
+def loaded(**costs: Any) -> ModelSpec:
+    return dataclasses.replace(mlp(512, 4), loading=Loading(**costs))
 
 
 def wide(width: int, layers: int) -> ModelSpec:
@@ -62,6 +67,10 @@ CASES: dict[str, tuple[ModelSpec, ClusterSpec, int, Precision]] = {
     "unet": (architecture("unet", {"dims": 3, "widths": "8,16,32", "image": "32"}), cards(1), 8, "full"),
     "wide layers that the script divides": (wide(512, 6), cluster(cpu(), count=6), 96, "full"),
     "mixed devices": (mlp(512, 4), mixed(), 60, "full"),
+    "loading between steps": (loaded(core_s=1e-4, wait_s=1e-5), cards(2), 60, "full"),
+    "loading ahead": (loaded(core_s=1e-4, workers=2), cards(2), 60, "full"),
+    "loading on mixed devices": (loaded(core_s=1e-5), mixed(), 60, "full"),
+    "streams on mixed devices": (loaded(core_s=1e-5, workers=1, stream=True), mixed(), 60, "full"),
     "gpt on mixed devices": (
         architecture("gpt", {"layers": 6, "hidden": 256, "heads": 8, "seq_len": 512, "vocab": 1000}), mixed(), 30,
         "full",

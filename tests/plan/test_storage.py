@@ -1,13 +1,19 @@
-"""A step that storage cannot feed is said to be one."""
+"""A step that loaders or storage cannot feed is said to be one, with the remedy."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
 from plan.machines import cards
-from predict.examples import mlp
+from predict.examples import cluster, cpu, mlp, plan
 from tutti.plan import Request, choose
-from tutti.plan.storage import read_s, sample_nbytes, starved
+from tutti.plan.scenarios import what_if, with_storage
+from tutti.plan.storage import sample_nbytes, starved
+from tutti.predict import predict
+from tutti.predict.step import load_of
+from tutti.spec.cluster import ClusterSpec
+from tutti.spec.loading import Loading
 from tutti.spec.model import ModelSpec, TensorShape
 from tutti.spec.plan import BatchPlan, Plan
 
@@ -23,31 +29,84 @@ def of_pictures() -> ModelSpec:
 
 @pytest.mark.parametrize("unit", ["samples", "tokens"])
 def test_hosts_read_together_what_a_step_takes(unit: str) -> None:
+    """Where nobody knows what samples cost, they count as the model takes them."""
     model = dataclasses.replace(of_pictures(), tokens_per_sample=10)
     assert sample_nbytes(model) == 12e6 + 40 + 7
-    machines = cards(2, 2)
-    slow = dataclasses.replace(
-        machines, nodes=tuple(dataclasses.replace(node, disk_read_bytes_per_s=1e9) for node in machines.nodes)
-    )
+    slow = with_storage(cards(2, 2), 1e9)
     size = 64 if unit == "samples" else 640
     script = Plan(batch=BatchPlan(global_batch_size=size, unit=unit))  # type: ignore[arg-type]
     choice = choose(model, slow, Request(script=script, degree=4))
     took = 64 * (12e6 + 47) / 2e9  # both hosts
-    assert read_s(model, slow, choice.best, 64) == pytest.approx(took)
+    as_taken = dataclasses.replace(model, loading=Loading(stored_nbytes=sample_nbytes(model), workers=1))
+    assert load_of(as_taken, slow, choice.best).storage_s == pytest.approx(took)
     assert choice.prediction.step_time_s.value < took
     assert any(
         "Storage may be slower than that: to read a step's samples takes 384 ms" in one for one in choice.remarks
     )
     alone = choose(model, slow, Request(script=script, degree=1)).best
-    assert read_s(model, slow, alone, 64) == pytest.approx(2 * took)
+    assert load_of(as_taken, slow, alone).storage_s == pytest.approx(2 * took)
+    # and that is what is predicted where it is known
+    known = choose(as_taken, slow, Request(script=script, degree=4))
+    assert known.prediction.step_time_s.value == pytest.approx(took)
 
 
 def test_nothing_is_said_where_storage_is_quick_or_unknown() -> None:
     model, machines = of_pictures(), cards(2, 2)
     choice = choose(model, machines, Request(script=Plan(batch=BatchPlan(global_batch_size=64))))
-    assert read_s(model, machines, choice.best, 64) is None
-    quick = dataclasses.replace(
-        machines, nodes=tuple(dataclasses.replace(node, disk_read_bytes_per_s=1e15) for node in machines.nodes)
-    )
-    for each in (machines, quick):
+    for each in (machines, with_storage(machines, 1e15)):
         assert starved(model, each, choice.best, choice.prediction) == ""
+
+
+def said(where: ClusterSpec, how: Plan, **costs: Any) -> str:
+    model = dataclasses.replace(mlp(), loading=Loading(**costs))
+    return starved(model, where, how, predict(model, where, how))
+
+
+def test_what_a_wait_is_due_to_and_what_helps() -> None:
+    here = with_storage(cards(1, 2), 1e9)
+    rest_s = predict(mlp(), here, plan(64, 2)).step_time_s.value
+    assert said(here, plan(64, 2), core_s=1e-9) == ""
+    workers = -(-32e-3 // rest_s)
+    alone = said(here, plan(64, 2), core_s=1e-3)
+    assert f"A step waits 32 ms for data ({32e-3 / (32e-3 + rest_s):.0%} of it)" in alone
+    assert f"ranks load between steps; prepare(..., num_workers={workers:.0f}) loads ahead" in alone
+    assert "storage" not in alone
+    both = said(here, plan(64, 2), core_s=1e-3, stored_nbytes=1e6)
+    assert "loads ahead, while they compute, but storage gives a batch every 64 ms" in both
+    assert "storage gives a batch every 64 ms; quicker storage" in said(here, plan(64, 2), stored_nbytes=1e6, workers=4)
+    few = said(here, plan(64, 2), core_s=1e-3, workers=2)
+    assert f"a rank's workers give a batch every 16 ms; num_workers={workers:.0f} would keep up" in few
+    assert "every rank reads the whole stream" in said(here, plan(64, 2), core_s=1e-3, workers=1, stream=True)
+    assert "num_workers=1" in said(here, plan(64, 2), core_s=1e-3, stream=True)
+    crowded = said(cluster(cpu()), plan(64, 2), core_s=1e-3, workers=64)
+    assert "loaders' workers and ranks share the same cores" in crowded
+
+
+def test_workers_that_are_advised_do_keep_up() -> None:
+    here, how = cards(1, 2), plan(64, 2)
+    rest_s = predict(mlp(), here, how).step_time_s.value
+    for workers in (0, 2):
+        advice = said(here, how, core_s=1e-3, workers=workers)
+        advised = int(advice.partition("num_workers=")[2].partition(" ")[0].rstrip(")"))
+        better = dataclasses.replace(mlp(), loading=Loading(core_s=1e-3, workers=advised))
+        assert predict(better, here, how).step_time_s.value == pytest.approx(rest_s)
+
+
+def test_what_if_storage_were_quicker() -> None:
+    here = with_storage(cards(2, 2), 1e9)
+    changed, words = what_if(here, "storage=4GB/s")
+    assert {node.disk_read_bytes_per_s for node in changed.nodes} == {4e9}
+    assert words == "storage that reads 3.7 GiB/s"
+    shared = dataclasses.replace(here, shared_read_bytes_per_s=1e9)
+    assert what_if(shared, "storage=2 GB/s")[0] == dataclasses.replace(shared, shared_read_bytes_per_s=2e9)
+    model = dataclasses.replace(mlp(), loading=Loading(stored_nbytes=1e6, workers=1))
+    assert predict(model, changed, plan(64, 4)).step_time_s.value == pytest.approx(8e-3)
+
+
+def test_a_search_that_waits_for_data_says_why_others_lost() -> None:
+    model = dataclasses.replace(mlp(256, 2), loading=Loading(core_s=1e-3))
+    choice = choose(model, cards(1, 4), Request(script=plan(64)))
+    assert choice.best.world_size == 4
+    assert choice.prediction.phases["data"] == pytest.approx(16e-3)
+    assert any("of loading data against 16 ms" in one.reason for one in choice.alternatives)
+    assert any("A step waits 16 ms for data" in one for one in choice.remarks)

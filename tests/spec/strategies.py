@@ -6,6 +6,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from tutti.spec.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeSpec
+from tutti.spec.loading import Loading
 from tutti.spec.plan import BatchPlan, LayoutRule, Plan, Sync
 from tutti.spec.run import Recipe
 from tutti.spec.words import LastBatch, Precision, Unit
@@ -53,6 +54,16 @@ devices_given = st.builds(
     **dict.fromkeys(("gemm", "gemm_concurrent", "memory_rates", "compress_rates", "efficiency", "cores", "year"), ...),
 )
 links_given = st.builds(LinkSpec, bandwidth_bytes_per_s=above, latency_s=not_below, points=...)
+loading_given = st.builds(
+    Loading,
+    core_s=not_below,
+    wait_s=not_below,
+    stored_nbytes=not_below,
+    workers=st.integers(0, 64),
+    stream=...,
+    parts=...,
+)
+st.register_type_strategy(Loading, loading_given)
 st.register_type_strategy(DeviceSpec, devices_given)
 st.register_type_strategy(LinkSpec, links_given)
 
@@ -67,12 +78,14 @@ def clusters(draw: st.DrawFn) -> ClusterSpec:
         count=positive,
         memory_nbytes=positive,
         disk_read_bytes_per_s=st.none() | above,
+        cores=st.integers(0, 1024),
     )
     return ClusterSpec(
         name=draw(st.text()),
         devices=devices,
         nodes=tuple(draw(st.lists(node, min_size=1, max_size=3, unique_by=lambda one: one.name))),
         links=tuple(draw(st.lists(links_given, max_size=3))),
+        shared_read_bytes_per_s=draw(st.none() | above),
     )
 
 

@@ -96,7 +96,7 @@ def _folders(path: Path) -> list[Path]:
 
 
 def _sample(folder: Path, cluster: ClusterSpec | None) -> "tuple[Sample, dict[str, str]] | None":
-    """What a run measured, without its wait for data, which is not predicted; None where it says too little."""
+    """What a run measured, without its wait for data: constants are of computing. None where it says too little."""
     from tutti.report.read import read_records
     from tutti.report.timing import steady_steps
     from tutti.validate.fit import Sample
@@ -114,7 +114,8 @@ def _sample(folder: Path, cluster: ClusterSpec | None) -> "tuple[Sample, dict[st
     known = [seconds for seconds in times if seconds > 0]
     if not known:
         return None
-    sample = Sample(model=records.model, cluster=machines, plan=records.plan, measured_s=median(known))
+    model = replace(records.model, loading=None)
+    sample = Sample(model=model, cluster=machines, plan=records.plan, measured_s=median(known))
     return sample, {name: text for name, text in records.header.versions.items() if name in ("torch", "cuda", "python")}
 
 

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,8 +49,12 @@ def command(
         return
     from rich.console import Console
 
+    from tutti.predict.data import loading_words
+
     out = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     out.print(table(model, depth=depth, every=every))
+    if model.loading is not None:
+        out.print(f"data: {loading_words(model.loading)}", markup=False, soft_wrap=True)
     for note in model.notes:
         out.print(f"note: {note}", markup=False, soft_wrap=True)
     if output is not None:
@@ -89,7 +93,8 @@ def describe_captured(captured: "Captured", *, name: str) -> ModelSpec:
         tokens_per_sample=captured.tokens_per_sample,
         dataset_samples=captured.dataset_samples,
     )
-    return with_facts(described, captured.model, () if kwargs else args, captured.plan.layout)
+    known = with_facts(described, captured.model, () if kwargs else args, captured.plan.layout)
+    return replace(known, loading=captured.loading())
 
 
 def _write(model: ModelSpec, output: Path) -> None:

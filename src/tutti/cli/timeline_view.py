@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 LETTERS: dict[Doing, tuple[str, str]] = {
+    "data": ("d", "black on green"),
     "forward": ("f", "white on blue"),
     "backward": ("b", "black on bright_cyan"),
     "weights": ("w", "black on cyan"),
@@ -135,7 +136,8 @@ def _told(track: Track, step_s: float) -> str:
     """busy 74 %, exposed 5 %, bubble 20 %."""
     parts = [("busy", track.busy_s)]
     words: dict[Doing, str] = {
-        "communication": "exposed", "bubble": "bubble", "waiting": "waiting", "other": "other", "hidden": "hidden",
+        "data": "data", "communication": "exposed", "bubble": "bubble", "waiting": "waiting", "other": "other",
+        "hidden": "hidden",
     }  # fmt: skip
     parts += [(word, track.seconds.get(doing, 0.0)) for doing, word in words.items()]
     return ", ".join(f"{word} {100 * lasts / step_s:.0f} %" for word, lasts in parts if lasts > TOLD * step_s)

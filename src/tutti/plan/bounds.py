@@ -107,7 +107,7 @@ def variant_bounds(room: Room, found: Shapes, ways: Variants, samples: int) -> B
     where = place.reshape(-1)
     each = found.take(meshes)  # what depends on the mesh alone is worked out once for all its variants
     rows, facts = each.take(where), _facts(room.tables, each, samples).take(where)
-    least, likely = _seconds(room, rows, ways, facts, samples)
+    least, likely = _with_data(room.tables, rows, facts, samples, *_seconds(room, rows, ways, facts, samples))
     fullest, emptiest = _memory(room, rows, ways, facts)
     if room.tables.mixed:  # a rank may have fewer samples than the mean one has
         fewest = np.maximum(1, samples // rows.microbatches // rows.data)
@@ -220,6 +220,23 @@ def _seconds(room: Room, rows: Shapes, ways: Variants, facts: Facts, samples: in
         np.asarray(bound, dtype=np.float64),
         np.maximum(bound, (likely + update) / facts.speed + passing),
     )
+
+
+def _with_data(
+    tables: Tables, rows: Shapes, facts: Facts, samples: int, least: Array, likely: Array
+) -> tuple[Array, Array]:
+    """A step's bound and estimate with what a rank's own loaders take, of the rank that has most samples; it may not be
+    the slowest otherwise where ranks differ."""
+    loading = tables.model.loading
+    if loading is None:
+        return least, likely
+    own = np.full(len(least), float(samples)) if loading.stream else facts.count * rows.microbatches
+    part = rows.space if loading.parts else 1
+    own_s = own * (loading.core_s + loading.wait_s) / (max(1, loading.workers) * part)
+    if loading.workers:
+        return np.maximum(least, own_s), np.maximum(likely, own_s)
+    alike = (facts.speed >= 1) & (not tables.mixed)
+    return np.where(alike, least + own_s, np.maximum(least, own_s)), likely + own_s
 
 
 def _however_cut(tables: Tables, rows: Shapes, plain: Flags, most: Array, mean: Array) -> Array:

@@ -75,6 +75,7 @@ def _cause(loser: Costed, best: Costed) -> str:
     own = {
         "compute": _compute_s(slow) - _compute_s(fast),
         "communication": slow.phases["exposed_communication"] - fast.phases["exposed_communication"],
+        "data": slow.phases["data"] - fast.phases["data"],
         "optimizer": slow.phases["optimizer"] - fast.phases["optimizer"],
         "other": slow.phases["other"] - fast.phases["other"],
     }
@@ -86,6 +87,8 @@ def _cause(loser: Costed, best: Costed) -> str:
         if set(axes_of(loser.plan)) <= {"replicate"} and loser.plan.world_size > 1:
             return f"{loser.plan.world_size} ranks that share a memory update all parameters each: {took}"
         return took
+    if part == "data":
+        return f"{seconds(slow.phases['data'])} of loading data against {seconds(fast.phases['data'])}"
     if part == "other":
         return f"{seconds(slow.phases['other'])} of waiting against {seconds(fast.phases['other'])}"
     return _compute_cause(loser, best)

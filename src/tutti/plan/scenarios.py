@@ -28,7 +28,8 @@ def what_if(cluster: ClusterSpec, text: str) -> tuple[ClusterSpec, str]:
     """The cluster changed as `text` says, and the change in words.
 
     link=10gbit (between hosts, or the only links; node-link, network-link for one tier), devices=256, memory=80gb,
-    speed=2x (devices, against now). Raises PlanError for anything else.
+    speed=2x (devices, against now), storage=2GB/s (what every host reads; what they share, where data lies there).
+    Raises PlanError for anything else.
     """
     name, _, value = text.strip().partition("=")
     key = name.strip().lower()
@@ -42,9 +43,12 @@ def what_if(cluster: ClusterSpec, text: str) -> tuple[ClusterSpec, str]:
     if key == "speed":
         factor = _number(value, text, {"": 1.0, "x": 1.0}, "speed=2x", bare=True)
         return with_speed(cluster, factor), f"devices {factor:g} times as fast"
+    if key == "storage":
+        rate = _number(value, text, BYTES_PER_S, "storage=2GB/s")
+        return with_storage(cluster, rate), f"storage that reads {nbytes(rate)}/s"
     raise PlanError(
         f"--what-if {text}: there is no {name!r}; write link=10gbit, node-link=..., network-link=..., devices=256, "
-        "memory=80gb or speed=2x"
+        "memory=80gb, speed=2x or storage=2GB/s"
     )
 
 
@@ -95,6 +99,14 @@ def _weights_at(rate: WeightRate, factor: float) -> WeightRate:
         input_gradient=rate.input_gradient * factor,
         weight_gradient=rate.weight_gradient * factor,
     )
+
+
+def with_storage(cluster: ClusterSpec, rate: float) -> ClusterSpec:
+    """The cluster with storage of another rate: what hosts share, where they share one, else each host's own."""
+    if cluster.shared_read_bytes_per_s is not None:
+        return dataclasses.replace(cluster, shared_read_bytes_per_s=rate)
+    nodes = tuple(dataclasses.replace(node, disk_read_bytes_per_s=rate) for node in cluster.nodes)
+    return dataclasses.replace(cluster, nodes=nodes)
 
 
 def with_speed(cluster: ClusterSpec, factor: float) -> ClusterSpec:

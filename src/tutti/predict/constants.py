@@ -128,3 +128,6 @@ HOST_LINK_BYTES_PER_S: Final = 20e9
 
 HOST_UPDATE_BYTES_PER_S: Final = 20e9
 """Memory traffic of an optimizer that runs on the host's cores for one of several devices."""
+
+FILES_IN_MEMORY: Final = 0.5
+"""Part of a host's memory in which files that were read stay: data that fits in it comes from storage only once."""

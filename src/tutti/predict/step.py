@@ -7,6 +7,7 @@ from tutti.predict import constants
 from tutti.predict.compressed import kernel_notes, phases
 from tutti.predict.counts import samples_of
 from tutti.predict.cuts import stages_of
+from tutti.predict.data import Load, data_note, feeds, most
 from tutti.predict.division import division
 from tutti.predict.exchanges import Wires
 from tutti.predict.groups import Group, network
@@ -18,7 +19,7 @@ from tutti.predict.placement import Seat, place
 from tutti.predict.relaxed import apart_notes, check_apart
 from tutti.predict.sync import Sync, synchronise
 from tutti.predict.table import model_table
-from tutti.predict.timeline import Line, RankWork, Setting, line_work, lines_of, workers_of
+from tutti.predict.timeline import Line, RankWork, Setting, line_load, line_work, lines_of, workers_of
 from tutti.predict.words import disturbed, link_note, memory_notes, time_notes
 from tutti.predict.worker import Worker
 from tutti.spec import codec
@@ -67,15 +68,16 @@ def _predict(model: ModelSpec, cluster: ClusterSpec, plan: Plan, updates: int | 
     memory, seat, when = min(
         memories(setting, step.lines, slowest.syncs).values(), key=lambda one: one[1].memory_nbytes - one[0].total
     )
-    other_s = constants.STEP_OVERHEAD_S * worker.slowdown
-    step_s = work.forward_s + work.backward_s + work.optimizer_s + exchange.exposed_s + other_s
+    other_s = overhead_s(setting, work)
+    data_s = wait_s(setting, work, sync.exchange.exposed_s)
+    step_s = data_s + work.forward_s + work.backward_s + work.optimizer_s + exchange.exposed_s + other_s
     link = everyone.link if everyone.ranks > 1 else None
     margin = _margin(cluster, worker, link, exchange.exposed_s / step_s)
     units = plan.batch.global_batch_size if plan.batch.unit == "tokens" else samples
     return Prediction(
         plan_digest=codec.digest(plan),
         step_time_s=_estimate(step_s, margin),
-        phases=_phases(work, exchange, other_s),
+        phases=_phases(data_s, work, exchange, other_s),
         memory_nbytes=_estimate(memory.total, constants.MEMORY_MARGIN),
         memory=memory,
         fits=memory.total <= seat.memory_nbytes,
@@ -84,7 +86,8 @@ def _predict(model: ModelSpec, cluster: ClusterSpec, plan: Plan, updates: int | 
         model_flops_per_s=setting.wires.columns.sample_flops * samples / step_s,
         devices=plan.world_size,
         notes=(
-            *time_notes(seats, seats[work.seat], worker, work.limits, exchange, margin),
+            *time_notes(seats, seats[work.seat], worker, work.limits, exchange, margin, data_s),
+            data_note(cluster, model, seats, work.load, data_s),
             *apart_notes(plan.sync),
             *kernel_notes(plan, seats[work.seat].device),
             *_axes_notes(setting),
@@ -103,6 +106,20 @@ def loss_s(setting: Setting) -> float:
     return setting.wires.network.group(*setting.plan.mesh).all_reduce(constants.LOSS_NBYTES)
 
 
+def overhead_s(setting: Setting, work: RankWork) -> float:
+    """Seconds of a rank's step outside of operators."""
+    return constants.STEP_OVERHEAD_S * setting.workers[work.seat].slowdown
+
+
+def wait_s(setting: Setting, work: RankWork, exposed_s: float) -> float:
+    """Seconds that a rank waits for its batch, where it waits `exposed_s` for what is exchanged once a step."""
+    if work.load.free:
+        return 0.0
+    idle_s = work.waits_s + exposed_s + loss_s(setting)
+    computes_s = work.forward_s + work.backward_s + work.optimizer_s + overhead_s(setting, work)
+    return work.load.exposed_s(computes_s + idle_s, idle_s)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """A step before it is costed. `samples`: of a global batch; `lines`: the different ones."""
@@ -117,9 +134,15 @@ def worked_out(model: ModelSpec, cluster: ClusterSpec, plan: Plan, updates: int 
     check_plan(plan)
     samples = _samples(model, plan)
     seats = place(cluster, plan.world_size)
-    setting = replace(_setting(model, cluster, plan, seats), updates=updates)
+    setting = replace(_setting(model, cluster, plan, seats, samples), updates=updates)
     check_apart(plan, setting.wires.network)
     return Step(setting=setting, samples=samples, lines=lines_of(plan, seats, samples))
+
+
+def load_of(model: ModelSpec, cluster: ClusterSpec, plan: Plan) -> Load:
+    """What brings the samples of a step in, on the ranks that load most. Raises PlanError as `predict` does."""
+    step = worked_out(model, cluster, plan)
+    return most(line_load(step.setting, line) for line in step.lines)
 
 
 def _samples(model: ModelSpec, plan: Plan) -> int:
@@ -132,7 +155,7 @@ def _samples(model: ModelSpec, plan: Plan) -> int:
     return samples
 
 
-def _setting(model: ModelSpec, cluster: ClusterSpec, plan: Plan, seats: tuple[Seat, ...]) -> Setting:
+def _setting(model: ModelSpec, cluster: ClusterSpec, plan: Plan, seats: tuple[Seat, ...], samples: int) -> Setting:
     wires = Wires(
         model=model,
         plan=plan,
@@ -150,6 +173,7 @@ def _setting(model: ModelSpec, cluster: ClusterSpec, plan: Plan, seats: tuple[Se
         wires=wires,
         stages=stages_of(model, plan),
         regions=recompute_regions(model, plan),
+        feeds=feeds(model, cluster, plan, seats, samples),
     )
 
 
@@ -166,9 +190,13 @@ class Slowest:
 def slowest_of(setting: Setting, works: list[RankWork]) -> Slowest:
     """Of the ranks' works, the one that ends last with what it exchanges once a step."""
     wires = setting.wires
+
+    def lasts_s(work: RankWork, exposed_s: float = 0.0) -> float:
+        return work.total_s + exposed_s + wait_s(setting, work, exposed_s)
+
     longest: dict[int, RankWork] = {}
     for work in works:
-        if work.stage not in longest or work.total_s > longest[work.stage].total_s:
+        if work.stage not in longest or lasts_s(work) > lasts_s(longest[work.stage]):
             longest[work.stage] = work
     columns, done, syncs = wires.columns, {}, {}
     for stage, work in longest.items():
@@ -188,7 +216,7 @@ def slowest_of(setting: Setting, works: list[RankWork]) -> Slowest:
                 setting.updates,
             )
         syncs[stage] = done[key]
-    last = max(longest, key=lambda stage: longest[stage].total_s + syncs[stage].exchange.exposed_s)
+    last = max(longest, key=lambda stage: lasts_s(longest[stage], syncs[stage].exchange.exposed_s))
     return Slowest(
         work=longest[last],
         sync=syncs[last],
@@ -226,9 +254,9 @@ def _margin(cluster: ClusterSpec, worker: Worker, link: Link | None, exposed: fl
     return (1 - exposed) * constants.STEP_MARGIN[worker.evidence] + exposed * links
 
 
-def _phases(work: RankWork, exchanged: Exchange, other_s: float) -> dict[Phase, float]:
+def _phases(data_s: float, work: RankWork, exchanged: Exchange, other_s: float) -> dict[Phase, float]:
     return {
-        "data": 0.0,
+        "data": data_s,
         "forward": work.forward_s,
         "backward": work.backward_s,
         "exposed_communication": exchanged.exposed_s,

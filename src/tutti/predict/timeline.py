@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from tutti.predict import constants, pipeline
 from tutti.predict.counts import rank_samples
 from tutti.predict.cuts import Stages
+from tutti.predict.data import Feed, Load, most
 from tutti.predict.exchanges import Wires
 from tutti.predict.groups import seat_of_ranks
 from tutti.predict.layout import Region
@@ -77,7 +78,7 @@ def by_share_and_stage(plan: Plan, of_ranks: Places) -> Places:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """What all lines of a plan share. `workers`: what a rank of each seat computes with; `updates`: made before
-    the step, None: more than any warm-up has."""
+    the step, None: more than any warm-up has; `feeds`: how ranks of each seat load their samples."""
 
     model: ModelSpec
     plan: Plan
@@ -86,6 +87,7 @@ class Setting:
     wires: Wires
     stages: Stages
     regions: tuple[Region, ...]
+    feeds: tuple[Feed, ...]
     updates: int | None = None
 
     def own(self, stage: int) -> Flags:
@@ -98,7 +100,8 @@ class Setting:
 class RankWork:
     """Seconds of a step on one rank. `waits_s`: for other ranks, in exchanges and for the pipeline; `passes`: seconds
     by module of the last microbatch's forward and backward, exchanges included; `limits`: seconds by what limits the
-    rank's own work; `sent_nbytes`: by its microbatches; `taken`: when links carry what its passes exchange.
+    rank's own work; `sent_nbytes`: by its microbatches; `taken`: when links carry what its passes exchange; `load`:
+    what brings its line's samples in.
     """
 
     line: Line
@@ -112,9 +115,11 @@ class RankWork:
     limits: dict[str, float]
     sent_nbytes: float
     taken: Taken
+    load: Load
 
     @property
     def total_s(self) -> float:
+        """Without the wait for data."""
         return self.forward_s + self.backward_s + self.optimizer_s + self.waits_s
 
 
@@ -138,6 +143,7 @@ def line_work(setting: Setting, line: Line) -> list[RankWork]:
             limits=one.limits,
             sent_nbytes=one.sent_nbytes + nbytes,
             taken=one.taken,
+            load=one.load,
         )
         for one, end, nbytes in zip(places, ended, sent, strict=True)
     ]
@@ -196,7 +202,14 @@ def _own_work(setting: Setting, line: Line, stage: int, known: dict[tuple[int, i
             backward=last.waits.backward_link_s,
             after=_last_message(setting, line, stage),
         ),
+        load=line_load(setting, line),
     )
+
+
+def line_load(setting: Setting, line: Line) -> Load:
+    """What brings a line's samples in: each of its ranks loads them all, whatever it computes of them."""
+    samples = sum(max(1, size) * times for size, times in line.samples)
+    return most(setting.feeds[seat].load(samples) for seat in {seat for some in line.seats for seat in some})
 
 
 def added_s(setting: Setting, worker: Worker, own: Flags) -> float:

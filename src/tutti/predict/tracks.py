@@ -8,7 +8,7 @@ import numpy as np
 from tutti.predict import pipeline
 from tutti.predict.passes import Passed
 from tutti.predict.pipeline import Order
-from tutti.predict.step import Held, Slowest, Step, loss_s, memories, predict, slowest_of, worked_out
+from tutti.predict.step import Held, Slowest, Step, loss_s, memories, predict, slowest_of, wait_s, worked_out
 from tutti.predict.timeline import (
     Line,
     RankWork,
@@ -87,12 +87,25 @@ def _ranks(step: Step, plan: Plan) -> dict[tuple[Line, int], list[int]]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Passes:
     """A track until its last backward ends. `idle`: seconds of exposed communication and of bubbles in what is drawn;
-    `calm`: from when to when nothing need be drawn, if so, and how many `microbatches` that leaves out."""
+    `calm`: from when to when nothing need be drawn, if so, and how many `microbatches` that leaves out; `data_s`: until
+    the batch is there."""
 
     bars: Parts
     idle: dict[Doing, float]
     calm: tuple[float, float] | None = None
     microbatches: int = 0
+    data_s: float = 0.0
+
+    def after(self, data_s: float) -> "_Passes":
+        """The same behind so long a wait for data."""
+        waits: Parts = []
+        _add(waits, 0.0, "data", data_s, "until the batch is there")
+        return replace(
+            self,
+            bars=[*waits, *(replace(bar, start_s=bar.start_s + data_s, end_s=bar.end_s + data_s) for bar in self.bars)],
+            calm=None if self.calm is None else (self.calm[0] + data_s, self.calm[1] + data_s),
+            data_s=data_s,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +124,10 @@ class _Drawing:
         """Each place on the stage axis with its passes."""
         works = line_work(self.setting, line)
         found = _staged(self.setting, line) if len(works) > 1 else [_alone(self.setting, works[0])]
-        yield from zip(works, found, strict=True)
+        for work, passes in zip(works, found, strict=True):
+            exposed_s = self.slowest.syncs[work.stage].exchange.exposed_s
+            data_s = wait_s(self.setting, work, exposed_s)
+            yield work, passes.after(data_s) if data_s > 0 else passes
 
     def track(self, work: RankWork, passes: _Passes, left: LeftOut | None) -> Track:
         """The track of a line's place: its passes, the end of its step, and what it holds."""
@@ -161,6 +177,7 @@ class _Drawing:
         waits, idle = max(0.0, work.waits_s - ties), sum(passes.idle.values())
         sent = waits * passes.idle.get("communication", 0.0) / idle if idle > 0 else 0.0
         found: dict[Doing, float] = {
+            "data": passes.data_s,
             "forward": work.forward_s,
             "backward": work.backward_s * (1 - apart),
             "weights": work.backward_s * apart,

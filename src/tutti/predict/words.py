@@ -50,10 +50,11 @@ def time_notes(
     limits: dict[str, float],
     exchanged: Exchange,
     margin: float,
+    data_s: float,
 ) -> tuple[str, ...]:
     """What limits the step, where the ranks are, and which constants of the time are assumed."""
     ranks = sum(place.ranks for place in seats)
-    notes = [_limit_note({**limits, "communication": exchanged.exposed_s})]
+    notes = [_limit_note({**limits, "communication": exchanged.exposed_s, "loading of data": data_s})]
     if seat.device.kind == "cpu" and seat.sharing > seat.device.cores:
         notes.append(
             f"{seat.sharing} ranks share {count(max(1, seat.device.cores), 'core')} of {seat.device.name}: "
@@ -72,7 +73,6 @@ def time_notes(
         if seat.device.kind == "cpu":
             notes.append("assumed: communication behind backward takes cores from it")
     notes += [f"assumed: {sentence}" for sentence in worker.assumptions]
-    notes.append("loading of data and the script's own work between steps are not predicted")
     notes.append(f"time interval: a factor of {1 + margin:.2f} either way, from {worker.evidence} compute rates")
     return tuple(notes)
 

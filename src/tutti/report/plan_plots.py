@@ -32,6 +32,7 @@ from tutti.spec.timeline import DOINGS, Bar, Doing, LeftOut, Timeline, Track
 from tutti.spec.trials import Trials
 
 FILLS: dict[Doing, str] = {
+    "data": PHASE_COLOURS["data"],
     "forward": PHASE_COLOURS["forward"],
     "backward": PHASE_COLOURS["backward"],
     "weights": SERIES[6],

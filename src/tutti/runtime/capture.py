@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from tutti.spec.loading import Loading
 from tutti.spec.plan import Plan
 
 
@@ -20,7 +21,7 @@ class Captured:
 
     `samples(n)` gives the collated batch of the first n samples in data order, as (args, kwargs, target):
     `model(*args, **kwargs)` is the forward call and `loss(output, target)` the loss (already summed over samples
-    or whatever the user's loss averages over; a 0-d tensor).
+    or whatever the user's loss averages over; a 0-d tensor). `loading()` measures what a sample costs to load.
     """
 
     model: nn.Module
@@ -30,6 +31,7 @@ class Captured:
     dataset: Any
     dataset_samples: int | None
     tokens_per_sample: int
+    loading: Callable[[], Loading | None]
     plan: Plan
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tutti.collectives import make_desk
+from tutti.data.cost import measure_loading
 from tutti.data.fingerprint import describe_data
 from tutti.data.loader import ShareLoader, first_samples
 from tutti.data.source import Source
@@ -332,5 +333,6 @@ def captured(session: Session, given: Given) -> Captured:
         dataset=source.dataset,
         dataset_samples=source.samples,
         tokens_per_sample=tokens or 0,
+        loading=partial(measure_loading, source, seed),
         plan=with_annotations(session.plan, given.model, stated_mesh=session.stated_mesh),
     )

@@ -179,7 +179,10 @@ class LinkSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSpec:
-    """`count` equal hosts, each with `devices_per_node` devices of one kind (a key of ClusterSpec.devices)."""
+    """`count` equal hosts, each with `devices_per_node` devices of one kind (a key of ClusterSpec.devices).
+
+    `cores`: of a host whose devices are none, on which data is loaded; 0: unknown. CPU devices say their own.
+    """
 
     name: str
     device: str
@@ -187,11 +190,13 @@ class NodeSpec:
     count: int = 1
     memory_nbytes: Bytes
     disk_read_bytes_per_s: BytesPerSecond | None = None
+    cores: int = 0
 
     def __post_init__(self) -> None:
         what = f"node {self.name!r}"
         _positive(what, count=self.count, devices_per_node=self.devices_per_node, memory_nbytes=self.memory_nbytes)
         _positive(what, disk_read_bytes_per_s=self.disk_read_bytes_per_s)
+        _not_negative(what, cores=self.cores)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,6 +219,8 @@ class ClusterSpec:
     """Hosts, devices and the links between them. `conditions` is there when it was measured.
 
     A tier may have several links (fitted to all-reduces and to single messages); the first is the one to plan with.
+    `shared_read_bytes_per_s`: of a file system that holds the data for all hosts, all of them together; None: there is
+    none, each host reads from its own disk.
     """
 
     name: str
@@ -221,9 +228,11 @@ class ClusterSpec:
     nodes: tuple[NodeSpec, ...]
     links: tuple[LinkSpec, ...]
     conditions: Conditions | None = None
+    shared_read_bytes_per_s: BytesPerSecond | None = None
     version: int = 1
 
     def __post_init__(self) -> None:
+        _positive(f"cluster {self.name!r}", shared_read_bytes_per_s=self.shared_read_bytes_per_s)
         if not self.nodes:
             raise SpecError("nodes is empty; a cluster has at least one node")
         names = [node.name for node in self.nodes]

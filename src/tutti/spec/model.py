@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from tutti.spec.loading import Loading
 from tutti.spec.words import Evidence
 
 OpKind = Literal["gemm", "conv", "attention", "rnn", "embedding", "norm", "elementwise", "other"]
@@ -96,7 +97,8 @@ class ModelSpec:
     """A model as the planner sees it.
 
     `modules` are in order of first execution (never executed ones last). `evidence`: "predicted" when the costs
-    come from tracing shapes without running. `notes`: what could not be counted, in words.
+    come from tracing shapes without running. `loading`: what a sample of its data costs to load, None where nobody
+    knows. `notes`: what could not be counted, in words.
     """
 
     name: str
@@ -106,6 +108,7 @@ class ModelSpec:
     optimizer: str = ""
     tokens_per_sample: int = 0  # 0: not a model of tokens
     dataset_samples: int | None = None
+    loading: Loading | None = None
     evidence: Evidence = "predicted"
     notes: tuple[str, ...] = ()
     version: int = 1

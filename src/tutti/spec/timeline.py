@@ -5,12 +5,15 @@ from typing import Literal
 
 from tutti.spec.prediction import Estimate, RankMemory
 
-Doing = Literal["forward", "backward", "weights", "optimizer", "communication", "bubble", "waiting", "other", "hidden"]
-"""What a rank does: forward, backward (weights: the half of it for weight gradients, where apart), optimizer;
-exposed communication; a bubble: idle until another stage's result comes; waiting for slower ranks; other: what a step
-costs besides; hidden: communication while it computes."""
+Doing = Literal[
+    "data", "forward", "backward", "weights", "optimizer", "communication", "bubble", "waiting", "other", "hidden"
+]
+"""What a rank does: data: it waits for its batch, or loads it itself; forward, backward (weights: the half of it for
+weight gradients, where apart), optimizer; exposed communication; a bubble: idle until another stage's result comes;
+waiting for slower ranks; other: what a step costs besides; hidden: communication while it computes."""
 
 DOINGS: dict[Doing, str] = {
+    "data": "loading of data",
     "forward": "forward",
     "backward": "backward",
     "weights": "weight gradients",

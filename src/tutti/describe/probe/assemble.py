@@ -39,6 +39,7 @@ class _Place:
     devices: int
     memory_nbytes: int
     disk_read_bytes_per_s: float | None
+    cores: int
 
 
 def assemble(findings: Findings, *, measured_utc: str | None = None) -> ClusterSpec:
@@ -138,6 +139,7 @@ def _nodes(findings: Findings) -> tuple[NodeSpec, ...]:
             disk_read_bytes_per_s=min(
                 (place.disk_read_bytes_per_s for place in places if place.disk_read_bytes_per_s), default=None
             ),
+            cores=min(place.cores for place in places),
         )
         for first, places in merged
     )
@@ -163,6 +165,7 @@ def _places(findings: Findings) -> list[_Place]:
                     devices=1 if same[0].kind == "cpu" else max(same[0].visible, len(same)),
                     memory_nbytes=same[0].host.memory_nbytes,
                     disk_read_bytes_per_s=read,
+                    cores=0 if same[0].kind == "cpu" else same[0].host.cores,
                 )
             )
     return places
