@@ -6,9 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
+import tutti
 from against_one import Subject, Trained, assert_agree
 from harness import preload, run_ranks
+from optim.test_zero_one import equations
 from runtime.digits import Reached, reach
 from runtime.several import Case, assert_refused, refusals, train_cases
 from runtime.test_compressed_multirank import case, in_turn, look, tied
@@ -19,6 +23,7 @@ from tutti.runtime.compressed import compressor
 from tutti.runtime.consistency import zero_one
 from tutti.spec.compression import Compression, bucket_sent_nbytes, parse_compression, sum_sent_nbytes
 from tutti.spec.plan import Sharding
+from tutti.spec.portions import cut
 from tutti.spec.zero_one import local_updates
 
 preload("sklearn.datasets")
@@ -32,7 +37,7 @@ def made(words: str = WORDS, make: Any = tied, **plan: Any) -> Case:
     return case(words, make, **plan)
 
 
-def exactly(cases: dict[str, Case]) -> dict[str, Trained]:
+def exactly(cases: dict[str, Case], look: Any = None) -> dict[str, Trained]:
     """Trainings whose sums lose nothing: float64 in the code's place."""
     code = compressor.make_exchange
 
@@ -41,7 +46,7 @@ def exactly(cases: dict[str, Case]) -> dict[str, Trained]:
 
     compressor.make_exchange = zero_one.make_exchange = lossless
     try:
-        return train_cases(cases, STEPS, None)
+        return train_cases(cases, STEPS, look)
     finally:
         compressor.make_exchange = zero_one.make_exchange = code
 
@@ -58,6 +63,51 @@ def test_where_nothing_is_lost_and_ranks_always_agree_it_is_the_run_of_one_rank(
     assert not torch.equal(one.state["second.weight"], adam.state["second.weight"])
     three = run_ranks(exactly, 3, {"run": made(words, mesh={"replicate": 3})}, timeout_s=110)
     assert_agree(without_gradients(one), [without_gradients(rank["run"]) for rank in three])
+
+
+def batches() -> tuple[torch.Tensor, list[Any]]:
+    """Parameters in the beginning, one tensor behind the other, and whole batches in order."""
+    torch.set_default_dtype(torch.float64)
+    subject = clipped()
+    job = tutti.Job(global_batch_size=subject.batch)
+    model = subject.model()
+    start = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    model, _, loader = job.prepare(model, torch.optim.AdamW(model.parameters()), subject.data, subject.loss_fn)
+    found: list[Any] = []
+    while len(found) < STEPS:
+        for batch in loader:
+            found.append(batch)
+            job.step(batch)
+    return start, found[:STEPS]
+
+
+@pytest.mark.long
+def test_what_enters_the_optimizer_is_clipped_as_by_the_equations_in_one_process() -> None:
+    """The sum's norm while ranks sum, a rank's own where it steps alone; shares of 2, 3 and 3 samples."""
+    three = run_ranks(exactly, 3, {"run": made(make=clipped, mesh={"replicate": 3})}, look, timeout_s=110)
+    start, whole = run_ranks(batches, 1)[0]
+    model, bound = clipped().model().double(), clipped().job["clip_norm"]
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    sizes = [shape.numel() for shape in shapes.values()]
+    norms, bounds = list[float](), cut(8, 3)
+
+    def gradients(step: int, own: list[torch.Tensor]) -> torch.Tensor:
+        found = []
+        for rank, w in enumerate(own):
+            x, y = (part[bounds[rank] : bounds[rank + 1]] for part in whole[step])
+            flat = w.clone().requires_grad_()
+            parts = zip(shapes.items(), flat.split(sizes), strict=True)
+            output = torch.func.functional_call(model, {name: part.view(shape) for (name, shape), part in parts}, x)
+            found.append(torch.autograd.grad(F.cross_entropy(output, y, reduction="sum") * 3 / 8, flat)[0])
+        norms.extend(float(one.norm()) for one in found)
+        return torch.stack(found)
+
+    expected = equations(start, gradients, STEPS, decay=0.01, decoupled=True, lr=0.01, sizes=sizes, clip_norm=bound)
+    assert min(norms) > bound
+    assert not torch.equal(expected[0], expected[1])
+    for rank, one in zip(three, expected, strict=True):
+        got = torch.cat([rank["run"].facts["state"][name].flatten() for name in shapes])
+        torch.testing.assert_close(got, one, rtol=1e-12, atol=1e-13)
 
 
 def kept_in(exchange: TwoPhase) -> torch.Tensor:
@@ -178,13 +228,12 @@ def stochastic() -> Subject:
 def test_what_does_not_go_together_is_refused_on_all_ranks() -> None:
     two = {"replicate": 2}
     given = [
-        made(make=clipped, mesh=two),
         made(make=stochastic, mesh=two),
         made(mesh={"shard": 2}, sharding=Sharding(level=1)),
         made(mesh={"split": 2}),
         made("zero-one-adam,freeze_step=20,kappa=2", late, mesh=two),
     ]
-    words = ("clip_norm = 0.05", "SGD is not Adam's", "mesh.shard = 2", "mesh.split = 2")
+    words = ("SGD is not Adam's", "mesh.shard = 2", "mesh.split = 2")
     ranks = run_ranks(refusals, 2, given, STEPS, timeout_s=110)
     assert_refused([rank[:-1] for rank in ranks], words)
     for rank in ranks:

@@ -145,11 +145,11 @@ def make_momenta(
         raise PlanError(
             f"{words} sums one optimizer's momentum, and there are {len(optimizers)}; compress gradients: one-bit"
         )
-    if clip_norm is not None and how.code.method == "one-bit":
+    if clip_norm is not None and how.method in ("one-bit-adam", "one-bit-lamb"):
         raise PlanError(
             f"{words} with clip_norm = {clip_norm}: the gradient that a sum of momenta in one bit stands for is mostly "
             "what the code has lost, of 2 to 11 times the true norm, so that nearly every update would be scaled down; "
-            "leave clip_norm out, or use byte-adam, or compress gradients: one-bit"
+            "leave clip_norm out, or use byte-adam or zero-one-adam, or compress gradients: one-bit"
         )
     optimizer, lamb = optimizers[0], how.method == "one-bit-lamb"
     if how.method == ZERO_ONE:
