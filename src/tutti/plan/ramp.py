@@ -35,7 +35,7 @@ def _walk(batch: BatchPlan, needed: float, worth: Callable[[int], float]) -> lis
 
 
 def step_s(prediction: Prediction, size: int, whole: int) -> float:
-    """Seconds of a step of `size`, where one of `whole` was predicted: work on samples in proportion, the rest, which
-    is of parameters and calls, as it is. Exchanges that were hidden behind that work are taken to stay hidden."""
-    passes = prediction.phases["forward"] + prediction.phases["backward"]
+    """Seconds of a step of `size`, where one of `whole` was predicted: work on samples and their loading in proportion,
+    the rest, which is of parameters and calls, as it is. Exchanges that were hidden are taken to stay hidden."""
+    passes = prediction.phases["data"] + prediction.phases["forward"] + prediction.phases["backward"]
     return prediction.step_time_s.value - passes * (1.0 - size / whole)

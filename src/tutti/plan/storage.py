@@ -4,9 +4,9 @@ import math
 import re
 from dataclasses import replace
 
-from tutti.predict.data import Load, storage_known
+from tutti.predict.data import Load, host_cores, storage_known
 from tutti.predict.placement import place
-from tutti.predict.step import load_of
+from tutti.predict.step import load_of, predict
 from tutti.predict.words import nbytes, seconds
 from tutti.spec.cluster import ClusterSpec
 from tutti.spec.loading import Loading
@@ -16,6 +16,12 @@ from tutti.spec.prediction import Prediction
 
 _TOLD = 0.02
 """Waits below this part of a step are not told."""
+
+_WORTH = 0.95
+"""More workers are advised where a step with them takes less than this part."""
+
+_MOST_WORKERS = 16
+"""More workers of a rank are not advised; and as many cores a host counts as having where nobody knows."""
 
 
 def sample_nbytes(model: ModelSpec) -> float:
@@ -36,8 +42,11 @@ def starved(model: ModelSpec, cluster: ClusterSpec, plan: Plan, prediction: Pred
     step_s, data_s = prediction.step_time_s.value, prediction.phases["data"]
     if data_s <= _TOLD * step_s:
         return ""
-    why = _because(model.loading, load_of(model, cluster, plan), step_s - data_s)
-    return f"A step waits {seconds(data_s)} for data ({data_s / step_s:.0%} of it): {why}"
+    load, rest_s = load_of(model, cluster, plan), step_s - data_s
+    why = _because(model.loading, load, rest_s)
+    return f"A step waits {seconds(data_s)} for data ({data_s / step_s:.0%} of it): {why}" + _with_more(
+        model, cluster, plan, load, rest_s
+    )
 
 
 def _perhaps(model: ModelSpec, cluster: ClusterSpec, plan: Plan, prediction: Prediction) -> str:
@@ -53,17 +62,29 @@ def _perhaps(model: ModelSpec, cluster: ClusterSpec, plan: Plan, prediction: Pre
 
 
 def _because(loading: Loading, load: Load, rest_s: float) -> str:
-    """Which station is slower than the rest of the step, and the remedy."""
-    slow_storage = f"storage gives a batch every {seconds(load.storage_s)}; quicker storage or smaller files would help"
-    if not load.ahead:
-        workers = 1 if loading.stream else math.ceil(load.loaders_s / rest_s)
-        remedy = f"ranks load between steps; prepare(..., num_workers={workers}) loads ahead, while they compute"
-        return remedy + (f", but {slow_storage}" if load.storage_s > rest_s else "")
+    """Which station is slower than the rest of the step."""
     if load.storage_s >= max(load.loaders_s, rest_s):
-        return slow_storage
+        return f"storage gives a batch every {seconds(load.storage_s)}; quicker storage or smaller files would help"
+    if not load.ahead:
+        return "ranks load between steps"
     if load.loaders_s > rest_s and loading.stream:
         return "every rank reads the whole stream; a data set with __len__ and __getitem__ is shared"
     if load.loaders_s > rest_s:
-        workers = math.ceil(loading.workers * load.loaders_s / rest_s)
-        return f"a rank's workers give a batch every {seconds(load.loaders_s)}; num_workers={workers} would keep up"
+        return f"a rank's workers give a batch every {seconds(load.loaders_s)}"
     return "loaders' workers and ranks share the same cores; samples that cost less to decode would help"
+
+
+def _with_more(model: ModelSpec, cluster: ClusterSpec, plan: Plan, load: Load, rest_s: float) -> str:
+    """What as many workers as would keep up, or as there are cores for, make of the step; empty where it is little."""
+    assert model.loading is not None
+    seats = place(cluster, plan.world_size)
+    most = min((host_cores(seat) or _MOST_WORKERS) // seat.ranks_per_host for seat in seats)
+    now = max(1, model.loading.workers)
+    workers = 1 if model.loading.stream else max(1, min(math.ceil(now * load.loaders_s / rest_s), most, _MOST_WORKERS))
+    if workers <= model.loading.workers:
+        return ""
+    ahead = replace(model, loading=replace(model.loading, workers=workers))
+    now_s, then_s = (predict(one, cluster, plan).step_time_s.value for one in (model, ahead))
+    return (
+        f"; with prepare(..., num_workers={workers}) it would take {seconds(then_s)}" if then_s < _WORTH * now_s else ""
+    )
