@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from against_one import Subject, Trained, assert_agree
+from against_one import Subject, Trained, assert_agree, train
 from harness import run_ranks
 from runtime.several import Case, assert_refused, refusals, train_cases
 from runtime.test_compressed_multirank import case, data, in_turn, look, tied
-from runtime.test_compressed_plans_multirank import Followed, clipped, plain
+from runtime.test_compressed_plans_multirank import Followed, branching, clipped, plain
 from tutti.compress.by_tensor import kept_of
 from tutti.compress.two_phase import TwoPhase
 from tutti.optim.large_batch import LAMB
@@ -83,6 +83,50 @@ def test_where_the_optimizers_state_is_divided_it_is_that_too() -> None:
     found = run_ranks(exactly, 3, three, timeout_s=110)
     for method in subjects:
         assert_agree(one[0][method], [rank[method] for rank in found])
+
+
+def by_turns() -> Subject:
+    """Blocks that batches leave out by turns, and rows of an embedding that come late."""
+    return replace(branching(), optimizer=torch.optim.AdamW)
+
+
+def frozen_early(trained: Trained, start: dict[str, torch.Tensor], freeze_step: int) -> dict[str, torch.Tensor]:
+    """Where the gradients of a run lead, by AdamW's equations with a second moment that stands: of one that a step has
+    no gradient of, nothing moves; before it stands `floor` is not there.
+    """
+    rate, decay, b1, b2 = 0.01, 0.01, 0.9, 0.999
+    w, m, v, count, learned = dict(start), {}, {}, {}, {}
+    for gradients in trained.gradients:
+        stands = bool(learned)
+        for name, g in gradients.items():
+            m[name] = b1 * m.get(name, 0) + (1 - b1) * g
+            count[name] = count.get(name, 0) + 1
+            if not stands:
+                v[name] = b2 * v.get(name, 0) + (1 - b2) * g * g
+            root = (v[name] / (1 - b2 ** learned.get(name, count[name]))).sqrt()
+            if stands:
+                root = root.clamp(min=0.1 * float(root.square().mean().sqrt()))
+            w[name] = w[name] * (1 - rate * decay) - rate * m[name] / (1 - b1 ** count[name]) / (root + 1e-8)
+        if not stands and max(count.values()) == freeze_step:
+            learned = dict(count)
+    return w
+
+
+@pytest.mark.long
+def test_parameters_left_out_by_turns_are_one_devices_after_two_steps_too() -> None:
+    """v of rows not seen yet is 0 then, and their first steps are long ones, on one device as well."""
+    one = run_ranks(exactly, 1, {"run": made("byte-adam", by_turns, 2, mesh=ONE)})[0]["run"]
+    start = run_ranks(begun, 1)[0]
+    for name, value in frozen_early(one, start, 2).items():
+        torch.testing.assert_close(one.state[name], value, rtol=1e-12, atol=1e-13)
+    left_out = [set(start) - set(gradients) for gradients in one.gradients]
+    assert any(one - another for one, another in zip(left_out[2:], left_out[1:], strict=False))
+    three = run_ranks(exactly, 3, {"run": made("byte-adam", by_turns, 2, mesh={"replicate": 3})}, timeout_s=110)
+    assert_agree(one, [rank["run"] for rank in three])
+
+
+def begun() -> dict[str, torch.Tensor]:
+    return train(by_turns, {}, 0, torch.float64).state
 
 
 @pytest.mark.long
