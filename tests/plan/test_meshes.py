@@ -22,7 +22,7 @@ from tutti.predict import predict
 from tutti.spec.cluster import ClusterSpec
 from tutti.spec.model import ModelSpec
 from tutti.spec.plan import LayoutRule, Pipeline
-from tutti.spec.words import ScheduleName
+from tutti.spec.words import AxisName, ScheduleName
 
 
 def gpt(layers: int = 4, **sizes: Any) -> ModelSpec:
@@ -135,6 +135,33 @@ def test_a_mesh_that_is_asked_for_is_kept_as_it_is_written() -> None:
     choice = choose(gpt(), cards(1, 4), ask(16, mesh=mesh))
     assert list(choice.best.mesh.items()) == list(mesh.items())
     assert "as asked" in explain(choice)
+
+
+def test_of_a_mesh_that_is_asked_for_it_is_said_what_one_device_would_do() -> None:
+    """Near it, within what predictions may be wrong by; clearly better; against a limit."""
+
+    def said(model: ModelSpec, machines: ClusterSpec, mesh: dict[AxisName, int], **more: Any) -> str:
+        choice = choose(model, machines, ask(16, mesh=mesh, **more))
+        assert choice.best.mesh == mesh
+        return choice.remarks[0]
+
+    near, machines = gpt(), cards(1, 4)
+    alone = choose(near, machines, ask(16, mesh={"replicate": 1}))
+    staged = choose(near, machines, ask(16, mesh={"stage": 4}))
+    ratio = alone.prediction.step_time_s.value / staged.prediction.step_time_s.value
+    step = staged.prediction.step_time_s
+    inside = step.low <= alone.prediction.step_time_s.value <= step.high
+    words = said(near, machines, {"stage": 4})
+    assert words.startswith("The mesh is stage 4, as asked; one device would be ")
+    assert (f"{ratio:.2f}x slower" if ratio >= 1 else f"{1 / ratio:.2f}x as fast") in words
+    assert ("; that is less than the prediction's interval" in words) == inside
+    slow = cluster(cpu(), (link("node", 1e-2, 1e6),))
+    assert "x as fast" in said(mlp(512, 8), slow, {"stage": 4})
+    assert "interval" not in said(mlp(512, 8), slow, {"stage": 4})
+    least = choose(near, machines, ask(16, mesh={"shard": 4}, objective="memory")).prediction.memory.total
+    many = said(near, machines, {"shard": 4}, memory_nbytes=1.02 * least)
+    assert "; one device is not allowed: takes " in many
+    assert said(near, machines, {"replicate": 1}) == "The mesh is 1 rank, as asked"
 
 
 def test_recompute_of_the_script_is_not_changed() -> None:

@@ -1,18 +1,21 @@
 """Why a plan lost, and what a choice means, in words with numbers."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from tutti.errors import PlanError
 from tutti.plan import objectives
 from tutti.plan.choice import Alternative, Request
 from tutti.plan.explore import Costed
 from tutti.plan.storage import starved
 from tutti.plan.wide import wide_remark
 from tutti.plan.words import axes_of, mesh_words, plan_words, recompute_words, settings_words
+from tutti.predict import predict
 from tutti.predict.placement import place, ring_link, ring_tier
 from tutti.predict.words import bits_per_s, count, nbytes, seconds
 from tutti.spec.cluster import ClusterSpec
 from tutti.spec.model import ModelSpec
-from tutti.spec.plan import Plan
+from tutti.spec.plan import Pipeline, Plan
 from tutti.spec.prediction import Prediction
 from tutti.spec.words import DATA_AXES
 
@@ -160,7 +163,9 @@ def remarks(
 ) -> tuple[str, ...]:
     """What the choice means, in sentences: how many devices and why no more, what limits, what was held fixed."""
     plan, prediction = best.plan, best.prediction
-    said = [_devices_remark(request, plan, alternatives)]
+    said = [
+        _mesh_remark(model, request, best) if request.mesh is not None else _devices_remark(request, best, alternatives)
+    ]
     said.append(prediction.notes[0][0].upper() + prediction.notes[0][1:])
     if slow := starved(model, best.cluster, plan, prediction):
         said.append(slow)
@@ -236,9 +241,55 @@ def _held_remarks(model: ModelSpec, request: Request, plan: Plan, alternatives: 
     return said
 
 
-def _devices_remark(request: Request, plan: Plan, alternatives: Sequence[Alternative]) -> str:
-    if request.mesh is not None:
-        return f"The mesh is {mesh_words(plan)}, as asked"
+def _mesh_remark(model: ModelSpec, request: Request, best: Costed) -> str:
+    """That the mesh is the user's, and what one device would do, which the search then does not look at."""
+    said = f"The mesh is {mesh_words(best.plan)}, as asked"
+    alone = _alone(model, request, best) if best.plan.world_size > 1 else None
+    if alone is None:
+        return said
+    if not alone.good:
+        return f"{said}; one device {'is ' if alone.prediction.fits else ''}{why(request, alone, best)}"
+    if request.objective != "throughput":
+        own = objectives.totals(alone.cluster, request, alone.plan, alone.prediction)
+        return f"{said}; one device would take {objectives.shown_value(request, own, alone.prediction)}"
+    ratio = alone.value / best.value
+    words = f"{ratio:.2f}x slower" if ratio >= 1 else f"{1 / ratio:.2f}x as fast"
+    return f"{said}; one device would be {words}{_doubt(best.prediction, alone.prediction)}"
+
+
+def _alone(model: ModelSpec, request: Request, best: Costed) -> Costed | None:
+    """The better of the script's own plan on one device and the same with the microbatches of `best`; None where none
+    can be costed."""
+    script, found = request.script, []
+    for many in {script.batch.num_microbatches, best.plan.batch.num_microbatches}:
+        batch = replace(best.plan.batch, num_microbatches=many)
+        plan = replace(
+            script, batch=batch, mesh={"replicate": 1}, shares=(), precision=best.plan.precision, pipeline=Pipeline()
+        )
+        try:
+            prediction = predict(model, best.cluster, plan)
+        except PlanError:
+            continue
+        value = objectives.value(best.cluster, request, plan, prediction)
+        broken = objectives.broken_limit(
+            request, objectives.totals(best.cluster, request, plan, prediction), prediction
+        )
+        found.append(Costed(plan=plan, prediction=prediction, cluster=best.cluster, value=value, broken=broken))
+    return min(found, key=lambda one: (not one.good, one.value), default=None)
+
+
+def _doubt(best: Prediction, other: Prediction) -> str:
+    """What is to be said where another plan's step lies in the interval of the best one's; empty where it does not."""
+    time = best.step_time_s
+    if not time.low <= other.step_time_s.value <= time.high:
+        return ""
+    return (
+        f"; that is less than the prediction's interval ({seconds(time.low)} to {seconds(time.high)}), so measure both"
+    )
+
+
+def _devices_remark(request: Request, chosen: Costed, alternatives: Sequence[Alternative]) -> str:
+    plan = chosen.plan
     if request.degree is not None and set(axes_of(plan)) <= {"replicate"}:
         return f"{count(plan.world_size, 'rank')}, as asked"
     more = [a for a in alternatives if a.prediction and a.plan.world_size > plan.world_size]
@@ -253,4 +304,9 @@ def _devices_remark(request: Request, plan: Plan, alternatives: Sequence[Alterna
     text = f"{count(plan.world_size, 'rank')}, data parallel"
     if not set(axes_of(plan)) <= {"replicate"}:
         text = f"{count(plan.world_size, 'rank')} as {plan_words(plan)}"
-    return f"{text}; one device would be {fewer[0].reason}" if fewer else text
+    if not fewer:
+        return text
+    alone = fewer[0]
+    fits = alone.prediction is not None and alone.prediction.fits and request.objective == "throughput"
+    doubt = _doubt(chosen.prediction, alone.prediction) if fits and alone.prediction is not None else ""
+    return f"{text}; one device would be {alone.reason}{doubt}"
