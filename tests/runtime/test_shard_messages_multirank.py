@@ -10,7 +10,7 @@ def exchanged(first: str) -> tuple[list[float], list[float]]:
     """What a rank gathers and what it has to sum, when ranks do not begin the two in the same order."""
     import torch.distributed as dist
 
-    from tutti.runtime.shard.exchange import Party, gather, scatter_sum
+    from tutti.runtime.shard.exchange import Party, addends, gather, scatter_sum
     from tutti.runtime.traffic import Lane, Traffic
     from tutti.runtime.world import join
 
@@ -37,7 +37,9 @@ def exchanged(first: str) -> tuple[list[float], list[float]]:
         begin()
     for one in begun:
         one.wait()  # type: ignore[attr-defined]
-    return [float(value) for value in found], received.sum(0).tolist()
+    added = torch.stack(list(addends(buffer, received, party)))
+    assert len(added) == size
+    return [float(value) for value in found], added.sum(0).tolist()
 
 
 @pytest.mark.parametrize(("ranks", "first"), [(2, "gather"), (3, "sum")])

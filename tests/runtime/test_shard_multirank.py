@@ -80,6 +80,20 @@ def test_same_as_one_device(mesh: dict[str, int], level: int) -> None:
             raise AssertionError(f"{name}: {error}") from error
 
 
+def train_by_messages(mesh: dict[str, int]) -> dict[tuple[int, str], Trained]:
+    os.environ["TUTTI_SHARED_MEMORY"] = "off"
+    return train_all(mesh, LEVELS)
+
+
+@pytest.mark.parametrize("mesh", [{"shard": 2}, {"shard": 3}], ids=str)
+def test_same_as_one_device_by_messages(mesh: dict[str, int]) -> None:
+    """As between hosts: two ranks add rows where they lie, three lay theirs beside the others'."""
+    one, many = results((("replicate", 1),)), run_ranks(train_by_messages, mesh["shard"], mesh, timeout_s=60)
+    for level in LEVELS:
+        for name in cases_of(level):
+            assert_agree(one[0][1, name], [rank[level, name] for rank in many])
+
+
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_ranks_hold_their_part(mesh: dict[str, int]) -> None:
     """Parameters and optimizer state at rest, in all: AdamW keeps two values for each."""

@@ -88,8 +88,8 @@ def gather(
 ) -> Exchange:
     """Every rank's `mine`, flat and of one size, to all: `read` is called with them in the order of ranks.
 
-    In shared memory they are read where they lie: `mine` must not change until the party has settled. Elsewhere they
-    come into what `rows` makes, (ranks, size).
+    In shared memory they are read where they lie: `mine` must not change until the party has settled. Elsewhere those
+    of others come into what `rows` makes, (ranks, size), and `mine` must not change until they have been waited for.
     """
     lane, group = party.lane, party.handle
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
@@ -101,12 +101,11 @@ def gather(
         works = [_all_gather(segments.view(-1), mine, group=group, async_op=True)]
         return Exchange(lane.start(works, nbytes), (segments, mine), partial(read, segments))
     flight = lane.start(_messages(segments, [mine] * degree, group, tag=_PARTS), nbytes)
-    segments[rank].copy_(mine)
-    return Exchange(flight, (segments, mine), partial(read, segments))
+    return Exchange(flight, (segments, mine), partial(read, [*segments[:rank], mine, *segments[rank + 1 :]]))
 
 
 def scatter_sum(buffer: torch.Tensor, received: torch.Tensor, party: Party) -> Exchange:
-    """Rows of `buffer`, (degree, size), to their ranks: the sum over rows of `received` is this rank's part of the sum.
+    """Rows of `buffer`, (degree, size), to their ranks: the sum of the `addends` is this rank's part of the sum.
 
     `received` has a row for each rank where `party.rows`, and one elsewhere.
     """
@@ -120,9 +119,19 @@ def scatter_sum(buffer: torch.Tensor, received: torch.Tensor, party: Party) -> E
             work = _reduce_scatter(received[0], buffer.view(-1), group=party.handle, async_op=True)
         return Exchange(lane.start([work], nbytes), (buffer, received))
     flight = lane.start(_messages(received, buffer, party.handle, tag=_SUMS), nbytes)
-    rank = dist.get_rank(party.handle)
-    received[rank].copy_(buffer[rank])
     return Exchange(flight, (buffer, received))
+
+
+def addends(buffer: torch.Tensor, received: torch.Tensor, party: Party) -> Rows:
+    """What is added up once a `scatter_sum` is there. Of two ranks' rows, this one's own is added where it lies; more
+    of them are summed in one pass, which they have to lie together for."""
+    if not party.rows or buffer.device.type != "cpu":
+        return received
+    rank = dist.get_rank(party.handle)
+    if len(buffer) == 2:
+        return [buffer[rank], received[1 - rank]]
+    received[rank].copy_(buffer[rank])
+    return received
 
 
 def _messages(received: torch.Tensor, sent: Rows, group: Any, *, tag: int) -> list[Any]:

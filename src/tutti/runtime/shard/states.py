@@ -198,8 +198,9 @@ class States(Shards):
         desk = self._party.desk
         empty = partial(torch.empty, dtype=wholes[0].dtype, device=wholes[0].device)
         mine = empty(pieces.size) if desk is None else desk.lend(pieces.size, wholes[0].dtype)
-        mine.zero_()
-        for piece, whole in zip(pieces.ranks[self._rank], wholes, strict=True):
+        ours = pieces.ranks[self._rank]
+        mine[sum(piece.numel for piece in ours) :].zero_()  # what makes segments equal, and is read by nobody
+        for piece, whole in zip(ours, wholes, strict=True):
             piece.within(mine).copy_(piece.of(whole))
         self._sent_nbytes += (self._degree - 1) * mine.numel() * mine.element_size()
         rows = partial(empty, self._degree, pieces.size)

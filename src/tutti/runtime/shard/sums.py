@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from tutti.runtime.shard.exchange import Exchange, Party, scatter_sum, start_sum
+from tutti.runtime.shard.exchange import Exchange, Party, Rows, addends, scatter_sum, start_sum
 from tutti.runtime.shard.unit import Pack, Unit
 from tutti.runtime.traffic import Flight
 from tutti.spec.words import AxisName
@@ -17,11 +17,11 @@ IN_FLIGHT = 2
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """A sum on its way. `there`: gradients this rank had; `received`: what it gets, and once landed, its part."""
+    """A sum on its way. `there`: gradients this rank had; `received`: what is added up, and once landed, its part."""
 
     pack: Pack
     there: list[bool]
-    received: torch.Tensor
+    received: Rows
     exchange: Exchange
     landed: bool = False
 
@@ -72,6 +72,7 @@ class Sums:
             self._land(flight)
         for flight in self._flights:
             flight.exchange.wait()
+            assert isinstance(flight.received, torch.Tensor)
             flight.pack.give_gradients(flight.received, flight.there)
         self._flights = []
 
@@ -91,7 +92,8 @@ class Sums:
         buffer, there = pack.take_gradients(party)
         self.sent_nbytes += buffer[1:].numel() * buffer.element_size()
         received = pack.receiving(buffer, party)
-        return _Flight(pack, there, received, scatter_sum(buffer, received, party))
+        exchange = scatter_sum(buffer, received, party)
+        return _Flight(pack, there, addends(buffer, received, party), exchange)
 
     def _start_coded(self, pack: Pack, coded: Coded) -> _Flight:
         """Its gradients are written in code at once: nothing whole waits."""

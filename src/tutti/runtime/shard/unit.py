@@ -185,12 +185,15 @@ class Pack:
             return self._sum(width, buffer).view(1, width)
         return self.rooms.take((self.degree if party.rows else 1) * width, buffer.dtype, buffer.device).view(-1, width)
 
-    def sum_of(self, received: torch.Tensor) -> torch.Tensor:
-        """Its rows' sum, until the next step: on the host always in the same memory, for what lasts splits the heap."""
-        if received.device.type != "cpu":
-            return received.sum(0)
-        total = self._sum(received.shape[1], received)
-        return total if total.data_ptr() == received.data_ptr() else torch.sum(received, 0, out=total)
+    def sum_of(self, rows: Rows) -> torch.Tensor:
+        """Their sum, until the next step: on the host always in the same memory, for what lasts splits the heap."""
+        if not isinstance(rows, torch.Tensor):
+            first, second = rows
+            return torch.add(first, second, out=self._sum(len(first), first))
+        if rows.device.type != "cpu":
+            return rows.sum(0)
+        total = self._sum(rows.shape[1], rows)
+        return total if total.data_ptr() == rows.data_ptr() else torch.sum(rows, 0, out=total)
 
     def _sum(self, width: int, like: torch.Tensor) -> torch.Tensor:
         if self._summed is None:
