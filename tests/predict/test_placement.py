@@ -1,11 +1,17 @@
 """Where ranks sit, and which link their ring sees."""
 
+from typing import Any
+
 import pytest
 
-from predict.examples import cluster, cpu, gpu, link
+from predict.examples import cluster, cpu, gpu, link, mlp, plan
 from tutti.errors import PlanError
+from tutti.predict import constants, predict
 from tutti.predict.placement import place, ring_link, ring_tier
 from tutti.spec.cluster import ClusterSpec, NodeSpec
+from tutti.spec.compression import Compression
+from tutti.spec.plan import Sync
+from tutti.spec.relaxed import Relaxed
 
 
 def cards(count: int = 2, per_node: int = 4) -> ClusterSpec:
@@ -31,6 +37,33 @@ def test_ranks_of_a_cpu_host_share_its_cores(ranks: int, threads: int, sharing: 
     assert (seat.threads, seat.sharing, seat.ranks) == (threads, sharing, ranks)
     assert seat.oversubscribed == max(1, ranks / 4)
     assert seat.memory_nbytes == 16 * 2**30 / ranks
+
+
+@pytest.mark.parametrize(("cores", "ranks"), [(1, 2), (1, 5), (2, 3), (2, 4), (4, 6)])
+@pytest.mark.parametrize(
+    "sync",
+    [
+        Sync(),
+        Sync(mode="local", relaxed=Relaxed(period=2)),
+        Sync(mode="ring"),
+        Sync(compress=Compression(method="one-bit")),
+    ],
+    ids=["sums", "averages", "neighbours", "codes"],
+)
+def test_ranks_beyond_cores_take_as_much_longer_as_cores_are_lacking(cores: int, ranks: int, sync: Sync) -> None:
+    """All work of a rank, a thread of it on its part of the cores, beside the same with a core each; links are too
+    quick to count. What turns cost beyond that is the only thing that does not follow from the cluster."""
+
+    def step_s(cores: int) -> float:
+        rates: dict[str, Any] = {"peak_flops_per_s": {"float32": 1e9 * cores}, "gemm": ()}
+        device = cpu(cores=cores, memory_bandwidth_bytes_per_s=1e9 * cores, **rates)
+        machines = cluster(device, (link("node", 0.0, 1e21),))
+        assert place(machines, ranks)[0].threads == 1
+        return predict(mlp(64), machines, plan(12 * ranks, ranks=ranks, sync=sync)).step_time_s.value
+
+    (seat,) = place(cluster(cpu(cores=cores)), ranks)
+    assert seat.slowdown == pytest.approx(ranks / cores * constants.OVERSUBSCRIBED)
+    assert step_s(cores) == pytest.approx(seat.slowdown * step_s(ranks), rel=1e-9)
 
 
 def test_cpu_hosts_take_one_rank_each_before_they_share() -> None:

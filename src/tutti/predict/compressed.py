@@ -12,6 +12,7 @@ from typing import Final, get_args
 import numpy as np
 
 from tutti.predict.groups import Group
+from tutti.predict.placement import Seat
 from tutti.predict.worker import Array
 from tutti.spec.cluster import CompressRate, DeviceKind, DeviceSpec
 from tutti.spec.compression import (
@@ -70,9 +71,9 @@ class Written:
     sent_nbytes: float
     share: float = 1.0
 
-    def sum_s(self, plan: Plan, group: Group, device: DeviceSpec, nbytes: float) -> tuple[float, float]:
+    def sum_s(self, plan: Plan, group: Group, seat: Seat, nbytes: float) -> tuple[float, float]:
         """(seconds, those of them in kernels) in which `group` sums a bucket of `nbytes`."""
-        kernels = kernel_s(plan, device, self.holders, self.share, nbytes / self.parts)
+        kernels = seat.slowdown * kernel_s(plan, seat.device, self.holders, self.share, nbytes / self.parts)
         if self.tiers:
             return kernels + group.tiered(nbytes, nbytes * self.share), kernels
         return kernels + group.all_reduce(nbytes * self.share), kernels

@@ -104,7 +104,8 @@ FRAGMENTATION: Final[dict[str, float]] = {"cpu": 0.0, "cuda": 0.05}
 """Part of a device's tensors that its caching allocator holds beyond them."""
 
 OVERSUBSCRIBED: Final = 1.15
-"""Slow-down beyond the lost cores where a node runs more ranks than it has cores (switching, polling)."""
+"""Slow-down where a node runs more ranks than it has cores (switching, polling), beyond that of sharing them, which
+follows from the cluster (`Seat.slowdown`)."""
 
 STEP_MARGIN: Final[dict[Evidence, float]] = {
     "measured": 0.4,

@@ -50,7 +50,7 @@ class RowsOf:
         share = min(1.0, seat.threads / max(1, device.cores)) if device.kind == "cpu" else 1.0
         rate = (best_rate(device, "float32") or max(device.peak_flops_per_s.values(), default=0.0)) * share
         others = self.rows * (self.ranks - 1) / self.ranks
-        product = 2 * others * self.out_features * self.in_features / rate if rate else 0.0
+        product = seat.slowdown * 2 * others * self.out_features * self.in_features / rate if rate else 0.0
         wire = group.all_to_all(8 * self.ranks) + group.all_to_all(
             self.rows * (self.out_features + self.in_features) * self.width
         )

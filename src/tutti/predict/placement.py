@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from tutti.errors import PlanError
+from tutti.predict import constants
 from tutti.predict.counts import cut_sizes
 from tutti.predict.network import Link
 from tutti.spec.cluster import ClusterSpec, DeviceSpec, LinkTier, NodeSpec
@@ -36,6 +37,12 @@ class Seat:
         """Ranks for each core where there are more ranks than cores, else 1."""
         cores = max(1, self.device.cores)
         return max(1.0, self.sharing / cores) if self.device.kind == "cpu" else 1.0
+
+    @property
+    def slowdown(self) -> float:
+        """How many times as long the work of a rank's cores takes because ranks take turns on them: so many times as
+        there are ranks for a core, and what switching costs."""
+        return self.oversubscribed * (constants.OVERSUBSCRIBED if self.oversubscribed > 1 else 1.0)
 
     @property
     def memory_nbytes(self) -> float:

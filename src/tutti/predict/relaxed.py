@@ -173,7 +173,7 @@ def exchanged_apart(sync: Sync, group: Group, seat: Seat, trained: Trained, behi
         return Apart(exchange=Exchange(total_s=0.0, exposed_s=0.0), sent_nbytes=0.0)
     n, statistics = trained.parameters, 0.0 if sync.mode in ALONE else trained.statistics
     state = trained.optimizer if told.optimizer_state == "averaged" else 0.0
-    copies_s = how.passes(group.ranks) * n / rank_bandwidth(seat)
+    copies_s = seat.slowdown * how.passes(group.ranks) * n / rank_bandwidth(seat)
     wire_s = how.seconds(group, n)
     besides_s = group.all_reduce(state) + group.all_reduce(statistics)  # waited for in every mode
     waited_s, often = wire_s, 1.0

@@ -150,7 +150,7 @@ def _sum_s(plan: Plan, one: Summed, seat: Seat, nbytes: float) -> tuple[float, f
         return one.factors.sum_s(plan, one.group, seat)
     if one.written is None:
         return one.group.gradient_sum(nbytes), 0.0
-    return one.written.sum_s(plan, one.group, seat.device, nbytes)
+    return one.written.sum_s(plan, one.group, seat, nbytes)
 
 
 def _beside(done: Exchange, kernels_s: float, cores: int) -> float:
@@ -206,11 +206,11 @@ def _divided(
     busy = TIERS.index(group.tier)
     work = sharding.unit_work(columns, part, *passes, taken.forward[busy], taken.backward[busy])
     load = 1 / constants.HOST_LINK_BYTES_PER_S if _away(plan, kind) else 0.0
-    device = net.seats[0].device
+    seat = net.seats[0]
 
     def coded(nbytes: float) -> tuple[PartsWritten, float]:
         how = parts_written(plan, group.ranks, others.ranks, nbytes)
-        return how, how.kernels_s(plan, device, nbytes)
+        return how, seat.slowdown * how.kernels_s(plan, seat.device, nbytes)
 
     costs = Costs(
         group=group, others=others, load_s_per_nbyte=load, coded=None if plan.sync.compress is None else coded

@@ -110,7 +110,6 @@ def worker_at(seat: Seat, model_dtype: str, precision: Precision) -> Worker:
     if overhead <= 0 and not device.gemm:
         overhead = constants.KERNEL_OVERHEAD_S[device.kind]
         assumptions.append(f"{overhead * 1e6:.0f} us for each operator call on {device.name}")
-    slowdown = seat.oversubscribed * (constants.OVERSUBSCRIBED if seat.oversubscribed > 1 else 1.0)
     pace, assumed = _pace(seat, dtype)
     assumptions += assumed
     return Worker(
@@ -122,7 +121,7 @@ def worker_at(seat: Seat, model_dtype: str, precision: Precision) -> Worker:
         kernel_overhead_s=overhead,
         call_s=overhead * constants.CALL_FACTOR,
         gap_s=constants.KERNEL_GAP_S if device.kind == "cuda" else None,
-        slowdown=slowdown,
+        slowdown=seat.slowdown,
         half=precision in ("bfloat16", "float16"),
         assumptions=tuple(assumptions),
         evidence=matrix.evidence,

@@ -47,8 +47,9 @@ def agreed(plan: Plan, group: Group, seat: Seat, nbytes: float) -> Agreed:
     assert how is not None
     sent = sum_sent_nbytes(how, [(round(nbytes / VALUE_NBYTES),)], group.ranks, VALUE_NBYTES)
     share = sent / (2 * (group.ranks - 1) / group.ranks * nbytes) if nbytes else 0.0
-    copies_s = nbytes / rank_bandwidth(seat)
-    together_s = kernel_s(plan, seat.device, group.ranks, share, nbytes) + PASSES * copies_s
+    copies_s = seat.slowdown * nbytes / rank_bandwidth(seat)
+    kernels_s = seat.slowdown * kernel_s(plan, seat.device, group.ranks, share, nbytes)
+    together_s = kernels_s + PASSES * copies_s
     longest = how.settings["longest"]
     each_s = (group.all_reduce(nbytes * share) + together_s) / longest + OWN_PASSES * copies_s
     return Agreed(
