@@ -14,7 +14,7 @@ from tutti.predict.words import disturbed
 from tutti.spec import codec
 from tutti.spec.cluster import ClusterSpec, Conditions, NodeSpec
 from tutti.spec.model import ModelSpec
-from tutti.spec.plan import BatchPlan, Plan, Sync
+from tutti.spec.plan import BatchPlan, Plan, Sharding, Sync
 from tutti.spec.prediction import Prediction
 
 ONE_LAYER = ModelSpec(name="one", modules=(linear("a", 1000, 1000),), optimizer="Adam")
@@ -46,6 +46,24 @@ def test_two_ranks_by_hand() -> None:
     assert done.step_time_s.value == pytest.approx(1.5e-3 / 0.85 + 14.300016e-3, rel=1e-12)
     assert done.sent_nbytes_per_rank == 4e6
     assert done.devices == 2
+
+
+@pytest.mark.parametrize(
+    ("hosts", "level", "wire_ms", "copies"),
+    [
+        (1, 1, 4.2 + 2.1, 2), (1, 2, 2.1 + 2.1, 2 + 2), (1, 3, 2.1 + 2.1, 2 + 2),
+        (2, 1, 34 + 17, 3), (2, 2, 17 + 17, 3 + 3.5), (2, 3, 17 + 17, 3 + 3.5),
+    ],
+)  # fmt: skip
+def test_two_ranks_with_divided_state_by_hand(hosts: int, level: int, wire_ms: float, copies: float) -> None:
+    """One layer is one unit, which lies outside of blocks: gathered once at every level, and nothing hides that. A rank
+    updates its half, and its cores read or write the layer's 4 MB so often, at 10 GB/s where two share a host."""
+    halves = dataclasses.replace(plan(batch=8, ranks=2), mesh={"shard": 2}, sharding=Sharding(level=level))
+    done = predict(ONE_LAYER, cluster(count=hosts), halves)
+    loss_s = 0.2e-3 + 16e-9 if hosts == 1 else 2e-3 + 16 / 1.25e8
+    waited_s = wire_ms * 1e-3 + loss_s + copies * 4e6 / (10e9 * hosts)
+    assert done.phases["exposed_communication"] == pytest.approx(waited_s, rel=1e-12)
+    assert done.phases["optimizer"] == pytest.approx(3e-3 / hosts, rel=1e-12)
 
 
 def test_cards_hide_communication_behind_backward() -> None:

@@ -73,11 +73,14 @@ def unit_work(
 class Costs:
     """Of the shard axis: its group, the one over which parts are summed besides, and seconds a byte of a part takes
     from the host, where it lives there. `coded`: where sums are in fewer bytes, by the bytes of a unit: how, and the
-    seconds in kernels."""
+    seconds in kernels. `gathered_s`, `summed_s`: in which a rank's cores copy a byte of a unit into its whole
+    parameters, and of its gradients into what is sent and what came into their sum: none of it behind other work."""
 
     group: Group
     others: Group
     load_s_per_nbyte: float = 0.0
+    gathered_s: float = 0.0
+    summed_s: float = 0.0
     coded: Callable[[float], tuple[PartsWritten, float]] | None = None
 
     def gather(self, nbytes: float) -> float:
@@ -90,6 +93,17 @@ class Costs:
             return self.group.scatter(nbytes) + self.others.all_reduce(part) + loads
         how, kernels = self.coded(nbytes)
         return self.group.scatter(nbytes * how.there) + self.others.all_reduce(part * how.across) + kernels + loads
+
+
+def copied(group: Group) -> tuple[float, float]:
+    """How often a CPU rank's cores read or write the bytes of a unit when it is gathered, and when its gradients are
+    summed, as runtime/shard does it: what is gathered is read and written, to pages that the system clears; gradients
+    are read and written to what is sent, then the ranks' rows of a part are read and their sum is written. In memory
+    that ranks share, what comes from others is read where it lies: that is the link's time. GPUs copy in their own
+    memory, far quicker than links."""
+    if group.tier == "node":
+        return 1 + 2 / group.ranks, 2.0
+    return 3.0, 3 + 1 / group.ranks
 
 
 def parameters_step(work: UnitWork, costs: Costs, level: int, microbatches: int, share: float) -> Exchange:
@@ -109,17 +123,22 @@ def parameters_step(work: UnitWork, costs: Costs, level: int, microbatches: int,
     passes = [(times, ahead), (times - 1, before), (1, last)]
     total = sum(count * one[0] for count, one in passes)
     waited = min(sum(count * one[1] for count, one in passes), total)
-    return Exchange(total_s=total, exposed_s=waited + share * (total - waited))
+    copies_s = costs.gathered_s * _gathered(work.nbytes, level, microbatches) + costs.summed_s * sum(work.nbytes)
+    return Exchange(total_s=total + copies_s, exposed_s=waited + share * (total - waited) + copies_s)
 
 
 def sent_nbytes(nbytes: Sequence[float], costs: Costs, level: int, microbatches: int) -> float:
     """Bytes a rank sends in a step at levels 2 and 3: gathers, sums into parts, sums of parts."""
     d, r = costs.group.ranks, costs.others.ranks
-    whole = sum(nbytes)
-    gathered = whole if level == 2 else microbatches * (2 * whole - nbytes[0])
+    gathered = _gathered(nbytes, level, microbatches)
     ways = [(one, PartsWritten(ranks=d, others=r) if costs.coded is None else costs.coded(one)[0]) for one in nbytes]
     there, across = sum(one * how.there for one, how in ways), sum(one * how.across for one, how in ways)
     return (d - 1) / d * (gathered + there) + 2 * (r - 1) / r * across / d
+
+
+def _gathered(nbytes: Sequence[float], level: int, microbatches: int) -> float:
+    """Bytes of parameters that become whole in a step."""
+    return sum(nbytes) if level == 2 else microbatches * (2 * sum(nbytes) - nbytes[0])
 
 
 def _around(seconds: Sequence[float]) -> list[float]:

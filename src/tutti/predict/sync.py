@@ -14,7 +14,7 @@ from tutti.predict.placement import Seat
 from tutti.predict.relaxed import Trained, exchanged_apart
 from tutti.predict.sharding import Costs
 from tutti.predict.table import Flags, ModelTable
-from tutti.predict.worker import Array
+from tutti.predict.worker import Array, rank_bandwidth
 from tutti.predict.zero_one import agreed, step_alone
 from tutti.spec.cluster import DeviceKind
 from tutti.spec.plan import Plan
@@ -184,7 +184,17 @@ def _states(
         return 0.0, 0.0
     nbytes = float((np.where(own, columns.gradients, 0.0) * part.weight).sum())  # of what is trained
     loads = 2 * nbytes / group.ranks / constants.HOST_LINK_BYTES_PER_S if _away(plan, kind) else 0.0
+    if (
+        kind == "cpu"
+    ):  # packed and unpacked; in shared memory others' parts are the link's time
+        unpacked = 1 / group.ranks if group.tier == "node" else 1.0
+        loads += 2 * (1 / group.ranks + unpacked) * nbytes * _pass_s(net.seats[0])
     return group.scatter(nbytes) + loads, (group.ranks - 1) / group.ranks * nbytes
+
+
+def _pass_s(seat: Seat) -> float:
+    """Seconds in which a rank's cores read or write a byte."""
+    return seat.slowdown / rank_bandwidth(seat)
 
 
 def _away(plan: Plan, kind: DeviceKind) -> bool:
@@ -212,8 +222,15 @@ def _divided(
         how = parts_written(plan, group.ranks, others.ranks, nbytes)
         return how, seat.slowdown * how.kernels_s(plan, seat.device, nbytes)
 
+    gathered, summed = sharding.copied(group) if kind == "cpu" else (0.0, 0.0)
+    pass_s = _pass_s(net.seats[0])
     costs = Costs(
-        group=group, others=others, load_s_per_nbyte=load, coded=None if plan.sync.compress is None else coded
+        group=group,
+        others=others,
+        load_s_per_nbyte=load,
+        gathered_s=gathered * pass_s,
+        summed_s=summed * pass_s,
+        coded=None if plan.sync.compress is None else coded,
     )
     share = _share(net, group, *([others] if others.ranks > 1 else []))
     level = plan.sharding.level
