@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from predict.examples import cluster, cpu, gpu, mlp, plan
+from predict.examples import cluster, cpu, gpu, link, mlp, plan
 from predict.examples_mesh import machines, meshed, transformer
 from predict.test_laws import NAMES, clusters, model_of, plans, predicted
 from tutti.plan.scenarios import with_storage
@@ -15,7 +15,7 @@ from tutti.predict import predict
 from tutti.predict.data import Load
 from tutti.predict.step import load_of
 from tutti.predict.tracks import timeline
-from tutti.spec.cluster import ClusterSpec
+from tutti.spec.cluster import ClusterSpec, NodeSpec
 from tutti.spec.loading import Loading
 from tutti.spec.model import ModelSpec
 from tutti.spec.plan import Plan
@@ -62,9 +62,13 @@ def test_what_is_not_known_costs_nothing_and_is_said() -> None:
     # a disk of unknown rate
     model = fed(**PICTURES)
     assert data_s(model, cards(), plan(64)) == pytest.approx(64 * 1.5e-3)
-    assert any(
-        "how fast storage is read is not known and not counted" in n for n in predict(model, cards(), plan()).notes
-    )
+    found = predict(model, cards(), plan(64))
+    assert (
+        "data: a sample takes 1 ms of a core, 500 us of waiting, 976.6 KiB of storage (assumed); ranks load between "
+        "steps, a batch every 96 ms, for which a step waits 96 ms; how fast storage is read is not known and not "
+        "counted; the script's own work between steps is not predicted"
+    ) in found.notes
+    assert "limited by loading of data" in found.notes[0]
 
 
 def test_workers_load_ahead_and_only_what_is_longer_than_the_rest_is_waited_for() -> None:
@@ -115,6 +119,24 @@ def test_ranks_of_one_sample_read_it_once_and_decode_it_each() -> None:
     assert load_of(model, disk, meshed(64, 8, {"split": 4})).loaders_s == pytest.approx(64 * (1e-6 + 1e-3))
     # more microbatches than samples of a rank: it loads one for each, with weight 0
     assert load_of(fed(core_s=1.0), cards(4), plan(8, 8, 4)).loaders_s == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_rank_that_ends_last_with_its_data_counts(workers: int) -> None:
+    """A quick device on a host of slow storage, and a slow device on another."""
+    quick, slow = gpu(), gpu(memory_bandwidth_bytes_per_s=1e10)
+    hosts = tuple(
+        NodeSpec(name=name, device=name, memory_nbytes=2**34, disk_read_bytes_per_s=rate)
+        for name, rate in (("quick", 1e9), ("slow", 1e12))
+    )
+    links = (link("network"),)
+    here = ClusterSpec(name="two", devices={"quick": quick, "slow": slow}, nodes=hosts, links=links)
+    found = predict(fed(stored_nbytes=MEGA, workers=workers), here, plan(64, 2))
+    two_quick = dataclasses.replace(cards(2, disk_read_bytes_per_s=1e9), links=links)
+    two_quick = dataclasses.replace(two_quick, nodes=(dataclasses.replace(two_quick.nodes[0], devices_per_node=1),))
+    alike = predict(fed(stored_nbytes=MEGA, workers=workers), two_quick, plan(64, 2))
+    assert found.phases["data"] == pytest.approx(alike.phases["data"])
+    assert found.step_time_s.value == pytest.approx(alike.step_time_s.value)
 
 
 def test_a_stream_is_read_whole_by_every_rank() -> None:

@@ -91,7 +91,7 @@ def _searching(function: Any) -> Any:
                      help="For --relax: samples to --target-quality as runs took them, an exact one and others."),
         click.option("--seconds", type=click.FloatRange(0.1), help="End the search after so long (8; mixed 40)."),
         click.option("--what-if", multiple=True, metavar="CHANGE",
-                     help="Plan for a changed cluster too: link=10gbit, devices=256, memory=80gb, speed=2x."),
+                     help="Plan for another cluster: link=10gbit, devices=256, memory=80gb, speed=2x, storage=2GB/s."),
         click.option("--diff", nargs=2, type=click.Path(path_type=Path), metavar="A B",
                      help="Say how two plan files differ; nothing is planned."),
         click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="Alternatives to show."),

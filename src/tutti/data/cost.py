@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from itertools import islice
+from pathlib import Path
 from typing import NamedTuple
 
 import psutil
@@ -19,7 +20,8 @@ _FEWEST, _MOST = 4, 1024
 
 
 class Reading(NamedTuple):
-    """What has passed until now: seconds, seconds of this process' cores, bytes that it asked the system to read."""
+    """What has passed until now: seconds, but for those in which it waited for a core; seconds of this process' cores;
+    bytes that it asked the system to read."""
 
     wall_s: float
     core_s: float
@@ -30,12 +32,16 @@ class Reading(NamedTuple):
 
 
 def reading() -> Reading:
-    """Bytes are 0 where the system does not count them; those of files that are mapped into memory are not counted."""
+    """What the system does not count is 0; bytes of files that are mapped into memory are not counted."""
     try:
         counters = psutil.Process().io_counters()
     except (AttributeError, psutil.Error, OSError):  # other systems, or containers that hide it
         counters = None
-    return Reading(time.perf_counter(), time.process_time(), getattr(counters, "read_chars", 0))
+    try:  # nanoseconds in which other work had the core
+        queued_s = 1e-9 * int(Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1])
+    except (OSError, ValueError, IndexError):
+        queued_s = 0.0
+    return Reading(time.perf_counter() - queued_s, time.process_time(), getattr(counters, "read_chars", 0))
 
 
 def measure_loading(source: Source, seed: int, read: Callable[[], Reading] = reading) -> Loading | None:

@@ -178,14 +178,8 @@ def data_note(cluster: ClusterSpec, model: ModelSpec, seats: tuple[Seat, ...], l
     loading = model.loading
     if loading is None:
         return "what samples cost to load is not known and not predicted, nor is the script's own work between steps"
-    costs = [f"{seconds(loading.core_s)} of a core"]
-    costs += [f"{seconds(loading.wait_s)} of waiting"] if loading.wait_s > 0 else []
-    costs += [f"{nbytes(loading.stored_nbytes)} of storage"] if loading.stored_nbytes > 0 else []
-    how = f"{count(loading.workers, 'worker')} of a rank load ahead" if loading.workers else "ranks load between steps"
-    said = (
-        f"data: a sample takes {' and '.join(costs)} ({loading.evidence}); {how}, a batch every {seconds(load.batch_s)}"
-    )
-    said += f", of which a step waits {seconds(data_s)}" if data_s > 0 else ", behind the rest of the step"
+    said = f"data: {loading_words(loading)}, a batch every {seconds(load.batch_s)}"
+    said += f", for which a step waits {seconds(data_s)}" if data_s > 0 else ", behind the rest of the step"
     if loading.stored_nbytes >= 0.5:
         if not any(_stored(model, seat) for seat in seats):
             said += "; all of it is taken to stay in memory after the first epoch"
