@@ -5,7 +5,7 @@ the modules inside it, as the runtime does.
 """
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -112,13 +112,31 @@ def _byte_flops(model: ModelSpec) -> float:
 
 @remembered(16)
 def _whole_units(model: ModelSpec) -> tuple[_Unit, ...]:
-    """The model's units before any is taken apart."""
+    """The model's units before any is taken apart. A module that only contains other units is none: its own operators
+    go with the first of them."""
     columns, byte_flops = model_table(model), _byte_flops(model)
     groups: dict[int, list[int]] = {}
     for index, unit in enumerate(columns.unit.tolist()):
         if columns.names[index]:
             groups.setdefault(unit, []).append(index)
-    return tuple(_unit(columns, tuple(members), byte_flops) for members in groups.values())
+    inside: dict[str, set[int]] = {}
+    for index, unit in enumerate(columns.unit.tolist()):
+        path = columns.names[index].split(".")
+        for end in range(1, len(path)):
+            inside.setdefault(".".join(path[:end]), set()).add(unit)
+    units, around = list[_Unit](), list[int]()
+    for unit, members in groups.items():
+        if all(inside.get(columns.names[index], set()) - {unit} for index in members):
+            around += members
+            continue
+        units.append(_with_own(_unit(columns, tuple(members), byte_flops), around))
+        around = []
+    return (*units[:-1], _with_own(units[-1], around)) if units else ()
+
+
+def _with_own(unit: _Unit, own: list[int]) -> _Unit:
+    """The unit with modules that contain it; their own operators count nowhere, as in the runtime."""
+    return replace(unit, members=(*unit.members, *own)) if own else unit
 
 
 def _unit(columns: ModelTable, members: tuple[int, ...], byte_flops: float, around: float = 0.0) -> _Unit:
@@ -146,7 +164,12 @@ def _opened(columns: ModelTable, units: list[_Unit], count: int, byte_flops: flo
 
 
 def _can_open(columns: ModelTable, unit: _Unit) -> bool:
-    return len(unit.members) > 1 and columns.classes[unit.members[0]] not in _WHOLE
+    inner = sum(not _contains(columns.names[index], unit.name) for index in unit.members)
+    return inner > 1 and columns.classes[unit.members[0]] not in _WHOLE
+
+
+def _contains(name: str, other: str) -> bool:
+    return other.startswith(name + ".")
 
 
 def _parts(columns: ModelTable, unit: _Unit, byte_flops: float) -> list[_Unit]:
@@ -156,18 +179,17 @@ def _parts(columns: ModelTable, unit: _Unit, byte_flops: float) -> list[_Unit]:
     for index in unit.members:
         name = columns.names[index]
         inside = name.startswith(unit.name + ".")
-        if name == unit.name:
+        if name == unit.name or _contains(name, unit.name):
             own.append(index)
             continue
         parts.setdefault(f"{unit.name}.{name[len(unit.name) + 1 :].split('.')[0]}" if inside else name, []).append(
             index
         )
-    result = [_unit(columns, tuple(members), byte_flops, unit.output) for members in parts.values()]
+    chain = columns.classes[unit.members[0]] == "Sequential"  # each part gets what the one before returns, no more
+    passing = 0.0 if chain else unit.output
+    result = [_unit(columns, tuple(members), byte_flops, passing) for members in parts.values()]
     if own:
-        first = result[0]
-        result[0] = _Unit(
-            name=first.name, members=(*own, *first.members), output=first.output, cost=first.cost, around=unit.around
-        )
+        result[0] = replace(_with_own(result[0], own), around=unit.around)
     return result
 
 

@@ -1,0 +1,78 @@
+"""Where a pipeline is cut and what its stages send on: as the runtime does it, for networks of containers."""
+
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+
+from predict.examples import cluster, cpu, link
+from tutti.describe import describe_model
+from tutti.predict import predict
+from tutti.predict.cuts import stages_of
+from tutti.runtime.facts import with_facts
+from tutti.runtime.layout import Layout
+from tutti.runtime.mesh import Mesh
+from tutti.runtime.preview import _fake_world
+from tutti.runtime.stage.build import cut_stages
+from tutti.runtime.stage.place import place
+from tutti.spec.model import ModelSpec
+from tutti.spec.plan import BatchPlan, Plan
+
+BATCH = 4
+
+
+def volumes(*, named: bool = True) -> nn.Module:
+    """Convolutions in a container, and a head in another: the first convolutions have most of the work."""
+    features = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(),
+        nn.MaxPool2d(2), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+    )  # fmt: skip
+    head = nn.Sequential(nn.Flatten(), nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 5))
+    return nn.Sequential(OrderedDict(features=features, head=head)) if named else nn.Sequential(features, head)
+
+
+def described(model: nn.Module, x: torch.Tensor) -> ModelSpec:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    spec = describe_model(model, (x,), {}, None, lambda output, _: output.square().mean(), optimizer, samples=BATCH)
+    return with_facts(spec, model, (x,))
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_stages_begin_and_send_as_the_runtime_s(count: int, named: bool) -> None:
+    model, x = volumes(named=named), torch.zeros(BATCH, 3, 32, 32)
+    plan = Plan(batch=BatchPlan(global_batch_size=BATCH), mesh={"stage": count})
+    spec = described(model, x)
+    foreseen = stages_of(spec, plan)
+    with _fake_world(0, count):
+        found = cut_stages(model, plan, Layout.of(model, Mesh(plan.mesh, 0)), lambda: ((x,), {}))
+    assert found is not None
+    worked = [module.name for module in spec.modules if module.ops and module.name]
+    stage = {module.name: int(at) for module, at in zip(spec.modules, foreseen.stage, strict=True)}
+    first = [next(name for name in worked if stage[name] == at) for at in range(1, count)]
+    assert first == [unit for unit, _ in found.starts]
+    program = found.tracer.trace(lambda: model(x))
+    sends = [part.sends for part in place(program, found.starts, found.holders).parts[:-1]]
+    outlines = [[program.outlines[key] for key in some[at + 1]] for at, some in enumerate(sends)]
+    nbytes = [sum(torch.Size(one.shape).numel() * one.dtype.itemsize for one in some) / BATCH for some in outlines]
+    assert foreseen.sent.tolist() == nbytes
+
+
+def test_a_container_is_no_stage() -> None:
+    """Where one layer has nearly all the work, what only contains it is not taken for a stage before it."""
+    features = nn.Sequential(
+        nn.Conv2d(3, 64, 5, padding=2), nn.ReLU(), nn.MaxPool2d(4), nn.Conv2d(64, 2, 1), nn.ReLU(), nn.MaxPool2d(2)
+    )
+    head = nn.Sequential(nn.Flatten(), nn.Linear(32, 5))
+    spec = described(nn.Sequential(OrderedDict(features=features, head=head)), torch.zeros(BATCH, 3, 32, 32))
+    plan = Plan(batch=BatchPlan(global_batch_size=BATCH), mesh={"stage": 4})
+    foreseen = stages_of(spec, plan)
+    work = [0.0] * 4
+    for module, at in zip(spec.modules, foreseen.stage, strict=True):
+        work[int(at)] += sum(op.flops_forward for op in module.ops)
+    assert work[0] > 0.8 * sum(work)
+    assert foreseen.sent[0] == 4 * 64 * 32 * 32  # of the first layer, not of all
+    sent = [0.0, *foreseen.sent, 0.0]  # a rank between two others sends activations on and gradients back
+    most = BATCH * max(sent[place] + sent[place + 1] for place in range(4))
+    assert predict(spec, cluster(cpu(), (link(),)), plan).sent_nbytes_per_rank == pytest.approx(most, rel=1e-12)
