@@ -7,6 +7,7 @@ kept plan by plan: --resume goes on with a run that was interrupted. A plan that
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,7 +28,7 @@ from tutti.lab import Lab
 from tutti.plan import Request, choose
 from tutti.predict import predict
 from tutti.spec import codec
-from tutti.spec.cluster import ClusterSpec
+from tutti.spec.cluster import ClusterSpec, GemmRate
 from tutti.spec.model import ModelSpec
 from tutti.spec.plan import Plan
 
@@ -126,16 +127,40 @@ def probe(lab: Lab, folder: Path, journal: Journal, words: str, sizes: Sizes) ->
     kept = journal.cluster(words)
     if kept is not None:
         return kept
-    say(f"{words}: probing")
+    found = []
+    while len(found) < PROBES and not (found and steadiness(found[-1]) > STEADY):
+        say(f"{words}: probing")
+        found.append(probe_once(lab, folder / f"probe-{len(found)}", sizes))
+    cluster = max(found, key=steadiness)
+    journal.keep_cluster(words, cluster)
+    return cluster
+
+
+PROBES, STEADY = 4, 0.88
+"""How often a cluster is probed until rates of products of all sizes are so near each other: the machine changed its
+pace in between otherwise, and a prediction would be of no machine at all."""
+
+
+def steadiness(cluster: ClusterSpec) -> float:
+    """The lowest float32 rate of one process' products, beside the highest."""
+    rates = [rate.flops_per_s for rate in product_rates(cluster)]
+    return min(rates) / max(rates)
+
+
+def product_rates(cluster: ClusterSpec) -> list[GemmRate]:
+    (device,) = cluster.devices.values()
+    return [rate for rate in device.gemm if rate.dtype == "float32" and rate.threads == 1]
+
+
+def probe_once(lab: Lab, folder: Path, sizes: Sizes) -> ClusterSpec:
+    folder.mkdir()
     output = folder / "cluster.json"
     effort = () if sizes.full else ("--quick",)
     arguments = ("tutti.cli.main", "probe", *effort, "--no-plot", "--output", str(output))
-    done = lab.train("--folder", str(folder / "probe"), "-m", *arguments, cwd=folder, timeout_s=300)
+    done = lab.train("--folder", str(folder / "run"), "-m", *arguments, cwd=folder, timeout_s=300)
     if not output.exists():
         raise SystemExit("the probe failed\n" + "\n".join(one.err for one in done))
-    cluster = codec.load(ClusterSpec, output)
-    journal.keep_cluster(words, cluster)
-    return cluster
+    return codec.load(ClusterSpec, output)
 
 
 def predicted(case: Case, plan: Plan) -> dict[str, Any]:
@@ -247,7 +272,15 @@ def launch_words(run_folder: Path, list_file: Path, case: Case, sizes: Sizes, jo
         *("--folder", str(run_folder), "--timeout", "60", str(RANK), "--workload", case.workload),
         *(f"--batch={batch}", f"--output={journal.rows_file(case.words)}", f"--steps={sizes.steps}"),
         *(f"--seconds={sizes.milliseconds / 1000}", f"--limit={sizes.limit_s}", f"--plans={list_file}"),
+        f"--pace={probed_pace(case)}",
     ]
+
+
+def probed_pace(case: Case) -> float:
+    """What a product ran at when the cluster was probed; 0 where ranks beyond the cores would disturb it themselves."""
+    if case.ranks > len(os.sched_getaffinity(0)):
+        return 0.0
+    return statistics.median(rate.flops_per_s for rate in product_rates(case.cluster))
 
 
 def trained(lab: Lab, words: Sequence[str], cwd: Path, limit_s: float) -> str | None:

@@ -72,6 +72,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=2, help="of timed steps, unless one takes longer")
     parser.add_argument("--patience", type=float, default=1.5, help="seconds of a first step that is repeated")
     parser.add_argument("--again", type=float, default=15, help="seconds for steps in place of disturbed ones")
+    parser.add_argument("--pace", type=float, default=0, help="FLOP/s of a product when predictions were made; 0: any")
     parser.add_argument("--limit", type=float, default=90, help="seconds after which a plan is given up")
     return parser.parse_args()
 
@@ -148,7 +149,8 @@ def timed(args: argparse.Namespace) -> dict[str, Any]:
     """Seconds of some steps by the plan in the environment, or why tutti refuses it. Leaves its world. `cpu_s`: of a
     step, all threads of this rank: what other work on the machine lengthens least. A first step that takes longer than
     `patience` is the measurement: what it does once is little beside it. Steps in which the machine's cores were given
-    to others do not count, as long as there is time for others in their place.
+    to others, or were not as fast as when they were probed, do not count, as long as there is time for others in their
+    place.
     """
     loop = steps(args.workload, args.batch)
     start = time.perf_counter()
@@ -169,6 +171,7 @@ def timed(args: argparse.Namespace) -> dict[str, Any]:
         "step_s": [step.wall_s for step in counted],
         "cpu_s": statistics.mean(step.cpu_s for step in counted),
         "stolen": max(step.stolen for step in counted),
+        "pace": [step.pace for step in counted],
         "set_aside": sum(not step.warm and not step.counts for step in taken),
         **recorded([number for number, step in enumerate(taken) if step.counts]),
     }
@@ -181,11 +184,13 @@ WARM_STEPS = 4
 @dataclass(slots=True)
 class Step:
     """Seconds of one step: by the clock on the slowest rank, and of this rank's processors; which part of the machine's
-    core time was stolen meanwhile, on the rank that saw most."""
+    core time was stolen meanwhile, on the rank that saw most; FLOP/s of a product before and after it, the least of any
+    rank."""
 
     wall_s: float
     cpu_s: float
     stolen: float
+    pace: float
     warm: bool = False
     counts: bool = True
 
@@ -193,7 +198,7 @@ class Step:
 def take(loop: Iterator[tutti.Job], args: argparse.Namespace) -> list[Step]:
     """All steps: those that warm up, those that count and those that were disturbed. Ranks decide alike."""
     taken = [one_step(loop)]
-    if taken[0].wall_s > args.patience and not disturbed(taken[0]):
+    if taken[0].wall_s > args.patience and not disturbed(taken[0], args.pace):
         return taken
     while len(taken) < WARM_STEPS and sum(step.wall_s for step in taken) < args.patience:
         taken.append(one_step(loop))
@@ -205,23 +210,39 @@ def take(loop: Iterator[tutti.Job], args: argparse.Namespace) -> list[Step]:
     steps_: list[Step] = []
     while sum(step.counts for step in steps_) < count:
         step = one_step(loop)
-        step.counts = not disturbed(step) or spent > args.again
+        step.counts = not disturbed(step, args.pace) or spent > args.again
         spent += step.wall_s
         steps_.append(step)
     return taken + steps_
 
 
-def disturbed(step: Step) -> bool:
-    return step.stolen > MOST_STOLEN
+PACE_N, AS_PROBED = 512, 0.12
+"""The product by which the machine's pace is told, and how far it may be from the probe's. Virtual machines change
+their pace in spells of seconds with no word of it: one product ran at 126 GFLOP/s and at 80."""
+
+
+def disturbed(step: Step, probed: float) -> bool:
+    return step.stolen > MOST_STOLEN or (probed > 0 and abs(step.pace / probed - 1) > AS_PROBED)
 
 
 def one_step(loop: Iterator[tutti.Job]) -> Step:
-    stolen, busy, start = Stolen(), time.process_time(), time.perf_counter()
+    before, stolen, busy, start = pace(), Stolen(), time.process_time(), time.perf_counter()
     next(loop)
     wall, busy = time.perf_counter() - start, time.process_time() - busy
-    agreed = torch.tensor([wall, stolen.share()], dtype=torch.float64)
+    agreed = torch.tensor([wall, stolen.share(), -min(before, pace())], dtype=torch.float64)
     dist.all_reduce(agreed, dist.ReduceOp.MAX)
-    return Step(wall_s=agreed[0].item(), cpu_s=busy, stolen=agreed[1].item())
+    return Step(wall_s=agreed[0].item(), cpu_s=busy, stolen=agreed[1].item(), pace=-agreed[2].item())
+
+
+def pace() -> float:
+    """FLOP/s of the better of two products of `PACE_N` square float32 matrices."""
+    a = torch.ones(PACE_N, PACE_N)
+    taken = []
+    for _ in range(2):
+        start = time.perf_counter()
+        torch.mm(a, a)
+        taken.append(time.perf_counter() - start)
+    return 2 * PACE_N**3 / min(taken)
 
 
 def recorded(counted: list[int]) -> dict[str, Any]:
