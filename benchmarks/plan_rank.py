@@ -71,7 +71,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="timed at most")
     parser.add_argument("--seconds", type=float, default=2, help="of timed steps, unless one takes longer")
     parser.add_argument("--patience", type=float, default=1.5, help="seconds of a first step that is repeated")
-    parser.add_argument("--again", type=float, default=15, help="seconds for steps in place of disturbed ones")
+    parser.add_argument("--again", type=float, default=8, help="seconds for steps in place of disturbed ones")
     parser.add_argument("--pace", type=float, default=0, help="FLOP/s of a product when predictions were made; 0: any")
     parser.add_argument("--limit", type=float, default=90, help="seconds after which a plan is given up")
     return parser.parse_args()
@@ -150,7 +150,7 @@ def timed(args: argparse.Namespace) -> dict[str, Any]:
     step, all threads of this rank: what other work on the machine lengthens least. A first step that takes longer than
     `patience` is the measurement: what it does once is little beside it. Steps in which the machine's cores were given
     to others, or were not as fast as when they were probed, do not count, as long as there is time for others in their
-    place.
+    place; then those count in which that was least so.
     """
     loop = steps(args.workload, args.batch)
     start = time.perf_counter()
@@ -181,7 +181,7 @@ WARM_STEPS = 4
 """Before steps count, as long as they are short: the first ones took an eighth longer than those after (GPT)."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Step:
     """Seconds of one step: by the clock on the slowest rank, and of this rank's processors; which part of the machine's
     core time was stolen meanwhile, on the rank that saw most; FLOP/s of a product before and after it, the least of any
@@ -198,7 +198,7 @@ class Step:
 def take(loop: Iterator[tutti.Job], args: argparse.Namespace) -> list[Step]:
     """All steps: those that warm up, those that count and those that were disturbed. Ranks decide alike."""
     taken = [one_step(loop)]
-    if taken[0].wall_s > args.patience and not disturbed(taken[0], args.pace):
+    if taken[0].wall_s > args.patience and disturbance(taken[0], args.pace) <= 1:
         return taken
     while len(taken) < WARM_STEPS and sum(step.wall_s for step in taken) < args.patience:
         taken.append(one_step(loop))
@@ -206,14 +206,15 @@ def take(loop: Iterator[tutti.Job], args: argparse.Namespace) -> list[Step]:
         step.warm, step.counts = True, False
     last = taken[-1].wall_s
     count = max(2 if last < args.seconds else 1, min(args.steps, int(args.seconds / last)))
-    spent = 0.0
-    steps_: list[Step] = []
-    while sum(step.counts for step in steps_) < count:
-        step = one_step(loop)
-        step.counts = not disturbed(step, args.pace) or spent > args.again
-        spent += step.wall_s
-        steps_.append(step)
-    return taken + steps_
+    timed_: list[Step] = []
+    while sum(disturbance(step, args.pace) <= 1 for step in timed_) < count:
+        timed_.append(one_step(loop))
+        if len(timed_) >= count and sum(step.wall_s for step in timed_) > args.again:
+            break
+    least = sorted(timed_, key=lambda step: max(1.0, disturbance(step, args.pace)))[:count]
+    for step in timed_:
+        step.counts = step in least
+    return taken + timed_
 
 
 PACE_N, AS_PROBED = 512, 0.12
@@ -221,8 +222,10 @@ PACE_N, AS_PROBED = 512, 0.12
 their pace in spells of seconds with no word of it: one product ran at 126 GFLOP/s and at 80."""
 
 
-def disturbed(step: Step, probed: float) -> bool:
-    return step.stolen > MOST_STOLEN or (probed > 0 and abs(step.pace / probed - 1) > AS_PROBED)
+def disturbance(step: Step, probed: float) -> float:
+    """Of cores that were given to others, or ran at another pace than `probed`; up to 1 it is let pass."""
+    pace_off = abs(step.pace / probed - 1) / AS_PROBED if probed > 0 else 0.0
+    return max(step.stolen / MOST_STOLEN, pace_off)
 
 
 def one_step(loop: Iterator[tutti.Job]) -> Step:
