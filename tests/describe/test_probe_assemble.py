@@ -57,6 +57,7 @@ RATES = DeviceRates(
     kernel_overhead_s=1e-6,
     notes=("something was skipped",),
     weights=(WeightRate(dtype="float32", forward=4e9, input_gradient=5e9, weight_gradient=6e9),),
+    efficiency={"conv": 0.5},
     codes=(CompressRate(method="one-bit", numel=1000, encode_s=4e-6, decode_s=2e-6),),
 )
 
@@ -80,7 +81,7 @@ def test_one_host_of_two_ranks() -> None:
     device = cluster.devices["CPU, 4 cores"]
     assert device.peak_flops_per_s == {"float32": 3e9, "bfloat16": 2e9}
     assert device.compress_rates == RATES.codes
-    assert device.weight_rates == RATES.weights
+    assert (device.weight_rates, device.efficiency) == (RATES.weights, {"conv": 0.5})
     assert (device.memory_bandwidth_bytes_per_s, device.cores, device.evidence) == (3e10, 4, "measured")
     assert cluster.conditions is not None
     assert cluster.conditions.notes == ("something was skipped",)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tutti.describe.probe.fit import Transfer, fit_link
+from tutti.describe.probe.fit import Transfer, fit_link, unlengthened
 from tutti.spec.cluster import LinkPoint
 
 SIZES = (1024, 16384, 262144, 2097152, 16777216)
@@ -62,6 +62,20 @@ def test_a_line_below_the_origin_gets_no_negative_latency() -> None:
     fitted = fit_link(points, transfer="send", ranks=2)
     assert fitted.latency_s == 0
     assert 0 < fitted.bandwidth_bytes_per_s < math.inf
+
+
+def test_a_small_message_that_took_longer_than_a_large_one_counts_as_that() -> None:
+    """Seen between hosts of a laboratory: 2 KB took three times as long as 256 KB, and the line went by that."""
+    seen = dict(zip(SIZES, (1.37e-3, 1.62e-3, 0.53e-3, 2.11e-3, 18.84e-3), strict=True))
+    points = [LinkPoint(nbytes=n, time_s=t, median_s=t) for n, t in seen.items()]
+    cleared = unlengthened(points[::-1])
+    assert [p.nbytes for p in cleared] == list(SIZES)
+    assert [p.time_s for p in cleared] == [0.53e-3, 0.53e-3, 0.53e-3, 2.11e-3, 18.84e-3]
+    assert [p.median_s for p in cleared] == list(seen.values())
+    fitted = fit_link(cleared, transfer="all_reduce", ranks=2)
+    raw = fit_link(points, transfer="all_reduce", ranks=2)
+    assert fitted.latency_s < 0.85 * raw.latency_s
+    assert fitted.bandwidth_bytes_per_s < 0.95 * raw.bandwidth_bytes_per_s
 
 
 def test_times_that_fall_with_size_still_give_a_bandwidth() -> None:

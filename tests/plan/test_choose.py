@@ -17,6 +17,7 @@ from tutti.spec.cluster import ClusterSpec, GemmRate, NodeSpec
 from tutti.spec.compression import Compression
 from tutti.spec.model import ModelSpec
 from tutti.spec.plan import LayoutRule
+from tutti.spec.words import CompressMethod
 
 
 def ask(batch: int = 64, **wishes: Any) -> Request:
@@ -126,13 +127,14 @@ def test_float16_is_tried_only_where_it_is_faster() -> None:
     assert "float16" in {p.precision for p in candidates(mlp(), volta, asked)}
 
 
-def test_float16_is_not_tried_nor_shown_where_sums_are_compressed() -> None:
-    """It goes with scaled losses, which compressed sums refuse: the search used to end with that refusal."""
+@pytest.mark.parametrize(("method", "tried"), [("one-bit", False), ("qsgd", True)])
+def test_float16_is_tried_and_shown_only_with_codes_that_keep_nothing(method: CompressMethod, tried: bool) -> None:
+    """It goes with scaled losses, in whose units others would keep back: the search used to end with that refusal."""
     volta = cards(peak_flops_per_s={"float32": 15e12, "bfloat16": 15e12, "float16": 125e12})
-    coded = plan(8192).compressed(Compression(method="one-bit"))
+    coded = plan(8192).compressed(Compression(method=method))
     kept, free = Request(script=coded), Request(script=coded, precision="auto")
-    assert "float16" not in {p.precision for p in candidates(mlp(8192), volta, free)}
-    assert "float16" not in {one.plan.precision for one in choose(mlp(8192), volta, kept).alternatives}
+    assert ("float16" in {p.precision for p in candidates(mlp(8192), volta, free)}) == tried
+    assert ("float16" in {one.plan.precision for one in choose(mlp(8192), volta, kept).alternatives}) == tried
 
 
 def test_a_precision_no_device_has_is_refused() -> None:

@@ -65,7 +65,7 @@ def precisions(model: ModelSpec, cluster: ClusterSpec, request: Request) -> list
     """The precisions to try: one, unless the request leaves the choice. All devices must have a rate for it.
 
     float16 is tried where a device is faster in it than in bfloat16: it takes as much memory, and scaling of losses,
-    beside which sums are not compressed.
+    with which codes that keep something back do not go.
     """
     if request.precision == "script":
         return [request.script.precision]
@@ -76,7 +76,8 @@ def precisions(model: ModelSpec, cluster: ClusterSpec, request: Request) -> list
         devices = [cluster.devices[node.device] for node in cluster.nodes]
         if all(best_rate(device, "bfloat16") >= best_rate(device, "float16") for device in devices):
             found.remove("float16")
-    if request.script.sync.compress is not None and "float16" in found:
+    code = request.script.sync.compress
+    if code is not None and code.keeps and "float16" in found:
         found.remove("float16")
     return ["full", *found]
 

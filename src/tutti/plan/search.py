@@ -315,7 +315,8 @@ def _not_allowed(model: ModelSpec, cluster: ClusterSpec, request: Request, best:
         return ()
     shown = []
     for precision in LOWER:
-        scaled = precision == "float16" and best.plan.sync.compress is not None  # does not go with scaled losses
+        code = best.plan.sync.compress
+        scaled = precision == "float16" and code is not None and code.keeps  # in units of a loss scale that changes
         if scaled or not possible(model, cluster, precision):
             continue
         plan = dataclasses.replace(best.plan, precision=precision)

@@ -1,9 +1,10 @@
 """What the ranks of a probe found, as plain data, before it is put together."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tutti.describe.probe.host import HostFacts
 from tutti.spec.cluster import CompressRate, DeviceKind, GemmRate, LinkSpec, MemoryRate, WeightRate
+from tutti.spec.model import OpKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,7 @@ class DeviceRates:
     kernel_overhead_s: float
     notes: tuple[str, ...]
     weights: tuple[WeightRate, ...] = ()
+    efficiency: dict[OpKind, float] = field(default_factory=dict)
     codes: tuple[CompressRate, ...] = ()
 
 

@@ -5,7 +5,7 @@ and Gropp 2005, section 5.2); one message: t = alpha + n / bandwidth.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -40,6 +40,16 @@ def fit_link(points: Sequence[LinkPoint], *, transfer: Transfer, ranks: int) -> 
     part = 2 * (ranks - 1) / ranks if transfer == "all_reduce" else 1.0
     bandwidth = part / slope if slope > 0 else part * float(np.max(nbytes / times))
     return AlphaBeta(latency_s=start / steps, bandwidth_bytes_per_s=bandwidth, residual=residual)
+
+
+def unlengthened(points: Sequence[LinkPoint]) -> tuple[LinkPoint, ...]:
+    """The points with no size slower than a larger one: where it was, something else lengthened its time. An idle
+    machine may wake up late for each of many small messages, which is nothing that a busy one pays."""
+    found, least = [], np.inf
+    for point in sorted(points, key=lambda one: -one.nbytes):
+        least = min(least, point.time_s)
+        found.append(replace(point, time_s=least))
+    return tuple(found[::-1])
 
 
 def _line(x: NDArray[np.float64], t: NDArray[np.float64]) -> tuple[float, float]:

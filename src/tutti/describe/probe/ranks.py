@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from tutti.describe.probe import codes, disk, gemm, host, links, memory, weights
+from tutti.describe.probe import codes, disk, gemm, host, kinds, links, memory, weights
 from tutti.describe.probe.assemble import assemble
 from tutti.describe.probe.effort import Effort
 from tutti.describe.probe.findings import (
@@ -115,6 +115,8 @@ def _device_rates(fact: RankFacts, device: torch.device, effort: Effort, say: Sa
     copied = memory.measure(device, effort, threads=threads, memory_nbytes=fact.device_memory_nbytes)
     say("products of few rows")
     passed = weights.measure(device, effort, threads=threads, dtypes=effort.dtypes)
+    say("convolutions and attention")
+    kinds_found = kinds.measure(device, effort)
     say("gradients in fewer bytes")
     return DeviceRates(
         gemm=found.rates,
@@ -122,6 +124,7 @@ def _device_rates(fact: RankFacts, device: torch.device, effort: Effort, say: Sa
         kernel_overhead_s=memory.kernel_overhead_s(device),
         notes=found.notes,
         weights=passed,
+        efficiency=kinds_found,
         codes=codes.measure(device, effort),
     )
 
