@@ -20,7 +20,8 @@ from tutti.errors import PlanError
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """A tensor of the flat gradient as a matrix: its place, rows and columns, and its places in the flat P and Q."""
+    """A tensor of the flat gradient as a matrix: its place, rows and columns, and its places in the flat P and Q, where
+    P and Q lie column by column: thin products take half the time so."""
 
     start: int
     rows: int
@@ -95,14 +96,17 @@ class PowerSGD(Exchange):
             size = m.rows * m.columns
             orthogonalise(self._of_p(first, m))
             torch.mm(new[offset : offset + size].view(m.rows, -1).t(), self._of_p(first, m), out=self._q(q, m))
-            left, right = self._of_p(first, m), self._q(q, m)
-            new[offset : offset + size].view(m.rows, -1).sub_(left @ right.t())
+            new[offset : offset + size].view(m.rows, -1).addmm_(self._of_p(first, m), self._q(q, m).t(), alpha=-1)
             offset += size
         yield [self.wire.all_reduce(q)]
         self._next_q = q
         for m in self.matrices:
             into = flat[m.start : m.start + m.rows * m.columns].view(m.rows, -1)
-            into.copy_(self._of_p(first, m) @ self._q(q, m).t())
+            left, right = self._of_p(first, m), self._q(q, m)
+            if into.dtype == left.dtype:
+                torch.mm(left, right.t(), out=into)  # in place: one pass over the gradient where a copy makes three
+            else:
+                into.copy_(left @ right.t())
         offset = self._p
         for start, stop in self.plain:
             flat[start:stop] = first[offset : offset + stop - start]
@@ -130,10 +134,10 @@ class PowerSGD(Exchange):
         return q
 
     def _of_p(self, first: Tensor, m: _Matrix) -> Tensor:
-        return first[m.p : m.p + m.rows * self.rank].view(m.rows, self.rank)
+        return first[m.p : m.p + m.rows * self.rank].view(self.rank, m.rows).t()
 
     def _q(self, q: Tensor, m: _Matrix) -> Tensor:
-        return q[m.q : m.q + m.columns * self.rank].view(m.columns, self.rank)
+        return q[m.q : m.q + m.columns * self.rank].view(self.rank, m.columns).t()
 
 
 def orthogonalise(p: Tensor) -> None:
