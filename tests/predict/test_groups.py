@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from predict.examples import cluster, gpu, link
+from predict.examples import cluster, gpu, link, mlp
 from predict.examples_mesh import machines, meshed
 from tutti.errors import PlanError
+from tutti.predict import predict
 from tutti.predict.groups import Network, Span, network, span_of
 from tutti.predict.placement import place
 
@@ -77,6 +78,13 @@ def test_what_exchanges_take_of_a_ranks_cores(core_ns: float | None, ranks: int,
     plan = meshed(64, mesh=inside if ranks > 2 else {"replicate": 2})
     group = network(machine, seats, plan).group("replicate")
     assert group.core_share(seats[0]) == pytest.approx(share)
+
+
+@pytest.mark.parametrize(("each", "said"), [(None, "assumed: {}"), (4e-9, "{}: 4 ns a byte (measured)")])
+def test_a_prediction_says_whether_what_exchanges_take_was_measured(each: float | None, said: str) -> None:
+    machine = cluster(count=2, links=(link("node"), link("network", 1e-3, 1.25e8, core_s_per_nbyte=each)))
+    notes = predict(mlp(), machine, meshed(64, mesh={"replicate": 2})).notes
+    assert said.format("communication behind backward takes cores from it") in notes
 
 
 def test_cards_exchange_beside_their_work() -> None:

@@ -86,7 +86,7 @@ def _predict(model: ModelSpec, cluster: ClusterSpec, plan: Plan, updates: int | 
         model_flops_per_s=setting.wires.columns.sample_flops * samples / step_s,
         devices=plan.world_size,
         notes=(
-            *time_notes(seats, seats[work.seat], worker, work.limits, exchange, margin, data_s),
+            *time_notes(seats, seats[work.seat], worker, work.limits, exchange, margin, data_s, link),
             data_note(cluster, model, seats, work.load, data_s),
             *apart_notes(plan.sync),
             *kernel_notes(plan, seats[work.seat].device),

@@ -51,8 +51,10 @@ def time_notes(
     exchanged: Exchange,
     margin: float,
     data_s: float,
+    link: Link | None,
 ) -> tuple[str, ...]:
-    """What limits the step, where the ranks are, and which constants of the time are assumed."""
+    """What limits the step, where the ranks are, and which constants of the time are assumed. `link`: the slowest of
+    several ranks."""
     ranks = sum(place.ranks for place in seats)
     notes = [_limit_note({**limits, "communication": exchanged.exposed_s, "loading of data": data_s})]
     if seat.device.kind == "cpu" and seat.sharing > seat.device.cores:
@@ -71,10 +73,17 @@ def time_notes(
             f"{seconds(exchanged.total_s)} of communication, {seconds(exchanged.exposed_s)} of it exposed"
         )
         if seat.device.kind == "cpu":
-            notes.append("assumed: communication behind backward takes cores from it")
+            notes.append(_cores_note(link))
     notes += [f"assumed: {sentence}" for sentence in worker.assumptions]
     notes.append(f"time interval: a factor of {1 + margin:.2f} either way, from {worker.evidence} compute rates")
     return tuple(notes)
+
+
+def _cores_note(link: Link | None) -> str:
+    """What exchanges take of the cores that compute, on the slowest links."""
+    if link is None or link.core_s_per_nbyte is None:
+        return "assumed: communication behind backward takes cores from it"
+    return f"communication behind backward takes cores from it: {link.core_s_per_nbyte * 1e9:.2g} ns a byte (measured)"
 
 
 def link_note(link: Link) -> str:
