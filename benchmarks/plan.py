@@ -272,15 +272,15 @@ def launch_words(run_folder: Path, list_file: Path, case: Case, sizes: Sizes, jo
         *("--folder", str(run_folder), "--timeout", "60", str(RANK), "--workload", case.workload),
         *(f"--batch={batch}", f"--output={journal.rows_file(case.words)}", f"--steps={sizes.steps}"),
         *(f"--seconds={sizes.milliseconds / 1000}", f"--limit={sizes.limit_s}", f"--plans={list_file}"),
-        f"--pace={probed_pace(case)}",
+        f"--pace={probed_pace(case.cluster, case.ranks)}",
     ]
 
 
-def probed_pace(case: Case) -> float:
+def probed_pace(cluster: ClusterSpec, ranks: int) -> float:
     """What a product ran at when the cluster was probed; 0 where ranks beyond the cores would disturb it themselves."""
-    if case.ranks > len(os.sched_getaffinity(0)):
+    if ranks > len(os.sched_getaffinity(0)):
         return 0.0
-    return statistics.median(rate.flops_per_s for rate in product_rates(case.cluster))
+    return statistics.median(rate.flops_per_s for rate in product_rates(cluster))
 
 
 def trained(lab: Lab, words: Sequence[str], cwd: Path, limit_s: float) -> str | None:

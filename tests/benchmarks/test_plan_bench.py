@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from predict.examples import cluster as machine
+from predict.examples import cpu
 from tutti.describe import describe_model
-from tutti.spec.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeSpec
+from tutti.spec.cluster import ClusterSpec, DeviceSpec, GemmRate, LinkSpec, NodeSpec
 from tutti.spec.model import ModelSpec
 from tutti.spec.plan import BatchPlan, Pipeline, Plan
 
@@ -224,6 +226,7 @@ def test_plans_that_end_the_ranks_are_rows_and_the_rest_goes_on(
         return "no ranks"
 
     monkeypatch.setattr(bench, "trained", trained)
+    monkeypatch.setattr(bench, "probed_pace", lambda cluster, ranks: 0.0)
     says("c")  # before an interruption
     found = bench.measure_plans(None, plans, case, tmp_path / "case", bench.QUICK, journal)
     assert launches == [["a", "b", "d", "e"], ["b", "d", "e"], ["d", "e"], ["d", "e"], ["d", "e"]]
@@ -259,15 +262,42 @@ def test_a_plan_that_ends_its_process_ends_no_other(rank: Any, work: Callable[[]
 
 def test_steps_in_which_the_cores_were_given_to_others_do_not_count(rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     shares = iter([0.0, 0.3, 0.0, 0.0, 0.0, 0.2, 0.0, 0.0])
-    monkeypatch.setattr(rank, "one_step", lambda loop: rank.Step(wall_s=0.1, cpu_s=0.1, stolen=next(shares)))
-    args = argparse.Namespace(patience=1.5, seconds=0.25, steps=3, again=15.0)
+    monkeypatch.setattr(rank, "one_step", lambda loop: rank.Step(wall_s=0.1, cpu_s=0.1, stolen=next(shares), pace=1e9))
+    args = argparse.Namespace(patience=1.5, seconds=0.25, steps=3, again=15.0, pace=0.0)
     taken = rank.take(iter(()), args)
     assert [(step.warm, step.counts) for step in taken[:4]] == [(True, False)] * 4
     assert [step.stolen for step in taken[4:]] == [0.0, 0.2, 0.0]
     assert [step.stolen for step in taken if step.counts] == [0.0, 0.0]
-    monkeypatch.setattr(rank, "one_step", lambda loop: rank.Step(wall_s=2.0, cpu_s=0.1, stolen=0.3))
-    taken = rank.take(iter(()), args)  # a first step that is disturbed is not the measurement, until patience ends
-    assert [step.counts for step in taken] == [False] * 9 + [True]
+    late = iter([0.3, 0.4, 0.3, 0.2, 0.3, 0.2, *[0.3] * 9])
+    monkeypatch.setattr(rank, "one_step", lambda loop: rank.Step(wall_s=2.0, cpu_s=0.1, stolen=next(late), pace=1e9))
+    taken = rank.take(iter(()), args)  # a first step that is disturbed is not the measurement; when patience ends, the
+    assert [step.counts for step in taken] == [False] * 3 + [True] + [False] * 5  # least disturbed of the others is
+
+
+@pytest.mark.parametrize(("probed", "counted"), [(0.0, [80e9, 126e9]), (120e9, [126e9, 110e9]), (80e9, [80e9, 79e9])])
+def test_steps_at_another_pace_than_the_probes_do_not_count(
+    rank: Any, monkeypatch: pytest.MonkeyPatch, probed: float, counted: list[float]
+) -> None:
+    paces = iter([100e9] * 4 + [80e9, 126e9, 79e9, 110e9, 100e9])
+    monkeypatch.setattr(rank, "one_step", lambda loop: rank.Step(wall_s=0.1, cpu_s=0.1, stolen=0.0, pace=next(paces)))
+    args = argparse.Namespace(patience=1.5, seconds=0.25, steps=3, again=15.0, pace=probed)
+    assert [step.pace for step in rank.take(iter(()), args) if step.counts] == counted
+
+
+@pytest.mark.parametrize(("ranks", "pace"), [(2, 2e9), (10**6, 0.0)])
+def test_the_probes_pace_is_that_of_its_products(bench: Any, ranks: int, pace: float) -> None:
+    rates = tuple(
+        GemmRate(dtype=dtype, n=n, threads=1, flops_per_s=rate)
+        for dtype, n, rate in (
+            ("float32", 256, 1e9),
+            ("float32", 512, 2e9),
+            ("float32", 1024, 4e9),
+            ("bfloat16", 9, 9e9),
+        )
+    )
+    found = machine(cpu(gemm=rates), count=2)
+    assert bench.probed_pace(found, ranks) == pace
+    assert bench.steadiness(found) == 0.25
 
 
 def signal_wait() -> None:
