@@ -286,15 +286,8 @@ def test_steps_at_another_pace_than_the_probes_do_not_count(
 
 @pytest.mark.parametrize(("ranks", "pace"), [(2, 2e9), (10**6, 0.0)])
 def test_the_probes_pace_is_that_of_its_products(bench: Any, ranks: int, pace: float) -> None:
-    rates = tuple(
-        GemmRate(dtype=dtype, n=n, threads=1, flops_per_s=rate)
-        for dtype, n, rate in (
-            ("float32", 256, 1e9),
-            ("float32", 512, 2e9),
-            ("float32", 1024, 4e9),
-            ("bfloat16", 9, 9e9),
-        )
-    )
+    seen = (("float32", 256, 1e9), ("float32", 512, 2e9), ("float32", 1024, 4e9), ("bfloat16", 256, 9e9))
+    rates = tuple(GemmRate(dtype=dtype, n=n, threads=1, flops_per_s=rate) for dtype, n, rate in seen)
     found = machine(cpu(gemm=rates), count=2)
     assert bench.probed_pace(found, ranks) == pace
     assert bench.steadiness(found) == 0.25

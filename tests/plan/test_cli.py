@@ -83,12 +83,12 @@ def test_precision_and_degree_are_taken_from_the_command_line(files: dict[str, s
 def test_plan_for_a_script_needs_no_hardware(files: dict[str, str], tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT, encoding="utf-8")
-    # The mesh is given: what samples cost to load is measured here, so a loaded machine may change what is best.
-    given = ("--cluster", files["cluster"], "--mesh", "replicate=2", "--json")
+    # One device: what samples cost to load is measured here, so that a busy machine may change how many are best.
+    given = ("--cluster", files["cluster"], "--max-devices", "1", "--json")
     result = call(plan_command.command, *given, str(script), "12")
     choice = codec.from_data(Choice, json.loads(result.stdout))
     assert choice.model == "train"
-    assert choice.best.mesh == {"replicate": 2}
+    assert choice.best.world_size == 1
     assert choice.best.batch.global_batch_size == 20
     assert choice.prediction.memory.parameters == 4 * (12 * 16 + 16 + 16 * 4 + 4)
 
