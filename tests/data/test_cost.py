@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
+from tutti.data import cost
 from tutti.data.cost import Reading, measure_loading, reading
 from tutti.data.source import Source, read_source
 from tutti.data.volumes import Hdf5Volumes
@@ -136,3 +137,10 @@ def test_bytes_of_files_are_those_that_are_read(tmp_path: Path) -> None:
     assert found is not None
     assert found.stored_nbytes == pytest.approx(4 * 32**3, rel=0.05)
     assert found.parts
+
+
+def test_time_that_a_hypervisor_took_is_no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = cost.stolen_s()
+    first = reading()
+    monkeypatch.setattr(cost, "stolen_s", lambda: before + 1000.0)
+    assert reading().since(first).wall_s < -900

@@ -13,7 +13,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "describe": frozenset({"errors", "machine", "spec", "compress", "collectives"}),
     "validate": frozenset({"errors", "spec", "predict", "describe"}),
     "optim": frozenset({"errors", "spec"}),
-    "data": frozenset({"errors", "spec"}),
+    "data": frozenset({"errors", "machine", "spec"}),
     "nn": frozenset({"errors", "spec"}),
     "compress": frozenset({"errors", "spec"}),
     "collectives": frozenset({"errors"}),

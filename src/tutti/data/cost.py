@@ -11,6 +11,7 @@ import torch
 
 from tutti.data.samples import Collate, SeededSamples
 from tutti.data.source import Source
+from tutti.machine import stolen_s
 from tutti.spec.loading import Loading
 
 _ENOUGH_S = 0.05
@@ -20,8 +21,8 @@ _FEWEST, _MOST = 4, 1024
 
 
 class Reading(NamedTuple):
-    """What has passed until now: seconds, but for those in which it waited for a core; seconds of this process' cores;
-    bytes that it asked the system to read."""
+    """What has passed until now: seconds, but for those in which it waited for a core or a hypervisor gave any to other
+    machines; seconds of this process' cores; bytes that it asked the system to read."""
 
     wall_s: float
     core_s: float
@@ -41,7 +42,7 @@ def reading() -> Reading:
         queued_s = 1e-9 * int(Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1])
     except (OSError, ValueError, IndexError):
         queued_s = 0.0
-    return Reading(time.perf_counter() - queued_s, time.process_time(), getattr(counters, "read_chars", 0))
+    return Reading(time.perf_counter() - queued_s - stolen_s(), time.process_time(), getattr(counters, "read_chars", 0))
 
 
 def measure_loading(source: Source, seed: int, read: Callable[[], Reading] = reading) -> Loading | None:
