@@ -61,7 +61,10 @@ class PowerSGD(Exchange):
         kept = torch.float64 if dtype is torch.float64 else torch.float32
         state = State.zeros(("residual",), compressed, dtype=dtype, device=device, seed=rank_seed(seed, wire.rank))
         self._next_q = torch.zeros(q, dtype=kept, device=device)
-        super().__init__(wire, {"worker": state}, {"q": _normal(q, seed, 0).to(self._next_q)})
+        begun, drawn = torch.zeros_like(self._next_q), _normal(q, seed, 0).to(self._next_q)
+        for m in self.matrices:
+            self._q(begun, m).copy_(drawn[m.q : m.q + m.columns * rank].view(m.columns, rank))
+        super().__init__(wire, {"worker": state}, {"q": begun})
 
     @property
     def spans(self) -> dict[str, list[Span]]:
