@@ -99,7 +99,8 @@ class PowerSGD(Exchange):
             size = m.rows * m.columns
             orthogonalise(self._of_p(first, m))
             torch.mm(new[offset : offset + size].view(m.rows, -1).t(), self._of_p(first, m), out=self._q(q, m))
-            new[offset : offset + size].view(m.rows, -1).addmm_(self._of_p(first, m), self._q(q, m).t(), alpha=-1)
+            left, right = self._of_p(first, m), self._q(q, m)
+            new[offset : offset + size].view(m.rows, -1).sub_(left @ right.t())
             offset += size
         yield [self.wire.all_reduce(q)]
         self._next_q = q
