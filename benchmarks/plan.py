@@ -46,7 +46,7 @@ RESUMABLE = True
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
     """What is measured. Of each plan at most `steps` steps are timed, fewer where they take more than `milliseconds`
-    (but two, or one where even that takes longer); a first step above 1.5 s is the only one. `limit_s`: after which a
+    (but two, or one where even that takes longer); a first step above 6 s is the only one. `limit_s`: after which a
     plan is given up.
 
     `full`: 1 for the probe's longer measurement. `only`: words that a plan's name begins with, all of them when empty.

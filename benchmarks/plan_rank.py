@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="gets a line for each plan and rank")
     parser.add_argument("--steps", type=int, default=3, help="timed at most")
     parser.add_argument("--seconds", type=float, default=2, help="of timed steps, unless one takes longer")
-    parser.add_argument("--patience", type=float, default=1.5, help="seconds of a first step that is repeated")
+    parser.add_argument("--patience", type=float, default=6, help="seconds of a first step that is repeated")
     parser.add_argument("--again", type=float, default=8, help="seconds for steps in place of disturbed ones")
     parser.add_argument("--pace", type=float, default=0, help="FLOP/s of a product when predictions were made; 0: any")
     parser.add_argument("--limit", type=float, default=90, help="seconds after which a plan is given up")
@@ -177,8 +177,9 @@ def timed(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-WARM_STEPS = 4
-"""Before steps count, as long as they are short: the first ones took an eighth longer than those after (GPT)."""
+WARM_STEPS, MOST_WARM, SETTLED = 4, 8, 0.1
+"""Before steps count: so many, and more until two in a row differ by less than `SETTLED`. The first three to six took
+up to twice as long as those after (memory is touched for the first time, connections fill their buffers)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -200,7 +201,7 @@ def take(loop: Iterator[tutti.Job], args: argparse.Namespace) -> list[Step]:
     taken = [one_step(loop)]
     if taken[0].wall_s > args.patience and disturbance(taken[0], args.pace) <= 1:
         return taken
-    while len(taken) < WARM_STEPS and sum(step.wall_s for step in taken) < args.patience:
+    while not settled(taken) and sum(step.wall_s for step in taken) < args.patience:
         taken.append(one_step(loop))
     for step in taken:
         step.warm, step.counts = True, False
@@ -215,6 +216,14 @@ def take(loop: Iterator[tutti.Job], args: argparse.Namespace) -> list[Step]:
     for step in timed_:
         step.counts = step in least
     return taken + timed_
+
+
+def settled(taken: Sequence[Step]) -> bool:
+    """Whether steps last as long as those before."""
+    if len(taken) < WARM_STEPS:
+        return False
+    before, last = (step.wall_s for step in taken[-2:])
+    return len(taken) >= MOST_WARM or abs(last / before - 1) < SETTLED
 
 
 PACE_N, AS_PROBED = 512, 0.12

@@ -274,6 +274,29 @@ def test_steps_in_which_the_cores_were_given_to_others_do_not_count(rank: Any, m
     assert [step.counts for step in taken] == [False] * 3 + [True] + [False] * 5  # least disturbed of the others is
 
 
+@pytest.mark.parametrize(
+    ("seconds", "warm"),
+    [
+        ([0.5, 0.5, 0.5, 0.5], 4),
+        ([0.46, 0.63, 0.52, 0.33, 0.32], 5),
+        ([0.5, 0.5, 0.9, 0.5, 0.9, 0.5, 0.9, 0.5], 8),
+        ([3.0, 3.0], 2),
+        ([7.0], 0),
+    ],
+)
+def test_steps_count_once_they_last_as_long_as_those_before(
+    rank: Any, monkeypatch: pytest.MonkeyPatch, seconds: list[float], warm: int
+) -> None:
+    """The fourth number is not enough where it still falls; a first step of seconds is all there is."""
+    walls = iter([*seconds, *[0.3] * 5])
+    monkeypatch.setattr(rank, "one_step", lambda loop: rank.Step(wall_s=next(walls), cpu_s=0.1, stolen=0.0, pace=1e9))
+    args = argparse.Namespace(patience=6.0, seconds=0.25, steps=3, again=15.0, pace=0.0)
+    taken = rank.take(iter(()), args)
+    assert sum(step.warm for step in taken) == warm
+    assert [step.counts for step in taken[:warm]] == [False] * warm
+    assert all(step.counts for step in taken[warm:])
+
+
 @pytest.mark.parametrize(("probed", "counted"), [(0.0, [80e9, 126e9]), (120e9, [126e9, 110e9]), (80e9, [80e9, 79e9])])
 def test_steps_at_another_pace_than_the_probes_do_not_count(
     rank: Any, monkeypatch: pytest.MonkeyPatch, probed: float, counted: list[float]
