@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tutti.describe.probe.fit import Transfer, fit_link, unlengthened
-from tutti.spec.cluster import LinkPoint
+from tutti.describe.probe.fit import Transfer, fit_bent, fit_link, unlengthened
+from tutti.predict.network import link_of, ring_all_reduce
+from tutti.spec.cluster import LinkPoint, LinkSpec
 
 SIZES = (1024, 16384, 262144, 2097152, 16777216)
 
@@ -83,3 +84,52 @@ def test_times_that_fall_with_size_still_give_a_bandwidth() -> None:
     fitted = fit_link(points, transfer="all_reduce", ranks=2)
     assert fitted.bandwidth_bytes_per_s == pytest.approx(4000 / 1e-5)
     assert 0 < 2 * fitted.latency_s < 3e-5
+
+
+@given(
+    latency_s=st.floats(1e-6, 1e-3),
+    bandwidth=st.floats(1e8, 1e11),
+    slower=st.floats(0.1, 0.85),
+    transfer=st.sampled_from(["all_reduce", "send"]),
+    ranks=st.integers(2, 9),
+)
+def test_a_bend_comes_back(latency_s: float, bandwidth: float, slower: float, transfer: Transfer, ranks: int) -> None:
+    """Beyond 2 MiB each byte takes longer: found from times of that kind, where it begins and by how much."""
+    part = 2 * (ranks - 1) / ranks if transfer == "all_reduce" else 1
+    knee, more = SIZES[3], (1 / slower - 1) / bandwidth
+    points = [
+        LinkPoint(nbytes=p.nbytes, time_s=p.time_s + part * max(0, p.nbytes - knee) * more)
+        for p in times(latency_s, bandwidth, transfer, ranks)
+    ]
+    fitted = fit_bent(points, transfer=transfer, ranks=ranks)
+    assert fitted.large_nbytes == knee
+    assert fitted.large_bandwidth_bytes_per_s == pytest.approx(slower * bandwidth, rel=1e-6)
+    assert fitted.bandwidth_bytes_per_s == pytest.approx(bandwidth, rel=1e-6)
+    assert fitted.latency_s == pytest.approx(latency_s, rel=1e-6)
+
+
+@pytest.mark.parametrize("largest_ms", [17.53, 18.44, 21.19])
+def test_a_large_sum_is_as_long_as_it_was_measured(largest_ms: float) -> None:
+    """Three probes of one laboratory: a line through all sizes had 16 MiB a quarter too short."""
+    small = {17.53: (0.62, 2.25), 18.44: (0.91, 2.17), 21.19: (0.965, 2.35)}[largest_ms]
+    seen = dict(zip(SIZES, (small[0], small[0], *small, largest_ms), strict=True))
+    points = [LinkPoint(nbytes=n, time_s=t / 1e3) for n, t in seen.items()]
+    fitted = fit_bent(points, transfer="all_reduce", ranks=2)
+    link = LinkSpec(
+        tier="network",
+        latency_s=fitted.latency_s,
+        bandwidth_bytes_per_s=fitted.bandwidth_bytes_per_s,
+        large_nbytes=fitted.large_nbytes,
+        large_bandwidth_bytes_per_s=fitted.large_bandwidth_bytes_per_s,
+    )
+    assert 1e3 * ring_all_reduce(link_of(link), SIZES[-1], 2) == pytest.approx(largest_ms, rel=0.05)
+    line = fit_link(points, transfer="all_reduce", ranks=2)
+    straight = LinkSpec(tier="network", latency_s=line.latency_s, bandwidth_bytes_per_s=line.bandwidth_bytes_per_s)
+    assert 1e3 * ring_all_reduce(link_of(straight), SIZES[-1], 2) < 0.9 * largest_ms
+
+
+def test_a_line_stays_one() -> None:
+    points = times(1e-4, 2e9, "send", 2)
+    assert fit_bent(points, transfer="send", ranks=2) == fit_link(points, transfer="send", ranks=2)
+    quicker = [LinkPoint(nbytes=p.nbytes, time_s=p.time_s * (0.7 if p.nbytes == SIZES[-1] else 1)) for p in points]
+    assert fit_bent(quicker, transfer="send", ranks=2).large_nbytes is None

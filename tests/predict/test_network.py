@@ -1,5 +1,6 @@
 """Collectives: laws that hold for every algorithm, and values worked out by hand."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -7,8 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tutti.errors import SpecError
 from tutti.predict import network
 from tutti.predict.network import Link
+from tutti.spec.cluster import LinkSpec, faster
 
 ALGORITHMS = [
     network.ring_all_reduce,
@@ -76,3 +79,47 @@ def test_hierarchical_beats_a_flat_ring_where_latency_between_hosts_counts() -> 
     flat = network.ring_all_reduce(outer, 100, 64)
     assert network.hierarchical_all_reduce(LINK, outer, 100, 8, 8) < flat
     assert math.isfinite(flat)
+
+
+@given(
+    nbytes=st.floats(1, 1e9),
+    more=st.floats(1, 100),
+    factor=st.floats(1, 100),
+    large=st.floats(0.1, 1),
+)
+def test_a_link_that_bends(nbytes: float, more: float, factor: float, large: float) -> None:
+    """Continuous where it bends; never faster with more bytes, never slower with a higher bandwidth of either part."""
+    spec = LinkSpec(
+        tier="network",
+        latency_s=1e-4,
+        bandwidth_bytes_per_s=1e9,
+        large_nbytes=2_000_000,
+        large_bandwidth_bytes_per_s=1e9 * large,
+    )
+
+    def time(spec: LinkSpec, nbytes: float) -> float:
+        return network.ring_all_reduce(network.link_of(spec), nbytes, 3)
+
+    base = time(spec, nbytes)
+    assert time(spec, nbytes * more) >= base * (1 - 1e-12)
+    assert time(faster(spec, factor), nbytes) <= base * (1 + 1e-12)
+    assert time(dataclasses.replace(spec, bandwidth_bytes_per_s=1e9 * factor), nbytes) <= base * (1 + 1e-12)
+    if nbytes <= 2e6:
+        assert base == pytest.approx(4e-4 + 4 / 3 * nbytes / 1e9, rel=1e-12)
+    else:
+        assert base == pytest.approx(4e-4 + 4 / 3 * (2e6 / 1e9 + (nbytes - 2e6) / (large * 1e9)), rel=1e-9)
+
+
+def test_flows_share_both_parts_of_a_link_that_bends() -> None:
+    spec = LinkSpec(
+        tier="network",
+        latency_s=1e-4,
+        bandwidth_bytes_per_s=1e9,
+        large_nbytes=1000,
+        large_bandwidth_bytes_per_s=5e8,
+    )
+    one = network.link_of(spec)
+    assert one.shared(4).carry(8000, 8000) == pytest.approx(4 * one.carry(8000, 8000), rel=1e-12)
+    assert one.carry(8000, 8000) == pytest.approx(1000 / 1e9 + 7000 / 5e8, rel=1e-12)
+    with pytest.raises(SpecError, match="one of large_nbytes and large_bandwidth_bytes_per_s"):
+        dataclasses.replace(spec, large_nbytes=None)

@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 
 from tutti.cli.cluster_table import curves, rate_text, time_text
 from tutti.errors import SpecError
+from tutti.predict.network import link_of, message, ring_all_reduce
 from tutti.spec.cluster import ClusterSpec, DeviceSpec, LinkSpec
 
 COLOURS = {
@@ -80,13 +81,12 @@ def _transfers(axes: Axes, links: list[LinkSpec]) -> None:
     """Times as points and the fitted line through them, by tier and kind of transfer."""
     for index, link in enumerate(links):
         sizes = [point.nbytes for point in link.points]
-        start, slope = _line(link)
         colour = f"C{index}"
         axes.plot(sizes, [point.time_s for point in link.points], MARKS[index % len(MARKS)], color=colour, markersize=5)
         between = [sizes[0] * (sizes[-1] / sizes[0]) ** (step / 60) for step in range(61)]
         axes.plot(
             between,
-            [start + slope * size for size in between],
+            [_fitted_s(link, size) for size in between],
             color=colour,
             linewidth=1.2,
             label=f"{link.tier}, {link.fitted_to.replace('_', '-')}, {link.ranks} ranks, {link.backend}: "
@@ -101,12 +101,10 @@ def _transfers(axes: Axes, links: list[LinkSpec]) -> None:
     axes.legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=1)
 
 
-def _line(link: LinkSpec) -> tuple[float, float]:
-    """Intercept and slope of the fitted line of the transfer itself."""
-    if link.fitted_to != "all_reduce":
-        return link.latency_s, 1 / link.bandwidth_bytes_per_s
-    steps = 2 * (link.ranks - 1)
-    return steps * link.latency_s, steps / link.ranks / link.bandwidth_bytes_per_s
+def _fitted_s(link: LinkSpec, nbytes: float) -> float:
+    """Seconds of the transfer itself, as fitted."""
+    one = link_of(link)
+    return ring_all_reduce(one, nbytes, link.ranks) if link.fitted_to == "all_reduce" else message(one, nbytes)
 
 
 def _nbytes_text(nbytes: float) -> str:

@@ -139,11 +139,18 @@ def _links(links: tuple[LinkSpec, ...]) -> Table:
             link.fitted_to.replace("_", "-") or "data sheet",
             str(link.ranks) if link.points else "",
             time_text(link.latency_s),
-            rate_text(link.bandwidth_bytes_per_s),
+            _bandwidth_text(link),
             f"{link.residual:.0%}" if link.points else "",
             link.evidence,
         )
     return table
+
+
+def _bandwidth_text(link: LinkSpec) -> str:
+    if link.large_nbytes is None or link.large_bandwidth_bytes_per_s is None:
+        return rate_text(link.bandwidth_bytes_per_s)
+    beyond = f"{link.large_nbytes / 2**20:.3g} MiB"
+    return f"{rate_text(link.bandwidth_bytes_per_s)}, beyond {beyond} {rate_text(link.large_bandwidth_bytes_per_s)}"
 
 
 def _nodes(nodes: tuple[NodeSpec, ...]) -> Table:

@@ -22,7 +22,7 @@ from tutti.predict.compressed import kernel_margin, slowed
 from tutti.predict.groups import network
 from tutti.predict.placement import place
 from tutti.predict.words import disturbed
-from tutti.spec.cluster import ClusterSpec
+from tutti.spec.cluster import ClusterSpec, faster
 from tutti.spec.model import ModelSpec
 from tutti.spec.plan import Plan
 from tutti.spec.prediction import Prediction
@@ -64,12 +64,7 @@ class Doubt:
     def of(self, cluster: ClusterSpec) -> ClusterSpec:
         """The cluster where both are so."""
         links = tuple(
-            replace(
-                link,
-                latency_s=link.latency_s / self.links,
-                bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * self.links,
-            )
-            for link in cluster.links
+            replace(faster(link, self.links), latency_s=link.latency_s / self.links) for link in cluster.links
         )
         devices = {name: slowed(device, self.kernels) for name, device in cluster.devices.items()}
         return replace(cluster, links=links, devices=devices)

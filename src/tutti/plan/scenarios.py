@@ -12,7 +12,7 @@ from tutti.plan.explore import Costed
 from tutti.plan.words import plan_words
 from tutti.predict import predict
 from tutti.predict.words import bits_per_s, nbytes
-from tutti.spec.cluster import ClusterSpec, LinkTier, NodeSpec, WeightRate
+from tutti.spec.cluster import ClusterSpec, LinkTier, NodeSpec, WeightRate, faster
 from tutti.spec.model import ModelSpec
 from tutti.spec.quantities import BYTES, BYTES_PER_S, quantity
 
@@ -72,7 +72,12 @@ def _with_link(cluster: ClusterSpec, key: str, value: str) -> tuple[ClusterSpec,
 def with_bandwidth(cluster: ClusterSpec, tier: LinkTier, bandwidth: float) -> ClusterSpec:
     """The cluster with another bandwidth on a tier of links."""
     links = tuple(
-        dataclasses.replace(link, bandwidth_bytes_per_s=bandwidth, evidence="assumed", points=())
+        dataclasses.replace(
+            faster(link, bandwidth / link.bandwidth_bytes_per_s),
+            bandwidth_bytes_per_s=bandwidth,
+            evidence="assumed",
+            points=(),
+        )
         if link.tier == tier
         else link
         for link in cluster.links

@@ -17,6 +17,7 @@ from tutti.predict import constants
 from tutti.predict.network import (
     Link,
     hierarchical_all_reduce,
+    link_of,
     message,
     ring_all_reduce,
     ring_reduce_scatter,
@@ -119,7 +120,8 @@ class Group:
         if link.core_s_per_nbyte is None:
             return constants.CPU_COMMUNICATION_SHARE[self.tier]
         cores = max(1, seat.device.cores) / seat.sharing
-        return min(1.0, link.core_s_per_nbyte * link.bandwidth_bytes_per_s / cores)
+        lasts = 1 / link.bandwidth_bytes_per_s + link.large_s_per_nbyte  # of a byte of the size it was measured at
+        return min(1.0, link.core_s_per_nbyte / lasts / cores)
 
     def all_reduce(self, nbytes: float) -> float:
         """Seconds to sum `nbytes` over the group; 0 for one rank, or for nothing."""
@@ -165,11 +167,11 @@ class Group:
         n, span = self.ranks, self.span
         if n == 1 or nbytes <= 0:
             return 0.0
-        inside = nbytes * (span.per_host - 1) / n / self.node.bandwidth_bytes_per_s if self.node else 0.0
+        inside = self.node.carry(nbytes * (span.per_host - 1) / n, nbytes) if self.node else 0.0
         if self.network is None:
             return (n - 1) * self.link.latency_s + inside
         away = nbytes * (n - span.per_host) / n
-        outside = away * span.per_host / self.network.bandwidth_bytes_per_s
+        outside = self.network.carry(away * span.per_host, nbytes)
         return (n - 1) * self.network.latency_s + max(inside, outside)
 
     def pass_on(self, nbytes: float) -> float:
@@ -179,15 +181,6 @@ class Group:
             return 0.0
         flows = span.leaving / span.meeting if self.network is not None else 1.0
         return message(self.link, nbytes * max(flows, 1.0))
-
-
-def _shared(link: Link, flows: int) -> Link:
-    return Link(
-        latency_s=link.latency_s,
-        bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / max(1, flows),
-        evidence=link.evidence,
-        core_s_per_nbyte=link.core_s_per_nbyte,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,7 +204,7 @@ class Network:
         span = span_of(self.mesh, axes, self.hosts)
         if span.ranks == 1:
             return Group(span=span)
-        network = _shared(self._link("network"), span.meeting) if span.hosts > 1 else None
+        network = self._link("network").shared(span.meeting) if span.hosts > 1 else None
         node = self._link("node") if span.hosts == 1 or self.cluster.link("node") else None
         return Group(
             span=span,
@@ -223,7 +216,7 @@ class Network:
     def neighbours(self, axis: AxisName) -> tuple[Link, ...]:
         """The link from each place along `axis` to the next, and from the last to the first."""
         flows = crossings(self.mesh, (axis,), self.hosts)
-        links = {count: _shared(self._link("network"), count) if count else self._link("node") for count in set(flows)}
+        links = {count: self._link("network").shared(count) if count else self._link("node") for count in set(flows)}
         return tuple(links[count] for count in flows)
 
     def apart(self, axis: AxisName) -> tuple[bool, ...]:
@@ -244,12 +237,7 @@ class Network:
             # all hops are copies by the same cores: beyond those and the ranks measured with, they share them
             most = max(seat.ranks_per_host for seat in self.seats)
             flows = max(1.0, most / max(spec.ranks, self.seats[0].device.cores, 1))
-        return Link(
-            latency_s=spec.latency_s * flows,
-            bandwidth_bytes_per_s=spec.bandwidth_bytes_per_s / flows,
-            evidence=spec.evidence,
-            core_s_per_nbyte=spec.core_s_per_nbyte,
-        )
+        return link_of(spec, flows)
 
 
 def network(cluster: ClusterSpec, seats: tuple[Seat, ...], plan: Plan) -> Network:

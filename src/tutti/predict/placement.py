@@ -10,7 +10,7 @@ from itertools import groupby
 from tutti.errors import PlanError
 from tutti.predict import constants
 from tutti.predict.counts import cut_sizes
-from tutti.predict.network import Link
+from tutti.predict.network import Link, link_of
 from tutti.spec.cluster import ClusterSpec, DeviceSpec, LinkTier, NodeSpec
 
 
@@ -117,8 +117,4 @@ def ring_link(cluster: ClusterSpec, seats: tuple[Seat, ...]) -> Link:
     flows = 1.0
     if tier == "node" and seats[0].device.kind == "cpu":
         flows = max(1.0, seats[0].ranks / max(spec.ranks, seats[0].device.cores, 1))
-    return Link(
-        latency_s=spec.latency_s * flows,
-        bandwidth_bytes_per_s=spec.bandwidth_bytes_per_s / flows,
-        evidence=spec.evidence,
-    )
+    return link_of(spec, flows)

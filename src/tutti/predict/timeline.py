@@ -312,10 +312,9 @@ def ties_s(setting: Setting) -> float:
         return 0.0
     columns, weight = setting.wires.columns, setting.wires.division.weight
     links = setting.wires.network.neighbours("stage")
-    slowest = min(link.bandwidth_bytes_per_s for link in links)
     latency = max(link.latency_s for link in links)
-    nbytes = sum(columns.gradients[owner] * weight[owner] for _, owner in setting.stages.ties)
-    return float(2 * latency * len(setting.stages.ties) + nbytes / slowest)
+    nbytes = float(sum(columns.gradients[owner] * weight[owner] for _, owner in setting.stages.ties))
+    return 2 * latency * len(setting.stages.ties) + max(link.carry(nbytes, nbytes) for link in links)
 
 
 def _update_s(setting: Setting, worker: Worker, own: Flags, kind: DeviceKind) -> tuple[float, float]:

@@ -1,6 +1,6 @@
 """ClusterSpec: the machines. Measured by `tutti probe`, or written down from data sheets."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
@@ -156,13 +156,16 @@ class LinkSpec:
     bandwidth_bytes_per_s. `bandwidth_bytes_per_s`: one way; of a network, a host's whole connection, shared by its
     ranks. `fitted_to`: the transfers a measured link was fitted to ("" for a data sheet). `residual`: root mean square
     of the fit's relative error. `ranks`: how many ranks took part. `points`: the times that were fitted.
-    `core_s_per_nbyte`: seconds of a core that a rank on a CPU spends on each byte it sends, and on one it receives
-    meanwhile; None where nobody measured it.
+    `large_nbytes`: of a longer vector, what lies beyond goes at `large_bandwidth_bytes_per_s`, which is lower; both
+    None where one line fits. `core_s_per_nbyte`: seconds of a core that a rank on a CPU spends on each byte it sends, and on
+    one it receives meanwhile; None where nobody measured it.
     """
 
     tier: LinkTier
     latency_s: Seconds
     bandwidth_bytes_per_s: BytesPerSecond
+    large_nbytes: Bytes | None = None
+    large_bandwidth_bytes_per_s: BytesPerSecond | None = None
     backend: str = "gloo"
     residual: float = 0.0
     ranks: int = 2
@@ -175,6 +178,22 @@ class LinkSpec:
     def __post_init__(self) -> None:
         _positive(f"the {self.tier} link", bandwidth_bytes_per_s=self.bandwidth_bytes_per_s)
         _not_negative(f"the {self.tier} link", latency_s=self.latency_s)
+        if (self.large_nbytes is None) != (self.large_bandwidth_bytes_per_s is None):
+            raise SpecError(
+                f"the {self.tier} link has one of large_nbytes and large_bandwidth_bytes_per_s; give both or neither"
+            )
+        if self.large_bandwidth_bytes_per_s is not None:
+            _positive(f"the {self.tier} link", large_bandwidth_bytes_per_s=self.large_bandwidth_bytes_per_s)
+
+
+def faster(link: LinkSpec, times: float) -> LinkSpec:
+    """The link with so many times its bandwidth, that of large vectors too."""
+    large = link.large_bandwidth_bytes_per_s
+    return replace(
+        link,
+        bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * times,
+        large_bandwidth_bytes_per_s=None if large is None else large * times,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tutti.predict import constants
-from tutti.spec.cluster import ClusterSpec, DeviceSpec, GemmRate, LinkSpec
+from tutti.spec.cluster import ClusterSpec, DeviceSpec, GemmRate, LinkSpec, faster
 from tutti.spec.model import OpKind
 
 _SIZES = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536)
@@ -112,9 +112,8 @@ def _link(link: LinkSpec, factors: dict[str, float], source: str) -> LinkSpec:
     if link.tier == "device":
         return link
     return replace(
-        link,
+        faster(link, factors[f"{link.tier}_bandwidth"]),
         latency_s=link.latency_s * factors[f"{link.tier}_latency"],
-        bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * factors[f"{link.tier}_bandwidth"],
         points=(),
         source=f"{source}; before: {link.source}",
         evidence="measured",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from tutti.describe.probe import timing
 from tutti.describe.probe.effort import Effort
-from tutti.describe.probe.fit import Transfer, fit_link, unlengthened
+from tutti.describe.probe.fit import Transfer, fit_bent, unlengthened
 from tutti.describe.probe.ways import ITEM_NBYTES, Party, Ways
 from tutti.machine import Stolen
 from tutti.spec.cluster import LinkPoint, LinkSpec, LinkTier
@@ -32,11 +32,13 @@ def _link(ways: Ways, tier: LinkTier, effort: Effort, transfer: Transfer, what: 
     if transfer == "send":
         points = tuple(LinkPoint(nbytes=point.nbytes, time_s=point.time_s / 2) for point in points)
     sent = points[-1].nbytes * (2 * (ranks - 1) / ranks if transfer == "all_reduce" else 1.0)
-    fitted = fit_link(unlengthened(points), transfer=transfer, ranks=ranks)
+    fitted = fit_bent(unlengthened(points), transfer=transfer, ranks=ranks)
     return LinkSpec(
         tier=tier,
         latency_s=fitted.latency_s,
         bandwidth_bytes_per_s=fitted.bandwidth_bytes_per_s,
+        large_nbytes=fitted.large_nbytes,
+        large_bandwidth_bytes_per_s=fitted.large_bandwidth_bytes_per_s,
         backend="shared memory" if ways.team is not None else party.backend,
         residual=fitted.residual,
         ranks=ranks,
