@@ -2,13 +2,14 @@
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from tutti.errors import PlanError
-from tutti.optim.frozen import LEARNED, FrozenAdam, FrozenLAMB
+from tutti.optim.frozen import LEARNED, Frozen, FrozenAdam, FrozenLAMB
 from tutti.optim.large_batch import LAMB
 
 SHAPES = ((3, 4), (5,), (2, 2))
@@ -128,27 +129,30 @@ def test_what_had_no_gradient_has_no_moment_and_stays_where_it_is() -> None:
     assert torch.equal(live[1].detach(), weights()[1].detach())
 
 
-def test_whether_it_stands_goes_with_the_optimizers_state() -> None:
+@pytest.mark.parametrize(("kind", "rule"), [(torch.optim.Adam, FrozenAdam), (LAMB, FrozenLAMB)])
+def test_whether_it_stands_goes_with_the_optimizers_state(kind: Any, rule: type[Frozen]) -> None:
     live = weights()
-    optimizer = torch.optim.Adam(live, lr=0.01)
-    FrozenAdam(optimizer, 2)
+    optimizer = kind(live, lr=0.01)
+    rule(optimizer, 2)
     for step in range(4):
         for place, p in enumerate(live):
             p.grad = gradient(step, place)
         optimizer.step()
     again = weights()
-    other = torch.optim.Adam(again, lr=0.01)
+    other = kind(again, lr=0.01)
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    later = FrozenAdam(other, 100)
+    later = rule(other, 100)
     assert later.stands
     assert all(other.state[p][LEARNED] == 2 for p in again)
-    for p, q, place in zip(live, again, range(3), strict=True):
-        q.data.copy_(p.data)
-        p.grad = q.grad = gradient(9, place)
-    optimizer.step()
-    other.step()
     for p, q in zip(live, again, strict=True):
-        assert torch.equal(p, q)
+        q.data.copy_(p.data)
+    for step in range(9, 12):
+        for place, (p, q) in enumerate(zip(live, again, strict=True)):
+            p.grad, q.grad = gradient(step, place), gradient(step, place)
+        optimizer.step()
+        other.step()
+        for p, q in zip(live, again, strict=True):
+            assert torch.equal(p, q)
 
 
 def test_other_optimizers_are_refused_with_the_reason() -> None:
@@ -162,3 +166,8 @@ def test_other_optimizers_are_refused_with_the_reason() -> None:
     ):
         with pytest.raises(PlanError, match=words):
             frozen(optimizer, 5)
+
+
+def test_a_second_moment_needs_steps() -> None:
+    with pytest.raises(PlanError, match="freeze_step = 0"):
+        FrozenAdam(torch.optim.Adam(weights()), 0)

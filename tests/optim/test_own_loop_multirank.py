@@ -16,9 +16,15 @@ PAGE = (Path(__file__).parents[2] / "docs" / "compression.md").read_text(encodin
 STEPS, SHAPES = 20, ((3, 4), (3,))
 
 
+def loops() -> tuple[str, str]:
+    """Of momenta (test_own_loop_momenta_multirank.py), and of 0/1 Adam."""
+    momenta, zero_one = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    return momenta, zero_one
+
+
 def text() -> str:
     """The loop, with the settings of the equations."""
-    (found,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    found = loops()[1]
     for shown, here in (
         ("freeze_step=500, kappa=16", f"freeze_step={FREEZE}, kappa=2"),
         ("local_steps=16, longest=16", "local_steps=2, longest=4"),

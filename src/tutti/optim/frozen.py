@@ -33,6 +33,14 @@ class Moment:
     beta1: float
     divisor: Tensor
 
+    def to_send(self, gradient: Tensor, ranks: int) -> None:
+        """A rank's part of the summed gradient becomes, in place, its part of the sum of momenta."""
+        gradient.mul_(1 - self.beta1).add_(self.m, alpha=self.beta1 / ranks).div_(self.divisor)
+
+    def to_gradient(self, total: Tensor) -> None:
+        """The sum of all ranks' parts becomes, in place, the gradient that it stands for."""
+        total.mul_(self.divisor).sub_(self.m, alpha=self.beta1).div_(1 - self.beta1)
+
 
 Copies = dict[nn.Parameter, tuple[Moment, dict[str, Any]]]
 """Of whole parameters: their moment, and their group."""
@@ -53,6 +61,8 @@ class Frozen(ABC):
     stood: Callable[[], None] | None = None
 
     def __init__(self, optimizer: Optimizer, freeze_step: int, *, floor: float = 0.1) -> None:
+        if freeze_step < 1:
+            raise PlanError(f"freeze_step = {freeze_step}; the second moment needs steps to settle: 15 to 20 % of all")
         self.check(optimizer)
         self.optimizer, self.freeze_step, self.floor = optimizer, freeze_step, floor
         self._divisors: dict[nn.Parameter, tuple[Tensor, int, Tensor]] = {}

@@ -50,15 +50,13 @@ class Momenta:
             if moment is None:
                 view.zero_()
             else:
-                beta1 = moment.beta1
-                view.mul_(1 - beta1).add_(moment.m, alpha=beta1 / ranks).div_(moment.divisor)
+                moment.to_send(view, ranks)
         yield from exchange.rounds(values)
         for view, moment in zip(bucket.views, moments, strict=True):
             if moment is None:
                 view.zero_()
             else:
-                beta1 = moment.beta1
-                view.mul_(moment.divisor).sub_(moment.m, alpha=beta1).div_(1 - beta1)
+                moment.to_gradient(view)
 
     def check(self, bucket: Bucket) -> None:
         """After the sums. Raises TrainingError, on all ranks that summed the bucket, for gradients too late."""
