@@ -47,6 +47,19 @@ def test_a_stated_mesh_is_explained_as_a_tree(capsys: Capture, tmp_path: Path) -
     assert codec.load(Plan, tmp_path / "plan.json").mesh == {"replicate": 2}
 
 
+def test_the_gradient_of_the_batch_is_not_listed(capsys: Capture, tmp_path: Path) -> None:
+    """Of two equal pairs of layers the first has nothing before it that is trained."""
+    code, out, _ = explained(capsys, tmp_path, "--mesh", "split=2", "--explain", "--json")
+    assert code == 0
+    found = {one["name"]: one["collectives"] for one in json.loads(out)["modules"]}
+    assert found == {
+        "0": [],
+        "1": ["forward: all-reduce over split of 4 values a row"],
+        "2": ["backward: all-reduce over split of 4 values a row"],
+        "3": ["forward: all-reduce over split of 2 values a row"],
+    }
+
+
 def test_the_same_as_json(capsys: Capture, tmp_path: Path) -> None:
     code, out, _ = explained(capsys, tmp_path, "--nproc", "3", "--explain", "--json")
     assert code == 0

@@ -43,8 +43,9 @@ def explain_layout(
 ) -> Explanation:
     """Where `plan` puts every module of `model` (on the meta device; it is copied).
 
-    `sample`: gives arguments of the model for a few samples, which stages are found with; `optimizer_tensors`:
-    tensors of a parameter's size that the optimizer keeps. Raises what preparing a Job by this plan would.
+    `sample`: gives arguments of the model for a few samples, with which stages are found, and gradients that nothing
+    wants; `optimizer_tensors`: tensors of a parameter's size that the optimizer keeps. Raises what preparing a Job by
+    this plan would.
     """
     if dist.is_initialized():
         raise PlanError("a plan is explained in a process without ranks; this one has joined a world")
@@ -62,7 +63,7 @@ def explain_layout(
     return Explanation(
         mesh=dict(plan.mesh),
         ranks=tuple(chosen),
-        modules=tuple(_modules(model, ranks, whole, exchanges(model, plan))),
+        modules=tuple(_modules(model, ranks, whole, exchanges(model, plan, sample))),
         parameter_nbytes=sum(whole.values()),
         parameter_nbytes_per_rank=tuple(parameters),
         gradient_nbytes_per_rank=tuple(gradients),
