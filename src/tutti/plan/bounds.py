@@ -230,7 +230,8 @@ def _with_data(
     loading = tables.model.loading
     if loading is None:
         return least, likely
-    own = np.full(len(least), float(samples)) if loading.stream else facts.count * rows.microbatches
+    shared = np.maximum(facts.count * rows.microbatches, -(-samples // rows.data))  # microbatches may be unequal
+    own = np.full(len(least), float(samples)) if loading.stream else shared
     part = rows.space if loading.parts else 1
     own_s = own * (loading.core_s + loading.wait_s) / (max(1, loading.workers) * part)
     if loading.workers:
