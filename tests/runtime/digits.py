@@ -45,6 +45,7 @@ def reach(
     *,
     optimizer: Callable[[Any], torch.optim.Optimizer] = momentum_sgd,
     plan_of: Callable[[Plan], Plan] = lambda plan: plan,
+    seed: int = 1,
     **environment: str,
 ) -> Reached:
     """Train on these ranks, replicas of each other, with a rate that falls twice; `plan_of` changes their plan."""
@@ -52,7 +53,7 @@ def reach(
     os.environ["TUTTI_PLAN"] = str(codec.save(plan_of(plan), Path.cwd() / f"plan-{os.getpid()}.json"))
     os.environ["TUTTI_RUN_FOLDER"] = str(Path.cwd() / f"run-{name}")
     os.environ.update(environment)
-    job = tutti.Job(global_batch_size=BATCH, seed=1)
+    job = tutti.Job(global_batch_size=BATCH, seed=seed)
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10))
     train, test = digits()
     steps = optimizer(model.parameters())
