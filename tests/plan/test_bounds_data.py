@@ -140,7 +140,7 @@ def every(model: ModelSpec, machines: ClusterSpec, request: Request) -> list[See
     """All plans of a space, on all orders of the hosts, and the same with shares and cuts by speed."""
     found: list[Seen] = []
     samples = request.script.batch.global_batch_size
-    for order in orders(machines):
+    for order in orders(machines, model.loading):
         limits = limits_of(model, order, request)
         meshes, tables = shapes(limits, request), Tables(model, order, "full")
         room = Room(tables, request.script)
@@ -172,7 +172,7 @@ def test_no_plan_is_below_its_bound_and_the_search_finds_the_best(of: str, where
     for one in found:
         assert one.bound <= one.step_s * (1 + ROUNDING), plan_words(one.plan)
         assert one.of_mesh <= one.step_s * (1 + ROUNDING), plan_words(one.plan)
-    explorer = Explorer(model, orders(machines), request, ["full"])
+    explorer = Explorer(model, orders(machines, model.loading), request, ["full"])
     explorer.run()
     assert explorer.coverage().left == 0
     got = min(one.value for one in explorer.costed if one.good)
@@ -215,3 +215,14 @@ def test_ranks_alike_that_load_themselves_do_so_beside_all_else() -> None:
         assert one.plan == other.plan
         added = other.step_s - one.step_s
         assert other.bound - one.bound == pytest.approx(added, rel=1e-9), plan_words(one.plan)
+
+
+def test_which_host_has_the_quick_disk_changes_nothing() -> None:
+    """Devices alike: a plan that leaves hosts idle leaves those with the slow disk idle, however they are written."""
+    loading = Loading(stored_nbytes=2**20, workers=2)
+    model, request = dataclasses.replace(model_of(ROWS), loading=loading), asked(ROWS)
+    machines = like_devices()
+    backwards = dataclasses.replace(machines, nodes=machines.nodes[::-1])
+    assert machines.nodes[0].disk_read_bytes_per_s != machines.nodes[1].disk_read_bytes_per_s
+    one, other = (choose(model, each, request).prediction.step_time_s.value for each in (machines, backwards))
+    assert one == other

@@ -1,6 +1,7 @@
 """Devices of unequal speed and memory: who computes how many samples, where a pipeline is cut, who sits first."""
 
 import dataclasses
+import math
 from functools import reduce
 
 import numpy as np
@@ -14,21 +15,25 @@ from tutti.predict.layout import recompute_regions
 from tutti.predict.memory import kept
 from tutti.predict.placement import Seat, place
 from tutti.predict.table import ModelTable
-from tutti.spec.cluster import ClusterSpec
+from tutti.spec.cluster import ClusterSpec, NodeSpec
+from tutti.spec.loading import Loading
 from tutti.spec.plan import Plan
 from tutti.spec.prediction import Prediction, RankMemory
 from tutti.spec.words import DATA_AXES, AxisName
 
-MOST_ORDERS = 4
+MOST_ORDERS = 5
 MOST_SHARES = 4096
 """Data-parallel ranks beyond which shares are not listed one by one."""
 
 
-def orders(cluster: ClusterSpec) -> tuple[ClusterSpec, ...]:
-    """The cluster with its nodes in the orders worth trying: as written, the fastest first, the roomiest first, and the
-    reverse. Ranks are seated in this order, so first ones get the first stages and the last are left idle.
+def orders(cluster: ClusterSpec, loading: Loading | None = None) -> tuple[ClusterSpec, ...]:
+    """The cluster with its nodes in the orders worth trying: as written, the fastest first, the roomiest first, what
+    loads its data quickest first, and the reverse. Ranks are seated in this order, so first ones get the first stages
+    and the last are left idle.
     """
-    if not is_mixed(cluster):
+    feeding = [_feeding(node, loading) for node in cluster.nodes]
+    fed_alike = len(set(feeding)) == 1
+    if fed_alike and not is_mixed(cluster):
         return (cluster,)
 
     def peak(index: int) -> float:
@@ -41,8 +46,17 @@ def orders(cluster: ClusterSpec) -> tuple[ClusterSpec, ...]:
 
     own = list(range(len(cluster.nodes)))
     wanted = [own, sorted(own, key=lambda i: -peak(i)), sorted(own, key=lambda i: -memory(i)), own[::-1]]
+    if not fed_alike:
+        wanted.insert(1, sorted(own, key=lambda i: feeding[i], reverse=True))
     distinct = list(dict.fromkeys(map(tuple, wanted)))[:MOST_ORDERS]
     return tuple(dataclasses.replace(cluster, nodes=tuple(cluster.nodes[i] for i in order)) for order in distinct)
+
+
+def _feeding(node: NodeSpec, loading: Loading | None) -> tuple[float, int]:
+    """What a host brings samples in with, where they need it: its disk's rate, and its cores."""
+    stored = loading is not None and loading.stored_nbytes > 0
+    worked = loading is not None and loading.core_s > 0 and loading.workers > 0
+    return (node.disk_read_bytes_per_s or math.inf) if stored else 0.0, node.cores if worked else 0
 
 
 def by_axes(values: Array, plan: Plan, keep: tuple[AxisName, ...], how: np.ufunc) -> Array:

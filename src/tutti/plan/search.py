@@ -108,7 +108,7 @@ def _search(model: ModelSpec, cluster: ClusterSpec, request: Request, clock: Clo
         remaining = limit_s / (len(requests) - index) if math.isfinite(limit_s) else limit_s
         began = clock() if clock is not None else 0.0
         try:
-            explorer = Explorer(model, orders(cluster), one, given, clock, remaining)
+            explorer = Explorer(model, orders(cluster, model.loading), one, given, clock, remaining)
         except PlanError as error:
             if len(requests) == 1:
                 raise
@@ -117,7 +117,9 @@ def _search(model: ModelSpec, cluster: ClusterSpec, request: Request, clock: Clo
         explorer.run()
         if not any(each.prediction.fits for each in explorer.costed) and explorer.limits.may_shard:
             remaining -= clock() - began if clock is not None else 0.0
-            explorer = Explorer(model, orders(cluster), one, given, clock, max(remaining, 0.3 * limit_s), offload=True)
+            explorer = Explorer(
+                model, orders(cluster, model.loading), one, given, clock, max(remaining, 0.3 * limit_s), offload=True
+            )
             explorer.run()
         if not any(each.good for each in explorer.costed):
             # The search looks for what has least of the objective: is there a plan that has least of what is limited?
@@ -150,7 +152,7 @@ def _frugal(
         return smallest(model, cluster, request)
     objective: Objective = "cost" if request.budget is not None else "throughput"
     free = dataclasses.replace(request, objective=objective, budget=None, deadline_s=None)
-    explorer = Explorer(model, orders(cluster), free, given, clock, limit_s)
+    explorer = Explorer(model, orders(cluster, model.loading), free, given, clock, limit_s)
     explorer.run()
     return min((one for one in explorer.costed if one.good), key=lambda one: one.value, default=None)
 
