@@ -22,7 +22,7 @@ from tutti.describe.ledger import Ledger, Line
 from tutti.describe.meta import meta_copy
 from tutti.describe.state import optimizer_state
 from tutti.describe.trace import Tracer, first_line
-from tutti.spec.model import ModelSpec, ModuleSpec, OpCost
+from tutti.spec.model import ModelSpec, ModuleSpec, OpCost, Passing
 
 Loss = Callable[[Any, Any], Any]
 
@@ -81,11 +81,13 @@ class _Traced:
     ops: dict[str, list[OpCost]]
     activations: dict[str, float]
     outputs: dict[str, float]
+    passes_on: dict[str, tuple[Passing, ...]]
+    kept_after: dict[str, tuple[tuple[str, float], ...]]
     order: dict[str, int]
     batch_statistics: set[str]
 
 
-_NOTHING = _Traced(ops={}, activations={}, outputs={}, order={}, batch_statistics=set())
+_NOTHING = _Traced(ops={}, activations={}, outputs={}, passes_on={}, kept_after={}, order={}, batch_statistics=set())
 
 
 def _trace(model: nn.Module, batch: Batch, loss: Loss, notes: dict[str, None]) -> _Traced:
@@ -152,9 +154,36 @@ def _per_sample(whole: Ledger, samples: int, half: Ledger | None, half_samples: 
         ops=ops,
         activations=slopes(whole.activations, half.activations if half else {}),
         outputs=slopes(whole.outputs, half.outputs if half else {}),
+        passes_on=_passings(whole, samples, half, slope),
+        kept_after=_kept_after(whole, half, slope),
         order=whole.order,
         batch_statistics=whole.batch_statistics,
     )
+
+
+def _passings(
+    whole: Ledger, samples: int, half: Ledger | None, slope: Callable[[float, float], float]
+) -> dict[str, tuple[Passing, ...]]:
+    """What each module's values are to later ones: bytes of a sample, and the rest of the batch's."""
+    found: dict[str, list[Passing]] = defaultdict(list)
+    for way, nbytes in whole.passed.items():
+        each = slope(nbytes, half.passed.get(way, 0.0) if half else 0.0)
+        rest = max(0.0, nbytes - samples * each)
+        if each or rest:
+            made, to, trained, kept = way
+            found[made].append(Passing(nbytes=each, fixed_nbytes=rest, to=to, trained=trained, kept=kept))
+    return {module: tuple(some) for module, some in found.items()}
+
+
+def _kept_after(
+    whole: Ledger, half: Ledger | None, slope: Callable[[float, float], float]
+) -> dict[str, tuple[tuple[str, float], ...]]:
+    found: dict[str, list[tuple[str, float]]] = defaultdict(list)
+    for (module, after), nbytes in whole.kept_after.items():
+        each = slope(nbytes, half.kept_after.get((module, after), 0.0) if half else 0.0)
+        if each:
+            found[module].append((after, each))
+    return {module: tuple(some) for module, some in found.items()}
 
 
 def _modules(model: nn.Module, traced: _Traced, states: dict[int, int]) -> tuple[ModuleSpec, ...]:
@@ -190,6 +219,8 @@ def _modules(model: nn.Module, traced: _Traced, states: dict[int, int]) -> tuple
                 ops=tuple(traced.ops.get(name, ())),
                 batch_statistics=name in traced.batch_statistics or _normalises_over_batch(module),
                 tied_to=tied_to,
+                passes_on=traced.passes_on.get(name, ()),
+                kept_after=traced.kept_after.get(name, ()),
             )
         )
     return tuple(result)

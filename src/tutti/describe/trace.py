@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tutti.describe.cost import Cost, cost_of
+from tutti.describe.flow import Flow, functions
 from tutti.describe.ledger import Ledger
 from tutti.describe.meta import flat_tensors
 from tutti.describe.opaque import fused_attention, recurrence_of, recurrent
@@ -89,6 +90,7 @@ class Tracer:
         }
         self.constants = self.owners.keys() | {buffer.untyped_storage()._cdata for buffer in model.buffers()}
         self.timeline = Timeline()
+        self.flow = Flow(model, self.names, self.ledger.order)
         self.backward = False
 
     def run(self, forward: Callable[[], Tensor]) -> Ledger:
@@ -96,6 +98,7 @@ class Tracer:
         with self._observed():
             with saved_tensors_hooks(self._keep, lambda tensor: tensor):
                 loss = forward()
+            self.ledger.passed, self.flow.over = self.flow.ways(), True
             if loss.requires_grad:
                 self.backward = True
                 try:
@@ -143,8 +146,10 @@ class Tracer:
         return lambda cost, backward, calls: self.enter(scope, cost, backward or self.backward, calls)
 
     def _keep(self, tensor: Tensor) -> Tensor:
-        if tensor.layout is not torch.strided or tensor.untyped_storage()._cdata not in self.constants:
-            self.ledger.keep(self.timeline.now[0], tensor)
+        storage = tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
+        if storage not in self.constants:
+            after = self.flow.keeps(storage) if storage is not None else None
+            self.ledger.keep(self.timeline.now[0], tensor, after)
         return tensor.detach()
 
     def _called(self, module: nn.Module, inputs: Any) -> None:
@@ -152,14 +157,16 @@ class Tracer:
         if name is not None:
             self.ledger.executed(name)
             self.timeline.push((name, None))
+            self.flow.begin(module, inputs)
 
     def _returned(self, module: nn.Module, inputs: Any, output: Any) -> None:
         name = self.names.get(module)
         if name is None:
             return
         self.timeline.pop()
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        self.flow.end(tensors, whole=not name)
         if not self.backward:
-            tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
             self.ledger.outputs[name] += sum(t.numel() * t.element_size() for t in tensors)
 
     def _assume_backward(self, error: Exception) -> None:
@@ -182,6 +189,7 @@ class Tracer:
             if "torch._dynamo" in sys.modules:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(torch.enable_grad())
+            stack.enter_context(functions(self.flow))
             stack.enter_context(_Operators(self))
             stack.enter_context(_Calls(self))
             yield
@@ -239,6 +247,9 @@ class _Calls(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        return self.tracer.flow.call(lambda: self._run(func, args, kwargs), args, kwargs)
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is _SDPA:
             return self.tracer._attention(*args, **kwargs)
         if func in _RECURRENT:

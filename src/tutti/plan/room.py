@@ -12,7 +12,7 @@ from tutti.plan.enumerate import RECOMPUTE, SCHEDULES
 from tutti.plan.tables import Array, Tables
 from tutti.plan.work import IMPOSSIBLE, Work
 from tutti.predict import constants
-from tutti.predict.memory import arrived, convolving, kept, put_off
+from tutti.predict.memory import convolving, kept, kept_by_stage, put_off
 from tutti.predict.overlap import buckets
 from tutti.predict.sharding import units_of
 from tutti.predict.table import model_table
@@ -89,8 +89,7 @@ class Room:
                 return None
             found = kept(self._columns, part, self.work.regions[again], half=self.tables.half)
             sums = np.zeros((5, stage * chunks))
-            sums[0] = np.bincount(stages.stage, weights=found.always, minlength=stage * chunks)
-            sums[0] += arrived(self._columns, stages, found)
+            sums[0] = kept_by_stage(self._columns, stages, found)
             np.maximum.at(sums[1], stages.stage, found.within)
             np.maximum.at(sums[2], stages.stage, found.output)
             if self.on_cpu:

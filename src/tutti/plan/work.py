@@ -127,7 +127,8 @@ class Work:
         result = np.zeros(stage * chunks)
         if stages is not None and stage > 1:
             latency, bandwidth = tables.apart if apart else tables.fastest
-            result[:-1] = np.where(stages.sent > 0, latency + stages.sent * samples / bandwidth, 0.0)
+            nbytes = stages.sent * samples + stages.fixed
+            result[:-1] = np.where(nbytes > 0, latency + nbytes / bandwidth, 0.0)
         return result
 
     def _stage_sums(self, key: tuple[int, ...]) -> Array | None:

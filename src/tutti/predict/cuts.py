@@ -30,12 +30,16 @@ _WHOLE = ("MultiheadAttention", "TransformerEncoderLayer", "TransformerDecoderLa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
-    """Where a model is cut. `stage`: of each module; `sent`: bytes of one sample from stage k to k + 1; `ties`: pairs
-    (module, owner) that share parameters over two ranks of the stage axis."""
+    """Where a model is cut. `stage`: of each module; `sent`: bytes of one sample that stage k sends to later ones on
+    other ranks (to k + 1, where only what modules return is known), and `fixed` of a microbatch whatever its samples;
+    `by_rank`: the same of what each rank sends in both passes, (2, ranks); `ties`: pairs (module, owner) that share
+    parameters over two ranks of the stage axis."""
 
     count: int
     stage: NDArray[np.intp]
     sent: Array
+    fixed: Array
+    by_rank: Array
     ties: tuple[tuple[int, int], ...]
 
 
@@ -49,7 +53,8 @@ def _stages(model: ModelSpec, ranks: int, stages_per_rank: int, cuts: tuple[str,
     columns, count = model_table(model), ranks * stages_per_rank
     if count == 1:
         stage = np.zeros(len(columns), dtype=np.intp)
-        return Stages(count=1, stage=stage, sent=np.zeros(0), ties=())
+        nothing = np.zeros(0)
+        return Stages(count=1, stage=stage, sent=nothing, fixed=nothing, by_rank=np.zeros((2, ranks)), ties=())
     if cuts:
         first = _named(columns, cuts, count)
         stage = np.searchsorted(np.array(first), np.arange(len(columns)), side="right")
@@ -64,7 +69,18 @@ def _stages(model: ModelSpec, ranks: int, stages_per_rank: int, cuts: tuple[str,
         for index, owner in enumerate(columns.owner)
         if owner >= 0 and stage[index] % ranks != stage[owner] % ranks
     )
-    return Stages(count=count, stage=stage, sent=sent, ties=ties)
+    fixed, by_rank = np.zeros(count - 1), np.zeros((2, ranks))
+    if columns.flow.known:
+        ways = columns.flow.crossings(stage, count)
+        place = np.arange(count) % ranks
+        ways = np.where(place[:, None] != place, ways, 0.0)
+        sent, fixed = ways[:, 0, :-1].sum(axis=2)
+        for kind, (ahead, back) in enumerate(ways):  # gradients are sent by those that got the values
+            by_rank[kind] = np.bincount(place, weights=ahead.sum(axis=1) + back.sum(axis=0), minlength=ranks)
+    else:
+        for boundary, nbytes in enumerate(sent):
+            by_rank[0, [boundary % ranks, (boundary + 1) % ranks]] += nbytes
+    return Stages(count=count, stage=stage, sent=sent, fixed=fixed, by_rank=by_rank, ties=ties)
 
 
 def _last(outputs: Array) -> float:
@@ -185,8 +201,9 @@ def _parts(columns: ModelTable, unit: _Unit, byte_flops: float) -> list[_Unit]:
         parts.setdefault(f"{unit.name}.{name[len(unit.name) + 1 :].split('.')[0]}" if inside else name, []).append(
             index
         )
-    chain = columns.classes[unit.members[0]] == "Sequential"  # each part gets what the one before returns, no more
-    passing = 0.0 if chain else unit.output
+    # In a chain each part gets what the one before returns, and what passes by the chain passes by every part.
+    chain = columns.classes[unit.members[0]] == "Sequential"
+    passing = unit.around if chain else unit.output
     result = [_unit(columns, tuple(members), byte_flops, passing) for members in parts.values()]
     if own:
         result[0] = replace(_with_own(result[0], own), around=unit.around)

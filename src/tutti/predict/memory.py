@@ -11,7 +11,7 @@ from tutti.predict.layout import Region, marks
 from tutti.predict.overlap import Bucket
 from tutti.predict.pipeline import Besides, most_held
 from tutti.predict.sharding import units_of
-from tutti.predict.table import ModelTable, model_table
+from tutti.predict.table import Flags, ModelTable, model_table
 from tutti.predict.worker import Array
 from tutti.spec.cluster import DeviceKind
 from tutti.spec.model import ModelSpec
@@ -22,12 +22,15 @@ from tutti.spec.prediction import RankMemory
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
     """Bytes of one sample by module. `always`: from forward to backward, the inputs of recomputed regions among them;
-    `within`: all that a region holds while its own backward runs, noted at its root; `output`: of a gradient.
+    `within`: all that a region holds while its own backward runs, noted at its root; `output`: of a gradient. `after`:
+    of `always`, what each row of columns.flow.after says; `again`: modules that are recomputed.
     """
 
     always: Array
     within: Array
     output: Array
+    after: Array
+    again: Flags
 
 
 def kept(columns: ModelTable, part: Division, regions: tuple[Region, ...], *, half: bool) -> Kept:
@@ -37,7 +40,9 @@ def kept(columns: ModelTable, part: Division, regions: tuple[Region, ...], *, ha
     copied = np.where(part.linear, columns.linear * part.passed * np.where(part.by_outputs, part.holders, 1.0), 0.0)
     inside = (columns.activations * part.saved + copied) * low
     output = np.maximum(columns.outputs * part.work, _handed(columns, part) * low)
-    always, within = inside.copy(), np.zeros(len(columns))
+    always, within, again = inside.copy(), np.zeros(len(columns)), np.zeros(len(columns), dtype=np.bool_)
+    containers = columns.flow.after[:, 0]
+    after = columns.flow.after_nbytes * (part.saved * low)[containers]
     if regions:
         found = marks(regions)
         member, of = found.member, found.of
@@ -45,7 +50,9 @@ def kept(columns: ModelTable, part: Division, regions: tuple[Region, ...], *, ha
         dear = columns.multiplies[member] & found.selective[of]
         always[member] = np.where(dear, output[member] * (0.5 if half else 1.0), 0.0)
         always[found.root] += columns.outputs[found.root] * part.passed[found.root]
-    return Kept(always=always, within=within, output=output)
+        again[member] = True
+        after = np.where(again[containers], 0.0, after)
+    return Kept(always=always, within=within, output=output, after=after, again=again)
 
 
 def _handed(columns: ModelTable, part: Division) -> Array:
@@ -60,7 +67,8 @@ class Held:
     """Bytes by place on the stage axis, (places,): of parameters (`lower`: in the lower precision beside), gradients,
     optimizer state, buffers. Of one sample's activations: `kept` by stage, (stages,), and once at a time by place,
     `passing`, and on a host `copying`, where convolutions need more; with stages, `put_off` by stage: what is held more
-    while gradients of weights are put off, and `sent`, (boundaries,): of what they tell each other. `fresh`: the
+    while gradients of weights are put off, and `sent`, (boundaries,): of what they tell each other, `fixed` of a
+    microbatch whatever its samples. `fresh`: the
     largest module's gradients; `temporary`: what the update of the largest parameter needs for a moment. `units`:
     see sharding.units_of.
     """
@@ -75,6 +83,7 @@ class Held:
     copying: Array
     put_off: Array
     sent: Array
+    fixed: Array
     fresh: Array
     temporary: Array
     units: tuple[float, ...]
@@ -110,11 +119,12 @@ def held_by_stage(
         gradients=total(columns.gradients * part.weight),
         optimizer=total(columns.optimizer * part.weight),
         buffers=total(columns.buffers),
-        kept=np.bincount(stages.stage, weights=keeps.always, minlength=stages.count) + arrived(columns, stages, keeps),
+        kept=kept_by_stage(columns, stages, keeps),
         passing=within + most(keeps.output),
         copying=within + most(np.maximum(keeps.output, copying)),
         put_off=put_off(columns, stages, keeps),
         sent=stages.sent,
+        fixed=stages.fixed,
         fresh=most(columns.gradients * part.weight),
         temporary=temporaries * most(columns.gradients * part.weight),
         units=tuple(units_of(columns, part)) if plan.degree("shard") > 1 else (),
@@ -127,9 +137,21 @@ def put_off(columns: ModelTable, stages: Stages, keeps: Kept) -> Array:
     return np.bincount(stages.stage, weights=weights, minlength=stages.count).astype(np.float64)
 
 
+def kept_by_stage(columns: ModelTable, stages: Stages, keeps: Kept) -> Array:
+    """(stages,): bytes of one sample from forward to backward, copies of what other stages made among them. What a
+    container's own code keeps is where the last module that it needed is."""
+    moved, found = stages.stage[columns.flow.after], arrived(columns, stages, keeps)
+    found += np.bincount(stages.stage, weights=keeps.always, minlength=stages.count)
+    np.subtract.at(found, moved[:, 0], keeps.after)
+    np.add.at(found, moved[:, 1], keeps.after)
+    return found
+
+
 def arrived(columns: ModelTable, stages: Stages, keeps: Kept) -> Array:
-    """(stages,): bytes of one sample that came from the stage before and that no module counts as its own: one that
+    """(stages,): bytes of one sample that came from stages before and that no module counts as its own: one that
     returns what it keeps (an activation) counts it, and the stage after it holds a copy."""
+    if columns.flow.known:
+        return columns.flow.copies(stages.stage, stages.count, ~keeps.again)
     found = np.zeros(stages.count)
     for stage in range(1, stages.count):
         mine = np.flatnonzero((stages.stage == stage) & (columns.outputs > 0))
@@ -207,7 +229,7 @@ def _activations(held: Held, plan: Plan, samples: list[int], stage: int, kind: D
         when = "in a convolution's backward" if copying else "at the start of backward"
         return max(samples) * float(held.kept.sum()) + once, when
     sizes = np.array(samples, dtype=np.float64)
-    besides = Besides(put_off=held.put_off[:, None] * sizes, sent=held.sent[:, None] * sizes)
+    besides = Besides(put_off=held.put_off[:, None] * sizes, sent=held.sent[:, None] * sizes + held.fixed[:, None])
     nbytes, count = most_held(plan, held.kept[:, None] * sizes, stage, besides)
     return nbytes + once, f"on stage {stage} of {ranks}, where {count} microbatches are held at once"
 

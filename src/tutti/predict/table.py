@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from tutti.predict import constants
 from tutti.predict.compute import OpTable, op_table
+from tutti.predict.flow import FlowTable, flow_table
 from tutti.predict.worker import Array
 from tutti.spec.model import ModelSpec, ModuleSpec, block_of_name
 
@@ -62,6 +63,7 @@ class ModelTable:
     a divided module's output; `inputs`: of those whose gradient is wanted; `halo`: bytes across one cut through each
     spatial dim, (modules, 3). `linear`: bytes of the input of a linear layer that `table` can divide; `first`:
     nothing before it is trained. `convolved`: bytes that the module's largest convolution reads and writes in forward.
+    `flow`: what modules pass on.
     """
 
     ops: OpTable
@@ -92,6 +94,7 @@ class ModelTable:
     unit: NDArray[np.intp]
     block: Flags
     owner: NDArray[np.intp]
+    flow: FlowTable
     flops: Array
     sample_flops: float
     tokens: int
@@ -149,6 +152,7 @@ def model_table(model: ModelSpec) -> ModelTable:
         unit=_units(blocks, names),
         block=np.array([block >= 0 for block in blocks], dtype=np.bool_),
         owner=np.array([place.get(module.tied_to or "\0", -1) for module in modules], dtype=np.intp),
+        flow=flow_table(modules, place),
         flops=column(lambda module: sum(op.flops_forward for op in module.ops)),
         sample_flops=model.flops_forward + model.flops_backward,
         tokens=model.tokens_per_sample,

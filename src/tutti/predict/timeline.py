@@ -219,14 +219,11 @@ def added_s(setting: Setting, worker: Worker, own: Flags) -> float:
 
 
 def _pipelined(setting: Setting, line: Line, known: dict[tuple[int, int], Passed]) -> tuple[list[float], list[float]]:
-    """(when each place has ended its actions, bytes it sends to its neighbours)."""
+    """(when each place has ended its actions, bytes it sends to others)."""
     plan, stages, ranks = setting.plan, setting.stages, setting.plan.degree("stage")
     samples = np.array(line.microbatches, dtype=np.float64) / plan.degree("context")
     ended = pipeline.ends(plan, *action_times(setting, line, known))
-    sent = np.zeros(ranks)
-    for stage, nbytes in enumerate(stages.sent):
-        sent[stage % ranks] += nbytes * samples.sum()
-        sent[(stage + 1) % ranks] += nbytes * samples.sum()
+    sent = stages.by_rank[0] * samples.sum() + stages.by_rank[1] * len(samples)
     tied = setting.wires.columns.gradients * setting.wires.division.weight
     for index, owner in stages.ties:  # summed over the two ranks: each sends as much as there is
         sent[[stages.stage[index] % ranks, stages.stage[owner] % ranks]] += tied[owner]
@@ -277,9 +274,8 @@ def _alone_s(setting: Setting, counts: NDArray[np.intp]) -> Array:
     samples = counts / setting.plan.degree("context")  # each sends its part of the sequences
     latency = np.array([links[stage % ranks].latency_s for stage in range(stages.count - 1)])
     bandwidth = np.array([links[stage % ranks].bandwidth_bytes_per_s for stage in range(stages.count - 1)])
-    return np.where(
-        stages.sent[:, None] > 0, latency[:, None] + stages.sent[:, None] * samples / bandwidth[:, None], 0.0
-    )
+    nbytes = stages.sent[:, None] * samples + stages.fixed[:, None]
+    return np.where(nbytes > 0, latency[:, None] + nbytes / bandwidth[:, None], 0.0)
 
 
 def _last_message(setting: Setting, line: Line, place: int) -> Array:

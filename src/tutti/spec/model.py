@@ -32,8 +32,30 @@ class OpCost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Passing:
+    """Values that later modules use, made while a module was the last whose work they needed: a stage of a pipeline
+    that ends between the two sends them, once to each later stage that uses them.
+
+    `nbytes`: of one sample; `fixed_nbytes`: of a microbatch whatever its samples (rotations); `to`: names of the
+    modules at whose work they are used, in order of execution; "" last where what the model returns, or the loss, needs
+    them. `trained`: their gradient comes back. `kept`: names of the modules at whose work they are kept for backward,
+    if that is more than one: the first counts them, those on other stages keep copies.
+    """
+
+    nbytes: float
+    fixed_nbytes: float = 0.0
+    to: tuple[str, ...]
+    trained: bool = True
+    kept: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleSpec:
     """One module's own cost (its children's excluded). Bytes of activations: kept for backward, per sample.
+
+    `passes_on`: what modules after it use of what was made at its work, by its own code or by code around it; no module
+    says it where nobody followed the model. `kept_after`: how much of `activation_nbytes` a container's own code keeps
+    after the work of which other module: (name, bytes).
 
     The last group says how mechanisms may divide it; all bytes are those of one sample on one device.
 
@@ -81,6 +103,8 @@ class ModuleSpec:
     spatial: bool = False
     halo_nbytes_per_cut: float = 0.0
     halo_nbytes_by_dim: tuple[float, ...] = ()
+    passes_on: tuple[Passing, ...] = ()
+    kept_after: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
