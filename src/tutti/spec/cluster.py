@@ -157,8 +157,8 @@ class LinkSpec:
     ranks. `fitted_to`: the transfers a measured link was fitted to ("" for a data sheet). `residual`: root mean square
     of the fit's relative error. `ranks`: how many ranks took part. `points`: the times that were fitted.
     `large_nbytes`: of a longer vector, what lies beyond goes at `large_bandwidth_bytes_per_s`, which is lower; both
-    None where one line fits. `core_s_per_nbyte`: seconds of a core that a rank on a CPU spends on each byte it sends, and on
-    one it receives meanwhile; None where nobody measured it.
+    None where one line fits. `core_s_per_nbyte`: seconds of a core that a rank on a CPU spends on each byte it sends,
+    and on one it receives meanwhile; None where nobody measured it.
     """
 
     tier: LinkTier
