@@ -3,6 +3,7 @@
 import os
 import select
 import time
+import weakref
 from collections.abc import Iterable, Sequence
 
 from tutti.collectives.rooms import Memory
@@ -20,6 +21,7 @@ class Signals:
         self.post, self.take = self._semaphores.post, self._semaphores.take
         self._timeout_s = timeout_s
         self._handles = [os.pidfd_open(process) for process in processes]
+        weakref.finalize(self, _close, self._handles).atexit = False  # the system closes what is open then
 
     def wait(self, index: int, ranks: Iterable[int]) -> None:
         """Take one of semaphore `index`, which one of `ranks` posts.
@@ -46,6 +48,7 @@ class Signals:
             poll.register(handle, select.POLLIN)
         return [rank_of[handle] for handle, _ in poll.poll(0)]
 
-    def __del__(self) -> None:
-        for handle in getattr(self, "_handles", ()):
-            os.close(handle)
+
+def _close(handles: list[int]) -> None:
+    for handle in handles:
+        os.close(handle)

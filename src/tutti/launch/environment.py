@@ -10,6 +10,10 @@ from tutti.launch.network import interface_towards, loopback
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
+_ALLOCATOR = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=1"}
+"""With its caches of small blocks per thread glibc's malloc cannot fit a large tensor where one like it was freed:
+slivers of 32 to 96 bytes beside it stay there. The heap of a pipeline grew by 100 MB a step (docs/architecture.md)."""
+
 
 def stated_threads() -> int | None:
     """Threads per rank if the user's environment says, else None."""
@@ -18,10 +22,11 @@ def stated_threads() -> int | None:
 
 
 @contextlib.contextmanager
-def thread_defaults(threads: int) -> Iterator[None]:
-    """For processes started meanwhile: what libraries that read their thread count when loaded shall use, where the
-    user's environment does not say."""
-    values = {name: str(threads) for name in _THREAD_VARIABLES if name not in os.environ}
+def loading_defaults(threads: int) -> Iterator[None]:
+    """For processes started meanwhile: what libraries that read their settings when loaded shall use, where the user's
+    environment does not say: numbers of threads, and the C library's allocator."""
+    wanted = dict.fromkeys(_THREAD_VARIABLES, str(threads)) | _ALLOCATOR
+    values = {name: value for name, value in wanted.items() if name not in os.environ}
     os.environ.update(values)
     try:
         yield

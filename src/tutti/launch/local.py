@@ -34,7 +34,7 @@ def warm(threads: int = 1, preload: tuple[str, ...] = ()) -> None:
     `preload`: further modules worth importing once. A second call does nothing.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload([PRELOAD, *preload])
-    with environment.thread_defaults(threads), _interrupt_ignored():
+    with environment.loading_defaults(threads), _interrupt_ignored():
         forkserver.ensure_running()
 
 

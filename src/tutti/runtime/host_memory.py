@@ -5,13 +5,16 @@ gradients and activations in every step, pays a page fault for each of their pag
 them pays none, but is cut to pieces where what lasts (parameters, buckets, optimizer state) lies between what comes
 and goes. So a run begins with a mapping of its own for each large block, and keeps freed memory once all that lasts
 is there. Such a heap is larger than what it holds; so a run that is asked to be frugal, or has little room left, goes
-on as it began: slower, and with the memory that arithmetic says.
+on as it began: slower, and with the memory that arithmetic says. So does one whose heap grows on and on: small objects
+in the slivers beside large blocks can make each too small for the next like it. `tutti run` starts ranks with a setting
+of the C library that prevents it (launch/environment.py); other launchers do not.
 """
 
 import ctypes
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -28,6 +31,9 @@ SETTLED = 2
 HEAP_GROWTH = 0.5
 """Of what a process has, what it may come to have besides when it keeps what is freed; a third was measured."""
 
+PAUSE = 32
+"""Updates without a heap that is kept, after one went on to grow for the first time."""
+
 
 def map_large_blocks() -> bool:
     """Give each large block a mapping of its own, which ends when the block is freed; returns whether it did."""
@@ -39,7 +45,13 @@ def settled(ranks_here: int, *, frugal: bool) -> bool:
     """All that lasts is there: keep what is freed from now on, unless that is not wished or the host has no room for
     it. `ranks_here`: processes of this host that do the same. Returns whether it is kept.
     """
-    return not frugal and _roomy(ranks_here) and keep_freed_memory()
+    _allocator.pause, _allocator.patience = 0, PAUSE
+    return not frugal and _roomy(ranks_here) and _begin_heap()
+
+
+def _begin_heap() -> bool:
+    _allocator.most = int(_end_of_heap() + (1 + HEAP_GROWTH) * _peak_nbytes())
+    return keep_freed_memory()
 
 
 def _roomy(ranks_here: int) -> bool:
@@ -51,6 +63,22 @@ def keep_freed_memory() -> bool:
     """Let the C library's allocator keep what is freed; returns whether it did (it does nothing outside glibc)."""
     _allocator.keeps = _set(_TRIM_THRESHOLD, _MOST) and _set(_MMAP_THRESHOLD, _MOST)
     return _allocator.keeps
+
+
+def look_after_heap() -> None:
+    """After an update: give up a heap that goes on growing, as one does whose freed blocks no longer fit what is asked
+    for; and keep one again after a while, each time a longer one."""
+    heap = _allocator
+    if heap.pause:
+        heap.pause -= 1
+        if not heap.pause:
+            _begin_heap()
+    elif heap.keeps and _end_of_heap() > heap.most:
+        map_large_blocks()
+        ctypes.CDLL(None).malloc_trim(0)
+        heap.pause, heap.patience = heap.patience, 2 * heap.patience
+        with suppress(OSError):  # what is needed without it is found anew
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 @contextmanager
@@ -70,12 +98,31 @@ def lasting() -> Iterator[None]:
 
 @dataclass(slots=True)
 class _Allocator:
-    """How the process' allocator was set last: the C library does not say. `keeps`: freed memory."""
+    """How the process' allocator was set last: the C library does not say. `keeps`: freed memory, in a heap that ends
+    at `most` there. `pause`: updates until it keeps it again, `patience`: how many the next time."""
 
     keeps: bool = False
+    most: int = 0
+    pause: int = 0
+    patience: int = PAUSE
 
 
 _allocator = _Allocator()
+
+
+def _peak_nbytes() -> int:
+    """The most that this process has had of the host's memory; 0 where the system does not say."""
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
+
+
+def _end_of_heap() -> int:
+    sbrk = ctypes.CDLL(None).sbrk
+    sbrk.restype = ctypes.c_void_p
+    return int(sbrk(0) or 0)
 
 
 def _set(parameter: int, value: int) -> bool:

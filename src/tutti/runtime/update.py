@@ -11,7 +11,7 @@ from tutti.optim.lr_rule import factor
 from tutti.optim.noise import adascale_gain
 from tutti.optim.scaling import scaled_learning_rate
 from tutti.runtime.env import read_wishes
-from tutti.runtime.host_memory import settled
+from tutti.runtime.host_memory import look_after_heap, settled
 from tutti.runtime.layout import local
 from tutti.runtime.state import Run
 
@@ -48,6 +48,7 @@ def update(run: Run, optimizers: tuple[Optimizer, ...], *, finite: bool) -> Upda
         _advance(run, gain or 1.0)
         if run.replica.updated(len(run.optimizers)):
             settled(run.world.local_world_size, frugal=read_wishes().frugal)
+        look_after_heap()
     return Update(learning_rate=rate, gain=gain, grad_norm=norm, skipped=skipped)
 
 
