@@ -11,7 +11,7 @@ from predict.examples_mesh import machines, meshed, transformer
 from tutti.errors import PlanError
 from tutti.predict import predict
 from tutti.predict.cuts import stages_of
-from tutti.predict.pipeline import ends, moments, most_held, order_of, play, shortened
+from tutti.predict.pipeline import ends, most_held, order_of, play, shortened
 from tutti.spec.model import ModelSpec, ModuleSpec
 from tutti.spec.plan import Pipeline, Plan
 from tutti.spec.schedule import COSTS, Action, needed_before, schedule, span
@@ -192,29 +192,3 @@ def test_blocks_too_heavy_for_equal_stages_are_taken_apart() -> None:
     costs = np.bincount(apart.stage, weights=[sum(op.flops_forward for op in m.ops) for m in model.modules])
     assert costs.max() < 1.3 * costs.mean()
     assert apart.sent.max() > whole.sent.max()  # and its residual passes by
-
-
-@pytest.mark.parametrize("count", [1, 4, 9])
-def test_messages_on_one_way_queue(count: int) -> None:
-    """By hand: forwards of 1 s, messages of 5 s. The first stage is done at once; its messages arrive one by one."""
-    seconds = np.zeros((4, 2, count))
-    seconds[0] = 1.0
-    order = order_of("gpipe", 2, 1, count)
-    _, ended = moments(order, seconds, np.full((1, count), 5.0))
-    second = [end for end, rank, kind in zip(ended, order.rank, order.kind, strict=True) if rank == 1 and kind == 0]
-    assert second == [1.0 + 5.0 * (microbatch + 1) + 1.0 for microbatch in range(count)]
-
-
-@pytest.mark.parametrize(("chunks", "shared"), [(1, False), (2, True)])
-def test_messages_of_several_boundaries_between_two_ranks_share_the_way(chunks: int, shared: bool) -> None:
-    """What goes from rank 0 to rank 1: forward over the first boundary, and, with two stages a rank, over the third,
-    and gradients over the second."""
-    order = order_of("interleaved" if chunks > 1 else "1f1b", 2, chunks, 4)
-    crossed = {(way, int(boundary)) for way, boundary in zip(order.way, order.crosses, strict=True) if way >= 0}
-    ahead = {boundary for way, boundary in crossed if way == 0 * 2 + 1}
-    back = {boundary for way, boundary in crossed if way == 1 * 2 + 0}
-    assert (ahead, back) == (({0, 1, 2}, {0, 1, 2}) if shared else ({0}, {0}))
-    assert sum(way < 0 for way in order.way) == sum(
-        (kind == 0 and stage == 2 * chunks - 1) or (kind == 1 and stage == 0)
-        for kind, stage in zip(order.kind, order.stage, strict=True)
-    )

@@ -1,7 +1,6 @@
 """A pipeline's time line: the schedule's actions one after another, with the real times of unequal stages.
 
-An action begins when its rank is free and what it needs has arrived. A message leaves when it has been made and the one
-before it on the same way, from one rank to another, has arrived; it arrives its own time after that.
+An action begins when its rank is free and what it needs has arrived; it arrives a message's time after it was made.
 Nothing is approximated but very long runs: a schedule becomes periodic, and what is beyond some periods is added
 period by period.
 """
@@ -37,8 +36,7 @@ _PUT_OFF = (0, 0, 1, -1)
 class Order:
     """A schedule's actions in an order in which each comes after what it needs. Of action i: its `rank`, `stage`,
     `microbatch` and `kind` (0 forward, 1 backward, 2 and 3 its halves for inputs and weights); `after`: the action
-    whose result it needs, -1 for none; `link`: the boundary between stages that the result crosses; `way`: the number
-    of the way between two ranks that its own result takes, -1 for none, and `crosses`: its boundary.
+    whose result it needs, -1 for none; `link`: the boundary between stages that the result crosses.
     """
 
     rank: tuple[int, ...]
@@ -47,8 +45,6 @@ class Order:
     microbatch: Places
     kind: Places
     link: Places
-    way: tuple[int, ...]
-    crosses: Places
 
 
 @lru_cache(maxsize=512)
@@ -79,7 +75,8 @@ def _regular(name: ScheduleName, ranks: int, count: int) -> Order:
     kind = np.repeat([0, 1], ranks * count)[order]
     stage, microbatch = np.tile(rank, 2)[order], np.tile(m, 2)[order]
     link = np.where(after < 0, 0, stage - 1 + kind)
-    return _order(stage, after, stage, microbatch, kind, link)
+    return Order(rank=tuple(stage.tolist()), after=tuple(after.tolist()), stage=stage, microbatch=microbatch, kind=kind,
+                 link=link)  # fmt: skip
 
 
 def _walked(orders: Orders, stages: int, count: int) -> Order:
@@ -107,25 +104,14 @@ def _walked(orders: Orders, stages: int, count: int) -> Order:
                 order.popleft()
         if len(rows) == before:
             raise PlanError("the pipeline's schedule deadlocks: no rank has an action that can begin")
-    return _order(*np.array(rows, dtype=np.intp).reshape(-1, 6).T)
-
-
-def _order(rank: Places, after: Places, stage: Places, microbatch: Places, kind: Places, link: Places) -> Order:
-    takers = np.flatnonzero(after >= 0)  # each result is taken once
-    makers, ranks = after[takers], int(rank.max(initial=0)) + 1
-    apart = rank[makers] != rank[takers]
-    way, crosses = np.full(len(rank), -1, dtype=np.intp), np.zeros(len(rank), dtype=np.intp)
-    way[makers] = np.where(apart, rank[makers] * ranks + rank[takers], -1)
-    crosses[makers] = link[takers]
+    columns = np.array(rows, dtype=np.intp).reshape(-1, 6).T
     return Order(
-        rank=tuple(rank.tolist()),
-        after=tuple(after.tolist()),
-        stage=stage,
-        microbatch=microbatch,
-        kind=kind,
-        link=link,
-        way=tuple(way.tolist()),
-        crosses=crosses,
+        rank=tuple(columns[0].tolist()),
+        after=tuple(columns[1].tolist()),
+        stage=columns[2],
+        microbatch=columns[3],
+        kind=columns[4],
+        link=columns[5],
     )
 
 
@@ -137,20 +123,16 @@ def play(order: Order, seconds: Array, message_s: Array) -> list[float]:
 def moments(order: Order, seconds: Array, message_s: Array) -> tuple[list[float], list[float]]:
     """(when each rank has ended, when each action has); shapes as in `play`."""
     ranks = max(order.rank) + 1
-    free, ended, arrived = [0.0] * ranks, [0.0] * len(order.rank), [0.0] * len(order.rank)
-    open_from = [0.0] * (ranks * ranks)
+    free, ended = [0.0] * ranks, [0.0] * len(order.rank)
     durations = seconds[order.kind, order.stage, order.microbatch].tolist()
-    messages = message_s[order.crosses, order.microbatch].tolist()
-    rows = zip(order.rank, order.after, order.way, durations, strict=True)
-    for at, (rank, after, way, lasts) in enumerate(rows):
+    messages = message_s[order.link, order.microbatch].tolist()
+    for at, (rank, after, lasts) in enumerate(zip(order.rank, order.after, durations, strict=True)):
         start = free[rank]
-        if after >= 0 and arrived[after] > start:
-            start = arrived[after]
-        end = start + lasts
-        free[rank] = ended[at] = arrived[at] = end
-        if way >= 0:
-            leaves = open_from[way]
-            open_from[way] = arrived[at] = (leaves if leaves > end else end) + messages[at]
+        if after >= 0:
+            arrived = ended[after] + messages[at]
+            if arrived > start:
+                start = arrived
+        free[rank] = ended[at] = start + lasts
     return free, ended
 
 
