@@ -105,6 +105,8 @@ def _initialise(place: Place, backend: str) -> None:
             world_size=place.world_size,
             timeout=timedelta(seconds=read_wishes().timeout_s),
         )
+        if backend == "gloo":
+            dist.barrier()  # a rank that ended now, refusing its plan, would break off how others still connect
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         reason = str(error).splitlines()[0]
         if "EADDRINUSE" in reason or "address already in use" in reason:
