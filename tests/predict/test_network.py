@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tutti.errors import SpecError
 from tutti.predict import network
+from tutti.predict.groups import Group, Span
 from tutti.predict.network import Link
 from tutti.spec.cluster import LinkSpec, faster
 
@@ -123,3 +124,21 @@ def test_flows_share_both_parts_of_a_link_that_bends() -> None:
     assert one.carry(8000, 8000) == pytest.approx(1000 / 1e9 + 7000 / 5e8, rel=1e-12)
     with pytest.raises(SpecError, match="one of large_nbytes and large_bandwidth_bytes_per_s"):
         dataclasses.replace(spec, large_nbytes=None)
+
+
+def test_no_exchange_is_quicker_than_the_wire_that_a_large_vector_sees() -> None:
+    """A connection of 1 Gbit/s whose bursts let small vectors through faster, as a lab's was measured."""
+    wire = LinkSpec(
+        tier="network",
+        latency_s=0.0,
+        bandwidth_bytes_per_s=1.7e8,
+        large_nbytes=2**21,
+        large_bandwidth_bytes_per_s=1.15e8,
+    )
+    link, nbytes = network.link_of(wire), 2.0**27
+    group = Group(span=Span(ranks=2, hosts=2, per_host=1, meeting=1, leaving=1), network=link)
+    least = nbytes / 1.25e8
+    assert network.message(link, nbytes) > least
+    assert group.pass_on(nbytes) > least
+    assert group.all_to_all(nbytes) > least / 2
+    assert group.all_reduce(nbytes) > least

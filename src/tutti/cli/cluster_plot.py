@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from tutti.cli.cluster_table import curves, rate_text, time_text
 from tutti.errors import SpecError
-from tutti.predict.network import link_of, ring_all_reduce
+from tutti.predict.network import link_of, message, ring_all_reduce
 from tutti.spec.cluster import ClusterSpec, DeviceSpec, LinkSpec
 
 COLOURS = {
@@ -106,7 +106,7 @@ def _fitted_s(link: LinkSpec, nbytes: float) -> float:
     one = link_of(link)
     if link.fitted_to == "all_reduce":
         return ring_all_reduce(one, nbytes, link.ranks)
-    return one.latency_s + one.carry(nbytes, nbytes)
+    return message(one, nbytes)
 
 
 def _nbytes_text(nbytes: float) -> str:

@@ -167,11 +167,11 @@ class Group:
         n, span = self.ranks, self.span
         if n == 1 or nbytes <= 0:
             return 0.0
-        inside = nbytes * (span.per_host - 1) / n / self.node.bandwidth_bytes_per_s if self.node else 0.0
+        inside = self.node.carry(nbytes * (span.per_host - 1) / n, nbytes) if self.node else 0.0
         if self.network is None:
             return (n - 1) * self.link.latency_s + inside
         away = nbytes * (n - span.per_host) / n
-        outside = away * span.per_host / self.network.bandwidth_bytes_per_s
+        outside = self.network.carry(away * span.per_host, nbytes)
         return (n - 1) * self.network.latency_s + max(inside, outside)
 
     def pass_on(self, nbytes: float) -> float:

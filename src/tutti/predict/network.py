@@ -2,7 +2,7 @@
 
 Formulas: Thakur, Rabenseifner and Gropp 2005; the pipelined tree as NCCL describes it. n ranks; S is the size of the
 whole vector. Additions are not charged separately: on the links measured here they are part of the fit. On links that
-were measured so, what lies beyond a size takes longer (sums on CPUs, where vectors outgrow caches).
+were measured so, what lies beyond a size takes longer (where vectors outgrow caches, or a limited connection's burst).
 """
 
 import math
@@ -27,7 +27,7 @@ class Link:
     core_s_per_nbyte: float | None = None
 
     def carry(self, sent: float, nbytes: float) -> float:
-        """Seconds that `sent` bytes take on the wire, of the sum of a vector of `nbytes`."""
+        """Seconds that `sent` bytes take on the wire, of the exchange of a vector of `nbytes`."""
         if nbytes <= self.large_nbytes:
             return sent / self.bandwidth_bytes_per_s
         beyond = 1.0 - self.large_nbytes / nbytes
@@ -56,8 +56,8 @@ def link_of(spec: LinkSpec, flows: float = 1.0) -> Link:
 
 
 def message(link: Link, nbytes: float) -> float:
-    """One message between two ranks, which nobody adds to anything."""
-    return link.latency_s + nbytes / link.bandwidth_bytes_per_s
+    """One message between two ranks."""
+    return link.latency_s + link.carry(nbytes, nbytes)
 
 
 def ring_all_reduce(link: Link, nbytes: float, ranks: int) -> float:

@@ -1,6 +1,7 @@
 """The step of one line of ranks: those that compute one share of the batch together, stage by stage."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,9 +10,10 @@ from tutti.predict import constants, pipeline
 from tutti.predict.counts import rank_samples
 from tutti.predict.cuts import Stages
 from tutti.predict.data import Feed, Load, most
-from tutti.predict.exchanges import Wires
+from tutti.predict.exchanges import Wires, each_of
 from tutti.predict.groups import seat_of_ranks
 from tutti.predict.layout import Region
+from tutti.predict.network import message
 from tutti.predict.overlap import TIERS, Taken
 from tutti.predict.passes import Passed, passed
 from tutti.predict.pipeline import Places
@@ -272,10 +274,9 @@ def _alone_s(setting: Setting, counts: NDArray[np.intp]) -> Array:
     stages, ranks = setting.stages, setting.plan.degree("stage")
     links = setting.wires.network.neighbours("stage")
     samples = counts / setting.plan.degree("context")  # each sends its part of the sequences
-    latency = np.array([links[stage % ranks].latency_s for stage in range(stages.count - 1)])
-    bandwidth = np.array([links[stage % ranks].bandwidth_bytes_per_s for stage in range(stages.count - 1)])
     nbytes = stages.sent[:, None] * samples + stages.fixed[:, None]
-    return np.where(nbytes > 0, latency[:, None] + nbytes / bandwidth[:, None], 0.0)
+    alone = [each_of(partial(message, links[stage % ranks]), row) for stage, row in enumerate(nbytes)]
+    return np.array(alone).reshape(nbytes.shape)
 
 
 def _last_message(setting: Setting, line: Line, place: int) -> Array:
