@@ -193,12 +193,27 @@ def test_bounds_of_memory_are_the_predictions_own_arithmetic(case: str) -> None:
     assert np.min(ratios) > 0.7
 
 
-@pytest.mark.parametrize("case", ["llama, grouped queries", "moe", "unet", "gpt on mixed devices"])
-def test_bounds_of_time_are_near(case: str) -> None:
-    """A bound says little when it is far below: of half of the plans it is at most a fifth below the prediction."""
+@pytest.mark.parametrize(
+    ("case", "alone", "staged"),
+    [
+        ("llama, grouped queries", 0.9, 0.9),
+        ("moe", 0.8, 0.9),
+        ("unet", 0.9, None),
+        ("gpt on mixed devices", 0.9, 0.6),  # a cut may be anywhere in a bound, and only between blocks in a plan
+    ],
+)
+def test_bounds_of_time_are_near(case: str, alone: float, staged: float | None) -> None:
+    """A bound says little when it is far below the prediction: how near it is for half of the plans, by whether they
+    have stages."""
     bounds, _, rows = rows_of(case, 60)
-    ratios = [bounds.step_s[row] / prediction.step_time_s.value for row, _, _, prediction in rows]
-    assert np.median(ratios) > 0.8
+    for stages, near in ((False, alone), (True, staged)):
+        ratios = [
+            bounds.step_s[row] / prediction.step_time_s.value
+            for row, _, intended, prediction in rows
+            if (intended.degree("stage") > 1) == stages
+        ]
+        assert bool(ratios) == (near is not None)
+        assert near is None or np.median(ratios) > near
 
 
 @settings(deadline=None, max_examples=150)
@@ -220,7 +235,7 @@ def test_what_places_hold_is_never_more_than_the_schedule_says(
     for rank in range(ranks):
         most, _ = most_held(intended, np.repeat(nbytes[:, None], count, axis=1), rank)
         assert float((often * nbytes.reshape(chunks, ranks))[:, rank].sum()) <= most * (1 + ROUNDING)
-    if chunks == 1 and name != "interleaved":
+    if chunks == 1:
         ones = np.ones((ranks, count))
         assert often[0].tolist() == [most_held(intended, ones, rank)[0] for rank in range(ranks)]
 

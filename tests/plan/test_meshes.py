@@ -62,7 +62,8 @@ def test_the_search_finds_what_trying_everything_finds(memory: int) -> None:
 
 @pytest.mark.parametrize("bandwidth", [1e8, 1e10])
 def test_every_schedule_is_tried(bandwidth: float) -> None:
-    """Against all schedules written out here: where messages are slow GPipe wins, which waits for the fewest."""
+    """Against all schedules written out here: where messages are slow that wins which has most microbatches under way
+    in both directions at once."""
     model = gpt(8)
     machines = cluster(gpu(), (link("node", 1e-3, bandwidth),), devices_per_node=4)
     steps = {
@@ -82,7 +83,8 @@ def test_every_schedule_is_tried(bandwidth: float) -> None:
     choice = choose(model, machines, ask(16, mesh={"stage": 4}))
     assert choice.prediction.step_time_s.value <= 1.02 * min(steps.values())
     if bandwidth == 1e8:
-        assert min(steps, key=lambda name: steps[name]) == choice.best.pipeline.schedule == "gpipe"
+        assert min(steps, key=lambda name: steps[name]) == "interleaved"
+        assert choice.best.pipeline == Pipeline(schedule="interleaved", stages_per_rank=1)
 
 
 def test_what_is_left_is_never_better_by_more_than_the_gap() -> None:

@@ -123,12 +123,12 @@ def test_axes_on_one_link_are_counted_together(model: ModelSpec, mesh: Any, per_
 
 
 def messages(mesh: Any, per_host: int, model: ModelSpec = LANGUAGE) -> tuple[Setting, Any, Any]:
-    """A step's setting, its messages (boundaries, microbatches), and the seconds of its links in forward."""
+    """A step's setting, seconds of its messages (boundaries, microbatches), and those of its links in forward."""
     plan = meshed(32, 4, mesh, pipeline=Pipeline(schedule="1f1b"))
     step = worked_out(model, machines(16, per_host), plan)
     known = passes_of(step.setting, step.lines[0])
     (one,) = known.values()
-    return step.setting, action_times(step.setting, step.lines[0], known)[1], one.waits.forward_link_s
+    return step.setting, action_times(step.setting, step.lines[0], known)[1].arrive_s, one.waits.forward_link_s
 
 
 def test_a_message_between_stages_meets_what_its_sender_exchanges() -> None:

@@ -11,7 +11,7 @@ from predict.examples_mesh import machines, meshed, transformer
 from tutti.errors import PlanError
 from tutti.predict import predict
 from tutti.predict.cuts import stages_of
-from tutti.predict.pipeline import ends, most_held, order_of, play, shortened
+from tutti.predict.pipeline import Messages, ends, moments, most_held, order_of, play, shortened
 from tutti.spec.model import ModelSpec, ModuleSpec
 from tutti.spec.plan import Pipeline, Plan
 from tutti.spec.schedule import COSTS, Action, needed_before, schedule, span
@@ -23,6 +23,14 @@ def pipe(name: Any, ranks: int, microbatches: int, chunks: int = 1) -> Plan:
     return meshed(256, microbatches, {"stage": ranks}, pipeline=Pipeline(schedule=name, stages_per_rank=chunks))
 
 
+def sent(seconds: Any, latency_s: float = 0.0) -> Messages:
+    return Messages(arrive_s=seconds, occupy_s=seconds - latency_s)
+
+
+def silent(boundaries: int, microbatches: int) -> Messages:
+    return sent(np.zeros((boundaries, microbatches)))
+
+
 def equal(stages: int, microbatches: int, backward: float = 2.0) -> Any:
     """Equal stages: a forward of 1, a backward of 2, halves of 1 each."""
     kinds = np.array([1.0, backward, backward / 2, backward / 2])
@@ -32,9 +40,7 @@ def equal(stages: int, microbatches: int, backward: float = 2.0) -> Any:
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 4), (4, 8), (8, 16), (4, 64), (3, 100)])
 def test_bubbles_of_gpipe_and_1f1b_are_those_of_the_papers(ranks: int, microbatches: int) -> None:
     for name in ("gpipe", "1f1b"):
-        end = max(
-            ends(pipe(name, ranks, microbatches), equal(ranks, microbatches), np.zeros((ranks - 1, microbatches)))
-        )
+        end = max(ends(pipe(name, ranks, microbatches), equal(ranks, microbatches), silent(ranks - 1, microbatches)))
         assert end / (3 * microbatches) - 1 == pytest.approx((ranks - 1) / microbatches)
 
 
@@ -42,14 +48,14 @@ def test_bubbles_of_gpipe_and_1f1b_are_those_of_the_papers(ranks: int, microbatc
 def test_interleaving_divides_the_bubble_by_the_chunks(ranks: int, chunks: int, microbatches: int) -> None:
     plan = pipe("interleaved", ranks, microbatches, chunks)
     seconds = equal(ranks * chunks, microbatches) / chunks
-    end = max(ends(plan, seconds, np.zeros((ranks * chunks - 1, microbatches))))
+    end = max(ends(plan, seconds, silent(ranks * chunks - 1, microbatches)))
     assert end / (3 * microbatches) - 1 == pytest.approx((ranks - 1) / (chunks * microbatches))
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8), (4, 64), (8, 24)])
 def test_zero_bubble_leaves_a_third_to_two(ranks: int, microbatches: int) -> None:
     plan = pipe("zero-bubble", ranks, microbatches)
-    end = max(ends(plan, equal(ranks, microbatches), np.zeros((ranks - 1, microbatches))))
+    end = max(ends(plan, equal(ranks, microbatches), silent(ranks - 1, microbatches)))
     bubble = (ranks - 1) / microbatches
     # with two stages the third of the paper (Qi et al. 2023), with more the runtime's order leaves somewhat more
     assert bubble / 3 - 1e-9 <= end / (3 * microbatches) - 1 <= (bubble / 3 + 1e-9 if ranks == 2 else 0.6 * bubble)
@@ -62,7 +68,7 @@ def test_equal_stages_take_what_the_runtimes_simulation_says(name: Any, chunks: 
         orders = schedule(name, ranks, chunks, microbatches)
         seconds = np.array([COSTS[kind] for kind in "FBIW"], dtype=float)
         everything = np.broadcast_to(seconds[:, None, None], (4, ranks * chunks, microbatches)).copy()
-        played = play(order_of(name, ranks, chunks, microbatches), everything, np.zeros((ranks * chunks, microbatches)))
+        played = play(order_of(name, ranks, chunks, microbatches), everything, silent(ranks * chunks, microbatches))
         assert max(played) == span(orders)
 
 
@@ -101,7 +107,7 @@ def test_long_runs_continue_as_if_played_out(kind: Any, ranks: int, more: int, d
     one = data.draw(st.lists(st.floats(0.8, 1.25), min_size=stages, max_size=stages))
     message = data.draw(st.floats(0.0, 0.5))
     seconds = equal(stages, count) * np.array(one)[None, :, None]
-    messages = np.full((stages - 1, count), message)
+    messages = sent(np.full((stages - 1, count), message))
     whole = play(order_of(name, ranks, chunks, count), seconds, messages)
     assert name == "zero-bubble" or shortened(name, count, ranks) < count
     assert ends(pipe(name, ranks, count, chunks), seconds, messages) == pytest.approx(whole, rel=0.02)
@@ -114,19 +120,19 @@ def test_slower_stages_and_links_never_end_sooner(kind: Any, ranks: int, count: 
     stages = ranks * chunks
     plan = pipe(name, ranks, count, chunks)
     seconds, messages = equal(stages, count), np.full((stages - 1, count), 0.1)
-    before = max(ends(plan, seconds, messages))
+    before = max(ends(plan, seconds, sent(messages)))
     slow = data.draw(st.integers(0, stages - 1))
     slower = seconds.copy()
     slower[:, slow] *= data.draw(st.floats(1.0, 3.0))
-    assert max(ends(plan, slower, messages)) >= before - 1e-9
-    assert max(ends(plan, seconds, 2 * messages)) >= before - 1e-9
+    assert max(ends(plan, slower, sent(messages))) >= before - 1e-9
+    assert max(ends(plan, seconds, sent(2 * messages))) >= before - 1e-9
 
 
 def test_a_message_arrives_after_its_time() -> None:
     seconds = equal(2, 1)
-    assert max(ends(pipe("1f1b", 2, 1), seconds, np.full((1, 1), 0.5))) == 2 * (1 + 2) + 2 * 0.5
+    assert max(ends(pipe("1f1b", 2, 1), seconds, sent(np.full((1, 1), 0.5)))) == 2 * (1 + 2) + 2 * 0.5
     # with more on their way, all but the first and the last message hide behind work
-    assert max(ends(pipe("gpipe", 2, 8), equal(2, 8), np.full((1, 8), 0.5))) == 9 + 18 + 2 * 0.5
+    assert max(ends(pipe("gpipe", 2, 8), equal(2, 8), sent(np.full((1, 8), 0.5)))) == 9 + 18 + 2 * 0.5
 
 
 def test_1f1b_holds_as_many_microbatches_as_stages_follow() -> None:
@@ -192,3 +198,39 @@ def test_blocks_too_heavy_for_equal_stages_are_taken_apart() -> None:
     costs = np.bincount(apart.stage, weights=[sum(op.flops_forward for op in m.ops) for m in model.modules])
     assert costs.max() < 1.3 * costs.mean()
     assert apart.sent.max() > whole.sent.max()  # and its residual passes by
+
+
+@pytest.mark.parametrize("count", [1, 4, 9])
+def test_messages_on_one_way_queue(count: int) -> None:
+    """By hand: forwards of 1 s, messages of 5 s. The first stage is done at once; its messages arrive one by one."""
+    seconds = np.zeros((4, 2, count))
+    seconds[0] = 1.0
+    order = order_of("gpipe", 2, 1, count)
+    _, ended = moments(order, seconds, sent(np.full((1, count), 5.0)))
+    second = [end for end, rank, kind in zip(ended, order.rank, order.kind, strict=True) if rank == 1 and kind == 0]
+    assert second == [1.0 + 5.0 * (microbatch + 1) + 1.0 for microbatch in range(count)]
+
+
+def test_a_queue_is_of_what_is_on_the_wire_not_of_latencies() -> None:
+    """By hand: forwards of 1 s, messages of 5 s of which 4 are latency. They arrive as fast as they are made."""
+    order = order_of("gpipe", 2, 1, 3)
+    seconds = np.zeros((4, 2, 3))
+    seconds[0, 0] = 1.0
+    _, ended = moments(order, seconds, sent(np.full((1, 3), 5.0), latency_s=4.0))
+    second = [end for end, rank, kind in zip(ended, order.rank, order.kind, strict=True) if rank == 1 and kind == 0]
+    assert second == [6.0, 7.0, 8.0]
+
+
+@pytest.mark.parametrize(("chunks", "shared"), [(1, False), (2, True)])
+def test_messages_of_several_boundaries_between_two_ranks_share_the_way(chunks: int, shared: bool) -> None:
+    """What goes from rank 0 to rank 1: forward over the first boundary, and, with two stages a rank, over the third,
+    and gradients over the second."""
+    order = order_of("interleaved" if chunks > 1 else "1f1b", 2, chunks, 4)
+    crossed = {(way, int(boundary)) for way, boundary in zip(order.way, order.crosses, strict=True) if way >= 0}
+    ahead = {boundary for way, boundary in crossed if way == 0 * 2 + 1}
+    back = {boundary for way, boundary in crossed if way == 1 * 2 + 0}
+    assert (ahead, back) == (({0, 1, 2}, {0, 1, 2}) if shared else ({0}, {0}))
+    assert sum(way < 0 for way in order.way) == sum(
+        (kind == 0 and stage == 2 * chunks - 1) or (kind == 1 and stage == 0)
+        for kind, stage in zip(order.kind, order.stage, strict=True)
+    )

@@ -27,8 +27,9 @@ OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "parameters")
 SMALL = 64
 """Up to so many ranks every degree is tried, beyond only powers of two, divisors of the batch and the most."""
 
-CHUNKS = (2, 3, 4, 6, 8)
-"""Stages per rank of interleaved schedules that are tried."""
+CHUNKS = (1, 2, 3, 4, 6, 8)
+"""Stages per rank of interleaved schedules that are tried. With one it is 1F1B with up to twice as many microbatches
+under way, which hides slow messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,12 +224,13 @@ def _shardings(limits: Limits, copies: int) -> list[tuple[int, int]]:
 
 
 def _pipelines(limits: Limits, stage: int) -> list[tuple[int, int]]:
-    """(schedule, stages per rank) of all that run. GPipe holds more than 1F1B, but waits less for slow messages."""
+    """(schedule, stages per rank) of all that run. GPipe and interleaved schedules hold more than 1F1B, but wait less for
+    slow messages."""
     if stage == 1:
         return [(0, 1)]
     own = limits.pipeline
     if own is not None:
         return [(SCHEDULES.index(own.schedule), own.stages_per_rank)]
     found = [(index, 1) for index, name in enumerate(SCHEDULES) if name != "interleaved"]
-    chunks = [many for many in CHUNKS if stage * many <= limits.blocks and limits.cuts == 0]
+    chunks = [many for many in CHUNKS if many == 1 or (stage * many <= limits.blocks and limits.cuts == 0)]
     return found + [(SCHEDULES.index("interleaved"), many) for many in chunks]

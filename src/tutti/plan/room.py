@@ -161,8 +161,8 @@ def at_most_held(schedule: ScheduleName, chunks: int, stage: int, count: int) ->
     places = np.arange(stage)
     if stage > 1 and schedule == "gpipe":
         back[:] = np.where(places < stage - 1, min(count, 2), 0)
-    elif stage > 1 and schedule == "1f1b" and chunks == 1:
-        more = count > stage - places  # after the first backward comes one more forward, else a backward
+    elif stage > 1 and schedule in ("1f1b", "interleaved") and chunks == 1:
+        more = count > often[0]  # after the first backward comes one more forward, else a backward
         back[:] = np.where(places < stage - 1, np.where(more | (count == 1), 1, 2), 0)
         on[:] = np.where(more & (places > 0), 1, 0)
     elif stage > 1 and schedule == "zero-bubble" and count >= stage:
@@ -185,7 +185,7 @@ def times_held(schedule: ScheduleName, chunks: int, stage: int, count: int) -> A
         return np.ones((chunks, 1))
     if schedule == "gpipe":
         return np.full((chunks, stage), float(count))
-    if chunks == 1:
+    if chunks == 1 and schedule != "interleaved":
         live = np.minimum(count, stage if schedule == "zero-bubble" else stage - places)
         return np.asarray(np.broadcast_to(live, (1, stage)), dtype=np.float64)
     group = min(count, stage)

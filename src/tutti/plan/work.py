@@ -81,8 +81,9 @@ class Work:
 
         For every place p of a pipeline a step lasts m t_p plus the times of the places before it and of the messages
         between, t_p being forward and backward: the first microbatch comes through them and the last one's gradient
-        goes back. The same holds for every single stage with all stages before it. With zero-bubble weight gradients
-        may come last, so that only forwards, or gradients of inputs, are sure to come before and after.
+        goes back. The same holds for every single stage with all stages before it, and for the way of its messages,
+        which carries one after another. With zero-bubble weight gradients may come last, so that only forwards, or
+        gradients of inputs, are sure to come before and after.
         """
         *rest, kind, again = key
         whole = tuple(rest)
@@ -99,7 +100,7 @@ class Work:
         (ahead, back), (adding, update, beside, summed) = sums[:2], sums[5:]
         backward = back + sums[2:5] + (count - 1) / count * adding  # (forms of recompute, stages)
         total = ahead + backward
-        message = self._messages(stage, chunks, inner[5] / inner[1], apart)
+        message, wire = self._messages(stage, chunks, inner[5] / inner[1], apart)
         own, waited = _on_place(total, stage), count * float(_on_place(beside, stage).max())
         lost = (total.sum(axis=1) - total.max(axis=1)) / chunks**2
         forms, late, found = np.arange(len(total)), np.array([not regions for regions in self.regions]), []
@@ -110,7 +111,9 @@ class Work:
             before = _before(np.where(halves, ahead + message, total + 2 * message))
             ends = count * own + before[:, :stage]
             last = ends.argmax(axis=1)
-            path = np.max(count * (ahead + inputs) + _before(ahead + inputs + 2 * message), axis=1)
+            once = ahead + inputs
+            path = np.max(count * once + _before(once + 2 * message), axis=1)
+            path = np.maximum(path, (once + 2 * message).sum(axis=1) + (count - 1) * wire.max())
             likely = count * own.max(axis=1) + (lost / 3 if kind == "zero-bubble" else lost) + waited
             least = ends[forms, last]
             columns = (
@@ -121,15 +124,17 @@ class Work:
             found.append([tuple(row) for row in np.stack(columns, axis=1).tolist()])
         return found
 
-    def _messages(self, stage: int, chunks: int, samples: float, apart: int) -> Array:
-        """(stages,): seconds at least of a message from each stage to the next; 0 from the last."""
+    def _messages(self, stage: int, chunks: int, samples: float, apart: int) -> tuple[Array, Array]:
+        """(stages,) each: seconds at least of a message from each stage to the next, 0 from the last, and those of them
+        in which it is on its way alone."""
         stages, tables = self.stages(stage, chunks), self._tables
-        result = np.zeros(stage * chunks)
+        message, wire = np.zeros(stage * chunks), np.zeros(stage * chunks)
         if stages is not None and stage > 1:
             latency, bandwidth = tables.apart if apart else tables.fastest
             nbytes = stages.sent * samples + stages.fixed
-            result[:-1] = np.where(nbytes > 0, latency + nbytes / bandwidth, 0.0)
-        return result
+            wire[:-1] = nbytes / bandwidth
+            message[:-1] = np.where(nbytes > 0, latency + wire[:-1], 0.0)
+        return message, wire
 
     def _stage_sums(self, key: tuple[int, ...]) -> Array | None:
         """(9, stages): forward, backward, what is computed again under each form, adding gradients, the update, what

@@ -1,6 +1,7 @@
 """A pipeline's time line: the schedule's actions one after another, with the real times of unequal stages.
 
-An action begins when its rank is free and what it needs has arrived; it arrives a message's time after it was made.
+An action begins when its rank is free and what it needs has arrived. A message leaves when it has been made and the one
+before it on the same way, from one rank to another, is on it whole; it arrives its own time after that.
 Nothing is approximated but very long runs: a schedule becomes periodic, and what is beyond some periods is added
 period by period.
 """
@@ -36,7 +37,8 @@ _PUT_OFF = (0, 0, 1, -1)
 class Order:
     """A schedule's actions in an order in which each comes after what it needs. Of action i: its `rank`, `stage`,
     `microbatch` and `kind` (0 forward, 1 backward, 2 and 3 its halves for inputs and weights); `after`: the action
-    whose result it needs, -1 for none; `link`: the boundary between stages that the result crosses.
+    whose result it needs, -1 for none; `link`: the boundary between stages that the result crosses; `way`: the number
+    of the way between two ranks that its own result takes, -1 for none, and `crosses`: its boundary.
     """
 
     rank: tuple[int, ...]
@@ -45,6 +47,8 @@ class Order:
     microbatch: Places
     kind: Places
     link: Places
+    way: tuple[int, ...]
+    crosses: Places
 
 
 @lru_cache(maxsize=512)
@@ -75,8 +79,7 @@ def _regular(name: ScheduleName, ranks: int, count: int) -> Order:
     kind = np.repeat([0, 1], ranks * count)[order]
     stage, microbatch = np.tile(rank, 2)[order], np.tile(m, 2)[order]
     link = np.where(after < 0, 0, stage - 1 + kind)
-    return Order(rank=tuple(stage.tolist()), after=tuple(after.tolist()), stage=stage, microbatch=microbatch, kind=kind,
-                 link=link)  # fmt: skip
+    return _order(stage, after, stage, microbatch, kind, link)
 
 
 def _walked(orders: Orders, stages: int, count: int) -> Order:
@@ -104,39 +107,67 @@ def _walked(orders: Orders, stages: int, count: int) -> Order:
                 order.popleft()
         if len(rows) == before:
             raise PlanError("the pipeline's schedule deadlocks: no rank has an action that can begin")
-    columns = np.array(rows, dtype=np.intp).reshape(-1, 6).T
+    return _order(*np.array(rows, dtype=np.intp).reshape(-1, 6).T)
+
+
+def _order(rank: Places, after: Places, stage: Places, microbatch: Places, kind: Places, link: Places) -> Order:
+    takers = np.flatnonzero(after >= 0)  # each result is taken once
+    makers, ranks = after[takers], int(rank.max(initial=0)) + 1
+    apart = rank[makers] != rank[takers]
+    way, crosses = np.full(len(rank), -1, dtype=np.intp), np.zeros(len(rank), dtype=np.intp)
+    way[makers] = np.where(apart, rank[makers] * ranks + rank[takers], -1)
+    crosses[makers] = link[takers]
     return Order(
-        rank=tuple(columns[0].tolist()),
-        after=tuple(columns[1].tolist()),
-        stage=columns[2],
-        microbatch=columns[3],
-        kind=columns[4],
-        link=columns[5],
+        rank=tuple(rank.tolist()),
+        after=tuple(after.tolist()),
+        stage=stage,
+        microbatch=microbatch,
+        kind=kind,
+        link=link,
+        way=tuple(way.tolist()),
+        crosses=crosses,
     )
 
 
-def play(order: Order, seconds: Array, message_s: Array) -> list[float]:
-    """When each rank has ended. `seconds`: (kinds, stages, microbatches); `message_s`: (boundaries, microbatches)."""
-    return moments(order, seconds, message_s)[0]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Messages:
+    """(boundaries, microbatches) each, in seconds. `arrive_s`: from when a message leaves until it has arrived;
+    `occupy_s`: until the next may leave on its way, which is less by the latency."""
+
+    arrive_s: Array
+    occupy_s: Array
+
+    def of(self, microbatches: Places | slice) -> "Messages":
+        return Messages(arrive_s=self.arrive_s[:, microbatches], occupy_s=self.occupy_s[:, microbatches])
 
 
-def moments(order: Order, seconds: Array, message_s: Array) -> tuple[list[float], list[float]]:
+def play(order: Order, seconds: Array, messages: Messages) -> list[float]:
+    """When each rank has ended. `seconds`: (kinds, stages, microbatches)."""
+    return moments(order, seconds, messages)[0]
+
+
+def moments(order: Order, seconds: Array, messages: Messages) -> tuple[list[float], list[float]]:
     """(when each rank has ended, when each action has); shapes as in `play`."""
     ranks = max(order.rank) + 1
-    free, ended = [0.0] * ranks, [0.0] * len(order.rank)
+    free, ended, arrived = [0.0] * ranks, [0.0] * len(order.rank), [0.0] * len(order.rank)
+    open_from = [0.0] * (ranks * ranks)
     durations = seconds[order.kind, order.stage, order.microbatch].tolist()
-    messages = message_s[order.link, order.microbatch].tolist()
-    for at, (rank, after, lasts) in enumerate(zip(order.rank, order.after, durations, strict=True)):
+    arrive = messages.arrive_s[order.crosses, order.microbatch].tolist()
+    occupy = messages.occupy_s[order.crosses, order.microbatch].tolist()
+    rows = zip(order.rank, order.after, order.way, durations, strict=True)
+    for at, (rank, after, way, lasts) in enumerate(rows):
         start = free[rank]
-        if after >= 0:
-            arrived = ended[after] + messages[at]
-            if arrived > start:
-                start = arrived
-        free[rank] = ended[at] = start + lasts
+        if after >= 0 and arrived[after] > start:
+            start = arrived[after]
+        end = start + lasts
+        free[rank] = ended[at] = arrived[at] = end
+        if way >= 0:
+            leaves = max(open_from[way], end)
+            open_from[way], arrived[at] = leaves + occupy[at], leaves + arrive[at]
     return free, ended
 
 
-def ends(plan: Plan, seconds: Array, message_s: Array) -> list[float]:
+def ends(plan: Plan, seconds: Array, messages: Messages) -> list[float]:
     """When each rank of the stage axis has done all its actions; shapes as in `play`, with all microbatches.
 
     Long runs of equal microbatches are played out for some periods, and continued at the last one's pace.
@@ -145,13 +176,13 @@ def ends(plan: Plan, seconds: Array, message_s: Array) -> list[float]:
     count = seconds.shape[2]
     played = shortened(pipeline.schedule, count, ranks)
     if played == count or not _equal(seconds):
-        return play(order_of(pipeline.schedule, ranks, pipeline.stages_per_rank, count), seconds, message_s)
+        return play(order_of(pipeline.schedule, ranks, pipeline.stages_per_rank, count), seconds, messages)
     early, late = (
         np.array(
             play(
                 order_of(pipeline.schedule, ranks, pipeline.stages_per_rank, some),
                 seconds[:, :, :some],
-                message_s[:, :some],
+                messages.of(slice(some)),
             )
         )
         for some in (played - ranks, played)

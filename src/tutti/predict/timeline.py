@@ -16,7 +16,7 @@ from tutti.predict.layout import Region
 from tutti.predict.network import message
 from tutti.predict.overlap import TIERS, Taken
 from tutti.predict.passes import Passed, passed
-from tutti.predict.pipeline import Places
+from tutti.predict.pipeline import Messages, Places
 from tutti.predict.placement import Seat
 from tutti.predict.table import Flags
 from tutti.predict.worker import Array, Worker, worker_at
@@ -232,8 +232,8 @@ def _pipelined(setting: Setting, line: Line, known: dict[tuple[int, int], Passed
     return ended, sent.tolist()
 
 
-def action_times(setting: Setting, line: Line, known: dict[tuple[int, int], Passed]) -> tuple[Array, Array]:
-    """Seconds of a line's actions, (kinds, stages, microbatches), and of messages, (boundaries, microbatches)."""
+def action_times(setting: Setting, line: Line, known: dict[tuple[int, int], Passed]) -> tuple[Array, Messages]:
+    """Seconds of a line's actions, (kinds, stages, microbatches), and its messages."""
     plan, stages = setting.plan, setting.stages
     ranks, counts = plan.degree("stage"), line.microbatches
     times: dict[int, Array] = {}
@@ -250,9 +250,9 @@ def action_times(setting: Setting, line: Line, known: dict[tuple[int, int], Pass
     return seconds, _messages(setting, line, known)
 
 
-def _messages(setting: Setting, line: Line, known: dict[tuple[int, int], Passed]) -> Array:
-    """(boundaries, microbatches): seconds of messages. One that meets on its link what the sender exchanges in its next
-    pass gets half of the link for so long: it takes longer by that, at most as long again."""
+def _messages(setting: Setting, line: Line, known: dict[tuple[int, int], Passed]) -> Messages:
+    """A message that meets on its link what the sender exchanges in its next pass gets half of the link for so long: it
+    takes longer by that, at most as long again."""
     stages, ranks = setting.stages, setting.plan.degree("stage")
     alone = _alone_s(setting, np.array(line.microbatches))
     away = np.array(setting.wires.network.apart("stage"), dtype=np.intp)
@@ -266,7 +266,10 @@ def _messages(setting: Setting, line: Line, known: dict[tuple[int, int], Passed]
         meets[count] = by_stage
     senders = np.arange(stages.count - 1)
     met = np.stack([meets[count][away[senders % ranks], senders] for count in line.microbatches], axis=1)
-    return alone + np.minimum(alone, met)
+    arrive = alone + np.minimum(alone, met)
+    links = setting.wires.network.neighbours("stage")
+    latency = np.array([links[sender % ranks].latency_s for sender in senders])
+    return Messages(arrive_s=arrive, occupy_s=np.maximum(0.0, arrive - latency[:, None]))
 
 
 def _alone_s(setting: Setting, counts: NDArray[np.intp]) -> Array:

@@ -256,7 +256,7 @@ def _staged(setting: Setting, line: Line) -> list[_Passes]:
     drawn = min(count, max(2 * ranks, MOST_DRAWN))
     picked = np.r_[0 : drawn // 2, count - (drawn - drawn // 2) : count]
     order = pipeline.order_of(plan.pipeline.schedule, ranks, plan.pipeline.stages_per_rank, drawn)
-    seconds, messages = seconds[:, :, picked], messages[:, picked]
+    seconds, messages = seconds[:, :, picked], messages.of(picked)
     free, moments = pipeline.moments(order, seconds, messages)
     middle = max(free) / 2 if drawn < count else float("inf")
     actions = _Actions(
@@ -264,7 +264,6 @@ def _staged(setting: Setting, line: Line) -> list[_Passes]:
         moments=moments,
         seconds=seconds[order.kind, order.stage, order.microbatch].tolist(),
         waits=_waits(setting, line, known)[:, :, picked][order.kind, order.stage, order.microbatch].tolist(),
-        messages=messages[order.link, order.microbatch].tolist(),
         names=[f"microbatch {index + 1} of {count}" for index in picked],
         stages_named=plan.pipeline.stages_per_rank > 1,
     )
@@ -295,14 +294,12 @@ def _waits(setting: Setting, line: Line, known: dict[tuple[int, int], Passed]) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Actions:
-    """A schedule that was played. By action: when it ended, seconds, those of exchanges, of the message it waits for;
-    `names` of microbatches."""
+    """A schedule that was played. By action: when it ended, seconds, those of exchanges; `names` of microbatches."""
 
     order: Order
     moments: list[float]
     seconds: list[float]
     waits: list[float]
-    messages: list[float]
     names: list[str]
     stages_named: bool
 
@@ -315,7 +312,8 @@ class _Actions:
             lasts, waits = self.seconds[at], min(self.waits[at], self.seconds[at])
             begins = self.moments[at] - lasts
             gap = max(0.0, begins - before)
-            sent = min(gap, self.messages[at]) if self.order.after[at] >= 0 else 0.0
+            after = self.order.after[at]
+            sent = min(gap, begins - self.moments[after]) if after >= 0 else 0.0  # under way, or in a queue
             moved = begins + late if begins >= middle else begins
             _add(bars, now, "bubble", moved - sent - now if gap > 0 or moved > begins else 0.0, "")
             _add(bars, moved - sent, "communication", sent, "message between stages")
