@@ -224,8 +224,8 @@ def _shardings(limits: Limits, copies: int) -> list[tuple[int, int]]:
 
 
 def _pipelines(limits: Limits, stage: int) -> list[tuple[int, int]]:
-    """(schedule, stages per rank) of all that run. GPipe and interleaved schedules hold more than 1F1B, but wait less for
-    slow messages."""
+    """(schedule, stages per rank) of all that run. GPipe and interleaved schedules hold more than 1F1B, but wait less
+    for slow messages."""
     if stage == 1:
         return [(0, 1)]
     own = limits.pipeline
