@@ -33,7 +33,8 @@ class Stages:
     """Where a model is cut. `stage`: of each module; `sent`: bytes of one sample that stage k sends to later ones on
     other ranks (to k + 1, where only what modules return is known), and `fixed` of a microbatch whatever its samples;
     `by_rank`: the same of what each rank sends in both passes, (2, ranks); `ties`: pairs (module, owner) that share
-    parameters over two ranks of the stage axis."""
+    parameters over two ranks of the stage axis; `followed`: (units, operator calls of the code between them) that every
+    rank follows on shapes for each microbatch."""
 
     count: int
     stage: NDArray[np.intp]
@@ -41,6 +42,7 @@ class Stages:
     fixed: Array
     by_rank: Array
     ties: tuple[tuple[int, int], ...]
+    followed: tuple[int, float]
 
 
 def stages_of(model: ModelSpec, plan: Plan) -> Stages:
@@ -54,13 +56,15 @@ def _stages(model: ModelSpec, ranks: int, stages_per_rank: int, cuts: tuple[str,
     if count == 1:
         stage = np.zeros(len(columns), dtype=np.intp)
         nothing = np.zeros(0)
-        return Stages(count=1, stage=stage, sent=nothing, fixed=nothing, by_rank=np.zeros((2, ranks)), ties=())
+        return Stages(count=1, stage=stage, sent=nothing, fixed=nothing, by_rank=np.zeros((2, ranks)), ties=(),
+                      followed=(0, 0.0))  # fmt: skip
     if cuts:
         first = _named(columns, cuts, count)
         stage = np.searchsorted(np.array(first), np.arange(len(columns)), side="right")
         sent = np.array([_last(columns.outputs[:begin]) for begin in first])
+        units = (*(unit.name for unit in _whole_units(model)), *cuts)
     else:
-        known, sent = _balanced(model, count)
+        known, sent, units = _balanced(model, count)
         stage = known.copy()
     own = np.array([not name for name in columns.names], dtype=np.bool_)
     stage[own] = count - 1  # the model's own operators: mostly the loss
@@ -80,7 +84,29 @@ def _stages(model: ModelSpec, ranks: int, stages_per_rank: int, cuts: tuple[str,
     else:
         for boundary, nbytes in enumerate(sent):
             by_rank[0, [boundary % ranks, (boundary + 1) % ranks]] += nbytes
-    return Stages(count=count, stage=stage, sent=sent, fixed=fixed, by_rank=by_rank, ties=ties)
+    return Stages(
+        count=count,
+        stage=stage,
+        sent=sent,
+        fixed=fixed,
+        by_rank=by_rank,
+        ties=ties,
+        followed=_followed(columns, units),
+    )
+
+
+def _followed(columns: ModelTable, units: tuple[str, ...]) -> tuple[int, float]:
+    """What a trace follows: calls of units, and the code of the modules that contain them, the model's own aside, which
+    is mostly the loss. Sequentials all the way are followed once: nothing but torch's code decides there."""
+    parts = [name.split(".") for name in units]
+    around = {".".join(path[:end]) for path in parts for end in range(1, len(path))} | {""}
+    own = [index for index, name in enumerate(columns.names) if name in around]
+    if all(columns.classes[index] == "Sequential" for index in own):
+        return 0, 0.0
+    ops = columns.ops
+    calls = np.bincount(ops.module, weights=ops.calls[ops.row], minlength=len(columns))
+    called = sum(name not in around and name.rpartition(".")[0] in around for name in columns.names)
+    return called, float(sum(calls[index] for index in own if columns.names[index]))
 
 
 def _last(outputs: Array) -> float:
@@ -102,8 +128,8 @@ class _Unit:
 
 
 @remembered(256)
-def _balanced(model: ModelSpec, count: int) -> tuple[NDArray[np.intp], Array]:
-    """(the stage of each module, bytes of a sample that each boundary passes on) of the automatic cut."""
+def _balanced(model: ModelSpec, count: int) -> tuple[NDArray[np.intp], Array, tuple[str, ...]]:
+    """(each module's stage, bytes of a sample that each boundary passes on, names of units) of the automatic cut."""
     columns, byte_flops = model_table(model), _byte_flops(model)
     units = _opened(columns, list(_whole_units(model)), count, byte_flops)
     counted = [place for place, unit in enumerate(units) if unit.cost > 0]
@@ -119,7 +145,7 @@ def _balanced(model: ModelSpec, count: int) -> tuple[NDArray[np.intp], Array]:
     outputs = np.array([unit.output for unit in units])
     sent = [_last(outputs[:begin]) for begin in first]
     passing = [units[begin].around if units[begin - 1].around else 0.0 for begin in first]
-    return stage, np.array(sent) + np.array(passing)
+    return stage, np.array(sent) + np.array(passing), tuple(unit.name for unit in units)
 
 
 def _byte_flops(model: ModelSpec) -> float:

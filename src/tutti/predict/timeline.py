@@ -173,13 +173,15 @@ def _own_work(setting: Setting, line: Line, stage: int, known: dict[tuple[int, i
     seat = max(line.seats[stage], key=total)
     forward_s = backward_s = waits_s = sent = 0.0
     limits = np.zeros(3)
+    followed = followed_s(setting, seat)
     for count, times in line.samples:
         one = known[seat, count]
-        forward_s += times * float(one.forward_s[own].sum())
+        forward_s += times * (float(one.forward_s[own].sum()) + followed)
         backward_s += times * float(one.backward_s[own].sum())
         waits_s += times * float((one.waits.forward_s + one.waits.backward_s)[own].sum())
         sent += times * float((one.waits.forward_nbytes + one.waits.backward_nbytes)[own].sum())
         limits += times * one.limits[:, own].sum(axis=1)
+        limits[2] += times * followed
     last = known[seat, line.samples[-1][0]]
     worker, kind = setting.workers[seat], setting.seats[seat].device.kind
     traffic_s, calls_s = _update_s(setting, worker, own, kind)
@@ -301,9 +303,20 @@ def stage_seconds(setting: Setting, one: Passed, seat: int) -> Array:
     added = 3 * columns.gradients * setting.wires.division.weight / worker.bandwidth_bytes_per_s * worker.slowdown
     m = plan.batch.num_microbatches
     back = back + (m - 1) / m * np.bincount(stages.stage, weights=added, minlength=count)
+    ahead = ahead + np.where(np.arange(count) < plan.degree("stage"), followed_s(setting, seat), 0.0)
     if any(rule.recompute for rule in plan.layout):  # backward is not taken apart then
         return np.array([ahead, back, back, np.zeros(count)])
     return np.array([ahead, back, back / 2, back / 2])
+
+
+def followed_s(setting: Setting, seat: int) -> float:
+    """Seconds in which a rank on a CPU follows the model on shapes, to know what its stages do with a microbatch."""
+    units, calls = setting.stages.followed
+    if setting.seats[seat].device.kind != "cpu":
+        return 0.0
+    worker = setting.workers[seat]
+    bare = constants.FOLLOWED_UNIT * units + constants.FOLLOWED_CALL * calls
+    return bare * worker.kernel_overhead_s * worker.slowdown
 
 
 def ties_s(setting: Setting) -> float:

@@ -52,7 +52,9 @@ took 30 to 40 % longer than a line through smaller sizes says), and nothing smal
 
 
 def fit_bent(points: Sequence[LinkPoint], *, transfer: Transfer, ranks: int) -> AlphaBeta:
-    """As `fit_link`, but with a line that bends upwards at the best of the sizes measured, where one does."""
+    """As `fit_link`, but with a line that bends upwards at the best of the sizes measured, where one does, and none on
+    which the largest size is much quicker than it was.
+    """
     nbytes = np.array([point.nbytes for point in points], dtype=np.float64)
     times = np.array([point.time_s for point in points], dtype=np.float64)
     steps = 2 * (ranks - 1) if transfer == "all_reduce" else 1
@@ -68,7 +70,21 @@ def fit_bent(points: Sequence[LinkPoint], *, transfer: Transfer, ranks: int) -> 
                 large_nbytes=int(knee),
                 large_bandwidth_bytes_per_s=part / (slope + more),
             )
+    slowest = float(np.max(times[nbytes == np.max(nbytes)]))
+    if best.large_nbytes is None and steps * best.latency_s + part * np.max(nbytes) / best.bandwidth_bytes_per_s < (
+        slowest / BEND_BY
+    ):
+        return _through_ends(nbytes, times, steps, part)
     return best
+
+
+def _through_ends(x: NDArray[np.float64], t: NDArray[np.float64], steps: int, part: float) -> AlphaBeta:
+    """The line from the quickest time to that of the largest size. A limited connection lets short bursts pass at once:
+    of small vectors alone they are no measure of what it carries in a row."""
+    start, largest = float(np.min(t)), float(np.max(x))
+    slope = (float(np.max(t[x == largest])) - start) / largest
+    residual = float(np.sqrt(np.mean(((start + slope * x) / t - 1.0) ** 2)))
+    return AlphaBeta(latency_s=start / steps, bandwidth_bytes_per_s=part / slope, residual=residual)
 
 
 def _bent(x: NDArray[np.float64], t: NDArray[np.float64], knee: float) -> tuple[float, float, float, float]:
