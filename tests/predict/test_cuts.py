@@ -5,6 +5,16 @@ from collections import OrderedDict
 import pytest
 import torch
 from torch import nn
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from predict.examples import cluster, cpu, link
 from tutti.describe import describe_model
@@ -19,7 +29,7 @@ from tutti.runtime.stage.place import place
 from tutti.spec.model import ModelSpec
 from tutti.spec.plan import BatchPlan, Plan
 
-BATCH = 4
+BATCH, TOKENS = 4, 16
 
 
 def volumes(*, named: bool = True) -> nn.Module:
@@ -57,6 +67,41 @@ def test_stages_begin_and_send_as_the_runtime_s(count: int, named: bool) -> None
     outlines = [[program.outlines[key] for key in some[at + 1]] for at, some in enumerate(sends)]
     nbytes = [sum(torch.Size(one.shape).numel() * one.dtype.itemsize for one in some) / BATCH for some in outlines]
     assert foreseen.sent.tolist() == nbytes
+
+
+def transformers_of_six() -> dict[str, nn.Module]:
+    """Of the kinds whose attention and elementwise work weigh most beside their layers: small, so that they do."""
+    words = {"vocab_size": 99, "num_attention_heads": 4, "max_position_embeddings": TOKENS}
+    wide = {"hidden_size": 32, "num_hidden_layers": 6}
+    t5 = T5Config(vocab_size=99, d_model=32, d_kv=8, d_ff=64, num_layers=3, num_heads=4, pad_token_id=0)
+    t5.decoder_start_token_id = 0
+    gpt2 = GPT2Config(vocab_size=99, n_embd=32, n_layer=6, n_head=2, n_positions=TOKENS, bos_token_id=1, eos_token_id=1)
+    return {
+        "llama": LlamaForCausalLM(LlamaConfig(**words, **wide, intermediate_size=88, num_key_value_heads=2)),
+        "bert": BertForMaskedLM(BertConfig(**words, **wide, intermediate_size=64)),
+        "gpt2": GPT2LMHeadModel(gpt2),
+        "t5": T5ForConditionalGeneration(t5),
+    }
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "gpt2", "t5"])
+def test_transformers_are_cut_where_the_runtime_does(name: str) -> None:
+    model = transformers_of_six()[name]
+    words = torch.ones(BATCH, TOKENS, dtype=torch.long)
+    batch = {"input_ids": words, "labels": words}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    spec = describe_model(model, (), batch, None, lambda output, _: output.loss, optimizer, samples=BATCH)
+    worked = [module.name for module in spec.modules if module.ops and module.name]
+    for count in (2, 3, 4):
+        plan = Plan(batch=BatchPlan(global_batch_size=BATCH), mesh={"stage": count})
+        foreseen = stages_of(spec, plan).stage
+        with _fake_world(0, count):
+            found = cut_stages(model, plan, Layout.of(model, Mesh(plan.mesh, 0)), lambda: ((), batch))
+        assert found is not None
+        stage = {module.name: int(at) for module, at in zip(spec.modules, foreseen, strict=True)}
+        first = [next(name for name in worked if stage[name] == at) for at in range(1, count)]
+        for mine, (unit, _) in zip(first, found.starts, strict=True):
+            assert mine == unit or mine.startswith(f"{unit}.")
 
 
 def test_a_container_is_no_stage() -> None:

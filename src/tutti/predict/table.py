@@ -58,7 +58,7 @@ class ModelTable:
     `unit`: the part of the model, in order of execution, that a pipeline stage or a unit of sharding keeps together;
     0 is what lies before the first, the model's own among it. `block`: whether the module is in a repeated block.
     `owner`: whose parameters a tied module shares, -1 for none.
-    `flops`: of forward; `sample_flops`: of a sample's both passes; `tokens`: in a
+    `flops`: of forward's matrix operators; `sample_flops`: of a sample's both passes; `tokens`: in a
     sample, 0 where it is not of tokens; `summed`, `gathered`: what the split axis does with
     a divided module's output; `inputs`: of those whose gradient is wanted; `halo`: bytes across one cut through each
     spatial dim, (modules, 3). `linear`: bytes of the input of a linear layer that `table` can divide; `first`:
@@ -153,7 +153,7 @@ def model_table(model: ModelSpec) -> ModelTable:
         block=np.array([block >= 0 for block in blocks], dtype=np.bool_),
         owner=np.array([place.get(module.tied_to or "\0", -1) for module in modules], dtype=np.intp),
         flow=flow_table(modules, place),
-        flops=column(lambda module: sum(op.flops_forward for op in module.ops)),
+        flops=column(lambda module: sum(op.flops_forward for op in module.ops if op.kind in constants.MATRIX_KINDS)),
         sample_flops=model.flops_forward + model.flops_backward,
         tokens=model.tokens_per_sample,
     )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from tutti.errors import PlanError, TuttiError
 from tutti.runtime.stage.around import tensor_attributes
@@ -26,8 +26,18 @@ READS = frozenset(
 
 _SIMPLE = (int, float, str, bool, type(None), torch.dtype, torch.device, torch.Size, enum.Enum, slice)
 
+Shape = tuple[int, ...]
+
 MEMORY_FLOPS = 10
 """What one value of a result is taken to cost beside the operations counted: small modules are not free."""
+
+
+def _attention_flops(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
+
+
+COUNTED_TOO = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
+"""Attention as CPUs do it, which torch's counter leaves out: transformers would be cut by their layers alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +125,7 @@ class Shapes:
 
     def _run(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, float]:
         """What the module returns on shapes, and its FLOPs where they are counted."""
-        counter = FlopCounterMode(display=False)
+        counter = FlopCounterMode(display=False, custom_mapping=COUNTED_TOO)
         call = of_experts if id(module) in self._stand_ins.stacked else module._call_impl
         try:
             with self._stand_ins.hooks_in_place(module), counter if self.counting else nullcontext():
