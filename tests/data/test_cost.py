@@ -143,4 +143,10 @@ def test_time_that_a_hypervisor_took_is_no_waiting(monkeypatch: pytest.MonkeyPat
     before = cost.stolen_s()
     first = reading()
     monkeypatch.setattr(cost, "stolen_s", lambda: before + 1000.0)
-    assert reading().since(first).wall_s < -900
+    assert reading().since(first).stolen_s == pytest.approx(1000.0)
+
+
+@pytest.mark.parametrize(("stolen_s", "lasted_s"), [(0.0, 5.0), (0.5, 4.5), (2.0, 3.0), (9.0, 3.0)])
+def test_what_is_stolen_while_it_waits_shortens_no_waiting(stolen_s: float, lasted_s: float) -> None:
+    """Of 5 s it had a core for 2: no more than those can have been lengthened, whatever other cores lost."""
+    assert Reading(5.0, 2.0, 0.0, stolen_s).undisturbed_s == lasted_s

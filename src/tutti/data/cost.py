@@ -21,15 +21,22 @@ _FEWEST, _MOST = 4, 1024
 
 
 class Reading(NamedTuple):
-    """What has passed until now: seconds, but for those in which it waited for a core or a hypervisor gave any to other
-    machines; seconds of this process' cores; bytes that it asked the system to read."""
+    """What has passed until now: seconds, but for those in which it waited for a core; seconds of this process' cores;
+    bytes that it asked the system to read; seconds of any cores that a hypervisor gave to other machines."""
 
     wall_s: float
     core_s: float
     nbytes: float
+    stolen_s: float = 0.0
 
     def since(self, before: "Reading") -> "Reading":
         return Reading(*(now - then for now, then in zip(self, before, strict=True)))
+
+    @property
+    def undisturbed_s(self) -> float:
+        """How long it would have taken on a machine of its own. What is stolen while it waits lengthens nothing, so at
+        most as much was taken from it as it had of cores."""
+        return self.wall_s - min(self.stolen_s, self.core_s)
 
 
 def reading() -> Reading:
@@ -42,7 +49,8 @@ def reading() -> Reading:
         queued_s = 1e-9 * int(Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1])
     except (OSError, ValueError, IndexError):
         queued_s = 0.0
-    return Reading(time.perf_counter() - queued_s - stolen_s(), time.process_time(), getattr(counters, "read_chars", 0))
+    nbytes = getattr(counters, "read_chars", 0)
+    return Reading(time.perf_counter() - queued_s, time.process_time(), nbytes, stolen_s())
 
 
 def measure_loading(source: Source, seed: int, read: Callable[[], Reading] = reading) -> Loading | None:
@@ -65,7 +73,7 @@ def measure_loading(source: Source, seed: int, read: Callable[[], Reading] = rea
     count, cost = found
     return Loading(
         core_s=cost.core_s / count,
-        wait_s=max(0.0, cost.wall_s - cost.core_s) / count,
+        wait_s=max(0.0, cost.undisturbed_s - cost.core_s) / count,
         stored_nbytes=max(0.0, cost.nbytes) / count,
         workers=int(source.options.get("num_workers") or 0),
         stream=source.is_stream,
@@ -85,9 +93,9 @@ def _measured(load: Callable[[int], int], read: Callable[[], Reading]) -> tuple[
             return None
         cost = first
         if first.wall_s < _LONGEST_S:
-            cost = min((_once(load, wanted, read)[1] for _ in range(2)), key=lambda one: one.wall_s)
+            cost = min((_once(load, wanted, read)[1] for _ in range(2)), key=lambda one: one.undisturbed_s)
         spent_s = read().since(began).wall_s
-        timed = wanted >= _FEWEST and cost.wall_s >= _ENOUGH_S
+        timed = wanted >= _FEWEST and cost.undisturbed_s >= _ENOUGH_S
         if timed or count < wanted or wanted >= _MOST or spent_s >= _LONGEST_S:
             return count, cost._replace(nbytes=cost.nbytes - asked)
         wanted *= 4
