@@ -16,7 +16,7 @@ from tutti.errors import PlanError
 from tutti.plan.bounds import Bounds, shape_bounds, variant_bounds
 from tutti.plan.build import plan_of
 from tutti.plan.choice import Request
-from tutti.plan.enumerate import shapes, variants
+from tutti.plan.enumerate import CHUNKS, shapes, variants
 from tutti.plan.limits import limits_of
 from tutti.plan.mixed import improved
 from tutti.plan.room import Room, times_held
@@ -193,6 +193,16 @@ def test_bounds_of_memory_are_the_predictions_own_arithmetic(case: str) -> None:
     assert np.min(ratios) > 0.7
 
 
+@pytest.mark.parametrize("case", ["llama, grouped queries", "moe", "unet", "gpt on mixed devices"])
+def test_bounds_of_time_are_near(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bound says little when it is far below: of half of the plans it is at most a fifth below the prediction. With
+    interleaved schedules of one stage a rank more plans have stages, and on mixed devices it is no longer half."""
+    monkeypatch.setattr("tutti.plan.enumerate.CHUNKS", CHUNKS[1:])
+    bounds, _, rows = rows_of(case, 60)
+    ratios = [bounds.step_s[row] / prediction.step_time_s.value for row, _, _, prediction in rows]
+    assert np.median(ratios) > 0.8
+
+
 @pytest.mark.parametrize(
     ("case", "alone", "staged"),
     [
@@ -202,7 +212,7 @@ def test_bounds_of_memory_are_the_predictions_own_arithmetic(case: str) -> None:
         ("gpt on mixed devices", 0.9, 0.6),  # a cut may be anywhere in a bound, and only between blocks in a plan
     ],
 )
-def test_bounds_of_time_are_near(case: str, alone: float, staged: float | None) -> None:
+def test_bounds_of_time_are_near_with_stages_and_without(case: str, alone: float, staged: float | None) -> None:
     """A bound says little when it is far below the prediction: how near it is for half of the plans, by whether they
     have stages."""
     bounds, _, rows = rows_of(case, 60)

@@ -91,7 +91,7 @@ def test_orders_are_the_runtimes_and_every_action_comes_after_what_it_needs(
         across = [one for one in needed if actions[one].stage != action.stage]
         assert ([after] if after >= 0 else []) == across
         if across:
-            assert order.link[at] == min(action.stage, actions[after].stage)
+            assert order.crosses[after] == min(action.stage, actions[after].stage)
 
 
 @settings(deadline=None, max_examples=60)

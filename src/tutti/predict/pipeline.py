@@ -37,8 +37,8 @@ _PUT_OFF = (0, 0, 1, -1)
 class Order:
     """A schedule's actions in an order in which each comes after what it needs. Of action i: its `rank`, `stage`,
     `microbatch` and `kind` (0 forward, 1 backward, 2 and 3 its halves for inputs and weights); `after`: the action
-    whose result it needs, -1 for none; `link`: the boundary between stages that the result crosses; `way`: the number
-    of the way between two ranks that its own result takes, -1 for none, and `crosses`: its boundary.
+    whose result it needs, -1 for none; `way`: the number of the way between two ranks that its own result takes, -1 for
+    none; `crosses`: the boundary between stages that this result crosses.
     """
 
     rank: tuple[int, ...]
@@ -46,7 +46,6 @@ class Order:
     stage: Places
     microbatch: Places
     kind: Places
-    link: Places
     way: tuple[int, ...]
     crosses: Places
 
@@ -111,6 +110,7 @@ def _walked(orders: Orders, stages: int, count: int) -> Order:
 
 
 def _order(rank: Places, after: Places, stage: Places, microbatch: Places, kind: Places, link: Places) -> Order:
+    """`link`: the boundary that what each action needs has crossed."""
     takers = np.flatnonzero(after >= 0)  # each result is taken once
     makers, ranks = after[takers], int(rank.max(initial=0)) + 1
     apart = rank[makers] != rank[takers]
@@ -123,7 +123,6 @@ def _order(rank: Places, after: Places, stage: Places, microbatch: Places, kind:
         stage=stage,
         microbatch=microbatch,
         kind=kind,
-        link=link,
         way=tuple(way.tolist()),
         crosses=crosses,
     )
