@@ -113,6 +113,13 @@ def test_long_runs_continue_as_if_played_out(kind: Any, ranks: int, more: int, d
     assert ends(pipe(name, ranks, count, chunks), seconds, messages) == pytest.approx(whole, rel=0.02)
 
 
+def test_a_long_run_whose_microbatches_take_turns_is_continued_so() -> None:
+    """Three ranks whose period is of two microbatches, 3.75 s and 4.75 s."""
+    seconds = equal(3, 33) * np.array([1.25, 1.25, 0.875])[None, :, None]
+    messages = sent(np.full((2, 33), 0.5))
+    assert ends(pipe("1f1b", 3, 33), seconds, messages) == pytest.approx([147.0, 144.0, 141.0])
+
+
 @settings(deadline=None, max_examples=60)
 @given(kind=st.sampled_from(SCHEDULES), ranks=st.integers(2, 4), count=st.integers(1, 40), data=st.data())
 def test_slower_stages_and_links_never_end_sooner(kind: Any, ranks: int, count: int, data: Any) -> None:

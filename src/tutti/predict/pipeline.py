@@ -184,9 +184,9 @@ def ends(plan: Plan, seconds: Array, messages: Messages) -> list[float]:
                 messages.of(slice(some)),
             )
         )
-        for some in (played - ranks, played)
+        for some in (played - 2 * ranks, played)
     )
-    pace = (late - early) / ranks
+    pace = (late - early) / (2 * ranks)  # 1F1B may take turns of two microbatches, whatever the ranks
     if pipeline.schedule != "gpipe":  # forward and backward take turns: not quicker than the busiest rank for long
         work = _work(pipeline.schedule, seconds[:, :, 0])
         pace = np.maximum(pace, max(work[rank::ranks].sum() for rank in range(ranks)))
@@ -208,7 +208,7 @@ def shortened(name: ScheduleName, microbatches: int, ranks: int) -> int:
         most = max(most, MOST_PUT_OFF // ranks)
     if microbatches <= most:
         return microbatches
-    return most - 2 * ranks + (microbatches - most) % ranks
+    return most - 2 * ranks + (microbatches - most) % (2 * ranks)
 
 
 def _equal(seconds: Array) -> bool:
