@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tutti.collectives import make_desk
+from tutti.collectives.network_threads import defer_network_threads
 from tutti.data.cost import measure_loading
 from tutti.data.fingerprint import describe_data
 from tutti.data.loader import ShareLoader, first_samples
@@ -123,6 +124,7 @@ def make_run(session: Session, given: Given) -> Run:
     )
     _write_header(run, session, _resume(run, session.resume or session.wishes.resume, given.weights))
     _start_row(run, session)
+    defer_network_threads()
     run.observer.prepared(run)
     return run
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from tutti.collectives.network_threads import defer_network_threads
 from tutti.errors import LaunchError
 from tutti.runtime.env import Place, read_place, read_wishes
 
@@ -107,6 +108,7 @@ def _initialise(place: Place, backend: str) -> None:
         )
         if backend == "gloo":
             dist.barrier()  # a rank that ended now, refusing its plan, would break off how others still connect
+            defer_network_threads()
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         reason = str(error).splitlines()[0]
         if "EADDRINUSE" in reason or "address already in use" in reason:

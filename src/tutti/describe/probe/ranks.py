@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from tutti.collectives.network_threads import defer_network_threads
 from tutti.describe.probe import codes, disk, gemm, host, kinds, links, memory, weights
 from tutti.describe.probe.assemble import assemble
 from tutti.describe.probe.effort import Effort
@@ -34,6 +35,7 @@ def measure_ranks(device: torch.device, effort: Effort, *, folder: Path, say: Sa
     told what is being measured.
     """
     control = dist.new_group(backend="gloo")
+    defer_network_threads()
     facts = _gather(control, _facts(device))
     hosts = by_host(facts)
     mine = hosts[facts[dist.get_rank()].host.name]
@@ -172,4 +174,5 @@ def _network_links(hosts: dict[str, list[int]], device: torch.device, effort: Ef
 def _party(ranks: list[int], device: torch.device) -> Party:
     backend = "nccl" if device.type == "cuda" else "gloo"
     group = dist.new_group(ranks, backend=backend)
+    defer_network_threads()
     return Party(group=group, ranks=tuple(ranks), device=device, backend=backend)
