@@ -1,8 +1,9 @@
 """Every plan of 2 and 4 ranks measured between two hosts of a lab, beside what was predicted and chosen. Needs root.
 
-For each limit of the links the cluster is probed as a user would, plans are predicted and one is chosen; then every
-plan runs for a few steps. Regret: how much longer than the best measured plan the chosen one takes. What is measured is
-kept plan by plan: --resume goes on with a run that was interrupted. A plan that fails is a row that says why.
+For each limit of the links and each model the cluster is probed as a user would, plans are predicted and one is chosen;
+then every plan runs for a few steps. Regret: how much longer than the best measured plan the chosen one takes. What is
+measured is kept plan by plan: --resume goes on with a run that was interrupted. A plan that fails is a row that says
+why.
 """
 
 import json
@@ -73,12 +74,12 @@ def measure(sizes: Sizes, *, resume: bool = False) -> dict[str, Any]:
     clusters, cases = {}, []
     for rate in sizes.rates:
         for ranks in map(int, sizes.ranks):
-            words = f"{rate}, {ranks} ranks"
-            with Lab(HOSTS, rates=rate, ranks_per_host=ranks // HOSTS) as lab, tempfile.TemporaryDirectory() as folder:
-                clusters[words] = cluster = probe(lab, Path(folder), journal, words, sizes)
+            with Lab(HOSTS, rates=rate, ranks_per_host=ranks // HOSTS) as lab, tempfile.TemporaryDirectory() as scratch:
                 for name, (model, script) in described.items():
+                    words, folder = case_words(rate, ranks, name), Path(scratch) / name
+                    clusters[words] = cluster = probe(lab, folder, journal, words, sizes)
                     case = Case(rate=rate, ranks=ranks, workload=name, model=model, script=script, cluster=cluster)
-                    cases.append(run_case(case, lab, Path(folder) / name, sizes, journal))
+                    cases.append(run_case(case, lab, folder, sizes, journal))
                     say(f"{say_case(cases[-1])} ({time.monotonic() - begun:.0f} s)")
     return {
         "hosts": HOSTS,
@@ -97,6 +98,10 @@ def say(words: str) -> None:
     print(words, file=sys.stderr, flush=True)
 
 
+def case_words(rate: str, ranks: int, workload: str) -> str:
+    return f"{rate}, {ranks} ranks, {workload}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """One limit, number of ranks and model. `script`: the plan that its script implies on one device."""
@@ -110,7 +115,7 @@ class Case:
 
     @property
     def words(self) -> str:
-        return f"{self.rate}, {self.ranks} ranks, {self.workload}"
+        return case_words(self.rate, self.ranks, self.workload)
 
 
 # What is predicted and chosen
@@ -123,10 +128,12 @@ def describe(name: str) -> tuple[ModelSpec, Plan]:
 
 
 def probe(lab: Lab, folder: Path, journal: Journal, words: str, sizes: Sizes) -> ClusterSpec:
-    """The lab as `tutti probe` measures it from all its ranks, or as it was measured before an interruption."""
+    """The lab as `tutti probe` measures it from all its ranks before each case (a machine may change its pace in the
+    course of minutes), or as it was measured before an interruption."""
     kept = journal.cluster(words)
     if kept is not None:
         return kept
+    folder.mkdir()
     found = []
     while len(found) < PROBES and not (found and steadiness(found[-1]) > STEADY):
         say(f"{words}: probing")
@@ -246,7 +253,7 @@ def measure_plans(
 ) -> dict[str, dict[str, Any]]:
     """What became of each plan: its steps' seconds, why tutti refuses it, or how it failed. Where the ranks end before
     all plans have had their turn, the others go on with new ranks."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     launches = fruitless = 0
     error: str | None = None
     while True:
