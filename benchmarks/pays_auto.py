@@ -14,10 +14,10 @@ from tutti.lab import Lab
 from tutti.plan import Request
 from tutti.spec import codec
 from tutti.spec.cluster import ClusterSpec
-from tutti.spec.compression import compression_in_words, parse_compression
+from tutti.spec.compression import parse_compression
 from tutti.spec.mesh_words import mesh_in_words
 from tutti.spec.plan import Plan
-from tutti.spec.sync_words import parse_sync, sync_in_words, with_mode
+from tutti.spec.sync_words import parse_sync, way_in_words, with_mode
 
 SCRIPT = Path(__file__).with_name("pays_rank.py")
 DIAL = "relaxed"
@@ -60,7 +60,7 @@ def name_of(plan: Plan, script: Plan, hosts: int) -> str:
     for method in METHODS.values():
         if method.side == "tutti" and alike(plan, by_hand(method.name, script, hosts)):
             return method.name
-    way = sync_in_words(plan.sync) if plan.sync.compress is None else compression_in_words(plan.sync.compress)
+    way = way_in_words(plan.sync) or plan.sync.mode
     slices = plan.batch.num_microbatches
     return f"tutti {mesh_in_words(plan.mesh)}, {way}" + (f", {slices} microbatches" if slices > 1 else "")
 

@@ -15,7 +15,7 @@ from tutti.spec import codec
 from tutti.spec.cluster import ClusterSpec, CompressRate
 from tutti.spec.compression import parse_compression
 from tutti.spec.plan import BatchPlan, Plan, Sync
-from tutti.spec.sync_words import parse_sync
+from tutti.spec.sync_words import parse_sync, way_in_words
 
 MODEL = mlp(1826, 3)
 """10 M parameters."""
@@ -49,18 +49,15 @@ def chosen(mbit: float, relax: Any = "relaxed", **changes: Any) -> Choice:
 
 
 def way_of(choice: Choice) -> str:
-    found = choice.best.sync
-    if found.compress is not None:
-        return found.compress.method
-    return found.mode
+    return way_in_words(choice.best.sync) or choice.best.sync.mode
 
 
 @pytest.mark.parametrize(
     ("mbit", "reduced", "relaxed"),
     [
         (100_000, "synchronous", "synchronous"),  # as good as unlimited
-        (1000, "bytegrad", "bytegrad"),
-        (100, "powersgd", "powersgd"),
+        (1000, "bytegrad", "local:period=8 in qsgd,bits=8"),
+        (100, "powersgd,rank=2", "local:period=8 in qsgd,bits=8"),
     ],
 )
 def test_an_mlp_of_ten_million_on_three_networks(mbit: float, reduced: str, relaxed: str) -> None:
@@ -141,7 +138,7 @@ def test_a_mesh_that_was_asked_for_stays() -> None:
     choice = chosen(100, degree=None, mesh={"replicate": 2, "shard": 2}, scope="all")
     assert choice.best.mesh == {"replicate": 2, "shard": 2}
     assert choice.best.sharding.level == 1  # compressed sums give all of a sum to all
-    assert way_of(choice) == "qsgd"
+    assert way_of(choice).startswith("qsgd")
 
 
 def test_one_rank_and_the_objective_memory_stay_exact_and_say_so() -> None:
@@ -158,13 +155,13 @@ def test_runners_up_are_in_the_table_with_what_they_are_counted_with() -> None:
     assert choice.dial is not None
     found = rows(choice)
     assert found[0].chosen
-    assert "gradients as powersgd" in found[0].settings
+    assert found[0].settings == "replicas local:period=8 in qsgd,bits=8"
     others = [row.reason for row in found[2:] if "counted with" in row.reason]
     assert any("1.25 times the samples (assumed)" in reason for reason in others)
     assert any(row.settings.startswith("replicas local") for row in found)
     text = explain(choice)
     assert "even if links are 1.4 times as fast as predicted" in text
-    assert f"Counted with {choice.dial.samples:g} times the samples (assumed)" in text
+    assert f"Counted with {choice.dial.samples:.3g} times the samples (assumed)" in text
 
 
 def test_time_to_quality_counts_more_samples() -> None:
@@ -190,8 +187,7 @@ def test_what_past_runs_measured_counts_instead_of_what_is_assumed() -> None:
     dear = {way.words: 100.0 for way in WAYS if way.compress is not None}
     other = chosen(100, samples=dear)
     assert other.dial is not None
-    assert way_of(other) == "local"
-    assert other.dial.way == "local:period=16"
+    assert way_of(other) == other.dial.way == "local:period=8"
     told = chosen(100, samples={"local:period=16": 0.9, **dear})
     assert told.dial is not None
     assert (told.dial.samples, told.dial.evidence) == (0.9, "measured")
@@ -250,12 +246,15 @@ def test_the_dial_and_a_stated_way_exclude_each_other() -> None:
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.words)
 def test_words_of_a_way_are_what_a_user_types(way: Way) -> None:
-    if way.compress is not None:
-        assert parse_compression(way.words) == way.compress
-        assert way.dial == ("exact" if way.compress.method == "factors" else "reduced")
-    else:
-        assert parse_sync(way.words) == Sync(mode=way.mode, relaxed=way.relaxed)
+    mode, _, code = way.words.rpartition(" in ") if way.mode != "synchronous" and way.compress else ("", "", way.words)
+    if way.mode != "synchronous":
+        assert parse_sync(mode or way.words) == Sync(mode=way.mode, relaxed=way.relaxed)
         assert way.dial == "relaxed"
+    if way.compress is not None:
+        assert parse_compression(code) == way.compress
+    if way.mode == "synchronous":
+        assert way.compress is not None
+        assert way.dial == ("exact" if way.compress.method == "factors" else "reduced")
     assert (way.variance is None) == (way.samples > 1)
 
 

@@ -11,6 +11,7 @@ from tutti.predict import predict
 from tutti.predict.relaxed import EXCHANGES
 from tutti.predict.tracks import timeline
 from tutti.spec.cluster import ClusterSpec
+from tutti.spec.compression import parse_compression, sum_sent_nbytes
 from tutti.spec.prediction import Prediction
 from tutti.spec.relaxed import PARAMETERS, REQUIRED
 from tutti.spec.sync_words import parse_sync
@@ -56,6 +57,24 @@ def test_bytes_are_those_of_the_modes_table(words: str, vectors: dict[int, float
         assert costed(words, ranks, machines, 4096).sent_nbytes_per_rank == pytest.approx(each * N, rel=1e-12)
 
 
+@pytest.mark.parametrize("words", ["local:5", "diloco:5"])
+def test_changes_in_a_code_take_its_bytes_its_kernels_and_some_copies(words: str) -> None:
+    machines, how = hosts(4, 1e7, 1e-3), parse_compression("qsgd,bits=4")
+    sync = parse_sync(words)
+    plain, coded = (predict(mlp(), machines, plan(64, 4, sync=one)) for one in (sync, replace(sync, compress=how)))
+    values = int(N) // 4
+    sent = sum_sent_nbytes(how, [(values,)], 4, 4)
+    assert coded.sent_nbytes_per_rank == pytest.approx(sent / 5, rel=1e-12)
+    assert any("kernels of qsgd" in note for note in coded.notes)
+    kernels_s = values * 8e-9 * (0.5 + 0.25 + 0.5 / 4 + 0.25)  # assumed: written, added up, a part again, read
+    saved_s = (1.5 * N - sent) / 1e7 - kernels_s - 8 * N / 20e9
+    assert plain.step_time_s.value - coded.step_time_s.value == pytest.approx(saved_s / 5, rel=1e-6)
+    more = {"local:5": 1, "diloco:5": 0}[words]
+    assert coded.memory.total - plain.memory.total == pytest.approx(more * N, rel=1e-9)
+    kept = predict(mlp(), machines, plan(64, 4, sync=replace(sync, compress=parse_compression("one-bit"))))
+    assert kept.memory.total - plain.memory.total == pytest.approx((more + 2) * N, rel=1e-9)
+
+
 def test_every_mode_is_predicted() -> None:
     modes = [mode for mode in get_args(SyncMode) if mode != "synchronous"]
     assert set(EXCHANGES) == set(modes)
@@ -90,7 +109,7 @@ def test_pairs_meet_once_a_step_or_as_often_as_the_wire_lets_them() -> None:
 def test_the_wire_takes_what_arithmetic_says() -> None:
     machines = hosts(4, 1e7, 1e-3)
     free = costed("one-shot", machines=machines).step_time_s.value
-    copies = {"local:5": 29, "push": 18, "adasum": 12 + 25 * 2}
+    copies = {"local:5": 9, "push": 18, "adasum": 12 + 25 * 2}
     wire = {
         "local:5": 6 * 1e-3 + 1.5 * N / 1e7,  # a ring of 4
         "push": 1e-3 + N / 1e7,

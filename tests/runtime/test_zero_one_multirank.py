@@ -20,7 +20,7 @@ from runtime.test_compressed_plans_multirank import clipped
 from runtime.test_momenta_multirank import late
 from tutti.compress.two_phase import TwoPhase
 from tutti.runtime.compressed import compressor
-from tutti.runtime.consistency import zero_one
+from tutti.runtime.consistency import coded
 from tutti.spec.compression import Compression, bucket_sent_nbytes, parse_compression, sum_sent_nbytes
 from tutti.spec.plan import Sharding
 from tutti.spec.portions import cut
@@ -44,11 +44,11 @@ def exactly(cases: dict[str, Case], look: Any = None) -> dict[str, Trained]:
     def lossless(how: Compression, *rest: Any, **more: Any) -> Any:
         return code(Compression(method="float64"), *rest, **more)
 
-    compressor.make_exchange = zero_one.make_exchange = lossless
+    compressor.make_exchange = coded.make_exchange = lossless
     try:
         return train_cases(cases, STEPS, look)
     finally:
-        compressor.make_exchange = zero_one.make_exchange = code
+        compressor.make_exchange = coded.make_exchange = code
 
 
 def without_gradients(trained: Trained) -> Trained:
@@ -128,7 +128,7 @@ def followed(world_size: int) -> dict[str, Any]:
         seen.append((self, before, flat.clone()))
 
     def keep(run: Any) -> dict[str, Any]:
-        exchange = run.consistency._sums[0]
+        exchange = run.consistency._sums.exchanges[0]
         own = [one for one in seen if one[0] is exchange]
         facts = {**look(run), "went": [one[1] for one in own], "came": [one[2] for one in own]}
         groups = [[tuple(p.shape) for p in bucket] for bucket in found]

@@ -86,7 +86,7 @@ def _verdict(options: Options) -> "Verdict":
     check_script(options.script)
     if options.folder is not None and not options.folder.is_dir():
         raise SpecError(f"--folder {options.folder} is not a folder; name the run folder to write verify.json into")
-    plan, notes = _summed(_plan(options))
+    plan, options, notes = _summed(_plan(options), options)
     plan, compress = _exact(plan, options)
     world_size = plan.world_size if plan is not None else _mesh_size(options) or options.nproc or 2
     from tutti.launch.local import warm
@@ -107,20 +107,23 @@ def _verdict(options: Options) -> "Verdict":
     return replace(verdict, notes=(*verdict.notes, *notes))
 
 
-def _summed(plan: "Plan | None") -> tuple["Plan | None", tuple[str, ...]]:
+def _summed(plan: "Plan | None", options: Options) -> tuple["Plan | None", Options, tuple[str, ...]]:
     """The plan with gradients summed in every step, and what then stays unproved."""
     if plan is None or plan.sync.mode == "synchronous":
-        return plan, ()
+        return plan, options, ()
     from tutti.spec.plan import Sync
-    from tutti.spec.sync_words import sync_in_words, with_mode
+    from tutti.spec.refusals import check_plan
+    from tutti.spec.sync_words import way_in_words, with_mode
 
-    words = sync_in_words(plan.sync)
+    plan = plan.compressed(options.compress)
+    check_plan(plan)
     note = (
-        f"replicas may differ by this plan (sync {words}), so that no step of one device is theirs; compared with "
-        "gradients summed in every step: shares of the data, losses, gradients and updates. Not compared: how replicas "
-        "are brought together, and what steps of their own give"
+        f"replicas may differ by this plan (sync {way_in_words(plan.sync)}), so that no step of one device is theirs; "
+        "compared with gradients summed in every step: shares of the data, losses, gradients and updates. Not "
+        "compared: how replicas are brought together, and what steps of their own give"
     )
-    return with_mode(plan, Sync()), (note,)
+    exact = with_mode(replace(plan, sync=replace(plan.sync, compress=None)), Sync())
+    return exact, replace(options, compress=None), (note,)
 
 
 def _exact(plan: "Plan | None", options: Options) -> tuple["Plan | None", str | None]:

@@ -4,10 +4,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tutti.errors import PlanError
-from tutti.spec.compression import compression_in_words
 from tutti.spec.plan import Plan
 from tutti.spec.prediction import Prediction
-from tutti.spec.sync_words import sync_in_words
+from tutti.spec.sync_words import way_in_words
 from tutti.spec.words import AxisName, Evidence, Precision, Relax
 
 PrecisionPolicy = Literal["script", "auto"] | Precision
@@ -88,10 +87,9 @@ class Request:
     def _check_relax(self) -> None:
         sync = self.script.sync
         if self.relax != "exact" and (sync.mode != "synchronous" or sync.compress is not None):
-            said = sync_in_words(sync) if sync.compress is None else compression_in_words(sync.compress)
             raise PlanError(
                 f"the dial is at {self.relax}, which chooses how gradients and replicas are kept together, and "
-                f"{said} says how; leave one out"
+                f"{way_in_words(sync)} says how; leave one out"
             )
         for words, factor in self.samples.items():
             if factor is not None and not factor > 0:

@@ -6,7 +6,7 @@ from typing import Any, get_args
 from tutti.plan.words import recompute_words, settings_words
 from tutti.spec.compression import compression_in_words
 from tutti.spec.plan import LayoutRule, Plan
-from tutti.spec.sync_words import sync_in_words
+from tutti.spec.sync_words import way_in_words
 from tutti.spec.words import AxisName
 
 
@@ -29,9 +29,9 @@ def difference(first: Plan, second: Plan, names: tuple[str, str] = ("A", "B")) -
     said += _ways(first, second, a, b)
     if first.shares != second.shares:
         said.append(f"Shares of the data-parallel ranks: {_shares(first)} in {a}, {_shares(second)} in {b}")
-    if (first.sync.mode, first.sync.relaxed) != (second.sync.mode, second.sync.relaxed):
-        said.append(f"Replicas: {sync_in_words(first.sync)} in {a}, {sync_in_words(second.sync)} in {b}")
-    if first.sync.compress != second.sync.compress:
+    if _replicas(first) != _replicas(second):
+        said.append(f"Replicas: {_replicas(first)} in {a}, {_replicas(second)} in {b}")
+    if first.sync.gradient_code != second.sync.gradient_code:
         said.append(f"Gradients are summed {_written(first)} in {a}, {_written(second)} in {b}")
     if first.sync.bucket_nbytes != second.sync.bucket_nbytes:
         said.append(
@@ -41,8 +41,13 @@ def difference(first: Plan, second: Plan, names: tuple[str, str] = ("A", "B")) -
     return (*said, *_rules(first, second, a, b))
 
 
+def _replicas(plan: Plan) -> str:
+    return plan.sync.mode if plan.sync.mode == "synchronous" else way_in_words(plan.sync)
+
+
 def _written(plan: Plan) -> str:
-    return "exactly" if plan.sync.compress is None else f"as {compression_in_words(plan.sync.compress)}"
+    code = plan.sync.gradient_code
+    return "exactly" if code is None else f"as {compression_in_words(code)}"
 
 
 def _degree(degree: int) -> str:

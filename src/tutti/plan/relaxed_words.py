@@ -68,7 +68,7 @@ def why_way_lost(one: "Tried", chosen: float) -> str:
 
 def _way(one: "Tried", *, small: bool = False) -> str:
     said = (
-        f"gradients go as {one.way.words}" if one.way.compress is not None else f"replicas are kept as {one.way.words}"
+        f"gradients go as {one.way.words}" if one.way.mode == "synchronous" else f"replicas are kept as {one.way.words}"
     )
     return said if small else said[0].upper() + said[1:]
 

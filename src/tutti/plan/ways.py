@@ -7,13 +7,13 @@ assumed, until past runs have measured it (Request.samples).
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, Literal
 
 from tutti.plan.choice import Request
-from tutti.spec.compression import Compression, compression_in_words
+from tutti.spec.compression import Compression
 from tutti.spec.plan import Plan, Sync
 from tutti.spec.relaxed import Relaxed
-from tutti.spec.sync_words import sync_in_words
+from tutti.spec.sync_words import way_in_words
 from tutti.spec.words import Evidence, Relax, SyncMode
 
 DIALS: tuple[Relax, ...] = ("exact", "reduced", "relaxed")
@@ -25,6 +25,9 @@ trainings to the qualities of benchmarks/pays.py (MLP, CNN, GPT; docs/compressio
 steps, rank 2 took 28, 64 and 48, which is 1.17, 1.33 and 1.71 times, in the geometric mean 1.39. Of ranks 4 and 1
 nothing was read: 4 is counted as 2, and 1, which keeps more back, with the most of the three."""
 
+QSGD: Final[dict[Literal[8, 4], float]] = {8: 2e-4, 4: 0.04}
+"""Variance that qsgd adds to a gradient's square, by its bits."""
+
 SPARSE: Final = 2.3
 """The same for top-k, which took 44, 100 and 88 steps: 1.83, 2.08 and 3.14 times, in the geometric mean 2.29. Nothing
 was read of top16-q4, which keeps back 97 of 100 values and is counted alike. In longer trainings it may be less: on
@@ -34,6 +37,11 @@ handwritten digits (440 steps) all of them reach what exact sums do (tests/runti
 APART = 1.25
 """Allowance for replicas that differ, up to `LONGEST` updates. Assumed: on handwritten digits they reach what exact
 sums do after as many steps (tests/runtime/consistency/test_digits_multirank.py), larger tasks may not."""
+
+LOCAL, READ = 1.05, 8
+"""The same for averages every `READ` updates or oftener. Assumed, after readings of benchmarks/pays.py at that period:
+exact sums took 21, 48 and 27 steps (MLP, CNN, GPT, means of three seeds), averages 21, 43 and 28: 1.0, 0.89 and 1.05
+times, of which the most is taken."""
 
 LONGEST = 16
 """Updates between two exchanges that the planner goes to by itself. Longer ones are for the user to ask for."""
@@ -52,10 +60,8 @@ class Way:
 
     @property
     def words(self) -> str:
-        """As a user types it after --compress or --sync."""
-        if self.compress is not None:
-            return compression_in_words(self.compress)
-        return sync_in_words(Sync(mode=self.mode, relaxed=self.relaxed))
+        """As a user types it after --compress or --sync, or after both."""
+        return way_in_words(Sync(mode=self.mode, relaxed=self.relaxed, compress=self.compress))
 
     def of(self, plan: Plan) -> Plan:
         """The plan that exchanges so."""
@@ -71,16 +77,23 @@ def _apart(mode: SyncMode, period: int) -> Way:
     return Way(dial="relaxed", mode=mode, relaxed=Relaxed(period=period), samples=APART)
 
 
+def _local(period: int, bits: Literal[8, 4] | None = None) -> Way:
+    """In a code, its variance is counted besides: as if replicas told each other a gradient."""
+    how = None if bits is None else Compression(method="qsgd", bits=bits)
+    samples = (LOCAL if period <= READ else APART) * (1 + (0.0 if bits is None else QSGD[bits]))
+    return Way(dial="relaxed", mode="local", relaxed=Relaxed(period=period), compress=how, samples=samples)
+
+
 WAYS: tuple[Way, ...] = (
     Way(dial="exact", compress=Compression(method="factors"), variance=0.0),
     _code("bfloat16", variance=1e-5),
     _code("bytegrad", variance=1e-4),
-    _code("qsgd", variance=2e-4, bits=8),
-    _code("qsgd", variance=0.04, bits=4),
+    *(_code("qsgd", variance=variance, bits=bits) for bits, variance in QSGD.items()),
     _code("top16-q4", samples=SPARSE),
     _code("top-k", samples=SPARSE, density=0.01),
     *(_code("powersgd", samples=samples, rank=rank) for rank, samples in POWERSGD.items()),
-    *(_apart("local", period) for period in (2, 4, 8, LONGEST)),
+    *(_local(period) for period in (2, 4, READ, LONGEST)),
+    *(_local(period, bits) for period in (4, READ, LONGEST) for bits in QSGD),
     *(_apart(mode, period) for mode in ("elastic", "ring", "shift-one", "push") for period in (1, 4)),
 )
 """What is tried. Variances are of normal values in the code's blocks: of rounding to 8 bits of mantissa, of 256 even

@@ -3,7 +3,7 @@
 from tutti.predict.words import count
 from tutti.spec.compression import compression_in_words
 from tutti.spec.plan import Plan
-from tutti.spec.sync_words import sync_in_words
+from tutti.spec.sync_words import way_in_words
 from tutti.spec.words import AxisName
 
 _ZERO = {1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
@@ -32,10 +32,10 @@ def settings_words(plan: Plan) -> str:
     wide = wide_layers(plan)
     if wide:
         found.append(" and ".join((*wide[:3], *([f"{len(wide) - 3} more"] if len(wide) > 3 else []))) + " over table")
-    if plan.sync.compress is not None:
-        found.append(f"gradients as {compression_in_words(plan.sync.compress)}")
+    if plan.sync.gradient_code is not None:
+        found.append(f"gradients as {compression_in_words(plan.sync.gradient_code)}")
     if plan.sync.mode != "synchronous":
-        found.append(f"replicas {sync_in_words(plan.sync)}")
+        found.append(f"replicas {way_in_words(plan.sync)}")
     again = recompute_words(plan)
     if again != "none":
         of = [rule.modules for rule in plan.layout if rule.recompute]

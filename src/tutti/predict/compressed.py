@@ -123,6 +123,32 @@ def phases(plan: Plan) -> tuple[int, ...]:
     return tuple(updates for updates in dict.fromkeys(at) if how.at(updates) != how.at(updates - 1))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coded:
+    """How replicas that differ write what they tell each other: bytes that one sends, as a `share` of exact sums' too,
+    and seconds in the kernels."""
+
+    sent_nbytes: float
+    share: float
+    kernels_s: float
+
+
+def coded_changes(plan: Plan, group: Group, seat: Seat, nbytes: Array) -> Coded | None:
+    """Of changes of `nbytes` by module among `group`, summed as one vector; None where they travel as they are."""
+    how, whole = plan.sync.compress, float(nbytes.sum())
+    if how is None or group.ranks == 1 or not whole:
+        return None
+    if how.method == "powersgd":
+        modules = [math.isqrt(math.ceil(one / VALUE_NBYTES)) for one in nbytes.tolist() if one > 0]
+        shapes: list[tuple[int, ...]] = [(side, side) for side in modules]
+    else:
+        shapes = [(math.ceil(whole / VALUE_NBYTES),)]
+    sent = float(sum_sent_nbytes(how, shapes, group.ranks, VALUE_NBYTES))
+    share = sent / (2 * (group.ranks - 1) / group.ranks * whole)
+    kernels = seat.slowdown * kernel_s(plan, seat.device, group.ranks, share, whole)
+    return Coded(sent_nbytes=sent, share=share, kernels_s=kernels)
+
+
 def kernel_s(plan: Plan, device: DeviceSpec, ranks: int, written: float, nbytes: float) -> float:
     """Seconds in the kernels for a bucket of `nbytes` that `ranks` sum; 0 where its `ratio`, `written`, is that of an
     exact sum. In two phases a rank writes all of it, adds up as much, writes its part of the sum and reads all parts.

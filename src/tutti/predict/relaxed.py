@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from tutti.errors import PlanError
+from tutti.predict.compressed import Coded
 from tutti.predict.groups import Group, Network
 from tutti.predict.network import message
 from tutti.predict.overlap import Exchange
@@ -112,7 +113,7 @@ def _pairs_s(group: Group, nbytes: float) -> float:
     return 2 * message(group.network, nbytes * max(1.0, group.span.per_host / 2))
 
 
-_AVERAGED = Exchanging(sent=_ring_share, seconds=_sum_s, passes=lambda p: 29.0)
+_AVERAGED = Exchanging(sent=_ring_share, seconds=_sum_s, passes=lambda p: 9.0)
 
 _SERVED = Exchanging(sent=_ring_share, seconds=_served_s, passes=lambda p: 14.0, held=2)
 
@@ -122,7 +123,7 @@ EXCHANGES: Mapping[SyncMode, Exchanging] = {
     "local": _AVERAGED,
     "post-local": _AVERAGED,
     "one-shot": _AVERAGED,
-    "diloco": Exchanging(sent=_ring_share, seconds=_sum_s, passes=lambda p: 43.0, held=2, passing=4),
+    "diloco": Exchanging(sent=_ring_share, seconds=_sum_s, passes=lambda p: 23.0, held=2, passing=4),
     "adasum": Exchanging(
         sent=_adasum_sent, seconds=_adasum_s, passes=lambda p: 12.0 + 25.0 * len(_adasum_rounds(p)), held=1, passing=4
     ),
@@ -144,6 +145,9 @@ EXCHANGES: Mapping[SyncMode, Exchanging] = {
 }  # fmt: skip
 """What is known of each mode in which replicas differ."""
 
+CODED_PASSES = 8.0
+"""What the mean of coded changes takes more: they are taken from what was equal and added to it, which is read anew."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
@@ -162,9 +166,12 @@ class Apart:
     sent_nbytes: float
 
 
-def exchanged_apart(sync: Sync, group: Group, seat: Seat, trained: Trained, behind_s: float) -> Apart:
+def exchanged_apart(
+    sync: Sync, group: Group, seat: Seat, trained: Trained, behind_s: float, coded: Coded | None = None
+) -> Apart:
     """The exchanges of a step on average, of replicas along `group` on `seat`; `behind_s`: seconds of a step's passes,
     behind which some modes' exchanges travel, on the CPU taking cores from it. Of modes that begin in step, later on.
+    `coded`: how what they tell each other is written, None as it is.
     """
     if group.ranks == 1:
         return Apart(exchange=Exchange(total_s=0.0, exposed_s=0.0), sent_nbytes=0.0)
@@ -173,8 +180,9 @@ def exchanged_apart(sync: Sync, group: Group, seat: Seat, trained: Trained, behi
         return Apart(exchange=Exchange(total_s=0.0, exposed_s=0.0), sent_nbytes=0.0)
     n, statistics = trained.parameters, 0.0 if sync.mode in ALONE else trained.statistics
     state = trained.optimizer if told.optimizer_state == "averaged" else 0.0
-    copies_s = seat.slowdown * how.passes(group.ranks) * n / rank_bandwidth(seat)
-    wire_s = how.seconds(group, n)
+    passes = how.passes(group.ranks) + (CODED_PASSES if coded is not None else 0.0)
+    copies_s = seat.slowdown * passes * n / rank_bandwidth(seat)
+    wire_s = how.seconds(group, n) if coded is None else how.seconds(group, n * coded.share) + coded.kernels_s
     besides_s = group.all_reduce(state) + group.all_reduce(statistics)  # waited for in every mode
     waited_s, often = wire_s, 1.0
     if how.skips:
@@ -183,7 +191,8 @@ def exchanged_apart(sync: Sync, group: Group, seat: Seat, trained: Trained, behi
     if how.behind:
         hidden_s = min(wire_s, behind_s)
         waited_s = wire_s - hidden_s + group.core_share(seat) * hidden_s
-    sent = often * how.sent(group.ranks) * n + _ring_share(group.ranks) * (state + statistics)
+    own = often * how.sent(group.ranks) * n if coded is None else coded.sent_nbytes
+    sent = own + _ring_share(group.ranks) * (state + statistics)
     done = Exchange(
         total_s=(wire_s + besides_s + copies_s) / period,
         exposed_s=(waited_s + besides_s + copies_s) / period,
@@ -214,9 +223,15 @@ def _period(sync: Sync) -> int | None:
 
 
 def apart_nbytes(sync: Sync, replicas: int, parameters_nbytes: float) -> float:
-    """Memory of a rank's copies of `parameters_nbytes`: those it keeps and those of an exchange."""
+    """Memory of a rank's copies of `parameters_nbytes`: those it keeps and those of an exchange. In a code also what
+    was equal, which DiLoCo has anyway, and twice what is kept back."""
     how = EXCHANGES.get(sync.mode)
-    return 0.0 if how is None or replicas == 1 else (how.held + how.passing) * parameters_nbytes
+    if how is None or replicas == 1:
+        return 0.0
+    copies = how.held + how.passing
+    if sync.compress is not None:
+        copies += max(0, 1 - how.held) + (2 if sync.compress.keeps else 0)
+    return copies * parameters_nbytes
 
 
 def apart_notes(sync: Sync) -> tuple[str, ...]:

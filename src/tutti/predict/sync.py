@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tutti.predict import constants, sharding
-from tutti.predict.compressed import PartsWritten, Written, kept_nbytes, parts_written, written
+from tutti.predict.compressed import PartsWritten, Written, coded_changes, kept_nbytes, parts_written, written
 from tutti.predict.division import Division
 from tutti.predict.factors import RowsOf, by_factors
 from tutti.predict.groups import Group, Network
@@ -165,7 +165,9 @@ def _apart(columns: ModelTable, net: Network, plan: Plan, behind_s: float) -> Sy
         optimizer=float(columns.optimizer.sum()),
         statistics=float(columns.buffers.sum()),
     )
-    done = exchanged_apart(plan.sync, net.group("replicate"), net.seats[0], trained, behind_s)
+    group, seat = net.group("replicate"), net.seats[0]
+    how = coded_changes(plan, group, seat, columns.gradients)
+    done = exchanged_apart(plan.sync, group, seat, trained, behind_s, how)
     return Sync(exchange=done.exchange, sent_nbytes=done.sent_nbytes, buckets=())
 
 

@@ -5,7 +5,7 @@ from statistics import mean
 from tutti.report.read import Records, finite
 from tutti.report.timing import seen
 from tutti.spec.quantity import Quantity
-from tutti.spec.sync_words import sync_in_words
+from tutti.spec.sync_words import way_in_words
 
 NOTE = "distance of a replica from the mean of all, over the mean's length"
 
@@ -34,4 +34,4 @@ def replicas_report(records: Records) -> dict[str, Quantity]:
 def mode_text(records: Records) -> str:
     """The plan's mode in words, nothing where replicas are equal."""
     plan = records.plan
-    return "" if plan is None or plan.sync.mode == "synchronous" else f"replicas {sync_in_words(plan.sync)}"
+    return "" if plan is None or plan.sync.mode == "synchronous" else f"replicas {way_in_words(plan.sync)}"

@@ -6,8 +6,7 @@ from statistics import mean
 from tutti.errors import ReportError
 from tutti.report.quality import Target, choose, curves, first_reached
 from tutti.report.read import Records
-from tutti.spec.compression import compression_in_words
-from tutti.spec.sync_words import sync_in_words
+from tutti.spec.sync_words import way_in_words
 
 
 def samples_by_way(runs: Sequence[Records], target: Target) -> dict[str, float | None]:
@@ -40,10 +39,7 @@ def _way(records: Records) -> str:
     """How the run exchanged, in words; empty for an exact one."""
     if records.plan is None:
         raise ReportError(f"run {records.header.name!r} has no plan.json; name a run that has one")
-    sync = records.plan.sync
-    if sync.compress is not None:
-        return compression_in_words(sync.compress)
-    return "" if sync.mode == "synchronous" else sync_in_words(sync)
+    return way_in_words(records.plan.sync)
 
 
 def _samples(records: Records, target: Target) -> float | None:

@@ -287,7 +287,8 @@ def _write_header(run: Run, session: Session, resumed: Path | None) -> None:
 
 
 def _recipe(run: Run) -> Recipe:
-    rule, how = run.settings.lr_rule, run.replica.compressor
+    rule, compressor, sync = run.settings.lr_rule, run.replica.compressor, run.plan.sync
+    how = sync.compress if sync.mode != "synchronous" else None if compressor is None else compressor.how
     return Recipe(
         optimizer=" + ".join(type(optimizer).__name__ for optimizer in run.optimizers),
         learning_rate=run.initial_rates[0],
@@ -301,7 +302,7 @@ def _recipe(run: Run) -> Recipe:
         learning_rate_rule=None if rule is None else asdict(rule),
         scheduler=None if run.scheduler is None else type(run.scheduler).__name__,
         batch_ramp=run.plan.batch.ramp,
-        compress=None if how is None else compression_in_words(how.how),
+        compress=None if how is None else compression_in_words(how),
     )
 
 

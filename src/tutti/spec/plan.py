@@ -128,8 +128,8 @@ class BatchPlan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sync:
     """How replicas stay equal. Gradients are fused into buckets of about `bucket_nbytes` before they are summed, and
-    written by `compress`, where it is given. `bucket_sizes`: whether that size stays, or the first steps try others.
-    `relaxed`: parameters of a mode in which replicas may differ.
+    written by `compress`, where it is given; in a mode in which replicas differ, what these tell each other is written
+    so. `bucket_sizes`: whether that size stays, or the first steps try others. `relaxed`: parameters of the mode.
     """
 
     mode: SyncMode = "synchronous"
@@ -141,6 +141,11 @@ class Sync:
     def __post_init__(self) -> None:
         _positive(self.bucket_nbytes, "bucket_nbytes")
         check_mode(self.mode, self.relaxed)
+
+    @property
+    def gradient_code(self) -> Compression | None:
+        """How sums of gradients are written; None: exactly, as before replicas differ."""
+        return self.compress if self.mode == "synchronous" else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 from tutti.errors import PlanError
 from tutti.spec.compression import FACTORS, MOMENTA, ZERO_ONE, Compression, compression_in_words
 from tutti.spec.plan import Plan
-from tutti.spec.words import ALONE, AxisName
+from tutti.spec.words import ALONE, AxisName, SyncMode
 
 
 def check_plan(plan: Plan) -> None:
@@ -114,6 +114,30 @@ def _check_zero_one(plan: Plan, words: str) -> None:
             )
 
 
+AVERAGED: tuple[SyncMode, ...] = ("local", "post-local", "diloco")
+"""Modes whose replicas may tell each other in a code how far they went since they were equal."""
+
+
+def _check_coded(plan: Plan) -> None:
+    """What codes of replicas' changes exclude."""
+    how, mode = plan.sync.compress, plan.sync.mode
+    if how is None:
+        return
+    words = f'sync.compress = {compression_in_words(how)!r} with sync.mode = "{mode}"'
+    if mode not in AVERAGED:
+        raise PlanError(
+            f"{words}: no sums are made that could be written so; leave one out, or use {', '.join(AVERAGED)}, whose "
+            "replicas' changes may be"
+        )
+    if how.method in (*MOMENTA, FACTORS, "dgc"):
+        raise PlanError(
+            f"{words}: {how.method} is made for gradients of every step, and what replicas sum here are changes of "
+            "parameters over several; use another code, such as qsgd, or leave one out"
+        )
+    if how.between == "hosts":
+        raise PlanError(f"{words}: replicas' changes are written in a code between all ranks alike; leave between out")
+
+
 _INSIDE: tuple[AxisName, ...] = ("split", "stage", "context", "space")
 """Axes inside a replica."""
 
@@ -147,10 +171,7 @@ def check_relaxed(plan: Plan) -> None:
                 f'sync.mode = "{mode}" with mesh.{axis} = {plan.degree(axis)}: replicas that differ are of one rank '
                 'each in this version; use replicate alone, or sync.mode = "synchronous"'
             )
-    if plan.sync.compress is not None:
-        raise PlanError(
-            f'sync.compress with sync.mode = "{mode}": no gradients are summed that could be compressed; leave one out'
-        )
+    _check_coded(plan)
     if mode == "shift-one" and plan.degree("replicate") % 2 and plan.degree("replicate") > 1:
         raise PlanError(
             f'sync.mode = "shift-one" with mesh.replicate = {plan.degree("replicate")}: replicas meet in pairs; use an '

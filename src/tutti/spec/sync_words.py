@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from tutti.errors import PlanError
+from tutti.spec.compression import compression_in_words
 from tutti.spec.plan import Plan, Sync
 from tutti.spec.relaxed import PARAMETERS, Relaxed
 from tutti.spec.words import SyncMode
@@ -35,6 +36,13 @@ def sync_in_words(sync: Sync) -> str:
     """The same, the other way round."""
     told = ",".join(f"{name}={value}" for name, value in sync.relaxed.told().items())
     return f"{sync.mode}:{told}" if told else sync.mode
+
+
+def way_in_words(sync: Sync) -> str:
+    """How gradients or replicas are kept together where sums are not exact, the mode first; empty where they are."""
+    mode = "" if sync.mode == "synchronous" else sync_in_words(sync)
+    code = "" if sync.compress is None else compression_in_words(sync.compress)
+    return " in ".join(filter(None, (mode, code)))
 
 
 def with_mode(plan: Plan, sync: Sync | None) -> Plan:

@@ -14,6 +14,7 @@ import tutti
 from runtime import training
 from tutti.runtime.layout import local_tensors
 from tutti.spec import codec
+from tutti.spec.compression import parse_compression
 from tutti.spec.plan import BatchPlan, Plan, Sync
 from tutti.spec.sync_words import parse_sync, with_mode
 
@@ -73,6 +74,7 @@ class Told:
     """
 
     sync: str = "synchronous"
+    compress: str = ""
     model: str = "mlp"
     batch: int = 12
     steps: int = 6
@@ -108,7 +110,8 @@ class Seen:
 def plan_of(told: Told, world_size: int) -> Plan:
     batch = BatchPlan(global_batch_size=told.batch, num_microbatches=told.microbatches)
     shares = told.shares[:world_size]
-    return Plan(batch=batch, mesh={"replicate": world_size}, shares=shares, sync=parse_sync(told.sync))
+    plan = Plan(batch=batch, mesh={"replicate": world_size}, shares=shares, sync=parse_sync(told.sync))
+    return plan.compressed(parse_compression(told.compress) if told.compress else None)
 
 
 def train(told: Told, world_size: int, resume: str | None = None) -> Seen:

@@ -22,6 +22,10 @@ SAVED = {
     "one-shot": Told(sync="one-shot", arguments={"momentum": 0.9}, save_at=3),
     "diloco": Told(sync="diloco:2", optimizer="AdamW", rate=0.01, save_at=3),
     "diloco, after a round": Told(sync="diloco:3", optimizer="AdamW", rate=0.01, save_at=3),
+    "local, drawn levels": Told(sync="local:2", compress="qsgd,bits=4", arguments={"momentum": 0.9}, save_at=3),
+    "local, kept back": Told(sync="local:2", compress="one-bit", optimizer="AdamW", rate=0.01, save_at=3),
+    "local, matrices": Told(sync="local:2", compress="powersgd,rank=2", arguments={"momentum": 0.9}, save_at=3),
+    "diloco, kept back": Told(sync="diloco:2", compress="bytegrad,feedback=true", rate=0.01, save_at=3),
     "adasum": Told(sync="adasum:2", arguments={"momentum": 0.9}, save_at=3),
     "ring": Told(sync="ring", optimizer="AdamW", rate=0.01, save_at=3),
     "ring, sometimes": Told(sync="ring:2", model="conv", batch=25, save_at=3, steps=7),
@@ -32,7 +36,19 @@ SAVED = {
 }
 
 
-QUICK = ("local", "post-local", "diloco", "ring", "ring, sometimes", "push", "elastic, under way")
+QUICK = (
+    "local",
+    "local, drawn levels",
+    "local, kept back",
+    "local, matrices",
+    "diloco, kept back",
+    "post-local",
+    "diloco",
+    "ring",
+    "ring, sometimes",
+    "push",
+    "elastic, under way",
+)
 
 
 NAMES = {2: QUICK, 3: tuple(name for name in SAVED if name != "shift-one"), 4: tuple(SAVED)}

@@ -215,7 +215,7 @@ def make_compressor(
 
     Raises PlanError, on all ranks alike, for gradients and optimizers that the method does not go with.
     """
-    how, mesh = plan.sync.compress, layout.mesh
+    how, mesh = plan.sync.gradient_code, layout.mesh
     if how is None or how.method == FACTORS:
         return None
     momenta = make_momenta(how, layout, world, model, optimizers, clip_norm, shards)
@@ -277,7 +277,7 @@ def _check(how: Compression, model: nn.Module, optimizers: Iterable[Optimizer]) 
 
 def compressed_words(plan: Plan, axes: Iterable[AxisName]) -> str:
     """How sums over `axes`, which have several ranks each, are written; empty where they are exact."""
-    how = plan.sync.compress
+    how = plan.sync.gradient_code
     return f" as {compression_in_words(how)}" if how is not None and COMPRESSED.issuperset(axes) else ""
 
 

@@ -1,16 +1,20 @@
 """Replicas that are averaged every so often: local SGD, post-local SGD, one average at the end, DiLoCo.
 
 Local SGD: Stich 2018 (arXiv 1805.09767); post-local: Lin et al. 2018 (arXiv 1808.07217); DiLoCo: Douillard et al. 2023
-(arXiv 2311.08105), whose outer optimizer takes x_before - mean(x) for a gradient.
+(arXiv 2311.08105), whose outer optimizer takes x_before - mean(x) for a gradient. In a code, replicas tell each other
+how far they went since they were equal, and keep what the code leaves out for the next time: Qsparse-local-SGD, Basu
+et al. 2019 (arXiv 1906.02367).
 """
 
 import torch
 
 from tutti.runtime.consistency.apart import Apart
+from tutti.runtime.consistency.coded import CodedSums
 from tutti.runtime.consistency.measure import from_mean
 from tutti.runtime.consistency.states import average_states
-from tutti.runtime.consistency.vectors import Flats, Replicas
+from tutti.runtime.consistency.vectors import Flats, Replicas, Vectors
 from tutti.runtime.state import Run
+from tutti.spec.compression import Compression
 
 NEVER = 1 << 62
 """A period that no run reaches: replicas are averaged when training ends."""
@@ -18,12 +22,23 @@ NEVER = 1 << 62
 
 class Averaged(Apart):
     """x <- mean(x) every `period` updates. `after`: updates that are synchronous before. `states`: the optimizers'
-    state is averaged too; otherwise every replica keeps its own.
+    state is averaged too; otherwise every replica keeps its own. `how`: the code of a mean, x <- x_before +
+    mean(code(x - x_before + kept)); with None, and of the last one, the values themselves are averaged.
     """
 
-    def __init__(self, replicas: Replicas, period: int, *, after: int = 0, states: bool = False) -> None:
+    def __init__(
+        self,
+        replicas: Replicas,
+        period: int,
+        *,
+        after: int = 0,
+        states: bool = False,
+        how: Compression | None = None,
+    ) -> None:
         super().__init__(replicas, period)
         self.after, self.states = after, states
+        self._how = how if replicas.size > 1 else None
+        self._coded: tuple[Vectors, CodedSums] | None = None
 
     def begin(self, run: Run) -> None:
         if run.progress.step >= self.after:
@@ -36,13 +51,18 @@ class Averaged(Apart):
             super().begin(run)
 
     def restart(self) -> None:
-        pass
+        self.held = {} if self._how is None else {"reference": self.vectors.read(), **self._sums(self._how).held()}
+
+    def resumed(self, run: Run, tensors: dict[str, torch.Tensor]) -> None:
+        super().resumed(run, tensors)
+        if self._how is not None:
+            self._sums(self._how).count = self.counts["coded"]
 
     def exchange(self, run: Run) -> None:
         if self.counts["since"] < self.period:
             return
-        own, mean = self.vectors.read(), self._mean()
-        self.disagreement = from_mean(own, mean, self.replicas)
+        mean = self._mean() if self._how is None else self._coded_mean(self._how)
+        self.disagreement = from_mean(self.vectors.tensors, self.vectors.parts(mean), self.replicas)
         self.vectors.write(self.combined(mean))
         self.buffers.agree()
         if self.states:
@@ -59,19 +79,38 @@ class Averaged(Apart):
     def _mean(self) -> Flats:
         return self.replicas.mean(self.vectors.read())
 
+    def _coded_mean(self, how: Compression) -> Flats:
+        before, changes = self.held["reference"], self.vectors.read()
+        torch._foreach_sub_(changes, before)
+        sums = self._sums(how)
+        sums.sum(changes)
+        self.counts["coded"] = sums.count
+        torch._foreach_div_(changes, float(self.replicas.size))
+        torch._foreach_add_(changes, before)
+        return changes
+
+    def _sums(self, how: Compression) -> CodedSums:
+        """Those of the parameters that are trained now; of others what was kept back is dropped."""
+        if self._coded is None or self._coded[0] is not self.vectors:
+            self._coded, self.counts["coded"] = (self.vectors, CodedSums(self.replicas, how, self.vectors)), 0
+        return self._coded[1]
+
 
 class DiLoCo(Averaged):
     """x <- x_before - rate (d + momentum v), with d = x_before - mean(x) and v <- momentum v + d (Nesterov)."""
 
-    def __init__(self, replicas: Replicas, period: int, *, rate: float, momentum: float) -> None:
-        super().__init__(replicas, period)
+    def __init__(
+        self, replicas: Replicas, period: int, *, rate: float, momentum: float, how: Compression | None = None
+    ) -> None:
+        super().__init__(replicas, period, how=how)
         self.rate, self.momentum = rate, momentum
 
     def restart(self) -> None:
         before = self.held.get("velocity")
-        reference = self.vectors.read()
+        super().restart()
+        reference = self.held.get("reference") or self.vectors.read()
         velocity = before if before is not None else [torch.zeros_like(flat) for flat in reference]
-        self.held = {"reference": reference, "velocity": velocity}
+        self.held |= {"reference": reference, "velocity": velocity}
 
     def ending(self) -> Flats:
         return self._outer(self._mean())[0]

@@ -1,6 +1,7 @@
 """The mode that a plan says, made."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from tutti.runtime.consistency.adasum import Adasum
 from tutti.runtime.consistency.average import NEVER, Averaged, DiLoCo
@@ -15,7 +16,7 @@ from tutti.runtime.consistency.vectors import Replicas
 from tutti.runtime.consistency.wire import Wire
 from tutti.runtime.consistency.zero_one import ZeroOneApart
 from tutti.runtime.layout import Layout
-from tutti.spec.compression import ZERO_ONE
+from tutti.spec.compression import ZERO_ONE, Compression
 from tutti.spec.plan import Sync
 from tutti.spec.relaxed import Relaxed, settled
 from tutti.spec.words import SyncMode
@@ -29,43 +30,52 @@ def make_consistency(sync: Sync, layout: Layout, seed: int = 0) -> Consistency:
         return ZeroOneApart(Replicas.of(layout.mesh, lane, figures), sync.compress)
     if make is None:
         return Consistency()
-    return make(Replicas.of(layout.mesh, lane, figures), settled(sync.mode, sync.relaxed), seed)
+    return make(Replicas.of(layout.mesh, lane, figures), Told(settled(sync.mode, sync.relaxed), sync.compress, seed))
 
 
-def _averaged(replicas: Replicas, told: Relaxed, seed: int) -> Consistency:
-    states = told.optimizer_state == "averaged"
-    return Averaged(replicas, told.period or NEVER, after=told.after or 0, states=states)
+class Told(NamedTuple):
+    """What a mode is told: its parameters, the code of what its replicas sum, and the seed of what it draws."""
+
+    relaxed: Relaxed
+    how: Compression | None
+    seed: int
+
+    @property
+    def period(self) -> int:
+        assert self.relaxed.period is not None
+        return self.relaxed.period
 
 
-def _diloco(replicas: Replicas, told: Relaxed, seed: int) -> Consistency:
-    assert told.outer_rate is not None
-    assert told.outer_momentum is not None
-    return DiLoCo(replicas, _period(told), rate=told.outer_rate, momentum=told.outer_momentum)
+def _averaged(replicas: Replicas, told: Told) -> Consistency:
+    own, states = told.relaxed, told.relaxed.optimizer_state == "averaged"
+    return Averaged(replicas, own.period or NEVER, after=own.after or 0, states=states, how=told.how)
 
 
-def _elastic(replicas: Replicas, told: Relaxed, seed: int) -> Consistency:
-    assert told.pull is not None
-    return Elastic(replicas, _period(told), told.pull)
+def _diloco(replicas: Replicas, told: Told) -> Consistency:
+    rate, momentum = told.relaxed.outer_rate, told.relaxed.outer_momentum
+    assert rate is not None
+    assert momentum is not None
+    return DiLoCo(replicas, told.period, rate=rate, momentum=momentum, how=told.how)
 
 
-def _period(told: Relaxed) -> int:
-    assert told.period is not None
-    return told.period
+def _elastic(replicas: Replicas, told: Told) -> Consistency:
+    assert told.relaxed.pull is not None
+    return Elastic(replicas, told.period, told.relaxed.pull)
 
 
-_MODES: dict[SyncMode, Callable[[Replicas, Relaxed, int], Consistency]] = {
+_MODES: dict[SyncMode, Callable[[Replicas, Told], Consistency]] = {
     "local": _averaged,
     "post-local": _averaged,
     "one-shot": _averaged,
     "diloco": _diloco,
-    "adasum": lambda replicas, told, seed: Adasum(replicas, _period(told)),
-    "ring": lambda replicas, told, seed: Mixed(replicas, _period(told), ring),
-    "shift-one": lambda replicas, told, seed: Mixed(replicas, _period(told), shift_one),
-    "push": lambda replicas, told, seed: Push(replicas, _period(told), one_peer),
+    "adasum": lambda replicas, told: Adasum(replicas, told.period),
+    "ring": lambda replicas, told: Mixed(replicas, told.period, ring),
+    "shift-one": lambda replicas, told: Mixed(replicas, told.period, shift_one),
+    "push": lambda replicas, told: Push(replicas, told.period, one_peer),
     "elastic": _elastic,
-    "stale": lambda replicas, told, seed: Servers(replicas, Wire(replicas), "stale", told.bound),
-    "asynchronous": lambda replicas, told, seed: Servers(replicas, Wire(replicas), "asynchronous", None),
-    "ad-psgd": lambda replicas, told, seed: Pairs(replicas, Wire(replicas), seed),
-    "hogwild": lambda replicas, told, seed: Hogwild(replicas),
-    "ensemble": lambda replicas, told, seed: Ensemble(replicas),
+    "stale": lambda replicas, told: Servers(replicas, Wire(replicas), "stale", told.relaxed.bound),
+    "asynchronous": lambda replicas, told: Servers(replicas, Wire(replicas), "asynchronous", None),
+    "ad-psgd": lambda replicas, told: Pairs(replicas, Wire(replicas), told.seed),
+    "hogwild": lambda replicas, told: Hogwild(replicas),
+    "ensemble": lambda replicas, told: Ensemble(replicas),
 }

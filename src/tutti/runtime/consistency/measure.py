@@ -11,10 +11,17 @@ SAMPLED = 4096
 """Parameters that are looked at there."""
 
 
+AT_ONCE = 1 << 16
+"""Parameters that are measured at once: their differences in float64 stay in a core's cache."""
+
+
 def from_mean(own: Flats, mean: Flats, replicas: Replicas) -> dict[str, float | int]:
     """Largest and mean distance of a replica from the `mean`, relative to the mean's length; of every parameter."""
-    apart = sum(((a - b).double().square().sum() for a, b in zip(own, mean, strict=True)), torch.zeros(()))
-    length = sum((b.double().square().sum() for b in mean), torch.zeros(()))
+    apart, length = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    for one, other in zip(own, mean, strict=True):
+        for a, b in zip(*(torch.split(flat.reshape(-1), AT_ONCE) for flat in (one, other)), strict=True):
+            wide = b.double()
+            apart, length = apart + (a.double() - wide).square().sum(), length + wide.square().sum()
     return _figures(replicas.gather(apart.reshape(1)), length, sum(flat.numel() for flat in mean))
 
 

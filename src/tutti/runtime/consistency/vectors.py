@@ -29,6 +29,21 @@ class Vectors:
         self._kinds = list(kinds.values())
 
     @property
+    def kinds(self) -> list[tuple[torch.dtype, torch.device]]:
+        """Of each vector: what it is computed with, and where it is."""
+        return [(_work(some[0].dtype), some[0].device) for some in self._kinds]
+
+    @property
+    def shapes(self) -> list[list[torch.Size]]:
+        """Of each vector: the tensors' shapes, in their order there."""
+        return [[t.shape for t in some] for some in self._kinds]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors themselves, as `parts` has them."""
+        return [t for some in self._kinds for t in some]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the vectors."""
         return sum(sum(t.numel() for t in some) * _work(some[0].dtype).itemsize for some in self._kinds)

@@ -2,14 +2,13 @@
 
 import torch
 
-from tutti.compress.exchange import Exchange, all_finite, wait
 from tutti.optim.zero_one import zero_one_of
-from tutti.runtime.compressed.methods import make_exchange
 from tutti.runtime.consistency.apart import Apart
+from tutti.runtime.consistency.coded import CodedSums
 from tutti.runtime.consistency.measure import from_mean
 from tutti.runtime.consistency.vectors import Flats, Replicas, Vectors
 from tutti.runtime.state import Run
-from tutti.spec.compression import Compression, sum_sent_nbytes
+from tutti.spec.compression import Compression
 from tutti.spec.zero_one import local_updates
 
 
@@ -21,7 +20,7 @@ class ZeroOneApart(Apart):
     def __init__(self, replicas: Replicas, how: Compression) -> None:
         super().__init__(replicas, 1)
         self.how, self.counts["agreed"] = how, 0
-        self._sums: list[Exchange] = []
+        self._sums: CodedSums | None = None
 
     def begin(self, run: Run) -> None:
         self.rule = zero_one_of(run.optimizers[0])
@@ -36,14 +35,7 @@ class ZeroOneApart(Apart):
 
     def restart(self) -> None:
         self.rule.rebase()
-        ways = self._ways().read()
-        make = [] if self.replicas.size == 1 else ways
-        self._sums = [
-            make_exchange(
-                self.how.code, [(way.numel(),)], group=self.replicas.group, dtype=way.dtype, device=way.device, seed=0
-            )
-            for way in make
-        ]
+        self._sums = CodedSums(self.replicas, self.how, self._ways()) if self.replicas.size > 1 else None
         self._hold()
 
     def exchange(self, run: Run) -> None:
@@ -54,12 +46,8 @@ class ZeroOneApart(Apart):
         own, ways = self.vectors.read(), self._ways()
         flats = ways.read()
         torch._foreach_div_(flats, float(self.replicas.size))
-        for one, flat in zip(self._sums, flats, strict=False):
-            sent = sum_sent_nbytes(self.how, [(flat.numel(),)], self.replicas.size, flat.element_size())
-            with self.replicas.lane.waiting(sent):
-                for works in one.rounds(flat):
-                    wait(works)
-            one.settle(all_finite(flat))
+        if self._sums is not None:
+            self._sums.sum(flats)
         ways.write(flats)
         self.rule.agree()
         self.disagreement = from_mean(own, self.vectors.read(), self.replicas)
@@ -76,9 +64,4 @@ class ZeroOneApart(Apart):
 
     def _hold(self) -> None:
         """What is kept back, for checkpoints."""
-        self.held = {
-            f"{who}-{name}-{place}": [tensor]
-            for place, one in enumerate(self._sums)
-            for who, state in one.states.items()
-            for name, tensor in state.old.items()
-        }
+        self.held = {} if self._sums is None else self._sums.held()

@@ -1,0 +1,157 @@
+"""Replicas that tell each other in a code how far they went: bits, bytes, what is kept back, and what is refused."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from harness import run_ranks
+from runtime.consistency.replicas import MODELS, Seen, Told, train_all
+from runtime.consistency.simulated import doubles, simulate
+from tutti.errors import PlanError
+from tutti.runtime.consistency.coded import CodedSums
+from tutti.runtime.consistency.vectors import Replicas, Vectors
+from tutti.runtime.layout import Layout
+from tutti.runtime.mesh import Mesh
+from tutti.runtime.world import join
+from tutti.spec.compression import parse_compression, sum_sent_nbytes
+from tutti.spec.plan import BatchPlan, Plan
+from tutti.spec.refusals import check_plan
+from tutti.spec.sync_words import parse_sync, way_in_words
+
+EXACT = {
+    "local": Told(sync="local:2", arguments={"momentum": 0.9}),
+    "local, batch statistics": Told(sync="local:3", model="conv", batch=25, steps=7),
+    "diloco": Told(sync="diloco:2", optimizer="AdamW", rate=0.01, steps=7),
+}
+AS_THEY_ARE = {
+    "post-local": Told(sync="post-local:period=2,after=2", optimizer="AdamW", rate=0.01),
+    "frozen on the way": Told(sync="local:2", freeze=(3, "first.bias"), optimizer="AdamW", rate=0.01),
+}
+"""In a code that loses nothing the modes' own equations hold, and these give what they give without one."""
+
+CODES = ("float32", "bfloat16", "qsgd,bits=4", "bytegrad,feedback=true", "one-bit", "top-k,density=0.1",
+         "top-k,density=0.1,sparse=true", "terngrad", "top16-q4", "powersgd,rank=1")  # fmt: skip
+SIZES = pytest.mark.parametrize(
+    "size", [pytest.param(2, marks=pytest.mark.long), 3, pytest.param(4, marks=pytest.mark.long)]
+)
+STEPS = 6
+
+
+@functools.cache
+def trained(size: int) -> list[dict[str, Seen]]:
+    exact = {name: replace(told, compress="float64") for name, told in {**EXACT, **AS_THEY_ARE}.items()}
+    coded = {code: Told(sync="local:2", compress=code, steps=STEPS) for code in CODES}
+    plain = {f"{name}: as it is": told for name, told in AS_THEY_ARE.items()}
+    return run_ranks(train_all, size, {**exact, **coded, **plain}, size, timeout_s=300)
+
+
+@SIZES
+@pytest.mark.parametrize("name", EXACT)
+def test_without_loss_every_replica_follows_the_modes_equations(size: int, name: str) -> None:
+    ranks = [one[name] for one in trained(size)]
+    states, ending = simulate(EXACT[name], ranks[0].batches, size)
+    for rank, seen in enumerate(ranks):
+        for step, expected in enumerate(states):
+            for key, value in expected[rank].items():
+                torch.testing.assert_close(seen.states[step][key], value, rtol=1e-12, atol=1e-13, check_dtype=False)
+        for key, value in ending.items():
+            torch.testing.assert_close(seen.after[key], value, rtol=1e-12, atol=1e-13, check_dtype=False)
+
+
+@SIZES
+@pytest.mark.parametrize("name", AS_THEY_ARE)
+def test_without_loss_only_rounding_changes(size: int, name: str) -> None:
+    for one in trained(size):
+        coded, plain = one[name], one[f"{name}: as it is"]
+        for step, expected in enumerate(plain.states):
+            for key, value in expected.items():
+                torch.testing.assert_close(coded.states[step][key], value, rtol=1e-11, atol=1e-12)
+
+
+@SIZES
+@pytest.mark.parametrize("code", CODES)
+def test_replicas_have_the_same_bits_after_each_exchange(size: int, code: str) -> None:
+    ranks = [one[code] for one in trained(size)]
+    names = dict(MODELS["mlp"][0]().named_parameters())
+    for step in range(STEPS):
+        alike = all(torch.equal(seen.states[step][key], ranks[0].states[step][key]) for seen in ranks for key in names)
+        assert alike == (step % 2 == 1)
+    assert all(torch.equal(value, ranks[0].after[key]) for seen in ranks for key, value in seen.after.items())
+
+
+@SIZES
+@pytest.mark.parametrize("code", CODES)
+def test_bytes_are_those_of_the_formula(size: int, code: str) -> None:
+    with doubles():
+        shapes = [p.shape for p in MODELS["mlp"][0]().parameters()]
+    lanes = [lane for row in trained(size)[0][code].rows for lane in row["communication"]]
+    sent = sum(lane["nbytes"] for lane in lanes if lane["carried"] == "parameters")
+    formula = 3 * sum_sent_nbytes(parse_compression(code), shapes, size, 8)
+    if "sparse" in code:  # how many places ranks have in common, the values say
+        assert 0 < sent <= formula
+    else:
+        assert sent == formula
+
+
+def what_went_in(size: int, code: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of several sums on this rank: what all of them gave, and what this rank put in less what it keeps back."""
+    torch.set_default_dtype(torch.float64)
+    world = join()
+    layout = Layout.of(torch.nn.Linear(1, 1), Mesh({"replicate": size}, world.rank), ())
+    replicas = Replicas.of(layout.mesh, layout.lane("parameters", "replicate"), layout.lane("scalars", "replicate"))
+    vectors = Vectors([("a", torch.zeros(7, 5)), ("b", torch.zeros(3))])
+    sums = CodedSums(replicas, parse_compression(code), vectors)
+    generator = torch.Generator().manual_seed(world.rank)
+    came, went = torch.zeros(38), torch.zeros(38)
+    for _ in range(5):
+        flat = torch.randn(38, generator=generator)
+        went += flat
+        sums.sum([flat])
+        came += flat
+    kept = sums.held()
+    assert sums.count == 5
+    worker = kept["worker-residual-0"][0]
+    went -= worker
+    return came, went
+
+
+@pytest.mark.parametrize("code", ["top-k,density=0.1"])
+def test_what_a_code_leaves_out_goes_with_the_next_sum(code: str) -> None:
+    found = run_ranks(what_went_in, 3, 3, code)
+    total = sum(went for _, went in found)
+    for came, _ in found:
+        torch.testing.assert_close(came, total, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("sync", "code", "words"),
+    [
+        ("ring", "qsgd", "local, post-local, diloco"),
+        ("one-shot", "qsgd", "local, post-local, diloco"),
+        ("local:4", "one-bit-adam,freeze_step=10", "changes of parameters"),
+        ("local:4", "factors", "changes of parameters"),
+        ("local:4", "dgc", "changes of parameters"),
+        ("diloco:4", "qsgd,between=hosts", "between all ranks alike"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_with_the_reason(sync: str, code: str, words: str) -> None:
+    plan = Plan(batch=BatchPlan(global_batch_size=4), mesh={"replicate": 2}, sync=parse_sync(sync))
+    with pytest.raises(PlanError, match=words) as error:
+        check_plan(plan.compressed(parse_compression(code)))
+    assert sync.partition(":")[0] in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("sync", "code", "words"),
+    [
+        ("synchronous", "", ""),
+        ("synchronous", "qsgd,bits=4", "qsgd,bits=4"),
+        ("local:8", "", "local:period=8"),
+        ("local:8", "qsgd,bits=4", "local:period=8 in qsgd,bits=4"),
+    ],
+)
+def test_in_words(sync: str, code: str, words: str) -> None:
+    plan = Plan(batch=BatchPlan(global_batch_size=4), sync=parse_sync(sync))
+    assert way_in_words(plan.compressed(parse_compression(code) if code else None).sync) == words
