@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,7 @@ def measure(sizes: Sizes, *, resume: bool = False) -> dict[str, Any]:
             with Lab(HOSTS, rates=rate, ranks_per_host=ranks // HOSTS) as lab, tempfile.TemporaryDirectory() as scratch:
                 for name, (model, script) in described.items():
                     words, folder = case_words(rate, ranks, name), Path(scratch) / name
-                    clusters[words] = cluster = probe(lab, folder, journal, words, sizes)
+                    clusters[words] = cluster = probe(lab, folder, journal, words, sizes, usual(clusters.values()))
                     case = Case(rate=rate, ranks=ranks, workload=name, model=model, script=script, cluster=cluster)
                     cases.append(run_case(case, lab, folder, sizes, journal))
                     say(f"{say_case(cases[-1])} ({time.monotonic() - begun:.0f} s)")
@@ -127,31 +127,38 @@ def describe(name: str) -> tuple[ModelSpec, Plan]:
     return model_spec_of(captured, name=name), captured.plan
 
 
-def probe(lab: Lab, folder: Path, journal: Journal, words: str, sizes: Sizes) -> ClusterSpec:
+def probe(lab: Lab, folder: Path, journal: Journal, words: str, sizes: Sizes, usual_pace: float) -> ClusterSpec:
     """The lab as `tutti probe` measures it from all its ranks before each case (a machine may change its pace in the
-    course of minutes), or as it was measured before an interruption."""
+    course of minutes), or as it was measured before an interruption. `usual_pace`: of the probes before."""
     kept = journal.cluster(words)
     if kept is not None:
         return kept
     folder.mkdir()
     found = []
-    while len(found) < PROBES and not (found and steadiness(found[-1]) > STEADY):
+    while len(found) < PROBES and not (found and steadiness(found[-1], usual_pace) > STEADY):
         say(f"{words}: probing")
         found.append(probe_once(lab, folder / f"probe-{len(found)}", sizes))
-    cluster = max(found, key=steadiness)
+    cluster = max(found, key=lambda one: steadiness(one, usual_pace))
     journal.keep_cluster(words, cluster)
     return cluster
 
 
 PROBES, STEADY = 4, 0.88
-"""How often a cluster is probed until rates of products of all sizes are so near each other: the machine changed its
-pace in between otherwise, and a prediction would be of no machine at all."""
+"""How often a cluster is probed until rates of products of all sizes are so near each other, and the usual pace: the
+machine changed its own in between otherwise, or was in a slow spell of minutes, and a prediction would be of no machine
+that steps run on."""
 
 
-def steadiness(cluster: ClusterSpec) -> float:
-    """The lowest float32 rate of one process' products, beside the highest."""
+def steadiness(cluster: ClusterSpec, usual_pace: float) -> float:
+    """The lowest float32 rate of one process' products, beside the highest and the usual one."""
     rates = [rate.flops_per_s for rate in product_rates(cluster)]
-    return min(rates) / max(rates)
+    return min(rates) / max(*rates, usual_pace)
+
+
+def usual(clusters: Iterable[ClusterSpec]) -> float:
+    """The highest pace that any of the probes found: FLOP/s of a product, in the middle of all sizes; 0 of none."""
+    paces = [statistics.median(rate.flops_per_s for rate in product_rates(one)) for one in clusters]
+    return max(paces, default=0.0)
 
 
 def product_rates(cluster: ClusterSpec) -> list[GemmRate]:
@@ -287,7 +294,7 @@ def probed_pace(cluster: ClusterSpec, ranks: int) -> float:
     """What a product ran at when the cluster was probed; 0 where ranks beyond the cores would disturb it themselves."""
     if ranks > len(os.sched_getaffinity(0)):
         return 0.0
-    return statistics.median(rate.flops_per_s for rate in product_rates(cluster))
+    return usual([cluster])
 
 
 def trained(lab: Lab, words: Sequence[str], cwd: Path, limit_s: float) -> str | None:

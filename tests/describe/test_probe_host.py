@@ -1,6 +1,9 @@
 """What a host grants, read from control groups of both versions, and what it is made of."""
 
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -109,3 +112,23 @@ def test_this_host() -> None:
     assert here.name
     assert here.cpu
     assert {"python", "torch", "system"} <= host.versions().keys()
+
+
+def test_load_is_other_work_on_the_cores_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host.os, "sched_getaffinity", lambda _: {1, 3}, raising=False)
+    monkeypatch.setattr(host.psutil, "cpu_percent", lambda interval, percpu: [100.0, 30.0, 100.0, 90.0])
+    assert host.load() == pytest.approx(1.2)
+
+
+def test_load_sees_a_process_that_computes_and_none_that_has_ended() -> None:
+    (core, *_) = os.sched_getaffinity(0)
+    busy = subprocess.Popen([sys.executable, "-c", f"import os\nos.sched_setaffinity(0, [{core}])\nwhile True: pass"])
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, [core])
+        time.sleep(0.5)
+        assert host.load() > 0.8
+    finally:
+        busy.kill()
+        busy.wait()
+        os.sched_setaffinity(0, before)

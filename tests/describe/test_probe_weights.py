@@ -1,6 +1,8 @@
 """What products of few rows take beyond their FLOPs: by hand, and on this machine."""
 
 import dataclasses
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -41,6 +43,39 @@ def test_native_dtypes_are_measured_on_every_number_of_threads() -> None:
     assert weights.measure(torch.device("cuda"), effort, threads=(1,), dtypes=("float32",)) == ()
 
 
+def test_a_spell_of_another_pace_between_two_products_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = iter([4e-3 + 16e-4, 4e-3 + 128e-4] * 3 + [9e-3, 4e-3 + 128e-4] * 3 + [4e-3 + 16e-4, 4e-3 + 128e-4] * 3)
+    monkeypatch.setattr(weights.timing, "repeated", lambda *_, **__: SimpleNamespace(quartile_s=next(taken)))
+    effort = dataclasses.replace(QUICK, weight_size=1000)
+    (found,) = weights.measure(CPU, effort, threads=(1,), dtypes=("float32",))
+    assert found.forward == found.input_gradient == found.weight_gradient == pytest.approx(1e9)  # 4 MB in 4 ms
+    assert not list(taken)
+
+
+def test_more_weights_than_caches_hold_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each use of one comes after uses of all others."""
+    made = weights._products
+    seen: list[list[torch.Tensor]] = []
+
+    def noted(*given: list[torch.Tensor]) -> list[Callable[[], object]]:
+        seen.append(given[0])
+        return made(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(weights, "_products", noted)
+    monkeypatch.setattr(weights.host, "cache_nbytes", lambda: 40_000)
+    effort = dataclasses.replace(QUICK, weight_size=64, weight_caches=4.0)
+    weights.measure(CPU, effort, threads=(1,), dtypes=("float32",))
+    assert {len(one) for one in seen} == {10}  # 64 x 64 x 4 bytes each, 160,000 in all
+    assert len({one.data_ptr() for one in seen[0]}) == 10
+    many = [torch.full((2, 2), float(value)) for value in range(3)]
+    forward, back, into = made(many, [torch.empty(2, 2) for _ in many], torch.eye(2), torch.eye(2))
+    assert [forward()[0, 0].item() for _ in range(4)] == [0.0, 1.0, 2.0, 0.0]  # type: ignore[index]
+    assert [back()[0, 0].item() for _ in range(4)] == [0.0, 1.0, 2.0, 0.0]  # type: ignore[index]
+    places = [into().data_ptr() for _ in range(4)]  # type: ignore[attr-defined]
+    assert len(set(places)) == 3
+    assert places[0] == places[3]
+
+
 def test_each_product_is_that_of_a_linear_layer() -> None:
     layer = torch.nn.Linear(6, 6, bias=False, dtype=torch.float64)
     input = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
@@ -48,7 +83,7 @@ def test_each_product_is_that_of_a_linear_layer() -> None:
     layer(input).backward(output)
     with torch.no_grad():
         gradient = torch.empty(6, 6, dtype=torch.float64)
-        forward, back, into_weights = weights._products(layer.weight, gradient, input, output)
+        forward, back, into_weights = weights._products([layer.weight], [gradient], input, output)
         torch.testing.assert_close(forward(), layer(input), rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(back(), input.grad, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(into_weights(), layer.weight.grad, rtol=1e-12, atol=1e-12)

@@ -12,9 +12,9 @@ class Effort:
     `gemm_budget_s` bounds the repeats of one matrix product (one dtype, size and number of threads); a size predicted
     to take longer than that is skipped. `link_budget_s` bounds one message size likewise. `concurrent_sizes`:
     sizes measured again while all ranks of a host compute. `weight_size`: of the square weights that products of few
-    rows go over, larger than caches near a core. `kinds`: how often convolutions and attention are timed.
-    `codes_numel`: gradients' sizes that are written in fewer bytes; `codes_budget_s` bounds all of that after
-    compiling.
+    rows go over, larger than caches near a core; `weight_caches`: how many times the caches' size they have together.
+    `kinds`: how often convolutions and attention are timed. `codes_numel`: gradients' sizes that are written in fewer
+    bytes; `codes_budget_s` bounds all of that after compiling.
     """
 
     gemm_sizes: tuple[int, ...]
@@ -30,6 +30,7 @@ class Effort:
     copy_nbytes: int  # at least; more where the caches are larger
     disk_nbytes: int
     weight_size: int = 0
+    weight_caches: float = 0.0
     kinds: int = 0
     codes_numel: tuple[int, ...] = ()
     codes_budget_s: float = 0.0
@@ -49,6 +50,7 @@ QUICK = Effort(
     copy_nbytes=64 * MIB,
     disk_nbytes=64 * MIB,
     weight_size=2048,
+    weight_caches=4.0,
     kinds=1,
     codes_numel=(2**20,),
     codes_budget_s=1.5,
@@ -69,6 +71,7 @@ FULL = Effort(
     copy_nbytes=256 * MIB,
     disk_nbytes=512 * MIB,
     weight_size=2048,
+    weight_caches=4.0,
     kinds=3,
     codes_numel=(2**14, 2**18, 2**22),
     codes_budget_s=6.0,

@@ -12,11 +12,14 @@ import psutil
 
 ROOT = Path("/")
 
+LOOK_S = 0.25
+"""How long the cores are looked at."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
-    """A host as seen by one process. `load`: the 1-minute load average; `machine`: equal for hosts that are one machine
-    (of a laboratory, containers), empty where the system does not say."""
+    """A host as seen by one process. `load`: cores' worth of other work on its cores; `machine`: equal for hosts that
+    are one machine (of a laboratory, containers), empty where the system does not say."""
 
     name: str
     cpu: str
@@ -76,8 +79,11 @@ def memory_limit(root: Path = ROOT) -> int | None:
 
 
 def load() -> float:
-    """Processes running or waiting for a core, averaged over the last minute."""
-    return psutil.getloadavg()[0]
+    """Cores' worth of other work on the cores that this process may use: how busy they are while it sleeps a moment.
+    The load average of the last minute would have what has ended, too, such as the launch of the ranks."""
+    busy = psutil.cpu_percent(interval=LOOK_S, percpu=True)
+    mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(busy))
+    return sum(percent for core, percent in enumerate(busy) if core in mine) / 100
 
 
 def cpu_model(root: Path = ROOT) -> str:
