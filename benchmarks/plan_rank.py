@@ -238,7 +238,9 @@ def disturbance(step: Step, probed: float) -> float:
 
 
 def one_step(loop: Iterator[tutti.Job]) -> Step:
-    before, stolen, busy, start = pace(), Stolen(), time.process_time(), time.perf_counter()
+    before = pace()
+    dist.barrier()  # or a rank whose product took less would begin earlier, and its step would have the difference
+    stolen, busy, start = Stolen(), time.process_time(), time.perf_counter()
     next(loop)
     wall, busy = time.perf_counter() - start, time.process_time() - busy
     agreed = torch.tensor([wall, stolen.share(), -min(before, pace())], dtype=torch.float64)

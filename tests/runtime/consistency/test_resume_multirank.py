@@ -1,16 +1,20 @@
 """Replicas that differ in checkpoints: a resumed run goes on bit for bit; any other begins from the shared model."""
 
 import functools
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import tutti
 from harness import run_ranks
-from runtime.consistency.replicas import Seen, Told, train_on, train_twice
+from runtime.consistency.replicas import MODELS, Seen, Told, train_on, train_twice
 from runtime.consistency.simulated import simulate
 from tutti.runtime.checkpoint import to_state_dict
+from tutti.runtime.layout import local_tensors
+from tutti.spec import codec
 
 SAVED = {
     "local": Told(sync="local:2", optimizer="AdamW", rate=0.01, save_at=3, model="choosy", batch=9),
@@ -98,6 +102,21 @@ def save_local(size: int, told: Told) -> tuple[Seen, dict[str, Any]]:
     return seen, to_state_dict(Path(seen.saved))
 
 
+def evaluate_from(told: Told, saved: str, size: int) -> dict[str, torch.Tensor]:
+    """What a rank has once it has begun from a checkpoint."""
+    from runtime.consistency.replicas import plan_of
+
+    torch.set_default_dtype(torch.float64)
+    os.environ["TUTTI_RUN_FOLDER"] = str(Path.cwd() / "begun")
+    os.environ["TUTTI_PLAN"] = str(codec.save(plan_of(told, size), Path.cwd() / f"plan-{os.getpid()}.json"))
+    job = tutti.Job(global_batch_size=told.batch, resume=saved)
+    build, data, loss_fn = MODELS[told.model]
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=told.rate, **told.arguments)
+    model, _, _ = job.prepare(model, optimizer, data(), loss_fn)
+    return {name: tensor.detach().clone() for name, tensor in local_tensors(model)}
+
+
 def test_others_begin_from_the_mean(tmp_path: Path) -> None:
     told = Told(
         sync="local:4", arguments={"momentum": 0.9}, save_at=3, model="conv", batch=25, folder=str(tmp_path / "run")
@@ -115,6 +134,16 @@ def test_others_begin_from_the_mean(tmp_path: Path) -> None:
     assert one.losses[0] == pytest.approx(run_ranks(train_on, 2, sync, saved, 2)[0].losses[0], rel=1e-12)
     assert all(torch.equal(value, three[0].after[key]) for seen in three for key, value in seen.after.items())
     assert three[0].batches == one.batches
+
+
+@pytest.mark.parametrize(("before", "after"), [("", "qsgd,bits=4"), ("one-bit", ""), ("qsgd,bits=4", "one-bit")])
+def test_under_another_code_replicas_begin_from_the_mean(before: str, after: str, tmp_path: Path) -> None:
+    told = Told(sync="local:4", compress=before, arguments={"momentum": 0.9}, save_at=3, folder=str(tmp_path / "run"))
+    ranks = run_ranks(save_local, 2, 2, told)
+    saved, mean = ranks[0][0].saved, ranks[0][1]["model"]
+    other = Told(**{**_fields(told), "compress": after, "folder": "", "save_at": None, "steps": 3})
+    for seen in run_ranks(evaluate_from, 2, other, saved, 2):
+        assert all(torch.equal(seen[key], value) for key, value in mean.items() if key != "back.weight")  # tied
 
 
 def _fields(told: Told) -> dict[str, object]:

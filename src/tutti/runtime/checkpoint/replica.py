@@ -1,7 +1,7 @@
 """What replicas that differ resume from, in checkpoints: each rank writes its own, beside the model that all share.
 
-As many ranks under the same mode go on bit for bit. Any others begin alike, from the model that was saved: the one that
-all ranks would have ended with, and the mean of the optimizers' states.
+As many ranks under the same mode and code go on bit for bit. Any others begin alike, from the model that was saved: the
+one that all ranks would have ended with, and the mean of the optimizers' states.
 """
 
 from tutti.runtime.checkpoint.collect import KEPT, Contribution, Piece
@@ -31,8 +31,8 @@ def load_replica(run: Run, source: Source) -> None:
     wanted = run.consistency.resume(run, saved[run.world.rank]) if same else {}
     if not all(run.world.gather(bool(wanted))):
         run.screen.say(
-            "replicas begin alike, from the model that was saved: those in it were of another mode, of other ranks, or "
-            "trained other parameters"
+            "replicas begin alike, from the model that was saved: those in it were of another mode or code, of other "
+            "ranks, or trained other parameters"
         )
         return
     where = f"{run.world.rank}/replica"

@@ -89,6 +89,7 @@ class Apart(Consistency):
             {**_flat({"parameters": mine, "numbers": values, "counters": counts, **self.held}), **states},
             {
                 "trained": self.vectors.names,
+                "held": sorted(self.held),
                 "buffers": [*numbers.names, *counters.names],
                 "states": plain,
                 "counts": dict(self.counts),
@@ -113,7 +114,10 @@ class Apart(Consistency):
                 restore_states(run, states)
 
     def resume(self, run: Run, values: dict[str, Any]) -> dict[str, torch.Tensor]:
-        if not self.apart or values.get("trained") != self.vectors.names:
+        alike = values.get("trained") == self.vectors.names and values.get("held", sorted(self.held)) == sorted(
+            self.held
+        )
+        if not self.apart or not alike:
             return {}
         self.counts.update(values["counts"])
         self.staleness, self.equal = values["staleness"], values["equal"]

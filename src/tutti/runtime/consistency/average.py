@@ -12,7 +12,7 @@ from tutti.runtime.consistency.apart import Apart
 from tutti.runtime.consistency.coded import CodedSums
 from tutti.runtime.consistency.measure import from_mean
 from tutti.runtime.consistency.states import average_states
-from tutti.runtime.consistency.vectors import Flats, Replicas, Vectors
+from tutti.runtime.consistency.vectors import Flats, Replicas
 from tutti.runtime.state import Run
 from tutti.spec.compression import Compression
 
@@ -38,7 +38,7 @@ class Averaged(Apart):
         super().__init__(replicas, period)
         self.after, self.states = after, states
         self._how = how if replicas.size > 1 else None
-        self._coded: tuple[Vectors, CodedSums] | None = None
+        self._coded: CodedSums | None = None
 
     def begin(self, run: Run) -> None:
         if run.progress.step >= self.after:
@@ -91,9 +91,9 @@ class Averaged(Apart):
 
     def _sums(self, how: Compression) -> CodedSums:
         """Those of the parameters that are trained now; of others what was kept back is dropped."""
-        if self._coded is None or self._coded[0] is not self.vectors:
-            self._coded, self.counts["coded"] = (self.vectors, CodedSums(self.replicas, how, self.vectors)), 0
-        return self._coded[1]
+        if self._coded is None or self._coded.vectors is not self.vectors:
+            self._coded, self.counts["coded"] = CodedSums(self.replicas, how, self.vectors), 0
+        return self._coded
 
 
 class DiLoCo(Averaged):

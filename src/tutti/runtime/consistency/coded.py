@@ -7,10 +7,10 @@ from tutti.spec.compression import Compression, sum_sent_nbytes
 
 
 class CodedSums:
-    """Sums of vectors such as `vectors` gives, in the code `how`: an exchange for each. `count`: how many counted."""
+    """Sums of what `vectors` gives, in the code `how`: an exchange for each vector. `count`: how many sums counted."""
 
     def __init__(self, replicas: Replicas, how: Compression, vectors: Vectors) -> None:
-        self._replicas, self._how, self._shapes = replicas, how, vectors.shapes
+        self.vectors, self._replicas, self._how = vectors, replicas, how
         self.exchanges = [
             make_exchange(how.code, shapes, group=replicas.group, dtype=dtype, device=device, seed=0)
             for shapes, (dtype, device) in zip(vectors.shapes, vectors.kinds, strict=True)
@@ -19,7 +19,7 @@ class CodedSums:
     def sum(self, flats: Flats) -> None:
         """Leave the sums over the replicas in `flats`, the same bits on each."""
         lane = self._replicas.lane
-        for one, flat, shapes in zip(self.exchanges, flats, self._shapes, strict=True):
+        for one, flat, shapes in zip(self.exchanges, flats, self.vectors.shapes, strict=True):
             said = sum_sent_nbytes(self._how, shapes, self._replicas.size, flat.element_size())
             before = one.wire.sent_nbytes
             with lane.waiting(said):
