@@ -126,8 +126,8 @@ def _check_coded(plan: Plan) -> None:
     words = f'sync.compress = {compression_in_words(how)!r} with sync.mode = "{mode}"'
     if mode not in AVERAGED:
         raise PlanError(
-            f"{words}: no sums are made that could be written so; leave one out, or use {', '.join(AVERAGED)}, whose "
-            "replicas' changes may be"
+            f"{words}: replicas sum nothing that could be written so; leave one out, or use one of the modes "
+            f"{', '.join(AVERAGED)}, whose replicas sum their changes"
         )
     if how.method in (*MOMENTA, FACTORS, "dgc"):
         raise PlanError(
