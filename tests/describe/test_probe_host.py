@@ -120,7 +120,7 @@ def test_load_is_other_work_on_the_cores_of_this_process(monkeypatch: pytest.Mon
     assert host.load() == pytest.approx(1.2)
 
 
-def test_load_sees_a_process_that_computes_and_none_that_has_ended() -> None:
+def test_load_sees_a_process_that_computes_now() -> None:
     (core, *_) = os.sched_getaffinity(0)
     busy = subprocess.Popen([sys.executable, "-c", f"import os\nos.sched_setaffinity(0, [{core}])\nwhile True: pass"])
     before = os.sched_getaffinity(0)

@@ -59,6 +59,7 @@ from tutti.spec.compression import compression_in_words
 from tutti.spec.plan import Plan
 from tutti.spec.refusals import check_plan
 from tutti.spec.run import Recipe
+from tutti.spec.words import ALONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +125,8 @@ def make_run(session: Session, given: Given) -> Run:
     )
     _write_header(run, session, _resume(run, session.resume or session.wishes.resume, given.weights))
     _start_row(run, session)
-    defer_network_threads()
+    if plan.sync.mode not in ALONE:  # whose ranks wait for messages without an end, and must hear of a peer's at once
+        defer_network_threads()
     run.observer.prepared(run)
     return run
 
