@@ -125,10 +125,15 @@ def make_run(session: Session, given: Given) -> Run:
     )
     _write_header(run, session, _resume(run, session.resume or session.wishes.resume, given.weights))
     _start_row(run, session)
-    if plan.sync.mode not in ALONE:  # whose ranks wait for messages without an end, and must hear of a peer's at once
-        defer_network_threads()
+    _defer_network(plan)
     run.observer.prepared(run)
     return run
+
+
+def _defer_network(plan: Plan) -> None:
+    """All groups are made. Ranks that step alone wait for messages without an end, and must hear of a peer's at once."""
+    if plan.sync.mode not in ALONE:
+        defer_network_threads()
 
 
 def _annotated(session: Session, model: nn.Module) -> Plan:
