@@ -131,7 +131,7 @@ def make_run(session: Session, given: Given) -> Run:
 
 
 def _defer_network(plan: Plan) -> None:
-    """All groups are made. Ranks that step alone wait for messages without an end, and must hear of a peer's at once."""
+    """All groups are made. Ranks that step alone wait for messages without an end: they must hear of a peer's."""
     if plan.sync.mode not in ALONE:
         defer_network_threads()
 
