@@ -95,19 +95,13 @@ def written(
     parts = span.fewest if tiers and how.method != "powersgd" else 1  # matrices stay whole
     holders = span.hosts if tiers else span.ranks
     now = how if updates is None else how.at(updates)
-    modules = [math.ceil(one / VALUE_NBYTES) for one in nbytes.tolist() if one > 0]
-    if how.method == "powersgd":
-        messages = [[(math.isqrt(numel), math.isqrt(numel)) for numel in modules]]
-    else:
-        messages = [[(math.ceil(math.ceil(size / VALUE_NBYTES) / parts),)] for size in sizes]  # type: ignore[list-item]
-    codes = float(sum(sum_sent_nbytes(now, shapes, holders, VALUE_NBYTES) for shapes in messages))
-    exact = 2 * (holders - 1) / holders * float(nbytes.sum()) / parts
+    codes = _codes_nbytes(how, now, nbytes, sizes, holders, parts)
     return Written(
         holders=holders,
         parts=parts,
         tiers=tiers,
-        sent_nbytes=codes + flags_sent_nbytes(len(modules), span.ranks, VALUE_NBYTES),
-        share=1.0 if now is None else codes / exact,
+        sent_nbytes=codes + flags_sent_nbytes(int((nbytes > 0).sum()), span.ranks, VALUE_NBYTES),
+        share=1.0 if now is None else codes / _exact_nbytes(float(nbytes.sum()) / parts, holders),
     )
 
 
@@ -123,30 +117,30 @@ def phases(plan: Plan) -> tuple[int, ...]:
     return tuple(updates for updates in dict.fromkeys(at) if how.at(updates) != how.at(updates - 1))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Coded:
-    """How replicas that differ write what they tell each other: bytes that one sends, as a `share` of exact sums' too,
-    and seconds in the kernels."""
-
-    sent_nbytes: float
-    share: float
-    kernels_s: float
-
-
-def coded_changes(plan: Plan, group: Group, seat: Seat, nbytes: Array) -> Coded | None:
-    """Of changes of `nbytes` by module among `group`, summed as one vector; None where they travel as they are."""
+def changes_written(plan: Plan, group: Group, nbytes: Array) -> Written | None:
+    """How replicas that differ write their changes of `nbytes` by module, one vector; None: as they are."""
     how, whole = plan.sync.compress, float(nbytes.sum())
     if how is None or group.ranks == 1 or not whole:
         return None
+    sent = _codes_nbytes(how, how, nbytes, [whole], group.ranks)
+    return Written(holders=group.ranks, sent_nbytes=sent, share=sent / _exact_nbytes(whole, group.ranks))
+
+
+def _codes_nbytes(
+    how: Compression, now: Compression | None, nbytes: Array, sizes: Sequence[float], holders: int, parts: int = 1
+) -> float:
+    """What one of `holders` sends to sum its part of `nbytes` by module, in buckets of `sizes`: by `how`, which is
+    `now` in force."""
     if how.method == "powersgd":
-        modules = [math.isqrt(math.ceil(one / VALUE_NBYTES)) for one in nbytes.tolist() if one > 0]
-        shapes: list[tuple[int, ...]] = [(side, side) for side in modules]
+        sides = [math.isqrt(math.ceil(one / VALUE_NBYTES)) for one in nbytes.tolist() if one > 0]
+        messages: list[list[tuple[int, ...]]] = [[(side, side) for side in sides]]
     else:
-        shapes = [(math.ceil(whole / VALUE_NBYTES),)]
-    sent = float(sum_sent_nbytes(how, shapes, group.ranks, VALUE_NBYTES))
-    share = sent / (2 * (group.ranks - 1) / group.ranks * whole)
-    kernels = seat.slowdown * kernel_s(plan, seat.device, group.ranks, share, whole)
-    return Coded(sent_nbytes=sent, share=share, kernels_s=kernels)
+        messages = [[(math.ceil(math.ceil(size / VALUE_NBYTES) / parts),)] for size in sizes]
+    return float(sum(sum_sent_nbytes(now, shapes, holders, VALUE_NBYTES) for shapes in messages))
+
+
+def _exact_nbytes(nbytes: float, holders: int) -> float:
+    return 2 * (holders - 1) / holders * nbytes
 
 
 def kernel_s(plan: Plan, device: DeviceSpec, ranks: int, written: float, nbytes: float) -> float:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from tutti.errors import PlanError
-from tutti.predict.compressed import Coded
 from tutti.predict.groups import Group, Network
 from tutti.predict.network import message
 from tutti.predict.overlap import Exchange
@@ -159,6 +158,14 @@ class Trained:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Coded:
+    """What one sum of replicas' changes takes in a code, its kernels included, and what a rank sends for it."""
+
+    seconds: float
+    sent_nbytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Apart:
     """What replicas that differ exchange in a step, on average: time, and bytes a rank sends."""
 
@@ -182,7 +189,7 @@ def exchanged_apart(
     state = trained.optimizer if told.optimizer_state == "averaged" else 0.0
     passes = how.passes(group.ranks) + (CODED_PASSES if coded is not None else 0.0)
     copies_s = seat.slowdown * passes * n / rank_bandwidth(seat)
-    wire_s = how.seconds(group, n) if coded is None else how.seconds(group, n * coded.share) + coded.kernels_s
+    wire_s = how.seconds(group, n) if coded is None else coded.seconds
     besides_s = group.all_reduce(state) + group.all_reduce(statistics)  # waited for in every mode
     waited_s, often = wire_s, 1.0
     if how.skips:

@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tutti.predict import constants, sharding
-from tutti.predict.compressed import PartsWritten, Written, coded_changes, kept_nbytes, parts_written, written
+from tutti.predict.compressed import PartsWritten, Written, changes_written, kept_nbytes, parts_written, written
 from tutti.predict.division import Division
 from tutti.predict.factors import RowsOf, by_factors
 from tutti.predict.groups import Group, Network
 from tutti.predict.overlap import TIERS, Bucket, Exchange, Taken, buckets, exchange
 from tutti.predict.placement import Seat
-from tutti.predict.relaxed import Trained, exchanged_apart
+from tutti.predict.relaxed import Coded, Trained, exchanged_apart
 from tutti.predict.sharding import Costs
 from tutti.predict.table import Flags, ModelTable
 from tutti.predict.worker import Array, rank_bandwidth
@@ -166,8 +166,10 @@ def _apart(columns: ModelTable, net: Network, plan: Plan, behind_s: float) -> Sy
         statistics=float(columns.buffers.sum()),
     )
     group, seat = net.group("replicate"), net.seats[0]
-    how = coded_changes(plan, group, seat, columns.gradients)
-    done = exchanged_apart(plan.sync, group, seat, trained, behind_s, how)
+    how, coded = changes_written(plan, group, columns.gradients), None
+    if how is not None:
+        coded = Coded(seconds=how.sum_s(plan, group, seat, trained.parameters)[0], sent_nbytes=how.sent_nbytes)
+    done = exchanged_apart(plan.sync, group, seat, trained, behind_s, coded)
     return Sync(exchange=done.exchange, sent_nbytes=done.sent_nbytes, buckets=())
 
 
