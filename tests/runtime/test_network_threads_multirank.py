@@ -14,7 +14,7 @@ from harness import run_ranks
 from tutti.collectives import network_threads as threads
 from tutti.runtime import world
 from tutti.spec import codec
-from tutti.spec.plan import BatchPlan, Plan, Sharding, Sync
+from tutti.spec.plan import BatchPlan, Plan, Sharding
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="this system has no policy for batch threads")
 
@@ -43,14 +43,6 @@ def test_of_all_groups_of_a_job() -> None:
         assert own == os.SCHED_OTHER
         assert len(network) > 1
         assert set(network) == {os.SCHED_BATCH}
-
-
-def test_ranks_that_do_not_wait_for_each_other_keep_theirs() -> None:
-    """What they wait for has no end but a peer's. Only the world's thread, older than the plan, is set."""
-    plan = Plan(mesh={"replicate": 2}, batch=BatchPlan(global_batch_size=4), sync=Sync(mode="asynchronous"))
-    for _, network in run_ranks(of_a_job, 2, plan):
-        assert len(network) > 1
-        assert network.count(os.SCHED_BATCH) == 1
 
 
 def of_a_world(policy: int) -> Policies:

@@ -1,6 +1,5 @@
 """`tutti plan --try N`: the best plans really run for a few steps on this machine, and what that says of the choice."""
 
-import os
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -33,10 +32,11 @@ def try_plans(model: ModelSpec, cluster: ClusterSpec, choice: Choice, options: "
     """
     check_here(cluster, options)
     plans = to_try(choice, options.tries or 1)
+    from tutti.describe.probe import host
     from tutti.launch.host import granted_cores, threads_per_rank
     from tutti.launch.local import warm
 
-    load = os.getloadavg()[0]
+    load = host.load()
     warm(threads_per_rank(plans[0].plan.world_size))
     name = f"try-{Path(options.target[0]).stem}-{datetime.now(UTC).strftime('%Y%m%dT%H%M%SZ')}"
     found = []

@@ -112,7 +112,7 @@ def _pairs_s(group: Group, nbytes: float) -> float:
     return 2 * message(group.network, nbytes * max(1.0, group.span.per_host / 2))
 
 
-_AVERAGED = Exchanging(sent=_ring_share, seconds=_sum_s, passes=lambda p: 9.0)
+_AVERAGED = Exchanging(sent=_ring_share, seconds=_sum_s, passes=lambda p: 9.0, passing=1)
 
 _SERVED = Exchanging(sent=_ring_share, seconds=_served_s, passes=lambda p: 14.0, held=2)
 
@@ -122,7 +122,7 @@ EXCHANGES: Mapping[SyncMode, Exchanging] = {
     "local": _AVERAGED,
     "post-local": _AVERAGED,
     "one-shot": _AVERAGED,
-    "diloco": Exchanging(sent=_ring_share, seconds=_sum_s, passes=lambda p: 23.0, held=2, passing=4),
+    "diloco": Exchanging(sent=_ring_share, seconds=_sum_s, passes=lambda p: 23.0, held=2, passing=2),
     "adasum": Exchanging(
         sent=_adasum_sent, seconds=_adasum_s, passes=lambda p: 12.0 + 25.0 * len(_adasum_rounds(p)), held=1, passing=4
     ),

@@ -59,7 +59,6 @@ from tutti.spec.compression import compression_in_words
 from tutti.spec.plan import Plan
 from tutti.spec.refusals import check_plan
 from tutti.spec.run import Recipe
-from tutti.spec.words import ALONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,15 +124,9 @@ def make_run(session: Session, given: Given) -> Run:
     )
     _write_header(run, session, _resume(run, session.resume or session.wishes.resume, given.weights))
     _start_row(run, session)
-    _defer_network(plan)
+    defer_network_threads()  # all groups are made
     run.observer.prepared(run)
     return run
-
-
-def _defer_network(plan: Plan) -> None:
-    """All groups are made. Ranks that step alone wait for messages without an end: they must hear of a peer's."""
-    if plan.sync.mode not in ALONE:
-        defer_network_threads()
 
 
 def _annotated(session: Session, model: nn.Module) -> Plan:

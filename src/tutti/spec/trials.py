@@ -38,8 +38,8 @@ class Trial:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trials:
     """Plans in the order of their predictions: the first was the choice. `best`: the one that measured fastest, None
-    where none ran. `sentence`: what the measurement says of the choice; `load`: processes that wanted a core of this
-    machine when it began, and the cores there are."""
+    where none ran. `sentence`: what the measurement says of the choice; `load`: cores' worth of other work on this
+    machine when it began; `cores`: those there are."""
 
     trials: tuple[Trial, ...]
     best: int | None

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from torch import nn
 import tutti
 from runtime import training
 from tutti.errors import TuttiError
+from tutti.runtime.consistency import wire
 from tutti.runtime.state import Run
 from tutti.spec import codec
 from tutti.spec.plan import BatchPlan, Plan
@@ -181,6 +183,25 @@ def ending_badly(sync: str, dies: int) -> str:
         job._ending.failed = True  # type: ignore[union-attr]
         return f"{type(error).__name__}, {type(error.__cause__).__name__}: {error}"
     return "never"
+
+
+def ending_unheard(sync: str, dies: int) -> str:
+    """The same where Gloo tells nobody who waits for what goes to the killed rank, as it sometimes does."""
+    start = wire.Wire.start_send
+
+    def unheard(one: wire.Wire, *message: Any) -> Callable[[], None]:
+        arrived = start(one, *message)
+
+        def wait() -> None:
+            try:
+                arrived()
+            except wire.Unreachable:
+                time.sleep(60)
+
+        return wait
+
+    with mock.patch.object(wire.Wire, "start_send", unheard):
+        return ending_badly(sync, dies)
 
 
 def on_two_hosts() -> str:

@@ -7,6 +7,7 @@ from harness import run_ranks
 from runtime.consistency.alone_ranks import (
     averaged_pairs,
     ending_badly,
+    ending_unheard,
     leaving,
     on_two_hosts,
     one_memory,
@@ -85,6 +86,16 @@ def test_a_rank_that_is_killed_is_named_by_all_others(sync: str, dies: int) -> N
     told = [words for rank, words in enumerate(said) if rank != dies]
     alone = sync == "ad-psgd" and dies == 0  # the other active rank is told by nobody: it has lost no partner
     assert sum(f"TrainingError, RuntimeError: rank {dies} has ended" in words for words in told) >= (1 if alone else 2)
+
+
+@pytest.mark.parametrize(
+    ("sync", "dies"),
+    [("asynchronous", 2), *(pytest.param(*one, marks=pytest.mark.long) for one in [("stale:2", 1), ("ad-psgd", 1)])],
+)
+def test_a_killed_rank_is_named_also_where_waiting_for_sends_has_no_end(sync: str, dies: int) -> None:
+    said = run_ranks(ending_unheard, 3, sync, dies, timeout_s=30)
+    assert said[dies] == "ended 9"
+    assert all(f"rank {dies} has ended" in words for rank, words in enumerate(said) if rank != dies)
 
 
 @pytest.mark.long

@@ -126,8 +126,11 @@ class DiLoCo(Averaged):
             self.held["velocity"] = velocity
 
     def _outer(self, mean: Flats) -> tuple[Flats, Flats]:
-        """(parameters, velocity) after an outer update."""
-        change = torch._foreach_sub(self.held["reference"], mean)
-        velocity = torch._foreach_add(change, self.held["velocity"], alpha=self.momentum)
-        direction = torch._foreach_add(change, velocity, alpha=self.momentum)
-        return list(torch._foreach_add(self.held["reference"], direction, alpha=-self.rate)), list(velocity)
+        """(parameters, velocity) after an outer update; the parameters where the mean was."""
+        velocities = []
+        for value, before, velocity in zip(mean, self.held["reference"], self.held["velocity"], strict=True):
+            change = torch.sub(before, value, out=value)
+            velocities.append(torch.add(change, velocity, alpha=self.momentum))
+            direction = change.add_(velocities[-1], alpha=self.momentum)
+            torch.add(before, direction, alpha=-self.rate, out=value)
+        return mean, velocities

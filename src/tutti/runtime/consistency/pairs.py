@@ -8,7 +8,7 @@ the sum of all x stays what it was.
 
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -154,9 +154,9 @@ class Pairs(Alone):
         mean = [torch.empty_like(flat) for flat in sent]
         coming = self.wire.start_receive(peer, mean, _ANSWER)
         asking = self.wire.start_send(peer, [torch.tensor([MEAN])], _ASK)
-        self.wire.send(peer, sent, _VALUES)
-        asking()
-        coming()
+        telling = self.wire.start_send(peer, sent, _VALUES)
+        for flight in (coming, asking, telling):
+            flight()
         moved = torch._foreach_sub(mean, sent)
         with self._changed:
             torch._foreach_add_(self._x, moved)
@@ -165,9 +165,12 @@ class Pairs(Alone):
     def _serve(self, peer: int) -> None:
         """A passive replica's thread: answers one of the active until that leaves."""
         asked = torch.zeros(1, dtype=torch.int64)
+        going: list[Callable[[], None]] = []
         try:
             while True:
                 self.wire.receive(peer, [asked], _ASK)
+                while going:  # it asks again: it has its answer
+                    going.pop()()
                 if int(asked) == LEAVE:
                     return
                 theirs = [torch.empty_like(flat) for flat in self._x]
@@ -178,7 +181,7 @@ class Pairs(Alone):
                     before = self._x
                     self._x = [flat.clone() for flat in theirs]
                     self._note(before, theirs)
-                self.wire.send(peer, theirs, _ANSWER)
+                going.append(self.wire.start_send(peer, theirs, _ANSWER))
         except Unreachable as problem:
             self._failed(problem)
 

@@ -6,7 +6,7 @@ from the parameters that come back.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -119,18 +119,18 @@ class Servers(Alone):
         values = [torch.empty_like(flat) for flat in change]
         asked = torch.tensor([UPDATE, self._drift], dtype=torch.float64)
         says = {peer: torch.zeros(6, dtype=torch.float64) for peer in self.others}
-        flights = []
+        going, coming = [], []
         try:
             for peer in self.others:
-                flights.append(self.wire.start_send(peer, [asked], _ASK))
-                flights.append(self.wire.start_send(peer, self._part(change, peer), _CHANGE))
-                flights.append(self.wire.start_receive(peer, [says[peer]], _SAY))
-                flights.append(self.wire.start_receive(peer, self._part(values, peer), _VALUES))
+                going.append(self.wire.start_send(peer, [asked], _ASK))
+                going.append(self.wire.start_send(peer, self._part(change, peer), _CHANGE))
+                coming.append(self.wire.start_receive(peer, [says[peer]], _SAY))
+                coming.append(self.wire.start_receive(peer, self._part(values, peer), _VALUES))
             own = self.replicas.index
             self.served.push(own, self._part(change, own), self._drift)
             answers = [self.served.answer(own)]
             self._check(answers[0])
-            for flight in flights:
+            for flight in [*coming, *going]:
                 flight()
         except Unreachable as problem:
             error = self._sentence(problem.peer, problem.late)
@@ -156,10 +156,11 @@ class Servers(Alone):
         asked, says = torch.tensor([what, 0.0], dtype=torch.float64), torch.zeros(6, dtype=torch.float64)
         self.served.leave(self.replicas.index)
         try:
-            for peer in self.others:
-                self.wire.send(peer, [asked], _ASK)
+            going = [self.wire.start_send(peer, [asked], _ASK) for peer in self.others]
             for peer in self.others if what == AWAY else ():
                 self.wire.start_receive(peer, [says], _SAY)()
+            for flight in going:
+                flight()
         except Unreachable as problem:
             error = self._sentence(problem.peer, problem.late)
             raise error from error.__cause__
@@ -180,22 +181,25 @@ class Servers(Alone):
     def _serve(self, worker: int) -> None:
         """A thread's work: what `worker` asks, until it leaves."""
         asked = torch.zeros(2, dtype=torch.float64)
+        going: list[Callable[[], None]] = []
         try:
             while True:
                 self.wire.receive(worker, [asked], _ASK)
+                while going:  # the worker asks again: it has its answer
+                    going.pop()()
                 what, drift = asked.tolist()
                 if what == UPDATE:
                     change = [torch.empty_like(flat) for flat in self.served.values]
                     self.wire.receive(worker, change, _CHANGE)
                     self.served.push(worker, change, drift)
                     answer = self.served.answer(worker)
-                    self.wire.send(worker, [_said(answer)], _SAY)
-                    self.wire.send(worker, answer.values, _VALUES)
+                    going.append(self.wire.start_send(worker, [_said(answer)], _SAY))
+                    going.append(self.wire.start_send(worker, answer.values, _VALUES))
                     continue
                 self.served.leave(worker)
                 if what == LEAVE or self._gone:  # who has left can no more come together with others
                     return
-                self.wire.send(worker, [torch.zeros(6, dtype=torch.float64)], _SAY)
+                going.append(self.wire.start_send(worker, [torch.zeros(6, dtype=torch.float64)], _SAY))
         except Unreachable as problem:
             self.served.end(problem.peer)
 

@@ -30,7 +30,12 @@ class Wire:
             self._group = dist.new_group([*replicas.ranks], timeout=timeout, backend="gloo")
 
     def start_send(self, peer: int, tensors: Flats, tag: int) -> Callable[[], None]:
-        """Begin to send; returns what waits until `tensors` may be changed. Tags: `tag` and those that follow."""
+        """Begin to send; returns what waits until `tensors` may be changed. Tags: `tag` and those that follow.
+
+        What answers a message is to be waited for before it: where the other rank ends, Gloo tells at once whoever
+        waits for something from it, but not always whoever waits for something to go there, who then waits for the
+        time-out (gloo/transport/tcp/pair.cc, `signalException` passes over unbound buffers in `tx_`).
+        """
         works = self._start(dist.isend, peer, tensors, tag)
         return lambda: _wait(peer, works)
 
