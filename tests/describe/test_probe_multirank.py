@@ -113,6 +113,43 @@ def test_two_hosts_have_both_tiers_and_every_rank_the_same_spec(tmp_path: Path) 
     assert [rate.method for rate in device.compress_rates] == ["powersgd,rank=1"]
 
 
+def _copies_beside_others() -> list[tuple[float, float]]:
+    """From when to when each copy of this rank went on, which comes to it later than the others."""
+    import time
+
+    import torch
+    import torch.distributed as dist
+
+    from tutti.describe.probe import memory, timing
+    from tutti.describe.probe.ranks import _meeting
+    from tutti.runtime.world import join, leave
+
+    join()
+    copied: list[tuple[float, float]] = []
+
+    def repeated(*given: object, **named: object) -> timing.Timing:
+        began = time.monotonic()
+        time.sleep(0.2)
+        copied.append((began, time.monotonic()))
+        return timing.summary([1.0])
+
+    try:
+        meet = _meeting([[0, 2], [1]])
+        time.sleep(0.3 * dist.get_rank())
+        with mock.patch.object(timing, "repeated", repeated):
+            memory.measure(torch.device("cpu"), TINY, threads=(1, 2), memory_nbytes=2**24, meet=meet)
+        return copied
+    finally:
+        leave()
+
+
+def test_who_shares_memory_copies_at_the_same_time() -> None:
+    first, alone, other = run_ranks(_copies_beside_others, 3)
+    for (began, ended), (start, end) in zip(first, other, strict=True):
+        assert max(began, start) < min(ended, end)
+    assert alone[0][1] < first[0][0]
+
+
 def _codes_beside_others() -> int:
     """How many methods are timed by a rank of a group whose exchanges fail."""
     import torch

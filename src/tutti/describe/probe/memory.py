@@ -15,9 +15,17 @@ def copy_nbytes(effort: Effort, cache_nbytes: int, memory_nbytes: int) -> int:
 
 
 def measure(
-    device: torch.device, effort: Effort, *, threads: tuple[int, ...], memory_nbytes: int, concurrent: int = 1
+    device: torch.device,
+    effort: Effort,
+    *,
+    threads: tuple[int, ...],
+    memory_nbytes: int,
+    concurrent: int = 1,
+    meet: timing.Meet = timing.by_itself,
 ) -> tuple[MemoryRate, ...]:
-    """Bytes read plus bytes written a second, for each number of threads."""
+    """Bytes read plus bytes written a second, for each number of threads. `meet`: before each, of those that copy at
+    the same time in the same memory: two that copied each when it came to it saw 22 GB/s where they got 15 at once.
+    """
     nbytes = copy_nbytes(effort, host.cache_nbytes(), memory_nbytes // concurrent)
     source = torch.ones(nbytes, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
@@ -25,6 +33,7 @@ def measure(
     before = torch.get_num_threads()
     for count in threads:
         torch.set_num_threads(count)
+        meet()
         took = timing.repeated(_copy(source, target), device, repeats=effort.repeats, budget_s=effort.gemm_budget_s)
         rates.append(
             MemoryRate(

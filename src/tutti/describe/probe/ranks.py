@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ from tutti.describe.probe.findings import (
     by_host,
     first_of_each_device,
 )
+from tutti.describe.probe.timing import Meet, by_itself
 from tutti.describe.probe.ways import Party
 from tutti.spec.cluster import ClusterSpec, LinkSpec
 
@@ -41,7 +43,9 @@ def measure_ranks(device: torch.device, effort: Effort, *, folder: Path, say: Sa
     mine = hosts[facts[dist.get_rank()].host.name]
     alone = _alone(control, facts, device, effort, say)
     say("the same with all ranks computing")
-    shared = _gather(control, _shared(facts[dist.get_rank()], len(mine), device, effort))
+    shared = _gather(
+        control, _shared(facts[dist.get_rank()], len(mine), device, effort, _meeting(list(hosts.values())))
+    )
     say("links between ranks")
     node = _gather(control, _node_links(hosts, mine, device, effort))
     network = _gather(control, _network_links(hosts, device, effort))
@@ -99,24 +103,36 @@ def _alone(
     rates: dict[str, DeviceRates] = {}
     for name, rank in first_of_each_device(facts).items():
         say(f"{name}, on rank {rank}")
-        mine = None
-        if dist.get_rank() in at_once(facts, rank):
-            mine = _device_rates(facts[dist.get_rank()], device, effort, say)
+        mine, together = None, at_once(facts, rank)
+        meet = _meeting([[one for one in together if facts[one].device == name]])
+        if dist.get_rank() in together:
+            mine = _device_rates(facts[dist.get_rank()], device, effort, say, meet)
         found = _gather(control, mine)[rank]
         assert found is not None
         rates[name] = found
     return rates
 
 
-def _device_rates(fact: RankFacts, device: torch.device, effort: Effort, say: Say) -> DeviceRates:
+def _meeting(parties: list[list[int]]) -> Meet:
+    """How this rank waits for the others of its party, if it is of one. Called by all ranks."""
+    found: Meet = by_itself
+    for ranks in parties:
+        if len(ranks) > 1:
+            group = dist.new_group(ranks, backend="gloo")
+            if dist.get_rank() in ranks:
+                found = partial(dist.barrier, group)
+    return found
+
+
+def _device_rates(fact: RankFacts, device: torch.device, effort: Effort, say: Say, meet: Meet) -> DeviceRates:
     cpu = device.type == "cpu"
     threads = gemm.thread_counts(fact.host.cores, effort.threads) if cpu else (1,)
     sizes = effort.gemm_sizes if cpu else effort.cuda_gemm_sizes
     found = gemm.measure(device, effort, threads=threads, sizes=sizes, dtypes=effort.dtypes, say=say)
     say("memory bandwidth")
-    copied = memory.measure(device, effort, threads=threads, memory_nbytes=fact.device_memory_nbytes)
+    copied = memory.measure(device, effort, threads=threads, memory_nbytes=fact.device_memory_nbytes, meet=meet)
     say("products of few rows")
-    passed = weights.measure(device, effort, threads=threads, dtypes=effort.dtypes)
+    passed = weights.measure(device, effort, threads=threads, dtypes=effort.dtypes, meet=meet)
     say("convolutions and attention")
     kinds_found = kinds.measure(device, effort)
     say("gradients in fewer bytes")
@@ -131,7 +147,7 @@ def _device_rates(fact: RankFacts, device: torch.device, effort: Effort, say: Sa
     )
 
 
-def _shared(fact: RankFacts, ranks: int, device: torch.device, effort: Effort) -> SharedRates:
+def _shared(fact: RankFacts, ranks: int, device: torch.device, effort: Effort, meet: Meet) -> SharedRates:
     """Rates on an equal share of the cores while all ranks of the host do the same; GPUs share nothing."""
     if ranks == 1 or device.type != "cpu":
         return SharedRates()
@@ -141,8 +157,8 @@ def _shared(fact: RankFacts, ranks: int, device: torch.device, effort: Effort) -
         device, brief, threads=threads, sizes=effort.concurrent_sizes, dtypes=effort.dtypes, concurrent=ranks
     )
     nbytes = fact.host.memory_nbytes
-    copied = memory.measure(device, effort, threads=threads, memory_nbytes=nbytes, concurrent=ranks)
-    passed = weights.measure(device, brief, threads=threads, dtypes=effort.dtypes, concurrent=ranks)
+    copied = memory.measure(device, effort, threads=threads, memory_nbytes=nbytes, concurrent=ranks, meet=meet)
+    passed = weights.measure(device, brief, threads=threads, dtypes=effort.dtypes, concurrent=ranks, meet=meet)
     return SharedRates(gemm=found.rates, memory=copied, weights=passed)
 
 

@@ -31,6 +31,14 @@ STEADY = 1.25
 """Samples whose median is within this factor of their lower quartile agree."""
 
 
+Meet = Callable[[], None]
+"""Waits for the ranks that measure the same at the same time."""
+
+
+def by_itself() -> None:
+    """Nobody measures beside."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
     """Seconds of one call: the lower `quartile_s` of the samples, and their median. `spread`: (max - min) / median over

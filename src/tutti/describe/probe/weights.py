@@ -31,16 +31,23 @@ DTYPES = ("float64", "float32", "bfloat16")
 
 
 def measure(
-    device: torch.device, effort: Effort, *, threads: tuple[int, ...], dtypes: tuple[str, ...], concurrent: int = 1
+    device: torch.device,
+    effort: Effort,
+    *,
+    threads: tuple[int, ...],
+    dtypes: tuple[str, ...],
+    concurrent: int = 1,
+    meet: timing.Meet = timing.by_itself,
 ) -> tuple[WeightRate, ...]:
-    """For each dtype and number of threads; none on devices that load weights while they compute, such as GPUs."""
+    """For each dtype and number of threads; none on devices that load weights while they compute, such as GPUs. `meet`:
+    before each product, of those that measure at the same time in the same memory."""
     if device.type != "cpu" or not effort.weight_size:
         return ()
     rates = []
     for dtype in (name for name in dtypes if name in DTYPES):
         for count in threads:
             with gemm.on_threads(count):
-                forward, back, gradient = _paces(device, effort, gemm.DTYPES[dtype])
+                forward, back, gradient = _paces(device, effort, gemm.DTYPES[dtype], meet)
             rates.append(
                 WeightRate(
                     dtype=dtype,
@@ -62,7 +69,7 @@ def pace(nbytes: float, few_s: float, many_s: float) -> float:
     return nbytes / max(few_s - few * each, few_s / 100)
 
 
-def _paces(device: torch.device, effort: Effort, dtype: torch.dtype) -> list[float]:
+def _paces(device: torch.device, effort: Effort, dtype: torch.dtype, meet: timing.Meet) -> list[float]:
     """Of forward, the gradient of the input and that of the weights."""
     n = effort.weight_size
     nbytes = n * n * dtype.itemsize
@@ -76,6 +83,7 @@ def _paces(device: torch.device, effort: Effort, dtype: torch.dtype) -> list[flo
 
     def took(call: Callable[[], object]) -> float:
         budget_s = effort.gemm_budget_s / ROUNDS
+        meet()
         return timing.repeated(call, device, repeats=effort.repeats, budget_s=budget_s).quartile_s
 
     products = list(zip(*both, strict=True))
