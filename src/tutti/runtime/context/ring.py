@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from tutti.data.seeds import derive_seed
+from tutti.runtime.context.fused import attend, attend_backward
 from tutti.runtime.context.order import Order
-from tutti.runtime.context.tiles import Block, accumulate_dtype, attend, attend_backward, empty_state
+from tutti.runtime.context.tiles import Block, accumulate_dtype, empty_state
 from tutti.runtime.traffic import Flight, Lane, lone_lane
 
 
@@ -90,7 +91,7 @@ class _RingAttention(torch.autograd.Function):
         delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
         grad_q = torch.zeros_like(q, dtype=lse.dtype)
         with torch.autocast(q.device.type, enabled=False):
-            grad_k, grad_v = _backward_round(block, ring, q, k, v, lse, grad_out, delta, grad_q)
+            grad_k, grad_v = _backward_round(block, ring, q, k, v, out, lse, grad_out, delta, grad_q)
         return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None
 
 
@@ -100,6 +101,7 @@ def _backward_round(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    out: torch.Tensor,
     lse: torch.Tensor,
     grad_out: torch.Tensor,
     delta: torch.Tensor,
@@ -120,6 +122,7 @@ def _backward_round(
                 q[..., rows, :],
                 keys[:, :, columns],
                 values[:, :, columns],
+                out[..., rows, :],
                 lse[..., rows],
                 grad_out[..., rows, :],
                 delta[..., rows],

@@ -55,10 +55,14 @@ def attend(
         if block.dropout:
             probabilities *= _kept(block, number, probabilities)
         seen = _by_keys(probabilities.to(v.dtype), v[:, :, columns]).to(out.dtype)
-        before = lse[..., rows]
-        after = torch.logaddexp(before, tile_lse)
-        out[..., rows, :] = out[..., rows, :] * _exp(before[..., None], after) + seen * _exp(tile_lse[..., None], after)
-        lse[..., rows] = after
+        merge(out[..., rows, :], lse[..., rows], seen, tile_lse)
+
+
+def merge(out: torch.Tensor, lse: torch.Tensor, seen: torch.Tensor, seen_lse: torch.Tensor) -> None:
+    """Merge what the queries saw of some keys into what they saw of others, in place."""
+    after = torch.logaddexp(lse, seen_lse)
+    out.mul_(_exp(lse[..., None], after)).addcmul_(seen, _exp(seen_lse[..., None], after))
+    lse.copy_(after)
 
 
 def attend_backward(
