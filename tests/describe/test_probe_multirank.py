@@ -113,41 +113,46 @@ def test_two_hosts_have_both_tiers_and_every_rank_the_same_spec(tmp_path: Path) 
     assert [rate.method for rate in device.compress_rates] == ["powersgd,rank=1"]
 
 
-def _copies_beside_others() -> list[tuple[float, float]]:
-    """From when to when each copy of this rank went on, which comes to it later than the others."""
+def _samples_beside_others() -> list[tuple[float, float]]:
+    """From when to when each sample of this rank went on, which comes to it later than the others."""
     import time
 
     import torch
     import torch.distributed as dist
 
-    from tutti.describe.probe import memory, timing
+    from tutti.describe.probe import memory, weights
     from tutti.describe.probe.ranks import _meeting
     from tutti.runtime.world import join, leave
 
-    join()
-    copied: list[tuple[float, float]] = []
+    taken: list[tuple[float, float]] = []
 
-    def repeated(*given: object, **named: object) -> timing.Timing:
+    def once(call: object, device: torch.device) -> float:
         began = time.monotonic()
-        time.sleep(0.2)
-        copied.append((began, time.monotonic()))
-        return timing.summary([1.0])
+        time.sleep(0.02 * (1 + dist.get_rank()))
+        taken.append((began, time.monotonic()))
+        return 0.02
 
+    join()
     try:
         meet = _meeting([[0, 2], [1]])
+        assert (meet is None) == (dist.get_rank() == 1)
         time.sleep(0.3 * dist.get_rank())
-        with mock.patch.object(timing, "repeated", repeated):
-            memory.measure(torch.device("cpu"), TINY, threads=(1, 2), memory_nbytes=2**24, meet=meet)
-        return copied
+        effort = replace(TINY, weight_size=16, dtypes=("float32",))
+        with mock.patch.object(memory.timing, "once", once):
+            memory.measure(torch.device("cpu"), effort, threads=(1, 2), memory_nbytes=2**24, meet=meet)
+            weights.measure(torch.device("cpu"), effort, threads=(1,), dtypes=("float32",), meet=meet)
+        return taken
     finally:
         leave()
 
 
-def test_who_shares_memory_copies_at_the_same_time() -> None:
-    first, alone, other = run_ranks(_copies_beside_others, 3)
-    for (began, ended), (start, end) in zip(first, other, strict=True):
-        assert max(began, start) < min(ended, end)
-    assert alone[0][1] < first[0][0]
+def test_who_shares_memory_measures_it_at_the_same_time() -> None:
+    first, alone, other = run_ranks(_samples_beside_others, 3)
+    assert len(first) == len(other) == (2 + 18) * (1 + 9)  # each begins with one that does not count
+    both = list(zip(first, other, strict=True))
+    together = [max(began, start) < min(ended, end) for (began, ended), (start, end) in both]
+    assert all(value for at, value in enumerate(together) if at % 10)
+    assert alone[0][1] < first[1][0]
 
 
 def _codes_beside_others() -> int:

@@ -21,10 +21,10 @@ def measure(
     threads: tuple[int, ...],
     memory_nbytes: int,
     concurrent: int = 1,
-    meet: timing.Meet = timing.by_itself,
+    meet: timing.Meet | None = None,
 ) -> tuple[MemoryRate, ...]:
-    """Bytes read plus bytes written a second, for each number of threads. `meet`: before each, of those that copy at
-    the same time in the same memory: two that copied each when it came to it saw 22 GB/s where they got 15 at once.
+    """Bytes read plus bytes written a second, for each number of threads. `meet`: of those that copy at the same time
+    in the same memory, before each sample: two that copied each when it came to it saw 22 GB/s where both got 15.
     """
     nbytes = copy_nbytes(effort, host.cache_nbytes(), memory_nbytes // concurrent)
     source = torch.ones(nbytes, dtype=torch.uint8, device=device)
@@ -33,8 +33,11 @@ def measure(
     before = torch.get_num_threads()
     for count in threads:
         torch.set_num_threads(count)
-        meet()
-        took = timing.repeated(_copy(source, target), device, repeats=effort.repeats, budget_s=effort.gemm_budget_s)
+        call = _copy(source, target)
+        if meet is None:
+            took = timing.repeated(call, device, repeats=effort.repeats, budget_s=effort.gemm_budget_s)
+        else:
+            took = timing.in_step(call, device, meet)
         rates.append(
             MemoryRate(
                 threads=count, bytes_per_s=2 * nbytes / took.quartile_s, spread=took.spread, concurrent=concurrent

@@ -22,7 +22,7 @@ from tutti.describe.probe.findings import (
     by_host,
     first_of_each_device,
 )
-from tutti.describe.probe.timing import Meet, by_itself
+from tutti.describe.probe.timing import Meet
 from tutti.describe.probe.ways import Party
 from tutti.spec.cluster import ClusterSpec, LinkSpec
 
@@ -113,9 +113,9 @@ def _alone(
     return rates
 
 
-def _meeting(parties: list[list[int]]) -> Meet:
+def _meeting(parties: list[list[int]]) -> Meet | None:
     """How this rank waits for the others of its party, if it is of one. Called by all ranks."""
-    found: Meet = by_itself
+    found = None
     for ranks in parties:
         if len(ranks) > 1:
             group = dist.new_group(ranks, backend="gloo")
@@ -124,7 +124,7 @@ def _meeting(parties: list[list[int]]) -> Meet:
     return found
 
 
-def _device_rates(fact: RankFacts, device: torch.device, effort: Effort, say: Say, meet: Meet) -> DeviceRates:
+def _device_rates(fact: RankFacts, device: torch.device, effort: Effort, say: Say, meet: Meet | None) -> DeviceRates:
     cpu = device.type == "cpu"
     threads = gemm.thread_counts(fact.host.cores, effort.threads) if cpu else (1,)
     sizes = effort.gemm_sizes if cpu else effort.cuda_gemm_sizes
@@ -147,7 +147,7 @@ def _device_rates(fact: RankFacts, device: torch.device, effort: Effort, say: Sa
     )
 
 
-def _shared(fact: RankFacts, ranks: int, device: torch.device, effort: Effort, meet: Meet) -> SharedRates:
+def _shared(fact: RankFacts, ranks: int, device: torch.device, effort: Effort, meet: Meet | None) -> SharedRates:
     """Rates on an equal share of the cores while all ranks of the host do the same; GPUs share nothing."""
     if ranks == 1 or device.type != "cpu":
         return SharedRates()

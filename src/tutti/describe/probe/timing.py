@@ -34,9 +34,8 @@ STEADY = 1.25
 Meet = Callable[[], None]
 """Waits for the ranks that measure the same at the same time."""
 
-
-def by_itself() -> None:
-    """Nobody measures beside."""
+IN_STEP = 9
+"""Samples of ranks that begin each of them together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +96,17 @@ def repeated(call: Callable[[], object], device: torch.device, *, repeats: int, 
     samples = rounds.samples
     took = max(time.perf_counter() - began, 1e-9)
     return summary(samples, (time.thread_time() - busy) / took if device.type == "cpu" else 1.0)
+
+
+def in_step(call: Callable[[], object], device: torch.device, meet: Meet) -> Timing:
+    """Samples that several ranks begin together, as many on each: one that went on alone would end what the others
+    are measured beside."""
+    once(call, device)
+    samples = []
+    for _ in range(IN_STEP):
+        meet()
+        samples.append(once(call, device))
+    return summary(samples)
 
 
 def again(samples: list[float], spent_s: float, budget_s: float) -> bool:

@@ -37,10 +37,10 @@ def measure(
     threads: tuple[int, ...],
     dtypes: tuple[str, ...],
     concurrent: int = 1,
-    meet: timing.Meet = timing.by_itself,
+    meet: timing.Meet | None = None,
 ) -> tuple[WeightRate, ...]:
     """For each dtype and number of threads; none on devices that load weights while they compute, such as GPUs. `meet`:
-    before each product, of those that measure at the same time in the same memory."""
+    before each sample, of those that measure at the same time in the same memory."""
     if device.type != "cpu" or not effort.weight_size:
         return ()
     rates = []
@@ -69,7 +69,7 @@ def pace(nbytes: float, few_s: float, many_s: float) -> float:
     return nbytes / max(few_s - few * each, few_s / 100)
 
 
-def _paces(device: torch.device, effort: Effort, dtype: torch.dtype, meet: timing.Meet) -> list[float]:
+def _paces(device: torch.device, effort: Effort, dtype: torch.dtype, meet: timing.Meet | None) -> list[float]:
     """Of forward, the gradient of the input and that of the weights."""
     n = effort.weight_size
     nbytes = n * n * dtype.itemsize
@@ -82,8 +82,9 @@ def _paces(device: torch.device, effort: Effort, dtype: torch.dtype, meet: timin
         both.append(_products(weights, gradients, input, output))
 
     def took(call: Callable[[], object]) -> float:
+        if meet is not None:
+            return timing.in_step(call, device, meet).quartile_s
         budget_s = effort.gemm_budget_s / ROUNDS
-        meet()
         return timing.repeated(call, device, repeats=effort.repeats, budget_s=budget_s).quartile_s
 
     products = list(zip(*both, strict=True))
