@@ -34,6 +34,7 @@ def costed(words: str, ranks: int = 4, machines: ClusterSpec | None = None, batc
     [
         ("local:1", {2: 1.0, 3: 4 / 3, 4: 1.5, 8: 1.75}),
         ("local:8", {4: 1.5 / 8}),
+        ("local:period=8,delay=8", {4: 1.5 / 8}),
         ("local:4,optimizer_state=averaged", {4: 3 * 1.5 / 4}),  # Adam's state is twice the parameters
         ("post-local:8,after=10", {4: 1.5 / 8}),
         ("diloco:50", {4: 1.5 / 50}),
@@ -73,6 +74,34 @@ def test_changes_in_a_code_take_its_bytes_its_kernels_and_some_copies(words: str
     assert coded.memory.total - plain.memory.total == pytest.approx(more * N, rel=1e-9)
     kept = predict(mlp(), machines, plan(64, 4, sync=replace(sync, compress=parse_compression("one-bit"))))
     assert kept.memory.total - plain.memory.total == pytest.approx((more + 2) * N, rel=1e-9)
+
+
+@pytest.mark.parametrize("delay", [1, 3, 5])
+def test_delayed_averages_travel_behind_so_many_steps(delay: int) -> None:
+    """What does not fit behind their passes is waited for, and the cores have a part of the rest to do."""
+    machines = hosts(4, 4e7, 1e-3)
+    free = costed("one-shot", machines=machines)
+    passes_s = free.phases["forward"] + free.phases["backward"]
+    wire_s = 6 * 1e-3 + 1.5 * N / 4e7
+    hidden_s = min(wire_s, delay * passes_s)
+    found = costed(f"local:period=5,delay={delay}", machines=machines)
+    expected_s = (15 * N / 20e9 + wire_s - 0.7 * hidden_s) / 5
+    assert found.step_time_s.value - free.step_time_s.value == pytest.approx(expected_s, rel=1e-6)
+    waited = costed("local:5", machines=machines)
+    assert found.memory.total - waited.memory.total == pytest.approx(N, rel=1e-9)
+    assert any("taken in then" in note for note in found.notes)
+
+
+def test_kernels_of_delayed_averages_are_waited_for() -> None:
+    """A quick wire: all of it is hidden but what encodes and decodes."""
+    machines, how = hosts(4, 1e10, 0.0), parse_compression("qsgd,bits=4")
+    words = ("local:5", "local:period=5,delay=5")
+    plain, delayed = (
+        predict(mlp(), machines, plan(64, 4, sync=replace(parse_sync(one), compress=how))) for one in words
+    )
+    wire_s = sum_sent_nbytes(how, [(int(N) // 4,)], 4, 4) / 1e10
+    saved_s = plain.step_time_s.value - delayed.step_time_s.value
+    assert saved_s == pytest.approx((0.7 * wire_s - 6 * N / 20e9) / 5, rel=1e-6)
 
 
 def test_every_mode_is_predicted() -> None:

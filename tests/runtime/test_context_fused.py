@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tutti.runtime.context import fused, tiles
-from tutti.runtime.context.tiles import Block
+from tutti.runtime.context.tiles import Block, Queries
 
 SHAPES = {
     "one head": (1, 1, 1, 5, 5, 4),
@@ -48,11 +48,9 @@ def test_values_and_gradients_are_those_of_tiles(
     delta = (grad.to(lse.dtype) * out).sum(-1)
     for way in (tiles, fused):
         sums = [torch.zeros_like(one, dtype=lse.dtype) for one in (q, k, v)]
+        queries = Queries(q=q, out=out.to(dtype), lse=lse, grad_out=grad, delta=delta, grad_q=sums[0])
         for block, keys, values in blocks:
-            if way is tiles:
-                tiles.attend_backward(block, q, keys, values, lse, grad, delta, *sums)
-            else:
-                fused.attend_backward(block, q, keys, values, out.to(dtype), lse, grad, delta, *sums)
+            way.attend_backward(block, queries, keys, values, *sums[1:])
         gradients.append(sums)
     for one, other in zip((*seen[0], *gradients[0]), (*seen[1], *gradients[1]), strict=True):
         torch.testing.assert_close(other, one, rtol=tolerance, atol=tolerance)

@@ -147,6 +147,9 @@ EXCHANGES: Mapping[SyncMode, Exchanging] = {
 CODED_PASSES = 8.0
 """What the mean of coded changes takes more: they are taken from what was equal and added to it, which is read anew."""
 
+DELAYED_PASSES = 6.0
+"""What an average takes more that is taken in later: a copy of what it began from, which it is set beside and added."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
@@ -159,9 +162,10 @@ class Trained:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coded:
-    """What one sum of replicas' changes takes in a code, its kernels included, and what a rank sends for it."""
+    """What one sum of replicas' changes takes in a code, how much of it in kernels, and what a rank sends for it."""
 
     seconds: float
+    kernels_s: float
     sent_nbytes: float
 
 
@@ -177,7 +181,8 @@ def exchanged_apart(
     sync: Sync, group: Group, seat: Seat, trained: Trained, behind_s: float, coded: Coded | None = None
 ) -> Apart:
     """The exchanges of a step on average, of replicas along `group` on `seat`; `behind_s`: seconds of a step's passes,
-    behind which some modes' exchanges travel, on the CPU taking cores from it. Of modes that begin in step, later on.
+    behind which some modes' exchanges travel, on the CPU taking cores from it, and delayed averages behind those of
+    several. Of modes that begin in step, later on.
     `coded`: how what they tell each other is written, None as it is.
     """
     if group.ranks == 1:
@@ -187,16 +192,18 @@ def exchanged_apart(
         return Apart(exchange=Exchange(total_s=0.0, exposed_s=0.0), sent_nbytes=0.0)
     n, statistics = trained.parameters, 0.0 if sync.mode in ALONE else trained.statistics
     state = trained.optimizer if told.optimizer_state == "averaged" else 0.0
-    passes = how.passes(group.ranks) + (CODED_PASSES if coded is not None else 0.0)
+    behind_s *= told.delay or 1
+    passes = how.passes(group.ranks)
+    passes += (CODED_PASSES if coded is not None else 0.0) + (DELAYED_PASSES if told.delay else 0.0)
     copies_s = seat.slowdown * passes * n / rank_bandwidth(seat)
-    wire_s = how.seconds(group, n) if coded is None else coded.seconds
+    wire_s, kernels_s = (how.seconds(group, n), 0.0) if coded is None else (coded.seconds, coded.kernels_s)
     besides_s = group.all_reduce(state) + group.all_reduce(statistics)  # waited for in every mode
     waited_s, often = wire_s, 1.0
     if how.skips:
         often = min(1.0, behind_s / wire_s) if wire_s else 1.0
         wire_s = waited_s = often * wire_s
-    if how.behind:
-        hidden_s = min(wire_s, behind_s)
+    if how.behind or told.delay:
+        hidden_s = min(wire_s - kernels_s, behind_s)
         waited_s = wire_s - hidden_s + group.core_share(seat) * hidden_s
     own = often * how.sent(group.ranks) * n if coded is None else coded.sent_nbytes
     sent = own + _ring_share(group.ranks) * (state + statistics)
@@ -231,11 +238,11 @@ def _period(sync: Sync) -> int | None:
 
 def apart_nbytes(sync: Sync, replicas: int, parameters_nbytes: float) -> float:
     """Memory of a rank's copies of `parameters_nbytes`: those it keeps and those of an exchange. In a code also what
-    was equal, which DiLoCo has anyway, and twice what is kept back."""
+    was equal, which DiLoCo has anyway, and twice what is kept back; delayed, what the average began from."""
     how = EXCHANGES.get(sync.mode)
     if how is None or replicas == 1:
         return 0.0
-    copies = how.held + how.passing
+    copies = how.held + how.passing + (1 if sync.relaxed.delay else 0)
     if sync.compress is not None:
         copies += max(0, 1 - how.held) + (2 if sync.compress.keeps else 0)
     return copies * parameters_nbytes
@@ -253,6 +260,8 @@ def apart_notes(sync: Sync) -> tuple[str, ...]:
         notes.append("no step exchanges parameters")
     elif period > 1:
         notes.append(f"a step on average: replicas exchange in one of {period} steps")
+    if told.delay:
+        notes.append(f"averages travel while {told.delay} updates are made, and are taken in then")
     if how.skips:
         notes.append("at most one exchange a step, and fewer where one takes longer than a step's passes")
     if sync.mode == "hogwild":

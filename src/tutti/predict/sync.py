@@ -177,7 +177,8 @@ def _apart(columns: ModelTable, net: Network, plan: Plan, behind_s: float) -> Sy
     group, seat = net.group("replicate"), net.seats[0]
     how, coded = changes_written(plan, group, columns.gradients), None
     if how is not None:
-        coded = Coded(seconds=how.sum_s(plan, group, seat, trained.parameters)[0], sent_nbytes=how.sent_nbytes)
+        seconds, kernels_s = how.sum_s(plan, group, seat, trained.parameters)
+        coded = Coded(seconds=seconds, kernels_s=kernels_s, sent_nbytes=how.sent_nbytes)
     done = exchanged_apart(plan.sync, group, seat, trained, behind_s, coded)
     return Sync(exchange=done.exchange, sent_nbytes=done.sent_nbytes, buckets=())
 

@@ -19,8 +19,8 @@ REQUIRED = None
 
 PARAMETERS: Mapping[SyncMode, Mapping[str, int | float | str | None]] = {
     "synchronous": {},
-    "local": {"period": REQUIRED, "optimizer_state": "own"},
-    "post-local": {"period": REQUIRED, "after": REQUIRED, "optimizer_state": "own"},
+    "local": {"period": REQUIRED, "optimizer_state": "own", "delay": 0},
+    "post-local": {"period": REQUIRED, "after": REQUIRED, "optimizer_state": "own", "delay": 0},
     "one-shot": {},
     "diloco": {"period": REQUIRED, "outer_rate": 0.7, "outer_momentum": 0.9},
     "adasum": {"period": 1},
@@ -46,7 +46,8 @@ class Relaxed:
     `period`: updates between two moments in which replicas are brought together. `after`: updates that are synchronous
     first. `outer_rate`, `outer_momentum`: of DiLoCo's outer optimizer. `pull`: how far the centre of elastic averaging
     moves to the mean of the replicas, 0 .. 1; a replica moves pull / replicas of its way to the centre. `bound`:
-    updates that a replica may be ahead of the slowest when it begins another.
+    updates that a replica may be ahead of the slowest when it begins another. `delay`: updates that are made between an
+    average's beginning and its end, at most the period; with 0 replicas wait for it.
     """
 
     period: int | None = None
@@ -56,6 +57,7 @@ class Relaxed:
     pull: float | None = None
     optimizer_state: OwnState | None = None
     bound: int | None = None
+    delay: int | None = None
 
     def __post_init__(self) -> None:
         if self.period is not None and self.period < 1:
@@ -68,9 +70,10 @@ class Relaxed:
             raise PlanError(f"sync.relaxed.outer_momentum = {self.outer_momentum}; give a number of 0 or more, below 1")
         if self.pull is not None and not 0 < self.pull <= 1:
             raise PlanError(f"sync.relaxed.pull = {self.pull}; give a number above 0 and at most 1, such as 0.9")
-
-        if self.bound is not None and self.bound < 0:
-            raise PlanError(f"sync.relaxed.bound = {self.bound}; give a number of updates of 0 or more")
+        for name in ("bound", "delay"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise PlanError(f"sync.relaxed.{name} = {value}; give a number of updates of 0 or more")
 
     def told(self) -> dict[str, int | float | str]:
         """The parameters that were given."""
@@ -87,6 +90,16 @@ def check_mode(mode: SyncMode, relaxed: Relaxed) -> None:
     for name, default in known.items():
         if default is REQUIRED and getattr(relaxed, name) is None:
             raise PlanError(f'sync.mode = "{mode}" needs sync.relaxed.{name}; give a number of updates')
+    if relaxed.delay and relaxed.period is not None and relaxed.delay > relaxed.period:
+        raise PlanError(
+            f"sync.relaxed.delay = {relaxed.delay} with period = {relaxed.period}: the next average would begin before "
+            f"the last is over; give at most {relaxed.period}"
+        )
+    if relaxed.delay and relaxed.optimizer_state == "averaged":
+        raise PlanError(
+            f'sync.relaxed.delay = {relaxed.delay} with optimizer_state = "averaged": only parameters are averaged '
+            "while replicas go on; leave one of them out"
+        )
 
 
 def settled(mode: SyncMode, relaxed: Relaxed) -> Relaxed:

@@ -9,7 +9,7 @@ from tutti.spec.plan import Plan, Sync
 from tutti.spec.relaxed import PARAMETERS, Relaxed
 from tutti.spec.words import SyncMode
 
-_WHOLE = ("period", "after", "bound")
+_WHOLE = ("period", "after", "bound", "delay")
 
 
 def parse_sync(text: str) -> Sync:

@@ -143,6 +143,24 @@ class Mode:
 
 
 class Local(Mode):
+    def start(self) -> None:
+        self.left: tuple[int, list[State]] | None = None
+
+    def after(self) -> None:
+        if not self.told.delay:
+            super().after()
+            return
+        self.steps += 1
+        if self.left is not None and self.steps - self.left[0] == self.told.delay:
+            value = mean(self.left[1])
+            for index, (model, then) in enumerate(zip(self.models, self.left[1], strict=True)):
+                now = self.parameters(model)
+                self.put(index, {name: value[name] + (now[name] - then[name]) for name in now})
+            self.left = None
+            self.average_buffers()
+        if self.steps % self.told.period == 0:
+            self.left = self.steps, [self.parameters(model) for model in self.models]
+
     def exchange(self) -> None:
         value = mean([self.parameters(m) for m in self.models])
         for index in range(len(self.models)):

@@ -24,9 +24,15 @@ EXACT = {
     "local": Told(sync="local:2", arguments={"momentum": 0.9}),
     "local, batch statistics": Told(sync="local:3", model="conv", batch=25, steps=7),
     "diloco": Told(sync="diloco:2", optimizer="AdamW", rate=0.01, steps=7),
+    "local, delayed": Told(sync="local:period=3,delay=2", arguments={"momentum": 0.9}, steps=9),
+    "local, delayed by a period": Told(sync="local:period=2,delay=2", model="conv", batch=25, steps=7),
 }
 AS_THEY_ARE = {
     "post-local": Told(sync="post-local:period=2,after=2", optimizer="AdamW", rate=0.01),
+    "post-local, delayed": Told(sync="post-local:period=2,after=2,delay=1", optimizer="AdamW", rate=0.01),
+    "frozen while an average travels": Told(
+        sync="local:period=3,delay=3", freeze=(4, "first.bias"), optimizer="AdamW", rate=0.01, steps=8
+    ),
     "frozen on the way": Told(sync="local:2", freeze=(3, "first.bias"), optimizer="AdamW", rate=0.01),
 }
 """In a code that loses nothing the modes' own equations hold, and these give what they give without one."""
@@ -44,7 +50,8 @@ def trained(size: int) -> list[dict[str, Seen]]:
     exact = {name: replace(told, compress="float64") for name, told in {**EXACT, **AS_THEY_ARE}.items()}
     coded = {code: Told(sync="local:2", compress=code, steps=STEPS) for code in CODES}
     plain = {f"{name}: as it is": told for name, told in AS_THEY_ARE.items()}
-    return run_ranks(train_all, size, {**exact, **coded, **plain}, size, timeout_s=300)
+    delayed = {f"{code}, delayed": replace(told, sync="local:period=2,delay=2") for code, told in coded.items()}
+    return run_ranks(train_all, size, {**exact, **coded, **plain, **delayed}, size, timeout_s=300)
 
 
 @SIZES
@@ -89,6 +96,22 @@ def test_bytes_are_those_of_the_formula(size: int, code: str) -> None:
     lanes = [lane for row in trained(size)[0][code].rows for lane in row["communication"]]
     sent = sum(lane["nbytes"] for lane in lanes if lane["carried"] == "parameters")
     assert sent == 3 * sum_sent_nbytes(parse_compression(code), shapes, size, 8)
+
+
+@SIZES
+@pytest.mark.parametrize("code", [code for code in CODES if "sparse" not in code])
+def test_averages_that_travel_send_the_same(size: int, code: str) -> None:
+    """All that begin but the last one, of which only the first round does: training ends."""
+    seen = trained(size)[0]
+    waited, delayed = (sent_by_step(seen[name]) for name in (code, f"{code}, delayed"))
+    assert sum(delayed) - delayed[1] == sum(waited[:-1])
+    assert all(torch.isfinite(value).all() for value in seen[f"{code}, delayed"].after.values())
+
+
+def sent_by_step(seen: Seen) -> list[int]:
+    return [
+        sum(lane["nbytes"] for lane in row["communication"] if lane["carried"] == "parameters") for row in seen.rows
+    ]
 
 
 def what_went_in(size: int, code: str) -> tuple[torch.Tensor, torch.Tensor]:

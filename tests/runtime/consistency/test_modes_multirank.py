@@ -21,6 +21,13 @@ EQUATIONS = {
     "local, tokens, unequal": Told(sync="local:2", model="tagger", batch=10, shares=(3.0, 1.0, 2.0, 1.5)),
     "local, batch statistics": Told(sync="local:2", model="conv", batch=25, steps=5),
     "local, a layer not used by all": Told(sync="local:2", model="choosy", optimizer="AdamW", rate=0.01, batch=9),
+    "local, delayed": Told(sync="local:period=3,delay=2", arguments=MOMENTUM, steps=9),
+    "local, delayed by a period, batch statistics": Told(
+        sync="local:period=2,delay=2", model="conv", batch=25, arguments=MOMENTUM, steps=7
+    ),
+    "local, delayed by one of one, unequal": Told(
+        sync="local:period=1,delay=1", arguments=MOMENTUM, batch=9, shares=(3.0, 0.0, 2.0, 1.5)
+    ),
     "one-shot": Told(sync="one-shot", optimizer="AdamW", rate=0.01),
     "diloco": Told(sync="diloco:period=2,outer_rate=0.7,outer_momentum=0.9", optimizer="AdamW", rate=0.01, steps=7),
     "adasum": Told(sync="adasum", arguments=MOMENTUM, batch=11),

@@ -30,6 +30,14 @@ SAVED = {
     "local, kept back": Told(sync="local:2", compress="one-bit", optimizer="AdamW", rate=0.01, save_at=3),
     "local, matrices": Told(sync="local:2", compress="powersgd,rank=2", arguments={"momentum": 0.9}, save_at=3),
     "diloco, kept back": Told(sync="diloco:2", compress="bytegrad,feedback=true", rate=0.01, save_at=3),
+    "local, under way": Told(
+        sync="local:period=2,delay=2", arguments={"momentum": 0.9}, save_at=3, model="conv", batch=25
+    ),
+    "local, taken in": Told(sync="local:period=3,delay=1", optimizer="AdamW", rate=0.01, save_at=4, steps=8),
+    "post-local, under way": Told(sync="post-local:period=2,after=2,delay=2", rate=0.01, save_at=5, steps=8),
+    "drawn levels, under way": Told(sync="local:period=4,delay=3", compress="qsgd,bits=4", save_at=6, steps=9),
+    "kept back, under way": Told(sync="local:period=2,delay=2", compress="one-bit", rate=0.01, save_at=5, steps=8),
+    "matrices, under way": Told(sync="local:period=2,delay=2", compress="powersgd,rank=2", save_at=5, steps=8),
     "adasum": Told(sync="adasum:2", arguments={"momentum": 0.9}, save_at=3),
     "ring": Told(sync="ring", optimizer="AdamW", rate=0.01, save_at=3),
     "ring, sometimes": Told(sync="ring:2", model="conv", batch=25, save_at=3, steps=7),
@@ -45,6 +53,9 @@ QUICK = (
     "local, drawn levels",
     "local, kept back",
     "local, matrices",
+    "local, under way",
+    "drawn levels, under way",
+    "kept back, under way",
     "diloco, kept back",
     "post-local",
     "diloco",
@@ -84,7 +95,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(size: int, name: str) -> None:
         assert all(torch.equal(rest.after[key], value) for key, value in whole.after.items())
 
 
-@pytest.mark.parametrize("name", ["local", "ring, sometimes", "elastic, under way", "diloco"])
+@pytest.mark.parametrize("name", ["local", "local, under way", "ring, sometimes", "elastic, under way", "diloco"])
 def test_saving_changes_nothing(name: str) -> None:
     ranks = [one[name][0] for one in resumed(2)]
     states, _ = simulate(SAVED[name], ranks[0].batches, 2)

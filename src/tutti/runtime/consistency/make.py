@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from tutti.runtime.consistency.adasum import Adasum
 from tutti.runtime.consistency.average import NEVER, Averaged, DiLoCo
+from tutti.runtime.consistency.delayed import Delayed
 from tutti.runtime.consistency.elastic import Elastic
 from tutti.runtime.consistency.ensemble import Ensemble
 from tutti.runtime.consistency.gossip import Mixed, Push, one_peer, ring, shift_one
@@ -48,6 +49,8 @@ class Told(NamedTuple):
 
 def _averaged(replicas: Replicas, told: Told) -> Consistency:
     own, states = told.relaxed, told.relaxed.optimizer_state == "averaged"
+    if own.delay:
+        return Delayed(replicas, told.period, own.delay, after=own.after or 0, how=told.how)
     return Averaged(replicas, own.period or NEVER, after=own.after or 0, states=states, how=told.how)
 
 

@@ -58,6 +58,12 @@ class Vectors:
             for tensor, part in zip(some, self._parts(some, flat), strict=True):
                 tensor.copy_(part.view(tensor.shape))
 
+    def add(self, flats: Flats) -> None:
+        """Add `flats` to the tensors."""
+        for some, flat in zip(self._kinds, flats, strict=True):
+            for tensor, part in zip(some, self._parts(some, flat), strict=True):
+                tensor.add_(part.view(tensor.shape))
+
     def parts(self, flats: Flats) -> list[torch.Tensor]:
         """The part of every tensor, as views of `flats`, in their order there."""
         return [part for some, flat in zip(self._kinds, flats, strict=True) for part in self._parts(some, flat)]

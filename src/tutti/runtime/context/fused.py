@@ -7,7 +7,7 @@ The kernel gives the log-sum-exp by which partial outputs are merged, and its ba
 import torch
 
 from tutti.runtime.context import tiles
-from tutti.runtime.context.tiles import Block
+from tutti.runtime.context.tiles import Block, Queries
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -37,29 +37,19 @@ def attend(
 
 
 def attend_backward(
-    block: Block,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    grad_out: torch.Tensor,
-    delta: torch.Tensor,
-    grad_q: torch.Tensor,
-    grad_k: torch.Tensor,
-    grad_v: torch.Tensor,
+    block: Block, queries: Queries, k: torch.Tensor, v: torch.Tensor, grad_k: torch.Tensor, grad_v: torch.Tensor
 ) -> None:
-    """Add this block's part to the gradients. `out`, `lse`: final, of all keys; `delta`: row sums of grad_out * out."""
-    if not fits(block, q, k, v):
-        tiles.attend_backward(block, q, k, v, lse, grad_out, delta, grad_q, grad_k, grad_v)
+    """Add this block's part to the gradients: of the queries, of these keys and of their values."""
+    if not fits(block, queries.q, k, v):
+        tiles.attend_backward(block, queries, k, v, grad_k, grad_v)
         return
-    q, k, v, out, grad_out = map(_by_rows, (q, k, v, out, grad_out))
+    q, k, v, out, grad_out = map(_by_rows, (queries.q, k, v, queries.out, queries.grad_out))
     for one in range(q.shape[2]):
-        final = _as_laid_out(lse[:, :, one])
+        lse = _as_laid_out(queries.lse[:, :, one])
         query, key, value = _backward(
-            grad_out[:, :, one], q[:, :, one], k, v, out[:, :, one], final, 0.0, block.causal, scale=block.scale
+            grad_out[:, :, one], q[:, :, one], k, v, out[:, :, one], lse, 0.0, block.causal, scale=block.scale
         )
-        grad_q[:, :, one] += query
+        queries.grad_q[:, :, one] += query
         grad_k += key
         grad_v += value
 

@@ -16,7 +16,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from tutti.data.seeds import derive_seed
 from tutti.runtime.context.fused import attend, attend_backward
 from tutti.runtime.context.order import Order
-from tutti.runtime.context.tiles import Block, accumulate_dtype, empty_state
+from tutti.runtime.context.tiles import Block, Queries, accumulate_dtype, empty_state
 from tutti.runtime.traffic import Flight, Lane, lone_lane
 
 
@@ -90,43 +90,30 @@ class _RingAttention(torch.autograd.Function):
         grad_out = grad_out.contiguous()
         delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
         grad_q = torch.zeros_like(q, dtype=lse.dtype)
+        queries = Queries(q=q, out=out, lse=lse, grad_out=grad_out, delta=delta, grad_q=grad_q)
         with torch.autocast(q.device.type, enabled=False):
-            grad_k, grad_v = _backward_round(block, ring, q, k, v, out, lse, grad_out, delta, grad_q)
+            grad_k, grad_v = _backward_round(block, ring, queries, k, v)
         return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None
 
 
 def _backward_round(
-    block: Block,
-    ring: Ring,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    grad_out: torch.Tensor,
-    delta: torch.Tensor,
-    grad_q: torch.Tensor,
+    block: Block, ring: Ring, queries: Queries, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add to grad_q; returns the gradients of this rank's keys and values, which have come all the way round."""
+    """Add to the queries' gradients; returns those of this rank's keys and values, which have come round."""
     dtype = accumulate_dtype(k.dtype)
     arriving = torch.zeros(k.numel() + v.numel(), dtype=dtype, device=k.device)
     flight: Flight | None = None
     for owner, keys, values in _round(ring, k, v):
         grads = torch.zeros_like(arriving)
         grad_keys, grad_values = _unpack(grads, k, v)
-        part = _seen(block, ring.order, owner, q.shape[-2])
+        part = _seen(block, ring.order, owner, queries.q.shape[-2])
         if part is not None:
             rows, columns, one = part
             attend_backward(
                 one,
-                q[..., rows, :],
+                queries.of(rows),
                 keys[:, :, columns],
                 values[:, :, columns],
-                out[..., rows, :],
-                lse[..., rows],
-                grad_out[..., rows, :],
-                delta[..., rows],
-                grad_q[..., rows, :],
                 grad_keys[:, :, columns],
                 grad_values[:, :, columns],
             )

@@ -33,6 +33,31 @@ class Block:
     seed: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Queries:
+    """What queries bring to the way back. `out`, `lse`: final, of all keys; `delta`: row sums of grad_out * out;
+    `grad_q`: what each block's part is added to.
+    """
+
+    q: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    grad_out: torch.Tensor
+    delta: torch.Tensor
+    grad_q: torch.Tensor
+
+    def of(self, rows: slice) -> "Queries":
+        """Those of some rows, as views."""
+        return Queries(
+            q=self.q[..., rows, :],
+            out=self.out[..., rows, :],
+            lse=self.lse[..., rows],
+            grad_out=self.grad_out[..., rows, :],
+            delta=self.delta[..., rows],
+            grad_q=self.grad_q[..., rows, :],
+        )
+
+
 def empty_state(q: torch.Tensor, value_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(output, log-sum-exp) of queries that have seen no key: zeros and -inf, in the dtype sums are kept in."""
     dtype = accumulate_dtype(q.dtype)
@@ -66,30 +91,21 @@ def merge(out: torch.Tensor, lse: torch.Tensor, seen: torch.Tensor, seen_lse: to
 
 
 def attend_backward(
-    block: Block,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lse: torch.Tensor,
-    grad_out: torch.Tensor,
-    delta: torch.Tensor,
-    grad_q: torch.Tensor,
-    grad_k: torch.Tensor,
-    grad_v: torch.Tensor,
+    block: Block, queries: Queries, k: torch.Tensor, v: torch.Tensor, grad_k: torch.Tensor, grad_v: torch.Tensor
 ) -> None:
-    """Add this block's part to the gradients. `lse`: final, over all keys; `delta`: row sums of grad_out * out."""
-    for number, (rows, columns) in enumerate(_tiles(q, k, block.causal)):
-        probabilities = _exp(_scores(block, q, k, rows, columns), lse[..., rows])
-        grads = grad_out[..., rows, :]
-        slope = _by_keys(grads, v[:, :, columns].transpose(-2, -1)).to(lse.dtype)
+    """Add this block's part to the gradients: of the queries, of these keys and of their values."""
+    for number, (rows, columns) in enumerate(_tiles(queries.q, k, block.causal)):
+        here = queries.of(rows)
+        probabilities = _exp(_scores(block, queries.q, k, rows, columns), here.lse)
+        slope = _by_keys(here.grad_out, v[:, :, columns].transpose(-2, -1)).to(here.lse.dtype)
         dropped = probabilities
         if block.dropout:
             kept = _kept(block, number, probabilities)
             dropped, slope = probabilities * kept, slope * kept
-        grad_v[:, :, columns] += _by_queries(dropped.to(v.dtype), grads).to(grad_v.dtype)
-        slope = ((slope - delta[..., rows, None]) * probabilities * block.scale).to(q.dtype)
-        grad_q[..., rows, :] += _by_keys(slope, k[:, :, columns]).to(grad_q.dtype)
-        grad_k[:, :, columns] += _by_queries(slope, q[..., rows, :]).to(grad_k.dtype)
+        grad_v[:, :, columns] += _by_queries(dropped.to(v.dtype), here.grad_out).to(grad_v.dtype)
+        slope = ((slope - here.delta[..., None]) * probabilities * block.scale).to(here.q.dtype)
+        here.grad_q.add_(_by_keys(slope, k[:, :, columns]).to(here.grad_q.dtype))
+        grad_k[:, :, columns] += _by_queries(slope, here.q).to(grad_k.dtype)
 
 
 def _tiles(q: torch.Tensor, k: torch.Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
