@@ -205,7 +205,7 @@ def chosen_plans(done: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for row in done:
         if row["kind"] == "choice" and "name" in row:
             plan = plans.setdefault(
-                row["name"], {**{k: row[k] for k in ("name", "exact", "period", "file")}, "rates": []}
+                row["name"], {**{k: row[k] for k in ("name", "exact", "period", "delay", "file")}, "rates": []}
             )
             plan["rates"] += [row["rate"]] if row["rate"] not in plan["rates"] else []
     return list(plans.values())

@@ -50,6 +50,7 @@ def choice(model: str, hosts: int, rate: str, listed: str, folder: Path) -> dict
         "predicted_step_s": found.prediction.step_time_s.value,
         "exact": plan.sync.compress is None and plan.sync.mode == "synchronous",
         "period": plan.sync.relaxed.period or 1,
+        "delay": plan.sync.relaxed.delay or 0,
         "file": str(codec.save(plan, folder / f"{model}-{hosts}-{rate}-{AUTOS[listed]}-plan.json")),
         "plan": codec.to_data(plan),
     }

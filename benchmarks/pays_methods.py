@@ -14,14 +14,15 @@ RANK = 2
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
     """`exact`: its sums are those of one device, so it takes as many steps as the others that are. `period`: steps
-    between two exchanges. `same_steps_as`: the method whose trainings stand for it, being the same algorithm. `words`:
-    for tutti, what the launcher would set.
+    between two exchanges, `delay`: in which one travels. `same_steps_as`: the method whose trainings stand for it,
+    being the same algorithm. `words`: for tutti, what the launcher would set.
     """
 
     name: str
     side: Literal["tutti", "torch", "floor", "peer"]
     exact: bool = False
     period: int = 1
+    delay: int = 0
     words: tuple[tuple[str, str], ...] = ()
     same_steps_as: str = ""
     says: str = ""
@@ -35,7 +36,7 @@ def _delayed(name: str, code: str = "") -> Method:
     sync = f"local:period={PERIOD},delay={PERIOD}"
     words = (("TUTTI_SYNC", sync), *((("TUTTI_COMPRESS", code),) if code else ()))
     said = f"--sync {sync} --compress {code}" if code else f"--sync {sync}"
-    return Method(name=name, side="tutti", period=PERIOD, words=words, says=said)
+    return Method(name=name, side="tutti", period=PERIOD, delay=PERIOD, words=words, says=said)
 
 
 METHODS = {
@@ -103,6 +104,7 @@ def method_of(name: str, plans: Mapping[str, Mapping[str, Any]]) -> Method:
         side="tutti",
         exact=plan["exact"],
         period=plan["period"],
+        delay=plan["delay"],
         words=(("TUTTI_PLAN", plan["file"]),),
         says="chosen by tutti plan",
     )

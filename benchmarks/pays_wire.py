@@ -56,9 +56,12 @@ class Output:
                 file.write(json.dumps(row) + "\n")
 
 
-def warm_steps(period: int) -> int:
-    """A period and a half where there is one: its exchange then falls in the middle of a block."""
-    return WARM_STEPS if period == 1 else period + period // 2
+def warm_steps(period: int, delay: int = 0) -> int:
+    """A period and a half where there is one: its exchange then falls in the middle of a block. One that is taken in
+    `delay` steps later begins with a block's first step instead: what a block began is over when its clock stops."""
+    if period == 1:
+        return WARM_STEPS
+    return 2 * period - 1 if delay else period + period // 2
 
 
 def in_turns(
@@ -116,8 +119,25 @@ def block(step: Callable[[], object], steps: int) -> tuple[float, float, float]:
     stolen, before, start = stolen_s(), Wire.sent_nbytes(), time.perf_counter()
     for _ in range(steps):
         step()
-    taken, nbytes, stolen = time.perf_counter() - start, Wire.sent_nbytes() - before, stolen_s() - stolen
+    taken, nbytes, stolen = last_sent() - start, Wire.sent_nbytes() - before, stolen_s() - stolen
     return slowest(taken), slowest(float(nbytes)), slowest(stolen / taken / (os.cpu_count() or 1))
+
+
+SILENCE_S, POLL_S, NOISE_NBYTES = 0.02, 0.001, 2000
+"""A host sends nothing any more when it has sent no more than so many bytes from one look to the next for so long: a
+link of 100 Mbit/s takes six times as many. What answers TCP's segments is less."""
+
+
+def last_sent() -> float:
+    """Wait until this host sends nothing; when it last did, or now. Some methods' exchanges outlast a step."""
+    last, sent = time.perf_counter(), Wire.sent_nbytes()
+    while time.perf_counter() - last < SILENCE_S:
+        time.sleep(POLL_S)
+        now, before = Wire.sent_nbytes(), sent
+        sent = now
+        if now - before > NOISE_NBYTES:
+            last = time.perf_counter()
+    return last
 
 
 def stolen_s() -> float:

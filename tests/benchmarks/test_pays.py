@@ -141,6 +141,7 @@ def test_a_chosen_plan_is_trained_unless_it_is_a_known_method_or_exact(pays: Mod
             "name": name,
             "exact": exact,
             "period": 1,
+            "delay": 0,
             "file": "plan.json",
         }
 

@@ -57,7 +57,7 @@ def way_of(choice: Choice) -> str:
     [
         (100_000, "synchronous", "synchronous"),  # as good as unlimited
         (1000, "bytegrad", "local:period=8 in qsgd,bits=8"),
-        (100, "powersgd,rank=2", "local:period=8 in qsgd,bits=8"),
+        (100, "powersgd,rank=2", "local:period=8 in qsgd,bits=4"),
     ],
 )
 def test_an_mlp_of_ten_million_on_three_networks(mbit: float, reduced: str, relaxed: str) -> None:
@@ -155,7 +155,7 @@ def test_runners_up_are_in_the_table_with_what_they_are_counted_with() -> None:
     assert choice.dial is not None
     found = rows(choice)
     assert found[0].chosen
-    assert found[0].settings == "replicas local:period=8 in qsgd,bits=8"
+    assert found[0].settings == "replicas local:period=8 in qsgd,bits=4"
     others = [row.reason for row in found[2:] if "counted with" in row.reason]
     assert any("1.25 times the samples (assumed)" in reason for reason in others)
     assert any(row.settings.startswith("replicas local") for row in found)
@@ -187,7 +187,7 @@ def test_what_past_runs_measured_counts_instead_of_what_is_assumed() -> None:
     dear = {way.words: 100.0 for way in WAYS if way.compress is not None}
     other = chosen(100, samples=dear)
     assert other.dial is not None
-    assert way_of(other) == other.dial.way == "local:period=8"
+    assert way_of(other) == other.dial.way == "local:period=8,delay=8"
     told = chosen(100, samples={"local:period=16": 0.9, **dear})
     assert told.dial is not None
     assert (told.dial.samples, told.dial.evidence) == (0.9, "measured")
