@@ -157,7 +157,7 @@ def test_runners_up_are_in_the_table_with_what_they_are_counted_with() -> None:
     assert found[0].chosen
     assert found[0].settings == "replicas local:period=8 in qsgd,bits=4"
     others = [row.reason for row in found[2:] if "counted with" in row.reason]
-    assert any("1.25 times the samples (assumed)" in reason for reason in others)
+    assert any("1.1 times the samples (assumed)" in reason for reason in others)
     assert any(row.settings.startswith("replicas local") for row in found)
     text = explain(choice)
     assert "even if links are 1.4 times as fast as predicted" in text
