@@ -8,8 +8,8 @@ one DaSGD (Zhou et al. 2020, arXiv 2006.00441).
 import torch
 
 from tutti.runtime.consistency.average import Averaged
-from tutti.runtime.consistency.coded import Travel
 from tutti.runtime.consistency.measure import from_mean
+from tutti.runtime.consistency.travel import Travel, whole_legs
 from tutti.runtime.consistency.vectors import Flats, Replicas
 from tutti.runtime.state import Run
 from tutti.spec.compression import Compression
@@ -27,13 +27,16 @@ class Delayed(Averaged):
         self, replicas: Replicas, period: int, delay: int, *, after: int = 0, how: Compression | None = None
     ) -> None:
         super().__init__(replicas, period, after=after, how=how)
-        self.delay = delay
+        self.delay = self.parts = delay
         self.counts["away"] = 0
-        self._away: Whole | Travel | None = None
+        self._away: Travel | None = None
+        self._sum: Flats = []
 
     def restart(self) -> None:
         if self._away is not None:
             self._away.drop()
+            if self._coded is not None:
+                self._coded.forget()
         self._away, self.counts["away"] = None, 0
         super().restart()
         self.held["then"] = self.vectors.read()
@@ -41,54 +44,45 @@ class Delayed(Averaged):
     def resumed(self, run: Run, tensors: dict[str, torch.Tensor]) -> None:
         super().resumed(run, tensors)
         if self.counts["away"]:
-            self._away = self._begun()
-            for update in range(1, self.counts["since"] + 1):
-                self._away.go_on(update)
+            self._leave().go_on(self.counts["since"])
 
     def exchange(self, run: Run) -> None:
         since = self.counts["since"]
         if self._away is not None and since < self.delay:
             self._away.go_on(since)
         elif self._away is not None:
-            self._take_in(self._away)
+            self._away.land()
+            self._take_in()
         if since >= self.period:
             self.held["then"] = self.vectors.read()
-            self._away = self._begun()
             self.counts |= {"since": 0, "away": 1}
+            self._leave()
 
-    def _begun(self) -> "Whole | Travel":
+    def _leave(self) -> Travel:
+        """Begin to sum what the parameters were then."""
         then = self.held["then"]
         if self._how is None:
-            return Whole(self.replicas, [flat.clone() for flat in then])
-        changes = list(torch._foreach_sub(then, self.held["reference"]))
-        return self._sums(self._how).start(changes, self.delay)
+            self._sum = [flat.clone() for flat in then]
+            legs = whole_legs(self.replicas, self._sum, self.parts)
+            away = Travel(legs, 1, self.delay)
+        else:
+            self._sum = list(torch._foreach_sub(then, self.held["reference"]))
+            away = self._sums(self._how).start(self._sum, self.delay)
+        self._away = away
+        return away
 
-    def _take_in(self, away: "Whole | Travel") -> None:
-        then, mean = self.held["then"], away.land()
+    def _take_in(self) -> None:
+        """The sums are there."""
+        then, mean = self.held["then"], self._sum
+        if self._how is not None:
+            self._sums(self._how).settle(mean)
         torch._foreach_div_(mean, float(self.replicas.size))
         if self._how is not None:
             torch._foreach_add_(mean, self.held["reference"])
-            sums = self._sums(self._how)
-            self.held |= {"reference": mean, **sums.held()}
-            self.counts["coded"] = sums.count
+            self.held |= {"reference": mean, **self._sums(self._how).held()}
+            self.counts["coded"] = self._sums(self._how).count
         self.disagreement = from_mean(then, mean, self.replicas)
         self.vectors.add(list(torch._foreach_sub(mean, then)))
         self.buffers.agree()
-        self._away, self.counts["away"], self.staleness = None, 0, self.delay
-
-
-class Whole:
-    """A sum of `flats` as they are, under way."""
-
-    def __init__(self, replicas: Replicas, flats: Flats) -> None:
-        self._flats, self._flight = flats, replicas.start_sum(flats)
-
-    def go_on(self, update: int) -> None:
-        """It needs no help on its way."""
-
-    def land(self) -> Flats:
-        self._flight.wait()
-        return self._flats
-
-    def drop(self) -> None:
-        self._flight.wait()
+        self._away, self._sum = None, []
+        self.counts["away"], self.staleness = 0, self.delay
