@@ -23,11 +23,11 @@ NEVER = 1 << 62
 class Averaged(Apart):
     """x <- mean(x) every `period` updates. `after`: updates that are synchronous before. `states`: the optimizers'
     state is averaged too; otherwise every replica keeps its own. `how`: the code of a mean, x <- x_before +
-    mean(code(x - x_before + kept)); with None, and of the last one, the values themselves are averaged. `parts`: in how
-    many a code's sum travels, at most.
+    mean(code(x - x_before + kept)); with None, and of the last one, the values themselves are averaged. `delay`:
+    updates that are made while an average travels.
     """
 
-    parts = 1
+    delay = 0
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Averaged(Apart):
     def _sums(self, how: Compression) -> CodedSums:
         """Those of the parameters that are trained now; of others what was kept back is dropped."""
         if self._coded is None or self._coded.vectors is not self.vectors:
-            self._coded, self.counts["coded"] = CodedSums(self.replicas, how, self.vectors, self.parts), 0
+            self._coded, self.counts["coded"] = CodedSums(self.replicas, how, self.vectors, self.delay or 1), 0
         return self._coded
 
 

@@ -10,17 +10,19 @@ from tutti.spec.compression import Compression
 
 
 class CodedSums:
-    """Sums of what `vectors` gives, in the code `how`: an exchange for each vector, or for each of at most `parts` of
-    it, where the code takes values wherever they are. `count`: how many sums counted."""
+    """Sums of what `vectors` gives, in the code `how`: an exchange for each vector, or for each of some parts of it
+    where sums travel for several `updates` and the code takes values wherever they are. `count`: how many sums
+    counted."""
 
-    def __init__(self, replicas: Replicas, how: Compression, vectors: Vectors, parts: int = 1) -> None:
+    def __init__(self, replicas: Replicas, how: Compression, vectors: Vectors, updates: int = 1) -> None:
         self.vectors, self.turns, self._lane = vectors, turns_of(how), replicas.lane
         whole = how.method == "powersgd" or bool(how.settings.get("sparse"))
+        parts = 1 if whole else max(1, updates - self.turns + 1)  # a round of each update, and the last part's rounds
         self.exchanges: list[Exchange] = []
         self._places: list[tuple[int, slice]] = []
         for place, (shapes, (dtype, device)) in enumerate(zip(vectors.shapes, vectors.kinds, strict=True)):
             numel = sum(shape.numel() for shape in shapes)
-            own = parts_of(numel, 1 if whole else parts)
+            own = parts_of(numel, parts)
             for part in own:
                 of = shapes if len(own) == 1 else [torch.Size((part.stop - part.start,))]
                 exchange = make_exchange(

@@ -8,10 +8,11 @@ one DaSGD (Zhou et al. 2020, arXiv 2006.00441).
 import torch
 
 from tutti.runtime.consistency.average import Averaged
-from tutti.runtime.consistency.measure import from_mean
+from tutti.runtime.consistency.measure import Drift
 from tutti.runtime.consistency.travel import Travel, whole_legs
 from tutti.runtime.consistency.vectors import Flats, Replicas
 from tutti.runtime.state import Run
+from tutti.runtime.traffic import Flight
 from tutti.spec.compression import Compression
 
 
@@ -27,10 +28,17 @@ class Delayed(Averaged):
         self, replicas: Replicas, period: int, delay: int, *, after: int = 0, how: Compression | None = None
     ) -> None:
         super().__init__(replicas, period, after=after, how=how)
-        self.delay = self.parts = delay
+        self.delay = delay
         self.counts["away"] = 0
         self._away: Travel | None = None
         self._sum: Flats = []
+
+    def start_losses(self, run: Run, totals: torch.Tensor) -> Flight | None:
+        """What travels goes on behind the sum of the losses, and has a step's time until the next."""
+        flight = super().start_losses(run, totals)
+        if self._away is not None:
+            self._away.go_on(self.counts["since"])
+        return flight
 
     def restart(self) -> None:
         if self._away is not None:
@@ -40,49 +48,50 @@ class Delayed(Averaged):
         self._away, self.counts["away"] = None, 0
         super().restart()
         self.held["then"] = self.vectors.read()
+        self._sum = [torch.empty_like(flat) for flat in self.held["then"]]
 
     def resumed(self, run: Run, tensors: dict[str, torch.Tensor]) -> None:
         super().resumed(run, tensors)
         if self.counts["away"]:
-            self._leave().go_on(self.counts["since"])
+            self._leave().go_on(self.counts["since"] - 1)
 
     def exchange(self, run: Run) -> None:
         since = self.counts["since"]
-        if self._away is not None and since < self.delay:
-            self._away.go_on(since)
-        elif self._away is not None:
+        if self._away is not None and since >= self.delay:
             self._away.land()
             self._take_in()
+            self.buffers.agree()
+            self._away, self.counts["away"], self.staleness = None, 0, self.delay
         if since >= self.period:
-            self.held["then"] = self.vectors.read()
-            self.counts |= {"since": 0, "away": 1}
+            for now, then in self.vectors.pieces(self.held["then"]):
+                then.copy_(now)
             self._leave()
+            self.counts |= {"since": 0, "away": 1}
 
     def _leave(self) -> Travel:
-        """Begin to sum what the parameters were then."""
+        """What the parameters were then is to be summed."""
         then = self.held["then"]
         if self._how is None:
-            self._sum = [flat.clone() for flat in then]
-            legs = whole_legs(self.replicas, self._sum, self.parts)
-            away = Travel(legs, 1, self.delay)
+            torch._foreach_copy_(self._sum, then)
+            self._away = Travel(whole_legs(self.replicas, self._sum, self.delay), 1, self.delay)
         else:
-            self._sum = list(torch._foreach_sub(then, self.held["reference"]))
-            away = self._sums(self._how).start(self._sum, self.delay)
-        self._away = away
-        return away
+            for flat, one, before in zip(self._sum, then, self.held["reference"], strict=True):
+                torch.sub(one, before, out=flat)
+            self._away = self._sums(self._how).start(self._sum, self.delay)
+        return self._away
 
     def _take_in(self) -> None:
-        """The sums are there."""
-        then, mean = self.held["then"], self._sum
+        """The sums are there: x <- x - (x_then - mean)."""
+        share, drift = 1.0 / self.replicas.size, Drift()
+        then, before = self.held["then"], self.held.get("reference", self._sum)
         if self._how is not None:
-            self._sums(self._how).settle(mean)
-        torch._foreach_div_(mean, float(self.replicas.size))
+            self._sums(self._how).settle(self._sum)
+        for now, total, left, reference in self.vectors.pieces(self._sum, then, before):
+            mean = total.mul_(share) if self._how is None else torch.add(reference, total, alpha=share, out=total)
+            gap = left - mean
+            drift.add(gap, mean)
+            now.sub_(gap)
+        self.disagreement = drift.figures(self.replicas)
         if self._how is not None:
-            torch._foreach_add_(mean, self.held["reference"])
-            self.held |= {"reference": mean, **self._sums(self._how).held()}
-            self.counts["coded"] = self._sums(self._how).count
-        self.disagreement = from_mean(then, mean, self.replicas)
-        self.vectors.add(list(torch._foreach_sub(mean, then)))
-        self.buffers.agree()
-        self._away, self._sum = None, []
-        self.counts["away"], self.staleness = 0, self.delay
+            self.held |= {"reference": self._sum, **self._sums(self._how).held()}
+            self._sum, self.counts["coded"] = before, self._sums(self._how).count

@@ -2,7 +2,7 @@
 
 import torch
 
-from tutti.runtime.consistency.vectors import Flats, Replicas
+from tutti.runtime.consistency.vectors import AT_ONCE, Flats, Replicas
 
 MEASURED = 10
 """Where the mean is not known anyway, every so manyth exchange is measured."""
@@ -11,18 +11,31 @@ SAMPLED = 4096
 """Parameters that are looked at there."""
 
 
-AT_ONCE = 1 << 16
-"""Parameters that are measured at once: their differences in float64 stay in a core's cache."""
+class Drift:
+    """How far this replica is from the mean, of values that are added some at a time."""
+
+    def __init__(self) -> None:
+        self._apart, self._length = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+        self._numel = 0
+
+    def add(self, gap: torch.Tensor, mean: torch.Tensor) -> None:
+        """Some values' distances from the mean, and the mean."""
+        gap, mean = gap.reshape(-1), mean.reshape(-1)
+        self._apart, self._length = self._apart + gap.dot(gap), self._length + mean.dot(mean)
+        self._numel += gap.numel()
+
+    def figures(self, replicas: Replicas) -> dict[str, float | int]:
+        """Largest and mean distance of a replica from the mean, relative to the mean's length. Collective."""
+        return _figures(replicas.gather(self._apart.reshape(1)), self._length, self._numel)
 
 
 def from_mean(own: Flats, mean: Flats, replicas: Replicas) -> dict[str, float | int]:
     """Largest and mean distance of a replica from the `mean`, relative to the mean's length; of every parameter."""
-    apart, length = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    drift = Drift()
     for one, other in zip(own, mean, strict=True):
         for a, b in zip(*(torch.split(flat.reshape(-1), AT_ONCE) for flat in (one, other)), strict=True):
-            wide = b.double()
-            apart, length = apart + (a.double() - wide).square().sum(), length + wide.square().sum()
-    return _figures(replicas.gather(apart.reshape(1)), length, sum(flat.numel() for flat in mean))
+            drift.add(a.to(b.dtype) - b, b)
+    return drift.figures(replicas)
 
 
 def from_sample(own: Flats, replicas: Replicas) -> dict[str, float | int]:

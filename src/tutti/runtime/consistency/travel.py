@@ -56,7 +56,6 @@ class Travel:
         self._waiting, self._flying = list(legs), list[Leg]()
         self._slots, self._updates = max(1, len(legs) + turns - 1), updates
         self._turns = 0
-        self.go_on(0)
 
     def go_on(self, update: int) -> None:
         """So many updates were made since it began."""

@@ -1,6 +1,6 @@
 """A replica's tensors as few flat vectors, and what replicas do with them: means, sums, exchanges with partners."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,9 @@ from tutti.runtime.traffic import Flight, Lane, lone_lane, ring_nbytes
 
 Flats = list[torch.Tensor]
 """One vector for each dtype and device."""
+
+AT_ONCE = 1 << 16
+"""Values that are worked on at once, where several passes over them follow one another: they stay in a core's cache."""
 
 
 class Vectors:
@@ -58,11 +61,16 @@ class Vectors:
             for tensor, part in zip(some, self._parts(some, flat), strict=True):
                 tensor.copy_(part.view(tensor.shape))
 
-    def add(self, flats: Flats) -> None:
-        """Add `flats` to the tensors."""
-        for some, flat in zip(self._kinds, flats, strict=True):
-            for tensor, part in zip(some, self._parts(some, flat), strict=True):
-                tensor.add_(part.view(tensor.shape))
+    def pieces(self, *vectors: Flats) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Some values of a tensor and the same of each of `vectors`, all as views: few enough to stay in a core's cache
+        while they are worked on, unless a tensor is not contiguous."""
+        for place, some in enumerate(self._kinds):
+            own = (self._parts(some, flats[place]) for flats in vectors)
+            for tensor, *parts in zip(some, *own, strict=True):
+                if tensor.is_contiguous():
+                    yield from zip(*(torch.split(one, AT_ONCE) for one in (tensor.view(-1), *parts)), strict=True)
+                else:
+                    yield tensor, *(part.view(tensor.shape) for part in parts)
 
     def parts(self, flats: Flats) -> list[torch.Tensor]:
         """The part of every tensor, as views of `flats`, in their order there."""
