@@ -45,7 +45,8 @@ times, of which the most is taken."""
 
 DELAYED = 1.1
 """The same for averages that are taken in a period after they were begun: 20, 43 and 29 steps, 0.94, 0.89 and 1.1 times
-those of exact sums, as they are as well as in 8 or 4 bits."""
+those of exact sums, as they are as well as in 8 or 4 bits. Not beyond `READ`: delayed by 16, four replicas in 8
+bits got 349 of 360 handwritten digits right (tests/runtime/consistency/test_digits_multirank.py asks for 350)."""
 
 LONGEST = 16
 """Updates between two exchanges that the planner goes to by itself. Longer ones are for the user to ask for."""
@@ -100,7 +101,7 @@ WAYS: tuple[Way, ...] = (
     *(_code("powersgd", samples=samples, rank=rank) for rank, samples in POWERSGD.items()),
     *(_local(period) for period in (2, 4, READ, LONGEST)),
     *(_local(period, bits) for period in (4, READ, LONGEST) for bits in QSGD),
-    *(_local(period, bits, delay=period) for period in (4, READ, LONGEST) for bits in (None, *QSGD)),
+    *(_local(period, bits, delay=period) for period in (4, READ) for bits in (None, *QSGD)),
     *(_apart(mode, period) for mode in ("elastic", "ring", "shift-one", "push") for period in (1, 4)),
 )
 """What is tried. Variances are of normal values in the code's blocks: of rounding to 8 bits of mantissa, of 256 even

@@ -1,4 +1,4 @@
-"""Averages that travel in parts, one after another: the same values as in one, as many bytes, spread over the updates."""
+"""Averages that travel in parts, one after another: the values of one part, as many bytes, spread over the updates."""
 
 import functools
 
