@@ -147,8 +147,8 @@ EXCHANGES: Mapping[SyncMode, Exchanging] = {
 CODED_PASSES = 8.0
 """What the mean of coded changes takes more: they are taken from what was equal and added to it, which is read anew."""
 
-DELAYED_PASSES = 6.0
-"""What an average takes more that is taken in later: a copy of what it began from, which it is set beside and added."""
+DELAYED_CODED_PASSES = 3.0
+"""The same of one that is taken in later, a cache's size at a time; without a code that takes no more than another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +194,8 @@ def exchanged_apart(
     state = trained.optimizer if told.optimizer_state == "averaged" else 0.0
     behind_s *= told.delay or 1
     passes = how.passes(group.ranks)
-    passes += (CODED_PASSES if coded is not None else 0.0) + (DELAYED_PASSES if told.delay else 0.0)
+    if coded is not None:
+        passes += DELAYED_CODED_PASSES if told.delay else CODED_PASSES
     copies_s = seat.slowdown * passes * n / rank_bandwidth(seat)
     wire_s, kernels_s = (how.seconds(group, n), 0.0) if coded is None else (coded.seconds, coded.kernels_s)
     besides_s = group.all_reduce(state) + group.all_reduce(statistics)  # waited for in every mode

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from runtime.consistency.replicas import MODELS as SUBJECTS
-from runtime.consistency.replicas import Told, plan_of
+from runtime.consistency.replicas import Seen, Told, plan_of
 from tutti.data.seeds import derive_seed
 from tutti.data.share import share_of
 from tutti.runtime.layout import local_tensors
@@ -58,6 +58,15 @@ def simulate(told: Told, batches: list[list[int]], size: int) -> tuple[list[list
             mode.after()
             states.append([_state(model) for model in models])
         return states, mode.ending()
+
+
+def assert_follow(told: Told, ranks: list[Seen], size: int) -> None:
+    """Every replica has what the mode's equations give, after every step and at the end."""
+    states, ending = simulate(told, ranks[0].batches, size)
+    for rank, seen in enumerate(ranks):
+        for got, expected in zip((*seen.states, seen.after), (*(step[rank] for step in states), ending), strict=True):
+            for key, value in expected.items():
+                torch.testing.assert_close(got[key], value, rtol=1e-12, atol=1e-13, check_dtype=False)
 
 
 def _clip(gradients: list[torch.Tensor], bound: float) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from harness import run_ranks
 from runtime.consistency.replicas import MODELS, Seen, Told, train_all
-from runtime.consistency.simulated import doubles, simulate
+from runtime.consistency.simulated import assert_follow, doubles
 from tutti.errors import PlanError
 from tutti.runtime.consistency.coded import CodedSums
 from tutti.runtime.consistency.vectors import Replicas, Vectors
@@ -58,13 +58,7 @@ def trained(size: int) -> list[dict[str, Seen]]:
 @pytest.mark.parametrize("name", EXACT)
 def test_without_loss_every_replica_follows_the_modes_equations(size: int, name: str) -> None:
     ranks = [one[name] for one in trained(size)]
-    states, ending = simulate(EXACT[name], ranks[0].batches, size)
-    for rank, seen in enumerate(ranks):
-        for step, expected in enumerate(states):
-            for key, value in expected[rank].items():
-                torch.testing.assert_close(seen.states[step][key], value, rtol=1e-12, atol=1e-13, check_dtype=False)
-        for key, value in ending.items():
-            torch.testing.assert_close(seen.after[key], value, rtol=1e-12, atol=1e-13, check_dtype=False)
+    assert_follow(EXACT[name], ranks, size)
 
 
 @SIZES

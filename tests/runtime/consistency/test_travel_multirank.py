@@ -7,7 +7,7 @@ import torch
 
 from harness import run_ranks
 from runtime.consistency.replicas import Seen, Told, train, train_twice
-from runtime.consistency.simulated import simulate
+from runtime.consistency.simulated import assert_follow
 from tutti.runtime.consistency import travel
 from tutti.runtime.consistency.travel import EVEN, LEAST, parts_of
 
@@ -45,13 +45,7 @@ def trained(size: int) -> list[tuple[dict[str, Seen], dict[str, tuple[Seen, Seen
 @pytest.mark.parametrize("name", SPREAD)
 def test_parts_follow_the_same_equations(size: int, name: str) -> None:
     ranks = [seen[name] for seen, _, _ in trained(size)]
-    states, ending = simulate(SPREAD[name], ranks[0].batches, size)
-    for rank, seen in enumerate(ranks):
-        for step, expected in enumerate(states):
-            for key, value in expected[rank].items():
-                torch.testing.assert_close(seen.states[step][key], value, rtol=1e-12, atol=1e-13, check_dtype=False)
-        for key, value in ending.items():
-            torch.testing.assert_close(seen.after[key], value, rtol=1e-12, atol=1e-13, check_dtype=False)
+    assert_follow(SPREAD[name], ranks, size)
 
 
 @SIZES
