@@ -1,7 +1,7 @@
 """Sums that travel while updates are made: in parts and rounds, one after another, at the same updates on all ranks.
 
 In parts, because what is sent at once fills the queues on its way: small messages of the steps between wait behind it,
-and are dropped where a queue is full. So a network carries about as much between any two updates.
+and may be dropped where a queue is full. So a network carries about as much between any two updates.
 """
 
 from collections.abc import Sequence
