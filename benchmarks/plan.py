@@ -20,7 +20,7 @@ from typing import Any
 
 import plan_space
 import record
-from plan_journal import Journal, opened
+from plan_journal import Journal, opened, outcomes, over_visits
 from plan_table import judged, rows, say_case, summary
 from tutti.cli.common import capture_script
 from tutti.cli.planning import model_spec_of
@@ -47,8 +47,9 @@ RESUMABLE = True
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
     """What is measured. Of each plan at most `steps` steps are timed, fewer where they take more than `milliseconds`
-    (but two, or one where even that takes longer); a first step above 6 s is the only one. `limit_s`: after which a
-    plan is given up.
+    (but two, or one where even that takes longer); a first step above `patience_s` is the only one. `again_s`: for
+    steps in place of disturbed ones. `limit_s`: after which a plan is given up. `visits`: how often every plan has its
+    turn, minutes apart, for steps of one second say what the machine was like in that second.
 
     `full`: 1 for the probe's longer measurement. `only`: words that a plan's name begins with, all of them when empty.
     """
@@ -58,12 +59,15 @@ class Sizes:
     models: tuple[str, ...] = ("mlp", "cnn", "gpt")
     steps: int = 5
     milliseconds: int = 600
+    visits: int = 3
     limit_s: int = 90
+    patience_s: int = 6
+    again_s: int = 8
     full: int = 0
     only: tuple[str, ...] = ()
 
 
-QUICK = Sizes(rates=("1gbit",), ranks=("2",), models=("mlp",), steps=2, milliseconds=300)
+QUICK = Sizes(rates=("1gbit",), ranks=("2",), models=("mlp",), steps=2, milliseconds=300, visits=1)
 
 
 def measure(sizes: Sizes, *, resume: bool = False) -> dict[str, Any]:
@@ -258,13 +262,25 @@ def run_case(case: Case, lab: Lab, folder: Path, sizes: Sizes, journal: Journal)
 def measure_plans(
     lab: Lab, plans: Mapping[str, Plan], case: Case, folder: Path, sizes: Sizes, journal: Journal
 ) -> dict[str, dict[str, Any]]:
+    """What became of each plan in all visits, of which every second one goes through them backwards."""
+    visits = []
+    for number in range(sizes.visits):
+        order = dict(reversed(plans.items()) if number % 2 else plans.items())
+        own, rows_file = folder / f"visit-{number}", journal.rows_file(f"{case.words}, visit {number}")
+        visits.append(visit(lab, order, case, own, sizes, rows_file))
+    return {name: over_visits([found[name] for found in visits]) for name in plans}
+
+
+def visit(
+    lab: Lab, plans: Mapping[str, Plan], case: Case, folder: Path, sizes: Sizes, rows_file: Path
+) -> dict[str, dict[str, Any]]:
     """What became of each plan: its steps' seconds, why tutti refuses it, or how it failed. Where the ranks end before
     all plans have had their turn, the others go on with new ranks."""
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     launches = fruitless = 0
     error: str | None = None
     while True:
-        found = journal.outcomes(case.words, case.ranks)
+        found = outcomes(rows_file, case.ranks)
         left = [name for name in plans if name not in found]
         if not left or fruitless == FRUITLESS:
             break
@@ -272,20 +288,21 @@ def measure_plans(
             say(f"  {case.words}: the ranks ended before {len(left)} plans: {error.strip()[-300:]}")
         list_file = folder / f"plans-{launches}.json"
         list_file.write_text(json.dumps([(name, codec.to_data(plans[name])) for name in left]), encoding="utf-8")
-        words = launch_words(folder / f"run-{launches}", list_file, case, sizes, journal)
+        words = launch_words(folder / f"run-{launches}", list_file, case, sizes, rows_file)
         error = trained(lab, words, folder, 120 + sizes.limit_s * len(left))
         launches += 1
-        fruitless = 0 if len(journal.outcomes(case.words, case.ranks)) > len(found) else fruitless + 1
+        fruitless = 0 if len(outcomes(rows_file, case.ranks)) > len(found) else fruitless + 1
     untried = {"failed": f"not tried: {FRUITLESS} launches in a row measured nothing; the last said: {error}"}
     return {name: found.get(name, untried) for name in plans}
 
 
-def launch_words(run_folder: Path, list_file: Path, case: Case, sizes: Sizes, journal: Journal) -> list[str]:
+def launch_words(run_folder: Path, list_file: Path, case: Case, sizes: Sizes, rows_file: Path) -> list[str]:
     batch = plan_space.BATCHES[case.workload]
     return [
         *("--folder", str(run_folder), "--timeout", "60", str(RANK), "--workload", case.workload),
-        *(f"--batch={batch}", f"--output={journal.rows_file(case.words)}", f"--steps={sizes.steps}"),
+        *(f"--batch={batch}", f"--output={rows_file}", f"--steps={sizes.steps}"),
         *(f"--seconds={sizes.milliseconds / 1000}", f"--limit={sizes.limit_s}", f"--plans={list_file}"),
+        *(f"--patience={sizes.patience_s}", f"--again={sizes.again_s}"),
         f"--pace={probed_pace(case.cluster, case.ranks)}",
     ]
 

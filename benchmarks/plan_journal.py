@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Journal:
-    """A folder with the sizes, a file for each cluster that was probed, and one of rows for each case: a line for each
-    plan and rank."""
+    """A folder with the sizes, a file for each cluster that was probed, and one of rows for each visit of a case: a
+    line for each plan and rank."""
 
     folder: Path
 
@@ -28,22 +29,20 @@ class Journal:
     def keep_cluster(self, words: str, cluster: ClusterSpec) -> None:
         codec.save(cluster, self._path(words, "json"))
 
-    def rows_file(self, case: str) -> Path:
-        return self._path(case, "jsonl")
-
-    def outcomes(self, case: str, ranks: int) -> dict[str, Row]:
-        """Name -> what became of a plan, for those of which every rank, or a failed one, has said it."""
-        path = self.rows_file(case)
-        found: dict[str, dict[int, Row]] = {}
-        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-            row = json.loads(line)
-            found.setdefault(row.pop("name"), {})[row.pop("rank")] = row
-        return {
-            name: merged(rows) for name, rows in found.items() if len(rows) == ranks or any(map(_lost, rows.values()))
-        }
+    def rows_file(self, words: str) -> Path:
+        return self._path(words, "jsonl")
 
     def _path(self, words: str, ending: str) -> Path:
         return self.folder / f"{words.replace(', ', '-').replace(' ', '-')}.{ending}"
+
+
+def outcomes(rows_file: Path, ranks: int) -> dict[str, Row]:
+    """Name -> what became of a plan, for those of which every rank, or a failed one, has said it."""
+    found: dict[str, dict[int, Row]] = {}
+    for line in rows_file.read_text(encoding="utf-8").splitlines() if rows_file.exists() else []:
+        row = json.loads(line)
+        found.setdefault(row.pop("name"), {})[row.pop("rank")] = row
+    return {name: merged(rows) for name, rows in found.items() if len(rows) == ranks or any(map(_lost, rows.values()))}
 
 
 def _lost(row: Row) -> bool:
@@ -65,6 +64,19 @@ def merged(rows: dict[int, Row]) -> Row:
         **{name: first[name] for name in ("prepare_s", "warmup_s", "step_s", "stolen", "set_aside")},
         **{name: [rows[rank][name] for rank in sorted(rows)] for name in ("phases", "cpu_s", "sent_nbytes")},
         "peak_nbytes": max(row["peak_nbytes"] for row in rows.values()),
+    }
+
+
+def over_visits(visits: list[Row]) -> Row:
+    """One outcome of a plan from those of its visits: the first that is no measurement; else all steps' times, visit by
+    visit, phases and processor time of the middle visit, and the most memory, stolen time and steps set aside."""
+    if not all("step_s" in row for row in visits):
+        return next(row for row in visits if "step_s" not in row)
+    middle = sorted(visits, key=lambda row: statistics.median(row["step_s"]))[len(visits) // 2]
+    return {
+        **middle,
+        "visits_s": [row["step_s"] for row in visits],
+        **{name: max(row[name] for row in visits) for name in ("stolen", "set_aside", "peak_nbytes")},
     }
 
 

@@ -18,7 +18,7 @@ def judged(rows: list[Row], planner: str | None) -> Row:
     """
     for row in rows:
         if "step_s" in row:
-            row["measured_s"] = statistics.median(row["step_s"])
+            row["measured_s"] = statistics.median(map(statistics.median, row.get("visits_s") or [row["step_s"]]))
             if "predicted_s" in row:
                 row["error"] = row["predicted_s"] / row["measured_s"] - 1
         if "peak_nbytes" in row and "predicted_peak_nbytes" in row:

@@ -184,7 +184,7 @@ def test_an_outcome_is_whole_when_all_ranks_have_said_it_and_a_failure_when_one_
         line("no", 1, refused="why"),
     ]
     journal.rows_file("a, 2 ranks").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = journal.outcomes("a, 2 ranks", 2)
+    found = bench.outcomes(journal.rows_file("a, 2 ranks"), 2)
     assert set(found) == {"whole", "lost", "no"}
     assert (found["whole"]["step_s"], found["whole"]["peak_nbytes"]) == ([2.0], 5)
     assert found["whole"]["phases"] == [{"forward": 2.0}, {"forward": 9.0}]
@@ -210,7 +210,7 @@ def test_plans_that_end_the_ranks_are_rows_and_the_rest_goes_on(
     plans = {name: Plan(batch=BatchPlan(global_batch_size=8), mesh={"replicate": 2}) for name in "abcde"}
     case = bench.Case(rate="1gbit", ranks=2, workload="mlp", model=None, script=None, cluster=None)
     journal = bench.opened(tmp_path / "kept", bench.QUICK, resume=False)
-    file, launches = journal.rows_file(case.words), []
+    file, launches = journal.rows_file(f"{case.words}, visit 0"), []
 
     def says(name: str) -> None:
         with file.open("a") as rows:
@@ -232,6 +232,20 @@ def test_plans_that_end_the_ranks_are_rows_and_the_rest_goes_on(
     assert launches == [["a", "b", "d", "e"], ["b", "d", "e"], ["d", "e"], ["d", "e"], ["d", "e"]]
     assert [name for name, row in found.items() if "step_s" in row] == ["a", "b", "c"]
     assert all("the last said: no ranks" in found[name]["failed"] for name in "de")
+
+
+def test_a_plan_of_several_visits_has_the_middle_one_s_time_and_fails_where_one_fails(bench: Any) -> None:
+    visits = [
+        {"step_s": seconds, "phases": [{"forward": seconds[0]}], "stolen": 0.1, "set_aside": 1, "peak_nbytes": peak}
+        for seconds, peak in (([5.0, 5.0], 3), ([1.0, 1.2], 4), ([2.0, 9.0, 2.2], 2))
+    ]
+    found = bench.over_visits(visits)
+    assert found["visits_s"] == [[5.0, 5.0], [1.0, 1.2], [2.0, 9.0, 2.2]]
+    assert (found["phases"], found["peak_nbytes"]) == ([{"forward": 2.0}], 4)
+    row = {"name": "a", "predicted_s": 1.1, **found}
+    bench.judged([row], None)
+    assert (row["measured_s"], row["error"]) == (2.2, pytest.approx(-0.5))
+    assert bench.over_visits([visits[0], {"failed": "lost"}, visits[1]]) == {"failed": "lost"}
 
 
 # A plan's process

@@ -15,7 +15,8 @@ from runtime.several import Case, assert_refused, refusals, train_cases
 from runtime.test_compressed_multirank import case, data, in_turn, look, tied
 from runtime.test_compressed_plans_multirank import Followed, branching, clipped, plain
 from tutti.compress.by_tensor import kept_of
-from tutti.compress.two_phase import TwoPhase
+from tutti.compress.exchange import Exchange
+from tutti.compress.two_phase import Gathered, TwoPhase
 from tutti.optim.large_batch import LAMB
 from tutti.runtime.compressed import compressor
 from tutti.runtime.compressed.compressor import sizes_of
@@ -160,9 +161,10 @@ def followed(words: str, world_size: int) -> dict[str, Any]:
     """A run whose sums of momenta are added up: what went in, came out and is kept, by bucket."""
     went: dict[int, Any] = {}
     came: dict[int, Any] = {}
-    rounds = TwoPhase.rounds
+    kind: type[Exchange] = Gathered if world_size == 2 else TwoPhase
+    rounds = kind.rounds
 
-    def follow(self: TwoPhase, flat: torch.Tensor) -> Any:
+    def follow(self: Exchange, flat: torch.Tensor) -> Any:
         went[id(self)] = went.get(id(self), 0) + flat
         yield from rounds(self, flat)
         came[id(self)] = came.get(id(self), 0) + flat
@@ -177,13 +179,13 @@ def followed(words: str, world_size: int) -> dict[str, Any]:
         sums = [(went[one], came[one], kept[one]) for one in order]
         return {**look(run), "sums": sums, "shapes": shapes}
 
-    TwoPhase.rounds = follow  # type: ignore[method-assign]
+    kind.rounds = follow  # type: ignore[method-assign]
     method = words.partition(",")[0]
     make = {"byte-adam": adam, "one-bit-lamb": lamb}.get(method, tied)
     try:
         trained = train_cases({"run": case(words, make, mesh={"replicate": world_size})}, STEPS, keep)
     finally:
-        TwoPhase.rounds = rounds  # type: ignore[method-assign]
+        kind.rounds = rounds  # type: ignore[method-assign]
     return {**trained["run"].facts, "losses": trained["run"].losses}
 
 

@@ -18,7 +18,8 @@ from runtime.several import Case, assert_refused, refusals, train_cases
 from runtime.test_compressed_multirank import case, in_turn, look, tied
 from runtime.test_compressed_plans_multirank import clipped
 from runtime.test_momenta_multirank import late
-from tutti.compress.two_phase import TwoPhase
+from tutti.compress.exchange import Exchange
+from tutti.compress.two_phase import Gathered, TwoPhase
 from tutti.runtime.compressed import compressor
 from tutti.runtime.consistency import coded
 from tutti.spec.compression import Compression, bucket_sent_nbytes, parse_compression, sum_sent_nbytes
@@ -110,19 +111,20 @@ def test_what_enters_the_optimizer_is_clipped_as_by_the_equations_in_one_process
         torch.testing.assert_close(got, one, rtol=1e-12, atol=1e-13)
 
 
-def kept_in(exchange: TwoPhase) -> torch.Tensor:
-    """What a rank keeps back, as worker and as server."""
+def kept_in(exchange: Exchange) -> torch.Tensor:
+    """What a rank keeps back, as worker and, where sums are written anew, as server."""
     kept = exchange.states["worker"].old["residual"].clone()
-    (begin, end), *_ = exchange.spans["server"]
-    kept[begin:end] += exchange.states["server"].old["residual"][: end - begin]
+    for begin, end in exchange.spans.get("server", ()):
+        kept[begin:end] += exchange.states["server"].old["residual"][: end - begin]
     return kept
 
 
 def followed(world_size: int) -> dict[str, Any]:
     """A run with one bit: what went into sums of ways, came out and is kept, and parameters of all ranks then."""
-    rounds, seen = TwoPhase.rounds, []
+    kind: type[Exchange] = Gathered if world_size == 2 else TwoPhase
+    rounds, seen = kind.rounds, []
 
-    def follow(self: TwoPhase, flat: torch.Tensor) -> Any:
+    def follow(self: Exchange, flat: torch.Tensor) -> Any:
         before = flat.clone()
         yield from rounds(self, flat)
         seen.append((self, before, flat.clone()))
@@ -147,12 +149,12 @@ def followed(world_size: int) -> dict[str, Any]:
         if self.exchanges:
             found[:] = [bucket.parameters for bucket in self.exchanges]
 
-    TwoPhase.rounds = follow  # type: ignore[method-assign]
+    kind.rounds = follow  # type: ignore[method-assign]
     compressor.Compressor.rebuild = rebuild  # type: ignore[method-assign]
     try:
         trained = train_cases({"run": made(mesh={"replicate": world_size})}, STEPS, keep)["run"]
     finally:
-        TwoPhase.rounds = rounds  # type: ignore[method-assign]
+        kind.rounds = rounds  # type: ignore[method-assign]
         compressor.Compressor.rebuild = start  # type: ignore[method-assign]
     return trained.facts
 

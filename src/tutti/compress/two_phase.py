@@ -118,7 +118,8 @@ class TwoPhase(Exchange):
 class Gathered(Exchange):
     """Every rank's code of the whole gradient, gathered and added up in the order of ranks: (p - 1) codes a rank.
 
-    For codes that are short whatever the number of ranks: top-k, DGC.
+    For codes that are short whatever the number of ranks: top-k, DGC. And for any code between two ranks: as many bytes
+    as in two phases, in one round, and what is summed is not written anew.
     """
 
     def __init__(
@@ -146,10 +147,11 @@ class Gathered(Exchange):
         message = codec.encode(flat, self.states["worker"])
         gathered = message.new_empty(self.wire.size * message.numel())
         yield [self.wire.all_gather(gathered, message)]
-        total = torch.zeros_like(flat, dtype=flat.dtype if flat.dtype in FLOATS else torch.float32)
+        total = flat.zero_() if flat.dtype in FLOATS else torch.zeros_like(flat, dtype=torch.float32)
         for part in gathered.view(self.wire.size, -1):
             codec.decode_add(part, total)
-        flat.copy_(total)
+        if total is not flat:
+            flat.copy_(total)
 
 
 def chunk_length(numel: int, ranks: int) -> int:

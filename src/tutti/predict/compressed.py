@@ -22,6 +22,7 @@ from tutti.spec.compression import (
     Compression,
     compression_in_words,
     flags_sent_nbytes,
+    gathered,
     parse_compression,
     parts_sent_nbytes,
     sum_sent_nbytes,
@@ -54,8 +55,8 @@ _BACK: Final[dict[CompressMethod, str]] = {"top16-q4": "qsgd"}
 _SIZE: Final = 2**20
 """Values of a message whose time is assumed."""
 
-_GATHERED: Final[tuple[CompressMethod, ...]] = ("top-k", "dgc")
-"""Every rank decodes the codes of all of them, and encodes once."""
+_SPARSE: Final[tuple[CompressMethod, ...]] = ("top-k", "dgc")
+"""Methods that take their time to write."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +146,8 @@ def _exact_nbytes(nbytes: float, holders: int) -> float:
 
 def kernel_s(plan: Plan, device: DeviceSpec, ranks: int, written: float, nbytes: float) -> float:
     """Seconds in the kernels for a bucket of `nbytes` that `ranks` sum; 0 where its `ratio`, `written`, is that of an
-    exact sum. In two phases a rank writes all of it, adds up as much, writes its part of the sum and reads all parts.
+    exact sum. In two phases a rank writes all of it, adds up as much, writes its part of the sum and reads all parts;
+    of codes of the whole it writes its own and reads all.
     """
     how = plan.sync.compress
     if how is None or written == 1.0:
@@ -155,7 +157,7 @@ def kernel_s(plan: Plan, device: DeviceSpec, ranks: int, written: float, nbytes:
     encode, decode = _seconds(there, numel)
     if how.method == "powersgd":
         return encode + decode
-    if how.method in _GATHERED:
+    if how.method in _SPARSE or gathered(how, ranks):
         return encode + ranks * decode
     back = _BACK.get(how.method)
     again = rates_of(device, parse_compression(back)) if back is not None else ()
@@ -279,7 +281,7 @@ def _assumed_s(kind: DeviceKind, method: CompressMethod) -> float:
 def _assumed(kind: DeviceKind, method: CompressMethod) -> tuple[CompressRate, ...]:
     """The same as rates: a method's time goes half into writing, or nearly all where messages are short."""
     whole = _assumed_s(kind, method) * _SIZE
-    write, read = (0.98, 0.01) if method in _GATHERED else (1.0, 0.0) if method == "powersgd" else (0.5, 0.25)
+    write, read = (0.98, 0.01) if method in _SPARSE else (1.0, 0.0) if method == "powersgd" else (0.5, 0.25)
     return (CompressRate(method=method, numel=_SIZE, encode_s=write * whole, decode_s=read * whole),)
 
 

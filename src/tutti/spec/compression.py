@@ -2,10 +2,10 @@
 
 Bytes are those that one rank sends in a step to sum one bucket: the codes both ways, their scales and paddings, and a
 flag for each gradient. Formulas: two phases of p - 1 codes of a chunk each (casts, levels, signs, top16-q4); p - 1
-codes of the whole bucket (top-k, dgc; added up by owners of slices where `sparse`); two ring sums of thin matrices
-(powersgd). The momentum of one-bit-adam and one-bit-lamb is written like one-bit, that of byte-adam like bytegrad;
-before that, gradients are summed exactly. Sufficient factors (factors) lose nothing: `factors_sent_nbytes` where that
-is less than an exact sum, else that.
+codes of the whole bucket (`gathered`; top-k and dgc are added up by owners of slices where `sparse`); two ring sums of
+thin matrices (powersgd). The momentum of one-bit-adam and one-bit-lamb is written like one-bit, that of byte-adam like
+bytegrad; before that, gradients are summed exactly. Sufficient factors (factors) lose nothing: `factors_sent_nbytes`
+where that is less than an exact sum, else that.
 """
 
 import math
@@ -214,11 +214,23 @@ def sum_sent_nbytes(compress: Compression | None, shapes: Sequence[Sequence[int]
     if compress.method in ("top-k", "dgc"):
         kept = min(numel, math.ceil(compress.settings["density"] * numel))
         return _sparse(kept, numel, ranks, itemsize) if compress.settings["sparse"] else (ranks - 1) * 8 * kept
+    if gathered(compress, ranks):
+        return (ranks - 1) * message_nbytes(compress, numel)
     length = chunk_length(numel, ranks)
     sent = (ranks - 1) * (message_nbytes(compress, length) + message_nbytes(_back(compress, ranks), length))
     if compress.method == "terngrad":  # ranks agree on scales first
         sent += 2 * (ranks - 1) * 4 * -(-length // BLOCK["terngrad"])
     return sent
+
+
+def gathered(compress: Compression, ranks: int) -> bool:
+    """Whether ranks tell each other codes of the whole, which all of them add up: of top-k and dgc, and between two
+    ranks of every method whose sums are written as gradients are. There a round less costs no byte more.
+    """
+    method = compress.code.method
+    if method in ("top-k", "dgc"):
+        return not compress.settings["sparse"]
+    return ranks == 2 and method not in ("powersgd", "terngrad", "top16-q4")
 
 
 def parts_sent_nbytes(compress: Compression, longest: int, ranks: int) -> int:

@@ -188,7 +188,7 @@ class Compressor:
 
         parts = 1 if self.how.method == "powersgd" else tiers.parts  # matrices stay whole
         numel = sum(sizes_of(bucket))
-        return BetweenHosts(tiers, summing.room_of, numel, parts, turns_of(self.how.code), of_part)
+        return BetweenHosts(tiers, summing.room_of, numel, parts, turns_of(self.how.code, tiers.hosts), of_part)
 
     def _spread(self, found: list[Kept], bucket: Bucket, exchange: BetweenHosts) -> None:
         """Give each rank of a group an equal share of what all keep of each tensor. Collective."""

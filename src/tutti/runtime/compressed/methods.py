@@ -9,7 +9,7 @@ from tutti.compress.bytegrad import ByteGrad
 from tutti.compress.cast import Cast
 from tutti.compress.codec import Codec
 from tutti.compress.dgc import DGC
-from tutti.compress.exchange import Exchange
+from tutti.compress.exchange import Exchange, Wire
 from tutti.compress.levels import Levels
 from tutti.compress.onebit import OneBit
 from tutti.compress.powersgd import PowerSGD
@@ -20,7 +20,7 @@ from tutti.compress.sparse import SparseSum
 from tutti.compress.terngrad import TernGrad
 from tutti.compress.topk import TopK
 from tutti.compress.two_phase import Gathered, TwoPhase
-from tutti.spec.compression import MIN_RATE, Compression
+from tutti.spec.compression import MIN_RATE, Compression, gathered
 
 
 def make_exchange(
@@ -38,9 +38,9 @@ def make_exchange(
         rank = int(how.settings["rank"])
         return PowerSGD(shapes, rank=rank, min_rate=MIN_RATE, group=group, dtype=dtype, device=device, seed=seed)
     codec = _codec(how)
-    if isinstance(codec, TopK):
-        if how.settings["sparse"]:
-            return SparseSum(codec, numel, group=group, dtype=dtype, device=device, seed=seed)
+    if isinstance(codec, TopK) and how.settings["sparse"]:
+        return SparseSum(codec, numel, group=group, dtype=dtype, device=device, seed=seed)
+    if gathered(how, Wire(group).size):
         return Gathered(codec, numel, group=group, dtype=dtype, device=device, seed=seed)
     back = Levels(4, feedback=True) if how.method == "top16-q4" else None
     return TwoPhase(codec, numel, group=group, back=back, dtype=dtype, device=device, seed=seed)
@@ -61,11 +61,11 @@ def make_scatter(
     return ScatterSum(_codec(how), lengths, group=group, dtype=dtype, device=device, seed=seed)
 
 
-def turns_of(how: Compression) -> int:
-    """Rounds of collectives of the exchange that `make_exchange` gives."""
+def turns_of(how: Compression, ranks: int) -> int:
+    """Rounds of collectives of the exchange that `make_exchange` gives for a group of so many ranks."""
     if how.settings.get("sparse"):
         return 4
-    return {"top-k": 1, "dgc": 1, "terngrad": 3}.get(how.method, 2)
+    return 1 if gathered(how, ranks) else 3 if how.method == "terngrad" else 2
 
 
 def _codec(how: Compression) -> Codec:

@@ -15,7 +15,7 @@ class CodedSums:
     counted."""
 
     def __init__(self, replicas: Replicas, how: Compression, vectors: Vectors, updates: int = 1) -> None:
-        self.vectors, self.turns, self._lane = vectors, turns_of(how), replicas.lane
+        self.vectors, self.turns, self._lane = vectors, turns_of(how, replicas.size), replicas.lane
         whole = how.method == "powersgd" or bool(how.settings.get("sparse"))
         parts = 1 if whole else max(1, updates - self.turns + 1)  # a round of each update, and the last part's rounds
         self.exchanges: list[Exchange] = []
