@@ -15,7 +15,7 @@ from tutti.predict.overlap import Bucket, Exchange, exchange
 from tutti.predict.sharding import _hidden
 from tutti.predict.step import worked_out
 from tutti.predict.sync import fused, summed
-from tutti.predict.timeline import Setting, action_times, line_work, passes_of
+from tutti.predict.timeline import Setting, actions_of, line_work, passes_of
 from tutti.spec.cluster import ClusterSpec
 from tutti.spec.model import ModelSpec
 from tutti.spec.plan import Pipeline, Plan, Sharding, Sync
@@ -128,7 +128,7 @@ def messages(mesh: Any, per_host: int, model: ModelSpec = LANGUAGE) -> tuple[Set
     step = worked_out(model, machines(16, per_host), plan)
     known = passes_of(step.setting, step.lines[0])
     (one,) = known.values()
-    return step.setting, action_times(step.setting, step.lines[0], known)[1].arrive_s, one.waits.forward_link_s
+    return step.setting, actions_of(step.setting, step.lines[0], known).messages.arrive_s, one.waits.forward_link_s
 
 
 def test_a_message_between_stages_meets_what_its_sender_exchanges() -> None:

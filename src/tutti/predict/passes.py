@@ -22,6 +22,11 @@ class Passed:
     waits: Exchanged
     limits: Array
 
+    @property
+    def total_s(self) -> float:
+        """Of all modules, there and back."""
+        return float((self.forward_s + self.backward_s + self.waits.forward_s + self.waits.backward_s).sum())
+
 
 def passed(wires: Wires, worker: Worker, regions: tuple[Region, ...], samples: int) -> Passed:
     """A microbatch of `samples` samples on a rank that computes as `worker` does."""

@@ -174,7 +174,7 @@ def ends(plan: Plan, seconds: Array, messages: Messages) -> list[float]:
     pipeline, ranks = plan.pipeline, plan.degree("stage")
     count = seconds.shape[2]
     played = shortened(pipeline.schedule, count, ranks)
-    if played == count or not _equal(seconds):
+    if played == count or not equal(seconds):
         return play(order_of(pipeline.schedule, ranks, pipeline.stages_per_rank, count), seconds, messages)
     early, late = (
         np.array(
@@ -211,7 +211,8 @@ def shortened(name: ScheduleName, microbatches: int, ranks: int) -> int:
     return most - 2 * ranks + (microbatches - most) % (2 * ranks)
 
 
-def _equal(seconds: Array) -> bool:
+def equal(seconds: Array) -> bool:
+    """Whether actions last equally long on all microbatches."""
     return bool(np.all(seconds == seconds[:, :, :1]))
 
 

@@ -1,12 +1,13 @@
 """The step of one line of ranks: those that compute one share of the batch together, stage by stage."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tutti.predict import constants, pipeline
+from tutti.predict import constants
+from tutti.predict.actions import Actions
 from tutti.predict.counts import rank_samples
 from tutti.predict.cuts import Stages
 from tutti.predict.data import Feed, Load, most
@@ -19,6 +20,7 @@ from tutti.predict.passes import Passed, passed
 from tutti.predict.pipeline import Messages, Places
 from tutti.predict.placement import Seat
 from tutti.predict.table import Flags
+from tutti.predict.turns import Crowd, crowd_of
 from tutti.predict.worker import Array, Worker, worker_at
 from tutti.spec.cluster import DeviceKind
 from tutti.spec.model import ModelSpec
@@ -124,6 +126,12 @@ class RankWork:
         """Without the wait for data."""
         return self.forward_s + self.backward_s + self.optimizer_s + self.waits_s
 
+    def stretched(self, factor: float) -> "RankWork":
+        """The same where forward and backward take so many times as long."""
+        if factor == 1.0:
+            return self
+        return replace(self, forward_s=factor * self.forward_s, backward_s=factor * self.backward_s)
+
 
 def line_work(setting: Setting, line: Line) -> list[RankWork]:
     """The work of a line, one entry for each place on the stage axis."""
@@ -131,23 +139,15 @@ def line_work(setting: Setting, line: Line) -> list[RankWork]:
     places = [_own_work(setting, line, stage, known) for stage in range(len(line.seats))]
     if len(places) == 1:
         return places
-    ended, sent = _pipelined(setting, line, known)
+    ended, stretch = actions_of(setting, line, known).ends(setting.plan)
+    places = [one.stretched(factor) for one, factor in zip(places, stretch, strict=True)]
     return [
-        RankWork(
-            line=line,
-            stage=one.stage,
-            seat=one.seat,
-            forward_s=one.forward_s,
-            backward_s=one.backward_s,
-            optimizer_s=one.optimizer_s,
+        replace(
+            one,
             waits_s=max(0.0, end - one.forward_s - one.backward_s) + ties_s(setting),
-            passes=one.passes,
-            limits=one.limits,
             sent_nbytes=one.sent_nbytes + nbytes,
-            taken=one.taken,
-            load=one.load,
         )
-        for one, end, nbytes in zip(places, ended, sent, strict=True)
+        for one, end, nbytes in zip(places, ended, _sent_nbytes(setting, line), strict=True)
     ]
 
 
@@ -222,22 +222,22 @@ def added_s(setting: Setting, worker: Worker, own: Flags) -> float:
     return 3 * nbytes / worker.bandwidth_bytes_per_s * worker.slowdown
 
 
-def _pipelined(setting: Setting, line: Line, known: dict[tuple[int, int], Passed]) -> tuple[list[float], list[float]]:
-    """(when each place has ended its actions, bytes it sends to others)."""
+def _sent_nbytes(setting: Setting, line: Line) -> list[float]:
+    """What each place sends to others."""
     plan, stages, ranks = setting.plan, setting.stages, setting.plan.degree("stage")
     samples = np.array(line.microbatches, dtype=np.float64) / plan.degree("context")
-    ended = pipeline.ends(plan, *action_times(setting, line, known))
     sent = stages.by_rank[0] * samples.sum() + stages.by_rank[1] * len(samples)
     tied = setting.wires.columns.gradients * setting.wires.division.weight
     for index, owner in stages.ties:  # summed over the two ranks: each sends as much as there is
         sent[[stages.stage[index] % ranks, stages.stage[owner] % ranks]] += tied[owner]
-    return ended, sent.tolist()
+    found: list[float] = sent.tolist()
+    return found
 
 
-def action_times(setting: Setting, line: Line, known: dict[tuple[int, int], Passed]) -> tuple[Array, Messages]:
-    """Seconds of a line's actions, (kinds, stages, microbatches), and its messages."""
-    plan, stages = setting.plan, setting.stages
-    ranks, counts = plan.degree("stage"), line.microbatches
+def actions_of(setting: Setting, line: Line, known: dict[tuple[int, int], Passed]) -> Actions:
+    """The actions of a line with several places on the stage axis."""
+    stages = setting.stages
+    ranks, counts = setting.plan.degree("stage"), line.microbatches
     times: dict[int, Array] = {}
     for count, _ in line.samples:
         per_seat = {
@@ -248,8 +248,40 @@ def action_times(setting: Setting, line: Line, known: dict[tuple[int, int], Pass
             for stage in range(stages.count)
         ]
         times[count] = np.array(stacked).T
-    seconds = np.stack([times[count] for count in counts], axis=2)
-    return seconds, _messages(setting, line, known)
+    return Actions(
+        seconds=np.stack([times[count] for count in counts], axis=2),
+        waits=_waits(setting, line, known),
+        messages=_messages(setting, line, known),
+        crowd=_crowd(setting),
+    )
+
+
+def _crowd(setting: Setting) -> Crowd | None:
+    """Who shares cores with whom, if there are not enough."""
+    if all(seat.oversubscribed <= 1 for seat in setting.seats):
+        return None
+    return crowd_of(setting.seats, by_share_and_stage(setting.plan, np.arange(setting.plan.world_size)))
+
+
+def _waits(setting: Setting, line: Line, known: dict[tuple[int, int], Passed]) -> Array:
+    """(kinds, stages, microbatches): of the actions' seconds, those of exchanges, on the slowest of their seats."""
+    stages, ranks = setting.stages, setting.plan.degree("stage")
+    halves = not any(rule.recompute for rule in setting.plan.layout)
+    by_count = {}
+    for count, _ in line.samples:
+        slowest = {seats: max(seats, key=lambda seat: known[seat, count].total_s) for seats in set(line.seats)}
+        by_seat = {}
+        for seat in set(slowest.values()):
+            waits = known[seat, count].waits
+            ahead, back = (
+                np.bincount(stages.stage, weights=one, minlength=stages.count)
+                for one in (waits.forward_s, waits.backward_s)
+            )
+            rest = (back / 2, back / 2) if halves else (back, np.zeros(stages.count))
+            by_seat[seat] = np.array([ahead, back, *rest])
+        columns = [by_seat[slowest[line.seats[stage % ranks]]][:, stage] for stage in range(stages.count)]
+        by_count[count] = np.array(columns).T
+    return np.stack([by_count[count] for count in line.microbatches], axis=2)
 
 
 def _messages(setting: Setting, line: Line, known: dict[tuple[int, int], Passed]) -> Messages:

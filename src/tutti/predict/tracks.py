@@ -6,14 +6,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tutti.predict import pipeline
-from tutti.predict.passes import Passed
 from tutti.predict.pipeline import Order
 from tutti.predict.step import Held, Slowest, Step, loss_s, memories, predict, slowest_of, wait_s, worked_out
 from tutti.predict.timeline import (
     Line,
     RankWork,
     Setting,
-    action_times,
+    actions_of,
     added_s,
     by_share_and_stage,
     line_work,
@@ -21,6 +20,7 @@ from tutti.predict.timeline import (
     passes_of,
     ties_s,
 )
+from tutti.predict.turns import Played
 from tutti.predict.worker import Array
 from tutti.spec.cluster import ClusterSpec
 from tutti.spec.model import ModelSpec
@@ -196,7 +196,7 @@ def _alone(setting: Setting, work: RankWork) -> _Passes:
     """The passes of a rank without stages, one microbatch after another."""
     known, counts = passes_of(setting, work.line), work.line.microbatches
     added = added_s(setting, setting.workers[work.seat], setting.own(0))
-    lasts = {count: _whole_s(known[work.seat, count]) for count in dict.fromkeys(counts)}
+    lasts = {count: known[work.seat, count].total_s for count in dict.fromkeys(counts)}
     ends = MOST_DRAWN // 2 if len(counts) > MOST_DRAWN else len(counts)
     grain = work.total_s / MOST_BARS
     bars: Parts = []
@@ -215,10 +215,6 @@ def _alone(setting: Setting, work: RankWork) -> _Passes:
         return _Passes(bars=bars, idle=idle)
     resumed = next(bar.start_s for bar in bars if bar.start_s >= since > 0)
     return _Passes(bars=bars, idle=idle, calm=(since, resumed), microbatches=len(counts) - 2 * ends)
-
-
-def _whole_s(one: Passed) -> float:
-    return float((one.forward_s + one.backward_s + one.waits.forward_s + one.waits.backward_s).sum())
 
 
 def _add(bars: Parts, now: float, doing: Doing, lasts_s: float, what: str) -> float:
@@ -251,19 +247,19 @@ def _staged(setting: Setting, line: Line) -> list[_Passes]:
     what comes after half of that time is moved to where it ends with the step."""
     plan, known = setting.plan, passes_of(setting, line)
     ranks = plan.degree("stage")
-    seconds, messages = action_times(setting, line, known)
-    ended, count = pipeline.ends(plan, seconds, messages), seconds.shape[2]
+    whole = actions_of(setting, line, known)
+    (ended, _), count = whole.ends(plan), whole.seconds.shape[2]
     drawn = min(count, max(2 * ranks, MOST_DRAWN))
     picked = np.r_[0 : drawn // 2, count - (drawn - drawn // 2) : count]
     order = pipeline.order_of(plan.pipeline.schedule, ranks, plan.pipeline.stages_per_rank, drawn)
-    seconds, messages = seconds[:, :, picked], messages.of(picked)
-    free, moments = pipeline.moments(order, seconds, messages)
+    drawn_ones = whole.of(picked)
+    played = drawn_ones.played(order)
+    free = played.free
     middle = max(free) / 2 if drawn < count else float("inf")
     actions = _Actions(
         order=order,
-        moments=moments,
-        seconds=seconds[order.kind, order.stage, order.microbatch].tolist(),
-        waits=_waits(setting, line, known)[:, :, picked][order.kind, order.stage, order.microbatch].tolist(),
+        played=played,
+        waits=drawn_ones.waits[order.kind, order.stage, order.microbatch].tolist(),
         names=[f"microbatch {index + 1} of {count}" for index in picked],
         stages_named=plan.pipeline.stages_per_rank > 1,
     )
@@ -276,29 +272,12 @@ def _staged(setting: Setting, line: Line) -> list[_Passes]:
     return found
 
 
-def _waits(setting: Setting, line: Line, known: dict[tuple[int, int], Passed]) -> Array:
-    """(kinds, stages, microbatches): of the actions' seconds, those of exchanges, on the slowest of their seats."""
-    stages, ranks = setting.stages, setting.plan.degree("stage")
-    halves = not any(rule.recompute for rule in setting.plan.layout)
-    by_count = {}
-    for count, _ in line.samples:
-        columns = []
-        for stage in range(stages.count):
-            on = stages.stage == stage
-            one = max((known[seat, count] for seat in line.seats[stage % ranks]), key=lambda p: _whole_s(p))
-            ahead, back = float(one.waits.forward_s[on].sum()), float(one.waits.backward_s[on].sum())
-            columns.append([ahead, back, back / 2, back / 2] if halves else [ahead, back, back, 0.0])
-        by_count[count] = np.array(columns).T
-    return np.stack([by_count[count] for count in line.microbatches], axis=2)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Actions:
-    """A schedule that was played. By action: when it ended, seconds, those of exchanges; `names` of microbatches."""
+    """A schedule that was played. `waits`: by action, its seconds of exchanges; `names` of microbatches."""
 
     order: Order
-    moments: list[float]
-    seconds: list[float]
+    played: Played
     waits: list[float]
     names: list[str]
     stages_named: bool
@@ -309,11 +288,11 @@ class _Actions:
         idle: dict[Doing, float] = {"communication": 0.0, "bubble": 0.0}
         now, before = 0.0, 0.0
         for at in (index for index, one in enumerate(self.order.rank) if one == rank):
-            lasts, waits = self.seconds[at], min(self.waits[at], self.seconds[at])
-            begins = self.moments[at] - lasts
+            begins, ends = self.played.began[at], self.played.ended[at]
+            lasts, waits = ends - begins, min(self.waits[at], ends - begins)
             gap = max(0.0, begins - before)
             after = self.order.after[at]
-            sent = min(gap, begins - self.moments[after]) if after >= 0 else 0.0  # under way, or in a queue
+            sent = min(gap, begins - self.played.ended[after]) if after >= 0 else 0.0  # under way, or in a queue
             moved = begins + late if begins >= middle else begins
             _add(bars, now, "bubble", moved - sent - now if gap > 0 or moved > begins else 0.0, "")
             _add(bars, moved - sent, "communication", sent, "message between stages")
@@ -324,7 +303,7 @@ class _Actions:
             now = _add(bars, now, "communication", waits, name)
             idle["communication"] += sent + waits
             idle["bubble"] += gap - sent
-            before = self.moments[at]
+            before = ends
         return bars, idle
 
 
