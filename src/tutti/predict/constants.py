@@ -102,6 +102,19 @@ CUT_CONVOLUTION_PASSES: Final = 3.0
 """The same where the input is cut in space: rows whose interior is computed apart lie in views, which are copied once
 more. The gradient of the rows with their halos is held besides."""
 
+APART_PASSES: Final[dict[str, tuple[float, float]]] = {"forward": (4.0, 2.0), "backward": (8.0, 2.0)}
+"""How often a convolution whose interior is computed apart reads and writes (its input, its output) more than one that
+is not: copies of views, rows put together with halos, outputs and gradients put together. Counted in
+runtime/space/overlapped.py."""
+
+APART_CALLS: Final[dict[str, float]] = {"forward": 15.0, "backward": 25.0}
+"""Operator calls besides, counted there."""
+
+SLAB_EFFICIENCY: Final[dict[str, float]] = {"forward": 0.8, "backward": 0.6}
+"""How quickly a CPU convolves the rows of a slab, relative to as many rows of a larger part. Timed by hand, 3 x 3
+convolutions of 64 to 512 channels on 32 to 8 rows in two or four parts, one thread of an AMD EPYC: forward 0.78 to 1.0
+in the middle, backward 0.45 to 0.8."""
+
 RESERVE_NBYTES: Final[dict[str, float]] = {"cpu": 305e6, "cuda": 1.0e9}
 """Memory of a rank before its model: interpreter, torch's libraries; on CUDA the context and work spaces.
 On CPU: 291 MB beside a tiny model in a Job of one rank or two, 310 to 320 MB where a GPT computes."""

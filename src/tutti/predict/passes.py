@@ -7,6 +7,7 @@ import numpy as np
 from tutti.predict import compute
 from tutti.predict.exchanges import Exchanged, Wires, exchanged
 from tutti.predict.layout import Region, marks
+from tutti.predict.slabs import computed_apart
 from tutti.predict.table import Flags
 from tutti.predict.worker import Array, Worker
 
@@ -39,6 +40,7 @@ def passed(wires: Wires, worker: Worker, regions: tuple[Region, ...], samples: i
         part = -(-samples // chunks)
         ahead = _chunked(ahead, compute.forward(ops, worker, part, modules), inside, chunks)
         back = _chunked(back, compute.backward(ops, worker, part, modules), inside, chunks)
+    ahead, back = computed_apart(wires, worker, samples, ahead, back)
     again = repeats(wires, regions)
     waits = exchanged(wires, samples, ahead.seconds, back.seconds)
     if regions:
