@@ -26,34 +26,57 @@ class Actions:
         return replace(self, seconds=seconds, waits=waits, messages=self.messages.of(microbatches))
 
     def played(self, order: Order) -> Played:
-        """One after another in a schedule's order, of as many microbatches as there are."""
-        if self.crowd is not None:
-            return turns.in_turns(order, self.seconds, self.waits, self.messages, self.crowd)
-        free, ended = pipeline.moments(order, self.seconds, self.messages)
-        picked = (order.kind, order.stage, order.microbatch)
-        lasts = self.seconds[picked]
-        busy = np.bincount(order.rank, weights=lasts - self.waits[picked], minlength=len(free))
-        return Played(free=free, began=(np.array(ended) - lasts).tolist(), ended=ended, busy_s=busy.tolist())
+        """One after another in a schedule's order, of as many microbatches as there are. Where ranks share cores, the
+        longer of two: in turns, with messages that take no time; and with messages, as if places of a host did not
+        meet on its cores."""
+        alone = self._alone(order)
+        if self.crowd is None:
+            return alone
+        turned = turns.in_turns(order, self._work, self.crowd)
+        return turned if max(turned.free) >= max(alone.free) else alone
 
     def ends(self, plan: Plan) -> tuple[list[float], list[float]]:
         """(when each rank has done all its actions, how long its own work takes of what is predicted for it)."""
         ranks, count, name = plan.degree("stage"), self.seconds.shape[2], plan.pipeline.schedule
+        alone = pipeline.ends(plan, self._own, self.messages)
         if self.crowd is None:
-            return pipeline.ends(plan, self.seconds, self.messages), [1.0] * ranks
-        whole = pipeline.shortened(name, count, ranks)
-        if whole == count or not pipeline.equal(self.seconds):
-            whole = count
-        late = self.of(slice(whole)).played(self._order(plan, whole))
-        free, busy = np.array(late.free), np.array(late.busy_s)
+            return alone, [1.0] * ranks
+        whole = pipeline.shortened(name, count, ranks) if pipeline.equal(self.seconds) else count
+        free, busy = self._turned(plan, whole)
         if whole < count:  # what is beyond repeats the last period
-            early = self.of(slice(whole - 2 * ranks)).played(self._order(plan, whole - 2 * ranks))
+            early, worked = self._turned(plan, whole - 2 * ranks)
             periods = (count - whole) / (2 * ranks)
-            free = free + periods * (free - early.free)
-            busy = busy + periods * (busy - early.busy_s)
-        work = (self.seconds - self.waits)[[0, 2, 3] if name == "zero-bubble" else [0, 1]]
-        alone = np.array([work[:, rank::ranks].sum() for rank in range(ranks)])
-        return free.tolist(), (busy / np.where(alone > 0, alone, 1.0)).tolist()
+            free, busy = free + periods * (free - early), busy + periods * (busy - worked)
+        predicted = (self.seconds - self.waits)[[0, 2, 3] if name == "zero-bubble" else [0, 1]]
+        whole_s = np.array([predicted[:, rank::ranks].sum() for rank in range(ranks)])
+        return np.maximum(free, alone).tolist(), (busy / np.where(whole_s > 0, whole_s, 1.0)).tolist()
 
-    def _order(self, plan: Plan, microbatches: int) -> Order:
+    @property
+    def _work(self) -> Array:
+        """A rank's own work, on a core of its own."""
+        slowed = [1.0] if self.crowd is None else self.crowd.slowed
+        work: Array = (self.seconds - self.waits) / np.resize(slowed, self.seconds.shape[1])[:, None]
+        return work
+
+    @property
+    def _own(self) -> Array:
+        """What actions last where no other place's ranks compute."""
+        if self.crowd is None:
+            return self.seconds
+        own: Array = self._work * np.resize(self.crowd.alone, self.seconds.shape[1])[:, None] + self.waits
+        return own
+
+    def _alone(self, order: Order) -> Played:
+        free, ended = pipeline.moments(order, self._own, self.messages)
+        picked = (order.kind, order.stage, order.microbatch)
+        lasts = self._own[picked]
+        busy = np.bincount(order.rank, weights=lasts - self.waits[picked], minlength=len(free))
+        return Played(free=free, began=(np.array(ended) - lasts).tolist(), ended=ended, busy_s=busy.tolist())
+
+    def _turned(self, plan: Plan, microbatches: int) -> tuple[Array, Array]:
+        """(when each rank has ended, its own work's seconds), of the first microbatches in turns."""
+        assert self.crowd is not None
         pipe = plan.pipeline
-        return pipeline.order_of(pipe.schedule, plan.degree("stage"), pipe.stages_per_rank, microbatches)
+        order = pipeline.order_of(pipe.schedule, plan.degree("stage"), pipe.stages_per_rank, microbatches)
+        played = turns.in_turns(order, self._work[:, :, :microbatches], self.crowd)
+        return np.array(played.free), np.array(played.busy_s)
