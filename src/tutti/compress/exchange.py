@@ -65,14 +65,15 @@ class Wire:
         return dist.all_reduce(tensor, op=op, group=self.group, async_op=True)
 
     def swap(self, received: Tensor | None, sent: Tensor | None, partner: int) -> list[Any]:
-        """Send one tensor to a rank of the group and receive another from it."""
+        """Send one tensor to a rank of the group and receive another from it. What comes is to be waited for first:
+        Gloo tells whoever receives that a peer has ended, and not always who sends."""
         peer = partner if self.group is None else dist.get_global_rank(self.group, partner)
         works = []
+        if received is not None:
+            works.append(dist.irecv(received, peer, group=self.group))
         if sent is not None:
             self.sent_nbytes += sent.numel() * sent.element_size()
             works.append(dist.isend(sent, peer, group=self.group))
-        if received is not None:
-            works.append(dist.irecv(received, peer, group=self.group))
         return works
 
 

@@ -145,10 +145,14 @@ class Gathered(Exchange):
     def rounds(self, flat: Tensor) -> Rounds:
         codec = self.codec.now(self.states["worker"].count)
         message = codec.encode(flat, self.states["worker"])
-        gathered = message.new_empty(self.wire.size * message.numel())
-        yield [self.wire.all_gather(gathered, message)]
+        gathered = message.new_empty(self.wire.size, message.numel())
+        if self.wire.size == 2 and message.device.type == "cpu":  # Gloo's collectives mostly send one way first
+            gathered[self.wire.rank] = message
+            yield self.wire.swap(gathered[1 - self.wire.rank], gathered[self.wire.rank], 1 - self.wire.rank)
+        else:
+            yield [self.wire.all_gather(gathered.view(-1), message)]
         total = flat.zero_() if flat.dtype in FLOATS else torch.zeros_like(flat, dtype=torch.float32)
-        for part in gathered.view(self.wire.size, -1):
+        for part in gathered:
             codec.decode_add(part, total)
         if total is not flat:
             flat.copy_(total)

@@ -50,14 +50,15 @@ def test_parts_follow_the_same_equations(size: int, name: str) -> None:
 
 @SIZES
 def test_as_many_bytes_between_any_two_updates(size: int) -> None:
-    """Of averages that begin after updates 4 and 8, the second of which training ends before."""
+    """But the last, in which the last part arrives. Of averages that begin after updates 4 and 8, the second of which
+    training ends before."""
     seen, _, whole = trained(size)[0]
     parts, once = sent(seen["as they are"]), sent(whole)
     assert once[4] > 0
     assert once[5:8] == [0, 0, 0]
     assert sum(parts[4:8]) == pytest.approx(once[4], abs=8)  # a ring's share of each part, in whole bytes
-    assert all(nbytes > 0.15 * once[4] for nbytes in parts[4:8])
-    assert parts[:4] == [0, 0, 0, 0]
+    assert all(nbytes > 0.2 * once[4] for nbytes in parts[4:7])
+    assert [*parts[:4], parts[7]] == [0] * 5
 
 
 def sent(seen: Seen) -> list[int]:

@@ -4,7 +4,7 @@ import torch
 
 from tutti.compress.exchange import Exchange, all_finite
 from tutti.runtime.compressed.methods import make_exchange, turns_of
-from tutti.runtime.consistency.travel import Leg, Travel, parts_of
+from tutti.runtime.consistency.travel import Leg, Travel, parts_for, parts_of
 from tutti.runtime.consistency.vectors import Flats, Replicas, Vectors
 from tutti.spec.compression import Compression
 
@@ -17,7 +17,7 @@ class CodedSums:
     def __init__(self, replicas: Replicas, how: Compression, vectors: Vectors, updates: int = 1) -> None:
         self.vectors, self.turns, self._lane = vectors, turns_of(how, replicas.size), replicas.lane
         whole = how.method == "powersgd" or bool(how.settings.get("sparse"))
-        parts = 1 if whole else max(1, updates - self.turns + 1)  # a round of each update, and the last part's rounds
+        parts = 1 if whole else parts_for(updates, self.turns)
         self.exchanges: list[Exchange] = []
         self._places: list[tuple[int, slice]] = []
         for place, (shapes, (dtype, device)) in enumerate(zip(vectors.shapes, vectors.kinds, strict=True)):

@@ -9,7 +9,7 @@ import torch
 
 from tutti.runtime.consistency.average import Averaged
 from tutti.runtime.consistency.measure import Drift
-from tutti.runtime.consistency.travel import Travel, whole_legs
+from tutti.runtime.consistency.travel import Travel, parts_for, whole_legs
 from tutti.runtime.consistency.vectors import Flats, Replicas
 from tutti.runtime.state import Run
 from tutti.runtime.traffic import Flight
@@ -37,7 +37,9 @@ class Delayed(Averaged):
         """What travels goes on behind the sum of the losses, and has a step's time until the next."""
         flight = super().start_losses(run, totals)
         if self._away is not None:
-            self._away.go_on(self.counts["since"])
+            if flight is not None:  # Gloo's threads begin it when they come to it, perhaps behind what goes on here
+                flight.wait()
+            self._away.go_on(self.counts["since"] + 1)
         return flight
 
     def restart(self) -> None:
@@ -53,7 +55,7 @@ class Delayed(Averaged):
     def resumed(self, run: Run, tensors: dict[str, torch.Tensor]) -> None:
         super().resumed(run, tensors)
         if self.counts["away"]:
-            self._leave().go_on(self.counts["since"] - 1)
+            self._leave().go_on(self.counts["since"])
 
     def exchange(self, run: Run) -> None:
         since = self.counts["since"]
@@ -73,7 +75,7 @@ class Delayed(Averaged):
         then = self.held["then"]
         if self._how is None:
             torch._foreach_copy_(self._sum, then)
-            self._away = Travel(whole_legs(self.replicas, self._sum, self.delay), 1, self.delay)
+            self._away = Travel(whole_legs(self.replicas, self._sum, parts_for(self.delay, 1)), 1, self.delay)
         else:
             for flat, one, before in zip(self._sum, then, self.held["reference"], strict=True):
                 torch.sub(one, before, out=flat)

@@ -17,6 +17,12 @@ LEAST, EVEN = 1 << 16, 1 << 12
 code then end where parts do."""
 
 
+def parts_for(updates: int, turns: int) -> int:
+    """How many parts travel in so many updates, where each takes `turns` rounds: with every update but the last a round
+    begins, so that the last has an update's time, too."""
+    return max(1, updates - turns)
+
+
 def parts_of(numel: int, most: int) -> list[slice]:
     """About equal parts of a vector, at most so many."""
     count = max(1, min(most, numel // LEAST))
