@@ -192,7 +192,7 @@ def exchanged_apart(
         return Apart(exchange=Exchange(total_s=0.0, exposed_s=0.0), sent_nbytes=0.0)
     n, statistics = trained.parameters, 0.0 if sync.mode in ALONE else trained.statistics
     state = trained.optimizer if told.optimizer_state == "averaged" else 0.0
-    behind_s *= told.delay or 1
+    behind_s *= max(1, (told.delay or 1) - 1)  # the last of them is what the last part arrives in
     passes = how.passes(group.ranks)
     if coded is not None:
         passes += DELAYED_CODED_PASSES if told.delay else CODED_PASSES
