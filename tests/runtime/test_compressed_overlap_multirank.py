@@ -54,18 +54,18 @@ class Deep(nn.Module):
 def overlapping(words: str) -> list[tuple[bool, bool]]:
     """By step: whether codes had been sent, and a sum was over, before the first layer had its gradient."""
     sent, over = threading.Event(), threading.Event()
-    gather, finish = Wire.all_to_all, Parcel.over
+    swap, finish = Wire.swap, Parcel.over
 
-    def all_to_all(self: Wire, *arguments: Any) -> Any:
-        work = gather(self, *arguments)
+    def swapped(self: Wire, *arguments: Any) -> Any:
+        works = swap(self, *arguments)
         sent.set()
-        return work
+        return works
 
     def ended(self: Parcel, error: BaseException | None = None) -> None:
         finish(self, error)
         over.set()
 
-    Wire.all_to_all, Parcel.over = all_to_all, ended  # type: ignore[method-assign]
+    Wire.swap, Parcel.over = swapped, ended  # type: ignore[method-assign]
     found: list[tuple[bool, bool]] = []
     plan = Plan(
         batch=BatchPlan(global_batch_size=8),

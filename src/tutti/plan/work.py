@@ -17,6 +17,7 @@ from tutti.predict.cuts import Stages, stages_of
 from tutti.predict.division import Division as Part
 from tutti.predict.division import division
 from tutti.predict.layout import Region, recompute_regions
+from tutti.predict.slabs import computed_apart
 from tutti.predict.table import model_table
 from tutti.spec.plan import BatchPlan, LayoutRule, Pipeline, Plan
 from tutti.spec.words import AxisName, Recompute
@@ -211,8 +212,12 @@ class Work:
         tables, columns, part = self._tables, self.columns, self.part(degrees)
         split, context, expert, table, space = degrees
         worker, count = tables.worker(best), len(columns)
-        ahead = compute.forward(part.ops, worker, samples, count).seconds
-        back = compute.backward(part.ops, worker, samples, count).seconds
+        bare = (
+            compute.forward(part.ops, worker, samples, count),
+            compute.backward(part.ops, worker, samples, count),
+        )
+        passes = computed_apart(columns, part, (space,), worker, samples, bare, on_cpu=False, least=True)
+        ahead, back = (one.seconds for one in passes)
         low = np.where(columns.multiplies & tables.half, 0.5, 1.0)
         link = tables.ring(split, 1)
         out = np.where(part.split & columns.summed, samples * part.passed * columns.outputs * low, 0.0)

@@ -40,7 +40,10 @@ def passed(wires: Wires, worker: Worker, regions: tuple[Region, ...], samples: i
         part = -(-samples // chunks)
         ahead = _chunked(ahead, compute.forward(ops, worker, part, modules), inside, chunks)
         back = _chunked(back, compute.backward(ops, worker, part, modules), inside, chunks)
-    ahead, back = computed_apart(wires, worker, samples, ahead, back)
+    grid = (wires.plan.space_grid or (wires.plan.degree("space"),))[:3]
+    ahead, back = computed_apart(
+        wires.columns, wires.division, grid, worker, samples, (ahead, back), on_cpu=wires.on_cpu
+    )
     again = repeats(wires, regions)
     waits = exchanged(wires, samples, ahead.seconds, back.seconds)
     if regions:
