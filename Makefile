@@ -71,7 +71,7 @@ types: $(STAMP)  ## mypy, strict
 bench: $(STAMP)  ## measure tutti against plain PyTorch; writes benchmarks/results (QUICK=1: a short look)
 	@$(BIN)/python benchmarks/run.py $(if $(QUICK),--quick)
 
-plan-bench: $(STAMP)  ## measure every plan between 2 hosts of a lab beside its prediction (root, half an hour; QUICK=1, RESUME=1)
+plan-bench: $(STAMP)  ## measure every plan between 2 hosts of a lab beside its prediction (root, some three hours; QUICK=1, RESUME=1)
 	@$(BIN)/python benchmarks/run.py plan $(if $(QUICK),--quick) $(if $(RESUME),--resume)
 
 pays-bench: $(STAMP)  ## time to a quality between hosts of a lab, beside DDP and peers (root, 25 minutes; QUICK=1, RESUME=1)
