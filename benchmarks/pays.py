@@ -29,6 +29,7 @@ from tutti.lab.record import LabRecord
 
 __all__ = ["QUICK", "Sizes", "measure", "rows"]
 
+ROOT = Path(__file__).resolve().parents[1]
 RANK = Path(__file__).with_name("pays_rank.py")
 PARTS = QUICK_RESULTS / "pays"
 MOST_FAILURES = 3
@@ -42,7 +43,8 @@ RESUMABLE = True
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
     """What is measured. `most`: steps of a training, 0 for each model's own. `repeats`: blocks of each method at each
-    limit, 2 of peers, 2 where they take more than `limit_s` seconds together. `only`: parts, MODEL-HOSTS."""
+    limit, of about `block_ms` each; 2 where they take more than `limit_s` seconds together, or of peers. `only`: parts,
+    MODEL-HOSTS."""
 
     models: tuple[str, ...] = ("mlp", "cnn", "gpt")
     hosts: tuple[str, ...] = ("2", "4")
@@ -51,14 +53,14 @@ class Sizes:
     peers: tuple[str, ...] = pays_peers.NAMES
     seeds: int = 3
     most: int = 0
-    repeats: int = 3
-    block_ms: int = 250
-    limit_s: int = 4
+    repeats: int = 5
+    block_ms: int = 1500
+    limit_s: int = 6
     checked: tuple[str, ...] = ("mlp-2@1gbit",)
     only: tuple[str, ...] = ()
 
 
-QUICK = Sizes(models=("mlp",), hosts=("2",), rates=("1gbit",), seeds=1, most=12, repeats=2, limit_s=1, checked=())
+QUICK = Sizes(models=("mlp",), hosts=("2",), rates=("1gbit",), seeds=1, most=12, repeats=2, block_ms=250, limit_s=1, checked=())
 
 
 def measure(sizes: Sizes, *, resume: bool = False) -> dict[str, Any]:
@@ -68,6 +70,7 @@ def measure(sizes: Sizes, *, resume: bool = False) -> dict[str, Any]:
     parts = [(model, int(hosts)) for model in sizes.models for hosts in sizes.hosts]
     parts = [one for one in parts if not sizes.only or f"{one[0]}-{one[1]}" in sizes.only]
     found = {f"{model}-{hosts}": run_part(model, hosts, sizes, folder, resume=resume) for model, hosts in parts}
+    found = json.loads(json.dumps(found).replace(f"{ROOT}/", ""))  # plans are named from here
     return {
         "works": {name: stated(name) for name in sizes.models},
         "methods": {

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 WARM_STEPS = 3
-MOST_STEPS = 6
+MOST_STEPS = 64
 
 MOST_STOLEN, MOST_AGAIN = 0.05, 4
 """Blocks in which a hypervisor gave a larger part of the cores' time to others are timed again, so many times."""
@@ -70,7 +70,8 @@ def in_turns(
     terms: Mapping[str, Any],
     trying: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Blocks of each loop, A B C, C B A, ...; a method leaves the turns once its blocks took `limit_s` together.
+    """Blocks of each loop, A B C, C B A, ...; a method leaves the turns once its blocks took `limit_s` together. A first
+    one, which shows how many steps a block is to have, counts where it is as long as one.
 
     Returns {"step_s": {method: seconds of a step, one a block}, "sent_nbytes": the most a host sent a step, median,
     "stolen": the largest part of the cores' time that others had in a block that counts}.
@@ -79,13 +80,19 @@ def in_turns(
     sent: dict[str, list[float]] = {name: [] for name in steps}
     stolen: dict[str, list[float]] = {name: [] for name in steps}
     spent = dict.fromkeys(steps, 0.0)
+    counts = dict.fromkeys(steps, 0)
     for repeat in range(terms["repeats"]):
         for name in list(steps)[:: 1 if repeat % 2 == 0 else -1]:
             if repeat >= 2 and spent[name] > terms["limit_s"]:
                 continue
             trying(name)
-            count = steps_of(periods[name], step_s[name], terms["block_s"])
+            count = counts[name] or periods[name]
             seconds, nbytes, share = quiet_block(steps[name], count)
+            if not counts[name]:
+                counts[name] = steps_of(periods[name], seconds / count, terms["block_s"])
+                if counts[name] > count:
+                    count = counts[name]
+                    seconds, nbytes, share = quiet_block(steps[name], count)
             step_s[name].append(seconds / count)
             sent[name].append(nbytes / count)
             stolen[name].append(share)
@@ -97,11 +104,9 @@ def in_turns(
     }
 
 
-def steps_of(period: int, before: list[float], block_s: float) -> int:
-    """A whole period; else 1 step, and where those were short as many as `block_s` holds, `MOST_STEPS` at most."""
-    if period > 1:
-        return period
-    return max(1, min(MOST_STEPS, int(block_s / before[0]))) if before else 1
+def steps_of(period: int, step_s: float, block_s: float) -> int:
+    """Whole periods, one at least, as many as `block_s` holds of steps so long; about `MOST_STEPS` at most."""
+    return period * max(1, int(min(MOST_STEPS, block_s / step_s) / period))
 
 
 def quiet_block(step: Callable[[], object], steps: int) -> tuple[float, float, float]:

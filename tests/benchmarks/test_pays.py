@@ -190,8 +190,8 @@ def test_blocks_in_which_the_cores_were_given_to_others_are_timed_again(monkeypa
 
 def test_blocks_are_whole_periods_or_as_many_steps_as_fit() -> None:
     wire = importlib.import_module("pays_wire")
-    assert wire.steps_of(16, [], 0.5) == wire.steps_of(16, [9.0], 0.5) == 16
-    assert [wire.steps_of(1, before, 0.5) for before in ([], [0.2], [4.0], [0.001])] == [1, 2, 1, 6]
+    assert [wire.steps_of(16, step_s, 0.5) for step_s in (9.0, 0.02, 0.0001)] == [16, 16, 64]
+    assert [wire.steps_of(1, step_s, 0.5) for step_s in (0.2, 4.0, 0.001)] == [2, 1, 64]
     assert wire.warm_steps(16) % 16 == 8  # the exchange falls in the middle of a block
 
 
