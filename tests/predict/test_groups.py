@@ -109,12 +109,39 @@ def test_gradients_of_hosts_with_several_cpu_ranks_are_summed_in_two_tiers() -> 
     assert crossed.gradient_sum(1e6) == crossed.all_reduce(1e6) == pytest.approx(2 * 1e-3 + 1e6 / 0.5e8)
 
 
+def test_what_sharding_divides_crosses_to_each_host_of_several_cpu_ranks_once() -> None:
+    """As in `collectives.tiered_desk`: of 1 MB a host of two gets half from the other, and half of that a rank reads
+    from its neighbour. Other gathers are rings over all ranks."""
+    hosts = cluster(count=2, links=(link("node", 1e-5, 1e9), link("network", 1e-3, 1e8)))
+    four = network(hosts, place(hosts, 4), meshed(64, mesh={"shard": 4})).group("shard")
+    assert four.divided(1e6) == pytest.approx(1e-5 + 0.5e6 / 1e9 + 1e-3 + 0.5e6 / 1e8)
+    assert four.divided(0) == 0
+    assert four.scatter(1e6) == pytest.approx(3 * 1e-3 + 0.75e6 / 1e8)
+    two = network(hosts, place(hosts, 2), meshed(64, mesh={"shard": 2})).group("shard")
+    assert two.divided(1e6) == two.scatter(1e6) == pytest.approx(1e-3 + 0.5e6 / 1e8)
+
+
 def test_all_to_all_waits_for_the_connection() -> None:
     spread = net({"expert": 32}).group("expert")
     # of 32 MB each rank sends 24 away from its host, over a connection that 8 ranks share
     assert spread.all_to_all(32e6) == pytest.approx(31 * 5e-6 + 8 * 24e6 / 2.5e10)
     within = net({"expert": 8}).group("expert")
     assert within.all_to_all(32e6) == pytest.approx(7 * 1e-6 + 28e6 / 3e11)
+
+
+def test_dims_of_a_grid_have_links_of_their_own() -> None:
+    """Two hosts of two: of a grid of 2 x 2 both columns cross at once and rows stay inside; of a row of four only the
+    middle crosses, while those inside send to one neighbour there."""
+    hosts = cluster(count=2, links=(link("node", 1e-5, 1e9), link("network", 1e-3, 1e8)))
+    along = network(hosts, place(hosts, 4), meshed(64, mesh={"space": 4})).along_grid
+    assert along((2, 2), 0).to_neighbours(1e6) == pytest.approx(1e-3 + 2 * 1e6 / 1e8)
+    assert along((2, 2), 1).to_neighbours(1e6) == pytest.approx(1e-5 + 1e6 / 1e9)
+    assert along((1, 4), 1).to_neighbours(1e6) == pytest.approx(1e-3 + 1e6 / 1e8)
+    assert along((1, 4), 0).to_neighbours(1e6) == along((4,), 0).to_neighbours(0) == 0
+    # inside a row of four on four hosts a rank sends to both sides
+    alone = cluster(count=4, links=(link("network", 1e-3, 1e8),))
+    row = network(alone, place(alone, 4), meshed(64, mesh={"space": 4})).along_grid((4,), 0)
+    assert row.to_neighbours(1e6) == pytest.approx(1e-3 + 2 * 1e6 / 1e8)
 
 
 def test_neighbours_on_a_host_do_not_use_the_network() -> None:

@@ -11,6 +11,7 @@ import torch
 from against_one import Trained, assert_agree, train
 from harness import run_ranks
 from runtime import shard_subjects as subjects
+from tutti.collectives import rooms
 from tutti.errors import TuttiError
 from tutti.runtime.layout import local
 from tutti.spec.plan import LayoutRule, Sharding
@@ -89,6 +90,21 @@ def train_by_messages(mesh: dict[str, int]) -> dict[tuple[int, str], Trained]:
 def test_same_as_one_device_by_messages(mesh: dict[str, int]) -> None:
     """As between hosts: two ranks add rows where they lie, three lay theirs beside the others'."""
     one, many = results((("replicate", 1),)), run_ranks(train_by_messages, mesh["shard"], mesh, timeout_s=60)
+    for level in LEVELS:
+        for name in cases_of(level):
+            assert_agree(one[0][1, name], [rank[level, name] for rank in many])
+
+
+def train_on_hosts(hosts: tuple[int, ...]) -> dict[tuple[int, str], Trained]:
+    own = [host for host, ranks in enumerate(hosts) for _ in range(ranks)][int(os.environ["RANK"])]
+    rooms.host_identity = lambda: f"host {own}"
+    return train_all({"shard": sum(hosts)}, LEVELS)
+
+
+@pytest.mark.parametrize("hosts", [(2, 2), (1, 2)], ids=str)
+def test_same_as_one_device_over_hosts(hosts: tuple[int, ...]) -> None:
+    """What all of a host need crosses to it once, what is summed is summed inside hosts first."""
+    one, many = results((("replicate", 1),)), run_ranks(train_on_hosts, sum(hosts), hosts, timeout_s=120)
     for level in LEVELS:
         for name in cases_of(level):
             assert_agree(one[0][1, name], [rank[level, name] for rank in many])

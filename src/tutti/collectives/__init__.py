@@ -10,7 +10,9 @@ from tutti.collectives.meeting import Tiers, make_team, make_team_or_tiers
 from tutti.collectives.rooms import Room
 from tutti.collectives.staged import Desk, make_desk
 from tutti.collectives.team import Team
-from tutti.collectives.tiered_sum import TieredSum, Worker, part_of, share_parts
+from tutti.collectives.tiered_desk import TieredDesk, make_desk_or_tiers
+from tutti.collectives.tiered_sum import TieredSum, part_of, share_parts
+from tutti.collectives.worker import Worker
 
 __all__ = [
     "Desk",
@@ -20,10 +22,12 @@ __all__ = [
     "Room",
     "Sending",
     "Team",
+    "TieredDesk",
     "TieredSum",
     "Tiers",
     "Worker",
     "make_desk",
+    "make_desk_or_tiers",
     "make_team",
     "make_team_or_tiers",
     "part_of",

@@ -41,18 +41,18 @@ def make_team(group: Any = None) -> Team | None:
     memory (one whose environment says TUTTI_SHARED_MEMORY=off is enough), or compute on GPUs. All ranks of the group
     call it together, and all get the same answer.
     """
-    met = _meet(group)
-    return None if met is None or len(met[0]) > 1 else met[1]
+    found = met(group)
+    return None if found is None or len(found[0]) > 1 else found[1]
 
 
 def make_team_or_tiers(group: Any = None) -> Team | Tiers | None:
     """The team of a process group; or its tiers, where its ranks are on several hosts, more than one on some of them;
     None where `make_team` gives none and there are no tiers. All ranks of the group call it together, as `make_team`.
     """
-    met = _meet(group)
-    if met is None:
+    found = met(group)
+    if found is None:
         return None
-    hosts, team = met
+    hosts, team = found
     if len(hosts) == 1:
         return team
     if max(map(len, hosts)) == 1:
@@ -61,8 +61,9 @@ def make_team_or_tiers(group: Any = None) -> Team | Tiers | None:
     return Tiers(team, parts, _group_across(hosts, team.rank, group) if team.rank < parts else None, len(hosts))
 
 
-def _meet(group: Any) -> tuple[list[list[int]], Team] | None:
-    """Places in the group by host, hosts in order of their first, and this rank's team; None where one has none."""
+def met(group: Any) -> tuple[list[list[int]], Team] | None:
+    """Places in the group by host, hosts in order of their first, and this rank's team; None where one has none. All
+    ranks of the group call it together."""
     if dist.get_backend(group) != "gloo" or dist.get_world_size(group) < 2:
         return None
     size, rank, said = dist.get_world_size(group), dist.get_rank(group), environment.setting()

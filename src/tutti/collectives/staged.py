@@ -4,6 +4,7 @@ An exchange needs of the other ranks only that they have started it. Sums are ma
 precisions in float32, so they are bit-identical on all ranks.
 """
 
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -63,35 +64,45 @@ class Staged:
 
 
 class Desk:
-    """Where a team's exchanges of any tensors are made."""
+    """Where a team's exchanges of any tensors are made. Of one rank's threads one may start them, others do the rest."""
 
     def __init__(self, team: Team) -> None:
         self.team, self._staging = team, Staging(team)
         self._under_way: list[Staged] = []
+        self._lock = threading.Lock()
         weakref.finalize(self, _linger, self._under_way)
 
     def put(self, tensor: torch.Tensor) -> Staged:
         """Start an exchange; contiguous tensors of one size on all ranks."""
-        _tidy(self._under_way)
-        return Staged(self.team, self._staging, self._under_way, tensor)
+        with self._lock:
+            _tidy(self._under_way)
+            return Staged(self.team, self._staging, self._under_way, tensor)
 
     def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory for a tensor that is exchanged here next, without a copy; after that it is the desk's again."""
-        _tidy(self._under_way)
-        return self._staging.lend(numel, dtype)
+        with self._lock:
+            _tidy(self._under_way)
+            return self._staging.lend(numel, dtype)
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of a flat tensor, to be exchanged here again and again without one. It must not change while others
         may read it: `settle` first.
         """
-        return self._staging.keep(tensor)
+        with self._lock:
+            return self._staging.keep(tensor)
 
     def settle(self, left: int = 0) -> None:
         """Wait until all others have read what this rank has exchanged here and done with, but for the `left` last."""
-        _tidy(self._under_way)
-        while len(self._under_way) > left:
-            self._under_way[0].settle()
-            self._under_way.pop(0).give_back()
+        while (oldest := self._oldest(left)) is not None:
+            oldest.settle()  # not under the lock: who is to read it may wait for what another thread puts here
+            with self._lock:
+                oldest.give_back()
+
+    def _oldest(self, left: int) -> Staged | None:
+        """Of the exchanges that others still read the oldest, taken out, if there are more than `left`."""
+        with self._lock:
+            _tidy(self._under_way)
+            return self._under_way.pop(0) if len(self._under_way) > left else None
 
     def share(self, mine: torch.Tensor, read: Read) -> "Work":
         """Let all ranks read `mine`; `read` is called with every rank's, flat, once all have started; wait for it."""

@@ -6,10 +6,6 @@ ring of hosts sends, 2 (hosts - 1) / hosts B, however many ranks it has, where a
 2 (ranks - 1) / ranks B out of it (Cho et al. 2019, BlueConnect, decompose an all-reduce in the same way).
 """
 
-import queue
-import threading
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 
@@ -17,53 +13,16 @@ from tutti.collectives.expected import Expected
 from tutti.collectives.host_sum import HostSum
 from tutti.collectives.meeting import Tiers
 from tutti.collectives.team import DONE, READY, Team
+from tutti.collectives.worker import Errand, Worker
 
 
-class Worker:
-    """A thread that makes sums one after another: they go on while their rank computes, or waits for something else."""
-
-    def __init__(self) -> None:
-        self._asked: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="tutti-sums", daemon=True).start()
-
-    def ask(self, call: Callable[[], None]) -> None:
-        self._asked.put(call)
-
-    def end(self) -> None:
-        """No more will be asked."""
-        self._asked.put(None)
-
-    def _run(self) -> None:
-        while (call := self._asked.get()) is not None:
-            call()
-
-
-class TieredSum:
-    """One sum under way. `room`: the number of this rank's room; `flat`: its values, which are summed in place."""
+class TieredSum(Errand):
+    """One sum under way. `room`: the number of this rank's room; `flat`: its values, which are summed in place. To wait
+    for it raises RuntimeError when a rank has ended or does not come in time."""
 
     def __init__(self, tiers: Tiers, worker: Worker, room: int, flat: torch.Tensor) -> None:
         self._tiers, self._room, self._flat = tiers, room, flat
-        self._ended = threading.Event()
-        self._problem: BaseException | None = None
-        worker.ask(self._make)
-
-    def is_completed(self) -> bool:
-        """Whether the sums are there."""
-        return self._ended.is_set()
-
-    def wait(self) -> None:
-        """Return when the sums are there. Raises RuntimeError when a rank has ended or does not come in time."""
-        self._ended.wait()
-        if self._problem is not None:
-            raise self._problem
-
-    def _make(self) -> None:
-        try:
-            self._sum()
-        except BaseException as problem:  # told where it is waited for
-            self._problem = problem
-        finally:
-            self._ended.set()
+        super().__init__(worker, self._sum)
 
     def _sum(self) -> None:
         tiers, team = self._tiers, self._tiers.team

@@ -6,8 +6,10 @@ host share its connection to the network.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,7 +90,7 @@ class Group:
     """The ranks along some axes, with the links they use. `node`: within a host, None where nothing needs it;
     `network`: what one group gets of a host's connection, None within a host; `chooses`: the library takes the
     quickest of ring, tree and the hierarchical form (as NCCL does), else always a ring over all ranks (as Gloo does),
-    except for gradients.
+    except for what the data-parallel axes exchange.
     """
 
     span: Span
@@ -140,7 +142,7 @@ class Group:
 
     @property
     def tiers(self) -> bool:
-        """Whether gradients are summed inside each host first: CPU ranks, several of them on some of several hosts."""
+        """Whether sums are made inside each host first: CPU ranks, several of them on some of several hosts."""
         return not self.chooses and self.network is not None and self.node is not None
 
     def tiered(self, nbytes: float, between: float) -> float:
@@ -156,6 +158,11 @@ class Group:
             return 0.0
         flat = ring_reduce_scatter(self.link, nbytes, self.span.ranks)
         return min(flat, self._hierarchical(nbytes) / 2) if self.chooses else flat
+
+    def divided(self, nbytes: float) -> float:
+        """As `scatter`, of what sharding divides: where hosts of CPU ranks have several of them, it crosses to each host
+        once, as `collectives.tiered_desk` does."""
+        return self._hierarchical(nbytes) / 2 if self.tiers and nbytes > 0 else self.scatter(nbytes)
 
     def _hierarchical(self, nbytes: float) -> float:
         if self.network is None or self.node is None:
@@ -173,6 +180,16 @@ class Group:
         away = nbytes * (n - span.per_host) / n
         outside = self.network.carry(away * span.per_host, nbytes)
         return (n - 1) * self.network.latency_s + max(inside, outside)
+
+    def to_neighbours(self, nbytes: float) -> float:
+        """Seconds in which every rank sends `nbytes` to each of its neighbours, before and behind it along the axes: to
+        those of its host and of others at the same time."""
+        span = self.span
+        if nbytes <= 0:
+            return 0.0
+        away = message(self.network, min(2, span.hosts - 1) * nbytes) if self.network is not None else 0.0
+        here = message(self.node, min(2, span.per_host - 1) * nbytes) if self.node is not None else 0.0
+        return max(away, here)
 
     def pass_on(self, nbytes: float) -> float:
         """Seconds in which every rank sends `nbytes` to its next neighbour along the axes."""
@@ -201,7 +218,10 @@ class Network:
         return self.known[named]
 
     def _group(self, axes: tuple[AxisName, ...]) -> Group:
-        span = span_of(self.mesh, axes, self.hosts)
+        return self._seated(span_of(self.mesh, axes, self.hosts))
+
+    def _seated(self, span: Span) -> Group:
+        """The groups of a span with the links they use."""
         if span.ranks == 1:
             return Group(span=span)
         network = self._link("network").shared(span.meeting) if span.hosts > 1 else None
@@ -212,6 +232,13 @@ class Network:
             network=network,
             chooses=self.seats[0].device.kind == "cuda",
         )
+
+    def along_grid(self, grid: Sequence[int], dim: int) -> Group:
+        """The group along one dim of the grid into which the space axis is folded, row-major."""
+        (place,) = [place for place, (axis, _) in enumerate(self.mesh) if axis == "space"]
+        folded = tuple((cast(AxisName, f"space {one}"), parts) for one, parts in enumerate(grid))
+        mesh = (*self.mesh[:place], *folded, *self.mesh[place + 1 :])
+        return self._seated(span_of(mesh, (folded[dim][0],), self.hosts))
 
     def neighbours(self, axis: AxisName) -> tuple[Link, ...]:
         """The link from each place along `axis` to the next, and from the last to the first."""

@@ -84,25 +84,30 @@ class Costs:
     coded: Callable[[float], tuple[PartsWritten, float]] | None = None
 
     def gather(self, nbytes: float) -> float:
-        return self.group.scatter(nbytes) + nbytes / self.group.ranks * self.load_s_per_nbyte
+        return self.group.divided(nbytes) + nbytes / self.group.ranks * self.load_s_per_nbyte
 
     def sum(self, nbytes: float) -> float:
         part = nbytes / self.group.ranks
         loads = part * self.load_s_per_nbyte
         if self.coded is None:
-            return self.group.scatter(nbytes) + self.others.all_reduce(part) + loads
+            return self.group.divided(nbytes) + self.others.all_reduce(part) + loads
         how, kernels = self.coded(nbytes)
-        return self.group.scatter(nbytes * how.there) + self.others.all_reduce(part * how.across) + kernels + loads
+        to_ranks = self.group.all_to_all(nbytes * how.there)  # codes go from each rank to each other
+        return to_ranks + self.others.all_reduce(part * how.across) + kernels + loads
 
 
 def copied(group: Group) -> tuple[float, float]:
     """How often a CPU rank's cores read or write the bytes of a unit when it is gathered, and when its gradients are
     summed, as runtime/shard does it: what is gathered is read and written, to pages that the system clears; gradients
     are read and written to what is sent, then the ranks' rows of a part are read and their sum is written. In memory
-    that ranks share, what comes from others is read where it lies: that is the link's time. GPUs copy in their own
-    memory, far quicker than links."""
+    that ranks share, what comes from others is read where it lies: that is the link's time; of several hosts a rank
+    has, beside its part, what it brought from the others, and adds up a row from each. GPUs copy in their own memory,
+    far quicker than links."""
     if group.tier == "node":
         return 1 + 2 / group.ranks, 2.0
+    if group.tiers:
+        hosts = group.span.hosts
+        return 1 + 2 * hosts / group.ranks, 2 + (hosts + 1) / group.ranks
     return 3.0, 3 + 1 / group.ranks
 
 

@@ -199,9 +199,9 @@ def _states(
     nbytes = float((np.where(own, columns.gradients, 0.0) * part.weight).sum())  # of what is trained
     loads = 2 * nbytes / group.ranks / constants.HOST_LINK_BYTES_PER_S if _away(plan, kind) else 0.0
     if kind == "cpu":  # packed and unpacked; in shared memory others' parts are the link's time
-        unpacked = 1 / group.ranks if group.tier == "node" else 1.0
+        unpacked = (group.span.hosts if group.node is not None else group.ranks) / group.ranks
         loads += 2 * (1 / group.ranks + unpacked) * nbytes * _pass_s(net.seats[0])
-    return group.scatter(nbytes) + loads, (group.ranks - 1) / group.ranks * nbytes
+    return group.divided(nbytes) + loads, (group.ranks - 1) / group.ranks * nbytes
 
 
 def _pass_s(seat: Seat) -> float:

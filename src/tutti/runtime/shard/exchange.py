@@ -1,9 +1,10 @@
 """The two exchanges that sharding is made of: everyone's parts to everyone, and sums of which each rank gets its part.
 
-Ranks that share memory use that. Over sockets Gloo's own all-gather copies its input and output, in memory of its
-threads that is not given back, its reduce-scatter takes two to three times as long as an all-to-all and a sum, and its
-all-to-all mostly sends one way first and then the other (5 MiB each way between hosts of a lab on 100 Mbit/s: 0.87 s in
-four of six times, messages 0.44 to 0.49): there both are made of messages, from and into the tensors themselves.
+Ranks that share memory use that, and what all of a host need comes to it once. Over sockets alone Gloo's own all-gather
+copies its input and output, in memory of its threads that is not given back, its reduce-scatter takes two to three
+times as long as an all-to-all and a sum, and its all-to-all mostly sends one way first and then the other (5 MiB each
+way between hosts of a lab on 100 Mbit/s: 0.87 s in four of six times, messages 0.44 to 0.49): there both are made of
+messages, from and into the tensors themselves.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tutti.collectives import Desk, make_desk
+from tutti.collectives import Desk, TieredDesk, make_desk_or_tiers
 from tutti.runtime.shard.rooms import Rooms
 from tutti.runtime.traffic import Flight, Lane, ring_nbytes
 
@@ -49,17 +50,17 @@ class Exchange:
 @dataclass(frozen=True, slots=True)
 class Party:
     """Ranks that exchange. `handle`: their process group; `lane`: where exchanges are counted; `desk`: where they are
-    made, if the ranks share memory.
+    made, if ranks share memory: all of them, or those of each host.
     """
 
     handle: Any
     lane: Lane
-    desk: Desk | None = None
+    desk: Desk | TieredDesk | None = None
 
     @classmethod
     def meet(cls, handle: Any, lane: Lane) -> "Party":
         """The ranks of a process group; they call this together."""
-        return cls(handle, lane, make_desk(handle))
+        return cls(handle, lane, make_desk_or_tiers(handle))
 
     def buffer(self, rooms: Rooms, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory for a tensor that these ranks exchange next: of the desk, whose it is then again, or of `rooms`."""
@@ -88,8 +89,9 @@ def gather(
 ) -> Exchange:
     """Every rank's `mine`, flat and of one size, to all: `read` is called with them in the order of ranks.
 
-    In shared memory they are read where they lie: `mine` must not change until the party has settled. Elsewhere those
-    of others come into what `rows` makes, (ranks, size), and `mine` must not change until they have been waited for.
+    In shared memory they are read where they lie, those of other hosts where one rank of this one has them: `mine` must
+    not change until the party has settled. Elsewhere those of others come into what `rows` makes, (ranks, size), and
+    `mine` must not change until they have been waited for.
     """
     lane, group = party.lane, party.handle
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
@@ -146,8 +148,8 @@ def _messages(received: torch.Tensor, sent: Rows, group: Any, *, tag: int) -> li
 def start_sum(tensor: torch.Tensor, party: Party) -> tuple[Exchange, int]:
     """The sum of `tensor` over the ranks, in place; with it the bytes that this rank sends for it."""
     nbytes = ring_nbytes(tensor, dist.get_world_size(party.handle))
-    if party.desk is not None:
-        work = party.desk.start_reduce(tensor)
+    if isinstance(party.desk, Desk):
+        work: Any = party.desk.start_reduce(tensor)
     else:
         work = dist.all_reduce(tensor, group=party.handle, async_op=True)
     return Exchange(party.lane.start([work], nbytes), (tensor,)), nbytes

@@ -6,13 +6,15 @@ from typing import Protocol
 
 import torch
 
+from tutti.collectives import Desk
 from tutti.runtime.shard.exchange import Exchange, Party, Rows, addends, scatter_sum, start_sum
 from tutti.runtime.shard.unit import Pack, Unit
 from tutti.runtime.traffic import Flight
 from tutti.spec.words import AxisName
 
 IN_FLIGHT = 2
-"""Packs whose whole gradients may wait for their sums: they are what a step holds beside its own part."""
+"""Packs whose whole gradients may wait for their sums: they are what a step holds beside its own part. In memory that
+all ranks share one: its sum is a rank's own work, and sums over other axes, maybe between hosts, wait for it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -81,7 +83,8 @@ class Sums:
             if not any(one.shard.requires_grad for one in pack.parameters):
                 continue
             waiting = [flight for flight in self._flights if not flight.landed]
-            for flight in waiting[: len(waiting) - IN_FLIGHT + 1]:
+            most = 1 if isinstance(self._parties[("shard",)].desk, Desk) else IN_FLIGHT
+            for flight in waiting[: len(waiting) - most + 1]:
                 self._land(flight)
             self._flights.append(self._start(pack))
 

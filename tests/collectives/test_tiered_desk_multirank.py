@@ -1,0 +1,125 @@
+"""Parts to everyone and sums of rows over several hosts (told apart by a name given here), against one rank's."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from harness import run_ranks
+from tutti.collectives import Desk, TieredDesk, make_desk_or_tiers, rooms
+from tutti.runtime.world import join
+
+SIZES = (5, 0, 1000, 1, 70_001)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+HOSTS = [(2, 2), (3, 1), (1, 2, 2)]
+
+
+def on_hosts(hosts: tuple[int, ...]) -> tuple[int, Desk | TieredDesk | None]:
+    """This rank's place and desk, where hosts have so many ranks."""
+    world = join()
+    own = [host for host, ranks in enumerate(hosts) for _ in range(ranks)][world.rank]
+    rooms.host_identity = lambda: f"host {own}"
+    return world.rank, make_desk_or_tiers()
+
+
+def values(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(rank + 10 * size)
+    return torch.randint(-8, 8, (size,), generator=draw).to(dtype)
+
+
+def exchanged(hosts: tuple[int, ...]) -> bool:
+    """Several exchanges under way at once, ended in another order on every other rank: of what is lent, kept, or
+    neither."""
+    rank, desk = on_hosts(hosts)
+    assert isinstance(desk, TieredDesk)
+    ranks, right = sum(hosts), True
+    kept = {size: desk.keep(torch.zeros(size)) for size in SIZES}
+    for turn in range(30):
+        size, dtype = SIZES[turn % len(SIZES)], DTYPES[turn % len(DTYPES)]
+        everyone = [values(other + turn, size, dtype) for other in range(ranks)]
+        mine = [everyone[rank].clone(), desk.lend(size, dtype).copy_(everyone[rank])]
+        if dtype is torch.float32:
+            desk.settle()  # the others have read it as it was
+            mine.append(kept[size].copy_(everyone[rank]))
+        buffer = desk.lend(ranks * size, dtype).view(ranks, size)
+        for row in range(ranks):
+            buffer[row] = everyone[rank] * (row % 3)
+        part, found = torch.empty(size, dtype=dtype), []
+        works = [desk.scatter_sum(buffer, part)]
+        works += [desk.share(one, lambda rows: found.append(torch.stack(rows))) for one in mine]
+        works[0].is_completed()
+        for work in works if rank % 2 else works[::-1]:
+            work.wait()
+        right = right and all(torch.equal(one, torch.stack(everyone)) for one in found) and len(found) == len(mine)
+        right = right and torch.equal(part, (torch.stack(everyone).sum(0) * (rank % 3)).to(dtype))
+    desk.settle()
+    return right
+
+
+@pytest.mark.parametrize("hosts", HOSTS, ids=str)
+def test_parts_and_sums_over_hosts(hosts: tuple[int, ...]) -> None:
+    assert all(run_ranks(exchanged, sum(hosts), hosts))
+
+
+def kinds(hosts: tuple[int, ...]) -> str:
+    return type(on_hosts(hosts)[1]).__name__
+
+
+@pytest.mark.parametrize(("hosts", "kind"), [((1, 1), "NoneType"), ((2,), "Desk"), ((2, 1), "TieredDesk")])
+def test_tiers_are_where_hosts_have_several_ranks(hosts: tuple[int, ...], kind: str) -> None:
+    assert run_ranks(kinds, sum(hosts), hosts) == [kind] * sum(hosts)
+
+
+def crossing(hosts: tuple[int, ...]) -> tuple[list[int], list[int]]:
+    """Values that this rank's messages carry to other hosts: of parts, of rows to be summed."""
+    _, desk = on_hosts(hosts)
+    assert isinstance(desk, TieredDesk)
+    sent: list[int] = []
+    isend = dist.isend
+
+    def counted(tensor: torch.Tensor, **where: object) -> object:
+        sent.append(tensor.numel())
+        return isend(tensor, **where)  # type: ignore[arg-type]
+
+    dist.isend = counted
+    desk.share(torch.zeros(7), lambda rows: None).wait()
+    parts = list(sent)
+    desk.scatter_sum(torch.zeros(sum(hosts), 7), torch.zeros(7)).wait()
+    return parts, sent[len(parts) :]
+
+
+def test_a_host_sends_what_all_of_another_need_once() -> None:
+    """Of 4 parts of 7 values a host of two sends its two, and two sums of what the other is to have."""
+    for parts, sums in run_ranks(crossing, 4, (2, 2)):
+        assert parts == sums == [7]
+
+
+def bereaved(dies: int) -> str:
+    """What a rank is told when another has been killed. The killed one is a child of the rank, which stays."""
+    if int(os.environ["RANK"]) == dies:
+        child = os.fork()
+        if child:
+            return f"ended {os.waitpid(child, 0)[1]}"
+    rank, desk = on_hosts((2, 2))
+    assert isinstance(desk, TieredDesk)
+    desk.share(torch.zeros(7), lambda rows: None).wait()
+    if rank == dies:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        for _ in range(100):
+            desk.share(torch.zeros(7), lambda rows: None).wait()
+            time.sleep(0.02)
+    except RuntimeError as error:
+        return f"told: {error}"
+    return "never"
+
+
+@pytest.mark.parametrize("dies", [0, 3])
+def test_a_killed_rank_is_told_to_all(dies: int) -> None:
+    """To its host in shared memory, to its partners by their connections, to others when those have gone."""
+    said = run_ranks(bereaved, 4, dies, timeout_s=30)
+    assert said[dies] == "ended 9"
+    assert all(words.startswith("told: ") for rank, words in enumerate(said) if rank != dies), said
