@@ -10,6 +10,7 @@ from predict.examples_mesh import meshed, part
 from tutti.predict import constants, predict
 from tutti.predict.step import worked_out
 from tutti.predict.timeline import passes_of
+from tutti.runtime.space import overlapped
 from tutti.spec.model import ModelSpec
 from tutti.spec.plan import Plan
 
@@ -58,6 +59,33 @@ def test_without_halos_or_a_cut_nothing_is_apart() -> None:
         with_halos, without = (passes(plan, model(halo))[0] for halo in (KEPT / 16, 0.0))
         assert with_halos.forward_s == pytest.approx(without.forward_s)
         assert with_halos.backward_s == pytest.approx(without.backward_s)
+
+
+def test_where_less_of_a_part_needs_no_halo_all_of_it_waits() -> None:
+    """The runtime's rule: nothing is apart then, and no halo is hidden."""
+    assert constants.LEAST_INTERIOR == overlapped.LEAST_INTERIOR
+    plan = meshed(BATCH, 1, {"space": 2})
+    whole, _ = passes(plan, model(0.0))
+    (apart, _), (waiting, worker) = (passes(plan, model(share * KEPT)) for share in (0.25, 0.26))
+    for direction in ("forward", "backward"):
+        name = f"{direction}_s"
+        inside, calls = constants.HALO_PASSES[direction], constants.HALO_CALLS[direction]
+        more = inside * KEPT * BATCH / 2 / worker.bandwidth_bytes_per_s + calls * worker.call_s
+        before = float(getattr(whole, name)[0])
+        assert float(getattr(waiting, name)[0]) - before == pytest.approx(more)
+        assert float(getattr(apart, name)[0]) - before > more
+        hidden, seconds = (float(getattr(one.waits, name)[0]) for one in (apart, waiting))
+        assert hidden < seconds == pytest.approx(float(getattr(waiting.waits, f"{direction}_link_s").sum()))
+
+
+def test_of_two_dims_the_second_is_waited_for() -> None:
+    """The interior is computed while the first dim's halos travel; gradients of the last dim's return behind it."""
+    one, two = (
+        passes(meshed(BATCH, 1, {"space": 4}, space_grid=grid), model(KEPT / 32))[0] for grid in ((4,), (2, 2))
+    )
+    shares = [float(found.waits.forward_s[0] / found.waits.forward_link_s.sum()) for found in (one, two)]
+    assert shares[0] < 0.35
+    assert shares[1] > 0.5
 
 
 def test_more_parts_have_more_slabs() -> None:

@@ -1,5 +1,8 @@
 """Whose rows are whose: geometry against brute force over single rows, and halo bytes against what is sent."""
 
+import math
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,7 +12,7 @@ from torch.nn import functional as F
 from harness import run_ranks
 from tutti.runtime.mesh import Mesh
 from tutti.runtime.space.apply import open_space
-from tutti.runtime.space.exchange import Space
+from tutti.runtime.space.exchange import Route, Space
 from tutti.runtime.space.geometry import (
     Fetch,
     Spread,
@@ -24,6 +27,7 @@ from tutti.runtime.space.geometry import (
     receives,
     sends,
 )
+from tutti.runtime.space.overlapped import take_apart
 from tutti.runtime.space.tensor import cut_whole
 from tutti.runtime.world import join
 
@@ -200,3 +204,32 @@ def test_halo_bytes_are_predicted_exactly() -> None:
             for name, forward, backward, predicted_forward, predicted_backward in found:
                 assert (forward, backward) == (predicted_forward, predicted_backward), (grid, name)
                 assert name == "pool" or forward + backward > 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "grid", "place", "apart"),
+    [
+        (16, (2, 1), (0, 0), True),  # 7 of 8 rows need no halo
+        (6, (2, 1), (0, 0), False),  # 2 of 3
+        (16, (2, 2), (0, 1), True),  # 49 of 64
+        (8, (2, 2), (0, 1), False),  # 9 of 16
+        (4, (4, 1), (1, 0), False),  # none
+    ],
+)
+def test_a_part_is_taken_apart_where_most_of_it_needs_no_halo(
+    rows: int, grid: tuple[int, int], place: tuple[int, int], apart: bool
+) -> None:
+    window = Window(kernel=3, stride=1, dilation=1, before=1, after=1)
+    space = Space(grid=grid, place=place, ranks=(0, 1, 2, 3), group=None, sums={}, scopes={})
+    bounds = [bounds_of(rows, parts) for parts in grid]
+    needs = [
+        tuple(window.needs(owned(one, part)) for part in range(parts))
+        for one, parts in zip(bounds, grid, strict=True)
+    ]
+    routes = [Route(dim=2 + i, axis=i, bounds=bounds[i], needs=needs[i]) for i in range(2) if grid[i] > 1]
+    own = [owned(one, at) for one, at in zip(bounds, place, strict=True)]
+    pieces = take_apart((window, window), own, (0, 0), 1, routes, space)
+    assert (pieces.interior is not None) == apart
+    counted = [box for box in (pieces.interior, *pieces.slabs) if box is not None]
+    area = sum(math.prod(r[1] - r[0] for r in box if r is not None) for box in counted)
+    assert area == math.prod(r[1] - r[0] for r in pieces.full if r is not None)

@@ -107,8 +107,16 @@ APART_PASSES: Final[dict[str, tuple[float, float]]] = {"forward": (4.0, 2.0), "b
 is not: copies of views, rows put together with halos, outputs and gradients put together. Counted in
 runtime/space/overlapped.py."""
 
+HALO_PASSES: Final[dict[str, float]] = {"forward": 2.0, "backward": 2.0}
+"""How often one that waits for its halos does so with its input: rows put together with halos. Counted there."""
+
+LEAST_INTERIOR: Final = 0.75
+"""The part of an output that must need no halo for its interior to be computed apart: as overlapped.py has it."""
+
+HALO_CALLS: Final[dict[str, float]] = {"forward": 6.0, "backward": 8.0}
+
 APART_CALLS: Final[dict[str, float]] = {"forward": 15.0, "backward": 25.0}
-"""Operator calls besides, counted there."""
+"""Operator calls besides, counted there; HALO_CALLS: where nothing is apart."""
 
 SLAB_EFFICIENCY: Final[dict[str, float]] = {"forward": 0.8, "backward": 0.6}
 """How quickly a CPU convolves the rows of a slab, relative to as many rows of a larger part. Timed by hand, 3 x 3

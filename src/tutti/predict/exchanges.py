@@ -17,6 +17,7 @@ from tutti.predict.batch_statistics import statistics_s
 from tutti.predict.division import Division
 from tutti.predict.groups import Group, Network
 from tutti.predict.overlap import TIERS
+from tutti.predict.slabs import interior
 from tutti.predict.table import ModelTable
 from tutti.predict.worker import Array
 from tutti.spec.model import ModelSpec
@@ -209,28 +210,31 @@ def _linears(wires: Wires, samples: float) -> Exchanged:
 
 
 def _halos(wires: Wires, samples: float, forward_s: Array, backward_s: Array) -> Exchanged:
-    """A rank inside the grid sends to both sides of every cut dim; what needs no halo is computed meanwhile.
+    """A rank inside the grid sends to both sides of every cut dim. Where most of a part needs no halo, that is computed
+    while the first dim's halos travel, and its gradients while the last dim's return.
 
     Dims follow each other, and each also carries the halos that came before it, or padding, so that corners arrive:
     2 h rows beside a rank's N / parts, where 2 h / N is the halo's part of a module's input, taken as what it keeps.
     """
-    group = wires.network.group("space")
+    group, columns = wires.network.group("space"), wires.columns
     grid = wires.plan.space_grid or (wires.plan.degree("space"),)
-    seconds = np.zeros(len(wires.columns))
-    sent = np.zeros(len(wires.columns))
-    grown = np.ones(len(wires.columns))
-    whole = np.where(wires.columns.activations > 0, wires.columns.activations, np.inf)
+    sent, grown = np.zeros(len(columns)), np.ones(len(columns))
+    by_dim = []
+    whole = np.where(columns.activations > 0, columns.activations, np.inf)
     for dim, parts in enumerate(grid[:3]):
         if parts > 1:
             others = group.ranks / parts  # the other dims are cut too, and with them the plane
-            halo = wires.columns.halo[:, dim]
-            mine = samples * halo * min(2, parts - 1) / 2 / others * grown
+            halo = columns.halo[:, dim]
+            side = samples * halo / 2 / others * grown
             grown = grown * (1 + parts * halo / whole)
-            seconds += each_of(group.pass_on, mine)
-            sent += mine
+            by_dim.append(each_of(wires.network.along_grid(grid, dim).to_neighbours, side))
+            sent += min(2, parts - 1) * side
+    inside = interior(columns, grid)
+    apart = np.where(inside >= constants.LEAST_INTERIOR, inside, 0.0)
+    seconds = np.sum(by_dim, axis=0)
     return Exchanged(
-        forward_s=wires.hidden(group, seconds, forward_s),
-        backward_s=wires.hidden(group, seconds, backward_s),
+        forward_s=seconds - by_dim[0] + wires.hidden(group, by_dim[0], apart * forward_s),
+        backward_s=seconds - by_dim[-1] + wires.hidden(group, by_dim[-1], apart * backward_s),
         forward_nbytes=sent,
         backward_nbytes=sent,
         forward_link_s=_on(group, seconds),

@@ -1,5 +1,6 @@
 """Convolution of a part whose interior is computed while halos travel, forward and backward."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,10 @@ from torch.autograd.function import once_differentiable
 
 from tutti.runtime.space.exchange import Route, Space, Travel
 from tutti.runtime.space.geometry import Rows, Window, inner
+
+LEAST_INTERIOR = 0.75
+"""A part is taken apart where so much of its output needs owned rows alone. Where it is less, waiting for halos hides
+little, and a few convolutions of few rows take longer than one of all."""
 
 Box = tuple[Rows | None, ...]
 """Output rows along each spatial dim, in global numbers; None: all of a dim that needs no exchange."""
@@ -83,7 +88,7 @@ def take_apart(
         own = full[i]
         if own is not None:
             interior[i] = inner(windows[i], own, route.mine(space)[0])
-    empty = any(part is not None and part[0] >= part[1] for part in interior)
+    empty = _share(interior, full) < LEAST_INTERIOR
     slabs: list[Box] = []
     for i, own in enumerate(full):
         core = interior[i]
@@ -101,6 +106,14 @@ def take_apart(
         interior=None if empty else tuple(interior),
         slabs=(full,) if empty else tuple(slabs),
     )
+
+
+def _share(interior: Sequence[Rows | None], full: Box) -> float:
+    """The part of an output that is in its interior; 0 where it has no row."""
+    counts = [(i[1] - i[0], f[1] - f[0]) for i, f in zip(interior, full, strict=True) if i is not None and f is not None]
+    if any(inside <= 0 for inside, _ in counts):
+        return 0.0
+    return math.prod(inside / every for inside, every in counts)
 
 
 class _Convolve(torch.autograd.Function):
@@ -146,10 +159,13 @@ class _Convolve(torch.autograd.Function):
         there, own, space = pieces.firsts(extended=True), pieces.firsts(extended=False), pieces.space
         totals: list[torch.Tensor | None] = [None, None]
         extended = _extended(pieces, tensor, ctx.rows, halos)
-        wanted = torch.zeros_like(extended) if mask[0] else None
+        wanted: torch.Tensor | None = None
         for slab in pieces.slabs:
             found = _piece(pieces, slab, grad, pieces.input_of(extended, slab, there), weight, mask, totals)
-            if wanted is not None:
+            if mask[0] and found.shape == extended.shape:
+                wanted = found
+            elif mask[0]:
+                wanted = torch.zeros_like(extended) if wanted is None else wanted
                 pieces.input_of(wanted, slab, there).add_(found)
         del extended
         travel = None if wanted is None else pieces.routes[-1].start_back(wanted, space)
