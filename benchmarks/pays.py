@@ -60,7 +60,9 @@ class Sizes:
     only: tuple[str, ...] = ()
 
 
-QUICK = Sizes(models=("mlp",), hosts=("2",), rates=("1gbit",), seeds=1, most=12, repeats=2, block_ms=250, limit_s=1, checked=())
+QUICK = Sizes(
+    models=("mlp",), hosts=("2",), rates=("1gbit",), seeds=1, most=12, repeats=2, block_ms=250, limit_s=1, checked=()
+)
 
 
 def measure(sizes: Sizes, *, resume: bool = False) -> dict[str, Any]:

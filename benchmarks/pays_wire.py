@@ -70,8 +70,8 @@ def in_turns(
     terms: Mapping[str, Any],
     trying: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Blocks of each loop, A B C, C B A, ...; a method leaves the turns once its blocks took `limit_s` together. A first
-    one, which shows how many steps a block is to have, counts where it is as long as one.
+    """Blocks of each loop, A B C, C B A, ...; a method leaves the turns once its blocks took `limit_s` together. What
+    shows first how many steps a block is to have counts where it is as long as one.
 
     Returns {"step_s": {method: seconds of a step, one a block}, "sent_nbytes": the most a host sent a step, median,
     "stolen": the largest part of the cores' time that others had in a block that counts}.

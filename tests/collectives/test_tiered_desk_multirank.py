@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -48,8 +49,8 @@ def exchanged(hosts: tuple[int, ...]) -> bool:
         for row in range(ranks):
             buffer[row] = everyone[rank] * (row % 3)
         part, found = torch.empty(size, dtype=dtype), []
-        works = [desk.scatter_sum(buffer, part)]
-        works += [desk.share(one, lambda rows: found.append(torch.stack(rows))) for one in mine]
+        read = partial(_keep, found)
+        works = [desk.scatter_sum(buffer, part), *(desk.share(one, read) for one in mine)]
         works[0].is_completed()
         for work in works if rank % 2 else works[::-1]:
             work.wait()
@@ -57,6 +58,10 @@ def exchanged(hosts: tuple[int, ...]) -> bool:
         right = right and torch.equal(part, (torch.stack(everyone).sum(0) * (rank % 3)).to(dtype))
     desk.settle()
     return right
+
+
+def _keep(found: list[torch.Tensor], rows: list[torch.Tensor]) -> None:
+    found.append(torch.stack(rows))
 
 
 @pytest.mark.parametrize("hosts", HOSTS, ids=str)
@@ -105,11 +110,10 @@ def bereaved(dies: int) -> str:
             return f"ended {os.waitpid(child, 0)[1]}"
     rank, desk = on_hosts((2, 2))
     assert isinstance(desk, TieredDesk)
-    desk.share(torch.zeros(7), lambda rows: None).wait()
-    if rank == dies:
-        os.kill(os.getpid(), signal.SIGKILL)
     try:
-        for _ in range(100):
+        for number in range(100):
+            if number == 1 and rank == dies:
+                os.kill(os.getpid(), signal.SIGKILL)
             desk.share(torch.zeros(7), lambda rows: None).wait()
             time.sleep(0.02)
     except RuntimeError as error:

@@ -209,10 +209,10 @@ def test_halo_bytes_are_predicted_exactly() -> None:
 @pytest.mark.parametrize(
     ("rows", "grid", "place", "apart"),
     [
-        (16, (2, 1), (0, 0), True),  # 7 of 8 rows need no halo
-        (6, (2, 1), (0, 0), False),  # 2 of 3
-        (16, (2, 2), (0, 1), True),  # 49 of 64
-        (8, (2, 2), (0, 1), False),  # 9 of 16
+        (16, (2, 1), (0, 0), True),  # 6 of 8 rows need neither halo nor padding
+        (14, (2, 1), (1, 0), False),  # 5 of 7
+        (32, (2, 2), (0, 1), True),  # 14 of 16 both ways
+        (16, (2, 2), (0, 1), False),  # 6 of 8
         (4, (4, 1), (1, 0), False),  # none
     ],
 )
@@ -223,8 +223,7 @@ def test_a_part_is_taken_apart_where_most_of_it_needs_no_halo(
     space = Space(grid=grid, place=place, ranks=(0, 1, 2, 3), group=None, sums={}, scopes={})
     bounds = [bounds_of(rows, parts) for parts in grid]
     needs = [
-        tuple(window.needs(owned(one, part)) for part in range(parts))
-        for one, parts in zip(bounds, grid, strict=True)
+        tuple(window.needs(owned(one, part)) for part in range(parts)) for one, parts in zip(bounds, grid, strict=True)
     ]
     routes = [Route(dim=2 + i, axis=i, bounds=bounds[i], needs=needs[i]) for i in range(2) if grid[i] > 1]
     own = [owned(one, at) for one, at in zip(bounds, place, strict=True)]

@@ -64,7 +64,7 @@ class Staged:
 
 
 class Desk:
-    """Where a team's exchanges of any tensors are made. Of one rank's threads one may start them, others do the rest."""
+    """Where a team's exchanges of any tensors are made. One thread of a rank starts them, others may do the rest."""
 
     def __init__(self, team: Team) -> None:
         self.team, self._staging = team, Staging(team)

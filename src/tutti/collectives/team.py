@@ -115,12 +115,17 @@ class Team:
         return SLOTS * 3 * self.size + (kind * self.size + source) * self.size + target
 
     def tensor(self, rank: int, room: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The first values of a room; of another rank's, from then on mapped here."""
+        """The first values of a room; of another rank's, from then on mapped here. Raises RuntimeError when that rank
+        has ended before it was."""
         if rank == self.rank:
             return self._mine[room].tensor(dtype, numel)
         if (rank, room) not in self._theirs:
             file, nbytes = self._rooms[rank, room].tolist()
-            self._theirs[rank, room] = attach(self._processes[rank], file, nbytes)
+            try:
+                self._theirs[rank, room] = attach(self._processes[rank], file, nbytes)
+            except FileNotFoundError as gone:
+                words = f"Connection closed by peer: the process of rank {rank} here has ended"
+                raise RuntimeError(words) from gone
         return first_values(self._theirs[rank, room], dtype, numel)
 
 

@@ -1,11 +1,10 @@
 """Exchanges of any tensors over ranks of several hosts: what all need crosses to each host once, and is read there in
 shared memory; what is summed is summed inside each host before it crosses.
 
-Of parts that make up B bytes a host of g ranks so gets (hosts - 1) / hosts B, where messages from each rank to each other
-bring it g times as much. A thread makes what goes between hosts, in the order in which it is asked for.
+Of parts that make up B bytes a host of g ranks so gets (hosts - 1) / hosts B, where messages from each rank to each
+other bring it g times as much. A thread makes what goes between hosts, in the order in which it is asked for.
 """
 
-import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -72,7 +71,7 @@ class TieredDesk:
     ) -> None:
         """Rows from and to places of the group; returns when all have come and gone. What came is waited for first: a
         rank that has ended is noticed there."""
-        works = [dist.irecv(row, group=self.group, group_src=place, tag=tag) for place, row in received]
+        works: list[Any] = [dist.irecv(row, group=self.group, group_src=place, tag=tag) for place, row in received]
         works += [dist.isend(row, group=self.group, group_dst=place, tag=tag) for place, row in sent]
         for work in works:
             work.wait()

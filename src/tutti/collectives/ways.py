@@ -39,10 +39,7 @@ class Ways:
         here = self.hosts[self.host]
         mine = here.index(self.own)
         return [
-            place
-            for host in self.others
-            for index, place in enumerate(self.hosts[host])
-            if index % len(here) == mine
+            place for host in self.others for index, place in enumerate(self.hosts[host]) if index % len(here) == mine
         ]
 
     @cached_property

@@ -33,7 +33,7 @@ class Actions:
         if self.crowd is None:
             return alone
         turned = turns.in_turns(order, self._work, self.crowd)
-        return turned if max(turned.free) >= max(alone.free) else alone
+        return turned if max(turned.free) > max(alone.free) * (1 + 1e-9) else alone
 
     def ends(self, plan: Plan) -> tuple[list[float], list[float]]:
         """(when each rank has done all its actions, how long its own work takes of what is predicted for it)."""

@@ -160,8 +160,8 @@ class Group:
         return min(flat, self._hierarchical(nbytes) / 2) if self.chooses else flat
 
     def divided(self, nbytes: float) -> float:
-        """As `scatter`, of what sharding divides: where hosts of CPU ranks have several of them, it crosses to each host
-        once, as `collectives.tiered_desk` does."""
+        """As `scatter`, of what sharding divides: where hosts of CPU ranks have several of them, it crosses to each
+        host once, as `collectives.tiered_desk` does."""
         return self._hierarchical(nbytes) / 2 if self.tiers and nbytes > 0 else self.scatter(nbytes)
 
     def _hierarchical(self, nbytes: float) -> float:
@@ -240,9 +240,12 @@ class Network:
         mesh = (*self.mesh[:place], *folded, *self.mesh[place + 1 :])
         return self._seated(span_of(mesh, (folded[dim][0],), self.hosts))
 
-    def neighbours(self, axis: AxisName) -> tuple[Link, ...]:
-        """The link from each place along `axis` to the next, and from the last to the first."""
-        flows = crossings(self.mesh, (axis,), self.hosts)
+    def neighbours(self, axis: AxisName, at_once: int | None = None) -> tuple[Link, ...]:
+        """The link from each place along `axis` to the next, and from the last to the first. `at_once`: of a host's
+        ranks that send there, the most that do so at the same moment, if not all."""
+        flows = [
+            count if at_once is None else min(count, at_once) for count in crossings(self.mesh, (axis,), self.hosts)
+        ]
         links = {count: self._link("network").shared(count) if count else self._link("node") for count in set(flows)}
         return tuple(links[count] for count in flows)
 

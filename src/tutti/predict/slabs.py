@@ -57,16 +57,17 @@ def computed_apart(
 
 
 def interior(columns: ModelTable, grid: Sequence[int]) -> Array:
-    """(modules,): the part of a rank's rows that needs no halo, of one inside the grid; 0 where each needs one."""
+    """(modules,): the part of a rank's rows that needs nothing beside what the rank has: no halo, and at the ends no
+    padding, which is put there as halos are; 0 where each needs some."""
     whole = np.where(columns.activations > 0, columns.activations, np.inf)
     inside = np.ones(len(columns))
     for dim, parts in enumerate(grid[:3]):
         if parts > 1:
-            needing = parts * columns.halo[:, dim] / whole * min(2, parts - 1) / 2
-            inside *= 1 - np.minimum(needing, 1.0)
+            inside *= 1 - np.minimum(parts * columns.halo[:, dim] / whole, 1.0)
     return inside
 
 
 def _least_interior(columns: ModelTable, parts: int) -> Array:
     """The least of any grid of so many parts: all along one dim."""
-    return np.min([interior(columns, (*(1,) * dim, parts)) for dim in range(3)], axis=0)
+    least: Array = np.min([interior(columns, (*(1,) * dim, parts)) for dim in range(3)], axis=0)
+    return least

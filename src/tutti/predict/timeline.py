@@ -286,9 +286,11 @@ def _waits(setting: Setting, line: Line, known: dict[tuple[int, int], Passed]) -
 
 def _messages(setting: Setting, line: Line, known: dict[tuple[int, int], Passed]) -> Messages:
     """A message that meets on its link what the sender exchanges in its next pass gets half of the link for so long: it
-    takes longer by that, at most as long again."""
+    takes longer by that, at most as long again. Replicas that take turns on cores do not send at the same moment: each
+    message has the link for itself, and what follows it waits for those of all."""
     stages, ranks = setting.stages, setting.plan.degree("stage")
-    alone = _alone_s(setting, np.array(line.microbatches))
+    counts = np.array(line.microbatches)
+    alone = _alone_s(setting, counts)
     away = np.array(setting.wires.network.apart("stage"), dtype=np.intp)
     meets: dict[int, Array] = {}
     for count, _ in line.samples:
@@ -300,17 +302,20 @@ def _messages(setting: Setting, line: Line, known: dict[tuple[int, int], Passed]
         meets[count] = by_stage
     senders = np.arange(stages.count - 1)
     met = np.stack([meets[count][away[senders % ranks], senders] for count in line.microbatches], axis=1)
-    arrive = alone + np.minimum(alone, met)
+    besides = np.minimum(alone, met)
     links = setting.wires.network.neighbours("stage")
     latency = np.array([links[sender % ranks].latency_s for sender in senders])
-    return Messages(arrive_s=arrive, occupy_s=np.maximum(0.0, arrive - latency[:, None]))
+    own = alone if _crowd(setting) is None else _alone_s(setting, counts, in_turns=True)
+    return Messages(arrive_s=own + besides, occupy_s=np.maximum(0.0, alone + besides - latency[:, None]))
 
 
-def _alone_s(setting: Setting, counts: NDArray[np.intp]) -> Array:
-    """(boundaries, microbatches): seconds of messages of `counts` samples that have their links for themselves."""
-    stages, ranks = setting.stages, setting.plan.degree("stage")
-    links = setting.wires.network.neighbours("stage")
-    samples = counts / setting.plan.degree("context")  # each sends its part of the sequences
+def _alone_s(setting: Setting, counts: NDArray[np.intp], *, in_turns: bool = False) -> Array:
+    """(boundaries, microbatches): seconds of messages of `counts` samples that meet only those of other ranks at their
+    place; `in_turns`: only of those that exchange within passes, and so do the same at the same moment."""
+    stages, ranks, plan = setting.stages, setting.plan.degree("stage"), setting.plan
+    in_step = plan.world_size // plan.data_parallel_degree // ranks
+    links = setting.wires.network.neighbours("stage", in_step if in_turns else None)
+    samples = counts / plan.degree("context")  # each sends its part of the sequences
     nbytes = stages.sent[:, None] * samples + stages.fixed[:, None]
     alone = [each_of(partial(message, links[stage % ranks]), row) for stage, row in enumerate(nbytes)]
     return np.array(alone).reshape(nbytes.shape)

@@ -110,7 +110,9 @@ def take_apart(
 
 def _share(interior: Sequence[Rows | None], full: Box) -> float:
     """The part of an output that is in its interior; 0 where it has no row."""
-    counts = [(i[1] - i[0], f[1] - f[0]) for i, f in zip(interior, full, strict=True) if i is not None and f is not None]
+    counts = [
+        (i[1] - i[0], f[1] - f[0]) for i, f in zip(interior, full, strict=True) if i is not None and f is not None
+    ]
     if any(inside <= 0 for inside, _ in counts):
         return 0.0
     return math.prod(inside / every for inside, every in counts)
