@@ -1,4 +1,5 @@
-"""What a convolution's backward holds on this host, seen in a process of its own, and what is predicted of it."""
+"""What the backward of a convolution or a recurrent layer holds on this host, seen in a process of its own, and what
+is predicted of it."""
 
 import ctypes
 import platform
@@ -38,9 +39,37 @@ def peak_in_backward(inside: int, out: int, samples: int, shape: tuple[int, ...]
     return (most_nbytes() - before) / ((x.numel() + y.numel()) * 4)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="oneDNN's own order of data was looked at on x86 alone")
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+def peak_of_lstm(units: int, layers: int, samples: int, steps: int) -> float:
+    """The same of an LSTM, by bytes of its output."""
+    assert map_large_blocks()
+    torch.set_num_threads(1)
+    lstm = nn.LSTM(units, units, layers, batch_first=True)
+    lstm(torch.randn(1, 4, units, requires_grad=True))[0].sum().backward()
+    x = torch.randn(samples, steps, units, requires_grad=True)
+    y = lstm(x)[0]
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = most_nbytes()
+    y.backward(torch.ones_like(y))
+    return (most_nbytes() - before) / (y.numel() * 4)
+
+
+seen = pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() != "x86_64" or not torch.backends.mkldnn.is_available(),
+    reason="reads /proc, and what oneDNN holds was looked at on x86 alone",
+)
+
+
+@seen
+@pytest.mark.parametrize(
+    ("units", "layers", "samples", "steps"), [(256, 1, 64, 128), (256, 2, 64, 128), (128, 3, 128, 128)]
+)
+def test_an_lstm_holds_ten_times_its_output(units: int, layers: int, samples: int, steps: int) -> None:
+    held = run_ranks(peak_of_lstm, 1, units, layers, samples, steps)[0]
+    assert held == pytest.approx(constants.RECURRENT_PASSES, rel=0.15)
+
+
+@seen
 @pytest.mark.parametrize(
     ("inside", "out", "samples", "shape"),
     [(48, 16, 4, (24, 24, 24)), (16, 16, 8, (24, 24, 24)), (64, 64, 16, (48, 48))],
@@ -63,6 +92,12 @@ def convolution(name: str, inside: float, out: float, kept: float, halo: float =
         spatial=True,
         halo_nbytes_per_cut=halo,
     )
+
+
+def test_the_backward_of_a_recurrent_layer_counts_on_a_host() -> None:
+    cost = OpCost(kind="rnn", flops_forward=1.0, flops_backward=2.0, nbytes_forward=1.0, nbytes_backward=1.0)
+    lstm = ModuleSpec(name="l", kind="LSTM", activation_nbytes=8e6, output_nbytes=1e6, ops=(cost,))
+    assert activations(layers(lstm)) == 4 * (8e6 + 10e6)
 
 
 def layers(*modules: ModuleSpec) -> ModelSpec:

@@ -98,6 +98,11 @@ both, and a copy of the input and of the output's gradient in the order that one
 single convolutions in processes of their own (float32, 2 and 3 dims, 16 to 64 channels): tests/predict/
 test_convolution_memory.py sees it again. One channel or a 1 x 1 kernel takes less."""
 
+RECURRENT_PASSES: Final = 10.0
+"""What the backward of a recurrent layer holds on a host while it runs, in bytes of its output: the gradients of what
+oneDNN's LSTM kept (four gates, two states), of its input and output, and copies of both. Seen in LSTMs of one to three
+layers in processes of their own (float32, 256 and 512 units): tests/predict/test_convolution_memory.py."""
+
 CUT_CONVOLUTION_PASSES: Final = 3.0
 """The same where the input is cut in space: rows whose interior is computed apart lie in views, which are copied once
 more. The gradient of the rows with their halos is held besides."""

@@ -161,14 +161,16 @@ def arrived(columns: ModelTable, stages: Stages, keeps: Kept) -> Array:
 
 
 def convolving(columns: ModelTable, part: Division, stages: Stages, keeps: Kept, *, space: bool, half: bool) -> Array:
-    """Bytes of one sample that a host holds in the backward of each module's convolution beyond what is kept at the
-    start of backward: what later modules of its stage kept is gone by then. `space`: samples are cut there."""
+    """Bytes of one sample that a host holds in the backward of each module's convolution or recurrent layer beyond what
+    is kept at the start of backward: what later modules of its stage kept is gone by then. `space`: samples are cut
+    there."""
     share = part.work * (0.5 if half else 1.0)
     both = columns.convolved * share
     held = constants.CONVOLUTION_PASSES * both
     if space:
         cut = constants.CUT_CONVOLUTION_PASSES * both + np.maximum(both - columns.outputs * share, 0.0)
         held = np.where(columns.halo.any(axis=1), cut, held)
+    held = np.maximum(held, constants.RECURRENT_PASSES * columns.recurred * share)
     if stages.count > 1:  # gradients of what goes in and of what comes out
         held = np.maximum(held, np.where(columns.multiplies, 1.0, 2.0) * keeps.output)
     order = np.argsort(stages.stage, kind="stable")

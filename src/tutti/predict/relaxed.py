@@ -13,6 +13,7 @@ from tutti.predict.network import message
 from tutti.predict.overlap import Exchange
 from tutti.predict.placement import Seat
 from tutti.predict.worker import rank_bandwidth
+from tutti.spec.compression import Compression
 from tutti.spec.plan import Plan, Sync
 from tutti.spec.relaxed import settled
 from tutti.spec.words import ALONE, SyncMode
@@ -144,8 +145,11 @@ EXCHANGES: Mapping[SyncMode, Exchanging] = {
 }  # fmt: skip
 """What is known of each mode in which replicas differ."""
 
-CODED_PASSES = 8.0
+CODED_PASSES = 4.0
 """What the mean of coded changes takes more: they are taken from what was equal and added to it, which is read anew."""
+
+WAITED_PARTS, LEAST_PART_NBYTES = 8, 4 * 2**16
+"""In how many parts a sum in a code goes that is waited for, and how large they are at least: as travel.py has them."""
 
 DELAYED_CODED_PASSES = 3.0
 """The same of one that is taken in later, a cache's size at a time; without a code that takes no more than another."""
@@ -162,11 +166,25 @@ class Trained:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coded:
-    """What one sum of replicas' changes takes in a code, how much of it in kernels, and what a rank sends for it."""
+    """What one sum of replicas' changes takes in a code, how much of it in kernels, and what a rank sends for it.
+    `parts`: in which it goes where it is waited for, so that one is written or read while another travels."""
 
     seconds: float
     kernels_s: float
     sent_nbytes: float
+    parts: int = 1
+
+    def meanwhile_s(self, core_share: float) -> float:
+        """Seconds of a sum that is waited for in which kernels work and a part travels; what travels takes
+        `core_share` of a core."""
+        return (1 - 1 / self.parts) * min(self.kernels_s, self.seconds - self.kernels_s) * (1 - core_share)
+
+
+def waited_parts(how: Compression, nbytes: float) -> int:
+    """The parts of a sum of `nbytes` in a code: one where the code must see it whole."""
+    if how.method == "powersgd" or how.settings.get("sparse"):
+        return 1
+    return max(1, min(WAITED_PARTS, int(nbytes // LEAST_PART_NBYTES)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,6 +224,8 @@ def exchanged_apart(
     if how.behind or told.delay:
         hidden_s = min(wire_s - kernels_s, behind_s)
         waited_s = wire_s - hidden_s + group.core_share(seat) * hidden_s
+    elif coded is not None:
+        waited_s -= coded.meanwhile_s(group.core_share(seat))
     own = often * how.sent(group.ranks) * n if coded is None else coded.sent_nbytes
     sent = own + _ring_share(group.ranks) * (state + statistics)
     done = Exchange(

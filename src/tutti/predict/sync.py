@@ -11,7 +11,7 @@ from tutti.predict.factors import RowsOf, by_factors
 from tutti.predict.groups import Group, Network
 from tutti.predict.overlap import TIERS, Bucket, Exchange, Taken, buckets, exchange
 from tutti.predict.placement import Seat
-from tutti.predict.relaxed import Coded, Trained, exchanged_apart
+from tutti.predict.relaxed import Coded, Trained, exchanged_apart, waited_parts
 from tutti.predict.sharding import Costs
 from tutti.predict.table import Flags, ModelTable
 from tutti.predict.worker import Array, rank_bandwidth
@@ -178,7 +178,9 @@ def _apart(columns: ModelTable, net: Network, plan: Plan, behind_s: float) -> Sy
     how, coded = changes_written(plan, group, columns.gradients), None
     if how is not None:
         seconds, kernels_s = how.sum_s(plan, group, seat, trained.parameters)
-        coded = Coded(seconds=seconds, kernels_s=kernels_s, sent_nbytes=how.sent_nbytes)
+        assert plan.sync.compress is not None
+        parts = waited_parts(plan.sync.compress, trained.parameters)
+        coded = Coded(seconds=seconds, kernels_s=kernels_s, sent_nbytes=how.sent_nbytes, parts=parts)
     done = exchanged_apart(plan.sync, group, seat, trained, behind_s, coded)
     return Sync(exchange=done.exchange, sent_nbytes=done.sent_nbytes, buckets=())
 

@@ -62,7 +62,8 @@ class ModelTable:
     sample, 0 where it is not of tokens; `summed`, `gathered`: what the split axis does with
     a divided module's output; `inputs`: of those whose gradient is wanted; `halo`: bytes across one cut through each
     spatial dim, (modules, 3). `linear`: bytes of the input of a linear layer that `table` can divide; `first`:
-    nothing before it is trained. `convolved`: bytes that the module's largest convolution reads and writes in forward.
+    nothing before it is trained. `convolved`: bytes that the module's largest convolution reads and writes in forward;
+    `recurred`: of the output of a recurrent layer.
     `flow`: what modules pass on.
     """
 
@@ -91,6 +92,7 @@ class ModelTable:
     spatial: Flags
     multiplies: Flags
     convolved: Array
+    recurred: Array
     unit: NDArray[np.intp]
     block: Flags
     owner: NDArray[np.intp]
@@ -149,6 +151,7 @@ def model_table(model: ModelSpec) -> ModelTable:
         spatial=flags(lambda module: module.spatial),
         multiplies=flags(multiplies),
         convolved=column(_convolved),
+        recurred=column(lambda module: module.output_nbytes if any(op.kind == "rnn" for op in module.ops) else 0.0),
         unit=_units(blocks, names),
         block=np.array([block >= 0 for block in blocks], dtype=np.bool_),
         owner=np.array([place.get(module.tied_to or "\0", -1) for module in modules], dtype=np.intp),

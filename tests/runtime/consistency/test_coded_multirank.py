@@ -108,33 +108,41 @@ def sent_by_step(seen: Seen) -> list[int]:
     ]
 
 
-def what_went_in(size: int, code: str) -> tuple[torch.Tensor, torch.Tensor]:
+def what_went_in(size: int, code: str, rows: int, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Of several sums on this rank: what all of them gave, and what this rank put in less what it keeps back. What it
     says to have sent is what its exchanges put on the wire."""
     torch.set_default_dtype(torch.float64)
     world = join()
     layout = Layout.of(torch.nn.Linear(1, 1), Mesh({"replicate": size}, world.rank), ())
     replicas = Replicas.of(layout.mesh, layout.lane("parameters", "replicate"), layout.lane("scalars", "replicate"))
-    vectors = Vectors([("a", torch.zeros(7, 5)), ("b", torch.zeros(3))])
-    sums = CodedSums(replicas, parse_compression(code), vectors)
+    vectors = Vectors([("a", torch.zeros(rows, 5)), ("b", torch.zeros(3))])
+    sums = CodedSums(replicas, parse_compression(code), vectors, 0)
+    assert len(sums.exchanges) == parts
     generator = torch.Generator().manual_seed(world.rank)
-    came, went = torch.zeros(38), torch.zeros(38)
+    came, went = torch.zeros(5 * rows + 3), torch.zeros(5 * rows + 3)
     for _ in range(5):
-        flat = torch.randn(38, generator=generator)
+        flat = torch.randn(5 * rows + 3, generator=generator)
         went += flat
         sums.sum([flat])
         came += flat
     kept = sums.held()
     assert sums.count == 5
     assert layout.lane("parameters", "replicate").take().nbytes == sum(one.wire.sent_nbytes for one in sums.exchanges)
-    worker = kept["worker-residual-0"][0]
-    went -= worker
+    went -= torch.cat([kept[f"worker-residual-{part}"][0] for part in range(parts)])
     return came, went
 
 
-@pytest.mark.parametrize("code", ["top-k,density=0.1", "top-k,density=0.1,sparse=true"])
-def test_what_a_code_leaves_out_goes_with_the_next_sum(code: str) -> None:
-    found = run_ranks(what_went_in, 3, 3, code)
+@pytest.mark.parametrize(
+    ("code", "rows", "parts"),
+    [
+        ("top-k,density=0.1", 7, 1),
+        ("top-k,density=0.1", 40_001, 3),
+        ("top-k,density=0.1,sparse=true", 40_001, 1),
+    ],
+)
+def test_what_a_code_leaves_out_goes_with_the_next_sum(code: str, rows: int, parts: int) -> None:
+    """Also in parts, of which one is written or read while another travels."""
+    found = run_ranks(what_went_in, 3, 3, code, rows, parts)
     total = sum(went for _, went in found)
     for came, _ in found:
         torch.testing.assert_close(came, total, rtol=1e-12, atol=1e-12)

@@ -83,19 +83,20 @@ class Averaged(Apart):
         return self.replicas.mean(self.vectors.read())
 
     def _coded_mean(self, how: Compression) -> Flats:
-        before, changes = self.held["reference"], self.vectors.read()
-        torch._foreach_sub_(changes, before)
-        sums = self._sums(how)
+        before, sums = self.held["reference"], self._sums(how)
+        changes = [torch.empty_like(flat) for flat in before]
+        for now, equal, change in self.vectors.pieces(before, changes):
+            torch.sub(now, equal, out=change)
         sums.sum(changes)
         self.counts["coded"] = sums.count
-        torch._foreach_div_(changes, float(self.replicas.size))
-        torch._foreach_add_(changes, before)
+        for equal, change in zip(before, changes, strict=True):
+            torch.add(equal, change, alpha=1.0 / self.replicas.size, out=change)
         return changes
 
     def _sums(self, how: Compression) -> CodedSums:
         """Those of the parameters that are trained now; of others what was kept back is dropped."""
         if self._coded is None or self._coded.vectors is not self.vectors:
-            self._coded, self.counts["coded"] = CodedSums(self.replicas, how, self.vectors, self.delay or 1), 0
+            self._coded, self.counts["coded"] = CodedSums(self.replicas, how, self.vectors, self.delay), 0
         return self._coded
 
 

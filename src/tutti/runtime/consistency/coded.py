@@ -4,20 +4,21 @@ import torch
 
 from tutti.compress.exchange import Exchange, all_finite
 from tutti.runtime.compressed.methods import make_exchange, turns_of
-from tutti.runtime.consistency.travel import Leg, Travel, parts_for, parts_of
+from tutti.runtime.consistency.travel import WAITED, Leg, Travel, parts_for, parts_of
 from tutti.runtime.consistency.vectors import Flats, Replicas, Vectors
 from tutti.spec.compression import Compression
 
 
 class CodedSums:
-    """Sums of what `vectors` gives, in the code `how`: an exchange for each vector, or for each of some parts of it
-    where sums travel for several `updates` and the code takes values wherever they are. `count`: how many sums
-    counted."""
+    """Sums of what `vectors` gives, in the code `how`: an exchange for each of some parts of each vector, or for all of
+    it: in one part where the code must see it whole. `updates`: for how many sums travel, 0: they are waited for, None:
+    in one part. `count`: how many sums counted."""
 
-    def __init__(self, replicas: Replicas, how: Compression, vectors: Vectors, updates: int = 1) -> None:
+    def __init__(self, replicas: Replicas, how: Compression, vectors: Vectors, updates: int | None = None) -> None:
         self.vectors, self.turns, self._lane = vectors, turns_of(how, replicas.size), replicas.lane
-        whole = how.method == "powersgd" or bool(how.settings.get("sparse"))
-        parts = 1 if whole else parts_for(updates, self.turns)
+        parts = parts_for(updates, self.turns) if updates else WAITED
+        if updates is None or how.method == "powersgd" or how.settings.get("sparse"):
+            parts = 1
         self.exchanges: list[Exchange] = []
         self._places: list[tuple[int, slice]] = []
         for place, (shapes, (dtype, device)) in enumerate(zip(vectors.shapes, vectors.kinds, strict=True)):

@@ -17,6 +17,10 @@ LEAST, EVEN = 1 << 16, 1 << 12
 code then end where parts do."""
 
 
+WAITED = 8
+"""Parts of a sum in a code that is waited for: one is written or read while another travels."""
+
+
 def parts_for(updates: int, turns: int) -> int:
     """How many parts travel in so many updates, where each takes `turns` rounds: with every update but the last a round
     begins, so that the last has an update's time, too."""
@@ -84,9 +88,11 @@ class Travel:
         return bool(self._waiting or self._flying)
 
     def _turn(self) -> None:
-        """The next round of those that have begun, and the first of one more."""
+        """The first round of one more, then the next of those that have begun: what one sends travels while others are
+        read."""
         self._turns += 1
-        self._flying = [leg for leg in [*self._flying, *self._waiting[:1]] if leg.next()]
+        begun = [leg for leg in self._waiting[:1] if leg.next()]
+        self._flying = [*(leg for leg in self._flying if leg.next()), *begun]
         self._waiting = self._waiting[1:]
 
 
