@@ -56,7 +56,7 @@ def way_of(choice: Choice) -> str:
     ("mbit", "reduced", "relaxed"),
     [
         (100_000, "synchronous", "synchronous"),  # as good as unlimited
-        (1000, "bytegrad", "local:period=8 in qsgd,bits=8"),
+        (1000, "bytegrad", "local:period=4 in qsgd,bits=8"),
         (100, "powersgd,rank=2", "local:period=8 in qsgd,bits=4"),
     ],
 )

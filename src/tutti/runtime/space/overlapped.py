@@ -161,14 +161,13 @@ class _Convolve(torch.autograd.Function):
         there, own, space = pieces.firsts(extended=True), pieces.firsts(extended=False), pieces.space
         totals: list[torch.Tensor | None] = [None, None]
         extended = _extended(pieces, tensor, ctx.rows, halos)
-        wanted: torch.Tensor | None = None
+        wanted = torch.zeros_like(extended) if mask[0] and pieces.interior is not None else None
         for slab in pieces.slabs:
             found = _piece(pieces, slab, grad, pieces.input_of(extended, slab, there), weight, mask, totals)
-            if mask[0] and found.shape == extended.shape:
-                wanted = found
-            elif mask[0]:
-                wanted = torch.zeros_like(extended) if wanted is None else wanted
+            if wanted is not None:
                 pieces.input_of(wanted, slab, there).add_(found)
+            elif mask[0]:
+                wanted = _spread(pieces, slab, found, extended, there)
         del extended
         travel = None if wanted is None else pieces.routes[-1].start_back(wanted, space)
         core: Any = None
@@ -211,6 +210,15 @@ def _piece(
         if other is not None and mask[1 + i]:
             totals[i] = other if before is None else before.add_(other)
     return found
+
+
+def _spread(pieces: Pieces, box: Box, found: torch.Tensor, extended: torch.Tensor, firsts: list[int]) -> torch.Tensor:
+    """The gradient of all of a part's input, of which a box of output rows needed all or some: the only piece."""
+    if found.shape == extended.shape:
+        return found
+    result = torch.zeros_like(extended)
+    pieces.input_of(result, box, firsts).copy_(found)
+    return result
 
 
 def _assemble(pieces: Pieces, core: torch.Tensor, made: list[torch.Tensor]) -> torch.Tensor:
