@@ -101,7 +101,7 @@ test_convolution_memory.py sees it again. One channel or a 1 x 1 kernel takes le
 RECURRENT_PASSES: Final = 10.0
 """What the backward of a recurrent layer holds on a host while it runs, in bytes of its output: the gradients of what
 oneDNN's LSTM kept (four gates, two states), of its input and output, and copies of both. Seen in LSTMs of one to three
-layers in processes of their own (float32, 256 and 512 units): tests/predict/test_convolution_memory.py."""
+layers in processes of their own (float32, 128 and 256 units): tests/predict/test_convolution_memory.py."""
 
 CUT_CONVOLUTION_PASSES: Final = 3.0
 """The same where the input is cut in space: rows whose interior is computed apart lie in views, which are copied once

@@ -66,6 +66,7 @@ def make_header(
     *,
     name: str | None,
     model: torch.nn.Module,
+    parameters: int,
     mesh: dict[AxisName, int],
     recipe: Recipe,
     data: DataInfo,
@@ -73,7 +74,7 @@ def make_header(
     resumed_at_step: int,
     facts: Mapping[str, str],
 ) -> RunHeader:
-    """Everything about the run that is known now. Called on rank 0."""
+    """Everything about the run that is known now; `parameters`: of the whole model. Called on rank 0."""
     script = script_path()
     commit, dirty = git_state(script.parent)
     return RunHeader(
@@ -95,7 +96,7 @@ def make_header(
         git_dirty=dirty,
         environment_sha256=environment_hash(),
         model=type(model).__name__,
-        parameters=sum(p.numel() for p in model.parameters()),
+        parameters=parameters,
         recipe=recipe,
         data=data,
         resumed_from=str(resumed_from) if resumed_from else None,

@@ -127,7 +127,8 @@ class Layout:
 
     `held`: what is not whole on every rank, or is summed otherwise; `names`: every name and whole shape of the user's
     model, in its order, also of tensors that other ranks hold; `tied`: groups of names that are one tensor; `states`:
-    the same of the optimizers' state; `traffic`: what is exchanged with other ranks.
+    the same of the optimizers' state; `traffic`: what is exchanged with other ranks; `parameters`: how many values all
+    ranks' parameters have, tied ones once.
     """
 
     mesh: Mesh
@@ -137,6 +138,7 @@ class Layout:
     sole: dict[str, bool] = field(default_factory=dict)
     states: OptimizerLayout = field(default_factory=OptimizerLayout)
     traffic: Traffic = field(default_factory=Traffic)
+    parameters: int = 0
 
     @classmethod
     def of(cls, model: nn.Module, mesh: Mesh, optimizers: Iterable[Optimizer] = ()) -> "Layout":
@@ -151,6 +153,7 @@ class Layout:
             {name: tuple(tensor.shape) for name, tensor in _all(model)},
             [names for names in same.values() if len(names) > 1],
             states=OptimizerLayout(groups=groups),
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
         )
 
     def lane(self, carried: Carried, *axes: AxisName) -> Lane:

@@ -275,6 +275,7 @@ def _write_header(run: Run, session: Session, resumed: Path | None) -> None:
         ranks,
         name=session.name,
         model=run.model,
+        parameters=run.layout.parameters,
         mesh=run.plan.mesh,
         recipe=_recipe(run),
         data=data,
