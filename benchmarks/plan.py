@@ -303,15 +303,8 @@ def launch_words(run_folder: Path, list_file: Path, case: Case, sizes: Sizes, ro
         *(f"--batch={batch}", f"--output={rows_file}", f"--steps={sizes.steps}"),
         *(f"--seconds={sizes.milliseconds / 1000}", f"--limit={sizes.limit_s}", f"--plans={list_file}"),
         *(f"--patience={sizes.patience_s}", f"--again={sizes.again_s}"),
-        f"--pace={probed_pace(case.cluster, case.ranks)}",
+        f"--pace={usual([case.cluster])}",
     ]
-
-
-def probed_pace(cluster: ClusterSpec, ranks: int) -> float:
-    """What a product ran at when the cluster was probed; 0 where ranks beyond the cores would disturb it themselves."""
-    if ranks > len(os.sched_getaffinity(0)):
-        return 0.0
-    return usual([cluster])
 
 
 def trained(lab: Lab, words: Sequence[str], cwd: Path, limit_s: float) -> str | None:

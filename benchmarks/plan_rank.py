@@ -8,6 +8,7 @@ which the planner describes.
 import argparse
 import gc
 import json
+import math
 import os
 import select
 import signal
@@ -186,7 +187,7 @@ up to twice as long as those after (memory is touched for the first time, connec
 class Step:
     """Seconds of one step: by the clock on the slowest rank, and of this rank's processors; which part of the machine's
     core time was stolen meanwhile, on the rank that saw most; FLOP/s of a product before and after it, the least of any
-    rank."""
+    core."""
 
     wall_s: float
     cpu_s: float
@@ -242,14 +243,18 @@ def one_step(loop: Iterator[tutti.Job]) -> Step:
     dist.barrier()  # or a rank whose product took less would begin earlier, and its step would have the difference
     stolen, busy, start = Stolen(), time.process_time(), time.perf_counter()
     next(loop)
-    wall, busy = time.perf_counter() - start, time.process_time() - busy
-    agreed = torch.tensor([wall, stolen.share(), -min(before, pace())], dtype=torch.float64)
+    wall, busy, share = time.perf_counter() - start, time.process_time() - busy, stolen.share()
+    dist.barrier()  # a rank whose part ends later may be on this core
+    agreed = torch.tensor([wall, share, -min(before, pace())], dtype=torch.float64)
     dist.all_reduce(agreed, dist.ReduceOp.MAX)
     return Step(wall_s=agreed[0].item(), cpu_s=busy, stolen=agreed[1].item(), pace=-agreed[2].item())
 
 
 def pace() -> float:
-    """FLOP/s of the better of two products of `PACE_N` square float32 matrices."""
+    """FLOP/s of the better of two products of `PACE_N` square float32 matrices, while further ranks of this core
+    wait; of those, infinite."""
+    if int(os.environ["LOCAL_RANK"]) >= len(os.sched_getaffinity(0)):
+        return math.inf
     a = torch.ones(PACE_N, PACE_N)
     taken = []
     for _ in range(2):

@@ -4,6 +4,7 @@ import argparse
 import importlib
 import importlib.util
 import json
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -226,7 +227,7 @@ def test_plans_that_end_the_ranks_are_rows_and_the_rest_goes_on(
         return "no ranks"
 
     monkeypatch.setattr(bench, "trained", trained)
-    monkeypatch.setattr(bench, "probed_pace", lambda cluster, ranks: 0.0)
+    monkeypatch.setattr(bench, "usual", lambda clusters: 0.0)
     says("c")  # before an interruption
     found = bench.measure_plans(None, plans, case, tmp_path / "case", bench.QUICK, journal)
     assert launches == [["a", "b", "d", "e"], ["b", "d", "e"], ["d", "e"], ["d", "e"], ["d", "e"]]
@@ -321,12 +322,19 @@ def test_steps_at_another_pace_than_the_probes_do_not_count(
     assert [step.pace for step in rank.take(iter(()), args) if step.counts] == counted
 
 
-@pytest.mark.parametrize(("ranks", "pace"), [(2, 2e9), (10**6, 0.0)])
-def test_the_probes_pace_is_that_of_its_products(bench: Any, ranks: int, pace: float) -> None:
+def test_only_the_first_rank_of_a_core_tells_its_pace(rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {1})
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert 0 < rank.pace() < math.inf
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert rank.pace() == math.inf
+
+
+def test_the_probes_pace_is_that_of_its_products(bench: Any) -> None:
     seen = (("float32", 256, 1e9), ("float32", 512, 2e9), ("float32", 1024, 4e9), ("bfloat16", 256, 9e9))
     rates = tuple(GemmRate(dtype=dtype, n=n, threads=1, flops_per_s=rate) for dtype, n, rate in seen)
     found = machine(cpu(gemm=rates), count=2)
-    assert bench.probed_pace(found, ranks) == pace
+    assert bench.usual([found]) == 2e9
     assert bench.steadiness(found, 0.0) == 0.25
 
 
