@@ -1,7 +1,7 @@
 """What follows from the rows of `pays`: time to quality in every cell, beside the floor and the best of the others."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pays_methods import AUTOS, CHECKED_ALIKE, METHODS, stood_for
@@ -80,8 +80,9 @@ def cell(rows: Rows, times: dict[str, Any], methods: Sequence[str]) -> dict[str,
         }
         reached = [count for count in steps if count is not None]
         if len(reached) == len(steps):
-            one["to_quality_s"] = statistics.median(reached) * one["step_s"]
-            one["to_quality_range_s"] = [min(reached) * one["step_s"], max(reached) * one["step_s"]]
+            begun = first_s(name, one["step_s"], times["step_s"])
+            one["to_quality_s"] = begun + statistics.median(reached) * one["step_s"]
+            one["to_quality_range_s"] = [begun + count * one["step_s"] for count in (min(reached), max(reached))]
         if listed in AUTOS:
             one |= {"is": name, "predicted_step_s": choice["predicted_step_s"]}
         found[listed] = one
@@ -90,6 +91,13 @@ def cell(rows: Rows, times: dict[str, Any], methods: Sequence[str]) -> dict[str,
         if floor and "to_quality_s" in one:
             one["of_floor"] = one["to_quality_s"] / floor
     return found
+
+
+def first_s(name: str, step_s: float, times: Mapping[str, Sequence[float]]) -> float:
+    """Seconds that a method's first updates take beyond those of its others: as many as it makes like DDP, where DDP
+    was timed beside it."""
+    begins = METHODS[name].begins if name in METHODS else 0
+    return begins * (statistics.median(times["ddp"]) - step_s) if begins and times.get("ddp") else 0.0
 
 
 def verdict(one: dict[str, Any], rate: str) -> dict[str, Any]:
@@ -143,11 +151,13 @@ def checks(part: str, rows: Rows, cells: dict[str, Any]) -> Rows:
         if row["kind"] != "quality" or row["rate"] == "unlimited" or "looks" not in row:
             continue
         cell_name = f"{part}@{row['rate']}"
-        step_s = cells.get(cell_name, {}).get(row["method"], {}).get("step_s")
+        timed = cells.get(cell_name, {})
+        step_s = timed.get(row["method"], {}).get("step_s")
         if step_s is None:
             continue
         steps = row["looks"][-1][0]
-        product = steps * step_s
+        ddp = timed.get("ddp", {}).get("step_s")
+        product = steps * step_s + first_s(row["method"], step_s, {"ddp": [ddp] if ddp else []})
         found.append({"cell": cell_name, "method": row["method"], "steps": steps, "run_s": row["train_s"],
                       "product_s": product, "run_of_product": row["train_s"] / product})  # fmt: skip
     return found

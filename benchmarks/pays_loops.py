@@ -18,7 +18,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from pays_methods import PERIOD, POST_LOCAL_START, RANK, Method
+from pays_methods import PERIOD, POST_LOCAL_START, POWERSGD_START, RANK, Method
 from pays_work import Work, fresh, sequence
 
 
@@ -111,7 +111,9 @@ class TorchLoop:
         if name == "ddp fp16":
             replica.register_comm_hook(None, default_hooks.fp16_compress_hook)
         elif name == "ddp powersgd":
-            state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=RANK, start_powerSGD_iter=2)
+            state = powerSGD_hook.PowerSGDState(
+                None, matrix_approximation_rank=RANK, start_powerSGD_iter=POWERSGD_START
+            )
             replica.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         elif name == "ddp post-local":
             alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]

@@ -7,7 +7,9 @@ from typing import Any, Literal
 PERIOD = 8
 """Updates between two averages of the methods that average models."""
 
-POST_LOCAL_START = 4
+POST_LOCAL_START, POWERSGD_START = 4, 2
+"""Updates before which torch's two ways sum exactly."""
+
 RANK = 2
 
 
@@ -15,7 +17,8 @@ RANK = 2
 class Method:
     """`exact`: its sums are those of one device, so it takes as many steps as the others that are. `period`: steps
     between two exchanges, `delay`: in which one travels. `same_steps_as`: the method whose trainings stand for it,
-    being the same algorithm. `words`: for tutti, what the launcher would set.
+    being the same algorithm. `begins`: the first updates, which it makes as DDP does. `words`: for tutti, what the
+    launcher would set.
     """
 
     name: str
@@ -25,6 +28,7 @@ class Method:
     delay: int = 0
     words: tuple[tuple[str, str], ...] = ()
     same_steps_as: str = ""
+    begins: int = 0
     says: str = ""
 
 
@@ -59,11 +63,17 @@ METHODS = {
         _delayed("tutti delayed 4-bit", "qsgd,bits=4"),
         Method(name="ddp", side="torch", exact=True, says="DistributedDataParallel"),
         Method(name="ddp fp16", side="torch", same_steps_as="tutti plain", says="its fp16_compress_hook"),
-        Method(name="ddp powersgd", side="torch", says=f"its powerSGD_hook, rank {RANK} from step 2, one bucket"),
+        Method(
+            name="ddp powersgd",
+            side="torch",
+            begins=POWERSGD_START,
+            says=f"its powerSGD_hook, rank {RANK} from step {POWERSGD_START}, one bucket",
+        ),
         Method(
             name="ddp post-local",
             side="torch",
             period=PERIOD,
+            begins=POST_LOCAL_START,
             says=f"PostLocalSGDOptimizer, every {PERIOD} steps from step {POST_LOCAL_START}",
         ),
         Method(name="horovod", side="peer", exact=True, says="DistributedOptimizer, Gloo"),

@@ -63,6 +63,19 @@ def test_time_to_quality_is_median_steps_times_the_median_step(judge: ModuleType
     assert cell["tutti local"]["of_floor"] == pytest.approx(52 * 0.11 / 4.4)
 
 
+def test_first_updates_that_sum_like_ddp_take_ddp_s_time(judge: ModuleType) -> None:
+    begun = [training(name, seed, 40) for name in ("tutti plain", "ddp post-local") for seed in range(3)]
+    timed = timing("1gbit", floor=[0.1], ddp=[0.5], ddp_post_local=[0.2])
+    timed["step_s"]["ddp post-local"] = timed["step_s"].pop("ddp post local")
+    real = {**training("ddp post-local", 0, 40, "1gbit"), "train_s": 9.2}
+    found = judge.summary({"mlp-2": [*begun, timed, real]}, ("ddp", "ddp post-local"))
+    assert found["cells"]["mlp-2@1gbit"]["ddp post-local"]["to_quality_s"] == pytest.approx(4 * 0.5 + 36 * 0.2)
+    assert found["checked"][0]["run_of_product"] == pytest.approx(1.0)
+    alone = judge.summary({"mlp-2": [*begun, timing("1gbit", floor=[0.1]) | {"step_s": {"ddp post-local": [0.2]}}]},
+                          ("ddp", "ddp post-local"))  # fmt: skip
+    assert alone["cells"]["mlp-2@1gbit"]["ddp post-local"]["to_quality_s"] == pytest.approx(40 * 0.2)
+
+
 def test_a_method_that_misses_the_quality_in_one_seed_has_no_time_and_wins_nothing(judge: ModuleType) -> None:
     found = judge.summary({"mlp-2": ROWS}, METHODS)
     assert "to_quality_s" not in found["cells"]["mlp-2@1gbit"]["ddp powersgd"]
