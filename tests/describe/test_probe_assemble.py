@@ -8,6 +8,7 @@ import pytest
 from tutti.describe.probe.assemble import assemble
 from tutti.describe.probe.findings import DeviceRates, Findings, RankFacts, SharedRates, at_once
 from tutti.describe.probe.host import HostFacts
+from tutti.describe.probe.together import slowest
 from tutti.spec import codec
 from tutti.spec.cluster import (
     ClusterSpec,
@@ -171,13 +172,34 @@ def test_times_that_disagree_are_said(tier: Literal["node", "network"]) -> None:
     assert "1000000 bytes a quarter took up to 1 ms and half more than 4 ms" in cluster.conditions.notes[-1]
 
 
-def test_hosts_that_are_one_machine_measure_at_once() -> None:
-    def on(host: str, machine: str, device: str = "") -> RankFacts:
-        found = fact(host, device=device)
+def test_one_rank_of_each_host_measures_at_once() -> None:
+    def on(host: str, machine: str, device: str = "", cores: int = 4) -> RankFacts:
+        found = fact(host, device=device, cores=cores)
         return replace(found, host=replace(found.host, machine=machine))
 
-    lab = [on("a", "m"), on("a", "m"), on("b", "m"), on("b", "m"), on("c", "other")]
-    assert at_once(lab, 0) == [0, 2]  # one rank of each host: those of a host are measured together besides
-    assert at_once(lab, 4) == [4]
-    assert at_once([on("a", ""), on("b", "")], 0) == [0]
-    assert at_once([on("a", "m", "card"), on("b", "m", "card")], 0) == [0]
+    lab = [on("a", "m"), on("a", "m"), on("b", "m"), on("b", "m", cores=2), on("c", "other")]
+    assert at_once(lab, 0) == [0, 2, 4]  # those of a host are measured together besides
+    assert at_once([*lab, on("d", "m", cores=8), on("e", "n", cores=8)], 0) == [0, 2, 4, 5]  # as slow as its neighbours
+    assert at_once([on("a", "m", "card"), on("a", "m", "other card"), on("b", "m", "card")], 0) == [0, 2]
+    assert at_once([on("a", "m", "card"), on("a", "m", "other card"), on("b", "m", "card")], 1) == [1]
+
+
+def test_hosts_that_measured_at_once_count_as_the_slowest_of_them() -> None:
+    def rates(pace: float, *more: int) -> DeviceRates:
+        gemm = tuple(GemmRate(dtype="float32", n=n, flops_per_s=pace * n) for n in (256, *more))
+        passed = WeightRate(dtype="float32", forward=pace, input_gradient=5.0 - pace, weight_gradient=1.0)
+        code = CompressRate(method="qsgd", numel=8, encode_s=1 / pace, decode_s=0.1)
+        return replace(RATES, gemm=gemm, memory=(MemoryRate(bytes_per_s=pace),), weights=(passed,), codes=(code,),
+                       kernel_overhead_s=1 / pace, efficiency={"conv": pace})  # fmt: skip
+
+    found = slowest({"a": rates(2.0, 512), "b": rates(1.0), "c": rates(2.2, 512)})
+    assert [(rate.n, rate.flops_per_s) for rate in found.gemm] == [(256, 256.0)]  # b skipped N = 512
+    assert found.memory[0].bytes_per_s == 1.0
+    assert (found.weights[0].forward, found.weights[0].input_gradient) == (1.0, 2.8)
+    assert (found.codes[0].encode_s, found.kernel_overhead_s, found.efficiency) == (1.0, 1.0, {"conv": 2.0})
+    assert found.notes[0] == RATES.notes[0]
+    assert [note.split(",")[0] for note in found.notes[1:]] == [
+        "host b multiplies at 50% of the usual pace of its kind"
+    ]
+    assert slowest({"a": rates(2.0), "b": rates(1.0)}).notes == RATES.notes  # which of two is the usual one?
+    assert slowest({"a": rates(2.0, 512)}) == rates(2.0, 512)

@@ -1,12 +1,12 @@
 """Findings of the ranks put together into a ClusterSpec. Pure: the same findings give the same spec."""
 
 import statistics
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from tutti.describe.probe import host
 from tutti.describe.probe.findings import DeviceRates, Findings, RankFacts, by_host, first_of_each_device
+from tutti.describe.probe.together import merged
 from tutti.spec.cluster import (
     ClusterSpec,
     Conditions,
@@ -26,8 +26,6 @@ ALIKE = 0.05
 
 DISAGREE = 1.5
 """A link's times disagree where their median is above so many lower quartiles of them."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +55,8 @@ def assemble(findings: Findings, *, measured_utc: str | None = None) -> ClusterS
 def _device(findings: Findings, name: str, rank: int) -> DeviceSpec:
     fact, alone = findings.facts[rank], findings.alone[name]
     neighbours = [findings.shared[other] for other in by_host(findings.facts)[fact.host.name]]
-    passed = _merge([shared.weights for shared in neighbours], lambda rate: (rate.dtype, rate.threads), _median_weights)
-    copied = _merge([shared.memory for shared in neighbours], lambda rate: rate.threads, _median_memory)
+    passed = merged([shared.weights for shared in neighbours], lambda rate: (rate.dtype, rate.threads), _median_weights)
+    copied = merged([shared.memory for shared in neighbours], lambda rate: rate.threads, _median_memory)
     return DeviceSpec(
         name=name,
         kind=fact.kind,
@@ -66,7 +64,7 @@ def _device(findings: Findings, name: str, rank: int) -> DeviceSpec:
         memory_bandwidth_bytes_per_s=max(rate.bytes_per_s for rate in alone.memory),
         peak_flops_per_s=_peaks(alone),
         gemm=alone.gemm,
-        gemm_concurrent=_merge(
+        gemm_concurrent=merged(
             [shared.gemm for shared in neighbours], lambda rate: (rate.dtype, rate.n, rate.threads), _median_gemm
         ),
         memory_rates=(*alone.memory, *copied),
@@ -85,14 +83,6 @@ def _peaks(alone: DeviceRates) -> dict[str, float]:
     for rate in alone.gemm:
         peaks[rate.dtype] = max(peaks.get(rate.dtype, 0.0), rate.flops_per_s)
     return peaks
-
-
-def _merge(
-    of_ranks: list[tuple[T, ...]], key: Callable[[T], Hashable], median: Callable[[list[T]], T]
-) -> tuple[T, ...]:
-    """Rates that every rank has, each the median over the ranks."""
-    tables = [{key(rate): rate for rate in rates} for rates in of_ranks]
-    return tuple(median([table[where] for table in tables]) for where in tables[0] if all(where in t for t in tables))
 
 
 def _median_gemm(rates: list[GemmRate]) -> GemmRate:

@@ -22,7 +22,7 @@ class RankFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRates:
-    """What one rank measured on its device while all others waited."""
+    """What one rank measured on its device while all others of its host waited."""
 
     gemm: tuple[GemmRate, ...]
     memory: tuple[MemoryRate, ...]
@@ -76,13 +76,19 @@ def first_of_each_device(facts: list[RankFacts]) -> dict[str, int]:
 
 
 def at_once(facts: list[RankFacts], rank: int) -> list[int]:
-    """The ranks that measure a CPU alone, `rank` for all of them: itself, and the first rank on each other host that is
-    the same machine. Hosts of a laboratory share its caches and memory, and in a run all of them compute at once.
+    """The ranks that measure a device at once with `rank`, which is on it: on each other host the first rank, where it
+    has such a device too, or computes on the same machine. Hosts of a laboratory share caches and memory, and in a run
+    all hosts compute at once and wait for the slowest.
     """
-    own = facts[rank].host
+    own = facts[rank]
     alike = [
         ranks[0]
-        for ranks in by_host(facts).values()
-        if own.machine and facts[ranks[0]].host.machine == own.machine and facts[ranks[0]].kind == "cpu"
+        for name, ranks in by_host(facts).items()
+        if name != own.host.name and (facts[ranks[0]].device == own.device or _one_machine(facts[ranks[0]], own))
     ]
-    return sorted({rank, *alike}) if facts[rank].kind == "cpu" else [rank]
+    return sorted([rank, *alike])
+
+
+def _one_machine(one: RankFacts, other: RankFacts) -> bool:
+    """Whether two ranks compute on cores of one machine, as hosts of a laboratory do."""
+    return one.kind == other.kind == "cpu" and bool(one.host.machine) and one.host.machine == other.host.machine

@@ -23,6 +23,7 @@ from tutti.describe.probe.findings import (
     first_of_each_device,
 )
 from tutti.describe.probe.timing import Meet
+from tutti.describe.probe.together import slowest
 from tutti.describe.probe.ways import Party
 from tutti.spec.cluster import ClusterSpec, LinkSpec
 
@@ -98,18 +99,17 @@ def _facts(device: torch.device) -> RankFacts:
 def _alone(
     control: dist.ProcessGroup, facts: list[RankFacts], device: torch.device, effort: Effort, say: Say
 ) -> dict[str, DeviceRates]:
-    """Rates of each kind of device, measured by the first rank on one while all others wait, but for hosts that are the
-    same machine: one rank of each measures with it."""
+    """Rates of each kind of device, measured by one rank of each host while all others wait: the slowest."""
     rates: dict[str, DeviceRates] = {}
     for name, rank in first_of_each_device(facts).items():
         say(f"{name}, on rank {rank}")
         mine, together = None, at_once(facts, rank)
-        meet = _meeting([[one for one in together if facts[one].device == name]])
+        alike = [one for one in together if facts[one].device == name]
+        meet = _meeting([alike])
         if dist.get_rank() in together:
             mine = _device_rates(facts[dist.get_rank()], device, effort, say, meet)
-        found = _gather(control, mine)[rank]
-        assert found is not None
-        rates[name] = found
+        found = _gather(control, mine)
+        rates[name] = slowest({facts[one].host.name: measured for one in alike if (measured := found[one])})
     return rates
 
 
@@ -136,14 +136,15 @@ def _device_rates(fact: RankFacts, device: torch.device, effort: Effort, say: Sa
     say("convolutions and attention")
     kinds_found = kinds.measure(device, effort)
     say("gradients in fewer bytes")
+    coded = codes.measure(device, effort)
     return DeviceRates(
-        gemm=found.rates,
+        gemm=gemm.again(found.rates, device, effort),
         memory=copied,
         kernel_overhead_s=memory.kernel_overhead_s(device),
         notes=found.notes,
         weights=passed,
         efficiency=kinds_found,
-        codes=codes.measure(device, effort),
+        codes=coded,
     )
 
 

@@ -1,0 +1,76 @@
+"""What ranks on equal devices of several hosts measured at once, as one: steps wait for the slowest of them."""
+
+import statistics
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
+from typing import TypeVar
+
+from tutti.describe.probe.findings import DeviceRates
+from tutti.spec.cluster import CompressRate, GemmRate, MemoryRate, WeightRate
+
+BEHIND = 0.85
+"""A host whose products run at less than this part of the hosts' median pace is named."""
+
+T = TypeVar("T")
+
+
+def slowest(found: Mapping[str, DeviceRates]) -> DeviceRates:
+    """`found`: by host, the rank that speaks for all first. Of each rate the lowest, since ranks in step wait for it;
+    of efficiencies, which are relative, the median. Rates that not all have (a size was skipped) are left out."""
+    all_found = list(found.values())
+    if len(all_found) == 1:
+        return all_found[0]
+    efficiency = {kind: statistics.median(one.efficiency.get(kind, value) for one in all_found)
+                  for kind, value in all_found[0].efficiency.items()}  # fmt: skip
+    return DeviceRates(
+        gemm=merged([one.gemm for one in all_found], lambda rate: (rate.dtype, rate.n, rate.threads), _gemm),
+        memory=merged([one.memory for one in all_found], lambda rate: rate.threads, _memory),
+        weights=merged([one.weights for one in all_found], lambda rate: (rate.dtype, rate.threads), _weights),
+        codes=merged([one.codes for one in all_found], lambda rate: (rate.method, rate.numel), _codes),
+        kernel_overhead_s=max(one.kernel_overhead_s for one in all_found),
+        efficiency=efficiency,
+        notes=(*dict.fromkeys(note for one in all_found for note in one.notes), *_behind(found)),
+    )
+
+
+def merged(of_ranks: list[tuple[T, ...]], key: Callable[[T], Hashable], of: Callable[[list[T]], T]) -> tuple[T, ...]:
+    """Rates that every rank has, made one `of`."""
+    tables = [{key(rate): rate for rate in rates} for rates in of_ranks]
+    return tuple(of([table[where] for table in tables]) for where in tables[0] if all(where in t for t in tables))
+
+
+def _gemm(rates: list[GemmRate]) -> GemmRate:
+    return min(rates, key=lambda rate: rate.flops_per_s)
+
+
+def _memory(rates: list[MemoryRate]) -> MemoryRate:
+    return min(rates, key=lambda rate: rate.bytes_per_s)
+
+
+def _weights(rates: list[WeightRate]) -> WeightRate:
+    return replace(
+        rates[0],
+        forward=min(rate.forward for rate in rates),
+        input_gradient=min(rate.input_gradient for rate in rates),
+        weight_gradient=min(rate.weight_gradient for rate in rates),
+    )
+
+
+def _codes(rates: list[CompressRate]) -> CompressRate:
+    return max(rates, key=lambda rate: rate.encode_s + rate.decode_s)
+
+
+def _behind(found: Mapping[str, DeviceRates]) -> list[str]:
+    """A word on each host that is slower than most: its products beside those of the others, size by size."""
+    tables = {host: {(r.dtype, r.n, r.threads): r.flops_per_s for r in rates.gemm} for host, rates in found.items()}
+    shared = set.intersection(*(set(table) for table in tables.values()))
+    if len(tables) < 3 or not shared:  # of two nobody can say which is the usual one
+        return []
+    usual = {where: statistics.median(table[where] for table in tables.values()) for where in shared}
+    paces = {host: statistics.median(table[where] / usual[where] for where in shared) for host, table in tables.items()}
+    return [
+        f"host {host} multiplies at {pace:.0%} of the usual pace of its kind, and ranks in step wait for it: look what "
+        "else it does, or leave it out"
+        for host, pace in paces.items()
+        if pace < BEHIND
+    ]
