@@ -6,7 +6,7 @@ from typing import Literal
 import pytest
 
 from tutti.describe.probe.assemble import assemble
-from tutti.describe.probe.findings import DeviceRates, Findings, RankFacts, SharedRates, at_once
+from tutti.describe.probe.findings import DeviceRates, Findings, RankFacts, SharedRates, at_once, crowded
 from tutti.describe.probe.host import HostFacts
 from tutti.describe.probe.together import slowest
 from tutti.spec import codec
@@ -182,6 +182,16 @@ def test_one_rank_of_each_host_measures_at_once() -> None:
     assert at_once([*lab, on("d", "m", cores=8), on("e", "n", cores=8)], 0) == [0, 2, 4, 5]  # as slow as its neighbours
     assert at_once([on("a", "m", "card"), on("a", "m", "other card"), on("b", "m", "card")], 0) == [0, 2]
     assert at_once([on("a", "m", "card"), on("a", "m", "other card"), on("b", "m", "card")], 1) == [1]
+
+
+def test_more_hosts_than_cores_of_one_machine_are_crowded() -> None:
+    def on(host: str, machine: str, machine_cores: int) -> RankFacts:
+        found = fact(host, cores=1)
+        return replace(found, host=replace(found.host, machine=machine, machine_cores=machine_cores))
+
+    lab = [on("a", "m", 2), on("b", "m", 2), on("c", "m", 2), on("d", "other", 1), on("e", "", 0)]
+    assert crowded(lab, [0, 1, 2, 3, 4])
+    assert not crowded(lab, [0, 2, 3, 4])
 
 
 def test_hosts_that_measured_at_once_count_as_the_slowest_of_them() -> None:

@@ -1,6 +1,7 @@
 """Rates of matrix products: the formula against published tables, bounds on time, and a clock that waits."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -187,3 +188,13 @@ def test_a_dip_with_size_is_measured_again_and_the_better_rate_kept(monkeypatch:
     found = gemm.again([*first, *slower], CPU, TINY)
     assert asked == [("float32", 1024), ("float16", 512)]
     assert [one.flops_per_s for one in found] == [9.0, 10.0, 9.8, 9.0, 2.0, 1.0]
+
+
+def test_on_cores_in_turns_a_sample_lasts_several_of_them() -> None:
+    calls = []
+    for turns in (False, True, False):
+        calls.append(0)
+        with timing.in_turns(turns):
+            timing.in_step(lambda: calls.append(calls.pop() + 1) or time.sleep(2e-3), CPU, lambda: None)
+    assert calls[0] == calls[2] == 1 + timing.IN_STEP
+    assert calls[1] >= 2 + 4 * timing.IN_STEP  # 12 ms in calls of 2, or somewhat more

@@ -148,7 +148,7 @@ def _samples_beside_others() -> list[tuple[float, float]]:
 
 def test_who_shares_memory_measures_it_at_the_same_time() -> None:
     first, alone, other = run_ranks(_samples_beside_others, 3)
-    assert len(first) == len(other) == (2 + 18) * (1 + 9)  # each begins with one that does not count
+    assert len(first) == len(other) == (2 + 2 * 18) * (1 + 9)  # each begins with one that does not count
     for one, beside in ((first, other), (other, first)):
         # nobody is ahead: a sample begins when the one before has ended everywhere, however long it took there
         assert all(one[at][0] >= beside[at - 1][1] for at in range(len(one)) if at % 10)

@@ -31,11 +31,13 @@ def test_native_dtypes_are_measured_on_every_number_of_threads() -> None:
     before = torch.get_num_threads()
     effort = dataclasses.replace(QUICK, weight_size=64)
     found = weights.measure(CPU, effort, threads=(1, 2), dtypes=("float32", "float16", "float64"), concurrent=3)
-    assert [(rate.dtype, rate.threads, rate.concurrent) for rate in found] == [
-        ("float32", 1, 3),
-        ("float32", 2, 3),
-        ("float64", 1, 3),
-        ("float64", 2, 3),
+    assert [(rate.kind, rate.dtype, rate.threads, rate.concurrent) for rate in found] == [
+        ("gemm", "float32", 1, 3),
+        ("conv", "float32", 1, 3),
+        ("gemm", "float32", 2, 3),
+        ("conv", "float32", 2, 3),
+        ("gemm", "float64", 1, 3),
+        ("gemm", "float64", 2, 3),
     ]
     assert all(min(rate.forward, rate.input_gradient, rate.weight_gradient) > 0 for rate in found)
     assert torch.get_num_threads() == before
@@ -46,6 +48,7 @@ def test_native_dtypes_are_measured_on_every_number_of_threads() -> None:
 def test_a_spell_of_another_pace_between_two_products_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = iter([4e-3 + 16e-4, 4e-3 + 128e-4] * 3 + [9e-3, 4e-3 + 128e-4] * 3 + [4e-3 + 16e-4, 4e-3 + 128e-4] * 3)
     monkeypatch.setattr(weights.timing, "repeated", lambda *_, **__: SimpleNamespace(quartile_s=next(taken)))
+    monkeypatch.setattr(weights, "KINDS", {"float32": ("gemm",)})
     effort = dataclasses.replace(QUICK, weight_size=1000)
     (found,) = weights.measure(CPU, effort, threads=(1,), dtypes=("float32",))
     assert found.forward == found.input_gradient == found.weight_gradient == pytest.approx(1e9)  # 4 MB in 4 ms
@@ -65,7 +68,7 @@ def test_more_weights_than_caches_hold_take_turns(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(weights.host, "cache_nbytes", lambda: 40_000)
     effort = dataclasses.replace(QUICK, weight_size=64, weight_caches=4.0)
     weights.measure(CPU, effort, threads=(1,), dtypes=("float32",))
-    assert {len(one) for one in seen} == {10}  # 64 x 64 x 4 bytes each, 160,000 in all
+    assert {len(one) for one in seen if one[0].dim() == 2} == {10}  # 64 x 64 x 4 bytes each, 160,000 in all
     assert len({one.data_ptr() for one in seen[0]}) == 10
     many = [torch.full((2, 2), float(value)) for value in range(3)]
     forward, back, into = made(many, [torch.empty(2, 2) for _ in many], torch.eye(2), torch.eye(2))
@@ -87,3 +90,15 @@ def test_each_product_is_that_of_a_linear_layer() -> None:
         torch.testing.assert_close(forward(), layer(input), rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(back(), input.grad, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(into_weights(), layer.weight.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_each_product_is_that_of_a_convolution() -> None:
+    layer = torch.nn.Conv2d(3, 3, 3, padding=1, bias=False, dtype=torch.float64)
+    input = torch.randn(2, 3, 4, 4, dtype=torch.float64, requires_grad=True)
+    output = torch.randn(2, 3, 4, 4, dtype=torch.float64)
+    layer(input).backward(output)
+    with torch.no_grad():
+        forward, back, into_weights = weights._convolutions([layer.weight], [], input, output)
+        torch.testing.assert_close(forward(), layer(input), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(back()[0], input.grad, rtol=1e-12, atol=1e-12)  # type: ignore[index]
+        torch.testing.assert_close(into_weights()[1], layer.weight.grad, rtol=1e-12, atol=1e-12)  # type: ignore[index]

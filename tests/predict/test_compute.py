@@ -170,6 +170,20 @@ def test_how_weights_are_gone_over_is_taken_from_what_is_most_alike() -> None:
     assert worker_at(seat(gpu(), 1), "float32", "full").weights.forward_s == 0
 
 
+def test_convolutions_go_over_their_weights_at_their_own_pace_where_it_was_measured() -> None:
+    one = dataclasses.replace(products(first=False), kind="conv")
+    model = ModelSpec(name="m", modules=(ModuleSpec(name="a", kind="A", ops=(one,)),))
+    gemm, conv = thin(8e9, 8e9), dataclasses.replace(thin(2e9, 1e9), kind="conv")
+    alike, own = (worker_at(seat(cpu(weight_rates=rates), 1), "float32", "full") for rates in ((gemm,), (gemm, conv)))
+    assert alike.convolution_weights == alike.weights == own.weights
+    ahead, back = (
+        [way(op_table(model), who, 3, 1).memory_s for who in (alike, own)]
+        for way in (compute.forward, compute.backward)
+    )
+    assert ahead == pytest.approx([1e6 / 8e9, 1e6 / 2e9])
+    assert back == pytest.approx([2 * 1e6 / 8e9, 2 * 1e6 / 1e9])
+
+
 def test_no_samples_no_time() -> None:
     model = mlp()
     who = worker_at(seat(cpu(), 1), "float32", "full")

@@ -245,10 +245,8 @@ def _best(workers: list[Worker]) -> Worker:
     return replace(
         workers[0],
         matrix=curve,
-        weights=Pace(
-            forward_s=min(worker.weights.forward_s for worker in workers),
-            backward_s=min(worker.weights.backward_s for worker in workers),
-        ),
+        weights=_quickest([worker.weights for worker in workers]),
+        convolution_weights=_quickest([worker.convolution_weights for worker in workers]),
         vector_rate=max(worker.vector_rate for worker in workers),
         bandwidth_bytes_per_s=max(worker.bandwidth_bytes_per_s for worker in workers),
         kernel_overhead_s=min(worker.kernel_overhead_s for worker in workers),
@@ -256,6 +254,10 @@ def _best(workers: list[Worker]) -> Worker:
         slowdown=min(worker.slowdown for worker in workers),
         half=all(worker.half for worker in workers),
     )
+
+
+def _quickest(paces: list[Pace]) -> Pace:
+    return Pace(forward_s=min(pace.forward_s for pace in paces), backward_s=min(pace.backward_s for pace in paces))
 
 
 def _relative(worker: Worker, best: Worker) -> float:
@@ -270,8 +272,12 @@ def _relative(worker: Worker, best: Worker) -> float:
         ratios.append(best.call_s / worker.call_s)
     if worker.matrix.ramp_s > 0:
         ratios.append(best.matrix.ramp_s / worker.matrix.ramp_s)
-    if worker.weights.forward_s > 0:
-        ratios.append(best.weights.forward_s / worker.weights.forward_s)
-    if worker.weights.backward_s > 0:
-        ratios.append(best.weights.backward_s / worker.weights.backward_s)
+    for own, quickest in (
+        (worker.weights, best.weights),
+        (worker.convolution_weights, best.convolution_weights),
+    ):
+        if own.forward_s > 0:
+            ratios.append(quickest.forward_s / own.forward_s)
+        if own.backward_s > 0:
+            ratios.append(quickest.backward_s / own.backward_s)
     return max(ratios) * best.slowdown / worker.slowdown

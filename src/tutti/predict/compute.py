@@ -122,7 +122,7 @@ def forward(table: OpTable, worker: Worker, samples: int, modules: int) -> Work:
         flops=table.flops_forward,
         nbytes=table.nbytes_forward,
         weight_nbytes=weight,
-        weights_s=worker.weights.forward_s * table.weight_nbytes,
+        weights_s=_over_weights(table, worker.weights.forward_s, worker.convolution_weights.forward_s),
         calls=calls,
     )
     return _work(table, worker, samples, modules, passed)
@@ -138,10 +138,17 @@ def backward(table: OpTable, worker: Worker, samples: int, modules: int) -> Work
         flops=table.flops_backward,
         nbytes=table.nbytes_backward,
         weight_nbytes=weight,
-        weights_s=worker.weights.backward_s * np.clip(products, 0.0, 2.0) * table.weight_nbytes,
+        weights_s=_over_weights(table, worker.weights.backward_s, worker.convolution_weights.backward_s)
+        * np.clip(products, 0.0, 2.0),
         calls=calls,
     )
     return _work(table, worker, samples, modules, passed)
+
+
+def _over_weights(table: OpTable, products_s: float, convolutions_s: float) -> Array:
+    """(operators,): seconds in which one product of each goes over its weights, in so many a byte."""
+    each: Array = np.where(table.kind == KINDS.index("conv"), convolutions_s, products_s)
+    return each * table.weight_nbytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

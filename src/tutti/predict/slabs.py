@@ -52,7 +52,7 @@ def computed_apart(
         more = np.stack([share * slow * work.seconds, worker.slowdown * traffic, called])
         return Work(seconds=work.seconds + more.sum(axis=0), limits=work.limits + more)
 
-    pace = worker.weights
+    pace = worker.convolution_weights
     return longer(ahead, "forward", pace.forward_s), longer(back, "backward", 2 * pace.backward_s + 3 * moved_s)
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from tutti.errors import PlanError
 from tutti.predict import constants
 from tutti.predict.placement import Seat
-from tutti.spec.cluster import DeviceSpec, GemmRate
+from tutti.spec.cluster import DeviceSpec, GemmRate, WeightKind
 from tutti.spec.model import OpKind
 from tutti.spec.words import Evidence, Precision
 
@@ -59,7 +59,7 @@ class Pace:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worker:
     """What one rank computes with: `matrix` for matrix operators in the plan's precision and `weights` for what they do
-    besides with those, `vector_rate` for others.
+    besides with those, convolutions with theirs at their own pace, `vector_rate` for others.
 
     `kernel_overhead_s`: of a bare operator call; `call_s`: of one in a model, with all that is around it; `gap_s`: None
     where that is the worker's own time, else what lies between two kernels while another, the host, makes the calls.
@@ -68,7 +68,8 @@ class Worker:
     """
 
     matrix: Curve
-    weights: "Pace"
+    weights: Pace
+    convolution_weights: Pace
     vector_rate: float
     bandwidth_bytes_per_s: float
     efficiency: Array
@@ -111,10 +112,12 @@ def worker_at(seat: Seat, model_dtype: str, precision: Precision) -> Worker:
         overhead = constants.KERNEL_OVERHEAD_S[device.kind]
         assumptions.append(f"{overhead * 1e6:.0f} us for each operator call on {device.name}")
     pace, assumed = _pace(seat, dtype)
+    convolutions, _ = _pace(seat, dtype, "conv")
     assumptions += assumed
     return Worker(
         matrix=matrix,
         weights=pace,
+        convolution_weights=convolutions,
         vector_rate=base.best_rate,
         bandwidth_bytes_per_s=rank_bandwidth(seat),
         efficiency=np.array([device.efficiency.get(kind, constants.EFFICIENCY[kind]) for kind in KINDS]),
@@ -183,14 +186,17 @@ def _measured(seat: Seat, rates: list[GemmRate]) -> Curve:
     return Curve(flops=alone.flops, seconds=alone.seconds * max(1.0, at_once / gained))
 
 
-def _pace(seat: Seat, dtype: str) -> tuple[Pace, list[str]]:
+def _pace(seat: Seat, dtype: str, kind: WeightKind = "gemm") -> tuple[Pace, list[str]]:
     """How a rank of `seat` goes over weights in `dtype`, and in words what that assumes.
 
     Measured on the rank's threads while its neighbours did so too, or alone; else at the bandwidth of memory.
+    Convolutions of which nothing was measured have the pace of other products.
     """
     device, passes = seat.device, constants.WEIGHT_PASSES[seat.device.kind]
     at_once = min(seat.sharing, max(1, device.cores))
-    rates = {(rate.dtype, rate.threads, rate.concurrent): rate for rate in device.weight_rates}
+    measured = {rate.kind for rate in device.weight_rates if rate.dtype == dtype}
+    alike = [rate for rate in device.weight_rates if rate.kind == (kind if kind in measured else "gemm")]
+    rates = {(rate.dtype, rate.threads, rate.concurrent): rate for rate in alike}
     found = rates.get((dtype, seat.threads, at_once)) or rates.get((dtype, seat.threads, 1))
     if found is not None:
         backward = (1 / found.input_gradient + 1 / found.weight_gradient) / 2

@@ -61,13 +61,18 @@ class MemoryRate:
     concurrent: int = 1
 
 
+WeightKind = Literal["gemm", "conv"]
+"""Operators that go over weights: of linear layers, and convolutions."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightRate:
     """How fast matrix products go over their weights, of one process: bytes of weights a second, in each product.
 
     A product of few rows by a large matrix of weights takes longer than its FLOPs: the matrix is read, put in another
     order for the processor, and its gradient written, whatever the number of rows. `forward`, `input_gradient`,
-    `weight_gradient`: the three products of a linear layer. `concurrent`: as in GemmRate.
+    `weight_gradient`: the three products of a linear layer, or where `kind` says so of a convolution. `concurrent`: as
+    in GemmRate.
     """
 
     dtype: str
@@ -76,6 +81,7 @@ class WeightRate:
     input_gradient: float
     weight_gradient: float
     concurrent: int = 1
+    kind: WeightKind = "gemm"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,7 +55,9 @@ def assemble(findings: Findings, *, measured_utc: str | None = None) -> ClusterS
 def _device(findings: Findings, name: str, rank: int) -> DeviceSpec:
     fact, alone = findings.facts[rank], findings.alone[name]
     neighbours = [findings.shared[other] for other in by_host(findings.facts)[fact.host.name]]
-    passed = merged([shared.weights for shared in neighbours], lambda rate: (rate.dtype, rate.threads), _median_weights)
+    passed = merged(
+        [shared.weights for shared in neighbours], lambda rate: (rate.kind, rate.dtype, rate.threads), _median_weights
+    )
     copied = merged([shared.memory for shared in neighbours], lambda rate: rate.threads, _median_memory)
     return DeviceSpec(
         name=name,

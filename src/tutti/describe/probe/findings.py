@@ -92,3 +92,13 @@ def at_once(facts: list[RankFacts], rank: int) -> list[int]:
 def _one_machine(one: RankFacts, other: RankFacts) -> bool:
     """Whether two ranks compute on cores of one machine, as hosts of a laboratory do."""
     return one.kind == other.kind == "cpu" and bool(one.host.machine) and one.host.machine == other.host.machine
+
+
+def crowded(facts: list[RankFacts], ranks: list[int]) -> bool:
+    """Whether ranks that measure at once, one a host, have fewer cores of their machine than they think: hosts of a
+    laboratory may be more than its cores."""
+    cores: dict[str, int] = {}
+    for one in (facts[rank].host for rank in ranks if facts[rank].kind == "cpu" and facts[rank].host.machine):
+        cores[one.machine] = cores.get(one.machine, 0) + one.cores
+    machines = {fact.host.machine: fact.host.machine_cores for fact in facts}
+    return any(taken > machines[machine] > 0 for machine, taken in cores.items())

@@ -19,7 +19,7 @@ LOOK_S = 0.25
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
     """A host as seen by one process. `load`: cores' worth of other work on its cores; `machine`: equal for hosts that
-    are one machine (of a laboratory, containers), empty where the system does not say."""
+    are one machine (of a laboratory, containers), empty where the system does not say; `machine_cores`: its cores."""
 
     name: str
     cpu: str
@@ -27,6 +27,7 @@ class HostFacts:
     memory_nbytes: int
     load: float
     machine: str = ""
+    machine_cores: int = 0
 
 
 def facts() -> HostFacts:
@@ -38,6 +39,7 @@ def facts() -> HostFacts:
         memory_nbytes=memory_granted(),
         load=load(),
         machine=" ".join(_words(ROOT / "proc/sys/kernel/random/boot_id")),
+        machine_cores=os.cpu_count() or 0,
     )
 
 

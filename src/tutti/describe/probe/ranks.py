@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tutti.collectives.network_threads import defer_network_threads
-from tutti.describe.probe import codes, disk, gemm, host, kinds, links, memory, weights
+from tutti.describe.probe import codes, disk, gemm, host, kinds, links, memory, timing, weights
 from tutti.describe.probe.assemble import assemble
 from tutti.describe.probe.effort import Effort
 from tutti.describe.probe.findings import (
@@ -20,6 +20,7 @@ from tutti.describe.probe.findings import (
     SharedRates,
     at_once,
     by_host,
+    crowded,
     first_of_each_device,
 )
 from tutti.describe.probe.timing import Meet
@@ -107,7 +108,8 @@ def _alone(
         alike = [one for one in together if facts[one].device == name]
         meet = _meeting([alike])
         if dist.get_rank() in together:
-            mine = _device_rates(facts[dist.get_rank()], device, effort, say, meet)
+            with timing.in_turns(crowded(facts, together)):
+                mine = _device_rates(facts[dist.get_rank()], device, effort, say, meet)
         found = _gather(control, mine)
         rates[name] = slowest({facts[one].host.name: measured for one in alike if (measured := found[one])})
     return rates

@@ -11,15 +11,20 @@ taken while a virtual machine's cores were given to others are set aside.
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
 
 from tutti.machine import Stolen
 
-SAMPLE_S = 1e-3
-"""Calls shorter than this are timed several in a row, so that the clock and the waiting do not show."""
+SAMPLE_S, SLICES_S = 1e-3, 12e-3
+"""Calls shorter than this are timed several in a row, so that the clock and the waiting do not show; and on cores that
+processes take in turns, those shorter than a few turns, for within one there seems to be a whole core."""
+
+_LEAST_S = ContextVar("_LEAST_S", default=SAMPLE_S)
 
 CHEAP_S, MOST_SAMPLES = 0.05, 50
 """Short calls get more samples than asked for, as many as fit this time: a disturbance then moves the quartile less."""
@@ -84,8 +89,7 @@ def repeated(call: Callable[[], object], device: torch.device, *, repeats: int, 
     """`repeats` timed samples after a warm-up: fewer where they would take longer than `budget_s`, more where they are
     cheap, and as many again, within twice the budget, as long as they disagree."""
     once(call, device)  # first touch of memory, choice of an algorithm
-    first = min(once(call, device) for _ in range(2))
-    inner = max(1, math.ceil(SAMPLE_S / max(first, 1e-9))) if first < SAMPLE_S else 1
+    first, inner = _in_a_row(call, device)
     sample = max(first * inner, 1e-9)
     count = max(1, min(repeats, int(budget_s / sample)), cheap_samples(sample))
     began, busy = time.perf_counter(), time.thread_time()
@@ -101,12 +105,28 @@ def repeated(call: Callable[[], object], device: torch.device, *, repeats: int, 
 def in_step(call: Callable[[], object], device: torch.device, meet: Meet) -> Timing:
     """Samples that several ranks begin together, as many on each: one that went on alone would end what the others
     are measured beside."""
-    once(call, device)
+    _, inner = _in_a_row(call, device) if _LEAST_S.get() > SAMPLE_S else (once(call, device), 1)
     samples = []
     for _ in range(IN_STEP):
         meet()
-        samples.append(once(call, device))
+        samples.append(once(lambda: _several(call, inner), device) / inner)
     return summary(samples)
+
+
+@contextmanager
+def in_turns(turns: bool) -> Iterator[None]:
+    """Where processes take turns on cores, samples inside last several of them."""
+    before = _LEAST_S.set(SLICES_S if turns else SAMPLE_S)
+    try:
+        yield
+    finally:
+        _LEAST_S.reset(before)
+
+
+def _in_a_row(call: Callable[[], object], device: torch.device) -> tuple[float, int]:
+    """Seconds of a call, and how many of them a sample has."""
+    first, least = min(once(call, device) for _ in range(2)), _LEAST_S.get()
+    return first, max(1, math.ceil(least / max(first, 1e-9))) if first < least else 1
 
 
 def again(samples: list[float], spent_s: float, budget_s: float) -> bool:

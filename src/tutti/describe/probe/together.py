@@ -25,12 +25,19 @@ def slowest(found: Mapping[str, DeviceRates]) -> DeviceRates:
     return DeviceRates(
         gemm=merged([one.gemm for one in all_found], lambda rate: (rate.dtype, rate.n, rate.threads), _gemm),
         memory=merged([one.memory for one in all_found], lambda rate: rate.threads, _memory),
-        weights=merged([one.weights for one in all_found], lambda rate: (rate.dtype, rate.threads), _weights),
+        weights=merged(
+            [one.weights for one in all_found], lambda rate: (rate.kind, rate.dtype, rate.threads), _weights
+        ),
         codes=merged([one.codes for one in all_found], lambda rate: (rate.method, rate.numel), _codes),
         kernel_overhead_s=max(one.kernel_overhead_s for one in all_found),
         efficiency=efficiency,
         notes=(*dict.fromkeys(note for one in all_found for note in one.notes), *_behind(found)),
     )
+
+
+def weights_key(rate: WeightRate) -> Hashable:
+    """What tells rates of going over weights apart, on one device."""
+    return rate.kind, rate.dtype, rate.threads
 
 
 def merged(of_ranks: list[tuple[T, ...]], key: Callable[[T], Hashable], of: Callable[[list[T]], T]) -> tuple[T, ...]:

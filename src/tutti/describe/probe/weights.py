@@ -9,15 +9,20 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from tutti.describe.probe import gemm, host, timing
 from tutti.describe.probe.effort import Effort
-from tutti.spec.cluster import WeightRate
+from tutti.spec.cluster import WeightKind, WeightRate
 
 ROWS = (16, 128)
 """Two products with the same weights; beyond their FLOPs, which grow with the rows, both go over the weights once."""
+
+CHANNELS, SIDE, IMAGES = 256, 4, (2, 16)
+"""The same of a 3 x 3 convolution of so many channels on images of few pixels. oneDNN's order of its weights is another
+than that of products, and took two to three times as long on one core of an AMD EPYC."""
 
 ROUNDS = 3
 """The two are timed one right after the other, so many times, and the middle pace counts: a machine that changes its
@@ -26,8 +31,9 @@ own between the two makes a pace that is of neither."""
 MOST = 32
 """Weights that take turns, at most."""
 
-DTYPES = ("float64", "float32", "bfloat16")
-"""Those that CPUs multiply natively. An emulated one is so slow at its FLOPs that nothing else shows."""
+KINDS: dict[str, tuple[WeightKind, ...]] = {"float64": ("gemm",), "float32": ("gemm", "conv"), "bfloat16": ("gemm",)}
+"""What is timed in which dtype: those that CPUs multiply natively. An emulated one is so slow at its FLOPs that nothing
+else shows."""
 
 
 def measure(
@@ -44,42 +50,65 @@ def measure(
     if device.type != "cpu" or not effort.weight_size:
         return ()
     rates = []
-    for dtype in (name for name in dtypes if name in DTYPES):
+    for dtype in (name for name in dtypes if name in KINDS):
         for count in threads:
-            with gemm.on_threads(count):
-                forward, back, gradient = _paces(device, effort, gemm.DTYPES[dtype], meet)
-            rates.append(
-                WeightRate(
-                    dtype=dtype,
-                    threads=count,
-                    forward=forward,
-                    input_gradient=back,
-                    weight_gradient=gradient,
-                    concurrent=concurrent,
+            for kind in KINDS[dtype]:
+                with gemm.on_threads(count):
+                    forward, back, gradient = _paces(
+                        _subject(kind, effort.weight_size), device, effort, gemm.DTYPES[dtype], meet
+                    )
+                rates.append(
+                    WeightRate(
+                        kind=kind,
+                        dtype=dtype,
+                        threads=count,
+                        forward=forward,
+                        input_gradient=back,
+                        weight_gradient=gradient,
+                        concurrent=concurrent,
+                    )
                 )
-            )
     return tuple(rates)
 
 
-def pace(nbytes: float, few_s: float, many_s: float) -> float:
-    """Bytes of weights a second, of products of `ROWS` rows that take `few_s` and `many_s`: t(rows) = rows x + nbytes /
-    pace. What is within a hundredth of the shorter time is not told from nothing."""
-    few, many = ROWS
+def pace(nbytes: float, few_s: float, many_s: float, amounts: tuple[int, int] = ROWS) -> float:
+    """Bytes of weights a second, of products of `amounts` rows that take `few_s` and `many_s`: t(rows) = rows x +
+    nbytes / pace. What is within a hundredth of the shorter time is not told from nothing."""
+    few, many = amounts
     each = max(0.0, (many_s - few_s) / (many - few))
     return nbytes / max(few_s - few * each, few_s / 100)
 
 
-def _paces(device: torch.device, effort: Effort, dtype: torch.dtype, meet: timing.Meet | None) -> list[float]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Subject:
+    """Operators to be timed at two `amounts` of rows or images, each a tensor `through` them. `products`: of weights,
+    room for their gradients, input and gradient of the output, calls of the three products."""
+
+    shape: tuple[int, ...]
+    amounts: tuple[int, int]
+    through: tuple[int, ...]
+    products: Callable[..., list[Callable[[], object]]]
+
+
+def _subject(kind: WeightKind, n: int) -> _Subject:
+    if kind == "gemm":
+        return _Subject(shape=(n, n), amounts=ROWS, through=(n,), products=_products)
+    shape, through = (CHANNELS, CHANNELS, 3, 3), (CHANNELS, SIDE, SIDE)
+    return _Subject(shape=shape, amounts=IMAGES, through=through, products=_convolutions)
+
+
+def _paces(
+    one: _Subject, device: torch.device, effort: Effort, dtype: torch.dtype, meet: timing.Meet | None
+) -> list[float]:
     """Of forward, the gradient of the input and that of the weights."""
-    n = effort.weight_size
-    nbytes = n * n * dtype.itemsize
+    nbytes = math.prod(one.shape) * dtype.itemsize
     count = min(MOST, max(1, math.ceil(effort.weight_caches * host.cache_nbytes() / nbytes)))
-    weights = [torch.randn(n, n, device=device).to(dtype) for _ in range(count)]
-    gradients = [torch.empty_like(one) for one in weights]
+    weights = [torch.randn(one.shape, device=device).to(dtype) for _ in range(count)]
+    gradients = [torch.empty_like(weight) for weight in weights]
     both = []
-    for rows in ROWS:
-        input, output = (torch.randn(rows, n, device=device).to(dtype) for _ in range(2))
-        both.append(_products(weights, gradients, input, output))
+    for amount in one.amounts:
+        input, output = (torch.randn(amount, *one.through, device=device).to(dtype) for _ in range(2))
+        both.append(one.products(weights, gradients, input, output))
 
     def took(call: Callable[[], object]) -> float:
         if meet is not None:
@@ -88,7 +117,9 @@ def _paces(device: torch.device, effort: Effort, dtype: torch.dtype, meet: timin
         return timing.repeated(call, device, repeats=effort.repeats, budget_s=budget_s).quartile_s
 
     products = list(zip(*both, strict=True))
-    rounds = [[pace(float(nbytes), took(few), took(many)) for few, many in products] for _ in range(ROUNDS)]
+    rounds = [
+        [pace(float(nbytes), took(few), took(many), one.amounts) for few, many in products] for _ in range(ROUNDS)
+    ]
     return [statistics.median(paces) for paces in zip(*rounds, strict=True)]
 
 
@@ -103,4 +134,23 @@ def _products(
         lambda: torch.mm(input, next(own).t(), out=result),
         lambda: torch.mm(output, next(back), out=result),
         lambda: torch.mm(output.t(), input, out=next(into)),
+    ]
+
+
+def _convolutions(
+    weights: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], input: torch.Tensor, output: torch.Tensor
+) -> list[Callable[[], object]]:
+    """The three of a convolution, of the next weights each time. Its `gradients` have room of their own."""
+    own, back, into = (itertools.cycle(weights) for _ in range(3))
+
+    def gradient(weight: torch.Tensor, *wanted: bool) -> object:
+        ones = [1, 1]
+        return torch.ops.aten.convolution_backward(
+            output, input, weight, None, ones, ones, ones, False, [0, 0], 1, [*wanted, False]
+        )
+
+    return [
+        lambda: torch.conv2d(input, next(own), padding=1),
+        lambda: gradient(next(back), True, False),
+        lambda: gradient(next(into), False, True),
     ]
