@@ -13,9 +13,7 @@ from tutti.spec.cluster import (
     DeviceSpec,
     GemmRate,
     LinkSpec,
-    MemoryRate,
     NodeSpec,
-    WeightRate,
 )
 
 BUSY = 0.25
@@ -58,7 +56,7 @@ def _device(findings: Findings, name: str, rank: int) -> DeviceSpec:
     passed = merged(
         [shared.weights for shared in neighbours], lambda rate: (rate.kind, rate.dtype, rate.threads), _median_weights
     )
-    copied = merged([shared.memory for shared in neighbours], lambda rate: rate.threads, _median_memory)
+    copied = merged([shared.memory for shared in neighbours], lambda rate: rate.threads, median_memory)
     return DeviceSpec(
         name=name,
         kind=fact.kind,
@@ -90,20 +88,6 @@ def _peaks(alone: DeviceRates) -> dict[str, float]:
 def _median_gemm(rates: list[GemmRate]) -> GemmRate:
     middle = statistics.median(rate.flops_per_s for rate in rates)
     return replace(rates[0], flops_per_s=middle, spread=max(rate.spread for rate in rates))
-
-
-def _median_memory(rates: list[MemoryRate]) -> MemoryRate:
-    middle = statistics.median(rate.bytes_per_s for rate in rates)
-    return replace(rates[0], bytes_per_s=middle, spread=max(rate.spread for rate in rates))
-
-
-def _median_weights(rates: list[WeightRate]) -> WeightRate:
-    return replace(
-        rates[0],
-        forward=statistics.median(rate.forward for rate in rates),
-        input_gradient=statistics.median(rate.input_gradient for rate in rates),
-        weight_gradient=statistics.median(rate.weight_gradient for rate in rates),
-    )
 
 
 def _slowest(of_ranks: Iterable[tuple[LinkSpec, ...]]) -> tuple[LinkSpec, ...]:

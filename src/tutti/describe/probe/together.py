@@ -1,4 +1,8 @@
-"""What ranks on equal devices of several hosts measured at once, as one: steps wait for the slowest of them."""
+"""What ranks on equal devices of several hosts measured at once, as one.
+
+Steps wait for the slowest, and matrix products, of which there are many samples, say which that is. What else is
+measured in fewer samples scatters more than hosts do: there the middle counts.
+"""
 
 import statistics
 from collections.abc import Callable, Hashable, Mapping
@@ -15,21 +19,21 @@ T = TypeVar("T")
 
 
 def slowest(found: Mapping[str, DeviceRates]) -> DeviceRates:
-    """`found`: by host, the rank that speaks for all first. Of each rate the lowest, since ranks in step wait for it;
-    of efficiencies, which are relative, the median. Rates that not all have (a size was skipped) are left out."""
+    """`found`: by host, the rank that speaks for all first. Of products the lowest rates, of all others the median.
+    Rates that not all have (a size was skipped) are left out."""
     all_found = list(found.values())
     if len(all_found) == 1:
         return all_found[0]
     efficiency = {kind: statistics.median(one.efficiency.get(kind, value) for one in all_found)
                   for kind, value in all_found[0].efficiency.items()}  # fmt: skip
     return DeviceRates(
-        gemm=merged([one.gemm for one in all_found], lambda rate: (rate.dtype, rate.n, rate.threads), _gemm),
-        memory=merged([one.memory for one in all_found], lambda rate: rate.threads, _memory),
+        gemm=merged([one.gemm for one in all_found], lambda rate: (rate.dtype, rate.n, rate.threads), _slowest),
+        memory=merged([one.memory for one in all_found], lambda rate: rate.threads, median_memory),
         weights=merged(
             [one.weights for one in all_found], lambda rate: (rate.kind, rate.dtype, rate.threads), _weights
         ),
         codes=merged([one.codes for one in all_found], lambda rate: (rate.method, rate.numel), _codes),
-        kernel_overhead_s=max(one.kernel_overhead_s for one in all_found),
+        kernel_overhead_s=statistics.median(one.kernel_overhead_s for one in all_found),
         efficiency=efficiency,
         notes=(*dict.fromkeys(note for one in all_found for note in one.notes), *_behind(found)),
     )
@@ -46,25 +50,30 @@ def merged(of_ranks: list[tuple[T, ...]], key: Callable[[T], Hashable], of: Call
     return tuple(of([table[where] for table in tables]) for where in tables[0] if all(where in t for t in tables))
 
 
-def _gemm(rates: list[GemmRate]) -> GemmRate:
+def _slowest(rates: list[GemmRate]) -> GemmRate:
     return min(rates, key=lambda rate: rate.flops_per_s)
 
 
-def _memory(rates: list[MemoryRate]) -> MemoryRate:
-    return min(rates, key=lambda rate: rate.bytes_per_s)
+def median_memory(rates: list[MemoryRate]) -> MemoryRate:
+    middle = statistics.median(rate.bytes_per_s for rate in rates)
+    return replace(rates[0], bytes_per_s=middle, spread=max(rate.spread for rate in rates))
 
 
-def _weights(rates: list[WeightRate]) -> WeightRate:
+def median_weights(rates: list[WeightRate]) -> WeightRate:
     return replace(
         rates[0],
-        forward=min(rate.forward for rate in rates),
-        input_gradient=min(rate.input_gradient for rate in rates),
-        weight_gradient=min(rate.weight_gradient for rate in rates),
+        forward=statistics.median(rate.forward for rate in rates),
+        input_gradient=statistics.median(rate.input_gradient for rate in rates),
+        weight_gradient=statistics.median(rate.weight_gradient for rate in rates),
     )
 
 
 def _codes(rates: list[CompressRate]) -> CompressRate:
-    return max(rates, key=lambda rate: rate.encode_s + rate.decode_s)
+    return replace(
+        rates[0],
+        encode_s=statistics.median(rate.encode_s for rate in rates),
+        decode_s=statistics.median(rate.decode_s for rate in rates),
+    )
 
 
 def _behind(found: Mapping[str, DeviceRates]) -> list[str]:
