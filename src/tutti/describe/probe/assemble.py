@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from tutti.describe.probe import host
 from tutti.describe.probe.findings import DeviceRates, Findings, RankFacts, by_host, first_of_each_device
-from tutti.describe.probe.together import merged
+from tutti.describe.probe.together import median_memory, median_weights, merged, weights_key
 from tutti.spec.cluster import (
     ClusterSpec,
     Conditions,
@@ -53,9 +53,7 @@ def assemble(findings: Findings, *, measured_utc: str | None = None) -> ClusterS
 def _device(findings: Findings, name: str, rank: int) -> DeviceSpec:
     fact, alone = findings.facts[rank], findings.alone[name]
     neighbours = [findings.shared[other] for other in by_host(findings.facts)[fact.host.name]]
-    passed = merged(
-        [shared.weights for shared in neighbours], lambda rate: (rate.kind, rate.dtype, rate.threads), _median_weights
-    )
+    passed = merged([shared.weights for shared in neighbours], weights_key, median_weights)
     copied = merged([shared.memory for shared in neighbours], lambda rate: rate.threads, median_memory)
     return DeviceSpec(
         name=name,

@@ -29,9 +29,7 @@ def slowest(found: Mapping[str, DeviceRates]) -> DeviceRates:
     return DeviceRates(
         gemm=merged([one.gemm for one in all_found], lambda rate: (rate.dtype, rate.n, rate.threads), _slowest),
         memory=merged([one.memory for one in all_found], lambda rate: rate.threads, median_memory),
-        weights=merged(
-            [one.weights for one in all_found], lambda rate: (rate.kind, rate.dtype, rate.threads), _weights
-        ),
+        weights=merged([one.weights for one in all_found], weights_key, median_weights),
         codes=merged([one.codes for one in all_found], lambda rate: (rate.method, rate.numel), _codes),
         kernel_overhead_s=statistics.median(one.kernel_overhead_s for one in all_found),
         efficiency=efficiency,
