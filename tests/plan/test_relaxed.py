@@ -134,6 +134,18 @@ def test_the_mesh_is_chosen_with_the_way() -> None:
     assert [row.reason for row in rows(choice)][1].startswith("exact sums;")
 
 
+@pytest.mark.parametrize("mbit", [50, 1000])
+@pytest.mark.parametrize("samples", [64, 2048])
+def test_among_all_meshes_nothing_is_missed_that_copies_would_do(mbit: float, samples: int) -> None:
+    """Copies wait long for exact sums, and the search lets them go; ways that are for copies alone find them again."""
+    request = asked(script=Plan(batch=BatchPlan(global_batch_size=samples)), degree=8)
+    wide, copies = (choose(MODEL, hosts(mbit, 8), replace(request, scope=scope)) for scope in ("all", "data"))
+    assert copies.best.mesh == {"replicate": 8}
+    assert wide.dial is not None
+    assert copies.dial is not None
+    assert wide.dial.step_s * wide.dial.samples <= copies.dial.step_s * copies.dial.samples
+
+
 def test_a_mesh_that_was_asked_for_stays() -> None:
     choice = chosen(100, degree=None, mesh={"replicate": 2, "shard": 2}, scope="all")
     assert choice.best.mesh == {"replicate": 2, "shard": 2}

@@ -47,7 +47,7 @@ def _nbytes(context: click.Context, parameter: click.Parameter, text: str | None
 
 
 @click.command()
-@click.option("--quick", is_flag=True, help="About 10 seconds instead of about 90: fewer sizes and repeats.")
+@click.option("--quick", is_flag=True, help="About 25 seconds on 2 cores: fewer sizes and repeats.")
 @click.option("--nproc", type=click.IntRange(1), help="Processes of this host to measure with.")
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="The ClusterSpec file to write.")
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="The picture (.svg, .png, .pdf).")

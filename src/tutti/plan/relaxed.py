@@ -29,7 +29,8 @@ from tutti.spec.prediction import Prediction
 from tutti.spec.words import Evidence
 
 BASES = 8
-"""Exact plans whose relaxed forms are costed: those that would take least if nothing were waited for."""
+"""Exact plans whose relaxed forms are costed: those that would take least if nothing were waited for, and all whose
+ranks are copies of each other, for many ways are for copies alone."""
 
 TIE = 0.02
 """Ways within this part of the best count as equal: then the one that changes least is taken."""
@@ -80,7 +81,7 @@ def open_dial(
     trial = _Trial(model, request, clock, limit_s)
     plans = [best, *trial.exact_plans(best, exact)]
     bases = sorted((one for one in plans if one.plan.data_parallel_degree > 1 and _floor(one) < best.value), key=_floor)
-    tried = _ranked(trial.all_ways(bases[:BASES]))
+    tried = _ranked(trial.all_ways([*bases[:BASES], *filter(_copies, bases[BASES:])]))
     better = [one for one in tried if one.counted < best.value]
     for one in better:
         doubt = _doubt(one.one)
@@ -102,7 +103,8 @@ class _Trial:
 
     def exact_plans(self, best: Costed, exact: Choice) -> Iterator[Costed]:
         """Other plans whose sums are exact: those that the search kept, and of every data-parallel degree the two that
-        compute and wait for other things least. The search rules out what waits long for gradients, these may not be.
+        compute and wait for other things least, and the two such of copies. The search rules out what waits long for
+        gradients, these may not be.
         """
         known = [best.plan]
         allowed = precisions(self.model, best.cluster, self.request)  # others are shown, and not to be chosen
@@ -123,7 +125,9 @@ class _Trial:
             if plan.data_parallel_degree > 1 and (one := self._cost(plan, best.cluster)) is not None and one.good:
                 by_degree.setdefault(plan.data_parallel_degree, []).append(one)
         for same in by_degree.values():
-            yield from sorted(same, key=_floor)[:2]
+            least = sorted(same, key=_floor)
+            yield from least[:2]
+            yield from [one for one in filter(_copies, least) if one not in least[:2]][:2]
 
     def all_ways(self, bases: Sequence[Costed]) -> Iterator[Tried]:
         """Every way on every base that can go it, fits, and keeps the request's limits."""
@@ -179,6 +183,11 @@ def _floor(one: Costed) -> float:
     """The objective's value if no communication were waited for: no way brings less."""
     step = one.prediction.step_time_s.value
     return one.value * (1 - one.prediction.phases["exposed_communication"] / step) if step else one.value
+
+
+def _copies(one: Costed) -> bool:
+    """Whether every rank has the whole model and optimizer."""
+    return one.plan.degree("replicate") == one.plan.world_size
 
 
 def _near(plans: Sequence[Costed], best: Costed, doubt: Doubt) -> list[Costed]:

@@ -55,7 +55,8 @@ QUICK = Effort(
     codes_numel=(2**20,),
     codes_budget_s=1.5,
 )
-"""At most 10 seconds on 2 cores; the first time about 10 more, to compile the kernels that compress gradients."""
+"""Some 25 seconds on 2 cores for 2 ranks of one host (it was seen to take 24 to 29), 12 for 2 hosts of a core each; the
+first time about 10 more, to compile the kernels that compress gradients."""
 
 FULL = Effort(
     gemm_sizes=(128, 256, 512, 1024, 2048, 4000),
