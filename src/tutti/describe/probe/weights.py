@@ -20,9 +20,10 @@ from tutti.spec.cluster import WeightKind, WeightRate
 ROWS = (16, 128)
 """Two products with the same weights; beyond their FLOPs, which grow with the rows, both go over the weights once."""
 
-CHANNELS, SIDE, IMAGES = 256, 4, (2, 16)
-"""The same of a 3 x 3 convolution of so many channels on images of few pixels. oneDNN's order of its weights is another
-than that of products, and took two to three times as long on one core of an AMD EPYC."""
+PER_CHANNEL, SIDE, IMAGES = 8, 4, (2, 16)
+"""The same of a 3 x 3 convolution on images of few pixels, with a channel for so many of the products' rows and columns
+of weights: 256 for 2,048. oneDNN's order of its weights is another than that of products, and took two to three times
+as long on one core of an AMD EPYC."""
 
 ROUNDS = 3
 """The two are timed one right after the other, so many times, and the middle pace counts: a machine that changes its
@@ -93,7 +94,8 @@ class _Subject:
 def _subject(kind: WeightKind, n: int) -> _Subject:
     if kind == "gemm":
         return _Subject(shape=(n, n), amounts=ROWS, through=(n,), products=_products)
-    shape, through = (CHANNELS, CHANNELS, 3, 3), (CHANNELS, SIDE, SIDE)
+    channels = max(1, n // PER_CHANNEL)
+    shape, through = (channels, channels, 3, 3), (channels, SIDE, SIDE)
     return _Subject(shape=shape, amounts=IMAGES, through=through, products=_convolutions)
 
 
