@@ -29,7 +29,7 @@ def test_longer_products_of_fewer_rows_do_not_make_rows_negative() -> None:
 
 def test_native_dtypes_are_measured_on_every_number_of_threads() -> None:
     before = torch.get_num_threads()
-    effort = dataclasses.replace(QUICK, weight_size=64)
+    effort = dataclasses.replace(QUICK, weight_size=64, gemm_budget_s=0.03)
     found = weights.measure(CPU, effort, threads=(1, 2), dtypes=("float32", "float16", "float64"), concurrent=3)
     assert [(rate.kind, rate.dtype, rate.threads, rate.concurrent) for rate in found] == [
         ("gemm", "float32", 1, 3),
