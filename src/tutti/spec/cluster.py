@@ -109,7 +109,7 @@ class DeviceSpec:
     data sheet; `gemm_concurrent`: of several at once, which is what data-parallel ranks sharing a CPU get.
     `memory_rates`: both kinds. `cores`: of a CPU device, shared by its ranks. `efficiency`: rates of operator kinds
     relative to a square product of as many FLOPs, where they are known better than what is assumed of all devices.
-    `weight_rates`: of products on a CPU; where there are none, it is assumed how often weights are gone over.
+    `weight_rates`: of products and convolutions on a CPU; without any it is assumed how often weights are gone over.
     `compress_rates`: of writing gradients in fewer bytes, measured; where a method has none, its time is assumed.
     """
 
