@@ -100,13 +100,14 @@ def _facts(device: torch.device) -> RankFacts:
 def _alone(
     control: dist.ProcessGroup, facts: list[RankFacts], device: torch.device, effort: Effort, say: Say
 ) -> dict[str, DeviceRates]:
-    """Rates of each kind of device, measured by one rank of each host while all others wait: the slowest."""
+    """Rates of each kind of device, measured by one rank of each host while all others wait, as one."""
     rates: dict[str, DeviceRates] = {}
     for name, rank in first_of_each_device(facts).items():
         say(f"{name}, on rank {rank}")
         mine, together = None, at_once(facts, rank)
         alike = [one for one in together if facts[one].device == name]
-        meet = _meeting([alike])
+        # GPUs of several hosts share nothing that one could see only in step with the others.
+        meet = _meeting([alike] if facts[rank].kind == "cpu" else [])
         if dist.get_rank() in together:
             with timing.in_turns(crowded(facts, together)):
                 mine = _device_rates(facts[dist.get_rank()], device, effort, say, meet)
