@@ -155,6 +155,43 @@ def test_who_shares_memory_measures_it_at_the_same_time() -> None:
     assert alone[0][1] < first[1][0]
 
 
+def _sample_s(machine_cores: int) -> list[float]:
+    """What samples last at least where two hosts of a core each are on a machine of so many, and the rates found."""
+    import torch
+    import torch.distributed as dist
+
+    from tutti.describe.probe import ranks, timing
+    from tutti.describe.probe.findings import DeviceRates
+    from tutti.runtime.world import join, leave
+    from tutti.spec.cluster import GemmRate
+
+    lasting: list[float] = []
+
+    def rates(*_: object) -> DeviceRates:
+        lasting.append(timing._LEAST_S.get())
+        found = GemmRate(dtype="float32", n=1, flops_per_s=5.0 - dist.get_rank())
+        return DeviceRates(gemm=(found,), memory=(), kernel_overhead_s=1e-6, notes=())
+
+    join()
+    try:
+        own = ranks._facts(torch.device("cpu"))
+        changed = {"machine": "m", "machine_cores": machine_cores, "cores": 1}
+        facts = [replace(own, host=replace(own.host, name=name, **changed)) for name in "ab"]
+        with mock.patch.object(ranks, "_device_rates", rates):
+            (alone,) = ranks._alone(dist.group.WORLD, facts, torch.device("cpu"), TINY, print).values()  # type: ignore
+        return [*lasting, timing._LEAST_S.get(), alone.gemm[0].flops_per_s]
+    finally:
+        leave()
+
+
+@pytest.mark.parametrize(("machine_cores", "least_s"), [(1, 12e-3), (2, 1e-3)])
+def test_hosts_measure_at_once_and_in_turns_where_their_machine_has_fewer_cores(
+    machine_cores: int, least_s: float
+) -> None:
+    """Every rank has the slower one's products."""
+    assert run_ranks(_sample_s, 2, machine_cores) == [[least_s, 1e-3, 4.0]] * 2
+
+
 def _codes_beside_others() -> int:
     """How many methods are timed by a rank of a group whose exchanges fail."""
     import torch
