@@ -14,13 +14,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import plan_space
 import record
 from plan_journal import Journal, opened, outcomes, over_visits
+from plan_pace import paced
 from plan_table import judged, rows, say_case, summary
 from tutti.cli.common import capture_script
 from tutti.cli.planning import model_spec_of
@@ -198,6 +199,17 @@ def predicted(case: Case, plan: Plan) -> dict[str, Any]:
     }
 
 
+def predicted_at_pace(case: Case, plan: Plan, found: Mapping[str, Any]) -> dict[str, Any]:
+    """The machine's pace while the plan ran, as a part of the probe's, and what predict says of a cluster of that pace;
+    nothing where either is not known."""
+    probed = usual([case.cluster])
+    if not found.get("pace") or not probed:
+        return {}
+    part = statistics.median(found["pace"]) / probed
+    step_s = predicted(replace(case, cluster=paced(case.cluster, part)), plan).get("predicted_s")
+    return {} if step_s is None else {"pace_part": part, "predicted_at_pace_s": step_s}
+
+
 def chosen(case: Case) -> tuple[Plan | None, str]:
     """The planner's choice among all meshes of exactly these ranks, and what it says of it."""
     request = Request(script=case.script, degree=case.ranks, scope="all")
@@ -240,6 +252,7 @@ def run_case(case: Case, lab: Lab, folder: Path, sizes: Sizes, journal: Journal)
             "plan": differing(plan, case.script),
             **predicted(case, plan),
             **found[label],
+            **predicted_at_pace(case, plan, found[label]),
         }
         for label, plan in named.items()
     ]

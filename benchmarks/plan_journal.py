@@ -50,8 +50,8 @@ def _lost(row: Row) -> bool:
 
 
 def merged(rows: dict[int, Row]) -> Row:
-    """One outcome of a plan from those of its ranks: the cause of a failure; else rank 0's times, every rank's phases,
-    processor time and bytes, and the fullest rank's memory."""
+    """One outcome of a plan from those of its ranks: the cause of a failure; else rank 0's times and paces, every
+    rank's phases, processor time and bytes, and the fullest rank's memory."""
     lost = {rank: row for rank, row in rows.items() if _lost(row)}
     if lost:
         rank = min(lost, key=lambda rank: (lost[rank]["peer"], rank))  # a rank that lost another only says so
@@ -64,6 +64,7 @@ def merged(rows: dict[int, Row]) -> Row:
         **{name: first[name] for name in ("prepare_s", "warmup_s", "step_s", "stolen", "set_aside")},
         **{name: [rows[rank][name] for rank in sorted(rows)] for name in ("phases", "cpu_s", "sent_nbytes")},
         "peak_nbytes": max(row["peak_nbytes"] for row in rows.values()),
+        "pace": first.get("pace", []),
     }
 
 

@@ -12,15 +12,28 @@ BEYOND = "*"
 """Marks cases with more ranks than cores."""
 
 
+ERRORS = {
+    "error": "step_time_error",
+    "error_at_pace": "step_time_error_at_pace",
+    "memory_error": "memory_error",
+}
+"""A plan's errors, and what they are called in the summary."""
+
+
 def judged(rows: list[Row], planner: str | None) -> Row:
     """The best plan measured, the two that were chosen (by the planner, and as the shortest predicted of these), their
-    regret, and the error of the predictions: (predicted - measured) / measured, of time and of memory.
+    regret, and the error of the predictions: (predicted - measured) / measured, of time and of memory. Beside these,
+    where the machine's pace is known: the error of what is predicted for the pace at which each plan ran, and the
+    planner's regret among times that are made those of one pace by the ratio of the two predictions.
     """
     for row in rows:
         if "step_s" in row:
             row["measured_s"] = statistics.median(map(statistics.median, row.get("visits_s") or [row["step_s"]]))
             if "predicted_s" in row:
                 row["error"] = row["predicted_s"] / row["measured_s"] - 1
+            if "predicted_at_pace_s" in row:
+                row["error_at_pace"] = row["predicted_at_pace_s"] / row["measured_s"] - 1
+                row["measured_at_probes_pace_s"] = row["measured_s"] * row["predicted_s"] / row["predicted_at_pace_s"]
         if "peak_nbytes" in row and "predicted_peak_nbytes" in row:
             row["memory_error"] = row["predicted_peak_nbytes"] / row["peak_nbytes"] - 1
     measured = {row["name"]: row["measured_s"] for row in rows if "measured_s" in row}
@@ -45,6 +58,25 @@ def judged(rows: list[Row], planner: str | None) -> Row:
                 "mean_error": statistics.fmean(row["error"] for row in both),
                 "errors": len(both),
             }
+        result |= _at_pace(rows, planner)
+    return result
+
+
+def _at_pace(rows: list[Row], planner: str | None) -> Row:
+    """Error and regret of rows that say at which pace they ran."""
+    known = {row["name"]: row for row in rows if "error_at_pace" in row}
+    if not known:
+        return {}
+    result: Row = {
+        "mean_absolute_error_at_pace": statistics.fmean(abs(row["error_at_pace"]) for row in known.values()),
+        "pace_parts": [
+            min(row["pace_part"] for row in known.values()),
+            max(row["pace_part"] for row in known.values()),
+        ],
+    }
+    if planner in known:
+        times = {name: row["measured_at_probes_pace_s"] for name, row in known.items()}
+        result["planner_regret_at_pace"] = times[planner] / min(times.values()) - 1
     return result
 
 
@@ -101,12 +133,12 @@ def _total(cases: list[Row]) -> Row:
         "plans_failed": sum("failed" in row for row in plans),
         "errors": len(errors),
     }
-    for key in ("planner_regret", "predicted_best_regret"):
+    for key in ("planner_regret", "planner_regret_at_pace", "predicted_best_regret"):
         if values := of(key):
             found[key] = {"median": statistics.median(values), "largest": max(values), "cases": len(values)}
-    for key in ("error", "memory_error"):
+    for key, name in ERRORS.items():
         if values := [row[key] for row in plans if key in row]:
-            found["step_time_error" if key == "error" else key] = spread_of(values)
+            found[name] = spread_of(values)
     return found
 
 
@@ -130,6 +162,7 @@ def say_case(case: Row) -> str:
 def rows(result: Row) -> tuple[list[str], list[list[str]]]:
     """The table: header and rows, one a case, and the summary."""
     header = ["case", "measured", "best", "planner's choice", "loss", "by prediction", "loss", "|error|", "error"]
+    header += ["|error| at its pace", "loss at one pace"]
     total = result["summary"]
     table = [list(_cells(case)) for case in result["cases"]]
     alone = total.get("with_a_core_for_each_rank")
@@ -146,6 +179,8 @@ def _last(words: str, total: Row) -> list[str]:
     error = total.get("step_time_error", {})
     signed = [f"{error[key]:.1%}" if key in error else "" for key in ("mean_absolute", "mean")]
     measured = f"{total['plans_measured']} of {total['plans']}"
+    paced = total.get("step_time_error_at_pace", {})
+    signed += [f"{paced['mean_absolute']:.1%}" if paced else "", median("planner_regret_at_pace")]
     return [words, measured, "", "", median("planner_regret"), "", median("predicted_best_regret"), *signed]
 
 
@@ -167,4 +202,6 @@ def _cells(case: Row) -> tuple[str, ...]:
         part("predicted_best_regret"),
         part("mean_absolute_error"),
         part("mean_error"),
+        part("mean_absolute_error_at_pace"),
+        part("planner_regret_at_pace"),
     )

@@ -8,6 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,40 @@ def test_regret_is_against_the_best_measured_and_errors_are_of_what_has_both(ben
     assert (found["refused"], found["failed"], found["not_predicted"]) == (["d"], ["e"], ["b"])
     assert rows[0]["memory_error"] == pytest.approx(-0.1)
     assert "planner_regret" not in bench.judged(rows, None)
+
+
+def test_errors_and_regret_at_the_pace_that_plans_ran_at(bench: Any) -> None:
+    """The choice ran when the machine was half as fast: beside the other at one pace it is the best."""
+    rows = [
+        {"name": "a", "step_s": [1.0], "predicted_s": 1.0, "pace_part": 1.0, "predicted_at_pace_s": 1.1},
+        {"name": "b", "step_s": [1.6], "predicted_s": 0.9, "pace_part": 0.5, "predicted_at_pace_s": 1.8},
+        {"name": "c", "step_s": [0.7], "predicted_s": 0.9},
+    ]
+    found = bench.judged(rows, "b")
+    assert found["planner_regret"] == pytest.approx(1.6 / 0.7 - 1)
+    assert found["planner_regret_at_pace"] == 0
+    assert found["mean_absolute_error_at_pace"] == pytest.approx((0.1 + 0.2 / 1.6) / 2)
+    assert found["pace_parts"] == [0.5, 1.0]
+    assert bench.judged(rows, "a")["planner_regret_at_pace"] == pytest.approx(1 / 1.1 / 0.8 - 1)
+
+
+def test_a_machine_at_half_its_pace_computes_twice_as_long_and_sends_as_quickly(bench: Any) -> None:
+    model, script = model_of(bench, "mlp"), Plan(batch=BatchPlan(global_batch_size=16))
+    plan, machines = replace(script, mesh={"replicate": 2}), cluster()
+    device = replace(machines.devices["cpu"], kernel_overhead_s=1e-6)
+    machines = replace(machines, devices={"cpu": device})
+    cases = [
+        bench.Case(rate="", ranks=2, workload="mlp", model=model, script=script, cluster=bench.paced(machines, part))
+        for part in (1.0, 0.5)
+    ]
+    whole, half = (bench.predicted(case, plan)["predicted_phases"] for case in cases)
+    for phase in ("forward", "optimizer"):
+        assert half[phase] == pytest.approx(2 * whole[phase], rel=1e-3)  # some of what a call costs is a constant
+    found = {"pace": [bench.usual([cases[0].cluster]) / 2] * 3}
+    anew = bench.predicted_at_pace(cases[0], plan, found)
+    assert anew["pace_part"] == pytest.approx(0.5)
+    assert anew["predicted_at_pace_s"] == pytest.approx(bench.predicted(cases[1], plan)["predicted_s"])
+    assert bench.predicted_at_pace(cases[0], plan, {"pace": []}) == {}
 
 
 def case_of(regret: float, error: float, *, beyond: bool) -> dict[str, Any]:

@@ -56,8 +56,8 @@ def way_of(choice: Choice) -> str:
     ("mbit", "reduced", "relaxed"),
     [
         (100_000, "synchronous", "synchronous"),  # as good as unlimited
-        (1000, "bytegrad", "local:period=4 in qsgd,bits=8"),
-        (100, "powersgd,rank=2", "local:period=8 in qsgd,bits=4"),
+        (1000, "bytegrad", "bytegrad"),
+        (100, "powersgd,rank=2", "local:period=4 in qsgd,bits=4"),
     ],
 )
 def test_an_mlp_of_ten_million_on_three_networks(mbit: float, reduced: str, relaxed: str) -> None:
@@ -109,14 +109,38 @@ def test_what_is_chosen_is_quicker_also_where_links_and_kernels_are_in_the_exact
         assert predict(MODEL, worst, choice.best).step_time_s.value * choice.dial.samples < exact
 
 
-def test_a_gain_within_the_predictions_error_is_not_taken() -> None:
-    """Between what pays and what does not there is a rate at which a way is quicker, and not surely."""
-    choice = chosen(3000, "reduced")
+@pytest.mark.parametrize(
+    ("mbit", "rates", "least", "words"),
+    [(1500, (), 0.05, "is no sure gain"), (3000, KERNELS, 0.0, "a gain of 3%, too small to change training for")],
+)
+def test_a_gain_that_is_small_or_within_the_predictions_error_is_not_taken(
+    mbit: float, rates: tuple[CompressRate, ...], least: float, words: str
+) -> None:
+    """Between what pays and what does not there are rates at which a way is quicker: not surely, where nobody timed its
+    kernels, or by less than training is changed for."""
+    choice = choose(MODEL, hosts(mbit, compress_rates=rates), asked("reduced"))
     assert choice.dial is not None
-    assert choice.dial.step_s * choice.dial.samples < choice.dial.exact_step_s
+    assert choice.dial.step_s * choice.dial.samples < (1 - least) * choice.dial.exact_step_s
     assert not choice.dial.chosen
     assert choice.best.sync == SCRIPT.sync
-    assert "is no sure gain" in explain(choice)
+    assert words in explain(choice)
+
+
+def test_averages_are_counted_with_more_samples_the_more_replicas_and_the_rarer_they_are() -> None:
+    counted = {
+        (way.words, replicas): samples_of(way, asked(), replace(SCRIPT, mesh={"replicate": replicas}))[0]
+        for way in WAYS
+        if way.mode == "local"
+        for replicas in (1, 2, 4)
+    }
+    assert counted["local:period=8", 1] == counted["local:period=8,delay=8", 1] == 1
+    assert counted["local:period=8", 2] == pytest.approx(1.07)
+    assert counted["local:period=8", 4] == pytest.approx(1.21)
+    assert counted["local:period=4", 4] == pytest.approx(1.105)
+    assert counted["local:period=8 in qsgd,bits=4", 4] == pytest.approx(1.21 * 1.04)
+    for period in (4, 8):
+        assert counted[f"local:period={period},delay={period}", 4] == pytest.approx(1.42)
+    assert counted["local:period=16", 2] > 1.25  # nothing was read of it
 
 
 def test_kernels_that_nobody_measured_are_doubted_more() -> None:
@@ -167,9 +191,9 @@ def test_runners_up_are_in_the_table_with_what_they_are_counted_with() -> None:
     assert choice.dial is not None
     found = rows(choice)
     assert found[0].chosen
-    assert found[0].settings == "replicas local:period=8 in qsgd,bits=4"
+    assert found[0].settings == "replicas local:period=4 in qsgd,bits=4"
     others = [row.reason for row in found[2:] if "counted with" in row.reason]
-    assert any("1.1 times the samples (assumed)" in reason for reason in others)
+    assert any("1.21 times the samples (assumed)" in reason for reason in others)
     assert any(row.settings.startswith("replicas local") for row in found)
     text = explain(choice)
     assert "even if links are 1.4 times as fast as predicted" in text
@@ -214,6 +238,7 @@ def test_a_way_is_chosen_only_where_it_saves_more_than_its_factor(words: str) ->
     """Of one way alone, at falling rates: first it saves less than it may cost, in the end more."""
     (way,) = (one for one in WAYS if one.words == words)
     others: dict[str, float | None] = {one.words: None for one in WAYS if one is not way}
+    factor, _ = samples_of(way, asked(), replace(SCRIPT, mesh={"replicate": 4}))
     saved, taken = [], []
     for mbit in (5000, 4000, 1500, 700, 400, 250, 100, 30):
         dial = chosen(mbit, samples=others).dial
@@ -221,11 +246,11 @@ def test_a_way_is_chosen_only_where_it_saves_more_than_its_factor(words: str) ->
         saved.append(dial.exact_step_s / dial.step_s)
         taken.append(dial.chosen)
         if dial.chosen:
-            assert dial.samples == way.samples
-            assert saved[-1] > way.samples
-    assert any(1 < gain < way.samples for gain in saved)
+            assert dial.samples == factor
+            assert saved[-1] > factor
+    assert any(1 < gain < factor for gain in saved)
     assert taken[-1]
-    assert saved[-1] > way.samples
+    assert saved[-1] > factor
 
 
 def test_a_way_that_keeps_more_back_is_counted_with_no_fewer_samples() -> None:
@@ -267,7 +292,7 @@ def test_words_of_a_way_are_what_a_user_types(way: Way) -> None:
     if way.mode == "synchronous":
         assert way.compress is not None
         assert way.dial == ("exact" if way.compress.method == "factors" else "reduced")
-    assert (way.variance is None) == (way.samples > 1)
+    assert (way.variance is None) == (way.samples > 1 or way.each > 0)
 
 
 def test_ways_go_on_plans_of_the_scripts_precision_where_a_lower_one_would_be_quicker() -> None:

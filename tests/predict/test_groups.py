@@ -100,13 +100,13 @@ def test_gradients_of_hosts_with_several_cpu_ranks_are_summed_in_two_tiers() -> 
     four = network(hosts, place(hosts, 4), meshed(64, mesh={"replicate": 4})).group("replicate")
     assert four.all_reduce(1e6) == pytest.approx(6 * 1e-3 + 1.5 * 1e6 / 1e8)
     inside = 2 * 1e-5 + 1e6 / 1e9
-    assert four.gradient_sum(1e6) == pytest.approx(inside + 2 * 1e-3 + 1e6 / 1e8)
-    assert four.gradient_sum(0) == 0
+    assert four.summed(1e6) == pytest.approx(inside + 2 * 1e-3 + 1e6 / 1e8)
+    assert four.summed(0) == 0
     two = network(hosts, place(hosts, 2), meshed(64, mesh={"replicate": 2})).group("replicate")
-    assert two.gradient_sum(1e6) == two.all_reduce(1e6) == pytest.approx(2 * 1e-3 + 1e6 / 1e8)
+    assert two.summed(1e6) == two.all_reduce(1e6) == pytest.approx(2 * 1e-3 + 1e6 / 1e8)
     # two groups of one rank a host each: nothing to sum inside, and they share the connection
     crossed = network(hosts, place(hosts, 4), meshed(64, mesh={"replicate": 2, "split": 2})).group("replicate")
-    assert crossed.gradient_sum(1e6) == crossed.all_reduce(1e6) == pytest.approx(2 * 1e-3 + 1e6 / 0.5e8)
+    assert crossed.summed(1e6) == crossed.all_reduce(1e6) == pytest.approx(2 * 1e-3 + 1e6 / 0.5e8)
 
 
 def test_what_sharding_divides_crosses_to_each_host_of_several_cpu_ranks_once() -> None:

@@ -1,5 +1,7 @@
 """Models divided over the split axis do what whole ones do: functions, layers of every kind, training runs."""
 
+import gc
+import os
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from torch.utils.data import TensorDataset
 
 from against_one import Subject, assert_same_as_one
 from harness import run_ranks
+from tutti.collectives import TieredReduce, rooms
 from tutti.spec.plan import LayoutRule
 
 pytestmark = pytest.mark.long
@@ -143,6 +146,22 @@ def test_training_a_tied_language_model_in_two_ways_at_once() -> None:
 def test_training_with_recompute_and_norms_by_tokens() -> None:
     rules = (LayoutRule(modules="*norm*", placement="row"), LayoutRule(modules="blocks.?", recompute=True))
     assert_same_as_one(clipped, mesh={"split": 4}, steps=2, layout=rules, tolerance=1e-11)
+
+
+def on_two_hosts() -> Subject:
+    """The same where ranks 0 and 1 are on one host, the others on another: sums are made in two tiers."""
+    rooms.host_identity = lambda: f"host {int(os.environ['RANK']) // 2}"
+    return clipped()
+
+
+def tiers(run: Any) -> bool:
+    return any(isinstance(one, TieredReduce) for one in gc.get_objects())
+
+
+def test_training_over_hosts_of_several_ranks() -> None:
+    for mesh, tiered in (({"split": 4}, True), ({"split": 3}, True), ({"replicate": 2, "split": 2}, False)):
+        ranks = assert_same_as_one(on_two_hosts, mesh=mesh, steps=2, look=tiers, tolerance=1e-11)
+        assert [rank.facts for rank in ranks] == [tiered] * len(ranks)
 
 
 def test_training_a_recurrent_net() -> None:

@@ -82,7 +82,7 @@ def open_dial(
     plans = [best, *trial.exact_plans(best, exact)]
     bases = sorted((one for one in plans if one.plan.data_parallel_degree > 1 and _floor(one) < best.value), key=_floor)
     tried = _ranked(trial.all_ways([*bases[:BASES], *filter(_copies, bases[BASES:])]))
-    better = [one for one in tried if one.counted < best.value]
+    better = [one for one in tried if one.counted < (1 - one.way.worth) * best.value]
     for one in better:
         doubt = _doubt(one.one)
         if trial.value(one, doubt) < min(trial.doubted(plan, doubt) for plan in _near(plans, best, doubt)):

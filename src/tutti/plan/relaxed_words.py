@@ -37,6 +37,9 @@ def exact_words(request: Request, best: Costed, near: "Tried | None", doubt: "Do
         return f"{begin}the best of them is no quicker; {told}"
     if near.counted >= best.value:
         return f"{begin}{told}, but counted with {counted} that is no gain"
+    gain = 1 - near.counted / best.value
+    if gain < near.way.worth:
+        return f"{begin}{told}, counted with {counted} a gain of {gain:.0%}, too small to change training for"
     return f"{begin}{told}, which, counted with {counted}, is no sure gain: none if {doubt_words(near, doubt)}"
 
 

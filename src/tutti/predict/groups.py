@@ -135,9 +135,10 @@ class Group:
             return flat
         return min(flat, tree_all_reduce(self.link, nbytes, span.ranks), self._hierarchical(nbytes))
 
-    def gradient_sum(self, nbytes: float) -> float:
-        """Seconds to sum `nbytes` of a bucket of gradients. Where hosts of CPU ranks have several of them, they sum
-        inside each host first, and each of them a part of it between hosts, as `collectives.tiered_sum` does."""
+    def summed(self, nbytes: float) -> float:
+        """Seconds to sum `nbytes` of a bucket of gradients, or of what split ranks pass on. Where hosts of CPU ranks
+        have several of them, they sum inside each host first, and each of them a part of it between hosts, as
+        `collectives.tiered_sum` and `collectives.tiered_reduce` do."""
         return self._hierarchical(nbytes) if self.tiers and nbytes > 0 else self.all_reduce(nbytes)
 
     @property

@@ -158,7 +158,7 @@ def _sum_s(plan: Plan, one: Summed, seat: Seat, nbytes: float) -> tuple[float, f
     if one.factors is not None:
         return one.factors.sum_s(plan, one.group, seat)
     if one.written is None:
-        return one.group.gradient_sum(nbytes), 0.0
+        return one.group.summed(nbytes), 0.0
     return one.written.sum_s(plan, one.group, seat, nbytes)
 
 

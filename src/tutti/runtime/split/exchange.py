@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from tutti.collectives import Desk
+from tutti.collectives import Desk, TieredReduce
 from tutti.runtime.split.spread import Range, Spread
 from tutti.runtime.traffic import Lane, lone_lane, ring_nbytes
 
@@ -26,14 +26,15 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dis
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitGroup:
     """The ranks of this rank's split group. `handle`: their process group; `rank`: this one's place among them; `lane`:
-    where exchanges are counted; `desk`: where they are made, if the ranks share memory.
+    where exchanges are counted; `desk`: where they are made, if the ranks share memory; where only those of a host do,
+    sums are.
     """
 
     handle: Any
     rank: int
     size: int
     lane: Lane = field(default_factory=lone_lane, compare=False)
-    desk: Desk | None = field(default=None, compare=False)
+    desk: Desk | TieredReduce | None = field(default=None, compare=False)
 
     def sum(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
         """Reduce in place over the ranks, and return the tensor."""
@@ -47,7 +48,7 @@ class SplitGroup:
     def gather(self, everyone: torch.Tensor, mine: torch.Tensor) -> None:
         """Every rank's `mine`, one behind another along dim 0, into `everyone`."""
         with self.lane.waiting((self.size - 1) * mine.numel() * mine.element_size()):
-            if self.desk is not None:
+            if isinstance(self.desk, Desk):
                 self.desk.gather(everyone.view(self.size, -1), mine).wait()
             else:
                 _all_gather(everyone, mine, group=self.handle)
@@ -55,7 +56,7 @@ class SplitGroup:
     def sum_part(self, mine: torch.Tensor, whole: torch.Tensor) -> None:
         """This rank's part along dim 0 of the sum of `whole` over ranks into `mine`."""
         with self.lane.waiting(ring_nbytes(whole, self.size) // 2):
-            if self.desk is not None:
+            if isinstance(self.desk, Desk):
                 self.desk.scatter_sum(whole, mine).wait()
             else:
                 _reduce_scatter(mine, whole, group=self.handle)
