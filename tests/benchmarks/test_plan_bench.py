@@ -75,7 +75,8 @@ def test_errors_and_regret_at_the_pace_that_plans_ran_at(bench: Any) -> None:
 def test_a_machine_at_half_its_pace_computes_twice_as_long_and_sends_as_quickly(bench: Any) -> None:
     model, script = model_of(bench, "mlp"), Plan(batch=BatchPlan(global_batch_size=16))
     plan, machines = replace(script, mesh={"replicate": 2}), cluster()
-    device = replace(machines.devices["cpu"], kernel_overhead_s=1e-6)
+    rate = GemmRate(dtype="float32", n=512, flops_per_s=4e10)
+    device = replace(machines.devices["cpu"], kernel_overhead_s=1e-6, gemm=(rate,))
     machines = replace(machines, devices={"cpu": device})
     cases = [
         bench.Case(rate="", ranks=2, workload="mlp", model=model, script=script, cluster=bench.paced(machines, part))
