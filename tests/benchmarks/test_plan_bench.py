@@ -17,7 +17,7 @@ import pytest
 from predict.examples import cluster as machine
 from predict.examples import cpu
 from tutti.describe import describe_model
-from tutti.spec.cluster import ClusterSpec, DeviceSpec, GemmRate, LinkSpec, NodeSpec
+from tutti.spec.cluster import ClusterSpec, DeviceSpec, GemmRate, LinkSpec, NodeSpec, WeightRate
 from tutti.spec.model import ModelSpec
 from tutti.spec.plan import BatchPlan, Pipeline, Plan
 
@@ -76,14 +76,15 @@ def test_a_machine_at_half_its_pace_computes_twice_as_long_and_sends_as_quickly(
     model, script = model_of(bench, "mlp"), Plan(batch=BatchPlan(global_batch_size=16))
     plan, machines = replace(script, mesh={"replicate": 2}), cluster()
     rate = GemmRate(dtype="float32", n=512, flops_per_s=4e10)
-    device = replace(machines.devices["cpu"], kernel_overhead_s=1e-6, gemm=(rate,))
+    weights = WeightRate(dtype="float32", forward=1e9, input_gradient=1e9, weight_gradient=1e9)
+    device = replace(machines.devices["cpu"], kernel_overhead_s=1e-6, gemm=(rate,), weight_rates=(weights,))
     machines = replace(machines, devices={"cpu": device})
     cases = [
         bench.Case(rate="", ranks=2, workload="mlp", model=model, script=script, cluster=bench.paced(machines, part))
         for part in (1.0, 0.5)
     ]
     whole, half = (bench.predicted(case, plan)["predicted_phases"] for case in cases)
-    for phase in ("forward", "optimizer"):
+    for phase in ("forward", "backward", "optimizer"):
         assert half[phase] == pytest.approx(2 * whole[phase], rel=1e-3)  # some of what a call costs is a constant
     found = {"pace": [bench.usual([cases[0].cluster]) / 2] * 3}
     anew = bench.predicted_at_pace(cases[0], plan, found)

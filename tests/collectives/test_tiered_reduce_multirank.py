@@ -13,7 +13,7 @@ from tutti.collectives import Desk, TieredReduce, make_reducer, rooms
 from tutti.runtime.world import join
 
 SIZES = (5, 0, 1000, 1, 70_001, 3)
-HOSTS = [(2, 2), (3, 1), (1, 2, 2), (3, 3)]
+HOSTS = [(2, 2), (3, 1), (1, 2, 2), pytest.param((3, 3), marks=pytest.mark.long)]
 
 
 def on_hosts(hosts: tuple[int, ...]) -> tuple[int, Desk | TieredReduce | None]:
@@ -81,6 +81,19 @@ def crossing(hosts: tuple[int, ...]) -> list[int]:
 def test_ranks_of_a_host_divide_what_crosses() -> None:
     assert run_ranks(crossing, 4, (2, 2)) == [[5, 4, 1], [5, 3]] * 2
     assert run_ranks(crossing, 4, (3, 1)) == [[10, 7, 1], [], [], [10, 7, 1]]
+
+
+def rooms_taken(hosts: tuple[int, ...]) -> int:
+    """By many sums of one size, one after another."""
+    _, tiers = on_hosts(hosts)
+    assert isinstance(tiers, TieredReduce)
+    for _ in range(100):
+        tiers.reduce(torch.zeros(1000))
+    return len(tiers._desk._staging._rooms)
+
+
+def test_rooms_are_used_again() -> None:
+    assert max(run_ranks(rooms_taken, 4, (2, 2))) < 10
 
 
 def kinds(hosts: tuple[int, ...]) -> str:
