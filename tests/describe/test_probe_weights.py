@@ -27,8 +27,9 @@ def test_longer_products_of_fewer_rows_do_not_make_rows_negative() -> None:
     assert weights.pace(1e6, 2e-3, 1e-3) == pytest.approx(1e6 / 2e-3)
 
 
-def test_native_dtypes_are_measured_on_every_number_of_threads() -> None:
+def test_native_dtypes_are_measured_on_every_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_num_threads()
+    monkeypatch.setattr(weights, "ROUNDS", 1)  # for time: what they are for is tested below
     effort = dataclasses.replace(QUICK, weight_size=64, gemm_budget_s=0.03)
     found = weights.measure(CPU, effort, threads=(1, 2), dtypes=("float32", "float16", "float64"), concurrent=3)
     assert [(rate.kind, rate.dtype, rate.threads, rate.concurrent) for rate in found] == [
