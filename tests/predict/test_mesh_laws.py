@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from predict.examples import cluster, cpu, gpu, link
 from predict.examples_mesh import machines, meshed, part, transformer
 from tutti.errors import PlanError
-from tutti.predict import predict
+from tutti.predict import constants, predict
+from tutti.predict.groups import network
+from tutti.predict.placement import place
 from tutti.runtime.space.geometry import Fetch, Window, halo_nbytes
 from tutti.spec.cluster import ClusterSpec, NodeSpec
 from tutti.spec.model import ModelSpec, ModuleSpec, OpCost
@@ -110,6 +112,18 @@ def test_the_gradient_of_the_batch_is_not_summed_over_split() -> None:
     expected = {layer: 2 * (2 - 1) / 2 * 8 * 8.0, first: 0.0, frozen: 2 * (2 - 1) / 2 * 8 * 8.0}
     for module, nbytes in expected.items():
         assert sent(ModelSpec(name="m", modules=(module,), dtype="bfloat16"), mesh={"split": 2}) == nbytes
+
+
+def test_sums_of_a_split_between_hosts_of_several_cpu_ranks_are_made_in_two_tiers() -> None:
+    """As in `collectives.tiered_reduce`: two latencies of the network, where a ring of all four has six."""
+    layer = part("layer", flops=1e3, parameters=100, input_nbytes=8.0, output_nbytes=8.0, split="column")
+    model, plan = ModelSpec(name="m", modules=(layer,)), meshed(8, mesh={"split": 4})
+    hosts = cluster(count=2, links=(link("node", 1e-5, 1e9), link("network", 1e-3, 1e8)))
+    group = network(hosts, place(hosts, 4), plan).group("split")
+    losses = group.all_reduce(constants.LOSS_NBYTES)
+    exposed = predict(model, hosts, plan).phases["exposed_communication"]
+    assert exposed - losses == pytest.approx(2 * 1e-5 + 64 / 1e9 + 2 * 1e-3 + 64 / 1e8)
+    assert exposed < group.all_reduce(64) + losses
 
 
 def test_gradients_of_norms_in_parts_of_the_sequence_are_summed_over_split() -> None:

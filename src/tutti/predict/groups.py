@@ -90,7 +90,7 @@ class Group:
     """The ranks along some axes, with the links they use. `node`: within a host, None where nothing needs it;
     `network`: what one group gets of a host's connection, None within a host; `chooses`: the library takes the
     quickest of ring, tree and the hierarchical form (as NCCL does), else always a ring over all ranks (as Gloo does),
-    except for what the data-parallel axes exchange.
+    except for what the data-parallel axes exchange and what split ranks sum.
     """
 
     span: Span
