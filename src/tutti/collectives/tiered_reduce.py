@@ -1,8 +1,10 @@
 """Sums of any tensors over ranks of several hosts, waited for at once: inside each host first, then between hosts.
 
-Each rank of a host sums a part over its host, then over hosts, and all read the parts: so a tensor crosses to each host
-once, where a ring of all ranks brings it there for every rank, and copies between ranks of a host leave out the
-network. Unlike `TieredSum`, the tensors lie anywhere, and the rank that waits does the work, without a thread.
+Each rank of a host sums a part over its host, then over hosts, and all read the parts: so a host with a tensor of B
+bytes sends 2 (hosts - 1) / hosts B, where a ring of all ranks sends up to 2 (ranks - 1) / ranks B out of it, and what
+goes between ranks of a host leaves out the network.
+
+Unlike `TieredSum`, the tensors lie anywhere, and the rank that waits does the work, without a thread.
 """
 
 from typing import Any
@@ -26,9 +28,7 @@ class TieredReduce:
         rounded once for each host. Raises RuntimeError when a rank has ended or does not come in time."""
         flat = tensor.view(-1)
         size = -(-flat.numel() // self._tiers.parts)
-        parts = [
-            flat[start : start + size] for start in range(0, flat.numel(), max(size, 1))
-        ]  # the last may be smaller
+        parts = [flat[start : start + size] for start in range(0, flat.numel(), max(size, 1))]
         shared = self._desk.put(self._part(flat, size, op))
         for whole, theirs in zip(parts, shared.arrive(), strict=False):
             whole.copy_(theirs[: whole.numel()])
