@@ -21,13 +21,13 @@ from typing import Any
 import plan_space
 import record
 from plan_journal import Journal, opened, outcomes, over_visits
-from plan_pace import paced
 from plan_table import judged, rows, say_case, summary
 from tutti.cli.common import capture_script
 from tutti.cli.planning import model_spec_of
 from tutti.errors import PlanError
 from tutti.lab import Lab
 from tutti.plan import Request, choose
+from tutti.plan.scenarios import with_speed
 from tutti.predict import predict
 from tutti.spec import codec
 from tutti.spec.cluster import ClusterSpec, GemmRate
@@ -200,13 +200,14 @@ def predicted(case: Case, plan: Plan) -> dict[str, Any]:
 
 
 def predicted_at_pace(case: Case, plan: Plan, found: Mapping[str, Any]) -> dict[str, Any]:
-    """The machine's pace while the plan ran, as a part of the probe's, and what predict says of a cluster of that pace;
-    nothing where either is not known."""
+    """The machine's pace while the plan ran, as a part of the probe's, and what predict says of a cluster whose devices
+    have that pace, links as they were; nothing where either is not known. Virtual machines change theirs by a fifth
+    from one minute to the next: what is predicted from the probe's minute is then of another machine."""
     probed = usual([case.cluster])
     if not found.get("pace") or not probed:
         return {}
     part = statistics.median(found["pace"]) / probed
-    step_s = predicted(replace(case, cluster=paced(case.cluster, part)), plan).get("predicted_s")
+    step_s = predicted(replace(case, cluster=with_speed(case.cluster, part)), plan).get("predicted_s")
     return {} if step_s is None else {"pace_part": part, "predicted_at_pace_s": step_s}
 
 

@@ -80,7 +80,9 @@ def test_a_machine_at_half_its_pace_computes_twice_as_long_and_sends_as_quickly(
     device = replace(machines.devices["cpu"], kernel_overhead_s=1e-6, gemm=(rate,), weight_rates=(weights,))
     machines = replace(machines, devices={"cpu": device})
     cases = [
-        bench.Case(rate="", ranks=2, workload="mlp", model=model, script=script, cluster=bench.paced(machines, part))
+        bench.Case(
+            rate="", ranks=2, workload="mlp", model=model, script=script, cluster=bench.with_speed(machines, part)
+        )
         for part in (1.0, 0.5)
     ]
     whole, half = (bench.predicted(case, plan)["predicted_phases"] for case in cases)

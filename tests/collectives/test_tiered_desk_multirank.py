@@ -1,10 +1,10 @@
 """Parts to everyone and sums of rows over several hosts (told apart by a name given here), against one rank's."""
 
-import os
-import signal
 import time
+from collections.abc import Callable
 from functools import partial
 
+import killed
 import pytest
 import torch
 import torch.distributed as dist
@@ -102,28 +102,19 @@ def test_a_host_sends_what_all_of_another_need_once() -> None:
         assert parts == sums == [7]
 
 
-def bereaved(dies: int) -> str:
-    """What a rank is told when another has been killed. The killed one is a child of the rank, which stays."""
-    if int(os.environ["RANK"]) == dies:
-        child = os.fork()
-        if child:
-            return f"ended {os.waitpid(child, 0)[1]}"
-    rank, desk = on_hosts((2, 2))
+def begun() -> Callable[[], None]:
+    """An exchange between two hosts of two."""
+    _, desk = on_hosts((2, 2))
     assert isinstance(desk, TieredDesk)
-    try:
-        for number in range(100):
-            if number == 1 and rank == dies:
-                os.kill(os.getpid(), signal.SIGKILL)
-            desk.share(torch.zeros(7), lambda rows: None).wait()
-            time.sleep(0.02)
-    except RuntimeError as error:
-        return f"told: {error}"
-    return "never"
+
+    def exchange() -> None:
+        desk.share(torch.zeros(7), lambda rows: None).wait()
+        time.sleep(0.02)
+
+    return exchange
 
 
-@pytest.mark.parametrize("dies", [0, 3])
+@pytest.mark.parametrize("dies", killed.DIES)
 def test_a_killed_rank_is_told_to_all(dies: int) -> None:
     """To its host in shared memory, to its partners by their connections, to others when those have gone."""
-    said = run_ranks(bereaved, 4, dies, timeout_s=30)
-    assert said[dies] == "ended 9"
-    assert all(words.startswith("told: ") for rank, words in enumerate(said) if rank != dies), said
+    killed.check(run_ranks(killed.told, 4, dies, begun, timeout_s=30), dies)

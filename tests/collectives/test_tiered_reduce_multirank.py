@@ -1,9 +1,9 @@
 """Sums that all wait for over several hosts (told apart by a name given here), against one rank's."""
 
-import os
-import signal
+from collections.abc import Callable
 from typing import Any
 
+import killed
 import pytest
 import torch
 import torch.distributed as dist
@@ -105,27 +105,14 @@ def test_tiers_are_where_hosts_have_several_ranks(hosts: tuple[int, ...], kind: 
     assert run_ranks(kinds, sum(hosts), hosts) == [kind] * sum(hosts)
 
 
-def bereaved(dies: int) -> str:
-    """What a rank is told when another has been killed. The killed one is a child of the rank, which stays."""
-    if int(os.environ["RANK"]) == dies:
-        child = os.fork()
-        if child:
-            return f"ended {os.waitpid(child, 0)[1]}"
-    rank, tiers = on_hosts((2, 2))
+def begun() -> Callable[[], None]:
+    """An exchange between two hosts of two."""
+    _, tiers = on_hosts((2, 2))
     assert isinstance(tiers, TieredReduce)
-    try:
-        for number in range(100):
-            if number == 1 and rank == dies:
-                os.kill(os.getpid(), signal.SIGKILL)
-            tiers.reduce(torch.zeros(7))
-    except RuntimeError as error:
-        return f"told: {error}"
-    return "never"
+    return lambda: tiers.reduce(torch.zeros(7))
 
 
-@pytest.mark.parametrize("dies", [0, 3])
+@pytest.mark.parametrize("dies", killed.DIES)
 def test_a_killed_rank_is_told_to_all(dies: int) -> None:
     """To its host in shared memory, to its partners by their connections, to others when those have gone."""
-    said = run_ranks(bereaved, 4, dies, timeout_s=30)
-    assert said[dies] == "ended 9"
-    assert all(words.startswith("told: ") for rank, words in enumerate(said) if rank != dies), said
+    killed.check(run_ranks(killed.told, 4, dies, begun, timeout_s=30), dies)
