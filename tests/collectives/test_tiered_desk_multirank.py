@@ -1,4 +1,4 @@
-"""Parts to everyone and sums of rows over several hosts (told apart by a name given here), against one rank's."""
+"""Parts to everyone and sums of rows over several hosts, against one rank's."""
 
 import time
 from collections.abc import Callable
@@ -8,22 +8,13 @@ import killed
 import pytest
 import torch
 import torch.distributed as dist
+from several_hosts import on_hosts, tiered
 
 from harness import run_ranks
-from tutti.collectives import Desk, TieredDesk, make_desk_or_tiers, rooms
-from tutti.runtime.world import join
 
 SIZES = (5, 0, 1000, 1, 70_001)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 HOSTS = [(2, 2), (3, 1), (1, 2, 2)]
-
-
-def on_hosts(hosts: tuple[int, ...]) -> tuple[int, Desk | TieredDesk | None]:
-    """This rank's place and desk, where hosts have so many ranks."""
-    world = join()
-    own = [host for host, ranks in enumerate(hosts) for _ in range(ranks)][world.rank]
-    rooms.host_identity = lambda: f"host {own}"
-    return world.rank, make_desk_or_tiers()
 
 
 def values(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -34,8 +25,7 @@ def values(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
 def exchanged(hosts: tuple[int, ...]) -> bool:
     """Several exchanges under way at once, ended in another order on every other rank: of what is lent, kept, or
     neither."""
-    rank, desk = on_hosts(hosts)
-    assert isinstance(desk, TieredDesk)
+    rank, desk = tiered(hosts)
     ranks, right = sum(hosts), True
     kept = {size: desk.keep(torch.zeros(size)) for size in SIZES}
     for turn in range(30):
@@ -80,8 +70,7 @@ def test_tiers_are_where_hosts_have_several_ranks(hosts: tuple[int, ...], kind: 
 
 def crossing(hosts: tuple[int, ...]) -> tuple[list[int], list[int]]:
     """Values that this rank's messages carry to other hosts: of parts, of rows to be summed."""
-    _, desk = on_hosts(hosts)
-    assert isinstance(desk, TieredDesk)
+    _, desk = tiered(hosts)
     sent: list[int] = []
     isend = dist.isend
 
@@ -104,8 +93,7 @@ def test_a_host_sends_what_all_of_another_need_once() -> None:
 
 def begun() -> Callable[[], None]:
     """An exchange between two hosts of two."""
-    _, desk = on_hosts((2, 2))
-    assert isinstance(desk, TieredDesk)
+    _, desk = tiered((2, 2))
 
     def exchange() -> None:
         desk.share(torch.zeros(7), lambda rows: None).wait()

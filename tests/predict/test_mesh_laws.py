@@ -115,7 +115,7 @@ def test_the_gradient_of_the_batch_is_not_summed_over_split() -> None:
 
 
 def test_sums_of_a_split_between_hosts_of_several_cpu_ranks_are_made_in_two_tiers() -> None:
-    """As in `collectives.tiered_reduce`: two latencies of the network, where a ring of all four has six."""
+    """As in `collectives.tiered_desk`: two latencies of the network, where a ring of all four has six."""
     layer = part("layer", flops=1e3, parameters=100, input_nbytes=8.0, output_nbytes=8.0, split="column")
     model, plan = ModelSpec(name="m", modules=(layer,)), meshed(8, mesh={"split": 4})
     hosts = cluster(count=2, links=(link("node", 1e-5, 1e9), link("network", 1e-3, 1e8)))

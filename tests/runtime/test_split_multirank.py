@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 from against_one import Subject, assert_same_as_one
 from harness import run_ranks
-from tutti.collectives import TieredReduce, rooms
+from tutti.collectives import TieredDesk, rooms
 from tutti.spec.plan import LayoutRule
 
 pytestmark = pytest.mark.long
@@ -149,18 +149,19 @@ def test_training_with_recompute_and_norms_by_tokens() -> None:
 
 
 def on_two_hosts() -> Subject:
-    """The same where ranks 0 and 1 are on one host, the others on another: sums are made in two tiers."""
+    """The same where ranks 0 and 1 are on one host, the others on another: exchanges are made in two tiers."""
     rooms.host_identity = lambda: f"host {int(os.environ['RANK']) // 2}"
     return clipped()
 
 
 def tiers(run: Any) -> bool:
-    return any(isinstance(one, TieredReduce) for one in gc.get_objects())
+    return any(isinstance(one, TieredDesk) for one in gc.get_objects())
 
 
 def test_training_over_hosts_of_several_ranks() -> None:
+    rows = (LayoutRule(modules="*norm*", placement="row"),)
     for mesh, tiered in (({"split": 4}, True), ({"split": 3}, True), ({"replicate": 2, "split": 2}, False)):
-        ranks = assert_same_as_one(on_two_hosts, mesh=mesh, steps=2, look=tiers, tolerance=1e-11)
+        ranks = assert_same_as_one(on_two_hosts, mesh=mesh, steps=2, layout=rows, look=tiers, tolerance=1e-11)
         assert [rank.facts for rank in ranks] == [tiered] * len(ranks)
 
 

@@ -11,7 +11,6 @@ from tutti.collectives.rooms import Room
 from tutti.collectives.staged import Desk, make_desk
 from tutti.collectives.team import Team
 from tutti.collectives.tiered_desk import TieredDesk, make_desk_or_tiers
-from tutti.collectives.tiered_reduce import TieredReduce, make_reducer
 from tutti.collectives.tiered_sum import TieredSum, part_of, share_parts
 from tutti.collectives.worker import Worker
 
@@ -24,13 +23,11 @@ __all__ = [
     "Sending",
     "Team",
     "TieredDesk",
-    "TieredReduce",
     "TieredSum",
     "Tiers",
     "Worker",
     "make_desk",
     "make_desk_or_tiers",
-    "make_reducer",
     "make_team",
     "make_team_or_tiers",
     "part_of",

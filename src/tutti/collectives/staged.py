@@ -118,7 +118,7 @@ class Desk:
 
     def gather(self, segments: torch.Tensor, mine: torch.Tensor) -> "Work":
         """Every rank's `mine` into its row of `segments`, (ranks, values); wait for it."""
-        return self.share(mine, partial(_copy_rows, segments))
+        return self.share(mine, partial(copy_rows, segments))
 
     def scatter_sum(self, buffer: torch.Tensor, out: torch.Tensor) -> "Work":
         """Row r of `buffer`, (ranks, values), summed over ranks, into `out` of rank r; wait for it."""
@@ -170,7 +170,8 @@ class Work:
             self._exchange = None
 
 
-def _copy_rows(segments: torch.Tensor, tensors: list[torch.Tensor]) -> None:
+def copy_rows(segments: torch.Tensor, tensors: list[torch.Tensor]) -> None:
+    """Each of `tensors` into its row of `segments`."""
     for row, theirs in zip(segments, tensors, strict=True):
         row.copy_(theirs.view(row.shape))
 

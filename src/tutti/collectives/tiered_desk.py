@@ -2,11 +2,13 @@
 shared memory; what is summed is summed inside each host before it crosses.
 
 Of parts that make up B bytes a host of g ranks so gets (hosts - 1) / hosts B, where messages from each rank to each
-other bring it g times as much. A thread makes what goes between hosts, in the order in which it is asked for.
+other bring it g times as much. A sum of which all ranks have the whole is a sum of rows, of which each has its own, and
+then those parts to everyone. A thread makes what goes between hosts, in the order in which it is asked for.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ import torch.distributed as dist
 
 from tutti.collectives.combining import combine
 from tutti.collectives.meeting import met
-from tutti.collectives.staged import Desk, Read, Staged
+from tutti.collectives.staged import Desk, Read, Staged, copy_rows
 from tutti.collectives.ways import Ways, ways_of
 from tutti.collectives.worker import Errand, Worker
 
@@ -36,10 +38,26 @@ class TieredDesk:
         """As `Desk.share`: `read` is called with every rank's `mine`, in the order of the group."""
         return Sharing(self, self._worker, mine, read)
 
+    def gather(self, segments: torch.Tensor, mine: torch.Tensor) -> "Sharing":
+        """Every rank's `mine` into its row of `segments`, (ranks, values); wait for it."""
+        return self.share(mine, partial(copy_rows, segments))
+
     def scatter_sum(self, buffer: torch.Tensor, out: torch.Tensor) -> Errand:
         """As `Desk.scatter_sum`: row r of `buffer`, (ranks, values), summed over ranks, into `out` of rank r. Hosts'
         sums are added in the order of hosts; in half precisions each is rounded."""
         return Errand(self._worker, lambda: self._scatter_sum(buffer, out.view(-1)))
+
+    def reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+        """Replace a contiguous `tensor` by the sum (or maximum) over ranks, bit-identical on all."""
+        self.start_reduce(tensor, op).wait()
+
+    def start_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> "Sharing":
+        """The same; wait for it."""
+        flat = tensor.detach().view(-1)
+        size = -(-flat.numel() // self.ways.ranks)
+        rows, mine = (self.lend(numel, flat.dtype) for numel in (self.ways.ranks * size, size))
+        rows[: flat.numel()].copy_(flat)  # behind them lies anything, of which nobody reads the sum
+        return Sharing(self, self._worker, mine, partial(_copy_parts, flat), lambda: self._scatter_sum(rows, mine, op))
 
     def bring(self, mine: torch.Tensor) -> torch.Tensor:
         """Send `mine` to each other host; (rows, values): what this rank's wards sent, in shared memory. For the
@@ -49,19 +67,19 @@ class TieredDesk:
         self._messages(list(zip(ways.wards, rows, strict=False)), [(to, mine) for to in ways.partners], _PARTS)
         return rows
 
-    def _scatter_sum(self, buffer: torch.Tensor, out: torch.Tensor) -> None:
+    def _scatter_sum(self, buffer: torch.Tensor, out: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         ways, numel, count = self.ways, out.numel(), len(self.ways.wards)
         sums = self._scratch_rows(1 + count + len(ways.partners), out)
         own, sent, came = sums[0], sums[1 : 1 + count], sums[1 + count :]
         exchange = self.desk.put(buffer)
-        theirs = [tensor.view(len(buffer), numel) for tensor in exchange.arrive()]
+        theirs = [tensor.view(ways.ranks, numel) for tensor in exchange.arrive()]
         for place, row in zip((ways.own, *ways.wards), sums, strict=False):
-            combine([one[place] for one in theirs], [row])
+            combine([one[place] for one in theirs], [row], op)
         exchange.leave()
         partners = list(zip(ways.partners, came, strict=True))
         self._messages(partners, list(zip(ways.wards, sent, strict=True)), _SUMS)
         by_host = {ways.host: own, **dict(zip(ways.others, came, strict=True))}
-        combine([by_host[host] for host in sorted(by_host)], [out])
+        combine([by_host[host] for host in sorted(by_host)], [out], op)
 
     def _messages(
         self,
@@ -85,10 +103,18 @@ class TieredDesk:
 
 
 class Sharing:
-    """Parts of all ranks under way: the thread brings those of other hosts, `wait` reads all where they lie."""
+    """Parts of all ranks under way: the thread brings those of other hosts, `wait` reads all where they lie. `first`:
+    what the thread does before, of which `mine` comes."""
 
-    def __init__(self, desk: TieredDesk, worker: Worker, mine: torch.Tensor, read: Read) -> None:
-        self._desk, self._mine, self._read = desk, mine.detach(), read
+    def __init__(
+        self,
+        desk: TieredDesk,
+        worker: Worker,
+        mine: torch.Tensor,
+        read: Read,
+        first: Callable[[], None] | None = None,
+    ) -> None:
+        self._desk, self._mine, self._read, self._first = desk, mine.detach(), read, first
         self._exchanges: tuple[Staged, Staged] | None = None
         self._over = False
         self._brought = Errand(worker, self._bring)
@@ -114,6 +140,8 @@ class Sharing:
             exchange.leave()
 
     def _bring(self) -> None:
+        if self._first is not None:
+            self._first()
         desk = self._desk
         here = desk.desk.put(self._mine)
         self._exchanges = here, desk.desk.put(desk.bring(self._mine))
@@ -127,6 +155,13 @@ class Sharing:
                 carrier, row = ways.carried(place)
                 rows[place] = brought[carrier][row * numel : (row + 1) * numel]
         return [rows[place] for place in sorted(rows)]
+
+
+def _copy_parts(flat: torch.Tensor, parts: list[torch.Tensor]) -> None:
+    """Parts of one size, one behind another, into `flat`, which may end before they do."""
+    for start, part in zip(range(0, flat.numel(), max(len(parts[0]), 1)), parts, strict=False):
+        whole = flat[start : start + len(part)]
+        whole.copy_(part[: len(whole)])
 
 
 def make_desk_or_tiers(group: Any = None) -> Desk | TieredDesk | None:

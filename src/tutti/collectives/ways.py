@@ -18,6 +18,11 @@ class Ways:
     own: int
 
     @cached_property
+    def ranks(self) -> int:
+        """How many there are on all hosts."""
+        return sum(map(len, self.hosts))
+
+    @cached_property
     def host(self) -> int:
         """This rank's host."""
         return next(host for host, places in enumerate(self.hosts) if self.own in places)

@@ -7,7 +7,7 @@ host share its connection to the network.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import cast
 
@@ -90,7 +90,7 @@ class Group:
     """The ranks along some axes, with the links they use. `node`: within a host, None where nothing needs it;
     `network`: what one group gets of a host's connection, None within a host; `chooses`: the library takes the
     quickest of ring, tree and the hierarchical form (as NCCL does), else always a ring over all ranks (as Gloo does),
-    except for what the data-parallel axes exchange and what split ranks sum.
+    except for what the data-parallel axes and split exchange.
     """
 
     span: Span
@@ -138,7 +138,7 @@ class Group:
     def summed(self, nbytes: float) -> float:
         """Seconds to sum `nbytes` of a bucket of gradients, or of what split ranks pass on. Where hosts of CPU ranks
         have several of them, they sum inside each host first, and each of them a part of it between hosts, as
-        `collectives.tiered_sum` and `collectives.tiered_reduce` do."""
+        `collectives.tiered_sum` and `collectives.tiered_desk` do."""
         return self._hierarchical(nbytes) if self.tiers and nbytes > 0 else self.all_reduce(nbytes)
 
     @property
@@ -161,8 +161,8 @@ class Group:
         return min(flat, self._hierarchical(nbytes) / 2) if self.chooses else flat
 
     def divided(self, nbytes: float) -> float:
-        """As `scatter`, of what sharding divides: where hosts of CPU ranks have several of them, it crosses to each
-        host once, as `collectives.tiered_desk` does."""
+        """As `scatter`, of what sharding and split divide: where hosts of CPU ranks have several of them, it crosses to
+        each host once, as `collectives.tiered_desk` does."""
         return self._hierarchical(nbytes) / 2 if self.tiers and nbytes > 0 else self.scatter(nbytes)
 
     def _hierarchical(self, nbytes: float) -> float:
@@ -203,12 +203,14 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """The links of a cluster under a plan's ranks. `known`: groups that were asked for."""
+    """The links of a cluster under a plan's ranks. `crowding`: which part of the groups that meet at a host's
+    connection a group has beside it, in the mean of the time it takes; `known`: groups that were asked for."""
 
     cluster: ClusterSpec
     seats: tuple[Seat, ...]
     mesh: Mesh
     hosts: Hosts
+    crowding: float = 1.0
     known: dict[tuple[AxisName, ...], Group] = field(default_factory=dict, compare=False)
 
     def group(self, *axes: AxisName) -> Group:
@@ -218,6 +220,15 @@ class Network:
             self.known[named] = self._group(named)
         return self.known[named]
 
+    def of_stage(self, stage: int, nbytes: Sequence[float]) -> "Network":
+        """As a stage has it for what all of them exchange at the same time, so many bytes each: of those that share a
+        host the ones that have less are done before, and leave its connection to the others."""
+        together, own = sharing(self.mesh, self.hosts)[stage], nbytes[stage]
+        if not own:
+            return self
+        part = sum(min(nbytes[other], own) for other in together) / (len(together) * own)
+        return self if part == 1 else replace(self, crowding=part, known={})
+
     def _group(self, axes: tuple[AxisName, ...]) -> Group:
         return self._seated(span_of(self.mesh, axes, self.hosts))
 
@@ -225,7 +236,8 @@ class Network:
         """The groups of a span with the links they use."""
         if span.ranks == 1:
             return Group(span=span)
-        network = self._link("network").shared(span.meeting) if span.hosts > 1 else None
+        flows = max(1.0, self.crowding * span.meeting)
+        network = self._link("network").shared(flows) if span.hosts > 1 else None
         node = self._link("node") if span.hosts == 1 or self.cluster.link("node") else None
         return Group(
             span=span,
@@ -284,6 +296,15 @@ def hosts_of(seats: tuple[Seat, ...]) -> Hosts:
 def seat_of_ranks(seats: tuple[Seat, ...]) -> NDArray[np.intp]:
     """The index of each rank's seat."""
     return np.repeat(np.arange(len(seats)), [seat.ranks for seat in seats])
+
+
+@lru_cache(maxsize=4096)
+def sharing(mesh: Mesh, hosts: Hosts) -> tuple[tuple[int, ...], ...]:
+    """For each place on the stage axis, the places on it that have ranks on the same hosts, itself among them."""
+    rows = _members(mesh, ("stage",), hosts)
+    there = np.zeros((rows.shape[1], int(rows.max()) + 1), dtype=np.intp)
+    there[np.arange(rows.shape[1]), rows] = 1
+    return tuple(tuple(np.flatnonzero(one).tolist()) for one in there @ there.T)
 
 
 @lru_cache(maxsize=4096)

@@ -90,7 +90,7 @@ class Costs:
         part = nbytes / self.group.ranks
         loads = part * self.load_s_per_nbyte
         if self.coded is None:
-            return self.group.divided(nbytes) + self.others.all_reduce(part) + loads
+            return self.group.divided(nbytes) + self.others.summed(part) + loads
         how, kernels = self.coded(nbytes)
         to_ranks = self.group.all_to_all(nbytes * how.there)  # codes go from each rank to each other
         return to_ranks + self.others.all_reduce(part * how.across) + kernels + loads

@@ -199,16 +199,18 @@ def slowest_of(setting: Setting, works: list[RankWork]) -> Slowest:
         if work.stage not in longest or lasts_s(work) > lasts_s(longest[work.stage]):
             longest[work.stage] = work
     columns, done, syncs = wires.columns, {}, {}
+    weights = columns.gradients * wires.division.weight
+    nbytes = [float(weights[setting.own(stage)].sum()) for stage in range(setting.plan.degree("stage"))]
     for stage, work in longest.items():
-        own = setting.own(stage)
+        own, net = setting.own(stage), wires.network.of_stage(stage, nbytes)
         # stages of equal blocks exchange alike
         like = (columns.gradients, columns.expert, columns.table, columns.sequence, *work.passes, *work.taken.backward)
-        key = (*(column[own].tobytes() for column in like), work.taken.after.tobytes())
+        key = (*(column[own].tobytes() for column in like), work.taken.after.tobytes(), net.crowding)
         if key not in done:
             done[key] = synchronise(
                 columns,
                 wires.division,
-                wires.network,
+                net,
                 setting.plan,
                 own,
                 work.passes,

@@ -7,7 +7,7 @@ unchanged.
 
 from torch import nn
 
-from tutti.collectives import make_reducer
+from tutti.collectives import make_desk_or_tiers
 from tutti.runtime.layout import Layout
 from tutti.runtime.split import elementwise, normal, products, shapes
 from tutti.runtime.split.apply import apply_decisions, whole_parameter
@@ -42,7 +42,7 @@ def split_model(model: nn.Module, plan: Plan, layout: Layout) -> None:
         rank=mesh.index("split"),
         size=degree,
         lane=layout.lane("activations", "split"),
-        desk=make_reducer(handle),
+        desk=make_desk_or_tiers(handle),
     )
     apply_decisions(model, decisions, layout, group)
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from tutti.collectives import Desk, TieredReduce
+from tutti.collectives import Desk, TieredDesk
 from tutti.runtime.split.spread import Range, Spread
 from tutti.runtime.traffic import Lane, lone_lane, ring_nbytes
 
@@ -26,15 +26,14 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dis
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitGroup:
     """The ranks of this rank's split group. `handle`: their process group; `rank`: this one's place among them; `lane`:
-    where exchanges are counted; `desk`: where they are made, if the ranks share memory; where only those of a host do,
-    sums are.
+    where exchanges are counted; `desk`: where they are made, if ranks share memory: all of them, or those of each host.
     """
 
     handle: Any
     rank: int
     size: int
     lane: Lane = field(default_factory=lone_lane, compare=False)
-    desk: Desk | TieredReduce | None = field(default=None, compare=False)
+    desk: Desk | TieredDesk | None = field(default=None, compare=False)
 
     def sum(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
         """Reduce in place over the ranks, and return the tensor."""
@@ -48,7 +47,7 @@ class SplitGroup:
     def gather(self, everyone: torch.Tensor, mine: torch.Tensor) -> None:
         """Every rank's `mine`, one behind another along dim 0, into `everyone`."""
         with self.lane.waiting((self.size - 1) * mine.numel() * mine.element_size()):
-            if isinstance(self.desk, Desk):
+            if self.desk is not None:
                 self.desk.gather(everyone.view(self.size, -1), mine).wait()
             else:
                 _all_gather(everyone, mine, group=self.handle)
@@ -56,7 +55,7 @@ class SplitGroup:
     def sum_part(self, mine: torch.Tensor, whole: torch.Tensor) -> None:
         """This rank's part along dim 0 of the sum of `whole` over ranks into `mine`."""
         with self.lane.waiting(ring_nbytes(whole, self.size) // 2):
-            if isinstance(self.desk, Desk):
+            if self.desk is not None:
                 self.desk.scatter_sum(whole, mine).wait()
             else:
                 _reduce_scatter(mine, whole, group=self.handle)
