@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -198,8 +199,11 @@ def _in_proportion(cluster: ClusterSpec, count: int, text: str) -> tuple[NodeSpe
     return tuple(dataclasses.replace(node, count=many) for node, many in pairs if many)
 
 
-def changes(model: ModelSpec, best: Costed, others: list[Costed], request: Request) -> tuple[str, ...]:
-    """What would have to change for the nearest others to win: links faster or slower, devices with more memory."""
+def changes(
+    model: ModelSpec, best: Costed, others: list[Costed], request: Request, over: Callable[[], bool] = lambda: False
+) -> tuple[str, ...]:
+    """What would have to change for the nearest others to win: links faster or slower. Nothing more is looked at once
+    it is `over`."""
     if request.objective not in ("throughput", "time-to-quality"):
         return ()
     told: list[str] = []
@@ -208,17 +212,21 @@ def changes(model: ModelSpec, best: Costed, others: list[Costed], request: Reque
     for tier in tiers:
         if best.cluster.link(tier) is None:
             continue
-        sentence = _at_which_link(model, best, rivals[:_RIVALS], tier)
+        sentence = _at_which_link(model, best, rivals[:_RIVALS], tier, over)
         told += [sentence] if sentence else []
     return tuple(told[:_TOLD])
 
 
-def _at_which_link(model: ModelSpec, best: Costed, rivals: list[Costed], tier: LinkTier) -> str:
+def _at_which_link(
+    model: ModelSpec, best: Costed, rivals: list[Costed], tier: LinkTier, over: Callable[[], bool]
+) -> str:
     """At which bandwidth of a tier one of the rivals first is faster, trying powers of two up and down."""
     link = best.cluster.link(tier)
     assert link is not None
     for power in _FACTORS:
         for factor in (power, 1 / power):
+            if over():
+                return ""
             bandwidth = link.bandwidth_bytes_per_s * factor
             cluster = with_bandwidth(best.cluster, tier, bandwidth)
             own = _step(model, cluster, best)

@@ -26,6 +26,9 @@ from tutti.spec.words import Precision
 TIE = 0.02
 """Plans within this part of the best count as equal: then the one that asks for least is taken."""
 
+CHANGES = 0.1
+"""Part of a search's time, besides, for looking at what would have to change for other plans to win."""
+
 SHOWN_FAMILIES = 12
 """Kinds of plans of which the best is among the alternatives, besides the nearest ones."""
 
@@ -104,6 +107,7 @@ def _search(model: ModelSpec, cluster: ClusterSpec, request: Request, clock: Clo
     costed: list[Costed] = []
     impossible: list[Alternative] = []
     parts: list[Coverage] = []
+    whole_s = limit_s
     for index, one in enumerate(requests):
         remaining = limit_s / (len(requests) - index) if math.isfinite(limit_s) else limit_s
         began = clock() if clock is not None else 0.0
@@ -136,7 +140,16 @@ def _search(model: ModelSpec, cluster: ClusterSpec, request: Request, clock: Clo
             nothing_keeps(request, costed) if any(one.prediction.fits for one in costed)
             else no_fit(model, cluster, request, costed)
         )  # fmt: skip
-    return _choice(model, cluster, request, costed, impossible, _together(parts))
+    over = _ending(clock, CHANGES * whole_s)
+    return _choice(model, cluster, request, costed, impossible, _together(parts), over)
+
+
+def _ending(clock: Clock | None, seconds: float) -> Callable[[], bool]:
+    """Whether so many seconds from now have passed."""
+    if clock is None:
+        return lambda: False
+    end = clock() + seconds
+    return lambda: clock() >= end
 
 
 def _frugal(
@@ -175,6 +188,7 @@ def _choice(
     costed: list[Costed],
     impossible: Sequence[Alternative],
     coverage: Coverage,
+    over: Callable[[], bool] = lambda: False,
 ) -> Choice:
     best = _best([one for one in costed if one.good], request)
     wide = request.scope != "data" or request.mesh is not None
@@ -199,7 +213,7 @@ def _choice(
         alternatives=alternatives,
         remarks=remarks(model, cluster, request, best, alternatives),
         totals=objectives.totals(best.cluster, request, best.plan, best.prediction),
-        changes=changes(model, best, [one for one in others if one.good], request) if wide else (),
+        changes=changes(model, best, [one for one in others if one.good], request, over) if wide else (),
         coverage=coverage,
         nodes=() if best.cluster.nodes == cluster.nodes else nodes,
     )

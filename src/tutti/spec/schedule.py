@@ -216,7 +216,8 @@ def _greedy(
         if action.kind == "I":
             half[at] = then
 
-    while any(queue for own in queues for queue in own.values()):
+    left = sum(len(queue) for own in queues for queue in own.values())
+    while left:
         moved = False
         stuck = max(free) <= now
         for relaxed in (False, True) if stuck else (False,):
@@ -232,7 +233,7 @@ def _greedy(
                 free[rank] = now + COSTS[action.kind]
                 end(action, free[rank])
                 held[rank] += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
-                moved = True
+                moved, left = True, left - 1
         if stuck and not moved:
             raise PlanError("the pipeline's schedule deadlocks: no rank has an action that can begin")
         now += 1
