@@ -1,0 +1,162 @@
+"""Two hosts of a lab, one with a slower processor: plans balanced for both beside the same cut evenly. Needs root.
+
+The slow host is slower in earnest: its matrix products take the portable code of MKL and its convolutions oneDNN's for
+SSE 4.1, which this machine computes at about half and a fifth of the pace of the usual ones; memory and link are as
+quick. Both kinds are probed, each in a lab of its own kind, and written into one cluster, as a user writes one down.
+"""
+
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from plan_journal import outcomes
+from tutti.cli.common import capture_script
+from tutti.cli.planning import model_spec_of
+from tutti.lab import Lab
+from tutti.plan import Request, choose
+from tutti.predict import predict
+from tutti.spec import codec
+from tutti.spec.cluster import ClusterSpec
+from tutti.spec.model import ModelSpec
+from tutti.spec.plan import Plan
+from tutti.spec.words import AxisName
+
+RANK = Path(__file__).with_name("mixed_rank.py")
+BATCHES = {"mlp": 512, "cnn": 32, "gpt": 16}
+"""The global batch of each, in samples: so many that products weigh more than what a rank does whatever its share."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What is measured: each plan `turns` times, in turns, `steps` steps each."""
+
+    models: tuple[str, ...] = ("mlp", "cnn", "gpt")
+    axes: tuple[str, ...] = ("replicate", "stage")
+    rate: str = "unlimited"
+    turns: int = 3
+    steps: int = 12
+
+
+QUICK = Sizes(models=("mlp",), axes=("replicate",), turns=1, steps=4)
+
+
+def measure(sizes: Sizes) -> dict[str, Any]:
+    """Returns {"cluster": .., "cases": a row for each model and axis}."""
+    with Lab(2, rates=sizes.rate) as lab, tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        kinds = {name: probed(lab, folder / name, slow) for name, slow in (("quick", ""), ("slow", "0,1"))}
+        cluster = together(kinds["quick"], kinds["slow"])
+        cases = [
+            run_case(lab, folder / f"{model}-{axis}", cluster, model, axis, sizes)  # type: ignore[arg-type]
+            for model in sizes.models
+            for axis in sizes.axes
+        ]
+    return {"cluster": codec.to_data(cluster), "batches": BATCHES, "cases": cases, "summary": summary(cases)}
+
+
+def probed(lab: Lab, folder: Path, slow: str) -> ClusterSpec:
+    """Both hosts as `tutti probe` measures them, where the ranks `slow` have the slower processor."""
+    folder.mkdir()
+    output = folder / "cluster.json"
+    words = ("--slow", slow, "probe", "--quick", "--no-plot", "--output", str(output))
+    done = lab.train("--folder", str(folder / "run"), str(RANK), *words, cwd=folder, timeout_s=300)
+    if not output.exists():
+        raise SystemExit("the probe failed\n" + "\n".join(one.err for one in done))
+    return codec.load(ClusterSpec, output)
+
+
+def together(quick: ClusterSpec, slow: ClusterSpec) -> ClusterSpec:
+    """One host of each kind; the links as the quick ones were measured."""
+    (fast,), (late,) = quick.devices.values(), slow.devices.values()
+    devices = {"quick": replace(fast, name="quick"), "slow": replace(late, name="slow")}
+    nodes = tuple(replace(quick.nodes[0], name=name, device=name, count=1) for name in devices)
+    return replace(quick, name="mixed", devices=devices, nodes=nodes)
+
+
+def run_case(lab: Lab, folder: Path, cluster: ClusterSpec, name: str, axis: AxisName, sizes: Sizes) -> dict[str, Any]:
+    """The planner's plan of two ranks along `axis`, and the same with equal shares and cuts by cost alone."""
+    folder.mkdir()
+    model, script = described(name)
+    choice = choose(model, cluster, Request(script=script, degree=2, mesh={axis: 2}))
+    by_name = {node.name: node for node in cluster.nodes}
+    ordered = replace(cluster, nodes=tuple(by_name[node] for node in choice.nodes or by_name))
+    even = replace(choice.best, shares=(), pipeline=replace(choice.best.pipeline, cuts=()))
+    plans = {"even": even, "balanced": choice.best}
+    slow = [node.name for node in ordered.nodes].index("slow")
+    predicted = {which: predict(model, ordered, plan).step_time_s.value for which, plan in plans.items()}
+    found: dict[str, list[float]] = {which: [] for which in plans}
+    for turn in range(sizes.turns):
+        for which, seconds in timed(lab, folder / str(turn), name, plans, slow, sizes).items():
+            found[which] += seconds
+    measured = {which: statistics.median(seconds) for which, seconds in found.items()}
+    row = {
+        "model": name,
+        "axis": axis,
+        "slow_rank": slow,
+        "shares": list(choice.best.shares),
+        "cuts": list(choice.best.pipeline.cuts),
+        "plan": codec.to_data(choice.best),
+        "predicted_s": predicted,
+        "measured_s": measured,
+        "steps_s": found,
+        "gain_predicted": 1 - predicted["balanced"] / predicted["even"],
+        "gain_measured": 1 - measured["balanced"] / measured["even"],
+    }
+    print(f"{name}, {axis}: {row['gain_predicted']:.1%} predicted, {row['gain_measured']:.1%}", file=sys.stderr)
+    return row
+
+
+def described(name: str) -> tuple[ModelSpec, Plan]:
+    """The model's description and the plan that its script implies, as `tutti plan` finds them."""
+    captured = capture_script(RANK.with_name("plan_rank.py"), ("--workload", name, "--batch", str(BATCHES[name])))
+    return model_spec_of(captured, name=name), captured.plan
+
+
+def timed(
+    lab: Lab, folder: Path, name: str, plans: Mapping[str, Plan], slow: int, sizes: Sizes
+) -> dict[str, list[float]]:
+    """Seconds of each plan's steps, one plan after the other."""
+    folder.mkdir()
+    list_file, output = folder / "plans.json", folder / "rows.jsonl"
+    listed = [(which, codec.to_data(plan)) for which, plan in plans.items()]
+    list_file.write_text(json.dumps(listed), encoding="utf-8")
+    words = ("--workload", name, f"--batch={BATCHES[name]}", f"--plans={list_file}", f"--output={output}")
+    limits = (f"--steps={sizes.steps}", "--seconds=6", "--again=2")
+    run = ("--folder", str(folder / "run"), "--timeout", "60", str(RANK), "--slow", str(slow), "steps")
+    done = lab.train(*run, *words, *limits, cwd=folder, timeout_s=300)
+    found = outcomes(output, 2)
+    if any("step_s" not in row for row in found.values()) or len(found) < len(plans):
+        raise SystemExit(f"{name}: {found}\n" + "\n".join(one.err[-2000:] for one in done))
+    return {which: row["step_s"] for which, row in found.items()}
+
+
+def summary(cases: list[dict[str, Any]]) -> dict[str, Any]:
+    """By case: the part of the predicted gain that was measured."""
+    return {
+        f"{case['model']}, {case['axis']}": {
+            "gain_predicted": case["gain_predicted"],
+            "gain_measured": case["gain_measured"],
+            "of_predicted": case["gain_measured"] / case["gain_predicted"] if case["gain_predicted"] else None,
+        }
+        for case in cases
+    }
+
+
+def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of the table."""
+    header = ["case", "shares or cuts", "even ms", "predicted", "balanced ms", "predicted", "gain", "predicted", "part"]
+    table = []
+    for case in result["cases"]:
+        one = result["summary"][f"{case['model']}, {case['axis']}"]
+        ms = [1e3 * case[kind][which] for which in ("even", "balanced") for kind in ("measured_s", "predicted_s")]
+        part = "" if one["of_predicted"] is None else f"{one['of_predicted']:.0%}"
+        table.append([
+            f"{case['model']}, {case['axis']}", " ".join(map(str, case["shares"] or case["cuts"])),
+            *(f"{value:.1f}" for value in ms), f"{one['gain_measured']:.1%}", f"{one['gain_predicted']:.1%}", part,
+        ])  # fmt: skip
+    return header, table
