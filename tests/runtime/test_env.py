@@ -3,7 +3,7 @@
 import pytest
 
 from tutti.errors import LaunchError
-from tutti.runtime.env import Place, read_place
+from tutti.runtime.env import MEETING_PORTS, Place, read_place
 
 
 def test_nothing_is_one_device() -> None:
@@ -43,9 +43,17 @@ def test_srun_meets_at_the_first_node(nodes: str, host: str) -> None:
     assert (place.rank, place.world_size, place.local_world_size, place.launcher) == (2, 4, 2, "srun")
     address, _, port = place.rendezvous.rpartition(":")
     assert address == f"tcp://{host}"
-    assert 20000 <= int(port) < 40000
+    assert int(port) in MEETING_PORTS
     assert read_place({**environ, "SLURM_PROCID": "0"}).rendezvous == place.rendezvous
     assert read_place({**environ, "SLURM_STEP_ID": "1"}).rendezvous != place.rendezvous
+
+
+def test_no_job_meets_at_a_port_that_systems_hand_out() -> None:
+    environ = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost"}
+    places = [read_place({**environ, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": "0"}) for job in range(1, 2001)]
+    ports = [int(place.rendezvous.rpartition(":")[2]) for place in places]
+    assert max(ports) < 32768  # net.ipv4.ip_local_port_range of Linux begins there
+    assert len(set(ports)) > 1800  # and jobs of one host seldom meet each other
 
 
 def test_a_node_name_that_does_not_resolve_gives_way_to_the_launching_host() -> None:

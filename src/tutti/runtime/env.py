@@ -18,6 +18,8 @@ _MPI = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
+# Below 32768, where Linux begins to hand out ports: another program's connection may stand on any of those.
+MEETING_PORTS = range(20000, 32768)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +184,7 @@ def _meeting(place: Place, environ: Mapping[str, str], host: str, job: str) -> P
                 f"{place.world_size} ranks on several hosts cannot find each other: no MASTER_ADDR; export MASTER_ADDR "
                 "(host of rank 0) and MASTER_PORT, or start them with `tutti run`"
             )
-        port = _number(environ, "MASTER_PORT", 20000 + zlib.crc32(job.encode()) % 20000)
+        port = _number(environ, "MASTER_PORT", MEETING_PORTS[zlib.crc32(job.encode()) % len(MEETING_PORTS)])
         rendezvous = f"tcp://{host}:{port}"
     return Place(
         rank=place.rank,
