@@ -6,7 +6,7 @@ from typing import Literal
 import pytest
 
 from tutti.describe.probe.assemble import assemble
-from tutti.describe.probe.findings import DeviceRates, Findings, RankFacts, SharedRates, at_once, crowded
+from tutti.describe.probe.findings import DeviceRates, Findings, RankFacts, SharedRates, at_once, crowded, turns
 from tutti.describe.probe.host import HostFacts
 from tutti.describe.probe.together import slowest
 from tutti.spec import codec
@@ -192,6 +192,8 @@ def test_more_hosts_than_cores_of_one_machine_are_crowded() -> None:
     lab = [on("a", "m", 2), on("b", "m", 2), on("c", "m", 2), on("d", "other", 1), on("e", "", 0)]
     assert crowded(lab, [0, 1, 2, 3, 4])
     assert not crowded(lab, [0, 2, 3, 4])
+    assert turns(lab, [0, 1, 2, 3, 4]) == 1.5
+    assert turns(lab, [0, 3, 4]) == turns(lab, [4]) == 1
 
 
 def test_of_hosts_that_measured_at_once_the_slowest_products_count_and_else_the_middle() -> None:

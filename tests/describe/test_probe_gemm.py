@@ -190,6 +190,24 @@ def test_a_dip_with_size_is_measured_again_and_the_better_rate_kept(monkeypatch:
     assert [one.flops_per_s for one in found] == [9.0, 10.0, 9.8, 9.0, 2.0, 1.0]
 
 
+def test_a_size_whose_samples_are_apart_is_measured_again_and_the_better_rate_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A slow spell at the first, smallest size is no dip with size: a larger one is only quicker."""
+
+    def rate(n: int, flops_per_s: float, spread: float) -> GemmRate:
+        return GemmRate(dtype="float32", n=n, flops_per_s=flops_per_s, spread=spread)
+
+    second = {256: 52.0, 2048: 40.0}
+    monkeypatch.setattr(
+        gemm, "_sizes", lambda device, effort, dtype, threads, wanted, concurrent: (
+            [rate(wanted[0], second[wanted[0]], 0.1)], [], 1.0
+        )
+    )  # fmt: skip
+    found = gemm.again([rate(256, 25.0, 0.73), rate(512, 48.0, 0.2), rate(2048, 47.0, 0.6)], CPU, TINY)
+    assert [one.flops_per_s for one in found] == [52.0, 48.0, 47.0]
+
+
 def test_on_cores_in_turns_a_sample_lasts_several_of_them() -> None:
     calls = []
     for turns in (False, True, False):

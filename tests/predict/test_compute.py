@@ -92,6 +92,15 @@ def test_more_ranks_than_cores_are_slower_than_with_a_core_each() -> None:
     assert crowded.bandwidth_bytes_per_s / crowded.slowdown < full.bandwidth_bytes_per_s
 
 
+def test_hosts_that_take_turns_on_cores_pay_for_switching_and_nothing_twice() -> None:
+    """A laboratory's hosts may be more than its machine's cores: their measured rates are those of a turn's part."""
+    for ranks, times in ((4, 1), (8, 2)):
+        own = seat(cpu(), ranks)
+        taking = dataclasses.replace(own, node=dataclasses.replace(own.node, turns=2.0))
+        assert own.slowdown == times * (constants.OVERSUBSCRIBED if times > 1 else 1)
+        assert taking.slowdown == times * constants.OVERSUBSCRIBED
+
+
 def test_data_sheet_rates_are_derated_and_say_so() -> None:
     who = worker_at(seat(gpu(), 1), "float32", "bfloat16")
     large = 2.0 * 16384**3

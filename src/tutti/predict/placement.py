@@ -41,8 +41,9 @@ class Seat:
     @property
     def slowdown(self) -> float:
         """How many times as long the work of a rank's cores takes because ranks take turns on them: so many times as
-        there are ranks for a core, and what switching costs."""
-        return self.oversubscribed * (constants.OVERSUBSCRIBED if self.oversubscribed > 1 else 1.0)
+        there are ranks for a core, and what switching costs. Of hosts that take turns the first is in their rates."""
+        switching = self.oversubscribed > 1 or (self.device.kind == "cpu" and self.node.turns > 1)
+        return self.oversubscribed * (constants.OVERSUBSCRIBED if switching else 1.0)
 
     @property
     def memory_nbytes(self) -> float:

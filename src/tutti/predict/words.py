@@ -1,5 +1,6 @@
 """Numbers and findings in words: what a prediction's notes say."""
 
+from tutti.predict import constants
 from tutti.predict.network import Link
 from tutti.predict.overlap import Exchange
 from tutti.predict.placement import Seat, ring_tier
@@ -66,6 +67,11 @@ def time_notes(
         notes.append(
             f"{count(seat.sharing, 'rank')} on {seat.device.name} with {count(seat.threads, 'thread')} each"
             + (", sharing its memory bandwidth" if seat.sharing > 1 else "")
+        )
+    if seat.node.turns > 1:
+        notes.append(
+            f"{seat.node.turns:.2g} hosts take turns on each core of their machine, which is in their rates; what "
+            f"switching costs is assumed ({constants.OVERSUBSCRIBED:.2g}x)"
         )
     if ranks > 1:
         notes.append(

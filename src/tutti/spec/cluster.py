@@ -207,6 +207,7 @@ class NodeSpec:
     """`count` equal hosts, each with `devices_per_node` devices of one kind (a key of ClusterSpec.devices).
 
     `cores`: of a host whose devices are none, on which data is loaded; 0: unknown. CPU devices say their own.
+    `turns`: hosts that take turns on one core, as those of a laboratory may; rates are then those of a turn's part.
     """
 
     name: str
@@ -216,10 +217,12 @@ class NodeSpec:
     memory_nbytes: Bytes
     disk_read_bytes_per_s: BytesPerSecond | None = None
     cores: int = 0
+    turns: float = 1.0
 
     def __post_init__(self) -> None:
         what = f"node {self.name!r}"
         _positive(what, count=self.count, devices_per_node=self.devices_per_node, memory_nbytes=self.memory_nbytes)
+        _positive(what, turns=self.turns)
         _positive(what, disk_read_bytes_per_s=self.disk_read_bytes_per_s)
         _not_negative(what, cores=self.cores)
 

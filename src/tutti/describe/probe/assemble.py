@@ -5,7 +5,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from tutti.describe.probe import host
-from tutti.describe.probe.findings import DeviceRates, Findings, RankFacts, by_host, first_of_each_device
+from tutti.describe.probe.findings import (
+    DeviceRates,
+    Findings,
+    RankFacts,
+    at_once,
+    by_host,
+    first_of_each_device,
+    turns,
+)
 from tutti.describe.probe.together import median_memory, median_weights, merged, weights_key
 from tutti.spec.cluster import (
     ClusterSpec,
@@ -36,6 +44,7 @@ class _Place:
     memory_nbytes: int
     disk_read_bytes_per_s: float | None
     cores: int
+    turns: float
 
 
 def assemble(findings: Findings, *, measured_utc: str | None = None) -> ClusterSpec:
@@ -115,6 +124,7 @@ def _nodes(findings: Findings) -> tuple[NodeSpec, ...]:
                 (place.disk_read_bytes_per_s for place in places if place.disk_read_bytes_per_s), default=None
             ),
             cores=min(place.cores for place in places),
+            turns=max(place.turns for place in places),
         )
         for first, places in merged
     )
@@ -141,6 +151,7 @@ def _places(findings: Findings) -> list[_Place]:
                     memory_nbytes=same[0].host.memory_nbytes,
                     disk_read_bytes_per_s=read,
                     cores=0 if same[0].kind == "cpu" else same[0].host.cores,
+                    turns=turns(findings.facts, at_once(findings.facts, ranks[0])),
                 )
             )
     return places

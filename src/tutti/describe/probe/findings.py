@@ -95,10 +95,15 @@ def _one_machine(one: RankFacts, other: RankFacts) -> bool:
 
 
 def crowded(facts: list[RankFacts], ranks: list[int]) -> bool:
-    """Whether ranks that measure at once, one a host, have fewer cores of their machine than they think: hosts of a
-    laboratory may be more than its cores."""
+    """Whether ranks that measure at once, one a host, have fewer cores of their machine than they think."""
+    return turns(facts, ranks) > 1
+
+
+def turns(facts: list[RankFacts], ranks: list[int]) -> float:
+    """How many of these ranks' hosts, one rank each, take turns on a core of their machine, 1 where each has its own:
+    hosts of a laboratory may be more than its cores."""
     cores: dict[str, int] = {}
     for one in (facts[rank].host for rank in ranks if facts[rank].kind == "cpu" and facts[rank].host.machine):
         cores[one.machine] = cores.get(one.machine, 0) + one.cores
     machines = {fact.host.machine: fact.host.machine_cores for fact in facts}
-    return any(taken > machines[machine] > 0 for machine, taken in cores.items())
+    return max([1.0, *(taken / machines[machine] for machine, taken in cores.items() if machines[machine])])

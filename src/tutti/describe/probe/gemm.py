@@ -18,6 +18,9 @@ GRANTED = 0.8
 DIP = 0.88
 """Larger products are about as quick as smaller ones; a rate below this part of a smaller size's is looked at again."""
 
+APART = 0.5
+"""So is one whose samples are further apart, as a part of their median: they were disturbed, maybe all but a few."""
+
 DTYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -93,13 +96,13 @@ def measure(
 
 
 def again(rates: Sequence[GemmRate], device: torch.device, effort: Effort) -> tuple[GemmRate, ...]:
-    """The same rates, where one dips measured once more, and the better one kept: machines that are shared have slow
-    spells of seconds, while a rate that a device really loses with size is found again. To be called some time after.
+    """The same rates, where one dips or its samples are apart measured once more, and the better one kept: shared
+    machines have slow spells, while what a device really loses is found again. To be called some time after.
     """
     found: list[GemmRate] = []
     for rate in rates:
         smaller = [one.flops_per_s for one in found if (one.dtype, one.threads) == (rate.dtype, rate.threads)]
-        if smaller and rate.flops_per_s < DIP * max(smaller):
+        if rate.spread > APART or (smaller and rate.flops_per_s < DIP * max(smaller)):
             with on_threads(rate.threads):
                 second, _, _ = _sizes(device, effort, rate.dtype, rate.threads, (rate.n,), rate.concurrent)
             rate = max(rate, *second, key=lambda one: one.flops_per_s)

@@ -1,0 +1,138 @@
+"""Steps that each way of the dial takes to a quality, beside exact sums: what plan/ways.py counts ways with.
+
+The works are those of `pays` (benchmarks/pays_work.py), in whole trainings until their held-out loss is at the target.
+No trajectory here depends on timing, so the machine may be busy. Unbiased codes are counted by their variance: one is
+trained to see whether that holds.
+"""
+
+import math
+import statistics
+import sys
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from harness import run_ranks
+from pays_loops import TuttiLoop
+from pays_methods import Method
+from pays_work import WORKS, Work
+from tutti.plan.ways import WAYS, Way
+from tutti.spec.compression import compression_in_words
+from tutti.spec.plan import Sync
+from tutti.spec.sync_words import sync_in_words
+
+EXACT = "exact sums"
+EVERY = 2
+"""Steps between two looks."""
+
+PATIENCE = 4
+"""A training is given up after so many times the steps of the longest exact one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """`ways`: in words, none for all that stand on readings. `replicas`: how many ranks."""
+
+    models: tuple[str, ...] = ("mlp", "cnn", "gpt")
+    replicas: tuple[str, ...] = ("2", "4")
+    ways: tuple[str, ...] = ()
+    seeds: int = 3
+
+
+QUICK = Sizes(models=("mlp",), replicas=("2",), ways=("local:period=8",), seeds=1)
+
+
+def measure(sizes: Sizes) -> dict[str, Any]:
+    """Returns {"steps": {part: {way: one entry a seed}}, "summary": {way: {part: ratio, "mean": .., "largest": ..}}};
+    a part is MODEL-REPLICAS, None a training that was given up."""
+    steps = {}
+    for model in sizes.models:
+        for replicas in map(int, sizes.replicas):
+            part = f"{model}-{replicas}"
+            steps[part] = run_ranks(_train_all, replicas, model, sizes, timeout_s=7200)[0]
+            print(part, steps[part], file=sys.stderr, flush=True)
+    return {"steps": steps, "summary": summary(steps)}
+
+
+def read(sizes: Sizes) -> list[Way]:
+    """The ways that are trained."""
+    if sizes.ways:
+        known = {way.words: way for way in WAYS}
+        return [known[words] for words in sizes.ways]
+    return [way for way in WAYS if way.variance is None]
+
+
+def _train_all(model: str, sizes: Sizes) -> dict[str, list[int | None]]:
+    """Steps of exact sums and of each way, seed by seed; on every rank."""
+    from tutti.runtime.world import join, leave
+
+    torch.set_num_threads(1)
+    join()
+    work = replace(WORKS[model], every=EVERY)
+    found = {EXACT: [train(work, (), seed, work.most) for seed in range(sizes.seeds)]}
+    most = PATIENCE * max(steps or work.most for steps in found[EXACT])
+    longer = replace(work, most=most)
+    for way in read(sizes):
+        found[way.words] = [train(longer, words_of(way), seed, most) for seed in range(sizes.seeds)]
+    leave()
+    return found
+
+
+def words_of(way: Way) -> tuple[tuple[str, str], ...]:
+    """What a launcher would set."""
+    said = []
+    if way.compress is not None:
+        said.append(("TUTTI_COMPRESS", compression_in_words(way.compress)))
+    if way.mode != "synchronous":
+        said.append(("TUTTI_SYNC", sync_in_words(Sync(mode=way.mode, relaxed=way.relaxed))))
+    return tuple(said)
+
+
+def train(work: Work, words: tuple[tuple[str, str], ...], seed: int, most: int) -> int | None:
+    """Steps to the target; None where `most` are not enough."""
+    loop = TuttiLoop(Method(name="", side="tutti", words=words), work, seed)
+    steps = None
+    for step in range(work.every, most + 1, work.every):
+        for _ in range(work.every):
+            loop.step()
+        if loop.quality()[0] <= work.target:
+            steps = step
+            break
+    loop.close()
+    return steps
+
+
+def summary(steps: dict[str, dict[str, list[int | None]]]) -> dict[str, dict[str, float | None]]:
+    """By way: how many times the steps of exact sums each part took, all seeds together; over the parts of as many
+    replicas the geometric mean and the largest. None where a seed was given up."""
+    names = list(dict.fromkeys(name for part in steps.values() for name in part if name != EXACT))
+    found: dict[str, dict[str, float | None]] = {}
+    for name in names:
+        one: dict[str, float | None] = {
+            part: ratio(taken[name], taken[EXACT]) for part, taken in steps.items() if name in taken
+        }
+        for replicas in dict.fromkeys(part.rpartition("-")[2] for part in one):
+            some = [value for part, value in one.items() if part.endswith(f"-{replicas}")]
+            known = [value for value in some if value is not None]
+            whole = len(known) == len(some)
+            one[f"mean of {replicas}"] = math.exp(statistics.fmean(map(math.log, known))) if whole else None
+            one[f"largest of {replicas}"] = max(known) if whole else None
+        found[name] = one
+    return found
+
+
+def ratio(taken: list[int | None], exact: list[int | None]) -> float | None:
+    """Steps over those of exact sums, of the seeds together."""
+    mine, theirs = [one for one in taken if one], [one for one in exact if one]
+    return sum(mine) / sum(theirs) if len(mine) == len(taken) == len(theirs) else None
+
+
+def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of the table."""
+    parts = list(next(iter(result["summary"].values())))
+    table = [
+        [name, *("given up" if one.get(part) is None else f"{one[part]:.2f}" for part in parts)]
+        for name, one in result["summary"].items()
+    ]
+    return ["way", *parts], table
