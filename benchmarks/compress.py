@@ -2,7 +2,8 @@
 
 The time is this process' CPU time, and of several passes the least counts: what else runs on the machine shows less.
 The gradient does not fit into the caches. Every encode has its error feedback, where the method has it, in the same
-pass. "torch" is the reference that the kernels are tested against bit for bit, not the fastest one could write.
+pass. "torch" is the reference that the kernels are tested against bit for bit, not the fastest one could write. Where
+there is a CUDA device, the same on it: Triton's kernels beside plain torch, by the wall clock.
 """
 
 import time
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.benchmark import Timer
 
 from tutti.compress.bytegrad import ByteGrad
 from tutti.compress.cast import Cast
@@ -54,7 +56,30 @@ def measure(sizes: Sizes) -> dict[str, Any]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     values = torch.randn(sizes.numel)
-    return {"summary": {name: _one(codec, aim, values, sizes) for name, (codec, aim) in CODECS.items()}}
+    summary = {name: _one(codec, aim, values, sizes) for name, (codec, aim) in CODECS.items()}
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_name()
+        summary |= {f"{name}, {device}": on_device(codec, values.cuda()) for name, (codec, _) in CODECS.items()}
+    return {"summary": summary}
+
+
+def on_device(codec: Codec, values: torch.Tensor, least_s: float = 0.5) -> dict[str, Any]:
+    """As `summary` has it, for where `values` are: medians of the wall clock's time until the device is done."""
+    numel, device = values.numel(), values.device
+    state, into = codec.state(numel, dtype=values.dtype, device=device), torch.zeros_like(values)
+    message = torch.zeros(codec.nbytes(numel), dtype=torch.uint8, device=device)
+    calls: dict[str, Callable[[], object]] = {
+        "encode_ns": lambda: codec.encode(values, state, message),
+        "decode_add_ns": lambda: codec.decode_add(message, into),
+        "torch_encode_ns": lambda: codec.encode_by_torch(values, state, message),
+        "torch_decode_add_ns": lambda: codec.decode_add_by_torch(message, into),
+    }
+    times = {
+        name: Timer("call()", globals={"call": torch.no_grad()(call)}).blocked_autorange(min_run_time=least_s).median
+        for name, call in calls.items()
+    }
+    aims = {"aim_ns": None, "decode_add_aim_ns": None}
+    return {"bytes": codec.nbytes(numel) / numel, **{name: s / numel * 1e9 for name, s in times.items()}, **aims}
 
 
 def _one(codec: Codec, aim: float | None, values: torch.Tensor, sizes: Sizes) -> dict[str, Any]:
@@ -78,6 +103,7 @@ def _one(codec: Codec, aim: float | None, values: torch.Tensor, sizes: Sizes) ->
         "torch_encode_ns": _least_ns(encode_by_torch, 3, numel),
         "torch_decode_add_ns": _least_ns(lambda: codec.decode_add_by_torch(message, into), 3, numel),
         "aim_ns": aim,
+        "decode_add_aim_ns": 2,
     }
 
 
@@ -97,8 +123,8 @@ def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     header = ["code", "bytes", "encode ns", "aim", "decode-add ns", "aim", "torch encode ns", "torch decode-add ns"]
     table = []
     for name, one in result["summary"].items():
-        aim = "" if one["aim_ns"] is None else f"{one['aim_ns']:.0f}"
+        aim, decode_aim = ("" if one[key] is None else f"{one[key]:.0f}" for key in ("aim_ns", "decode_add_aim_ns"))
         torch_ns = [f"{one[f'torch_{step}_ns']:.1f}" for step in ("encode", "decode_add")]
-        numbers = [f"{one['bytes']:.4f}", f"{one['encode_ns']:.2f}", aim, f"{one['decode_add_ns']:.2f}", "2"]
+        numbers = [f"{one['bytes']:.4f}", f"{one['encode_ns']:.2f}", aim, f"{one['decode_add_ns']:.2f}", decode_aim]
         table.append([name, *numbers, *torch_ns])
     return header, table

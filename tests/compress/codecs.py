@@ -1,4 +1,6 @@
-"""The codecs under test, and gradients that are hard on them."""
+"""The codecs under test, gradients that are hard on them, and what a codec makes of them."""
+
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -73,3 +75,23 @@ def gradient(kind: str, numel: int, dtype: torch.dtype = torch.float32, seed: in
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Equal bit for bit, so that NaN is equal to itself and 0 is not to -0."""
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+def two_steps(
+    codec: Codec, kind: str, numel: int, dtype: torch.dtype, way: Literal["numba", "triton", "torch"]
+) -> list[Tensor]:
+    """Of each of two steps: the message, what is decoded and added to ones, and what is kept; "numba" by dispatch."""
+    state, found = codec.state(numel, dtype=dtype, seed=3), []
+    encode = {"numba": codec.encode, "triton": codec.encode_by_triton, "torch": codec.encode_by_torch}[way]
+    decode_add = {
+        "numba": codec.decode_add,
+        "triton": codec.decode_add_by_triton,
+        "torch": codec.decode_add_by_torch,
+    }[way]
+    for step in range(2):
+        message, into = torch.zeros(codec.nbytes(numel), dtype=torch.uint8), torch.ones(numel, dtype=dtype)
+        encode(gradient(kind, numel, dtype, step), state, message)
+        decode_add(message, into)
+        found += [message, into, *(tensor.clone() for tensor in state.new.values())]
+        state.commit()
+    return found

@@ -41,6 +41,17 @@ def sizes(numel: int, block: int, like: Tensor) -> Tensor:
     return found
 
 
+def quotient(x: Tensor, y: int) -> Tensor:
+    """x / y, rounded once; by a number, torch on a GPU multiplies with the number's inverse."""
+    return x / torch.full_like(x, y)
+
+
+def steps(scale: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+    """(what a level is worth, levels of one), each rounded once; 0 where the scale is 0 or NaN."""
+    usable, zero, most = scale > 0, torch.zeros_like(scale), torch.full_like(scale, levels)
+    return torch.where(usable, scale / most, zero), torch.where(usable, most / scale, zero)
+
+
 def lane_sum(x: Tensor) -> Tensor:
     """(blocks,) sums of the rows of (blocks, block): `LANES` running sums, added up in a tree."""
     rows = x.view(x.shape[0], -1, LANES)

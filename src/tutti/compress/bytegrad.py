@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tutti.compress import blocks
 from tutti.compress.codec import Codec, arrays, parts, residuals, up_to_4
+from tutti.compress.gpu.build import fits
 from tutti.compress.state import State
 
 
@@ -55,17 +56,33 @@ class ByteGrad(Codec):
         rows = blocks.in_blocks(codes.to(into.dtype), self.block)
         into += (base + rows * step).flatten()[: into.numel()]
 
-    def encode_by_kernel(self, values: Tensor, state: State, message: Tensor) -> None:
+    def encode_by_numba(self, values: Tensor, state: State, message: Tensor) -> None:
         from tutti.compress.kernels import ranges
         from tutti.compress.kernels.build import room
 
         views = arrays(values, *residuals(state, values), *self._parts(message, values.numel()))
         ranges.encode(*views, self.block, *room(self.block, views[0].dtype))
 
-    def decode_add_by_kernel(self, message: Tensor, into: Tensor) -> None:
+    def decode_add_by_numba(self, message: Tensor, into: Tensor) -> None:
         from tutti.compress.kernels import ranges
 
         ranges.decode_add(*arrays(*self._parts(message, into.numel()), into), self.block)
+
+    @property
+    def in_triton(self) -> bool:
+        return fits(self.block)
+
+    def encode_by_triton(self, values: Tensor, state: State, message: Tensor) -> None:
+        from tutti.compress.gpu import ranges
+
+        scales, codes = self._parts(message, values.numel())
+        ranges.encode(values, *residuals(state, values), scales, codes, self.block)
+
+    def decode_add_by_triton(self, message: Tensor, into: Tensor) -> None:
+        from tutti.compress.gpu import ranges
+
+        scales, codes = self._parts(message, into.numel())
+        ranges.decode_add(scales, codes, into, self.block)
 
     def _parts(self, message: Tensor, numel: int) -> list[Tensor]:
         """(blocks, 2) low and high, then a byte a value."""
@@ -76,5 +93,5 @@ class ByteGrad(Codec):
 
 def _base_and_step(scales: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     low, high = (scales[:, side, None].to(dtype) for side in (0, 1))
-    step = high / 255 - low / 255
+    step = blocks.quotient(high, 255) - blocks.quotient(low, 255)
     return low, step.masked_fill(step <= blocks.SMALLEST_SCALE, 0)

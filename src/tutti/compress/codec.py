@@ -6,6 +6,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from tutti.compress.device import way
 from tutti.compress.state import State
 
 FLOATS = (torch.float32, torch.float64)
@@ -15,8 +16,9 @@ class Codec(ABC):
     """A method of writing a flat gradient as bytes. Codecs are plain settings; what changes is in the `State`.
 
     What is not finite in the values is not finite in what is decoded, so every rank sees it. Scales and values on the
-    wire are float32, also of float64 gradients; error feedback keeps the rounding, too. Kernels and torch give the
-    same bits on CPU, in float32 and float64; other dtypes are computed in float32, other devices with torch.
+    wire are float32, also of float64 gradients; error feedback keeps the rounding, too. Numba's kernels and torch give
+    the same bits in float32 and float64, and Triton's read any message to the same bits (`gpu/` says where a scale may
+    differ that they write); other dtypes are computed in float32. `device.way` says who computes on which device.
     """
 
     __slots__ = ()
@@ -42,12 +44,25 @@ class Codec(ABC):
     def decode_add_by_torch(self, message: Tensor, into: Tensor) -> None:
         """The plain reference of `decode_add`."""
 
-    def encode_by_kernel(self, values: Tensor, state: State, message: Tensor) -> None:
+    def encode_by_numba(self, values: Tensor, state: State, message: Tensor) -> None:
         """`encode` in one pass; a method without a kernel takes the reference."""
         self.encode_by_torch(values, state, message)
 
-    def decode_add_by_kernel(self, message: Tensor, into: Tensor) -> None:
+    def decode_add_by_numba(self, message: Tensor, into: Tensor) -> None:
         """`decode_add` in one pass; a method without a kernel takes the reference."""
+        self.decode_add_by_torch(message, into)
+
+    @property
+    def in_triton(self) -> bool:
+        """Whether there are kernels for a GPU, with these settings; without them it takes the reference."""
+        return False
+
+    def encode_by_triton(self, values: Tensor, state: State, message: Tensor) -> None:
+        """`encode` in one pass on a GPU."""
+        self.encode_by_torch(values, state, message)
+
+    def decode_add_by_triton(self, message: Tensor, into: Tensor) -> None:
+        """`decode_add` in one pass on a GPU."""
         self.decode_add_by_torch(message, into)
 
     def state(self, numel: int, *, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> State:
@@ -67,7 +82,13 @@ class Codec(ABC):
             if values.dtype not in FLOATS:
                 values = values.float()
             if values.numel():
-                step = self.encode_by_kernel if values.device.type == "cpu" else self.encode_by_torch
+                step = way(
+                    self,
+                    values.device,
+                    by_numba=self.encode_by_numba,
+                    by_triton=self.encode_by_triton,
+                    by_torch=self.encode_by_torch,
+                )
                 step(values, state, message[:size])
         return message
 
@@ -77,7 +98,13 @@ class Codec(ABC):
         assert into.is_contiguous()
         with torch.no_grad():
             if into.numel():
-                step = self.decode_add_by_kernel if into.device.type == "cpu" else self.decode_add_by_torch
+                step = way(
+                    self,
+                    into.device,
+                    by_numba=self.decode_add_by_numba,
+                    by_triton=self.decode_add_by_triton,
+                    by_torch=self.decode_add_by_torch,
+                )
                 step(message[: self.nbytes(into.numel())], into)
 
 

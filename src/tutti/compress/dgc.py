@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tutti.compress.state import State
-from tutti.compress.topk import TopK
+from tutti.compress.topk import Momentum, TopK
 from tutti.spec.compression import ramped_density
 
 
@@ -44,9 +44,8 @@ class DGC(TopK):
         torch.add(state.old["residual"], moving, out=kept)
         self._take_by_torch(kept, moving, message)
 
-    def encode_by_kernel(self, values: Tensor, state: State, message: Tensor) -> None:
-        moving = (self.momentum, state.old["momentum"], state.new["momentum"])
-        self._by_kernel(values, state.old["residual"], state.new["residual"], moving, message)
+    def _momentum(self, values: Tensor, state: State) -> Momentum:
+        return self.momentum, state.old["momentum"], state.new["momentum"]
 
 
 def clip_locally(values: Tensor, max_norm: float, ranks: int) -> None:

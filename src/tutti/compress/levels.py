@@ -8,7 +8,9 @@ from torch import Tensor
 
 from tutti.compress import blocks
 from tutti.compress.codec import Codec, arrays, parts, residuals, up_to_4
+from tutti.compress.device import way
 from tutti.compress.draw import uniform
+from tutti.compress.gpu.build import fits
 from tutti.compress.state import State
 from tutti.errors import PlanError
 
@@ -55,77 +57,110 @@ class Levels(Codec):
         return torch.where(largest.isnan() | ~norm.isfinite(), torch.full_like(norm, torch.nan), norm)
 
     def encode_by_torch(self, values: Tensor, state: State, message: Tensor) -> None:
-        self._by_torch(values, state, message, None)
+        _by_torch(self, values, state, message, None)
 
-    def encode_by_kernel(self, values: Tensor, state: State, message: Tensor) -> None:
-        self._by_kernel(values, state, message, None)
+    def encode_by_numba(self, values: Tensor, state: State, message: Tensor) -> None:
+        _by_numba(self, values, state, message, None)
+
+    @property
+    def in_triton(self) -> bool:
+        return fits(self.block)
+
+    def encode_by_triton(self, values: Tensor, state: State, message: Tensor) -> None:
+        _by_triton(self, values, state, message, None)
 
     def encode_with_scales(self, values: Tensor, state: State, message: Tensor, scales: Tensor) -> None:
         """`encode` with given scales, (blocks,) float32, of which none is below its block's largest magnitude."""
         if values.numel():
-            step = self._by_kernel if values.device.type == "cpu" else self._by_torch
-            step(values, state, message[: self.nbytes(values.numel())], scales)
-
-    def _by_torch(self, values: Tensor, state: State, message: Tensor, given: Tensor | None) -> None:
-        old, new = residuals(state, values)
-        scales, packed = self._parts(message, values.numel())
-        x = values + old if self.feedback else values
-        scales.copy_(self.scales(x) if given is None else given)
-        scales.masked_fill_(scales < blocks.SMALLEST_SCALE, 0)
-        rows, scale = blocks.in_blocks(x, self.block), scales.to(x.dtype)[:, None]
-        usable, zero = scale > 0, torch.zeros_like(scale)
-        unit = torch.where(usable, scale / self.levels, zero)
-        inverse = torch.where(usable, self.levels / scale, zero)
-        draws = torch.full_like(rows, 0.5)
-        if self.rounding == "unbiased":
-            draws = blocks.in_blocks(uniform(x.numel(), state.key(), x.dtype, x.device), self.block)
-        level = (rows.abs() * inverse + draws).clamp(max=self.levels).floor()
-        bad = scale.isnan()
-        level, negative = level.masked_fill(bad, 0), (rows < 0) & ~bad
-        codes = level.to(torch.int32) | negative.to(torch.int32) << (self.bits - 1)
-        inside = blocks.in_blocks(torch.ones_like(x), self.block) > 0
-        packed.copy_(blocks.pack(codes * inside, self.bits)[: packed.numel()])
-        if self.feedback:
-            sent = torch.where(negative, -(level * unit), level * unit)
-            new.copy_(torch.where(bad, rows, rows - sent).flatten()[: x.numel()])
-
-    def _by_kernel(self, values: Tensor, state: State, message: Tensor, given: Tensor | None) -> None:
-        import numpy as np
-
-        from tutti.compress.kernels import levels
-        from tutti.compress.kernels.build import room
-
-        scales, packed = self._parts(message, values.numel())
-        if given is not None:
-            scales.copy_(given)
-        low, high = (np.uint32(word) for word in state.key())
-        levels.encode(
-            *arrays(values, *residuals(state, values), scales),
-            given is not None,
-            packed.numpy(),
-            self.block,
-            self.bits,
-            self.norm == "l2",
-            self.rounding == "unbiased",
-            low,
-            high,
-            *room(self.block, values.numpy().dtype),
-        )
+            step = way(self, values.device, by_numba=_by_numba, by_triton=_by_triton, by_torch=_by_torch)
+            step(self, values, state, message[: self.nbytes(values.numel())], scales)
 
     def decode_add_by_torch(self, message: Tensor, into: Tensor) -> None:
         scales, packed = self._parts(message, into.numel())
         codes = blocks.unpack(packed, self.bits, into.numel())
-        unit = (scales.to(into.dtype) / self.levels).repeat_interleave(self.block)[: into.numel()]
+        unit = blocks.quotient(scales.to(into.dtype), self.levels).repeat_interleave(self.block)[: into.numel()]
         level = (codes & self.levels).to(into.dtype) * unit
         into += torch.where(codes > self.levels, -level, level)
 
-    def decode_add_by_kernel(self, message: Tensor, into: Tensor) -> None:
+    def decode_add_by_numba(self, message: Tensor, into: Tensor) -> None:
         from tutti.compress.kernels import levels
 
         scales, packed = self._parts(message, into.numel())
         levels.decode_add(*arrays(scales, packed, into), self.block, self.bits)
 
+    def decode_add_by_triton(self, message: Tensor, into: Tensor) -> None:
+        from tutti.compress.gpu import levels
+
+        scales, packed = self._parts(message, into.numel())
+        levels.decode_add(scales, packed, into, self.block, self.bits)
+
     def _parts(self, message: Tensor, numel: int) -> list[Tensor]:
         """Scales, then codes."""
         code_nbytes = -(-numel * self.bits // 8)
         return parts(message, (torch.float32, blocks.count(numel, self.block)), (torch.uint8, code_nbytes))
+
+
+def _by_torch(codec: Levels, values: Tensor, state: State, message: Tensor, given: Tensor | None) -> None:
+    old, new = residuals(state, values)
+    scales, packed = codec._parts(message, values.numel())
+    x = values + old if codec.feedback else values
+    scales.copy_(codec.scales(x) if given is None else given)
+    scales.masked_fill_(scales < blocks.SMALLEST_SCALE, 0)
+    rows, scale = blocks.in_blocks(x, codec.block), scales.to(x.dtype)[:, None]
+    unit, inverse = blocks.steps(scale, codec.levels)
+    draws = torch.full_like(rows, 0.5)
+    if codec.rounding == "unbiased":
+        draws = blocks.in_blocks(uniform(x.numel(), state.key(), x.dtype, x.device), codec.block)
+    level = (rows.abs() * inverse + draws).clamp(max=codec.levels).floor()
+    bad = scale.isnan()
+    level, negative = level.masked_fill(bad, 0), (rows < 0) & ~bad
+    codes = level.to(torch.int32) | negative.to(torch.int32) << (codec.bits - 1)
+    inside = blocks.in_blocks(torch.ones_like(x), codec.block) > 0
+    packed.copy_(blocks.pack(codes * inside, codec.bits)[: packed.numel()])
+    if codec.feedback:
+        sent = torch.where(negative, -(level * unit), level * unit)
+        new.copy_(torch.where(bad, rows, rows - sent).flatten()[: x.numel()])
+
+
+def _by_numba(codec: Levels, values: Tensor, state: State, message: Tensor, given: Tensor | None) -> None:
+    import numpy as np
+
+    from tutti.compress.kernels import levels
+    from tutti.compress.kernels.build import room
+
+    scales, packed = codec._parts(message, values.numel())
+    if given is not None:
+        scales.copy_(given)
+    low, high = (np.uint32(word) for word in state.key())
+    levels.encode(
+        *arrays(values, *residuals(state, values), scales),
+        given is not None,
+        packed.numpy(),
+        codec.block,
+        codec.bits,
+        codec.norm == "l2",
+        codec.rounding == "unbiased",
+        low,
+        high,
+        *room(codec.block, values.numpy().dtype),
+    )
+
+
+def _by_triton(codec: Levels, values: Tensor, state: State, message: Tensor, given: Tensor | None) -> None:
+    from tutti.compress.gpu import levels
+
+    scales, packed = codec._parts(message, values.numel())
+    if given is not None:
+        scales.copy_(given)
+    levels.encode(
+        values,
+        *residuals(state, values),
+        scales,
+        packed,
+        codec.block,
+        bits=codec.bits,
+        given=given is not None,
+        l2=codec.norm == "l2",
+        noise=codec.rounding == "unbiased",
+        key=state.key(),
+    )

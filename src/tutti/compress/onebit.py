@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tutti.compress import blocks
 from tutti.compress.codec import Codec, arrays, parts, residuals, up_to_4
+from tutti.compress.gpu.build import fits
 from tutti.compress.state import State
 
 
@@ -48,16 +49,32 @@ class OneBit(Codec):
         scale = scales.to(into.dtype).repeat_interleave(self.block)[: into.numel()]
         into += torch.where(blocks.unpack(bits, 1, into.numel()) > 0, -scale, scale)
 
-    def encode_by_kernel(self, values: Tensor, state: State, message: Tensor) -> None:
+    def encode_by_numba(self, values: Tensor, state: State, message: Tensor) -> None:
         from tutti.compress.kernels import signs
 
         views = self._parts(message, values.numel())
         signs.encode(*arrays(values, *residuals(state, values), *views), self.block)
 
-    def decode_add_by_kernel(self, message: Tensor, into: Tensor) -> None:
+    def decode_add_by_numba(self, message: Tensor, into: Tensor) -> None:
         from tutti.compress.kernels import signs
 
         signs.decode_add(*arrays(*self._parts(message, into.numel()), into), self.block)
+
+    @property
+    def in_triton(self) -> bool:
+        return fits(self.block)
+
+    def encode_by_triton(self, values: Tensor, state: State, message: Tensor) -> None:
+        from tutti.compress.gpu import signs
+
+        scales, bits = self._parts(message, values.numel())
+        signs.encode(values, *residuals(state, values), scales, bits, self.block)
+
+    def decode_add_by_triton(self, message: Tensor, into: Tensor) -> None:
+        from tutti.compress.gpu import signs
+
+        scales, bits = self._parts(message, into.numel())
+        signs.decode_add(scales, bits, into, self.block)
 
     def _parts(self, message: Tensor, numel: int) -> list[Tensor]:
         """Scales, then signs: a set bit is a negative value."""

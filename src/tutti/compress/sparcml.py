@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tutti.compress import blocks
 from tutti.compress.codec import Codec, arrays, parts, up_to_4
+from tutti.compress.gpu.build import fits
 from tutti.compress.state import State
 from tutti.errors import PlanError
 
@@ -62,22 +63,39 @@ class BucketTopK(Codec):
         scales, indices, packed = self._parts(message, into.numel())
         rows, wide = scales.numel(), self.keep + self.keep % 2
         codes = blocks.unpack(packed, 4, rows * wide).view(rows, wide)[:, : self.keep]
-        level = (codes & _LEVELS).to(into.dtype) * (scales.to(into.dtype) / _LEVELS)[:, None]
+        level = (codes & _LEVELS).to(into.dtype) * blocks.quotient(scales.to(into.dtype), _LEVELS)[:, None]
         start = torch.arange(rows, device=into.device)[:, None] * self.block
         places = start + (indices.to(torch.int32) & 0xFFFF).view(rows, self.keep)
         into.index_add_(0, places.flatten(), torch.where(codes > _LEVELS, -level, level).flatten())
 
-    def encode_by_kernel(self, values: Tensor, state: State, message: Tensor) -> None:
+    def encode_by_numba(self, values: Tensor, state: State, message: Tensor) -> None:
         from tutti.compress.kernels import top
         from tutti.compress.kernels.build import room
 
         views = arrays(values, state.old["residual"], state.new["residual"], *self._parts(message, values.numel()))
         top.encode_buckets(*views, self.block, self.keep, *room(self.block, views[0].dtype))
 
-    def decode_add_by_kernel(self, message: Tensor, into: Tensor) -> None:
+    def decode_add_by_numba(self, message: Tensor, into: Tensor) -> None:
         from tutti.compress.kernels import top
 
         top.decode_add_buckets(*arrays(*self._parts(message, into.numel()), into), self.block, self.keep)
+
+    @property
+    def in_triton(self) -> bool:
+        return fits(self.block)
+
+    def encode_by_triton(self, values: Tensor, state: State, message: Tensor) -> None:
+        from tutti.compress.gpu import buckets
+
+        old, new = state.old["residual"], state.new["residual"]
+        scales, indices, packed = self._parts(message, values.numel())
+        buckets.encode(values, old, new, scales, indices, packed, self.block, self.keep)
+
+    def decode_add_by_triton(self, message: Tensor, into: Tensor) -> None:
+        from tutti.compress.gpu import buckets
+
+        scales, indices, packed = self._parts(message, into.numel())
+        buckets.decode_add(scales, indices, packed, into, self.block, self.keep)
 
     def _parts(self, message: Tensor, numel: int) -> list[Tensor]:
         """Scales, places, codes."""
@@ -89,11 +107,9 @@ class BucketTopK(Codec):
 def _quantised(x: Tensor, scales: Tensor, held: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(level, negative, unit) of (buckets, keep) values; 0 where nothing is held or the scale is of no use."""
     scale = scales.to(x.dtype)[:, None]
-    usable, zero = scale > 0, torch.zeros_like(scale)
-    unit = torch.where(usable, scale / _LEVELS, zero)
-    inverse = torch.where(usable, _LEVELS / scale, zero)
+    unit, inverse = blocks.steps(scale, _LEVELS)
     level = (x.abs() * inverse + 0.5).clamp(max=_LEVELS).floor()
-    live = usable & held
+    live = (scale > 0) & held
     return level.masked_fill(~live, 0), (x < 0) & live, unit
 
 

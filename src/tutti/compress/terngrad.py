@@ -36,8 +36,11 @@ class TernGrad(Levels):
     def encode_by_torch(self, values: Tensor, state: State, message: Tensor) -> None:
         Levels.encode_by_torch(self, self.clipped(values), state, message)
 
-    def encode_by_kernel(self, values: Tensor, state: State, message: Tensor) -> None:
-        Levels.encode_by_kernel(self, self.clipped(values), state, message)
+    def encode_by_numba(self, values: Tensor, state: State, message: Tensor) -> None:
+        Levels.encode_by_numba(self, self.clipped(values), state, message)
+
+    def encode_by_triton(self, values: Tensor, state: State, message: Tensor) -> None:
+        Levels.encode_by_triton(self, self.clipped(values), state, message)
 
     def way_back(self, ranks: int) -> Levels:
         """What sums of codes of so many ranks are written with: exact up to 127 ranks, unbiased beyond."""

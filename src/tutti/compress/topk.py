@@ -14,7 +14,11 @@ from tutti.compress.codec import Codec, arrays, parts
 from tutti.compress.state import State
 from tutti.errors import PlanError
 
-_SAMPLE = 16384
+SAMPLE = 16384
+"""So many values say where to look for the largest."""
+
+Momentum = tuple[float, Tensor, Tensor]
+"""(m, old u, new u) of u = m u + values; the tensors are empty where there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,45 +50,61 @@ class TopK(Codec):
     def encode_by_torch(self, values: Tensor, state: State, message: Tensor) -> None:
         kept = state.new["residual"]
         torch.add(state.old["residual"], values, out=kept)
-        self._take_by_torch(kept, None, message)
+        self._take_by_torch(kept, kept[:0], message)
 
-    def encode_by_kernel(self, values: Tensor, state: State, message: Tensor) -> None:
-        old, new = state.old["residual"], state.new["residual"]
-        self._by_kernel(values, old, new, (0.0, values[:0], values[:0]), message)
+    def encode_by_numba(self, values: Tensor, state: State, message: Tensor) -> None:
+        from tutti.compress.kernels import top
+
+        new, (factor, old_u, new_u) = state.new["residual"], self._momentum(values, state)
+        one_pass = arrays(values, state.old["residual"], new)
+        real = one_pass[0].dtype.type
+        places = _search(one_pass, (real(factor), *arrays(old_u, new_u)), self.count(values.numel()))
+        if places is None:
+            self._take_by_torch(new, new_u, message)
+        else:
+            top.take(places, *arrays(new, new_u, *self.pairs(message, values.numel())))
+
+    @property
+    def in_triton(self) -> bool:
+        return True
+
+    def encode_by_triton(self, values: Tensor, state: State, message: Tensor) -> None:
+        from tutti.compress.gpu import search, top
+
+        new, momentum = state.new["residual"], self._momentum(values, state)
+        places = search.largest_sums(values, state.old["residual"], new, momentum, self.count(values.numel()))
+        if places is None:
+            self._take_by_torch(new, momentum[2], message)
+        else:
+            top.take(places, new, momentum[2], *self.pairs(message, values.numel()))
 
     def decode_add_by_torch(self, message: Tensor, into: Tensor) -> None:
         indices, found = self.pairs(message, into.numel())
         into.index_add_(0, indices, found.to(into.dtype))
 
-    def decode_add_by_kernel(self, message: Tensor, into: Tensor) -> None:
+    def decode_add_by_numba(self, message: Tensor, into: Tensor) -> None:
         from tutti.compress.kernels import top
 
         top.decode_add(*arrays(*self.pairs(message, into.numel()), into))
 
-    def _take_by_torch(self, kept: Tensor, momentum: Tensor | None, message: Tensor) -> None:
-        """Move the k largest of `kept` into the message; the momentum there becomes 0."""
+    def decode_add_by_triton(self, message: Tensor, into: Tensor) -> None:
+        from tutti.compress.gpu import top
+
+        top.decode_add(*self.pairs(message, into.numel()), into)
+
+    def _momentum(self, values: Tensor, state: State) -> Momentum:
+        """What the values are corrected by before they are added to what is kept: here nothing."""
+        return 0.0, values[:0], values[:0]
+
+    def _take_by_torch(self, kept: Tensor, momentum: Tensor, message: Tensor) -> None:
+        """Move the k largest of `kept` into the message; the momentum, where it has a size, becomes 0 there."""
         indices, found = self.pairs(message, kept.numel())
         places = largest(kept, indices.numel())
         indices.copy_(places)
         found.copy_(kept[places])
         kept[places] -= found.to(kept.dtype)
-        if momentum is not None:
+        if momentum.numel():
             momentum[places] = 0
-
-    def _by_kernel(
-        self, values: Tensor, old: Tensor, new: Tensor, momentum: tuple[float, Tensor, Tensor], message: Tensor
-    ) -> None:
-        """`momentum`: (m, old u, new u), the tensors empty where there is none."""
-        from tutti.compress.kernels import top
-
-        factor, old_u, new_u = momentum
-        one_pass = arrays(values, old, new)
-        real = one_pass[0].dtype.type
-        places = _search(one_pass, (real(factor), *arrays(old_u, new_u)), self.count(values.numel()))
-        if places is None:
-            return self._take_by_torch(new, new_u if new_u.numel() else None, message)
-        top.take(places, *arrays(new, new_u, *self.pairs(message, values.numel())))
-        return None
 
 
 def largest(x: Tensor, count: int) -> Tensor:
@@ -93,6 +113,16 @@ def largest(x: Tensor, count: int) -> Tensor:
     keys = x.view(whole) & magnitude
     order = torch.sort(keys, descending=True, stable=True).indices
     return order[:count].sort().values
+
+
+def threshold_ranks(expected: float) -> list[int]:
+    """Ranks in a sample of a threshold that enough values should exceed, where so many of the sample are expected."""
+    return [math.ceil(expected + spread * math.sqrt(expected) + 2) for spread in (3, 12)]
+
+
+def most_above(numel: int, count: int) -> int:
+    """For so many places above a threshold there is room; with more of them, the sample told too little."""
+    return min(numel, 4 * count + numel // 64 + 4096)
 
 
 def _search(one_pass: list[Any], momentum: tuple[Any, ...], count: int) -> Any:
@@ -105,11 +135,9 @@ def _search(one_pass: list[Any], momentum: tuple[Any, ...], count: int) -> Any:
     values, n = one_pass[0], one_pass[0].size
     x, bits_of_x, _, magnitude = room(1024, values.dtype)
     sample = np.sort(_sampled(one_pass, momentum) & magnitude)
-    expected = count / n * sample.size
     equal = np.empty(count, np.int64)
-    above = np.empty(min(n, 4 * count + n // 64 + 4096) + x.size, np.int64)
-    for spread in (3, 12):
-        rank = math.ceil(expected + spread * math.sqrt(expected) + 2)
+    above = np.empty(most_above(n, count) + x.size, np.int64)
+    for rank in threshold_ranks(count / n * sample.size):
         threshold = sample[-rank] if rank <= sample.size else bits_of_x.dtype.type(-1)
         over, same = top.collect(*one_pass, *momentum, threshold, above, equal, x, bits_of_x, magnitude)
         if over < 0:
@@ -126,8 +154,8 @@ def _sampled(one_pass: list[Any], momentum: tuple[Any, ...]) -> Any:
     values, old, _ = one_pass
     factor, old_u, _ = momentum
     n = values.size
-    at = np.arange(min(n, _SAMPLE), dtype=np.uint64)
-    if n > _SAMPLE:
+    at = np.arange(min(n, SAMPLE), dtype=np.uint64)
+    if n > SAMPLE:
         at = ((at * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(11)) % np.uint64(n)
     x = old[at] + (factor * old_u[at] + values[at] if old_u.size else values[at])
     return x.view(np.int32 if x.itemsize == 4 else np.int64)
