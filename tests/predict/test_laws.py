@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from predict.examples import gpu, link
+from predict.examples import cpu, gpu, link
 from tutti.describe.architectures import ARCHITECTURES, architecture
 from tutti.errors import PlanError
 from tutti.plan.scenarios import with_bandwidth, with_memory, with_speed
@@ -17,6 +17,7 @@ from tutti.spec.cluster import ClusterSpec, NodeSpec
 from tutti.spec.model import ModelSpec
 from tutti.spec.plan import BatchPlan, LayoutRule, Pipeline, Plan, Sharding
 from tutti.spec.prediction import Prediction
+from tutti.spec.words import Precision
 
 SMALL = {
     "layers": 4, "hidden": 64, "heads": 4, "kv_heads": 2, "seq_len": 512, "vocab": 512, "experts": 4, "image": 32,
@@ -63,20 +64,37 @@ def clusters(draw: st.DrawFn) -> ClusterSpec:
     return ClusterSpec(name="drawn", devices=devices, nodes=nodes, links=links)
 
 
+def powers(low: float, high: float) -> st.SearchStrategy[float]:
+    """Numbers between two powers of ten, each order of magnitude as often."""
+    return st.floats(low, high).map(lambda power: 10.0**power)
+
+
 @st.composite
-def plans(draw: st.DrawFn, name: str) -> Plan:
+def hosts(draw: st.DrawFn) -> ClusterSpec:
+    """Processors of one kind, as a probe measures them: what links take of their cores, and some latency."""
+    device = cpu(cores=draw(st.sampled_from([1, 2, 4, 8])), kernel_overhead_s=draw(st.sampled_from([0.0, 1e-6])))
+    nodes = (NodeSpec(name="n", device="d", count=draw(st.integers(2, 6)), memory_nbytes=2**38),)
+    links = tuple(
+        link(tier, draw(powers(-5.5, -2.5)), draw(powers(7, 11)), core_s_per_nbyte=draw(powers(-10.5, -8)))
+        for tier in ("node", "network")
+    )
+    return ClusterSpec(name="drawn", devices={"d": device}, nodes=nodes, links=links)
+
+
+@st.composite
+def plans(draw: st.DrawFn, name: str, precisions: tuple[Precision, ...] = ("full", "bfloat16")) -> Plan:
     own = [OWN_AXIS[name]] if name in OWN_AXIS and draw(st.booleans()) else []
     axes = own + draw(st.lists(st.sampled_from(AXES), min_size=1, max_size=3 - len(own), unique=True))
     axes = draw(st.permutations(axes))
     microbatches = draw(st.sampled_from([1, 2, 4]))
     schedule: Any = draw(st.sampled_from(["1f1b", "gpipe", "zero-bubble"]))
-    again = draw(st.sampled_from([None, True, "selective"]))
+    again: Any = draw(st.sampled_from([None, True, "selective"]))
     return Plan(
         batch=BatchPlan(global_batch_size=32, num_microbatches=microbatches),
         mesh={axis: draw(st.sampled_from([1, 2, 2, 3])) for axis in axes},  # type: ignore[misc]
         sharding=Sharding(level=1 if "stage" in axes else draw(st.sampled_from([1, 2, 3]))),
         pipeline=Pipeline(schedule=schedule),
-        precision=draw(st.sampled_from(["full", "bfloat16"])),
+        precision=draw(st.sampled_from(precisions)),
         layout=(LayoutRule(modules="*", recompute=again),),
     )
 
@@ -95,7 +113,19 @@ def predicted(name: str, machines: ClusterSpec, plan: Plan) -> Prediction:
 def test_laws_hold_for_every_architecture_on_any_machines(
     name: str, data: st.DataObject, machines: ClusterSpec, more: float
 ) -> None:
-    plan = data.draw(plans(name))
+    obeys(name, machines, data.draw(plans(name)), more)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(deadline=None, max_examples=15)
+@given(data=st.data(), machines=hosts(), more=st.floats(1.01, 30))
+def test_laws_hold_where_processors_exchange_beside_their_work(
+    name: str, data: st.DataObject, machines: ClusterSpec, more: float
+) -> None:
+    obeys(name, machines, data.draw(plans(name, ("full",))), more)
+
+
+def obeys(name: str, machines: ClusterSpec, plan: Plan, more: float) -> None:
     found = predicted(name, machines, plan)
     step = found.step_time_s.value
     # the breakdown is the step, and one device is silent

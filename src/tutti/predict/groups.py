@@ -113,17 +113,17 @@ class Group:
         assert link is not None
         return link
 
-    def core_share(self, seat: Seat) -> float:
-        """Part of the time of an exchange hidden behind a rank's own work that costs this work all the same, because
-        CPU cores do both: as it was measured, of the rank's cores, else assumed."""
-        if seat.device.kind != "cpu":
-            return 0.0
-        link = self.link
-        if link.core_s_per_nbyte is None:
-            return constants.CPU_COMMUNICATION_SHARE[self.tier]
+    def on_cores(self, seat: Seat) -> "Group":
+        """The group in seconds that an exchange hidden behind a rank's own work costs this work all the same, because
+        CPU cores do both: never more than the exchange takes, and no more where links are quicker."""
         cores = max(1, seat.device.cores) / seat.sharing
-        lasts = 1 / link.bandwidth_bytes_per_s + link.large_s_per_nbyte  # of a byte of the size it was measured at
-        return min(1.0, link.core_s_per_nbyte / lasts / cores)
+
+        def taken(link: Link | None, tier: LinkTier) -> Link | None:
+            if link is None or seat.device.kind == "cpu":
+                return link and link.on_cores(cores, constants.CPU_COMMUNICATION_SHARE[tier])
+            return replace(link, core_s_per_nbyte=0.0).on_cores(cores, 0.0)
+
+        return replace(self, node=taken(self.node, "node"), network=taken(self.network, "network"))
 
     def all_reduce(self, nbytes: float) -> float:
         """Seconds to sum `nbytes` over the group; 0 for one rank, or for nothing."""

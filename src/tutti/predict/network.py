@@ -41,6 +41,22 @@ class Link:
             large_s_per_nbyte=self.large_s_per_nbyte * flows,
         )
 
+    def on_cores(self, cores: float, assumed: float) -> "Link":
+        """The link in seconds that it takes of a rank's `cores`: of each byte what was measured, at most the time it is
+        on its way, and nothing of the latency, in which nobody computes; where nobody measured it, the part `assumed`
+        of all of the time."""
+        if self.core_s_per_nbyte is None:
+            part, latency_s = assumed, assumed * self.latency_s
+        else:
+            lasts = 1 / self.bandwidth_bytes_per_s + self.large_s_per_nbyte  # of a byte of the size it was measured at
+            part, latency_s = min(1.0, self.core_s_per_nbyte / lasts / cores), 0.0
+        return replace(
+            self,
+            latency_s=latency_s,
+            bandwidth_bytes_per_s=self.bandwidth_bytes_per_s / part if part else math.inf,
+            large_s_per_nbyte=self.large_s_per_nbyte * part,
+        )
+
 
 def link_of(spec: LinkSpec, flows: float = 1.0) -> Link:
     """The link that `spec` describes, of which `flows` of its copies at once have to do with the same cores."""
