@@ -199,13 +199,13 @@ def _seconds(room: Room, rows: Shapes, ways: Variants, facts: Facts, samples: in
     update = update / np.where(ways.level > 0, ways.shard, 1)
     sums, gathers, probable = _exchanged(tables, rows, ways, facts)
     third, times = ways.level == 3, rows.microbatches.astype(np.float64)
-    call = _latency(tables, ways.shard)
+    call = _latency(tables, facts, ways.shard)
     calls = room.blocks * call
     ahead_s = np.where(third, gathers * facts.parameters + calls, 0.0)
     back_s = np.where(third, gathers * (facts.parameters - facts.outside) + calls, 0.0)
     last_s = back_s + sums * summed + np.where(ways.level >= 2, calls, 0.0)
     waits = times * np.maximum(0.0, ahead_s - ahead) + (times - 1) * np.maximum(0.0, back_s - back)
-    waits = waits + np.maximum(0.0, last_s - back) + _statistics(tables, rows)
+    waits = waits + np.maximum(0.0, last_s - back) + _statistics(tables, rows, facts)
     gathered = np.where(ways.level == 1, gathers * summed + call, 0.0)
     bound = np.maximum(least + waits + gathered + update, path)
     # Where ranks differ, the slowest may be one that waits for nothing: only the mean of the work is sure.
@@ -251,20 +251,24 @@ def _however_cut(tables: Tables, rows: Shapes, plain: Flags, most: Array, mean: 
     return np.asarray(np.maximum(mean / pace, most / best), dtype=np.float64)
 
 
-def _latency(tables: Tables, ranks: Ints) -> Array:
+def _links(tables: Tables, facts: Facts) -> tuple[Array, ...]:
+    """What `Tables.links_of` says, by row."""
+    return by_kind((facts.best.astype(np.int64),), tables.links_of)
+
+
+def _latency(tables: Tables, facts: Facts, ranks: Ints) -> Array:
     """Seconds at least in which values are gathered from so many ranks, however few they are: of a ring, or of rings
     within hosts and between them."""
-    hosts = -(-ranks // tables.per_node)
-    away = (hosts - 1) * tables.latency("network")
-    return np.where(ranks > 1, np.maximum(np.log2(ranks) * tables.fastest[0], away), 0.0)
+    hosts, (_, _, between, least) = -(-ranks // tables.per_node), _links(tables, facts)
+    return np.where(ranks > 1, np.maximum(np.log2(ranks) * least, (hosts - 1) * between), 0.0)
 
 
-def _statistics(tables: Tables, rows: Shapes) -> Array:
+def _statistics(tables: Tables, rows: Shapes, facts: Facts) -> Array:
     """Seconds at least of what modules that normalise over the batch exchange: in each microbatch a gather in forward,
     a sum in backward, and nothing else meanwhile."""
     modules = sum(module.batch_statistics for module in tables.model.modules)
     ranks = rows.data * rows.space
-    each = _latency(tables, ranks) + 2 * np.log2(ranks) * tables.fastest[0]
+    each = _latency(tables, facts, ranks) + 2 * np.log2(ranks) * _links(tables, facts)[3]
     return np.where(rows.stage == 1, rows.microbatches * modules * each, 0.0)
 
 
@@ -278,7 +282,8 @@ def _exchanged(tables: Tables, rows: Shapes, ways: Variants, facts: Facts) -> tu
     whole = _ring(tables, rows, facts, everyone, split)
     parts = _ring(tables, rows, facts, shard, split * inner)
     others = everyone / shard
-    fastest = np.where(others > 1, 2 * (others - 1) / others / max(tables.link("node"), tables.link("network")), 0.0)
+    quickest = np.maximum(*_links(tables, facts)[:2])
+    fastest = np.where(others > 1, 2 * (others - 1) / others / quickest, 0.0)
     divided = ways.level >= 2
     low = np.where(divided, parts[0] / 2 + fastest / shard, whole[0])
     sums = np.where(divided, parts[1] / 2 + whole[1] / shard, whole[1]) * facts.gradients / stages
@@ -293,7 +298,7 @@ def _ring(tables: Tables, rows: Shapes, facts: Facts, degree: Array, inside: Arr
     sum is arranged. Groups too wide for a host all cross, one for each of the ranks `inside`; where some may not, or
     hosts are unequal, only the fastest link counts.
     """
-    node, network, each = tables.link("node"), tables.link("network"), tables.per_node
+    (node, network, *_), each = _links(tables, facts), tables.per_node
     reach = np.minimum(rows.world, each).astype(np.float64)
     within = (degree * inside <= reach) & (each % np.maximum(degree * inside, 1) == 0) | (facts.hosts <= 1)
     members = np.clip(reach / inside, 1.0, degree)
@@ -304,6 +309,6 @@ def _ring(tables: Tables, rows: Shapes, facts: Facts, degree: Array, inside: Arr
     hosts = np.maximum(2.0, np.minimum(np.ceil(degree / np.ceil(each / inside)), facts.hosts))  # more ranks than cores
     crossing = 2 * (hosts - 1) / hosts * np.minimum(inside, each) / network
     plain = 2 * (degree - 1) / degree
-    least = np.where(within, plain / node, np.where(wide, crossing, plain / max(node, network)))
+    least = np.where(within, plain / node, np.where(wide, crossing, plain / np.maximum(node, network)))
     likely = np.where(within, plain / node, across)
     return np.where(degree > 1, least, 0.0), np.where(degree > 1, likely, 0.0)

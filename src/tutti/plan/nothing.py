@@ -192,7 +192,7 @@ def enough(model: ModelSpec, cluster: ClusterSpec, request: Request) -> tuple[Cl
 
 def _links(cluster: ClusterSpec) -> tuple[LinkSpec, ...]:
     """The links, with a network like the nodes' own link where there was one node only: memory is what is asked."""
-    if cluster.link("network") is not None or not cluster.links:
+    if any(link.tier == "network" for link in cluster.every_link) or not cluster.links:
         return cluster.links
     return (*cluster.links, dataclasses.replace(cluster.links[0], tier="network"))
 

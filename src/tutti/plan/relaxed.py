@@ -64,11 +64,10 @@ class Doubt:
 
     def of(self, cluster: ClusterSpec) -> ClusterSpec:
         """The cluster where both are so."""
-        links = tuple(
-            replace(faster(link, self.links), latency_s=link.latency_s / self.links) for link in cluster.links
-        )
         devices = {name: slowed(device, self.kernels) for name, device in cluster.devices.items()}
-        return replace(cluster, links=links, devices=devices)
+        return replace(cluster, devices=devices).relinked(
+            lambda link: replace(faster(link, self.links), latency_s=link.latency_s / self.links)
+        )
 
 
 def open_dial(

@@ -101,7 +101,7 @@ class Work:
         (ahead, back), (adding, update, beside, summed) = sums[:2], sums[5:]
         backward = back + sums[2:5] + (count - 1) / count * adding  # (forms of recompute, stages)
         total = ahead + backward
-        message, wire = self._messages(stage, chunks, inner[5] / inner[1], apart)
+        message, wire = self._messages(stage, chunks, inner[5] / inner[1], apart, inner[6])
         own, waited = _on_place(total, stage), count * float(_on_place(beside, stage).max())
         lost = (total.sum(axis=1) - total.max(axis=1)) / chunks**2
         forms, late, found = np.arange(len(total)), np.array([not regions for regions in self.regions]), []
@@ -125,13 +125,13 @@ class Work:
             found.append([tuple(row) for row in np.stack(columns, axis=1).tolist()])
         return found
 
-    def _messages(self, stage: int, chunks: int, samples: float, apart: int) -> tuple[Array, Array]:
+    def _messages(self, stage: int, chunks: int, samples: float, apart: int, best: int) -> tuple[Array, Array]:
         """(stages,) each: seconds at least of a message from each stage to the next, 0 from the last, and those of them
         in which it is on its way alone."""
         stages, tables = self.stages(stage, chunks), self._tables
         message, wire = np.zeros(stage * chunks), np.zeros(stage * chunks)
         if stages is not None and stage > 1:
-            latency, bandwidth = tables.apart if apart else tables.fastest
+            latency, bandwidth = tables.apart(best) if apart else tables.fastest(best)
             nbytes = stages.sent * samples + stages.fixed
             wire[:-1] = nbytes / bandwidth
             message[:-1] = np.where(nbytes > 0, latency + wire[:-1], 0.0)
@@ -219,25 +219,25 @@ class Work:
         passes = computed_apart(columns, part, (space,), worker, samples, bare, on_cpu=False, least=True)
         ahead, back = (one.seconds for one in passes)
         low = np.where(columns.multiplies & tables.half, 0.5, 1.0)
-        link = tables.ring(split, 1)
+        link = tables.ring(best, split, 1)
         out = np.where(part.split & columns.summed, samples * part.passed * columns.outputs * low, 0.0)
         into = np.where(part.split, samples * part.passed * columns.inputs, 0.0)
         waits_f, waits_b = link(out), link(into)
         inside = split * space * context
         if expert > 1:
-            sent = 2 * tables.exchange(expert, inside)(samples * part.passed * columns.routed)
+            sent = 2 * tables.exchange(best, expert, inside)(samples * part.passed * columns.routed)
             waits_f, waits_b = waits_f + sent, waits_b + sent
         probable = np.zeros(count)
         if table > 1:
             vectors = np.where(columns.table, samples * part.passed * columns.outputs, 0.0)
-            probable += 2 * tables.exchange(table, inside * expert)(vectors)
+            probable += 2 * tables.exchange(best, table, inside * expert)(vectors)
             rows = columns.linear * np.where(part.by_outputs, table, 1.0)
             rows += columns.outputs * np.where(part.by_outputs, 1.0, table)
             travels = np.where(part.linear, samples * part.passed * tables.width * rows, 0.0)
-            probable += 2 * tables.exchange(table, inside * expert)(travels)
+            probable += 2 * tables.exchange(best, table, inside * expert)(travels)
         if context > 1:
             keys = samples * part.work * columns.key_value * tables.width
-            probable += 2 * tables.exchange(context, split)(keys)
+            probable += 2 * tables.exchange(best, context, split)(keys)
         gradients = columns.gradients * part.weight
         name = tables.model.optimizer
         often = constants.OPTIMIZER_PASSES.get(name, constants.OPTIMIZER_PASSES_OTHER)

@@ -1,5 +1,6 @@
 """ClusterSpec: the machines. Measured by `tutti probe`, or written down from data sheets."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
@@ -11,6 +12,7 @@ from tutti.spec.model import OpKind
 from tutti.spec.words import Evidence
 
 DeviceKind = Literal["cpu", "cuda"]
+_CERTAINTY: tuple[Evidence, ...] = ("assumed", "predicted", "published", "measured")
 LinkTier = Literal["device", "node", "network"]
 """device: within one device's memory; node: between ranks of one host; network: between hosts."""
 
@@ -202,9 +204,36 @@ def faster(link: LinkSpec, times: float) -> LinkSpec:
     )
 
 
+def slowest(links: Iterable[LinkSpec]) -> LinkSpec:
+    """What every one of `links` (one or more, of a tier) keeps: the longest latency, the lowest bandwidth of small and
+    of large vectors, the most that was measured of cores, the least certain evidence."""
+    some = tuple(dict.fromkeys(links))
+    if len(some) == 1:
+        return some[0]
+    bandwidth = min(link.bandwidth_bytes_per_s for link in some)
+    bent = [link.large_nbytes for link in some if link.large_nbytes is not None]
+    large = [link.large_bandwidth_bytes_per_s for link in some if link.large_bandwidth_bytes_per_s is not None]
+    cores = [link.core_s_per_nbyte for link in some if link.core_s_per_nbyte is not None]
+    return replace(
+        min(some, key=lambda link: link.bandwidth_bytes_per_s),
+        latency_s=max(link.latency_s for link in some),
+        bandwidth_bytes_per_s=bandwidth,
+        large_nbytes=min(bent, default=None),
+        large_bandwidth_bytes_per_s=min(bandwidth, *large) if large else None,
+        residual=max(link.residual for link in some),
+        ranks=min(link.ranks for link in some),
+        points=(),
+        core_s_per_nbyte=max(cores, default=None),
+        source="the slowest in each respect of: " + "; ".join(dict.fromkeys(link.source for link in some)),
+        evidence=min((link.evidence for link in some), key=_CERTAINTY.index),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSpec:
     """`count` equal hosts, each with `devices_per_node` devices of one kind (a key of ClusterSpec.devices).
+
+    `links`: of these hosts, in place of the cluster's of the same tier; a host without any has the cluster's.
 
     `cores`: of a host whose devices are none, on which data is loaded; 0: unknown. CPU devices say their own.
     `turns`: hosts that take turns on one core, as those of a laboratory may; rates are then those of a turn's part.
@@ -218,6 +247,7 @@ class NodeSpec:
     disk_read_bytes_per_s: BytesPerSecond | None = None
     cores: int = 0
     turns: float = 1.0
+    links: tuple[LinkSpec, ...] = ()
 
     def __post_init__(self) -> None:
         what = f"node {self.name!r}"
@@ -275,8 +305,22 @@ class ClusterSpec:
                 )
 
     def link(self, tier: LinkTier) -> LinkSpec | None:
-        """The first link of a tier, or None where the cluster has none."""
+        """The first link of a tier for hosts that have none of their own, or None where the cluster has none."""
         return next((link for link in self.links if link.tier == tier), None)
+
+    def link_at(self, node: NodeSpec, tier: LinkTier) -> LinkSpec | None:
+        """A host's own link of a tier, else the cluster's, or None."""
+        return next((link for link in node.links if link.tier == tier), None) or self.link(tier)
+
+    @property
+    def every_link(self) -> tuple[LinkSpec, ...]:
+        """The cluster's links and those that hosts have of their own."""
+        return (*self.links, *(link for node in self.nodes for link in node.links))
+
+    def relinked(self, change: Callable[[LinkSpec], LinkSpec]) -> "ClusterSpec":
+        """The cluster with every link changed, hosts' own too."""
+        nodes = tuple(replace(node, links=tuple(map(change, node.links))) for node in self.nodes)
+        return replace(self, nodes=nodes, links=tuple(map(change, self.links)))
 
     @property
     def device_count(self) -> int:
