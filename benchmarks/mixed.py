@@ -82,7 +82,7 @@ def run_case(lab: Lab, folder: Path, cluster: ClusterSpec, name: str, axis: Axis
     """The planner's plan of two ranks along `axis`, and the same with equal shares and cuts by cost alone."""
     folder.mkdir()
     model, script = described(name)
-    choice = choose(model, cluster, Request(script=script, degree=2, mesh={axis: 2}))
+    choice = choose(model, cluster, Request(script=script, degree=2, mesh={axis: 2}, scope="all"))
     by_name = {node.name: node for node in cluster.nodes}
     ordered = replace(cluster, nodes=tuple(by_name[node] for node in choice.nodes or by_name))
     even = replace(choice.best, shares=(), pipeline=replace(choice.best.pipeline, cuts=()))

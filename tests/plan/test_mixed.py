@@ -1,13 +1,15 @@
 """Unequal devices: shares against every way to share, memory that ends, devices that are better left idle."""
 
 import dataclasses
-from typing import Any
+from itertools import permutations
+from typing import Any, get_args
 
 import pytest
 
 from predict.examples import gpu, linear, link, mlp, plan
 from tutti.errors import PlanError
-from tutti.plan import Choice, Request, choose
+from tutti.plan import Choice, NoiseScale, Objective, Request, choose
+from tutti.plan.mixed import orders
 from tutti.predict import predict
 from tutti.spec.cluster import ClusterSpec, NodeSpec
 from tutti.spec.model import ModelSpec
@@ -84,3 +86,43 @@ def test_slow_devices_stay_idle_where_they_would_only_delay() -> None:
     assert choice.prediction == predict(mlp(2048, 2), seated, choice.best)
     every = Plan(batch=choice.best.batch, mesh={"replicate": 4})
     assert choice.prediction.step_time_s.value < 0.5 * predict(mlp(2048, 2), machines, every).step_time_s.value
+
+
+def three() -> ClusterSpec:
+    """The quickest, the cheapest for its work, which is also the most frugal, and the roomiest."""
+    kinds = {
+        "a": {"peak_flops_per_s": {"float32": 60e12}, "price_per_device_hour": 4.0, "power_w": 700.0},
+        "b": {"peak_flops_per_s": {"float32": 20e12}, "price_per_device_hour": 0.5, "power_w": 100.0},
+        "c": {"peak_flops_per_s": {"float32": 15e12}, "price_per_device_hour": 3.0, "power_w": 500.0},
+    }
+    devices = {name: gpu(name=name, memory_nbytes=2**34 + (name == "c") * 2**33, **kinds[name]) for name in kinds}
+    nodes = tuple(NodeSpec(name=name, device=name, devices_per_node=2, memory_nbytes=2**36) for name in devices)
+    return ClusterSpec(name="three", devices=devices, nodes=nodes, links=two({}, {}).links)
+
+
+@pytest.mark.parametrize("objective", get_args(Objective))
+def test_the_answer_does_not_depend_on_the_order_of_nodes_in_the_file(objective: Objective) -> None:
+    noise = NoiseScale(critical_batch=6, least_samples=1e4)
+    request = Request(
+        script=plan(12), scope="all", objective=objective, noise=noise, keep_microbatches=True, max_devices=4
+    )
+    found, tried = [], set()
+    for nodes in permutations(three().nodes):
+        written = dataclasses.replace(three(), nodes=nodes)
+        tried.add(tuple(tuple(node.name for node in one.nodes) for one in orders(written, None, objective)))
+        if nodes[0].name == "b":  # two of the six will do: they take seconds
+            choice = choose(mlp(1024, 2), written, request)
+            seated = choice.nodes or tuple(node.name for node in nodes)
+            found.append((choice.best, choice.prediction, choice.totals, seated[: -(-choice.best.world_size // 2)]))
+    assert len(tried) == 1
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("objective", ["cost", "energy"])
+def test_what_is_cheapest_for_its_work_is_used_alone_wherever_it_stands(objective: Objective) -> None:
+    """It is neither the quickest nor the roomiest."""
+    for nodes in (three().nodes, three().nodes[::-1]):
+        request = Request(script=plan(12), scope="all", objective=objective, keep_microbatches=True)
+        choice = choose(mlp(1024, 2), dataclasses.replace(three(), nodes=nodes), request)
+        assert choice.nodes[0] == "b"
+        assert choice.best.world_size <= 2

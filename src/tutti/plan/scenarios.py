@@ -22,6 +22,8 @@ _FACTORS = (2.0, 4.0, 8.0, 16.0)
 _RIVALS = 4
 _TOLD = 3
 
+_MOST_DEVICES = 2**24
+
 _AROUND = 64
 """Nodes more or fewer than a kind's part that are tried to make up a number of devices."""
 
@@ -41,6 +43,8 @@ def what_if(cluster: ClusterSpec, text: str) -> tuple[ClusterSpec, str]:
         return _with_devices(cluster, value, text)
     if key == "memory":
         size = _number(value, text, BYTES, "memory=80gb")
+        if size < 1:
+            raise PlanError(f"--what-if {text}: {value!r} is less than a byte; write it like memory=80gb")
         return with_memory(cluster, size), f"{nbytes(size)} of memory a device"
     if key == "speed":
         factor = _number(value, text, {"": 1.0, "x": 1.0}, "speed=2x", bare=True)
@@ -57,8 +61,10 @@ def what_if(cluster: ClusterSpec, text: str) -> tuple[ClusterSpec, str]:
 def _number(value: str, text: str, units: dict[str, float], example: str, *, bare: bool = False) -> float:
     """10gbit, 80gb, 2x, 256 as numbers of the unit; `bare`: without a unit, too."""
     found = quantity(value, units)
-    if found is None or not found > 0 or (not bare and value.strip()[-1:].isdecimal()):
+    if found is None or (not bare and value.strip()[-1:].isdecimal()):
         raise PlanError(f"--what-if {text}: {value!r} is not understood; write it like {example}")
+    if not 0 < found < math.inf:
+        raise PlanError(f"--what-if {text}: {value!r} is not a finite number above 0; write it like {example}")
     return found
 
 
@@ -134,8 +140,11 @@ def with_speed(cluster: ClusterSpec, factor: float) -> ClusterSpec:
 def _with_devices(cluster: ClusterSpec, value: str, text: str) -> tuple[ClusterSpec, str]:
     number = _number(value, text, {"": 1.0, "devices": 1.0}, "devices=256", bare=True)
     count = int(number)
-    if count != number or count < 1:
-        raise PlanError(f"--what-if {text}: {value!r} is not a number of devices; write a whole one, such as 256")
+    if count != number or not 1 <= count <= _MOST_DEVICES:
+        raise PlanError(
+            f"--what-if {text}: {value!r} is not a number of devices up to {_MOST_DEVICES:,}; write a whole one, such "
+            "as 256"
+        )
     nodes = _one_kind(cluster, count, text) if len(cluster.nodes) == 1 else _in_proportion(cluster, count, text)
     many = sum(node.count for node in nodes)
     if many > 1 and any(cluster.link_at(node, "network") is None for node in nodes):

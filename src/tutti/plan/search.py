@@ -18,6 +18,7 @@ from tutti.plan.relaxed import open_dial
 from tutti.plan.scenarios import changes
 from tutti.predict import predict
 from tutti.predict.factors import may_pay
+from tutti.predict.placement import place
 from tutti.spec.cluster import ClusterSpec
 from tutti.spec.model import ModelSpec
 from tutti.spec.plan import Plan
@@ -107,12 +108,12 @@ def _search(model: ModelSpec, cluster: ClusterSpec, request: Request, clock: Clo
     costed: list[Costed] = []
     impossible: list[Alternative] = []
     parts: list[Coverage] = []
-    whole_s = limit_s
+    whole_s, seatings = limit_s, orders(cluster, model.loading, request.objective)
     for index, one in enumerate(requests):
         remaining = limit_s / (len(requests) - index) if math.isfinite(limit_s) else limit_s
         began = clock() if clock is not None else 0.0
         try:
-            explorer = Explorer(model, orders(cluster, model.loading), one, given, clock, remaining)
+            explorer = Explorer(model, seatings, one, given, clock, remaining)
         except PlanError as error:
             if len(requests) == 1:
                 raise
@@ -121,9 +122,8 @@ def _search(model: ModelSpec, cluster: ClusterSpec, request: Request, clock: Clo
         explorer.run()
         if not any(each.prediction.fits for each in explorer.costed) and explorer.limits.may_shard:
             remaining -= clock() - began if clock is not None else 0.0
-            explorer = Explorer(
-                model, orders(cluster, model.loading), one, given, clock, max(remaining, 0.3 * limit_s), offload=True
-            )
+            remaining = max(remaining, 0.3 * limit_s)
+            explorer = Explorer(model, seatings, one, given, clock, remaining, offload=True)
             explorer.run()
         if not any(each.good for each in explorer.costed):
             # The search looks for what has least of the objective: is there a plan that has least of what is limited?
@@ -165,7 +165,7 @@ def _frugal(
         return smallest(model, cluster, request)
     objective: Objective = "cost" if request.budget is not None else "throughput"
     free = dataclasses.replace(request, objective=objective, budget=None, deadline_s=None)
-    explorer = Explorer(model, orders(cluster, model.loading), free, given, clock, limit_s)
+    explorer = Explorer(model, orders(cluster, model.loading, objective), free, given, clock, limit_s)
     explorer.run()
     return min((one for one in explorer.costed if one.good), key=lambda one: one.value, default=None)
 
@@ -190,7 +190,7 @@ def _choice(
     coverage: Coverage,
     over: Callable[[], bool] = lambda: False,
 ) -> Choice:
-    best = _best([one for one in costed if one.good], request)
+    best = _as_written(cluster, _best([one for one in costed if one.good], request))
     wide = request.scope != "data" or request.mesh is not None
     others = _families(costed, best) if wide else _representatives(costed, best)
     lost = [
@@ -264,6 +264,13 @@ def _best(good: list[Costed], request: Request) -> Costed:
         )
 
     return min(equal, key=modesty)
+
+
+def _as_written(cluster: ClusterSpec, best: Costed) -> Costed:
+    """The best plan on the nodes in the cluster's own order, where that seats its ranks on the same ones."""
+    world = best.plan.world_size
+    same = place(cluster, world) == place(best.cluster, world)
+    return dataclasses.replace(best, cluster=cluster) if same else best
 
 
 def mechanisms(plan: Plan) -> int:
