@@ -83,12 +83,13 @@ def write_plan_page(model: ModelSpec, cluster: ClusterSpec, plan: Plan, path: Pa
 
 def _model(path: Path | None, target: tuple[str, ...], intended: Plan) -> ModelSpec:
     """The model to cost; a script's is described for the layout of the plan `intended`."""
+    from tutti.cli.planning import costed, model_spec_of
+
     if bool(path) == bool(target):
         raise ScriptError("name one model: --model FILE before the plan, or a script after it")
     if path is not None:
-        return codec.load(ModelSpec, path)
+        return costed(codec.load(ModelSpec, path))
     from tutti.cli.named import named_model
-    from tutti.cli.planning import model_spec_of
 
     named = named_model(target)
     if named is not None:
@@ -97,7 +98,7 @@ def _model(path: Path | None, target: tuple[str, ...], intended: Plan) -> ModelS
     with console.status("tracing the model on shapes"):
         captured = capture_script(script, target[1:])
         captured = replace(captured, plan=replace(captured.plan, layout=intended.layout))
-        return model_spec_of(captured, name=script.stem)
+        return costed(model_spec_of(captured, name=script.stem))
 
 
 def show(plan: Plan, prediction: "Prediction", out: "Console") -> None:

@@ -1,8 +1,9 @@
 """ClusterSpec: the machines. Measured by `tutti probe`, or written down from data sheets."""
 
+import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
@@ -23,16 +24,22 @@ BytesPerSecond = Annotated[float, BeforeValidator(quantities.reader(quantities.B
 FlopsPerSecond = Annotated[float, BeforeValidator(quantities.reader(quantities.FLOPS_PER_S, "312 TFLOP/s"))]
 
 
-def _positive(what: str, **values: float | None) -> None:
-    for name, value in values.items():
-        if value is not None and not value > 0:
-            raise SpecError(f"{what}: {name} = {value:g}; give a number above 0")
+def _check(spec: Any, what: str, zero: frozenset[str] = frozenset()) -> None:
+    """Raises SpecError unless every number of a spec is finite and above 0, or 0 where its field's name is in `zero`.
 
-
-def _not_negative(what: str, **values: float | None) -> None:
-    for name, value in values.items():
-        if value is not None and not value >= 0:
-            raise SpecError(f"{what}: {name} = {value:g}; give 0 or a number above it")
+    All fields are looked at, so that one which is new is checked before anybody thinks of it.
+    """
+    for field_ in fields(spec):
+        value = getattr(spec, field_.name)
+        named = {f"{field_.name}.{key}": one for key, one in value.items()} if isinstance(value, dict) else {}
+        for name, number in (named or {field_.name: value}).items():
+            if not isinstance(number, int | float) or isinstance(number, bool):
+                continue
+            if not -sys.float_info.max <= number <= sys.float_info.max:
+                raise SpecError(f"{what}: {name} is not finite, or too large; give a number that a machine can have")
+            if number < 0 or (number == 0 and field_.name not in zero):
+                remedy = "0 or a number above it" if field_.name in zero else "a number above 0"
+                raise SpecError(f"{what}: {name} = {number:g}; give {remedy}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +56,9 @@ class GemmRate:
     spread: float = 0.0  # (max - min) / median over the repeats
     concurrent: int = 1
 
+    def __post_init__(self) -> None:
+        _check(self, "a rate of products", frozenset({"spread"}))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRate:
@@ -61,6 +71,9 @@ class MemoryRate:
     bytes_per_s: float
     spread: float = 0.0
     concurrent: int = 1
+
+    def __post_init__(self) -> None:
+        _check(self, "a rate of memory", frozenset({"spread"}))
 
 
 WeightKind = Literal["gemm", "conv"]
@@ -85,6 +98,9 @@ class WeightRate:
     concurrent: int = 1
     kind: WeightKind = "gemm"
 
+    def __post_init__(self) -> None:
+        _check(self, "a rate of going over weights")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompressRate:
@@ -100,6 +116,9 @@ class CompressRate:
     encode_s: float
     decode_s: float
     spread: float = 0.0  # of encoding: (max - min) / median over the repeats
+
+    def __post_init__(self) -> None:
+        _check(self, f"a rate of {self.method}", frozenset({"encode_s", "decode_s", "spread"}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,15 +154,8 @@ class DeviceSpec:
     evidence: Evidence = "assumed"
 
     def __post_init__(self) -> None:
-        what = f"device {self.name!r}"
-        _positive(
-            what, memory_nbytes=self.memory_nbytes, memory_bandwidth_bytes_per_s=self.memory_bandwidth_bytes_per_s,
-            **{f"peak_flops_per_s.{dtype}": peak for dtype, peak in self.peak_flops_per_s.items()},
-        )  # fmt: skip
-        _not_negative(
-            what, kernel_overhead_s=self.kernel_overhead_s, power_w=self.power_w,
-            price_per_device_hour=self.price_per_device_hour,
-        )  # fmt: skip
+        free = frozenset({"kernel_overhead_s", "cores", "power_w", "price_per_device_hour"})
+        _check(self, f"device {self.name!r}", free)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +166,9 @@ class LinkPoint:
     nbytes: int
     time_s: float
     median_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check(self, "a point of a link", frozenset({"median_s"}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,14 +199,11 @@ class LinkSpec:
     evidence: Evidence = "assumed"
 
     def __post_init__(self) -> None:
-        _positive(f"the {self.tier} link", bandwidth_bytes_per_s=self.bandwidth_bytes_per_s)
-        _not_negative(f"the {self.tier} link", latency_s=self.latency_s)
+        _check(self, f"the {self.tier} link", frozenset({"latency_s", "residual", "core_s_per_nbyte"}))
         if (self.large_nbytes is None) != (self.large_bandwidth_bytes_per_s is None):
             raise SpecError(
                 f"the {self.tier} link has one of large_nbytes and large_bandwidth_bytes_per_s; give both or neither"
             )
-        if self.large_bandwidth_bytes_per_s is not None:
-            _positive(f"the {self.tier} link", large_bandwidth_bytes_per_s=self.large_bandwidth_bytes_per_s)
 
 
 def faster(link: LinkSpec, times: float) -> LinkSpec:
@@ -250,11 +262,7 @@ class NodeSpec:
     links: tuple[LinkSpec, ...] = ()
 
     def __post_init__(self) -> None:
-        what = f"node {self.name!r}"
-        _positive(what, count=self.count, devices_per_node=self.devices_per_node, memory_nbytes=self.memory_nbytes)
-        _positive(what, turns=self.turns)
-        _positive(what, disk_read_bytes_per_s=self.disk_read_bytes_per_s)
-        _not_negative(what, cores=self.cores)
+        _check(self, f"node {self.name!r}", frozenset({"cores"}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,6 +278,9 @@ class Conditions:
     load_at_end: float
     versions: dict[str, str]
     notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check(self, "the conditions", frozenset({"cores_granted", "load_at_start", "load_at_end"}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,7 +301,7 @@ class ClusterSpec:
     version: int = 1
 
     def __post_init__(self) -> None:
-        _positive(f"cluster {self.name!r}", shared_read_bytes_per_s=self.shared_read_bytes_per_s)
+        _check(self, f"cluster {self.name!r}")
         if not self.nodes:
             raise SpecError("nodes is empty; a cluster has at least one node")
         names = [node.name for node in self.nodes]

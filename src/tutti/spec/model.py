@@ -122,7 +122,8 @@ class ModelSpec:
 
     `modules` are in order of first execution (never executed ones last). `evidence`: "predicted" when the costs
     come from tracing shapes without running. `loading`: what a sample of its data costs to load, None where nobody
-    knows. `notes`: what could not be counted, in words.
+    knows. `notes`: what could not be counted, in words. `untraced`: why nothing but parameters could be, empty where
+    passes were: no step of such a model can be predicted.
     """
 
     name: str
@@ -135,6 +136,7 @@ class ModelSpec:
     loading: Loading | None = None
     evidence: Evidence = "predicted"
     notes: tuple[str, ...] = ()
+    untraced: str = ""
     version: int = 1
 
     @property
