@@ -1,0 +1,98 @@
+"""Parts of layers along the split axis, where its ranks are of unequal speed: all of a group finish together."""
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+
+from tutti.errors import PlanError
+from tutti.plan.balance import listed
+from tutti.plan.room import Room
+from tutti.plan.tables import Array
+from tutti.predict import compute, constants
+from tutti.predict.division import parts
+from tutti.predict.lines import by_place
+from tutti.predict.placement import Seat
+from tutti.predict.worker import worker_at
+from tutti.spec.plan import Plan
+from tutti.spec.prediction import RankMemory
+
+
+def split_shares(
+    room: Room, plan: Plan, memory: RankMemory, seats: tuple[Seat, ...], samples: int
+) -> tuple[float, ...]:
+    """A part of the divided layers for each place along the split axis such that all finish together, clipped where
+    memory ends; empty where places are alike, or where some would get no head or unit at all.
+
+    A place is as quick and as roomy as the least of its ranks. `memory`: of the tightest rank at equal parts, of which
+    all but the reserve, buffers and what is exchanged is taken to grow with its part; `samples`: of a microbatch.
+    """
+    degree = plan.mesh.get("split", 1)
+    if degree == 1 or len(seats) == 1:
+        return ()
+    paces = [_pace(room, plan, seat, samples) for seat in seats]
+    of_places = by_place(plan, seats)
+    slowest = [max((paces[seat] for seat in some), key=lambda one: one.total_s(1 / degree)) for some in of_places]
+    free = np.array([min(seats[seat].memory_nbytes for seat in some) for some in of_places], dtype=np.float64)
+    if len(set(slowest)) == 1 and len(set(free.tolist())) == 1:
+        return ()
+    fixed = memory.reserve + memory.buffers + memory.communication
+    most = np.maximum(0.0, free - fixed) / max(1.0, degree * (memory.total - fixed))
+    found = listed(together(slowest, most))
+    if not found or min(found) <= 0:
+        return ()
+    try:
+        parts(room.tables.model, dataclasses.replace(plan, split_shares=found))
+    except PlanError:
+        return ()
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Seconds that a microbatch takes a rank: whatever its part is, and in proportion to its part."""
+
+    whole_s: float
+    part_s: float
+
+    def total_s(self, part: float) -> float:
+        return self.whole_s + part * self.part_s
+
+
+def together(paces: list[Pace], most: Array) -> Array:
+    """Parts that add up to 1, none above its `most`, with which all places that have room take the same time; a place
+    that is late with nothing at all gets a thousandth of an equal part. Where all have too little room, parts are in
+    proportion to it.
+
+    Of the places that have room: (T - a) / b each, with a and b the seconds that do not and that do grow with a part.
+    """
+    if most.sum() <= 1:
+        return np.asarray(most / max(most.sum(), 1e-300), dtype=np.float64)
+    least, a = 1e-3 / len(paces), np.array([one.whole_s for one in paces])
+    b = np.maximum(np.array([one.part_s for one in paces]), 1e-300)
+    found, free = np.zeros(len(paces)), np.ones(len(paces), dtype=bool)
+    while True:
+        rest = 1 - found[~free].sum()
+        until = (rest + (a[free] / b[free]).sum()) / (1 / b[free]).sum()
+        wanted = np.where(free, (until - a) / b, found)
+        late, over = free & (wanted < least), free & (wanted > most)
+        if not late.any() and not over.any():
+            return np.asarray(wanted, dtype=np.float64)
+        fixed = late if late.any() else over
+        found, free = np.where(fixed, np.where(late, least, most), found), free & ~fixed
+        if not free.any():
+            return np.asarray(found / found.sum(), dtype=np.float64)
+
+
+def _pace(room: Room, plan: Plan, seat: Seat, samples: int) -> Pace:
+    """Of a rank on `seat`: passes, and its part of the update, which comes once in a step."""
+    model, columns = room.tables.model, room.work.columns
+    degrees = tuple(plan.degree(axis) for axis in ("split", "context", "expert", "table", "space"))
+    part, worker = room.work.part(degrees), worker_at(seat, model.dtype, plan.precision)
+    seconds = sum(one(part.ops, worker, samples, len(columns)).seconds for one in (compute.forward, compute.backward))
+    often = constants.OPTIMIZER_PASSES.get(model.optimizer, constants.OPTIMIZER_PASSES_OTHER)
+    updated = (3.0 * columns.gradients + often * columns.optimizer) * part.weight / plan.degree("shard")
+    times = plan.batch.num_microbatches
+    seconds = seconds + worker.slowdown / worker.bandwidth_bytes_per_s * updated / times
+    divided = float(seconds[part.split].sum())
+    return Pace(float(seconds.sum()) - divided, divided * plan.degree("split"))
