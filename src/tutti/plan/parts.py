@@ -22,7 +22,7 @@ def split_shares(
     room: Room, plan: Plan, memory: RankMemory, seats: tuple[Seat, ...], samples: int
 ) -> tuple[float, ...]:
     """A part of the divided layers for each place along the split axis such that all finish together, clipped where
-    memory ends; empty where places are alike, or where some would get no head or unit at all.
+    memory ends, each with a head or unit at least; empty where places are alike.
 
     A place is as quick and as roomy as the least of its ranks. `memory`: of the tightest rank at equal parts, of which
     all but the reserve, buffers and what is exchanged is taken to grow with its part; `samples`: of a microbatch.
@@ -38,7 +38,7 @@ def split_shares(
         return ()
     fixed = memory.reserve + memory.buffers + memory.communication
     most = np.maximum(0.0, free - fixed) / max(1.0, degree * (memory.total - fixed))
-    found = listed(together(slowest, most))
+    found = listed(together(slowest, most, _least(room, plan)))
     if not found or min(found) <= 0:
         return ()
     try:
@@ -59,16 +59,15 @@ class Pace:
         return self.whole_s + part * self.part_s
 
 
-def together(paces: list[Pace], most: Array) -> Array:
-    """Parts that add up to 1, none above its `most`, with which all places that have room take the same time; a place
-    that is late with nothing at all gets a thousandth of an equal part. Where all have too little room, parts are in
-    proportion to it.
+def together(paces: list[Pace], most: Array, least: float) -> Array:
+    """Parts that add up to 1, none above its `most`, with which all places that have room take the same time; one that
+    is late with less than `least` gets that. Where all have too little room, parts are in proportion to it.
 
     Of the places that have room: (T - a) / b each, with a and b the seconds that do not and that do grow with a part.
     """
     if most.sum() <= 1:
         return np.asarray(most / max(most.sum(), 1e-300), dtype=np.float64)
-    least, a = 1e-3 / len(paces), np.array([one.whole_s for one in paces])
+    a = np.array([one.whole_s for one in paces])
     b = np.maximum(np.array([one.part_s for one in paces]), 1e-300)
     found, free = np.zeros(len(paces)), np.ones(len(paces), dtype=bool)
     while True:
@@ -84,15 +83,24 @@ def together(paces: list[Pace], most: Array) -> Array:
             return np.asarray(found / found.sum(), dtype=np.float64)
 
 
+def _least(room: Room, plan: Plan) -> float:
+    """The part with which a rank has one of the fewest heads or units; little where nothing is said of them."""
+    limits = room.work.columns.limit[room.work.part(_degrees(plan)).split]
+    return 1.0 / int(limits[limits > 0].min(initial=1000 * plan.degree("split")))
+
+
+def _degrees(plan: Plan) -> tuple[int, ...]:
+    return tuple(plan.degree(axis) for axis in ("split", "context", "expert", "table", "space"))
+
+
 def _pace(room: Room, plan: Plan, seat: Seat, samples: int) -> Pace:
     """Of a rank on `seat`: passes, and its part of the update, which comes once in a step."""
     model, columns = room.tables.model, room.work.columns
-    degrees = tuple(plan.degree(axis) for axis in ("split", "context", "expert", "table", "space"))
-    part, worker = room.work.part(degrees), worker_at(seat, model.dtype, plan.precision)
-    seconds = sum(one(part.ops, worker, samples, len(columns)).seconds for one in (compute.forward, compute.backward))
+    part, worker = room.work.part(_degrees(plan)), worker_at(seat, model.dtype, plan.precision)
+    ahead, back = (one(part.ops, worker, samples, len(columns)) for one in (compute.forward, compute.backward))
     often = constants.OPTIMIZER_PASSES.get(model.optimizer, constants.OPTIMIZER_PASSES_OTHER)
     updated = (3.0 * columns.gradients + often * columns.optimizer) * part.weight / plan.degree("shard")
     times = plan.batch.num_microbatches
-    seconds = seconds + worker.slowdown / worker.bandwidth_bytes_per_s * updated / times
+    seconds = ahead.seconds + back.seconds + worker.slowdown / worker.bandwidth_bytes_per_s * updated / times
     divided = float(seconds[part.split].sum())
     return Pace(float(seconds.sum()) - divided, divided * plan.degree("split"))
