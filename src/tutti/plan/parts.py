@@ -16,13 +16,16 @@ from tutti.predict.placement import Seat
 from tutti.predict.worker import worker_at
 from tutti.spec.plan import Plan
 from tutti.spec.prediction import RankMemory
+from tutti.spec.refusals import check_split
+
+_HALVINGS = 60
 
 
 def split_shares(
     room: Room, plan: Plan, memory: RankMemory, seats: tuple[Seat, ...], samples: int
 ) -> tuple[float, ...]:
     """A part of the divided layers for each place along the split axis such that all finish together, clipped where
-    memory ends, each with a head or unit at least; empty where places are alike.
+    memory ends, each with a head or unit at least; empty where places are alike, or parts must be.
 
     A place is as quick and as roomy as the least of its ranks. `memory`: of the tightest rank at equal parts, of which
     all but the reserve, buffers and what is exchanged is taken to grow with its part; `samples`: of a microbatch.
@@ -41,8 +44,10 @@ def split_shares(
     found = listed(together(slowest, most, _least(room, plan)))
     if not found or min(found) <= 0:
         return ()
+    divided = dataclasses.replace(plan, split_shares=found)
     try:
-        parts(room.tables.model, dataclasses.replace(plan, split_shares=found))
+        check_split(divided)
+        parts(room.tables.model, divided)
     except PlanError:
         return ()
     return found
@@ -63,24 +68,23 @@ def together(paces: list[Pace], most: Array, least: float) -> Array:
     """Parts that add up to 1, none above its `most`, with which all places that have room take the same time; one that
     is late with less than `least` gets that. Where all have too little room, parts are in proportion to it.
 
-    Of the places that have room: (T - a) / b each, with a and b the seconds that do not and that do grow with a part.
+    (T - a) / b within these limits, with a and b the seconds that do not and that do grow with a part; their sum grows
+    with T, which is found by halving.
     """
     if most.sum() <= 1:
         return np.asarray(most / max(most.sum(), 1e-300), dtype=np.float64)
     a = np.array([one.whole_s for one in paces])
     b = np.maximum(np.array([one.part_s for one in paces]), 1e-300)
-    found, free = np.zeros(len(paces)), np.ones(len(paces), dtype=bool)
-    while True:
-        rest = 1 - found[~free].sum()
-        until = (rest + (a[free] / b[free]).sum()) / (1 / b[free]).sum()
-        wanted = np.where(free, (until - a) / b, found)
-        late, over = free & (wanted < least), free & (wanted > most)
-        if not late.any() and not over.any():
-            return np.asarray(wanted, dtype=np.float64)
-        fixed = late if late.any() else over
-        found, free = np.where(fixed, np.where(late, least, most), found), free & ~fixed
-        if not free.any():
-            return np.asarray(found / found.sum(), dtype=np.float64)
+    low, high = float(a.min()), float((a + b).max())
+
+    def within(until_s: float) -> Array:
+        return np.asarray(np.minimum(np.maximum((until_s - a) / b, least), most), dtype=np.float64)
+
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if within(middle).sum() > 1 else (middle, high)
+    found = within(high)
+    return np.asarray(found / found.sum(), dtype=np.float64)
 
 
 def _least(room: Room, plan: Plan) -> float:
