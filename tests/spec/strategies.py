@@ -43,9 +43,11 @@ layout_rules = st.builds(LayoutRule, modules=st.text(min_size=1), recompute=st.b
 def plans(draw: st.DrawFn) -> Plan:
     degree = draw(st.integers(1, 8))
     shares = draw(st.one_of(st.just([]), st.lists(st.floats(0, 1e6), min_size=degree, max_size=degree)))
+    parts = draw(st.one_of(st.just([]), st.lists(st.floats(1e-6, 1e6), min_size=2, max_size=2)))
     return Plan(
         batch=draw(batches),
-        mesh={"replicate": degree},
+        mesh={"replicate": degree, "split": 2} if parts else {"replicate": degree},
+        split_shares=tuple(parts),
         layout=tuple(draw(st.lists(layout_rules, max_size=3))),
         shares=tuple(shares) if sum(shares) > 0 else (),
         precision=draw(st.sampled_from(Precision.__args__)),

@@ -112,6 +112,7 @@ def variant_bounds(room: Room, found: Shapes, ways: Variants, samples: int) -> B
     if room.tables.mixed:  # a rank may have fewer samples than the mean one has
         fewest = np.maximum(1, samples // rows.microbatches // rows.data)
         emptiest = _memory(room, rows, ways, dataclasses.replace(facts, count=fewest))[1]
+        emptiest = np.where(rows.split > 1, room.reserve, emptiest)  # and any part of what split divides
     return Bounds(step_s=least, memory=fullest, least_memory=emptiest, likely_s=likely)
 
 
@@ -241,11 +242,11 @@ def _with_data(
 
 
 def _however_cut(tables: Tables, rows: Shapes, plain: Flags, most: Array, mean: Array) -> Array:
-    """Seconds at least where shares and cuts are by speed. `most`: mean over places of the work of the line that has
-    most samples, which may be of the best devices; `mean`: of all lines; `plain`: schedules that fill and drain whole
-    stages."""
+    """Seconds at least where shares, parts and cuts are by speed. `most`: mean over places of the work of the line that
+    has most samples, which may be of the best devices; `mean`: of all lines; `plain`: schedules that fill and drain
+    whole stages."""
     count = np.where((rows.stage > 1) & plain, rows.microbatches, 0)
-    (pace,) = by_kind((rows.world, rows.stage, rows.split * rows.context * rows.space, count), tables.pace)
+    (pace,) = by_kind((rows.world, rows.stage, rows.context * rows.space, rows.split, count), tables.pace)
     times = np.maximum(count, 1)
     best = np.where(count > 0, (1 - (1 - 1 / times) ** rows.stage) * times / rows.stage, 1.0)
     return np.asarray(np.maximum(mean / pace, most / best), dtype=np.float64)

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, get_args
 
-from tutti.plan.words import recompute_words, settings_words
+from tutti.plan.words import parts_words, recompute_words, settings_words
 from tutti.spec.compression import compression_in_words
 from tutti.spec.plan import LayoutRule, Plan
 from tutti.spec.sync_words import way_in_words
@@ -39,6 +39,8 @@ def _told(first: Plan, second: Plan, a: str, b: str) -> tuple[str, ...]:
     said += _ways(first, second, a, b)
     if first.shares != second.shares:
         said.append(f"Shares of the data-parallel ranks: {_shares(first)} in {a}, {_shares(second)} in {b}")
+    if first.split_weights != second.split_weights:
+        said.append(f"Parts of layers along split: {parts_words(first)} in {a}, {parts_words(second)} in {b}")
     if _replicas(first) != _replicas(second):
         said.append(f"Replicas: {_replicas(first)} in {a}, {_replicas(second)} in {b}")
     if first.sync.gradient_code != second.sync.gradient_code:

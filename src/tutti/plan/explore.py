@@ -186,7 +186,9 @@ class Explorer:
             nothing = Alternative(plan=self.request.script, prediction=None, reason=str(error))
             self.impossible.setdefault(str(error), nothing)
             return None
-        least = objectives.bound(cluster, self.request, seconds, found.world, memory)
+        # parts along split may be unequal on unequal devices, and a prediction shows the memory of the tightest rank
+        shown = np.where((found.split > 1) & tables.mixed, 0.0, memory)
+        least = objectives.bound(cluster, self.request, seconds, found.world, shown)
         fits = memory <= self._room(tables, found)
         self._counts["considered"] += len(found)
         self._counts["too_large"] += int((~fits).sum())

@@ -8,6 +8,7 @@ import numpy as np
 
 from tutti.plan.balance import ROUNDS, listed, speeds
 from tutti.plan.choice import Objective
+from tutti.plan.parts import split_shares
 from tutti.plan.room import Room, times_held
 from tutti.plan.stages import blocks_of, cut
 from tutti.plan.tables import Array, Tables, is_mixed
@@ -90,8 +91,8 @@ def by_axes(values: Array, plan: Plan, keep: tuple[AxisName, ...], how: np.ufunc
 
 
 def improved(room: Room, cluster: ClusterSpec, one: Plan, prediction: Prediction, samples: int) -> list[Plan]:
-    """The plan with shares by speed and with stages cut by speed and memory, where these change anything.
-    `prediction`: of the plan as it is."""
+    """The plan with shares and parts of layers by speed and with stages cut by speed and memory, where these change
+    anything. `prediction`: of the plan as it is."""
     seats, plan = place(cluster, one.world_size), one
     each = max(1, round(samples / plan.batch.num_microbatches / plan.data_parallel_degree))
     rates = speeds(room.tables.model, seats, room.tables.precision, np.full(plan.world_size, float(each)))
@@ -104,6 +105,11 @@ def improved(room: Room, cluster: ClusterSpec, one: Plan, prediction: Prediction
     share = shares(room.tables, plan, prediction.memory, seats, samples)
     if share:
         found.append(dataclasses.replace(plan, shares=share))
+    own = split_shares(room, plan, prediction.memory, seats, each)
+    if own:
+        plan = dataclasses.replace(plan, split_shares=own)
+        share = shares(room.tables, plan, prediction.memory, seats, samples)
+        found += [plan, dataclasses.replace(plan, shares=share)] if share else [plan]
     return found
 
 
@@ -130,8 +136,11 @@ def shares(tables: Tables, plan: Plan, memory: RankMemory, seats: tuple[Seat, ..
 
 
 def _together(plan: Plan, rates: Array) -> Array:
-    """The speed of each data-parallel rank: if it is itself several devices, of its slowest, or, along stages cut by
-    speed, their mean."""
+    """The speed of each data-parallel rank: if it is itself several devices, of its slowest, or, along stages and parts
+    of layers that are cut by speed, their mean."""
+    if plan.split_weights:
+        grid, at = rates.reshape(list(plan.mesh.values())), list(plan.mesh).index("split")
+        rates = np.broadcast_to(grid.mean(axis=at, keepdims=True), grid.shape).reshape(-1)
     own = by_axes(rates, plan, (*DATA_AXES, "stage"), np.minimum)
     if plan.mesh.get("stage", 1) == 1:
         return own

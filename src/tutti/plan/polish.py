@@ -63,7 +63,8 @@ def _relieve(explorer: Explorer) -> None:
 
 def _key(plan: Plan) -> tuple[object, ...]:
     """What tells plans apart, the order of the mesh's axes too."""
-    return (tuple(plan.mesh.items()), plan.batch, plan.layout, plan.shares, plan.precision, plan.sharding,
+    return (tuple(plan.mesh.items()), plan.batch, plan.layout, plan.shares, plan.split_shares,
+            plan.precision, plan.sharding,
             plan.pipeline, plan.space_grid, plan.context)  # fmt: skip
 
 

@@ -115,6 +115,9 @@ def _compute_cause(loser: Costed, best: Costed) -> str:
     if plan.shares != chosen.shares and not plan.shares:
         slowest = {seat.device.name for seat in seats}
         return f"equal shares on unequal devices ({', '.join(sorted(slowest))}); {against}"
+    if chosen.split_shares and not plan.split_shares and plan.degree("split") > 1:
+        unequal = {seat.device.name for seat in seats}
+        return f"equal parts of layers on unequal devices ({', '.join(sorted(unequal))}); {against}"
     if plan.degree("split", "space") > chosen.degree("split", "space"):
         return f"operators cut in {plan.degree('split', 'space')} parts are smaller, less efficient; {against}"
     if plan.batch.num_microbatches > chosen.batch.num_microbatches:
@@ -186,6 +189,11 @@ def remarks(
         )
     if plan.shares:
         said.append("Shares follow the devices' speeds, as far as their memory allows, so that all finish together")
+    if plan.split_shares:
+        said.append(
+            "Parts of layers along split follow the devices' speeds, as far as their memory allows, so that all finish "
+            "together"
+        )
     if best.cluster.nodes != cluster.nodes:
         names = ", ".join(node.name for node in best.cluster.nodes)
         said.append(f"Start the nodes in this order, which is not the cluster file's: {names}")
@@ -264,7 +272,13 @@ def _alone(model: ModelSpec, request: Request, best: Costed) -> Costed | None:
     for many in {script.batch.num_microbatches, best.plan.batch.num_microbatches}:
         batch = replace(best.plan.batch, num_microbatches=many)
         plan = replace(
-            script, batch=batch, mesh={"replicate": 1}, shares=(), precision=best.plan.precision, pipeline=Pipeline()
+            script,
+            batch=batch,
+            mesh={"replicate": 1},
+            shares=(),
+            split_shares=(),
+            precision=best.plan.precision,
+            pipeline=Pipeline(),
         )
         try:
             prediction = predict(model, best.cluster, plan)

@@ -258,7 +258,7 @@ def _best(good: list[Costed], request: Request) -> Costed:
             one.plan.precision != script.precision,
             mechanisms(one.plan),
             one.plan.batch.num_microbatches,
-            len(one.plan.shares),
+            len(one.plan.shares) + len(one.plan.split_shares),
             len(one.plan.layout),
             one.value,
         )
@@ -298,7 +298,8 @@ def _families(costed: list[Costed], best: Costed) -> list[Costed]:
     """The losers worth a line: the nearest with other meshes, and the best of each kind, one device among them."""
 
     def mesh(one: Costed) -> object:
-        return (tuple(one.plan.mesh.items()), _level(one.plan), one.plan.precision, bool(one.plan.shares))
+        by_speed = bool(one.plan.shares or one.plan.split_shares)
+        return (tuple(one.plan.mesh.items()), _level(one.plan), one.plan.precision, by_speed)
 
     def kind(one: Costed) -> object:
         axes = tuple(sorted(axis for axis, degree in one.plan.mesh.items() if degree > 1))

@@ -110,11 +110,12 @@ class Tables:
         ground = self.ground(world)
         return float(ground.best), ground.speed, float(ground.hosts)
 
-    def pace(self, world: int, stage: int, inner: int, microbatches: int) -> tuple[float]:
-        """How fast lines of `stage` places of `inner` ranks each are in the mean, at most, as a part of what the best
-        worker would be that never waits. `microbatches`: 0 where nothing is known of what comes before."""
+    def pace(self, world: int, stage: int, inner: int, split: int, microbatches: int) -> tuple[float]:
+        """How fast lines of `stage` places of `inner` times `split` ranks each are in the mean, at most, as a part of
+        what the best worker would be that never waits. Ranks along split may have parts in proportion to their speeds.
+        `microbatches`: 0 where nothing is known of what comes before."""
         speeds = np.concatenate([np.full(count, speed) for count, speed in self.ground(world).speeds])
-        places = speeds.reshape(stage, -1, inner).min(axis=2)
+        places = speeds.reshape(stage, -1, inner, split).mean(axis=3).min(axis=2)
         return (paced(places, microbatches) if microbatches else float(places.mean()),)
 
     def worker(self, best: int) -> Worker:

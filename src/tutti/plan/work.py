@@ -15,7 +15,7 @@ from tutti.plan.tables import Array, Tables
 from tutti.predict import compute, constants
 from tutti.predict.cuts import Stages, stages_of
 from tutti.predict.division import Division as Part
-from tutti.predict.division import division
+from tutti.predict.division import division, mean_division
 from tutti.predict.layout import Region, recompute_regions
 from tutti.predict.slabs import computed_apart
 from tutti.predict.table import model_table
@@ -190,13 +190,15 @@ class Work:
         return repeated
 
     def part(self, degrees: tuple[int, ...]) -> Part:
-        """What a rank has of each module for (split, context, expert, table, space). Raises PlanError if refused."""
+        """What a rank has of each module for (split, context, expert, table, space); where devices are unequal, and so
+        parts along split may be, in the mean over these. Raises PlanError if refused."""
         if degrees not in self._parts:
             split, context, expert, table, space = degrees
             mesh: dict[AxisName, int] = {"table": table, "expert": expert, "context": context, "space": space,
                                          "split": split}  # fmt: skip
             plan = Plan(batch=BatchPlan(global_batch_size=table * expert), mesh=mesh, layout=self._script.layout)
-            self._parts[degrees] = division(self._tables.model, plan)
+            own = mean_division if self._tables.mixed and split > 1 else division
+            self._parts[degrees] = own(self._tables.model, plan)
         return self._parts[degrees]
 
     def passes(self, key: tuple[int, ...]) -> Passes | None:
@@ -218,6 +220,12 @@ class Work:
         )
         passes = computed_apart(columns, part, (space,), worker, samples, bare, on_cpu=False, least=True)
         ahead, back = (one.seconds for one in passes)
+        if tables.mixed and split > 1:  # of unequal parts only their part of the whole's time is sure
+            whole = self.part((1, *degrees[1:])).ops
+            both = (one(whole, worker, samples, count).seconds / split for one in (compute.forward, compute.backward))
+            ahead, back = (
+                np.where(part.split, np.minimum(own, of), own) for own, of in zip((ahead, back), both, strict=True)
+            )
         low = np.where(columns.multiplies & tables.half, 0.5, 1.0)
         link = tables.ring(best, split, 1)
         out = np.where(part.split & columns.summed, samples * part.passed * columns.outputs * low, 0.0)

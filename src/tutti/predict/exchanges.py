@@ -132,9 +132,15 @@ def _split(wires: Wires, samples: float) -> Exchanged:
     out = samples * division.passed * columns.outputs * low
     into = np.where(here, samples * division.passed * columns.inputs, 0.0)
     sums, gathers = np.where(summed, out, 0.0), np.where(recurrent, out, 0.0)
-    ahead = each_of(group.summed, sums) + each_of(group.divided, gathers)
-    back = each_of(group.summed, into) + each_of(group.divided, gathers)
-    sent = ((2 * sums + gathers) * (t - 1) / t, (2 * into + gathers) * (t - 1) / t)
+    if division.padded is None:
+        ahead = each_of(group.summed, sums) + each_of(group.divided, gathers)
+        back = each_of(group.summed, into) + each_of(group.divided, gathers)
+        sent = ((2 * sums + gathers) * (t - 1) / t, (2 * into + gathers) * (t - 1) / t)
+    else:  # unequal parts travel as long as the largest, and of their sums everyone gets the whole
+        padded = gathers * division.padded
+        ahead = each_of(group.summed, sums) + each_of(group.divided, padded)
+        back = each_of(group.summed, into) + each_of(group.summed, gathers)
+        sent = ((2 * sums + padded) * (t - 1) / t, 2 * (into + gathers) * (t - 1) / t)
     return _waited(group, (ahead, back), sent)
 
 

@@ -1,0 +1,169 @@
+"""Parts of layers by speed: what the planner proposes where a split group's devices are unequal, and its bounds."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plan.machines import cards
+from plan.test_mixed import two
+from predict.examples import plan
+from tutti.describe.architectures import architecture
+from tutti.plan import Choice, Request, choose
+from tutti.plan.bounds import shape_bounds, variant_bounds
+from tutti.plan.build import plan_of
+from tutti.plan.difference import difference
+from tutti.plan.enumerate import shapes, variants
+from tutti.plan.explain import explain
+from tutti.plan.limits import limits_of
+from tutti.plan.mixed import improved
+from tutti.plan.parts import Pace, together
+from tutti.plan.room import Room
+from tutti.plan.tables import Tables
+from tutti.plan.words import plan_words
+from tutti.predict import predict
+from tutti.spec.cluster import ClusterSpec
+from tutti.spec.model import ModelSpec
+from tutti.spec.plan import Plan
+from tutti.spec.words import AxisName
+
+GPT = {"layers": 6, "hidden": 1024, "heads": 16, "seq_len": 512, "vocab": 1000}
+
+
+def model(**sizes: Any) -> ModelSpec:
+    return architecture("gpt", {**GPT, **sizes})
+
+
+def faster(times: float, **changes: Any) -> ClusterSpec:
+    return two({}, {"peak_flops_per_s": {"float32": times * 10e12}, **changes})
+
+
+def chosen(machines: ClusterSpec, mesh: dict[AxisName, int], batch: int = 8) -> Choice:
+    request = Request(script=plan(batch), scope="all", mesh=mesh, keep_microbatches=True)
+    return choose(model(), machines, request)
+
+
+def every_way(machines: ClusterSpec, batch: int = 8) -> dict[int, float]:
+    """Heads of the first of two ranks -> the step, where that fits."""
+    found = {}
+    for first in range(1, GPT["heads"]):
+        shares = (float(first), float(GPT["heads"] - first))
+        done = predict(model(), machines, dataclasses.replace(plan(batch), mesh={"split": 2}, split_shares=shares))
+        if done.fits:
+            found[first] = done.step_time_s.value
+    return found
+
+
+@pytest.mark.parametrize("times", [1.5, 3.0, 7.0])
+def test_parts_by_speed_gain_what_the_best_parts_would(times: float) -> None:
+    machines = faster(times)
+    choice = chosen(machines, {"split": 2})
+    every, even = every_way(machines), predict(model(), machines, dataclasses.replace(plan(8), mesh={"split": 2}))
+    assert choice.best.split_weights
+    seated = machines if not choice.nodes else dataclasses.replace(machines, nodes=machines.nodes[::-1])
+    assert choice.prediction == predict(model(), seated, choice.best)
+    gained, most = (
+        even.step_time_s.value - value for value in (choice.prediction.step_time_s.value, min(every.values()))
+    )
+    assert gained >= 0.85 * most > 0
+    assert any("Parts of layers along split follow the devices' speeds" in one for one in choice.remarks)
+    assert "on the fullest rank" in explain(choice)
+    assert any("equal parts of layers on unequal devices" in other.reason for other in choice.alternatives)
+
+
+def test_equal_devices_get_equal_parts() -> None:
+    choice = chosen(cards(2, 1), {"split": 2})
+    assert choice.best.split_shares == ()
+
+
+def test_parts_end_where_memory_ends() -> None:
+    """The quick card has room for a third of the model only; at even parts it would not fit."""
+    tight = faster(3.0)
+    whole = predict(model(), tight, dataclasses.replace(plan(8), mesh={"split": 2})).memory
+    room = whole.reserve + 0.75 * (whole.total - whole.reserve)
+    tight = faster(3.0, memory_nbytes=int(room))
+    every = every_way(tight)
+    assert GPT["heads"] // 2 not in every
+    choice = chosen(tight, {"split": 2})
+    assert choice.prediction.fits
+    assert choice.prediction.step_time_s.value <= 1.15 * min(every.values())
+
+
+def test_parts_beside_replicas_and_stages() -> None:
+    """Hosts of both kinds in every split group."""
+    machines = faster(3.0)
+    pairs = dataclasses.replace(machines, nodes=tuple(
+        dataclasses.replace(machines.nodes[index % 2], name=f"n{index}") for index in range(4)
+    ))  # fmt: skip
+    for axis in ("replicate", "stage"):
+        mesh: dict[AxisName, int] = {axis: 2, "split": 2}
+        start = dataclasses.replace(plan(8, microbatches=2), mesh=mesh)
+        done = predict(model(), pairs, start)
+        room = Room(Tables(model(), pairs, "full"), plan(8))
+        better = [predict(model(), pairs, one) for one in improved(room, pairs, start, done, 8) if one.split_shares]
+        assert min(one.step_time_s.value for one in better) < 0.8 * done.step_time_s.value
+
+
+def test_bounds_are_not_above_plans_of_unequal_parts() -> None:
+    checked = 0
+    for heads, times in ((8, 3.0), (12, 1.4), (4, 20.0)):
+        own, base = model(heads=heads, hidden=768, vocab=999), faster(times)
+        machines = dataclasses.replace(base, nodes=tuple(
+            dataclasses.replace(base.nodes[index % 2], name=f"n{index}") for index in range(4)
+        ))  # fmt: skip
+        request = Request(script=plan(24), scope="all")
+        limits = limits_of(own, machines, request)
+        found, tables = shapes(limits, request), Tables(own, machines, "full")
+        room = Room(tables, plan(24))
+        ways = variants(limits, found, np.flatnonzero(found.split > 1))
+        bounds, (coarse_s, _) = variant_bounds(room, found, ways, 24), shape_bounds(tables, found, 24)
+        for row in np.random.default_rng(heads).permutation(len(ways))[:25].tolist():
+            intended = plan_of(own, request, found, ways, row, "full")
+            for shares in _some(intended.degree("split"), heads) if intended.context == "ring" else ():
+                unequal = dataclasses.replace(intended, split_shares=shares)
+                done = predict(own, machines, unequal)
+                step_s = done.step_time_s.value * (1 + 1e-9)
+                assert bounds.step_s[row] <= step_s, plan_words(unequal)
+                assert coarse_s[int(ways.shape[row])] <= step_s, plan_words(unequal)
+                assert bounds.least_memory[row] <= done.memory.total, plan_words(unequal)
+                checked += 1
+    assert checked >= 100
+
+
+def _some(degree: int, heads: int) -> list[tuple[float, ...]]:
+    """Shares of which every rank has a head."""
+    if degree == 2:
+        return [(1.0, 1.0001), (1.0, float(heads - 1)), (2.0, 1.0)]
+    return [(1.0, 2.0, 1.0, 2.0), (1.0, 1.3, 1.0, 1.3)] if heads % 4 == 0 and heads > 4 else []
+
+
+@given(
+    whole=st.lists(st.floats(0, 1), min_size=2, max_size=5),
+    part=st.lists(st.floats(0.1, 10), min_size=5, max_size=5),
+    most=st.lists(st.floats(0.05, 1), min_size=5, max_size=5),
+)
+def test_parts_add_up_and_all_with_room_finish_together(
+    whole: list[float], part: list[float], most: list[float]
+) -> None:
+    paces = [Pace(a, b) for a, b in zip(whole, part, strict=False)]
+    room, least = np.array(most[: len(paces)]), 0.01
+    found = together(paces, room, least)
+    assert found.sum() == pytest.approx(1.0)
+    if room.sum() <= 1:
+        return
+    free = (found > least * (1 + 1e-9)) & (found < room * (1 - 1e-9))
+    ends = [pace.total_s(share) for pace, share in zip(paces, found, strict=True)]
+    if free.any():
+        together_s = [end for end, one in zip(ends, free, strict=True) if one]
+        assert max(together_s) == pytest.approx(min(together_s))
+
+
+def test_unequal_parts_are_told_apart_in_words() -> None:
+    even = Plan(batch=plan(8).batch, mesh={"split": 2})
+    unequal = dataclasses.replace(even, split_shares=(1.0, 0.5))
+    assert plan_words(unequal) == "split 2 (1:0.5), 1 microbatch"
+    assert difference(even, unequal) == ("Parts of layers along split: equal in A, 1:0.5 in B",)
+    assert difference(even, dataclasses.replace(even, split_shares=(2.0, 2.0))) == ()
