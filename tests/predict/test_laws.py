@@ -9,14 +9,16 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from predict.examples import cpu, gpu, link
+from predict.examples import cpu, gpu, link, mlp
 from tutti.describe.architectures import ARCHITECTURES, architecture
 from tutti.errors import PlanError
 from tutti.plan.scenarios import with_bandwidth, with_memory, with_speed
 from tutti.predict import predict
+from tutti.predict.step import loss_s, overhead_s, slowest_of, wait_s, worked_out
+from tutti.predict.timeline import line_work
 from tutti.spec.cluster import ClusterSpec, LinkSpec, LinkTier, NodeSpec, faster
 from tutti.spec.model import ModelSpec
-from tutti.spec.plan import BatchPlan, LayoutRule, Pipeline, Plan, Sharding
+from tutti.spec.plan import BatchPlan, LayoutRule, Pipeline, Plan, Sharding, Sync
 from tutti.spec.prediction import Prediction
 from tutti.spec.words import Precision
 
@@ -205,3 +207,63 @@ def test_links_of_a_hosts_own_are_as_good_as_the_clusters(
     own = tuple(dataclasses.replace(node, links=machines.links) for node in bare)
     found = predicted(name, shared, plan)
     assert predict(model_of(name), dataclasses.replace(machines, nodes=own, links=()), plan) == found
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(deadline=None, max_examples=15)
+@given(data=st.data(), machines=clusters())
+def test_a_step_is_as_long_as_that_of_the_rank_which_ends_last(
+    name: str, data: st.DataObject, machines: ClusterSpec
+) -> None:
+    """With all that it exchanges: a rank that computes less may hide less."""
+    plan = data.draw(plans(name))
+    shares = data.draw(
+        st.lists(st.floats(0.3, 3), min_size=plan.data_parallel_degree, max_size=plan.data_parallel_degree)
+    )
+    plan = dataclasses.replace(plan, shares=tuple(shares))
+    found = predicted(name, machines, plan)
+    assert found.step_time_s.value == pytest.approx(max(ends_of(model_of(name), machines, plan)), rel=1e-9)
+
+
+def ends_of(model: ModelSpec, machines: ClusterSpec, plan: Plan) -> list[float]:
+    """When the different ranks of a plan end a step, each with its own exchanges."""
+    step, found = worked_out(model, machines, plan), []
+    for line in step.lines:
+        for work in line_work(step.setting, line):
+            exposed_s = slowest_of(step.setting, [work]).sync.exchange.exposed_s
+            waits_s = exposed_s + wait_s(step.setting, work, exposed_s) + loss_s(step.setting)
+            found.append(work.total_s + waits_s + overhead_s(step.setting, work))
+    return found
+
+
+def test_a_rank_that_computes_less_may_end_last_because_it_hides_less() -> None:
+    """One replica takes its time for its passes, the other for its update, and sums take as long as a pass."""
+    computes, updates = (gpu(name=name, peak_flops_per_s={"float32": rate}, memory_bandwidth_bytes_per_s=memory)
+                         for name, rate, memory in (("computes", 1.2e10, 1e12), ("updates", 1e14, 2e9)))  # fmt: skip
+    nodes = tuple(NodeSpec(name=one.name, device=one.name, memory_nbytes=2**36) for one in (computes, updates))
+    machines = ClusterSpec(name="two", devices={"computes": computes, "updates": updates}, nodes=nodes,
+                           links=(link("network", 1e-6, 4e8),))  # fmt: skip
+    plan = Plan(batch=BatchPlan(global_batch_size=128), mesh={"replicate": 2}, sync=Sync(bucket_nbytes=2**20))
+    step = worked_out(mlp(512, 4), machines, plan)
+    first, second = (line_work(step.setting, line)[0].total_s for line in step.lines)
+    ends = ends_of(mlp(512, 4), machines, plan)
+    assert first > second
+    assert ends[0] < ends[1]
+    assert predict(mlp(512, 4), machines, plan).step_time_s.value == pytest.approx(ends[1])
+
+
+def test_a_line_is_as_slow_as_the_slower_of_its_seats_with_its_update() -> None:
+    """Over two kinds of cards, whose passes take about as long and whose memory does not, in more and less speed."""
+    slow, quick = (gpu(name=name, peak_flops_per_s={"float32": rate}, memory_bandwidth_bytes_per_s=memory)
+                   for name, rate, memory in (("slow", 1e12, 1.3e12), ("quick", 1.2e14, 4.2e12)))  # fmt: skip
+    nodes = tuple(
+        NodeSpec(name=name, device=name, devices_per_node=2, memory_nbytes=2**36) for name in ("slow", "quick")
+    )
+    links = (link("node", 9.7e-6, 4e11), link("network", 1.4e-5, 1.99e11))
+    machines = ClusterSpec(name="two", devices={"slow": slow, "quick": quick}, nodes=nodes, links=links)
+    plan = Plan(batch=BatchPlan(global_batch_size=16, num_microbatches=4), mesh={"split": 4})
+    steps = [
+        predict(model_of("vit"), with_speed(machines, more), plan).step_time_s.value
+        for more in (1, 1.01, 1.1, 1.3, 1.5, 2, 3, 5)
+    ]
+    assert steps == sorted(steps, reverse=True)
