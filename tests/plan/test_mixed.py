@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 
+from plan.machines import cards, own_links
 from predict.examples import gpu, linear, link, mlp, plan
 from tutti.errors import PlanError
 from tutti.plan import Choice, Request, choose
+from tutti.plan.mixed import orders
 from tutti.predict import predict
 from tutti.spec.cluster import ClusterSpec, NodeSpec
 from tutti.spec.model import ModelSpec
@@ -84,3 +86,11 @@ def test_slow_devices_stay_idle_where_they_would_only_delay() -> None:
     assert choice.prediction == predict(mlp(2048, 2), seated, choice.best)
     every = Plan(batch=choice.best.batch, mesh={"replicate": 4})
     assert choice.prediction.step_time_s.value < 0.5 * predict(mlp(2048, 2), machines, every).step_time_s.value
+
+
+def test_of_equal_devices_those_with_the_quickest_network_are_tried_first() -> None:
+    machines = own_links(cards(3, 1))
+    nodes = tuple(machines.nodes[i] for i in (1, 0, 2))
+    found = orders(dataclasses.replace(machines, nodes=nodes))
+    assert machines.nodes in [one.nodes for one in found]
+    assert orders(cards(3, 1)) == (cards(3, 1),)

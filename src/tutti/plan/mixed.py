@@ -28,12 +28,14 @@ MOST_SHARES = 4096
 
 def orders(cluster: ClusterSpec, loading: Loading | None = None) -> tuple[ClusterSpec, ...]:
     """The cluster with its nodes in the orders worth trying: as written, the fastest first, the roomiest first, what
-    loads its data quickest first, and the reverse. Ranks are seated in this order, so first ones get the first stages
-    and the last are left idle.
+    loads its data quickest first, what has the quickest network first, and the reverse. Ranks are seated in this order,
+    so first ones get the first stages and the last are left idle.
     """
     feeding = [_feeding(node, loading) for node in cluster.nodes]
-    fed_alike = len(set(feeding)) == 1
-    if fed_alike and not is_mixed(cluster):
+    network = [cluster.link_at(node, "network") for node in cluster.nodes]
+    joined = [0.0 if link is None else link.bandwidth_bytes_per_s for link in network]
+    fed_alike, joined_alike = len(set(feeding)) == 1, len(set(joined)) == 1
+    if fed_alike and joined_alike and not is_mixed(cluster):
         return (cluster,)
 
     def peak(index: int) -> float:
@@ -48,6 +50,8 @@ def orders(cluster: ClusterSpec, loading: Loading | None = None) -> tuple[Cluste
     wanted = [own, sorted(own, key=lambda i: -peak(i)), sorted(own, key=lambda i: -memory(i)), own[::-1]]
     if not fed_alike:
         wanted.insert(1, sorted(own, key=lambda i: feeding[i], reverse=True))
+    if not joined_alike:
+        wanted.insert(-1, sorted(own, key=lambda i: -joined[i]))
     distinct = list(dict.fromkeys(map(tuple, wanted)))[:MOST_ORDERS]
     return tuple(dataclasses.replace(cluster, nodes=tuple(cluster.nodes[i] for i in order)) for order in distinct)
 
