@@ -6,6 +6,7 @@ from typing import Any, get_args
 
 import pytest
 
+from plan.machines import cards, own_links
 from predict.examples import gpu, linear, link, mlp, plan
 from tutti.errors import PlanError
 from tutti.plan import Choice, NoiseScale, Objective, Request, choose
@@ -126,3 +127,11 @@ def test_what_is_cheapest_for_its_work_is_used_alone_wherever_it_stands(objectiv
         choice = choose(mlp(1024, 2), dataclasses.replace(three(), nodes=nodes), request)
         assert choice.nodes[0] == "b"
         assert choice.best.world_size <= 2
+
+
+def test_of_equal_devices_those_with_the_quickest_network_are_tried_first() -> None:
+    machines = own_links(cards(3, 1))
+    nodes = tuple(machines.nodes[i] for i in (1, 0, 2))
+    found = orders(dataclasses.replace(machines, nodes=nodes))
+    assert machines.nodes in [one.nodes for one in found]
+    assert orders(cards(3, 1)) == (cards(3, 1),)

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from plan.machines import cards, own_links
 from predict.examples import cluster, cpu, link, mlp
 from tutti.errors import PlanError
 from tutti.plan import Choice, NoiseScale, Request, choose, explain, rows
+from tutti.plan.relaxed import Doubt
 from tutti.plan.ways import WAYS, Way, samples_of, ways
 from tutti.predict import predict
 from tutti.spec import codec
@@ -141,6 +143,13 @@ def test_averages_are_counted_with_more_samples_the_more_replicas_and_the_rarer_
     for period in (4, 8):
         assert counted[f"local:period={period},delay={period}", 4] == pytest.approx(1.42)
     assert counted["local:period=16", 2] > 1.25  # nothing was read of it
+
+
+def test_links_are_doubted_that_hosts_have_of_their_own() -> None:
+    doubted = Doubt(links=2.0, kernels=1.0).of(own_links(cards(2, 2)))
+    for before, after in zip(own_links(cards(2, 2)).every_link, doubted.every_link, strict=True):
+        assert after.bandwidth_bytes_per_s == 2 * before.bandwidth_bytes_per_s
+        assert after.latency_s == before.latency_s / 2
 
 
 def test_kernels_that_nobody_measured_are_doubted_more() -> None:

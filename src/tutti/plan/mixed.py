@@ -31,21 +31,26 @@ MOST_SHARES = 4096
 def orders(
     cluster: ClusterSpec, loading: Loading | None = None, objective: Objective = "throughput"
 ) -> tuple[ClusterSpec, ...]:
-    """The cluster with its nodes in the orders worth trying: the fastest first, what loads its data quickest first, for
-    cost and energy what computes most for its price or power first, the roomiest first, every kind first once, and the
-    slowest first. Ranks are seated in this order, so first ones get the first stages and the last are left idle.
+    """The cluster with its nodes in the orders worth trying: the fastest first, what loads its data quickest first, what
+    has the quickest network first, for cost and energy what computes most for its price or power first, the roomiest
+    first, every kind first once, and the slowest first. Ranks are seated in this order, so first ones get the first
+    stages and the last are left idle.
 
     They do not depend on the order in which the cluster has its nodes.
     """
     feeding = [_feeding(node, loading) for node in cluster.nodes]
-    fed_alike = len(set(feeding)) == 1
-    if fed_alike and not is_mixed(cluster):
+    network = [cluster.link_at(node, "network") for node in cluster.nodes]
+    joined = [0.0 if link is None else link.bandwidth_bytes_per_s for link in network]
+    fed_alike, joined_alike = len(set(feeding)) == 1, len(set(joined)) == 1
+    if fed_alike and joined_alike and not is_mixed(cluster):
         return (cluster,)
     kinds = [_kind(cluster, node) for node in cluster.nodes]
-    own = sorted(range(len(kinds)), key=lambda i: (kinds[i], feeding[i], cluster.nodes[i].name))
+    own = sorted(range(len(kinds)), key=lambda i: (kinds[i], feeding[i], -joined[i], cluster.nodes[i].name))
     wanted = [own]
     if not fed_alike:
         wanted.append(sorted(own, key=lambda i: feeding[i], reverse=True))
+    if not joined_alike:
+        wanted.append(sorted(own, key=lambda i: -joined[i]))
     paid = [_paid(cluster, node, objective) for node in cluster.nodes]
     wanted.append(sorted(own, key=lambda i: paid[i]))
     wanted.append(sorted(own, key=lambda i: -cluster.devices[cluster.nodes[i].device].memory_nbytes))

@@ -46,15 +46,17 @@ class Link:
         on its way, and nothing of the latency, in which nobody computes; where nobody measured it, the part `assumed`
         of all of the time."""
         if self.core_s_per_nbyte is None:
-            part, latency_s = assumed, assumed * self.latency_s
+            lasts = (self.latency_s, 1 / self.bandwidth_bytes_per_s, self.large_s_per_nbyte)
+            latency_s, small_s, large_s = (assumed * one for one in lasts)
         else:
-            lasts = 1 / self.bandwidth_bytes_per_s + self.large_s_per_nbyte  # of a byte of the size it was measured at
-            part, latency_s = min(1.0, self.core_s_per_nbyte / lasts / cores), 0.0
+            each_s, lasts_s = self.core_s_per_nbyte / cores, 1 / self.bandwidth_bytes_per_s
+            latency_s, small_s = 0.0, min(lasts_s, each_s)
+            large_s = min(lasts_s + self.large_s_per_nbyte, each_s) - small_s
         return replace(
             self,
             latency_s=latency_s,
-            bandwidth_bytes_per_s=self.bandwidth_bytes_per_s / part if part else math.inf,
-            large_s_per_nbyte=self.large_s_per_nbyte * part,
+            bandwidth_bytes_per_s=1 / small_s if small_s else math.inf,
+            large_s_per_nbyte=large_s,
         )
 
 

@@ -1,6 +1,6 @@
 """predict: what one plan costs on one cluster. Pure: three values in, one value out."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from tutti.errors import PlanError
 from tutti.predict import constants
@@ -192,42 +192,54 @@ class Slowest:
 
 def slowest_of(setting: Setting, works: list[RankWork]) -> Slowest:
     """Of the ranks' works, the one that ends last with what it exchanges once a step."""
-    wires = setting.wires
 
     def lasts_s(work: RankWork, exposed_s: float = 0.0) -> float:
-        return work.total_s + exposed_s + wait_s(setting, work, exposed_s)
+        return work.total_s + exposed_s + overhead_s(setting, work) + wait_s(setting, work, exposed_s)
 
-    longest: dict[int, RankWork] = {}
-    for work in works:
-        if work.stage not in longest or lasts_s(work) > lasts_s(longest[work.stage]):
-            longest[work.stage] = work
-    columns, done, syncs = wires.columns, {}, {}
-    weights = columns.gradients * wires.division.weight
-    nbytes = [float(weights[setting.own(stage)].sum()) for stage in range(setting.plan.degree("stage"))]
-    for stage, work in longest.items():
-        own, net = setting.own(stage), wires.network.of_stage(stage, nbytes)
-        # stages of equal blocks exchange alike
-        like = (columns.gradients, columns.expert, columns.table, columns.sequence, *work.passes, *work.taken.backward)
-        key = (*(column[own].tobytes() for column in like), work.taken.after.tobytes(), net.crowding)
-        if key not in done:
-            done[key] = synchronise(
-                columns,
-                wires.division,
-                net,
-                setting.plan,
-                own,
-                work.passes,
-                work.taken,
-                setting.updates,
-            )
-        syncs[stage] = done[key]
-    last = max(longest, key=lambda stage: lasts_s(longest[stage], syncs[stage].exchange.exposed_s))
+    longest: dict[tuple[int, int], RankWork] = {}
+    for work in works:  # of the ranks of a seat the one with most work, as more of it hides no more than itself
+        key = work.stage, work.seat
+        if key not in longest or lasts_s(work) > lasts_s(longest[key]):
+            longest[key] = work
+    found: dict[int, tuple[float, RankWork, Sync]] = {}
+    once = _Once(setting=setting)
+    for work in sorted(longest.values(), key=lasts_s, reverse=True):
+        least_s, _, sync = found.get(work.stage, (-1.0, None, None))
+        if sync is None or lasts_s(work) + sync.exchange.total_s > least_s:
+            sync = once.of(work)
+            end_s = lasts_s(work, sync.exchange.exposed_s)
+            if end_s > least_s:
+                found[work.stage] = end_s, work, sync
+    _, last, sync = max(found.values(), key=lambda one: one[0])
+    syncs = {stage: one for stage, (_, _, one) in found.items()}
     return Slowest(
-        work=longest[last],
-        sync=syncs[last],
+        work=last,
+        sync=sync,
         syncs=syncs,
         sent_nbytes=max(work.sent_nbytes + syncs[work.stage].sent_nbytes for work in works),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Once:
+    """What ranks exchange once a step. `known`: of stages of equal blocks, which exchange alike."""
+
+    setting: Setting
+    known: dict[object, Sync] = field(default_factory=dict)
+
+    def of(self, work: RankWork) -> Sync:
+        setting, wires = self.setting, self.setting.wires
+        columns, own = wires.columns, setting.own(work.stage)
+        weights = columns.gradients * wires.division.weight
+        nbytes = [float(weights[setting.own(stage)].sum()) for stage in range(setting.plan.degree("stage"))]
+        net = wires.network.of_stage(work.stage, nbytes)
+        like = (columns.gradients, columns.expert, columns.table, columns.sequence, *work.passes, *work.taken.backward)
+        key = (*(column[own].tobytes() for column in like), work.taken.after.tobytes(), net.crowding)
+        if key not in self.known:
+            self.known[key] = synchronise(
+                columns, wires.division, net, setting.plan, own, work.passes, work.taken, setting.updates
+            )
+        return self.known[key]
 
 
 def _axes_notes(setting: Setting) -> tuple[str, ...]:

@@ -92,21 +92,22 @@ class RankWork:
 
 
 def line_work(setting: Setting, line: Line) -> list[RankWork]:
-    """The work of a line, one entry for each place on the stage axis."""
+    """The work of a line, one entry for each place on the stage axis: of the seat there that ends last."""
     known = passes_of(setting, line)
-    places = [_own_work(setting, line, stage, known) for stage in range(len(line.seats))]
-    if len(places) == 1:
-        return places
-    ended, stretch = actions_of(setting, line, known).ends(setting.plan)
-    places = [one.stretched(factor) for one, factor in zip(places, stretch, strict=True)]
-    return [
-        replace(
-            one,
-            waits_s=max(0.0, end - one.forward_s - one.backward_s) + ties_s(setting),
-            sent_nbytes=one.sent_nbytes + nbytes,
-        )
-        for one, end, nbytes in zip(places, ended, _sent_nbytes(setting, line), strict=True)
-    ]
+    places = [[_own_work(setting, line, stage, seat, known) for seat in some] for stage, some in enumerate(line.seats)]
+    if len(places) > 1:
+        ended, stretch = actions_of(setting, line, known).ends(setting.plan)
+        rows = zip(places, ended, stretch, _sent_nbytes(setting, line), strict=True)
+        places = [
+            [_among(setting, one.stretched(factor), end, nbytes) for one in some] for some, end, factor, nbytes in rows
+        ]
+    return [max(some, key=lambda one: one.total_s) for some in places]
+
+
+def _among(setting: Setting, one: RankWork, end: float, nbytes: float) -> RankWork:
+    """A rank's work in a pipeline, where it has done all its actions at `end` and sends `nbytes` to other places."""
+    waits_s = max(0.0, end - one.forward_s - one.backward_s) + ties_s(setting)
+    return replace(one, waits_s=waits_s, sent_nbytes=one.sent_nbytes + nbytes)
 
 
 def passes_of(setting: Setting, line: Line) -> dict[tuple[int, int], Passed]:
@@ -118,21 +119,9 @@ def passes_of(setting: Setting, line: Line) -> dict[tuple[int, int], Passed]:
     }
 
 
-def _own_work(setting: Setting, line: Line, stage: int, known: dict[tuple[int, int], Passed]) -> RankWork:
-    """A rank's passes one after another, as if it never waited for another stage; the slowest of its seats."""
+def _own_work(setting: Setting, line: Line, stage: int, seat: int, known: dict[tuple[int, int], Passed]) -> RankWork:
+    """A rank's passes one after another, as if it never waited for another stage."""
     own = setting.own(stage)
-    repeats = setting.plan.batch.num_microbatches - 1
-
-    def total(seat: int) -> float:
-        passes = sum(
-            times * float((known[seat, count].forward_s + known[seat, count].backward_s)[own].sum())
-            for count, times in line.samples
-        )
-        if not setting.plan.split_weights:
-            return passes
-        return passes + repeats * added_s(setting, seat, own) + sum(_update_s(setting, seat, own))
-
-    seat = max(line.seats[stage], key=total)
     forward_s = backward_s = waits_s = sent = 0.0
     limits = np.zeros(3)
     followed = followed_s(setting, seat)
@@ -202,16 +191,18 @@ def actions_of(setting: Setting, line: Line, known: dict[tuple[int, int], Passed
     times: dict[int, Array] = {}
     for count, _ in line.samples:
         per_seat = {
-            seat: stage_seconds(setting, known[seat, count], seat) for seat in {s for some in line.seats for s in some}
+            seat: np.stack([stage_seconds(setting, known[seat, count], seat), _waits(setting, known[seat, count])])
+            for seat in {s for some in line.seats for s in some}
         }
-        stacked = [
-            np.max([per_seat[seat][:, stage] for seat in line.seats[stage % ranks]], axis=0)
+        slowest = [
+            _slowest([per_seat[seat][:, :, stage] for seat in line.seats[stage % ranks]])
             for stage in range(stages.count)
         ]
-        times[count] = np.array(stacked).T
+        times[count] = np.stack(slowest, axis=2)
+    seconds, waits = np.stack([times[count] for count in counts], axis=3)
     return Actions(
-        seconds=np.stack([times[count] for count in counts], axis=2),
-        waits=_waits(setting, line, known),
+        seconds=seconds,
+        waits=waits,
         messages=_messages(setting, line, known),
         crowd=_crowd(setting),
     )
@@ -224,25 +215,21 @@ def _crowd(setting: Setting) -> Crowd | None:
     return crowd_of(setting.wires.network.seats, by_share_and_stage(setting.plan, np.arange(setting.plan.world_size)))
 
 
-def _waits(setting: Setting, line: Line, known: dict[tuple[int, int], Passed]) -> Array:
-    """(kinds, stages, microbatches): of the actions' seconds, those of exchanges, on the slowest of their seats."""
-    stages, ranks = setting.stages, setting.plan.degree("stage")
+def _slowest(seats: list[Array]) -> Array:
+    """(seconds and waits, kinds): of each kind of action, those of the seat that takes longest."""
+    some = np.stack(seats)
+    return np.asarray(np.take_along_axis(some, some[:, :1].argmax(axis=0)[None], axis=0)[0], dtype=np.float64)
+
+
+def _waits(setting: Setting, one: Passed) -> Array:
+    """(kinds, stages): of the actions' seconds, those of exchanges."""
+    stages = setting.stages
+    ahead, back = (
+        np.bincount(stages.stage, weights=seconds, minlength=stages.count)
+        for seconds in (one.waits.forward_s, one.waits.backward_s)
+    )
     halves = not any(rule.recompute for rule in setting.plan.layout)
-    by_count = {}
-    for count, _ in line.samples:
-        slowest = {seats: max(seats, key=lambda seat: known[seat, count].total_s) for seats in set(line.seats)}
-        by_seat = {}
-        for seat in set(slowest.values()):
-            waits = known[seat, count].waits
-            ahead, back = (
-                np.bincount(stages.stage, weights=one, minlength=stages.count)
-                for one in (waits.forward_s, waits.backward_s)
-            )
-            rest = (back / 2, back / 2) if halves else (back, np.zeros(stages.count))
-            by_seat[seat] = np.array([ahead, back, *rest])
-        columns = [by_seat[slowest[line.seats[stage % ranks]]][:, stage] for stage in range(stages.count)]
-        by_count[count] = np.array(columns).T
-    return np.stack([by_count[count] for count in line.microbatches], axis=2)
+    return np.array([ahead, back, *((back / 2, back / 2) if halves else (back, np.zeros(stages.count)))])
 
 
 def _messages(setting: Setting, line: Line, known: dict[tuple[int, int], Passed]) -> Messages:
