@@ -153,8 +153,9 @@ def _opinions(rule: LayoutRule, *, recompute: bool) -> list[str]:
     """What a rule says of its modules."""
     parts = [f"chunks {rule.chunks}"] if rule.chunks is not None else []
     parts += [rule.placement] if rule.placement != "auto" else []
-    again = {None: "", True: "recompute", False: "no recompute"}.get(rule.recompute, f"{rule.recompute} recompute")
-    return parts + ([again] if again and recompute else [])
+    if recompute and rule.recompute is not None:
+        parts.append({True: "recompute", False: "no recompute", "selective": "selective recompute"}[rule.recompute])
+    return parts
 
 
 def _models(first: Plan, second: Plan, a: str, b: str) -> list[str]:

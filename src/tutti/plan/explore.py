@@ -38,6 +38,10 @@ _AT_ONCE = 12
 _PATIENCE = 150
 """The search ends when so many plans in a row brought nothing and more than that are left."""
 
+_QUIET = 0.125
+"""Where time is limited, nothing must have come for this part of it either: what plans are left may be better, and the
+time was given to look at them."""
+
 _EACH = 4
 """Plans that a mesh whose variants were not made yet counts for."""
 
@@ -72,8 +76,8 @@ class Costed:
 
     @property
     def good(self) -> bool:
-        """Whether it fits and keeps every limit of the request."""
-        return self.prediction.fits and not self.broken
+        """Whether it fits, keeps every limit of the request and has a value that can be compared."""
+        return self.prediction.fits and not self.broken and math.isfinite(self.value)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -110,7 +114,7 @@ class Explorer:
         self.limits: Limits = limits_of(model, clusters[0], request)
         self.samples = self.limits.samples
         self._clock, self._limit_s = clock, limit_s
-        self._began = clock() if clock is not None else 0.0
+        self._began, self._until_one = self._now(), _UNTIL_ONE
         self.costed: list[Costed] = []
         self.impossible: dict[str, Alternative] = {}
         self._lessons: dict[int, Lesson] = {}
@@ -121,10 +125,14 @@ class Explorer:
             lane for cluster in clusters for precision in precisions if (lane := self._lane(cluster, precision, found))
         ]
 
-    def run(self) -> None:
-        """Search until nothing left can be better, nothing came for long, or time is up."""
+    def run(self, *, than: float | None = None) -> None:
+        """Search until nothing left can be better, nothing came for long, or time is up. `than`: only what is better is
+        wanted, so that it gets no more time where it finds nothing at all."""
+        if than is not None:
+            self._best, self._until_one = min(self._best, than), 1.0
+        self._prune()
         self._first()
-        idle = 0
+        idle, gained_s = 0, self._now()
         while not self.over(_SEARCH):
             self._prune()
             before, costed = self._best, self._cost_next()
@@ -133,12 +141,30 @@ class Explorer:
                 break
             if grown:  # costing some in between lets better plans rule out meshes that were not looked at yet
                 continue
-            idle = 0 if self._best < before * (1 - _GAIN) else idle + _AT_ONCE
-            fits = math.isfinite(self._best) or any(one.prediction.fits for one in self.costed)
-            few = fits and _in_time(self)
-            if idle >= (_PATIENCE if fits else _HOPELESS) and (math.isfinite(self._best) or not fits) and not few:
+            better = self._best < before * (1 - _GAIN)
+            idle, gained_s = (0, self._now()) if better else (idle + _AT_ONCE, gained_s)
+            if self._enough(idle, gained_s):
                 break
         self._prune()
+
+    def _enough(self, idle: int, gained_s: float) -> bool:
+        """Whether nothing came in so many plans, and since then, that more are not worth their time."""
+        if not math.isfinite(self._best):
+            return idle >= _HOPELESS and not any(one.prediction.fits for one in self.costed)
+        waited = not self._timed or self._now() >= gained_s + _QUIET * self._limit_s
+        return idle >= _PATIENCE and waited and not _in_time(self)
+
+    @property
+    def best(self) -> float:
+        """The objective's value of the best plan so far; infinite without any."""
+        return self._best
+
+    @property
+    def _timed(self) -> bool:
+        return self._clock is not None and math.isfinite(self._limit_s)
+
+    def _now(self) -> float:
+        return self._clock() if self._clock is not None else 0.0
 
     def coverage(self) -> Coverage:
         """How far the search got."""
@@ -218,7 +244,7 @@ class Explorer:
         """Whether this part of the time is used up; while no plan fits yet, several times as much."""
         if self._clock is None:
             return False
-        patience = 1.0 if math.isfinite(self._best) else _UNTIL_ONE
+        patience = 1.0 if math.isfinite(self._best) else self._until_one
         return self._clock() >= self._began + patience * part * self._limit_s
 
     def _first(self) -> None:
@@ -329,8 +355,9 @@ class Explorer:
 def _in_time(explorer: Explorer) -> bool:
     """Whether the plans that are left can all be predicted in the time that is left."""
     left = sum(len(lane.pool) + _EACH * len(lane.waiting) for lane in explorer.lanes)
-    timed = explorer._clock is not None and math.isfinite(explorer._limit_s)
-    return left <= _PATIENCE or (timed and not explorer.over(_SEARCH / (1 + left / max(1, len(explorer.costed)))))
+    return left <= _PATIENCE or (
+        explorer._timed and not explorer.over(_SEARCH / (1 + left / max(1, len(explorer.costed))))
+    )
 
 
 def _best_of_families(pool: Pool, lessons: dict[int, Lesson]) -> list[int]:

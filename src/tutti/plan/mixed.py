@@ -31,10 +31,10 @@ MOST_SHARES = 4096
 def orders(
     cluster: ClusterSpec, loading: Loading | None = None, objective: Objective = "throughput"
 ) -> tuple[ClusterSpec, ...]:
-    """The cluster with its nodes in the orders worth trying: the fastest first, what loads its data quickest first, what
-    has the quickest network first, for cost and energy what computes most for its price or power first, the roomiest
-    first, every kind first once, and the slowest first. Ranks are seated in this order, so first ones get the first
-    stages and the last are left idle.
+    """The cluster with its nodes in the orders worth trying: the fastest first, what loads its data quickest first,
+    what has the quickest network first, for cost and energy what computes most for its price or power first, the
+    roomiest first, every kind first once, and the slowest first. Ranks are seated in this order, so first ones get the
+    first stages and the last are left idle.
 
     They do not depend on the order in which the cluster has its nodes.
     """

@@ -57,8 +57,9 @@ def _relieve(explorer: Explorer) -> None:
             return found is not None and found.good
 
         alike = (lane for lane in explorer.lanes if lane.precision == one.plan.precision)
-        room = next(lane.room for lane in alike if lane.cluster is one.cluster)
-        relieve(room, one.plan, explorer.samples, fits)
+        room = next((lane.room for lane in alike if lane.cluster is one.cluster), None)
+        if room is not None:  # what a part of the cluster computes in, all of it may not
+            relieve(room, one.plan, explorer.samples, fits)
 
 
 def _key(plan: Plan) -> tuple[object, ...]:

@@ -9,8 +9,9 @@ from tutti.plan import objectives
 from tutti.plan.candidates import LOWER, candidates, possible, precisions
 from tutti.plan.choice import Alternative, Choice, Coverage, Objective, Request
 from tutti.plan.explore import Clock, Costed, Explorer
+from tutti.plan.kinds import search_parts
 from tutti.plan.mixed import orders
-from tutti.plan.nothing import no_fit, nothing_keeps, smallest
+from tutti.plan.nothing import nothing_good, smallest
 from tutti.plan.polish import polish
 from tutti.plan.quality import batches_to_try
 from tutti.plan.reasons import remarks, why
@@ -89,7 +90,7 @@ def _data_parallel(model: ModelSpec, cluster: ClusterSpec, request: Request) -> 
     if not costed:
         return impossible[0].reason
     if not any(one.good for one in costed):
-        return no_fit(model, cluster, request, costed)
+        return nothing_good(model, cluster, request, costed)
     coverage = Coverage(
         considered=len(costed) + len(impossible), too_large=0, too_slow=0, costed=len(costed),
         refused=len(impossible), left=0, gap=0.0,
@@ -119,6 +120,7 @@ def _search(model: ModelSpec, cluster: ClusterSpec, request: Request, clock: Clo
                 raise
             impossible.append(Alternative(plan=one.script, prediction=None, reason=str(error)))
             continue
+        search_parts(explorer, seatings, clock, remaining)
         explorer.run()
         if not any(each.prediction.fits for each in explorer.costed) and explorer.limits.may_shard:
             remaining -= clock() - began if clock is not None else 0.0
@@ -136,10 +138,7 @@ def _search(model: ModelSpec, cluster: ClusterSpec, request: Request, clock: Clo
     if not costed and impossible and not any(part.too_large for part in parts):
         raise PlanError(impossible[0].reason)
     if not any(one.good for one in costed):
-        raise PlanError(
-            nothing_keeps(request, costed) if any(one.prediction.fits for one in costed)
-            else no_fit(model, cluster, request, costed)
-        )  # fmt: skip
+        raise PlanError(nothing_good(model, cluster, request, costed))
     over = _ending(clock, CHANGES * whole_s)
     return _choice(model, cluster, request, costed, impossible, _together(parts), over)
 

@@ -135,7 +135,7 @@ def _own_work(setting: Setting, line: Line, stage: int, seat: int, known: dict[t
         limits[2] += times * followed
     last = known[seat, line.samples[-1][0]]
     traffic_s, calls_s = _update_s(setting, seat, own)
-    again = repeats * added_s(setting, seat, own)
+    again = (setting.plan.batch.num_microbatches - 1) * added_s(setting, seat, own)
     return RankWork(
         line=line,
         stage=stage,
