@@ -21,6 +21,7 @@ from tutti.predict.pipeline import Messages, Places
 from tutti.predict.placement import Seat
 from tutti.predict.table import Flags
 from tutti.predict.turns import Crowd, crowd_of
+from tutti.predict.words import STAGES
 from tutti.predict.worker import Array, Worker, worker_at
 from tutti.spec.cluster import DeviceKind
 from tutti.spec.model import ModelSpec
@@ -104,8 +105,8 @@ class Setting:
 class RankWork:
     """Seconds of a step on one rank. `waits_s`: for other ranks, in exchanges and for the pipeline; `passes`: seconds
     by module of the last microbatch's forward and backward, exchanges included; `limits`: seconds by what limits the
-    rank's own work; `sent_nbytes`: by its microbatches; `taken`: when links carry what its passes exchange; `load`:
-    what brings its line's samples in.
+    rank's own work, and of `waits_s` those for other stages; `sent_nbytes`: by its microbatches; `taken`: when links
+    carry what its passes exchange; `load`: what brings its line's samples in.
     """
 
     line: Line
@@ -145,6 +146,7 @@ def line_work(setting: Setting, line: Line) -> list[RankWork]:
         replace(
             one,
             waits_s=max(0.0, end - one.forward_s - one.backward_s) + ties_s(setting),
+            limits={**one.limits, STAGES: max(0.0, end - one.forward_s - one.backward_s - one.waits_s)},
             sent_nbytes=one.sent_nbytes + nbytes,
         )
         for one, end, nbytes in zip(places, ended, _sent_nbytes(setting, line), strict=True)
