@@ -1,6 +1,7 @@
 """What plan and predict show beside the table: the step in letters, memory, the page, the trials' verdict."""
 
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -81,6 +82,29 @@ def test_memory_in_letters_says_what_holds_it_and_what_is_too_much() -> None:
     found = timeline(transformer(), machines(1, 4), meshed(64, 1))
     show_timeline(out, codec.from_data(type(found), {**codec.to_data(found), "tracks": [codec.to_data(over)]}))
     assert ": too much" in out.export_text()
+
+
+@pytest.mark.parametrize("width", [90, 120, 160])
+@pytest.mark.parametrize("plan", [GPIPE, meshed(64, 2, {"stage": 2, "split": 2})])
+def test_the_legend_has_the_letters_that_are_drawn(plan: Plan, width: int) -> None:
+    out = Console(record=True, width=width)
+    show_timeline(out, timeline(transformer(), machines(1, 4), plan))
+    lines = out.export_text().splitlines()
+    legend = next(line for line in lines if " forward " in line)
+    rows = [line for line in lines[: lines.index(legend)] if line.startswith("rank")]
+    shown = {letter for line in rows for letter in re.split(r"  +", line)[1]}
+    assert {"f", "b", "o"} < shown
+    assert {part.split()[0] for part in re.split(r"   +", legend.strip())} == shown
+
+
+def test_a_pipelines_bubbles_are_named_where_they_are_counted(files: dict[str, str]) -> None:
+    given = ("--cluster", files["cluster"], "--model", files["model"])
+    assert "exposed communication or bubble" in call(predict_command.command, *given, files["plan"]).stdout
+    one = str(codec.save(meshed(64, 1), Path(files["plan"]).with_name("one.json")))
+    shown = call(predict_command.command, *given, one).stdout
+    assert "bubble" not in shown
+    assert "Predicted step: " in shown.splitlines()[0]  # whole, whatever the width of the table below
+    assert re.search(r"^Predicted memory of a rank: \S+ [GM]iB$", shown, re.MULTILINE)
 
 
 def test_predict_draws_the_step_and_writes_a_page(files: dict[str, str], tmp_path: Path) -> None:

@@ -70,3 +70,11 @@ def test_a_given_cluster_of_other_devices_is_refused(tmp_path: Path) -> None:
         other = replace(own, devices={**own.devices, key: replace(device, **change)})
         with pytest.raises(ReportError, match=r"run ran on '.*' \(cpu\), but .* has .*; name the machines"):
             calibrated((run,), codec.save(other, tmp_path / "other.json"))
+
+
+def test_a_run_whose_model_was_not_traced_tells_nothing_of_the_machine(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    model = codec.load(ModelSpec, run / "model.json")
+    codec.save(replace(model, untraced="the loss function f could not be traced"), run / "model.json")
+    with pytest.raises(ReportError, match="no run has"):
+        calibrated((run,), None)

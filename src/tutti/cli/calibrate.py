@@ -111,6 +111,9 @@ def _sample(folder: Path, cluster: ClusterSpec | None) -> "tuple[Sample, dict[st
     if records.model is None or records.plan is None or machines is None:
         console.print(f"left out: {folder} has no model, plan or cluster", style="yellow", soft_wrap=True)
         return None
+    if records.model.untraced:
+        console.print(f"left out: {folder}: {records.model.untraced}", style="yellow", soft_wrap=True, markup=False)
+        return None
     if cluster is not None and records.cluster is not None:
         _check_same(folder, records.cluster, cluster)
     times = [_own_s(row.number("wall_s"), row.mapping("phases")) for row in steady_steps(records)]

@@ -1,6 +1,7 @@
 """What `tutti plan` and `tutti predict` show of a plan beside the table: its step as it falls, scaling, its page."""
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -251,6 +252,11 @@ def _keys(plan: Plan, prediction: Prediction, found: Timeline) -> "tuple[KeyFigu
     )
 
 
+def exposed_words(plans: Iterable[Plan]) -> str:
+    """What heads the part of a step that predictions count as exposed: with stages, bubbles are in it."""
+    return "exposed comm. or bubble" if any(plan.degree("stage") > 1 for plan in plans) else "exposed comm."
+
+
 def _alternatives(choice: Choice, top: int) -> "Table":
     from tutti.report.plan_page import Table, TableRow
 
@@ -262,7 +268,7 @@ def _alternatives(choice: Choice, top: int) -> "Table":
         "microbatches",
         "precision",
         "step",
-        "exposed comm.",
+        exposed_words((choice.best, *(one.plan for one in choice.alternatives[:top]))),
         "memory a rank",
         *extra,
         "verdict",

@@ -108,17 +108,22 @@ def show(plan: Plan, prediction: "Prediction", out: "Console") -> None:
     from tutti.predict.words import nbytes, seconds
 
     time, memory = prediction.step_time_s, prediction.memory
-    step = Table(title=f"Predicted step: {seconds(time.value)} ({seconds(time.low)} to {seconds(time.high)})")
+    out.print(f"Predicted step: {seconds(time.value)} ({seconds(time.low)} to {seconds(time.high)})")
+    step = Table()
     step.add_column("phase")
     step.add_column("predicted", justify="right")
     for phase, value in prediction.phases.items():
-        step.add_row(phase.replace("_", " "), seconds(value))
-    held = Table(title=f"Predicted memory of a rank: {nbytes(memory.total)}")
+        words = phase.replace("_", " ")
+        bubbles = phase == "exposed_communication" and plan.degree("stage") > 1
+        step.add_row(f"{words} or bubble" if bubbles else words, seconds(value))
+    held = Table()
     held.add_column("held by")
     held.add_column("predicted", justify="right")
     for name in ("parameters", "gradients", "optimizer", "activations", "communication", "buffers", "reserve"):
         held.add_row(name, nbytes(getattr(memory, name)))
-    out.print(step, held)
+    out.print(step)
+    out.print(f"Predicted memory of a rank: {nbytes(memory.total)}")
+    out.print(held)
     out.print(
         f"{prediction.throughput_per_s:,.0f} {plan.batch.unit}/s on {prediction.devices} ranks, "
         f"{prediction.model_flops_per_s / 1e9:,.1f} GFLOP/s; a rank sends at most "

@@ -7,6 +7,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from tutti.cli.common import console
+from tutti.cli.conclusion import short
 from tutti.cli.contest import fastest, said, to_try, weights, words_in_full
 from tutti.errors import PlanError, ReportError, ScriptError, TrainingError
 from tutti.plan import Alternative, Choice, stamp
@@ -47,8 +48,8 @@ def try_plans(model: ModelSpec, cluster: ClusterSpec, choice: Choice, options: "
     best = fastest(found, weights(cluster, choice, plans))
     if best is None:
         raise TrainingError(
-            f"{said(found, best)}; repair what failed (all that ranks said is in {found[0].folder}/ranks/), or leave "
-            "--try out"
+            f"{said(found, best)}; repair what failed (what ranks said: {short(Path(found[0].folder))}/ranks/), or "
+            "leave --try out"
         )
     return Trials(
         trials=tuple(found),

@@ -21,6 +21,7 @@ from tutti.predict.pipeline import Messages
 from tutti.predict.placement import Seat
 from tutti.predict.table import Flags
 from tutti.predict.turns import Crowd, crowd_of
+from tutti.predict.words import STAGES
 from tutti.predict.worker import Array, Worker, worker_at
 from tutti.spec.model import ModelSpec
 from tutti.spec.plan import Plan
@@ -62,8 +63,8 @@ class Setting:
 class RankWork:
     """Seconds of a step on one rank. `waits_s`: for other ranks, in exchanges and for the pipeline; `passes`: seconds
     by module of the last microbatch's forward and backward, exchanges included; `limits`: seconds by what limits the
-    rank's own work; `sent_nbytes`: by its microbatches; `taken`: when links carry what its passes exchange; `load`:
-    what brings its line's samples in.
+    rank's own work, and of `waits_s` those for other stages; `sent_nbytes`: by its microbatches; `taken`: when links
+    carry what its passes exchange; `load`: what brings its line's samples in.
     """
 
     line: Line
@@ -106,8 +107,9 @@ def line_work(setting: Setting, line: Line) -> list[RankWork]:
 
 def _among(setting: Setting, one: RankWork, end: float, nbytes: float) -> RankWork:
     """A rank's work in a pipeline, where it has done all its actions at `end` and sends `nbytes` to other places."""
-    waits_s = max(0.0, end - one.forward_s - one.backward_s) + ties_s(setting)
-    return replace(one, waits_s=waits_s, sent_nbytes=one.sent_nbytes + nbytes)
+    waits_s = max(0.0, end - one.forward_s - one.backward_s)
+    limits = {**one.limits, STAGES: max(0.0, waits_s - one.waits_s)}
+    return replace(one, waits_s=waits_s + ties_s(setting), limits=limits, sent_nbytes=one.sent_nbytes + nbytes)
 
 
 def passes_of(setting: Setting, line: Line) -> dict[tuple[int, int], Passed]:
