@@ -11,7 +11,9 @@ from tutti.plan.room import Room
 from tutti.plan.tables import Array
 from tutti.predict import compute, constants
 from tutti.predict.division import parts
+from tutti.predict.layout import recompute_regions
 from tutti.predict.lines import by_place
+from tutti.predict.memory import kept
 from tutti.predict.placement import Seat
 from tutti.predict.worker import worker_at
 from tutti.spec.plan import Plan
@@ -27,8 +29,8 @@ def split_shares(
     """A part of the divided layers for each place along the split axis such that all finish together, clipped where
     memory ends, each with a head or unit at least; empty where places are alike, or parts must be.
 
-    A place is as quick and as roomy as the least of its ranks. `memory`: of the tightest rank at equal parts, of which
-    all but the reserve, buffers and what is exchanged is taken to grow with its part; `samples`: of a microbatch.
+    A place is as quick and as roomy as the least of its ranks. `memory`: of the tightest rank at equal parts;
+    `samples`: of a microbatch.
     """
     degree = plan.mesh.get("split", 1)
     if degree == 1 or len(seats) == 1:
@@ -39,9 +41,10 @@ def split_shares(
     free = np.array([min(seats[seat].memory_nbytes for seat in some) for some in of_places], dtype=np.float64)
     if len(set(slowest)) == 1 and len(set(free.tolist())) == 1:
         return ()
-    fixed = memory.reserve + memory.buffers + memory.communication
-    most = np.maximum(0.0, free - fixed) / max(1.0, degree * (memory.total - fixed))
-    found = listed(together(slowest, most, _least(room, plan)))
+    growing = max(1.0, _growing(room, plan, memory))
+    least, most = _least(room, plan), np.maximum(0.0, 1 + (free - memory.total) / growing) / degree
+    whole = np.floor(most / least) * least  # a part is cut to the nearest head, which may be one more
+    found = listed(together(slowest, whole if whole.sum() > 1 else most, least))
     if not found or min(found) <= 0:
         return ()
     divided = dataclasses.replace(plan, split_shares=found)
@@ -85,6 +88,18 @@ def together(paces: list[Pace], most: Array, least: float) -> Array:
         low, high = (low, middle) if within(middle).sum() > 1 else (middle, high)
     found = within(high)
     return np.asarray(found / found.sum(), dtype=np.float64)
+
+
+def _growing(room: Room, plan: Plan, memory: RankMemory) -> float:
+    """Bytes of `memory` that are in proportion to a rank's part: a layer that is divided by its outputs keeps its whole
+    input all the same."""
+    columns, part = room.work.columns, room.work.part(_degrees(plan))
+    state = (columns.parameters + columns.gradients + columns.optimizer) * part.weight
+    keeps = kept(columns, part, recompute_regions(room.tables.model, plan), half=room.tables.half).always
+    ours, kept_in_part = part.split, part.split & (part.saved < part.passed)
+    held = memory.parameters + memory.gradients + memory.optimizer
+    of_state, of_kept = state[ours].sum() / max(1.0, state.sum()), keeps[kept_in_part].sum() / max(1.0, keeps.sum())
+    return (1 + room.fragments) * float(held * of_state + memory.activations * of_kept)
 
 
 def _least(room: Room, plan: Plan) -> float:
