@@ -182,6 +182,15 @@ def test_bounds_are_not_above_plans_of_unequal_parts(case: str) -> None:
     assert checked >= 60
 
 
+def test_bounds_of_memory_leave_room_for_little_parts() -> None:
+    """The tightest rank, of which a prediction speaks, may have a sixteenth of a model that is nearly all state."""
+    own, machines = model(layers=24, hidden=4096), alternating(gpu(), quicker(3.0))
+    request = Request(script=plan(2), scope="all", mesh={"split": 2}, objective="memory")
+    (lane,) = Explorer(own, (machines,), request, ["full"]).lanes
+    little = dataclasses.replace(plan(2), mesh={"split": 2}, split_shares=(1.0, 15.0))
+    assert lane.least.max() <= predict(own, machines, little).memory.total
+
+
 @given(
     whole=st.lists(st.floats(0, 1), min_size=2, max_size=5),
     part=st.lists(st.floats(0.1, 10), min_size=5, max_size=5),
