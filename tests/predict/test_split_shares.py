@@ -162,6 +162,18 @@ def test_each_rank_keeps_its_part() -> None:
     assert predict(model, small, split(1.0, 4.0)).memory.optimizer == 12e6 / 5
 
 
+def test_each_rank_updates_its_part() -> None:
+    """The slow card's memory is a tenth as fast: its quarter of the state takes longer than the other's rest."""
+    slow = {"memory_bandwidth_bytes_per_s": 1e11}
+    model = dataclasses.replace(layer(parameters=10**8), optimizer="Adam")
+    quarter, half, whole = (
+        predict(model, unequal("slow", "quick", slow=slow), split(*shares, batch=2)).phases["optimizer"]
+        for shares in ((1.0, 3.0), (1.0, 1.0), (3.0, 1.0))
+    )
+    assert quarter == pytest.approx(half / 2, rel=1e-3)
+    assert whole == pytest.approx(half * 3 / 2, rel=1e-3)
+
+
 def test_gathers_of_unequal_units_travel_as_long_as_the_largest() -> None:
     model = ModelSpec(
         name="m", dtype="bfloat16",

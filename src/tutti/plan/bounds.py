@@ -7,13 +7,14 @@ An estimate adds the exchanges and is often within a third of the prediction; it
 
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tutti.plan.enumerate import SCHEDULES, Shapes, Variants
 from tutti.plan.room import PLACES, STATES, Room
-from tutti.plan.tables import Array, Ints, Tables, by_kind
+from tutti.plan.tables import Array, Ints, Tables, by_kind, uneven
 from tutti.plan.work import Flags
 from tutti.predict import constants
 
@@ -112,7 +113,9 @@ def variant_bounds(room: Room, found: Shapes, ways: Variants, samples: int) -> B
     if room.tables.mixed:  # a rank may have fewer samples than the mean one has
         fewest = np.maximum(1, samples // rows.microbatches // rows.data)
         emptiest = _memory(room, rows, ways, dataclasses.replace(facts, count=fewest))[1]
-        emptiest = np.where(rows.split > 1, room.reserve, emptiest)  # and any part of what split divides
+        emptiest = np.where(
+            _uneven(room.tables, rows) > 0, room.reserve, emptiest
+        )  # and any part of what split divides
     return Bounds(step_s=least, memory=fullest, least_memory=emptiest, likely_s=likely)
 
 
@@ -214,7 +217,9 @@ def _seconds(room: Room, rows: Shapes, ways: Variants, facts: Facts, samples: in
     if tables.mixed:
         slices, part = whole_slices(rows, samples)
         whole = by_kind((*inner[:5], slices, best, *outer), room.work.step)
-        bound = _however_cut(tables, rows, (ways.chunks == 1) & (kind == 0), mean, part * whole[3])
+        slack = part * _slack(room, rows, ways, (*inner[:5], slices, best))
+        most = mean - _slack(room, rows, ways, inner)
+        bound = _however_cut(tables, rows, (ways.chunks == 1) & (kind == 0), most, part * whole[3] - slack)
         likely = np.maximum(likely * facts.speed, part * whole[2])
     passing = np.maximum(0.0, probable[0] - 0.8 * back) + np.maximum(0.0, probable[1] - 0.8 * likely) + gathered
     return (
@@ -255,6 +260,20 @@ def _however_cut(tables: Tables, rows: Shapes, plain: Flags, most: Array, mean: 
 def _links(tables: Tables, facts: Facts) -> tuple[Array, ...]:
     """What `Tables.links_of` says, by row."""
     return by_kind((facts.best.astype(np.int64),), tables.links_of)
+
+
+def _slack(room: Room, rows: Shapes, ways: Variants, inner: tuple[Ints, ...]) -> Array:
+    """What a step's work, as a mean over places, may be less where parts along split may be unequal."""
+    ahead, back = by_kind(inner, room.work.slack)
+    often = np.where(ways.recompute > 0, 2.0, 1.0)
+    return np.asarray(
+        _uneven(room.tables, rows) * rows.microbatches * (often * ahead + back) / rows.stage, dtype=np.float64
+    )
+
+
+def _uneven(tables: Tables, rows: Shapes) -> Array:
+    """1 where parts along split may be unequal."""
+    return by_kind((rows.world, rows.split), partial(uneven, tables))[0]
 
 
 def _latency(tables: Tables, facts: Facts, ranks: Ints) -> Array:

@@ -5,6 +5,7 @@ left can be better, or time is up. What was ruled out was ruled out by bounds th
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,7 @@ from tutti.plan.limits import Limits, limits_of
 from tutti.plan.mixed import improved
 from tutti.plan.pool import Lesson, Pool, plainness, takes_long
 from tutti.plan.room import Room
-from tutti.plan.tables import Array, Tables, by_kind
+from tutti.plan.tables import Array, Tables, by_kind, uneven
 from tutti.predict import predict
 from tutti.spec.cluster import ClusterSpec
 from tutti.spec.model import ModelSpec
@@ -212,8 +213,9 @@ class Explorer:
             nothing = Alternative(plan=self.request.script, prediction=None, reason=str(error))
             self.impossible.setdefault(str(error), nothing)
             return None
-        # parts along split may be unequal on unequal devices, and a prediction shows the memory of the tightest rank
-        shown = np.where((found.split > 1) & tables.mixed, 0.0, memory)
+        # where parts along split may be unequal, a prediction may show the memory of a rank with little of the model
+        (apart,) = by_kind((found.world, found.split), partial(uneven, tables))
+        shown = np.where(apart > 0, 0.0, memory)
         least = objectives.bound(cluster, self.request, seconds, found.world, shown)
         fits = memory <= self._room(tables, found)
         self._counts["considered"] += len(found)

@@ -112,10 +112,11 @@ class Tables:
 
     def pace(self, world: int, stage: int, inner: int, split: int, microbatches: int) -> tuple[float]:
         """How fast lines of `stage` places of `inner` times `split` ranks each are in the mean, at most, as a part of
-        what the best worker would be that never waits. Ranks along split may have parts in proportion to their speeds.
-        `microbatches`: 0 where nothing is known of what comes before."""
+        what the best worker would be that never waits. Unequal ranks along split may have parts in proportion to their
+        speeds. `microbatches`: 0 where nothing is known of what comes before."""
         speeds = np.concatenate([np.full(count, speed) for count, speed in self.ground(world).speeds])
-        places = speeds.reshape(stage, -1, inner, split).mean(axis=3).min(axis=2)
+        grid = speeds.reshape(stage, -1, inner, split)
+        places = (grid.mean(axis=3) if uneven(self, world, split)[0] else grid.min(axis=3)).min(axis=2)
         return (paced(places, microbatches) if microbatches else float(places.mean()),)
 
     def worker(self, best: int) -> Worker:
@@ -210,6 +211,18 @@ def paced(speeds: ArrayLike, microbatches: int) -> float:
     for speed in places[::-1]:
         weights = weights + np.maximum(0.0, speed - weights) / microbatches
     return float(weights.mean()) * microbatches / len(places)
+
+
+def uneven(tables: Tables, world: int, split: int) -> tuple[float]:
+    """1 where places along split have ranks of unequal speed or memory, and so may get unequal parts, else 0."""
+    if split == 1 or not tables.mixed:
+        return (0.0,)
+    kinds = [
+        (seat.device.name, seat.node.memory_nbytes, seat.ranks_per_host, seat.sharing, seat.threads)
+        for seat in place(tables.cluster, world)
+        for _ in range(seat.ranks)
+    ]
+    return (float(len({frozenset(kinds[at::split]) for at in range(split)}) > 1),)
 
 
 def is_mixed(cluster: ClusterSpec) -> bool:

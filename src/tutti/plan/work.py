@@ -19,6 +19,7 @@ from tutti.predict.division import division, mean_division
 from tutti.predict.layout import Region, recompute_regions
 from tutti.predict.slabs import computed_apart
 from tutti.predict.table import model_table
+from tutti.predict.worker import Worker
 from tutti.spec.plan import BatchPlan, LayoutRule, Pipeline, Plan
 from tutti.spec.words import AxisName, Recompute
 
@@ -36,7 +37,8 @@ class Passes:
     """By module, of one microbatch: seconds of forward and backward with what is waited for in exchanges at least, and
     of what is computed again under each form of recompute, (3, modules); `adding`: gradients to those of the microbatch
     before; `update`: the optimizer's memory traffic; `probable`: what exchanges take besides. `summed`: bytes of the
-    gradients that all data-parallel ranks sum.
+    gradients that all data-parallel ranks sum. `slack`: of all modules, seconds by which forward and backward may be
+    less in the mean over ranks of unequal parts along split.
     """
 
     ahead: Array
@@ -46,6 +48,7 @@ class Passes:
     update: Array
     probable: Array
     summed: Array
+    slack: tuple[float, float] = (0.0, 0.0)
 
 
 def _on_place(values: Array, stage: int) -> Array:
@@ -69,6 +72,7 @@ class Work:
         self._steps: dict[tuple[int, ...], list[list[tuple[float, ...]]]] = {}
         self._sums: dict[tuple[int, ...], Array] = {}
         self._parts: dict[tuple[int, ...], Part] = {}
+        self._largest: dict[tuple[int, ...], Part] = {}
         forms: tuple[bool | Recompute | None, ...] = (None, "selective", True)
         self.regions = tuple(self._recomputed(how) for how in forms)
         self._repeats = np.stack([self._repeated(regions) for regions in self.regions])
@@ -197,9 +201,33 @@ class Work:
             mesh: dict[AxisName, int] = {"table": table, "expert": expert, "context": context, "space": space,
                                          "split": split}  # fmt: skip
             plan = Plan(batch=BatchPlan(global_batch_size=table * expert), mesh=mesh, layout=self._script.layout)
-            own = mean_division if self._tables.mixed and split > 1 else division
-            self._parts[degrees] = own(self._tables.model, plan)
+            mean = self._tables.mixed and split > 1
+            self._parts[degrees] = (mean_division if mean else division)(self._tables.model, plan)
+            self._largest[degrees] = division(self._tables.model, plan)
         return self._parts[degrees]
+
+    def slack(self, *key: int) -> tuple[float, float]:
+        """`Passes.slack` of such a key; nothing of what is refused."""
+        passes = self.passes(key)
+        return (0.0, 0.0) if passes is None else passes.slack
+
+    def _slack(
+        self, degrees: tuple[int, ...], samples: int, worker: Worker, own: tuple[Array, Array]
+    ) -> tuple[float, float]:
+        """Of what takes `own` seconds in equal parts, in unequal ones only each part of the whole's time is sure: rates
+        do not fall with size."""
+        part, largest, split = self.part(degrees), self._largest[degrees], degrees[0]
+        whole, count = self.part((1, *degrees[1:])).ops, len(self.columns)
+        less = [
+            float(
+                np.where(
+                    part.split, np.maximum(0.0, each - one(whole, worker, samples, count).seconds / split), 0.0
+                ).sum()
+            )
+            for one, each in zip((compute.forward, compute.backward), own, strict=True)
+        ]
+        gradients = float((self.columns.gradients * np.maximum(0.0, largest.weight - part.weight)).sum())
+        return less[0], less[1] + 3.0 * worker.slowdown / worker.bandwidth_bytes_per_s * gradients
 
     def passes(self, key: tuple[int, ...]) -> Passes | None:
         """The passes for (split, context, expert, table, space, samples, best worker); None for what is refused."""
@@ -211,7 +239,8 @@ class Work:
         return self._known[key]
 
     def _worked_out(self, degrees: tuple[int, ...], samples: int, best: int) -> Passes:
-        tables, columns, part = self._tables, self.columns, self.part(degrees)
+        self.part(degrees)
+        tables, columns, part = self._tables, self.columns, self._largest[degrees]
         split, context, expert, table, space = degrees
         worker, count = tables.worker(best), len(columns)
         bare = (
@@ -220,12 +249,7 @@ class Work:
         )
         passes = computed_apart(columns, part, (space,), worker, samples, bare, on_cpu=False, least=True)
         ahead, back = (one.seconds for one in passes)
-        if tables.mixed and split > 1:  # of unequal parts only their part of the whole's time is sure
-            whole = self.part((1, *degrees[1:])).ops
-            both = (one(whole, worker, samples, count).seconds / split for one in (compute.forward, compute.backward))
-            ahead, back = (
-                np.where(part.split, np.minimum(own, of), own) for own, of in zip((ahead, back), both, strict=True)
-            )
+        slack = self._slack(degrees, samples, worker, (ahead, back)) if tables.mixed and split > 1 else (0.0, 0.0)
         low = np.where(columns.multiplies & tables.half, 0.5, 1.0)
         link = tables.ring(best, split, 1)
         out = np.where(part.split & columns.summed, samples * part.passed * columns.outputs * low, 0.0)
@@ -258,4 +282,5 @@ class Work:
             update=rate * (3.0 * gradients + often * columns.optimizer * part.weight),
             probable=probable,
             summed=np.where(columns.expert | columns.table | part.linear, 0.0, gradients),
+            slack=slack,
         )
