@@ -9,9 +9,9 @@ from tutti.plan import objectives
 from tutti.plan.candidates import LOWER, candidates, possible, precisions
 from tutti.plan.choice import Alternative, Choice, Coverage, Objective, Request
 from tutti.plan.explore import Clock, Costed, Explorer
+from tutti.plan.kinds import search_parts
 from tutti.plan.mixed import orders
 from tutti.plan.nothing import nothing_good, smallest
-from tutti.plan.parts import search_parts
 from tutti.plan.polish import polish
 from tutti.plan.quality import batches_to_try
 from tutti.plan.reasons import remarks, why
