@@ -115,12 +115,12 @@ class Explorer:
         self.limits: Limits = limits_of(model, clusters[0], request)
         self.samples = self.limits.samples
         self._clock, self._limit_s = clock, limit_s
-        self._began, self._until_one = self._now(), _UNTIL_ONE
+        self._began, self._until_one = _now(self._clock), _UNTIL_ONE
         self.costed: list[Costed] = []
         self.impossible: dict[str, Alternative] = {}
         self._lessons: dict[int, Lesson] = {}
         self._counts = {"considered": 0, "too_large": 0, "too_slow": 0, "refused": 0}
-        self._best = math.inf
+        self.best = math.inf
         found = shapes(self.limits, request)
         self.lanes = [
             lane for cluster in clusters for precision in precisions if (lane := self._lane(cluster, precision, found))
@@ -130,42 +130,23 @@ class Explorer:
         """Search until nothing left can be better, nothing came for long, or time is up. `than`: only what is better is
         wanted, so that it gets no more time where it finds nothing at all."""
         if than is not None:
-            self._best, self._until_one = min(self._best, than), 1.0
+            self.best, self._until_one = min(self.best, than), 1.0
         self._prune()
         self._first()
-        idle, gained_s = 0, self._now()
+        idle, gained_s = 0, _now(self._clock)
         while not self.over(_SEARCH):
             self._prune()
-            before, costed = self._best, self._cost_next()
+            before, costed = self.best, self._cost_next()
             grown = self._expand()
             if not costed and not grown:
                 break
             if grown:  # costing some in between lets better plans rule out meshes that were not looked at yet
                 continue
-            better = self._best < before * (1 - _GAIN)
-            idle, gained_s = (0, self._now()) if better else (idle + _AT_ONCE, gained_s)
-            if self._enough(idle, gained_s):
+            better = self.best < before * (1 - _GAIN)
+            idle, gained_s = (0, _now(self._clock)) if better else (idle + _AT_ONCE, gained_s)
+            if _enough(self, idle, gained_s):
                 break
         self._prune()
-
-    def _enough(self, idle: int, gained_s: float) -> bool:
-        """Whether nothing came in so many plans, and since then, that more are not worth their time."""
-        if not math.isfinite(self._best):
-            return idle >= _HOPELESS and not any(one.prediction.fits for one in self.costed)
-        waited = not self._timed or self._now() >= gained_s + _QUIET * self._limit_s
-        return idle >= _PATIENCE and waited and not _in_time(self)
-
-    @property
-    def best(self) -> float:
-        """The objective's value of the best plan so far; infinite without any."""
-        return self._best
-
-    @property
-    def _timed(self) -> bool:
-        return self._clock is not None and math.isfinite(self._limit_s)
-
-    def _now(self) -> float:
-        return self._clock() if self._clock is not None else 0.0
 
     def coverage(self) -> Coverage:
         """How far the search got."""
@@ -176,7 +157,7 @@ class Explorer:
             least = min(
                 least, float(np.min(lane.pool.least, initial=math.inf)), float(np.min(waiting, initial=math.inf))
             )
-        gap = max(0.0, 1 - least / self._best) if left and math.isfinite(self._best) else 0.0
+        gap = max(0.0, 1 - least / self.best) if left and math.isfinite(self.best) else 0.0
         return Coverage(**self._counts, costed=len(self.costed), left=left, gap=gap if math.isfinite(gap) else 0.0)
 
     def cost(self, plan: Plan, cluster: ClusterSpec) -> Costed | None:
@@ -197,7 +178,7 @@ class Explorer:
         )
         self.costed.append(one)
         if one.good:
-            self._best = min(self._best, one.value)
+            self.best = min(self.best, one.value)
         return one
 
     def add(self, found: Costed | None) -> None:
@@ -246,7 +227,7 @@ class Explorer:
         """Whether this part of the time is used up; while no plan fits yet, several times as much."""
         if self._clock is None:
             return False
-        patience = 1.0 if math.isfinite(self._best) else self._until_one
+        patience = 1.0 if math.isfinite(self.best) else self._until_one
         return self._clock() >= self._began + patience * part * self._limit_s
 
     def _first(self) -> None:
@@ -292,7 +273,7 @@ class Explorer:
         likely = objectives.bound(lane.cluster, self.request, bounds.likely_s, world, bounds.memory)
         room = self._room(lane.tables, lane.shapes)[ways.shape]
         tight = self._room(lane.tables, lane.shapes, tightest=True)[ways.shape]
-        fits, quick = bounds.memory <= room, least < self._best
+        fits, quick = bounds.memory <= room, least < self.best
         self._counts["considered"] += len(ways) - len(rows)
         self._counts["too_large"] += int((~fits).sum())
         self._counts["too_slow"] += int((fits & ~quick).sum())
@@ -301,8 +282,8 @@ class Explorer:
     def _prune(self) -> None:
         """Forget what cannot be better than the best so far."""
         for lane in self.lanes:
-            slow = lane.pool.least >= self._best
-            late = lane.least[lane.waiting] >= self._best
+            slow = lane.pool.least >= self.best
+            late = lane.least[lane.waiting] >= self.best
             self._counts["too_slow"] += int(slow.sum()) + int(late.sum())
             if slow.any():
                 lane.pool.drop(slow)
@@ -354,11 +335,27 @@ class Explorer:
         return [whole, *[one for each in others if (one := self.cost(each, lane.cluster)) is not None]]
 
 
+def _now(clock: Clock | None) -> float:
+    return clock() if clock is not None else 0.0
+
+
+def _timed(explorer: Explorer) -> bool:
+    return explorer._clock is not None and math.isfinite(explorer._limit_s)
+
+
+def _enough(explorer: Explorer, idle: int, gained_s: float) -> bool:
+    """Whether nothing came in so many plans, and since then, that more are not worth their time."""
+    if not math.isfinite(explorer.best):
+        return idle >= _HOPELESS and not any(one.prediction.fits for one in explorer.costed)
+    waited = not _timed(explorer) or _now(explorer._clock) >= gained_s + _QUIET * explorer._limit_s
+    return idle >= _PATIENCE and waited and not _in_time(explorer)
+
+
 def _in_time(explorer: Explorer) -> bool:
     """Whether the plans that are left can all be predicted in the time that is left."""
     left = sum(len(lane.pool) + _EACH * len(lane.waiting) for lane in explorer.lanes)
     return left <= _PATIENCE or (
-        explorer._timed and not explorer.over(_SEARCH / (1 + left / max(1, len(explorer.costed))))
+        _timed(explorer) and not explorer.over(_SEARCH / (1 + left / max(1, len(explorer.costed))))
     )
 
 

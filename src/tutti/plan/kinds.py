@@ -15,9 +15,12 @@ from tutti.plan.choice import Request
 from tutti.plan.explore import Clock, Explorer
 from tutti.plan.polish import polish
 from tutti.plan.tables import is_mixed, ranks_of_node
+from tutti.predict.worker import best_rate, matrix_dtype
 from tutti.spec.cluster import ClusterSpec
+from tutti.spec.model import ModelSpec
+from tutti.spec.words import Precision
 
-_TIME = 0.25
+_TIME = 0.35
 """Part of the time that the first of them is searched for, at most; each other has half of what the one before had."""
 
 _MOST = 4
@@ -30,12 +33,12 @@ _TAKEN = 6
 def search_parts(whole: Explorer, clusters: tuple[ClusterSpec, ...], clock: Clock | None, limit_s: float) -> None:
     """Give a search of `limit_s`, before it runs, the best plans of the parts of its `clusters` (its orders of nodes).
 
-    A part may compute in precisions that not all devices have.
+    A part may compute in a precision that not all devices have; only its quickest is looked at.
     """
     model, request, share_s = whole.model, whole.request, limit_s * _TIME
     for cluster, part in islice(parts(clusters, request), _MOST):
         try:
-            explorer = Explorer(model, (part,), request, precisions(model, part, request), clock, share_s)
+            explorer = Explorer(model, (part,), request, [_quickest(model, part, request)], clock, share_s)
         except PlanError:  # nothing of it serves the request
             continue
         explorer.run(than=whole.best)
@@ -44,6 +47,17 @@ def search_parts(whole: Explorer, clusters: tuple[ClusterSpec, ...], clock: Cloc
         for one in good[:_TAKEN]:
             whole.cost(one.plan, cluster)
         share_s /= 2
+
+
+def _quickest(model: ModelSpec, part: ClusterSpec, request: Request) -> Precision:
+    """Of the precisions that may be chosen, the one in which the slowest device has the highest rate."""
+    devices = [part.devices[node.device] for node in part.nodes]
+
+    def rate(precision: Precision) -> float:
+        return min(best_rate(device, matrix_dtype(model.dtype, precision)) for device in devices)
+
+    given = precisions(model, part, request)
+    return max(given, key=rate) if len(given) > 1 else given[0]
 
 
 def parts(clusters: tuple[ClusterSpec, ...], request: Request) -> Iterator[tuple[ClusterSpec, ClusterSpec]]:

@@ -267,6 +267,8 @@ def _best(good: list[Costed], request: Request) -> Costed:
 
 def _as_written(cluster: ClusterSpec, best: Costed) -> Costed:
     """The best plan on the nodes in the cluster's own order, where that seats its ranks on the same ones."""
+    if best.cluster.nodes == cluster.nodes:
+        return best
     world = best.plan.world_size
     same = place(cluster, world) == place(best.cluster, world)
     return dataclasses.replace(best, cluster=cluster) if same else best
