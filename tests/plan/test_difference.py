@@ -30,6 +30,7 @@ CHANGES: dict[str, Any] = {
     "layout.recompute": "selective",
     "layout.chunks": 2,
     "shares": (1.0, 2.0, 1.0, 1.0),
+    "split_shares": (2.0, 1.0),
     "precision": "bfloat16",
     "sync.mode": "one-shot",
     "sync.bucket_nbytes": 2**20,

@@ -172,10 +172,10 @@ def _modules(own: dict[str, str], other: dict[str, str]) -> str:
 
 
 def _leaves(value: Any, name: str = "") -> dict[str, Any]:
-    """Fields by their dotted names, without the mesh, of which all is said that means anything."""
+    """Fields by dotted names, without the mesh and parts along split, of which all is said that means anything."""
     if not dataclasses.is_dataclass(value):
         return {name: value}
-    fields = [field.name for field in dataclasses.fields(value) if field.name != "mesh"]
+    fields = [field.name for field in dataclasses.fields(value) if field.name not in ("mesh", "split_shares")]
     found = [_leaves(getattr(value, field), f"{name}.{field}" if name else field) for field in fields]
     return {leaf: each for part in found for leaf, each in part.items()}
 
