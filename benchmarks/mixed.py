@@ -232,8 +232,9 @@ def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         one = result["summary"][f"{case['model']}, {case['axis']}"]
         ms = [1e3 * case[kind][which] for which in ("even", "balanced") for kind in ("measured_s", "predicted_s")]
         part = "" if one["of_predicted"] is None else f"{one['of_predicted']:.0%}"
+        parts = case["shares"] or case["cuts"] or case["split_shares"]
         table.append([
-            f"{case['model']}, {case['axis']}", " ".join(map(str, case["shares"] or case["cuts"] or case["split_shares"])),
+            f"{case['model']}, {case['axis']}", " ".join(map(str, parts)),
             *(f"{value:.1f}" for value in ms), f"{one['gain_measured']:.1%}", f"{one['gain_predicted']:.1%}", part,
             "yes" if case["verified"]["passed"] else "NO",
         ])  # fmt: skip
