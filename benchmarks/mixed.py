@@ -167,7 +167,7 @@ def described(name: str, batch: int) -> tuple[ModelSpec, Plan]:
 def verified(folder: Path, name: str, batch: int, plan: Plan) -> dict[str, Any]:
     """What `tutti verify` says of the plan: {"passed", "sentence"}."""
     file = codec.save(plan, folder / "verified-plan.json")
-    words = ("verify", "--json", "--steps", "1", "--plan", str(file), "--folder", str(folder / "verify"))
+    words = ("verify", "--json", "--steps", "1", "--plan", str(file))
     script = (str(RANK.with_name("plan_rank.py")), "--workload", name, "--batch", str(batch))
     command = [sys.executable, "-m", "tutti.cli.main", *words, *script]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
