@@ -29,7 +29,7 @@ from tutti.runtime.layout import Layout
 from tutti.runtime.mesh import Mesh
 from tutti.runtime.shard.shards import Shards
 from tutti.runtime.shard.unit import Pack
-from tutti.runtime.traffic import Flight
+from tutti.runtime.traffic import Flight, ring_nbytes
 from tutti.runtime.world import World
 from tutti.spec.compression import FACTORS, Compression, bucket_sent_nbytes, compression_in_words, flags_sent_nbytes
 from tutti.spec.plan import Plan
@@ -65,9 +65,13 @@ class CompressedSum(Summing):
 
     def start(self, bucket: Bucket) -> Flight:
         rounds = self._compressor.rounds(bucket)
-        flags = dist.all_reduce(bucket.flags, group=bucket.group.handle, async_op=True)
-        parcel = self._compressor.courier.start(self.number, rounds)
-        return bucket.group.lane.start([flags, parcel], bucket.sent_nbytes)
+        works = [dist.all_reduce(bucket.flags, group=bucket.group.handle, async_op=True)]
+        look, sent = self._compressor.look(bucket), bucket.sent_nbytes
+        if look is not None:
+            works.append(dist.all_reduce(look, group=bucket.group.handle, async_op=True))
+            sent += ring_nbytes(look, bucket.group.size)
+        works.append(self._compressor.courier.start(self.number, rounds))
+        return bucket.group.lane.start(works, sent)
 
 
 class Compressor:
@@ -134,6 +138,10 @@ class Compressor:
         self.momenta.mark(bucket)
         return self.momenta.rounds(bucket, exchange)
 
+    def look(self, bucket: Bucket) -> torch.Tensor | None:
+        """What is summed exactly beside a bucket's exact sum, where the rule of momenta wants to know it."""
+        return None if self.momenta is None or self.momenta.stand_in else self.momenta.looks.begin(bucket)
+
     def settle(self, finite: bool) -> None:
         """After all sums of a step. `finite`: the update may be made, the same on all ranks; else nothing was sent."""
         coded = self.momenta is None or self.momenta.stand_in
@@ -151,7 +159,8 @@ class Compressor:
                     if not used:
                         exchange.undo(start, start + size)
             exchange.settle(counts and coded)  # an exact sum leaves what is kept as it was
-
+        if self.momenta is not None:
+            self.momenta.looks.finish(finite=finite)
         for part in self.parts:
             part.settle(finite)
 
