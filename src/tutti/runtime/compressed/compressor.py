@@ -230,7 +230,7 @@ def make_compressor(
     momenta = make_momenta(how, layout, world, model, optimizers, clip_norm, shards)
     if mesh.world_size == 1:
         return None
-    _check(how, model, optimizers)
+    _check(how, model, optimizers, clip_norm)
     order = {name: place for place, name in enumerate(layout.names)}
     live = {tuple(a for a in mesh.degrees if a in layout.of_name(name).sums) for name, _ in model.named_parameters()}
     everyone: list[Any] = [None] * mesh.world_size
@@ -267,8 +267,15 @@ def _parts(
     ]
 
 
-def _check(how: Compression, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+def _check(how: Compression, model: nn.Module, optimizers: Iterable[Optimizer], clip_norm: float | None) -> None:
     words = f"sync.compress = {compression_in_words(how)!r}"
+    if clip_norm is not None and how.method == "dgc":
+        raise PlanError(
+            f"{words} with clip_norm = {clip_norm}: what comes out is a few values of a velocity that has gathered for "
+            "steps, and no gradient; a rank's gradient would have to be clipped before it is gathered, and its norm is "
+            "not known when the first bucket leaves; leave clip_norm out, or use top-k, or a loop of your own with "
+            "tutti.compress.dgc.clip_locally"
+        )
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise PlanError(
