@@ -143,6 +143,19 @@ def test_a_lab_half_made_is_removed_and_what_others_made_is_not() -> None:
         subprocess.run(["ip", "netns", "delete", foreign], check=True)
 
 
+def test_no_name_takes_down_or_enters_a_lab_that_is_someones_block(lab: Lab) -> None:
+    for words in (("down",), ("exec", "all", "--", "true"), ("run", "train.py"), ("up", "--hosts", "1")):
+        done = tutti_lab(words[0], "--name", "", *words[1:])
+        assert done.returncode == 2, done.stdout
+        assert "names no lab" in done.stderr
+    assert lab.record in records()
+    assert len(lab.run(("true",))) == 2
+    with pytest.raises(LabError, match="names no lab"):
+        build.make((None,), ranks_per_host=1, name="", standing=True)
+    with pytest.raises(LabError, match="names no lab"):
+        build.make((None,), ranks_per_host=1, name="../evil", standing=False)
+
+
 def test_a_number_that_was_given_again_is_another_process() -> None:
     owner = this_process()
     assert owner.alive

@@ -28,7 +28,16 @@ POLL_S = 0.1
 
 def name_option(function: F) -> F:
     """--name: which lab, where several stand."""
-    return click.option("--name", default="lab", show_default=True, help="Which lab, where several stand.")(function)
+
+    def checked(context: click.Context, option: click.Parameter, name: str) -> str:
+        from tutti.lab.record import check_name
+
+        return check_name(name)
+
+    option = click.option(
+        "--name", default="lab", show_default=True, callback=checked, help="Which lab, where several stand."
+    )
+    return option(function)
 
 
 @click.group()
