@@ -200,6 +200,6 @@ def _finish_gradients(run: Run, factor: float) -> None:
                     with run.layout.lane("scalars").waiting(ring_nbytes(value, run.world.world_size)):
                         dist.all_reduce(value, dist.ReduceOp.MAX)
     if factor != 1.0:
-        gradients = [p.grad for p in run.replica.parameters if p.grad is not None]
+        gradients = [p.grad for p in run.model.parameters() if p.grad is not None]  # those that optimizers step on
         if gradients:  # a stage may have nothing to train
             torch._foreach_mul_(gradients, factor)
