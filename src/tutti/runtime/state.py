@@ -23,6 +23,7 @@ from tutti.runtime.noise import NoiseMeter
 from tutti.runtime.observe import Observer
 from tutti.runtime.replicate import Replica
 from tutti.runtime.screen import Screen, Throughput
+from tutti.runtime.statistics import Statistics
 from tutti.runtime.world import World
 from tutti.spec.plan import Plan
 from tutti.spec.run import RunFolder
@@ -107,6 +108,7 @@ class Run:
     noise: NoiseMeter
     consistency: Consistency
     sizes: BucketSizes
+    statistics: Statistics
     progress: Progress = field(default_factory=Progress)
     throughput: Throughput = field(default_factory=Throughput)
     data_facts: dict[str, tuple[Any, dict[str, Any]]] = field(default_factory=dict)
