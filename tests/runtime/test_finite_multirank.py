@@ -62,9 +62,15 @@ def data() -> TensorDataset:
     return TensorDataset(torch.randn(32, 6, generator=generator), torch.arange(32) % 3)
 
 
+def _optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
+    if "adam" in case.compress:
+        return torch.optim.Adam(model.parameters(), lr=0.01)
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
 @dataclass
 class Seen:
-    """`states[step]`: whole tensors after the step (this rank's, where replicas differ); `kept`: what its codes keep."""
+    """`states[step]`: whole tensors after the step (this rank's, if replicas differ); `kept`: what its codes keep."""
 
     states: list[dict[str, torch.Tensor]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -72,7 +78,7 @@ class Seen:
     said: str = ""
 
 
-def prepared(case: Case, on_nonfinite: Any, **arguments: Any) -> tuple[tutti.Job, nn.Module, Any]:
+def prepared(case: Case, on_nonfinite: Any) -> tuple[tutti.Job, nn.Module, Any]:
     mesh = {"replicate": int(os.environ["WORLD_SIZE"])}
     sync = parse_sync(case.sync)
     if case.compress:
@@ -80,9 +86,9 @@ def prepared(case: Case, on_nonfinite: Any, **arguments: Any) -> tuple[tutti.Job
     plan = Plan(**{"batch": BatchPlan(global_batch_size=8), "mesh": mesh, "sync": sync, **case.plan})
     os.environ["TUTTI_PLAN"] = str(codec.save(plan, Path.cwd() / f"plan-{os.getpid()}.json"))
     os.environ["TUTTI_RUN_FOLDER"] = str(Path.cwd() / f"run-{len(list(Path.cwd().glob('run-*')))}")
-    job = tutti.Job(global_batch_size=8, on_nonfinite=on_nonfinite, **arguments)
+    job = tutti.Job(global_batch_size=8, on_nonfinite=on_nonfinite)
     built: Any = model()
-    built, _, loader = job.prepare(built, torch.optim.SGD(built.parameters(), lr=0.01, momentum=0.9), data())
+    built, _, loader = job.prepare(built, _optimizer(case, built), data(), F.cross_entropy)
     return job, built, loader
 
 
@@ -145,3 +151,87 @@ def test_no_rank_makes_an_update_from_a_gradient_that_is_not_finite(size: int) -
             assert f"parameters are as after step {SPOILT}" in stopped.said
             assert stopped.said == ranks[0][name][1].said, name
             assert all(torch.equal(value, stopped.states[SPOILT][key]) for key, value in stopped.states[-1].items())
+
+
+def apart(sync: str) -> Seen:
+    return trained(Case(sync=sync))
+
+
+@pytest.mark.parametrize("sync", ["local:100", "ensemble"])
+def test_a_replica_of_its_own_leaves_out_its_own_update(sync: str) -> None:
+    first, second = run_ranks(apart, 2, sync)
+    for step in range(STEPS):
+        for rank, seen in enumerate((first, second)):
+            before, after = seen.states[step : step + 2]
+            moved = any(not torch.equal(value, before[name]) for name, value in after.items())
+            assert moved == ((rank, step) != (1, SPOILT)), (rank, step)
+            assert all(bool(value.isfinite().all()) for value in after.values())
+
+
+def zero_one(on_nonfinite: str) -> Seen:
+    return trained(Case(compress="zero-one-adam,freeze_step=1"), on_nonfinite)
+
+
+def test_replicas_of_zero_one_adam_are_equal_whenever_they_agree() -> None:
+    """Here after every update: what a momentum stands for needs the same rates on all."""
+    first, second = run_ranks(zero_one, 2, "skip")
+    for step, (one, other) in enumerate(zip(first.states, second.states, strict=True)):
+        weights = {name: value for name, value in one.items() if "running" not in name}
+        assert all(torch.equal(value, other[name]) for name, value in weights.items()), step
+        assert all(bool(value.isfinite().all()) for value in one.values()), step
+    said = {seen.said for seen in run_ranks(zero_one, 2, "stop")}
+    assert len(said) == 1
+    assert "the gradient of " in said.pop()
+
+
+def spoilt_losses(words: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor], list[bool]]:
+    """Losses, the state at the end and which steps left everything as it was; one sample is not a number."""
+    job, built, loader = prepared(Case(**words), "skip")
+    loader.shares.source.dataset.tensors[0][5] = torch.nan
+    losses, same = [], []
+    for _ in range(2):
+        for batch in loader:
+            before = {name: value.clone() for name, value in built.state_dict().items()}
+            losses.append(job.step(batch))
+            same.append(all(torch.equal(value, before[name]) for name, value in built.state_dict().items()))
+    return losses, {name: value.clone() for name, value in built.state_dict().items()}, same
+
+
+@pytest.mark.parametrize("words", [{}, {"compress": "one-bit"}, {"sync": "local:2"}], ids=str)
+def test_running_statistics_know_nothing_of_a_step_that_is_left_out(words: dict[str, Any]) -> None:
+    for losses, state, same in run_ranks(spoilt_losses, 2, words):
+        bad = [not torch.tensor(loss).isfinite() for loss in losses]
+        assert bad.count(True) == 2  # once an epoch
+        assert same == bad or (words.get("sync") and all(s or not b for s, b in zip(same, bad, strict=True)))
+        assert all(bool(value.isfinite().all()) for value in state.values())
+
+
+def of_one_sample(sync: str, tracked: bool) -> tuple[list[float], dict[str, torch.Tensor], str]:
+    """Global batches of as many samples as there are ranks."""
+    plan = Plan(batch=BatchPlan(global_batch_size=2), mesh={"replicate": 2}, sync=parse_sync(sync))
+    os.environ["TUTTI_PLAN"] = str(codec.save(plan, Path.cwd() / f"plan-{os.getpid()}.json"))
+    os.environ["TUTTI_RUN_FOLDER"] = str(Path.cwd() / "run")
+    job = tutti.Job(global_batch_size=2)
+    built: Any = model()
+    built[1] = nn.BatchNorm1d(8, track_running_stats=tracked)
+    built, _, loader = job.prepare(built, torch.optim.SGD(built.parameters(), lr=0.01), data(), F.cross_entropy)
+    losses = []
+    for batch in loader:
+        try:
+            losses.append(job.step(batch))
+        except tutti.TuttiError as error:
+            return losses, {}, str(error)
+    state = {name: value.clone() for name, value in built.state_dict().items()}
+    job._run().consistency.finish(job._run())
+    return losses, state, ""
+
+
+def test_a_replica_with_one_sample_normalises_it_with_running_statistics() -> None:
+    for losses, state, said in run_ranks(of_one_sample, 2, "local:4", True):
+        assert not said
+        assert len(losses) == 16
+        assert torch.equal(state["1.running_mean"], torch.zeros(8))
+        assert not torch.equal(state["1.weight"], torch.ones(8))
+    for losses, _, said in run_ranks(of_one_sample, 2, "local:4", False):
+        assert not losses
+        assert "keeps no running statistics to normalise it with" in said

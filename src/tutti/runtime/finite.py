@@ -34,7 +34,7 @@ def gradients_finite(run: "Run") -> bool:
     if scaled and run.replica.compressor is None:
         return True
     finite = _surely_finite(memory_of_gradients(run.replica)) or _first_bad(run) is None
-    if not (run.consistency.apart or _alike(run)):
+    if not (_own(run) or _alike(run)):
         flag = torch.tensor(float(not finite), device=run.world.device)
         with run.layout.lane("scalars").waiting(ring_nbytes(flag, run.world.world_size)):
             dist.all_reduce(flag, dist.ReduceOp.MAX)
@@ -54,10 +54,10 @@ def loss_words(loss: float, bad: list[int], step: int) -> str:
 def _words(run: "Run") -> str:
     """The same of a gradient. Collective, unless replicas step on gradients of their own."""
     mine, step = _first_bad(run), run.progress.step + 1
-    ranks = [(run.world.rank, mine)] if run.consistency.apart else [*enumerate(run.world.gather(mine))]
+    ranks = [(run.world.rank, mine)] if _own(run) else [*enumerate(run.world.gather(mine))]
     bad = [(rank, *found) for rank, found in ranks if found is not None]
     rank, name, is_nan = bad[0]
-    where = f" on rank {rank}" if run.consistency.apart or len(bad) < run.world.world_size else ""
+    where = f" on rank {rank}" if _own(run) or len(bad) < run.world.world_size else ""
     how = run.plan.sync.gradient_code
     too_large = (
         "float16 holds no sum above 65504: use bfloat16. " if how is not None and how.method == "float16" else ""
@@ -76,10 +76,16 @@ def _as_after(step: int) -> str:
     return f"parameters are as after step {step}"
 
 
+def _own(run: "Run") -> bool:
+    """Whether this rank leaves out an update alone: telling the others would be a wait in every step."""
+    return run.consistency.apart and not run.consistency.together
+
+
 def _alike(run: "Run") -> bool:
     """Whether all ranks have the same gradients to judge by. Products of factors are each rank's own."""
     others = [axis for axis in run.mesh.degrees if axis not in _SAME]
-    return not run.layout.held and run.mesh.degree(*others) == 1 and not run.replica.factored.weights
+    whole = not run.layout.held and run.mesh.degree(*others) == 1
+    return whole and not run.consistency.apart and not run.replica.factored.weights
 
 
 def _surely_finite(tensors: Iterable[torch.Tensor]) -> bool:

@@ -108,12 +108,15 @@ class Run:
     noise: NoiseMeter
     consistency: Consistency
     sizes: BucketSizes
-    statistics: Statistics
     progress: Progress = field(default_factory=Progress)
     throughput: Throughput = field(default_factory=Throughput)
     data_facts: dict[str, tuple[Any, dict[str, Any]]] = field(default_factory=dict)
     pending: "Pending | None" = None
     mixtures: tuple[str, ...] = ()
+    statistics: Statistics = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.statistics = Statistics(self.model)
 
     @property
     def mesh(self) -> Mesh:
