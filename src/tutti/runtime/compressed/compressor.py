@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from tutti.collectives import Team, Tiers, make_team_or_tiers
 from tutti.compress.by_tensor import Kept, keep, kept_of
 from tutti.compress.draw import key_of
-from tutti.compress.exchange import Exchange, Rounds, all_finite
+from tutti.compress.exchange import Exchange, Rounds
 from tutti.compress.state import rank_seed
 from tutti.errors import PlanError
 from tutti.runtime.buckets import Bucket, Summing
@@ -143,22 +143,20 @@ class Compressor:
         return None if self.momenta is None or self.momenta.stand_in else self.momenta.looks.begin(bucket)
 
     def settle(self, finite: bool) -> None:
-        """After all sums of a step. `finite`: the update may be made, the same on all ranks; else nothing was sent."""
+        """After all sums of a step. `finite`: loss and sums are, the same on all ranks; else nothing was sent."""
         coded = self.momenta is None or self.momenta.stand_in
         for bucket, exchange in self.exchanges.items():
-            values = values_of(bucket)
             if self.how.settings.get("sparse"):  # how many, the values say
                 flags = flags_sent_nbytes(len(bucket.parameters), bucket.group.size, bucket.flat.element_size())
                 sent = flags + exchange.wire.sent_nbytes - self._counted[bucket]
                 bucket.group.lane.corrected(sent - bucket.sent_nbytes)
-            counts = finite and all_finite(values)
-            if counts:
+            if finite:
                 if self.momenta is not None:
                     self.momenta.check(bucket)
                 for start, size, used in zip(starts_of(bucket), sizes_of(bucket), self._used(bucket), strict=True):
                     if not used:
                         exchange.undo(start, start + size)
-            exchange.settle(counts and coded)  # an exact sum leaves what is kept as it was
+            exchange.settle(finite and coded)  # an exact sum leaves what is kept as it was
         if self.momenta is not None:
             self.momenta.looks.finish(finite=finite)
         for part in self.parts:
