@@ -7,11 +7,13 @@ all parts at once and adds up those of parts of one tensor. NVLAMB needs the nor
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from tutti.errors import PlanError
@@ -22,20 +24,36 @@ OverParts = Callable[[Tensor, Sequence[nn.Parameter]], Tensor]
 GlobalNorm = Callable[[Sequence[nn.Parameter]], float]
 """The norm of the gradients of the whole model, each tensor counted once over all ranks."""
 
+_NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+_NORM = re.compile(r"Norm(\d+d)?$")
+_BIAS = re.compile(r"^bias_|bias$")
+
 
 def groups_of(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Two groups: what is adapted and decays, and biases and normalisations, which neither do nor are.
 
-    The second: parameters of fewer than two dims. Ask for it before parameters are divided or flattened.
+    The second: parameters of fewer than two dims; those of a normalisation's own, of any dims (torch's, and modules
+    whose class is called ...Norm, ...Norm2d and so on); and those called bias, bias_... or ...bias. Ask for it before
+    parameters are divided or flattened.
     """
+    excluded = {
+        parameter
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.dim() < 2 or _BIAS.search(name) or _normalises(module)
+    }
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    plain = [parameter for parameter in parameters if parameter.dim() < 2]
-    adapted = [parameter for parameter in parameters if parameter.dim() >= 2]
+    plain = [parameter for parameter in parameters if parameter in excluded]
+    adapted = [parameter for parameter in parameters if parameter not in excluded]
     groups = [
         {"params": adapted, "weight_decay": weight_decay, "adapt": True},
         {"params": plain, "weight_decay": 0.0, "adapt": False},
     ]
     return [group for group in groups if group["params"]]
+
+
+def _normalises(module: nn.Module) -> bool:
+    return isinstance(module, _NORMS) or _NORM.search(type(module).__name__) is not None
 
 
 class ByNorms(Optimizer):
