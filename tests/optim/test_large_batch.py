@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tutti.errors import PlanError
+from tutti.errors import PlanError, ScriptError
 from tutti.optim.large_batch import LAMB, LARS, NovoGrad, groups_of, nvlamb
 
 GENTLE, STEEP = [[0.6, 0.8], [0.8, -0.6]], [[6.0, 8.0], [0.8, -0.6]]
@@ -221,3 +221,13 @@ def test_state_goes_on_from_its_checkpoint(name: str) -> None:
 def test_rates_below_zero_are_refused() -> None:
     with pytest.raises(PlanError, match="lr"):
         LARS([nn.Parameter(torch.ones(2))], -1.0)
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_sparse_gradients_are_refused_with_the_remedy(name: str) -> None:
+    table = nn.Embedding(5, 3, sparse=True)
+    optimizer = MAKE[name](table.parameters())
+    table(torch.tensor([1, 3])).sum().backward()
+    with pytest.raises(ScriptError, match=r"sparse gradient, of the parameter of shape \(5, 3\).* sparse=False"):
+        optimizer.step()
+    assert not optimizer.state

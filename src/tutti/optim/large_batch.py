@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from tutti.errors import PlanError
+from tutti.errors import PlanError, ScriptError
 
 OverParts = Callable[[Tensor, Sequence[nn.Parameter]], Tensor]
 """(squared norms, the parameters they are of, both (n,)) -> the squared norms of the whole tensors."""
@@ -79,11 +79,23 @@ class ByNorms(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._update([(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None])
+        live = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        self._check_dense(live)
+        self._update(live)
         return loss
 
     def _update(self, live: list[tuple[nn.Parameter, dict[str, Any]]]) -> None:
         raise AssertionError(f"{type(self).__name__} has no update")
+
+    def _check_dense(self, live: list[tuple[nn.Parameter, dict[str, Any]]]) -> None:
+        """Raises ScriptError for a gradient of some rows: moments and decay are of all of them."""
+        for parameter, _ in live:
+            if parameter.grad is not None and parameter.grad.layout != torch.strided:
+                raise ScriptError(
+                    f"{type(self).__name__} got a sparse gradient, of the parameter of shape "
+                    f"{tuple(parameter.shape)}, and updates whole tensors; make its embedding with sparse=False, or "
+                    "give that parameter to an optimizer of its own, such as torch.optim.SparseAdam"
+                )
 
     def _norms(self, tensors: list[Tensor], parameters: list[nn.Parameter]) -> list[float]:
         """The norms of whole tensors, of each of which this rank has `tensors`."""
