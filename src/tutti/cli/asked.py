@@ -41,6 +41,7 @@ class Options:
     predict: bool
     frugal: bool
     as_json: bool
+    one_screen: bool
 
     @property
     def name(self) -> str:

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -16,7 +17,7 @@ from tutti.errors import LabError
 
 if TYPE_CHECKING:
     from tutti.lab.record import LabRecord
-    from tutti.lab.run import Run
+    from tutti.lab.run import Run, Sink, Stream
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -110,11 +111,12 @@ def run(name: str, arguments: tuple[str, ...]) -> None:
     if not arguments:
         raise LabError("no script was named; write `tutti lab run train.py`")
     record = _standing(name)
-    words = [*_unless_given(arguments, record), *arguments]
+    words = ["--one-screen", *_unless_given(arguments, record), *arguments]
     port = meeting_port()
     commands = {host: train_command(record, host, port, words) for host in record.hosts}
     # The run speaks on host 0: standard output is its alone, so that --json leaves one document there.
-    sys.exit(_wait(lambda: Run(record, commands, sink=partial(_print_line, others_out=sys.stderr))))
+    sink = _refusals_once(partial(_print_line, others_out=sys.stderr))
+    sys.exit(_wait(lambda: Run(record, commands, sink=sink)))
 
 
 @command.command("exec", context_settings=PASS_ON)
@@ -176,6 +178,22 @@ def _print_line(host: int, stream: str, line: str, others_out: TextIO = sys.stdo
     to = sys.stderr if stream == "err" else others_out if host else sys.stdout
     to.write(line if host == 0 else f"host{host}: {line}")
     to.flush()
+
+
+def _refusals_once(sink: "Sink") -> "Sink":
+    """What all hosts refuse in the same words, before ranks start, is passed on once."""
+    said: set[str] = set()
+    lock = threading.Lock()
+
+    def take(host: int, stream: "Stream", line: str) -> None:
+        if stream == "err" and line.startswith("tutti: "):
+            with lock:  # hosts are listened to by threads
+                if line in said:
+                    return
+                said.add(line)
+        sink(host, stream, line)
+
+    return take
 
 
 def _wait(start: "Callable[[], Run]") -> int:
