@@ -201,6 +201,27 @@ def test_an_interrupted_command_ends_what_it_started() -> None:
         tutti_lab("down", "--name", name)
 
 
+def test_a_killed_command_leaves_nothing_running() -> None:
+    """What it started is not its child: the commands' own children, too, and what listens to no signal but KILL."""
+    needs_labs()
+    name = f"kill-{os.getpid()}"
+    tutti_lab("up", "--name", name)
+    try:
+        words = "trap '' TERM HUP; (sleep 600; true) & echo on; sleep 600; true"
+        command = [*TUTTI, "exec", "--name", name, "all", "--", "sh", "-c", words]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert [process.stdout.readline()[-3:] for _ in range(2)] == ["on\n", "on\n"]
+            process.kill()
+        record = next(record for record in records() if record.name == name)
+        end = time.monotonic() + 20
+        while any(build.pids(namespace) for namespace in record.namespaces) and time.monotonic() < end:
+            time.sleep(0.05)
+        assert not any(build.pids(namespace) for namespace in record.namespaces)
+    finally:
+        tutti_lab("down", "--name", name)
+
+
 def test_without_root_or_tools_one_sentence_says_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tutti.lab.build.sys.platform", "linux")
     monkeypatch.setattr("tutti.lab.build.shutil.which", lambda tool: None if tool == "tc" else tool)

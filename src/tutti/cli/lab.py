@@ -116,7 +116,7 @@ def run(name: str, arguments: tuple[str, ...]) -> None:
     commands = {host: train_command(record, host, port, words) for host in record.hosts}
     # The run speaks on host 0: standard output is its alone, so that --json leaves one document there.
     sink = _refusals_once(partial(_print_line, others_out=sys.stderr))
-    sys.exit(_wait(lambda: Run(record, commands, sink=sink)))
+    sys.exit(_wait(lambda: Run(record, commands, sink=sink, ends_with_process=True)))
 
 
 @command.command("exec", context_settings=PASS_ON)
@@ -134,7 +134,8 @@ def execute(name: str, host: str, words: tuple[str, ...]) -> None:
     record = _standing(name)
     words = words[1:] if words[0] == "--" else words
     if host == "all":
-        sys.exit(_wait(lambda: Run(record, dict.fromkeys(record.hosts, words), sink=_print_line)))
+        commands = dict.fromkeys(record.hosts, words)
+        sys.exit(_wait(lambda: Run(record, commands, sink=_print_line, ends_with_process=True)))
     number = _host_number(host, record)
     command_line = inside(record, number, words, place(record, number, meeting_port()))
     os.execvp(command_line[0], command_line)  # so that terminals, signals and the exit code are the command's own
