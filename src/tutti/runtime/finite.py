@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from tutti.errors import TrainingError
 from tutti.runtime.layout import local
-from tutti.runtime.replicate import memory_of_gradients
+from tutti.runtime.replicate import unjudged_gradients
 from tutti.runtime.traffic import ring_nbytes
 from tutti.spec.words import AxisName
 
@@ -33,7 +33,9 @@ def gradients_finite(run: "Run") -> bool:
     scaled = run.scaler.is_enabled()
     if scaled and run.replica.compressor is None:
         return True
-    finite = _surely_finite(memory_of_gradients(run.replica)) or _first_bad(run) is None
+    # Where ranks of one host sum, each has looked at its parts while they were in the cache, 0.6 ms of a step of 70
+    # (MLP of 10 M parameters, 2 ranks); over all buckets again takes 1.4.
+    finite = _surely_finite(unjudged_gradients(run.replica)) or _first_bad(run) is None
     if run.world.world_size > 1 and not (_own(run) or _alike(run)):
         flag = torch.tensor(float(not finite), device=run.world.device)
         with run.layout.lane("scalars").waiting(ring_nbytes(flag, run.world.world_size)):
