@@ -3,10 +3,13 @@
 The slow host is slower in earnest: its matrix products take the portable code of MKL and its convolutions oneDNN's for
 SSE 4.1, which this machine computes at about half and a fifth of the pace of the usual ones; memory and link are as
 quick. Both kinds are probed, each in a lab of its own kind, and written into one cluster, as a user writes one down.
+One case has equal processors and a host of little memory, which the kernel enforces. Every plan that was chosen is
+verified against one device.
 """
 
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -14,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from mixed_rank import leave_groups
 from plan_journal import outcomes
 from tutti.cli.common import capture_script
 from tutti.cli.planning import model_spec_of
@@ -30,13 +34,16 @@ RANK = Path(__file__).with_name("mixed_rank.py")
 BATCHES = {"mlp": 512, "cnn": 32, "gpt": 16}
 """The global batch of each, in samples: so many that products weigh more than what a rank does whatever its share."""
 
+CAPPED, CAPPED_BATCH, CAP = "cnn", 512, 0.8
+"""The case of little memory: its host has this part of what equal shares are predicted to hold."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
     """What is measured: each plan `turns` times, in turns, `steps` steps each."""
 
     models: tuple[str, ...] = ("mlp", "cnn", "gpt")
-    axes: tuple[str, ...] = ("replicate", "stage")
+    axes: tuple[str, ...] = ("replicate", "stage", "split")
     rate: str = "unlimited"
     turns: int = 3
     steps: int = 12
@@ -56,7 +63,14 @@ def measure(sizes: Sizes) -> dict[str, Any]:
             for model in sizes.models
             for axis in sizes.axes
         ]
-    return {"cluster": codec.to_data(cluster), "batches": BATCHES, "cases": cases, "summary": summary(cases)}
+        capped = run_capped(lab, folder / "capped", kinds["quick"], sizes)
+    return {
+        "cluster": codec.to_data(cluster),
+        "batches": BATCHES,
+        "cases": cases,
+        "capped": capped,
+        "summary": summary(cases) | {"little memory": capped["summary"]},
+    }
 
 
 def probed(lab: Lab, folder: Path, slow: str) -> ClusterSpec:
@@ -81,11 +95,11 @@ def together(quick: ClusterSpec, slow: ClusterSpec) -> ClusterSpec:
 def run_case(lab: Lab, folder: Path, cluster: ClusterSpec, name: str, axis: AxisName, sizes: Sizes) -> dict[str, Any]:
     """The planner's plan of two ranks along `axis`, and the same with equal shares and cuts by cost alone."""
     folder.mkdir()
-    model, script = described(name)
-    choice = choose(model, cluster, Request(script=script, degree=2, mesh={axis: 2}))
+    model, script = described(name, BATCHES[name])
+    choice = choose(model, cluster, Request(script=script, degree=2, mesh={axis: 2}, scope="all"))
     by_name = {node.name: node for node in cluster.nodes}
     ordered = replace(cluster, nodes=tuple(by_name[node] for node in choice.nodes or by_name))
-    even = replace(choice.best, shares=(), pipeline=replace(choice.best.pipeline, cuts=()))
+    even = replace(choice.best, shares=(), split_shares=(), pipeline=replace(choice.best.pipeline, cuts=()))
     plans = {"even": even, "balanced": choice.best}
     slow = [node.name for node in ordered.nodes].index("slow")
     predicted = {which: predict(model, ordered, plan).step_time_s.value for which, plan in plans.items()}
@@ -94,13 +108,16 @@ def run_case(lab: Lab, folder: Path, cluster: ClusterSpec, name: str, axis: Axis
         for which, seconds in timed(lab, folder / str(turn), name, plans, slow, sizes).items():
             found[which] += seconds
     measured = {which: statistics.median(seconds) for which, seconds in found.items()}
+    verdict = verified(folder, name, BATCHES[name], choice.best)
     row = {
         "model": name,
         "axis": axis,
         "slow_rank": slow,
         "shares": list(choice.best.shares),
         "cuts": list(choice.best.pipeline.cuts),
+        "split_shares": list(choice.best.split_shares),
         "plan": codec.to_data(choice.best),
+        "verified": verdict,
         "predicted_s": predicted,
         "measured_s": measured,
         "steps_s": found,
@@ -111,28 +128,87 @@ def run_case(lab: Lab, folder: Path, cluster: ClusterSpec, name: str, axis: Axis
     return row
 
 
-def described(name: str) -> tuple[ModelSpec, Plan]:
+def run_capped(lab: Lab, folder: Path, quick: ClusterSpec, sizes: Sizes) -> dict[str, Any]:
+    """Equal shares, and the planner's, where the second host has too little memory for equal ones."""
+    folder.mkdir()
+    model, script = described(CAPPED, CAPPED_BATCH)
+    even = replace(script, mesh={"replicate": 2})
+    whole = predict(model, quick, even).memory.total
+    cap = int(CAP * whole)
+    node = quick.nodes[0]
+    nodes = (replace(node, name="roomy", count=1), replace(node, name="small", count=1, memory_nbytes=cap))
+    cluster = replace(quick, name="capped", nodes=nodes)
+    request = Request(script=script, degree=2, mesh={"replicate": 2}, scope="all", keep_microbatches=True)
+    choice = choose(model, cluster, request)
+    order = list(choice.nodes or ("roomy", "small"))
+    rows = steps_of(lab, folder / "run", CAPPED, CAPPED_BATCH, {"even": even, "balanced": choice.best}, sizes,
+                    ("--cap", f"{order.index('small')}:{cap}"))  # fmt: skip
+    leave_groups()
+    found = {
+        "model": CAPPED,
+        "batch": CAPPED_BATCH,
+        "memory_nbytes": cap,
+        "shares": list(choice.best.shares),
+        "predicted_nbytes": {"even": whole, "balanced": choice.prediction.memory.total},
+        "verified": verified(folder, CAPPED, CAPPED_BATCH, choice.best),
+        "rows": rows,
+        "summary": {which: "trained" if "step_s" in row else row.get("failed") for which, row in rows.items()},
+    }
+    print(f"little memory: shares {found['shares']}, {found['summary']}", file=sys.stderr)
+    return found
+
+
+def described(name: str, batch: int) -> tuple[ModelSpec, Plan]:
     """The model's description and the plan that its script implies, as `tutti plan` finds them."""
-    captured = capture_script(RANK.with_name("plan_rank.py"), ("--workload", name, "--batch", str(BATCHES[name])))
+    captured = capture_script(RANK.with_name("plan_rank.py"), ("--workload", name, "--batch", str(batch)))
     return model_spec_of(captured, name=name), captured.plan
+
+
+def verified(folder: Path, name: str, batch: int, plan: Plan) -> dict[str, Any]:
+    """What `tutti verify` says of the plan: {"passed", "sentence"}."""
+    file = codec.save(plan, folder / "verified-plan.json")
+    words = ("verify", "--json", "--steps", "1", "--plan", str(file))
+    script = (str(RANK.with_name("plan_rank.py")), "--workload", name, "--batch", str(batch))
+    command = [sys.executable, "-m", "tutti.cli.main", *words, *script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    if done.returncode not in (0, 1):
+        raise SystemExit(f"verify of {name}: {done.stderr[-2000:]}")
+    said = json.loads(done.stdout)
+    return {"passed": done.returncode == 0, "sentence": said["sentence"]}
 
 
 def timed(
     lab: Lab, folder: Path, name: str, plans: Mapping[str, Plan], slow: int, sizes: Sizes
 ) -> dict[str, list[float]]:
     """Seconds of each plan's steps, one plan after the other."""
+    found = steps_of(lab, folder, name, BATCHES[name], plans, sizes, ("--slow", str(slow)))
+    if any("step_s" not in row for row in found.values()):
+        raise SystemExit(f"{name}: {found}")
+    return {which: row["step_s"] for which, row in found.items()}
+
+
+def steps_of(
+    lab: Lab,
+    folder: Path,
+    name: str,
+    batch: int,
+    plans: Mapping[str, Plan],
+    sizes: Sizes,
+    hosts: tuple[str, ...],
+) -> dict[str, dict[str, Any]]:
+    """What became of each plan, on hosts as the words `hosts` make them."""
     folder.mkdir()
     list_file, output = folder / "plans.json", folder / "rows.jsonl"
     listed = [(which, codec.to_data(plan)) for which, plan in plans.items()]
     list_file.write_text(json.dumps(listed), encoding="utf-8")
-    words = ("--workload", name, f"--batch={BATCHES[name]}", f"--plans={list_file}", f"--output={output}")
+    words = ("--workload", name, f"--batch={batch}", f"--plans={list_file}", f"--output={output}")
     limits = (f"--steps={sizes.steps}", "--seconds=6", "--again=2")
-    run = ("--folder", str(folder / "run"), "--timeout", "60", str(RANK), "--slow", str(slow), "steps")
+    run = ("--folder", str(folder / "run"), "--timeout", "60", str(RANK), *hosts, "steps")
     done = lab.train(*run, *words, *limits, cwd=folder, timeout_s=300)
     found = outcomes(output, 2)
-    if any("step_s" not in row for row in found.values()) or len(found) < len(plans):
+    if len(found) < len(plans):
         raise SystemExit(f"{name}: {found}\n" + "\n".join(one.err[-2000:] for one in done))
-    return {which: row["step_s"] for which, row in found.items()}
+    return found
 
 
 def summary(cases: list[dict[str, Any]]) -> dict[str, Any]:
@@ -150,13 +226,20 @@ def summary(cases: list[dict[str, Any]]) -> dict[str, Any]:
 def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Header and rows of the table."""
     header = ["case", "shares or cuts", "even ms", "predicted", "balanced ms", "predicted", "gain", "predicted", "part"]
+    header.append("verified")
     table = []
     for case in result["cases"]:
         one = result["summary"][f"{case['model']}, {case['axis']}"]
         ms = [1e3 * case[kind][which] for which in ("even", "balanced") for kind in ("measured_s", "predicted_s")]
         part = "" if one["of_predicted"] is None else f"{one['of_predicted']:.0%}"
+        parts = case["shares"] or case["cuts"] or case["split_shares"]
         table.append([
-            f"{case['model']}, {case['axis']}", " ".join(map(str, case["shares"] or case["cuts"])),
+            f"{case['model']}, {case['axis']}", " ".join(map(str, parts)),
             *(f"{value:.1f}" for value in ms), f"{one['gain_measured']:.1%}", f"{one['gain_predicted']:.1%}", part,
+            "yes" if case["verified"]["passed"] else "NO",
         ])  # fmt: skip
+    capped = result["capped"]
+    outcome = [f"{which}: {what[:60]}" for which, what in capped["summary"].items()]
+    table.append(["little memory", " ".join(map(str, capped["shares"])), *outcome, *[""] * 5,
+                  "yes" if capped["verified"]["passed"] else "NO"])  # fmt: skip
     return header, table

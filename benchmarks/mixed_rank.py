@@ -1,6 +1,7 @@
-"""What each rank of the benchmark of unequal hosts runs: `probe`, or `steps` of plan_rank.py, on a slower processor
-where its rank is among those of --slow."""
+"""What each rank of the benchmark of unequal hosts runs: `probe`, or `steps` of plan_rank.py; on a slower processor
+where its rank is among those of --slow, in less memory where it is that of --cap."""
 
+import argparse
 import os
 import sys
 from pathlib import Path
@@ -8,12 +9,22 @@ from pathlib import Path
 SLOWER = {"MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "SSE41"}
 """Read by MKL and oneDNN when a process computes its first product and convolution."""
 
+GROUPS = Path("/proc/1/root/sys/fs/cgroup")
+"""Control groups, which a host of a lab does not see in its own /sys."""
+
 
 def main() -> None:
-    _, slow, what, *words = sys.argv[1:]
-    if os.environ["RANK"] in slow.split(","):
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--slow", default="", help="ranks with the slower processor")
+    parser.add_argument("--cap", default="", help="RANK:NBYTES, memory that its processes may hold")
+    parser.add_argument("what", choices=("probe", "steps"))
+    args, words = parser.parse_known_args()
+    if os.environ["RANK"] in args.slow.split(","):
         os.environ.update(SLOWER)
-    if what == "probe":
+    rank, _, nbytes = args.cap.partition(":")
+    if rank == os.environ["RANK"]:
+        enter(int(nbytes))
+    if args.what == "probe":
         from tutti.cli.main import main as command
 
         sys.argv = ["tutti", "probe", *words]
@@ -24,6 +35,22 @@ def main() -> None:
 
         sys.argv = ["plan_rank.py", *words]
         plan_rank.main()
+
+
+def enter(nbytes: int) -> None:
+    """Put this process and what it starts into a control group that holds so much memory; the kernel ends what would
+    hold more."""
+    first = (GROUPS / "memory").is_dir()  # version 1 of control groups has a folder a resource
+    group = (GROUPS / "memory" if first else GROUPS) / f"tutti-mixed-{os.getpid()}"
+    group.mkdir()
+    (group / ("memory.limit_in_bytes" if first else "memory.max")).write_text(str(nbytes))
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+
+
+def leave_groups() -> None:
+    """Remove the groups of ranks that have ended."""
+    for group in [*Path("/sys/fs/cgroup/memory").glob("tutti-mixed-*"), *Path("/sys/fs/cgroup").glob("tutti-mixed-*")]:
+        group.rmdir()
 
 
 if __name__ == "__main__":

@@ -31,6 +31,25 @@ def test_a_file_goes_before_an_architecture_of_its_name(tmp_path: Path, monkeypa
     assert named_model(("gpt",)) is None
 
 
+def test_a_word_that_is_nearly_a_name_is_told_from_a_script() -> None:
+    with pytest.raises(SpecError, match=r"^gtp is neither a script nor the name of a model; did you mean gpt\?$"):
+        named_model(("gtp", "--layers", "2"))
+    with pytest.raises(SpecError, match="did you mean llama3-70b"):
+        named_model(("Llama-3-70B",))
+    for word in ("gtp.py", "train", "./train.py", "--layers"):
+        assert named_model((word,)) is None
+
+
+def test_a_size_by_another_word_is_answered_with_the_one_it_has() -> None:
+    for name, word, meant in (("resnet", "layers", "depth"), ("vit", "depth", "layers"), ("gpt", "d_model", "hidden")):
+        with pytest.raises(SpecError, match=rf"has no size '{word}'; did you mean '{meant}'\?"):
+            architecture(name, {word: 50})
+    with pytest.raises(SpecError, match="experts = 0; give a number of 1 or more"):
+        architecture("moe", {"experts": 0})
+    with pytest.raises(SpecError, match="top_k = 9 of 8 experts; give a number from 1 to 8"):
+        architecture("moe", {"top_k": 9})
+
+
 def test_describe_takes_a_name_with_sizes() -> None:
     done = CliRunner().invoke(command, ["--json", "llama3-8b", "--layers", "2", "--seq-len", "64"])
     assert done.exit_code == 0, done.output

@@ -1,6 +1,7 @@
 """What plan and predict show beside the table: the step in letters, memory, the page, the trials' verdict."""
 
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -17,9 +18,10 @@ from predict.examples_mesh import machines, meshed, transformer
 from report.run_folders import write_run
 from tutti.cli import plan as plan_command
 from tutti.cli import predict as predict_command
-from tutti.cli.outlook import seated, show_trials, trust_here, with_measured
+from tutti.cli.contest import fastest, said, seated
+from tutti.cli.outlook import show_trials, trust_here, with_measured
 from tutti.cli.timeline_view import drawn, held, show_timeline
-from tutti.cli.tried import check_here, fastest, said, to_try
+from tutti.cli.tried import check_here
 from tutti.errors import LaunchError, PlanError, ScriptError
 from tutti.plan import Choice
 from tutti.predict.tracks import timeline
@@ -82,6 +84,29 @@ def test_memory_in_letters_says_what_holds_it_and_what_is_too_much() -> None:
     assert ": too much" in out.export_text()
 
 
+@pytest.mark.parametrize("width", [90, 120, 160])
+@pytest.mark.parametrize("plan", [GPIPE, meshed(64, 2, {"stage": 2, "split": 2})])
+def test_the_legend_has_the_letters_that_are_drawn(plan: Plan, width: int) -> None:
+    out = Console(record=True, width=width)
+    show_timeline(out, timeline(transformer(), machines(1, 4), plan))
+    lines = out.export_text().splitlines()
+    legend = next(line for line in lines if " forward " in line)
+    rows = [line for line in lines[: lines.index(legend)] if line.startswith("rank")]
+    shown = {letter for line in rows for letter in re.split(r"  +", line)[1]}
+    assert {"f", "b", "o"} < shown
+    assert {part.split()[0] for part in re.split(r"   +", legend.strip())} == shown
+
+
+def test_a_pipelines_bubbles_are_named_where_they_are_counted(files: dict[str, str]) -> None:
+    given = ("--cluster", files["cluster"], "--model", files["model"])
+    assert "exposed communication or bubble" in call(predict_command.command, *given, files["plan"]).stdout
+    one = str(codec.save(meshed(64, 1), Path(files["plan"]).with_name("one.json")))
+    shown = call(predict_command.command, *given, one).stdout
+    assert "bubble" not in shown
+    assert "Predicted step: " in shown.splitlines()[0]  # whole, whatever the width of the table below
+    assert re.search(r"^Predicted memory of a rank: \S+ [GM]iB$", shown, re.MULTILINE)
+
+
 def test_predict_draws_the_step_and_writes_a_page(files: dict[str, str], tmp_path: Path) -> None:
     page = tmp_path / "pages" / "one.html"
     given = ("--cluster", files["cluster"], "--model", files["model"], "--html", str(page), files["plan"])
@@ -136,7 +161,7 @@ def test_the_choice_changes_only_where_another_is_clearly_quicker() -> None:
     assert fastest([dead, first]) == 1
     assert "the predicted best, d, did not run" in said([dead, first], 1)
     assert fastest([dead]) is None
-    assert "None of the plans ran, so nothing was measured: rank 1 ended" in said([dead], None)
+    assert said([dead, dead], None) == ("none of the plans that were tried ran, so nothing was measured: rank 1 ended")
     assert "none was faster" in said([quick, first], 0)
 
 
@@ -158,16 +183,6 @@ def test_trials_are_ranked_by_what_was_measured_and_noise_is_told() -> None:
     assert found[0].error == pytest.approx(-0.5)
     curve = ScalingCurve(unit="samples", points=(), pays_until=0, least_worth=0.5, sentence="x")
     assert [(p.devices, p.throughput_per_s) for p in with_measured(curve, trials).measured] == [(2, 64 / 1.05)]
-
-
-def test_only_plans_that_fit_are_tried_the_choice_first(files: dict[str, str]) -> None:
-    given = ("--cluster", files["cluster"], "--model", files["model"], "--global-batch-size", "64", "--json")
-    choice = codec.loads(Choice, call(plan_command.command, *given).stdout)
-    chosen = to_try(choice, 3)
-    assert chosen[0].plan == choice.best
-    times = [one.prediction.step_time_s.value for one in chosen[1:] if one.prediction is not None]
-    assert times == sorted(times)
-    assert all(one.prediction is not None and one.prediction.fits for one in chosen)
 
 
 def test_plans_that_cannot_run_here_are_refused(files: dict[str, str], tmp_path: Path) -> None:

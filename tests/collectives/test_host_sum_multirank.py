@@ -56,6 +56,30 @@ def test_all_sizes_and_types(ranks: int) -> None:
                 assert torch.equal(found[turn * len(cases) + position], torch.as_tensor(expected).to(dtype))
 
 
+def probed() -> list[bool]:
+    """Whether sums are known to be finite: with nothing, a NaN or an infinity on rank 1, or too much on all."""
+    world = join()
+    team = make_team()
+    assert team is not None
+    found = []
+    for numel in SIZES[1:]:
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            number, room = team.new_room(numel * dtype.itemsize)
+            for spoilt in (None, torch.nan, torch.inf, None, torch.finfo(dtype).max):
+                tensor = room.tensor(dtype, numel).fill_(1)
+                if spoilt is not None and (world.rank == 1 or spoilt == torch.finfo(dtype).max):
+                    tensor[numel // 2] = spoilt
+                flight = HostSum(team, number, numel, dtype, probed=True)
+                flight.wait()
+                found.append(flight.finite == (spoilt is None) == bool(tensor.isfinite().all()))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_is_not_finite_in_a_sum_is_known_to_all(ranks: int) -> None:
+    assert all(all(found) for found in run_ranks(probed, ranks))
+
+
 def many(ranks: int) -> tuple[torch.Tensor, bool]:
     """More sums than there are slots; real values, so that the order of adding shows."""
     world, team = join(), make_team()

@@ -11,11 +11,12 @@ from harness import run_ranks
 )
 def test_nothing_is_lost_at_any_size(world_size: int) -> None:
     p = world_size
-    run_ranks(ranks.telescoping, world_size, (1, 7, 8 * p - 1, 8 * p + 1, 211))
+    small = (1, 7, 8 * p - 1, 8 * p + 1)
+    run_ranks(ranks.at_once, world_size, (ranks.telescoping, small, 10), (ranks.telescoping, (211,), 60))
 
 
 def test_one_rank_is_not_special() -> None:
-    run_ranks(ranks.telescoping, 1, (1, 211))
+    run_ranks(ranks.telescoping, 1, (1, 211), 60)
 
 
 def test_skipped_steps_several_under_way_and_checkpoints() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tutti.describe.catalog import parts
+from tutti.describe.catalog import parts, with_ports
 from tutti.describe.catalog.text import cluster_from_text, is_cluster_text
 from tutti.errors import SpecError
 
@@ -25,6 +25,18 @@ def test_groups_of_different_nodes_share_the_slowest_link() -> None:
     assert parts().devices["H100-SXM5-80GB"].name in cluster.devices
     assert cluster.link("node") == parts().links["NVLink2"]
     assert cluster.link("network") == parts().links["InfiniBand-EDR-100"]
+
+
+def test_groups_of_nodes_have_links_of_their_own() -> None:
+    quick, slow = cluster_from_text("2x8:h100,nvlink4,8*ib-ndr+3x4:v100-32gb,nvlink2,ib-edr").nodes
+    known = parts().links
+    assert quick.links == (known["NVLink4"], with_ports(known["InfiniBand-NDR-400"], 8))
+    assert slow.links == (known["NVLink2"], known["InfiniBand-EDR-100"])
+    # what a group does not say is the next one's, or the last one's before, whatever else is in the line
+    first, second, third = cluster_from_text("2x8:h100,nvlink4+1x1:t4,ib-edr+2x4:v100-32gb,eth-1g").nodes
+    assert first.links == second.links == (known["NVLink4"], known["InfiniBand-EDR-100"])
+    assert third.links == (known["NVLink4"], known["Ethernet-1G"])
+    assert cluster_from_text("2x8:h100,nvlink4,ib-ndr").nodes[0].links == ()  # one kind: the cluster's
 
 
 def test_one_device_needs_no_link() -> None:

@@ -143,6 +143,19 @@ def test_a_lab_half_made_is_removed_and_what_others_made_is_not() -> None:
         subprocess.run(["ip", "netns", "delete", foreign], check=True)
 
 
+def test_no_name_takes_down_or_enters_a_lab_that_is_someones_block(lab: Lab) -> None:
+    for words in (("down",), ("exec", "all", "--", "true"), ("run", "train.py"), ("up", "--hosts", "1")):
+        done = tutti_lab(words[0], "--name", "", *words[1:])
+        assert done.returncode == 2, done.stdout
+        assert "names no lab" in done.stderr
+    assert lab.record in records()
+    assert len(lab.run(("true",))) == 2
+    with pytest.raises(LabError, match="names no lab"):
+        build.make((None,), ranks_per_host=1, name="", standing=True)
+    with pytest.raises(LabError, match="names no lab"):
+        build.make((None,), ranks_per_host=1, name="../evil", standing=False)
+
+
 def test_a_number_that_was_given_again_is_another_process() -> None:
     owner = this_process()
     assert owner.alive
@@ -183,6 +196,27 @@ def test_an_interrupted_command_ends_what_it_started() -> None:
             process.send_signal(signal.SIGTERM)
             assert process.wait(20) == 128 + signal.SIGTERM
         record = next(record for record in records() if record.name == name)
+        assert not any(build.pids(namespace) for namespace in record.namespaces)
+    finally:
+        tutti_lab("down", "--name", name)
+
+
+def test_a_killed_command_leaves_nothing_running() -> None:
+    """What it started is not its child: the commands' own children, too, and what listens to no signal but KILL."""
+    needs_labs()
+    name = f"kill-{os.getpid()}"
+    tutti_lab("up", "--name", name)
+    try:
+        words = "trap '' TERM HUP; (sleep 600; true) & echo on; sleep 600; true"
+        command = [*TUTTI, "exec", "--name", name, "all", "--", "sh", "-c", words]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert [process.stdout.readline()[-3:] for _ in range(2)] == ["on\n", "on\n"]
+            process.kill()
+        record = next(record for record in records() if record.name == name)
+        end = time.monotonic() + 20
+        while any(build.pids(namespace) for namespace in record.namespaces) and time.monotonic() < end:
+            time.sleep(0.05)
         assert not any(build.pids(namespace) for namespace in record.namespaces)
     finally:
         tutti_lab("down", "--name", name)

@@ -1,4 +1,4 @@
-"""Rates in words, shares of cores, free networks."""
+"""Rates in words, names, shares of cores, free networks."""
 
 import ipaddress
 
@@ -7,6 +7,7 @@ import pytest
 from tutti.errors import LabError
 from tutti.lab.build import free_subnet
 from tutti.lab.rates import burst_nbytes, parse_rate, rate_words, rates_of
+from tutti.lab.record import check_name
 from tutti.lab.run import cores_of
 
 
@@ -24,6 +25,19 @@ def test_rates_in_words_and_back(words: str, bits: int | None) -> None:
 def test_other_words_are_refused_with_an_example(words: str) -> None:
     with pytest.raises(LabError, match=r"100mbit|100kbit"):
         parse_rate(words)
+
+
+def test_rates_that_no_link_can_be_limited_to_are_refused() -> None:
+    assert parse_rate("10tbit") == 10**13
+    with pytest.raises(LabError, match=r"99999999999tbit' is too high .* 10tbit or less, or unlimited"):
+        parse_rate("99999999999tbit")
+
+
+@pytest.mark.parametrize("name", ["", "../evil", "a b", "lab\n", "*", "läb"])
+def test_names_that_may_not_be_asked_for(name: str) -> None:
+    assert check_name("lab-1_x.y") == "lab-1_x.y"
+    with pytest.raises(LabError, match="names no lab; give letters"):
+        check_name(name)
 
 
 def test_one_rate_is_of_all_hosts_and_a_list_has_one_each() -> None:

@@ -63,6 +63,32 @@ def test_the_command_line_trains_on_all_hosts(tmp_path: Path) -> None:
     assert {path.name for path in (folder / "ranks").iterdir()} == {"0", "1"}
 
 
+def test_what_fails_on_all_hosts_is_said_once(tmp_path: Path) -> None:
+    needs_labs()
+    name = f"once-{tmp_path.name}"
+    tutti = (sys.executable, "-m", "tutti.cli.main", "lab")
+    run = [*tutti, "run", "--name", name]
+    train, act = (str(ROOT / "tests/launch/scripts" / script) for script in ("train.py", "act.py"))
+    up = subprocess.run([*tutti, "up", "--name", name, "--hosts", "2"], capture_output=True, text=True, check=False)
+
+    def failing(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*run, *words], capture_output=True, text=True, cwd=tmp_path, check=False, timeout=100)
+
+    try:
+        assert up.returncode == 0, up.stderr
+        everywhere = failing("--sync", "hogwild", train, "1", "0")
+        assert everywhere.stderr.count("they have no memory in common") == 1, everywhere.stderr
+        assert "all 2 ranks on hosts host0, host1 failed" in everywhere.stderr
+        one = failing("--json", act, "raise", "1")
+        said = [line for line in one.stderr.splitlines() if line.endswith(" ValueError: boom in user code")]
+        assert said == ["host1: ValueError: boom in user code"], one.stderr
+        assert "boom in user code" in json.loads(one.stdout)["message"], "host 0's document has it all the same"
+        before = failing("--mesh", "nonsense=2", train, "1", "0")
+        assert before.stderr.count("there is no axis 'nonsense'") == 1, before.stderr
+    finally:
+        subprocess.run([*tutti, "down", "--name", name], check=True)
+
+
 @pytest.mark.long
 def test_unequal_links_and_unequal_hosts_change_nothing_but_time(tmp_path: Path) -> None:
     with lab_or_skip(1) as one:

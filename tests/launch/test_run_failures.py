@@ -5,12 +5,13 @@ import os
 import signal
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launch_rig import SCRIPTS, TUTTI, running, tutti_run, wait_until
 
 from tutti.spec import codec
-from tutti.spec.plan import BatchPlan, Plan
+from tutti.spec.plan import BatchPlan, Plan, Sharding
 
 ACT = str(SCRIPTS / "act.py")
 
@@ -130,6 +131,24 @@ def test_a_script_that_cannot_be_run_is_refused_before_anything_starts(
     assert done.code == 2
     assert any(word in done.err for word in words.split("|"))
     assert "Traceback" not in done.err
+    assert not done.folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("plan", "arguments", "words"),
+    [
+        ({"mesh": {"shard": 2}, "sharding": Sharding(level=2)}, ("--compress", "factors"), "with sharding.level = 2"),
+        ({"mesh": {"replicate": 3}}, ("--sync", "shift-one"), "with mesh.replicate = 3: replicas meet in pairs"),
+        ({"mesh": {"split": 2, "space": 2, "stage": 2}}, (), "mesh.space = 2 with mesh.stage = 2"),
+    ],
+)
+def test_a_plan_that_no_model_runs_under_is_refused_before_anything_starts(
+    tmp_path: Path, plan: dict[str, Any], arguments: tuple[str, ...], words: str
+) -> None:
+    codec.save(Plan(batch=BatchPlan(global_batch_size=8), **plan), tmp_path / "plan.json")
+    done = tutti_run(tmp_path, "--plan", "plan.json", *arguments, ACT, "raise", "0")
+    assert done.code == 2
+    assert words in done.err
     assert not done.folder.exists()
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tutti.errors import PlanError
+from tutti.errors import PlanError, ScriptError
 from tutti.optim.large_batch import LAMB, LARS, NovoGrad, groups_of, nvlamb
 
 GENTLE, STEEP = [[0.6, 0.8], [0.8, -0.6]], [[6.0, 8.0], [0.8, -0.6]]
@@ -142,6 +142,54 @@ def test_bias_and_norm_are_neither_adapted_nor_decayed() -> None:
         assert torch.allclose(parameter, plain) == (parameter.dim() < 2), name
 
 
+class CellNorm(nn.Module):
+    """A normalisation that torch does not know, with dims like a matrix's and a layer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(4, 6))
+        self.inner = nn.Linear(4, 4)
+
+
+class CellNorm2d(CellNorm):
+    pass
+
+
+class Mean(nn.LayerNorm):
+    pass
+
+
+class Experts(nn.Module):
+    """Biases, and their like, of two and more dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.up_bias = nn.Parameter(torch.ones(2, 4, 4)), nn.Parameter(torch.ones(2, 4))
+        self.attention = nn.MultiheadAttention(4, 2, add_bias_kv=True)
+        self.unbiased = nn.Linear(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("model", "adapted"),
+    [
+        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.LayerNorm([4, 6, 6])), ["0.weight"]),
+        (nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.RMSNorm((4, 4)), Mean((4, 4))), ["0.weight"]),
+        (nn.Sequential(CellNorm(), CellNorm2d()), ["0.inner.weight", "1.inner.weight"]),
+        (
+            Experts(),
+            ["weight", "attention.in_proj_weight", "attention.out_proj.weight", "unbiased.weight"],
+        ),
+    ],
+    ids=["layer norm of 3 dims", "torch's", "by class name", "biases"],
+)
+def test_normalisations_and_biases_of_any_dims_are_left_out(model: nn.Module, adapted: list[str]) -> None:
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    first, second = groups_of(model, 0.1)
+    assert [names[parameter] for parameter in first["params"]] == adapted
+    assert [names[parameter] for parameter in second["params"]] == [n for n in names.values() if n not in adapted]
+    assert (first["weight_decay"], first["adapt"], second["weight_decay"], second["adapt"]) == (0.1, True, 0.0, False)
+
+
 @pytest.mark.parametrize("name", MAKE)
 def test_zeros_are_safe(name: str) -> None:
     weights = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.ones(3)), nn.Parameter(torch.zeros(2))]
@@ -173,3 +221,13 @@ def test_state_goes_on_from_its_checkpoint(name: str) -> None:
 def test_rates_below_zero_are_refused() -> None:
     with pytest.raises(PlanError, match="lr"):
         LARS([nn.Parameter(torch.ones(2))], -1.0)
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_sparse_gradients_are_refused_with_the_remedy(name: str) -> None:
+    table = nn.Embedding(5, 3, sparse=True)
+    optimizer = MAKE[name](table.parameters())
+    table(torch.tensor([1, 3])).sum().backward()
+    with pytest.raises(ScriptError, match=r"sparse gradient, of the parameter of shape \(5, 3\).* sparse=False"):
+        optimizer.step()
+    assert not optimizer.state

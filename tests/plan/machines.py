@@ -1,9 +1,10 @@
 """Clusters of cards for the tests of the planner: equal ones, and a mixed one."""
 
+import dataclasses
 from typing import Any
 
 from predict.examples import cluster, gpu, link
-from tutti.spec.cluster import ClusterSpec, NodeSpec
+from tutti.spec.cluster import ClusterSpec, NodeSpec, faster
 
 
 def cards(nodes: int = 1, per_node: int = 4, **device: Any) -> ClusterSpec:
@@ -19,3 +20,17 @@ def mixed() -> ClusterSpec:
     )
     links = (link("node", 1e-6, 1e11), link("network", 1e-6, 1e10))
     return ClusterSpec(name="mixed", devices={"slow": gpu(name="slow"), "quick": quick}, nodes=nodes, links=links)
+
+
+def own_links(machines: ClusterSpec) -> ClusterSpec:
+    """The same hosts listed singly, each with links of its own, slower from host to host, and none of the cluster's."""
+    nodes = [
+        dataclasses.replace(node, name=f"{node.name}{at}", count=1)
+        for node in machines.nodes
+        for at in range(node.count)
+    ]
+    slower = [
+        dataclasses.replace(node, links=tuple(faster(one, 0.2**at) for one in machines.links))
+        for at, node in enumerate(nodes)
+    ]
+    return dataclasses.replace(machines, nodes=tuple(slower), links=())

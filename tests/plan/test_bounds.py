@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plan.machines import cards, mixed
+from plan.machines import cards, mixed, own_links
 from predict.examples import cluster, cpu, mlp, plan
 from tutti.describe.architectures import architecture
 from tutti.errors import PlanError
@@ -74,6 +74,15 @@ CASES: dict[str, tuple[ModelSpec, ClusterSpec, int, Precision]] = {
     "gpt on mixed devices": (
         architecture("gpt", {"layers": 6, "hidden": 256, "heads": 8, "seq_len": 512, "vocab": 1000}), mixed(), 30,
         "full",
+    ),
+    "gpt on mixed devices with links of their own": (
+        architecture("gpt", {"layers": 6, "hidden": 256, "heads": 8, "seq_len": 512, "vocab": 1000}),
+        own_links(mixed()), 30, "full",
+    ),
+    "moe on equal devices with links of their own": (
+        architecture("moe", {"layers": 4, "hidden": 256, "heads": 8, "experts": 8, "top_k": 2, "vocab": 500,
+                             "seq_len": 512}),
+        own_links(cards(3)), 48, "bfloat16",
     ),
 }  # fmt: skip
 

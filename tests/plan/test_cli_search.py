@@ -13,12 +13,13 @@ from plan.machines import cards
 from predict.examples import plan
 from tutti.cli import plan as plan_command
 from tutti.cli import predict as predict_command
+from tutti.cli.contest import words_in_full
 from tutti.cli.outlook import SCENARIO_COLUMNS, Planned, scenario_rows
 from tutti.cli.plan_show import Differences, Scenarios
 from tutti.cli.quantities import DURATION, SIZE
 from tutti.describe.architectures import architecture
 from tutti.errors import PlanError
-from tutti.plan import Choice, plan_words, stamp
+from tutti.plan import Choice, stamp
 from tutti.plan.objectives import money
 from tutti.predict.words import nbytes, seconds
 from tutti.spec import codec
@@ -122,7 +123,7 @@ def test_what_if_says_what_else_changes_of_the_best_plan(machines: str) -> None:
     assert [len(cells) for cells in lines] == [len(SCENARIO_COLUMNS)] * 3
     now, (_, words, step, memory, cost, against), _ = lines
     assert now[5] == ""
-    assert (words, step) == (plan_words(alone.best), seconds(alone.prediction.step_time_s.value))
+    assert (words, step) == (words_in_full(alone.best, alone.request), seconds(alone.prediction.step_time_s.value))
     assert memory == nbytes(alone.prediction.memory.total)
     assert alone.totals is not None
     assert alone.totals.cost is not None

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from plan.machines import cards
-from predict.examples import mlp
+from predict.examples import cluster, cpu, mlp
 from tutti.cli.planning import search
 from tutti.errors import PlanError
 from tutti.plan import Choice, Request, device_counts, scaling
@@ -69,6 +69,12 @@ def test_counts_double_and_end_with_all() -> None:
     assert device_counts(cards(3, 4)) == (1, 2, 4, 8, 12)
     assert device_counts(cards(3, 4), most=4) == (1, 2, 4)
     assert device_counts(cards(1, 1)) == (1,)
+
+
+def test_cores_of_a_cpu_count_as_what_is_planned_for() -> None:
+    """On two cores two ranks may be planned, so the curve must not end at one."""
+    assert device_counts(cluster(cpu(cores=2))) == (1, 2)
+    assert device_counts(cluster(cpu(cores=4), count=2)) == (1, 2, 4, 8)
 
 
 def test_slow_links_stop_paying_earlier_and_more_devices_are_never_slower() -> None:

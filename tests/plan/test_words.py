@@ -128,6 +128,11 @@ def test_devices_of_several_kinds_change_in_proportion() -> None:
         ("devices=2.5", "is not a number of devices"),
         ("link=10", "'10' is not understood; write it like link=10gbit"),
         ("memory=80", "write it like memory=80gb"),
+        ("memory=0.5b", "--what-if memory=0.5b: '0.5b' is less than a byte"),
+        ("link=1e400gbit", "is not a finite number above 0; write it like link=10gbit"),
+        ("speed=1e400", "is not a finite number above 0; write it like speed=2x"),
+        ("speed=0", "is not a finite number above 0"),
+        ("devices=1e12", "is not a number of devices up to"),
     ],
 )
 def test_what_is_not_understood_is_refused(text: str, words: str) -> None:

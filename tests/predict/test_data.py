@@ -236,6 +236,26 @@ def test_laws_of_loading(data: st.DataObject, machines: ClusterSpec, loading: Lo
         dataclasses.replace(one, cores=more * cores, memory_nbytes=more * one.memory_nbytes) for one in nodes
     )
     assert step_s(loading, dataclasses.replace(machines, nodes=larger)) <= took
+    assert step_s(loading, listed_singly(machines)) == pytest.approx(took, rel=1e-8)
+
+
+def listed_singly(machines: ClusterSpec) -> ClusterSpec:
+    """The same hosts, each with a name of its own."""
+    nodes = [
+        dataclasses.replace(node, name=f"{node.name}-{at}", count=1)
+        for node in machines.nodes
+        for at in range(node.count)
+    ]
+    return dataclasses.replace(machines, nodes=tuple(nodes))
+
+
+def test_of_hosts_that_read_unequally_many_samples_the_fullest_counts() -> None:
+    """Replicas of three stages each on hosts of two: the one in the middle reads for both replicas."""
+    how = meshed(32, mesh={"replicate": 2, "stage": 3})
+    for where in (cards(3, disk_read_bytes_per_s=1e8), listed_singly(cards(3, disk_read_bytes_per_s=1e8))):
+        assert data_s(fed(mlp(64, 3), stored_nbytes=MEGA), where, how) == pytest.approx(2 * 16 * MEGA / 1e8)
+        together = dataclasses.replace(where, shared_read_bytes_per_s=1e7)
+        assert data_s(fed(mlp(64, 3), stored_nbytes=MEGA), together, how) == pytest.approx(4 * 16 * MEGA / 1e7)
 
 
 def test_a_batch_is_there_when_its_slowest_station_is_through() -> None:

@@ -71,14 +71,38 @@ def test_cards_take_the_quickest_way_and_gloo_the_ring() -> None:
 )
 def test_what_exchanges_take_of_a_ranks_cores(core_ns: float | None, ranks: int, share: float) -> None:
     """4 ns a byte at 0.125 GB/s are half a core: an eighth of the four that a rank alone on its host has. Where ranks
-    share both the cores and the connection, the part is the same."""
+    share both the cores and the connection, the part is the same. In latencies nobody computes; what is assumed is of
+    all of the time."""
     each = None if core_ns is None else core_ns * 1e-9
     machine = cluster(count=2, links=(link("node"), link("network", 1e-3, 1.25e8, core_s_per_nbyte=each)))
     seats = place(machine, ranks)
     inside = {"replicate": 2, "split": ranks // 2}
     plan = meshed(64, mesh=inside if ranks > 2 else {"replicate": 2})
     group = network(machine, seats, plan).group("replicate")
-    assert group.core_share(seats[0]) == pytest.approx(share)
+    sent_s = group.all_reduce(1e6) - (0 if core_ns is None else 2 * 1e-3)
+    assert group.on_cores(seats[0]).all_reduce(1e6) == pytest.approx(share * sent_s)
+
+
+@given(
+    core_ns=st.floats(0, 100), bandwidth=st.floats(1e6, 1e11), more=st.floats(1, 100), large=st.floats(0.1, 1),
+    nbytes=st.floats(1, 1e9),
+)  # fmt: skip
+def test_quicker_links_take_no_more_of_the_cores(
+    core_ns: float, bandwidth: float, more: float, large: float, nbytes: float
+) -> None:
+    def taken(small: float, beyond: float) -> tuple[float, float]:
+        spec = link("network", 1e-3, small, core_s_per_nbyte=core_ns * 1e-9, large_nbytes=2**20,
+                    large_bandwidth_bytes_per_s=beyond)  # fmt: skip
+        machine = cluster(count=2, links=(spec,))
+        seats = place(machine, 2)
+        group = network(machine, seats, meshed(64, mesh={"replicate": 2})).group("replicate")
+        return group.all_reduce(nbytes), group.on_cores(seats[0]).all_reduce(nbytes)
+
+    lasts_s, cores_s = taken(bandwidth, large * bandwidth)
+    assert cores_s <= min(lasts_s, core_ns * 1e-9 * nbytes / 4) * (1 + 1e-9)
+    for quicker in ((more, more), (more, 1.0), (1.0, min(more, 1 / large))):
+        _, less_s = taken(quicker[0] * bandwidth, quicker[1] * large * bandwidth)
+        assert less_s <= cores_s * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(("each", "said"), [(None, "assumed: {}"), (4e-9, "{}: 4 ns a byte (measured)")])
@@ -91,7 +115,8 @@ def test_a_prediction_says_whether_what_exchanges_take_was_measured(each: float 
 def test_cards_exchange_beside_their_work() -> None:
     machine = machines(hosts=2, per_host=1)
     seats = place(machine, 2)
-    assert network(machine, seats, meshed(64, mesh={"replicate": 2})).group("replicate").core_share(seats[0]) == 0
+    group = network(machine, seats, meshed(64, mesh={"replicate": 2})).group("replicate")
+    assert group.on_cores(seats[0]).all_reduce(1e9) == 0
 
 
 def test_gradients_of_hosts_with_several_cpu_ranks_are_summed_in_two_tiers() -> None:

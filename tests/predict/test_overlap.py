@@ -31,12 +31,12 @@ def test_buckets_hold_every_gradient_once_in_order_of_backward(gradients: list[i
 def test_exposed_is_never_more_than_all_communication(seconds: list[float], data: st.DataObject, share: float) -> None:
     fused = buckets([1.0] * len(seconds), 3)
     times = data.draw(st.lists(st.floats(0, 20), min_size=len(fused), max_size=len(fused)))
-    done = exchange(seconds, fused, times, compute_share=share)
+    done = exchange(seconds, fused, times, cores_s=[share * one for one in times])
     assert 0 <= done.exposed_s <= done.total_s * (1 + 1e-12)
     assert done.total_s == pytest.approx(sum(times))
     # The last bucket is ready only when backward has ended: it can never hide.
     assert done.exposed_s >= times[-1] * (1 - 1e-9) - 1e-9
-    assert exchange(seconds, fused, times, compute_share=1.0).exposed_s == pytest.approx(sum(times))
+    assert exchange(seconds, fused, times, cores_s=times).exposed_s == pytest.approx(sum(times))
 
 
 def test_recurrence_by_hand() -> None:
@@ -44,8 +44,9 @@ def test_recurrence_by_hand() -> None:
     # Ready at 1, 2, 4; on the link 1..4, 4..5, 5..6; backward ends at 4.
     done = exchange([1.0, 1.0, 2.0], fused, [3.0, 1.0, 1.0])
     assert (done.total_s, done.exposed_s) == (5.0, 2.0)
-    # Half of the hidden 3 seconds costs compute all the same.
-    assert exchange([1.0, 1.0, 2.0], fused, [3.0, 1.0, 1.0], compute_share=0.5).exposed_s == 3.5
+    # Three of the five seconds are hidden, and cost compute that part of what all of them take of its cores.
+    assert exchange([1.0, 1.0, 2.0], fused, [3.0, 1.0, 1.0], cores_s=[1.5, 0.5, 0.5]).exposed_s == 3.5
+    assert exchange([1.0, 1.0, 2.0], fused, [3.0, 1.0, 1.0], cores_s=[0.0, 0.0, 1.0]).exposed_s == 2.6
 
 
 def test_one_bucket_hides_nothing() -> None:

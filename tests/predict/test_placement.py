@@ -1,5 +1,6 @@
 """Where ranks sit, and which link their ring sees."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -7,8 +8,8 @@ import pytest
 from predict.examples import cluster, cpu, gpu, link, mlp, plan
 from tutti.errors import PlanError
 from tutti.predict import constants, predict
-from tutti.predict.placement import place, ring_link, ring_tier
-from tutti.spec.cluster import ClusterSpec, NodeSpec
+from tutti.predict.placement import place, ring_link, ring_tier, seated_link
+from tutti.spec.cluster import ClusterSpec, NodeSpec, slowest
 from tutti.spec.compression import Compression
 from tutti.spec.plan import Sync
 from tutti.spec.relaxed import Relaxed
@@ -102,3 +103,30 @@ def test_a_missing_link_is_named_with_the_remedy() -> None:
     alone = cluster(links=())
     with pytest.raises(PlanError, match=r"no link of tier 'node' \(it has: none\), which 2 ranks need; measure it"):
         ring_link(alone, place(alone, 2))
+
+
+def test_of_the_hosts_in_use_the_slowest_link_counts_in_each_respect() -> None:
+    far, thin = link("network", 1e-3, 1e9), link("network", 1e-6, 1e8, evidence="published", ranks=2)
+    near = (link("node", 1e-5, 1e10),)
+    node = NodeSpec(name="far", device="d", devices_per_node=2, memory_nbytes=2**30, links=(far, *near))
+    other = dataclasses.replace(node, name="thin", links=(thin, *near))
+    idle = dataclasses.replace(node, name="single", devices_per_node=1, links=())
+    machines = ClusterSpec(name="three", devices={"d": gpu()}, nodes=(node, other, idle), links=())
+    assert seated_link(machines, place(machines, 2), "network") == far
+    both = seated_link(machines, place(machines, 4), "network")
+    assert both is not None
+    assert (both.latency_s, both.bandwidth_bytes_per_s) == (1e-3, 1e8)
+    assert (both.evidence, both.ranks) == ("published", 2)
+    assert seated_link(machines, place(machines, 5), "network") is None
+    assert seated_link(machines, place(machines, 5), "node") == near[0]  # one device alone needs none
+    with pytest.raises(PlanError, match="no link of tier 'network'"):
+        ring_link(machines, place(machines, 5))
+
+
+def test_a_bend_of_one_link_counts_where_another_is_straight() -> None:
+    bent = link("network", 1e-6, 4e9, large_nbytes=2**20, large_bandwidth_bytes_per_s=1e9, core_s_per_nbyte=1e-9)
+    straight = link("network", 1e-6, 2e9, core_s_per_nbyte=3e-9)
+    both = slowest([bent, straight, bent])
+    assert (both.large_nbytes, both.large_bandwidth_bytes_per_s) == (2**20, 1e9)
+    assert both.core_s_per_nbyte == 3e-9
+    assert slowest([bent, bent]) == bent

@@ -1,5 +1,6 @@
 """The step as it falls: tracks fill it without gaps, and their sums are the prediction's."""
 
+import re
 from typing import Any
 
 import pytest
@@ -133,3 +134,18 @@ def test_ranks_in_words() -> None:
     assert ranks_in_words([0, 1, 2]) == "ranks 0-2"
     assert ranks_in_words([0, 4, 8, 12]) == "ranks 0, 4, 8, 12"
     assert ranks_in_words(list(range(0, 64, 4))) == "ranks 0, 4, 8 ... 60"
+
+
+def test_what_limits_a_pipeline_is_told_as_its_tracks_tell_it() -> None:
+    """Bubbles are no communication, though phases count both as exposed: a faster link would not end them."""
+    plan = meshed(64, 2, {"stage": 4})
+    found, prediction = timeline(transformer(), machines(1, 4), plan), predict(transformer(), machines(1, 4), plan)
+    slowest = found.tracks[0].seconds
+    limited_s = prediction.step_time_s.value - prediction.phases["other"]
+    told = {name.strip(): float(part) / 100 for name, part in re.findall(r"([a-z ]+) (\d+)%", prediction.notes[0])}
+    assert slowest["bubble"] > 10 * slowest["communication"]
+    assert told["waiting for other stages"] == pytest.approx(slowest["bubble"] / limited_s, abs=0.02)
+    assert told["communication"] == pytest.approx(slowest["communication"] / limited_s, abs=0.02)
+    assert prediction.notes[0].startswith("limited by waiting for other stages")
+    alone = predict(transformer(), machines(1, 4), meshed(64, 2, {"replicate": 4}))
+    assert "other stages" not in " ".join(alone.notes)

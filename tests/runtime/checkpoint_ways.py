@@ -66,6 +66,7 @@ PLANS = (
     Way(family=GPT, mesh={"shard": 2}, fields=zero(3), words="ZeRO-3"),
     Way(family=GPT, mesh={"replicate": 2, "shard": 2}, fields=zero(3, offload="optimizer"), words="ZeRO-3, offload"),
     Way(family=GPT, mesh={"split": 2}),
+    Way(family=GPT, mesh={"split": 2}, fields={"split_shares": (1.0, 3.0)}, words="unequal parts"),
     Way(family=GPT, mesh={"stage": 2}, fields={"pipeline": Pipeline(schedule="1f1b")}),
     Way(
         family=GPT,

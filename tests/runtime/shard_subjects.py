@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+import tutti
 from against_one import Subject
 
 WORDS = 11
@@ -239,3 +240,13 @@ def reaching() -> Subject:
 
 def opaque() -> Subject:
     return Subject(model=Returning, data=words(), loss_fn=F.cross_entropy, batch=7)
+
+
+def counted() -> Subject:
+    """A mean in which samples count differently; with parameters outside of blocks."""
+    return Subject(model=Tied, data=words(), loss_fn=_by_weight, batch=7, optimizer=momentum)
+
+
+def _by_weight(output: torch.Tensor, target: torch.Tensor) -> tutti.Weighted:
+    counts = (1 + target % 3).to(output.dtype)
+    return tutti.Weighted((F.cross_entropy(output, target, reduction="none") * counts).sum(), counts.sum())

@@ -15,8 +15,11 @@ from tutti.runtime.world import World, join
 from tutti.spec.plan import BatchPlan, Plan
 
 
-def run_cases(modules: dict[str, str], names: tuple[str, ...], steps: int = 2) -> dict[str, str]:
-    """On every rank: each case (its name -> the module and table it is in) beside the whole model. Returns failures."""
+def run_cases(
+    modules: dict[str, str], names: tuple[str, ...], steps: int = 2, shares: tuple[float, ...] = ()
+) -> dict[str, str]:
+    """On every rank: each case (its name -> the module and table it is in) beside the whole model, divided in `shares`
+    if there are any. Returns failures."""
     import importlib
 
     torch.set_default_dtype(torch.float64)
@@ -26,7 +29,7 @@ def run_cases(modules: dict[str, str], names: tuple[str, ...], steps: int = 2) -
     for name in names:
         case = importlib.import_module(modules[name]).CASES[name]
         try:
-            beside(name, case, world, mesh, steps)
+            beside(name, case, world, mesh, steps, shares)
         except Exception as error:  # one case must not hide the others; all ranks fail alike
             import traceback
 
@@ -36,13 +39,18 @@ def run_cases(modules: dict[str, str], names: tuple[str, ...], steps: int = 2) -
     return failures
 
 
-def beside(name: str, case: Any, world: World, mesh: Mesh, steps: int) -> None:
+def beside(name: str, case: Any, world: World, mesh: Mesh, steps: int, shares: tuple[float, ...] = ()) -> None:
     torch.manual_seed(1)
     whole = case.model().double()
     divided = copy.deepcopy(whole)
     layout = Layout.of(divided, mesh)
-    plan = Plan(batch=BatchPlan(global_batch_size=1), mesh={"split": mesh.world_size}, layout=case.layout)
-    decided = {(one.name, one.role) for one in decide(divided, case.layout, mesh.world_size)}
+    plan = Plan(
+        batch=BatchPlan(global_batch_size=1),
+        mesh={"split": mesh.world_size},
+        layout=case.layout,
+        split_shares=shares,
+    )
+    decided = {(one.name, one.role) for one in decide(divided, case.layout, mesh.world_size, weights=shares)}
     missing = {one for one in case.divided if one not in decided} - {(n, "column") for n, r in decided if r == "shared"}
     assert not missing, f"{name}: {missing} not among {decided}"
     split_model(divided, plan, layout)

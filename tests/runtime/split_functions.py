@@ -134,7 +134,7 @@ def check_all() -> list[str]:
             heads = None if keys is None else place(1, keys)
             attempt(f"attention {name}", function, qkvm, [place(1, queries), heads, heads, None])
     for key_heads in (1, 2, 3, 6):
-        shared = shared_heads(12, key_heads, group.size)
+        shared = shared_heads(queries, key_heads)
         held = [torch.randn(2, key_heads, 5, 4)]
         attempt(f"{key_heads} heads held twice", lambda k: k.flip(0) * k + k.sum(1, True), held, [place(1, shared)])
         few = [qkvm[0], torch.randn(2, key_heads, 5, 4), torch.randn(2, key_heads, 5, 4)]

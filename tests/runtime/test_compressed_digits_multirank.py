@@ -1,5 +1,6 @@
 """Handwritten digits with every method: held-out accuracy, and the loss in training, which is harder to reach."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from harness import preload, run_ranks
 from runtime.digits import Reached, reach
+from tutti.compress.state import State
 from tutti.optim.large_batch import LAMB
 
 preload("sklearn.datasets")
@@ -29,9 +31,37 @@ beside exact sums at its own rate, which come less far in as many steps.
 """
 
 
-def reach_with(methods: list[str]) -> dict[str, Reached]:
-    """What is reached with every method."""
+LOSSES: dict[str, float] = {"top-k": 0.02, "top16-q4": 0.012, "powersgd": 0.012, "one-bit-lamb,freeze_step=66": 0.005}
+"""By method: the largest mean loss of the last steps, where it is not that of its kind. top-k and top16-q4 get to 97 %
+without error feedback, too: accuracy tells nothing of it. Losses with it and without, measured on 4 ranks
+with seed 1: top-k 0.015, 0.027; top16-q4 0.0078, 0.019; powersgd 0.0065, 0.29; dgc 0.033, 0.43; one-bit 0.16, 0.42
+(exact 0.099); one-bit-adam 0.015, 0.071; one-bit-lamb 0.0008, 0.025. With seed 2, top-k 0.0086, 0.023; top16-q4 0.0059,
+0.018; powersgd 0.0064, 0.24; dgc 0.032, 0.37; one-bit 0.14, 0.44. float16 and byte-adam lose too little to show here:
+0.0057 and 0.011 either way.
+"""
+
+TOLD_BY_LOSS = ["top-k", "top16-q4", "powersgd", "dgc,density=0.01", "one-bit"]
+"""Methods whose loss tells whether errors are fed back."""
+
+
+def reach_with(methods: list[str], *, feedback: bool = True) -> dict[str, Reached]:
+    """What is reached with every method; without `feedback`, with nothing kept of what a step did not send."""
+    if not feedback:
+        State.commit = forgetting(State.commit)  # type: ignore[method-assign]
     return {words: reach(words, optimizer=optimizer_of(words), TUTTI_COMPRESS=words) for words in methods}
+
+
+def forgetting(commit: Callable[[State], None]) -> Callable[[State], None]:
+    def forget(state: State) -> None:
+        commit(state)
+        if "residual" in state.old:
+            state.old["residual"].zero_()
+
+    return forget
+
+
+def reach_forgetting(methods: list[str]) -> dict[str, Reached]:
+    return reach_with(methods, feedback=False)
 
 
 def optimizer_of(words: str) -> Any:
@@ -46,7 +76,7 @@ def judge(found: dict[str, Reached]) -> None:
     for words, one in found.items():
         if RATES[words][0] == 0.1:
             assert one.accuracy >= 0.97, f"{words}: {one}"
-            assert one.last <= 0.05, f"{words}: {one}"
+            assert one.last <= LOSSES.get(words, 0.05), f"{words}: {one}"
     if "one-bit" in found:
         one, exact = found["one-bit"], found["float32"]
         assert one.accuracy >= exact.accuracy - 0.02, f"one-bit: {one}, exact sums {exact}"
@@ -67,7 +97,7 @@ def test_digits_are_learnt_with_momenta_summed() -> None:
     for found in run_ranks(reach_with, 4, list(MOMENTA), timeout_s=590):
         for words, one in found.items():
             assert one.accuracy >= 0.97, f"{words}: {one}"
-            assert one.last <= 0.02, f"{words}: {one}"
+            assert one.last <= LOSSES.get(words, 0.02), f"{words}: {one}"
 
 
 @pytest.mark.timeout(600)
@@ -75,6 +105,19 @@ def test_digits_are_learnt_with_momenta_summed() -> None:
 def test_digits_are_learnt_with_every_method() -> None:
     for found in run_ranks(reach_with, 4, list(RATES), timeout_s=590):
         judge(found)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.long
+def test_without_error_feedback_every_loss_is_too_large() -> None:
+    """That the losses above can be missed."""
+    found = run_ranks(reach_forgetting, 4, [*TOLD_BY_LOSS, "float32"], timeout_s=590)[0]
+    exact = found.pop("float32")
+    for words, one in found.items():
+        assert one.last > (2 * exact.last if words == "one-bit" else LOSSES.get(words, 0.05)), f"{words}: {one}"
+    momenta = ["one-bit-adam,freeze_step=66", "one-bit-lamb,freeze_step=66"]
+    for words, one in run_ranks(reach_forgetting, 4, momenta, timeout_s=590)[0].items():
+        assert one.last > LOSSES.get(words, 0.02), f"{words}: {one}"
 
 
 def test_digits_are_learnt_with_the_largest_values() -> None:

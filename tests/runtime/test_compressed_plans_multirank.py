@@ -296,13 +296,18 @@ def moving() -> Subject:
     return Subject(model=halves, data=vectors(), loss_fn=F.cross_entropy)
 
 
+def slow() -> Subject:
+    return replace(clipped(), optimizer=torch.optim.SGD)
+
+
 def test_what_does_not_go_together_is_refused_on_all_ranks() -> None:
     cases: list[Case] = [
         (sparse, {"mesh": {"replicate": 2}, "sync": Sync(compress=Compression(method="one-bit"))}),
         (moving, {"mesh": {"replicate": 2}, "sync": Sync(compress=Compression(method="dgc"))}),
+        (slow, {"mesh": {"replicate": 2}, "sync": Sync(compress=Compression(method="dgc"))}),
         (plain, {"mesh": {"shard": 2}, "sync": Sync(compress=Compression(method="one-bit", between="hosts"))}),
     ]
-    said = ("embed is sparse", "AdamW has one of its own", "sharding.level = 3")
+    said = ("embed is sparse", "AdamW has one of its own", "clip_norm = 0.05: what comes out", "sharding.level = 3")
     assert_refused(run_ranks(refusals, 2, cases), said)
 
 

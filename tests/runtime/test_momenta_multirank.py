@@ -20,7 +20,7 @@ from tutti.compress.two_phase import Gathered, TwoPhase
 from tutti.optim.large_batch import LAMB
 from tutti.runtime.compressed import compressor
 from tutti.runtime.compressed.compressor import sizes_of
-from tutti.spec.compression import Compression, bucket_sent_nbytes, parse_compression
+from tutti.spec.compression import Compression, bucket_sent_nbytes, flags_sent_nbytes, parse_compression
 from tutti.spec.plan import Pipeline, Sharding
 
 STEPS, FREEZE = 12, 4
@@ -217,6 +217,7 @@ def test_momenta_that_came_out_and_are_kept_are_those_that_went_in(world_size: i
             sum(bucket_sent_nbytes(how.at(step), some, world_size, 8) for some in first["shapes"])
             for step in (0, FREEZE)
         )
+        exact += sum(flags_sent_nbytes(len(some), world_size, 8) for some in first["shapes"])  # how far parts cancel
         assert sent == [exact] * FREEZE + [coded] * (STEPS - FREEZE), one
         assert coded < exact
 

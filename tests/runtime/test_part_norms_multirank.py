@@ -58,6 +58,15 @@ PLANS: dict[str, dict[str, Any]] = {
     "stage 2": {"mesh": {"stage": 2}},
     "shard 2, level 1": {"mesh": {"shard": 2}, "sharding": Sharding(level=1)},
     "shard 2, level 1, split 2": {"mesh": {"shard": 2, "split": 2}, "sharding": Sharding(level=1)},
+    "shard 2, level 2": {"mesh": {"shard": 2}, "sharding": Sharding(level=2)},
+    "shard 3, level 3": {"mesh": {"shard": 3}, "sharding": Sharding(level=3)},
+    "shard 4, level 2": {"mesh": {"shard": 4}, "sharding": Sharding(level=2)},
+    "replicate 2, shard 2, level 3, offloaded": {
+        "mesh": {"replicate": 2, "shard": 2},
+        "sharding": Sharding(level=3, offload="parameters"),
+    },
+    "shard 2, level 3, split 2": {"mesh": {"shard": 2, "split": 2}, "sharding": Sharding(level=3)},
+    "shard 2, level 2, expert 2": {"mesh": {"shard": 2, "expert": 2}, "sharding": Sharding(level=2)},
     "expert 2": {"mesh": {"expert": 2}},
 }
 
@@ -86,7 +95,7 @@ def train(plan: Plan | None, names: list[str], experts: bool) -> dict[str, dict[
     return results
 
 
-QUICK = ("replicate 2, split 2", "stage 2", "shard 2, level 1, split 2")
+QUICK = ("replicate 2, split 2", "stage 2", "shard 2, level 1, split 2", "shard 4, level 2")
 
 
 @pytest.mark.parametrize(

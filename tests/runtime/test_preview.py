@@ -88,3 +88,11 @@ def test_inside_a_world_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     with pytest.raises(PlanError, match="has joined a world"):
         explain_layout(model(), plan(replicate=2))
+
+
+def test_of_a_large_world_ranks_are_examples_and_said_to_be() -> None:
+    found = explain_layout(stack(), plan(stage=2, replicate=32), sample=arguments)
+    assert len(found.ranks) < 64
+    placements = {module.placement for module in found.modules if "on ranks" in module.placement}
+    assert placements
+    assert all(placement.endswith(" of those looked at") for placement in placements)

@@ -1,13 +1,19 @@
 """Parts of tensors, blocks of models, and which optimizers may be given parts."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.optim import Optimizer
 
+from tutti.errors import PlanError
+from tutti.optim.large_batch import LAMB, LARS, NovoGrad, nvlamb
 from tutti.runtime.shard.blocks import blocks_of
-from tutti.runtime.shard.elementwise import is_elementwise
+from tutti.runtime.shard.elementwise import check_takes_parts, is_by_norms, is_elementwise
 from tutti.runtime.shard.pieces import Pieces, even_bounds
 
 SHAPES = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3).map(torch.Size), min_size=1, max_size=4)
@@ -78,6 +84,31 @@ def test_which_optimizers_may_have_parts(name: str) -> None:
 def test_an_optimizer_with_norms_may_not() -> None:
     assert not is_elementwise(TrustRatio([nn.Parameter(torch.ones(2))], lr=0.1))
     assert is_elementwise(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9, nesterov=True))
+
+
+class OwnNorm(LARS):
+    """Looks at what it holds beside the norms that it is told."""
+
+    def _update(self, live: list[tuple[nn.Parameter, dict[str, Any]]]) -> None:
+        for parameter, _ in live:
+            parameter.grad /= parameter.grad.abs().max()
+        super()._update(live)
+
+
+@pytest.mark.parametrize("make", [LARS, LAMB, nvlamb, NovoGrad])
+def test_an_optimizer_whose_norms_can_be_told_may(make: Callable[..., Optimizer]) -> None:
+    optimizer = make([nn.Parameter(torch.ones(2))], lr=0.1)
+    assert not is_elementwise(optimizer)
+    assert is_by_norms(optimizer)
+    check_takes_parts(optimizer)
+
+
+@pytest.mark.parametrize("kind", [OwnNorm, TrustRatio])
+def test_an_optimizer_with_norms_of_its_own_is_refused(kind: type[Optimizer]) -> None:
+    optimizer = kind([nn.Parameter(torch.ones(2))], lr=0.1)  # type: ignore[call-arg]
+    assert not is_by_norms(optimizer)
+    with pytest.raises(PlanError, match=f"{kind.__name__} does not treat .* use sharding level 1"):
+        check_takes_parts(optimizer)
 
 
 def linear() -> nn.Module:

@@ -93,6 +93,32 @@ def test_refused_with_places_and_remedy(name: str) -> None:
     assert re.search(words, str(caught.value)), str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (Attention, r"'the model' has 12 attention heads, of which split_shares = \[30.0, 1.0\] leaves place 1.*none"),
+        (lambda: plain(8, 9, 5), "'0' has 9 outputs.*fewer split ranks.*modules='0\\*', placement='replicate'"),
+    ],
+)
+def test_unequal_parts_of_nothing_are_refused(model: Any, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        decide(model(), (), 2, weights=(30.0, 1.0))
+
+
+def test_unequal_parts_follow_what_a_model_is_made_of() -> None:
+    """Heads stay whole, three of them on two ranks; key heads with those that use them, until there are too few."""
+    parts = {one.name: one.spread.parts for one in decide(example_gpt(heads=3), (), 2, weights=(2.0, 1.0))}
+    assert parts["blocks.0.qkv"] == (((0, 16), (24, 40), (48, 64)), ((16, 24), (40, 48), (64, 72)))
+    assert parts["blocks.0.merge"] == (((0, 16),), ((16, 24),))
+    assert parts["tokens"] == parts["head"] == (((0, 35),), ((35, 53),))
+    grouped = {one.name: one for one in decide(Attention(key_heads=4), (), 2, weights=(2.0, 1.0))}
+    assert (grouped["k_proj"].role, grouped["k_proj"].spread.parts) == ("column", (((0, 6),), ((6, 8),)))
+    assert grouped["q_proj"].spread.parts == (((0, 18),), ((18, 24),))
+    few = {one.name: one for one in decide(Attention(key_heads=2), (), 2, weights=(3.0, 1.0))}
+    assert (few["k_proj"].role, few["q_proj"].spread.parts) == ("shared", (((0, 18),), ((18, 24),)))
+    assert few["k_proj"].spread.parts == (((0, 4),), ((2, 4),))
+
+
 def test_a_rule_for_another_axis_is_no_error() -> None:
     net = nn.Sequential(nn.EmbeddingBag(9, 8), *plain(8, 9, 5))
     assert decide(net, (rule("0", "split"),), 2, rules_for_others=True)

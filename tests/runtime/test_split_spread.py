@@ -72,7 +72,8 @@ def test_known_views() -> None:
 
 @pytest.mark.parametrize(("heads", "key_heads", "degree"), [(12, 3, 2), (12, 6, 4), (12, 1, 3), (8, 2, 8), (12, 3, 4)])
 def test_shared_heads_hold_what_the_queries_need(heads: int, key_heads: int, degree: int) -> None:
-    queries, keys = even(heads, degree), shared_heads(heads, key_heads, degree)
+    queries = even(heads, degree)
+    keys = shared_heads(queries, key_heads)
     repeated = keys.scaled(heads // key_heads)
     assert repeated.contains(queries)
     for rank in range(degree):

@@ -22,7 +22,13 @@ from tutti.compress.exchange import Exchange
 from tutti.compress.two_phase import Gathered, TwoPhase
 from tutti.runtime.compressed import compressor
 from tutti.runtime.consistency import coded
-from tutti.spec.compression import Compression, bucket_sent_nbytes, parse_compression, sum_sent_nbytes
+from tutti.spec.compression import (
+    Compression,
+    bucket_sent_nbytes,
+    flags_sent_nbytes,
+    parse_compression,
+    sum_sent_nbytes,
+)
 from tutti.spec.plan import Sharding
 from tutti.spec.portions import cut
 from tutti.spec.zero_one import local_updates
@@ -179,7 +185,9 @@ def test_ways_that_came_out_and_are_kept_are_those_that_went_in(world_size: int)
     how, expected, since, agreed = parse_compression(WORDS), [], 0, 0
     for step in range(STEPS):
         if step < FREEZE:
-            expected.append(sum(bucket_sent_nbytes(how.at(step), some, world_size, 8) for some in found[0]["shapes"]))
+            some, code = found[0]["shapes"], how.at(step)
+            looks = sum(flags_sent_nbytes(len(one), world_size, 8) for one in some) if code is None else 0
+            expected.append(looks + sum(bucket_sent_nbytes(code, one, world_size, 8) for one in some))
             continue
         since += 1
         due = since == local_updates(agreed, 2, 4)

@@ -5,8 +5,20 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tutti.spec.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeSpec
+from tutti.spec.cluster import (
+    ClusterSpec,
+    CompressRate,
+    Conditions,
+    DeviceSpec,
+    GemmRate,
+    LinkPoint,
+    LinkSpec,
+    MemoryRate,
+    NodeSpec,
+    WeightRate,
+)
 from tutti.spec.loading import Loading
+from tutti.spec.model import OpKind
 from tutti.spec.plan import BatchPlan, LayoutRule, Plan, Sync
 from tutti.spec.run import Recipe
 from tutti.spec.words import LastBatch, Precision, Unit
@@ -31,9 +43,11 @@ layout_rules = st.builds(LayoutRule, modules=st.text(min_size=1), recompute=st.b
 def plans(draw: st.DrawFn) -> Plan:
     degree = draw(st.integers(1, 8))
     shares = draw(st.one_of(st.just([]), st.lists(st.floats(0, 1e6), min_size=degree, max_size=degree)))
+    parts = draw(st.one_of(st.just([]), st.lists(st.floats(1e-6, 1e6), min_size=2, max_size=2)))
     return Plan(
         batch=draw(batches),
-        mesh={"replicate": degree},
+        mesh={"replicate": degree, "split": 2} if parts else {"replicate": degree},
+        split_shares=tuple(parts),
         layout=tuple(draw(st.lists(layout_rules, max_size=3))),
         shares=tuple(shares) if sum(shares) > 0 else (),
         precision=draw(st.sampled_from(Precision.__args__)),
@@ -43,6 +57,17 @@ def plans(draw: st.DrawFn) -> Plan:
 
 above = st.floats(1e-9, 1e30)
 not_below = st.floats(0, 1e30)
+counts = st.integers(1, 4096)
+rates_given: dict[type[Any], Any] = {
+    GemmRate: {"n": counts, "threads": counts, "flops_per_s": above, "concurrent": counts},
+    MemoryRate: {"threads": counts, "bytes_per_s": above, "concurrent": counts},
+    WeightRate: {"threads": counts, "forward": above, "input_gradient": above, "weight_gradient": above},
+    CompressRate: {"numel": positive, "encode_s": not_below, "decode_s": not_below},
+    LinkPoint: {"nbytes": positive, "time_s": above, "median_s": not_below},
+    Conditions: {"cores_granted": st.integers(0, 4096), "load_at_start": not_below, "load_at_end": not_below},
+}
+for kind, numbers in rates_given.items():
+    st.register_type_strategy(kind, st.builds(kind, **numbers))
 devices_given = st.builds(
     DeviceSpec,
     memory_nbytes=positive,
@@ -51,7 +76,10 @@ devices_given = st.builds(
     kernel_overhead_s=not_below,
     power_w=st.none() | not_below,
     price_per_device_hour=st.none() | not_below,
-    **dict.fromkeys(("gemm", "gemm_concurrent", "memory_rates", "compress_rates", "efficiency", "cores", "year"), ...),
+    efficiency=st.dictionaries(st.sampled_from(OpKind.__args__), above, max_size=3),
+    cores=st.integers(0, 4096),
+    year=st.none() | st.integers(1970, 2100),
+    **dict.fromkeys(("gemm", "gemm_concurrent", "memory_rates", "weight_rates", "compress_rates"), ...),
 )
 links_given = st.builds(LinkSpec, bandwidth_bytes_per_s=above, latency_s=not_below, points=...)
 loading_given = st.builds(

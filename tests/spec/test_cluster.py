@@ -1,12 +1,27 @@
 """A cluster file written by hand: quantities with units, what may be left out, what is refused."""
 
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import pytest
 
 from tutti.errors import SpecError
 from tutti.spec import codec
-from tutti.spec.cluster import ClusterSpec
+from tutti.spec.cluster import (
+    ClusterSpec,
+    CompressRate,
+    Conditions,
+    DeviceSpec,
+    GemmRate,
+    LinkPoint,
+    LinkSpec,
+    MemoryRate,
+    NodeSpec,
+    WeightRate,
+)
 from tutti.spec.quantities import BYTES, BYTES_PER_S, SECONDS, quantity
 
 
@@ -66,3 +81,86 @@ def test_bits_are_told_from_bytes_by_more_than_a_capital() -> None:
     assert quantity("1 KiB", BYTES) == 1024
     assert quantity("5 us", SECONDS) == pytest.approx(5e-6)
     assert quantity("1.2.3", BYTES) is None
+
+
+GEMM = GemmRate(dtype="float32", n=512, flops_per_s=1e9)
+DEVICE = DeviceSpec(
+    name="card", kind="cpu", memory_nbytes=2**34, memory_bandwidth_bytes_per_s=1e10, peak_flops_per_s={"float32": 1e12},
+    gemm=(GEMM,), gemm_concurrent=(GEMM,), memory_rates=(MemoryRate(bytes_per_s=1e10),),
+    weight_rates=(WeightRate(dtype="float32", forward=1e9, input_gradient=1e9, weight_gradient=1e9),),
+    compress_rates=(CompressRate(method="top-k", numel=2**20, encode_s=1e-3, decode_s=1e-3),),
+    efficiency={"conv": 0.5}, power_w=100.0, price_per_device_hour=1.0, year=2024,
+)  # fmt: skip
+LINK = LinkSpec(
+    tier="node", latency_s=1e-5, bandwidth_bytes_per_s=1e9, large_nbytes=2**20, large_bandwidth_bytes_per_s=1e8,
+    points=(LinkPoint(nbytes=1024, time_s=1e-4),), core_s_per_nbyte=1e-9,
+)  # fmt: skip
+FULL = ClusterSpec(
+    name="ours",
+    devices={"card": DEVICE},
+    nodes=(NodeSpec(name="host", device="card", memory_nbytes=2**34, disk_read_bytes_per_s=1e9),),
+    links=(LINK,),
+    conditions=Conditions(measured_utc="", cores_granted=2, load_at_start=0.0, load_at_end=0.0, versions={}),
+    shared_read_bytes_per_s=1e9,
+)
+MAY_BE_ZERO = {
+    "spread", "encode_s", "decode_s", "kernel_overhead_s", "cores", "power_w", "price_per_device_hour", "median_s",
+    "latency_s", "residual", "core_s_per_nbyte", "cores_granted", "load_at_start", "load_at_end",
+}  # fmt: skip
+
+
+def parts_of(spec: Any) -> Iterator[Any]:
+    """A spec and every spec within it."""
+    yield spec
+    for field in fields(spec):
+        value = getattr(spec, field.name)
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else (value,)
+        for one in inner:
+            if is_dataclass(one):
+                yield from parts_of(one)
+
+
+def numbers_of(spec: Any) -> list[str]:
+    """Names of its fields that are numbers, or words with numbers."""
+    hints = {field.name: str(field.type) for field in fields(spec)}
+    named = [name for name, hint in hints.items() if "int" in hint or "float" in hint]
+    values = {name: getattr(spec, name) for name in named}
+    return [name for name, value in values.items() if isinstance(value, int | float | dict) or value is None]
+
+
+EVERY = [(part, name) for part in parts_of(FULL) for name in numbers_of(part)]
+
+
+@pytest.mark.parametrize(("part", "name"), EVERY, ids=[f"{type(part).__name__}.{name}" for part, name in EVERY])
+def test_every_number_of_every_spec_is_one_that_a_machine_can_have(part: Any, name: str) -> None:
+    """Goes over the fields themselves: a new one that takes what it likes fails here, and so does one that the full
+    cluster above leaves out."""
+    value = getattr(part, name)
+    assert value is not None, f"give FULL a {type(part).__name__}.{name}, so that it is looked at"
+
+    def given(number: float) -> Any:
+        return replace(part, **{name: dict.fromkeys(value, number) if isinstance(value, dict) else number})
+
+    for number in (-1, -1e-9, math.nan, math.inf, -math.inf, 10**400):
+        with pytest.raises(SpecError, match=name):
+            given(number)
+    if name in MAY_BE_ZERO:
+        given(0)
+    else:
+        with pytest.raises(SpecError, match=rf"{name}.* = 0; give a number above 0"):
+            given(0)
+
+
+def test_every_kind_of_spec_is_looked_at() -> None:
+    kinds = {GemmRate, MemoryRate, WeightRate, CompressRate, DeviceSpec, LinkPoint, LinkSpec, NodeSpec, Conditions}
+    assert {type(part) for part in parts_of(FULL)} == kinds | {ClusterSpec}
+    assert len({(type(part), name) for part, name in EVERY}) >= 45
+
+
+@pytest.mark.parametrize("number", ["Infinity", "-Infinity", "NaN", "1e999", '"1e999 GB/s"', "1" + "0" * 400])
+@pytest.mark.parametrize("field", ["memory_nbytes", "memory_bandwidth_bytes_per_s"])
+def test_a_file_with_a_number_that_is_none_is_refused_in_a_sentence(field: str, number: str) -> None:
+    text = re.sub(rf'"{field}": [0-9.e+]+', f'"{field}": {number}', codec.dumps(FULL), count=1)
+    with pytest.raises(SpecError, match=field) as refused:
+        codec.loads(ClusterSpec, text, source="f")
+    assert str(refused.value).startswith("f: devices.card")

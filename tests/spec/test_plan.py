@@ -41,6 +41,15 @@ def test_world_size_is_the_product_of_the_mesh() -> None:
     assert Plan(batch=BatchPlan(global_batch_size=8)).world_size == 1
 
 
+def divided(*shares: float) -> Plan:
+    return Plan(batch=BatchPlan(global_batch_size=4), mesh={"split": 2}, split_shares=shares)
+
+
+def test_equal_split_shares_are_no_weights() -> None:
+    assert divided(2.0, 2.0).split_weights == divided().split_weights == ()
+    assert divided(2.0, 1.0).split_weights == (2.0, 1.0)
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
@@ -53,6 +62,9 @@ def test_world_size_is_the_product_of_the_mesh() -> None:
         (lambda: Plan(batch=BatchPlan(global_batch_size=4), mesh={"replicate": -2}), "mesh.replicate = -2"),
         (lambda: Plan(batch=BatchPlan(global_batch_size=4), shares=(1, 1)), "the mesh has 1 data-parallel ranks"),
         (lambda: Plan(batch=BatchPlan(global_batch_size=4), shares=(float("inf"),)), "every share must be"),
+        (lambda: divided(1.0, 2.0, 3.0), "3 entries, but mesh.split = 2"),
+        (lambda: divided(1.0, 0.0), "every share must be a number above 0"),
+        (lambda: divided(1.0, float("nan")), "every share must be a number above 0"),
     ],
 )
 def test_a_plan_that_means_nothing_cannot_be_made(build: object, message: str) -> None:

@@ -24,6 +24,11 @@ REFUSED: dict[str, dict[str, Any]] = {
     },
     "what a stage receives is not known to be cut": {"mesh": {"space": 2, "stage": 2}},
     "sequences are not cut": {"mesh": {"context": 2, "space": 2}},
+    "split ranks have unequal numbers of heads": {
+        "mesh": {"split": 2, "context": 2},
+        "split_shares": (1.0, 3.0),
+        "context": "all-to-all",
+    },
     "needs sharding level 2 or 3": {"mesh": {"shard": 4}, "sharding": Sharding(level=1, offload="parameters")},
 }
 

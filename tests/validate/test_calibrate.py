@@ -1,5 +1,6 @@
 """`tutti calibrate`: from run folders to a new cluster that predicts them."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,24 @@ def test_runs_that_say_nothing_are_refused(tmp_path: Path) -> None:
     write_run(tmp_path / "bare", complete=False)
     with pytest.raises(ReportError, match="no run has"):
         calibrated((tmp_path / "bare",), None)
+
+
+def test_a_given_cluster_of_other_devices_is_refused(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", Story(slower=2.0))
+    own = cluster()
+    again = replace(own, name="measured again")
+    fitted, fit = calibrated((run,), codec.save(again, tmp_path / "again.json"))
+    assert (fitted.name, fit.rows) == ("measured again", 1)
+    key, device = next(iter(own.devices.items()))
+    for change in ({"kind": "cuda"}, {"name": "another card"}):
+        other = replace(own, devices={**own.devices, key: replace(device, **change)})
+        with pytest.raises(ReportError, match=r"run ran on '.*' \(cpu\), but .* has .*; name the machines"):
+            calibrated((run,), codec.save(other, tmp_path / "other.json"))
+
+
+def test_a_run_whose_model_was_not_traced_tells_nothing_of_the_machine(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    model = codec.load(ModelSpec, run / "model.json")
+    codec.save(replace(model, untraced="the loss function f could not be traced"), run / "model.json")
+    with pytest.raises(ReportError, match="no run has"):
+        calibrated((run,), None)

@@ -73,3 +73,11 @@ def test_data_sheets_alone_predict_megatrons_tables_within_a_quarter() -> None:
         for score in family.scores:
             assert score.test is not None
             assert score.test.mean < 0.25
+
+
+def test_a_family_that_is_not_there_is_answered_with_those_that_are() -> None:
+    done = CliRunner().invoke(command, ["--family", "nope"])
+    assert isinstance(done.exception, DataError)
+    assert str(done.exception).startswith("there are no rows of family 'nope'; there are ")
+    assert {row.family for row in load_rows(None)} == set(str(done.exception).partition("there are ")[2]
+                                                          .partition("there are ")[2].split(", "))  # fmt: skip

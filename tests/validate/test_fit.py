@@ -97,6 +97,13 @@ def test_a_fitted_cluster_is_new_and_says_so() -> None:
     assert set(NAMES) == set(Constants.__dataclass_fields__)
 
 
+def test_links_that_hosts_have_of_their_own_are_fitted_too() -> None:
+    own = replace(CLUSTER, nodes=tuple(replace(node, links=CLUSTER.links) for node in CLUSTER.nodes), links=())
+    made, shared = (fitted_cluster(one, TRUTH, "fit") for one in (own, CLUSTER))
+    assert [node.links for node in made.nodes] == [shared.links]
+    assert shared.links != CLUSTER.links
+
+
 def test_a_probed_machine_keeps_what_its_probe_found_between_sizes_and_neighbours() -> None:
     rates = tuple(GemmRate(dtype="float32", n=n, flops_per_s=1e9 * n, concurrent=k) for n in (64, 256) for k in (1, 2))
     part = replace(

@@ -18,6 +18,8 @@ def plan(batch: int, num_microbatches: int = 1, **fields: Any) -> Plan:
 
 PLANS = {
     "split": ("decoder", plan(8, mesh={"split": 2})),
+    "split in unequal parts": ("mlp", plan(16, mesh={"split": 2}, split_shares=(3.0, 1.0))),
+    "split in 3 unequal parts": ("mlp", plan(16, mesh={"split": 3}, split_shares=(2.0, 1.0, 3.0))),
     "replicate x split": ("decoder", plan(8, mesh={"replicate": 2, "split": 2})),
     "ZeRO-1": ("mlp", plan(16, mesh={"shard": 3}, sharding=Sharding(level=1))),
     "ZeRO-3": ("decoder", plan(8, mesh={"shard": 2}, num_microbatches=2)),
@@ -29,7 +31,7 @@ PLANS = {
 }
 
 
-QUICK = ("replicate x split", "ZeRO-3", "stage")
+QUICK = ("replicate x split", "split in 3 unequal parts", "ZeRO-3", "stage")
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ class Options:
     predict: bool
     frugal: bool
     as_json: bool
+    one_screen: bool
 
     @property
     def name(self) -> str:
@@ -110,12 +111,19 @@ def own_count(options: Options) -> int:
 
 
 def given_plan(options: Options) -> "Plan | None":
+    """The plan of --plan, with sums and a mode as the command line says. Raises PlanError where no model can run so:
+    ranks need not be started to say it.
+    """
     if options.plan is None:
         return None
     from tutti.spec import codec
     from tutti.spec.plan import Plan
+    from tutti.spec.refusals import check_plan
+    from tutti.spec.sync_words import with_mode
 
-    return codec.load(Plan, options.plan)
+    plan = with_mode(codec.load(Plan, options.plan).compressed(options.compress), options.sync)
+    check_plan(plan)
+    return plan
 
 
 def given_mesh(options: Options) -> int | None:

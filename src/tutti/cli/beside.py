@@ -152,26 +152,32 @@ def _cluster(wanted: Wanted, say: Say) -> "ClusterSpec":
 def _work_out(wanted: Wanted, cluster: "ClusterSpec", say: Say) -> None:
     """Write cluster.json, model.json and prediction.json, and plan.json where the plan is wanted."""
     from tutti.cli.common import capture_script
-    from tutti.cli.planning import model_spec_of, plan_for
+    from tutti.cli.planning import costed, model_spec_of, plan_for
     from tutti.predict import predict
+    from tutti.predict.words import count
 
     folder = RunFolder(wanted.folder)
     codec.save(cluster, folder.cluster)
     captured = capture_script(wanted.script, wanted.arguments)
     captured = replace(captured, plan=with_mode(captured.plan.compressed(wanted.compress), wanted.sync))
+    model = model_spec_of(captured, name=wanted.script.stem)
+    codec.save(model, folder.model)
+    if wanted.plans and model.untraced:  # training needs no prediction
+        plan = _plan_of(wanted, captured)
+        ranks = count(plan.world_size, "rank")
+        say(f"{model.untraced}; so nothing can be predicted, and it trains on {ranks} (--nproc N: on N)")
+        codec.save(plan, folder.plan)
+        return
     if wanted.plans:
         from tutti.plan import explain
 
-        name, ranks, relax = wanted.script.stem, wanted.ranks, wanted.relax
-        choice = plan_for(captured, cluster, name=name, nproc=ranks, mesh=wanted.mesh, relax=relax)
+        name, relax = wanted.script.stem, wanted.relax
+        choice = plan_for(captured, cluster, name=name, nproc=wanted.ranks, mesh=wanted.mesh, relax=relax)
         say(explain(choice))
-        codec.save(model_spec_of(captured, name=wanted.script.stem), folder.model)
         codec.save(choice.prediction, folder.prediction)
         codec.save(choice.best, folder.plan)
         return
-    model = model_spec_of(captured, name=wanted.script.stem)
-    codec.save(model, folder.model)
-    codec.save(predict(model, cluster, _plan_of(wanted, captured)), folder.prediction)
+    codec.save(predict(costed(model), cluster, _plan_of(wanted, captured)), folder.prediction)
 
 
 def _plan_of(wanted: Wanted, captured: "Captured") -> Plan:

@@ -12,7 +12,7 @@ import click
 from tutti.cli.common import cluster_for, console, emit
 from tutti.cli.options import json_option
 from tutti.errors import ReportError
-from tutti.spec.cluster import ClusterSpec, Conditions
+from tutti.spec.cluster import ClusterSpec, Conditions, DeviceSpec
 
 if TYPE_CHECKING:
     from tutti.validate.fit import Fit, Sample
@@ -96,7 +96,8 @@ def _folders(path: Path) -> list[Path]:
 
 
 def _sample(folder: Path, cluster: ClusterSpec | None) -> "tuple[Sample, dict[str, str]] | None":
-    """What a run measured, without its wait for data: constants are of computing. None where it says too little."""
+    """What a run measured, without its wait for data: constants are of computing. None where it says too little.
+    Raises ReportError where `cluster`, which is to be corrected, is of other machines than the run's."""
     from tutti.report.read import read_records
     from tutti.report.timing import steady_steps
     from tutti.validate.fit import Sample
@@ -110,6 +111,11 @@ def _sample(folder: Path, cluster: ClusterSpec | None) -> "tuple[Sample, dict[st
     if records.model is None or records.plan is None or machines is None:
         console.print(f"left out: {folder} has no model, plan or cluster", style="yellow", soft_wrap=True)
         return None
+    if records.model.untraced:
+        console.print(f"left out: {folder}: {records.model.untraced}", style="yellow", soft_wrap=True, markup=False)
+        return None
+    if cluster is not None and records.cluster is not None:
+        _check_same(folder, records.cluster, cluster)
     times = [_own_s(row.number("wall_s"), row.mapping("phases")) for row in steady_steps(records)]
     known = [seconds for seconds in times if seconds > 0]
     if not known:
@@ -117,6 +123,23 @@ def _sample(folder: Path, cluster: ClusterSpec | None) -> "tuple[Sample, dict[st
     model = replace(records.model, loading=None)
     sample = Sample(model=model, cluster=machines, plan=records.plan, measured_s=median(known))
     return sample, {name: text for name, text in records.header.versions.items() if name in ("torch", "cuda", "python")}
+
+
+def _check_same(folder: Path, own: ClusterSpec, given: ClusterSpec) -> None:
+    """Raises ReportError where a run was on devices that are not in the cluster to correct: what they took says nothing
+    of others."""
+    known = {_device_words(device) for device in given.devices.values()}
+    ran_on = dict.fromkeys(_device_words(own.devices[node.device]) for node in own.nodes)
+    missing = [words for words in ran_on if words not in known]
+    if missing:
+        raise ReportError(
+            f"{folder} ran on {missing[0]}, but {given.name!r} has {', '.join(sorted(known))}; name the machines that "
+            "the runs were on with --cluster, or leave it out"
+        )
+
+
+def _device_words(device: DeviceSpec) -> str:
+    return f"{device.name!r} ({device.kind})"
 
 
 def _own_s(wall_s: float | None, phases: dict[str, float]) -> float:

@@ -29,8 +29,12 @@ def header_time(spec: LaunchSpec) -> int | None:
         return None
 
 
-def conclude(spec: LaunchSpec, console: Console, outcome: Outcome, *, has_job: bool, as_json: bool) -> int:
-    """Write the report, say how it went and return the exit code. `has_job`: whether a Job got as far as training."""
+def conclude(
+    spec: LaunchSpec, console: Console, outcome: Outcome, *, has_job: bool, as_json: bool, told_here: bool = True
+) -> int:
+    """Write the report, say how it went and return the exit code. `has_job`: whether a Job got as far as training.
+    `told_here`: whether it is printed here; else another node prints it, on the same screen.
+    """
     words: str | None = None
     code = outcome.exit_code
     if outcome.failure is not None:
@@ -48,9 +52,9 @@ def conclude(spec: LaunchSpec, console: Console, outcome: Outcome, *, has_job: b
     if words is not None and has_job and any(RunFolder(spec.folder).checkpoints.glob("step-*")):
         words += f"\ngo on from its last checkpoint with --resume {short(spec.folder)}"
     report = _report(spec, console) if has_job and spec.node_rank == 0 and outcome.status == "completed" else None
-    if words is not None:
+    if words is not None and told_here:
         console.print(words, markup=False, soft_wrap=True, style="red" if outcome.status == "failed" else None)
-    elif report is not None:
+    if words is None and report is not None:
         console.print(f"report: {short(report)}", soft_wrap=True)
     if as_json:
         print(json.dumps(_document(spec, outcome, code, words, report), indent=2))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def explain_script(options: "Options") -> None:
     """Explain the plan that the command line names, or the best one, for its script."""
     from tutti.cli.describe import describe_captured
-    from tutti.cli.planning import warn_if_changed, write_spec
+    from tutti.cli.planning import costed, warn_if_changed, write_spec
 
     if options.model is not None or not options.target:
         raise ScriptError("--explain, --mesh and --plan need a script: the layout is that of its modules")
@@ -46,6 +46,8 @@ def explain_script(options: "Options") -> None:
     model = describe_captured(captured, name=path.stem)
     warn_if_changed(plan, model)
     explanation = _explain(captured, plan, _tensors(model))
+    if options.html is not None or (options.cluster is not None and not options.as_json):
+        costed(model)  # a layout needs no costs, a step does
     if options.output is not None:
         write_spec(plan, options.output)
     if options.html is not None:

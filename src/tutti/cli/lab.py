@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -16,7 +17,7 @@ from tutti.errors import LabError
 
 if TYPE_CHECKING:
     from tutti.lab.record import LabRecord
-    from tutti.lab.run import Run
+    from tutti.lab.run import Run, Sink, Stream
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -28,7 +29,16 @@ POLL_S = 0.1
 
 def name_option(function: F) -> F:
     """--name: which lab, where several stand."""
-    return click.option("--name", default="lab", show_default=True, help="Which lab, where several stand.")(function)
+
+    def checked(context: click.Context, option: click.Parameter, name: str) -> str:
+        from tutti.lab.record import check_name
+
+        return check_name(name)
+
+    option = click.option(
+        "--name", default="lab", show_default=True, callback=checked, help="Which lab, where several stand."
+    )
+    return option(function)
 
 
 @click.group()
@@ -101,11 +111,12 @@ def run(name: str, arguments: tuple[str, ...]) -> None:
     if not arguments:
         raise LabError("no script was named; write `tutti lab run train.py`")
     record = _standing(name)
-    words = [*_unless_given(arguments, record), *arguments]
+    words = ["--one-screen", *_unless_given(arguments, record), *arguments]
     port = meeting_port()
     commands = {host: train_command(record, host, port, words) for host in record.hosts}
     # The run speaks on host 0: standard output is its alone, so that --json leaves one document there.
-    sys.exit(_wait(lambda: Run(record, commands, sink=partial(_print_line, others_out=sys.stderr))))
+    sink = _refusals_once(partial(_print_line, others_out=sys.stderr))
+    sys.exit(_wait(lambda: Run(record, commands, sink=sink, ends_with_process=True)))
 
 
 @command.command("exec", context_settings=PASS_ON)
@@ -123,7 +134,8 @@ def execute(name: str, host: str, words: tuple[str, ...]) -> None:
     record = _standing(name)
     words = words[1:] if words[0] == "--" else words
     if host == "all":
-        sys.exit(_wait(lambda: Run(record, dict.fromkeys(record.hosts, words), sink=_print_line)))
+        commands = dict.fromkeys(record.hosts, words)
+        sys.exit(_wait(lambda: Run(record, commands, sink=_print_line, ends_with_process=True)))
     number = _host_number(host, record)
     command_line = inside(record, number, words, place(record, number, meeting_port()))
     os.execvp(command_line[0], command_line)  # so that terminals, signals and the exit code are the command's own
@@ -167,6 +179,22 @@ def _print_line(host: int, stream: str, line: str, others_out: TextIO = sys.stdo
     to = sys.stderr if stream == "err" else others_out if host else sys.stdout
     to.write(line if host == 0 else f"host{host}: {line}")
     to.flush()
+
+
+def _refusals_once(sink: "Sink") -> "Sink":
+    """What all hosts refuse in the same words, before ranks start, is passed on once."""
+    said: set[str] = set()
+    lock = threading.Lock()
+
+    def take(host: int, stream: "Stream", line: str) -> None:
+        if stream == "err" and line.startswith("tutti: "):
+            with lock:  # hosts are listened to by threads
+                if line in said:
+                    return
+                said.add(line)
+        sink(host, stream, line)
+
+    return take
 
 
 def _wait(start: "Callable[[], Run]") -> int:

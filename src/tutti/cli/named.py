@@ -1,6 +1,7 @@
 """A model named on the command line instead of a script: `llama --layers 80 --hidden 8192`, or `llama3-70b`."""
 
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
 from tutti.errors import SpecError
@@ -10,11 +11,19 @@ from tutti.spec.model import ModelSpec
 def named_model(target: Sequence[str]) -> ModelSpec | None:
     """The ModelSpec of a named architecture or preset with its sizes; None where the first word is no such name.
 
-    A file of that name goes before it. Raises SpecError for sizes that the architecture lacks or cannot have.
+    A file of that name goes before it. Raises SpecError for sizes that the architecture lacks or cannot have, and for a
+    word that is neither a file nor a name but much like one.
     """
     from tutti.describe.architectures import architecture, names
 
-    if not target or target[0].lower() not in names() or Path(target[0]).exists():
+    if not target or Path(target[0]).exists():
+        return None
+    if target[0].lower() not in names():
+        near = get_close_matches(target[0].lower(), names(), n=3)
+        if near and not Path(target[0]).suffix:
+            raise SpecError(
+                f"{target[0]} is neither a script nor the name of a model; did you mean {' or '.join(near)}?"
+            )
         return None
     return architecture(target[0], sizes(target[1:]))
 

@@ -1,10 +1,12 @@
 """What `tutti plan` and `tutti predict` show of a plan beside the table: its step as it falls, scaling, its page."""
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tutti.cli.contest import seated, words_in_full
 from tutti.cli.planning import SEARCH_S, search
 from tutti.errors import PlanError, ReportError
 from tutti.plan import Choice, Request, device_counts, difference, explain, plan_words, rows, scaling, whole_words
@@ -49,12 +51,6 @@ class Planned:
     scaling: ScalingCurve | None = None
     trials: Trials | None = None
     scenarios: tuple[Scenario, ...] = ()
-
-
-def seated(cluster: ClusterSpec, nodes: tuple[str, ...]) -> ClusterSpec:
-    """The cluster with its kinds of nodes in the order in which a choice seats ranks."""
-    order = {name: place for place, name in enumerate(nodes)}
-    return replace(cluster, nodes=tuple(sorted(cluster.nodes, key=lambda node: order.get(node.name, len(order)))))
 
 
 def step_of(model: ModelSpec, cluster: ClusterSpec, choice: Choice, tracks: int = ROWS) -> Timeline:
@@ -103,7 +99,9 @@ def scenario_rows(planned: Planned) -> list[tuple[str, ...]]:
             continue
         step, memory = one.prediction.step_time_s.value, one.prediction.memory.total
         against = "" if one is planned.choice else _against(planned.choice, one)
-        found.append((other.change, plan_words(one.best), seconds(step), nbytes(memory), _cost(one), against))
+        found.append(
+            (other.change, words_in_full(one.best, one.request), seconds(step), nbytes(memory), _cost(one), against)
+        )
     return found
 
 
@@ -254,6 +252,11 @@ def _keys(plan: Plan, prediction: Prediction, found: Timeline) -> "tuple[KeyFigu
     )
 
 
+def exposed_words(plans: Iterable[Plan]) -> str:
+    """What heads the part of a step that predictions count as exposed: with stages, bubbles are in it."""
+    return "exposed comm. or bubble" if any(plan.degree("stage") > 1 for plan in plans) else "exposed comm."
+
+
 def _alternatives(choice: Choice, top: int) -> "Table":
     from tutti.report.plan_page import Table, TableRow
 
@@ -265,7 +268,7 @@ def _alternatives(choice: Choice, top: int) -> "Table":
         "microbatches",
         "precision",
         "step",
-        "exposed comm.",
+        exposed_words((choice.best, *(one.plan for one in choice.alternatives[:top]))),
         "memory a rank",
         *extra,
         "verdict",

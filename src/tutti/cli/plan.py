@@ -251,18 +251,18 @@ def _planned(
 def asked(options: Options) -> tuple[ModelSpec, "Request"]:
     """The model and the request that the command line means; the script is run up to its `prepare`."""
     from tutti.cli.named import named_model
-    from tutti.cli.planning import barred, demanded, model_spec_of
+    from tutti.cli.planning import barred, costed, demanded, model_spec_of
 
     if bool(options.model) == bool(options.target):
         raise ScriptError("name one thing to plan for: a script (tutti plan train.py), or --model FILE")
     model = codec.load(ModelSpec, options.model) if options.model is not None else named_model(options.target)
     if model is not None:
         free = replace(options, precision=options.precision or "auto")  # nothing else says what it computes in
-        return model, _request(free, Plan(batch=_batch(options)), model)
+        return costed(model), _request(free, Plan(batch=_batch(options)), model)
     path = Path(options.target[0])
     with console.status("tracing the model on shapes"):
         captured: Captured = capture_script(path, options.target[1:])
-        model = model_spec_of(captured, name=path.stem)
+        model = costed(model_spec_of(captured, name=path.stem))
     request = _request(options, captured.plan, model)
     return model, replace(request, demanded=demanded(captured), samples={**request.samples, **barred(captured)})
 

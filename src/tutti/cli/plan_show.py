@@ -8,6 +8,7 @@ from tutti.cli.common import console, emit
 from tutti.cli.outlook import (
     SCENARIO_COLUMNS,
     Scenario,
+    exposed_words,
     scenario_rows,
     show_curve,
     show_trials,
@@ -80,7 +81,8 @@ def table(choice: Choice, top: int) -> "Table":
     shown.add_column("plan", overflow="fold")
     shown.add_column("micro-\nbatches", justify="right", no_wrap=True)
     shown.add_column("precision", no_wrap=True)
-    for name in ("step", "exposed\ncomm.", "memory\na rank"):
+    exposed = exposed_words((choice.best, *(one.plan for one in choice.alternatives[:top])))
+    for name in ("step", exposed.replace(" ", "\n", 1), "memory\na rank"):
         shown.add_column(name, justify="right", no_wrap=True)
     extra = choice.request.objective not in ("throughput", "memory")
     if extra:

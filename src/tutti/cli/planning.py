@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tutti.cli.common import console
-from tutti.errors import SpecError
+from tutti.errors import PlanError, SpecError
 from tutti.plan import Choice, PrecisionPolicy, Request, Scope, changed_modules, choose
 from tutti.spec import codec
 from tutti.spec.cluster import ClusterSpec
@@ -30,6 +30,16 @@ def model_spec_of(captured: "Captured", *, name: str = "model") -> ModelSpec:
     return describe_captured(captured, name=name)
 
 
+def costed(model: ModelSpec) -> ModelSpec:
+    """The model as it is. Raises PlanError where its passes could not be followed: it would seem to cost nothing."""
+    if not model.untraced:
+        return model
+    raise PlanError(
+        f"{model.name}: {model.untraced}; so what a step costs is unknown, and no plan can be predicted: correct that, "
+        "or train without a prediction (tutti run --nproc N)"
+    )
+
+
 def plan_for(
     captured: "Captured",
     cluster: ClusterSpec,
@@ -45,7 +55,7 @@ def plan_for(
     """Choose a plan for a captured script: its batch, layout and sync stay; `nproc` fixes the number of ranks.
 
     Without more being said the plan is data parallel unless that does not fit, or the script's annotations ask for
-    more. `wishes`: other fields of the Request. Raises PlanError where nothing fits.
+    more. `wishes`: other fields of the Request. Raises PlanError where nothing fits or the model cannot be costed.
     """
     request = Request(
         script=captured.plan,
@@ -58,7 +68,7 @@ def plan_for(
         samples=barred(captured),
         **wishes,
     )
-    return search(model_spec_of(captured, name=name), cluster, request)
+    return search(costed(model_spec_of(captured, name=name)), cluster, request)
 
 
 def search(model: ModelSpec, cluster: ClusterSpec, request: Request, limit_s: float | None = None) -> Choice:

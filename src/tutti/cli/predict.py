@@ -83,12 +83,13 @@ def write_plan_page(model: ModelSpec, cluster: ClusterSpec, plan: Plan, path: Pa
 
 def _model(path: Path | None, target: tuple[str, ...], intended: Plan) -> ModelSpec:
     """The model to cost; a script's is described for the layout of the plan `intended`."""
+    from tutti.cli.planning import costed, model_spec_of
+
     if bool(path) == bool(target):
         raise ScriptError("name one model: --model FILE before the plan, or a script after it")
     if path is not None:
-        return codec.load(ModelSpec, path)
+        return costed(codec.load(ModelSpec, path))
     from tutti.cli.named import named_model
-    from tutti.cli.planning import model_spec_of
 
     named = named_model(target)
     if named is not None:
@@ -97,7 +98,7 @@ def _model(path: Path | None, target: tuple[str, ...], intended: Plan) -> ModelS
     with console.status("tracing the model on shapes"):
         captured = capture_script(script, target[1:])
         captured = replace(captured, plan=replace(captured.plan, layout=intended.layout))
-        return model_spec_of(captured, name=script.stem)
+        return costed(model_spec_of(captured, name=script.stem))
 
 
 def show(plan: Plan, prediction: "Prediction", out: "Console") -> None:
@@ -107,17 +108,22 @@ def show(plan: Plan, prediction: "Prediction", out: "Console") -> None:
     from tutti.predict.words import nbytes, seconds
 
     time, memory = prediction.step_time_s, prediction.memory
-    step = Table(title=f"Predicted step: {seconds(time.value)} ({seconds(time.low)} to {seconds(time.high)})")
+    out.print(f"Predicted step: {seconds(time.value)} ({seconds(time.low)} to {seconds(time.high)})")
+    step = Table()
     step.add_column("phase")
     step.add_column("predicted", justify="right")
     for phase, value in prediction.phases.items():
-        step.add_row(phase.replace("_", " "), seconds(value))
-    held = Table(title=f"Predicted memory of a rank: {nbytes(memory.total)}")
+        words = phase.replace("_", " ")
+        bubbles = phase == "exposed_communication" and plan.degree("stage") > 1
+        step.add_row(f"{words} or bubble" if bubbles else words, seconds(value))
+    held = Table()
     held.add_column("held by")
     held.add_column("predicted", justify="right")
     for name in ("parameters", "gradients", "optimizer", "activations", "communication", "buffers", "reserve"):
         held.add_row(name, nbytes(getattr(memory, name)))
-    out.print(step, held)
+    out.print(step)
+    out.print(f"Predicted memory of a rank: {nbytes(memory.total)}")
+    out.print(held)
     out.print(
         f"{prediction.throughput_per_s:,.0f} {plan.batch.unit}/s on {prediction.devices} ranks, "
         f"{prediction.model_flops_per_s / 1e9:,.1f} GFLOP/s; a rank sends at most "

@@ -56,6 +56,7 @@ PREDICTION_WAIT_S = 20.0
 @click.option("--frugal", is_flag=True, help="Give freed memory back at once: less of it, at some speed.")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as after `python -m`.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output.")
+@click.option("--one-screen", is_flag=True, help="Nodes share a screen and a folder: one of them says what failed.")
 @click.argument("target", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")
 def command(**given: Any) -> None:
     """Train SCRIPT on several ranks, by a plan: given, implied by --nproc, or made on the spot."""
@@ -209,7 +210,8 @@ def _train(options: Options, spec: "LaunchSpec", console: "Console") -> int:
         has_job = spec.node_rank > 0 or header_time(spec) != before
         if worker is not None and has_job and outcome.status == "completed":
             _await_prediction(worker, console)
-    return conclude(spec, console, outcome, has_job=has_job, as_json=options.as_json)
+    told_here = not options.one_screen or outcome.failure is None or outcome.failure.first in spec.ranks
+    return conclude(spec, console, outcome, has_job=has_job, as_json=options.as_json, told_here=told_here)
 
 
 def _to_predict(options: Options) -> bool:

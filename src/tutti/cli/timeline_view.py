@@ -51,15 +51,13 @@ def show_timeline(out: "Console", found: Timeline) -> None:
         f"One step, predicted: {seconds(time.value)} ({seconds(time.low)} to {seconds(time.high)}){left}",
         style="bold", markup=False, soft_wrap=True,
     )  # fmt: skip
+    letters = ""
     for track in found.tracks:
         line = Text(f"{_name(track, found):<{label}}  ")
-        line.append_text(drawn(track, found.left_out, time.value, width))
-        line.append(f"  {told[id(track)]}")
-        out.print(line, soft_wrap=True)
-    used = [
-        doing for doing in LETTERS if any(track.seconds.get(doing, 0.0) > TOLD * time.value for track in found.tracks)
-    ]
-    out.print(_legend({DOINGS[doing]: LETTERS[doing] for doing in used}), soft_wrap=True)
+        step = drawn(track, found.left_out, time.value, width)
+        letters += step.plain
+        out.print(line.append_text(step).append(f"  {told[id(track)]}"), soft_wrap=True)
+    out.print(_legend({DOINGS[doing]: look for doing, look in LETTERS.items() if look[0] in letters}), soft_wrap=True)
     if found.tracks_left_out:
         out.print(f"{found.tracks_left_out} rows between these are not shown", style="dim")
     out.print("Memory of a rank, predicted", style="bold")

@@ -7,10 +7,10 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from tutti.cli.common import console
-from tutti.errors import PlanError, ReportError, ScriptError
-from tutti.plan import Alternative, Choice, plan_words, stamp
-from tutti.plan.search import TIE
-from tutti.predict.words import count, seconds
+from tutti.cli.conclusion import short
+from tutti.cli.contest import fastest, said, to_try, weights, words_in_full
+from tutti.errors import PlanError, ReportError, ScriptError, TrainingError
+from tutti.plan import Alternative, Choice, stamp
 from tutti.spec import codec
 from tutti.spec.cluster import ClusterSpec
 from tutti.spec.model import ModelSpec
@@ -27,11 +27,11 @@ TIMEOUT_S = 600.0
 def try_plans(model: ModelSpec, cluster: ClusterSpec, choice: Choice, options: "Options") -> Trials:
     """Run the best plans of a choice, each for some steps, the first ones left out of what is measured.
 
-    Raises PlanError where they cannot be run here, ScriptError where there is no script. A plan that fails is
-    reported with the others.
+    Raises PlanError where they cannot be run here, ScriptError where there is no script, TrainingError where none of
+    them ran: a plan that this machine is known not to run is no answer. One that fails is reported with the others.
     """
     check_here(cluster, options)
-    plans = to_try(choice, options.tries or 1)
+    plans = to_try(model, cluster, choice, options.tries or 1)
     from tutti.describe.probe import host
     from tutti.launch.host import granted_cores, threads_per_rank
     from tutti.launch.local import warm
@@ -41,15 +41,20 @@ def try_plans(model: ModelSpec, cluster: ClusterSpec, choice: Choice, options: "
     name = f"try-{Path(options.target[0]).stem}-{datetime.now(UTC).strftime('%Y%m%dT%H%M%SZ')}"
     found = []
     for index, one in enumerate(plans):
-        words = plan_words(one.plan)
+        words = words_in_full(one.plan, choice.request)
         with console.status(f"trying plan {index + 1} of {len(plans)}: {words}"):
             folder = Path("runs") / f"{name}-{index + 1}"
             found.append(_tried(one, _write(folder, model, cluster, one), options, words))
-    best = fastest(found)
+    best = fastest(found, weights(cluster, choice, plans))
+    if best is None:
+        raise TrainingError(
+            f"{said(found, best)}; repair what failed (what ranks said: {short(Path(found[0].folder))}/ranks/), or "
+            "leave --try out"
+        )
     return Trials(
         trials=tuple(found),
         best=best,
-        sentence=said(found, best),
+        sentence=said(found, best, choice.request.objective),
         unit=choice.best.batch.unit,
         load=load,
         cores=granted_cores(),
@@ -73,14 +78,6 @@ def check_here(cluster: ClusterSpec, options: "Options") -> None:
                 f"--try runs plans on this machine, which has {torch.cuda.device_count()} CUDA devices, but "
                 f"{cluster.name} has {cluster.device_count}; leave --cluster out"
             )
-
-
-def to_try(choice: Choice, count: int) -> list[Alternative]:
-    """The choice, then the others that fit and keep every limit, by predicted time."""
-    best = Alternative(plan=choice.best, prediction=choice.prediction, reason="chosen")
-    others = [one for one in choice.alternatives if one.prediction is not None and one.prediction.fits]
-    others.sort(key=lambda one: one.prediction.step_time_s.value if one.prediction is not None else 0.0)
-    return [best, *others][:count]
 
 
 def _write(folder: Path, model: ModelSpec, cluster: ClusterSpec, one: Alternative) -> Path:
@@ -130,7 +127,8 @@ def _tried(one: Alternative, folder: Path, options: "Options", words: str) -> Tr
         folder=str(folder),
     )
     if outcome.failure is not None:
-        return replace(found, failure=failures.sentence(spec, outcome.failure).splitlines()[0])
+        short = replace(outcome.failure, traceback="")  # the reason alone: its whole output is in the run folder
+        return replace(found, failure=failures.sentence(spec, short))
     return measured(found, folder)
 
 
@@ -155,38 +153,3 @@ def measured(trial: Trial, folder: Path) -> Trial:
         measured_throughput_per_s=None if rate is None else float(rate),
         steps=len(steps),
     )
-
-
-def fastest(trials: list[Trial]) -> int | None:
-    """The plan that measured fastest, if even its median step is quicker than every step of the choice; else the
-    choice: what lies within the spread of steps says nothing. None where none ran."""
-    times = {index: trial.measured_s for index, trial in enumerate(trials) if trial.measured_s is not None}
-    if not times:
-        return None
-    quickest = min(times, key=lambda index: times[index])
-    first = trials[0]
-    if first.measured_s is None or first.least_s is None:
-        return quickest
-    clearly = times[quickest] < min(first.least_s, first.measured_s / (1 + TIE))
-    return quickest if clearly else 0
-
-
-def said(trials: list[Trial], best: int | None) -> str:
-    """What the measurement says of the choice, in one sentence."""
-    if best is None:
-        return "None of the plans ran, so nothing was measured: " + (trials[0].failure if trials else "there is none")
-    won, first = trials[best], trials[0]
-    ran = f"{count(sum(one.measured_s is not None for one in trials), 'plan')} ran, and the choice"
-    if best != 0:
-        lost = "did not run" if first.measured_s is None else f"measured {seconds(first.measured_s)}"
-        return (
-            f"{ran} changes to {won.words}: it measured {seconds(won.measured_s or 0.0)}; the predicted best, "
-            f"{first.words}, {lost}."
-        )
-    quicker = [one for one in trials[1:] if one.measured_s is not None and one.measured_s < (won.measured_s or 0.0)]
-    stands = f"{ran} stands: {won.words} measured {seconds(won.measured_s or 0.0)}"
-    if not quicker:
-        return f"{stands}, and none was faster."
-    near = min(quicker, key=lambda one: one.measured_s or 0.0)
-    told = seconds(near.measured_s or 0.0)
-    return f"{stands}; {near.words} measured {told}, which the spread of its steps does not tell apart."

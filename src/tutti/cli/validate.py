@@ -1,6 +1,7 @@
 """`tutti validate`: predictions against published measurements, family by family."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,19 +44,25 @@ def command(rows: Path | None, fits: tuple[str, ...], families: tuple[str, ...],
     if columns:
         _show_columns((load_rows(rows) or load_rows(None))[0], as_json=as_json)
         return
-    loaded = [row for row in load_rows(rows) if not families or row.family in families]
-    known = {row.family for row in loaded}
+    every = load_rows(rows)
+    _check_known(families, {row.family for row in every})
+    loaded = [row for row in every if not families or row.family in families]
     wanted = dict(_fit(text) for text in fits)
     borrowed = [each.borrow for each in wanted.values() if each.borrow]
-    missing = [name for name in (*families, *wanted, *borrowed) if name not in known]
-    if missing:
-        raise DataError(f"there are no rows of family {missing[0]!r}; there are {', '.join(sorted(known)) or 'none'}")
+    _check_known([*wanted, *borrowed], {row.family for row in loaded})
     with console.status("predicting") as status:
         result = validate(loaded, wanted, lambda family: status.update(f"predicting {family}"))
     if as_json:
         emit(result)
     else:
         _show(result)
+
+
+def _check_known(named: Sequence[str], known: set[str]) -> None:
+    """Raises DataError for a family without rows, with those that have some."""
+    missing = [name for name in named if name not in known]
+    if missing:
+        raise DataError(f"there are no rows of family {missing[0]!r}; there are {', '.join(sorted(known)) or 'none'}")
 
 
 def _show_columns(example: "Row", *, as_json: bool) -> None:

@@ -12,9 +12,15 @@ _BLOCK_NBYTES = 2**18
 _COMBINE: dict[Any, Callable[..., Any]] = {dist.ReduceOp.SUM: torch.add, dist.ReduceOp.MAX: torch.maximum}
 
 
-def combine(tensors: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], op: Any = dist.ReduceOp.SUM) -> None:
+def combine(
+    tensors: Sequence[torch.Tensor],
+    outs: Sequence[torch.Tensor],
+    op: Any = dist.ReduceOp.SUM,
+    probes: list[torch.Tensor] | None = None,
+) -> None:
     """Put the combination of `tensors`, in their order, into each of `outs`: others, or the same. All are flat, of one
-    size and dtype. Half precisions are combined in float32.
+    size and dtype. Half precisions are combined in float32. `probes`: gets sums of what came out, while it is in the
+    cache.
     """
     apart, combined, wide = outs[0] is not tensors[0], _COMBINE[op], _widened(outs[0].dtype)
     size = max(_BLOCK_NBYTES // outs[0].element_size(), 1)
@@ -31,6 +37,8 @@ def combine(tensors: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], op: A
             combined(total, other, out=total)
         for one in targets:
             one.copy_(total)
+        if probes is not None:
+            probes.append(target.sum())
 
 
 def _widened(dtype: torch.dtype) -> torch.dtype:

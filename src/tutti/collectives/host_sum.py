@@ -17,9 +17,14 @@ _ALIGNED = 32
 
 
 class HostSum:
-    """One sum under way. `room`: the number of this rank's room, whose first `numel` values of `dtype` are summed."""
+    """One sum under way. `room`: the number of this rank's room, whose first `numel` values of `dtype` are summed.
+    `probed`: look, while a part is in the cache, whether it is finite; `finite`: once it is over: all parts surely are.
+    """
 
-    def __init__(self, team: Team, room: int, numel: int, dtype: torch.dtype) -> None:
+    finite = False
+
+    def __init__(self, team: Team, room: int, numel: int, dtype: torch.dtype, *, probed: bool = False) -> None:
+        self._probed = probed
         self._team, self._numel, self._dtype = team, numel, dtype
         self._untried = [(team.rank + step) % team.size for step in range(team.size)]
         self._over = False
@@ -47,6 +52,7 @@ class HostSum:
     def _ended(self) -> bool:
         if not self._done.missing and not self._over:
             self._over = True
+            self.finite = self._probed and self._team.all_sound(self._slot)  # before another exchange has the slot
             self._team.forget(self._slot, self.wait)
         return self._over
 
@@ -57,7 +63,9 @@ class HostSum:
             return
         start, stop = (self._edge(part + end) for end in (0, 1))
         parts = [tensor[start:stop] for tensor in self._team.tensors(self._slot, self._dtype)]
-        combine(parts, parts)
+        probes: list[torch.Tensor] | None = [] if self._probed else None
+        combine(parts, parts, probes=probes)
+        self._team.judge(self._slot, part, sound=not probes or bool(torch.stack(probes).isfinite().all()))
         self._done.missing -= 1
         self._team.tell(self._slot, DONE)
 

@@ -29,8 +29,9 @@ class Team:
     """This rank's place among `size` ranks of one host.
 
     `control`: shared by all: semaphores (of slots, of ways between ranks), then tables: every rank's rooms (file,
-    bytes), every slot's records (room, values), every way's records (room, values). `timeout_s`: how long to wait.
-    `ways`: records of messages, by source, target, and number in a ring of SLOTS.
+    bytes), every slot's records (room, values, whether the rank's part came out sound), every way's records (room,
+    values). `timeout_s`: how long to wait. `ways`: records of messages, by source, target, and number in a ring of
+    SLOTS.
     """
 
     def __init__(self, control: Memory, processes: list[int], rank: int, timeout_s: float, *, create: bool) -> None:
@@ -39,10 +40,10 @@ class Team:
         count = semaphores_of(self.size)
         self.signals = Signals(control, count, processes, timeout_s, create=create)
         tables = torch.frombuffer(control, dtype=torch.int64, offset=count * SPACING)
-        sizes = (2 * ROOMS * self.size, 2 * SLOTS * self.size, 2 * SLOTS * self.size**2)
+        sizes = (2 * ROOMS * self.size, 3 * SLOTS * self.size, 2 * SLOTS * self.size**2)
         rooms, slots, ways, _ = torch.tensor_split(tables, [sizes[0], sum(sizes[:2]), sum(sizes)])
         self._rooms = rooms.view(self.size, ROOMS, 2).numpy()
-        self._slots = slots.view(SLOTS, self.size, 2).numpy()
+        self._slots = slots.view(SLOTS, self.size, 3).numpy()
         self.ways = ways.view(self.size, self.size, SLOTS, 2).numpy()
         self._started = 0
         self._settle: dict[int, Callable[[], None]] = {}
@@ -74,7 +75,7 @@ class Team:
         if slot in self._settle:
             self._settle[slot]()
         self._settle[slot] = settle
-        self._slots[slot, self.rank] = room, numel
+        self._slots[slot, self.rank, :2] = room, numel
         if claim:
             self.post(slot, CLAIM, self.rank)
         self.tell(slot, READY)
@@ -104,11 +105,19 @@ class Team:
 
     def tensors(self, slot: int, dtype: torch.dtype) -> list[torch.Tensor]:
         """Every rank's tensor of an exchange that all have started. Raises RuntimeError if their sizes differ."""
-        records = self._slots[slot].tolist()
+        records = self._slots[slot, :, :2].tolist()
         sizes = {size for _, size in records}
         if len(sizes) > 1:
             raise RuntimeError(f"shared memory: ranks exchange tensors of different sizes: {sorted(sizes)} values")
         return [self.tensor(rank, room, size, dtype) for rank, (room, size) in enumerate(records)]
+
+    def judge(self, slot: int, part: int, *, sound: bool) -> None:
+        """Say of a part of an exchange's tensor whether it is sound, before this rank tells that it is done."""
+        self._slots[slot, part, 2] = sound
+
+    def all_sound(self, slot: int) -> bool:
+        """Whether all parts were said to be, of an exchange that is over and whose slot is not used again yet."""
+        return bool(self._slots[slot, :, 2].all())
 
     def way(self, source: int, target: int, kind: int) -> int:
         """The semaphore of messages from one rank to another."""
@@ -136,4 +145,4 @@ def semaphores_of(size: int) -> int:
 
 def control_nbytes(size: int) -> int:
     """Shared memory for a team's semaphores and tables."""
-    return semaphores_of(size) * SPACING + 8 * 2 * size * (ROOMS + SLOTS + SLOTS * size)
+    return semaphores_of(size) * SPACING + 8 * size * (2 * ROOMS + 3 * SLOTS + 2 * SLOTS * size)

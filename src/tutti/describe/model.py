@@ -44,17 +44,23 @@ def describe_model(
 
     `args`, `kwargs`, `target` are one collated batch of `samples` samples (4 is a good number: the costs of a sample
     are found by comparing the whole batch with its first half; with 1 they are simply divided). `model` is left as it
-    is. Where the model cannot be traced, the result has parameters only and a note with the module and the reason.
+    is. Where the model cannot be traced, the result has parameters only, and says in `untraced` and in a note which
+    module, or that the loss function, failed and why.
     """
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     notes: dict[str, None] = {}
     batch = Batch(args=tuple(args), kwargs=dict(kwargs), target=target, samples=samples)
     lazy = [path for path, parameter in model.named_parameters() if is_lazy(parameter)]
-    if lazy:
-        notes[f"{', '.join(lazy)}: without shape until the model is called once; only other parameters are counted"] = (
-            None
-        )
-    traced = _NOTHING if lazy else _trace(model, batch, loss, notes)
+    untraced = f"{', '.join(lazy)}: without shape until the model is called once" if lazy else ""
+    traced = _NOTHING
+    if not lazy:
+        try:
+            traced = _trace(model, batch, loss, notes)
+        except Exception as error:  # the model's code may raise anything where values are missing
+            where = _module_at(error.__traceback__, model, loss)
+            untraced = f"{where} could not be traced on shapes alone: {first_line(error)}"
+    if untraced:
+        notes[f"{untraced}; only {'other ' if lazy else ''}parameters are counted"] = None
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
     states = optimizer_state(optimizers, lambda text: notes.setdefault(text))
     modules = _modules(model, traced, states)
@@ -71,6 +77,7 @@ def describe_model(
         dataset_samples=dataset_samples,
         evidence="predicted",
         notes=tuple(notes),
+        untraced=untraced,
     )
 
 
@@ -91,13 +98,8 @@ _NOTHING = _Traced(ops={}, activations={}, outputs={}, passes_on={}, kept_after=
 
 
 def _trace(model: nn.Module, batch: Batch, loss: Loss, notes: dict[str, None]) -> _Traced:
-    """Trace the batch and its half; notes say what was assumed or why it failed."""
-    try:
-        whole = _step(model, batch, loss)
-    except Exception as error:  # the model's code may raise anything where values are missing
-        where = _module_at(error.__traceback__, model)
-        notes[f"{where} could not be traced on shapes alone: {first_line(error)}; only parameters are counted"] = None
-        return _NOTHING
+    """Trace the batch and its half; notes say what was assumed. Raises what the batch's code raises."""
+    whole = _step(model, batch, loss)
     half_batch = batch.half
     half: Ledger | None = None
     if half_batch is not None:
@@ -116,10 +118,19 @@ def _step(model: nn.Module, batch: Batch, loss: Loss) -> Ledger:
     on_meta = batch.on_meta
 
     def forward() -> Tensor:
-        value = loss(twin(*on_meta.args, **on_meta.kwargs), on_meta.target)
-        return value if isinstance(value, Tensor) else value.total  # a Weighted loss
+        output = twin(*on_meta.args, **on_meta.kwargs)
+        return _loss_of(loss, output, on_meta.target)
 
     return Tracer(twin).run(forward)
+
+
+def _loss_of(loss: Loss, output: Any, target: Any) -> Tensor:
+    """The loss to start backward from. A frame of this function in a traceback says that the model was through."""
+    value = loss(output, target)
+    value = getattr(value, "total", value)  # of a Weighted loss
+    if not isinstance(value, Tensor):
+        raise TypeError(f"it returned a {type(value).__name__}; return a tensor, or a tutti.Weighted of tensors")
+    return value
 
 
 def _per_sample(whole: Ledger, samples: int, half: Ledger | None, half_samples: int) -> _Traced:
@@ -243,11 +254,14 @@ def _normalises_over_batch(module: nn.Module) -> bool:
     return isinstance(module, _BatchNorm) and (module.training or not module.track_running_stats)
 
 
-def _module_at(traceback: TracebackType | None, model: nn.Module) -> str:
-    """The innermost module in a traceback, in words. Copies are recognised by their place, so by class and path."""
+def _module_at(traceback: TracebackType | None, model: nn.Module, loss: Loss) -> str:
+    """The innermost module in a traceback, or the loss function, in words. Copies are recognised by their place, so by
+    class and path."""
     found = f"the model ({type(model).__name__})"
     names: dict[int, str] = {}
     while traceback is not None:
+        if traceback.tb_frame.f_code is _loss_of.__code__:
+            return f"the loss function {getattr(loss, '__qualname__', type(loss).__name__)}"
         values = traceback.tb_frame.f_locals
         twin = values.get("twin")
         if isinstance(twin, nn.Module):

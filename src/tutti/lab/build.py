@@ -44,12 +44,13 @@ def check_possible() -> None:
 def make(rates: tuple[int | None, ...], *, ranks_per_host: int, name: str, standing: bool) -> LabRecord:
     """Make a lab, after the remains of dead owners are removed; raises LabError, and leaves nothing, where it fails.
 
-    `standing`: it stays when this process ends. `name`: no other lab may have it, except "".
+    `standing`: it stays when this process ends. `name`: no other lab may have it, except "", for one that does not
+    stand: nothing could ask for it.
     """
     check_possible()
     with records.locked():
         _remove_stale()
-        _check_name(name)
+        _check_name(name, standing=standing)
         record = records.new_record(
             rates,
             ranks_per_host=ranks_per_host,
@@ -83,8 +84,11 @@ def remove_stale() -> list[LabRecord]:
         return _remove_stale()
 
 
-def _check_name(name: str) -> None:
-    if name and any(other.name == name for other in records.records()):
+def _check_name(name: str, *, standing: bool) -> None:
+    if not name and not standing:
+        return
+    records.check_name(name)
+    if any(other.name == name for other in records.records()):
         raise LabError(f"a lab named {name} is up already; take it down with `tutti lab down`, or give another --name")
 
 

@@ -12,6 +12,10 @@ SLOWEST_BITS_PER_S = 10**5
 """Below it a single burst, which must hold a whole segment, takes seconds."""
 
 
+FASTEST_BITS_PER_S = 10**13
+"""Above it a burst (see burst_nbytes) is more than `tc` takes, and no memory is that fast."""
+
+
 def parse_rate(text: str) -> int | None:
     """Bits a second of "100mbit", "2.5gbit" and so on; None for "unlimited". Raises LabError for anything else."""
     word = text.strip().lower()
@@ -23,6 +27,9 @@ def parse_rate(text: str) -> int | None:
     bits = round(float(form[1]) * _UNITS[form[2].lower()])
     if bits < SLOWEST_BITS_PER_S:
         raise LabError(f"rate {text!r} is too low for a lab; give {rate_words(SLOWEST_BITS_PER_S)} or more")
+    if bits > FASTEST_BITS_PER_S:
+        most = rate_words(FASTEST_BITS_PER_S)
+        raise LabError(f"rate {text!r} is too high for a lab to limit; give {most} or less, or unlimited")
     return bits
 
 

@@ -7,6 +7,7 @@ made and removed after the last one is gone, so whatever dies in between is foun
 import contextlib
 import fcntl
 import os
+import re
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ FOLDER = Path("/run/tutti-lab")
 """Gone after a restart of the machine, as namespaces are."""
 
 MOST_HOSTS = 200
+
+_NAME = re.compile(r"[\w.-]+", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +109,14 @@ def new_record(
         ranks_per_host=ranks_per_host,
         made_utc=datetime.now(UTC).isoformat(timespec="seconds"),
     )
+
+
+def check_name(name: str) -> str:
+    """A name by which a command line may ask for a lab. Raises LabError for others: "" is every lab's that no command
+    line asks for."""
+    if not _NAME.fullmatch(name):
+        raise LabError(f"{name!r} names no lab; give letters, digits, and any of . _ -, such as --name lab")
+    return name
 
 
 def write(record: LabRecord) -> None:

@@ -28,6 +28,20 @@ _ENTER = """
 mount --bind "$2" /etc/hosts && shift 2 && exec "$@"
 """
 
+_REAP = """
+mark=$1 && shift
+read -r line && exit
+for round in 1 2 3; do
+    for host in "$@"; do
+        for pid in $(ip netns pids "$host"); do
+            tr '\\0' '\\n' < "/proc/$pid/environ" | grep -qxF "$mark" && kill -KILL "$pid"
+        done
+    done
+    sleep 0.2
+done
+"""
+"""Waits for a line; where the pipe ends without one, who would have written it is gone, and the run is ended."""
+
 Stream = Literal["out", "err"]
 Sink = Callable[[int, Stream, str], None]
 """Takes a line (with its end) that a host wrote to a stream."""
@@ -89,7 +103,9 @@ def train_command(record: LabRecord, host: int, port: int, arguments: Sequence[s
 
 
 class Run:
-    """One command on each of several hosts. Ends with them; `stop` ends them earlier."""
+    """One command on each of several hosts. Ends with them; `stop` ends them earlier. `ends_with_process`: so does the
+    end of this process, even if it is killed.
+    """
 
     def __init__(
         self,
@@ -99,14 +115,18 @@ class Run:
         sink: Sink,
         environment: Mapping[str, str] | None = None,
         cwd: Path | None = None,
+        ends_with_process: bool = False,
     ) -> None:
         self._record, self._sink = record, sink
         self._mark = uuid.uuid4().hex
         self._processes: dict[int, subprocess.Popen[str]] = {}
         self._readers: list[threading.Thread] = []
         self._failed_at: float | None = None
+        self._reaper: subprocess.Popen[bytes] | None = None
         port = meeting_port()
         try:
+            if ends_with_process:
+                self._reaper = _reaper(f"{MARK}={self._mark}", [record.namespace(host) for host in commands])
             for host, command in commands.items():
                 variables = {**place(record, host, port), **(environment or {}), MARK: self._mark}
                 self._start(host, inside(record, host, command, variables), cwd)
@@ -148,6 +168,7 @@ class Run:
             codes = {host: process.poll() for host, process in self._processes.items()}
             if all(code is not None for code in codes.values()):
                 self._hear_the_rest()
+                self._dismiss_reaper()
                 return {host: code for host, code in codes.items() if code is not None}
             if self._failed_at is None and any(codes.values()):
                 self._failed_at = time.monotonic()
@@ -176,6 +197,12 @@ class Run:
         build.end(self.processes, 0)
         for process in self._processes.values():
             process.wait()
+        self._dismiss_reaper()
+
+    def _dismiss_reaper(self) -> None:
+        if self._reaper is not None:
+            self._reaper.communicate(b"done\n")
+            self._reaper = None
 
     def processes(self) -> list[int]:
         """Living processes of this run inside the lab: the commands' own and their descendants."""
@@ -183,6 +210,13 @@ class Run:
         return [
             pid for host in self._processes for pid in build.pids(self._record.namespace(host)) if _marked(pid, mark)
         ]
+
+
+def _reaper(mark: str, namespaces: Sequence[str]) -> subprocess.Popen[bytes]:
+    """A shell in a session of its own, so that nothing meant for this process ends it."""
+    command = ("sh", "-c", _REAP, "sh", mark, *namespaces)
+    quiet = subprocess.DEVNULL
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True)
 
 
 def _marked(pid: int, mark: bytes) -> bool:

@@ -26,9 +26,10 @@ _SIGNAL_CAUSES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """The primary cause of a failed run: the same error on one or several ranks."""
+    """The primary cause of a failed run: the same error on one or several ranks, of which `first` failed first."""
 
     ranks: tuple[int, ...]
+    first: int
     hosts: tuple[str, ...]
     message: str
     traceback: str
@@ -92,6 +93,7 @@ def _failure(errors: Iterable[RankError], message: str | None = None) -> Failure
     raised = shown.kind in ("exception", "peer")
     return Failure(
         ranks=tuple(error.rank for error in same),
+        first=shown.rank,
         hosts=tuple(dict.fromkeys(error.host for error in same)),
         message=message or shown.message,
         traceback=shown.traceback if raised else "",
@@ -108,13 +110,13 @@ def _peers_only(spec: LaunchSpec, errors: Mapping[int, RankError], exits: Mappin
             "the script ended there while other ranks still waited for it in a collective; every rank must take "
             "the same number of steps"
         )
-        return Failure(ranks=early, hosts=(here,), message=message, traceback="", exit_code=1)
+        return Failure(ranks=early, first=early[0], hosts=(here,), message=message, traceback="", exit_code=1)
     if silent:
         message = (
             "it did not answer the others in time and had not failed; it hangs, or is far slower than they are: "
             "see its stdout.log and stderr.log"
         )
-        return Failure(ranks=silent, hosts=(here,), message=message, traceback="", exit_code=1)
+        return Failure(ranks=silent, first=silent[0], hosts=(here,), message=message, traceback="", exit_code=1)
     if spec.nodes > 1:
         first = min(errors.values(), key=lambda error: error.time_s)
         lost = f"{first.message}; a rank of another node failed or was cut off: its own output says why"

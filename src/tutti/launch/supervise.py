@@ -2,6 +2,7 @@
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -119,9 +120,14 @@ def _failed(handle: Handle, spec: LaunchSpec, watcher: Watcher, exits: Mapping[i
                 errors[rank] = failures.read_errors(spec).get(rank) or failures.killed(rank, code)
         errors |= failures.read_errors(spec)
         known = any(error.kind != "peer" for error in errors.values())
-        if len(exits) == spec.local_world_size or waited_s >= (SETTLE_S if known else SETTLE_PEERS_S):
+        # Ranks of other nodes are heard where the folder is shared: all nodes then name the same cause.
+        heard = len(exits) == spec.local_world_size and (spec.nodes == 1 or len(errors) == spec.world_size)
+        if heard or waited_s >= (SETTLE_S if known else SETTLE_PEERS_S):
             break
-        exits = handle.wait(POLL_S)
+        if len(exits) == spec.local_world_size:
+            time.sleep(POLL_S)
+        else:
+            exits = handle.wait(POLL_S)
         waited_s += POLL_S
         watcher.update()
     handle.stop(grace_s)

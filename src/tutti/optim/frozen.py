@@ -4,7 +4,8 @@ The user's own optimizer goes on: a hook before its step makes the update in its
 state. With v the same on all ranks, m / d is linear in the gradient, d = sqrt(v) + eps. So ranks sum
 (b1 m / ranks + (1 - b1) g_rank) / d in few bytes; what came out stands for the gradient ((sum) d - b1 m) / (1 - b1), of
 which the optimizer's own rule makes m = (sum) d (Tang et al. 2021, 1-bit Adam; the published form sends m and divides
-by d afterwards, which goes to NaN where v = 0). sqrt(v) is at least `floor` times its root mean square over the tensor.
+by d afterwards, which goes to NaN where v = 0). sqrt(v) is at least `floor` times its root mean square over the tensor,
+or, where ranks' parts of gradients cancel in the sum, `floor` / 2 times that of the parts (`cancelling.py`).
 """
 
 import math
@@ -19,10 +20,14 @@ from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 
 from tutti.errors import PlanError
+from tutti.optim.cancelling import CHANCE, PARTS, SUM, Squares, excess, remember
 from tutti.optim.large_batch import LAMB, OverParts
 
 LEARNED = "learned"
 """In an optimizer's state of a parameter: after how many updates its v stood still."""
+
+LOOKS = 8
+"""In so many of the last updates before v stands it is seen how far ranks' parts cancel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +58,8 @@ class Frozen(ABC):
     have no `moment`, and can have no update afterwards. One `Frozen` for an optimizer. Where ranks hold parts of
     tensors, `over_parts` makes root mean squares those of the whole, and `agreed` is the largest of all ranks' counts.
     Where the state of parameters is divided among ranks, `copies` are the moments of whole ones, with the groups they
-    are in: they follow each update. `stood` is called when v has begun to stand, and may set them.
+    are in: they follow each update. `stood` is called when v has begun to stand, and may set them. `seen`: how long
+    ranks' parts of the next update's gradients were, and their sums; set, alike on all ranks, where `looks` says so.
     """
 
     over_parts: OverParts | None = None
@@ -69,6 +75,8 @@ class Frozen(ABC):
         self._set_aside: list[tuple[nn.Parameter, Tensor]] = []
         self._numbers: dict[nn.Parameter, int] = {}
         self._settled = False
+        self._count: int | None = None
+        self.seen: Squares = {}
         self.copies: Copies = {}
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
@@ -82,6 +90,11 @@ class Frozen(ABC):
     def stands(self) -> bool:
         """Whether v stands: the next sum is of momenta."""
         return bool(self.copies) or any(LEARNED in state for state in self.optimizer.state.values())
+
+    @property
+    def looks(self) -> bool:
+        """Whether `seen` is wanted of the next sum, alike on all ranks: after a checkpoint until a count is known."""
+        return not self.stands and (self._count is None or self._count >= self.freeze_step - LOOKS)
 
     def moment(self, parameter: nn.Parameter) -> Moment | None:
         """What is needed to send a parameter's momentum; None where its v has learned nothing."""
@@ -118,14 +131,8 @@ class Frozen(ABC):
         known = self._divisors.get(parameter)
         if known is not None and known[0] is v and known[1] == v._version:
             return known[2]
-        found = self._root(v, state[LEARNED], self._group_of(parameter), state["least"])
+        found = _root(v, state[LEARNED], self._group_of(parameter), least=state["least"])
         self._divisors[parameter] = (v, v._version, found)
-        return found
-
-    def _root(self, v: Tensor, count: float, group: dict[str, Any], least: float | None = None) -> Tensor:
-        root = (v / (1 - group["betas"][1] ** int(count))).sqrt()
-        least = self.floor * float(root.square().mean().sqrt()) if least is None else least
-        found: Tensor = root.clamp(min=least).add_(float(group["eps"]))
         return found
 
     def _group_of(self, parameter: nn.Parameter) -> dict[str, Any]:
@@ -167,6 +174,9 @@ class Frozen(ABC):
                     self._learned(one, self.optimizer.state[one])
         count = self.freeze_step if self.stands else updates_of(self.optimizer)
         count = count if self.agreed is None else self.agreed(count)  # ranks may hold nothing that has a count
+        if not self.stands and count > self.freeze_step - LOOKS:
+            remember(self.seen, self.optimizer)
+        self.seen, self._count = {}, count
         if count >= self.freeze_step:
             self._freeze()
             if self.stood is not None:
@@ -177,10 +187,13 @@ class Frozen(ABC):
         """v of all that has learned stands from now on."""
         states = self.optimizer.state
         live = [(p, group, states[p]) for p, group in pairs_of(self.optimizer) if "exp_avg_sq" in states.get(p, {})]
-        for (parameter, group, state), mean in zip(live, _means(live, self.over_parts), strict=True):
+        means, looks = _means(live, self.over_parts), _looks(live, self.over_parts)
+        for (parameter, group, state), mean, look in zip(live, means, looks, strict=True):
             if mean > 0 and LEARNED not in state:
+                state[PARTS], state[SUM] = look
                 state[LEARNED] = float(state["step"])
-                state["least"] = self.floor * math.sqrt(mean / (1 - group["betas"][1] ** int(state["step"])))
+                rms = math.sqrt(mean / (1 - group["betas"][1] ** int(state["step"])))
+                state["least"] = self.floor * excess(state) * rms
                 self._begun(parameter, group, state)
 
 
@@ -242,6 +255,9 @@ class FrozenLAMB(Frozen):
 
     def _begun(self, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any]) -> None:
         size = float((state["exp_avg"] / self._divisor(parameter)).double().square().mean().sqrt())
+        if excess(state) > 1:  # parts are what is sent, and are longer
+            d = float(self._divisor(parameter).double().square().mean().sqrt())
+            size = max(size, (1 - group["betas"][0]) * CHANCE * state["least"] / self.floor / d)
         usable = size > 0 and math.isfinite(1 / size)
         state.update(fresh=state["exp_avg_sq"].clone(), factor=1.0, size=size if usable else 1.0)
         if "ratio" not in state:  # v has learned in a run that did not average them
@@ -262,7 +278,7 @@ class FrozenLAMB(Frozen):
         self._advance(state["exp_avg"], gradient, parameter, group)
         state["fresh"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         d = self._divisor(parameter)
-        wanted = float((d / self._root(state["fresh"], state["step"], group)).max())
+        wanted = float((d / _root(state["fresh"], state["step"], group, share=self.floor * excess(state))).max())
         low, high = state["factor"] * (1 - self.CHANGE), state["factor"] * (1 + self.CHANGE)
         state["factor"] = min(max(min(max(wanted, self.FACTOR[0]), self.FACTOR[1]), low), high)
         step = state["exp_avg"] / (1 - beta1 ** int(state["step"])) / d + group["weight_decay"] * parameter
@@ -284,12 +300,34 @@ def updates_of(optimizer: Optimizer) -> int:
     return max((int(state["step"]) for state in optimizer.state.values() if "step" in state), default=0)
 
 
+def _root(v: Tensor, count: float, group: dict[str, Any], *, least: float | None = None, share: float = 0.0) -> Tensor:
+    """sqrt(v) + eps without the bias of its start; sqrt(v) is at least `least`, or `share` of its root mean square."""
+    root = (v / (1 - group["betas"][1] ** int(count))).sqrt()
+    least = share * float(root.square().mean().sqrt()) if least is None else least
+    found: Tensor = root.clamp(min=least).add_(float(group["eps"]))
+    return found
+
+
 def _means(live: Live, over_parts: OverParts | None) -> list[float]:
     """The mean of v over whole tensors."""
     sums = [state["exp_avg_sq"].double().sum() for _, _, state in live]
     sizes = [torch.tensor(float(p.numel()), dtype=torch.float64) for p, _, _ in live]
-    both = torch.stack([*sums, *sizes]) if live else torch.zeros(0, dtype=torch.float64)
+    return [total / max(size, 1.0) for total, size in _over_parts(live, sums, sizes, over_parts)]
+
+
+def _looks(live: Live, over_parts: OverParts | None) -> list[tuple[float, float]]:
+    """What is remembered of parts and sums, over whole tensors."""
+    parts = [torch.tensor(state.get(PARTS, 0.0), dtype=torch.float64) for _, _, state in live]
+    sums = [torch.tensor(state.get(SUM, 0.0), dtype=torch.float64) for _, _, state in live]
+    return _over_parts(live, parts, sums, over_parts)
+
+
+def _over_parts(
+    live: Live, one: list[Tensor], other: list[Tensor], over_parts: OverParts | None
+) -> list[tuple[float, float]]:
+    """Two numbers of each parameter's, added up over ranks that hold parts of its tensor. Collective where some do."""
+    both = torch.stack([*one, *other]) if live else torch.zeros(0, dtype=torch.float64)
     if over_parts is not None:
         both = over_parts(both, [p for p, _, _ in live] * 2)
     found = both.tolist()
-    return [total / max(size, 1.0) for total, size in zip(found, found[len(live) :], strict=False)]
+    return list(zip(found[: len(live)], found[len(live) :], strict=True))

@@ -7,14 +7,16 @@ all parts at once and adds up those of parts of one tensor. NVLAMB needs the nor
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from tutti.errors import PlanError
+from tutti.errors import PlanError, ScriptError
 
 OverParts = Callable[[Tensor, Sequence[nn.Parameter]], Tensor]
 """(squared norms, the parameters they are of, both (n,)) -> the squared norms of the whole tensors."""
@@ -22,20 +24,36 @@ OverParts = Callable[[Tensor, Sequence[nn.Parameter]], Tensor]
 GlobalNorm = Callable[[Sequence[nn.Parameter]], float]
 """The norm of the gradients of the whole model, each tensor counted once over all ranks."""
 
+_NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+_NORM = re.compile(r"Norm(\d+d)?$")
+_BIAS = re.compile(r"^bias_|bias$")
+
 
 def groups_of(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Two groups: what is adapted and decays, and biases and normalisations, which neither do nor are.
 
-    The second: parameters of fewer than two dims. Ask for it before parameters are divided or flattened.
+    The second: parameters of fewer than two dims; those of a normalisation's own, of any dims (torch's, and modules
+    whose class is called ...Norm, ...Norm2d and so on); and those called bias, bias_... or ...bias. Ask for it before
+    parameters are divided or flattened.
     """
+    excluded = {
+        parameter
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.dim() < 2 or _BIAS.search(name) or _normalises(module)
+    }
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    plain = [parameter for parameter in parameters if parameter.dim() < 2]
-    adapted = [parameter for parameter in parameters if parameter.dim() >= 2]
+    plain = [parameter for parameter in parameters if parameter in excluded]
+    adapted = [parameter for parameter in parameters if parameter not in excluded]
     groups = [
         {"params": adapted, "weight_decay": weight_decay, "adapt": True},
         {"params": plain, "weight_decay": 0.0, "adapt": False},
     ]
     return [group for group in groups if group["params"]]
+
+
+def _normalises(module: nn.Module) -> bool:
+    return isinstance(module, _NORMS) or _NORM.search(type(module).__name__) is not None
 
 
 class ByNorms(Optimizer):
@@ -61,11 +79,23 @@ class ByNorms(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._update([(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None])
+        live = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        self._check_dense(live)
+        self._update(live)
         return loss
 
     def _update(self, live: list[tuple[nn.Parameter, dict[str, Any]]]) -> None:
         raise AssertionError(f"{type(self).__name__} has no update")
+
+    def _check_dense(self, live: list[tuple[nn.Parameter, dict[str, Any]]]) -> None:
+        """Raises ScriptError for a gradient of some rows: moments and decay are of all of them."""
+        for parameter, _ in live:
+            if parameter.grad is not None and parameter.grad.layout != torch.strided:
+                raise ScriptError(
+                    f"{type(self).__name__} got a sparse gradient, of the parameter of shape "
+                    f"{tuple(parameter.shape)}, and updates whole tensors; make its embedding with sparse=False, or "
+                    "give that parameter to an optimizer of its own, such as torch.optim.SparseAdam"
+                )
 
     def _norms(self, tensors: list[Tensor], parameters: list[nn.Parameter]) -> list[float]:
         """The norms of whole tensors, of each of which this rank has `tensors`."""

@@ -4,8 +4,8 @@ The user's own Adam or AdamW goes on: while v learns in every update it makes th
 step makes the update in its place, from the same state. Until `freeze_step`, v learns from exact sums of gradients, and
 momentum alone in between. Then v stands, and every rank steps with its own momentum and adds up the way it goes, until
 all go to where the mean of their ways leads. Two things differ from the paper: Adam's corrections of the start stay, so
-that it is Adam while v learns in every update; and ways are sent divided by d = sqrt(v) + eps, with sqrt(v) at least
-`floor` times its root mean square over the tensor, since the published form goes to NaN where v = 0.
+that it is Adam while v learns in every update; and gradients and ways are sent divided by d = sqrt(v) + eps, with the
+floors of `frozen.py`, since the published form goes to NaN where v = 0, and far where it is small.
 """
 
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tutti.optim.cancelling import Squares, excess, remember
 from tutti.optim.frozen import FrozenAdam, Live, pairs_of, updates_of
 from tutti.spec.zero_one import learns
 
@@ -24,12 +25,14 @@ REFRESHED = "refreshed"
 class ZeroOne:
     """What an optimizer becomes. In the state of a parameter, once ranks step alone: `base`, where ranks last agreed,
     `way`, what was gone from there, `rates`, the sum of rates on it, and `shrink`, what decay has left of the base.
+    `seen`: as of Frozen.
     """
 
     def __init__(self, optimizer: Optimizer, freeze_step: int, kappa: int, *, floor: float = 0.1) -> None:
         FrozenAdam.check(optimizer)
         self.optimizer, self.freeze_step, self.kappa, self.floor = optimizer, freeze_step, kappa, floor
         self._set_aside: list[tuple[nn.Parameter, Tensor]] = []
+        self.seen: Squares = {}
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
 
@@ -47,6 +50,11 @@ class ZeroOne:
     def stands(self) -> bool:
         """Whether v stands, and ranks step alone."""
         return self.count >= self.freeze_step
+
+    @property
+    def looks(self) -> bool:
+        """Whether `seen` is wanted of the next sum."""
+        return self.exact
 
     def knows(self, parameter: nn.Parameter) -> bool:
         """Whether v of a parameter has learned anything."""
@@ -69,9 +77,14 @@ class ZeroOne:
             state["base"].mul_(state["shrink"]).sub_(state["way"])
             parameter.copy_(state["base"])
             if state["rates"] > 0:
-                torch.mul(state["way"], self._divisor(group, state), out=state["exp_avg"]).div_(state["rates"])
+                torch.mul(state["way"], self._root(group, state), out=state["exp_avg"]).div_(state["rates"])
             state["way"].zero_()
             state["rates"], state["shrink"] = 0.0, 1.0
+
+    def divisor(self, parameter: nn.Parameter) -> Tensor:
+        """What the gradient of a parameter whose v has learned is divided by to be sent in few bytes."""
+        group = next(group for one, group in pairs_of(self.optimizer) if one is parameter)
+        return self._root(group, self.optimizer.state[parameter])
 
     def learned(self) -> Live:
         """Parameters whose v has learned something, each with its group and its state: the same on all ranks."""
@@ -112,23 +125,25 @@ class ZeroOne:
             state[REFRESHED] = refreshed + 1
         state["exp_avg"].lerp_(gradient, 1 - beta1)
         rate /= 1 - beta1 ** int(state["step"])
-        d = self._divisor(group, state)
+        d = self._root(group, state)
         parameter.addcdiv_(state["exp_avg"], d, value=-rate)
         if alone:
             state["way"].mul_(kept).addcdiv_(state["exp_avg"], d, value=rate)
             state["rates"], state["shrink"] = state["rates"] + rate, state["shrink"] * kept
 
-    def _divisor(self, group: dict[str, Any], state: dict[str, Any]) -> Tensor:
+    def _root(self, group: dict[str, Any], state: dict[str, Any]) -> Tensor:
         """sqrt(v) + eps, v without the bias of its start, with its floor."""
         refreshed = state.get(REFRESHED, float(state["step"]))
         root = (state["exp_avg_sq"] / (1 - group["betas"][1] ** int(refreshed))).sqrt()
-        least = self.floor * root.square().mean().sqrt() if root.numel() else 0.0
+        least = self.floor * excess(state) * root.square().mean().sqrt() if root.numel() else 0.0
         return root.clamp(min=least).add_(float(group["eps"]))  # type: ignore[no-any-return]
 
     def _after(self, *arguments: Any) -> None:
         for held, gradient in self._set_aside:
             held.grad = gradient
         self._set_aside = []
+        remember(self.seen, self.optimizer)
+        self.seen = {}
 
 
 def zero_one_of(optimizer: Optimizer) -> ZeroOne:

@@ -7,13 +7,14 @@ An estimate adds the exchanges and is often within a third of the prediction; it
 
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tutti.plan.enumerate import SCHEDULES, Shapes, Variants
 from tutti.plan.room import PLACES, STATES, Room
-from tutti.plan.tables import Array, Ints, Tables, by_kind
+from tutti.plan.tables import Array, Ints, Tables, by_kind, uneven
 from tutti.plan.work import Flags
 from tutti.predict import constants
 
@@ -112,6 +113,9 @@ def variant_bounds(room: Room, found: Shapes, ways: Variants, samples: int) -> B
     if room.tables.mixed:  # a rank may have fewer samples than the mean one has
         fewest = np.maximum(1, samples // rows.microbatches // rows.data)
         emptiest = _memory(room, rows, ways, dataclasses.replace(facts, count=fewest))[1]
+        emptiest = np.where(
+            _uneven(room.tables, rows) > 0, room.reserve, emptiest
+        )  # and any part of what split divides
     return Bounds(step_s=least, memory=fullest, least_memory=emptiest, likely_s=likely)
 
 
@@ -199,13 +203,13 @@ def _seconds(room: Room, rows: Shapes, ways: Variants, facts: Facts, samples: in
     update = update / np.where(ways.level > 0, ways.shard, 1)
     sums, gathers, probable = _exchanged(tables, rows, ways, facts)
     third, times = ways.level == 3, rows.microbatches.astype(np.float64)
-    call = _latency(tables, ways.shard)
+    call = _latency(tables, facts, ways.shard)
     calls = room.blocks * call
     ahead_s = np.where(third, gathers * facts.parameters + calls, 0.0)
     back_s = np.where(third, gathers * (facts.parameters - facts.outside) + calls, 0.0)
     last_s = back_s + sums * summed + np.where(ways.level >= 2, calls, 0.0)
     waits = times * np.maximum(0.0, ahead_s - ahead) + (times - 1) * np.maximum(0.0, back_s - back)
-    waits = waits + np.maximum(0.0, last_s - back) + _statistics(tables, rows)
+    waits = waits + np.maximum(0.0, last_s - back) + _statistics(tables, rows, facts)
     gathered = np.where(ways.level == 1, gathers * summed + call, 0.0)
     bound = np.maximum(least + waits + gathered + update, path)
     # Where ranks differ, the slowest may be one that waits for nothing: only the mean of the work is sure.
@@ -213,7 +217,9 @@ def _seconds(room: Room, rows: Shapes, ways: Variants, facts: Facts, samples: in
     if tables.mixed:
         slices, part = whole_slices(rows, samples)
         whole = by_kind((*inner[:5], slices, best, *outer), room.work.step)
-        bound = _however_cut(tables, rows, (ways.chunks == 1) & (kind == 0), mean, part * whole[3])
+        slack = part * _slack(room, rows, ways, (*inner[:5], slices, best))
+        most = mean - _slack(room, rows, ways, inner)
+        bound = _however_cut(tables, rows, (ways.chunks == 1) & (kind == 0), most, part * whole[3] - slack)
         likely = np.maximum(likely * facts.speed, part * whole[2])
     passing = np.maximum(0.0, probable[0] - 0.8 * back) + np.maximum(0.0, probable[1] - 0.8 * likely) + gathered
     return (
@@ -241,30 +247,48 @@ def _with_data(
 
 
 def _however_cut(tables: Tables, rows: Shapes, plain: Flags, most: Array, mean: Array) -> Array:
-    """Seconds at least where shares and cuts are by speed. `most`: mean over places of the work of the line that has
-    most samples, which may be of the best devices; `mean`: of all lines; `plain`: schedules that fill and drain whole
-    stages."""
+    """Seconds at least where shares, parts and cuts are by speed. `most`: mean over places of the work of the line that
+    has most samples, which may be of the best devices; `mean`: of all lines; `plain`: schedules that fill and drain
+    whole stages."""
     count = np.where((rows.stage > 1) & plain, rows.microbatches, 0)
-    (pace,) = by_kind((rows.world, rows.stage, rows.split * rows.context * rows.space, count), tables.pace)
+    (pace,) = by_kind((rows.world, rows.stage, rows.context * rows.space, rows.split, count), tables.pace)
     times = np.maximum(count, 1)
     best = np.where(count > 0, (1 - (1 - 1 / times) ** rows.stage) * times / rows.stage, 1.0)
     return np.asarray(np.maximum(mean / pace, most / best), dtype=np.float64)
 
 
-def _latency(tables: Tables, ranks: Ints) -> Array:
+def _links(tables: Tables, facts: Facts) -> tuple[Array, ...]:
+    """What `Tables.links_of` says, by row."""
+    return by_kind((facts.best.astype(np.int64),), tables.links_of)
+
+
+def _slack(room: Room, rows: Shapes, ways: Variants, inner: tuple[Ints, ...]) -> Array:
+    """What a step's work, as a mean over places, may be less where parts along split may be unequal."""
+    ahead, back = by_kind(inner, room.work.slack)
+    often = np.where(ways.recompute > 0, 2.0, 1.0)
+    return np.asarray(
+        _uneven(room.tables, rows) * rows.microbatches * (often * ahead + back) / rows.stage, dtype=np.float64
+    )
+
+
+def _uneven(tables: Tables, rows: Shapes) -> Array:
+    """1 where parts along split may be unequal."""
+    return by_kind((rows.world, rows.split), partial(uneven, tables))[0]
+
+
+def _latency(tables: Tables, facts: Facts, ranks: Ints) -> Array:
     """Seconds at least in which values are gathered from so many ranks, however few they are: of a ring, or of rings
     within hosts and between them."""
-    hosts = -(-ranks // tables.per_node)
-    away = (hosts - 1) * tables.latency("network")
-    return np.where(ranks > 1, np.maximum(np.log2(ranks) * tables.fastest[0], away), 0.0)
+    hosts, (_, _, between, least) = -(-ranks // tables.per_node), _links(tables, facts)
+    return np.where(ranks > 1, np.maximum(np.log2(ranks) * least, (hosts - 1) * between), 0.0)
 
 
-def _statistics(tables: Tables, rows: Shapes) -> Array:
+def _statistics(tables: Tables, rows: Shapes, facts: Facts) -> Array:
     """Seconds at least of what modules that normalise over the batch exchange: in each microbatch a gather in forward,
     a sum in backward, and nothing else meanwhile."""
     modules = sum(module.batch_statistics for module in tables.model.modules)
     ranks = rows.data * rows.space
-    each = _latency(tables, ranks) + 2 * np.log2(ranks) * tables.fastest[0]
+    each = _latency(tables, facts, ranks) + 2 * np.log2(ranks) * _links(tables, facts)[3]
     return np.where(rows.stage == 1, rows.microbatches * modules * each, 0.0)
 
 
@@ -278,7 +302,8 @@ def _exchanged(tables: Tables, rows: Shapes, ways: Variants, facts: Facts) -> tu
     whole = _ring(tables, rows, facts, everyone, split)
     parts = _ring(tables, rows, facts, shard, split * inner)
     others = everyone / shard
-    fastest = np.where(others > 1, 2 * (others - 1) / others / max(tables.link("node"), tables.link("network")), 0.0)
+    quickest = np.maximum(*_links(tables, facts)[:2])
+    fastest = np.where(others > 1, 2 * (others - 1) / others / quickest, 0.0)
     divided = ways.level >= 2
     low = np.where(divided, parts[0] / 2 + fastest / shard, whole[0])
     sums = np.where(divided, parts[1] / 2 + whole[1] / shard, whole[1]) * facts.gradients / stages
@@ -293,7 +318,7 @@ def _ring(tables: Tables, rows: Shapes, facts: Facts, degree: Array, inside: Arr
     sum is arranged. Groups too wide for a host all cross, one for each of the ranks `inside`; where some may not, or
     hosts are unequal, only the fastest link counts.
     """
-    node, network, each = tables.link("node"), tables.link("network"), tables.per_node
+    (node, network, *_), each = _links(tables, facts), tables.per_node
     reach = np.minimum(rows.world, each).astype(np.float64)
     within = (degree * inside <= reach) & (each % np.maximum(degree * inside, 1) == 0) | (facts.hosts <= 1)
     members = np.clip(reach / inside, 1.0, degree)
@@ -304,6 +329,6 @@ def _ring(tables: Tables, rows: Shapes, facts: Facts, degree: Array, inside: Arr
     hosts = np.maximum(2.0, np.minimum(np.ceil(degree / np.ceil(each / inside)), facts.hosts))  # more ranks than cores
     crossing = 2 * (hosts - 1) / hosts * np.minimum(inside, each) / network
     plain = 2 * (degree - 1) / degree
-    least = np.where(within, plain / node, np.where(wide, crossing, plain / max(node, network)))
+    least = np.where(within, plain / node, np.where(wide, crossing, plain / np.maximum(node, network)))
     likely = np.where(within, plain / node, across)
     return np.where(degree > 1, least, 0.0), np.where(degree > 1, likely, 0.0)

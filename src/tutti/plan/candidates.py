@@ -29,6 +29,7 @@ def candidates(model: ModelSpec, cluster: ClusterSpec, request: Request) -> list
                     batch=dataclasses.replace(request.script.batch, num_microbatches=slices),
                     mesh={"replicate": degree},
                     shares=(),
+                    split_shares=(),
                     precision=precision,
                 )
                 plans.append(plan)

@@ -1,9 +1,11 @@
 """What a planner is asked and what it answers: Request, Alternative, Choice. Plain data, as all specs."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
 from tutti.errors import PlanError
+from tutti.spec.mesh_words import mesh_in_words
 from tutti.spec.plan import Plan
 from tutti.spec.prediction import Prediction
 from tutti.spec.sync_words import way_in_words
@@ -20,6 +22,20 @@ Objective = Literal["throughput", "device-hours", "cost", "energy", "memory", "t
 time until a quality is reached, for which the global batch may change."""
 
 
+_NUMBERS = {
+    "train_samples": "the length of the whole training, in what the batch counts",
+    "memory_nbytes": "the bytes that a rank may take",
+    "budget": "what the whole training may cost",
+    "deadline_s": "the seconds that the whole training may take",
+}
+"""Numbers of a Request and what they mean."""
+
+
+def _finite(value: float, name: str, meaning: str) -> None:
+    if not (value > 0 and math.isfinite(value)):
+        raise PlanError(f"{name} = {value}, {meaning}; give a finite number above 0")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoiseScale:
     """How many samples a quality takes at each global batch, in the plan's unit.
@@ -32,9 +48,13 @@ class NoiseScale:
     evidence: Evidence = "assumed"
 
     def __post_init__(self) -> None:
-        for name, value in (("critical_batch", self.critical_batch), ("least_samples", self.least_samples)):
-            if not value > 0:
-                raise PlanError(f"{name} = {value}; give a number above 0")
+        _finite(self.critical_batch, "critical_batch", "the batch at which a quality takes twice the least samples")
+        _finite(self.least_samples, "least_samples", "the samples that a quality takes with very small batches")
+        if not math.isfinite(self.least_samples / self.critical_batch * 2.0**63):
+            raise PlanError(
+                f"critical_batch = {self.critical_batch} with least_samples = {self.least_samples}: no number of steps "
+                "could be counted; give numbers such as training has"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,15 +93,38 @@ class Request:
         for name, count in (("max_devices", self.max_devices), ("degree", self.degree)):
             if count is not None and count < 1:
                 raise PlanError(f"{name} = {count}; give a number of 1 or more")
-        limits = ("train_samples", "memory_nbytes", "budget", "deadline_s")
-        for name, value in zip(limits, (getattr(self, name) for name in limits), strict=True):
-            if value is not None and not value > 0:
-                raise PlanError(f"{name} = {value}; give a number above 0")
+        for name, meaning in _NUMBERS.items():
+            value = getattr(self, name)
+            if value is not None:
+                _finite(value, name, meaning)
+        self._check_ranks()
         self._check_relax()
         if self.objective == "time-to-quality" and self.noise is None:
             raise PlanError(
                 "the objective time-to-quality needs to know how many samples a quality takes at each batch; give the "
                 "critical batch and the least samples (measured by a run, or assumed)"
+            )
+
+    def _check_ranks(self) -> None:
+        """Refuse numbers of ranks that contradict each other, rather than let one of them win unseen."""
+        asked = {"degree": self.degree, "mesh": None if self.mesh is None else math.prod(self.mesh.values())}
+        said = {name: many for name, many in asked.items() if many is not None}
+        if len(set(said.values())) > 1:
+            raise PlanError(
+                f"degree (--nproc) asks for exactly {self.degree} ranks, but mesh = {mesh_in_words(self.mesh or {})} "
+                f"has {said['mesh']}; make them agree, or leave one out"
+            )
+        for name, many in said.items():
+            if self.max_devices is not None and many > self.max_devices:
+                raise PlanError(
+                    f"{name} asks for exactly {many} ranks, but max_devices = {self.max_devices} allows no more than "
+                    f"{self.max_devices}; raise it, ask for fewer ranks, or leave one out"
+                )
+        beyond = [axis for axis, degree in (self.mesh or {}).items() if degree > 1 and axis != "replicate"]
+        if self.scope == "data" and beyond:
+            raise PlanError(
+                f"only data parallelism is to be considered, but mesh = {mesh_in_words(self.mesh or {})} divides the "
+                f"model along {beyond[0]}; leave one out, or ask for replicate alone"
             )
 
     def _check_relax(self) -> None:

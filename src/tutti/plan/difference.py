@@ -3,16 +3,26 @@
 import dataclasses
 from typing import Any, get_args
 
-from tutti.plan.words import recompute_words, settings_words
+from tutti.plan.words import parts_words, recompute_words, settings_words
 from tutti.spec.compression import compression_in_words
 from tutti.spec.plan import LayoutRule, Plan
 from tutti.spec.sync_words import way_in_words
 from tutti.spec.words import AxisName
 
+_SHOWN = 8
+"""Entries of a list that are shown."""
+
 
 def difference(first: Plan, second: Plan, names: tuple[str, str] = ("A", "B")) -> tuple[str, ...]:
-    """What differs between two plans, a sentence each; empty where they mean the same."""
-    a, b = names
+    """What differs between two plans, a sentence each; empty where they mean the same.
+
+    What has no effect in either plan (how an axis runs that it does not have) is not told where anything else is.
+    """
+    said = _told(first, second, *names)
+    return said or tuple(_unsaid(_leaves(first), _leaves(second), *names))
+
+
+def _told(first: Plan, second: Plan, a: str, b: str) -> tuple[str, ...]:
     said = []
     if first.world_size != second.world_size:
         said.append(f"Ranks: {first.world_size} in {a}, {second.world_size} in {b}")
@@ -29,16 +39,20 @@ def difference(first: Plan, second: Plan, names: tuple[str, str] = ("A", "B")) -
     said += _ways(first, second, a, b)
     if first.shares != second.shares:
         said.append(f"Shares of the data-parallel ranks: {_shares(first)} in {a}, {_shares(second)} in {b}")
+    if first.split_weights != second.split_weights:
+        said.append(f"Parts of layers along split: {parts_words(first)} in {a}, {parts_words(second)} in {b}")
     if _replicas(first) != _replicas(second):
         said.append(f"Replicas: {_replicas(first)} in {a}, {_replicas(second)} in {b}")
     if first.sync.gradient_code != second.sync.gradient_code:
         said.append(f"Gradients are summed {_written(first)} in {a}, {_written(second)} in {b}")
-    if first.sync.bucket_nbytes != second.sync.bucket_nbytes:
-        said.append(
-            f"Gradients are fused into buckets of {first.sync.bucket_nbytes:,} bytes in {a}, "
-            f"{second.sync.bucket_nbytes:,} in {b}"
-        )
-    return (*said, *_rules(first, second, a, b))
+    if _buckets(first) != _buckets(second):
+        said.append(f"Gradients are fused into buckets of {_buckets(first)} in {a}, {_buckets(second)} in {b}")
+    return (*said, *_rules(first, second, a, b), *_models(first, second, a, b))
+
+
+def _buckets(plan: Plan) -> str:
+    measured = " at first, then as is measured to be quickest" if plan.sync.bucket_sizes == "measured" else ""
+    return f"{plan.sync.bucket_nbytes:,} bytes{measured}"
 
 
 def _replicas(plan: Plan) -> str:
@@ -66,7 +80,14 @@ def _batches(first: Plan, second: Plan, a: str, b: str) -> list[str]:
         if one != other:
             changes = ": this changes what is computed" if field != "num_microbatches" else ""
             said.append(f"{words}: {one} in {a}, {other} in {b}{changes}")
+    if first.batch.ramp != second.batch.ramp:
+        said.append(f"The batch grows: {_ramp(first)} in {a}, {_ramp(second)} in {b}: this changes what is computed")
     return said
+
+
+def _ramp(plan: Plan) -> str:
+    sizes = [f"{size} until batch {until}" for until, size in plan.batch.ramp[:_SHOWN]]
+    return ", ".join([*sizes, *(["..."] if len(plan.batch.ramp) > _SHOWN else [])]) or "never"
 
 
 def _ways(first: Plan, second: Plan, a: str, b: str) -> list[str]:
@@ -76,7 +97,8 @@ def _ways(first: Plan, second: Plan, a: str, b: str) -> list[str]:
         said.append(f"Precision: {first.precision} in {a}, {second.precision} in {b}: this changes the numbers")
     if recompute_words(first) != recompute_words(second):
         said.append(f"Recompute: {recompute_words(first)} in {a}, {recompute_words(second)} in {b}")
-    if first.degree("shard") > 1 and second.degree("shard") > 1 and first.sharding != second.sharding:
+    both = first.degree("shard") > 1 and second.degree("shard") > 1
+    if (both or first.sharding.offload != second.sharding.offload) and first.sharding != second.sharding:
         said.append(f"Sharding: {_words(first.sharding)} in {a}, {_words(second.sharding)} in {b}")
     if first.degree("stage") > 1 and second.degree("stage") > 1 and first.pipeline != second.pipeline:
         said.append(f"Pipeline: {_words(first.pipeline)} in {a}, {_words(second.pipeline)} in {b}")
@@ -106,21 +128,62 @@ def _words(value: Any) -> str:
 def _shares(plan: Plan) -> str:
     if not plan.shares:
         return "equal"
-    shown = ", ".join(f"{share:g}" for share in plan.shares[:8])
-    return shown + (", ..." if len(plan.shares) > 8 else "")
+    shown = ", ".join(f"{share:.12g}" for share in plan.shares[:_SHOWN])
+    return shown + (", ..." if len(plan.shares) > _SHOWN else "")
 
 
 def _rules(first: Plan, second: Plan, a: str, b: str) -> list[str]:
-    """Layout rules that only one of the plans has; recompute of whole plans is said above."""
-
-    def told(rule: LayoutRule) -> bool:
-        return rule.placement != "auto" or rule.chunks is not None
-
-    said = []
-    for plan, other, name in ((first, second, a), (second, first, b)):
-        for rule in plan.layout:
-            if rule not in other.layout and told(rule):
-                parts = [f"chunks {rule.chunks}"] if rule.chunks is not None else []
-                parts += [rule.placement] if rule.placement != "auto" else []
-                said.append(f"Only {name} says of modules {rule.modules}: {', '.join(parts)}")
+    """Layout rules that only one of the plans has; recompute of whole plans may be said above already."""
+    above = recompute_words(first) != recompute_words(second)
+    pairs = ((first, second, a), (second, first, b))
+    said = [
+        f"Only {name} says of modules {rule.modules}: {', '.join(parts)}"
+        for plan, other, name in pairs
+        for rule in plan.layout
+        if rule not in other.layout and (parts := _opinions(rule, recompute=not above))
+    ]
+    if not said and not above:
+        rules = [[rule for rule in plan.layout if _opinions(rule, recompute=True)] for plan in (first, second)]
+        if rules[0] != rules[1]:
+            said.append(f"Rules of the layout, of which the last that matches counts, stand otherwise in {a} and {b}")
     return said
+
+
+def _opinions(rule: LayoutRule, *, recompute: bool) -> list[str]:
+    """What a rule says of its modules."""
+    parts = [f"chunks {rule.chunks}"] if rule.chunks is not None else []
+    parts += [rule.placement] if rule.placement != "auto" else []
+    if recompute and rule.recompute is not None:
+        parts.append({True: "recompute", False: "no recompute", "selective": "selective recompute"}[rule.recompute])
+    return parts
+
+
+def _models(first: Plan, second: Plan, a: str, b: str) -> list[str]:
+    """For which models they were made, where these are not the same."""
+    if first.made_for == second.made_for:
+        return []
+    only = [_modules(one.made_for, other.made_for) for one, other in ((first, second), (second, first))]
+    return [f"Made for different models: only in {a} {only[0]}; only in {b} {only[1]}"]
+
+
+def _modules(own: dict[str, str], other: dict[str, str]) -> str:
+    found = [f"{name} ({words})" for name, words in own.items() if other.get(name) != words]
+    return ", ".join(found[:_SHOWN]) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "") or "none"
+
+
+def _leaves(value: Any, name: str = "") -> dict[str, Any]:
+    """Fields by dotted names, without the mesh and parts along split, of which all is said that means anything."""
+    if not dataclasses.is_dataclass(value):
+        return {name: value}
+    fields = [field.name for field in dataclasses.fields(value) if field.name not in ("mesh", "split_shares")]
+    found = [_leaves(getattr(value, field), f"{name}.{field}" if name else field) for field in fields]
+    return {leaf: each for part in found for leaf, each in part.items()}
+
+
+def _unsaid(first: dict[str, Any], second: dict[str, Any], a: str, b: str) -> list[str]:
+    names = [*first, *(name for name in second if name not in first)]
+    return [
+        f"{name}: {first.get(name)} in {a}, {second.get(name)} in {b}"
+        for name in names
+        if name != "layout" and first.get(name) != second.get(name)
+    ]

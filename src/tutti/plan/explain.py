@@ -50,7 +50,7 @@ def _row(choice: Choice, one: Alternative, *, chosen: bool) -> Row:
         settings=settings_words(plan),
         microbatches=plan.batch.num_microbatches,
         precision=plan.precision,
-        shares="by speed" if plan.shares else "equal",
+        shares="by speed" if plan.shares or plan.split_shares else "equal",
         step=seconds(prediction.step_time_s.value) if prediction else "",
         exposed=seconds(prediction.phases["exposed_communication"]) if prediction else "",
         memory=nbytes(prediction.memory.total) if prediction else "",
@@ -81,8 +81,9 @@ def explain(choice: Choice) -> str:
 
 
 def _of_ranks(plan: Plan) -> str:
-    """Whose memory a prediction's is: of stages, or of ranks with unequal shares, that of the fullest one."""
-    return "on the fullest rank" if plan.shares or plan.degree("stage") > 1 else "for each rank"
+    """Whose memory a prediction's is: of stages, or of ranks with unequal shares or parts, that of the fullest one."""
+    unequal = plan.shares or plan.split_weights or plan.degree("stage") > 1
+    return "on the fullest rank" if unequal else "for each rank"
 
 
 def _ranks(plan: Plan) -> str:

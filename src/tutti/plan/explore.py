@@ -5,6 +5,7 @@ left can be better, or time is up. What was ruled out was ruled out by bounds th
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,7 @@ from tutti.plan.limits import Limits, limits_of
 from tutti.plan.mixed import improved
 from tutti.plan.pool import Lesson, Pool, plainness, takes_long
 from tutti.plan.room import Room
-from tutti.plan.tables import Array, Tables, by_kind
+from tutti.plan.tables import Array, Tables, by_kind, uneven
 from tutti.predict import predict
 from tutti.spec.cluster import ClusterSpec
 from tutti.spec.model import ModelSpec
@@ -37,6 +38,10 @@ _AT_ONCE = 12
 
 _PATIENCE = 150
 """The search ends when so many plans in a row brought nothing and more than that are left."""
+
+_QUIET = 0.125
+"""Where time is limited, nothing must have come for this part of it either: what plans are left may be better, and the
+time was given to look at them."""
 
 _EACH = 4
 """Plans that a mesh whose variants were not made yet counts for."""
@@ -72,8 +77,8 @@ class Costed:
 
     @property
     def good(self) -> bool:
-        """Whether it fits and keeps every limit of the request."""
-        return self.prediction.fits and not self.broken
+        """Whether it fits, keeps every limit of the request and has a value that can be compared."""
+        return self.prediction.fits and not self.broken and math.isfinite(self.value)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -110,33 +115,36 @@ class Explorer:
         self.limits: Limits = limits_of(model, clusters[0], request)
         self.samples = self.limits.samples
         self._clock, self._limit_s = clock, limit_s
-        self._began = clock() if clock is not None else 0.0
+        self._began, self._until_one = _now(self._clock), _UNTIL_ONE
         self.costed: list[Costed] = []
         self.impossible: dict[str, Alternative] = {}
         self._lessons: dict[int, Lesson] = {}
         self._counts = {"considered": 0, "too_large": 0, "too_slow": 0, "refused": 0}
-        self._best = math.inf
+        self.best = math.inf
         found = shapes(self.limits, request)
         self.lanes = [
             lane for cluster in clusters for precision in precisions if (lane := self._lane(cluster, precision, found))
         ]
 
-    def run(self) -> None:
-        """Search until nothing left can be better, nothing came for long, or time is up."""
+    def run(self, *, than: float | None = None) -> None:
+        """Search until nothing left can be better, nothing came for long, or time is up. `than`: only what is better is
+        wanted, so that it gets no more time where it finds nothing at all."""
+        if than is not None:
+            self.best, self._until_one = min(self.best, than), 1.0
+        self._prune()
         self._first()
-        idle = 0
+        idle, gained_s = 0, _now(self._clock)
         while not self.over(_SEARCH):
             self._prune()
-            before, costed = self._best, self._cost_next()
+            before, costed = self.best, self._cost_next()
             grown = self._expand()
             if not costed and not grown:
                 break
             if grown:  # costing some in between lets better plans rule out meshes that were not looked at yet
                 continue
-            idle = 0 if self._best < before * (1 - _GAIN) else idle + _AT_ONCE
-            fits = math.isfinite(self._best) or any(one.prediction.fits for one in self.costed)
-            few = fits and _in_time(self)
-            if idle >= (_PATIENCE if fits else _HOPELESS) and (math.isfinite(self._best) or not fits) and not few:
+            better = self.best < before * (1 - _GAIN)
+            idle, gained_s = (0, _now(self._clock)) if better else (idle + _AT_ONCE, gained_s)
+            if _enough(self, idle, gained_s):
                 break
         self._prune()
 
@@ -149,7 +157,7 @@ class Explorer:
             least = min(
                 least, float(np.min(lane.pool.least, initial=math.inf)), float(np.min(waiting, initial=math.inf))
             )
-        gap = max(0.0, 1 - least / self._best) if left and math.isfinite(self._best) else 0.0
+        gap = max(0.0, 1 - least / self.best) if left and math.isfinite(self.best) else 0.0
         return Coverage(**self._counts, costed=len(self.costed), left=left, gap=gap if math.isfinite(gap) else 0.0)
 
     def cost(self, plan: Plan, cluster: ClusterSpec) -> Costed | None:
@@ -170,7 +178,7 @@ class Explorer:
         )
         self.costed.append(one)
         if one.good:
-            self._best = min(self._best, one.value)
+            self.best = min(self.best, one.value)
         return one
 
     def add(self, found: Costed | None) -> None:
@@ -186,7 +194,10 @@ class Explorer:
             nothing = Alternative(plan=self.request.script, prediction=None, reason=str(error))
             self.impossible.setdefault(str(error), nothing)
             return None
-        least = objectives.bound(cluster, self.request, seconds, found.world, memory)
+        # where parts along split may be unequal, a prediction may show the memory of a rank with little of the model
+        (apart,) = by_kind((found.world, found.split), partial(uneven, tables))
+        shown = np.where(apart > 0, 0.0, memory)
+        least = objectives.bound(cluster, self.request, seconds, found.world, shown)
         fits = memory <= self._room(tables, found)
         self._counts["considered"] += len(found)
         self._counts["too_large"] += int((~fits).sum())
@@ -216,7 +227,7 @@ class Explorer:
         """Whether this part of the time is used up; while no plan fits yet, several times as much."""
         if self._clock is None:
             return False
-        patience = 1.0 if math.isfinite(self._best) else _UNTIL_ONE
+        patience = 1.0 if math.isfinite(self.best) else self._until_one
         return self._clock() >= self._began + patience * part * self._limit_s
 
     def _first(self) -> None:
@@ -262,7 +273,7 @@ class Explorer:
         likely = objectives.bound(lane.cluster, self.request, bounds.likely_s, world, bounds.memory)
         room = self._room(lane.tables, lane.shapes)[ways.shape]
         tight = self._room(lane.tables, lane.shapes, tightest=True)[ways.shape]
-        fits, quick = bounds.memory <= room, least < self._best
+        fits, quick = bounds.memory <= room, least < self.best
         self._counts["considered"] += len(ways) - len(rows)
         self._counts["too_large"] += int((~fits).sum())
         self._counts["too_slow"] += int((fits & ~quick).sum())
@@ -271,8 +282,8 @@ class Explorer:
     def _prune(self) -> None:
         """Forget what cannot be better than the best so far."""
         for lane in self.lanes:
-            slow = lane.pool.least >= self._best
-            late = lane.least[lane.waiting] >= self._best
+            slow = lane.pool.least >= self.best
+            late = lane.least[lane.waiting] >= self.best
             self._counts["too_slow"] += int(slow.sum()) + int(late.sum())
             if slow.any():
                 lane.pool.drop(slow)
@@ -324,11 +335,28 @@ class Explorer:
         return [whole, *[one for each in others if (one := self.cost(each, lane.cluster)) is not None]]
 
 
+def _now(clock: Clock | None) -> float:
+    return clock() if clock is not None else 0.0
+
+
+def _timed(explorer: Explorer) -> bool:
+    return explorer._clock is not None and math.isfinite(explorer._limit_s)
+
+
+def _enough(explorer: Explorer, idle: int, gained_s: float) -> bool:
+    """Whether nothing came in so many plans, and since then, that more are not worth their time."""
+    if not math.isfinite(explorer.best):
+        return idle >= _HOPELESS and not any(one.prediction.fits for one in explorer.costed)
+    waited = not _timed(explorer) or _now(explorer._clock) >= gained_s + _QUIET * explorer._limit_s
+    return idle >= _PATIENCE and waited and not _in_time(explorer)
+
+
 def _in_time(explorer: Explorer) -> bool:
     """Whether the plans that are left can all be predicted in the time that is left."""
     left = sum(len(lane.pool) + _EACH * len(lane.waiting) for lane in explorer.lanes)
-    timed = explorer._clock is not None and math.isfinite(explorer._limit_s)
-    return left <= _PATIENCE or (timed and not explorer.over(_SEARCH / (1 + left / max(1, len(explorer.costed)))))
+    return left <= _PATIENCE or (
+        _timed(explorer) and not explorer.over(_SEARCH / (1 + left / max(1, len(explorer.costed))))
+    )
 
 
 def _best_of_families(pool: Pool, lessons: dict[int, Lesson]) -> list[int]:

@@ -7,6 +7,8 @@ from functools import reduce
 import numpy as np
 
 from tutti.plan.balance import ROUNDS, listed, speeds
+from tutti.plan.choice import Objective
+from tutti.plan.parts import split_shares
 from tutti.plan.room import Room, times_held
 from tutti.plan.stages import blocks_of, cut
 from tutti.plan.tables import Array, Tables, is_mixed
@@ -15,41 +17,66 @@ from tutti.predict.layout import recompute_regions
 from tutti.predict.memory import kept
 from tutti.predict.placement import Seat, place
 from tutti.predict.table import ModelTable
-from tutti.spec.cluster import ClusterSpec, NodeSpec
+from tutti.spec.cluster import ClusterSpec, DeviceSpec, NodeSpec
 from tutti.spec.loading import Loading
 from tutti.spec.plan import Plan
 from tutti.spec.prediction import Prediction, RankMemory
 from tutti.spec.words import DATA_AXES, AxisName
 
-MOST_ORDERS = 5
+MOST_ORDERS = 6
 MOST_SHARES = 4096
 """Data-parallel ranks beyond which shares are not listed one by one."""
 
 
-def orders(cluster: ClusterSpec, loading: Loading | None = None) -> tuple[ClusterSpec, ...]:
-    """The cluster with its nodes in the orders worth trying: as written, the fastest first, the roomiest first, what
-    loads its data quickest first, and the reverse. Ranks are seated in this order, so first ones get the first stages
-    and the last are left idle.
+def orders(
+    cluster: ClusterSpec, loading: Loading | None = None, objective: Objective = "throughput"
+) -> tuple[ClusterSpec, ...]:
+    """The cluster with its nodes in the orders worth trying: the fastest first, what loads its data quickest first,
+    what has the quickest network first, for cost and energy what computes most for its price or power first, the
+    roomiest first, every kind first once, and the slowest first. Ranks are seated in this order, so first ones get the
+    first stages and the last are left idle.
+
+    They do not depend on the order in which the cluster has its nodes.
     """
     feeding = [_feeding(node, loading) for node in cluster.nodes]
-    fed_alike = len(set(feeding)) == 1
-    if fed_alike and not is_mixed(cluster):
+    network = [cluster.link_at(node, "network") for node in cluster.nodes]
+    joined = [0.0 if link is None else link.bandwidth_bytes_per_s for link in network]
+    fed_alike, joined_alike = len(set(feeding)) == 1, len(set(joined)) == 1
+    if fed_alike and joined_alike and not is_mixed(cluster):
         return (cluster,)
-
-    def peak(index: int) -> float:
-        device = cluster.devices[cluster.nodes[index].device]
-        rates = [*device.peak_flops_per_s.values(), *(rate.flops_per_s for rate in device.gemm)]
-        return max(rates, default=0.0)
-
-    def memory(index: int) -> float:
-        return cluster.devices[cluster.nodes[index].device].memory_nbytes
-
-    own = list(range(len(cluster.nodes)))
-    wanted = [own, sorted(own, key=lambda i: -peak(i)), sorted(own, key=lambda i: -memory(i)), own[::-1]]
+    kinds = [_kind(cluster, node) for node in cluster.nodes]
+    own = sorted(range(len(kinds)), key=lambda i: (kinds[i], feeding[i], -joined[i], cluster.nodes[i].name))
+    wanted = [own]
     if not fed_alike:
-        wanted.insert(1, sorted(own, key=lambda i: feeding[i], reverse=True))
+        wanted.append(sorted(own, key=lambda i: feeding[i], reverse=True))
+    if not joined_alike:
+        wanted.append(sorted(own, key=lambda i: -joined[i]))
+    paid = [_paid(cluster, node, objective) for node in cluster.nodes]
+    wanted.append(sorted(own, key=lambda i: paid[i]))
+    wanted.append(sorted(own, key=lambda i: -cluster.devices[cluster.nodes[i].device].memory_nbytes))
+    for kind in dict.fromkeys(kinds[i] for i in wanted[-2]):
+        wanted.append(sorted(own, key=lambda i: kinds[i] != kind))
+    wanted.append(own[::-1])
     distinct = list(dict.fromkeys(map(tuple, wanted)))[:MOST_ORDERS]
     return tuple(dataclasses.replace(cluster, nodes=tuple(cluster.nodes[i] for i in order)) for order in distinct)
+
+
+def _peak(device: DeviceSpec) -> float:
+    return max([*device.peak_flops_per_s.values(), *(rate.flops_per_s for rate in device.gemm)], default=0.0)
+
+
+def _kind(cluster: ClusterSpec, node: NodeSpec) -> tuple[float | str, ...]:
+    """What tells kinds of nodes apart, the fastest first."""
+    device = cluster.devices[node.device]
+    paid = (device.price_per_device_hour or 0.0, device.power_w or 0.0)
+    return (-_peak(device), -device.memory_nbytes, *paid, -node.devices_per_node, -node.memory_nbytes, node.device)
+
+
+def _paid(cluster: ClusterSpec, node: NodeSpec, objective: Objective) -> float:
+    """Price or power for each FLOP/s under an objective that counts it, else 0."""
+    device = cluster.devices[node.device]
+    own = {"cost": device.price_per_device_hour, "energy": device.power_w}.get(objective)
+    return (own or 0.0) / max(_peak(device), 1.0)
 
 
 def _feeding(node: NodeSpec, loading: Loading | None) -> tuple[float, int]:
@@ -69,8 +96,8 @@ def by_axes(values: Array, plan: Plan, keep: tuple[AxisName, ...], how: np.ufunc
 
 
 def improved(room: Room, cluster: ClusterSpec, one: Plan, prediction: Prediction, samples: int) -> list[Plan]:
-    """The plan with shares by speed and with stages cut by speed and memory, where these change anything.
-    `prediction`: of the plan as it is."""
+    """The plan with shares and parts of layers by speed and with stages cut by speed and memory, where these change
+    anything. `prediction`: of the plan as it is."""
     seats, plan = place(cluster, one.world_size), one
     each = max(1, round(samples / plan.batch.num_microbatches / plan.data_parallel_degree))
     rates = speeds(room.tables.model, seats, room.tables.precision, np.full(plan.world_size, float(each)))
@@ -83,6 +110,11 @@ def improved(room: Room, cluster: ClusterSpec, one: Plan, prediction: Prediction
     share = shares(room.tables, plan, prediction.memory, seats, samples)
     if share:
         found.append(dataclasses.replace(plan, shares=share))
+    own = split_shares(room, plan, prediction.memory, seats, each)
+    if own:
+        plan = dataclasses.replace(plan, split_shares=own)
+        share = shares(room.tables, plan, prediction.memory, seats, samples)
+        found += [plan, dataclasses.replace(plan, shares=share)] if share else [plan]
     return found
 
 
@@ -109,8 +141,11 @@ def shares(tables: Tables, plan: Plan, memory: RankMemory, seats: tuple[Seat, ..
 
 
 def _together(plan: Plan, rates: Array) -> Array:
-    """The speed of each data-parallel rank: if it is itself several devices, of its slowest, or, along stages cut by
-    speed, their mean."""
+    """The speed of each data-parallel rank: if it is itself several devices, of its slowest, or, along stages and parts
+    of layers that are cut by speed, their mean."""
+    if plan.split_weights:
+        grid, at = rates.reshape(list(plan.mesh.values())), list(plan.mesh).index("split")
+        rates = np.broadcast_to(grid.mean(axis=at, keepdims=True), grid.shape).reshape(-1)
     own = by_axes(rates, plan, (*DATA_AXES, "stage"), np.minimum)
     if plan.mesh.get("stage", 1) == 1:
         return own

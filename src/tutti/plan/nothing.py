@@ -20,6 +20,7 @@ from tutti.predict.placement import place
 from tutti.predict.words import count, nbytes
 from tutti.spec.cluster import ClusterSpec, LinkSpec
 from tutti.spec.model import ModelSpec
+from tutti.spec.plan import Sharding
 from tutti.spec.prediction import Prediction
 from tutti.spec.refusals import check_plan
 from tutti.spec.words import Precision
@@ -72,6 +73,16 @@ def smallest(model: ModelSpec, cluster: ClusterSpec, request: Request) -> Costed
     return min(costed, key=lambda one: (not one.prediction.fits, one.value), default=None)
 
 
+def nothing_good(model: ModelSpec, cluster: ClusterSpec, request: Request, costed: list[Costed]) -> str:
+    """The sentence for a search whose plans are all too large, break a limit, or are predicted to take for ever."""
+    fitting = [one for one in costed if one.prediction.fits]
+    if not fitting:
+        return no_fit(model, cluster, request, costed)
+    if any(one.broken for one in fitting):
+        return nothing_keeps(request, fitting)
+    return _not_finite(model, cluster, request, fitting[0])
+
+
 def no_fit(model: ModelSpec, cluster: ClusterSpec, request: Request, costed: list[Costed]) -> str:
     """The sentence that refuses a model no candidate can hold: its smallest need against what there is."""
     one = min(
@@ -85,7 +96,7 @@ def no_fit(model: ModelSpec, cluster: ClusterSpec, request: Request, costed: lis
         if found is not None and (one is None or found.prediction.memory.total < one.prediction.memory.total):
             one = found
     if one is None:
-        return _excluded(request) or (
+        return _refused(model, cluster, request) or (
             f"model {model.name!r} does not fit on cluster {cluster.name!r}, and no plan of it can be costed"
         )
     plan, memory, room = one.plan, one.prediction.memory, objectives.room_nbytes(one.cluster, one.plan)
@@ -105,11 +116,17 @@ def no_fit(model: ModelSpec, cluster: ClusterSpec, request: Request, costed: lis
     )
 
 
-def _excluded(request: Request) -> str:
-    """Why what was asked for excludes itself; empty where it does not."""
-    asked = request.mesh or {axis: max(2, degree) for axis, degree in request.demanded.items()}
+def _refused(model: ModelSpec, cluster: ClusterSpec, request: Request) -> str:
+    """Why what was asked for excludes itself, or cannot be had of this model; empty where neither is so."""
+    script = request.script
+    asked = request.mesh or {axis: max(2, degree) for axis, degree in request.demanded.items()} or script.mesh
+    sharding = script.sharding
+    if "shard" in asked and "stage" in asked and sharding == Sharding():
+        sharding = Sharding(level=1)  # what the search tries, too
     try:
-        check_plan(dataclasses.replace(request.script, mesh=asked or request.script.mesh))
+        plan = dataclasses.replace(script, mesh=asked, shares=(), sharding=sharding)
+        check_plan(plan)
+        predict(model, cluster, plan)
     except PlanError as error:
         return str(error)
     return ""
@@ -192,14 +209,14 @@ def enough(model: ModelSpec, cluster: ClusterSpec, request: Request) -> tuple[Cl
 
 def _links(cluster: ClusterSpec) -> tuple[LinkSpec, ...]:
     """The links, with a network like the nodes' own link where there was one node only: memory is what is asked."""
-    if cluster.link("network") is not None or not cluster.links:
+    if any(link.tier == "network" for link in cluster.every_link) or not cluster.links:
         return cluster.links
     return (*cluster.links, dataclasses.replace(cluster.links[0], tier="network"))
 
 
 def nothing_keeps(request: Request, costed: list[Costed]) -> str:
     """The sentence for plans that fit but all break a limit of the request: the nearest of them."""
-    fitting = [one for one in costed if one.prediction.fits]
+    fitting = [one for one in costed if one.broken]
 
     def over(one: Costed) -> float:
         found = objectives.totals(one.cluster, request, one.plan, one.prediction)
@@ -210,6 +227,14 @@ def nothing_keeps(request: Request, costed: list[Costed]) -> str:
     return (
         f"no plan keeps the limits: the nearest ({plan_words(best.plan)}, {objectives.duration(found.time_s)}) "
         f"{best.broken}; relax that, or allow other devices"
+    )
+
+
+def _not_finite(model: ModelSpec, cluster: ClusterSpec, request: Request, one: Costed) -> str:
+    return (
+        f"no plan of model {model.name!r} on cluster {cluster.name!r} has a {request.objective} that can be compared "
+        f"(the first, {plan_words(one.plan)}, has {one.value}): a rate, size or price is beyond what can be counted "
+        "with; correct the cluster file or the model"
     )
 
 

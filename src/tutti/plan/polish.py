@@ -57,13 +57,15 @@ def _relieve(explorer: Explorer) -> None:
             return found is not None and found.good
 
         alike = (lane for lane in explorer.lanes if lane.precision == one.plan.precision)
-        room = next(lane.room for lane in alike if lane.cluster is one.cluster)
-        relieve(room, one.plan, explorer.samples, fits)
+        room = next((lane.room for lane in alike if lane.cluster is one.cluster), None)
+        if room is not None:  # what a part of the cluster computes in, all of it may not
+            relieve(room, one.plan, explorer.samples, fits)
 
 
 def _key(plan: Plan) -> tuple[object, ...]:
     """What tells plans apart, the order of the mesh's axes too."""
-    return (tuple(plan.mesh.items()), plan.batch, plan.layout, plan.shares, plan.precision, plan.sharding,
+    return (tuple(plan.mesh.items()), plan.batch, plan.layout, plan.shares, plan.split_shares,
+            plan.precision, plan.sharding,
             plan.pipeline, plan.space_grid, plan.context)  # fmt: skip
 
 

@@ -2,6 +2,9 @@
 
 from tutti.plan.choice import NoiseScale
 
+MOST_DOUBLINGS = 16
+"""Sizes of the global batch above the script's own that are tried at most."""
+
 
 def samples_to_quality(batch: float, noise: NoiseScale) -> float:
     """Samples needed with a global batch: E = E_min (1 + B / B_crit), B in the unit of the noise scale.
@@ -18,15 +21,16 @@ def steps_to_quality(batch: float, noise: NoiseScale) -> float:
 
 
 def batches_to_try(own: int, noise: NoiseScale, ranks: int) -> tuple[int, ...]:
-    """Global batches worth a search: the script's own, times and by powers of two, up to 4 times the critical one.
+    """Global batches worth a search: the script's own, times and by powers of two, up to 4 times the critical one,
+    and no batch of more samples than the quality takes at least.
 
     Beyond that the steps fall by less than a fifth with any batch, while samples grow in proportion.
     """
-    most = max(float(own), 4 * noise.critical_batch)
+    most = max(float(own), min(4 * noise.critical_batch, noise.least_samples))
     least = max(1.0, min(own, noise.critical_batch) / 4, min(float(own), float(ranks)) / 4)
     found = {own}
     batch = own
-    while batch * 2 <= most:
+    while batch * 2 <= most and len(found) <= MOST_DOUBLINGS:
         batch *= 2
         found.add(batch)
     batch = own

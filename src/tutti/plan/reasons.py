@@ -11,7 +11,7 @@ from tutti.plan.storage import starved
 from tutti.plan.wide import wide_remark
 from tutti.plan.words import axes_of, mesh_words, plan_words, recompute_words, settings_words
 from tutti.predict import predict
-from tutti.predict.placement import place, ring_link, ring_tier
+from tutti.predict.placement import Seat, place, ring_link, ring_tier
 from tutti.predict.words import bits_per_s, count, nbytes, seconds
 from tutti.spec.cluster import ClusterSpec
 from tutti.spec.model import ModelSpec
@@ -87,14 +87,20 @@ def _cause(loser: Costed, best: Costed) -> str:
         return _communication_cause(loser.cluster, loser.plan, slow)
     if part == "optimizer":
         took = f"the optimizer takes {seconds(slow.phases['optimizer'])} against {seconds(fast.phases['optimizer'])}"
-        if set(axes_of(loser.plan)) <= {"replicate"} and loser.plan.world_size > 1:
-            return f"{loser.plan.world_size} ranks that share a memory update all parameters each: {took}"
+        crowd = max(_sharing_memory(place(loser.cluster, loser.plan.world_size)))
+        if set(axes_of(loser.plan)) <= {"replicate"} and crowd > 1:
+            return f"{crowd} ranks that share a memory update all parameters each: {took}"
         return took
     if part == "data":
         return f"{seconds(slow.phases['data'])} of loading data against {seconds(fast.phases['data'])}"
     if part == "other":
         return f"{seconds(slow.phases['other'])} of waiting against {seconds(fast.phases['other'])}"
     return _compute_cause(loser, best)
+
+
+def _sharing_memory(seats: tuple[Seat, ...]) -> list[int]:
+    """Ranks of a host that have one memory, seat by seat: of cards each has its own."""
+    return [seat.ranks_per_host if seat.device.kind == "cpu" else 1 for seat in seats]
 
 
 def _compute_cause(loser: Costed, best: Costed) -> str:
@@ -110,11 +116,14 @@ def _compute_cause(loser: Costed, best: Costed) -> str:
         one = plan.world_size == 1
         who = "one rank computes all samples" if one else f"each of {plan.world_size} ranks computes more"
         return f"{who}; {against}"
-    if recompute_words(plan) == "full" and recompute_words(chosen) != "full":
-        return f"forward is computed twice; {against}"
+    if (again := recompute_words(plan)) != recompute_words(chosen) and again != "none":
+        return f"{'forward' if again == 'full' else 'a part of forward'} is computed twice; {against}"
     if plan.shares != chosen.shares and not plan.shares:
         slowest = {seat.device.name for seat in seats}
         return f"equal shares on unequal devices ({', '.join(sorted(slowest))}); {against}"
+    if chosen.split_shares and not plan.split_shares and plan.degree("split") > 1:
+        unequal = {seat.device.name for seat in seats}
+        return f"equal parts of layers on unequal devices ({', '.join(sorted(unequal))}); {against}"
     if plan.degree("split", "space") > chosen.degree("split", "space"):
         return f"operators cut in {plan.degree('split', 'space')} parts are smaller, less efficient; {against}"
     if plan.batch.num_microbatches > chosen.batch.num_microbatches:
@@ -122,7 +131,7 @@ def _compute_cause(loser: Costed, best: Costed) -> str:
     idle = seats[0].device.cores - seats[0].sharing * seats[0].threads if seats[0].device.kind == "cpu" else 0
     if idle > 0:
         return f"{count(plan.world_size, 'rank')} leave {count(idle, 'core')} idle; {against}"
-    if seats[0].device.kind == "cpu" and set(axes_of(plan)) <= set(DATA_AXES):
+    if max(_sharing_memory(seats)) > 1 and set(axes_of(plan)) <= set(DATA_AXES):
         return f"ranks share cores and memory bandwidth; {against}"
     return against
 
@@ -177,7 +186,7 @@ def remarks(
     if idle > 0 and used == {"cuda"} and request.degree is None and request.scope != "data":
         gained = _with_more(request, best, alternatives)
         said.append(
-            f"{count(idle, 'device')} of {cluster.device_count} stay idle: "
+            f"{count(idle, 'device')} of {cluster.device_count} {'stays' if idle == 1 else 'stay'} idle: "
             + (
                 f"with more of them it is only {gained:.1%} better"
                 if gained >= 0.001
@@ -186,6 +195,11 @@ def remarks(
         )
     if plan.shares:
         said.append("Shares follow the devices' speeds, as far as their memory allows, so that all finish together")
+    if plan.split_shares:
+        said.append(
+            "Parts of layers along split follow the devices' speeds, as far as their memory allows, so that all finish "
+            "together"
+        )
     if best.cluster.nodes != cluster.nodes:
         names = ", ".join(node.name for node in best.cluster.nodes)
         said.append(f"Start the nodes in this order, which is not the cluster file's: {names}")
@@ -264,7 +278,13 @@ def _alone(model: ModelSpec, request: Request, best: Costed) -> Costed | None:
     for many in {script.batch.num_microbatches, best.plan.batch.num_microbatches}:
         batch = replace(best.plan.batch, num_microbatches=many)
         plan = replace(
-            script, batch=batch, mesh={"replicate": 1}, shares=(), precision=best.plan.precision, pipeline=Pipeline()
+            script,
+            batch=batch,
+            mesh={"replicate": 1},
+            shares=(),
+            split_shares=(),
+            precision=best.plan.precision,
+            pipeline=Pipeline(),
         )
         try:
             prediction = predict(model, best.cluster, plan)
@@ -288,6 +308,19 @@ def _doubt(best: Prediction, other: Prediction) -> str:
     )
 
 
+def _one_device(request: Request, chosen: Costed, more: Alternative) -> str:
+    """That one device was chosen, and what the nearest plan of more would be."""
+    ranks, best = more.plan.world_size, _MOST.get(request.objective, "to be the fastest")
+    if more.prediction is None or not more.prediction.fits or more.reason.startswith("not allowed"):
+        return f"One device is predicted {best}; {ranks} ranks: {more.reason}"
+    ratio = objectives.value(chosen.cluster, request, more.plan, more.prediction) / chosen.value
+    if ratio <= 1.02:  # it was chosen for being one, not for being better
+        return (
+            f"One device is taken, for more are no better than predictions are: with {ranks} ranks it is {more.reason}"
+        )
+    return f"One device is predicted {best}; {ranks} ranks would be {more.reason}"
+
+
 def _devices_remark(request: Request, chosen: Costed, alternatives: Sequence[Alternative]) -> str:
     plan = chosen.plan
     if request.degree is not None and set(axes_of(plan)) <= {"replicate"}:
@@ -296,8 +329,7 @@ def _devices_remark(request: Request, chosen: Costed, alternatives: Sequence[Alt
     if plan.world_size == 1:
         if not more:
             return "One device: no more were to be considered"
-        best = _MOST.get(request.objective, "to be the fastest")
-        return f"One device is predicted {best}; {more[0].plan.world_size} ranks would be {more[0].reason}"
+        return _one_device(request, chosen, more[0])
     fewer = [
         a for a in alternatives if a.prediction and a.plan.world_size == 1 and a.plan.precision == plan.precision
     ]  # in another one it would be precision that is compared

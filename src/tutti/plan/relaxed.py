@@ -16,7 +16,7 @@ from tutti.plan.candidates import candidates, precisions
 from tutti.plan.choice import Alternative, Choice, Dial, Request, Totals
 from tutti.plan.explore import Clock, Costed
 from tutti.plan.relaxed_words import chosen_words, exact_words, why_exact_lost, why_way_lost
-from tutti.plan.ways import DIALS, Way, samples_of, ways
+from tutti.plan.ways import DIALS, WORTH, WORTH_IN_TURNS, Way, samples_of, ways
 from tutti.predict import constants, predict
 from tutti.predict.compressed import kernel_margin, slowed
 from tutti.predict.groups import network
@@ -54,6 +54,14 @@ class Tried:
     def counted(self) -> float:
         return self.one.value * self.samples
 
+    @property
+    def worth(self) -> float:
+        """The part by which it must beat exact sums."""
+        if self.way.dial == "exact":
+            return 0.0
+        seats = place(self.one.cluster, self.one.plan.world_size)
+        return WORTH_IN_TURNS if any(seat.slowdown > 1 for seat in seats) else WORTH
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Doubt:
@@ -64,11 +72,10 @@ class Doubt:
 
     def of(self, cluster: ClusterSpec) -> ClusterSpec:
         """The cluster where both are so."""
-        links = tuple(
-            replace(faster(link, self.links), latency_s=link.latency_s / self.links) for link in cluster.links
-        )
         devices = {name: slowed(device, self.kernels) for name, device in cluster.devices.items()}
-        return replace(cluster, links=links, devices=devices)
+        return replace(cluster, devices=devices).relinked(
+            lambda link: replace(faster(link, self.links), latency_s=link.latency_s / self.links)
+        )
 
 
 def open_dial(
@@ -82,7 +89,7 @@ def open_dial(
     plans = [best, *trial.exact_plans(best, exact)]
     bases = sorted((one for one in plans if one.plan.data_parallel_degree > 1 and _floor(one) < best.value), key=_floor)
     tried = _ranked(trial.all_ways([*bases[:BASES], *filter(_copies, bases[BASES:])]))
-    better = [one for one in tried if one.counted < (1 - one.way.worth) * best.value]
+    better = [one for one in tried if one.counted < (1 - one.worth) * best.value]
     for one in better:
         doubt = _doubt(one.one)
         if trial.value(one, doubt) < min(trial.doubted(plan, doubt) for plan in _near(plans, best, doubt)):

@@ -38,7 +38,7 @@ def exact_words(request: Request, best: Costed, near: "Tried | None", doubt: "Do
     if near.counted >= best.value:
         return f"{begin}{told}, but counted with {counted} that is no gain"
     gain = 1 - near.counted / best.value
-    if gain < near.way.worth:
+    if gain < near.worth:
         return f"{begin}{told}, counted with {counted} a gain of {gain:.0%}, too small to change training for"
     return f"{begin}{told}, which, counted with {counted}, is no sure gain: none if {doubt_words(near, doubt)}"
 

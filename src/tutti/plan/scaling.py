@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 from tutti.errors import PlanError
 from tutti.plan.choice import Choice, Request
+from tutti.plan.limits import seats
 from tutti.plan.words import plan_words
 from tutti.spec.cluster import ClusterSpec
 from tutti.spec.scaling import ScalingCurve, ScalingPoint
@@ -14,8 +15,9 @@ LEAST_WORTH = 0.5
 
 
 def device_counts(cluster: ClusterSpec, most: int | None = None) -> tuple[int, ...]:
-    """1, 2, 4 ... and as many devices as there are, or `most`."""
-    limit = min(cluster.device_count, most or cluster.device_count)
+    """1, 2, 4 ... and as many devices as there are, or `most`. Of a CPU each core counts: there is room for so many
+    ranks, and so many may be planned."""
+    limit = min(seats(cluster), most or seats(cluster))
     counts = [1]
     while counts[-1] * 2 < limit:
         counts.append(counts[-1] * 2)

@@ -12,14 +12,17 @@ from tutti.plan.choice import Request
 from tutti.plan.explore import Costed
 from tutti.plan.words import plan_words
 from tutti.predict import predict
+from tutti.predict.placement import place, seated_link
 from tutti.predict.words import bits_per_s, nbytes
-from tutti.spec.cluster import ClusterSpec, LinkTier, NodeSpec, WeightRate, faster
+from tutti.spec.cluster import ClusterSpec, LinkSpec, LinkTier, NodeSpec, WeightRate, faster
 from tutti.spec.model import ModelSpec
 from tutti.spec.quantities import BYTES, BYTES_PER_S, quantity
 
 _FACTORS = (2.0, 4.0, 8.0, 16.0)
 _RIVALS = 4
 _TOLD = 3
+
+_MOST_DEVICES = 2**24
 
 _AROUND = 64
 """Nodes more or fewer than a kind's part that are tried to make up a number of devices."""
@@ -40,6 +43,8 @@ def what_if(cluster: ClusterSpec, text: str) -> tuple[ClusterSpec, str]:
         return _with_devices(cluster, value, text)
     if key == "memory":
         size = _number(value, text, BYTES, "memory=80gb")
+        if size < 1:
+            raise PlanError(f"--what-if {text}: {value!r} is less than a byte; write it like memory=80gb")
         return with_memory(cluster, size), f"{nbytes(size)} of memory a device"
     if key == "speed":
         factor = _number(value, text, {"": 1.0, "x": 1.0}, "speed=2x", bare=True)
@@ -56,14 +61,16 @@ def what_if(cluster: ClusterSpec, text: str) -> tuple[ClusterSpec, str]:
 def _number(value: str, text: str, units: dict[str, float], example: str, *, bare: bool = False) -> float:
     """10gbit, 80gb, 2x, 256 as numbers of the unit; `bare`: without a unit, too."""
     found = quantity(value, units)
-    if found is None or not found > 0 or (not bare and value.strip()[-1:].isdecimal()):
+    if found is None or (not bare and value.strip()[-1:].isdecimal()):
         raise PlanError(f"--what-if {text}: {value!r} is not understood; write it like {example}")
+    if not 0 < found < math.inf:
+        raise PlanError(f"--what-if {text}: {value!r} is not a finite number above 0; write it like {example}")
     return found
 
 
 def _with_link(cluster: ClusterSpec, key: str, value: str) -> tuple[ClusterSpec, str]:
     rate = _number(value, f"{key}={value}", BYTES_PER_S, f"{key}=10gbit")
-    tiers = {link.tier for link in cluster.links}
+    tiers = {link.tier for link in cluster.every_link}
     tier: LinkTier = "node" if key == "node-link" or (key == "link" and "network" not in tiers) else "network"
     if tier not in tiers:
         raise PlanError(f"--what-if {key}={value}: cluster {cluster.name!r} has no {tier} link; write one into it")
@@ -71,19 +78,13 @@ def _with_link(cluster: ClusterSpec, key: str, value: str) -> tuple[ClusterSpec,
 
 
 def with_bandwidth(cluster: ClusterSpec, tier: LinkTier, bandwidth: float) -> ClusterSpec:
-    """The cluster with another bandwidth on a tier of links."""
-    links = tuple(
-        dataclasses.replace(
-            faster(link, bandwidth / link.bandwidth_bytes_per_s),
-            bandwidth_bytes_per_s=bandwidth,
-            evidence="assumed",
-            points=(),
-        )
-        if link.tier == tier
-        else link
-        for link in cluster.links
-    )
-    return dataclasses.replace(cluster, links=links)
+    """The cluster with another bandwidth on a tier of links, of every host."""
+
+    def other(link: LinkSpec) -> LinkSpec:
+        quicker = faster(link, bandwidth / link.bandwidth_bytes_per_s)
+        return dataclasses.replace(quicker, bandwidth_bytes_per_s=bandwidth, evidence="assumed", points=())
+
+    return cluster.relinked(lambda link: other(link) if link.tier == tier else link)
 
 
 def with_memory(cluster: ClusterSpec, size: float) -> ClusterSpec:
@@ -139,11 +140,14 @@ def with_speed(cluster: ClusterSpec, factor: float) -> ClusterSpec:
 def _with_devices(cluster: ClusterSpec, value: str, text: str) -> tuple[ClusterSpec, str]:
     number = _number(value, text, {"": 1.0, "devices": 1.0}, "devices=256", bare=True)
     count = int(number)
-    if count != number or count < 1:
-        raise PlanError(f"--what-if {text}: {value!r} is not a number of devices; write a whole one, such as 256")
+    if count != number or not 1 <= count <= _MOST_DEVICES:
+        raise PlanError(
+            f"--what-if {text}: {value!r} is not a number of devices up to {_MOST_DEVICES:,}; write a whole one, such "
+            "as 256"
+        )
     nodes = _one_kind(cluster, count, text) if len(cluster.nodes) == 1 else _in_proportion(cluster, count, text)
     many = sum(node.count for node in nodes)
-    if many > 1 and cluster.link("network") is None:
+    if many > 1 and any(cluster.link_at(node, "network") is None for node in nodes):
         raise PlanError(
             f"--what-if {text}: {many} nodes need a link between them; add one of tier network to the cluster"
         )
@@ -210,7 +214,7 @@ def changes(
     rivals = [one for one in others if one.plan.mesh != best.plan.mesh][: 3 * _RIVALS]
     tiers: tuple[LinkTier, ...] = ("network", "node")
     for tier in tiers:
-        if best.cluster.link(tier) is None:
+        if _link_of(best, tier) is None:
             continue
         sentence = _at_which_link(model, best, rivals[:_RIVALS], tier, over)
         told += [sentence] if sentence else []
@@ -221,7 +225,7 @@ def _at_which_link(
     model: ModelSpec, best: Costed, rivals: list[Costed], tier: LinkTier, over: Callable[[], bool]
 ) -> str:
     """At which bandwidth of a tier one of the rivals first is faster, trying powers of two up and down."""
-    link = best.cluster.link(tier)
+    link = _link_of(best, tier)
     assert link is not None
     for power in _FACTORS:
         for factor in (power, 1 / power):
@@ -240,6 +244,10 @@ def _at_which_link(
                         f"{own / other:.2f}x as fast as this plan"
                     )
     return ""
+
+
+def _link_of(one: Costed, tier: LinkTier) -> LinkSpec | None:
+    return seated_link(one.cluster, place(one.cluster, one.plan.world_size), tier)
 
 
 def _step(model: ModelSpec, cluster: ClusterSpec, one: Costed) -> float:

@@ -9,8 +9,9 @@ from tutti.plan import objectives
 from tutti.plan.candidates import LOWER, candidates, possible, precisions
 from tutti.plan.choice import Alternative, Choice, Coverage, Objective, Request
 from tutti.plan.explore import Clock, Costed, Explorer
+from tutti.plan.kinds import search_parts
 from tutti.plan.mixed import orders
-from tutti.plan.nothing import no_fit, nothing_keeps, smallest
+from tutti.plan.nothing import nothing_good, smallest
 from tutti.plan.polish import polish
 from tutti.plan.quality import batches_to_try
 from tutti.plan.reasons import remarks, why
@@ -18,6 +19,7 @@ from tutti.plan.relaxed import open_dial
 from tutti.plan.scenarios import changes
 from tutti.predict import predict
 from tutti.predict.factors import may_pay
+from tutti.predict.placement import place
 from tutti.spec.cluster import ClusterSpec
 from tutti.spec.model import ModelSpec
 from tutti.spec.plan import Plan
@@ -88,7 +90,7 @@ def _data_parallel(model: ModelSpec, cluster: ClusterSpec, request: Request) -> 
     if not costed:
         return impossible[0].reason
     if not any(one.good for one in costed):
-        return no_fit(model, cluster, request, costed)
+        return nothing_good(model, cluster, request, costed)
     coverage = Coverage(
         considered=len(costed) + len(impossible), too_large=0, too_slow=0, costed=len(costed),
         refused=len(impossible), left=0, gap=0.0,
@@ -107,23 +109,23 @@ def _search(model: ModelSpec, cluster: ClusterSpec, request: Request, clock: Clo
     costed: list[Costed] = []
     impossible: list[Alternative] = []
     parts: list[Coverage] = []
-    whole_s = limit_s
+    whole_s, seatings = limit_s, orders(cluster, model.loading, request.objective)
     for index, one in enumerate(requests):
         remaining = limit_s / (len(requests) - index) if math.isfinite(limit_s) else limit_s
         began = clock() if clock is not None else 0.0
         try:
-            explorer = Explorer(model, orders(cluster, model.loading), one, given, clock, remaining)
+            explorer = Explorer(model, seatings, one, given, clock, remaining)
         except PlanError as error:
             if len(requests) == 1:
                 raise
             impossible.append(Alternative(plan=one.script, prediction=None, reason=str(error)))
             continue
+        search_parts(explorer, seatings, clock, remaining)
         explorer.run()
         if not any(each.prediction.fits for each in explorer.costed) and explorer.limits.may_shard:
             remaining -= clock() - began if clock is not None else 0.0
-            explorer = Explorer(
-                model, orders(cluster, model.loading), one, given, clock, max(remaining, 0.3 * limit_s), offload=True
-            )
+            remaining = max(remaining, 0.3 * limit_s)
+            explorer = Explorer(model, seatings, one, given, clock, remaining, offload=True)
             explorer.run()
         if not any(each.good for each in explorer.costed):
             # The search looks for what has least of the objective: is there a plan that has least of what is limited?
@@ -136,10 +138,7 @@ def _search(model: ModelSpec, cluster: ClusterSpec, request: Request, clock: Clo
     if not costed and impossible and not any(part.too_large for part in parts):
         raise PlanError(impossible[0].reason)
     if not any(one.good for one in costed):
-        raise PlanError(
-            nothing_keeps(request, costed) if any(one.prediction.fits for one in costed)
-            else no_fit(model, cluster, request, costed)
-        )  # fmt: skip
+        raise PlanError(nothing_good(model, cluster, request, costed))
     over = _ending(clock, CHANGES * whole_s)
     return _choice(model, cluster, request, costed, impossible, _together(parts), over)
 
@@ -165,7 +164,7 @@ def _frugal(
         return smallest(model, cluster, request)
     objective: Objective = "cost" if request.budget is not None else "throughput"
     free = dataclasses.replace(request, objective=objective, budget=None, deadline_s=None)
-    explorer = Explorer(model, orders(cluster, model.loading), free, given, clock, limit_s)
+    explorer = Explorer(model, orders(cluster, model.loading, objective), free, given, clock, limit_s)
     explorer.run()
     return min((one for one in explorer.costed if one.good), key=lambda one: one.value, default=None)
 
@@ -190,7 +189,7 @@ def _choice(
     coverage: Coverage,
     over: Callable[[], bool] = lambda: False,
 ) -> Choice:
-    best = _best([one for one in costed if one.good], request)
+    best = _as_written(cluster, _best([one for one in costed if one.good], request))
     wide = request.scope != "data" or request.mesh is not None
     others = _families(costed, best) if wide else _representatives(costed, best)
     lost = [
@@ -258,12 +257,21 @@ def _best(good: list[Costed], request: Request) -> Costed:
             one.plan.precision != script.precision,
             mechanisms(one.plan),
             one.plan.batch.num_microbatches,
-            len(one.plan.shares),
+            len(one.plan.shares) + len(one.plan.split_shares),
             len(one.plan.layout),
             one.value,
         )
 
     return min(equal, key=modesty)
+
+
+def _as_written(cluster: ClusterSpec, best: Costed) -> Costed:
+    """The best plan on the nodes in the cluster's own order, where that seats its ranks on the same ones."""
+    if best.cluster.nodes == cluster.nodes:
+        return best
+    world = best.plan.world_size
+    same = place(cluster, world) == place(best.cluster, world)
+    return dataclasses.replace(best, cluster=cluster) if same else best
 
 
 def mechanisms(plan: Plan) -> int:
@@ -291,7 +299,8 @@ def _families(costed: list[Costed], best: Costed) -> list[Costed]:
     """The losers worth a line: the nearest with other meshes, and the best of each kind, one device among them."""
 
     def mesh(one: Costed) -> object:
-        return (tuple(one.plan.mesh.items()), _level(one.plan), one.plan.precision, bool(one.plan.shares))
+        by_speed = bool(one.plan.shares or one.plan.split_shares)
+        return (tuple(one.plan.mesh.items()), _level(one.plan), one.plan.precision, by_speed)
 
     def kind(one: Costed) -> object:
         axes = tuple(sorted(axis for axis, degree in one.plan.mesh.items() if degree > 1))

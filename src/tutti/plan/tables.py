@@ -13,15 +13,17 @@ from tutti.predict.division import divided_linears
 from tutti.predict.exchanges import each_of
 from tutti.predict.groups import Group, Span
 from tutti.predict.network import Link
-from tutti.predict.placement import Seat, place
+from tutti.predict.placement import Seat, place, seated_link
 from tutti.predict.worker import Curve, Pace, Worker, worker_at
-from tutti.spec.cluster import ClusterSpec, LinkTier, NodeSpec
+from tutti.spec.cluster import ClusterSpec, LinkSpec, LinkTier, NodeSpec
 from tutti.spec.model import ModelSpec, ModuleSpec
 from tutti.spec.plan import LayoutRule
 from tutti.spec.words import Precision
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
+
+_TIERS: tuple[LinkTier, ...] = ("node", "network")
 
 
 def by_kind(columns: tuple[Ints, ...], function: Callable[..., tuple[float, ...]]) -> tuple[Array, ...]:
@@ -38,7 +40,8 @@ def by_kind(columns: tuple[Ints, ...], function: Callable[..., tuple[float, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ground:
-    """What a number of ranks stands on. `best`: which worker is as good as the best seat in every respect; `speed`:
+    """What a number of ranks stands on. `best`: which worker is as good as the best seat in every respect, by which
+    links are known, too, as other kinds of hosts make another; `speed`:
     mean speed of the ranks as a part of that, at most; `memory_nbytes`: of the roomiest rank; `least_nbytes`: of the
     tightest; `hosts`; `speeds`: (ranks, speed of each), in order of ranks."""
 
@@ -62,6 +65,7 @@ class Tables:
         self._table = compute.op_table(model)
         self._bests: dict[object, int] = {}
         self._workers: list[Worker] = []
+        self._wires: list[dict[LinkTier, LinkSpec | None]] = []
         self._worlds: dict[int, Ground] = {}
         self._linear = divided_linears(model, layout).tolist()
         self._owners = {module.tied_to for module in model.modules if module.tied_to is not None}
@@ -70,8 +74,8 @@ class Tables:
         each = [ranks_of_node(cluster, node) for node in cluster.nodes]
         self.per_node, self.unequal, self.mixed = max(each), len(set(each)) > 1, is_mixed(cluster)
         kinds = {cluster.devices[node.device].kind for node in cluster.nodes}
-        tiers = {link.tier for link in cluster.links}
-        self.aligned = not self.unequal and kinds == {"cuda"} and {"node", "network"} <= tiers
+        joined = all(cluster.link_at(node, tier) is not None for node in cluster.nodes for tier in _TIERS)
+        self.aligned = not self.unequal and kinds == {"cuda"} and joined
 
     def ground(self, world: int) -> Ground:
         """What `world` ranks stand on. Raises PlanError where the cluster has too few devices."""
@@ -87,6 +91,7 @@ class Tables:
         if alike not in self._bests:
             self._bests[alike] = len(self._workers)
             self._workers.append(_best(workers))
+            self._wires.append({tier: seated_link(self.cluster, seats, tier) for tier in _TIERS})
         best = self._workers[self._bests[alike]]
         of = {kind: min(1.0, _relative(worker, best)) for kind, worker in zip(alike, workers, strict=True)}
         ranks = sum(seat.ranks for seat in seats)
@@ -105,11 +110,13 @@ class Tables:
         ground = self.ground(world)
         return float(ground.best), ground.speed, float(ground.hosts)
 
-    def pace(self, world: int, stage: int, inner: int, microbatches: int) -> tuple[float]:
-        """How fast lines of `stage` places of `inner` ranks each are in the mean, at most, as a part of what the best
-        worker would be that never waits. `microbatches`: 0 where nothing is known of what comes before."""
+    def pace(self, world: int, stage: int, inner: int, split: int, microbatches: int) -> tuple[float]:
+        """How fast lines of `stage` places of `inner` times `split` ranks each are in the mean, at most, as a part of
+        what the best worker would be that never waits. Unequal ranks along split may have parts in proportion to their
+        speeds. `microbatches`: 0 where nothing is known of what comes before."""
         speeds = np.concatenate([np.full(count, speed) for count, speed in self.ground(world).speeds])
-        places = speeds.reshape(stage, -1, inner).min(axis=2)
+        grid = speeds.reshape(stage, -1, inner, split)
+        places = (grid.mean(axis=3) if uneven(self, world, split)[0] else grid.min(axis=3)).min(axis=2)
         return (paced(places, microbatches) if microbatches else float(places.mean()),)
 
     def worker(self, best: int) -> Worker:
@@ -123,58 +130,58 @@ class Tables:
         ahead, back = (one(self._light, worker, samples, count) for one in (compute.forward, compute.backward))
         return float(ahead.seconds.sum()), float(back.seconds.sum())
 
-    def ring(self, degree: int, inside: int) -> Callable[[Array], Array]:
+    def ring(self, best: int, degree: int, inside: int) -> Callable[[Array], Array]:
         """Seconds at least of sums of so many bytes over an axis with `inside` ranks in the axes within it."""
         if degree == 1:
             return np.zeros_like
         near = self.per_node % (degree * inside) == 0
         if inside == 1 and degree % self.per_node == 0 and self.aligned and not near:
-            return self._across(degree)
-        bandwidth = self.link("node") if near else max(self.link("node"), self.link("network"))
-        latency = 2 * math.ceil(math.log2(degree)) * (self.latency("node") if near else 0.0)
+            return self._across(best, degree)
+        least, bandwidth = self.link(best, "node") if near else (0.0, self.fastest(best)[1])
+        latency = 2 * math.ceil(math.log2(degree)) * least
         return lambda nbytes: np.where(nbytes > 0, latency + 2 * (degree - 1) / degree * nbytes / bandwidth, 0.0)
 
-    def _across(self, degree: int) -> Callable[[Array], Array]:
+    def _across(self, best: int, degree: int) -> Callable[[Array], Array]:
         """The same for groups that have some hosts for themselves: what the prediction says."""
         span = Span(ranks=degree, hosts=degree // self.per_node, per_host=self.per_node, meeting=1, leaving=1)
-        tiers: tuple[LinkTier, ...] = ("node", "network")
-        node, network = (Link(latency_s=self.latency(tier), bandwidth_bytes_per_s=self.link(tier)) for tier in tiers)
+        both = (self.link(best, tier) for tier in _TIERS)
+        node, network = (Link(latency_s=latency, bandwidth_bytes_per_s=bandwidth) for latency, bandwidth in both)
         group = Group(span=span, node=node if self.per_node > 1 else None, network=network, chooses=True)
         return lambda nbytes: each_of(group.all_reduce, nbytes)
 
-    def exchange(self, degree: int, inside: int) -> Callable[[Array], Array]:
+    def exchange(self, best: int, degree: int, inside: int) -> Callable[[Array], Array]:
         """Seconds at least of an all-to-all of so many bytes from every rank of an axis."""
         if degree == 1:
             return np.zeros_like
         if self.per_node % (degree * inside) == 0:
-            return lambda nbytes: (degree - 1) / degree * nbytes / self.link("node")
+            return lambda nbytes: (degree - 1) / degree * nbytes / self.link(best, "node")[1]
         if self.per_node % inside or self.unequal:
             return np.zeros_like
         here = self.per_node // inside
-        return lambda nbytes: max(0, degree - here) / degree * nbytes * self.per_node / self.link("network")
+        return lambda nbytes: max(0, degree - here) / degree * nbytes * self.per_node / self.link(best, "network")[1]
 
-    def link(self, tier: LinkTier) -> float:
-        """The tier's bandwidth, or the best of any where it has none."""
-        found = self.cluster.link(tier)
+    def link(self, best: int, tier: LinkTier) -> tuple[float, float]:
+        """(latency, bandwidth) of a tier under the ranks that have this best worker: none, and the best bandwidth of
+        any link, where it has none."""
+        found = self._wires[best][tier]
         if found is not None:
-            return found.bandwidth_bytes_per_s
-        return max((link.bandwidth_bytes_per_s for link in self.cluster.links), default=1e9)
+            return found.latency_s, found.bandwidth_bytes_per_s
+        return 0.0, max((link.bandwidth_bytes_per_s for link in self.cluster.every_link), default=1e9)
 
-    @property
-    def fastest(self) -> tuple[float, float]:
-        """(latency, bandwidth) that no link is better than."""
-        latency = min((link.latency_s for link in self.cluster.links), default=0.0)
-        return latency, max(self.link("node"), self.link("network"))
+    def fastest(self, best: int) -> tuple[float, float]:
+        """(latency, bandwidth) that no link of these ranks is better than."""
+        latency = min((link.latency_s for link in self.cluster.every_link), default=0.0)
+        return latency, max(self.link(best, tier)[1] for tier in _TIERS)
 
-    @property
-    def apart(self) -> tuple[float, float]:
+    def apart(self, best: int) -> tuple[float, float]:
         """(latency, bandwidth) of a rank's messages where all ranks of its host send to another one."""
-        return self.latency("network"), self.link("network") / self.per_node
+        latency, bandwidth = self.link(best, "network")
+        return latency, bandwidth / self.per_node
 
-    def latency(self, tier: LinkTier) -> float:
-        """The tier's latency; 0 where it has none."""
-        found = self.cluster.link(tier)
-        return 0.0 if found is None else found.latency_s
+    def links_of(self, best: int) -> tuple[float, float, float, float]:
+        """(bandwidth within hosts, between them, latency of a message between hosts, the least of any link)."""
+        between, network = self.link(best, "network")
+        return self.link(best, "node")[1], network, between, self.fastest(best)[0]
 
     def state(self, split: int, expert: int, table: int) -> tuple[float, float, float, float]:
         """Bytes of (parameters, gradients, optimizer state), whole, for one rank of these axes; of the parameters
@@ -204,6 +211,18 @@ def paced(speeds: ArrayLike, microbatches: int) -> float:
     for speed in places[::-1]:
         weights = weights + np.maximum(0.0, speed - weights) / microbatches
     return float(weights.mean()) * microbatches / len(places)
+
+
+def uneven(tables: Tables, world: int, split: int) -> tuple[float]:
+    """1 where places along split have ranks of unequal speed or memory, and so may get unequal parts, else 0."""
+    if split == 1 or not tables.mixed:
+        return (0.0,)
+    kinds = [
+        (seat.device.name, seat.node.memory_nbytes, seat.ranks_per_host, seat.sharing, seat.threads)
+        for seat in place(tables.cluster, world)
+        for _ in range(seat.ranks)
+    ]
+    return (float(len({frozenset(kinds[at::split]) for at in range(split)}) > 1),)
 
 
 def is_mixed(cluster: ClusterSpec) -> bool:

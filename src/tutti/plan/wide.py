@@ -139,7 +139,9 @@ def _bases(explorer: Explorer) -> Iterator[tuple[Plan, ClusterSpec]]:
         script = explorer.request.script
         batch = dataclasses.replace(script.batch, num_microbatches=count)
         yield (
-            dataclasses.replace(script, batch=batch, mesh={"replicate": degree}, shares=(), precision=lane.precision),
+            dataclasses.replace(
+                script, batch=batch, mesh={"replicate": degree}, shares=(), split_shares=(), precision=lane.precision
+            ),
             lane.cluster,
         )
 

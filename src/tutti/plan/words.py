@@ -10,9 +10,18 @@ _ZERO = {1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
 
 
 def mesh_words(plan: Plan) -> str:
-    """replicate 4 x split 2; "1 rank" where nothing is divided."""
+    """replicate 4 x split 2; split 2 (1:0.5) where its parts are unequal; "1 rank" where nothing is divided."""
     axes = {axis: degree for axis, degree in plan.mesh.items() if degree > 1}
-    return " x ".join(f"{axis} {degree}" for axis, degree in axes.items()) or "1 rank"
+    parts = {"split": f" ({parts_words(plan)})"} if plan.split_weights else {}
+    return " x ".join(f"{axis} {degree}{parts.get(axis, '')}" for axis, degree in axes.items()) or "1 rank"
+
+
+def parts_words(plan: Plan) -> str:
+    """The parts of layers along the split axis: equal, or 1:0.5:0.5; the first of many."""
+    if not plan.split_weights:
+        return "equal"
+    shown = ":".join(f"{share:g}" for share in plan.split_weights[:8])
+    return shown + (":..." if len(plan.split_weights) > 8 else "")
 
 
 def settings_words(plan: Plan) -> str:

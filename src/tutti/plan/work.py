@@ -15,10 +15,11 @@ from tutti.plan.tables import Array, Tables
 from tutti.predict import compute, constants
 from tutti.predict.cuts import Stages, stages_of
 from tutti.predict.division import Division as Part
-from tutti.predict.division import division
+from tutti.predict.division import division, mean_division
 from tutti.predict.layout import Region, recompute_regions
 from tutti.predict.slabs import computed_apart
 from tutti.predict.table import model_table
+from tutti.predict.worker import Worker
 from tutti.spec.plan import BatchPlan, LayoutRule, Pipeline, Plan
 from tutti.spec.words import AxisName, Recompute
 
@@ -36,7 +37,8 @@ class Passes:
     """By module, of one microbatch: seconds of forward and backward with what is waited for in exchanges at least, and
     of what is computed again under each form of recompute, (3, modules); `adding`: gradients to those of the microbatch
     before; `update`: the optimizer's memory traffic; `probable`: what exchanges take besides. `summed`: bytes of the
-    gradients that all data-parallel ranks sum.
+    gradients that all data-parallel ranks sum. `slack`: of all modules, seconds by which forward and backward may be
+    less in the mean over ranks of unequal parts along split.
     """
 
     ahead: Array
@@ -46,6 +48,7 @@ class Passes:
     update: Array
     probable: Array
     summed: Array
+    slack: tuple[float, float] = (0.0, 0.0)
 
 
 def _on_place(values: Array, stage: int) -> Array:
@@ -69,6 +72,7 @@ class Work:
         self._steps: dict[tuple[int, ...], list[list[tuple[float, ...]]]] = {}
         self._sums: dict[tuple[int, ...], Array] = {}
         self._parts: dict[tuple[int, ...], Part] = {}
+        self._largest: dict[tuple[int, ...], Part] = {}
         forms: tuple[bool | Recompute | None, ...] = (None, "selective", True)
         self.regions = tuple(self._recomputed(how) for how in forms)
         self._repeats = np.stack([self._repeated(regions) for regions in self.regions])
@@ -101,7 +105,7 @@ class Work:
         (ahead, back), (adding, update, beside, summed) = sums[:2], sums[5:]
         backward = back + sums[2:5] + (count - 1) / count * adding  # (forms of recompute, stages)
         total = ahead + backward
-        message, wire = self._messages(stage, chunks, inner[5] / inner[1], apart)
+        message, wire = self._messages(stage, chunks, inner[5] / inner[1], apart, inner[6])
         own, waited = _on_place(total, stage), count * float(_on_place(beside, stage).max())
         lost = (total.sum(axis=1) - total.max(axis=1)) / chunks**2
         forms, late, found = np.arange(len(total)), np.array([not regions for regions in self.regions]), []
@@ -125,13 +129,13 @@ class Work:
             found.append([tuple(row) for row in np.stack(columns, axis=1).tolist()])
         return found
 
-    def _messages(self, stage: int, chunks: int, samples: float, apart: int) -> tuple[Array, Array]:
+    def _messages(self, stage: int, chunks: int, samples: float, apart: int, best: int) -> tuple[Array, Array]:
         """(stages,) each: seconds at least of a message from each stage to the next, 0 from the last, and those of them
         in which it is on its way alone."""
         stages, tables = self.stages(stage, chunks), self._tables
         message, wire = np.zeros(stage * chunks), np.zeros(stage * chunks)
         if stages is not None and stage > 1:
-            latency, bandwidth = tables.apart if apart else tables.fastest
+            latency, bandwidth = tables.apart(best) if apart else tables.fastest(best)
             nbytes = stages.sent * samples + stages.fixed
             wire[:-1] = nbytes / bandwidth
             message[:-1] = np.where(nbytes > 0, latency + wire[:-1], 0.0)
@@ -190,14 +194,40 @@ class Work:
         return repeated
 
     def part(self, degrees: tuple[int, ...]) -> Part:
-        """What a rank has of each module for (split, context, expert, table, space). Raises PlanError if refused."""
+        """What a rank has of each module for (split, context, expert, table, space); where devices are unequal, and so
+        parts along split may be, in the mean over these. Raises PlanError if refused."""
         if degrees not in self._parts:
             split, context, expert, table, space = degrees
             mesh: dict[AxisName, int] = {"table": table, "expert": expert, "context": context, "space": space,
                                          "split": split}  # fmt: skip
             plan = Plan(batch=BatchPlan(global_batch_size=table * expert), mesh=mesh, layout=self._script.layout)
-            self._parts[degrees] = division(self._tables.model, plan)
+            mean = self._tables.mixed and split > 1
+            self._parts[degrees] = (mean_division if mean else division)(self._tables.model, plan)
+            self._largest[degrees] = division(self._tables.model, plan)
         return self._parts[degrees]
+
+    def slack(self, *key: int) -> tuple[float, float]:
+        """`Passes.slack` of such a key; nothing of what is refused."""
+        passes = self.passes(key)
+        return (0.0, 0.0) if passes is None else passes.slack
+
+    def _slack(
+        self, degrees: tuple[int, ...], samples: int, worker: Worker, own: tuple[Array, Array]
+    ) -> tuple[float, float]:
+        """Of what takes `own` seconds in equal parts, in unequal ones only each part of the whole's time is sure: rates
+        do not fall with size."""
+        part, largest, split = self.part(degrees), self._largest[degrees], degrees[0]
+        whole, count = self.part((1, *degrees[1:])).ops, len(self.columns)
+        less = [
+            float(
+                np.where(
+                    part.split, np.maximum(0.0, each - one(whole, worker, samples, count).seconds / split), 0.0
+                ).sum()
+            )
+            for one, each in zip((compute.forward, compute.backward), own, strict=True)
+        ]
+        gradients = float((self.columns.gradients * np.maximum(0.0, largest.weight - part.weight)).sum())
+        return less[0], less[1] + 3.0 * worker.slowdown / worker.bandwidth_bytes_per_s * gradients
 
     def passes(self, key: tuple[int, ...]) -> Passes | None:
         """The passes for (split, context, expert, table, space, samples, best worker); None for what is refused."""
@@ -209,7 +239,8 @@ class Work:
         return self._known[key]
 
     def _worked_out(self, degrees: tuple[int, ...], samples: int, best: int) -> Passes:
-        tables, columns, part = self._tables, self.columns, self.part(degrees)
+        self.part(degrees)
+        tables, columns, part = self._tables, self.columns, self._largest[degrees]
         split, context, expert, table, space = degrees
         worker, count = tables.worker(best), len(columns)
         bare = (
@@ -218,26 +249,27 @@ class Work:
         )
         passes = computed_apart(columns, part, (space,), worker, samples, bare, on_cpu=False, least=True)
         ahead, back = (one.seconds for one in passes)
+        slack = self._slack(degrees, samples, worker, (ahead, back)) if tables.mixed and split > 1 else (0.0, 0.0)
         low = np.where(columns.multiplies & tables.half, 0.5, 1.0)
-        link = tables.ring(split, 1)
+        link = tables.ring(best, split, 1)
         out = np.where(part.split & columns.summed, samples * part.passed * columns.outputs * low, 0.0)
         into = np.where(part.split, samples * part.passed * columns.inputs, 0.0)
         waits_f, waits_b = link(out), link(into)
         inside = split * space * context
         if expert > 1:
-            sent = 2 * tables.exchange(expert, inside)(samples * part.passed * columns.routed)
+            sent = 2 * tables.exchange(best, expert, inside)(samples * part.passed * columns.routed)
             waits_f, waits_b = waits_f + sent, waits_b + sent
         probable = np.zeros(count)
         if table > 1:
             vectors = np.where(columns.table, samples * part.passed * columns.outputs, 0.0)
-            probable += 2 * tables.exchange(table, inside * expert)(vectors)
+            probable += 2 * tables.exchange(best, table, inside * expert)(vectors)
             rows = columns.linear * np.where(part.by_outputs, table, 1.0)
             rows += columns.outputs * np.where(part.by_outputs, 1.0, table)
             travels = np.where(part.linear, samples * part.passed * tables.width * rows, 0.0)
-            probable += 2 * tables.exchange(table, inside * expert)(travels)
+            probable += 2 * tables.exchange(best, table, inside * expert)(travels)
         if context > 1:
             keys = samples * part.work * columns.key_value * tables.width
-            probable += 2 * tables.exchange(context, split)(keys)
+            probable += 2 * tables.exchange(best, context, split)(keys)
         gradients = columns.gradients * part.weight
         name = tables.model.optimizer
         often = constants.OPTIMIZER_PASSES.get(name, constants.OPTIMIZER_PASSES_OTHER)
@@ -250,4 +282,5 @@ class Work:
             update=rate * (3.0 * gradients + often * columns.optimizer * part.weight),
             probable=probable,
             summed=np.where(columns.expert | columns.table | part.linear, 0.0, gradients),
+            slack=slack,
         )

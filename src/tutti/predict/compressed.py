@@ -75,9 +75,11 @@ class Written:
     def sum_s(self, plan: Plan, group: Group, seat: Seat, nbytes: float) -> tuple[float, float]:
         """(seconds, those of them in kernels) in which `group` sums a bucket of `nbytes`."""
         kernels = seat.slowdown * kernel_s(plan, seat.device, self.holders, self.share, nbytes / self.parts)
-        if self.tiers:
-            return kernels + group.tiered(nbytes, nbytes * self.share), kernels
-        return kernels + group.all_reduce(nbytes * self.share), kernels
+        return kernels + self.wire_s(group, nbytes), kernels
+
+    def wire_s(self, group: Group, nbytes: float) -> float:
+        """The same without the kernels."""
+        return group.tiered(nbytes, nbytes * self.share) if self.tiers else group.all_reduce(nbytes * self.share)
 
 
 def written(

@@ -7,15 +7,16 @@ and the cores, on which workers and CPU ranks compute.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tutti.predict import constants
 from tutti.predict.placement import Seat
 from tutti.predict.words import count, nbytes, seconds
-from tutti.spec.cluster import ClusterSpec
+from tutti.spec.cluster import ClusterSpec, NodeSpec
 from tutti.spec.loading import Loading
 from tutti.spec.model import ModelSpec
 from tutti.spec.plan import Plan
@@ -97,16 +98,16 @@ def feeds(
     loading = model.loading
     if loading is None:
         return (Feed(),) * len(seats)
-    sets, first = [], 0
-    for seat in seats:
-        sets.append(_sets(plan, first, seat.ranks_per_host, loading))
-        first += seat.ranks
+    by_host, fullest = _sets(plan, seats, loading), dict[tuple[NodeSpec, int], int]()
+    kinds = [(replace(seat.node, name="", count=1), seat.ranks_per_host) for seat in seats]
+    for kind, sets in zip(kinds, by_host, strict=True):  # equal hosts are one kind, however they are listed
+        fullest[kind] = max(fullest.get(kind, 0), int(sets.max()))
     part = 1 / plan.degree("space") if loading.parts else 1.0
-    read = sum(seat.hosts * many for seat, many in zip(seats, sets, strict=True)) * part
+    read = float(sum(sets.sum() for sets in by_host)) * part
     each = samples if loading.stream else samples / plan.data_parallel_degree
     return tuple(
-        _feed(loading, _stored(model, seat), cluster, seat, part, many, read * each, samples)
-        for seat, many in zip(seats, sets, strict=True)
+        _feed(loading, _stored(model, seat), cluster, seat, part, fullest[kind], read * each, samples)
+        for seat, kind in zip(seats, kinds, strict=True)
     )
 
 
@@ -114,7 +115,7 @@ def _feed(
     loading: Loading, stored: float, cluster: ClusterSpec, seat: Seat, part: float, sets: int, read: float, samples: int
 ) -> Feed:
     """`stored`: bytes of a sample that come from storage; `sets`: different samples that ranks of a host read at the
-    same time; `read`: samples that all hosts read in a step."""
+    same time, of the hosts of its kind the one with most; `read`: samples that all hosts read in a step."""
     shared = cluster.shared_read_bytes_per_s
     disk = None if shared is not None else seat.node.disk_read_bytes_per_s  # the data lies in one of both
     rate = shared or disk or float("inf")
@@ -147,14 +148,20 @@ def _stored(model: ModelSpec, seat: Seat) -> float:
     return 0.0 if kept else model.loading.stored_nbytes
 
 
-def _sets(plan: Plan, first: int, ranks: int, loading: Loading) -> int:
-    """Different samples, or parts of them, that `ranks` ranks from `first` on read at the same time."""
+def _sets(plan: Plan, seats: tuple[Seat, ...], loading: Loading) -> list[NDArray[np.intp]]:
+    """For each seat, (hosts,): different samples, or parts of them, that the ranks of a host read at the same time."""
     if loading.stream:
-        return 1
-    axes, degrees = list(plan.mesh), list(plan.mesh.values())
-    apart = [axis in DATA_AXES or (loading.parts and axis == "space") for axis in axes]
-    where = np.array(np.unravel_index(np.arange(first, min(first + ranks, prod(degrees))), degrees or (1,)))
-    return int(np.unique(where[[at for at, one in enumerate(apart) if one]], axis=1).shape[1]) if any(apart) else 1
+        return [np.ones(seat.hosts, dtype=np.intp) for seat in seats]
+    apart = [axis in DATA_AXES or (loading.parts and axis == "space") for axis in plan.mesh]
+    degrees = [degree if one else 1 for degree, one in zip(plan.mesh.values(), apart, strict=True)]
+    samples = np.arange(prod(degrees)).reshape(degrees)
+    of_ranks = np.broadcast_to(samples, list(plan.mesh.values())).reshape(-1)
+    found, first = [], 0
+    for seat in seats:
+        here = np.sort(of_ranks[first : first + seat.ranks].reshape(seat.hosts, -1), axis=1)
+        found.append(1 + (here[:, 1:] != here[:, :-1]).sum(axis=1))
+        first += seat.ranks
+    return found
 
 
 def loading_words(loading: Loading) -> str:

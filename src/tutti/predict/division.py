@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -11,7 +12,11 @@ from tutti.predict.table import Flags, ModelTable, model_table, remembered
 from tutti.predict.worker import Array
 from tutti.spec.model import ModelSpec
 from tutti.spec.plan import LayoutRule, Plan, by_columns, placement_of
-from tutti.spec.refusals import check_width
+from tutti.spec.portions import cut
+from tutti.spec.refusals import check_nothing_empty, check_width
+
+Weights = tuple[float, ...]
+"""Of the parts along the split axis; empty where they are equal."""
 
 Degrees = tuple[int, int, int, int, int]
 """Of split, context, expert, table and space."""
@@ -22,7 +27,8 @@ class Division:
     """Factors by module. `work`: of a sample's operators; `saved`: of what is kept of it for backward; `weight`: of
     parameters, and so of gradients and optimizer state; `passed`: of the whole values that travel between modules;
     `split`: divided over the split axis; `linear`: a linear layer divided over the table axis, `by_outputs` or by its
-    inputs; `holders`: ranks of the table axis; `ops`: the operators that are left.
+    inputs; `holders`: ranks of the table axis; `ops`: the operators that are left; `padded`: how many times its bytes
+    a module's output travels when it is gathered over split, None where parts are equal.
     """
 
     work: Array
@@ -34,22 +40,41 @@ class Division:
     by_outputs: Flags
     holders: int
     ops: OpTable
+    padded: Array | None = None
 
 
 def division(model: ModelSpec, plan: Plan) -> Division:
-    """How `plan` divides `model`. Raises PlanError for an axis that divides nothing of it, or not evenly."""
-    degrees = (
-        plan.degree("split"),
-        plan.degree("context"),
-        plan.degree("expert"),
-        plan.degree("table"),
-        plan.degree("space"),
+    """How `plan` divides `model`: the largest part of each module that a rank has. Raises PlanError for an axis that
+    divides nothing of it, or not evenly."""
+    return _division(model, _degrees(plan), plan.layout, plan.split_weights, LARGEST)
+
+
+def parts(model: ModelSpec, plan: Plan) -> tuple[Division, ...]:
+    """What the rank at each place along the split axis has, where these are unequal; else the one division."""
+    places = range(len(plan.split_weights)) if plan.split_weights else (LARGEST,)
+    return tuple(_division(model, _degrees(plan), plan.layout, plan.split_weights, place) for place in places)
+
+
+def mean_division(model: ModelSpec, plan: Plan) -> Division:
+    """What ranks along the split axis have in the mean, however unequal their parts are."""
+    return _division(model, _degrees(plan), plan.layout, (), MEAN)
+
+
+def _degrees(plan: Plan) -> Degrees:
+    split, context, expert, table, space = (
+        plan.degree(axis) for axis in ("split", "context", "expert", "table", "space")
     )
-    return _division(model, degrees, plan.layout)
+    return split, context, expert, table, space
 
 
-@remembered(64)
-def _division(model: ModelSpec, degrees: Degrees, layout: tuple[LayoutRule, ...]) -> Division:
+LARGEST, MEAN = -1, -2
+"""In the place of a place along the split axis."""
+
+
+@remembered(128)
+def _division(
+    model: ModelSpec, degrees: Degrees, layout: tuple[LayoutRule, ...], weights: Weights, place: int
+) -> Division:
     split, context, expert, table, space = degrees
     columns = model_table(model)
     placements = _placements(columns, layout)
@@ -64,10 +89,10 @@ def _division(model: ModelSpec, degrees: Degrees, layout: tuple[LayoutRule, ...]
             f"mesh.split = {split}, but the model file says of no module how it is divided (ModuleSpec.split); "
             "describe the model again, or use another axis"
         )
-    _check_heads(columns, divided, split)
+    _check_heads(columns, divided, split, weights)
     passed = np.full(len(columns), 1.0 / context)
     passed = np.where(columns.spatial, passed / space, passed)
-    part = _split_part(columns, split)
+    part = np.full(len(columns), 1.0 / split) if place == MEAN else _split_part(columns, split, weights, place)
     work = np.where(divided, passed * part, np.where(columns.sequence & (split > 1), passed / split, passed))
     weight = np.where(divided, part, 1.0)
     weight = np.where(columns.expert & ~whole, weight / expert, weight)
@@ -87,6 +112,7 @@ def _division(model: ModelSpec, degrees: Degrees, layout: tuple[LayoutRule, ...]
         by_outputs=by_outputs,
         holders=table,
         ops=columns.ops.divided(work, weight),
+        padded=split * _split_part(columns, split, weights, LARGEST) if weights else None,
     )
 
 
@@ -107,10 +133,26 @@ def _linears(columns: ModelTable, placements: list[str], *, apart: bool) -> tupl
     return linear, linear & np.array([by_columns(name, a, b) for name, a, b in pairs], dtype=np.bool_)  # type: ignore[arg-type]
 
 
-def _split_part(columns: ModelTable, split: int) -> Array:
-    """The largest part of a module that a rank has: heads and units that do not divide evenly leave some more."""
+def _split_part(columns: ModelTable, split: int, weights: Weights = (), place: int = LARGEST) -> Array:
+    """The part of each module that the rank at `place` has, or the largest that any has: heads and units that do not
+    divide evenly leave some more."""
     limit = np.maximum(columns.limit, 1)
-    return np.where(columns.limit > 0, -(-limit // split) / limit, 1.0 / split)
+    if not weights:
+        return np.where(columns.limit > 0, -(-limit // split) / limit, 1.0 / split)
+    kinds, back = np.unique(np.stack([columns.limit, columns.groups]), axis=1, return_inverse=True)
+    found = np.array([_sizes(int(limit), int(groups), weights) for limit, groups in kinds.T])
+    found = found.max(axis=1) if place == LARGEST else found[:, place]
+    return np.asarray(found[back.reshape(-1)], dtype=np.float64)
+
+
+def _sizes(limit: int, groups: int, weights: Weights) -> list[float]:
+    """The part that each place along the split axis has of a module of so many heads or units, in groups that stay
+    whole as long as there is one for everybody; by the runtime's rule (runtime/split/spread.py)."""
+    for units in (groups, limit):
+        sizes = [end - start for start, end in pairwise(cut(units, len(weights), weights))]
+        if units and (0 not in sizes or units == limit):
+            return [size / units for size in sizes]
+    return [weight / sum(weights) for weight in weights]
 
 
 def _placements(columns: ModelTable, layout: tuple[LayoutRule, ...]) -> list[str]:
@@ -155,9 +197,14 @@ def _features(parameters: int, into: float, out: float) -> tuple[int, int] | Non
     return None
 
 
-def _check_heads(columns: ModelTable, divided: Flags, split: int) -> None:
+def _check_heads(columns: ModelTable, divided: Flags, split: int, weights: Weights) -> None:
     for index in np.flatnonzero(divided & (columns.limit > 0)):
         limit = int(columns.limit[index])
+        if weights:
+            sizes = [end - start for start, end in pairwise(cut(limit, split, weights))]
+            what = "attention heads" if columns.kinds[index] == "heads" else "units"
+            check_nothing_empty(columns.names[index], sizes, weights, what)
+            continue
         if limit % split and columns.kinds[index] == "heads":
             raise PlanError(
                 f"module {columns.names[index]!r} has {limit} attention heads, which mesh.split = {split} does not "

@@ -9,6 +9,7 @@ layer. table: vectors there, their gradients back; rows of divided linear layers
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -61,11 +62,12 @@ class Wires:
     half: bool
     on_cpu: bool
 
-    def hidden(self, group: Group, seconds: Array, room: Array) -> Array:
-        """What of `seconds` is waited for where `room` of the rank's own work runs meanwhile. Between ranks on the
-        CPU, transfers take cores from that work."""
-        behind = np.minimum(seconds, room)
-        return seconds - behind + group.core_share(self.network.seats[0]) * behind
+    def hidden(self, group: Group, room: Array, seconds: Callable[[Group], Array]) -> Array:
+        """What of `seconds`, of exchanges of the group, is waited for where `room` of the rank's own work runs
+        meanwhile. Between ranks on the CPU, transfers take cores from that work."""
+        whole, on_cores = seconds(group), seconds(group.on_cores(self.network.seats[0]))
+        behind = np.minimum(whole, room)
+        return whole - behind + on_cores * behind / np.where(whole > 0, whole, 1.0)
 
 
 def exchanged(wires: Wires, samples: float, forward_s: Array, backward_s: Array) -> Exchanged:
@@ -130,9 +132,15 @@ def _split(wires: Wires, samples: float) -> Exchanged:
     out = samples * division.passed * columns.outputs * low
     into = np.where(here, samples * division.passed * columns.inputs, 0.0)
     sums, gathers = np.where(summed, out, 0.0), np.where(recurrent, out, 0.0)
-    ahead = each_of(group.summed, sums) + each_of(group.divided, gathers)
-    back = each_of(group.summed, into) + each_of(group.divided, gathers)
-    sent = ((2 * sums + gathers) * (t - 1) / t, (2 * into + gathers) * (t - 1) / t)
+    if division.padded is None:
+        ahead = each_of(group.summed, sums) + each_of(group.divided, gathers)
+        back = each_of(group.summed, into) + each_of(group.divided, gathers)
+        sent = ((2 * sums + gathers) * (t - 1) / t, (2 * into + gathers) * (t - 1) / t)
+    else:  # unequal parts travel as long as the largest, and of their sums everyone gets the whole
+        padded = gathers * division.padded
+        ahead = each_of(group.summed, sums) + each_of(group.divided, padded)
+        back = each_of(group.summed, into) + each_of(group.summed, gathers)
+        sent = ((2 * sums + padded) * (t - 1) / t, 2 * (into + gathers) * (t - 1) / t)
     return _waited(group, (ahead, back), sent)
 
 
@@ -142,16 +150,21 @@ def _ring(wires: Wires, samples: float, forward_s: Array, backward_s: Array) -> 
     c = group.ranks
     full = samples * wires.division.work * wires.columns.key_value
     part = full * (0.5 if wires.half else 1.0)
-    one, more = each_of(group.pass_on, part), each_of(group.pass_on, full)
     rounds = np.where(part > 0, (c - 1.0) / c, 0.0)
-    ahead, back = (c - 1) * one, (c - 1) * one + c * more
+
+    def ahead(over: Group) -> Array:
+        return (c - 1) * each_of(over.pass_on, part)
+
+    def back(over: Group) -> Array:
+        return ahead(over) + c * each_of(over.pass_on, full)
+
     return Exchanged(
-        forward_s=wires.hidden(group, ahead, rounds * forward_s),
-        backward_s=wires.hidden(group, back, rounds * backward_s),
+        forward_s=wires.hidden(group, rounds * forward_s, ahead),
+        backward_s=wires.hidden(group, rounds * backward_s, back),
         forward_nbytes=(c - 1) * part,
         backward_nbytes=(c - 1) * part + c * full,
-        forward_link_s=_on(group, ahead),
-        backward_link_s=_on(group, back),
+        forward_link_s=_on(group, ahead(group)),
+        backward_link_s=_on(group, back(group)),
     )
 
 
@@ -219,7 +232,7 @@ def _halos(wires: Wires, samples: float, forward_s: Array, backward_s: Array) ->
     group, columns = wires.network.group("space"), wires.columns
     grid = wires.plan.space_grid or (wires.plan.degree("space"),)
     sent, grown = np.zeros(len(columns)), np.ones(len(columns))
-    by_dim = []
+    dims: list[tuple[Group, Array]] = []
     whole = np.where(columns.activations > 0, columns.activations, np.inf)
     for dim, parts in enumerate(grid[:3]):
         if parts > 1:
@@ -227,16 +240,24 @@ def _halos(wires: Wires, samples: float, forward_s: Array, backward_s: Array) ->
             halo = columns.halo[:, dim]
             side = samples * halo / 2 / others * grown
             grown = grown * (1 + parts * halo / whole)
-            by_dim.append(each_of(wires.network.along_grid(grid, dim).to_neighbours, side))
+            dims.append((wires.network.along_grid(grid, dim), side))
             sent += min(2, parts - 1) * side
     inside = interior(columns, grid)
     apart = np.where(inside >= constants.LEAST_INTERIOR, inside, 0.0)
+    by_dim = [_sides(*one) for one in dims]
     seconds = np.sum(by_dim, axis=0)
     return Exchanged(
-        forward_s=seconds - by_dim[0] + wires.hidden(group, by_dim[0], apart * forward_s),
-        backward_s=seconds - by_dim[-1] + wires.hidden(group, by_dim[-1], apart * backward_s),
+        forward_s=seconds - by_dim[0] + wires.hidden(dims[0][0], apart * forward_s, partial(_sides, side=dims[0][1])),
+        backward_s=seconds
+        - by_dim[-1]
+        + wires.hidden(dims[-1][0], apart * backward_s, partial(_sides, side=dims[-1][1])),
         forward_nbytes=sent,
         backward_nbytes=sent,
         forward_link_s=_on(group, seconds),
         backward_link_s=_on(group, seconds),
     )
+
+
+def _sides(group: Group, side: Array) -> Array:
+    """Seconds in which each rank sends so many bytes to its neighbours on both sides."""
+    return each_of(group.to_neighbours, side)

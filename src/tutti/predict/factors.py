@@ -51,10 +51,12 @@ class RowsOf:
         rate = (best_rate(device, "float32") or max(device.peak_flops_per_s.values(), default=0.0)) * share
         others = self.rows * (self.ranks - 1) / self.ranks
         product = seat.slowdown * 2 * others * self.out_features * self.in_features / rate if rate else 0.0
-        wire = group.all_to_all(8 * self.ranks) + group.all_to_all(
-            self.rows * (self.out_features + self.in_features) * self.width
-        )
-        return wire + product, product * (seat.threads if device.kind == "cpu" else 1)
+        return self.wire_s(group) + product, product * (seat.threads if device.kind == "cpu" else 1)
+
+    def wire_s(self, group: Group) -> float:
+        """Seconds in which `group` exchanges rows, having told each other how many they are."""
+        values = self.rows * (self.out_features + self.in_features)
+        return group.all_to_all(8 * self.ranks) + group.all_to_all(values * self.width)
 
 
 def by_factors(

@@ -14,7 +14,6 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from tutti.errors import PlanError
 from tutti.predict import constants
 from tutti.predict.network import (
     Link,
@@ -25,7 +24,7 @@ from tutti.predict.network import (
     ring_reduce_scatter,
     tree_all_reduce,
 )
-from tutti.predict.placement import Seat
+from tutti.predict.placement import Seat, no_link, seated_link
 from tutti.spec.cluster import ClusterSpec, LinkTier
 from tutti.spec.plan import Plan
 from tutti.spec.words import AxisName
@@ -113,17 +112,17 @@ class Group:
         assert link is not None
         return link
 
-    def core_share(self, seat: Seat) -> float:
-        """Part of the time of an exchange hidden behind a rank's own work that costs this work all the same, because
-        CPU cores do both: as it was measured, of the rank's cores, else assumed."""
-        if seat.device.kind != "cpu":
-            return 0.0
-        link = self.link
-        if link.core_s_per_nbyte is None:
-            return constants.CPU_COMMUNICATION_SHARE[self.tier]
+    def on_cores(self, seat: Seat) -> "Group":
+        """The group in seconds that an exchange hidden behind a rank's own work costs this work all the same, because
+        CPU cores do both: never more than the exchange takes, and no more where links are quicker."""
         cores = max(1, seat.device.cores) / seat.sharing
-        lasts = 1 / link.bandwidth_bytes_per_s + link.large_s_per_nbyte  # of a byte of the size it was measured at
-        return min(1.0, link.core_s_per_nbyte / lasts / cores)
+
+        def taken(link: Link | None, tier: LinkTier) -> Link | None:
+            if link is None or seat.device.kind == "cpu":
+                return link and link.on_cores(cores, constants.CPU_COMMUNICATION_SHARE[tier])
+            return replace(link, core_s_per_nbyte=0.0).on_cores(cores, 0.0)
+
+        return replace(self, node=taken(self.node, "node"), network=taken(self.network, "network"))
 
     def all_reduce(self, nbytes: float) -> float:
         """Seconds to sum `nbytes` over the group; 0 for one rank, or for nothing."""
@@ -203,8 +202,9 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """The links of a cluster under a plan's ranks. `crowding`: which part of the groups that meet at a host's
-    connection a group has beside it, in the mean of the time it takes; `known`: groups that were asked for."""
+    """The links of a cluster under a plan's ranks: of each tier the slowest that a host with ranks has. `crowding`:
+    which part of the groups that meet at a host's connection a group has beside it, in the mean of the time it takes;
+    `known`: groups that were asked for."""
 
     cluster: ClusterSpec
     seats: tuple[Seat, ...]
@@ -238,7 +238,7 @@ class Network:
             return Group(span=span)
         flows = max(1.0, self.crowding * span.meeting)
         network = self._link("network").shared(flows) if span.hosts > 1 else None
-        node = self._link("node") if span.hosts == 1 or self.cluster.link("node") else None
+        node = self._link("node") if span.hosts == 1 or seated_link(self.cluster, self.seats, "node") else None
         return Group(
             span=span,
             node=node if span.per_host > 1 else None,
@@ -267,14 +267,9 @@ class Network:
         return tuple(flows > 0 for flows in crossings(self.mesh, (axis,), self.hosts))
 
     def _link(self, tier: LinkTier) -> Link:
-        spec = self.cluster.link(tier)
+        spec = seated_link(self.cluster, self.seats, tier)
         if spec is None:
-            have = ", ".join(link.tier for link in self.cluster.links) or "none"
-            raise PlanError(
-                f"cluster {self.cluster.name!r} has no link of tier {tier!r} (it has: {have}), which "
-                f"{sum(seat.ranks for seat in self.seats)} ranks need; measure it with tutti probe or write it down "
-                "in links"
-            )
+            raise no_link(self.cluster, self.seats, tier)
         flows = 1.0
         if tier == "node" and self.seats[0].device.kind == "cpu":
             # all hops are copies by the same cores: beyond those and the ranks measured with, they share them

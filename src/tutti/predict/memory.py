@@ -233,7 +233,10 @@ def _activations(held: Held, plan: Plan, samples: list[int], stage: int, kind: D
     sizes = np.array(samples, dtype=np.float64)
     besides = Besides(put_off=held.put_off[:, None] * sizes, sent=held.sent[:, None] * sizes + held.fixed[:, None])
     nbytes, count = most_held(plan, held.kept[:, None] * sizes, stage, besides)
-    return nbytes + once, f"on stage {stage} of {ranks}, where {count} microbatches are held at once"
+    return (
+        nbytes + once,
+        f"on stage {stage} of {ranks}, where {count} microbatch{'es are' if count != 1 else ' is'} held at once",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

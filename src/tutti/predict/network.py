@@ -41,6 +41,24 @@ class Link:
             large_s_per_nbyte=self.large_s_per_nbyte * flows,
         )
 
+    def on_cores(self, cores: float, assumed: float) -> "Link":
+        """The link in seconds that it takes of a rank's `cores`: of each byte what was measured, at most the time it is
+        on its way, and nothing of the latency, in which nobody computes; where nobody measured it, the part `assumed`
+        of all of the time."""
+        if self.core_s_per_nbyte is None:
+            lasts = (self.latency_s, 1 / self.bandwidth_bytes_per_s, self.large_s_per_nbyte)
+            latency_s, small_s, large_s = (assumed * one for one in lasts)
+        else:
+            each_s, lasts_s = self.core_s_per_nbyte / cores, 1 / self.bandwidth_bytes_per_s
+            latency_s, small_s = 0.0, min(lasts_s, each_s)
+            large_s = min(lasts_s + self.large_s_per_nbyte, each_s) - small_s
+        return replace(
+            self,
+            latency_s=latency_s,
+            bandwidth_bytes_per_s=1 / small_s if small_s else math.inf,
+            large_s_per_nbyte=large_s,
+        )
+
 
 def link_of(spec: LinkSpec, flows: float = 1.0) -> Link:
     """The link that `spec` describes, of which `flows` of its copies at once have to do with the same cores."""

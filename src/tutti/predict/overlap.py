@@ -72,15 +72,15 @@ def exchange(
     fused: Sequence[Bucket],
     bucket_s: Sequence[float],
     *,
-    compute_share: float = 0.0,
+    cores_s: Sequence[float] = (),
     taken: Sequence[Array] = (),
     after: Sequence[float] = (),
 ) -> Exchange:
     """Run the recurrence: bucket k starts when it is ready and the link is free.
 
     `backward_s`: seconds of each module's backward, in order; `bucket_s`: seconds of each bucket's collective.
-    Exposed is the end of the last collective minus the end of backward. `compute_share`: the part of hidden
-    communication that delays backward all the same, because it needs the same cores. `taken`: for each bucket the
+    Exposed is the end of the last collective minus the end of backward. `cores_s`: for each bucket the seconds that it
+    delays backward all the same where it is hidden, because it needs the same cores. `taken`: for each bucket the
     seconds of each module's backward in which the bucket's link carries something else, spread evenly over the
     module's; `after`: for each the seconds of what leaves on its link at the end of backward, beside which buckets
     get half of it.
@@ -97,10 +97,12 @@ def exchange(
             free = start + seconds
     # What leaves at the end of backward has half of the link beside the last bucket.
     beside = min(after[-1], free - end_of_backward) if len(after) and free > end_of_backward else 0.0
-    free, total = free + beside, float(sum(bucket_s)) + beside
+    sums_s = float(sum(bucket_s))
+    free, total = free + beside, sums_s + beside
     # Rounding alone can make a difference of sums exceed its parts.
     waiting = min(max(0.0, free - end_of_backward), total)
-    return Exchange(total_s=total, exposed_s=waiting + compute_share * (total - waiting))
+    hidden = (total - waiting) / sums_s if sums_s > 0 else 0.0
+    return Exchange(total_s=total, exposed_s=waiting + float(sum(cores_s)) * hidden)
 
 
 def _carried(finished: Array, open_s: Array, start: float, seconds: float) -> float:

@@ -11,7 +11,7 @@ from tutti.errors import PlanError
 from tutti.predict import constants
 from tutti.predict.counts import cut_sizes
 from tutti.predict.network import Link, link_of
-from tutti.spec.cluster import ClusterSpec, DeviceSpec, LinkTier, NodeSpec
+from tutti.spec.cluster import ClusterSpec, DeviceSpec, LinkSpec, LinkTier, NodeSpec, slowest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +100,26 @@ def ring_tier(seats: tuple[Seat, ...]) -> LinkTier:
     return "network" if sum(seat.hosts for seat in seats) > 1 else "node"
 
 
+def seated_link(cluster: ClusterSpec, seats: tuple[Seat, ...], tier: LinkTier) -> LinkSpec | None:
+    """The link of a tier that groups of these seats' ranks use, whichever hosts they span: the slowest of all hosts
+    that have ranks. None where one that needs it has none. A host that cannot have two ranks needs none within it."""
+    nodes = [
+        seat.node for seat in seats if tier != "node" or seat.device.kind == "cpu" or seat.node.devices_per_node > 1
+    ]
+    links = [cluster.link_at(node, tier) for node in nodes] or [cluster.link(tier)]
+    known = [link for link in links if link is not None]
+    return slowest(known) if len(known) == len(links) else None
+
+
+def no_link(cluster: ClusterSpec, seats: tuple[Seat, ...], tier: LinkTier) -> PlanError:
+    """That a host which needs a link of a tier has none, and the remedy."""
+    have = ", ".join(dict.fromkeys(link.tier for link in cluster.every_link)) or "none"
+    return PlanError(
+        f"cluster {cluster.name!r} has no link of tier {tier!r} (it has: {have}), which "
+        f"{sum(seat.ranks for seat in seats)} ranks need; measure it with tutti probe or write it down in links"
+    )
+
+
 def ring_link(cluster: ClusterSpec, seats: tuple[Seat, ...]) -> Link:
     """The link that a flat ring's slowest hop sees. Raises PlanError where the cluster does not say.
 
@@ -108,13 +128,9 @@ def ring_link(cluster: ClusterSpec, seats: tuple[Seat, ...]) -> Link:
     with, and beyond the cores, they share its bandwidth.
     """
     tier = ring_tier(seats)
-    spec = cluster.link(tier)
+    spec = seated_link(cluster, seats, tier)
     if spec is None:
-        have = ", ".join(link.tier for link in cluster.links) or "none"
-        raise PlanError(
-            f"cluster {cluster.name!r} has no link of tier {tier!r} (it has: {have}), which "
-            f"{sum(seat.ranks for seat in seats)} ranks need; measure it with tutti probe or write it down in links"
-        )
+        raise no_link(cluster, seats, tier)
     flows = 1.0
     if tier == "node" and seats[0].device.kind == "cpu":
         flows = max(1.0, seats[0].ranks / max(spec.ranks, seats[0].device.cores, 1))

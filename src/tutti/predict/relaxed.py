@@ -166,18 +166,23 @@ class Trained:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coded:
-    """What one sum of replicas' changes takes in a code, how much of it in kernels, and what a rank sends for it.
-    `parts`: in which it goes where it is waited for, so that one is written or read while another travels."""
+    """What one sum of replicas' changes takes in a code, how much of it in kernels, what the rest takes of a rank's
+    cores, and what a rank sends for it. `parts`: in which it goes where it is waited for, so that one is written or
+    read while another travels."""
 
     seconds: float
     kernels_s: float
+    cores_s: float
     sent_nbytes: float
     parts: int = 1
 
-    def meanwhile_s(self, core_share: float) -> float:
-        """Seconds of a sum that is waited for in which kernels work and a part travels; what travels takes
-        `core_share` of a core."""
-        return (1 - 1 / self.parts) * min(self.kernels_s, self.seconds - self.kernels_s) * (1 - core_share)
+    @property
+    def meanwhile_s(self) -> float:
+        """Seconds of a sum that is waited for in which kernels work and a part travels, less what travelling takes of
+        their core."""
+        travels_s = self.seconds - self.kernels_s
+        together_s = (1 - 1 / self.parts) * min(self.kernels_s, travels_s)
+        return together_s * (1 - self.cores_s / travels_s) if travels_s > 0 else 0.0
 
 
 def waited_parts(how: Compression, nbytes: float) -> int:
@@ -217,15 +222,18 @@ def exchanged_apart(
     copies_s = seat.slowdown * passes * n / rank_bandwidth(seat)
     wire_s, kernels_s = (how.seconds(group, n), 0.0) if coded is None else (coded.seconds, coded.kernels_s)
     besides_s = group.all_reduce(state) + group.all_reduce(statistics)  # waited for in every mode
+    cores_s = how.seconds(group.on_cores(seat), n) if coded is None else coded.cores_s
     waited_s, often = wire_s, 1.0
     if how.skips:
         often = min(1.0, behind_s / wire_s) if wire_s else 1.0
-        wire_s = waited_s = often * wire_s
+        wire_s, cores_s = often * wire_s, often * cores_s
+        waited_s = wire_s
     if how.behind or told.delay:
-        hidden_s = min(wire_s - kernels_s, behind_s)
-        waited_s = wire_s - hidden_s + group.core_share(seat) * hidden_s
+        travels_s = wire_s - kernels_s
+        hidden_s = min(travels_s, behind_s)
+        waited_s = wire_s - hidden_s + (cores_s * hidden_s / travels_s if travels_s > 0 else 0.0)
     elif coded is not None:
-        waited_s -= coded.meanwhile_s(group.core_share(seat))
+        waited_s -= coded.meanwhile_s
     own = often * how.sent(group.ranks) * n if coded is None else coded.sent_nbytes
     sent = own + _ring_share(group.ranks) * (state + statistics)
     done = Exchange(

@@ -13,6 +13,7 @@ from tutti.predict.compressed import PartsWritten
 from tutti.predict.division import Division
 from tutti.predict.groups import Group
 from tutti.predict.overlap import Exchange
+from tutti.predict.placement import Seat
 from tutti.predict.table import ModelTable
 from tutti.predict.worker import Array
 
@@ -86,6 +87,21 @@ class Costs:
     def gather(self, nbytes: float) -> float:
         return self.group.divided(nbytes) + nbytes / self.group.ranks * self.load_s_per_nbyte
 
+    def on_cores(self, seat: Seat) -> "Costs":
+        """The same in seconds that exchanges take of the cores of a rank on `seat`: kernels are one thread's."""
+        coded = self.coded
+
+        def written(nbytes: float) -> tuple[PartsWritten, float]:
+            assert coded is not None
+            how, kernels_s = coded(nbytes)
+            return how, kernels_s / seat.threads if seat.device.kind == "cpu" else 0.0
+
+        return Costs(
+            group=self.group.on_cores(seat),
+            others=self.others.on_cores(seat),
+            coded=None if coded is None else written,
+        )
+
     def sum(self, nbytes: float) -> float:
         part = nbytes / self.group.ranks
         loads = part * self.load_s_per_nbyte
@@ -111,9 +127,8 @@ def copied(group: Group) -> tuple[float, float]:
     return 3.0, 3 + 1 / group.ranks
 
 
-def parameters_step(work: UnitWork, costs: Costs, level: int, microbatches: int, share: float) -> Exchange:
-    """Levels 2 and 3: the exchanges of a step. `share`: the part of hidden communication that costs work all the
-    same."""
+def parameters_step(work: UnitWork, costs: Costs, level: int, microbatches: int, seat: Seat) -> Exchange:
+    """Levels 2 and 3: the exchanges of a step of a rank on `seat`, whose cores do some of what is hidden, too."""
     gathers = [costs.gather(nbytes) for nbytes in work.nbytes]
     sums = [costs.sum(nbytes) for nbytes in work.nbytes]
     # What is outside of blocks works before and after them, and stays from forward to backward; with level 2 all does,
@@ -128,8 +143,12 @@ def parameters_step(work: UnitWork, costs: Costs, level: int, microbatches: int,
     passes = [(times, ahead), (times - 1, before), (1, last)]
     total = sum(count * one[0] for count, one in passes)
     waited = min(sum(count * one[1] for count, one in passes), total)
+    cores = costs.on_cores(seat)
+    on_cores = [cores.gather(nbytes) for nbytes in work.nbytes]
+    taken_s = times * (sum(on_cores) + (sum(on_cores[1:]) if level == 3 else 0.0)) + sum(map(cores.sum, work.nbytes))
+    hidden = (total - waited) / total if total > 0 else 0.0
     copies_s = costs.gathered_s * _gathered(work.nbytes, level, microbatches) + costs.summed_s * sum(work.nbytes)
-    return Exchange(total_s=total + copies_s, exposed_s=waited + share * (total - waited) + copies_s)
+    return Exchange(total_s=total + copies_s, exposed_s=waited + taken_s * hidden + copies_s)
 
 
 def sent_nbytes(nbytes: Sequence[float], costs: Costs, level: int, microbatches: int) -> float:

@@ -1,6 +1,6 @@
 """predict: what one plan costs on one cluster. Pure: three values in, one value out."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from tutti.errors import PlanError
 from tutti.predict import constants
@@ -8,10 +8,11 @@ from tutti.predict.compressed import kernel_notes, phases
 from tutti.predict.counts import samples_of
 from tutti.predict.cuts import stages_of
 from tutti.predict.data import Load, data_note, feeds, most
-from tutti.predict.division import division
+from tutti.predict.division import division, parts
 from tutti.predict.exchanges import Wires
 from tutti.predict.groups import Group, network
 from tutti.predict.layout import recompute_regions
+from tutti.predict.lines import Line, lines_of
 from tutti.predict.memory import held_by_stage, kept, rank_memory
 from tutti.predict.network import Link
 from tutti.predict.overlap import Bucket, Exchange
@@ -19,7 +20,7 @@ from tutti.predict.placement import Seat, place
 from tutti.predict.relaxed import apart_notes, check_apart
 from tutti.predict.sync import Sync, synchronise
 from tutti.predict.table import model_table
-from tutti.predict.timeline import Line, RankWork, Setting, line_load, line_work, lines_of, workers_of
+from tutti.predict.timeline import RankWork, Setting, line_load, line_work, workers_of
 from tutti.predict.words import disturbed, link_note, memory_notes, time_notes
 from tutti.predict.worker import Worker
 from tutti.spec import codec
@@ -59,7 +60,7 @@ def _warmup(plan: Plan) -> list[tuple[int, Plan, int | None]]:
 def _predict(model: ModelSpec, cluster: ClusterSpec, plan: Plan, updates: int | None) -> Prediction:
     """Of a step after so many updates; None: once no warm-up is left."""
     step = worked_out(model, cluster, plan, updates)
-    setting, samples, seats = step.setting, step.samples, step.setting.seats
+    setting, samples, seats = step.setting, step.samples, step.setting.wires.network.seats
     slowest = slowest_of(setting, [work for line in step.lines for work in line_work(setting, line)])
     worker, work, sync = setting.workers[slowest.work.seat], slowest.work, slowest.sync
     everyone = setting.wires.network.group(*plan.mesh)
@@ -86,10 +87,10 @@ def _predict(model: ModelSpec, cluster: ClusterSpec, plan: Plan, updates: int | 
         model_flops_per_s=setting.wires.columns.sample_flops * samples / step_s,
         devices=plan.world_size,
         notes=(
-            *time_notes(seats, seats[work.seat], worker, work.limits, exchange, margin, data_s, link),
+            *time_notes(seats, setting.seats[work.seat], worker, work.limits, exchange, margin, data_s, link),
             data_note(cluster, model, seats, work.load, data_s),
             *apart_notes(plan.sync),
-            *kernel_notes(plan, seats[work.seat].device),
+            *kernel_notes(plan, setting.seats[work.seat].device),
             *_axes_notes(setting),
             *((link_note(link),) if link else ()),
             *memory_notes(memory, seat, when),
@@ -165,15 +166,17 @@ def _setting(model: ModelSpec, cluster: ClusterSpec, plan: Plan, seats: tuple[Se
         half=plan.precision in ("bfloat16", "float16"),
         on_cpu=seats[0].device.kind == "cpu",
     )
+    own, feeding = parts(model, plan), feeds(model, cluster, plan, seats, samples)
     return Setting(
         model=model,
         plan=plan,
-        seats=seats,
-        workers=workers_of(model, plan, seats),
+        seats=tuple(seat for seat in seats for _ in own),
+        workers=tuple(worker for worker in workers_of(model, plan, seats) for _ in own),
+        parts=own * len(seats),
         wires=wires,
         stages=stages_of(model, plan),
         regions=recompute_regions(model, plan),
-        feeds=feeds(model, cluster, plan, seats, samples),
+        feeds=tuple(feed for feed in feeding for _ in own),
     )
 
 
@@ -189,42 +192,54 @@ class Slowest:
 
 def slowest_of(setting: Setting, works: list[RankWork]) -> Slowest:
     """Of the ranks' works, the one that ends last with what it exchanges once a step."""
-    wires = setting.wires
 
     def lasts_s(work: RankWork, exposed_s: float = 0.0) -> float:
-        return work.total_s + exposed_s + wait_s(setting, work, exposed_s)
+        return work.total_s + exposed_s + overhead_s(setting, work) + wait_s(setting, work, exposed_s)
 
-    longest: dict[int, RankWork] = {}
-    for work in works:
-        if work.stage not in longest or lasts_s(work) > lasts_s(longest[work.stage]):
-            longest[work.stage] = work
-    columns, done, syncs = wires.columns, {}, {}
-    weights = columns.gradients * wires.division.weight
-    nbytes = [float(weights[setting.own(stage)].sum()) for stage in range(setting.plan.degree("stage"))]
-    for stage, work in longest.items():
-        own, net = setting.own(stage), wires.network.of_stage(stage, nbytes)
-        # stages of equal blocks exchange alike
-        like = (columns.gradients, columns.expert, columns.table, columns.sequence, *work.passes, *work.taken.backward)
-        key = (*(column[own].tobytes() for column in like), work.taken.after.tobytes(), net.crowding)
-        if key not in done:
-            done[key] = synchronise(
-                columns,
-                wires.division,
-                net,
-                setting.plan,
-                own,
-                work.passes,
-                work.taken,
-                setting.updates,
-            )
-        syncs[stage] = done[key]
-    last = max(longest, key=lambda stage: lasts_s(longest[stage], syncs[stage].exchange.exposed_s))
+    longest: dict[tuple[int, int], RankWork] = {}
+    for work in works:  # of the ranks of a seat the one with most work, as more of it hides no more than itself
+        key = work.stage, work.seat
+        if key not in longest or lasts_s(work) > lasts_s(longest[key]):
+            longest[key] = work
+    found: dict[int, tuple[float, RankWork, Sync]] = {}
+    once = _Once(setting=setting)
+    for work in sorted(longest.values(), key=lasts_s, reverse=True):
+        least_s, _, sync = found.get(work.stage, (-1.0, None, None))
+        if sync is None or lasts_s(work) + sync.exchange.total_s > least_s:
+            sync = once.of(work)
+            end_s = lasts_s(work, sync.exchange.exposed_s)
+            if end_s > least_s:
+                found[work.stage] = end_s, work, sync
+    _, last, sync = max(found.values(), key=lambda one: one[0])
+    syncs = {stage: one for stage, (_, _, one) in found.items()}
     return Slowest(
-        work=longest[last],
-        sync=syncs[last],
+        work=last,
+        sync=sync,
         syncs=syncs,
         sent_nbytes=max(work.sent_nbytes + syncs[work.stage].sent_nbytes for work in works),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Once:
+    """What ranks exchange once a step. `known`: of stages of equal blocks, which exchange alike."""
+
+    setting: Setting
+    known: dict[object, Sync] = field(default_factory=dict)
+
+    def of(self, work: RankWork) -> Sync:
+        setting, wires = self.setting, self.setting.wires
+        columns, own = wires.columns, setting.own(work.stage)
+        weights = columns.gradients * wires.division.weight
+        nbytes = [float(weights[setting.own(stage)].sum()) for stage in range(setting.plan.degree("stage"))]
+        net = wires.network.of_stage(work.stage, nbytes)
+        like = (columns.gradients, columns.expert, columns.table, columns.sequence, *work.passes, *work.taken.backward)
+        key = (*(column[own].tobytes() for column in like), work.taken.after.tobytes(), net.crowding)
+        if key not in self.known:
+            self.known[key] = synchronise(
+                columns, wires.division, net, setting.plan, own, work.passes, work.taken, setting.updates
+            )
+        return self.known[key]
 
 
 def _axes_notes(setting: Setting) -> tuple[str, ...]:
@@ -277,14 +292,17 @@ def memories(
 ) -> dict[tuple[int, tuple[int, int], int], Held]:
     """What ranks hold, by (place on the stage axis, (samples, how often) of the line's last microbatches, seat)."""
     wires, plan = setting.wires, setting.plan
-    model = held_by_stage(
-        wires.columns,
-        wires.division,
-        setting.stages,
-        kept(wires.columns, wires.division, setting.regions, half=wires.half),
-        plan,
-        wires.model.optimizer,
-    )
+    models = {
+        id(part): held_by_stage(
+            wires.columns,
+            part,
+            setting.stages,
+            kept(wires.columns, part, setting.regions, half=wires.half),
+            plan,
+            wires.model.optimizer,
+        )
+        for part in setting.parts
+    }
     found: dict[tuple[int, tuple[int, int], int], Held] = {}
     for line in lines:
         for stage, some in enumerate(line.seats):
@@ -293,7 +311,7 @@ def memories(
             for seat in some:
                 key = (stage, line.samples[-1], seat)
                 if key not in found:
-                    kind = setting.seats[seat].device.kind
+                    kind, model = setting.seats[seat].device.kind, models[id(setting.parts[seat])]
                     memory, when = rank_memory(model, plan, samples=samples, stage=stage, fused=fused, kind=kind)
                     found[key] = (memory, setting.seats[seat], when)
     return found

@@ -126,11 +126,12 @@ def synchronise(
     different = {(bucket.nbytes, id(one)): one for bucket, one in pairs}  # equal blocks make equal buckets
     times = {key: _sum_s(plan, one, seat, key[0]) for key, one in different.items()}
     each = [times[bucket.nbytes, id(one)] for bucket, one in pairs]
+    on_cores = [_cores_s(one, seat, bucket.nbytes) for bucket, one in pairs]
     done = exchange(
         backward.tolist(),
         [bucket for bucket, _ in pairs],
         [seconds for seconds, _ in each],
-        compute_share=_share(net, *(one.group for _, one in pairs)),
+        cores_s=on_cores,
         taken=[busy[TIERS.index(one.group.tier)] for _, one in pairs],
         after=[float(taken.after[TIERS.index(one.group.tier)]) for _, one in pairs],
     )
@@ -162,6 +163,14 @@ def _sum_s(plan: Plan, one: Summed, seat: Seat, nbytes: float) -> tuple[float, f
     return one.written.sum_s(plan, one.group, seat, nbytes)
 
 
+def _cores_s(one: Summed, seat: Seat, nbytes: float) -> float:
+    """Seconds that the exchange of a bucket takes of a rank's cores, without what kernels do."""
+    group = one.group.on_cores(seat)
+    if one.factors is not None:
+        return one.factors.wire_s(group)
+    return group.summed(nbytes) if one.written is None else one.written.wire_s(group, nbytes)
+
+
 def _beside(done: Exchange, kernels_s: float, cores: int) -> float:
     """Seconds that kernels hidden behind backward take from it: of one thread's time, one of the rank's `cores`."""
     return (done.total_s - done.exposed_s) * kernels_s / done.total_s / cores if kernels_s else 0.0
@@ -180,15 +189,15 @@ def _apart(columns: ModelTable, net: Network, plan: Plan, behind_s: float) -> Sy
         seconds, kernels_s = how.sum_s(plan, group, seat, trained.parameters)
         assert plan.sync.compress is not None
         parts = waited_parts(plan.sync.compress, trained.parameters)
-        coded = Coded(seconds=seconds, kernels_s=kernels_s, sent_nbytes=how.sent_nbytes, parts=parts)
+        coded = Coded(
+            seconds=seconds,
+            kernels_s=kernels_s,
+            cores_s=how.wire_s(group.on_cores(seat), trained.parameters),
+            sent_nbytes=how.sent_nbytes,
+            parts=parts,
+        )
     done = exchanged_apart(plan.sync, group, seat, trained, behind_s, coded)
     return Sync(exchange=done.exchange, sent_nbytes=done.sent_nbytes, buckets=())
-
-
-def _share(net: Network, *groups: Group) -> float:
-    """Part of hidden communication that costs work all the same, on the slowest links among `groups`."""
-    slowest = [group for group in groups if group.tier == "network"] or list(groups)
-    return max((group.core_share(net.seats[0]) for group in slowest), default=0.0)
 
 
 def _states(
@@ -246,10 +255,9 @@ def _divided(
         summed_s=summed * pass_s,
         coded=None if plan.sync.compress is None else coded,
     )
-    share = _share(net, group, *([others] if others.ranks > 1 else []))
     level = plan.sharding.level
     return Sync(
-        exchange=sharding.parameters_step(work, costs, level, microbatches, share),
+        exchange=sharding.parameters_step(work, costs, level, microbatches, seat),
         sent_nbytes=sharding.sent_nbytes(work.nbytes, costs, level, microbatches),
         buckets=(),
     )

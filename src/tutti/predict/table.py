@@ -84,6 +84,7 @@ class ModelTable:
     summed: Flags
     gathered: Flags
     limit: NDArray[np.intp]
+    groups: NDArray[np.intp]
     sequence: Flags
     expert: Flags
     table: Flags
@@ -143,6 +144,7 @@ def model_table(model: ModelSpec) -> ModelTable:
         ),
         gathered=flags(lambda module: module.split == "rnn"),
         limit=np.array([module.split_limit for module in modules], dtype=np.intp),
+        groups=np.array([module.split_groups for module in modules], dtype=np.intp),
         sequence=flags(lambda module: module.sequence),
         expert=flags(lambda module: module.expert),
         table=flags(lambda module: module.table),

@@ -8,86 +8,36 @@ from numpy.typing import NDArray
 
 from tutti.predict import constants
 from tutti.predict.actions import Actions
-from tutti.predict.counts import rank_samples
 from tutti.predict.cuts import Stages
 from tutti.predict.data import Feed, Load, most
+from tutti.predict.division import Division
 from tutti.predict.exchanges import Wires, each_of
-from tutti.predict.groups import seat_of_ranks
 from tutti.predict.layout import Region
+from tutti.predict.lines import Line, by_share_and_stage
 from tutti.predict.network import message
 from tutti.predict.overlap import TIERS, Taken
 from tutti.predict.passes import Passed, passed
-from tutti.predict.pipeline import Messages, Places
+from tutti.predict.pipeline import Messages
 from tutti.predict.placement import Seat
 from tutti.predict.table import Flags
 from tutti.predict.turns import Crowd, crowd_of
+from tutti.predict.words import STAGES
 from tutti.predict.worker import Array, Worker, worker_at
-from tutti.spec.cluster import DeviceKind
 from tutti.spec.model import ModelSpec
 from tutti.spec.plan import Plan
-from tutti.spec.words import DATA_AXES
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """Ranks with the same samples. `samples`: (of a microbatch, in how many), the last microbatch last; `seats`: for
-    each place on the stage axis, the kinds of seats its ranks have."""
-
-    samples: tuple[tuple[int, int], ...]
-    seats: tuple[tuple[int, ...], ...]
-
-    @property
-    def microbatches(self) -> list[int]:
-        """Samples of each microbatch, in order."""
-        return [count for count, times in self.samples for _ in range(times)]
-
-
-def lines_of(plan: Plan, seats: tuple[Seat, ...], samples: int) -> list[Line]:
-    """The different lines of a plan. Equal shares count as the largest of them."""
-    return list({id(line): line for line in lines_by_share(plan, seats, samples)}.values())
-
-
-def lines_by_share(plan: Plan, seats: tuple[Seat, ...], samples: int) -> list[Line]:
-    """The line of each data-parallel rank, equal ones the same object."""
-    degree, stages = plan.data_parallel_degree, plan.degree("stage")
-    count = plan.batch.num_microbatches
-    if plan.shares:
-        counts = rank_samples(samples, count, degree, plan.shares)
-    else:
-        (whole,) = rank_samples(samples, count, 1)
-        counts = [tuple((-(-size // degree), times) for size, times in whole)] * degree
-    if len(seats) == 1 and not plan.shares:
-        return [Line(samples=counts[0], seats=((0,),) * stages)] * degree
-    if len(seats) == 1:
-        alone = {one: Line(samples=one, seats=((0,),) * stages) for one in dict.fromkeys(counts)}
-        return [alone[one] for one in counts]
-    where = by_share_and_stage(plan, seat_of_ranks(seats))
-    rows, index = np.unique(where.reshape(degree, -1), axis=0, return_inverse=True)
-    kinds = [tuple(tuple(sorted(set(place))) for place in row.reshape(stages, -1).tolist()) for row in rows]
-    pairs = list(zip(counts, index.reshape(-1).tolist(), strict=True))
-    found = {pair: Line(samples=pair[0], seats=kinds[pair[1]]) for pair in dict.fromkeys(pairs)}
-    return [found[pair] for pair in pairs]
-
-
-def by_share_and_stage(plan: Plan, of_ranks: Places) -> Places:
-    """(data-parallel ranks, places on the stage axis, the others): what is said of each rank, in the mesh's order."""
-    axes = list(plan.mesh)
-    data = [place for place, axis in enumerate(axes) if axis in DATA_AXES]
-    stage = [place for place, axis in enumerate(axes) if axis == "stage"]
-    others = [place for place in range(len(axes)) if place not in (*data, *stage)]
-    where: Places = of_ranks.reshape(list(plan.mesh.values())).transpose(data + stage + others)
-    return where.reshape(plan.data_parallel_degree, plan.degree("stage"), -1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What all lines of a plan share. `workers`: what a rank of each seat computes with; `updates`: made before
-    the step, None: more than any warm-up has; `feeds`: how ranks of each seat load their samples."""
+    """What all lines of a plan share. By kind of rank (lines.kinds_of_ranks): `seats`; `workers`: what it computes
+    with; `parts`: what it has of each module, of which `wires` has the largest; `feeds`: how it loads its samples.
+    `updates`: made before the step, None: more than any warm-up has."""
 
     model: ModelSpec
     plan: Plan
     seats: tuple[Seat, ...]
     workers: tuple[Worker, ...]
+    parts: tuple[Division, ...]
     wires: Wires
     stages: Stages
     regions: tuple[Region, ...]
@@ -99,13 +49,22 @@ class Setting:
         mine: Flags = self.stages.stage % self.plan.degree("stage") == stage
         return mine
 
+    def wires_of(self, seat: int) -> Wires:
+        """What the exchanges of a kind of rank depend on."""
+        return replace(self.wires, division=self.parts[seat]) if self.plan.split_weights else self.wires
+
+    def gradients(self, seat: int) -> Array:
+        """Bytes by module of the gradients that a kind of rank has."""
+        nbytes: Array = self.wires.columns.gradients * self.parts[seat].weight
+        return nbytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankWork:
     """Seconds of a step on one rank. `waits_s`: for other ranks, in exchanges and for the pipeline; `passes`: seconds
     by module of the last microbatch's forward and backward, exchanges included; `limits`: seconds by what limits the
-    rank's own work; `sent_nbytes`: by its microbatches; `taken`: when links carry what its passes exchange; `load`:
-    what brings its line's samples in.
+    rank's own work, and of `waits_s` those for other stages; `sent_nbytes`: by its microbatches; `taken`: when links
+    carry what its passes exchange; `load`: what brings its line's samples in.
     """
 
     line: Line
@@ -134,43 +93,37 @@ class RankWork:
 
 
 def line_work(setting: Setting, line: Line) -> list[RankWork]:
-    """The work of a line, one entry for each place on the stage axis."""
+    """The work of a line, one entry for each place on the stage axis: of the seat there that ends last."""
     known = passes_of(setting, line)
-    places = [_own_work(setting, line, stage, known) for stage in range(len(line.seats))]
-    if len(places) == 1:
-        return places
-    ended, stretch = actions_of(setting, line, known).ends(setting.plan)
-    places = [one.stretched(factor) for one, factor in zip(places, stretch, strict=True)]
-    return [
-        replace(
-            one,
-            waits_s=max(0.0, end - one.forward_s - one.backward_s) + ties_s(setting),
-            sent_nbytes=one.sent_nbytes + nbytes,
-        )
-        for one, end, nbytes in zip(places, ended, _sent_nbytes(setting, line), strict=True)
-    ]
+    places = [[_own_work(setting, line, stage, seat, known) for seat in some] for stage, some in enumerate(line.seats)]
+    if len(places) > 1:
+        ended, stretch = actions_of(setting, line, known).ends(setting.plan)
+        rows = zip(places, ended, stretch, _sent_nbytes(setting, line), strict=True)
+        places = [
+            [_among(setting, one.stretched(factor), end, nbytes) for one in some] for some, end, factor, nbytes in rows
+        ]
+    return [max(some, key=lambda one: one.total_s) for some in places]
+
+
+def _among(setting: Setting, one: RankWork, end: float, nbytes: float) -> RankWork:
+    """A rank's work in a pipeline, where it has done all its actions at `end` and sends `nbytes` to other places."""
+    waits_s = max(0.0, end - one.forward_s - one.backward_s)
+    limits = {**one.limits, STAGES: max(0.0, waits_s - one.waits_s)}
+    return replace(one, waits_s=waits_s + ties_s(setting), limits=limits, sent_nbytes=one.sent_nbytes + nbytes)
 
 
 def passes_of(setting: Setting, line: Line) -> dict[tuple[int, int], Passed]:
     """A line's microbatches by (seat, samples)."""
     return {
-        (seat, count): passed(setting.wires, setting.workers[seat], setting.regions, count)
+        (seat, count): passed(setting.wires_of(seat), setting.workers[seat], setting.regions, count)
         for seat in {seat for some in line.seats for seat in some}
         for count, _ in line.samples
     }
 
 
-def _own_work(setting: Setting, line: Line, stage: int, known: dict[tuple[int, int], Passed]) -> RankWork:
-    """A rank's passes one after another, as if it never waited for another stage; the slowest of its seats."""
+def _own_work(setting: Setting, line: Line, stage: int, seat: int, known: dict[tuple[int, int], Passed]) -> RankWork:
+    """A rank's passes one after another, as if it never waited for another stage."""
     own = setting.own(stage)
-
-    def total(seat: int) -> float:
-        return sum(
-            times * float((known[seat, count].forward_s + known[seat, count].backward_s)[own].sum())
-            for count, times in line.samples
-        )
-
-    seat = max(line.seats[stage], key=total)
     forward_s = backward_s = waits_s = sent = 0.0
     limits = np.zeros(3)
     followed = followed_s(setting, seat)
@@ -183,9 +136,8 @@ def _own_work(setting: Setting, line: Line, stage: int, known: dict[tuple[int, i
         limits += times * one.limits[:, own].sum(axis=1)
         limits[2] += times * followed
     last = known[seat, line.samples[-1][0]]
-    worker, kind = setting.workers[seat], setting.seats[seat].device.kind
-    traffic_s, calls_s = _update_s(setting, worker, own, kind)
-    again = (setting.plan.batch.num_microbatches - 1) * added_s(setting, worker, own)
+    traffic_s, calls_s = _update_s(setting, seat, own)
+    again = (setting.plan.batch.num_microbatches - 1) * added_s(setting, seat, own)
     return RankWork(
         line=line,
         stage=stage,
@@ -216,9 +168,9 @@ def line_load(setting: Setting, line: Line) -> Load:
     return most(setting.feeds[seat].load(samples) for seat in {seat for some in line.seats for seat in some})
 
 
-def added_s(setting: Setting, worker: Worker, own: Flags) -> float:
+def added_s(setting: Setting, seat: int, own: Flags) -> float:
     """From the second microbatch on, gradients are read, added to and written."""
-    nbytes = float((setting.wires.columns.gradients * setting.wires.division.weight)[own].sum())
+    nbytes, worker = float(setting.gradients(seat)[own].sum()), setting.workers[seat]
     return 3 * nbytes / worker.bandwidth_bytes_per_s * worker.slowdown
 
 
@@ -241,16 +193,18 @@ def actions_of(setting: Setting, line: Line, known: dict[tuple[int, int], Passed
     times: dict[int, Array] = {}
     for count, _ in line.samples:
         per_seat = {
-            seat: stage_seconds(setting, known[seat, count], seat) for seat in {s for some in line.seats for s in some}
+            seat: np.stack([stage_seconds(setting, known[seat, count], seat), _waits(setting, known[seat, count])])
+            for seat in {s for some in line.seats for s in some}
         }
-        stacked = [
-            np.max([per_seat[seat][:, stage] for seat in line.seats[stage % ranks]], axis=0)
+        slowest = [
+            _slowest([per_seat[seat][:, :, stage] for seat in line.seats[stage % ranks]])
             for stage in range(stages.count)
         ]
-        times[count] = np.array(stacked).T
+        times[count] = np.stack(slowest, axis=2)
+    seconds, waits = np.stack([times[count] for count in counts], axis=3)
     return Actions(
-        seconds=np.stack([times[count] for count in counts], axis=2),
-        waits=_waits(setting, line, known),
+        seconds=seconds,
+        waits=waits,
         messages=_messages(setting, line, known),
         crowd=_crowd(setting),
     )
@@ -260,28 +214,24 @@ def _crowd(setting: Setting) -> Crowd | None:
     """Who shares cores with whom, if there are not enough."""
     if all(seat.oversubscribed <= 1 for seat in setting.seats):
         return None
-    return crowd_of(setting.seats, by_share_and_stage(setting.plan, np.arange(setting.plan.world_size)))
+    return crowd_of(setting.wires.network.seats, by_share_and_stage(setting.plan, np.arange(setting.plan.world_size)))
 
 
-def _waits(setting: Setting, line: Line, known: dict[tuple[int, int], Passed]) -> Array:
-    """(kinds, stages, microbatches): of the actions' seconds, those of exchanges, on the slowest of their seats."""
-    stages, ranks = setting.stages, setting.plan.degree("stage")
+def _slowest(seats: list[Array]) -> Array:
+    """(seconds and waits, kinds): of each kind of action, those of the seat that takes longest."""
+    some = np.stack(seats)
+    return np.asarray(np.take_along_axis(some, some[:, :1].argmax(axis=0)[None], axis=0)[0], dtype=np.float64)
+
+
+def _waits(setting: Setting, one: Passed) -> Array:
+    """(kinds, stages): of the actions' seconds, those of exchanges."""
+    stages = setting.stages
+    ahead, back = (
+        np.bincount(stages.stage, weights=seconds, minlength=stages.count)
+        for seconds in (one.waits.forward_s, one.waits.backward_s)
+    )
     halves = not any(rule.recompute for rule in setting.plan.layout)
-    by_count = {}
-    for count, _ in line.samples:
-        slowest = {seats: max(seats, key=lambda seat: known[seat, count].total_s) for seats in set(line.seats)}
-        by_seat = {}
-        for seat in set(slowest.values()):
-            waits = known[seat, count].waits
-            ahead, back = (
-                np.bincount(stages.stage, weights=one, minlength=stages.count)
-                for one in (waits.forward_s, waits.backward_s)
-            )
-            rest = (back / 2, back / 2) if halves else (back, np.zeros(stages.count))
-            by_seat[seat] = np.array([ahead, back, *rest])
-        columns = [by_seat[slowest[line.seats[stage % ranks]]][:, stage] for stage in range(stages.count)]
-        by_count[count] = np.array(columns).T
-    return np.stack([by_count[count] for count in line.microbatches], axis=2)
+    return np.array([ahead, back, *((back / 2, back / 2) if halves else (back, np.zeros(stages.count)))])
 
 
 def _messages(setting: Setting, line: Line, known: dict[tuple[int, int], Passed]) -> Messages:
@@ -332,12 +282,11 @@ def _last_message(setting: Setting, line: Line, place: int) -> Array:
 
 def stage_seconds(setting: Setting, one: Passed, seat: int) -> Array:
     """(kinds of action, stages): seconds of a microbatch's forward, backward, and the halves of backward."""
-    stages, plan, columns = setting.stages, setting.plan, setting.wires.columns
-    count = stages.count
+    stages, plan, count = setting.stages, setting.plan, setting.stages.count
     ahead = np.bincount(stages.stage, weights=one.forward_s + one.waits.forward_s, minlength=count)
     back = np.bincount(stages.stage, weights=one.backward_s + one.waits.backward_s, minlength=count)
     worker = setting.workers[seat]
-    added = 3 * columns.gradients * setting.wires.division.weight / worker.bandwidth_bytes_per_s * worker.slowdown
+    added = 3 * setting.gradients(seat) / worker.bandwidth_bytes_per_s * worker.slowdown
     m = plan.batch.num_microbatches
     back = back + (m - 1) / m * np.bincount(stages.stage, weights=added, minlength=count)
     ahead = ahead + np.where(np.arange(count) < plan.degree("stage"), followed_s(setting, seat), 0.0)
@@ -367,11 +316,16 @@ def ties_s(setting: Setting) -> float:
     return 2 * latency * len(setting.stages.ties) + max(link.carry(nbytes, nbytes) for link in links)
 
 
-def _update_s(setting: Setting, worker: Worker, own: Flags, kind: DeviceKind) -> tuple[float, float]:
+def _update_s(setting: Setting, seat: int, own: Flags) -> tuple[float, float]:
     """Seconds of memory traffic and of operator calls of one optimizer update of the modules `own`. On CUDA one
     multi-tensor kernel takes many tensors; with a shard axis a rank updates its part of every tensor."""
-    columns, weight, plan = setting.wires.columns, setting.wires.division.weight, setting.plan
-    gradients, states = columns.gradients * weight, columns.optimizer * weight
+    columns, plan, worker, kind = (
+        setting.wires.columns,
+        setting.plan,
+        setting.workers[seat],
+        setting.seats[seat].device.kind,
+    )
+    gradients, states = setting.gradients(seat), columns.optimizer * setting.parts[seat].weight
     trained = own & (columns.gradients > 0)
     name = setting.model.optimizer
     passes = constants.OPTIMIZER_PASSES.get(name, constants.OPTIMIZER_PASSES_OTHER)

@@ -6,17 +6,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tutti.predict import pipeline
+from tutti.predict.lines import Line, by_share_and_stage, lines_by_share
 from tutti.predict.pipeline import Order
 from tutti.predict.step import Held, Slowest, Step, loss_s, memories, predict, slowest_of, wait_s, worked_out
 from tutti.predict.timeline import (
-    Line,
     RankWork,
     Setting,
     actions_of,
     added_s,
-    by_share_and_stage,
     line_work,
-    lines_by_share,
     passes_of,
     ties_s,
 )
@@ -74,7 +72,7 @@ def timeline(model: ModelSpec, cluster: ClusterSpec, plan: Plan, *, most_tracks:
 
 def _ranks(step: Step, plan: Plan) -> dict[tuple[Line, int], list[int]]:
     """Ranks of each line, by place on the stage axis."""
-    lines = lines_by_share(plan, step.setting.seats, step.samples)
+    lines = lines_by_share(plan, step.setting.wires.network.seats, step.samples)
     where = by_share_and_stage(plan, np.arange(plan.world_size, dtype=np.intp))
     found: dict[tuple[int, int], list[int]] = {}
     for share, line in enumerate(lines):
@@ -195,7 +193,7 @@ class _Drawing:
 def _alone(setting: Setting, work: RankWork) -> _Passes:
     """The passes of a rank without stages, one microbatch after another."""
     known, counts = passes_of(setting, work.line), work.line.microbatches
-    added = added_s(setting, setting.workers[work.seat], setting.own(0))
+    added = added_s(setting, work.seat, setting.own(0))
     lasts = {count: known[work.seat, count].total_s for count in dict.fromkeys(counts)}
     ends = MOST_DRAWN // 2 if len(counts) > MOST_DRAWN else len(counts)
     grain = work.total_s / MOST_BARS

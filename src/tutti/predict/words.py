@@ -44,6 +44,10 @@ def _digits(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 99.95 else f"{value:.3g}"
 
 
+STAGES = "waiting for other stages"
+"""A pipeline's bubbles, with what messages between its stages take."""
+
+
 def time_notes(
     seats: tuple[Seat, ...],
     seat: Seat,
@@ -57,7 +61,9 @@ def time_notes(
     """What limits the step, where the ranks are, and which constants of the time are assumed. `link`: the slowest of
     several ranks."""
     ranks = sum(place.ranks for place in seats)
-    notes = [_limit_note({**limits, "communication": exchanged.exposed_s, "loading of data": data_s})]
+    stages_s = limits.get(STAGES, 0.0)  # counted as exposed, but mostly idle: a faster link would not end it
+    exposed_s, total_s = max(0.0, exchanged.exposed_s - stages_s), max(0.0, exchanged.total_s - stages_s)
+    notes = [_limit_note({**limits, "communication": exposed_s, "loading of data": data_s})]
     if seat.device.kind == "cpu" and seat.sharing > seat.device.cores:
         notes.append(
             f"{seat.sharing} ranks share {count(max(1, seat.device.cores), 'core')} of {seat.device.name}: "
@@ -76,7 +82,8 @@ def time_notes(
     if ranks > 1:
         notes.append(
             f"flat ring over {ranks} ranks on the {ring_tier(seats)} links, its slowest; "
-            f"{seconds(exchanged.total_s)} of communication, {seconds(exchanged.exposed_s)} of it exposed"
+            f"{seconds(total_s)} of communication, {seconds(exposed_s)} of it exposed"
+            + (f", and {seconds(stages_s)} of {STAGES}" if stages_s else "")
         )
         if seat.device.kind == "cpu":
             notes.append(_cores_note(link))

@@ -169,6 +169,7 @@ def plan_text(records: Records) -> str | None:
         + ([mode] if (mode := mode_text(records)) else [])
         + _buckets(records)
         + ([f"shares {':'.join(f'{s:g}' for s in plan.shares)}"] if plan.shares else [])
+        + ([f"split shares {':'.join(f'{s:g}' for s in plan.split_weights)}"] if plan.split_weights else [])
     )
 
 

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from tutti.collectives import Desk
+from tutti.errors import ScriptError
 from tutti.runtime.traffic import Lane, lone_lane, ring_nbytes
 
 
@@ -26,13 +27,15 @@ from tutti.runtime.traffic import Lane, lone_lane, ring_nbytes
 class BatchScope:
     """Over which ranks statistics are taken, and the state of the pass that is running.
 
-    `counts`: whether this rank's samples count (False for a rank that only takes part); `recomputing`: whether forward
-    runs a second time inside backward, when running statistics must stay; `lane`: where exchanges are counted; `desk`:
-    where they are made, if the ranks share memory.
+    `apart`: whether this rank is a replica of its own, with statistics of its own samples. `counts`: whether this
+    rank's samples count (False for a rank that only takes part); `recomputing`: whether forward runs a second time
+    inside backward, when running statistics must stay; `lane`: where exchanges are counted; `desk`: where they are
+    made, if the ranks share memory.
     """
 
     world_size: int = 1
     group: Any = None
+    apart: bool = False
     counts: bool = True
     recomputing: bool = field(default=False)
     lane: Lane = field(default_factory=lone_lane)
@@ -93,6 +96,8 @@ class GlobalForward:
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         module, scope = self.module, self.scope
         batch_statistics = module.training or (module.running_mean is None and module.running_var is None)
+        if batch_statistics and scope.apart and scope.counts and input.numel() == input.shape[1]:
+            return _by_running(module, input)
         if not batch_statistics or (scope.world_size == 1 and not scope.recomputing and scope.counts):
             return type(module).forward(module, input)
         module._check_input_dim(input)  # type: ignore[no-untyped-call]
@@ -109,6 +114,20 @@ class GlobalForward:
             work, weight, bias, mean, variance, count, module.eps, scope
         )
         return output.to(input.dtype)  # type: ignore[no-any-return]
+
+
+def _by_running(module: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
+    """A replica's slice with one value a channel, of which there is no variance: normalised as in evaluation, and
+    running statistics stay.
+    """
+    module._check_input_dim(input)  # type: ignore[no-untyped-call]
+    if module.running_mean is None or module.running_var is None:
+        raise ScriptError(
+            "a replica's slice has one value a channel, and its BatchNorm keeps no running statistics to normalise it "
+            "with; give a larger global batch, fewer microbatches, Job(last_batch='drop') or track_running_stats=True"
+        )
+    mean, var = module.running_mean.clone(), module.running_var.clone()  # another call may move them before backward
+    return F.batch_norm(input, mean, var, module.weight, module.bias, False, 0.0, module.eps)
 
 
 def _again(module: _BatchNorm, input: torch.Tensor) -> torch.Tensor:

@@ -44,6 +44,10 @@ class Summing(ABC):
         """Do what this rank can do now for a sum under way, where it needs this rank to; returns whether it is over."""
         return True
 
+    def finite(self, bucket: "Bucket") -> bool:
+        """Whether the sums, which are there, are surely finite; False where nobody has looked."""
+        return False
+
 
 class AllReduce(Summing):
     """The process group's own all-reduce."""

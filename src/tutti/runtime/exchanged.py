@@ -37,7 +37,8 @@ def exchanges(model: nn.Module, plan: Plan, sample: Sample | None = None) -> dic
     found: dict[str, list[str]] = {name: [] for name, _ in model.named_modules()}
     first = frozenset() if sample is None else first_trained(model, sample)
     if plan.degree("split") > 1:
-        for one in describe_split(model, plan.layout, plan.degree("split"), rules_for_others=rules_for_others(plan)):
+        degree, others = plan.degree("split"), rules_for_others(plan)
+        for one in describe_split(model, plan.layout, degree, rules_for_others=others, weights=plan.split_weights):
             for exchange in one.exchanges:
                 if one.name in first and _of_input(exchange):
                     continue

@@ -82,7 +82,7 @@ def _split(spec: ModelSpec, model: nn.Module) -> Facts:
     facts: Facts = {}
     for name, one in described.items():
         if one.placement in _KINDS and name in modules:
-            facts[name] = {"split": _KINDS[one.placement]}
+            facts[name] = {"split": _KINDS[one.placement], **({"split_groups": one.groups} if one.groups else {})}
             into = next((e.values for e in one.exchanges if e.when == "backward" and e.kind == "all-reduce"), 0)
             facts[name]["input_nbytes"] = _input_nbytes(model.get_submodule(name), modules[name], into)
     kinds: dict[str, SplitKind] = {name: fields.get("split", "") for name, fields in facts.items()}
@@ -93,6 +93,9 @@ def _split(spec: ModelSpec, model: nn.Module) -> Facts:
             facts.setdefault(name, {})["split_limit"] = limit
     for name, kind in between.items():
         facts.setdefault(name, {})["split"] = kind
+        groups = {one.groups for inner, one in described.items() if inner.rpartition(".")[0] == name} - {0}
+        if kind == "heads" and len(groups) == 1:
+            facts[name]["split_groups"] = groups.pop()
     return facts
 
 

@@ -40,11 +40,19 @@ class HostSums(_InRooms):
 
     way = "shared memory"
 
+    def __init__(self, team: Team) -> None:
+        super().__init__(team)
+        self._sums: dict[int, HostSum] = {}
+
     def start(self, bucket: Bucket) -> Flight:
         """Say that this rank's bucket is full."""
         flat = bucket.flat
-        work = HostSum(self.team, self.rooms[flat.data_ptr()], flat.numel(), flat.dtype)
+        room = self.rooms[flat.data_ptr()]
+        work = self._sums[room] = HostSum(self.team, room, flat.numel(), flat.dtype, probed=True)
         return bucket.group.lane.start([work], bucket.sent_nbytes)
+
+    def finite(self, bucket: Bucket) -> bool:
+        return self._sums[self.rooms[bucket.flat.data_ptr()]].finite
 
     def go_on(self, flight: Flight) -> bool:
         return flight.go_on()

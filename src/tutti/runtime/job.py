@@ -37,9 +37,10 @@ class Job(Builder):
     `unit`: what the batch counts. `num_microbatches`: slices a batch is cut into (gradient accumulation; the planner
     may choose it when it is None). `batch_ramp`: (until, size) pairs: batches numbered below `until`, from 0 over all
     epochs, have `size` instead; a learning-rate rule follows the batch of the step. `clip_norm`: bound of the
-    gradients' global norm. `on_nonfinite`: what happens at a loss that is NaN or infinite. `checkpoint_every`: steps.
-    `noise_every`: steps between measurements of the gradient noise scale, which says how large a batch pays; values do
-    not change. `folder`: of the run; `resume`: a run or a checkpoint.
+    gradients' global norm. `on_nonfinite`: what happens at a loss or gradient that is NaN or infinite ("skip": the
+    update is left out on all ranks, and parameters, optimizers and running statistics are as before it).
+    `checkpoint_every`: steps. `noise_every`: steps between measurements of the gradient noise scale, which says how
+    large a batch pays; values do not change. `folder`: of the run; `resume`: a run or a checkpoint.
     `facts`: what only you know and the report should say: {"tuning.trials": 12, "data.start_state": "disk-cold"}.
     """
 

@@ -55,6 +55,7 @@ def explain_layout(
     if plan.degree("stage") > 1 and sample is None:
         raise PlanError("stages are found by following a forward; give a sample of the model's arguments")
     ranks = [_preview(model, plan, rank, sample or _nothing) for rank in chosen]
+    sampled = " of those looked at" if len(chosen) < plan.world_size else ""  # others like them hold it, too
     whole = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
     trainable = {name for name, p in model.named_parameters() if p.requires_grad}
     parameters = [sum(rank.nbytes.values()) for rank in ranks]
@@ -63,7 +64,7 @@ def explain_layout(
     return Explanation(
         mesh=dict(plan.mesh),
         ranks=tuple(chosen),
-        modules=tuple(_modules(model, ranks, whole, exchanges(model, plan, sample))),
+        modules=tuple(_modules(model, ranks, whole, exchanges(model, plan, sample), sampled)),
         parameter_nbytes=sum(whole.values()),
         parameter_nbytes_per_rank=tuple(parameters),
         gradient_nbytes_per_rank=tuple(gradients),
@@ -110,7 +111,11 @@ def _fake_world(rank: int, world_size: int) -> Iterator[None]:
 
 
 def _modules(
-    model: nn.Module, ranks: Sequence[_Rank], whole: dict[str, int], exchanged: dict[str, tuple[str, ...]]
+    model: nn.Module,
+    ranks: Sequence[_Rank],
+    whole: dict[str, int],
+    exchanged: dict[str, tuple[str, ...]],
+    sampled: str,
 ) -> Iterator[ModulePlacement]:
     first_of = {id(p): name for name, p in model.named_parameters()}
     for name, module in model.named_modules():
@@ -122,20 +127,20 @@ def _modules(
         yield ModulePlacement(
             name=name,
             kind=type(module).__name__,
-            placement=_placement(own, tied, ranks),
+            placement=_placement(own, tied, ranks, sampled),
             nbytes=sum(whole[key] for key in tied if key in own),
             nbytes_per_rank=tuple(sum(rank.nbytes.get(key, 0) for key in tied if key in own) for rank in ranks),
             collectives=(*exchanged[name], *sums),
         )
 
 
-def _placement(own: list[str], tied: list[str], ranks: Sequence[_Rank]) -> str:
+def _placement(own: list[str], tied: list[str], ranks: Sequence[_Rank], sampled: str) -> str:
     if not own:
         return "no parameters"
     if not set(own) & set(tied):
         return f"tied to {tied[0]}"
     holders = [rank for rank in ranks if any(key in rank.nbytes for key in tied)]
-    where = "" if len(holders) == len(ranks) else f", on ranks {_spans([rank.rank for rank in holders])}"
+    where = "" if len(holders) == len(ranks) else f", on ranks {_spans([rank.rank for rank in holders])}{sampled}"
     cuts = {(key, cut.dim) for rank in holders for key in tied if key in rank.held for cut in rank.held[key].cuts}
     if not cuts:
         return "whole" + where

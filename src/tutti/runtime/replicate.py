@@ -208,6 +208,16 @@ class Replica:
         self._build(self.parameters, [self.parameters[position] for position in tensor.tolist()])
 
 
+def unjudged_gradients(replica: Replica) -> list[torch.Tensor]:
+    """The gradients after `finish` that nobody knows to be finite, in as few tensors as hold them: buckets with their
+    flags, and single ones.
+    """
+    lie = {p: bucket.views[i] for p, (bucket, i) in replica._places.items()}
+    there = _trainable(replica._model)  # divided ones: `parameters` may have the wholes of forward
+    single = [p.grad for p in there if p.grad is not None and p.grad is not lie.get(p)]
+    return [*(bucket.flat for bucket in replica._buckets if not bucket.group.summing.finite(bucket)), *single]
+
+
 def ring_sent_nbytes(parameters: list[nn.Parameter], world_size: int) -> int:
     """Bytes one rank sends to sum these gradients by ring all-reduce: 2 (P - 1) / P of their size."""
     nbytes = sum(p.numel() * p.element_size() for p in parameters)

@@ -23,6 +23,7 @@ from tutti.runtime.noise import NoiseMeter
 from tutti.runtime.observe import Observer
 from tutti.runtime.replicate import Replica
 from tutti.runtime.screen import Screen, Throughput
+from tutti.runtime.statistics import Statistics
 from tutti.runtime.world import World
 from tutti.spec.plan import Plan
 from tutti.spec.run import RunFolder
@@ -112,6 +113,10 @@ class Run:
     data_facts: dict[str, tuple[Any, dict[str, Any]]] = field(default_factory=dict)
     pending: "Pending | None" = None
     mixtures: tuple[str, ...] = ()
+    statistics: Statistics = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.statistics = Statistics(self.model)
 
     @property
     def mesh(self) -> Mesh:

@@ -6,7 +6,7 @@ multiplied by samples / sum(count) once, after they are summed.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from tutti.data.split import check_batch_size, split_batch, to_device
 from tutti.errors import ScriptError, TrainingError
 from tutti.nn.mixture import Tally
 from tutti.runtime.expert.tallies import WIDTH, read_tallies, write_tallies
+from tutti.runtime.finite import gradients_finite, loss_words
 from tutti.runtime.precision import autocast
 from tutti.runtime.replicate import LossFunction
 from tutti.runtime.state import Run
@@ -42,7 +43,7 @@ class Outcome:
 def forward_backward(run: Run, function: LossFunction, batch: Any) -> Outcome:
     """Gradients of the global mean loss, in every parameter's `grad`, identical on all ranks.
 
-    Raises TrainingError, on every rank, for a loss that is not finite where the Job says stop.
+    Raises TrainingError, on every rank, for a loss or a gradient that is not finite where the Job says stop.
     """
     share = run.loader.share
     if share is None:
@@ -54,6 +55,7 @@ def forward_backward(run: Run, function: LossFunction, batch: Any) -> Outcome:
         optimizer.zero_grad(set_to_none=True)
     run.replica.shards.clear()
     run.noise.begin(run.progress.step)
+    run.statistics.keep()
     size = 2 + run.world.world_size + WIDTH * len(run.mixtures) + run.noise.width
     totals = torch.zeros(size, dtype=torch.float64, device=run.world.device)
     pieces = split_batch(batch, share.sizes)
@@ -64,8 +66,13 @@ def forward_backward(run: Run, function: LossFunction, batch: Any) -> Outcome:
         _microbatch(run, function, share, index, piece, totals, last=index == len(pieces) - 1)
     run.clock.enter("other")
     outcome = _judge(run, share, totals.tolist())
-    run.replica.settle(outcome.finite)
-    if outcome.finite:
+    finite = outcome.finite and gradients_finite(run)
+    run.replica.settle(finite)
+    if not run.scaler.is_enabled():  # which leaves out the update itself
+        outcome = replace(outcome, finite=finite)
+    if not outcome.finite:
+        run.statistics.restore()
+    else:
         scale = run.scaler.get_scale() if run.noise.measuring and run.scaler.is_enabled() else 1.0
         _finish_gradients(run, share.batch_size / outcome.count)
         run.noise.finish(
@@ -177,12 +184,8 @@ def _judge(run: Run, share: Share, totals: list[float]) -> Outcome:
         )
     loss = total / count if count > 0 else math.nan
     if bad and run.settings.on_nonfinite == "stop":
-        where = f"rank {bad[0]}" if len(bad) == 1 else f"ranks {', '.join(map(str, bad))}"
-        raise TrainingError(
-            f"the loss is {'infinite' if math.isinf(loss) else 'NaN'} at step {step} on {where}; parameters are as "
-            f"after step {step - 1}. Lower the learning rate or clip gradients (Job(clip_norm=1.0)), look at the "
-            "batch, or skip such steps with Job(on_nonfinite='skip')"
-        )
+        run.statistics.restore()
+        raise TrainingError(loss_words(loss, bad, step))
     return Outcome(loss=loss, samples=share.batch_size, count=count, finite=not bad, experts=experts)
 
 
@@ -200,6 +203,6 @@ def _finish_gradients(run: Run, factor: float) -> None:
                     with run.layout.lane("scalars").waiting(ring_nbytes(value, run.world.world_size)):
                         dist.all_reduce(value, dist.ReduceOp.MAX)
     if factor != 1.0:
-        gradients = [p.grad for p in run.replica.parameters if p.grad is not None]
+        gradients = [p.grad for p in run.model.parameters() if p.grad is not None]  # those that optimizers step on
         if gradients:  # a stage may have nothing to train
             torch._foreach_mul_(gradients, factor)

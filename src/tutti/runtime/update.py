@@ -18,7 +18,9 @@ from tutti.runtime.state import Run
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """What an update did. `skipped`: float16 gradients overflowed, or the loss was not finite. `gain`: AdaScale's."""
+    """What an update did. `skipped`: float16 gradients overflowed, or loss or gradients were not finite. `gain`:
+    AdaScale's.
+    """
 
     learning_rate: float
     gain: float | None
@@ -32,6 +34,8 @@ def update(run: Run, optimizers: tuple[Optimizer, ...], *, finite: bool) -> Upda
     rate_factor = _rate_factor(run, gain or 1.0)
     rate = float(optimizers[0].param_groups[0]["lr"]) * rate_factor
     if not finite:
+        if run.consistency.apart:  # others may make theirs, and rates stay alike
+            _advance(run, gain or 1.0)
         return Update(learning_rate=rate, gain=gain, grad_norm=None, skipped=True)
     norm = _clip(run)
     scale = run.scaler.get_scale() if run.scaler.is_enabled() else 1.0

@@ -1,7 +1,9 @@
 """ClusterSpec: the machines. Measured by `tutti probe`, or written down from data sheets."""
 
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields, replace
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
@@ -11,6 +13,7 @@ from tutti.spec.model import OpKind
 from tutti.spec.words import Evidence
 
 DeviceKind = Literal["cpu", "cuda"]
+_CERTAINTY: tuple[Evidence, ...] = ("assumed", "predicted", "published", "measured")
 LinkTier = Literal["device", "node", "network"]
 """device: within one device's memory; node: between ranks of one host; network: between hosts."""
 
@@ -21,16 +24,22 @@ BytesPerSecond = Annotated[float, BeforeValidator(quantities.reader(quantities.B
 FlopsPerSecond = Annotated[float, BeforeValidator(quantities.reader(quantities.FLOPS_PER_S, "312 TFLOP/s"))]
 
 
-def _positive(what: str, **values: float | None) -> None:
-    for name, value in values.items():
-        if value is not None and not value > 0:
-            raise SpecError(f"{what}: {name} = {value:g}; give a number above 0")
+def _check(spec: Any, what: str, zero: frozenset[str] = frozenset()) -> None:
+    """Raises SpecError unless every number of a spec is finite and above 0, or 0 where its field's name is in `zero`.
 
-
-def _not_negative(what: str, **values: float | None) -> None:
-    for name, value in values.items():
-        if value is not None and not value >= 0:
-            raise SpecError(f"{what}: {name} = {value:g}; give 0 or a number above it")
+    All fields are looked at, so that one which is new is checked before anybody thinks of it.
+    """
+    for field_ in fields(spec):
+        value = getattr(spec, field_.name)
+        named = {f"{field_.name}.{key}": one for key, one in value.items()} if isinstance(value, dict) else {}
+        for name, number in (named or {field_.name: value}).items():
+            if not isinstance(number, int | float) or isinstance(number, bool):
+                continue
+            if not -sys.float_info.max <= number <= sys.float_info.max:
+                raise SpecError(f"{what}: {name} is not finite, or too large; give a number that a machine can have")
+            if number < 0 or (number == 0 and field_.name not in zero):
+                remedy = "0 or a number above it" if field_.name in zero else "a number above 0"
+                raise SpecError(f"{what}: {name} = {number:g}; give {remedy}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +56,9 @@ class GemmRate:
     spread: float = 0.0  # (max - min) / median over the repeats
     concurrent: int = 1
 
+    def __post_init__(self) -> None:
+        _check(self, "a rate of products", frozenset({"spread"}))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRate:
@@ -59,6 +71,9 @@ class MemoryRate:
     bytes_per_s: float
     spread: float = 0.0
     concurrent: int = 1
+
+    def __post_init__(self) -> None:
+        _check(self, "a rate of memory", frozenset({"spread"}))
 
 
 WeightKind = Literal["gemm", "conv"]
@@ -83,6 +98,9 @@ class WeightRate:
     concurrent: int = 1
     kind: WeightKind = "gemm"
 
+    def __post_init__(self) -> None:
+        _check(self, "a rate of going over weights")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompressRate:
@@ -98,6 +116,9 @@ class CompressRate:
     encode_s: float
     decode_s: float
     spread: float = 0.0  # of encoding: (max - min) / median over the repeats
+
+    def __post_init__(self) -> None:
+        _check(self, f"a rate of {self.method}", frozenset({"encode_s", "decode_s", "spread"}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,15 +154,8 @@ class DeviceSpec:
     evidence: Evidence = "assumed"
 
     def __post_init__(self) -> None:
-        what = f"device {self.name!r}"
-        _positive(
-            what, memory_nbytes=self.memory_nbytes, memory_bandwidth_bytes_per_s=self.memory_bandwidth_bytes_per_s,
-            **{f"peak_flops_per_s.{dtype}": peak for dtype, peak in self.peak_flops_per_s.items()},
-        )  # fmt: skip
-        _not_negative(
-            what, kernel_overhead_s=self.kernel_overhead_s, power_w=self.power_w,
-            price_per_device_hour=self.price_per_device_hour,
-        )  # fmt: skip
+        free = frozenset({"kernel_overhead_s", "cores", "power_w", "price_per_device_hour"})
+        _check(self, f"device {self.name!r}", free)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +166,9 @@ class LinkPoint:
     nbytes: int
     time_s: float
     median_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check(self, "a point of a link", frozenset({"median_s"}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,14 +199,11 @@ class LinkSpec:
     evidence: Evidence = "assumed"
 
     def __post_init__(self) -> None:
-        _positive(f"the {self.tier} link", bandwidth_bytes_per_s=self.bandwidth_bytes_per_s)
-        _not_negative(f"the {self.tier} link", latency_s=self.latency_s)
+        _check(self, f"the {self.tier} link", frozenset({"latency_s", "residual", "core_s_per_nbyte"}))
         if (self.large_nbytes is None) != (self.large_bandwidth_bytes_per_s is None):
             raise SpecError(
                 f"the {self.tier} link has one of large_nbytes and large_bandwidth_bytes_per_s; give both or neither"
             )
-        if self.large_bandwidth_bytes_per_s is not None:
-            _positive(f"the {self.tier} link", large_bandwidth_bytes_per_s=self.large_bandwidth_bytes_per_s)
 
 
 def faster(link: LinkSpec, times: float) -> LinkSpec:
@@ -202,9 +216,36 @@ def faster(link: LinkSpec, times: float) -> LinkSpec:
     )
 
 
+def slowest(links: Iterable[LinkSpec]) -> LinkSpec:
+    """What every one of `links` (one or more, of a tier) keeps: the longest latency, the lowest bandwidth of small and
+    of large vectors, the most that was measured of cores, the least certain evidence."""
+    some = tuple(dict.fromkeys(links))
+    if len(some) == 1:
+        return some[0]
+    bandwidth = min(link.bandwidth_bytes_per_s for link in some)
+    bent = [link.large_nbytes for link in some if link.large_nbytes is not None]
+    large = [link.large_bandwidth_bytes_per_s for link in some if link.large_bandwidth_bytes_per_s is not None]
+    cores = [link.core_s_per_nbyte for link in some if link.core_s_per_nbyte is not None]
+    return replace(
+        min(some, key=lambda link: link.bandwidth_bytes_per_s),
+        latency_s=max(link.latency_s for link in some),
+        bandwidth_bytes_per_s=bandwidth,
+        large_nbytes=min(bent, default=None),
+        large_bandwidth_bytes_per_s=min(bandwidth, *large) if large else None,
+        residual=max(link.residual for link in some),
+        ranks=min(link.ranks for link in some),
+        points=(),
+        core_s_per_nbyte=max(cores, default=None),
+        source="the slowest in each respect of: " + "; ".join(dict.fromkeys(link.source for link in some)),
+        evidence=min((link.evidence for link in some), key=_CERTAINTY.index),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSpec:
     """`count` equal hosts, each with `devices_per_node` devices of one kind (a key of ClusterSpec.devices).
+
+    `links`: of these hosts, in place of the cluster's of the same tier; a host without any has the cluster's.
 
     `cores`: of a host whose devices are none, on which data is loaded; 0: unknown. CPU devices say their own.
     `turns`: hosts that take turns on one core, as those of a laboratory may; rates are then those of a turn's part.
@@ -218,13 +259,10 @@ class NodeSpec:
     disk_read_bytes_per_s: BytesPerSecond | None = None
     cores: int = 0
     turns: float = 1.0
+    links: tuple[LinkSpec, ...] = ()
 
     def __post_init__(self) -> None:
-        what = f"node {self.name!r}"
-        _positive(what, count=self.count, devices_per_node=self.devices_per_node, memory_nbytes=self.memory_nbytes)
-        _positive(what, turns=self.turns)
-        _positive(what, disk_read_bytes_per_s=self.disk_read_bytes_per_s)
-        _not_negative(what, cores=self.cores)
+        _check(self, f"node {self.name!r}", frozenset({"cores"}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,6 +278,9 @@ class Conditions:
     load_at_end: float
     versions: dict[str, str]
     notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check(self, "the conditions", frozenset({"cores_granted", "load_at_start", "load_at_end"}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,7 +301,7 @@ class ClusterSpec:
     version: int = 1
 
     def __post_init__(self) -> None:
-        _positive(f"cluster {self.name!r}", shared_read_bytes_per_s=self.shared_read_bytes_per_s)
+        _check(self, f"cluster {self.name!r}")
         if not self.nodes:
             raise SpecError("nodes is empty; a cluster has at least one node")
         names = [node.name for node in self.nodes]
@@ -275,8 +316,22 @@ class ClusterSpec:
                 )
 
     def link(self, tier: LinkTier) -> LinkSpec | None:
-        """The first link of a tier, or None where the cluster has none."""
+        """The first link of a tier for hosts that have none of their own, or None where the cluster has none."""
         return next((link for link in self.links if link.tier == tier), None)
+
+    def link_at(self, node: NodeSpec, tier: LinkTier) -> LinkSpec | None:
+        """A host's own link of a tier, else the cluster's, or None."""
+        return next((link for link in node.links if link.tier == tier), None) or self.link(tier)
+
+    @property
+    def every_link(self) -> tuple[LinkSpec, ...]:
+        """The cluster's links and those that hosts have of their own."""
+        return (*self.links, *(link for node in self.nodes for link in node.links))
+
+    def relinked(self, change: Callable[[LinkSpec], LinkSpec]) -> "ClusterSpec":
+        """The cluster with every link changed, hosts' own too."""
+        nodes = tuple(replace(node, links=tuple(map(change, node.links))) for node in self.nodes)
+        return replace(self, nodes=nodes, links=tuple(map(change, self.links)))
 
     @property
     def device_count(self) -> int:

@@ -60,10 +60,12 @@ class ModuleSpec:
     The last group says how mechanisms may divide it; all bytes are those of one sample on one device.
 
     `split`: its work, parameters, activations and output are divided so over the split axis, `split_limit`: by no
-    more ranks than this, and by a divisor of it (heads, kv heads, units; 0: any). Exchanges follow: in forward the
-    `output_nbytes` of "row", "vocabulary" and of "heads" with parameters are summed (all-reduce), those of "rnn"
-    gathered; in backward `input_nbytes` are summed: the whole input that is copied to a divided module (0 where the
-    input is divided already, or another module's sum serves: of query, key and value only the first says it).
+    more ranks than this, and by a divisor of it (heads, kv heads, units; 0: any). `split_groups`: of heads that share
+    a key head and stay together where parts are unequal and every rank has one; 0: `split_limit` says it. Exchanges
+    follow: in forward the `output_nbytes` of "row", "vocabulary" and of "heads" with parameters are summed
+    (all-reduce), those of "rnn" gathered; in backward `input_nbytes` are summed: the whole input that is copied to a
+    divided module (0 where the input is divided already, or another module's sum serves: of query, key and value only
+    the first says it).
     `sequence`: its parameters are whole, and each split rank does it for its part of the tokens.
     `block`: the repeated block of the model it is in, -1 outside; a new pipeline stage may begin with each block.
     `expert`: its parameters belong to experts, divided over the expert axis; `routed_nbytes`: of the tokens that one
@@ -92,6 +94,7 @@ class ModuleSpec:
     tied_to: str | None = None  # parameters shared with this earlier module; counted there only
     split: SplitKind = ""
     split_limit: int = 0
+    split_groups: int = 0
     input_nbytes: float = 0.0
     sequence: bool = False
     block: int = -1
@@ -122,7 +125,8 @@ class ModelSpec:
 
     `modules` are in order of first execution (never executed ones last). `evidence`: "predicted" when the costs
     come from tracing shapes without running. `loading`: what a sample of its data costs to load, None where nobody
-    knows. `notes`: what could not be counted, in words.
+    knows. `notes`: what could not be counted, in words. `untraced`: why nothing but parameters could be, empty where
+    passes were: no step of such a model can be predicted.
     """
 
     name: str
@@ -135,6 +139,7 @@ class ModelSpec:
     loading: Loading | None = None
     evidence: Evidence = "predicted"
     notes: tuple[str, ...] = ()
+    untraced: str = ""
     version: int = 1
 
     @property

@@ -181,6 +181,7 @@ class Plan:
     `mesh`: degree of each axis in order, outermost first; their product is the world size.
     `shares`: relative loads of the data-parallel ranks (empty: equal); 3, 1 gives the first three quarters of every
     slice. The weights of the means follow from the samples each rank really gets.
+    `split_shares`: relative parts of layers along the split axis (empty: equal); heads, rows and units stay whole.
     `space_grid`: into how many parts each spatial dim is cut (empty: the first one into all); `context`: how
     attention is computed over the context axis. `made_for`: modules of the model it was made for, with kind and number
     of parameters (numbered siblings as one, layers.0-11.query); empty where nobody wrote it down.
@@ -190,6 +191,7 @@ class Plan:
     mesh: dict[AxisName, int] = field(default_factory=lambda: {"replicate": 1})
     layout: tuple[LayoutRule, ...] = (LayoutRule(),)
     shares: tuple[float, ...] = ()
+    split_shares: tuple[float, ...] = ()
     precision: Precision = "full"
     sync: Sync = Sync()
     sharding: Sharding = Sharding()
@@ -220,6 +222,19 @@ class Plan:
             raise PlanError(f"shares = {list(self.shares)}; every share must be a number of 0 or more")
         if self.shares and sum(self.shares) <= 0:
             raise PlanError("shares are all 0; give at least one rank a share above 0")
+        self._check_split_shares()
+
+    def _check_split_shares(self) -> None:
+        if self.split_shares and len(self.split_shares) != self.degree("split"):
+            raise PlanError(
+                f"split_shares has {len(self.split_shares)} entries, but mesh.split = {self.degree('split')}; give one "
+                "share for each place along the split axis, or none for equal parts"
+            )
+        if any(not math.isfinite(share) or share <= 0 for share in self.split_shares):
+            raise PlanError(
+                f"split_shares = {list(self.split_shares)}; every share must be a number above 0: each split rank "
+                "computes a part of every divided layer"
+            )
 
     def compressed(self, how: Compression | None) -> "Plan":
         """The same plan with its gradients summed so; as it is for None."""
@@ -232,6 +247,11 @@ class Plan:
     def degree(self, *axes: AxisName) -> int:
         """Ranks of the joint group of `axes`; 1 for axes the mesh does not have."""
         return math.prod(self.mesh.get(axis, 1) for axis in axes)
+
+    @property
+    def split_weights(self) -> tuple[float, ...]:
+        """The shares by which layers are cut over the split axis; empty where parts are equal, said or not."""
+        return self.split_shares if len(set(self.split_shares)) > 1 else ()
 
     @property
     def data_parallel_degree(self) -> int:

@@ -1,4 +1,5 @@
-"""How items are cut into contiguous runs: the one rule for batches, rows of tables and cores, run and predicted."""
+"""How items are cut into contiguous runs: the one rule for batches, parts of layers, rows of tables and cores, run and
+predicted."""
 
 from collections.abc import Sequence
 

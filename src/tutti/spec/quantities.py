@@ -1,5 +1,6 @@
 """Quantities as people write them: 80 GB, 12h, 100 Gbit/s, 5 us, 312 TFLOP/s. Numbers alone are in the base unit."""
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -41,7 +42,7 @@ def quantity(text: str, units: dict[str, float]) -> float | None:
 def reader(units: dict[str, float], example: str, *, whole: bool = False) -> Callable[[Any], Any]:
     """What turns a text of a file into its number; `whole`: and a float without a fraction into an integer.
 
-    Other values are left as they are. Raises SpecError for a text that is not understood.
+    Other values are left as they are. Raises SpecError for a text that is not understood, and for what is not finite.
     """
 
     def read(value: Any) -> Any:
@@ -50,6 +51,8 @@ def reader(units: dict[str, float], example: str, *, whole: bool = False) -> Cal
             if found is None:
                 raise SpecError(f"{value!r} is not understood; write a number, or a text such as {example!r}")
             value = found
+        if isinstance(value, float) and not math.isfinite(value):
+            raise SpecError(f"{value} is not finite; write a number, or a text such as {example!r}")
         if whole and isinstance(value, float) and value == int(value):
             return int(value)
         return value

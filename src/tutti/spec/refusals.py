@@ -1,5 +1,7 @@
 """Which parts of a plan do not go together, whatever the model: one table for what runs plans and what costs them."""
 
+from collections.abc import Sequence
+
 from tutti.errors import PlanError
 from tutti.spec.compression import FACTORS, MOMENTA, ZERO_ONE, Compression, compression_in_words
 from tutti.spec.plan import Plan
@@ -8,7 +10,10 @@ from tutti.spec.words import ALONE, AxisName, SyncMode
 
 def check_plan(plan: Plan) -> None:
     """Raise PlanError, with the reason and the remedy, for a plan that no model can run under."""
-    for check in (check_stages, check_space, check_context, check_sharding, check_compression, check_relaxed):
+    checks = (
+        check_stages, check_space, check_context, check_split, check_sharding, check_compression, check_relaxed
+    )  # fmt: skip
+    for check in checks:
         check(plan)
 
 
@@ -40,6 +45,27 @@ def check_context(plan: Plan) -> None:
         raise PlanError(
             f"mesh.context = {plan.degree('context')} with mesh.space = {plan.degree('space')}: sequences are not cut "
             "where samples are cut in space; use one of the two"
+        )
+
+
+def check_split(plan: Plan) -> None:
+    """What unequal parts of layers exclude."""
+    if plan.split_weights and plan.degree("context") > 1 and plan.context == "all-to-all":
+        raise PlanError(
+            f'split_shares = {list(plan.split_shares)} with context = "all-to-all": split ranks have unequal '
+            "numbers of heads, and each would exchange its own among the ranks of context, which must divide them; use "
+            'context = "ring", or leave split_shares out'
+        )
+
+
+def check_nothing_empty(name: str, sizes: Sequence[int], shares: Sequence[float], what: str) -> None:
+    """Raise PlanError where unequal shares leave a rank none of the `what` of a module; `sizes`: of each one's part."""
+    if 0 in sizes:
+        place = list(sizes).index(0)
+        raise PlanError(
+            f"module {name or 'the model'!r} has {sum(sizes)} {what}, of which split_shares = {list(shares)} leaves "
+            f"place {place} of the split axis none; give it a larger share, use fewer split ranks, or keep the module "
+            f"whole: LayoutRule(modules='{name}*', placement='replicate')"
         )
 
 

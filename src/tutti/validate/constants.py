@@ -71,7 +71,7 @@ def fitted_cluster(cluster: ClusterSpec, fit: Constants, source: str) -> Cluster
     """The cluster with its constants times the factors; devices get a measured curve of matrix rates."""
     factors = {name: float(np.exp(value)) for name, value in zip(NAMES, fit.array(), strict=True)}
     devices = {name: _device(part, factors, source) for name, part in cluster.devices.items()}
-    return replace(cluster, devices=devices, links=tuple(_link(link, factors, source) for link in cluster.links))
+    return replace(cluster, devices=devices).relinked(lambda link: _link(link, factors, source))
 
 
 def _device(device: DeviceSpec, factors: dict[str, float], source: str) -> DeviceSpec:

@@ -65,7 +65,7 @@ def fit_constants(samples: Sequence[Sample], start: Constants = UNFITTED, *, few
 def _free(samples: Sequence[Sample]) -> NDArray[np.bool_]:
     """The constants that the rows say anything about: those of links that the clusters have and of their operators."""
     kinds = {op.kind for sample in samples for module in sample.model.modules for op in module.ops}
-    tiers = {link.tier for sample in samples for link in sample.cluster.links}
+    tiers = {link.tier for sample in samples for link in sample.cluster.every_link}
     probed = any(device.gemm for sample in samples for device in sample.cluster.devices.values())
     free = [
         not (name.startswith("node_") and "node" not in tiers)

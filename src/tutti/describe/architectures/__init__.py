@@ -71,6 +71,18 @@ def architecture(name: str, options: Mapping[str, Any]) -> ModelSpec:
     return replace(spec, name=key) if preset else spec
 
 
+SAME = (
+    ("layers", "depth", "num_layers", "n_layer", "num_hidden_layers"),
+    ("hidden", "width", "dim", "d_model", "n_embd", "hidden_size", "embed_dim"),
+    ("heads", "num_heads", "n_head", "num_attention_heads"),
+    ("ffn", "intermediate_size", "d_ff", "mlp_dim"),
+    ("seq_len", "context", "sequence", "seq", "n_positions"),
+    ("vocab", "vocab_size"),
+    ("image", "image_size", "img_size", "size"),
+)
+"""Words that people say for one size, of which an architecture knows the one or the other."""
+
+
 def _typed(kind: type[Architecture], given: Mapping[str, Any]) -> dict[str, Any]:
     """Values of the fields' types. Raises SpecError for a field that is not there or a value that it cannot have."""
     hints = get_type_hints(kind)
@@ -79,7 +91,9 @@ def _typed(kind: type[Architecture], given: Mapping[str, Any]) -> dict[str, Any]
     for name, value in given.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, n=4, cutoff=0.5)
+            same = [each for words in SAME if name in words for each in known if each in words]
             has = f"the nearest are {', '.join(near)}" if near else f"it has {', '.join(known)}"
+            has = f"did you mean {same[0]!r}?" if same else has
             raise SpecError(f"{kind.__name__} has no size {name!r}; {has}")
         result[name] = _value(name, hints[name], value)
     return result

@@ -185,6 +185,8 @@ class MoE(Llama):
     rotary_dim: int = 0
 
     def build(self) -> ModelSpec:
+        if self.experts < 1:
+            raise SpecError(f"experts = {self.experts}; give a number of 1 or more, or name a llama, which has none")
         if not 1 <= self.top_k <= self.experts:
             raise SpecError(f"top_k = {self.top_k} of {self.experts} experts; give a number from 1 to {self.experts}")
         dense = replace(self.shape(), latent=(self.query_rank, self.latent_rank), rotary_dim=self.rotary_dim)

@@ -1,14 +1,16 @@
 """A cluster in one line: `4x8:a100-80gb,nvlink3,8*ib-hdr`, nodes x devices of the catalog and the links between them.
 
-Groups of different nodes are joined by `+`: `2x8:a100-80gb,nvlink3+4x4:v100-32gb,nvlink2,ib-edr`. A link may have a
-number of ports before it. Parts of a name are enough where they are plain: `a100-80gb` is A100-SXM4-80GB.
+Groups of different nodes are joined by `+`, each with links of its own or, where it says none of a tier, with the next
+group's: `2x8:a100-80gb,nvlink3+4x4:v100-32gb,nvlink2,ib-edr`. A link may have a number of ports before it. Parts of a
+name are enough where they are plain: `a100-80gb` is A100-SXM4-80GB.
 """
 
 import re
+from dataclasses import replace
 
 from tutti.describe.catalog import Parts, parts, with_ports
 from tutti.errors import SpecError
-from tutti.spec.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeSpec
+from tutti.spec.cluster import ClusterSpec, DeviceSpec, LinkSpec, LinkTier, NodeSpec
 
 _GROUP = re.compile(r"(\d+)x(\d+):(.+)", re.IGNORECASE)
 _ALIASES = {"ib": "infiniband", "eth": "ethernet", "opa": "omni"}
@@ -24,8 +26,8 @@ def cluster_from_text(text: str) -> ClusterSpec:
     """The cluster that a text describes. Raises SpecError with the remedy where it cannot be read."""
     known = parts()
     nodes: list[NodeSpec] = []
+    stated: list[list[LinkSpec]] = []
     devices: dict[str, DeviceSpec] = {}
-    links: list[LinkSpec] = []
     for index, group in enumerate(text.split("+")):
         match = _GROUP.fullmatch(group.strip())
         if match is None:
@@ -35,7 +37,7 @@ def cluster_from_text(text: str) -> ClusterSpec:
             raise SpecError(f"{group!r}: {count} nodes of {each} devices; give 1 or more of each")
         device = known.devices[_nearest(rest[0], [*known.devices], "device")]
         devices[device.name] = device
-        links += [_link(known, part) for part in rest[1:]]
+        stated.append([_link(known, part) for part in rest[1:]])
         nodes.append(
             NodeSpec(
                 name=f"node{index}",
@@ -46,9 +48,28 @@ def cluster_from_text(text: str) -> ClusterSpec:
             )
         )
     # Of several kinds of links the slowest is what a collective over all ranks waits for.
+    links = [link for some in stated for link in some]
     links.sort(key=lambda link: (link.tier != "node", link.bandwidth_bytes_per_s))
     _check(text, nodes, links, known)
+    if len(nodes) > 1:
+        nodes = [replace(node, links=own) for node, own in zip(nodes, _each(stated), strict=True)]
     return ClusterSpec(name=text, devices=devices, nodes=tuple(nodes), links=tuple(links))
+
+
+def _each(stated: list[list[LinkSpec]]) -> list[tuple[LinkSpec, ...]]:
+    """The links of each group of nodes: of a tier that it does not say, those of the next group that does, or of the
+    last one before. So another group at the end changes nothing for those that have all they need."""
+    tiers: tuple[LinkTier, ...] = ("node", "network")
+    found: list[tuple[LinkSpec, ...]] = []
+    for index in range(len(stated)):
+        nearest = [*stated[index:], *stated[:index][::-1]]
+        own = [next((some for one in nearest if (some := _of(one, tier))), ()) for tier in tiers]
+        found.append((*own[0], *own[1]))
+    return found
+
+
+def _of(links: list[LinkSpec], tier: LinkTier) -> tuple[LinkSpec, ...]:
+    return tuple(sorted((link for link in links if link.tier == tier), key=lambda link: link.bandwidth_bytes_per_s))
 
 
 def _check(text: str, nodes: list[NodeSpec], links: list[LinkSpec], known: Parts) -> None:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from tutti.collectives import Team, Tiers, make_team_or_tiers
 from tutti.compress.by_tensor import Kept, keep, kept_of
 from tutti.compress.draw import key_of
-from tutti.compress.exchange import Exchange, Rounds, all_finite
+from tutti.compress.exchange import Exchange, Rounds
 from tutti.compress.state import rank_seed
 from tutti.errors import PlanError
 from tutti.runtime.buckets import Bucket, Summing
@@ -29,7 +29,7 @@ from tutti.runtime.layout import Layout
 from tutti.runtime.mesh import Mesh
 from tutti.runtime.shard.shards import Shards
 from tutti.runtime.shard.unit import Pack
-from tutti.runtime.traffic import Flight
+from tutti.runtime.traffic import Flight, ring_nbytes
 from tutti.runtime.world import World
 from tutti.spec.compression import FACTORS, Compression, bucket_sent_nbytes, compression_in_words, flags_sent_nbytes
 from tutti.spec.plan import Plan
@@ -65,9 +65,13 @@ class CompressedSum(Summing):
 
     def start(self, bucket: Bucket) -> Flight:
         rounds = self._compressor.rounds(bucket)
-        flags = dist.all_reduce(bucket.flags, group=bucket.group.handle, async_op=True)
-        parcel = self._compressor.courier.start(self.number, rounds)
-        return bucket.group.lane.start([flags, parcel], bucket.sent_nbytes)
+        works = [dist.all_reduce(bucket.flags, group=bucket.group.handle, async_op=True)]
+        look, sent = self._compressor.look(bucket), bucket.sent_nbytes
+        if look is not None:
+            works.append(dist.all_reduce(look, group=bucket.group.handle, async_op=True))
+            sent += ring_nbytes(look, bucket.group.size)
+        works.append(self._compressor.courier.start(self.number, rounds))
+        return bucket.group.lane.start(works, sent)
 
 
 class Compressor:
@@ -134,24 +138,27 @@ class Compressor:
         self.momenta.mark(bucket)
         return self.momenta.rounds(bucket, exchange)
 
+    def look(self, bucket: Bucket) -> torch.Tensor | None:
+        """What is summed exactly beside a bucket's exact sum, where the rule of momenta wants to know it."""
+        return None if self.momenta is None or self.momenta.stand_in else self.momenta.looks.begin(bucket)
+
     def settle(self, finite: bool) -> None:
-        """After all sums of a step. `finite`: the update may be made, the same on all ranks; else nothing was sent."""
+        """After all sums of a step. `finite`: loss and sums are, the same on all ranks; else nothing was sent."""
         coded = self.momenta is None or self.momenta.stand_in
         for bucket, exchange in self.exchanges.items():
-            values = values_of(bucket)
             if self.how.settings.get("sparse"):  # how many, the values say
                 flags = flags_sent_nbytes(len(bucket.parameters), bucket.group.size, bucket.flat.element_size())
                 sent = flags + exchange.wire.sent_nbytes - self._counted[bucket]
                 bucket.group.lane.corrected(sent - bucket.sent_nbytes)
-            counts = finite and all_finite(values)
-            if counts:
+            if finite:
                 if self.momenta is not None:
                     self.momenta.check(bucket)
                 for start, size, used in zip(starts_of(bucket), sizes_of(bucket), self._used(bucket), strict=True):
                     if not used:
                         exchange.undo(start, start + size)
-            exchange.settle(counts and coded)  # an exact sum leaves what is kept as it was
-
+            exchange.settle(finite and coded)  # an exact sum leaves what is kept as it was
+        if self.momenta is not None:
+            self.momenta.looks.finish(finite=finite)
         for part in self.parts:
             part.settle(finite)
 
@@ -221,7 +228,7 @@ def make_compressor(
     momenta = make_momenta(how, layout, world, model, optimizers, clip_norm, shards)
     if mesh.world_size == 1:
         return None
-    _check(how, model, optimizers)
+    _check(how, model, optimizers, clip_norm)
     order = {name: place for place, name in enumerate(layout.names)}
     live = {tuple(a for a in mesh.degrees if a in layout.of_name(name).sums) for name, _ in model.named_parameters()}
     everyone: list[Any] = [None] * mesh.world_size
@@ -258,8 +265,15 @@ def _parts(
     ]
 
 
-def _check(how: Compression, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+def _check(how: Compression, model: nn.Module, optimizers: Iterable[Optimizer], clip_norm: float | None) -> None:
     words = f"sync.compress = {compression_in_words(how)!r}"
+    if clip_norm is not None and how.method == "dgc":
+        raise PlanError(
+            f"{words} with clip_norm = {clip_norm}: what comes out is a few values of a velocity that has gathered for "
+            "steps, and no gradient; a rank's gradient would have to be clipped before it is gathered, and its norm is "
+            "not known when the first bucket leaves; leave clip_norm out, or use top-k, or a loop of your own with "
+            "tutti.compress.dgc.clip_locally"
+        )
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise PlanError(

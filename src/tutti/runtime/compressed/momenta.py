@@ -4,7 +4,7 @@ Until then gradients are summed exactly. All ranks see the switch in the optimiz
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -17,6 +17,7 @@ from tutti.errors import PlanError, TrainingError
 from tutti.optim.frozen import Frozen, FrozenAdam, FrozenLAMB, Moment
 from tutti.optim.zero_one import ZeroOne
 from tutti.runtime.buckets import Bucket
+from tutti.runtime.compressed.looks import Looks
 from tutti.runtime.layout import Layout
 from tutti.runtime.part_norms import whole_norms
 from tutti.runtime.shard.shards import Shards
@@ -26,10 +27,12 @@ from tutti.spec.compression import MOMENTA, ZERO_ONE, Compression, compression_i
 
 
 class Momenta:
-    """What the buckets of one optimizer send. `names`: of the parameters, to say which."""
+    """What the buckets of one optimizer send. `names`: of the parameters, to say which; `held`: as of Looks."""
 
-    def __init__(self, frozen: Frozen, names: dict[nn.Parameter, str]) -> None:
-        self.frozen, self._names = frozen, names
+    def __init__(
+        self, frozen: Frozen, names: dict[nn.Parameter, str], held: Mapping[nn.Parameter, nn.Parameter]
+    ) -> None:
+        self.frozen, self._names, self.looks = frozen, names, Looks(frozen, held)
 
     @property
     def stand_in(self) -> bool:
@@ -79,10 +82,12 @@ class Momenta:
 
 
 class ZeroOneMomenta:
-    """The same of 0/1 Adam, while ranks sum: gradients, in few bytes where the second moment does not learn."""
+    """The same of 0/1 Adam, while ranks sum: gradients, in few bytes where the second moment does not learn; divided by
+    its square root then, by which parameters are of one magnitude.
+    """
 
     def __init__(self, frozen: ZeroOne, names: dict[nn.Parameter, str]) -> None:
-        self.frozen, self._names = frozen, names
+        self.frozen, self._names, self.looks = frozen, names, Looks(frozen, {p: p for p in names})
 
     @property
     def stand_in(self) -> bool:
@@ -97,7 +102,13 @@ class ZeroOneMomenta:
 
     def rounds(self, bucket: Bucket, exchange: Exchange) -> Rounds:
         """Leave in the bucket the sum of gradients."""
+        known = [(p, view) for p, view in zip(bucket.parameters, bucket.views, strict=True) if self.frozen.knows(p)]
+        divisors = [self.frozen.divisor(parameter) for parameter, _ in known]
+        for (_, view), divisor in zip(known, divisors, strict=True):
+            view.div_(divisor)
         yield from exchange.rounds(bucket.flat[: exchange.numel])
+        for (_, view), divisor in zip(known, divisors, strict=True):
+            view.mul_(divisor)
 
     def check(self, bucket: Bucket) -> None:
         """As of momenta."""
@@ -163,7 +174,8 @@ def make_momenta(
         raise PlanError(
             f"{words}: {name} has no momentum, for the optimizer does not hold it; give it to the optimizer"
         )
-    norms = whole_norms(layout.state_names(model, optimizers)[0], layout, world)
+    owned, names = layout.state_names(model, optimizers)[0], {p: name for name, p in model.named_parameters()}
+    norms = whole_norms(owned, layout, world)
     if norms is not None and norms.parted:
         if lamb:
             raise PlanError(
@@ -172,7 +184,8 @@ def make_momenta(
             )
         frozen.over_parts = norms.over_parts
         frozen.agreed = partial(_largest, layout)
-    return Momenta(frozen, {p: name for name, p in model.named_parameters()})
+    by_name = {name: p for p, name in owned.items()}
+    return Momenta(frozen, names, {p: by_name[name] for p, name in names.items() if name in by_name})
 
 
 def _copy(frozen: Frozen, shards: Shards) -> None:

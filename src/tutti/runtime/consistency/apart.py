@@ -48,7 +48,7 @@ class Apart(Consistency):
     def begin(self, run: Run) -> None:
         """From here on replicas may differ."""
         self.apart, self.gain = True, float(self.replicas.size)
-        run.scope.world_size, run.scope.group = 1, None
+        run.scope.world_size, run.scope.group, run.scope.apart = 1, None, True
         run.replica.apart = ("replicate",)
         run.replica.restore(None, [])
         self.buffers = Buffers(run.model, self.replicas)

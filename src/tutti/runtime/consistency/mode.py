@@ -29,12 +29,14 @@ class Consistency:
     `apart`: whether replicas step on gradients of their own; `gain`: what these are multiplied with, the number of
     replicas: then the mean of them is the gradient of the global mean, with unequal shares and tokens too. `pace`: what
     the learning rate of a replica's own update is multiplied with. `alone`: ranks do not wait for each other in steps.
+    `together`: where they are apart, a gradient that is not finite on one leaves the update out on all.
     """
 
     apart: bool = False
     gain: float = 1.0
     pace: float = 1.0
     alone: bool = False
+    together: bool = False
 
     def begin(self, run: "Run") -> None:
         """Model, optimizers and counters stand, new or from a checkpoint."""

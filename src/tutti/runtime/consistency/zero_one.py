@@ -17,6 +17,8 @@ class ZeroOneApart(Apart):
     their ways is kept back and sent the next time.
     """
 
+    together = True  # a momentum is a way by the rates gone on it: these must be the same on all ranks
+
     def __init__(self, replicas: Replicas, how: Compression) -> None:
         super().__init__(replicas, 1)
         self.how, self.counts["agreed"] = how, 0

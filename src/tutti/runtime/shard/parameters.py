@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from tutti.errors import ScriptError
 from tutti.runtime.layout import Layout
 from tutti.runtime.shard.blocks import make_units
-from tutti.runtime.shard.elementwise import check_elementwise
+from tutti.runtime.shard.elementwise import check_takes_parts
 from tutti.runtime.shard.exchange import Party
 from tutti.runtime.shard.passes import Passes
 from tutti.runtime.shard.shards import Shards
@@ -57,7 +57,7 @@ class Parameters(Shards):
 
     def bind(self, optimizers: Iterable[Optimizer]) -> None:
         for optimizer in optimizers:
-            check_elementwise(optimizer)
+            check_takes_parts(optimizer)
 
     def begin(self) -> None:
         if not self._learned and self._devices:

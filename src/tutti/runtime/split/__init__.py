@@ -35,12 +35,14 @@ def split_model(model: nn.Module, plan: Plan, layout: Layout) -> None:
     degree = mesh.degree("split")
     if degree == 1:
         return
-    decisions = decide(model, plan.layout, degree, rules_for_others=rules_for_others(plan))
+    weights = plan.split_weights
+    decisions = decide(model, plan.layout, degree, rules_for_others=rules_for_others(plan), weights=weights)
     handle = mesh.new_group("split")
     group = SplitGroup(
         handle=handle,
         rank=mesh.index("split"),
         size=degree,
+        weights=weights,
         lane=layout.lane("activations", "split"),
         desk=make_desk_or_tiers(handle),
     )

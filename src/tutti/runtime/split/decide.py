@@ -20,27 +20,33 @@ from tutti.runtime.split.decisions import (
     is_recurrent,
 )
 from tutti.runtime.split.patterns import Group, groups
-from tutti.runtime.split.spread import even
+from tutti.runtime.split.spread import Among, even
 from tutti.spec.plan import LayoutRule, placement_of
 from tutti.spec.words import Placement
 
 
 def decide(
-    model: nn.Module, layout: Sequence[LayoutRule], degree: int, *, rules_for_others: bool = False
+    model: nn.Module,
+    layout: Sequence[LayoutRule],
+    degree: int,
+    *,
+    rules_for_others: bool = False,
+    weights: tuple[float, ...] = (),
 ) -> list[Decision]:
     """One decision for every module that is divided, in order of the model.
 
-    `rules_for_others`: rules may be meant for other axes (experts, tables), so one that divides nothing is no error.
-    Raises PlanError for what cannot be divided and for contradictions, with the modules' names and the remedy.
+    `weights`: of each rank's part, empty for equal parts; `rules_for_others`: rules may be meant for other axes
+    (experts, tables), so one that divides nothing is no error. Raises PlanError for what cannot be divided and for
+    contradictions, with the modules' names and the remedy.
     """
-    said = {name: placement_of(layout, name) for name, _ in model.named_modules()}
+    said, among = {name: placement_of(layout, name) for name, _ in model.named_modules()}, Among(degree, weights)
     found: dict[str, Decision] = {}
     for group in groups(model):
         if _agrees(group, said):
-            found.update((one.name, one) for one in group.decide(degree))
+            found.update((one.name, one) for one in group.decide(among))
     for name, module in model.named_modules():
         if name not in found and said[name] in ("split", "column", "row"):
-            one = _single(name, module, said[name], degree)
+            one = _single(name, module, said[name], among)
             if one is not None:
                 found[name] = one
     _by_samples(model, layout, found)
@@ -81,20 +87,21 @@ def _agrees(group: Group, said: dict[str, Placement]) -> bool:
     return fits and not whole and words[group.consumer] in ("auto", "split", "row")
 
 
-def _single(name: str, module: nn.Module, word: str, degree: int) -> Decision | None:
+def _single(name: str, module: nn.Module, word: str, among: Among) -> Decision | None:
     """What a rule makes of one module by itself; None for a container or a module it does not concern."""
     role: Role | None = None
-    size = 0
+    size, what = 0, "rows"
     if is_linear(module):
         inputs, outputs = features(module)
         role, size = ("row", inputs) if word == "row" else ("column", outputs)
+        what = "inputs" if word == "row" else "outputs"
     elif word == "split" and is_embedding(module):
         role, size = "vocabulary", int(module._parameters["weight"].shape[0])  # type: ignore[union-attr]
     elif word == "split" and is_recurrent(module):
-        role, size = "units", int(module.hidden_size)  # type: ignore[arg-type]
+        role, size, what = "units", int(module.hidden_size), "hidden units"  # type: ignore[arg-type]
     elif word == "row" and is_norm(module):
-        role, size = "tokens", degree
-    return None if role is None else Decision(name=name, role=role, spread=even(size, degree))
+        return Decision(name=name, role="tokens", spread=even(among.degree, among.degree))
+    return None if role is None else Decision(name=name, role=role, spread=among.units(name, size, what))
 
 
 def _by_samples(model: nn.Module, layout: Sequence[LayoutRule], found: dict[str, Decision]) -> None:

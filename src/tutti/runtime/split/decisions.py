@@ -19,7 +19,8 @@ class Decision:
     """The module `name` is divided as `role` says, along `spread` (of outputs, inputs, rows, heads or units).
 
     `partner`: the module whose inputs or outputs meet these parts; `entered`: its input is whole and is copied for
-    it alone, so backward needs an exchange (the first of several that share a copy has it).
+    it alone, so backward needs an exchange (the first of several that share a copy has it). `groups`: of key heads,
+    which stay whole with the heads that use them as long as every rank has one; 0: no such groups.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Decision:
     spread: Spread
     partner: str = ""
     entered: bool = True
+    groups: int = 0
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -25,7 +25,8 @@ class Exchange:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitModule:
     """One module with parameters of its own. `placement`: how it is divided, or "replicate"; `nbytes_per_rank`: bytes
-    of its own parameters on every rank of the split group (a tied one is counted where it comes first).
+    of its own parameters on every rank of the split group (a tied one is counted where it comes first); `groups`: of
+    key heads, which stay whole (see Decision).
     """
 
     name: str
@@ -34,17 +35,23 @@ class SplitModule:
     nbytes_per_rank: tuple[int, ...]
     exchanges: tuple[Exchange, ...]
     partner: str = ""
+    groups: int = 0
 
 
 def describe_split(
-    model: nn.Module, layout: Sequence[LayoutRule], degree: int, *, rules_for_others: bool = False
+    model: nn.Module,
+    layout: Sequence[LayoutRule],
+    degree: int,
+    *,
+    rules_for_others: bool = False,
+    weights: tuple[float, ...] = (),
 ) -> list[SplitModule]:
     """How a model that nothing has touched is divided over `degree` ranks, in order of the model.
 
-    It may be on the meta device; `rules_for_others`: see `decide`. Raises PlanError as preparing it would.
+    It may be on the meta device; `rules_for_others`, `weights`: see `decide`. Raises PlanError as preparing it would.
     """
     decided = (
-        {one.name: one for one in decide(model, layout, degree, rules_for_others=rules_for_others)}
+        {one.name: one for one in decide(model, layout, degree, rules_for_others=rules_for_others, weights=weights)}
         if degree > 1
         else {}
     )
@@ -71,6 +78,7 @@ def describe_split(
                 nbytes_per_rank=tuple(nbytes),
                 exchanges=_exchanges(module, one) if one else (),
                 partner=one.partner if one else "",
+                groups=one.groups if one else 0,
             )
         )
     return found

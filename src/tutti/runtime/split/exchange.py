@@ -25,13 +25,15 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dis
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitGroup:
-    """The ranks of this rank's split group. `handle`: their process group; `rank`: this one's place among them; `lane`:
-    where exchanges are counted; `desk`: where they are made, if ranks share memory: all of them, or those of each host.
+    """The ranks of this rank's split group. `handle`: their process group; `rank`: this one's place among them;
+    `weights`: of the parts that each computes, empty where they are equal; `lane`: where exchanges are counted; `desk`:
+    where they are made, if ranks share memory: all of them, or those of each host.
     """
 
     handle: Any
     rank: int
     size: int
+    weights: tuple[float, ...] = ()
     lane: Lane = field(default_factory=lone_lane, compare=False)
     desk: Desk | TieredDesk | None = field(default=None, compare=False)
 

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from tutti.errors import ScriptError
 from tutti.runtime.split.exchange import SplitGroup, add, add_take, copy, gather_copy, pieces, take
 from tutti.runtime.split.parted import Parted, Place, all_whole, fit, parted, whole
-from tutti.runtime.split.spread import Spread, even
+from tutti.runtime.split.spread import Among, Spread, even
 from tutti.runtime.split.streams import draws_whole, own_stream
 
 
@@ -167,9 +167,10 @@ class SamplesForward:
                 f"{sorted(counts)} of them; keep it whole with LayoutRule(modules=..., placement='replicate')"
             )
         count = counts.pop()
-        spread, group = even(count, self.group.size), self.group
+        group = self.group
+        spread = Among(group.size, group.weights).parted(count)
         place = Place(dim=0, spread=spread, group=group)
-        if count < group.size or draws_whole():  # all of it, of which this rank's samples count
+        if not all(spread.parts) or draws_whole():  # all of it, of which this rank's samples count
             result = pieces(self._checked(self.plain(*args, **kwargs), count), 0, spread.parts[group.rank])
             return parted(result.clone(), place)
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: take(t, 0, spread, group), (args, kwargs))

@@ -12,7 +12,7 @@ from torch import nn
 
 from tutti.errors import PlanError
 from tutti.runtime.split.decisions import Decision, features, is_elementwise, is_embedding, is_heads, is_linear
-from tutti.runtime.split.spread import Spread, even, shared_heads
+from tutti.runtime.split.spread import Among, Spread, shared_heads
 
 QUERY = "q query q_proj query_proj q_lin to_q wq w_q Wq q_linear linear_q q_attn W_q"
 KEY = "k key k_proj key_proj k_lin to_k wk w_k Wk k_linear linear_k W_k"
@@ -28,13 +28,13 @@ HEAD_SIZE = "head_dim attention_head_size key_value_proj_dim head_size d_head di
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Layers that are divided together: `decide(degree)` says how; `members`: their names, producers first.
+    """Layers that are divided together: `decide(among)` says how; `members`: their names, producers first.
 
     `consumer`: the one that takes the others' parts (a row layer), where there is one.
     """
 
     members: tuple[str, ...]
-    decide: Callable[[int], list[Decision]]
+    decide: Callable[[Among], list[Decision]]
     consumer: str | None = None
 
 
@@ -73,9 +73,8 @@ def _torch_heads(name: str, module: nn.Module, taken: set[str]) -> Iterator[Grou
     if not isinstance(module, nn.MultiheadAttention) or not is_heads(module):
         return
 
-    def decide(degree: int) -> list[Decision]:
-        _check_heads(name, module.num_heads, degree)
-        heads = even(module.num_heads, degree)
+    def decide(among: Among) -> list[Decision]:
+        heads = _heads_among(name, module.num_heads, among)
         out = Decision(
             name=child(name, "out_proj"), role="row", spread=heads.scaled(module.head_dim), partner=name, entered=False
         )
@@ -84,13 +83,16 @@ def _torch_heads(name: str, module: nn.Module, taken: set[str]) -> Iterator[Grou
     yield Group(members=(name, child(name, "out_proj")), decide=decide, consumer=child(name, "out_proj"))
 
 
-def _check_heads(name: str, heads: int, degree: int) -> None:
-    if heads % degree:
+def _heads_among(name: str, heads: int, among: Among) -> Spread:
+    """The heads of each rank: as many as all others', or in proportion to the weights."""
+    degree = among.degree
+    if heads % degree and not among.weights:
         raise PlanError(
             f"module {name or 'the model'!r} has {heads} attention heads, which mesh.split = {degree} does not divide "
-            f"({heads} % {degree} = {heads % degree}); use a degree that divides {heads}, or keep it whole: "
-            f"LayoutRule(modules='{name}*', placement='replicate')"
+            f"({heads} % {degree} = {heads % degree}); use a degree that divides {heads}, unequal split_shares, or "
+            f"keep it whole: LayoutRule(modules='{name}*', placement='replicate')"
         )
+    return among.units(name, heads, "attention heads")
 
 
 def _attention(name: str, module: nn.Module, taken: set[str]) -> Iterator[Group]:
@@ -135,17 +137,18 @@ def _separate(
         return
     names = [child(prefix, role) for role in roles]
 
-    def decide(degree: int) -> list[Decision]:
-        _check_heads(prefix, heads, degree)
-        spread, value_size = even(heads, degree), v // key_heads
-        keys = even(key_heads, degree) if key_heads % degree == 0 else shared_heads(heads, key_heads, degree)
-        role: Any = "column" if key_heads % degree == 0 else "shared"
-        sizes = (keys.scaled(size), keys.scaled(value_size))
+    def decide(among: Among) -> list[Decision]:
+        spread, value_size, alone = _heads_among(prefix, heads, among), v // key_heads, among.fills(key_heads)
+        keys = among.parted(key_heads) if alone else shared_heads(spread, key_heads)
+        spread = keys.scaled(heads // key_heads) if alone else spread
+        role: Any = "column" if alone else "shared"
+        sizes, groups = (keys.scaled(size), keys.scaled(value_size)), key_heads if key_heads < heads else 0
         return [
-            Decision(name=names[0], role="column", spread=spread.scaled(size), partner=out_name),
-            *(Decision(name=n, role=role, spread=s, partner=out_name, entered=False)
+            Decision(name=names[0], role="column", spread=spread.scaled(size), partner=out_name, groups=groups),
+            *(Decision(name=n, role=role, spread=s, partner=out_name, entered=False, groups=groups)
               for n, s in zip(names[1:], sizes, strict=True)),
-            Decision(name=out_name, role="row", spread=spread.scaled(value_size), partner=names[0], entered=False),
+            Decision(name=out_name, role="row", spread=spread.scaled(value_size), partner=names[0], entered=False,
+                     groups=groups),
         ]  # fmt: skip
 
     yield Group(members=(*names, out_name), decide=decide, consumer=out_name)
@@ -175,9 +178,8 @@ def _fused(
         return
     names = [child(prefix, role) for role in (query, fused) if role is not None]
 
-    def decide(degree: int) -> list[Decision]:
-        _check_heads(prefix, heads, degree)
-        spread = even(heads, degree).scaled(size)
+    def decide(among: Among) -> list[Decision]:
+        spread = _heads_among(prefix, heads, among).scaled(size)
         spreads = [spread, spread.repeated(2)] if query is not None else [spread.repeated(3)]
         columns = [
             Decision(name=n, role="column", spread=s, partner=out_name) for n, s in zip(names, spreads, strict=True)
@@ -190,8 +192,8 @@ def _fused(
 def _pair(ups: list[str], down: str, width: int) -> Group:
     """Layers of one input whose outputs, combined value by value, are the input of `down`."""
 
-    def decide(degree: int) -> list[Decision]:
-        spread = even(width, degree)
+    def decide(among: Among) -> list[Decision]:
+        spread = among.units(ups[0], width, "outputs")
         columns = [
             Decision(name=name, role="column", spread=spread, partner=down, entered=index == 0)
             for index, name in enumerate(ups)
@@ -259,8 +261,8 @@ def _transformers_embeddings(model: nn.Module) -> Iterator[Any]:
 def _vocabulary(names: list[str], modules: list[nn.Module]) -> Group:
     size = int(modules[0]._parameters["weight"].shape[0])  # type: ignore[union-attr]
 
-    def decide(degree: int) -> list[Decision]:
-        spread: Spread = even(size, degree)
+    def decide(among: Among) -> list[Decision]:
+        spread = among.units(names[0], size, "rows")
         return [
             Decision(name=n, role="vocabulary" if is_embedding(m) else "column", spread=spread, entered=is_linear(m))
             for n, m in zip(names, modules, strict=True)

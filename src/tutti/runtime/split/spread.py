@@ -5,6 +5,9 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
+from tutti.spec.portions import cut
+from tutti.spec.refusals import check_nothing_empty
+
 Range = tuple[int, int]
 
 MOST_RANGES = 4096
@@ -87,11 +90,40 @@ def even(size: int, degree: int) -> Spread:
     return Spread(size, tuple(((a, b),) if a < b else () for a, b in itertools.pairwise(bounds)))
 
 
-def shared_heads(heads: int, key_heads: int, degree: int) -> Spread:
-    """Key and value heads that each rank needs for its part of `heads` query heads; some are needed by several."""
-    group = heads // key_heads
+@dataclass(frozen=True, slots=True)
+class Among:
+    """The ranks that layers are divided among. `weights`: what part each gets, relatively; empty: equal parts."""
+
+    degree: int
+    weights: tuple[float, ...] = ()
+
+    def parted(self, size: int) -> Spread:
+        """Contiguous parts of `size` positions: even ones, or in proportion to the weights."""
+        if not self.weights:
+            return even(size, self.degree)
+        bounds = cut(size, self.degree, self.weights)
+        return Spread(size, tuple(((a, b),) if a < b else () for a, b in itertools.pairwise(bounds)))
+
+    def fills(self, size: int) -> bool:
+        """Whether every rank has some of `size` positions, and as many as all others where parts are to be equal."""
+        if not self.weights:
+            return size % self.degree == 0
+        return all(self.parted(size).parts)
+
+    def units(self, name: str, size: int, what: str) -> Spread:
+        """Parts of the `size` units, called `what`, of the module `name`. Raises PlanError where weights leave a rank
+        none of them."""
+        spread = self.parted(size)
+        if self.weights:
+            check_nothing_empty(name, [spread.local(rank) for rank in range(self.degree)], self.weights, what)
+        return spread
+
+
+def shared_heads(queries: Spread, key_heads: int) -> Spread:
+    """Key and value heads that each rank needs for its part of the query heads; some are needed by several."""
+    group = queries.size // key_heads
     parts = []
-    for ranges in even(heads, degree).parts:
+    for ranges in queries.parts:
         parts.append(tuple((a // group, (b - 1) // group + 1) for a, b in ranges))
     return Spread(key_heads, tuple(parts))
 
