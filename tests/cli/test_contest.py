@@ -101,7 +101,7 @@ def test_the_sentence_names_the_objective_that_is_not_time() -> None:
 
 def test_where_no_plan_runs_the_reason_is_the_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     failure = Failure(
-        ranks=(0,), hosts=("vm",), message="ValueError: no such file", exit_code=1,
+        ranks=(0,), first=0, hosts=("vm",), message="ValueError: no such file", exit_code=1,
         traceback="Traceback (most recent call last):\n  line 3\nValueError: no such file\n",
     )  # fmt: skip
     outcome = Outcome(status="failed", exit_code=1, failure=failure)

@@ -22,7 +22,7 @@ from tutti.spec.model import ModelSpec
 from tutti.spec.plan import BatchPlan, Plan, Sync
 from tutti.spec.prediction import Prediction
 
-STEPS, BATCH, WIDTH = 6, 8, 64
+STEPS, BATCH, WIDTH = 12, 8, 64
 
 
 def net() -> nn.Module:
@@ -86,6 +86,7 @@ WHOLE, CUT = 25 * 2**20, 20_000
 CASES = [
     ("one-bit-adam,freeze_step=2", WHOLE),
     ("byte-adam,freeze_step=3,between=ranks", CUT),
+    ("one-bit-adam,freeze_step=10", CUT),
     ("dgc,density=0.01,warmup_steps=4", CUT),
     ("dgc,density=0.1,warmup_steps=2,between=hosts", WHOLE),
     ("one-bit,between=hosts", CUT),

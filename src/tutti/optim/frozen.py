@@ -22,12 +22,10 @@ from torch.optim import Adam, Optimizer
 from tutti.errors import PlanError
 from tutti.optim.cancelling import CHANCE, PARTS, SUM, Squares, excess, remember
 from tutti.optim.large_batch import LAMB, OverParts
+from tutti.spec.compression import LOOKS
 
 LEARNED = "learned"
 """In an optimizer's state of a parameter: after how many updates its v stood still."""
-
-LOOKS = 8
-"""In so many of the last updates before v stands it is seen how far ranks' parts cancel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +92,8 @@ class Frozen(ABC):
     @property
     def looks(self) -> bool:
         """Whether `seen` is wanted of the next sum, alike on all ranks: after a checkpoint until a count is known."""
-        return not self.stands and (self._count is None or self._count >= self.freeze_step - LOOKS)
+        count = 0 if self._count is None and not self.optimizer.state else self._count
+        return not self.stands and (count is None or count >= self.freeze_step - LOOKS)
 
     def moment(self, parameter: nn.Parameter) -> Moment | None:
         """What is needed to send a parameter's momentum; None where its v has learned nothing."""

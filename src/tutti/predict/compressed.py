@@ -17,6 +17,8 @@ from tutti.predict.worker import Array
 from tutti.spec.cluster import CompressRate, DeviceKind, DeviceSpec
 from tutti.spec.compression import (
     FACTORS,
+    LOOK_NBYTES,
+    LOOKS,
     MOMENTA,
     ZERO_ONE,
     Compression,
@@ -98,12 +100,13 @@ def written(
     parts = span.fewest if tiers and how.method != "powersgd" else 1  # matrices stay whole
     holders = span.hosts if tiers else span.ranks
     now = how if updates is None else how.at(updates)
-    codes = _codes_nbytes(how, now, nbytes, sizes, holders, parts)
+    codes, gradients = _codes_nbytes(how, now, nbytes, sizes, holders, parts), int((nbytes > 0).sum())
+    flag_nbytes = VALUE_NBYTES + (LOOK_NBYTES if _looks(how, updates) else 0)
     return Written(
         holders=holders,
         parts=parts,
         tiers=tiers,
-        sent_nbytes=codes + flags_sent_nbytes(int((nbytes > 0).sum()), span.ranks, VALUE_NBYTES),
+        sent_nbytes=codes + flags_sent_nbytes(gradients, span.ranks, flag_nbytes),
         share=1.0 if now is None else codes / _exact_nbytes(float(nbytes.sum()) / parts, holders),
     )
 
@@ -114,10 +117,18 @@ def phases(plan: Plan) -> tuple[int, ...]:
     if how is None or plan.world_size == 1:
         return ()
     if how.freeze_step is not None:
-        return (how.freeze_step,)
+        looking = (how.freeze_step - LOOKS,) if how.method != ZERO_ONE else ()
+        return (*(at for at in looking if at > 0), how.freeze_step)
     count = how.warmup_steps or 0
     at = [updates for updates in (math.ceil(quarter * count / 4) for quarter in range(1, 5)) if updates]
     return tuple(updates for updates in dict.fromkeys(at) if how.at(updates) != how.at(updates - 1))
+
+
+def _looks(how: Compression, updates: int | None) -> bool:
+    """Whether ranks see in the next sum how far their parts cancel."""
+    if how.freeze_step is None or updates is None or how.at(updates) is not None:
+        return False
+    return how.method == ZERO_ONE or updates >= how.freeze_step - LOOKS
 
 
 def changes_written(plan: Plan, group: Group, nbytes: Array) -> Written | None:

@@ -33,6 +33,10 @@ ZERO_ONE: CompressMethod = "zero-one-adam"
 FACTORS: CompressMethod = "factors"
 """Exact: linear layers' weights whose factors are fewer bytes than their gradients are summed by factors."""
 
+LOOKS, LOOK_NBYTES = 8, 8
+"""In so many of the last updates before their second moment stands, methods of momentum see how far ranks' parts of a
+gradient cancel, and zero-one-adam in every exact one: so many bytes a gradient, summed beside its flag."""
+
 MOMENTA: dict[CompressMethod, CompressMethod] = {
     "one-bit-adam": "one-bit",
     "byte-adam": "bytegrad",
