@@ -113,9 +113,8 @@ def variant_bounds(room: Room, found: Shapes, ways: Variants, samples: int) -> B
     if room.tables.mixed:  # a rank may have fewer samples than the mean one has
         fewest = np.maximum(1, samples // rows.microbatches // rows.data)
         emptiest = _memory(room, rows, ways, dataclasses.replace(facts, count=fewest))[1]
-        emptiest = np.where(
-            _uneven(room.tables, rows) > 0, room.reserve, emptiest
-        )  # and any part of what split divides
+        # and any part of what split divides
+        emptiest = np.where(_uneven(room.tables, rows) > 0, room.reserve, emptiest)
     return Bounds(step_s=least, memory=fullest, least_memory=emptiest, likely_s=likely)
 
 

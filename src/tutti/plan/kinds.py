@@ -1,7 +1,8 @@
 """Parts of a mixed cluster that are searched by themselves first: the fastest kind, it and the next, every kind alone.
 
 On fewer kinds there are fewer plans, and where all devices are alike bounds are sharp: what a part does is found in a
-fraction of the time. So all devices are never answered with a slower plan than some of them are.
+fraction of the time. So all devices are seldom answered with a slower plan than some of them are: it still happens
+where the time is too short for the part (docs/planner.md).
 """
 
 import dataclasses

@@ -31,9 +31,8 @@ def is_by_norms(optimizer: Optimizer) -> bool:
     Tried out like the other: a subclass may do what only whole parameters allow.
     """
     tried = _tried(optimizer, told=True) if isinstance(optimizer, ByNorms) else None
-    return tried is not None and torch.allclose(
-        *tried, rtol=1e-10, atol=1e-12
-    )  # parts' squares add up in another order
+    # parts' squares add up in another order
+    return tried is not None and torch.allclose(*tried, rtol=1e-10, atol=1e-12)
 
 
 def check_takes_parts(optimizer: Optimizer) -> None:
