@@ -28,7 +28,8 @@ def test_a_way_is_judged_beside_exact_sums_and_not_where_a_seed_was_given_up(all
     )
     assert found["a"] == {
         "mlp-4": 1.7, "gpt-4": 0.5, "gpt-2": 2.0,
-        "mean of 4": pytest.approx(0.85**0.5), "largest of 4": 1.7, "mean of 2": pytest.approx(2.0), "largest of 2": 2.0,
+        "mean of 4": pytest.approx(0.85**0.5), "largest of 4": 1.7,
+        "mean of 2": pytest.approx(2.0), "largest of 2": 2.0,
     }  # fmt: skip
     assert found["b"] == {"mlp-4": None, "gpt-4": 1.0, "mean of 4": None, "largest of 4": None}
     header, rows = allowances.rows({"summary": found})
