@@ -70,14 +70,14 @@ def test_figures_are_compared_in_their_units(figure: str, value: float, same: bo
 
 
 def test_met_and_missed_claims_stand_where_they_belong() -> None:
-    """Where a row has an aim, all before "Not met" are within it and all after beyond."""
+    """Where a row has an aim, at most or (≥) at least, all before "Not met" are within it and all after beyond."""
     missed = False
     for line in PAGE.read_text(encoding="utf-8").splitlines():
         missed = missed or line == "## Not met"
         cells = [cell.strip() for cell in line.strip("| ").split("|")]
-        if len(cells) == 5 and re.fullmatch(r"[\d.]+", cells[2]):
-            figure = float(cells[1].split(" ")[0])
-            assert (figure > float(cells[2])) is missed, line
+        if len(cells) == 5 and (aim := re.fullmatch(r"(≥ )?([\d.]+)", cells[2])):
+            figure, limit = float(cells[1].split(" ")[0]), float(aim[2])
+            assert (figure < limit if aim[1] else figure > limit) is missed, line
 
 
 def test_files_and_tests_that_are_named_are_there() -> None:
