@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,8 @@ from workloads import WORKLOADS  # noqa: E402
 def main() -> None:
     args = parse_arguments()
     if args.plans is None:
-        next(steps(args.workload, args.batch))
+        for _ in islice(steps(args.workload, args.batch), 1 + args.steps):  # the planner needs none, `tutti verify` some
+            pass
         return
     rank = int(os.environ["RANK"])
     in_child(meet, args.limit)  # where `tutti run` looks for it: only then other hosts start their ranks
