@@ -24,6 +24,7 @@ PLANS = {
     "ZeRO-1": ("mlp", plan(16, mesh={"shard": 3}, sharding=Sharding(level=1))),
     "ZeRO-3": ("decoder", plan(8, mesh={"shard": 2}, num_microbatches=2)),
     "stage": ("decoder", plan(8, 4, mesh={"stage": 2}, pipeline=Pipeline(schedule="1f1b"))),
+    "stage, of images": ("cnn", plan(9, 3, mesh={"stage": 2})),
     "context": ("decoder", plan(8, mesh={"context": 2})),
     "replicate x context": ("decoder", plan(8, mesh={"replicate": 2, "context": 2})),
     "space": ("cnn", plan(9, mesh={"space": 2})),
@@ -31,7 +32,7 @@ PLANS = {
 }
 
 
-QUICK = ("replicate x split", "split in 3 unequal parts", "ZeRO-3", "stage")
+QUICK = ("replicate x split", "split in 3 unequal parts", "ZeRO-3", "stage", "stage, of images")
 
 
 @pytest.mark.parametrize(

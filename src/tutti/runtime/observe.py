@@ -28,6 +28,9 @@ class Observer(Protocol):
     def built(self, model: nn.Module, world: World) -> None:
         """The model as this rank's script built it, on its device, before ranks are made equal."""
 
+    def sampled(self, batch: Any) -> Any:
+        """A few samples by which the model is followed; returns what to follow it with."""
+
     def prepared(self, run: "Run") -> None:
         """Model, optimizers and loader stand; no step has run."""
 
@@ -52,6 +55,9 @@ class Nobody:
 
     def built(self, model: nn.Module, world: World) -> None:
         pass
+
+    def sampled(self, batch: Any) -> Any:
+        return batch
 
     def prepared(self, run: "Run") -> None:
         pass

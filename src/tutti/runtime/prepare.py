@@ -87,7 +87,11 @@ def make_run(session: Session, given: Given) -> Run:
     layout.traffic.clock = session.clock
     scope = _batch_scope(model, layout)
     originals, mixtures = dict(model.named_parameters(remove_duplicate=False)), mixtures_of(model)
-    stages = cut_stages(model, plan, layout, lambda: given.unpack(_few_samples(given, session, plan))[:2])
+
+    def samples() -> tuple[Any, Any]:
+        return given.unpack(observer.sampled(_few_samples(given, session, plan)))[:2]
+
+    stages = cut_stages(model, plan, layout, samples)
     shards = _take_apart(given, plan, layout, scope, stages, world.device)
     _hand_over(given, originals, layout, shards, world)
     source, unpack = feed_parts(model, given.source, given.unpack)

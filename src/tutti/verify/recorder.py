@@ -110,10 +110,13 @@ class Recorder:
         if self.recording.still:
             silence(run.model)
 
+    def sampled(self, batch: Any) -> Any:
+        """Those by which stages are cut, in the precision in which is computed."""
+        return pytree.tree_map(_double, batch) if self.recording.double else batch
+
     def loaded(self, step: int, batch: Any) -> Any:
         """Keep the batch and what the script changed since the last update; then start from one device's state."""
-        if self.recording.double:
-            batch = pytree.tree_map(_double, batch)
+        batch = self.sampled(batch)
         flat, _ = pytree.tree_flatten_with_path(batch)
         self._inputs = {
             f"batch{pytree.keystr(path)}": kept_columns(leaf) for path, leaf in flat if isinstance(leaf, torch.Tensor)
