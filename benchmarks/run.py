@@ -49,13 +49,15 @@ def run(suite: str, *, quick: bool, settings: list[str], resume: bool = False) -
 
 
 def changed(sizes: Any, settings: list[str]) -> Any:
-    """`sizes` with "field=value" settings: whole numbers, or words with commas between them."""
+    """`sizes` with "field=value" settings: whole numbers, or words with commas between them, or semicolons where words
+    have commas."""
     values: dict[str, Any] = {}
     for setting in settings:
         name, _, value = setting.partition("=")
         if name not in {field.name for field in dataclasses.fields(sizes)}:
             raise SystemExit(f"--set {setting}: this suite has no size {name!r}; it has {sizes}")
-        values[name] = tuple(value.split(",")) if isinstance(getattr(sizes, name), tuple) else int(value)
+        words = value.strip(";").split(";" if ";" in value else ",")
+        values[name] = tuple(words) if isinstance(getattr(sizes, name), tuple) else int(value)
     return dataclasses.replace(sizes, **values)
 
 

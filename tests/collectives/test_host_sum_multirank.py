@@ -45,7 +45,10 @@ def sums(ranks: int) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+MANY = [pytest.param(ranks, marks=pytest.mark.long) for ranks in (5, 8)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, *MANY])
 def test_all_sizes_and_types(ranks: int) -> None:
     everyone = run_ranks(sums, ranks, ranks)
     cases = [(numel, dtype) for numel in SIZES for dtype in DTYPES]

@@ -12,6 +12,7 @@ from tutti.compress.by_tensor import keep, kept_of
 from tutti.compress.cast import Cast
 from tutti.compress.exchange import Exchange, InOrder, all_finite, wait
 from tutti.compress.factors import Factors, FactorSum, linear
+from tutti.compress.gravac import Gravac
 from tutti.compress.levels import Levels
 from tutti.compress.powersgd import PowerSGD
 from tutti.compress.sparcml import TOP16_Q4
@@ -33,6 +34,7 @@ def exchanges(numel: int, dtype: torch.dtype = torch.float64) -> dict[str, Excha
     }
     made["top16-q4 and q4"] = TwoPhase(TOP16_Q4, numel, back=Levels(4, feedback=True), dtype=dtype)
     made["gathered topk"] = Gathered(TopK(0.05), numel, dtype=dtype)
+    made["gravac"] = Gravac(TopK(0.01), [(numel,)], gain=0.5, window=3, dtype=dtype)
     made["split topk"] = SparseSum(TopK(0.05), numel, dtype=dtype)
     made["split dense"] = SparseSum(TopK(0.7), numel, dtype=dtype)
     made["split q4"] = SparseSum(TopK(0.7), numel, dtype=dtype, back=Levels(4, feedback=True))

@@ -4,9 +4,11 @@ import multiprocessing
 import socket
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from harness import run_ranks
 from tutti.describe.probe import cached_cluster_path, measure
@@ -111,6 +113,51 @@ def test_two_hosts_have_both_tiers_and_every_rank_the_same_spec(tmp_path: Path) 
     assert (cluster.name, node.name, node.count) == ("a and 1 more", "a", 2)
     (device,) = cluster.devices.values()
     assert [rate.method for rate in device.compress_rates] == ["powersgd,rank=1"]
+
+
+def _threads_and_dtypes(folder: str) -> tuple[set[int], set[tuple[str, ...]]]:
+    """Threads while this rank's links were measured, of two ranks on eight cores, and dtypes whose weights were, where
+    the last rank emulates bfloat16."""
+    import torch.distributed as dist
+
+    from tutti.describe.probe import host, links, weights
+    from tutti.describe.probe.ranks import measure_ranks
+    from tutti.runtime.world import join, leave
+
+    world = join()
+    here = replace(host.facts(), cores=8)
+    threads, dtypes = set(), set()
+
+    def of_links(*_: Any) -> tuple[()]:
+        threads.add(torch.get_num_threads())
+        return ()
+
+    def of_weights(*_: Any, **said: Any) -> tuple[()]:
+        dtypes.add(said["dtypes"])
+        return ()
+
+    emulated = ("bfloat16",) if dist.get_rank() == 1 else ()
+    effort = replace(TINY, dtypes=("float32", "bfloat16"))
+    try:
+        with (
+            mock.patch.object(host, "facts", return_value=here),
+            mock.patch.object(links, "measure", of_links),
+            mock.patch.object(weights, "measure", of_weights),
+            mock.patch.object(weights, "emulated", return_value=emulated),
+        ):
+            measure_ranks(world.device, effort, folder=Path(folder), say=lambda text: None)
+    finally:
+        leave()
+    return threads, dtypes
+
+
+def test_ranks_of_a_host_have_their_share_of_cores_and_measure_the_same(tmp_path: Path) -> None:
+    """With all cores each, sums in shared memory took 30 times as long as in a training; and a rank that measures in
+    step what another leaves out would wait for ever."""
+    first, second = run_ranks(_threads_and_dtypes, 2, str(tmp_path))
+    assert first[0] == second[0] == {4}
+    assert second[1] == {("float32",)}
+    assert first[1] == {("float32", "bfloat16"), ("float32",)}  # alone, and with the other
 
 
 def _samples_beside_others() -> list[tuple[float, float]]:

@@ -103,3 +103,17 @@ def test_each_product_is_that_of_a_convolution() -> None:
         torch.testing.assert_close(forward(), layer(input), rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(back()[0], input.grad, rtol=1e-12, atol=1e-12)  # type: ignore[index]
         torch.testing.assert_close(into_weights()[1], layer.weight.grad, rtol=1e-12, atol=1e-12)  # type: ignore[index]
+
+
+def test_a_dtype_that_is_far_slower_than_float32_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = {torch.bfloat16: 60.0, torch.float64: 2.0}
+
+    def mm(one: torch.Tensor, other: torch.Tensor, out: torch.Tensor) -> None:
+        clock[0] += slow.get(one.dtype, 1.0)
+
+    clock = [0.0]
+    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(weights.timing.time, "perf_counter", lambda: clock[0])
+    assert weights.emulated(CPU) == ("bfloat16",)
+    slow[torch.bfloat16] = 7.0
+    assert weights.emulated(CPU) == ()

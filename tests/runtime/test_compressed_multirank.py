@@ -70,7 +70,7 @@ def test_what_loses_nothing_is_the_run_of_one_device(world_size: int) -> None:
 
 
 LOSSY = ["bfloat16,feedback=true", "float16", "bytegrad", "qsgd", "terngrad", "one-bit", "top-k", "dgc", "top16-q4"]
-LOSSY += ["powersgd"]
+LOSSY += ["powersgd", "top-k,density=0.05,gain=0.6,window=2"]
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.long), 3])
@@ -90,7 +90,7 @@ def plain() -> Subject:
     return Subject(model=Mlp, data=data(), loss_fn=F.cross_entropy, optimizer=torch.optim.SGD, rate=0.1)
 
 
-KEEPING = ("one-bit", "dgc,density=0.2", "top16-q4", "powersgd", "qsgd")
+KEEPING = ("one-bit", "dgc,density=0.2", "top16-q4", "powersgd", "qsgd", "top-k,density=0.05,gain=0.6,window=2")
 
 
 def trained(

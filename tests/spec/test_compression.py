@@ -55,6 +55,10 @@ def test_words_are_read_back_and_travel_in_plans(words: str) -> None:
         ("byte-adam,freeze_step=0", "1 or more"),
         ("one-bit,freeze_step=5", "freeze_step is a setting of one-bit-adam, byte-adam, one-bit-lamb"),
         ("one-bit,between=racks", "between"),
+        ("one-bit,gain=0.5", "gain is a setting of top-k"),
+        ("top-k,gain=1.5", "above 0 and below 1"),
+        ("top-k,window=8", "with gain"),
+        ("top-k,gain=0.5,sparse=true", "leave one of them out"),
     ],
 )
 def test_what_no_method_means_is_refused(words: str, said: str) -> None:
@@ -67,7 +71,8 @@ def test_what_no_method_means_is_refused(words: str, said: str) -> None:
     [
         ("one-bit-adam,freeze_step=5", {"mesh": {"shard": 2}, "sharding": Sharding(level=2)}, "use sharding.level = 1"),
         ("one-bit,between=hosts", {"mesh": {"replicate": 2, "shard": 2}}, "sharding.level = 3"),
-        ("one-bit", {"mesh": {"replicate": 2}, "precision": "float16"}, 'use precision = "bfloat16"'),
+        ("top-k,gain=0.5", {"mesh": {"shard": 2}}, "each gets messages of its part only"),
+        ("byte-adam,freeze_step=5", {"mesh": {"replicate": 2}, "precision": "float16"}, "compress gradients: bytegrad"),
     ],
 )
 def test_plans_that_do_not_go_with_it_are_refused(words: str, fields: dict[str, object], said: str) -> None:
@@ -76,15 +81,12 @@ def test_plans_that_do_not_go_with_it_are_refused(words: str, fields: dict[str, 
         check_plan(plan)
 
 
-@pytest.mark.parametrize("words", ["bfloat16", "float16", "bytegrad", "qsgd", "terngrad", "bfloat16,feedback=true"])
-def test_a_loss_scale_goes_with_codes_that_keep_nothing(words: str) -> None:
-    how = parse_compression(words)
-    plan = Plan(batch=BATCH, sync=Sync(compress=how), precision="float16", mesh={"replicate": 2})
-    if not how.keeps:
-        check_plan(plan)
-        return
-    with pytest.raises(TuttiError, match="units of a loss scale"):
-        check_plan(plan)
+@pytest.mark.parametrize("words", ["bfloat16", "qsgd", "bfloat16,feedback=true", "one-bit", "top-k", "dgc", "powersgd"])
+def test_a_loss_scale_goes_with_codes_of_gradients(words: str) -> None:
+    """What they keep back follows the scale (tests/runtime/test_compressed_scaling_multirank.py)."""
+    check_plan(
+        Plan(batch=BATCH, sync=Sync(compress=parse_compression(words)), precision="float16", mesh={"replicate": 2})
+    )
 
 
 def test_ranks_that_step_alone_need_whole_replicas_and_factors_no_stages() -> None:
@@ -124,7 +126,7 @@ def test_bytes_of_sparse_sums_stop_growing_with_ranks() -> None:
 
 
 def test_defaults_are_said_only_where_they_are_asked_for() -> None:
-    assert Compression(method="top-k").settings == {"density": 0.01, "sparse": False}
+    assert Compression(method="top-k").settings == {"density": 0.01, "gain": 0, "window": 16, "sparse": False}
     assert Compression(method="one-bit").keeps
     assert not Compression(method="bfloat16").keeps
     assert Compression(method="bfloat16", feedback=True).keeps

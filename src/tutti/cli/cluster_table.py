@@ -21,6 +21,9 @@ def cluster_tables(cluster: ClusterSpec) -> Iterator[RenderableType]:
             yield _codes(device.compress_rates)
     if cluster.links:
         yield _links(cluster.links)
+    for own in dict.fromkeys(node.links for node in cluster.nodes if node.links):
+        hosts = ", ".join(_named(node) for node in cluster.nodes if node.links == own)
+        yield _links(own, f"links of {hosts}, in place of the cluster's")
     if cluster.conditions is not None:
         seen = cluster.conditions
         versions = ", ".join(f"{name} {version}" for name, version in seen.versions.items())
@@ -127,9 +130,13 @@ def _device(device: DeviceSpec) -> Text:
     return Text("\n".join(lines))
 
 
-def _links(links: tuple[LinkSpec, ...]) -> Table:
+def _named(node: NodeSpec) -> str:
+    return f"{node.name} and {node.count - 1} more" if node.count > 1 else node.name
+
+
+def _links(links: tuple[LinkSpec, ...], title: str = "links") -> Table:
     table = _table(
-        "links: time = latency + bytes / bandwidth",
+        f"{title}: time = latency + bytes / bandwidth",
         *("tier", "backend", "fitted to", "ranks", "latency", "bandwidth", "residual", "evidence"),
     )
     for link in links:
@@ -154,7 +161,9 @@ def _bandwidth_text(link: LinkSpec) -> str:
 
 
 def _nodes(nodes: tuple[NodeSpec, ...]) -> Table:
-    table = _table("nodes", "first host", "count", "devices of each", "memory", "disk read")
+    turns = any(node.turns > 1 for node in nodes)
+    heads = ("first host", "count", "devices of each", "memory", "disk read", *(("hosts a core",) if turns else ()))
+    table = _table("nodes", *heads)
     for node in nodes:
         read = node.disk_read_bytes_per_s
         table.add_row(
@@ -163,6 +172,7 @@ def _nodes(nodes: tuple[NodeSpec, ...]) -> Table:
             f"{node.devices_per_node} x {node.device}",
             f"{node.memory_nbytes / 1e9:.3g} GB",
             rate_text(read) if read else "not measured",
+            *((f"{node.turns:.3g}",) if turns else ()),
         )
     return table
 

@@ -85,6 +85,8 @@ class Exchange(ABC):
     """
 
     numel: int
+    density: float | None = None
+    """Of the next message, where the exchange chooses it by what it sees; the same on all ranks of the group."""
 
     def __init__(self, wire: Wire, states: dict[str, State], shared: dict[str, Tensor] | None = None) -> None:
         self.wire, self.states, self.shared = wire, states, shared or {}
@@ -136,6 +138,12 @@ class Exchange(ABC):
                     for name, old in state.old.items():
                         state.new[name][part] = old[part]
                 offset += end - begin
+
+    def rescale(self, factor: float) -> None:
+        """Values come `factor` times as large from now on, so what was kept of them becomes so, too."""
+        for state in self.states.values():
+            for tensor in (*state.old.values(), *state.new.values()):
+                tensor.mul_(factor)
 
     def reset(self) -> None:
         """Forget what was kept: what is sent from now on has another unit."""

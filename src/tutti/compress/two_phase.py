@@ -142,9 +142,16 @@ class Gathered(Exchange):
         """Bytes a rank sends in the next step."""
         return (self.wire.size - 1) * self.codec.now(self.states["worker"].count).nbytes(self.numel)
 
+    def write(self, flat: Tensor) -> Tensor:
+        """This rank's message."""
+        return self.codec.now(self.states["worker"].count).encode(flat, self.states["worker"])
+
+    def read(self, message: Tensor, total: Tensor) -> None:
+        """Add what a message says to `total`."""
+        self.codec.now(self.states["worker"].count).decode_add(message, total)
+
     def rounds(self, flat: Tensor) -> Rounds:
-        codec = self.codec.now(self.states["worker"].count)
-        message = codec.encode(flat, self.states["worker"])
+        message = self.write(flat)
         gathered = message.new_empty(self.wire.size, message.numel())
         if self.wire.size == 2 and message.device.type == "cpu":  # Gloo's collectives mostly send one way first
             gathered[self.wire.rank] = message
@@ -153,7 +160,7 @@ class Gathered(Exchange):
             yield [self.wire.all_gather(gathered.view(-1), message)]
         total = flat.zero_() if flat.dtype in FLOATS else torch.zeros_like(flat, dtype=torch.float32)
         for part in gathered:
-            codec.decode_add(part, total)
+            self.read(part, total)
         if total is not flat:
             flat.copy_(total)
 

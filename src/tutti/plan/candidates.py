@@ -9,6 +9,7 @@ from tutti.plan.limits import seats
 from tutti.predict.counts import samples_of
 from tutti.predict.worker import best_rate, matrix_dtype, supports
 from tutti.spec.cluster import ClusterSpec
+from tutti.spec.compression import MOMENTA
 from tutti.spec.model import ModelSpec
 from tutti.spec.plan import Plan
 from tutti.spec.words import Precision
@@ -66,7 +67,7 @@ def precisions(model: ModelSpec, cluster: ClusterSpec, request: Request) -> list
     """The precisions to try: one, unless the request leaves the choice. All devices must have a rate for it.
 
     float16 is tried where a device is faster in it than in bfloat16: it takes as much memory, and scaling of losses,
-    with which codes that keep something back do not go.
+    with which codes of momenta do not go.
     """
     if request.precision == "script":
         return [request.script.precision]
@@ -78,7 +79,7 @@ def precisions(model: ModelSpec, cluster: ClusterSpec, request: Request) -> list
         if all(best_rate(device, "bfloat16") >= best_rate(device, "float16") for device in devices):
             found.remove("float16")
     code = request.script.sync.compress
-    if code is not None and code.keeps and "float16" in found:
+    if code is not None and code.method in MOMENTA and "float16" in found:
         found.remove("float16")
     return ["full", *found]
 

@@ -21,6 +21,7 @@ from tutti.predict import predict
 from tutti.predict.factors import may_pay
 from tutti.predict.placement import place
 from tutti.spec.cluster import ClusterSpec
+from tutti.spec.compression import MOMENTA
 from tutti.spec.model import ModelSpec
 from tutti.spec.plan import Plan
 from tutti.spec.words import Precision
@@ -341,7 +342,7 @@ def _not_allowed(model: ModelSpec, cluster: ClusterSpec, request: Request, best:
     shown = []
     for precision in LOWER:
         code = best.plan.sync.compress
-        scaled = precision == "float16" and code is not None and code.keeps  # in units of a loss scale that changes
+        scaled = precision == "float16" and code is not None and code.method in MOMENTA  # which bear no loss scale
         if scaled or not possible(model, cluster, precision):
             continue
         plan = dataclasses.replace(best.plan, precision=precision)

@@ -53,21 +53,32 @@ def loss_words(loss: float, bad: list[int], step: int) -> str:
     return f"the loss is {_kind(loss != loss)} at step {step} on {where}; {_as_after(step - 1)}. {_REMEDY}"
 
 
+def never_finite_words(run: "Run") -> str:
+    """What stops a run whose gradients are finite at no loss scale. Collective."""
+    return (
+        f"{_where_words(run)}, and at every loss scale down to {run.scaler.get_scale():.2g}, so that steps would be "
+        f"skipped for ever; {_as_after(run.progress.step)}. Look at the model and the loss, lower the learning rate, "
+        'or use precision = "bfloat16", which needs no scale'
+    )
+
+
 def _words(run: "Run") -> str:
-    """The same of a gradient. Collective, unless replicas step on gradients of their own."""
+    """What stops a run whose gradients are not finite. Collective, unless replicas step on gradients of their own."""
+    how = run.plan.sync.gradient_code
+    too_large = (
+        "float16 holds no sum above 65504: use bfloat16. " if how is not None and how.method == "float16" else ""
+    )
+    return f"{_where_words(run)}; {_as_after(run.progress.step)}. {too_large}{_REMEDY}"
+
+
+def _where_words(run: "Run") -> str:
+    """Which gradient is not finite, in which step and where. Collective, like `_words`."""
     mine, step = _first_bad(run), run.progress.step + 1
     ranks = [(run.world.rank, mine)] if _own(run) else [*enumerate(run.world.gather(mine))]
     bad = [(rank, *found) for rank, found in ranks if found is not None]
     rank, name, is_nan = bad[0]
     where = f" on rank {rank}" if _own(run) or len(bad) < run.world.world_size else ""
-    how = run.plan.sync.gradient_code
-    too_large = (
-        "float16 holds no sum above 65504: use bfloat16. " if how is not None and how.method == "float16" else ""
-    )
-    return (
-        f"the loss is finite, but the gradient of {name} is {_kind(is_nan)} at step {step}{where}; "
-        f"{_as_after(step - 1)}. {too_large}{_REMEDY}"
-    )
+    return f"the loss is finite, but the gradient of {name} is {_kind(is_nan)} at step {step}{where}"
 
 
 def _kind(is_nan: bool) -> str:

@@ -7,13 +7,20 @@ from dataclasses import dataclass
 import torch
 from torch.optim import Optimizer
 
+from tutti.errors import TrainingError
 from tutti.optim.lr_rule import factor
 from tutti.optim.noise import adascale_gain
 from tutti.optim.scaling import scaled_learning_rate
 from tutti.runtime.env import read_wishes
+from tutti.runtime.finite import never_finite_words
 from tutti.runtime.host_memory import look_after_heap, settled
 from tutti.runtime.layout import local
 from tutti.runtime.state import Run
+
+LEAST_SCALE = 2.0**-8
+"""A loss scale below it says that gradients are not finite whatever the scale: it begins at 2^12 and is halved by each
+step that is skipped.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +54,13 @@ def update(run: Run, optimizers: tuple[Optimizer, ...], *, finite: bool) -> Upda
         for optimizer in optimizers:
             run.scaler.step(optimizer)
         run.scaler.update()
-    skipped = run.scaler.is_enabled() and run.scaler.get_scale() < scale
+    skipped = False
+    if run.scaler.is_enabled() and (now := run.scaler.get_scale()) != scale:
+        skipped = now < scale
+        if now < LEAST_SCALE:  # on all ranks alike
+            raise TrainingError(never_finite_words(run))
+        if run.replica.compressor is not None:
+            run.replica.compressor.rescale(now / scale)
     if not skipped:
         _advance(run, gain or 1.0)
         if run.replica.updated(len(run.optimizers)):

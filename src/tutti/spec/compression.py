@@ -45,6 +45,9 @@ MOMENTA: dict[CompressMethod, CompressMethod] = {
 }
 """Methods that sum the optimizer's momentum, with what it is written like."""
 
+GAIN_NBYTES = 24
+"""What a message of top-k begins with where a gain decides on its density: three sums of squares."""
+
 FIRST_DENSITY, DENSITY_RATIO = 0.25, 0.25
 """dgc's warm-up: sparsity 75 %, 93.75 %, 98.44 %, 99.6 %, then its own (Lin et al. 2018, section 3.3)."""
 
@@ -56,20 +59,25 @@ class Compression:
     """How gradients are written in fewer bytes while ranks sum them.
 
     `bits`: of a level of qsgd, 2, 4 (default) or 8. `density`: share of the values that top-k (0.01) and dgc (0.001)
-    send. `rank`: columns of powersgd's matrices (1). `momentum`: dgc's own (0.9), that the optimizer must not have.
-    `feedback`: bfloat16, float16 and bytegrad keep what rounding took away and send it later (False); one-bit, top-k,
-    dgc, top16-q4, powersgd and methods of momentum always do, the others never. `sparse`: top-k and dgc are added up
-    by owners of slices, and gathered as pairs or, where those are longer, as values (False). `warmup_steps`: of dgc, in
-    which sparsity grows from 75 % (0). `freeze_step`: of methods of momentum, updates with exact sums in which the
-    second moment learns; it must be stated, for 15 to 20 % of all updates are right. Of zero-one-adam, `kappa`: after
-    how many updates in which it learns it does so half as often (16); `local_steps`: after how many times that ranks
-    agree they do so half as often (16), until `longest` updates lie between (16). `between`: "ranks", or "hosts",
-    inside which sums are exact and go through memory; None: hosts, where there are several and one has several ranks.
+    send. `gain`: top-k begins with a quarter of the values, and halves that down to `density` as long as messages have
+    this share of the square of what is to be sent, over windows of `window` steps (16); 0: it is `density` from the
+    beginning (GraVAC; compress.gravac). `rank`: columns of powersgd's matrices (1). `momentum`: dgc's own (0.9), that
+    the optimizer must not have. `feedback`: bfloat16, float16 and bytegrad keep what rounding took away and send it
+    later (False); one-bit, top-k, dgc, top16-q4, powersgd and methods of momentum always do, the others never.
+    `sparse`: top-k and dgc are added up by owners of slices, and gathered as pairs or, where those are longer, as
+    values (False). `warmup_steps`: of dgc, in which sparsity grows from 75 % (0). `freeze_step`: of methods of
+    momentum, updates with exact sums in which the second moment learns; it must be stated, for 15 to 20 % of all
+    updates are right. Of zero-one-adam, `kappa`: after how many updates in which it learns it does so half as often
+    (16); `local_steps`: after how many times that ranks agree they do so half as often (16), until `longest` updates
+    lie between (16). `between`: "ranks", or "hosts", inside which sums are exact and go through memory; None: hosts,
+    where there are several and one has several ranks.
     """
 
     method: CompressMethod
     bits: Literal[2, 4, 8] | None = None
     density: float | None = None
+    gain: float | None = None
+    window: int | None = None
     rank: int | None = None
     momentum: float | None = None
     feedback: bool | None = None
@@ -87,6 +95,15 @@ class Compression:
                 raise PlanError(f"{name} is a setting of {', '.join(methods)}; leave it out with {self.method}")
         if self.density is not None and not 0 < self.density <= 1:
             raise PlanError(f"density = {self.density}; a share of the values that are sent, above 0 and at most 1")
+        if self.gain is not None and not 0 < self.gain < 1:
+            raise PlanError(f"gain = {self.gain}; a share of what is to be sent, above 0 and below 1")
+        if self.window is not None and (self.gain is None or self.window < 1):
+            raise PlanError(f"window = {self.window}; give a number of steps of 1 or more, with gain")
+        if self.gain is not None and self.sparse:
+            raise PlanError(
+                f"gain = {self.gain} with sparse = true: ranks judge by what every message says, and owners of slices "
+                "see parts of messages; leave one of them out"
+            )
         if self.momentum is not None and not 0 <= self.momentum < 1:
             raise PlanError(f"momentum = {self.momentum}; give a number of 0 or more and below 1")
         if self.rank is not None and self.rank < 1:
@@ -139,6 +156,8 @@ class Compression:
 _SETTINGS: dict[str, dict[CompressMethod, float]] = {
     "bits": {"qsgd": 4},
     "density": {"top-k": 0.01, "dgc": 0.001},
+    "gain": {"top-k": 0},
+    "window": {"top-k": 16},
     "rank": {"powersgd": 1},
     "momentum": {"dgc": 0.9},
     "feedback": {"bfloat16": False, "float16": False, "bytegrad": False},
@@ -217,7 +236,9 @@ def sum_sent_nbytes(compress: Compression | None, shapes: Sequence[Sequence[int]
         return _thin(compress, shapes, ranks, 8 if itemsize == 8 else 4)
     if compress.method in ("top-k", "dgc"):
         kept = min(numel, math.ceil(compress.settings["density"] * numel))
-        return _sparse(kept, numel, ranks, itemsize) if compress.settings["sparse"] else (ranks - 1) * 8 * kept
+        if compress.settings["sparse"]:
+            return _sparse(kept, numel, ranks, itemsize)
+        return (ranks - 1) * (8 * kept + (GAIN_NBYTES if compress.settings.get("gain") else 0))
     if gathered(compress, ranks):
         return (ranks - 1) * message_nbytes(compress, numel)
     length = chunk_length(numel, ranks)

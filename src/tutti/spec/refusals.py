@@ -95,10 +95,10 @@ def check_compression(plan: Plan) -> None:
         )
     if plan.degree("shard") > 1 and plan.sharding.level > 1:
         _check_parts(plan, plan.sync.compress, words)
-    if plan.precision == "float16" and plan.sync.compress.keeps:
+    if plan.precision == "float16" and plan.sync.compress.method in MOMENTA:
         raise PlanError(
-            f'{words} with precision = "float16": what is kept back would be in units of a loss scale that changes; '
-            'use precision = "bfloat16", a code that keeps nothing (qsgd), or leave compress out'
+            f'{words} with precision = "float16": gradients come times a loss scale that changes, and are added to a '
+            f'momentum that is not; use precision = "bfloat16", or compress gradients: {plan.sync.compress.code.method}'
         )
 
 
@@ -108,6 +108,11 @@ def _check_parts(plan: Plan, compress: Compression, words: str) -> None:
         raise PlanError(
             f"{words} with sharding.level = {plan.sharding.level}: every rank needs the whole momentum to send its "
             "share of it, and gets its part only; use sharding.level = 1, or compress gradients: one-bit"
+        )
+    if compress.gain is not None:
+        raise PlanError(
+            f"{words} with sharding.level = {plan.sharding.level}: ranks judge by what every message says, and each "
+            "gets messages of its part only; leave gain out, or use sharding.level = 1"
         )
     if compress.between == "hosts":
         raise PlanError(

@@ -10,7 +10,7 @@ from tutti.spec.model import OpKind
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFacts:
     """One rank's host and device. `device`: its name, equal for equal devices. `visible`: how many such devices the
-    rank sees on its host."""
+    rank sees on its host. `emulated`: dtypes that the device multiplies, far slower than float32."""
 
     host: HostFacts
     kind: DeviceKind
@@ -18,6 +18,7 @@ class RankFacts:
     device_memory_nbytes: int
     visible: int
     versions: dict[str, str]
+    emulated: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,12 +45,14 @@ def measure_ranks(device: torch.device, effort: Effort, *, folder: Path, say: Sa
     mine = hosts[facts[dist.get_rank()].host.name]
     alone = _alone(control, facts, device, effort, say)
     say("the same with all ranks computing")
-    shared = _gather(
-        control, _shared(facts[dist.get_rank()], len(mine), device, effort, _meeting(list(hosts.values())))
-    )
+    natively = _natively(effort, [facts[one] for one in mine])
+    meet = _meeting(list(hosts.values()))
+    shared = _gather(control, _shared(facts[dist.get_rank()], len(mine), device, effort, natively, meet))
     say("links between ranks")
-    node = _gather(control, _node_links(hosts, mine, device, effort))
-    network = _gather(control, _network_links(hosts, device, effort))
+    share = max(1, facts[dist.get_rank()].host.cores // len(mine))
+    with gemm.on_threads(share):  # as ranks train: on all cores each, they would wait for one another
+        node = _gather(control, _node_links(hosts, mine, device, effort))
+        network = _gather(control, _network_links(hosts, device, effort))
     say("the disk")
     first = dist.get_rank() == mine[0]
     read = _gather(control, disk.read_bytes_per_s(folder, effort.disk_nbytes) if first else None)
@@ -84,6 +86,7 @@ def _facts(device: torch.device) -> RankFacts:
             device_memory_nbytes=here.memory_nbytes,
             visible=1,
             versions=host.versions(),
+            emulated=weights.emulated(device),
         )
     name = torch.cuda.get_device_name(device)
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
@@ -110,7 +113,8 @@ def _alone(
         meet = _meeting([alike] if facts[rank].kind == "cpu" else [])
         if dist.get_rank() in together:
             with timing.in_turns(crowded(facts, together)):
-                mine = _device_rates(facts[dist.get_rank()], device, effort, say, meet)
+                natively = _natively(effort, [facts[one] for one in alike])
+                mine = _device_rates(facts[dist.get_rank()], device, effort, natively, say, meet)
         found = _gather(control, mine)
         rates[name] = slowest({facts[one].host.name: measured for one in alike if (measured := found[one])})
     return rates
@@ -127,7 +131,14 @@ def _meeting(parties: list[list[int]]) -> Meet | None:
     return found
 
 
-def _device_rates(fact: RankFacts, device: torch.device, effort: Effort, say: Say, meet: Meet | None) -> DeviceRates:
+def _natively(effort: Effort, facts: list[RankFacts]) -> tuple[str, ...]:
+    """The dtypes that none of these ranks emulates: in step, all measure the same."""
+    return tuple(name for name in effort.dtypes if not any(name in fact.emulated for fact in facts))
+
+
+def _device_rates(
+    fact: RankFacts, device: torch.device, effort: Effort, natively: tuple[str, ...], say: Say, meet: Meet | None
+) -> DeviceRates:
     cpu = device.type == "cpu"
     threads = gemm.thread_counts(fact.host.cores, effort.threads) if cpu else (1,)
     sizes = effort.gemm_sizes if cpu else effort.cuda_gemm_sizes
@@ -135,7 +146,7 @@ def _device_rates(fact: RankFacts, device: torch.device, effort: Effort, say: Sa
     say("memory bandwidth")
     copied = memory.measure(device, effort, threads=threads, memory_nbytes=fact.device_memory_nbytes, meet=meet)
     say("products of few rows")
-    passed = weights.measure(device, effort, threads=threads, dtypes=effort.dtypes, meet=meet)
+    passed = weights.measure(device, effort, threads=threads, dtypes=natively, meet=meet)
     say("convolutions and attention")
     kinds_found = kinds.measure(device, effort)
     say("gradients in fewer bytes")
@@ -151,7 +162,9 @@ def _device_rates(fact: RankFacts, device: torch.device, effort: Effort, say: Sa
     )
 
 
-def _shared(fact: RankFacts, ranks: int, device: torch.device, effort: Effort, meet: Meet | None) -> SharedRates:
+def _shared(
+    fact: RankFacts, ranks: int, device: torch.device, effort: Effort, natively: tuple[str, ...], meet: Meet | None
+) -> SharedRates:
     """Rates on an equal share of the cores while all ranks of the host do the same; GPUs share nothing."""
     if ranks == 1 or device.type != "cpu":
         return SharedRates()
@@ -162,7 +175,7 @@ def _shared(fact: RankFacts, ranks: int, device: torch.device, effort: Effort, m
     )
     nbytes = fact.host.memory_nbytes
     copied = memory.measure(device, effort, threads=threads, memory_nbytes=nbytes, concurrent=ranks, meet=meet)
-    passed = weights.measure(device, brief, threads=threads, dtypes=effort.dtypes, concurrent=ranks, meet=meet)
+    passed = weights.measure(device, brief, threads=threads, dtypes=natively, concurrent=ranks, meet=meet)
     return SharedRates(gemm=found.rates, memory=copied, weights=passed)
 
 

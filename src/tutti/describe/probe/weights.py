@@ -33,8 +33,21 @@ MOST = 32
 """Weights that take turns, at most."""
 
 KINDS: dict[str, tuple[WeightKind, ...]] = {"float64": ("gemm",), "float32": ("gemm", "conv"), "bfloat16": ("gemm",)}
-"""What is timed in which dtype: those that CPUs multiply natively. An emulated one is so slow at its FLOPs that nothing
-else shows."""
+"""What is timed in which dtype: those that CPUs multiply natively."""
+
+EMULATED, TRIED = 8, 192
+"""A dtype in which a product of this size takes so many times as long as in float32 is emulated. It is so slow at its
+FLOPs that nothing else shows, and takes minutes: bfloat16 on an AMD EPYC without AVX-512, 60 times as long."""
+
+
+def emulated(device: torch.device) -> tuple[str, ...]:
+    """The dtypes of `KINDS` that the device emulates."""
+    taken = {}
+    for name in KINDS:
+        one, other, result = (torch.ones(TRIED, TRIED, device=device, dtype=gemm.DTYPES[name]) for _ in range(3))
+        with gemm.on_threads(1):
+            taken[name] = min(timing.once(lambda: torch.mm(one, other, out=result), device) for _ in range(4))  # noqa: B023
+    return tuple(name for name, seconds in taken.items() if seconds > EMULATED * taken["float32"])
 
 
 def measure(

@@ -41,7 +41,7 @@ def collect_kept(run: Run, mine: Contribution, items: list[Item]) -> None:
 
 
 def load_kept(run: Run, source: Source) -> None:
-    """Go on with what the checkpoint's ranks kept back. Collective."""
+    """Go on with what the checkpoint's ranks kept back, at this run's loss scale. Collective."""
     saved: list[dict[str, Any] | None] = source.small.get("kept") or []
     if any(one["method"] == FACTORS for one in saved if one):
         _leave_factors(run, saved)
@@ -69,6 +69,9 @@ def load_kept(run: Run, source: Source) -> None:
     else:
         run.replica.restore(None, [])
         _load_shares(run, compressor, source, saved)
+    scale, before = run.scaler.get_scale(), source.small["scaler"].get("scale", 1.0)
+    if scale != before:
+        compressor.rescale(scale / before)
 
 
 def _leave_factors(run: Run, saved: list[dict[str, Any] | None]) -> None:

@@ -28,14 +28,15 @@ def load_checkpoint(run: Run, path: Path) -> None:
     _agree(run, _run_misfit(run, source) or model_misfit(run, source) or _optimizer_misfit(run, source))
     load_model(run, source)
     _load_optimizers(run, source)
-    load_kept(run, source)
     small = source.small
+    if small["scaler"]:  # else the checkpoint's run had none, and this one begins with its first scale
+        run.scaler.load_state_dict(small["scaler"])
+    load_kept(run, source)
     for name, module in extra_states(run.model):
         if name in small["extra_state"]:
             module.set_extra_state(small["extra_state"][name])
     if run.scheduler is not None and small["scheduler"] is not None:
         run.scheduler.load_state_dict(small["scheduler"])
-    run.scaler.load_state_dict(small["scaler"])
     run.noise.averages = Averages(**small.get("noise", {}))
     run.loader.epoch, run.loader.position = small["epoch"], small["position"]
     run.loader.before = small.get("before", 0)

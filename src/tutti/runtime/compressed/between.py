@@ -43,6 +43,10 @@ class BetweenHosts(Exchange):
     def holders(self) -> int:
         return self._tiers.hosts
 
+    @property
+    def density(self) -> float | None:  # type: ignore[override]
+        return None if self.inner is None else self.inner.density
+
     def sent_nbytes(self, how: Compression | None, shapes: Sequence[Sequence[int]], itemsize: int) -> int:
         """Bytes this rank sends to other hosts in a step, of a bucket of tensors of `shapes`."""
         if self.inner is None:

@@ -1,10 +1,12 @@
 """The compressor of a rank: an exchange for each bucket, and what is kept back, which follows the parameters.
 
 Compressed are the sums over ranks that saw other samples, or other parts of them. What is kept back is in the units of
-those sums: totals of losses over the samples of the global batch, before they become a mean over tokens.
+those sums: totals of losses over the samples of the global batch, before they become a mean over tokens, and times the
+loss scale of float16: where that changes, so does what is kept.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -162,6 +164,13 @@ class Compressor:
         for part in self.parts:
             part.settle(finite)
 
+    def rescale(self, factor: float) -> None:
+        """The loss scale is `factor` times what it was. Scales are powers of two, so this rounds nothing."""
+        for exchange in self.exchanges.values():
+            exchange.rescale(factor)
+        for part in self.parts:
+            part.rescale(factor)
+
     def _used(self, bucket: Bucket) -> list[bool]:
         """By parameter: whether what came out is used; one that no rank has used keeps no gradient."""
         sends = [self.momenta is None or self.momenta.sends(p) for p in bucket.parameters]
@@ -174,6 +183,8 @@ class Compressor:
             how = self.how.at(max(state.count for state in exchange.states.values()))
         else:
             how = self.how if self.momenta.stand_in else None
+        if how is not None and exchange.density is not None:
+            how = replace(how, density=exchange.density)
         shapes, itemsize = [memory_shape(p) for p in bucket.parameters], bucket.flat.element_size()
         if isinstance(exchange, BetweenHosts):
             flags = flags_sent_nbytes(len(shapes), bucket.group.size, itemsize)

@@ -10,6 +10,7 @@ from tutti.compress.cast import Cast
 from tutti.compress.codec import Codec
 from tutti.compress.dgc import DGC
 from tutti.compress.exchange import Exchange, Wire
+from tutti.compress.gravac import Gravac
 from tutti.compress.levels import Levels
 from tutti.compress.onebit import OneBit
 from tutti.compress.powersgd import PowerSGD
@@ -40,6 +41,9 @@ def make_exchange(
     codec = _codec(how)
     if isinstance(codec, TopK) and how.settings["sparse"]:
         return SparseSum(codec, numel, group=group, dtype=dtype, device=device, seed=seed)
+    if isinstance(codec, TopK) and how.settings.get("gain"):
+        gain, window = how.settings["gain"], int(how.settings["window"])
+        return Gravac(codec, shapes, gain=gain, window=window, group=group, dtype=dtype, device=device, seed=seed)
     if gathered(how, Wire(group).size):
         return Gathered(codec, numel, group=group, dtype=dtype, device=device, seed=seed)
     back = Levels(4, feedback=True) if how.method == "top16-q4" else None

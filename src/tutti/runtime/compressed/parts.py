@@ -129,6 +129,11 @@ class PartSum:
             exchange.settle(counts)
         self._sent = None
 
+    def rescale(self, factor: float) -> None:
+        """Gradients are `factor` times as large from now on."""
+        for exchange in self._exchanges():
+            exchange.rescale(factor)
+
     def keeping(self) -> Iterator[Keeping]:
         """What this rank keeps back."""
         if isinstance(self.there, ScatterSum):

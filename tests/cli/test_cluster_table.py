@@ -1,0 +1,30 @@
+"""What a cluster's tables say of hosts that differ from the others."""
+
+import dataclasses
+import io
+
+from rich.console import Console
+
+from predict.examples import cluster
+from tutti.cli.cluster_table import cluster_tables
+from tutti.spec.cluster import ClusterSpec, LinkSpec
+
+
+def printed(machines: ClusterSpec) -> str:
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(*cluster_tables(machines), sep="\n")
+    return console.export_text()
+
+
+def test_links_of_hosts_and_hosts_that_share_a_core_are_shown() -> None:
+    machines = cluster()
+    (node,) = machines.nodes
+    slow = LinkSpec(tier="network", backend="gloo", latency_s=1e-3, bandwidth_bytes_per_s=11e6)
+    others = [dataclasses.replace(node, name=name, count=2, links=(slow,), turns=2.0) for name in ("slow", "slower")]
+    plain = printed(machines)
+    assert "in place of" not in plain
+    assert "hosts a core" not in plain
+    text = printed(dataclasses.replace(machines, nodes=(node, *others)))
+    assert "links of slow and 1 more, slower and 1 more, in place of the cluster's" in text
+    assert "11 MB/s" in text
+    assert "hosts a core" in text
