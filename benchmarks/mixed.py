@@ -1,7 +1,7 @@
 """Two hosts of a lab, one with a slower processor: plans balanced for both beside the same cut evenly. Needs root.
 
 The slow host is slower in earnest: its matrix products take the portable code of MKL and its convolutions oneDNN's for
-SSE 4.1, which this machine computes at about half and a fifth of the pace of the usual ones; memory and link are as
+SSE 4.1, which machines like this compute at a fifth to a half of the pace of the usual ones; memory and link are as
 quick. Both kinds are probed, each in a lab of its own kind, and written into one cluster, as a user writes one down.
 One case has equal processors and a host of little memory, which the kernel enforces. Every plan that was chosen is
 verified against one device.

@@ -3,14 +3,13 @@ where its rank is among those of --slow, in less memory where it is that of --ca
 
 import argparse
 import os
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 SLOWER = {"MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "SSE41"}
 """Read by MKL and oneDNN when a process computes its first product and convolution."""
-
-GROUPS = Path("/proc/1/root/sys/fs/cgroup")
-"""Control groups, which a host of a lab does not see in its own /sys."""
 
 
 def main() -> None:
@@ -39,9 +38,12 @@ def main() -> None:
 
 def enter(nbytes: int) -> None:
     """Put this process and what it starts into a control group that holds so much memory; the kernel ends what would
-    hold more."""
-    first = (GROUPS / "memory").is_dir()  # version 1 of control groups has a folder a resource
-    group = (GROUPS / "memory" if first else GROUPS) / f"tutti-mixed-{os.getpid()}"
+    hold more. A host of a lab does not see them in its own /sys: they are mounted, for this process alone."""
+    first = ":memory:" in Path("/proc/self/cgroup").read_text()  # version 1 of control groups has one a resource
+    mounted = tempfile.mkdtemp()
+    kind = ["-t", "cgroup", "-o", "memory"] if first else ["-t", "cgroup2"]
+    subprocess.run(["mount", *kind, "tutti", mounted], check=True)
+    group = Path(mounted) / f"tutti-mixed-{os.getpid()}"
     group.mkdir()
     (group / ("memory.limit_in_bytes" if first else "memory.max")).write_text(str(nbytes))
     (group / "cgroup.procs").write_text(str(os.getpid()))

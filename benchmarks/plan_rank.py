@@ -44,7 +44,9 @@ from workloads import WORKLOADS  # noqa: E402
 def main() -> None:
     args = parse_arguments()
     if args.plans is None:
-        for _ in islice(steps(args.workload, args.batch), 1 + args.steps):  # the planner needs none, `tutti verify` some
+        for _ in islice(
+            steps(args.workload, args.batch), 1 + args.steps
+        ):  # the planner needs none, `tutti verify` some
             pass
         return
     rank = int(os.environ["RANK"])

@@ -1,4 +1,4 @@
-"""How fast this CPU runs convolutions and attention beside a square matrix product of as many FLOPs.
+"""How fast this CPU runs linear layers, convolutions and attention beside a square matrix product of as many FLOPs.
 
 Each is timed in turns with that product, so that a machine that changes its pace does so for both.
 """
@@ -32,9 +32,15 @@ def measure(device: torch.device, effort: Effort, *, threads: int = 1) -> dict[O
         return {}
     with gemm.on_threads(threads):
         return {
+            "gemm": _relative(layers(), device, effort),
             "conv": _relative(convolutions(), device, effort),
             "attention": _relative([attention()], device, effort),
         }
+
+
+def layers() -> list[Subject]:
+    """Linear layers: wider, narrower and as wide, of weights that stay in the caches: (rows, in, out)."""
+    return [_layer(512, 256, 1024), _layer(512, 1024, 256), _layer(256, 1024, 1024)]
 
 
 def convolutions() -> list[Subject]:
@@ -50,6 +56,12 @@ def attention() -> Subject:
         forward=lambda: F.scaled_dot_product_attention(query, key, value),
         flops=4.0 * batch * heads * positions**2 * width,
     )
+
+
+def _layer(rows: int, inputs: int, outputs: int) -> Subject:
+    weight, bias = torch.randn(outputs, inputs, requires_grad=True), torch.randn(outputs, requires_grad=True)
+    values = torch.randn(rows, inputs, requires_grad=True)
+    return Subject(forward=lambda: F.linear(values, weight, bias), flops=2.0 * rows * inputs * outputs)
 
 
 def _convolution(samples: int, channels: int, side: int) -> Subject:
