@@ -44,10 +44,8 @@ from workloads import WORKLOADS  # noqa: E402
 def main() -> None:
     args = parse_arguments()
     if args.plans is None:
-        for _ in islice(
-            steps(args.workload, args.batch), 1 + args.steps
-        ):  # the planner needs none, `tutti verify` some
-            pass
+        for _ in islice(steps(args.workload, args.batch), 1 + args.steps):
+            pass  # the planner needs no step, `tutti verify` some
         return
     rank = int(os.environ["RANK"])
     in_child(meet, args.limit)  # where `tutti run` looks for it: only then other hosts start their ranks
