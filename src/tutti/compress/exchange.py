@@ -85,11 +85,13 @@ class Exchange(ABC):
     """
 
     numel: int
-    density: float | None = None
-    """Of the next message, where the exchange chooses it by what it sees; the same on all ranks of the group."""
-
     def __init__(self, wire: Wire, states: dict[str, State], shared: dict[str, Tensor] | None = None) -> None:
         self.wire, self.states, self.shared = wire, states, shared or {}
+
+    @property
+    def density(self) -> float | None:
+        """Of the next message, where the exchange chooses it by what it sees; the same on all ranks of the group."""
+        return None
 
     @property
     def spans(self) -> dict[str, list[Span]]:

@@ -42,7 +42,7 @@ class Gravac(Gathered):
     ) -> None:
         sizes = [torch.Size(shape).numel() for shape in shapes]
         super().__init__(codec, sum(sizes), group=group, dtype=dtype, device=device, seed=seed)
-        self.gain, self.window = gain, window
+        self._least, self.gain, self.window = codec, gain, window
         self._starts = [end - size for end, size in zip(accumulate(sizes), sizes, strict=True) if size]
         most = max(FIRST_DENSITY, codec.density)
         self.shared = {"ladder": torch.tensor([most, 0, 0, 0, 0], dtype=torch.float64)}  # density, steps, the squares
@@ -102,14 +102,14 @@ class Gravac(Gathered):
         if fewer >= self.gain * whole > 0:
             density = self._thinner(density)
         elif sent < self.gain * whole:
-            density = min(max(FIRST_DENSITY, self.codec.density), 2 * density)
+            density = min(max(FIRST_DENSITY, self._least.density), 2 * density)
         return torch.tensor([density, 0, 0, 0, 0], dtype=torch.float64)
 
     def _thinner(self, density: float) -> float:
-        return max(self.codec.density, density / 2)
+        return max(self._least.density, density / 2)
 
     def _at(self, density: float) -> TopK:
-        return replace(self.codec, density=density)
+        return replace(self._least, density=density)
 
 
 def _square(values: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ class BetweenHosts(Exchange):
         return self._tiers.hosts
 
     @property
-    def density(self) -> float | None:  # type: ignore[override]
+    def density(self) -> float | None:
         return None if self.inner is None else self.inner.density
 
     def sent_nbytes(self, how: Compression | None, shapes: Sequence[Sequence[int]], itemsize: int) -> int:
