@@ -85,6 +85,7 @@ class Exchange(ABC):
     """
 
     numel: int
+
     def __init__(self, wire: Wire, states: dict[str, State], shared: dict[str, Tensor] | None = None) -> None:
         self.wire, self.states, self.shared = wire, states, shared or {}
 
