@@ -87,11 +87,7 @@ def make_run(session: Session, given: Given) -> Run:
     layout.traffic.clock = session.clock
     scope = _batch_scope(model, layout)
     originals, mixtures = dict(model.named_parameters(remove_duplicate=False)), mixtures_of(model)
-
-    def samples() -> tuple[Any, Any]:
-        return given.unpack(observer.sampled(_few_samples(given, session, plan)))[:2]
-
-    stages = cut_stages(model, plan, layout, samples)
+    stages = cut_stages(model, plan, layout, partial(_few_samples, given, session, plan, observer))
     shards = _take_apart(given, plan, layout, scope, stages, world.device)
     _hand_over(given, originals, layout, shards, world)
     source, unpack = feed_parts(model, given.source, given.unpack)
@@ -170,11 +166,12 @@ def _hand_over(given: Given, originals: dict[str, nn.Parameter], layout: Layout,
     bind_norms(given.optimizers, given.model, layout, world)
 
 
-def _few_samples(given: Given, session: Session, plan: Plan) -> Any:
-    """The first samples of the data, on the device: as many as one rank computes at once, at most 4."""
+def _few_samples(given: Given, session: Session, plan: Plan, observer: Observer) -> tuple[Any, Any]:
+    """The model's arguments for the first samples of the data, on the device: as many as one rank computes at once, at
+    most 4."""
     count = plan.batch.global_batch_size // (plan.batch.num_microbatches * plan.data_parallel_degree)
     batch = first_samples(given.source, session.settings.seed, max(1, min(count, 4)))
-    return to_device(batch, session.world.device)
+    return given.unpack(observer.sampled(to_device(batch, session.world.device)))[:2]
 
 
 def model_optimizers(model: nn.Module, optimizer: Any) -> tuple[Optimizer, ...]:

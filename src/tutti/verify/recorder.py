@@ -54,7 +54,17 @@ def recorder() -> "Recorder":
     return Recorder(recording)
 
 
-class Recorder:
+class Precise:
+    """Inputs in the precision in which is computed."""
+
+    recording: Recording
+
+    def sampled(self, batch: Any) -> Any:
+        """In float64 where the recording asks for it."""
+        return pytree.tree_map(_double, batch) if self.recording.double else batch
+
+
+class Recorder(Precise):
     """See `tutti.runtime.observe.Observer` for when each method is called."""
 
     def __init__(self, recording: Recording) -> None:
@@ -109,10 +119,6 @@ class Recorder:
             make_double(run)
         if self.recording.still:
             silence(run.model)
-
-    def sampled(self, batch: Any) -> Any:
-        """Those by which stages are cut, in the precision in which is computed."""
-        return pytree.tree_map(_double, batch) if self.recording.double else batch
 
     def loaded(self, step: int, batch: Any) -> Any:
         """Keep the batch and what the script changed since the last update; then start from one device's state."""
