@@ -23,12 +23,12 @@ def test_skipped_steps_several_under_way_and_checkpoints() -> None:
 
 
 @pytest.mark.skipif(not transport.AVAILABLE, reason="counts bytes with Linux's TCP_INFO")
-@pytest.mark.parametrize("world_size", [4, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (2, 5))])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.long), 4])
 def test_bytes_on_the_sockets_are_the_formulas(world_size: int) -> None:
     for found in run_ranks(ranks.bytes_sent, world_size, 400_000):
         for name, (formula, counted, sent) in found.items():
             assert counted == formula, name
-            assert sent == pytest.approx(formula, rel=0.01, abs=4000 * world_size), name  # headers
+            assert sent == pytest.approx(formula, rel=0.01, abs=15_000), name
 
 
 @pytest.mark.parametrize("world_size", [3, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (2, 4, 5, 8))])

@@ -59,11 +59,6 @@ seen = pytest.mark.skipif(
     reason="reads /proc, and what oneDNN holds was looked at on x86 alone",
 )
 
-wide = pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() != "AVX512",
-    reason="with blocks of 8 channels oneDNN holds 1.6 passes here, less than is predicted",
-)
-
 
 @seen
 @pytest.mark.parametrize(
@@ -77,11 +72,15 @@ def test_an_lstm_holds_ten_times_its_output(units: int, layers: int, samples: in
 @seen
 @pytest.mark.parametrize(
     ("inside", "out", "samples", "shape"),
-    [(48, 16, 4, (24, 24, 24)), pytest.param(16, 16, 8, (24, 24, 24), marks=wide), (64, 64, 16, (48, 48))],
+    [(48, 16, 4, (24, 24, 24)), (16, 16, 8, (24, 24, 24)), (64, 64, 16, (48, 48))],
 )
 def test_two_passes_over_input_and_output_are_held(inside: int, out: int, samples: int, shape: tuple[int, ...]) -> None:
     held = run_ranks(peak_in_backward, 1, inside, out, samples, shape)[0]
-    assert held == pytest.approx(constants.CONVOLUTION_PASSES, rel=0.12)
+    assert held <= 1.12 * constants.CONVOLUTION_PASSES
+    if torch.backends.cpu.get_cpu_capability() == "AVX512" or inside != 16:
+        assert held == pytest.approx(constants.CONVOLUTION_PASSES, rel=0.12)
+    else:  # in blocks of 8 channels oneDNN holds less: the prediction is a fifth too high there
+        assert held == pytest.approx(1.58, rel=0.05)
 
 
 def convolution(name: str, inside: float, out: float, kept: float, halo: float = 0.0) -> ModuleSpec:
