@@ -96,8 +96,8 @@ CONVOLUTION_PASSES: Final = 2.0
 """What the backward of a convolution holds on a host while it runs, in bytes of its input and output: the gradients of
 both, and a copy of the input and of the output's gradient in the order that oneDNN computes in. So it was seen in
 single convolutions in processes of their own (float32, 2 and 3 dims, 16 to 64 channels): tests/predict/
-test_convolution_memory.py sees it again. One channel or a 1 x 1 kernel takes less, and without AVX-512 so do 16 channels
-(1.58)."""
+test_convolution_memory.py sees it again. One channel or a 1 x 1 kernel takes less, and without AVX-512 so do 16
+channels (1.58)."""
 
 RECURRENT_PASSES: Final = 10.0
 """What the backward of a recurrent layer holds on a host while it runs, in bytes of its output: the gradients of what
