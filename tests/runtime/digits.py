@@ -46,9 +46,11 @@ def reach(
     optimizer: Callable[[Any], torch.optim.Optimizer] = momentum_sgd,
     plan_of: Callable[[Plan], Plan] = lambda plan: plan,
     seed: int = 1,
+    times: float = 1.0,
     **environment: str,
 ) -> Reached:
-    """Train on these ranks, replicas of each other, with a rate that falls twice; `plan_of` changes their plan."""
+    """Train on these ranks, replicas of each other, with a rate that falls twice; `plan_of` changes their plan, and
+    the training is `times` as long as exact sums are given."""
     plan = Plan(batch=BatchPlan(global_batch_size=BATCH), mesh={"replicate": int(os.environ["WORLD_SIZE"])})
     os.environ["TUTTI_PLAN"] = str(codec.save(plan_of(plan), Path.cwd() / f"plan-{os.getpid()}.json"))
     os.environ["TUTTI_RUN_FOLDER"] = str(Path.cwd() / f"run-{name}")
@@ -57,12 +59,13 @@ def reach(
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10))
     train, test = digits()
     steps = optimizer(model.parameters())
-    schedule = torch.optim.lr_scheduler.MultiStepLR(steps, [264, 374], gamma=0.1)
+    length = round(STEPS * times)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(steps, [length * 60 // 100, length * 85 // 100], gamma=0.1)
     model, _, loader = job.prepare(model, steps, train, F.cross_entropy, scheduler=schedule)
     losses: list[float] = []
-    for _ in job.epochs(STEPS):
+    for _ in job.epochs(length):
         losses += [job.step(batch) for batch in loader]
-        if len(losses) >= STEPS:
+        if len(losses) >= length:
             break
     right = job.evaluate(test, {"accuracy": lambda output, target: (output.argmax(1) == target).double()})
     reached = Reached(accuracy=right["accuracy"], last=sum(losses[-40:]) / 40, loss=job.evaluate(train)["loss"])

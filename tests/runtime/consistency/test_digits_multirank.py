@@ -1,13 +1,17 @@
-"""Handwritten digits with the modes that the planner may choose, at their longest periods: what it counts them with
-(plan.ways) stands on this."""
+"""Handwritten digits with the modes that the planner may choose, at their longest periods, for as many steps as it
+counts them with (plan.ways): then they are learnt as exact sums learn them."""
 
 import pytest
 
 from harness import preload, run_ranks
-from runtime.digits import Reached, reach
-from tutti.plan.ways import WAYS
+from runtime.digits import BATCH, Reached, reach
+from tutti.plan.choice import Request
+from tutti.plan.ways import WAYS, Way, samples_of
+from tutti.spec.plan import BatchPlan, Plan
 
 preload("sklearn.datasets")
+
+RANKS = 4
 
 APART = sorted((way for way in WAYS if way.mode != "synchronous"), key=lambda way: way.relaxed.period or 1)
 
@@ -16,14 +20,20 @@ LONGEST = {way.words: way for way in {(way.mode, way.compress, bool(way.relaxed.
 
 
 def reach_with(ways: list[str]) -> dict[str, Reached]:
-    """What is reached in every way."""
-    return {words: reach(words, plan_of=LONGEST[words].of) for words in ways}
+    """What is reached in every way, in the steps that the planner counts it with."""
+    return {words: reach(words, plan_of=LONGEST[words].of, times=counted(LONGEST[words])) for words in ways}
+
+
+def counted(way: Way) -> float:
+    """How many times the steps of exact sums."""
+    plan = Plan(batch=BatchPlan(global_batch_size=BATCH), mesh={"replicate": RANKS})
+    return samples_of(way, Request(script=plan, relax="relaxed"), plan)[0]
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.long
 def test_digits_are_learnt_in_every_mode_that_may_be_chosen() -> None:
-    for found in run_ranks(reach_with, 4, list(LONGEST), timeout_s=590):
+    for found in run_ranks(reach_with, RANKS, list(LONGEST), timeout_s=590):
         for way, one in found.items():
-            assert one.accuracy >= 0.97, f"{way}: {one}"
-            assert one.last <= 0.05, f"{way}: {one}"
+            assert one.last <= 0.02, f"{way}: {one}"  # 0.0015 to 0.0117 over three seeds
+            assert one.accuracy >= 0.965, f"{way}: {one}"  # 0.972 to 0.989: 5 samples of 360 lie between
