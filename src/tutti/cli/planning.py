@@ -16,7 +16,7 @@ from tutti.spec.words import AxisName
 if TYPE_CHECKING:
     from tutti.runtime.capture import Captured
 
-SEARCH_S = 8.0
+SEARCH_S = 7.0
 """A search of a uniform cluster ends after so many seconds with the best it has, and says what it left."""
 
 MIXED_SEARCH_S = 40.0
