@@ -89,7 +89,7 @@ def _searching(function: Any) -> Any:
                      help="With --noise-from or --samples-from: the quality, as test.accuracy=0.9."),
         click.option("--samples-from", multiple=True, type=click.Path(path_type=Path), metavar="RUN",
                      help="For --relax: samples to --target-quality as runs took them, an exact one and others."),
-        click.option("--seconds", type=click.FloatRange(0.1), help="End the search after so long (8; mixed 40)."),
+        click.option("--seconds", type=click.FloatRange(0.1), help="End the search after so long (7; mixed 40)."),
         click.option("--what-if", multiple=True, metavar="CHANGE",
                      help="Plan for another cluster: link=10gbit, devices=256, memory=80gb, speed=2x, storage=2GB/s."),
         click.option("--diff", nargs=2, type=click.Path(path_type=Path), metavar="A B",
