@@ -1,6 +1,8 @@
 """Handwritten digits with the modes that the planner may choose, at their longest periods, for as many steps as it
 counts them with (plan.ways): then they are learnt as exact sums learn them."""
 
+from statistics import mean
+
 import pytest
 
 from harness import preload, run_ranks
@@ -11,7 +13,7 @@ from tutti.spec.plan import BatchPlan, Plan
 
 preload("sklearn.datasets")
 
-RANKS = 4
+RANKS, SEEDS = 4, (1, 2, 3)
 
 APART = sorted((way for way in WAYS if way.mode != "synchronous"), key=lambda way: way.relaxed.period or 1)
 
@@ -19,9 +21,13 @@ LONGEST = {way.words: way for way in {(way.mode, way.compress, bool(way.relaxed.
 """By its words: of each mode and code, waited for or delayed, the way with the longest period."""
 
 
-def reach_with(ways: list[str]) -> dict[str, Reached]:
-    """What is reached in every way, in the steps that the planner counts it with."""
-    return {words: reach(words, plan_of=LONGEST[words].of, times=counted(LONGEST[words])) for words in ways}
+def reach_with(ways: list[str]) -> dict[str, list[Reached]]:
+    """What is reached in every way, in the steps that the planner counts it with, from every seed."""
+    return {words: [reached(LONGEST[words], seed) for seed in SEEDS] for words in ways}
+
+
+def reached(way: Way, seed: int) -> Reached:
+    return reach(f"{way.words}-{seed}", plan_of=way.of, seed=seed, times=counted(way))
 
 
 def counted(way: Way) -> float:
@@ -34,6 +40,6 @@ def counted(way: Way) -> float:
 @pytest.mark.long
 def test_digits_are_learnt_in_every_mode_that_may_be_chosen() -> None:
     for found in run_ranks(reach_with, RANKS, list(LONGEST), timeout_s=590):
-        for way, one in found.items():
-            assert one.last <= 0.02, f"{way}: {one}"  # 0.0015 to 0.0117 over three seeds
-            assert one.accuracy >= 0.965, f"{way}: {one}"  # 0.972 to 0.989: 5 samples of 360 lie between
+        for way, each in found.items():
+            assert max(one.last for one in each) <= 0.02, f"{way}: {each}"  # 0.0015 to 0.0117
+            assert mean(one.accuracy for one in each) >= 0.97, f"{way}: {each}"  # 0.973 to 0.984
