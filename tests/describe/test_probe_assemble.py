@@ -13,6 +13,7 @@ from tutti.spec import codec
 from tutti.spec.cluster import (
     ClusterSpec,
     CompressRate,
+    ConvolutionRate,
     DeviceKind,
     GemmRate,
     LinkPoint,
@@ -59,6 +60,7 @@ RATES = DeviceRates(
     notes=("something was skipped",),
     weights=(WeightRate(dtype="float32", forward=4e9, input_gradient=5e9, weight_gradient=6e9),),
     efficiency={"conv": 0.5},
+    convolutions=(ConvolutionRate(weight_nbytes=1000, relative=0.9),),
     codes=(CompressRate(method="one-bit", numel=1000, encode_s=4e-6, decode_s=2e-6),),
 )
 
@@ -82,6 +84,7 @@ def test_one_host_of_two_ranks() -> None:
     device = cluster.devices["CPU, 4 cores"]
     assert device.peak_flops_per_s == {"float32": 3e9, "bfloat16": 2e9}
     assert device.compress_rates == RATES.codes
+    assert device.convolution_rates == RATES.convolutions
     assert (device.weight_rates, device.efficiency) == (RATES.weights, {"conv": 0.5})
     assert (device.memory_bandwidth_bytes_per_s, device.cores, device.evidence) == (3e10, 4, "measured")
     assert cluster.conditions is not None
@@ -202,13 +205,15 @@ def test_of_hosts_that_measured_at_once_the_slowest_products_count_and_else_the_
         passed = WeightRate(dtype="float32", forward=pace, input_gradient=5.0 - pace, weight_gradient=1.0)
         code = CompressRate(method="qsgd", numel=8, encode_s=1 / pace, decode_s=0.1)
         return replace(RATES, gemm=gemm, memory=(MemoryRate(bytes_per_s=pace),), weights=(passed,), codes=(code,),
-                       kernel_overhead_s=1 / pace, efficiency={"conv": pace})  # fmt: skip
+                       kernel_overhead_s=1 / pace, efficiency={"conv": pace},
+                       convolutions=(ConvolutionRate(weight_nbytes=1000, relative=pace),))  # fmt: skip
 
     found = slowest({"a": rates(2.0, 512), "b": rates(1.0), "c": rates(2.2, 512)})
     assert [(rate.n, rate.flops_per_s) for rate in found.gemm] == [(256, 256.0)]  # b skipped N = 512
     assert found.memory[0].bytes_per_s == 2.0
     assert (found.weights[0].forward, found.weights[0].input_gradient) == (2.0, 3.0)
     assert (found.codes[0].encode_s, found.kernel_overhead_s, found.efficiency) == (0.5, 0.5, {"conv": 2.0})
+    assert [rate.relative for rate in found.convolutions] == [2.0]
     assert found.notes[0] == RATES.notes[0]
     assert [note.split(",")[0] for note in found.notes[1:]] == [
         "host b multiplies at 50% of the usual pace of its kind"

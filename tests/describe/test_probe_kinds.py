@@ -27,13 +27,32 @@ def test_what_is_measured_is_relative_to_products_timed_beside_it(monkeypatch: p
     """A product of 4 ms in each pass, forward and backward together 24 ms: 12 of 24."""
     monkeypatch.setattr(kinds, "_product_s", lambda *_: 4e-3)
     monkeypatch.setattr(kinds, "_there_and_back_s", lambda *_: 24e-3)
-    assert kinds.measure(CPU, QUICK) == dict.fromkeys(KINDS, pytest.approx(0.5))
+    found = kinds.measure(CPU, QUICK)
+    assert found.efficiency == dict.fromkeys(KINDS, pytest.approx(0.5))
+    assert [rate.relative for rate in found.convolutions] == pytest.approx([1.0] * 4)
+
+
+def test_sizes_of_convolutions_are_told_from_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes its own part more than products: all of them the mean by time, each one a part of that."""
+    subjects = kinds.convolutions()
+    slower = dict(zip((one.weight_nbytes for one in subjects), (4.0, 3.0, 2.0, 1.0), strict=True))
+    monkeypatch.setattr(kinds, "_product_s", lambda flops, *_: flops)
+    monkeypatch.setattr(kinds, "_there_and_back_s", lambda one, *_: 3 * one.flops * slower.get(one.weight_nbytes, 1.0))
+    found = kinds.measure(CPU, QUICK)
+    assert [rate.weight_nbytes for rate in found.convolutions] == sorted(slower)
+    own = [found.efficiency["conv"] * rate.relative for rate in found.convolutions]
+    assert own == pytest.approx([1 / 4, 1 / 3, 1 / 2, 1.0])
+    flops = [one.flops for one in subjects]
+    took = sum(one * times for one, times in zip(flops, (4.0, 3.0, 2.0, 1.0), strict=True))
+    assert found.efficiency == {"gemm": 1.0, "conv": pytest.approx(sum(flops) / took), "attention": 1.0}
 
 
 def test_all_kinds_are_measured_on_a_cpu_where_there_is_time_for_them() -> None:
     threads = torch.get_num_threads()
     found = kinds.measure(CPU, replace(QUICK, repeats=1))
-    assert set(found) == set(KINDS)
-    assert all(0 < value < 20 for value in found.values())
+    assert set(found.efficiency) == set(KINDS)
+    assert all(0 < value < 20 for value in found.efficiency.values())
+    assert all(0 < rate.relative < 20 for rate in found.convolutions)
     assert torch.get_num_threads() == threads
-    assert kinds.measure(CPU, replace(QUICK, kinds=0)) == kinds.measure(torch.device("cuda"), QUICK) == {}
+    nothing = kinds.measure(CPU, replace(QUICK, kinds=0))
+    assert nothing == kinds.measure(torch.device("cuda"), QUICK) == kinds.Kinds()

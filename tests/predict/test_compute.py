@@ -12,9 +12,11 @@ from tutti.errors import PlanError
 from tutti.predict import compute, constants
 from tutti.predict.compute import op_table
 from tutti.predict.placement import Seat, place
-from tutti.predict.worker import Curve, Worker, worker_at
-from tutti.spec.cluster import DeviceSpec, GemmRate, MemoryRate, WeightRate
-from tutti.spec.model import ModelSpec, ModuleSpec, OpCost
+from tutti.predict.worker import Curve, Pace, Worker, worker_at
+from tutti.spec.cluster import ConvolutionRate, DeviceSpec, GemmRate, MemoryRate, WeightRate
+from tutti.spec.model import ModelSpec, ModuleSpec, OpCost, OpKind
+
+FREE = Pace(forward_s=0.0, backward_s=0.0)
 
 
 def seat(device: DeviceSpec, ranks: int) -> Seat:
@@ -191,6 +193,25 @@ def test_convolutions_go_over_their_weights_at_their_own_pace_where_it_was_measu
     )
     assert ahead == pytest.approx([1e6 / 8e9, 1e6 / 2e9])
     assert back == pytest.approx([2 * 1e6 / 8e9, 2 * 1e6 / 1e9])
+
+
+def test_convolutions_have_the_rate_of_their_size() -> None:
+    """1 MB of weights between 0.01 and 100 MB: halfway in logarithms; beyond the points as at the nearest; what is no
+    convolution does not ask."""
+    sizes = tuple(ConvolutionRate(weight_nbytes=n, relative=part) for n, part in ((100e6, 1.25), (1e4, 0.75)))
+    device = cpu(efficiency={"conv": 0.5, "gemm": 0.85}, convolution_rates=sizes)
+    who = worker_at(seat(device, 1), "float32", "full")
+
+    def compute_s(kind: OpKind, nbytes: float) -> float:
+        op = dataclasses.replace(products(first=False), kind=kind, weight_nbytes=nbytes)
+        model = ModelSpec(name="m", modules=(ModuleSpec(name="a", kind="A", ops=(op,)),))
+        return compute.forward(op_table(model), dataclasses.replace(who, weights=FREE, convolution_weights=FREE),
+                               3000, 1).compute_s  # fmt: skip
+
+    alone = 3e9 / 32e9
+    found = [compute_s("conv", nbytes) for nbytes in (1e6, 1e4, 10.0, 100e6, 200e6)]
+    assert found == pytest.approx([alone / (0.5 * part) for part in (1.0, 0.75, 0.75, 1.25, 1.25)])
+    assert compute_s("gemm", 1e4) == pytest.approx(alone / 0.85)
 
 
 def test_no_samples_no_time() -> None:

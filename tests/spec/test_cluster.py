@@ -14,6 +14,7 @@ from tutti.spec.cluster import (
     ClusterSpec,
     CompressRate,
     Conditions,
+    ConvolutionRate,
     DeviceSpec,
     GemmRate,
     LinkPoint,
@@ -89,6 +90,7 @@ DEVICE = DeviceSpec(
     gemm=(GEMM,), gemm_concurrent=(GEMM,), memory_rates=(MemoryRate(bytes_per_s=1e10),),
     weight_rates=(WeightRate(dtype="float32", forward=1e9, input_gradient=1e9, weight_gradient=1e9),),
     compress_rates=(CompressRate(method="top-k", numel=2**20, encode_s=1e-3, decode_s=1e-3),),
+    convolution_rates=(ConvolutionRate(weight_nbytes=2**20, relative=1.5),),
     efficiency={"conv": 0.5}, power_w=100.0, price_per_device_hour=1.0, year=2024,
 )  # fmt: skip
 LINK = LinkSpec(
@@ -152,8 +154,9 @@ def test_every_number_of_every_spec_is_one_that_a_machine_can_have(part: Any, na
 
 
 def test_every_kind_of_spec_is_looked_at() -> None:
-    kinds = {GemmRate, MemoryRate, WeightRate, CompressRate, DeviceSpec, LinkPoint, LinkSpec, NodeSpec, Conditions}
-    assert {type(part) for part in parts_of(FULL)} == kinds | {ClusterSpec}
+    rates = {GemmRate, MemoryRate, WeightRate, CompressRate, ConvolutionRate}
+    kinds = {ClusterSpec, DeviceSpec, LinkPoint, LinkSpec, NodeSpec, Conditions}
+    assert {type(part) for part in parts_of(FULL)} == kinds | rates
     assert len({(type(part), name) for part, name in EVERY}) >= 45
 
 

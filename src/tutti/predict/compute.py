@@ -145,6 +145,13 @@ def backward(table: OpTable, worker: Worker, samples: int, modules: int) -> Work
     return _work(table, worker, samples, modules, passed)
 
 
+def _efficiency(table: OpTable, worker: Worker) -> Array:
+    """(operators,): the rate of each, relative to a square product of as many FLOPs."""
+    each: Array = worker.efficiency[table.kind]
+    convolved = table.kind == KINDS.index("conv")
+    return np.where(convolved, each * worker.convolutions.at(table.weight_nbytes), each)
+
+
 def _over_weights(table: OpTable, products_s: float, convolutions_s: float) -> Array:
     """(operators,): seconds in which one product of each goes over its weights, in so many a byte."""
     each: Array = np.where(table.kind == KINDS.index("conv"), convolutions_s, products_s)
@@ -168,7 +175,7 @@ def _work(table: OpTable, worker: Worker, samples: int, modules: int, passed: _P
     products = np.maximum(passed.calls, 1.0)
     in_matrix = products * worker.matrix.time(samples * passed.flops / products)
     in_vector = samples * passed.flops / worker.vector_rate
-    compute = np.where(table.matrix, in_matrix, in_vector) / worker.efficiency[table.kind]
+    compute = np.where(table.matrix, in_matrix, in_vector) / _efficiency(table, worker)
     weights = np.where(table.matrix & (passed.flops > 0), passed.weights_s, 0.0)
     width = np.where(table.matrix & worker.half, 0.5, 1.0)
     memory = (samples * passed.nbytes * width + passed.weight_nbytes) / worker.bandwidth_bytes_per_s

@@ -57,13 +57,26 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BySize:
+    """A part of a rate by the bytes of an operator's weights: straight against their logarithm between known points,
+    beyond them as at the nearest."""
+
+    weight_nbytes: Array
+    part: Array
+
+    def at(self, weight_nbytes: Array) -> Array:
+        return np.interp(np.log(np.maximum(weight_nbytes, 1.0)), np.log(self.weight_nbytes), self.part)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Worker:
     """What one rank computes with: `matrix` for matrix operators in the plan's precision and `weights` for what they do
     besides with those, convolutions with theirs at their own pace, `vector_rate` for others.
 
     `kernel_overhead_s`: of a bare operator call; `call_s`: of one in a model, with all that is around it; `gap_s`: None
     where that is the worker's own time, else what lies between two kernels while another, the host, makes the calls.
-    `efficiency`: of each operator kind in `KINDS`, relative to a square product.
+    `efficiency`: of each operator kind in `KINDS`, relative to a square product; `convolutions`: the part of that which
+    convolutions of a size reach.
     `slowdown` multiplies all its work (more ranks than cores). `half`: autocast in a 2-byte type.
     """
 
@@ -73,6 +86,7 @@ class Worker:
     vector_rate: float
     bandwidth_bytes_per_s: float
     efficiency: Array
+    convolutions: BySize
     kernel_overhead_s: float
     call_s: float
     gap_s: float | None
@@ -121,6 +135,7 @@ def worker_at(seat: Seat, model_dtype: str, precision: Precision) -> Worker:
         vector_rate=base.best_rate,
         bandwidth_bytes_per_s=rank_bandwidth(seat),
         efficiency=np.array([device.efficiency.get(kind, constants.EFFICIENCY[kind]) for kind in KINDS]),
+        convolutions=_by_size(device),
         kernel_overhead_s=overhead,
         call_s=overhead * constants.CALL_FACTOR,
         gap_s=constants.KERNEL_GAP_S if device.kind == "cuda" else None,
@@ -184,6 +199,12 @@ def _measured(seat: Seat, rates: list[GemmRate]) -> Curve:
     largest = np.array([max(alone.flops[-1], whole.flops[-1])])
     gained = float(alone.time(largest)[0] / whole.time(largest)[0])
     return Curve(flops=alone.flops, seconds=alone.seconds * max(1.0, at_once / gained))
+
+
+def _by_size(device: DeviceSpec) -> BySize:
+    points = sorted((float(rate.weight_nbytes), rate.relative) for rate in device.convolution_rates) or [(1.0, 1.0)]
+    nbytes, parts = np.array(points).T
+    return BySize(weight_nbytes=nbytes, part=parts)
 
 
 def _pace(seat: Seat, dtype: str, kind: WeightKind = "gemm") -> tuple[Pace, list[str]]:

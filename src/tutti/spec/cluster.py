@@ -103,6 +103,18 @@ class WeightRate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ConvolutionRate:
+    """How fast convolutions with so many bytes of weights are, in float32: `relative` to what `efficiency` says of all
+    of them. Those of few channels have little to do with each value that they read."""
+
+    weight_nbytes: Bytes
+    relative: float
+
+    def __post_init__(self) -> None:
+        _check(self, "convolution rate")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CompressRate:
     """Seconds that one process takes to write a gradient of `numel` float32 values in fewer bytes (`encode_s`, with
     what is kept back) and to add what such a message says to a sum (`decode_s`).
@@ -130,6 +142,7 @@ class DeviceSpec:
     data sheet; `gemm_concurrent`: of several at once, which is what data-parallel ranks sharing a CPU get.
     `memory_rates`: both kinds. `cores`: of a CPU device, shared by its ranks. `efficiency`: rates of operator kinds
     relative to a square product of as many FLOPs, where they are known better than what is assumed of all devices.
+    `convolution_rates`: how `efficiency["conv"]` differs by size; none: it does not.
     `weight_rates`: of products and convolutions on a CPU; without any it is assumed how often weights are gone over.
     `compress_rates`: of writing gradients in fewer bytes, measured; where a method has none, its time is assumed.
     """
@@ -143,6 +156,7 @@ class DeviceSpec:
     gemm_concurrent: tuple[GemmRate, ...] = ()
     memory_rates: tuple[MemoryRate, ...] = ()
     weight_rates: tuple[WeightRate, ...] = ()
+    convolution_rates: tuple[ConvolutionRate, ...] = ()
     compress_rates: tuple[CompressRate, ...] = ()
     kernel_overhead_s: Seconds = 0.0
     efficiency: dict[OpKind, float] = field(default_factory=dict)

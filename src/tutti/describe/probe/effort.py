@@ -13,8 +13,8 @@ class Effort:
     to take longer than that is skipped. `link_budget_s` bounds one message size likewise. `concurrent_sizes`:
     sizes measured again while all ranks of a host compute. `weight_size`: of the square weights that products of few
     rows go over, larger than caches near a core; `weight_caches`: how many times the caches' size they have together.
-    `kinds`: how often convolutions and attention are timed. `codes_numel`: gradients' sizes that are written in fewer
-    bytes; `codes_budget_s` bounds all of that after compiling.
+    `kinds`: how often layers, convolutions and attention are timed. `codes_numel`: gradients' sizes that are written in
+    fewer bytes; `codes_budget_s` bounds all of that after compiling.
     """
 
     gemm_sizes: tuple[int, ...]
@@ -51,7 +51,7 @@ QUICK = Effort(
     disk_nbytes=64 * MIB,
     weight_size=2048,
     weight_caches=4.0,
-    kinds=1,
+    kinds=2,
     codes_numel=(2**20,),
     codes_budget_s=1.5,
 )

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from tutti.describe.probe.host import HostFacts
-from tutti.spec.cluster import CompressRate, DeviceKind, GemmRate, LinkSpec, MemoryRate, WeightRate
+from tutti.spec.cluster import CompressRate, ConvolutionRate, DeviceKind, GemmRate, LinkSpec, MemoryRate, WeightRate
 from tutti.spec.model import OpKind
 
 
@@ -31,6 +31,7 @@ class DeviceRates:
     notes: tuple[str, ...]
     weights: tuple[WeightRate, ...] = ()
     efficiency: dict[OpKind, float] = field(default_factory=dict)
+    convolutions: tuple[ConvolutionRate, ...] = ()
     codes: tuple[CompressRate, ...] = ()
 
 

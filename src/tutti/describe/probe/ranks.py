@@ -148,7 +148,7 @@ def _device_rates(
     say("products of few rows")
     passed = weights.measure(device, effort, threads=threads, dtypes=natively, meet=meet)
     say("convolutions and attention")
-    kinds_found = kinds.measure(device, effort)
+    found_kinds = kinds.measure(device, effort)
     say("gradients in fewer bytes")
     coded = codes.measure(device, effort)
     return DeviceRates(
@@ -157,7 +157,8 @@ def _device_rates(
         kernel_overhead_s=memory.kernel_overhead_s(device),
         notes=found.notes,
         weights=passed,
-        efficiency=kinds_found,
+        efficiency=found_kinds.efficiency,
+        convolutions=found_kinds.convolutions,
         codes=coded,
     )
 

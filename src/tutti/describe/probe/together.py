@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from tutti.describe.probe.findings import DeviceRates
-from tutti.spec.cluster import CompressRate, GemmRate, MemoryRate, WeightRate
+from tutti.spec.cluster import CompressRate, ConvolutionRate, GemmRate, MemoryRate, WeightRate
 
 BEHIND = 0.85
 """A host whose products run at less than this part of the hosts' median pace is named."""
@@ -33,6 +33,7 @@ def slowest(found: Mapping[str, DeviceRates]) -> DeviceRates:
         codes=merged([one.codes for one in all_found], lambda rate: (rate.method, rate.numel), _codes),
         kernel_overhead_s=statistics.median(one.kernel_overhead_s for one in all_found),
         efficiency=efficiency,
+        convolutions=merged([one.convolutions for one in all_found], lambda rate: rate.weight_nbytes, _convolutions),
         notes=(*dict.fromkeys(note for one in all_found for note in one.notes), *_behind(found)),
     )
 
@@ -64,6 +65,10 @@ def median_weights(rates: list[WeightRate]) -> WeightRate:
         input_gradient=statistics.median(rate.input_gradient for rate in rates),
         weight_gradient=statistics.median(rate.weight_gradient for rate in rates),
     )
+
+
+def _convolutions(rates: list[ConvolutionRate]) -> ConvolutionRate:
+    return replace(rates[0], relative=statistics.median(rate.relative for rate in rates))
 
 
 def _codes(rates: list[CompressRate]) -> CompressRate:
