@@ -171,7 +171,9 @@ def test_samples_of_stolen_time_are_set_aside_while_there_is_patience() -> None:
     assert rounds.samples == [1.0, 10.0 + timing.MOST_ROUNDS]
 
 
-def test_a_dip_with_size_is_measured_again_and_the_better_rate_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_size_that_is_slower_than_another_is_measured_again_and_the_better_rate_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def rate(n: int, flops_per_s: float, dtype: str = "float32") -> GemmRate:
         return GemmRate(dtype=dtype, n=n, flops_per_s=flops_per_s)
 
@@ -180,14 +182,14 @@ def test_a_dip_with_size_is_measured_again_and_the_better_rate_kept(monkeypatch:
     def sizes(device: Any, effort: Any, dtype: str, threads: int, wanted: tuple[int, ...], concurrent: int) -> Any:
         (n,) = wanted
         asked.append((dtype, n))
-        return [rate(n, {"float32": 9.8, "float16": 0.5}[dtype], dtype)], [], 1.0
+        return [rate(n, {"float32": 9.9 if n == 2048 else 9.8, "float16": 0.5}[dtype], dtype)], [], 1.0
 
     monkeypatch.setattr(gemm, "_sizes", sizes)
-    first = [rate(256, 9.0), rate(512, 10.0), rate(1024, 7.0), rate(2048, 9.0)]
+    first = [rate(256, 9.0), rate(512, 10.0), rate(1024, 7.0), rate(2048, 9.4)]
     slower = [rate(256, 2.0, "float16"), rate(512, 1.0, "float16")]
     found = gemm.again([*first, *slower], CPU, TINY)
-    assert asked == [("float32", 1024), ("float16", 512)]
-    assert [one.flops_per_s for one in found] == [9.0, 10.0, 9.8, 9.0, 2.0, 1.0]
+    assert asked == [("float32", 256), ("float32", 1024), ("float32", 2048), ("float16", 512)]
+    assert [one.flops_per_s for one in found] == [9.8, 10.0, 9.8, 9.9, 2.0, 1.0]
 
 
 def test_a_size_whose_samples_are_apart_is_measured_again_and_the_better_rate_kept(

@@ -15,8 +15,8 @@ Say = Callable[[str], None]
 GRANTED = 0.8
 """A process that has a core for less of its time shares it: what it measures then is a part of the machine."""
 
-DIP = 0.88
-"""Larger products are about as quick as smaller ones; a rate below this part of a smaller size's is looked at again."""
+DIP = 0.95
+"""Products are about as quick whatever their size; a rate below this part of the best size's is looked at again."""
 
 APART = 0.5
 """So is one whose samples are further apart, as a part of their median: they were disturbed, maybe all but a few."""
@@ -101,8 +101,8 @@ def again(rates: Sequence[GemmRate], device: torch.device, effort: Effort) -> tu
     """
     found: list[GemmRate] = []
     for rate in rates:
-        smaller = [one.flops_per_s for one in found if (one.dtype, one.threads) == (rate.dtype, rate.threads)]
-        if rate.spread > APART or (smaller and rate.flops_per_s < DIP * max(smaller)):
+        alike = [one.flops_per_s for one in rates if (one.dtype, one.threads) == (rate.dtype, rate.threads)]
+        if rate.spread > APART or rate.flops_per_s < DIP * max(alike):
             with on_threads(rate.threads):
                 second, _, _ = _sizes(device, effort, rate.dtype, rate.threads, (rate.n,), rate.concurrent)
             rate = max(rate, *second, key=lambda one: one.flops_per_s)
