@@ -171,6 +171,7 @@ class Llama(nn.Module):
 """
 
 
+@pytest.mark.long
 def test_a_70_billion_parameter_model_needs_no_memory(tmp_path: Path) -> None:
     (tmp_path / "llama.py").write_text(LLAMA, encoding="utf-8")
     script = tmp_path / "describe.py"

@@ -27,6 +27,7 @@ def test_longer_products_of_fewer_rows_do_not_make_rows_negative() -> None:
     assert weights.pace(1e6, 2e-3, 1e-3) == pytest.approx(1e6 / 2e-3)
 
 
+@pytest.mark.long
 def test_native_dtypes_are_measured_on_every_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_num_threads()
     monkeypatch.setattr(weights, "ROUNDS", 1)  # for time: what they are for is tested below

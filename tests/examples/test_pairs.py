@@ -145,7 +145,7 @@ def test_a_pair_differs_in_main_only_and_there_in_few_lines(name: str) -> None:
         assert sum(call in line for line in added) == 1
 
 
-@pytest.mark.parametrize("name", ["digits", "gpt", "dlrm", "unet3d"])
+@pytest.mark.parametrize("name", ["digits", pytest.param("gpt", marks=pytest.mark.long), "dlrm", "unet3d"])
 def test_a_pair_has_the_same_losses_and_prints_the_same_on_one_rank_and_on_two(name: str) -> None:
     """From one first state, on the batches that tutti made: plain PyTorch, one rank, two ranks."""
     one, lines, plain, plain_lines = run_ranks(pair, 1, name)[0]

@@ -36,6 +36,7 @@ def trained(lab: Lab, folder: Path, nproc: int) -> list[float]:
     return losses(folder)
 
 
+@pytest.mark.long
 def test_hosts_of_a_lab_train_as_one_host_does(tmp_path: Path) -> None:
     with lab_or_skip(1) as one:
         expected = trained(one, tmp_path / "one", 1)
@@ -63,6 +64,7 @@ def test_the_command_line_trains_on_all_hosts(tmp_path: Path) -> None:
     assert {path.name for path in (folder / "ranks").iterdir()} == {"0", "1"}
 
 
+@pytest.mark.long
 def test_what_fails_on_all_hosts_is_said_once(tmp_path: Path) -> None:
     needs_labs()
     name = f"once-{tmp_path.name}"

@@ -61,6 +61,7 @@ def test_a_failure_on_one_node_ends_both_and_each_says_what_it_knows(tmp_path: P
         second.assert_nothing_left()
 
 
+@pytest.mark.long
 def test_a_shared_folder_lets_every_node_name_the_cause(tmp_path: Path) -> None:
     meet = f"127.0.0.1:{free_port()}"
     with (
@@ -78,6 +79,7 @@ def lab() -> Iterator[Lab]:
         yield made
 
 
+@pytest.mark.long
 def test_two_hosts_of_their_own_train_together(lab: Lab, tmp_path: Path) -> None:
     meet = f"{lab.address(0)}:29500"
     with (

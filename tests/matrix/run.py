@@ -22,7 +22,12 @@ from matrix.plans import Column, columns  # noqa: E402
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="*:*", metavar="FAMILY:PLAN", help="globs over names; a part may be left out")
+    parser.add_argument(
+        "--only",
+        action="append",
+        metavar="FAMILY:PLAN",
+        help="globs over names; a part may be left out; may be given several times",
+    )
     parser.add_argument("--quick", action="store_true", help="the cells that must be exact")
     parser.add_argument("--jobs", type=int, default=2, help="cells at a time")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds for a cell")
@@ -33,15 +38,14 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def wanted(only: str, quick: bool) -> list[tuple[Family, Column]]:
+def wanted(only: list[str], quick: bool) -> list[tuple[Family, Column]]:
     """The cells asked for, plan by plan."""
-    family_glob, _, plan_glob = only.partition(":")
-    rows = [row for row in families().values() if fnmatchcase(row.name, family_glob or "*")]
+    globs = [(family or "*", plan or "*") for family, _, plan in (words.partition(":") for words in only)]
     return [
         (row, column)
         for column in columns().values()
-        if fnmatchcase(column.name, plan_glob or "*")
-        for row in rows
+        for row in families().values()
+        if any(fnmatchcase(row.name, family) and fnmatchcase(column.name, plan) for family, plan in globs)
         if not quick or row.name in column.quick
     ]
 
@@ -59,9 +63,9 @@ def main() -> int:
     if args.list:
         print("\n".join(["rows:", *families(), "", "columns:", *columns()]))
         return 0
-    cells = wanted(args.only, args.quick)
+    cells = wanted(args.only or ["*"], args.quick)
     if not cells:
-        print(f"no cell matches {args.only!r}; --list names rows and columns")
+        print(f"no cell matches {', '.join(args.only)!r}; --list names rows and columns")
         return 2
     started = time.time()
 

@@ -168,7 +168,7 @@ def digits(code: str) -> tuple[float, float]:
     return float(nn.functional.cross_entropy(output, labels)), float((output.argmax(1) == labels).float().mean())
 
 
-@pytest.mark.parametrize("code", ["OneBit()", "ByteGrad(feedback=True)"])
+@pytest.mark.parametrize("code", ["OneBit()", pytest.param("ByteGrad(feedback=True)", marks=pytest.mark.long)])
 def test_digits_train_although_some_pixels_are_always_zero(code: str) -> None:
     """Three pixels never have a gradient: there the published 1-bit Adam divides its scale by eps, and goes to NaN."""
     one, other = run_ranks(digits, 2, code)

@@ -97,7 +97,13 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    "hosts", [(2,), pytest.param((4,), marks=pytest.mark.long), (2, 2), pytest.param((1, 1), marks=pytest.mark.long)]
+    "hosts",
+    [
+        pytest.param((2,), marks=pytest.mark.long),
+        pytest.param((4,), marks=pytest.mark.long),
+        (2, 2),
+        pytest.param((1, 1), marks=pytest.mark.long),
+    ],
 )
 def test_bytes_of_every_step_are_those_that_ranks_count(hosts: tuple[int, ...]) -> None:
     model = spec()

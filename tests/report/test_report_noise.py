@@ -83,6 +83,7 @@ def test_a_scale_that_does_not_stand_out_is_not_used(tmp_path: Path) -> None:
         samples_at_small_batches(read_records(folder), None)
 
 
+@pytest.mark.long
 def test_the_planner_takes_it(tmp_path: Path) -> None:
     cluster = codec.save(cards(2, 4), tmp_path / "machines.json")
     run = with_noise(tmp_path / "run", 128.0)

@@ -137,7 +137,14 @@ def scaled_and_not(plan: dict[str, Any]) -> dict[str, list[Run]]:
     return found
 
 
-@pytest.mark.parametrize(("mesh", "ranks"), [("replicas", 2), ("ZeRO-1", 2), ("ZeRO-2", 2)])
+@pytest.mark.parametrize(
+    ("mesh", "ranks"),
+    [
+        ("replicas", 2),
+        pytest.param("ZeRO-1", 2, marks=pytest.mark.long),
+        pytest.param("ZeRO-2", 2, marks=pytest.mark.long),
+    ],
+)
 def test_what_is_kept_back_follows_the_loss_scale(mesh: str, ranks: int) -> None:
     """A scale that grows, falls and grows changes no bit of a training."""
     found = run_ranks(scaled_and_not, ranks, MESHES[mesh], timeout_s=110)
@@ -161,7 +168,9 @@ def in_folder(folder: str, precision: str, ranks: int, steps: int, before: str |
     return found
 
 
-@pytest.mark.parametrize(("ranks", "precision"), [(2, "full"), (3, "full"), (2, "float16")])
+@pytest.mark.parametrize(
+    ("ranks", "precision"), [pytest.param(2, "full", marks=pytest.mark.long), (3, "full"), (2, "float16")]
+)
 def test_a_checkpoint_says_in_which_scale_it_keeps(tmp_path: Path, ranks: int, precision: str) -> None:
     """A run without a scale takes up all that was kept, unscaled; one with a scale goes on with it."""
     first = run_ranks(in_folder, 3, f"{tmp_path}/first", "float16", 3, STEPS, timeout_s=110)

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tutti.spec import codec
 from tutti.spec.verdict import Verdict
 from verify.running import HERE
@@ -29,6 +31,7 @@ def test_a_correct_script_with_a_plan_and_arguments(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.json", "run"]
 
 
+@pytest.mark.long
 def test_a_broken_script_as_json(tmp_path: Path) -> None:
     script = str(HERE / "broken" / "own_batch_norm.py")
     done = tutti_verify(tmp_path, "--nproc", "2", "--steps", "1", "--json", "--output", "verdict.json", script)
