@@ -14,9 +14,11 @@ from tutti.plan import Request, choose
 from tutti.plan.choice import Alternative
 from tutti.plan.explore import Costed
 from tutti.plan.reasons import _cause, _compute_cause, _one_device, remarks
+from tutti.plan.search import _best
 from tutti.predict import predict
 from tutti.spec.cluster import ClusterSpec
 from tutti.spec.plan import LayoutRule, Plan
+from tutti.spec.words import AxisName
 
 REQUEST = Request(script=plan(64), scope="all")
 
@@ -95,3 +97,13 @@ def test_a_search_without_any_finite_time_ends_in_a_sentence(scope: Any, monkeyp
     monkeypatch.setattr("tutti.plan.objectives.value", lambda *_: math.inf)
     with pytest.raises(PlanError, match=r"has a throughput that can be compared .*correct the cluster file"):
         choose(mlp(64, 1), cluster(cpu(), (link("node"),)), dataclasses.replace(REQUEST, scope=scope))
+
+
+@pytest.mark.parametrize(("gain", "chosen"), [(0.015, "replicate"), (0.03, "shard")])
+def test_of_plans_as_good_copies_are_taken(gain: float, chosen: AxisName) -> None:
+    """They ask nothing of a model; what divides it must be more than a tie's width better."""
+    machines = cluster(cpu(), count=2)
+    copies = costed(machines, plan(64, 2))
+    parts = costed(machines, dataclasses.replace(plan(64), mesh={"shard": 2}))
+    parts = dataclasses.replace(parts, value=(1 - gain) * copies.value)
+    assert _best([parts, copies], REQUEST).plan.mesh == {chosen: 2}

@@ -1,5 +1,6 @@
 """Where the groups of a mesh lie, and who shares which link."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -81,6 +82,18 @@ def test_what_exchanges_take_of_a_ranks_cores(core_ns: float | None, ranks: int,
     group = network(machine, seats, plan).group("replicate")
     sent_s = group.all_reduce(1e6) - (0 if core_ns is None else 2 * 1e-3)
     assert group.on_cores(seats[0]).all_reduce(1e6) == pytest.approx(share * sent_s)
+
+
+def test_of_a_core_that_hosts_take_turns_on_a_rank_has_its_part() -> None:
+    """4 ns of a core for a byte, of which a rank has four, or two where two hosts take turns on each."""
+    machine = cluster(count=2, links=(link("network", 1e-3, 1.25e8, core_s_per_nbyte=4e-9),))
+    taken = []
+    for turns in (1.0, 2.0):
+        shared = replace(machine, nodes=tuple(replace(node, turns=turns) for node in machine.nodes))
+        seats = place(shared, 2)
+        group = network(shared, seats, meshed(64, mesh={"replicate": 2})).group("replicate")
+        taken.append(group.on_cores(seats[0]).all_reduce(1e6))
+    assert taken == pytest.approx([1e6 * 4e-9 / 4, 1e6 * 4e-9 / 2])
 
 
 @given(

@@ -257,6 +257,7 @@ def _best(good: list[Costed], request: Request) -> Costed:
             one.plan.world_size,
             one.plan.precision != script.precision,
             mechanisms(one.plan),
+            one.plan.degree("replicate") < one.plan.world_size,  # copies ask nothing of a model
             one.plan.batch.num_microbatches,
             len(one.plan.shares) + len(one.plan.split_shares),
             len(one.plan.layout),

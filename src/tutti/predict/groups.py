@@ -114,8 +114,9 @@ class Group:
 
     def on_cores(self, seat: Seat) -> "Group":
         """The group in seconds that an exchange hidden behind a rank's own work costs this work all the same, because
-        CPU cores do both: never more than the exchange takes, and no more where links are quicker."""
-        cores = max(1, seat.device.cores) / seat.sharing
+        CPU cores do both: never more than the exchange takes, and no more where links are quicker. Of a core that
+        hosts take turns on, a rank has its turn's part."""
+        cores = max(1, seat.device.cores) / seat.sharing / seat.node.turns
 
         def taken(link: Link | None, tier: LinkTier) -> Link | None:
             if link is None or seat.device.kind == "cpu":
