@@ -14,6 +14,7 @@ from tutti.predict import predict
 from tutti.predict.groups import Network, Span, network, span_of
 from tutti.predict.placement import place
 from tutti.spec.model import ModelSpec
+from tutti.spec.plan import Sync
 
 
 def net(mesh: Any, machine: Any = None) -> Network:
@@ -229,3 +230,18 @@ def test_more_bandwidth_is_never_slower_and_bytes_never_quicker(degrees: Any, nb
             assert getattr(quick.group(axis), way)(nbytes) <= seconds(nbytes) * (1 + 1e-12)
             assert seconds(nbytes) <= seconds(2 * nbytes)
             assert seconds(0.0) == 0.0
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+def test_where_hosts_take_turns_less_of_an_exchange_is_hidden(hidden: bool) -> None:
+    """The more hosts take turns on a core, the longer a link of some speed is waited for; one that costs no time never
+    is. (Switching costs the same for any number above one.)"""
+    slow = link("network", 1e-4, 1.5e7, core_s_per_nbyte=0.0)
+    machine = cluster(count=2, links=(slow if hidden else link("network", 0.0, 1e18),))
+    copies = replace(meshed(2048, mesh={"replicate": 2}), sync=Sync(bucket_nbytes=2**20))
+    waited = []
+    for turns in (1.5, 2.0, 4.0):
+        shared = replace(machine, nodes=tuple(replace(node, turns=turns) for node in machine.nodes))
+        waited.append(predict(mlp(512, 6), shared, copies).phases["exposed_communication"])
+    assert (waited[1] > 1.01 * waited[0] and waited[2] > 1.01 * waited[1]) == hidden
+    assert hidden or waited == pytest.approx([waited[0]] * 3)

@@ -112,6 +112,7 @@ def synchronise(
     kind, microbatches = net.seats[0].device.kind, plan.batch.num_microbatches
     if plan.sync.mode != "synchronous":
         return _apart(columns, net, plan, microbatches * float(passes[0].sum() + passes[1].sum()))
+    taken = taken.in_turns(*passes, net.seats[0].node.turns)
     if plan.degree("shard") > 1 and plan.sharding.level > 1:
         return _divided(columns, part, net, plan, passes, microbatches, taken)
     if step_alone(plan, updates):
