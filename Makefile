@@ -45,7 +45,7 @@ demo: $(STAMP)  ## train a small GPT on 2 workers, verify it against one device,
 	@$(BIN)/tutti report $(DEMO_RUN)
 	@echo "== open $(CURDIR)/$(DEMO_RUN)/report/report.html"
 
-test: check  ## lint, types and tests (under 10 minutes on 2 cores)
+test: check  ## lint, types and tests (7 to 15 minutes on 2 cores)
 	@echo "== tests"
 	@$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not long" --durations=15
 

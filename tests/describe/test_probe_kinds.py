@@ -1,6 +1,8 @@
 """Linear layers, convolutions and attention beside products of as many FLOPs."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -56,3 +58,29 @@ def test_all_kinds_are_measured_on_a_cpu_where_there_is_time_for_them() -> None:
     assert torch.get_num_threads() == threads
     nothing = kinds.measure(CPU, replace(QUICK, kinds=0))
     assert nothing == kinds.measure(torch.device("cuda"), QUICK) == kinds.Kinds()
+
+
+@pytest.mark.parametrize("flops", [1e3, 151e6, 1.2e9])
+def test_products_have_sides_whose_rates_are_known(flops: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 8, 422 and 843, the sides of as many FLOPs, none is measured by a probe; a second a product is a second times
+    its part of the FLOPs."""
+    made: list[float] = []
+
+    def repeated(call: Callable[[], object], *_: object, **__: object) -> SimpleNamespace:
+        with FlopCounterMode(display=False) as counted:
+            call()
+        made.append(counted.get_total_flops())
+        return SimpleNamespace(quartile_s=1.0)
+
+    monkeypatch.setattr(kinds.timing, "repeated", repeated)
+    assert kinds._product_s(flops, CPU, QUICK) == pytest.approx(flops / made[0])
+    side = round((made[0] / 2) ** (1 / 3))
+    assert side % 64 == 0
+    assert side == 64 or abs(side - (flops / 2) ** (1 / 3)) <= 32
+
+
+def test_of_each_the_least_disturbed_turn_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    products, operators = iter((1.0, 5.0)), iter((20.0, 4.0))
+    monkeypatch.setattr(kinds, "_product_s", lambda *_: next(products))
+    monkeypatch.setattr(kinds, "_there_and_back_s", lambda *_: next(operators))
+    assert kinds._took([kinds.attention()], CPU, replace(QUICK, kinds=2)) == (3.0, 4.0)

@@ -40,7 +40,7 @@ def quick(first: bool) -> dict[tuple[str, str], dict[str, Any]]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("family", "plan"), [*FIRST, *(pytest.param(*cell, marks=pytest.mark.long) for cell in LATER)])
 def test_a_quick_cell_is_exact(family: str, plan: str) -> None:
-    """A third of them in `make test`, spread over all columns; the others in `make long`."""
+    """Every third of them, plan by plan, in `make test`; the others in `make long`."""
     cell = quick((family, plan) in FIRST)[family, plan]
     if cell["verdict"] == "not built":
         pytest.skip(f"no mechanism for {cell['detail']}")

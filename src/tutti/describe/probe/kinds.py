@@ -15,10 +15,11 @@ from tutti.spec.cluster import ConvolutionRate
 from tutti.spec.model import OpKind
 
 PRODUCT_OF = 64
-"""Sides of square products are multiples of this, as those whose rates predictions know: of 845 it took 1.1 times as
-long a FLOP as of 832."""
+"""Sides of square products are multiples of this, as those whose rates predictions know: on one core of an AMD EPYC one
+of 845 took 1.25 to 1.6 times as long a FLOP as one of 832."""
 
 KEPT_NBYTES = 2**24
+"""Blocks up to this size are kept when they are freed: those of any subject's tensors are smaller."""
 
 BACKWARD = 2
 """Products of a backward for each of its forward: a gradient for the input and one for the weight."""
@@ -69,8 +70,8 @@ def layers() -> list[Subject]:
 def convolutions() -> list[Subject]:
     """3 x 3, of few channels and many pixels to the other way round: (samples, channels, pixels of a side).
 
-    On one core of an AMD EPYC, and with oneDNN's code for SSE 4.1 there, 16, 32, 64, 128, 256 channels came to 0.5, 0.6
-    to 0.8, 0.9 to 1.0, 0.9 to 1.1 and 1.1 to 1.2 of products, whatever the pixels: 8 x 8 or 64 x 64, 2 to 32 samples.
+    On one core of an AMD EPYC these came to 0.6, 0.7, 0.75 to 0.78 and 0.84 to 0.88 of products, and with oneDNN's code
+    for SSE 4.1 to 0.5, 0.7, 0.9 and 1.07 to 1.13.
     """
     return [_convolution(2, 16, 64), _convolution(4, 32, 32), _convolution(8, 64, 16), _convolution(4, 256, 16)]
 
