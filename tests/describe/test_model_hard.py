@@ -81,7 +81,7 @@ def test_masks_of_the_batch_select_what_they_select() -> None:
 
     spec = describe(model, ids, target=labels, loss=loss)
     assert spec.notes == ()
-    softmax = next(op for op in spec.modules[0].ops if op.kind == "elementwise")
+    softmax = next(op for op in spec.modules[0].ops if op.kind == "exponential")
     assert 4 * 30 <= softmax.flops_forward <= 4 * 30 + 20  # 4 of 8 tokens
 
 

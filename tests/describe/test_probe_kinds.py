@@ -27,7 +27,7 @@ def test_subjects_have_the_flops_that_are_said_of_them(subject: kinds.Subject) -
 
 def test_what_is_measured_is_relative_to_products_timed_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A product of 4 ms in each pass, forward and backward together 24 ms: 12 of 24."""
-    monkeypatch.setattr(kinds, "_product_s", lambda *_: 4e-3)
+    monkeypatch.setattr(kinds, "product_s", lambda *_: 4e-3)
     monkeypatch.setattr(kinds, "_there_and_back_s", lambda *_: 24e-3)
     found = kinds.measure(CPU, QUICK)
     assert found.efficiency == dict.fromkeys(KINDS, pytest.approx(0.5))
@@ -38,7 +38,7 @@ def test_sizes_of_convolutions_are_told_from_all_of_them(monkeypatch: pytest.Mon
     """Each takes its own part more than products: all of them the mean by time, each one a part of that."""
     subjects = kinds.convolutions()
     slower = dict(zip((one.weight_nbytes for one in subjects), (4.0, 3.0, 2.0, 1.0), strict=True))
-    monkeypatch.setattr(kinds, "_product_s", lambda flops, *_: flops)
+    monkeypatch.setattr(kinds, "product_s", lambda flops, *_: flops)
     monkeypatch.setattr(kinds, "_there_and_back_s", lambda one, *_: 3 * one.flops * slower.get(one.weight_nbytes, 1.0))
     found = kinds.measure(CPU, QUICK)
     assert [rate.weight_nbytes for rate in found.convolutions] == sorted(slower)
@@ -73,7 +73,7 @@ def test_products_have_sides_whose_rates_are_known(flops: float, monkeypatch: py
         return SimpleNamespace(quartile_s=1.0)
 
     monkeypatch.setattr(kinds.timing, "repeated", repeated)
-    assert kinds._product_s(flops, CPU, QUICK) == pytest.approx(flops / made[0])
+    assert kinds.product_s(flops, CPU, QUICK) == pytest.approx(flops / made[0])
     side = round((made[0] / 2) ** (1 / 3))
     assert side % 64 == 0
     assert side == 64 or abs(side - (flops / 2) ** (1 / 3)) <= 32
@@ -81,6 +81,6 @@ def test_products_have_sides_whose_rates_are_known(flops: float, monkeypatch: py
 
 def test_of_each_the_least_disturbed_turn_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     products, operators = iter((1.0, 5.0)), iter((20.0, 4.0))
-    monkeypatch.setattr(kinds, "_product_s", lambda *_: next(products))
+    monkeypatch.setattr(kinds, "product_s", lambda *_: next(products))
     monkeypatch.setattr(kinds, "_there_and_back_s", lambda *_: next(operators))
     assert kinds._took([kinds.attention()], CPU, replace(QUICK, kinds=2)) == (3.0, 4.0)

@@ -8,14 +8,14 @@ Bytes: each tensor argument read once and each result written once; views and al
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tag, Tensor
 from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
 from tutti.describe.meta import flat_tensors
-from tutti.spec.model import OpKind
+from tutti.spec.model import OpKind, VectorKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +40,22 @@ _FREE = names(
 _GEMM = names("mm addmm bmm baddbmm _scaled_mm _grouped_mm mv addmv dot vdot")
 _CONVOLUTION = names("convolution _convolution convolution_overrideable convolution_backward")
 _ELEMENTWISE = names(
-    "_softmax _log_softmax _safe_softmax _softmax_backward_data _log_softmax_backward_data native_dropout "
     "native_dropout_backward sum mean prod amax amin max min argmax argmin var std var_mean std_mean cumsum cumprod "
-    "logsumexp norm linalg_vector_norm all any bernoulli_ bernoulli uniform_ normal_"
+    "norm linalg_vector_norm all any"
 )
-_ELEMENTWISE_PARTS = ("pool", "_loss", "upsample", "grid_sampl", "_foreach_", "softmax", "interpolate")
+_ELEMENTWISE_PARTS = ("_loss", "_foreach_")
+_POOL_PARTS = ("pool", "upsample", "grid_sampl", "interpolate")
+_RANDOM = names("native_dropout bernoulli uniform normal rand rand_like randn randn_like")
+_EXPONENTIAL = names(
+    "exp exp2 expm1 sigmoid sigmoid_backward silu silu_backward gelu gelu_backward logsumexp log_sigmoid_forward "
+    "log_sigmoid_backward"
+)
+_FUNCTIONS = names(
+    "tanh tanh_backward log log2 log10 log1p elu elu_backward softplus softplus_backward mish mish_backward sin cos "
+    "tan asin acos atan atan2 sinh cosh asinh acosh atanh erf erfc erfinv lgamma digamma binary_cross_entropy "
+    "binary_cross_entropy_backward binary_cross_entropy_with_logits"
+)
+_BY_ELEMENT: frozenset[OpKind] = frozenset({"elementwise", *get_args(VectorKind)})
 
 
 def cost_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Cost | None:
@@ -56,7 +67,7 @@ def cost_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out
     outputs = list(flat_tensors([out]))
     if not outputs:
         return None
-    kind = _kind(func, name)
+    kind = _kind(func, name, args, kwargs)
     nbytes = _nbytes(inputs) + _nbytes(outputs)
     if kind == "embedding" and "backward" not in name:
         # A look-up reads the rows it takes, not the table: as many bytes as it writes.
@@ -72,7 +83,7 @@ def cost_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out
     return Cost(kind=kind, flops=_flops(func, kind, (args, kwargs, out), numel), nbytes=nbytes)
 
 
-def _kind(func: OpOverload, name: str) -> OpKind:
+def _kind(func: OpOverload, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpKind:
     if name in _GEMM:
         return "gemm"
     if name in _CONVOLUTION:
@@ -81,13 +92,29 @@ def _kind(func: OpOverload, name: str) -> OpKind:
         return "attention"
     if "embedding" in name:
         return "embedding"
-    if name.endswith(("_norm", "_norm_backward")) or "batch_norm" in name or "rms_norm" in name:
-        return "norm"
+    slow = _slow_on_vectors(name.removesuffix("_"), args, kwargs)
+    if slow is not None:
+        return slow
     if name in _ELEMENTWISE or any(part in name for part in _ELEMENTWISE_PARTS):
         return "elementwise"
     if Tag.pointwise in func.tags and name not in ("copy_", "clone", "_to_copy", "fill_", "zero_"):
         return "elementwise"
     return "other"
+
+
+def _slow_on_vectors(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> VectorKind | None:
+    """The kind of an operator (`name`: without the mark of one in place) that takes a CPU longer than a sum does."""
+    if "batch_norm" in name:  # of samples by channels alone, a channel's values lie side by side as a row's do
+        return "batch_norm" if args[0].dim() > 2 else "norm"
+    if name.endswith(("_norm", "_norm_backward")) or "rms_norm" in name:
+        return None if name in _ELEMENTWISE else "norm"
+    if any(part in name for part in _POOL_PARTS):
+        return "pool"
+    if name in _RANDOM:
+        return "random"
+    if name in _FUNCTIONS or (name in ("gelu", "gelu_backward") and kwargs.get("approximate") == "tanh"):
+        return "function"
+    return "exponential" if name in _EXPONENTIAL or "softmax" in name else None
 
 
 def _flops(func: OpOverload, kind: OpKind, call: tuple[tuple[Any, ...], dict[str, Any], Any], numel: int) -> float:
@@ -99,7 +126,7 @@ def _flops(func: OpOverload, kind: OpKind, call: tuple[tuple[Any, ...], dict[str
         return float(flop_registry[func.overloadpacket](*args, **kwargs, out_val=out))
     if kind == "gemm":  # products with a vector: every element of the largest operand is used once
         return 2.0 * numel
-    return float(numel) if kind in ("elementwise", "norm") else 0.0
+    return float(numel) if kind in _BY_ELEMENT else 0.0
 
 
 def _convolution_flops(out: Any, first: Tensor, second: Tensor, *args: Any, **kwargs: Any) -> float:

@@ -1,10 +1,16 @@
-"""What batch statistics over several ranks cost: two small exchanges a module and microbatch, nothing hides them."""
+"""What batch statistics over several ranks cost: two small exchanges a module and microbatch, nothing hides them; on a
+CPU other passes over the values than the operator of one device makes.
+"""
+
+from dataclasses import replace
 
 import numpy as np
 
+from tutti.predict import constants
+from tutti.predict.compute import OpTable
 from tutti.predict.groups import Group
 from tutti.predict.table import remembered
-from tutti.predict.worker import Array
+from tutti.predict.worker import KINDS, Array
 from tutti.spec.model import ModelSpec, ModuleSpec
 
 _STATISTIC_NBYTES = 4  # float32
@@ -25,6 +31,22 @@ def statistics_s(model: ModelSpec, group: Group) -> tuple[Array, Array]:
         forward[index] = group.scatter(gathered)  # an all-gather of as much takes as long
         backward[index] = group.all_reduce(2 * channels[index] * _STATISTIC_NBYTES)
     return forward, backward
+
+
+def taken_in_passes(ops: OpTable) -> OpTable:
+    """The operators of a rank on a CPU where statistics are those of several ranks: then a BatchNorm goes over its
+    values in passes as a norm of rows does, `SHARED_NORM` times as long."""
+    batch, rows = KINDS.index("batch_norm"), KINDS.index("norm")
+    those = ops.kind == batch
+    if not those.any():
+        return ops
+    longer = np.where(those, constants.SHARED_NORM, 1.0)
+    return replace(
+        ops,
+        kind=np.where(those, rows, ops.kind),
+        flops_forward=ops.flops_forward * longer,
+        flops_backward=ops.flops_backward * longer,
+    )
 
 
 @remembered(16)

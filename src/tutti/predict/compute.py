@@ -124,6 +124,7 @@ def forward(table: OpTable, worker: Worker, samples: int, modules: int) -> Work:
         weight_nbytes=weight,
         weights_s=_over_weights(table, worker.weights.forward_s, worker.convolution_weights.forward_s),
         calls=calls,
+        efficiency=_efficiency(table, worker, worker.efficiency.forward),
     )
     return _work(table, worker, samples, modules, passed)
 
@@ -141,13 +142,14 @@ def backward(table: OpTable, worker: Worker, samples: int, modules: int) -> Work
         weights_s=_over_weights(table, worker.weights.backward_s, worker.convolution_weights.backward_s)
         * np.clip(products, 0.0, 2.0),
         calls=calls,
+        efficiency=_efficiency(table, worker, worker.efficiency.backward),
     )
     return _work(table, worker, samples, modules, passed)
 
 
-def _efficiency(table: OpTable, worker: Worker) -> Array:
-    """(operators,): the rate of each, relative to a square product of as many FLOPs."""
-    each: Array = worker.efficiency[table.kind]
+def _efficiency(table: OpTable, worker: Worker, of_kinds: Array) -> Array:
+    """(operators,): the rate of each, relative to a square product of as many FLOPs, from that of each kind."""
+    each: Array = of_kinds[table.kind]
     convolved = table.kind == KINDS.index("conv")
     return np.where(convolved, each * worker.convolutions.at(table.weight_nbytes), each)
 
@@ -160,13 +162,15 @@ def _over_weights(table: OpTable, products_s: float, convolutions_s: float) -> A
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pass:
-    """`weights_s`: of a matrix operator, in which it goes over its weights beside its FLOPs."""
+    """`weights_s`: of a matrix operator, in which it goes over its weights beside its FLOPs. `efficiency`: relative to
+    a square product."""
 
     flops: Array
     nbytes: Array
     weight_nbytes: Array
     weights_s: Array
     calls: Array
+    efficiency: Array
 
 
 def _work(table: OpTable, worker: Worker, samples: int, modules: int, passed: _Pass) -> Work:
@@ -175,7 +179,7 @@ def _work(table: OpTable, worker: Worker, samples: int, modules: int, passed: _P
     products = np.maximum(passed.calls, 1.0)
     in_matrix = products * worker.matrix.time(samples * passed.flops / products)
     in_vector = samples * passed.flops / worker.vector_rate
-    compute = np.where(table.matrix, in_matrix, in_vector) / _efficiency(table, worker)
+    compute = np.where(table.matrix, in_matrix, in_vector) / passed.efficiency
     weights = np.where(table.matrix & (passed.flops > 0), passed.weights_s, 0.0)
     width = np.where(table.matrix & worker.half, 0.5, 1.0)
     memory = (samples * passed.nbytes * width + passed.weight_nbytes) / worker.bandwidth_bytes_per_s

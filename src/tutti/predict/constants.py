@@ -16,12 +16,31 @@ EFFICIENCY: Final[dict[OpKind, float]] = {
     "rnn": 1.2,
     "embedding": 0.04,
     "norm": 0.02,
+    "batch_norm": 0.02,
+    "pool": 0.04,
+    "exponential": 0.04,
+    "function": 0.04,
+    "random": 0.04,
     "elementwise": 0.04,
     "other": 0.04,
 }
 """Rate of an operator kind relative to a square matrix product of as many FLOPs; fitted to eight small models on one
-core. Products in models are not square. The last four do their few FLOPs (one for each element, an exponential as
-much as a sum) on vector units; their memory traffic is counted besides."""
+core. Products in models are not square. From `embedding` on they do their few FLOPs (one for each element, an
+exponential as much as a sum) on vector units; their memory traffic is counted besides."""
+
+CPU_VECTORS: Final[dict[OpKind, tuple[float, float]]] = {
+    "norm": (0.025, 0.02),
+    "batch_norm": (0.006, 0.018),
+    "pool": (0.002, 0.035),
+    "exponential": (0.011, 0.009),
+    "function": (0.0032, 0.0055),
+    "random": (0.0017, 0.0017),
+}
+"""The same of a CPU, forward and backward, where nobody measured it: as on one core of an AMD EPYC with AVX2."""
+
+SHARED_NORM: Final = 1.9
+"""On CPUs, how many times as long a batch norm with the statistics of several ranks takes for an element as a norm
+of rows: on one core of an AMD EPYC 0.9 ns forward and 1.0 backward, where the latter took 0.5 and 0.5."""
 
 MATRIX_KINDS: Final[frozenset[OpKind]] = frozenset({"gemm", "conv", "attention", "rnn"})
 """Kinds that autocast runs in the lower precision, and that TF32 speeds up."""

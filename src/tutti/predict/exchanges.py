@@ -62,6 +62,11 @@ class Wires:
     half: bool
     on_cpu: bool
 
+    def statistics_group(self) -> Group:
+        """The ranks whose batch statistics are one; of a rank alone where there are none."""
+        shared = self.model.batch_statistics and self.plan.sync.mode == "synchronous"
+        return self.network.group(*(*DATA_AXES, "space") if shared else ())
+
     def hidden(self, group: Group, room: Array, seconds: Callable[[Group], Array]) -> Array:
         """What of `seconds`, of exchanges of the group, is waited for where `room` of the rank's own work runs
         meanwhile. Between ranks on the CPU, transfers take cores from that work."""
@@ -75,8 +80,8 @@ def exchanged(wires: Wires, samples: float, forward_s: Array, backward_s: Array)
     zero = np.zeros(len(wires.columns))
     result = _waited(wires.network.group(), (zero, zero), (zero, zero))
     plan = wires.plan
-    if wires.model.batch_statistics and plan.sync.mode == "synchronous":
-        group = wires.network.group(*DATA_AXES, "space")
+    group = wires.statistics_group()
+    if group.ranks > 1:
         result = _waited(group, statistics_s(wires.model, group), (zero, zero))
     if plan.degree("split") > 1:
         result = result.plus(_split(wires, samples))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tutti.predict import compute
+from tutti.predict.batch_statistics import taken_in_passes
 from tutti.predict.exchanges import Exchanged, Wires, exchanged
 from tutti.predict.layout import Region, marks
 from tutti.predict.slabs import computed_apart
@@ -32,6 +33,8 @@ class Passed:
 def passed(wires: Wires, worker: Worker, regions: tuple[Region, ...], samples: int) -> Passed:
     """A microbatch of `samples` samples on a rank that computes as `worker` does."""
     ops, modules = wires.division.ops, len(wires.columns)
+    if wires.on_cpu and wires.statistics_group().ranks > 1:
+        ops = taken_in_passes(ops)
     ahead = compute.forward(ops, worker, samples, modules)
     back = compute.backward(ops, worker, samples, modules)
     for chunks in {region.chunks for region in regions} - {1}:

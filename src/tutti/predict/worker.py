@@ -69,13 +69,21 @@ class BySize:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Efficiency:
+    """(kinds,) each: the rate of a pass relative to that of a square product, for the kinds in `KINDS`."""
+
+    forward: Array
+    backward: Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Worker:
     """What one rank computes with: `matrix` for matrix operators in the plan's precision and `weights` for what they do
     besides with those, convolutions with theirs at their own pace, `vector_rate` for others.
 
     `kernel_overhead_s`: of a bare operator call; `call_s`: of one in a model, with all that is around it; `gap_s`: None
     where that is the worker's own time, else what lies between two kernels while another, the host, makes the calls.
-    `efficiency`: of each operator kind in `KINDS`, relative to a square product; `convolutions`: the part of that which
+    `efficiency`: of each operator kind; `convolutions`: the part of that which
     convolutions of a size reach.
     `slowdown` multiplies all its work (more ranks than cores). `half`: autocast in a 2-byte type.
     """
@@ -85,7 +93,7 @@ class Worker:
     convolution_weights: Pace
     vector_rate: float
     bandwidth_bytes_per_s: float
-    efficiency: Array
+    efficiency: Efficiency
     convolutions: BySize
     kernel_overhead_s: float
     call_s: float
@@ -134,7 +142,7 @@ def worker_at(seat: Seat, model_dtype: str, precision: Precision) -> Worker:
         convolution_weights=convolutions,
         vector_rate=base.best_rate,
         bandwidth_bytes_per_s=rank_bandwidth(seat),
-        efficiency=np.array([device.efficiency.get(kind, constants.EFFICIENCY[kind]) for kind in KINDS]),
+        efficiency=_efficiency(device),
         convolutions=_by_size(device),
         kernel_overhead_s=overhead,
         call_s=overhead * constants.CALL_FACTOR,
@@ -199,6 +207,17 @@ def _measured(seat: Seat, rates: list[GemmRate]) -> Curve:
     largest = np.array([max(alone.flops[-1], whole.flops[-1])])
     gained = float(alone.time(largest)[0] / whole.time(largest)[0])
     return Curve(flops=alone.flops, seconds=alone.seconds * max(1.0, at_once / gained))
+
+
+def _efficiency(device: DeviceSpec) -> Efficiency:
+    """As measured of elements, else as `efficiency` says, else as assumed of its kind of device."""
+    known = {kind: (one, one) for kind, one in constants.EFFICIENCY.items()}
+    if device.kind == "cpu":
+        known |= constants.CPU_VECTORS
+    known |= {kind: (one, one) for kind, one in device.efficiency.items()}
+    known |= {rate.kind: (rate.forward, rate.backward) for rate in device.vector_rates}
+    forward, backward = np.array([known[kind] for kind in KINDS]).T
+    return Efficiency(forward=forward, backward=backward)
 
 
 def _by_size(device: DeviceSpec) -> BySize:

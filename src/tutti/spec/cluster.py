@@ -9,7 +9,7 @@ from pydantic import BeforeValidator
 
 from tutti.errors import SpecError
 from tutti.spec import quantities
-from tutti.spec.model import OpKind
+from tutti.spec.model import OpKind, VectorKind
 from tutti.spec.words import Evidence
 
 DeviceKind = Literal["cpu", "cuda"]
@@ -115,6 +115,19 @@ class ConvolutionRate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VectorRate:
+    """How many elements operators of a kind do in the time of one FLOP of large matrix products, in float32, `forward`
+    and `backward` (of random numbers, which have none, the same)."""
+
+    kind: VectorKind
+    forward: float
+    backward: float
+
+    def __post_init__(self) -> None:
+        _check(self, f"a rate of {self.kind}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CompressRate:
     """Seconds that one process takes to write a gradient of `numel` float32 values in fewer bytes (`encode_s`, with
     what is kept back) and to add what such a message says to a sum (`decode_s`).
@@ -142,7 +155,8 @@ class DeviceSpec:
     data sheet; `gemm_concurrent`: of several at once, which is what data-parallel ranks sharing a CPU get.
     `memory_rates`: both kinds. `cores`: of a CPU device, shared by its ranks. `efficiency`: rates of operator kinds
     relative to a square product of as many FLOPs, where they are known better than what is assumed of all devices.
-    `convolution_rates`: how `efficiency["conv"]` differs by size; none: it does not.
+    `convolution_rates`: how `efficiency["conv"]` differs by size; none: it does not. `vector_rates`: of kinds that
+    take longer for an element than a sum does, before what `efficiency` says of them.
     `weight_rates`: of products and convolutions on a CPU; without any it is assumed how often weights are gone over.
     `compress_rates`: of writing gradients in fewer bytes, measured; where a method has none, its time is assumed.
     """
@@ -157,6 +171,7 @@ class DeviceSpec:
     memory_rates: tuple[MemoryRate, ...] = ()
     weight_rates: tuple[WeightRate, ...] = ()
     convolution_rates: tuple[ConvolutionRate, ...] = ()
+    vector_rates: tuple[VectorRate, ...] = ()
     compress_rates: tuple[CompressRate, ...] = ()
     kernel_overhead_s: Seconds = 0.0
     efficiency: dict[OpKind, float] = field(default_factory=dict)

@@ -6,7 +6,12 @@ from typing import Literal
 from tutti.spec.loading import Loading
 from tutti.spec.words import Evidence
 
-OpKind = Literal["gemm", "conv", "attention", "rnn", "embedding", "norm", "elementwise", "other"]
+VectorKind = Literal["norm", "batch_norm", "pool", "exponential", "function", "random"]
+"""What a CPU's vector units take far longer for than for a sum: "norm" over an element's neighbours in memory,
+"batch_norm" over those of its channel, "pool" of windows (and interpolation), "exponential" (softmax, sigmoid, GELU),
+"function" (tanh, logarithm and other series), "random" numbers (dropout)."""
+
+OpKind = Literal["gemm", "conv", "attention", "rnn", "embedding", "elementwise", "other", VectorKind]
 
 SplitKind = Literal["", "column", "row", "heads", "vocabulary", "rnn"]
 """How the `split` axis divides a module: "column" by its outputs, "row" by its inputs, "heads" attention by its heads,

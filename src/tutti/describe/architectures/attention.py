@@ -62,10 +62,11 @@ def attention(
         return ModuleSpec(activation_nbytes=float(moved), ops=(op,), **common)
     scores = shape.heads * shape.query * shape.key
     # Written by the product; scaled, masked and normalised by one kernel; with dropout read and written once more.
-    traffic = scores * (4 * width + (2 * width + 1 if dropout else 0))
     kept = (query + keys) * width + scores * (width + (width + 1 if dropout else 0)) + result * width
-    ops = (
+    ops = [
         work("attention", flops, float((query + keys + result) * width), calls=2),
-        work("elementwise", float((2 if dropout else 1) * scores), float(traffic), calls=2 if dropout else 1),
-    )
-    return ModuleSpec(activation_nbytes=float(kept), ops=ops, **common)
+        work("exponential", float(scores), float(4 * width * scores)),
+    ]
+    if dropout:
+        ops.append(work("random", float(scores), float((2 * width + 1) * scores)))
+    return ModuleSpec(activation_nbytes=float(kept), ops=tuple(ops), **common)

@@ -94,7 +94,7 @@ def batch_norm(name: str, numbers: Numbers, space: Space, *, instance: bool = Fa
         buffer_nbytes=0 if instance else 2 * 4 * space.channels + 8,
         activation_nbytes=float(nbytes),
         output_nbytes=float(nbytes),
-        ops=(work("norm", float(space.values), 2.0 * nbytes, back=1.0, back_nbytes=3.0 * nbytes),),
+        ops=(work("batch_norm", float(space.values), 2.0 * nbytes, back=1.0, back_nbytes=3.0 * nbytes),),
         batch_statistics=not instance,
         spatial=True,
     )

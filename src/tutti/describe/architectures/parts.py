@@ -152,6 +152,16 @@ def norm(
     )
 
 
+OPERATORS: dict[str, OpKind] = {
+    "GELU": "exponential",
+    "SiLU": "exponential",
+    "MaxPool": "pool",
+    "Dropout": "random",
+    "BinaryCrossEntropy": "function",
+}
+"""What kind of operator an activation or a pooling is; one that is not here is arithmetic."""
+
+
 def elementwise(
     name: str,
     kind: str,
@@ -164,15 +174,18 @@ def elementwise(
     split: SplitKind = "",
     limit: int = 0,
 ) -> ModuleSpec:
-    """An activation or a sum over `values` elements: `reads` of them read for each written, `keeps` kept."""
+    """An activation, a sum or a pooling that gives `values` elements: `reads` of them read for each written, `keeps`
+    kept."""
     nbytes = values * numbers.width
+    operator = OPERATORS.get(kind, "elementwise")
+    visited = values * max(1.0, reads) if operator == "pool" else values
     return ModuleSpec(
         name=name,
         kind=kind,
         activation_nbytes=float(keeps * nbytes),
         output_nbytes=float(nbytes),
         ops=(
-            work("elementwise", float(values), (reads + 1) * nbytes, back=1.0, back_nbytes=(2 * reads + 1) * nbytes,
+            work(operator, float(visited), (reads + 1) * nbytes, back=1.0, back_nbytes=(2 * reads + 1) * nbytes,
                  calls=calls),
         ),
         split=split,
@@ -215,7 +228,7 @@ def cross_entropy(name: str, numbers: Numbers, tokens: float, classes: int, *, s
         activation_nbytes=float(values * numbers.width + 8 * tokens),
         output_nbytes=float(values * numbers.width),
         ops=(
-            work("elementwise", float(values), 2.0 * values * numbers.width, back_nbytes=5.0 * values * numbers.width,
+            work("exponential", float(values), 2.0 * values * numbers.width, back_nbytes=5.0 * values * numbers.width,
                  calls=2),
         ),
         split=split,

@@ -78,6 +78,7 @@ def _device(findings: Findings, name: str, rank: int) -> DeviceSpec:
         weight_rates=(*alone.weights, *passed),
         efficiency=alone.efficiency,
         convolution_rates=alone.convolutions,
+        vector_rates=alone.vectors,
         compress_rates=alone.codes,
         kernel_overhead_s=alone.kernel_overhead_s,
         cores=fact.host.cores if fact.kind == "cpu" else 0,

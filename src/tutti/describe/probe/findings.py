@@ -3,7 +3,16 @@
 from dataclasses import dataclass, field
 
 from tutti.describe.probe.host import HostFacts
-from tutti.spec.cluster import CompressRate, ConvolutionRate, DeviceKind, GemmRate, LinkSpec, MemoryRate, WeightRate
+from tutti.spec.cluster import (
+    CompressRate,
+    ConvolutionRate,
+    DeviceKind,
+    GemmRate,
+    LinkSpec,
+    MemoryRate,
+    VectorRate,
+    WeightRate,
+)
 from tutti.spec.model import OpKind
 
 
@@ -32,6 +41,7 @@ class DeviceRates:
     weights: tuple[WeightRate, ...] = ()
     efficiency: dict[OpKind, float] = field(default_factory=dict)
     convolutions: tuple[ConvolutionRate, ...] = ()
+    vectors: tuple[VectorRate, ...] = ()
     codes: tuple[CompressRate, ...] = ()
 
 

@@ -119,15 +119,16 @@ def _took(subjects: list[Subject], device: torch.device, effort: Effort) -> tupl
     products_s, operators_s = 0.0, 0.0
     for one in subjects:
         turns = [
-            ((1 + BACKWARD) * _product_s(one.flops, device, effort), _there_and_back_s(one, device, effort))
+            ((1 + BACKWARD) * product_s(one.flops, device, effort), _there_and_back_s(one, device, effort))
             for _ in range(effort.kinds)
         ]
-        products_s += min(product_s for product_s, _ in turns)
-        operators_s += min(operator_s for _, operator_s in turns)
+        products_s += min(took_s for took_s, _ in turns)
+        operators_s += min(took_s for _, took_s in turns)
     return products_s, operators_s
 
 
-def _product_s(flops: float, device: torch.device, effort: Effort) -> float:
+def product_s(flops: float, device: torch.device, effort: Effort) -> float:
+    """Seconds of so many FLOPs in a square product."""
     n = PRODUCT_OF * max(1, round((flops / 2) ** (1 / 3) / PRODUCT_OF))
     left, right, out = (torch.randn(n, n) for _ in range(3))
     took = timing.repeated(lambda: torch.mm(left, right, out=out), device, repeats=effort.repeats, budget_s=0.1)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tutti.collectives.network_threads import defer_network_threads
-from tutti.describe.probe import codes, disk, gemm, host, kinds, links, memory, timing, weights
+from tutti.describe.probe import codes, disk, gemm, host, kinds, links, memory, timing, vectors, weights
 from tutti.describe.probe.assemble import assemble
 from tutti.describe.probe.effort import Effort
 from tutti.describe.probe.findings import (
@@ -149,6 +149,8 @@ def _device_rates(
     passed = weights.measure(device, effort, threads=threads, dtypes=natively, meet=meet)
     say("convolutions and attention")
     found_kinds = kinds.measure(device, effort)
+    say("operators on vectors")
+    found_vectors = vectors.measure(device, effort)
     say("gradients in fewer bytes")
     coded = codes.measure(device, effort)
     return DeviceRates(
@@ -159,6 +161,7 @@ def _device_rates(
         weights=passed,
         efficiency=found_kinds.efficiency,
         convolutions=found_kinds.convolutions,
+        vectors=found_vectors,
         codes=coded,
     )
 
