@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from tutti.cli.describe import command, scaled, tree
+from tutti.cli.describe import command, describe_script, scaled, tree
 from tutti.errors import DataError, ScriptError, SpecError, TuttiError
 from tutti.spec.codec import from_data, load
 from tutti.spec.loading import Loading
@@ -154,3 +154,13 @@ def test_bad_input_is_refused_in_a_sentence(script: Path, tmp_path: Path) -> Non
 )
 def test_scaled(value: float, unit: str, text: str) -> None:
     assert scaled(value, unit) == text
+
+
+@pytest.mark.parametrize("kept", [0, 200 * 10**6])
+def test_what_the_script_keeps_in_memory_is_seen(script: Path, kept: int) -> None:
+    """A list of its own beside its data set, as a data set in memory would be; parameters are on no device."""
+    text = f"kept = bytearray(b'x' * {kept})\n" + script.read_text(encoding="utf-8")
+    script.write_text(text.replace("nn.Linear(300, 300)", "nn.Linear(3000, 3000)"), encoding="utf-8")
+    model = describe_script(script, ("--layers", "8"))
+    assert model.parameters * 4 > 250e6
+    assert kept <= model.script_nbytes <= kept + 60e6

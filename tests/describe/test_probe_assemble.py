@@ -19,6 +19,7 @@ from tutti.spec.cluster import (
     LinkPoint,
     LinkSpec,
     MemoryRate,
+    VectorRate,
     WeightRate,
 )
 
@@ -61,6 +62,7 @@ RATES = DeviceRates(
     weights=(WeightRate(dtype="float32", forward=4e9, input_gradient=5e9, weight_gradient=6e9),),
     efficiency={"conv": 0.5},
     convolutions=(ConvolutionRate(weight_nbytes=1000, relative=0.9),),
+    vectors=(VectorRate(kind="pool", forward=0.002, backward=0.03),),
     codes=(CompressRate(method="one-bit", numel=1000, encode_s=4e-6, decode_s=2e-6),),
 )
 
@@ -84,7 +86,7 @@ def test_one_host_of_two_ranks() -> None:
     device = cluster.devices["CPU, 4 cores"]
     assert device.peak_flops_per_s == {"float32": 3e9, "bfloat16": 2e9}
     assert device.compress_rates == RATES.codes
-    assert device.convolution_rates == RATES.convolutions
+    assert (device.convolution_rates, device.vector_rates) == (RATES.convolutions, RATES.vectors)
     assert (device.weight_rates, device.efficiency) == (RATES.weights, {"conv": 0.5})
     assert (device.memory_bandwidth_bytes_per_s, device.cores, device.evidence) == (3e10, 4, "measured")
     assert cluster.conditions is not None
@@ -206,7 +208,8 @@ def test_of_hosts_that_measured_at_once_the_slowest_products_count_and_else_the_
         code = CompressRate(method="qsgd", numel=8, encode_s=1 / pace, decode_s=0.1)
         return replace(RATES, gemm=gemm, memory=(MemoryRate(bytes_per_s=pace),), weights=(passed,), codes=(code,),
                        kernel_overhead_s=1 / pace, efficiency={"conv": pace},
-                       convolutions=(ConvolutionRate(weight_nbytes=1000, relative=pace),))  # fmt: skip
+                       convolutions=(ConvolutionRate(weight_nbytes=1000, relative=pace),),
+                       vectors=(VectorRate(kind="pool", forward=pace, backward=10 * pace),))  # fmt: skip
 
     found = slowest({"a": rates(2.0, 512), "b": rates(1.0), "c": rates(2.2, 512)})
     assert [(rate.n, rate.flops_per_s) for rate in found.gemm] == [(256, 256.0)]  # b skipped N = 512

@@ -1,5 +1,7 @@
 """Memory of a rank: what holds it, and how it moves with batch, microbatches, precision and recompute."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,6 +31,18 @@ def test_parts_by_hand() -> None:
     assert held.communication == parameters  # one bucket holds all gradients
     assert held.reserve == constants.RESERVE_NBYTES["cpu"]
     assert held.total == 5 * parameters + 7 + held.activations + held.reserve
+
+
+def test_what_the_script_holds_is_on_every_rank_of_a_host_and_on_no_gpu() -> None:
+    model = ModelSpec(name="m", modules=(linear("a", 100, 50),), optimizer="SGD", script_nbytes=5e8)
+    without = replace(model, script_nbytes=0.0)
+    on_host = [memory(one, plan(batch=8, ranks=2)) for one in (model, without)]
+    assert (on_host[0].script, on_host[1].script) == (5e8, 0.0)
+    assert on_host[0].total == on_host[1].total + 5e8
+    on_gpu = [predict(one, cluster(gpu()), plan(batch=8)).memory for one in (model, without)]
+    assert on_gpu[0] == on_gpu[1]
+    notes = [predict(one, cluster(), plan(batch=8)).notes for one in (model, without)]
+    assert ["the script's own libraries and data" in " ".join(of) for of in notes] == [True, False]
 
 
 def test_the_update_of_a_large_parameter_may_be_the_peak() -> None:

@@ -16,6 +16,7 @@ from tutti.spec.cluster import (
     LinkSpec,
     MemoryRate,
     NodeSpec,
+    VectorRate,
     WeightRate,
 )
 from tutti.spec.loading import Loading
@@ -64,6 +65,7 @@ rates_given: dict[type[Any], Any] = {
     MemoryRate: {"threads": counts, "bytes_per_s": above, "concurrent": counts},
     WeightRate: {"threads": counts, "forward": above, "input_gradient": above, "weight_gradient": above},
     ConvolutionRate: {"weight_nbytes": positive, "relative": above},
+    VectorRate: {"forward": above, "backward": above},
     CompressRate: {"numel": positive, "encode_s": not_below, "decode_s": not_below},
     LinkPoint: {"nbytes": positive, "time_s": above, "median_s": not_below},
     Conditions: {"cores_granted": st.integers(0, 4096), "load_at_start": not_below, "load_at_end": not_below},
@@ -82,6 +84,7 @@ devices_given = st.builds(
     cores=st.integers(0, 4096),
     year=st.none() | st.integers(1970, 2100),
     convolution_rates=...,
+    vector_rates=...,
     **dict.fromkeys(("gemm", "gemm_concurrent", "memory_rates", "weight_rates", "compress_rates"), ...),
 )
 links_given = st.builds(LinkSpec, bandwidth_bytes_per_s=above, latency_s=not_below, points=...)

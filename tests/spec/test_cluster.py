@@ -21,6 +21,7 @@ from tutti.spec.cluster import (
     LinkSpec,
     MemoryRate,
     NodeSpec,
+    VectorRate,
     WeightRate,
 )
 from tutti.spec.quantities import BYTES, BYTES_PER_S, SECONDS, quantity
@@ -91,6 +92,7 @@ DEVICE = DeviceSpec(
     weight_rates=(WeightRate(dtype="float32", forward=1e9, input_gradient=1e9, weight_gradient=1e9),),
     compress_rates=(CompressRate(method="top-k", numel=2**20, encode_s=1e-3, decode_s=1e-3),),
     convolution_rates=(ConvolutionRate(weight_nbytes=2**20, relative=1.5),),
+    vector_rates=(VectorRate(kind="pool", forward=0.002, backward=0.03),),
     efficiency={"conv": 0.5}, power_w=100.0, price_per_device_hour=1.0, year=2024,
 )  # fmt: skip
 LINK = LinkSpec(
@@ -154,7 +156,7 @@ def test_every_number_of_every_spec_is_one_that_a_machine_can_have(part: Any, na
 
 
 def test_every_kind_of_spec_is_looked_at() -> None:
-    rates = {GemmRate, MemoryRate, WeightRate, CompressRate, ConvolutionRate}
+    rates = {GemmRate, MemoryRate, WeightRate, CompressRate, ConvolutionRate, VectorRate}
     kinds = {ClusterSpec, DeviceSpec, LinkPoint, LinkSpec, NodeSpec, Conditions}
     assert {type(part) for part in parts_of(FULL)} == kinds | rates
     assert len({(type(part), name) for part, name in EVERY}) >= 45

@@ -94,7 +94,7 @@ def describe_captured(captured: "Captured", *, name: str) -> ModelSpec:
         dataset_samples=captured.dataset_samples,
     )
     known = with_facts(described, captured.model, () if kwargs else args, captured.plan.layout)
-    return replace(known, loading=captured.loading())
+    return replace(known, loading=captured.loading(), script_nbytes=captured.script_nbytes)
 
 
 def _write(model: ModelSpec, output: Path) -> None:

@@ -1,6 +1,6 @@
 """`tutti predict`: what one plan costs, for a described model or a script, on a cluster."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -119,8 +119,8 @@ def show(plan: Plan, prediction: "Prediction", out: "Console") -> None:
     held = Table()
     held.add_column("held by")
     held.add_column("predicted", justify="right")
-    for name in ("parameters", "gradients", "optimizer", "activations", "communication", "buffers", "reserve"):
-        held.add_row(name, nbytes(getattr(memory, name)))
+    for part in fields(memory):
+        held.add_row(part.name, nbytes(getattr(memory, part.name)))
     out.print(step)
     out.print(f"Predicted memory of a rank: {nbytes(memory.total)}")
     out.print(held)

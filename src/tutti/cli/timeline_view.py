@@ -33,6 +33,7 @@ HOLDERS: dict[str, tuple[str, str]] = {
     "communication": ("C", "black on yellow"),
     "buffers": ("B", "black on white"),
     "reserve": ("R", "white on bright_black"),
+    "script": ("S", "black on bright_white"),
 }
 """The same for what holds memory."""
 

@@ -149,6 +149,7 @@ def _parts(prediction: Prediction) -> str:
         "activations": memory.activations,
         "exchanges": memory.communication,
         "libraries and allocator": memory.reserve,
+        "the script's own data": memory.script,
     }
     ordered = sorted(parts.items(), key=lambda item: -item[1])[:2]
     return ", ".join(f"{name} {gigabytes(value)}" for name, value in ordered)

@@ -158,6 +158,7 @@ def _largest_part(prediction: Prediction) -> str:
         "optimizer state": memory.optimizer,
         "activations": memory.activations,
         "libraries": memory.reserve,
+        "the script's own data": memory.script,
     }
     ordered = sorted(parts.items(), key=lambda item: -item[1])[:2]
     return ", ".join(f"{name} {nbytes(value)}" for name, value in ordered)

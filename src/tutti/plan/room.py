@@ -45,6 +45,7 @@ class Room:
         kinds = {tables.cluster.devices[node.device].kind for node in tables.cluster.nodes}
         self.on_cpu = kinds == {"cpu"}
         self.reserve = min(constants.RESERVE_NBYTES[kind] for kind in kinds)
+        self.reserve += tables.model.script_nbytes if self.on_cpu else 0.0
         self.blocks = len(set(self._columns.unit[self._columns.block & (self._columns.parameters > 0)].tolist()))
         self.fragments = min(constants.FRAGMENTATION[kind] for kind in kinds)
 

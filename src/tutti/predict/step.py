@@ -313,6 +313,8 @@ def memories(
                 if key not in found:
                     kind, model = setting.seats[seat].device.kind, models[id(setting.parts[seat])]
                     memory, when = rank_memory(model, plan, samples=samples, stage=stage, fused=fused, kind=kind)
+                    if kind == "cpu":
+                        memory = replace(memory, script=wires.model.script_nbytes)
                     found[key] = (memory, setting.seats[seat], when)
     return found
 

@@ -108,7 +108,8 @@ def memory_notes(memory: RankMemory, seat: Seat, when: str) -> tuple[str, ...]:
     """Whether the fullest rank fits where it is, with the numbers, and when it is fullest."""
     return (
         f"memory: {nbytes(memory.total)} of {nbytes(seat.memory_nbytes)} for each rank on {seat.device.name}, "
-        f"most {when}; assumed: {nbytes(memory.reserve)} of it for interpreter, libraries and allocator",
+        f"most {when}; assumed: {nbytes(memory.reserve)} of it for interpreter, libraries and allocator"
+        + (f"; seen: {nbytes(memory.script)} for the script's own libraries and data" if memory.script else ""),
     )
 
 

@@ -3,16 +3,21 @@
 One slot for the whole process, because the script is the user's and cannot be handed a parameter.
 """
 
+import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 from torch import nn
 from torch.optim import Optimizer
 
 from tutti.spec.loading import Loading
 from tutti.spec.plan import Plan
+
+ALWAYS = ("torch.distributed", "torch._dynamo", "numpy", "tutti.runtime.job")
+"""What every rank loads, whatever its script: torch loads its compiler with the first optimizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +27,7 @@ class Captured:
     `samples(n)` gives the collated batch of the first n samples in data order, as (args, kwargs, target):
     `model(*args, **kwargs)` is the forward call and `loss(output, target)` the loss (already summed over samples
     or whatever the user's loss averages over; a 0-d tensor). `loading()` measures what a sample costs to load.
+    `script_nbytes`: by how much the script had made its process larger: libraries of its own, data in memory.
     """
 
     model: nn.Module
@@ -32,6 +38,7 @@ class Captured:
     dataset_samples: int | None
     tokens_per_sample: int
     loading: Callable[[], Loading | None]
+    script_nbytes: float
     plan: Plan
 
 
@@ -43,19 +50,32 @@ class CaptureDone(BaseException):
         self.captured = captured
 
 
-_capturing = False
+_began_nbytes: int | None = None
+"""What the process held when capturing began; None while nothing is captured."""
 
 
 @contextmanager
 def capturing() -> Iterator[None]:
     """While open, `Job.prepare` raises `CaptureDone` instead of preparing."""
-    global _capturing
-    _capturing = True
+    global _began_nbytes
+    for name in ALWAYS:
+        importlib.import_module(name)
+    _began_nbytes = _resident_nbytes()
     try:
         yield
     finally:
-        _capturing = False
+        _began_nbytes = None
 
 
 def is_capturing() -> bool:
-    return _capturing
+    return _began_nbytes is not None
+
+
+def grown_nbytes() -> float:
+    """By how much the process has grown since capturing began. Modules that were loaded before are not in it: of
+    scripts that are captured one after the other in a process, the first has them all."""
+    return float(max(0, _resident_nbytes() - (_began_nbytes or 0)))
+
+
+def _resident_nbytes() -> int:
+    return int(psutil.Process().memory_info().rss)

@@ -26,7 +26,7 @@ from tutti.runtime.batchnorm import BatchScope, batch_norms
 from tutti.runtime.bucket_sizes import BucketSizes
 from tutti.runtime.build.model import materialise
 from tutti.runtime.build.tape import Tape
-from tutti.runtime.capture import Captured
+from tutti.runtime.capture import Captured, grown_nbytes
 from tutti.runtime.checkpoint import latest_checkpoint, load_checkpoint, load_weights
 from tutti.runtime.compressed.compressor import make_compressor
 from tutti.runtime.compressed.factored import make_factored
@@ -339,5 +339,6 @@ def captured(session: Session, given: Given) -> Captured:
         dataset_samples=source.samples,
         tokens_per_sample=tokens or 0,
         loading=partial(measure_loading, source, seed),
+        script_nbytes=grown_nbytes(),
         plan=with_annotations(session.plan, given.model, stated_mesh=session.stated_mesh),
     )

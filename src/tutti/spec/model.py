@@ -130,8 +130,9 @@ class ModelSpec:
 
     `modules` are in order of first execution (never executed ones last). `evidence`: "predicted" when the costs
     come from tracing shapes without running. `loading`: what a sample of its data costs to load, None where nobody
-    knows. `notes`: what could not be counted, in words. `untraced`: why nothing but parameters could be, empty where
-    passes were: no step of such a model can be predicted.
+    knows. `script_nbytes`: memory of a host that each rank's script takes for its own libraries and the data that it
+    keeps there, 0 where nobody looked. `notes`: what could not be counted, in words. `untraced`: why nothing but
+    parameters could be, empty where passes were: no step of such a model can be predicted.
     """
 
     name: str
@@ -142,6 +143,7 @@ class ModelSpec:
     tokens_per_sample: int = 0  # 0: not a model of tokens
     dataset_samples: int | None = None
     loading: Loading | None = None
+    script_nbytes: float = 0.0
     evidence: Evidence = "predicted"
     notes: tuple[str, ...] = ()
     untraced: str = ""

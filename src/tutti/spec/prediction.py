@@ -18,7 +18,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """Peak bytes on the fullest rank, by what holds them."""
+    """Peak bytes on the fullest rank, by what holds them. `script`: the script's own libraries and data."""
 
     parameters: float
     gradients: float
@@ -27,6 +27,7 @@ class RankMemory:
     communication: float
     buffers: float
     reserve: float  # allocator, libraries, the interpreter
+    script: float = 0.0
 
     @property
     def total(self) -> float:
@@ -38,6 +39,7 @@ class RankMemory:
             + self.communication
             + self.buffers
             + self.reserve
+            + self.script
         )
 
 
