@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from tutti.collectives.combining import combine
 from tutti.collectives.meeting import met
+from tutti.collectives.pairs import messages
 from tutti.collectives.staged import Desk, Read, Staged, copy_rows
 from tutti.collectives.ways import Ways, ways_of
 from tutti.collectives.worker import Errand, Worker
@@ -89,9 +90,7 @@ class TieredDesk:
     ) -> None:
         """Rows from and to places of the group; returns when all have come and gone. What came is waited for first: a
         rank that has ended is noticed there."""
-        works: list[Any] = [dist.irecv(row, group=self.group, group_src=place, tag=tag) for place, row in received]
-        works += [dist.isend(row, group=self.group, group_dst=place, tag=tag) for place, row in sent]
-        for work in works:
+        for work in messages(received, sent, self.group, tag=tag):
             work.wait()
 
     def _scratch_rows(self, rows: int, like: torch.Tensor) -> torch.Tensor:

@@ -5,18 +5,16 @@ once; when it issues a collective depends on the calls made to it and on nothing
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tutti.collectives import all_gather, all_to_all
 from tutti.compress.state import State
 from tutti.errors import CheckpointError
-
-# torch 2.13 has a new name for it, and warns of the old one.
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 Rounds = Generator[list[Any], None, None]
 """Yields the works that must be over before it goes on."""
@@ -46,8 +44,7 @@ class Wire:
             return None
         rows = sent.shape[0] - (counts[1][self.rank] if counts else sent.shape[0] // self.size)
         self.sent_nbytes += rows * (sent.element_size() * sent[:1].numel())
-        splits = counts or (None, None)
-        return dist.all_to_all_single(received, sent, splits[0], splits[1], group=self.group, async_op=True)
+        return all_to_all(received, sent, self.group, counts)
 
     def all_gather(self, received: Tensor, sent: Tensor) -> Any:
         """(ranks * size,) from (size,), flat."""
@@ -55,7 +52,7 @@ class Wire:
             received.copy_(sent)
             return None
         self.sent_nbytes += (self.size - 1) * sent.numel() * sent.element_size()
-        return _all_gather(received, sent, group=self.group, async_op=True)
+        return all_gather(received, sent, self.group)
 
     def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Any:
         """In place; counted as a ring sends it."""

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tutti.collectives import all_to_all
 from tutti.runtime.traffic import Flight, Lane
 
 
@@ -63,9 +63,7 @@ def _start(rows: Tensor, route: Route) -> tuple[Tensor, Flight]:
     row_numel = rows[0].numel() if len(rows) else 0
     nbytes = (len(rows) - route.send[route.own]) * row_numel * rows.element_size()
     received = rows.new_empty((sum(route.receive), *rows.shape[1:]))
-    work = dist.all_to_all_single(
-        received, rows.contiguous(), list(route.receive), list(route.send), group=route.group, async_op=True
-    )
+    work = all_to_all(received, rows.contiguous(), route.group, (route.receive, route.send))
     return received, route.lane.start([work], nbytes)
 
 

@@ -124,9 +124,12 @@ class Replicas:
 
     def start_swap(self, send: Flats, to: Sequence[int], receive: Sequence[Flats], frm: Sequence[int]) -> Flight:
         """Begin to send `send` to the replicas `to`, and to receive `receive[i]` from replica `frm[i]`."""
-        operations = [dist.P2POp(dist.isend, flat, self.ranks[peer], self.group) for peer in to for flat in send]
-        for flats, peer in zip(receive, frm, strict=True):
-            operations += [dist.P2POp(dist.irecv, flat, self.ranks[peer], self.group) for flat in flats]
+        operations = [  # receives first: see collectives/pairs.py
+            dist.P2POp(dist.irecv, flat, self.ranks[peer], self.group)
+            for flats, peer in zip(receive, frm, strict=True)
+            for flat in flats
+        ]
+        operations += [dist.P2POp(dist.isend, flat, self.ranks[peer], self.group) for peer in to for flat in send]
         works = dist.batch_isend_irecv(operations) if operations else []
         return self.lane.start(works, len(to) * sum(flat.numel() * flat.element_size() for flat in send))
 

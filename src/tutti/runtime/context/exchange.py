@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from tutti.collectives import all_to_all
 from tutti.runtime.traffic import Flight, Lane
 
 
@@ -31,7 +31,7 @@ class Road:
         """Cut one dim into a part for each rank, and send the parts."""
         sent = torch.stack(x.chunk(self.degree, 1 if heads else 2)).contiguous()
         self.arriving = torch.empty_like(sent)
-        work = dist.all_to_all_single(self.arriving, sent, group=self.group, async_op=True)
+        work = all_to_all(self.arriving, sent, self.group)
         self.flight = self.lane.start([work], sent[1:].numel() * sent.element_size())
 
     def finish(self, *, heads: bool) -> torch.Tensor:

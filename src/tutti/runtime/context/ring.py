@@ -38,7 +38,7 @@ class Ring:
         received = torch.empty_like(tensor)
         send = dist.P2POp(dist.isend, tensor, self.ranks[(me + 1) % degree], group=self.group)
         receive = dist.P2POp(dist.irecv, received, self.ranks[(me - 1) % degree], group=self.group)
-        works = dist.batch_isend_irecv([send, receive])
+        works = dist.batch_isend_irecv([receive, send])  # in this order: see collectives/pairs.py
         return received, self.lane.start(works, tensor.numel() * tensor.element_size())
 
 

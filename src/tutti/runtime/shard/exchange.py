@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tutti.collectives import Desk, TieredDesk, make_desk_or_tiers
+from tutti.collectives import Desk, TieredDesk, make_desk_or_tiers, messages
 from tutti.runtime.shard.rooms import Rooms
 from tutti.runtime.traffic import Flight, Lane, ring_nbytes
 
@@ -137,12 +137,11 @@ def addends(buffer: torch.Tensor, received: torch.Tensor, party: Party) -> Rows:
 
 
 def _messages(received: torch.Tensor, sent: Rows, group: Any, *, tag: int) -> list[Any]:
-    """A row to every other rank, and one from each into its row of `received`. Messages of a `tag` arrive in the order
-    in which they were sent."""
+    """A row to every other rank, and one from each into its row of `received`."""
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
     others = [(rank + step) % degree for step in range(1, degree)]
-    works = [dist.irecv(received[other], group=group, group_src=other, tag=tag) for other in others[::-1]]
-    return works + [dist.isend(sent[other], group=group, group_dst=other, tag=tag) for other in others]
+    come = [(other, received[other]) for other in others[::-1]]
+    return messages(come, [(other, sent[other]) for other in others], group, tag=tag)
 
 
 def start_sum(tensor: torch.Tensor, party: Party) -> tuple[Exchange, int]:

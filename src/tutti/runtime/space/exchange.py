@@ -69,7 +69,7 @@ def depart(
     space: Space,
 ) -> Travel:
     """Start sending rows of `tensor`, whose row `first` is its row 0 along `dim`, and receiving others."""
-    travel, operations = Travel(flight=None, arrivals=[], departures=[]), []
+    travel, comes, leaves = Travel(flight=None, arrivals=[], departures=[]), [], []
     nbytes = 0
     for message in outgoing:
         start, stop = message.rows
@@ -77,17 +77,17 @@ def depart(
         travel.departures.append(rows)  # held until it has left
         nbytes += rows.numel() * rows.element_size()
         if not space.dry:
-            operations.append(dist.P2POp(dist.isend, rows, space.neighbour(axis, message.part), space.group))
+            leaves.append(dist.P2POp(dist.isend, rows, space.neighbour(axis, message.part), space.group))
     for message in incoming:
         start, stop = message.rows
         shape = [*tensor.shape[:dim], stop - start, *tensor.shape[dim + 1 :]]
         rows = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
         travel.arrivals.append((message.rows, rows))
         if not space.dry:
-            operations.append(dist.P2POp(dist.irecv, rows, space.neighbour(axis, message.part), space.group))
+            comes.append(dist.P2POp(dist.irecv, rows, space.neighbour(axis, message.part), space.group))
     space.sent_nbytes += nbytes
-    if operations:
-        travel.flight = space.halos.start(dist.batch_isend_irecv(operations), nbytes)
+    if comes or leaves:  # in this order: see collectives/pairs.py
+        travel.flight = space.halos.start(dist.batch_isend_irecv([*comes, *leaves]), nbytes)
     return travel
 
 

@@ -7,7 +7,6 @@ parts -> whole; `take`: whole -> part; `gather_copy` and `add_take`: the same in
 (Korthikanti et al. 2022, arXiv 2205.05198).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,12 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from tutti.collectives import Desk, TieredDesk
+from tutti.collectives import Desk, TieredDesk, all_gather, sum_part
 from tutti.runtime.split.spread import Range, Spread
 from tutti.runtime.traffic import Lane, lone_lane, ring_nbytes
-
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +48,7 @@ class SplitGroup:
             if self.desk is not None:
                 self.desk.gather(everyone.view(self.size, -1), mine).wait()
             else:
-                _all_gather(everyone, mine, group=self.handle)
+                all_gather(everyone, mine, self.handle).wait()
 
     def sum_part(self, mine: torch.Tensor, whole: torch.Tensor) -> None:
         """This rank's part along dim 0 of the sum of `whole` over ranks into `mine`."""
@@ -60,7 +56,7 @@ class SplitGroup:
             if self.desk is not None:
                 self.desk.scatter_sum(whole, mine).wait()
             else:
-                _reduce_scatter(mine, whole, group=self.handle)
+                sum_part(mine, whole, self.handle).wait()
 
 
 def copy(whole: torch.Tensor, group: SplitGroup) -> torch.Tensor:

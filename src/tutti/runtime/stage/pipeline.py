@@ -238,12 +238,13 @@ class _Step:
 
 
 def _groups(mesh: Mesh) -> Callable[[int, int], Any]:
-    """The group for messages from one position to another: one for all on Gloo; on NCCL, where messages of a group
-    wait for each other, one for each direction of each pair.
+    """The group for messages from one position to another. On Gloo one for each direction: a receiver's word that it is
+    ready then never waits behind a message that goes the same way (collectives/pairs.py). On NCCL, where messages of a
+    group wait for each other, one for each direction of each pair.
     """
     if dist.get_backend() != "nccl":
-        group = mesh.new_group("stage")
-        return lambda source, target: group
+        ahead, back = mesh.new_group("stage"), mesh.new_group("stage")
+        return lambda source, target: ahead if source < target else back
     pairs = list(itertools.permutations(range(mesh.degree("stage")), 2))
     groups = dict(zip(pairs, groups_at(mesh, pairs), strict=True))
     return lambda source, target: groups[source, target]
