@@ -30,7 +30,7 @@ SUITES = (
     "buckets",
     "plan_search",
 )
-ON_REQUEST = ("allowances", "links", "mixed", "plan", "pays", "threads", "tiers", "trades")
+ON_REQUEST = ("allowances", "crossing", "links", "mixed", "plan", "pays", "threads", "tiers", "trades")
 """Suites that run when they are named: they need root, or minutes."""
 
 

@@ -3,8 +3,8 @@
 Ranks that share memory use that, and what all of a host need comes to it once. Over sockets alone Gloo's own all-gather
 copies its input and output, in memory of its threads that is not given back, its reduce-scatter takes two to three
 times as long as an all-to-all and a sum, and its all-to-all mostly sends one way first and then the other (5 MiB each
-way between hosts of a lab on 100 Mbit/s: 0.87 s in four of six times, messages 0.44 to 0.49): there both are made of
-messages, from and into the tensors themselves.
+way between hosts of a lab on 100 Mbit/s: 0.87 s in four of six times, messages 0.44 to 0.49; collectives/pairs.py says
+why): there both are made of messages, from and into the tensors themselves.
 """
 
 from collections.abc import Callable, Sequence
