@@ -15,7 +15,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "optim": frozenset({"errors", "spec"}),
     "data": frozenset({"errors", "machine", "spec"}),
     "nn": frozenset({"errors", "spec"}),
-    "compress": frozenset({"errors", "spec"}),
+    "compress": frozenset({"errors", "spec", "collectives"}),
     "collectives": frozenset({"errors"}),
     "runtime": frozenset({"errors", "machine", "spec", "nn", "optim", "data", "compress", "collectives"}),
     "verify": frozenset({"errors", "spec", "nn", "optim", "data", "compress", "collectives", "runtime", "describe"}),

@@ -18,7 +18,7 @@ from tutti.runtime.split.decisions import features, is_linear
 from tutti.runtime.split.describe import SplitModule
 from tutti.runtime.split.patterns import KEY, VALUE
 from tutti.runtime.table.linear import dividable_linears
-from tutti.spec.model import ModelSpec, ModuleSpec, SplitKind, block_of_name
+from tutti.spec.model import ModelSpec, ModuleSpec, OpKind, SplitKind, block_of_name
 from tutti.spec.plan import LayoutRule
 
 _KINDS: Mapping[str, SplitKind] = {
@@ -156,8 +156,12 @@ def _between(modules: Sequence[ModuleSpec], kinds: Mapping[str, SplitKind]) -> d
     return {name: kind for name, kind in found.items() if name}
 
 
+_ON_ELEMENTS: frozenset[OpKind] = frozenset({"elementwise", "exponential", "function", "random", "pool", "other"})
+"""Kinds of operators that work alike on divided values."""
+
+
 def _is_elementwise(module: ModuleSpec) -> bool:
-    return all(op.kind in ("elementwise", "other") for op in module.ops)
+    return all(op.kind in _ON_ELEMENTS for op in module.ops)
 
 
 def _experts(modules: Mapping[str, ModuleSpec], model: nn.Module) -> Facts:
