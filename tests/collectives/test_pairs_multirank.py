@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from harness import run_ranks
-from tutti.collectives import all_gather, all_to_all, messages, sum_part
+from tutti.collectives import all_gather, all_to_all, messages, pairs, sum_part
 from tutti.runtime.consistency.vectors import Replicas
 from tutti.runtime.context.ring import Ring
 from tutti.runtime.mesh import Mesh
@@ -30,9 +30,10 @@ def rows(source: int, target: int, count: int, shape: tuple[int, ...], dtype: to
     return torch.randint(0, 5, (count, *shape), generator=draw).to(dtype)
 
 
-def everything() -> bool:
+def everything(least: int) -> bool:
     """Several under way at once, waited for in another order on every other rank; parts of all sizes, also none."""
     join()
+    pairs.LEAST_NBYTES = least
     rank, size, right = dist.get_rank(), dist.get_world_size(), True
     group = dist.new_group(list(range(size)))
     for turn in range(12):
@@ -61,11 +62,16 @@ def everything() -> bool:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_every_rank_gets_what_is_its_own(ranks: int) -> None:
-    assert all(run_ranks(everything, ranks))
+    assert all(run_ranks(everything, ranks, 0))
+
+
+def test_of_equal_small_messages_all_are_left_to_gloo_and_others_are_not() -> None:
+    assert all(run_ranks(everything, 3, 100))
 
 
 def summed() -> bool:
     join()
+    pairs.LEAST_NBYTES = 0
     rank, size, right = dist.get_rank(), dist.get_world_size(), True
     for dtype, shape in ((torch.float64, (3, 5)), (torch.float32, (0, 2)), (torch.bfloat16, (7,)), (torch.int64, (2,))):
         whole = [torch.cat([rows(one, part, 1, shape, dtype)[0] for part in range(size)]) for one in range(size)]
@@ -134,6 +140,7 @@ BATCHED = ("ring attention", "swap of replicas", "halos")
 def begun(name: str) -> list[str]:
     """Which of the two was begun, one after another."""
     join()
+    pairs.LEAST_NBYTES = 0
     seen: list[str] = []
     if name in BATCHED:
         batch = dist.batch_isend_irecv

@@ -57,5 +57,5 @@ def foreseen_nbytes(model: Path, batch: int, plan: dict[str, Any]) -> int | None
         spec = codec.load(ModelSpec, model)
         whole = Plan(batch=BatchPlan(global_batch_size=batch, **plan["batch"]), **fields)
         memory = predict(spec, HOST, whole).memory
-        return round(memory.total - memory.reserve)
+        return round(memory.total - memory.reserve - memory.script)
     return None
