@@ -62,9 +62,7 @@ def cases(length: int, kind: str) -> dict[str, dict[str, Any]]:
 def attention_of(kind: str, length: int) -> Attention:
     world = join()
     order = Order(kind=kind, degree=world.world_size, index=world.rank)  # type: ignore[arg-type]
-    return Attention(
-        ring=Ring(order=order, ranks=tuple(range(world.world_size)), group=dist.new_group()), length=length
-    )
+    return Attention(ring=Ring(order=order, group=dist.new_group()), length=length)
 
 
 def compare(kind: str, length: int, tile: tuple[int, int] | None) -> dict[str, float]:

@@ -183,7 +183,7 @@ def sent_and_predicted(grid: tuple[int, ...]) -> list[tuple[str, int, int, int, 
         before = space.sent_nbytes
         y = make()(x)
         forward = space.sent_nbytes - before
-        loss = y.sum() / len(space.ranks)
+        loss = y.sum() / math.prod(space.grid)
         before = space.sent_nbytes
         loss.backward()
         backward = space.sent_nbytes - before
@@ -220,7 +220,7 @@ def test_a_part_is_taken_apart_where_most_of_it_needs_no_halo(
     rows: int, grid: tuple[int, int], place: tuple[int, int], apart: bool
 ) -> None:
     window = Window(kernel=3, stride=1, dilation=1, before=1, after=1)
-    space = Space(grid=grid, place=place, ranks=(0, 1, 2, 3), group=None, sums={}, scopes={})
+    space = Space(grid=grid, place=place, group=None, sums={}, scopes={})
     bounds = [bounds_of(rows, parts) for parts in grid]
     needs = [
         tuple(window.needs(owned(one, part)) for part in range(parts)) for one, parts in zip(bounds, grid, strict=True)

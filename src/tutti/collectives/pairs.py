@@ -3,9 +3,9 @@
 Gloo sends a message once its receiver has said, over the same connection, that it is ready. Its own all-to-all begins
 its sends first: of two ranks, the one that is late finds the other ready, fills the connection with its message, and
 its own word of being ready waits behind that. So messages of the two ways follow each other instead of crossing, from
-then on in every exchange. Between two hosts at 100 Mbit/s, one of them late by a tenth of a transfer, ten exchanges of
-2 MB took 2.1 times as long as the line needs so, 1.7 in Gloo's all-gather and 2.2 in its reduce-scatter; begun in this
-order they take 1.15 (docs/measurements.md).
+then on in every exchange. Between two hosts at 100 Mbit/s, one of them late by a tenth of it, exchanges of 2 MiB took
+2.0 times as long as the line needs so, 1.6 in Gloo's all-gather and 2.2 in its reduce-scatter; begun in this order they
+take 1.1 (docs/measurements.md).
 """
 
 from collections.abc import Callable, Sequence
@@ -21,10 +21,6 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dis
 
 _ALL_TO_ALL, _GATHER, _SUM = 2, 3, 4
 """Tags, of which 0 and 1 are those of other messages in the same groups."""
-
-LEAST_NBYTES = 2**14
-"""Of messages that all ranks know to be equally large: smaller ones are left to Gloo. They fit between two others, and
-each begun from here costs: eight ranks on two cores took 1.4 times as long for thousands of a few bytes."""
 
 Counts = tuple[Sequence[int], Sequence[int]]
 """Rows from each rank, and to each."""
@@ -52,21 +48,43 @@ class Messages:
         return self._then is None and all(work.is_completed() for work in self._works)
 
 
-def messages(
-    received: Sequence[tuple[int, Tensor]], sent: Sequence[tuple[int, Tensor]], group: Any, *, tag: int = 0
-) -> list[Any]:
-    """Begin to receive from places of the group and to send to others. Between two ranks, messages of a group and a tag
-    arrive in the order in which they were sent; empty ones are not sent."""
-    works = [dist.irecv(row, group=group, group_src=place, tag=tag) for place, row in received if row.numel()]
-    return works + [dist.isend(row, group=group, group_dst=place, tag=tag) for place, row in sent if row.numel()]
+Rows = Sequence[Tensor] | Tensor
+"""A tensor for each rank, in their order."""
+
+Addressed = Sequence[tuple[int, Tensor]]
+"""Tensors from, or to, places in a group."""
+
+
+def messages(received: Addressed, sent: Addressed, group: Any, *, tag: int = 0) -> list[Any]:
+    """Begin to receive and to send; what comes is to be waited for first. Between two ranks, messages of a group and a
+    tag arrive in the order in which they were sent; empty ones are not sent."""
+    comes = [(place, row) for place, row in received if row.numel()]
+    goes = [(place, row) for place, row in sent if row.numel()]
+    if not comes and not goes:
+        return []
+    if dist.get_backend(group) != "gloo":
+        begin = [dist.P2POp(dist.irecv, row, group=group, tag=tag, group_peer=place) for place, row in comes]
+        begin += [dist.P2POp(dist.isend, row, group=group, tag=tag, group_peer=place) for place, row in goes]
+        return dist.batch_isend_irecv(begin)
+    # The group's own methods: irecv and isend take a third longer for small ones, of which there are many.
+    own: Any = dist.group.WORLD if group is None else group
+    works = [own.recv([row], place, tag) for place, row in comes]
+    return works + [own.send([row], place, tag) for place, row in goes]
+
+
+def to_others(received: Rows, sent: Rows, group: Any, *, tag: int = 0) -> list[Any]:
+    """`messages` with a row to every other rank, and one from each."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    others = [(rank + step) % size for step in range(1, size)]
+    comes = [(other, received[other]) for other in others[::-1]]
+    return messages(comes, [(other, sent[other]) for other in others], group, tag=tag)
 
 
 def all_to_all(received: Tensor, sent: Tensor, group: Any, counts: Counts | None = None) -> Any:
     """Begin: rows along dim 0 of `sent` to their ranks, into `received` in the order of ranks; equally many without
     `counts`. Returns a work."""
     come, go = (list(counts[0]), list(counts[1])) if counts else (None, None)
-    each = sent.nbytes // dist.get_world_size(group) if counts is None else LEAST_NBYTES
-    if not _by_pairs(sent, group, each):
+    if not _by_pairs(sent, group):
         return dist.all_to_all_single(received, sent, come, go, group=group, async_op=True)
     size = dist.get_world_size(group)
     rows = (
@@ -78,7 +96,7 @@ def all_to_all(received: Tensor, sent: Tensor, group: Any, counts: Counts | None
 
 def all_gather(everyone: Tensor, mine: Tensor, group: Any) -> Any:
     """Begin: every rank's `mine`, one behind another, into `everyone`. Returns a work."""
-    if not _by_pairs(mine, group, mine.nbytes):
+    if not _by_pairs(mine, group):
         return _all_gather(everyone, mine, group=group, async_op=True)
     size = dist.get_world_size(group)
     rows = everyone.view(size, *mine.shape).unbind(0)
@@ -88,7 +106,7 @@ def all_gather(everyone: Tensor, mine: Tensor, group: Any) -> Any:
 def sum_part(mine: Tensor, whole: Tensor, group: Any) -> Any:
     """Begin: this rank's part along dim 0 of the sum of `whole` over ranks, added up in their order, into `mine`.
     Returns a work."""
-    if not _by_pairs(whole, group, mine.nbytes):
+    if not _by_pairs(whole, group):
         return _reduce_scatter(mine, whole, group=group, async_op=True)
     size = dist.get_world_size(group)
     came = mine.new_empty(size, *mine.shape)
@@ -96,16 +114,13 @@ def sum_part(mine: Tensor, whole: Tensor, group: Any) -> Any:
     return Messages(works, (came, whole), lambda: torch.sum(came, 0, out=mine))
 
 
-def _by_pairs(tensor: Tensor, group: Any, each_nbytes: int) -> bool:
-    return each_nbytes >= LEAST_NBYTES and tensor.device.type == "cpu" and dist.get_backend(group) == "gloo"
+def _by_pairs(tensor: Tensor, group: Any) -> bool:
+    return tensor.device.type == "cpu" and dist.get_backend(group) == "gloo"
 
 
-def _everyone(received: Sequence[Tensor], sent: Sequence[Tensor], group: Any, tag: int) -> list[Any]:
-    """A row to every rank and one from each; this rank's own is copied."""
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    others = [(rank + step) % size for step in range(1, size)]
-    works = messages(
-        [(other, received[other]) for other in others[::-1]], [(other, sent[other]) for other in others], group, tag=tag
-    )
+def _everyone(received: Rows, sent: Rows, group: Any, tag: int) -> list[Any]:
+    """`to_others`; this rank's own row is copied."""
+    works = to_others(received, sent, group, tag=tag)
+    rank = dist.get_rank(group)
     received[rank].copy_(sent[rank])
     return works

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tutti.collectives import all_gather, all_to_all
+from tutti.collectives import all_gather, all_to_all, messages
 from tutti.compress.state import State
 from tutti.errors import CheckpointError
 
@@ -64,14 +64,10 @@ class Wire:
     def swap(self, received: Tensor | None, sent: Tensor | None, partner: int) -> list[Any]:
         """Send one tensor to a rank of the group and receive another from it. What comes is to be waited for first:
         Gloo tells whoever receives that a peer has ended, and not always who sends."""
-        peer = partner if self.group is None else dist.get_global_rank(self.group, partner)
-        works = []
-        if received is not None:
-            works.append(dist.irecv(received, peer, group=self.group))
-        if sent is not None:
-            self.sent_nbytes += sent.numel() * sent.element_size()
-            works.append(dist.isend(sent, peer, group=self.group))
-        return works
+        comes = [] if received is None else [(partner, received)]
+        goes = [] if sent is None else [(partner, sent)]
+        self.sent_nbytes += sum(one.numel() * one.element_size() for _, one in goes)
+        return messages(comes, goes, self.group)
 
 
 class Exchange(ABC):

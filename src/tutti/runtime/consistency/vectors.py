@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tutti.collectives import messages
 from tutti.runtime.mesh import Mesh
 from tutti.runtime.traffic import Flight, Lane, lone_lane, ring_nbytes
 
@@ -124,13 +125,8 @@ class Replicas:
 
     def start_swap(self, send: Flats, to: Sequence[int], receive: Sequence[Flats], frm: Sequence[int]) -> Flight:
         """Begin to send `send` to the replicas `to`, and to receive `receive[i]` from replica `frm[i]`."""
-        operations = [  # receives first: see collectives/pairs.py
-            dist.P2POp(dist.irecv, flat, self.ranks[peer], self.group)
-            for flats, peer in zip(receive, frm, strict=True)
-            for flat in flats
-        ]
-        operations += [dist.P2POp(dist.isend, flat, self.ranks[peer], self.group) for peer in to for flat in send]
-        works = dist.batch_isend_irecv(operations) if operations else []
+        comes = [(peer, flat) for flats, peer in zip(receive, frm, strict=True) for flat in flats]
+        works = messages(comes, [(peer, flat) for peer in to for flat in send], self.group)
         return self.lane.start(works, len(to) * sum(flat.numel() * flat.element_size() for flat in send))
 
     def gather(self, figures: torch.Tensor) -> torch.Tensor:

@@ -82,8 +82,7 @@ def sequences_of(
     if mesh.degree("context") == 1:
         return Sequences(loss_fn=loss_fn)
     order = Order(kind=plan.context, degree=mesh.degree("context"), index=mesh.index("context"))
-    ranks, group = tuple(mesh.ranks("context")), mesh.new_group("context")
-    ring = Ring(order=order, ranks=ranks, group=group, lane=lane or lone_lane())
+    ring = Ring(order=order, group=mesh.new_group("context"), lane=lane or lone_lane())
     parts = Parts(model, ring, unpack, loss_fn)
     if stages is not None:
         parts.take_stages(stages, mesh.new_group("context", "stage"))

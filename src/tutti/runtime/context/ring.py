@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from tutti.collectives import messages
 from tutti.data.seeds import derive_seed
 from tutti.runtime.context.fused import attend, attend_backward
 from tutti.runtime.context.order import Order
@@ -24,11 +24,10 @@ from tutti.runtime.traffic import Flight, Lane, lone_lane
 class Ring:
     """The ranks that keys and values travel round: this one sends to the next and receives from the one before.
 
-    `ranks`: global ranks along the context axis; `group`: their process group; `lane`: where exchanges are counted.
+    `group`: their process group, in their order; `lane`: where exchanges are counted.
     """
 
     order: Order
-    ranks: tuple[int, ...]
     group: Any
     lane: Lane = field(default_factory=lone_lane, compare=False)
 
@@ -36,9 +35,7 @@ class Ring:
         """Start sending `tensor` on; returns where the previous rank's arrives, and what to wait for."""
         me, degree = self.order.index, self.order.degree
         received = torch.empty_like(tensor)
-        send = dist.P2POp(dist.isend, tensor, self.ranks[(me + 1) % degree], group=self.group)
-        receive = dist.P2POp(dist.irecv, received, self.ranks[(me - 1) % degree], group=self.group)
-        works = dist.batch_isend_irecv([receive, send])  # in this order: see collectives/pairs.py
+        works = messages([((me - 1) % degree, received)], [((me + 1) % degree, tensor)], self.group)
         return received, self.lane.start(works, tensor.numel() * tensor.element_size())
 
 

@@ -15,13 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tutti.collectives import Desk, TieredDesk, make_desk_or_tiers, messages
+from tutti.collectives import Desk, TieredDesk, all_gather, all_to_all, make_desk_or_tiers, sum_part, to_others
 from tutti.runtime.shard.rooms import Rooms
 from tutti.runtime.traffic import Flight, Lane, ring_nbytes
-
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
 
 _PARTS, _SUMS = 0, 1
 """Tags: ranks begin gathers in the same order, and sums, but not each before the same of the others."""
@@ -100,9 +96,9 @@ def gather(
         return Exchange(lane.start([party.desk.share(mine, read)], nbytes))
     segments = rows()
     if mine.device.type != "cpu":
-        works = [_all_gather(segments.view(-1), mine, group=group, async_op=True)]
+        works = [all_gather(segments.view(-1), mine, group)]
         return Exchange(lane.start(works, nbytes), (segments, mine), partial(read, segments))
-    flight = lane.start(_messages(segments, [mine] * degree, group, tag=_PARTS), nbytes)
+    flight = lane.start(to_others(segments, [mine] * degree, group, tag=_PARTS), nbytes)
     return Exchange(flight, (segments, mine), partial(read, [*segments[:rank], mine, *segments[rank + 1 :]]))
 
 
@@ -116,11 +112,11 @@ def scatter_sum(buffer: torch.Tensor, received: torch.Tensor, party: Party) -> E
         return Exchange(lane.start([party.desk.scatter_sum(buffer, received[0])], nbytes))
     if not party.rows or buffer.device.type != "cpu":
         if party.rows:
-            work = dist.all_to_all_single(received, buffer, group=party.handle, async_op=True)
+            work = all_to_all(received, buffer, party.handle)
         else:
-            work = _reduce_scatter(received[0], buffer.view(-1), group=party.handle, async_op=True)
+            work = sum_part(received[0], buffer.view(-1), party.handle)
         return Exchange(lane.start([work], nbytes), (buffer, received))
-    flight = lane.start(_messages(received, buffer, party.handle, tag=_SUMS), nbytes)
+    flight = lane.start(to_others(received, buffer, party.handle, tag=_SUMS), nbytes)
     return Exchange(flight, (buffer, received))
 
 
@@ -134,14 +130,6 @@ def addends(buffer: torch.Tensor, received: torch.Tensor, party: Party) -> Rows:
         return [buffer[rank], received[1 - rank]]
     received[rank].copy_(buffer[rank])
     return received
-
-
-def _messages(received: torch.Tensor, sent: Rows, group: Any, *, tag: int) -> list[Any]:
-    """A row to every other rank, and one from each into its row of `received`."""
-    rank, degree = dist.get_rank(group), dist.get_world_size(group)
-    others = [(rank + step) % degree for step in range(1, degree)]
-    come = [(other, received[other]) for other in others[::-1]]
-    return messages(come, [(other, sent[other]) for other in others], group, tag=tag)
 
 
 def start_sum(tensor: torch.Tensor, party: Party) -> tuple[Exchange, int]:

@@ -112,7 +112,7 @@ def open_space(mesh: Mesh, grid: Sequence[int], *, statistics: bool = False) -> 
         scopes[some] = BatchScope(world_size=len(members), group=_group(members))
     if statistics or ranks:
         dist.all_reduce(torch.zeros(1, device=_device(group)), group=group)  # some backends connect a group here
-    return Space(grid=tuple(grid), place=place, ranks=tuple(ranks), group=group, sums=sums, scopes=scopes)
+    return Space(grid=tuple(grid), place=place, group=group, sums=sums, scopes=scopes)
 
 
 def _device(group: Any) -> torch.device:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tutti.collectives import messages
 from tutti.runtime.batchnorm import BatchScope
 from tutti.runtime.space.geometry import Message, Rows, idle, overlap, owned, receives, sends
 from tutti.runtime.traffic import Flight, Lane, lone_lane, ring_nbytes
@@ -16,8 +17,8 @@ from tutti.runtime.traffic import Flight, Lane, lone_lane, ring_nbytes
 class Space:
     """This rank's place among the parts of a sample, and what it has sent.
 
-    `grid`: parts along each spatial dim; `place`: this rank's part along each; `ranks`: global ranks, row-major over
-    the grid; `group`: of all of them; `sums`: a group for every set of cut grid axes; `scopes`: of batch statistics,
+    `grid`: parts along each spatial dim; `place`: this rank's part along each; `group`: of the ranks of all
+    parts, row-major over the grid; `sums`: a group for every set of cut grid axes; `scopes`: of batch statistics,
     over data and those axes. `overlap`: whether interiors are computed while halos travel; off only to measure it.
     `sent_nbytes`: bytes of rows this rank has sent, also counted in `halos`, as sums are in `totals`. `dry`: rows are
     counted, not sent.
@@ -25,7 +26,6 @@ class Space:
 
     grid: tuple[int, ...]
     place: tuple[int, ...]
-    ranks: tuple[int, ...]
     group: Any
     sums: dict[tuple[int, ...], Any]
     scopes: dict[tuple[int, ...], BatchScope] = field(default_factory=dict)
@@ -39,11 +39,11 @@ class Space:
         return self
 
     def neighbour(self, axis: int, part: int) -> int:
-        """Global rank of the `part` on this rank's line along a grid axis."""
+        """Place in the group of the `part` on this rank's line along a grid axis."""
         position = 0
         for number, parts in enumerate(self.grid):
             position = position * parts + (part if number == axis else self.place[number])
-        return self.ranks[position]
+        return position
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,25 +69,23 @@ def depart(
     space: Space,
 ) -> Travel:
     """Start sending rows of `tensor`, whose row `first` is its row 0 along `dim`, and receiving others."""
-    travel, comes, leaves = Travel(flight=None, arrivals=[], departures=[]), [], []
+    travel, comes, goes = Travel(flight=None, arrivals=[], departures=[]), [], []
     nbytes = 0
     for message in outgoing:
         start, stop = message.rows
         rows = tensor.narrow(dim, start - first, stop - start).contiguous()
         travel.departures.append(rows)  # held until it has left
         nbytes += rows.numel() * rows.element_size()
-        if not space.dry:
-            leaves.append(dist.P2POp(dist.isend, rows, space.neighbour(axis, message.part), space.group))
+        goes.append((space.neighbour(axis, message.part), rows))
     for message in incoming:
         start, stop = message.rows
         shape = [*tensor.shape[:dim], stop - start, *tensor.shape[dim + 1 :]]
         rows = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
         travel.arrivals.append((message.rows, rows))
-        if not space.dry:
-            comes.append(dist.P2POp(dist.irecv, rows, space.neighbour(axis, message.part), space.group))
+        comes.append((space.neighbour(axis, message.part), rows))
     space.sent_nbytes += nbytes
-    if comes or leaves:  # in this order: see collectives/pairs.py
-        travel.flight = space.halos.start(dist.batch_isend_irecv([*comes, *leaves]), nbytes)
+    if (comes or goes) and not space.dry:
+        travel.flight = space.halos.start(messages(comes, goes, space.group), nbytes)
     return travel
 
 

@@ -19,8 +19,7 @@ def on_shapes(
     """A copy of `model` on shapes that computes the part at `place` of `grid`, and the Space in which it counts what it
     would send."""
     assert HANDLING
-    ranks = tuple(range(int(np.prod(grid))))
-    space = Space(grid=tuple(grid), place=tuple(place), ranks=ranks, group=None, sums={}, dry=True)
+    space = Space(grid=tuple(grid), place=tuple(place), group=None, sums={}, dry=True)
     shapes = copy.deepcopy(model).to("meta", dtype).train()
     for module in shapes.modules():
         if isinstance(module, _BatchNorm):
