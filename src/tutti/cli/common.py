@@ -32,10 +32,12 @@ def capture_script(script: Path, arguments: tuple[str, ...]) -> "Captured":
     What the script prints goes to standard error. Raises ScriptError when it ends without calling prepare.
     """
     from tutti.describe.meta import parameters_on_meta
+    from tutti.launch.preload import load_modules
     from tutti.launch.script import check_script
     from tutti.runtime.capture import CaptureDone, capturing
 
     check_script(script)
+    load_modules()
     try:
         with _as_main(script, arguments), redirect_stdout(sys.stderr), capturing(), parameters_on_meta():
             runpy.run_path(str(script), run_name="__main__")

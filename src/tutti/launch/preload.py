@@ -1,4 +1,4 @@
-"""What the fork server imports, once for all ranks: loading this module loads it, in a fork server only.
+"""What every rank needs. A fork server imports it once for all: loading this module loads it, there only.
 
 Collection of garbage is paused meanwhile (there is next to none, and looking for it takes a quarter of the time), and
 what was loaded is then set apart from it, so that a rank's collections do not copy pages that all ranks share.
@@ -23,13 +23,18 @@ MODULES = (
 )
 
 
+def load_modules() -> None:
+    """Load what every rank needs, whatever its script."""
+    for name in MODULES:
+        with contextlib.suppress(ImportError):  # the script itself will say, if it needs it
+            importlib.import_module(name)
+
+
 def _load() -> None:
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        for name in MODULES:
-            with contextlib.suppress(ImportError):  # the script itself will say, if it needs it
-                importlib.import_module(name)
+        load_modules()
         gc.freeze()
     finally:
         if was_enabled:

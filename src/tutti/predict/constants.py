@@ -29,14 +29,15 @@ core. Products in models are not square. From `embedding` on they do their few F
 exponential as much as a sum) on vector units; their memory traffic is counted besides."""
 
 CPU_VECTORS: Final[dict[OpKind, tuple[float, float]]] = {
-    "norm": (0.025, 0.02),
-    "batch_norm": (0.006, 0.018),
-    "pool": (0.002, 0.035),
-    "exponential": (0.011, 0.009),
-    "function": (0.0032, 0.0055),
-    "random": (0.0017, 0.0017),
+    "norm": (0.024, 0.027),
+    "batch_norm": (0.005, 0.015),
+    "pool": (0.0018, 0.032),
+    "exponential": (0.011, 0.011),
+    "function": (0.0032, 0.0054),
+    "random": (0.0016, 0.0016),
 }
-"""The same of a CPU, forward and backward, where nobody measured it: as on one core of an AMD EPYC with AVX2."""
+"""The same of a CPU, forward and backward, where nobody measured it: as three probes found them on one core of an AMD
+EPYC with AVX2."""
 
 SHARED_NORM: Final = 1.9
 """On CPUs, how many times as long a batch norm with the statistics of several ranks takes for an element as a norm

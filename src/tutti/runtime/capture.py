@@ -3,7 +3,6 @@
 One slot for the whole process, because the script is the user's and cannot be handed a parameter.
 """
 
-import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,9 +14,6 @@ from torch.optim import Optimizer
 
 from tutti.spec.loading import Loading
 from tutti.spec.plan import Plan
-
-ALWAYS = ("torch.distributed", "torch._dynamo", "numpy", "tutti.runtime.job")
-"""What every rank loads, whatever its script: torch loads its compiler with the first optimizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +52,9 @@ _began_nbytes: int | None = None
 
 @contextmanager
 def capturing() -> Iterator[None]:
-    """While open, `Job.prepare` raises `CaptureDone` instead of preparing."""
+    """While open, `Job.prepare` raises `CaptureDone` instead of preparing. What every rank loads, whatever its script,
+    is to be loaded before."""
     global _began_nbytes
-    for name in ALWAYS:
-        importlib.import_module(name)
     _began_nbytes = _resident_nbytes()
     try:
         yield
