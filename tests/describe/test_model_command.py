@@ -1,6 +1,8 @@
 """`tutti describe`: the table, the document, and what it refuses."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -164,3 +166,12 @@ def test_what_the_script_keeps_in_memory_is_seen(script: Path, kept: int) -> Non
     model = describe_script(script, ("--layers", "8"))
     assert model.parameters * 4 > 250e6
     assert kept <= model.script_nbytes <= kept + 60e6
+
+
+def test_libraries_that_every_rank_loads_are_not_the_scripts_own(script: Path, tmp_path: Path) -> None:
+    """In a process that has loaded none of them yet: together they have some 90 MB."""
+    output = tmp_path / "model.json"
+    code = "from tutti.cli.main import main; main()"
+    words = (sys.executable, "-c", code, "describe", "--output", str(output), str(script))
+    subprocess.run(words, timeout=100, check=True, capture_output=True)
+    assert load(ModelSpec, output).script_nbytes <= 30e6

@@ -154,6 +154,19 @@ def _pairs() -> ClusterSpec:
     )
 
 
+@pytest.mark.parametrize(("machines", "more"), [(cluster(cpu()), 5e8), (cards(), 0.0)], ids=["hosts", "cards"])
+def test_what_the_script_holds_is_in_the_bounds_of_ranks_on_hosts(machines: ClusterSpec, more: float) -> None:
+    least = []
+    for nbytes in (0.0, 5e8):
+        model, script = dataclasses.replace(mlp(512, 4), script_nbytes=nbytes), plan(40)
+        request = Request(script=script, scope="all")
+        limits = limits_of(model, machines, request)
+        found = shapes(limits, request)
+        ways = variants(limits, found, np.arange(len(found)))
+        least.append(variant_bounds(Room(Tables(model, machines, "full"), script), found, ways, 40).least_memory)
+    np.testing.assert_allclose(least[1] - least[0], more, rtol=1e-9)
+
+
 @pytest.mark.parametrize("machines", [mixed(), _pairs()], ids=["unequal hosts", "equal hosts"])
 def test_shares_and_cuts_by_speed_are_not_below_their_bounds(machines: ClusterSpec) -> None:
     model = architecture("gpt", {"layers": 12, "hidden": 512, "heads": 8, "seq_len": 1024, "vocab": 1000})
