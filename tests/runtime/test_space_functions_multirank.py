@@ -1,7 +1,8 @@
 """Every function that a cut tensor knows against the same function of the whole tensor: values and gradients."""
 
-from typing import Any
+from typing import math
 
+import Any
 import pytest
 import torch
 import torch.distributed as dist
@@ -37,7 +38,7 @@ def difference(op: Op, shape: tuple[int, ...], space: Space) -> float:
         weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(2))
         loss = (output * weights).sum()
         parameters = [leaf, *(op.parameters() if isinstance(op, nn.Module) else ())]
-        gradients = torch.autograd.grad(loss / (len(space.ranks) if parts else 1), parameters)
+        gradients = torch.autograd.grad(loss / (math.prod(space.grid) if parts else 1), parameters)
         if parts:
             for gradient in gradients:
                 dist.all_reduce(gradient)
