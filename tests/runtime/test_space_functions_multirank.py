@@ -1,8 +1,8 @@
 """Every function that a cut tensor knows against the same function of the whole tensor: values and gradients."""
 
-from typing import math
+import math
+from typing import Any
 
-import Any
 import pytest
 import torch
 import torch.distributed as dist
