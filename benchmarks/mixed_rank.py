@@ -1,15 +1,32 @@
 """What each rank of the benchmark of unequal hosts runs: `probe`, or `steps` of plan_rank.py; on a slower processor
-where its rank is among those of --slow, in less memory where it is that of --cap."""
+where its rank is among those of --slow, in less memory where it is that of --cap.
+
+Hosts of a laboratory may be two threads of one core: each is then quicker while the other waits, as no two machines
+are, and a plan that keeps one waiting seems better than it is. So a filler, which the kernel runs only while nothing
+else wants the host's core, keeps it at work.
+"""
 
 import argparse
+import contextlib
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 SLOWER = {"MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "SSE41"}
 """Read by MKL and oneDNN when a process computes its first product and convolution."""
+
+FILLER = """
+import os, torch
+os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+torch.set_num_threads(1)
+one = torch.randn(192, 192)
+while os.getppid() == {parent}:
+    one @ one
+"""
+"""Products that stay in the core's own caches, until the rank has ended."""
 
 
 def main() -> None:
@@ -23,7 +40,13 @@ def main() -> None:
     rank, _, nbytes = args.cap.partition(":")
     if rank == os.environ["RANK"]:
         enter(int(nbytes))
-    if args.what == "probe":
+    with filled(bool(args.slow)):
+        work(args.what, words)
+
+
+def work(what: str, words: list[str]) -> None:
+    """The rank's own work."""
+    if what == "probe":
         from tutti.cli.main import main as command
 
         sys.argv = ["tutti", "probe", *words]
@@ -34,6 +57,20 @@ def main() -> None:
 
         sys.argv = ["plan_rank.py", *words]
         plan_rank.main()
+
+
+@contextlib.contextmanager
+def filled(wanted: bool) -> Iterator[None]:
+    """The host's core is at work in the block even where the rank waits."""
+    if not wanted:
+        yield
+        return
+    filler = subprocess.Popen([sys.executable, "-c", FILLER.format(parent=os.getpid())])
+    try:
+        yield
+    finally:
+        filler.kill()
+        filler.wait()
 
 
 def enter(nbytes: int) -> None:
