@@ -2,7 +2,7 @@
 
 The slow host is slower in earnest: its matrix products take the portable code of MKL and its convolutions oneDNN's for
 SSE 4.1, which machines like this compute at a fifth to a half of the pace of the usual ones; memory and link are as
-quick. Both kinds are probed before each case, and written into one cluster, as a user writes one down.
+quick. Both hosts are probed at once before each case, as a user does it, and must be told apart by their pace.
 One case has equal processors and a host of little memory, which the kernel enforces. Every plan that was chosen is
 verified against one device.
 """
@@ -34,8 +34,8 @@ RANK = Path(__file__).with_name("mixed_rank.py")
 BATCHES = {"mlp": 512, "cnn": 32, "gpt": 16}
 """The global batch of each, in samples: so many that products weigh more than what a rank does whatever its share."""
 
-NOBODY = "-1"
-"""No rank has the slower processor, while cores are kept at work."""
+SLOW, NOBODY = 1, -1
+"""The rank that has the slower processor; none has it, while cores are kept at work."""
 
 IMPOSSIBLE = (("cnn", "split"),)
 """Convolutions are not split."""
@@ -69,7 +69,7 @@ def measure(sizes: Sizes) -> dict[str, Any]:
             for axis in sizes.axes
             if (model, axis) not in IMPOSSIBLE
         ]
-        capped = run_capped(lab, folder / "capped", probed(lab, folder / "equal", NOBODY), sizes)
+        capped = run_capped(lab, folder / "capped", probed(lab, folder / "equal", str(NOBODY)), sizes)
     return {
         "batches": BATCHES,
         "cases": cases,
@@ -78,13 +78,8 @@ def measure(sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def mixed_cluster(lab: Lab, folder: Path) -> ClusterSpec:
-    """One host of each kind, as the machine is now: its pace changes from minute to minute."""
-    return together(probed(lab, folder / "quick", NOBODY), probed(lab, folder / "slow", "0,1"))
-
-
 def probed(lab: Lab, folder: Path, slow: str) -> ClusterSpec:
-    """Both hosts as `tutti probe` measures them, where the ranks `slow` have the slower processor."""
+    """Both hosts as `tutti probe` measures them, where the rank `slow` has the slower processor."""
     folder.mkdir()
     output = folder / "cluster.json"
     words = ("--slow", slow, "probe", "--quick", "--no-plot", "--output", str(output))
@@ -94,25 +89,19 @@ def probed(lab: Lab, folder: Path, slow: str) -> ClusterSpec:
     return codec.load(ClusterSpec, output)
 
 
-def together(quick: ClusterSpec, slow: ClusterSpec) -> ClusterSpec:
-    """One host of each kind; the links as the quick ones were measured."""
-    (fast,), (late,) = quick.devices.values(), slow.devices.values()
-    devices = {"quick": replace(fast, name="quick"), "slow": replace(late, name="slow")}
-    nodes = tuple(replace(quick.nodes[0], name=name, device=name, count=1) for name in devices)
-    return replace(quick, name="mixed", devices=devices, nodes=nodes)
-
-
 def run_case(lab: Lab, folder: Path, name: str, axis: AxisName, sizes: Sizes) -> dict[str, Any]:
     """The planner's plan of two ranks along `axis`, and the same with equal shares and cuts by cost alone."""
     folder.mkdir()
-    cluster = mixed_cluster(lab, folder)
+    cluster = probed(lab, folder / "probe", str(SLOW))
+    if len(cluster.devices) != 2:
+        raise SystemExit(f"the probe did not tell the slow host from the quick one: {list(cluster.devices)}")
     model, script = described(name, BATCHES[name])
     choice = choose(model, cluster, Request(script=script, degree=2, mesh={axis: 2}, scope="all"))
     by_name = {node.name: node for node in cluster.nodes}
     ordered = replace(cluster, nodes=tuple(by_name[node] for node in choice.nodes or by_name))
     even = replace(choice.best, shares=(), split_shares=(), pipeline=replace(choice.best.pipeline, cuts=()))
     plans = {"even": even, "balanced": choice.best}
-    slow = [node.name for node in ordered.nodes].index("slow")
+    slow = [node.name for node in ordered.nodes].index(cluster.nodes[SLOW].name)
     predicted = {which: predict(model, ordered, plan).step_time_s.value for which, plan in plans.items()}
     found: dict[str, list[float]] = {which: [] for which in plans}
     for turn in range(sizes.turns):
@@ -141,16 +130,16 @@ def run_case(lab: Lab, folder: Path, name: str, axis: AxisName, sizes: Sizes) ->
     return row
 
 
-def run_capped(lab: Lab, folder: Path, quick: ClusterSpec, sizes: Sizes) -> dict[str, Any]:
+def run_capped(lab: Lab, folder: Path, equal: ClusterSpec, sizes: Sizes) -> dict[str, Any]:
     """Equal shares, and the planner's, where the second host has too little memory for equal ones."""
     folder.mkdir()
     model, script = described(CAPPED, CAPPED_BATCH)
     even = replace(script, mesh={"replicate": 2})
-    whole = predict(model, quick, even).memory.total
+    whole = predict(model, equal, even).memory.total
     cap = int(CAP * whole)
-    node = quick.nodes[0]
+    node = equal.nodes[0]
     nodes = (replace(node, name="roomy", count=1), replace(node, name="small", count=1, memory_nbytes=cap))
-    cluster = replace(quick, name="capped", nodes=nodes)
+    cluster = replace(equal, name="capped", nodes=nodes)
     request = Request(script=script, degree=2, mesh={"replicate": 2}, scope="all", keep_microbatches=True)
     choice = choose(model, cluster, request)
     order = list(choice.nodes or ("roomy", "small"))

@@ -6,9 +6,18 @@ from typing import Literal
 import pytest
 
 from tutti.describe.probe.assemble import assemble
-from tutti.describe.probe.findings import DeviceRates, Findings, RankFacts, SharedRates, at_once, crowded, turns
+from tutti.describe.probe.findings import (
+    DeviceRates,
+    Findings,
+    RankFacts,
+    SharedRates,
+    at_once,
+    crowded,
+    renamed,
+    turns,
+)
 from tutti.describe.probe.host import HostFacts
-from tutti.describe.probe.together import slowest
+from tutti.describe.probe.together import in_kinds, slowest
 from tutti.spec import codec
 from tutti.spec.cluster import (
     ClusterSpec,
@@ -223,3 +232,49 @@ def test_of_hosts_that_measured_at_once_the_slowest_products_count_and_else_the_
     ]
     assert slowest({"a": rates(2.0), "b": rates(1.0)}).notes == RATES.notes  # which of two is the usual one?
     assert slowest({"a": rates(2.0, 512)}) == rates(2.0, 512)
+
+
+def test_a_host_that_multiplies_far_slower_has_another_device_whatever_its_name() -> None:
+    def rates(*flops: float) -> DeviceRates:
+        return replace(RATES, gemm=tuple(GemmRate(dtype="float32", n=n, flops_per_s=value)
+                                         for n, value in zip((256, 512), flops, strict=False)))  # fmt: skip
+
+    found = {
+        "a": rates(4.0, 5.0),
+        "b": rates(10.0, 11.0),
+        "c": rates(9.0, 7.0),
+        "d": rates(4.4, 4.0),
+        "e": rates(1.0, 1.2),
+    }
+    groups = in_kinds(found)
+    assert [list(group) for group in groups] == [["b", "c"], ["a", "d"], ["e"]]
+    assert [group[host] for group in groups for host in group] == [found[host] for host in "bcade"]
+    assert in_kinds({"a": rates(10.0, 10.0), "b": rates(6.0, 7.1)}) == [{"a": rates(10.0, 10.0), "b": rates(6.0, 7.1)}]
+    assert in_kinds({"a": rates(10.0), "b": rates()}) == [{"a": rates(10.0), "b": rates()}]  # nothing to compare
+    assert in_kinds({"a": rates(10.0)}) == [{"a": rates(10.0)}]
+
+    facts = renamed([*map(fact, "aabcde"), fact("g", device="GPU")], "CPU, 4 cores", groups)
+    slow = "CPU, 4 cores, slower"
+    assert [one.device for one in facts] == [slow, slow, *["CPU, 4 cores"] * 2, slow, f"{slow} (2)", "GPU"]
+
+
+def test_hosts_with_devices_of_another_pace_are_nodes_of_their_own() -> None:
+    facts = renamed([*map(fact, "abc")], "CPU, 4 cores", [{"a": RATES, "c": RATES}, {"b": RATES}])
+    half = replace(RATES, gemm=tuple(replace(rate, flops_per_s=rate.flops_per_s / 2) for rate in RATES.gemm))
+    cluster = assemble(
+        Findings(
+            facts=facts,
+            alone={"CPU, 4 cores": RATES, "CPU, 4 cores, slower": half},
+            shared=[SharedRates()] * 3,
+            node_links=[()] * 3,
+            network_links=[()] * 3,
+            disk_read_bytes_per_s=[None] * 3,
+            load_at_end=[0.0] * 3,
+        ),
+        measured_utc="2026-01-01T00:00:00Z",
+    )
+    assert [(node.name, node.device, node.count) for node in cluster.nodes] == [
+        ("a", "CPU, 4 cores", 2),
+        ("b", "CPU, 4 cores, slower", 1),
+    ]
+    assert cluster.devices["CPU, 4 cores, slower"].peak_flops_per_s["float32"] == 1.5e9

@@ -76,19 +76,27 @@ def test_a_probe_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     assert set(multiprocessing.active_children()) <= before
 
 
-def _on_pretended_hosts(hosts: tuple[str, ...], folder: str) -> ClusterSpec:
-    """A rank of a cluster in which rank r runs on `hosts[r]`."""
+def _on_pretended_hosts(hosts: tuple[str, ...], folder: str, slow: str = "") -> ClusterSpec:
+    """A rank of a cluster in which rank r runs on `hosts[r]`; the host `slow` multiplies at a quarter of its pace."""
     import torch.distributed as dist
 
-    from tutti.describe.probe import host
+    from tutti.describe.probe import gemm, host
     from tutti.describe.probe.ranks import measure_ranks
     from tutti.runtime.world import join, leave
 
     world = join()
     real = host.facts()
-    pretended = replace(real, name=hosts[dist.get_rank()])
+    machine = "" if slow else real.machine  # hosts of one machine, if too many for its cores, take turns
+    pretended = replace(real, name=hosts[dist.get_rank()], machine=machine)
+    again = gemm.again
+
+    def slowly(*words: Any) -> Any:
+        part = 0.25 if pretended.name == slow else 1.0
+        return tuple(replace(rate, flops_per_s=part * rate.flops_per_s) for rate in again(*words))
+
     try:
         with (
+            mock.patch.object(gemm, "again", slowly),
             mock.patch.object(host, "facts", return_value=pretended),
             mock.patch.object(host, "cache_nbytes", return_value=0),
         ):
@@ -113,6 +121,19 @@ def test_two_hosts_have_both_tiers_and_every_rank_the_same_spec(tmp_path: Path) 
     assert (cluster.name, node.name, node.count) == ("a and 1 more", "a", 2)
     (device,) = cluster.devices.values()
     assert [rate.method for rate in device.compress_rates] == ["powersgd,rank=1"]
+
+
+def test_a_far_slower_host_has_a_device_of_its_own_and_every_rank_says_so(tmp_path: Path) -> None:
+    """Ranks of one name on both hosts: only what they measure tells them apart."""
+    hosts = ("a", "b", "b", "c")
+    specs = run_ranks(_on_pretended_hosts, 4, hosts, str(tmp_path), "b")
+    assert len({codec.dumps(replace(spec, conditions=None)) for spec in specs}) == 1
+    cluster = specs[0]
+    quick, slow = cluster.devices
+    assert slow == f"{quick}, slower"
+    assert [(node.name, node.device, node.count) for node in cluster.nodes] == [("a", quick, 2), ("b", slow, 1)]
+    float32 = {name: device.peak_flops_per_s["float32"] for name, device in cluster.devices.items()}
+    assert float32[slow] < 0.7 * float32[quick]
 
 
 def _threads_and_dtypes(folder: str) -> tuple[set[int], set[tuple[str, ...]]]:
@@ -225,8 +246,8 @@ def _sample_s(machine_cores: int) -> list[float]:
         changed = {"machine": "m", "machine_cores": machine_cores, "cores": 1}
         facts = [replace(own, host=replace(own.host, name=name, **changed)) for name in "ab"]
         with mock.patch.object(ranks, "_device_rates", rates):
-            (alone,) = ranks._alone(dist.group.WORLD, facts, torch.device("cpu"), TINY, print).values()  # type: ignore
-        return [*lasting, timing._LEAST_S.get(), alone.gemm[0].flops_per_s]
+            alone = ranks._alone(dist.group.WORLD, facts, torch.device("cpu"), TINY, print)[0]  # type: ignore
+        return [*lasting, timing._LEAST_S.get(), *(one.gemm[0].flops_per_s for one in alone.values())]
     finally:
         leave()
 

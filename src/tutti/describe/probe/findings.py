@@ -1,6 +1,7 @@
 """What the ranks of a probe found, as plain data, before it is put together."""
 
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 
 from tutti.describe.probe.host import HostFacts
 from tutti.spec.cluster import (
@@ -85,6 +86,20 @@ def first_of_each_device(facts: list[RankFacts]) -> dict[str, int]:
     for rank, fact in enumerate(facts):
         first.setdefault(fact.device, rank)
     return first
+
+
+def slower(name: str, place: int) -> str:
+    """What devices of one name are called, in order of their pace."""
+    return name if place == 0 else f"{name}, slower" if place == 1 else f"{name}, slower ({place})"
+
+
+def renamed(facts: list[RankFacts], name: str, groups: Sequence[Collection[str]]) -> list[RankFacts]:
+    """The facts where devices called `name` have names by their host's group, the quickest group first."""
+    places = {host: place for place, hosts in enumerate(groups) for host in hosts}
+    return [
+        replace(fact, device=slower(name, places.get(fact.host.name, 0))) if fact.device == name else fact
+        for fact in facts
+    ]
 
 
 def at_once(facts: list[RankFacts], rank: int) -> list[int]:

@@ -22,9 +22,11 @@ from tutti.describe.probe.findings import (
     by_host,
     crowded,
     first_of_each_device,
+    renamed,
+    slower,
 )
 from tutti.describe.probe.timing import Meet
-from tutti.describe.probe.together import slowest
+from tutti.describe.probe.together import in_kinds, slowest
 from tutti.describe.probe.ways import Party
 from tutti.spec.cluster import ClusterSpec, LinkSpec
 
@@ -43,7 +45,7 @@ def measure_ranks(device: torch.device, effort: Effort, *, folder: Path, say: Sa
     facts = _gather(control, _facts(device))
     hosts = by_host(facts)
     mine = hosts[facts[dist.get_rank()].host.name]
-    alone = _alone(control, facts, device, effort, say)
+    alone, facts = _alone(control, facts, device, effort, say)
     say("the same with all ranks computing")
     natively = _natively(effort, [facts[one] for one in mine])
     meet = _meeting(list(hosts.values()))
@@ -102,8 +104,9 @@ def _facts(device: torch.device) -> RankFacts:
 
 def _alone(
     control: dist.ProcessGroup, facts: list[RankFacts], device: torch.device, effort: Effort, say: Say
-) -> dict[str, DeviceRates]:
-    """Rates of each kind of device, measured by one rank of each host while all others wait, as one."""
+) -> tuple[dict[str, DeviceRates], list[RankFacts]]:
+    """Rates of each kind of device, measured by one rank of each host while all others wait, as one; and the facts,
+    where hosts with devices of one name but another pace have a name of their own."""
     rates: dict[str, DeviceRates] = {}
     for name, rank in first_of_each_device(facts).items():
         say(f"{name}, on rank {rank}")
@@ -116,8 +119,12 @@ def _alone(
                 natively = _natively(effort, [facts[one] for one in alike])
                 mine = _device_rates(facts[dist.get_rank()], device, effort, natively, say, meet)
         found = _gather(control, mine)
-        rates[name] = slowest({facts[one].host.name: measured for one in alike if (measured := found[one])})
-    return rates
+        measured = {facts[one].host.name: one_found for one in alike if (one_found := found[one])}
+        # Hosts that take turns on cores differ by whose turn it was.
+        groups = [measured] if crowded(facts, together) else in_kinds(measured)
+        rates |= {slower(name, place): slowest(group) for place, group in enumerate(groups)}
+        facts = renamed(facts, name, groups)
+    return rates, facts
 
 
 def _meeting(parties: list[list[int]]) -> Meet | None:

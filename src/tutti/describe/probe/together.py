@@ -1,11 +1,12 @@
-"""What ranks on equal devices of several hosts measured at once, as one.
+"""What ranks on devices of one name on several hosts measured at once, as one, or as several kinds.
 
 Steps wait for the slowest, and matrix products, of which there are many samples, say which that is. What else is
-measured in fewer samples scatters more than hosts do: there the middle counts.
+measured in fewer samples scatters more than hosts do: there the middle counts. A host far behind the others is no such
+device, whatever its name: processors of virtual machines are all called alike, others are throttled or shared.
 """
 
 import statistics
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
@@ -15,7 +16,28 @@ from tutti.spec.cluster import CompressRate, ConvolutionRate, GemmRate, MemoryRa
 BEHIND = 0.85
 """A host whose products run at less than this part of the hosts' median pace is named."""
 
+APART = 0.7
+"""A host all of whose products in float32 run at less than this part of the quickest host's pace has another kind of
+device. Other dtypes may be emulated, as slowly on both."""
+
 T = TypeVar("T")
+
+
+def in_kinds(found: Mapping[str, DeviceRates]) -> list[dict[str, DeviceRates]]:
+    """`found`, by host, in groups of hosts of about one pace, the quickest first."""
+    if len(found) < 2:
+        return [dict(found)]
+    plain = {host: replace(rates, gemm=tuple(rate for rate in rates.gemm if rate.dtype == "float32"))
+             for host, rates in found.items()}  # fmt: skip
+    paces = {host: max(sizes, default=1.0) for host, sizes in _paces(plain, max).items()}
+    groups: list[dict[str, DeviceRates]] = []
+    least = 0.0
+    for host in sorted(found, key=lambda host: -paces[host]):
+        if not groups or paces[host] < least:
+            groups.append({})
+            least = APART * paces[host]
+        groups[-1][host] = found[host]
+    return [{host: group[host] for host in found if host in group} for group in groups]
 
 
 def slowest(found: Mapping[str, DeviceRates]) -> DeviceRates:
@@ -89,16 +111,20 @@ def _codes(rates: list[CompressRate]) -> CompressRate:
 
 
 def _behind(found: Mapping[str, DeviceRates]) -> list[str]:
-    """A word on each host that is slower than most: its products beside those of the others, size by size."""
-    tables = {host: {(r.dtype, r.n, r.threads): r.flops_per_s for r in rates.gemm} for host, rates in found.items()}
-    shared = set.intersection(*(set(table) for table in tables.values()))
-    if len(tables) < 3 or not shared:  # of two nobody can say which is the usual one
+    """A word on each host that is slower than most."""
+    if len(found) < 3:  # of two nobody can say which is the usual one
         return []
-    usual = {where: statistics.median(table[where] for table in tables.values()) for where in shared}
-    paces = {host: statistics.median(table[where] / usual[where] for where in shared) for host, table in tables.items()}
     return [
         f"host {host} multiplies at {pace:.0%} of the usual pace of its kind, and ranks in step wait for it: look what "
         "else it does, or leave it out"
-        for host, pace in paces.items()
-        if pace < BEHIND
+        for host, sizes in _paces(found, statistics.median).items()
+        if sizes and (pace := statistics.median(sizes)) < BEHIND
     ]
+
+
+def _paces(found: Mapping[str, DeviceRates], usual: Callable[[Iterable[float]], float]) -> dict[str, list[float]]:
+    """By host, each product that all have timed, beside the `usual` one of its size and dtype."""
+    tables = {host: {(r.dtype, r.n, r.threads): r.flops_per_s for r in rates.gemm} for host, rates in found.items()}
+    shared = set.intersection(*(set(table) for table in tables.values()))
+    of_all = {where: usual([table[where] for table in tables.values()]) for where in shared}
+    return {host: [table[where] / of_all[where] for where in shared] for host, table in tables.items()}
