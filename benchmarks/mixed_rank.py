@@ -22,11 +22,11 @@ FILLER = """
 import os, torch
 os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 torch.set_num_threads(1)
-one = torch.randn(192, 192)
+one = torch.randn(1536, 1536)
 while os.getppid() == {parent}:
     one @ one
 """
-"""Products that stay in the core's own caches, until the rank has ended."""
+"""Products larger than the caches near a core, as training has them, until the rank has ended."""
 
 
 def main() -> None:
