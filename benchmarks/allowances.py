@@ -1,8 +1,8 @@
 """Steps that each way of the dial takes to a quality, beside exact sums: what plan/ways.py counts ways with.
 
-The works are those of `pays` (benchmarks/pays_work.py), in whole trainings until their held-out loss is at the target.
-No trajectory here depends on timing, so the machine may be busy. Unbiased codes are counted by their variance: one is
-trained to see whether that holds.
+The works (benchmarks/allowance_work.py) are others than those of `pays`, by which the planner is judged; those can be
+named too. Whole trainings, until their held-out loss is at the target. No trajectory here depends on timing, so the
+machine may be busy. Unbiased codes are counted by their variance: one can be trained to see whether that holds.
 """
 
 import math
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from allowance_work import OTHERS
 from harness import run_ranks
 from pays_loops import TuttiLoop
 from pays_methods import Method
@@ -22,6 +23,7 @@ from tutti.spec.compression import compression_in_words
 from tutti.spec.plan import Sync
 from tutti.spec.sync_words import sync_in_words
 
+KNOWN = OTHERS | WORKS
 EXACT = "exact sums"
 EVERY = 2
 """Steps between two looks."""
@@ -34,13 +36,13 @@ PATIENCE = 4
 class Sizes:
     """`ways`: in words, none for all that stand on readings. `replicas`: how many ranks."""
 
-    models: tuple[str, ...] = ("mlp", "cnn", "gpt")
-    replicas: tuple[str, ...] = ("2", "4")
+    models: tuple[str, ...] = tuple(OTHERS)
+    replicas: tuple[str, ...] = ("2", "4", "8")
     ways: tuple[str, ...] = ()
-    seeds: int = 3
+    seeds: int = 4
 
 
-QUICK = Sizes(models=("mlp",), replicas=("2",), ways=("local:period=8",), seeds=1)
+QUICK = Sizes(models=("table",), replicas=("2",), ways=("local:period=8",), seeds=1)
 
 
 def measure(sizes: Sizes) -> dict[str, Any]:
@@ -69,7 +71,7 @@ def _train_all(model: str, sizes: Sizes) -> dict[str, list[int | None]]:
 
     torch.set_num_threads(1)
     join()
-    work = replace(WORKS[model], every=EVERY)
+    work = replace(KNOWN[model], every=EVERY)
     found = {EXACT: [train(work, (), seed, work.most) for seed in range(sizes.seeds)]}
     most = PATIENCE * max(steps or work.most for steps in found[EXACT])
     longer = replace(work, most=most)
@@ -96,7 +98,7 @@ def train(work: Work, words: tuple[tuple[str, str], ...], seed: int, most: int) 
     for step in range(work.every, most + 1, work.every):
         for _ in range(work.every):
             loop.step()
-        if loop.quality()[0] <= work.target:
+        if loop.job.evaluate(work.data()[1], batch_size=360)["loss"] <= work.target:
             steps = step
             break
     loop.close()

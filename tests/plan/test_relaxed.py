@@ -10,12 +10,12 @@ from plan.machines import cards, own_links
 from predict.examples import cluster, cpu, link, mlp
 from tutti.errors import PlanError
 from tutti.plan import Choice, NoiseScale, Request, choose, explain, rows
-from tutti.plan.relaxed import Doubt
+from tutti.plan.relaxed import Doubt, Tried, _costed
 from tutti.plan.ways import WAYS, WORTH, WORTH_IN_TURNS, Way, samples_of, ways
 from tutti.predict import predict
 from tutti.spec import codec
 from tutti.spec.cluster import ClusterSpec, CompressRate
-from tutti.spec.compression import parse_compression
+from tutti.spec.compression import Compression, parse_compression
 from tutti.spec.plan import BatchPlan, Plan, Sync
 from tutti.spec.sync_words import parse_sync, way_in_words
 
@@ -139,6 +139,21 @@ def test_where_hosts_take_turns_on_cores_a_gain_must_be_larger() -> None:
     gain = 1 - in_turns.dial.step_s * in_turns.dial.samples / in_turns.dial.exact_step_s
     assert WORTH < gain < WORTH_IN_TURNS
     assert "too small to change training for" in explain(in_turns)
+
+
+def test_where_hosts_take_turns_a_way_that_computes_nothing_more_needs_no_larger_gain() -> None:
+    """Averages as they are: nothing is written or read that could cost more than was predicted."""
+    own = hosts(2000)
+    shared = replace(own, nodes=tuple(replace(node, turns=2.0) for node in own.nodes))
+    (rare,) = [way for way in WAYS if way.words == "local:period=8"]
+    exact = choose(MODEL, shared, asked("exact"))
+    one = _costed(shared, asked(), exact.best, exact.prediction)
+    coded = replace(rare, compress=Compression(method="qsgd", bits=8))
+    worth = {
+        way.words: Tried(way=way, one=one, samples=1.0, evidence="assumed", totals=exact.totals).worth
+        for way in (rare, coded)
+    }
+    assert worth == {rare.words: WORTH, coded.words: WORTH_IN_TURNS}
 
 
 def test_averages_are_counted_with_more_samples_the_more_replicas_and_the_rarer_they_are() -> None:

@@ -57,9 +57,9 @@ WORTH = 0.05
 to be right to is it changed."""
 
 WORTH_IN_TURNS = 0.15
-"""The same where ranks or hosts take turns on cores, for there predictions tell less: between four hosts on two cores
-copies in bfloat16 were predicted to gain 5 and 7 %, and took 7 and 13 % longer than exact sums
-(benchmarks/results/2026-11-23-pays-17.json)."""
+"""The same for a way in a code where ranks or hosts take turns on cores, for what codes cost there is known less:
+between four hosts on two cores copies in bfloat16 were predicted to gain 5 and 7 %, and took 7 and 13 % longer than
+exact sums (benchmarks/results/2026-11-23-pays-17.json)."""
 
 LONGEST = 16
 """Updates between two exchanges that the planner goes to by itself. Longer ones are for the user to ask for."""

@@ -12,7 +12,7 @@ from tutti.predict.table import Flags, ModelTable, model_table, remembered
 from tutti.predict.worker import Array
 from tutti.spec.model import ModelSpec
 from tutti.spec.plan import LayoutRule, Plan, by_columns, placement_of
-from tutti.spec.portions import cut
+from tutti.spec.portions import cut, cut_units
 from tutti.spec.refusals import check_nothing_empty, check_width
 
 Weights = tuple[float, ...]
@@ -149,7 +149,7 @@ def _sizes(limit: int, groups: int, weights: Weights) -> list[float]:
     """The part that each place along the split axis has of a module of so many heads or units, in groups that stay
     whole as long as there is one for everybody; by the runtime's rule (runtime/split/spread.py)."""
     for units in (groups, limit):
-        sizes = [end - start for start, end in pairwise(cut(units, len(weights), weights))]
+        sizes = [end - start for start, end in pairwise(cut_units(units, len(weights), weights))]
         if units and (0 not in sizes or units == limit):
             return [size / units for size in sizes]
     return [weight / sum(weights) for weight in weights]

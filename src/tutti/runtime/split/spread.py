@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from tutti.spec.portions import cut
+from tutti.spec.portions import cut_units
 from tutti.spec.refusals import check_nothing_empty
 
 Range = tuple[int, int]
@@ -101,7 +101,7 @@ class Among:
         """Contiguous parts of `size` positions: even ones, or in proportion to the weights."""
         if not self.weights:
             return even(size, self.degree)
-        bounds = cut(size, self.degree, self.weights)
+        bounds = cut_units(size, self.degree, self.weights)
         return Spread(size, tuple(((a, b),) if a < b else () for a, b in itertools.pairwise(bounds)))
 
     def fills(self, size: int) -> bool:
