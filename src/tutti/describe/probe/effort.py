@@ -51,7 +51,7 @@ QUICK = Effort(
     disk_nbytes=64 * MIB,
     weight_size=2048,
     weight_caches=4.0,
-    kinds=2,
+    kinds=4,
     codes_numel=(2**20,),
     codes_budget_s=1.5,
 )
@@ -74,7 +74,7 @@ FULL = Effort(
     disk_nbytes=512 * MIB,
     weight_size=2048,
     weight_caches=4.0,
-    kinds=3,
+    kinds=4,
     codes_numel=(2**14, 2**18, 2**22),
     codes_budget_s=6.0,
 )
