@@ -53,6 +53,16 @@ def test_training_a_plain_net() -> None:
     assert [rank.facts["0.weight"] for rank in ranks] == [(2, 8), (7, 8), (4, 8)]
 
 
+def many() -> Subject:
+    return Subject(model=lambda: plain(8, 272, 256, 5), data=digits(), loss_fn=nn.CrossEntropyLoss())
+
+
+def test_training_a_net_of_many_units_which_go_in_sixteens() -> None:
+    """As they are predicted (test_portions.py, the same rule)."""
+    ranks = assert_same_as_one(many, mesh={"split": 2}, split_shares=(1.0, 0.427), steps=3, look=widths)
+    assert [rank.facts["0.weight"] for rank in ranks] == [(192, 8), (80, 8)]
+
+
 def test_training_a_tied_language_model_in_two_ways_at_once() -> None:
     ranks = assert_same_as_one(
         three_heads, mesh={"replicate": 2, "split": 2}, split_shares=(1.0, 2.0), steps=3, look=widths,
