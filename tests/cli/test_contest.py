@@ -87,7 +87,7 @@ def test_what_is_measured_counts_by_the_objective(objective: Objective, best: in
     plans = to_try(MODEL, MACHINES, choice, 99)
     one = next(each for each in plans if each.plan.world_size == 1)
     four = next(each for each in plans if each.plan.world_size == 4)
-    counted = weights(MACHINES, choice, [one, four])
+    counted = weights(MODEL, MACHINES, choice, [one, four])
     trials = [trial("one", 1.0), trial("four", 0.5)]  # twice as fast, with four times the devices
     assert fastest(trials, counted) == best
     assert fastest([trial("one", None, "died"), trial("four", 0.5)], counted) == 1

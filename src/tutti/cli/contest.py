@@ -37,7 +37,7 @@ def to_try(model: ModelSpec, cluster: ClusterSpec, choice: Choice, most: int) ->
         for one in choice.alternatives
         if one.plan.precision in allowed and one.plan != choice.best and _keeps_limits(machines, request, one)
     ]
-    others.sort(key=lambda one: _value(machines, request, one))
+    others.sort(key=lambda one: _value(model, machines, request, one))
     return [best, *others][:most]
 
 
@@ -48,21 +48,25 @@ def _keeps_limits(cluster: ClusterSpec, request: Request, one: Alternative) -> b
     return not objectives.broken_limit(request, totals, one.prediction)
 
 
-def _value(cluster: ClusterSpec, request: Request, one: Alternative) -> float:
+def _value(model: ModelSpec, cluster: ClusterSpec, request: Request, one: Alternative) -> float:
     """What the objective says of a plan, counted with the samples that its way to send less takes."""
     assert one.prediction is not None
     found = objectives.value(cluster, request, one.plan, one.prediction)
     way = next((way for way in WAYS if way.of(one.plan) == one.plan), None)
-    return found if way is None or request.objective == "memory" else found * samples_of(way, request, one.plan)[0]
+    if way is None or request.objective == "memory":
+        return found
+    return found * samples_of(way, request, one.plan, model.optimizer)[0]
 
 
-def weights(cluster: ClusterSpec, choice: Choice, plans: Sequence[Alternative]) -> tuple[float, ...] | None:
+def weights(
+    model: ModelSpec, cluster: ClusterSpec, choice: Choice, plans: Sequence[Alternative]
+) -> tuple[float, ...] | None:
     """What a second of each plan's step counts under the objective; None where time counts nothing."""
     if choice.request.objective == "memory":
         return None
     machines = seated(cluster, choice.nodes)
     return tuple(
-        _value(machines, choice.request, one) / one.prediction.step_time_s.value
+        _value(model, machines, choice.request, one) / one.prediction.step_time_s.value
         for one in plans
         if one.prediction is not None
     )

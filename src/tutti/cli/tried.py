@@ -45,7 +45,7 @@ def try_plans(model: ModelSpec, cluster: ClusterSpec, choice: Choice, options: "
         with console.status(f"trying plan {index + 1} of {len(plans)}: {words}"):
             folder = Path("runs") / f"{name}-{index + 1}"
             found.append(_tried(one, _write(folder, model, cluster, one), options, words))
-    best = fastest(found, weights(cluster, choice, plans))
+    best = fastest(found, weights(model, cluster, choice, plans))
     if best is None:
         raise TrainingError(
             f"{said(found, best)}; repair what failed (what ranks said: {short(Path(found[0].folder))}/ranks/), or "

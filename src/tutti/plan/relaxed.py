@@ -147,7 +147,7 @@ class _Trial:
                 one = self._cost(way.of(base.plan), base.cluster)
                 if one is None or not one.prediction.fits:
                     continue
-                samples, evidence = samples_of(way, self.request, one.plan)
+                samples, evidence = samples_of(way, self.request, one.plan, self.model.optimizer)
                 totals = _times(objectives.totals(one.cluster, self.request, one.plan, one.prediction), samples)
                 if not objectives.broken_limit(self.request, totals, one.prediction):
                     yield Tried(way=way, one=one, samples=samples, evidence=evidence, totals=totals)
