@@ -115,10 +115,11 @@ def source_text() -> Pair:
     """Sources of Python's standard library, windows of 64 bytes: 90 % to train on, 64 of the rest to judge by."""
     train, test = split_by_position(standard_library_text().content, 0.9)
     held = TextWindows(test, 64, stride=len(test) // 65)
-    return _tensors(TextWindows(train, 64), None), _tensors(held, 64)
+    return tensors(TextWindows(train, 64), None), tensors(held, 64)
 
 
-def _tensors(windows: TextWindows, count: int | None) -> TensorDataset:
+def tensors(windows: TextWindows, count: int | None) -> TensorDataset:
+    """The first `count` windows, or all, and the bytes that follow."""
     pairs = [windows[index] for index in range(len(windows) if count is None else count)]
     return TensorDataset(torch.stack([a for a, _ in pairs]), torch.stack([b for _, b in pairs]))
 
