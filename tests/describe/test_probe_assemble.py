@@ -278,3 +278,8 @@ def test_hosts_with_devices_of_another_pace_are_nodes_of_their_own() -> None:
         ("b", "CPU, 4 cores, slower", 1),
     ]
     assert cluster.devices["CPU, 4 cores, slower"].peak_flops_per_s["float32"] == 1.5e9
+    assert cluster.conditions is not None
+    assert [note.partition(": ")[0] for note in cluster.conditions.notes[:2]] == [
+        "CPU, 4 cores",
+        "CPU, 4 cores, slower",
+    ]

@@ -8,6 +8,7 @@ import pytest
 
 from plan.machines import cards
 from plan.test_meshes import gpt
+from plan.test_mixed import two
 from predict.examples import cluster, cpu, link, mlp, plan
 from tutti.errors import PlanError
 from tutti.plan import Request, choose
@@ -107,3 +108,12 @@ def test_of_plans_as_good_copies_are_taken(gain: float, chosen: AxisName) -> Non
     parts = costed(machines, dataclasses.replace(plan(64), mesh={"shard": 2}))
     parts = dataclasses.replace(parts, value=(1 - gain) * copies.value)
     assert _best([parts, copies], REQUEST).plan.mesh == {chosen: 2}
+
+
+def test_only_plans_with_samples_to_share_have_equal_shares() -> None:
+    """Ranks of one pipeline all compute every sample: no shares would help them."""
+    machines = two({}, {"peak_flops_per_s": {"float32": 30e12}})
+    best = costed(machines, dataclasses.replace(plan(64, 2), shares=(0.5, 1.0)))
+    stages = costed(machines, dataclasses.replace(plan(64), mesh={"stage": 2}))
+    assert "equal shares on unequal devices" in _compute_cause(costed(machines, plan(64, 2)), best)
+    assert "shares" not in _compute_cause(stages, best)

@@ -118,7 +118,7 @@ def _compute_cause(loser: Costed, best: Costed) -> str:
         return f"{who}; {against}"
     if (again := recompute_words(plan)) != recompute_words(chosen) and again != "none":
         return f"{'forward' if again == 'full' else 'a part of forward'} is computed twice; {against}"
-    if plan.shares != chosen.shares and not plan.shares:
+    if plan.shares != chosen.shares and not plan.shares and plan.data_parallel_degree > 1:
         slowest = {seat.device.name for seat in seats}
         return f"equal shares on unequal devices ({', '.join(sorted(slowest))}); {against}"
     if chosen.split_shares and not plan.split_shares and plan.degree("split") > 1:

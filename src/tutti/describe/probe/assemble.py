@@ -167,8 +167,13 @@ def _conditions(findings: Findings, measured_utc: str) -> Conditions:
         load_at_start=max(fact.host.load for fact in facts),
         load_at_end=max(findings.load_at_end),
         versions=facts[0].versions,
-        notes=(*(note for rates in findings.alone.values() for note in rates.notes), *_warnings(findings)),
+        notes=(*_notes(findings.alone), *_warnings(findings)),
     )
+
+
+def _notes(alone: dict[str, DeviceRates]) -> list[str]:
+    """What devices' measurements say, with the device's name where there are several."""
+    return [f"{name}: {note}" if len(alone) > 1 else note for name, rates in alone.items() for note in rates.notes]
 
 
 def _warnings(findings: Findings) -> list[str]:

@@ -13,8 +13,8 @@ class Effort:
     to take longer than that is skipped. `link_budget_s` bounds one message size likewise. `concurrent_sizes`:
     sizes measured again while all ranks of a host compute. `weight_size`: of the square weights that products of few
     rows go over, larger than caches near a core; `weight_caches`: how many times the caches' size they have together.
-    `kinds`: how often layers, convolutions and attention are timed. `codes_numel`: gradients' sizes that are written in
-    fewer bytes; `codes_budget_s` bounds all of that after compiling.
+    `kinds`: how often convolutions and attention are timed, and layers twice as often. `codes_numel`: gradients' sizes
+    that are written in fewer bytes; `codes_budget_s` bounds all of that after compiling.
     """
 
     gemm_sizes: tuple[int, ...]
@@ -51,12 +51,12 @@ QUICK = Effort(
     disk_nbytes=64 * MIB,
     weight_size=2048,
     weight_caches=4.0,
-    kinds=4,
+    kinds=2,
     codes_numel=(2**20,),
     codes_budget_s=1.5,
 )
-"""Some 28 seconds on 2 cores for 2 ranks of one host (it was seen to take 24 to 29, and 3 more for operators on
-vectors since), 15 for 2 hosts of a core each; the first time about 10 more, to compile the kernels that compress
+"""Some 28 seconds on 2 cores for 2 ranks of one host (it was seen to take 24 to 29, and 5 more for operators on
+vectors and more turns of layers since), 15 for 2 hosts of a core each; the first time about 10 more, to compile the kernels that compress
 gradients."""
 
 FULL = Effort(
@@ -74,7 +74,7 @@ FULL = Effort(
     disk_nbytes=512 * MIB,
     weight_size=2048,
     weight_caches=4.0,
-    kinds=4,
+    kinds=3,
     codes_numel=(2**14, 2**18, 2**22),
     codes_budget_s=6.0,
 )
