@@ -55,9 +55,8 @@ QUICK = Effort(
     codes_numel=(2**20,),
     codes_budget_s=1.5,
 )
-"""Some 28 seconds on 2 cores for 2 ranks of one host (it was seen to take 24 to 29, and 5 more for operators on
-vectors and more turns of layers since), 15 for 2 hosts of a core each; the first time about 10 more, to compile the kernels that compress
-gradients."""
+"""Some 33 seconds on 2 cores for 2 ranks of one host (32.6 and 33.1, by hand), 15 to 20 for 2 hosts of a core each; the
+first time about 10 more, to compile the kernels that compress gradients."""
 
 FULL = Effort(
     gemm_sizes=(128, 256, 512, 1024, 2048, 4000),
