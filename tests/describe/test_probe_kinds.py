@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tutti.describe.probe import kinds
-from tutti.describe.probe.effort import QUICK
+from tutti.describe.probe.effort import QUICK, Effort
 
 KINDS = ("gemm", "conv", "attention")
 CPU = torch.device("cpu")
@@ -84,3 +84,15 @@ def test_of_each_the_least_disturbed_turn_counts(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(kinds, "product_s", lambda *_: next(products))
     monkeypatch.setattr(kinds, "_there_and_back_s", lambda *_: next(operators))
     assert kinds._took([kinds.attention()], CPU, replace(QUICK, kinds=2)) == (3.0, 4.0)
+
+
+def test_layers_have_twice_the_turns_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns: list[tuple[int, int]] = []
+
+    def took(subjects: list[kinds.Subject], device: object, effort: Effort) -> tuple[float, float]:
+        turns.append((len(subjects), effort.kinds))
+        return 1.0, 1.0
+
+    monkeypatch.setattr(kinds, "_took", took)
+    kinds.measure(CPU, replace(QUICK, kinds=3))
+    assert turns == [(len(kinds.layers()), 6), *[(1, 3)] * 5]

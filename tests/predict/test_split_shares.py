@@ -134,10 +134,11 @@ class Grouped(nn.Module):
         return self.o_proj(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
-def test_parts_are_those_that_ranks_will_hold() -> None:
+@pytest.mark.parametrize("units", [48, 272])  # 272 go in sixteens
+def test_parts_are_those_that_ranks_will_hold(units: int) -> None:
     """Bytes of parameters, module by module and rank by rank, are the runtime's; biases of row layers stay whole."""
     with torch.device("meta"):
-        mlp = nn.Sequential(nn.Linear(24, 48), nn.GELU(), nn.Linear(48, 24))
+        mlp = nn.Sequential(nn.Linear(24, units), nn.GELU(), nn.Linear(units, 24))
         model, x = nn.Sequential(Grouped(), mlp), torch.empty(4, 5, 24)
         spec = describe_model(model, (x,), {}, x, nn.functional.mse_loss, samples=4)
     spec = with_facts(spec, model, (x,))
