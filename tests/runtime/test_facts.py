@@ -86,7 +86,8 @@ def test_a_transformer_is_divided_as_the_runtime_divides_it() -> None:
     }  # fmt: skip
     row = TOKENS * WIDTH * 4
     assert [found[f"blocks.2.{name}"].input_nbytes for name in ("qkv", "merge", "mlp.0", "mlp.2")] == [row, 0, row, 0]
-    assert [found[f"blocks.2{name}"].split_limit for name in ("", ".qkv", ".merge", ".mlp.0")] == [HEADS] * 3 + [0]
+    assert [found[f"blocks.2{name}"].split_limit for name in ("", ".qkv", ".merge")] == [HEADS] * 3
+    assert [found[f"blocks.2.mlp.{place}"].split_limit for place in range(3)] == [4 * WIDTH] * 3  # units
     assert [found[name].block for name in ("blocks.0.qkv", "blocks.5", "head", "")] == [0, 5, -1, -1]
     assert found["blocks.1"].key_value_nbytes == 2 * row
 

@@ -96,7 +96,27 @@ def _split(spec: ModelSpec, model: nn.Module) -> Facts:
         groups = {one.groups for inner, one in described.items() if inner.rpartition(".")[0] == name} - {0}
         if kind == "heads" and len(groups) == 1:
             facts[name]["split_groups"] = groups.pop()
+    for name, units in _units(spec.modules, kinds, between, described).items():
+        facts[name].setdefault("split_limit", units)
     return facts
+
+
+def _units(
+    modules: Sequence[ModuleSpec],
+    kinds: Mapping[str, SplitKind],
+    between: Mapping[str, SplitKind],
+    described: Mapping[str, SplitModule],
+) -> dict[str, int]:
+    """How many units each divided module is divided by: a layer's own; an activation has those of the layer before."""
+    found: dict[str, int] = {}
+    last: dict[str, int] = {}
+    for module in modules:
+        parent, _, _ = module.name.rpartition(".")
+        if kinds.get(module.name):
+            found[module.name] = last[parent] = described[module.name].units
+        elif between.get(module.name) == "column" and parent in last:
+            found[module.name] = last[parent]
+    return found
 
 
 def _by_tokens(model: nn.Module, layout: Sequence[LayoutRule]) -> Facts:

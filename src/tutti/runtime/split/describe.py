@@ -26,7 +26,7 @@ class Exchange:
 class SplitModule:
     """One module with parameters of its own. `placement`: how it is divided, or "replicate"; `nbytes_per_rank`: bytes
     of its own parameters on every rank of the split group (a tied one is counted where it comes first); `groups`: of
-    key heads, which stay whole (see Decision).
+    key heads, which stay whole (see Decision); `units`: outputs, inputs, rows or heads that are divided.
     """
 
     name: str
@@ -36,6 +36,7 @@ class SplitModule:
     exchanges: tuple[Exchange, ...]
     partner: str = ""
     groups: int = 0
+    units: int = 0
 
 
 def describe_split(
@@ -79,6 +80,7 @@ def describe_split(
                 exchanges=_exchanges(module, one) if one else (),
                 partner=one.partner if one else "",
                 groups=one.groups if one else 0,
+                units=one.spread.size if one else 0,
             )
         )
     return found
