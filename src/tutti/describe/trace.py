@@ -35,7 +35,7 @@ _SDPA = F.scaled_dot_product_attention
 _RECURRENT = frozenset((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu))
 _BATCH_NORM = frozenset((F.batch_norm, torch.batch_norm))
 Scope = tuple[str, OpKind | None]
-"""A module's name, and the kind that all operators in it count as (None: their own)."""
+"""A module's name, and the kind that matrix products in it count as (None: their own)."""
 
 
 class Timeline:
@@ -110,8 +110,9 @@ class Tracer:
         return self.ledger
 
     def enter(self, scope: Scope, cost: Cost, backward: bool, calls: int = 1, weight_nbytes: float = 0.0) -> None:
-        """Add a cost to the ledger."""
-        line = self.ledger.lines[scope[0], scope[1] or cost.kind]
+        """Add a cost to the ledger. Products made within a scope of one kind are of that kind; the rest is not."""
+        kind = scope[1] if scope[1] is not None and cost.kind == "gemm" else cost.kind
+        line = self.ledger.lines[scope[0], kind]
         if backward:
             line.flops_backward += cost.flops
             line.nbytes_backward += cost.nbytes

@@ -109,7 +109,9 @@ def loss_s(setting: Setting) -> float:
 
 def overhead_s(setting: Setting, work: RankWork) -> float:
     """Seconds of a rank's step outside of operators."""
-    return constants.STEP_OVERHEAD_S * setting.workers[work.seat].slowdown
+    worker = setting.workers[work.seat]
+    cpu = setting.seats[work.seat].device.kind == "cpu"
+    return worker.slowdown * (constants.STEP_CALLS * worker.kernel_overhead_s if cpu else constants.STEP_OVERHEAD_S)
 
 
 def wait_s(setting: Setting, work: RankWork, exposed_s: float) -> float:
