@@ -1,4 +1,4 @@
-"""docs/claims.md says what its result files say, and what it names is there."""
+"""docs/claims.md and docs/history.md say what their result files say, and what they name is there."""
 
 import json
 import re
@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "claims.md"
+PAGE, HISTORY = ROOT / "docs" / "claims.md", ROOT / "docs" / "history.md"
+RESULTS = ROOT / "benchmarks" / "results"
 SCALES = {"%": 100.0, "ms": 1e3, "MB": 1e-6, "MB/s": 1e-6, "": 1.0}
 
 Row = tuple[str, str, str, list[str]]
@@ -33,18 +34,19 @@ def agrees(figure: str, value: float) -> bool:
 
 
 def entry(file: str, keys: list[str]) -> Any:
-    value = json.loads((ROOT / "benchmarks" / "results" / f"{file}.json").read_text(encoding="utf-8"))
+    value = json.loads((RESULTS / f"{file}.json").read_text(encoding="utf-8"))
     assert value["quick"] is False
     for key in keys:
         value = value[key]
     return value
 
 
-ROWS = measured_rows(PAGE.read_text(encoding="utf-8"))
+ROWS = [row for page in (PAGE, HISTORY) for row in measured_rows(page.read_text(encoding="utf-8"))]
 
 
-def test_the_page_has_its_tables() -> None:
-    assert len(ROWS) >= 20
+@pytest.mark.parametrize("page", [PAGE, HISTORY])
+def test_a_page_has_its_tables(page: Path) -> None:
+    assert len(measured_rows(page.read_text(encoding="utf-8"))) >= 20
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[f"{file}:{keys[-2]}" for _, _, file, keys in ROWS])
@@ -69,15 +71,54 @@ def test_figures_are_compared_in_their_units(figure: str, value: float, same: bo
     assert agrees(figure, value) is same
 
 
-def test_met_and_missed_claims_stand_where_they_belong() -> None:
+@pytest.mark.parametrize("page", [PAGE, HISTORY])
+def test_met_and_missed_claims_stand_where_they_belong(page: Path) -> None:
     """Where a row has an aim, at most or (≥) at least, all before "Not met" are within it and all after beyond."""
     missed = False
-    for line in PAGE.read_text(encoding="utf-8").splitlines():
+    for line in page.read_text(encoding="utf-8").splitlines():
         missed = missed or line == "## Not met"
         cells = [cell.strip() for cell in line.strip("| ").split("|")]
         if len(cells) == 5 and (aim := re.fullmatch(r"(≥ )?([\d.]+)", cells[2])):
             figure, limit = float(cells[1].split(" ")[0]), float(aim[2])
             assert (figure < limit if aim[1] else figure > limit) is missed, line
+
+
+MODELS = {"mlp": "MLP", "cnn": "CNN", "gpt": "GPT"}
+RATES = {"unlimited": "unlimited", "1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}
+
+
+def newest_cells() -> dict[str, tuple[str, dict[str, Any]]]:
+    """By cell of `pays`, as the page names it: the newest file that has it, and its verdict."""
+
+    def age(path: Path) -> tuple[str, int]:
+        date, _, number = path.stem.partition("-pays")
+        return date, int(number.lstrip("-") or 1)
+
+    found = {}
+    for path in sorted(RESULTS.glob("*-pays*.json"), key=age):
+        for cell, verdict in json.loads(path.read_text(encoding="utf-8"))["summary"]["verdicts"].items():
+            model, hosts, rate = re.fullmatch(r"(\w+)-(\d)@(\w+)", cell).groups()  # type: ignore[union-attr]
+            found[f"{MODELS[model]}, {hosts} hosts, {RATES[rate]}"] = (path.stem, verdict)
+    return found
+
+
+def in_words(value: float, aim: float | None) -> str:
+    """A ratio as a cell's row has it: bold where it misses its aim."""
+    return f"**{value:.2f}**" if aim is not None and round(value, 2) > aim else f"{value:.2f}"
+
+
+def test_cells_have_the_figures_of_their_newest_file_and_are_bold_where_they_miss() -> None:
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    rows = [[part.strip() for part in line.strip("| ").split("|")] for line in lines if line.startswith("| ")]
+    said = {cells[0]: (cells[2], cells[3], cells[4], cells[5]) for cells in rows if cells[0] in newest_cells()}
+    for cell, (file, verdict) in newest_cells().items():
+        best = verdict["best_of_others"].removeprefix("ddp ")
+        assert said.get(cell) == (
+            in_words(verdict["of_floor"], verdict.get("aim")),
+            f"{in_words(verdict['of_best_of_others'], 1.0)} {best}",
+            in_words(verdict["of_ddp"], 1.0),
+            f"`{file}`",
+        ), cell
 
 
 def test_files_and_tests_that_are_named_are_there() -> None:
