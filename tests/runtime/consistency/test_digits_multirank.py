@@ -17,8 +17,8 @@ RANKS, SEEDS = 4, (1, 2, 3)
 
 APART = sorted((way for way in WAYS if way.mode != "synchronous"), key=lambda way: way.relaxed.period or 1)
 
-LONGEST = {way.words: way for way in {(way.mode, way.compress, bool(way.relaxed.delay)): way for way in APART}.values()}
-"""By its words: of each mode and code, waited for or delayed, the way with the longest period."""
+LONGEST = {way.words: way for way in {(way.mode, way.compress, way.each): way for way in APART}.values()}
+"""By its words: of each mode and code, waited for or delayed by half a period or a whole one, that with the longest."""
 
 
 def reach_with(ways: list[str]) -> dict[str, list[Reached]]:
