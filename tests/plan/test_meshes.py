@@ -60,6 +60,21 @@ def test_the_search_finds_what_trying_everything_finds(memory: int) -> None:
     assert choice.coverage.costed < choice.coverage.considered
 
 
+@pytest.mark.parametrize(
+    ("split", "units", "degrees"),
+    [
+        ("column", 2219, (1, 2, 3, 4)),  # a column more or less is nothing
+        ("column", 9, (1, 3)),  # 5 of 9 and 3 of 9 are more than a half and a quarter
+        ("column", 0, (1, 2, 3, 4)),  # of a description that does not say
+        ("heads", 12, (1, 2, 3, 4)),
+        ("heads", 10, (1, 2)),
+    ],
+)
+def test_degrees_need_not_divide_many_units(split: Any, units: int, degrees: tuple[int, ...]) -> None:
+    model = ModelSpec(name="m", modules=(linear("a", 64, 1000, split=split, split_limit=units),))
+    assert limits_of(model, cards(1, 4), ask()).splits == degrees
+
+
 @pytest.mark.parametrize("bandwidth", [1e8, 1e10])
 def test_every_schedule_is_tried(bandwidth: float) -> None:
     """Against all schedules written out here: where messages are slow that wins which has most microbatches under way

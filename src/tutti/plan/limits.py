@@ -1,6 +1,7 @@
 """What a model, a cluster and a request leave open: which degrees each axis may have at all."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from tutti.errors import PlanError
 from tutti.plan.choice import Request
@@ -9,6 +10,7 @@ from tutti.predict.counts import samples_of
 from tutti.spec.cluster import ClusterSpec
 from tutti.spec.model import ModelSpec
 from tutti.spec.plan import Pipeline, Plan, Sharding
+from tutti.spec.portions import cut_units
 from tutti.spec.words import AxisName
 
 MOST_SPLIT = 64
@@ -17,6 +19,9 @@ MOST_TABLE = 64
 MOST_SPACE = 64
 LEAST_TOKENS = 256
 """Fewer tokens on a rank than this and the context axis has nothing to divide."""
+
+UNEVEN = 1.1
+"""Times its share of a layer that a rank may have at most, else the layer is none that a degree divides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,10 +166,16 @@ def _splits(model: ModelSpec, most: int, per_node: int) -> tuple[int, ...]:
         limited = [module for module in divided if module.split_limit]
         if any(m.split_limit < degree or (m.split == "heads" and m.split_limit % degree) for m in limited):
             continue
-        uneven = sum(weights[id(module)] for module in limited if module.split_limit % degree)
+        uneven = sum(weights[id(module)] for module in limited if _uneven(module.split_limit, degree))
         if uneven < 0.5 * total:
             found.append(degree)
     return tuple(found) or (1,)
+
+
+def _uneven(units: int, degree: int) -> bool:
+    """Whether one of so many equal ranks gets more of a layer's units than `UNEVEN` of its share."""
+    bounds = cut_units(units, degree, [1.0] * degree)
+    return max(end - start for start, end in pairwise(bounds)) * degree > UNEVEN * units
 
 
 def _stages(blocks: int, cuts: int, most: int) -> tuple[int, ...]:
