@@ -1,6 +1,7 @@
 """The roofline of a rank: rates by size, threads and neighbours; laws of monotony."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -232,6 +233,19 @@ def test_elements_of_slow_kinds_have_rates_of_each_pass() -> None:
     assert rates(cpu(efficiency={"pool": 0.5})) == pytest.approx([0.5, 0.5])
     assert rates(cpu()) == pytest.approx(constants.CPU_VECTORS["pool"])
     assert rates(gpu()) == pytest.approx([constants.EFFICIENCY["pool"]] * 2)
+
+
+@pytest.mark.parametrize("changes", [{}, {"gemm": (), "peak_flops_per_s": {"float32": 40e9}}])
+def test_random_numbers_are_drawn_by_one_thread_of_several(changes: dict[str, Any]) -> None:
+    def seconds(kind: OpKind, threads: int) -> float:
+        op = dataclasses.replace(products(first=False), kind=kind, flops_forward=1e6)
+        model = ModelSpec(name="m", modules=(ModuleSpec(name="a", kind="A", ops=(op,)),))
+        rank = dataclasses.replace(seat(cpu(**changes), 1), threads=threads)
+        who = dataclasses.replace(worker_at(rank, "float32", "full"), bandwidth_bytes_per_s=1e18)
+        return compute.forward(op_table(model), who, 3, 1).compute_s
+
+    assert seconds("random", 1) == pytest.approx(seconds("random", 4), rel=1e-12)
+    assert seconds("norm", 4) < 0.5 * seconds("norm", 1)
 
 
 def test_no_samples_no_time() -> None:

@@ -39,6 +39,10 @@ CPU_VECTORS: Final[dict[OpKind, tuple[float, float]]] = {
 """The same of a CPU, forward and backward, where nobody measured it: as three probes found them on one core of an AMD
 EPYC with AVX2."""
 
+ON_ONE_THREAD: Final[frozenset[OpKind]] = frozenset({"random"})
+"""Kinds that a CPU does on one thread of several: torch draws a dropout's 14 million numbers in 101 ms on one thread of
+an AMD EPYC and on two, where products, norms and exponentials take half as long on two."""
+
 SHARED_NORM: Final = 1.9
 """On CPUs, how many times as long a batch norm with the statistics of several ranks takes for an element as a norm
 of rows: on one core of an AMD EPYC 0.9 ns forward and 1.0 backward, where the latter took 0.5 and 0.5."""

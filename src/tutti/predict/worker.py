@@ -142,7 +142,7 @@ def worker_at(seat: Seat, model_dtype: str, precision: Precision) -> Worker:
         convolution_weights=convolutions,
         vector_rate=base.best_rate,
         bandwidth_bytes_per_s=rank_bandwidth(seat),
-        efficiency=_efficiency(device),
+        efficiency=_efficiency(device, _of_one_thread(seat, model_dtype)),
         convolutions=_by_size(device),
         kernel_overhead_s=overhead,
         call_s=overhead * constants.CALL_FACTOR,
@@ -209,13 +209,26 @@ def _measured(seat: Seat, rates: list[GemmRate]) -> Curve:
     return Curve(flops=alone.flops, seconds=alone.seconds * max(1.0, at_once / gained))
 
 
-def _efficiency(device: DeviceSpec) -> Efficiency:
-    """As measured of elements, else as `efficiency` says, else as assumed of its kind of device."""
+def _of_one_thread(seat: Seat, dtype: str) -> float:
+    """The part of the rank's rate of products that one of its threads has."""
+    if seat.device.kind != "cpu" or seat.threads <= 1:
+        return 1.0
+    rates = [rate for rate in seat.device.gemm if rate.dtype == dtype]
+    if not rates:
+        return 1.0 / min(seat.threads, max(1, seat.device.cores))
+    return min(1.0, _at_threads(rates, 1).best_rate / _at_threads(rates, seat.threads).best_rate)
+
+
+def _efficiency(device: DeviceSpec, of_one_thread: float) -> Efficiency:
+    """As measured of elements, else as `efficiency` says, else as assumed of its kind of device. Relative to products
+    on as many threads; what one thread does alone, whatever the others do, has its part of their pace."""
     known = {kind: (one, one) for kind, one in constants.EFFICIENCY.items()}
     if device.kind == "cpu":
         known |= constants.CPU_VECTORS
     known |= {kind: (one, one) for kind, one in device.efficiency.items()}
     known |= {rate.kind: (rate.forward, rate.backward) for rate in device.vector_rates}
+    for kind in constants.ON_ONE_THREAD:
+        known[kind] = (of_one_thread * known[kind][0], of_one_thread * known[kind][1])
     forward, backward = np.array([known[kind] for kind in KINDS]).T
     return Efficiency(forward=forward, backward=backward)
 
