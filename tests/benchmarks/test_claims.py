@@ -110,7 +110,7 @@ def in_words(value: float, aim: float | None) -> str:
 def test_cells_have_the_figures_of_their_newest_file_and_are_bold_where_they_miss() -> None:
     lines = PAGE.read_text(encoding="utf-8").splitlines()
     rows = [[part.strip() for part in line.strip("| ").split("|")] for line in lines if line.startswith("| ")]
-    said = {cells[0]: (cells[2], cells[3], cells[4], cells[5]) for cells in rows if cells[0] in newest_cells()}
+    said = {cells[0]: tuple(cells[2:]) for cells in rows if len(cells) == 6}
     for cell, (file, verdict) in newest_cells().items():
         best = verdict["best_of_others"].removeprefix("ddp ")
         assert said.get(cell) == (

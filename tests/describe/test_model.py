@@ -180,7 +180,7 @@ def test_attention_keeps_no_scores_unless_dropout_does() -> None:
     assert sum(module.activation_nbytes for module in spec.modules) == kept_by_autograd(unfused, x) / 4
     assert flops(spec, "attention") == (4 * 32 * 32 * 16, 8 * 32 * 32 * 16)
     scores = 4 * 32 * 32
-    assert flops(spec, "random") == (scores, 0)  # dropout, for which a CPU takes as long as for dozens of products
+    assert flops(spec, "random") == (scores, 0)  # a number for each score: hundreds of FLOPs' time
     assert flops(spec, "exponential") == (scores, scores)
     assert any("dropout" in note for note in spec.notes)
 

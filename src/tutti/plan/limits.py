@@ -1,7 +1,6 @@
 """What a model, a cluster and a request leave open: which degrees each axis may have at all."""
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 from tutti.errors import PlanError
 from tutti.plan.choice import Request
@@ -10,7 +9,6 @@ from tutti.predict.counts import samples_of
 from tutti.spec.cluster import ClusterSpec
 from tutti.spec.model import ModelSpec
 from tutti.spec.plan import Pipeline, Plan, Sharding
-from tutti.spec.portions import cut_units
 from tutti.spec.words import AxisName
 
 MOST_SPLIT = 64
@@ -174,8 +172,7 @@ def _splits(model: ModelSpec, most: int, per_node: int) -> tuple[int, ...]:
 
 def _uneven(units: int, degree: int) -> bool:
     """Whether one of so many equal ranks gets more of a layer's units than `UNEVEN` of its share."""
-    bounds = cut_units(units, degree, [1.0] * degree)
-    return max(end - start for start, end in pairwise(bounds)) * degree > UNEVEN * units
+    return -(-units // degree) * degree > UNEVEN * units
 
 
 def _stages(blocks: int, cuts: int, most: int) -> tuple[int, ...]:

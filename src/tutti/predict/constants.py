@@ -40,8 +40,8 @@ CPU_VECTORS: Final[dict[OpKind, tuple[float, float]]] = {
 EPYC with AVX2."""
 
 ON_ONE_THREAD: Final[frozenset[OpKind]] = frozenset({"random"})
-"""Kinds that a CPU does on one thread of several: torch draws a dropout's 14 million numbers in 101 ms on one thread of
-an AMD EPYC and on two, where products, norms and exponentials take half as long on two."""
+"""Kinds that a CPU does on one thread of several: torch draws the 17 million numbers of an encoder's dropouts in 101 ms
+on one thread of an AMD EPYC and on two, where products, norms and softmax take half as long on two."""
 
 SHARED_NORM: Final = 1.9
 """On CPUs, how many times as long a batch norm with the statistics of several ranks takes for an element as a norm
