@@ -1,6 +1,7 @@
 """The launcher's own promises: the spec is checked, ranks that do not listen are ended, the environment is right."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -97,3 +98,11 @@ def test_a_resumed_run_goes_on_in_its_own_folder(tmp_path: Path, monkeypatch: py
     (tmp_path / "file").touch()
     with pytest.raises(LaunchError, match="--folder"):
         run_folder(tmp_path / "file/inside", None, "t")
+
+
+def test_several_nodes_may_try_one_folder_at_once(tmp_path: Path) -> None:
+    """As the nodes of a run with one file system do."""
+    with ThreadPoolExecutor(4) as nodes:
+        tried = nodes.map(lambda node: run_folder(tmp_path / "run", None, "t", node % 4), range(2000))
+        assert set(tried) == {tmp_path / "run"}
+    assert list((tmp_path / "run").iterdir()) == []

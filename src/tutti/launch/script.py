@@ -1,6 +1,7 @@
 """The user's script and the run's folder, checked before anything is started."""
 
 import sys
+import tempfile
 import tokenize
 import warnings
 from datetime import UTC, datetime
@@ -67,9 +68,8 @@ def run_folder(asked: Path | None, resume: Path | None, name: str, node_rank: in
         folder = _new_folder(name, node_rank)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
-        probe.touch()
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=folder):  # without a name: other nodes may try the same folder now
+            pass
     except OSError as error:
         raise LaunchError(
             f"run folder {folder} cannot be written ({error.strerror or error}); name another with --folder"

@@ -113,7 +113,7 @@ def _pairs_s(group: Group, nbytes: float) -> float:
     return 2 * message(group.network, nbytes * max(1.0, group.span.per_host / 2))
 
 
-_AVERAGED = Exchanging(sent=_ring_share, seconds=_sum_s, passes=lambda p: 9.0, passing=1)
+_AVERAGED = Exchanging(sent=_ring_share, seconds=_sum_s, passes=lambda p: 6.0, passing=1)
 
 _SERVED = Exchanging(sent=_ring_share, seconds=_served_s, passes=lambda p: 14.0, held=2)
 
@@ -123,7 +123,7 @@ EXCHANGES: Mapping[SyncMode, Exchanging] = {
     "local": _AVERAGED,
     "post-local": _AVERAGED,
     "one-shot": _AVERAGED,
-    "diloco": Exchanging(sent=_ring_share, seconds=_sum_s, passes=lambda p: 23.0, held=2, passing=2),
+    "diloco": Exchanging(sent=_ring_share, seconds=_sum_s, passes=lambda p: 10.0, held=2, passing=1),
     "adasum": Exchanging(
         sent=_adasum_sent, seconds=_adasum_s, passes=lambda p: 12.0 + 25.0 * len(_adasum_rounds(p)), held=1, passing=4
     ),
@@ -145,14 +145,14 @@ EXCHANGES: Mapping[SyncMode, Exchanging] = {
 }  # fmt: skip
 """What is known of each mode in which replicas differ."""
 
-CODED_PASSES = 4.0
-"""What the mean of coded changes takes more: they are taken from what was equal and added to it, which is read anew."""
+CODED_PASSES = 3.0
+"""What the mean of coded changes takes more: they are taken from what was equal and added to it, and it becomes x."""
 
 WAITED_PARTS, LEAST_PART_NBYTES = 8, 4 * 2**16
 """In how many parts a sum in a code goes that is waited for, and how large they are at least: as travel.py has them."""
 
-DELAYED_CODED_PASSES = 3.0
-"""The same of one that is taken in later, a cache's size at a time; without a code that takes no more than another."""
+DELAYED_PASSES, DELAYED_CODED_PASSES = 3.0, 5.0
+"""What a mean takes more than one that is waited for if it is taken in later: what it began from is kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,9 +216,7 @@ def exchanged_apart(
     n, statistics = trained.parameters, 0.0 if sync.mode in ALONE else trained.statistics
     state = trained.optimizer if told.optimizer_state == "averaged" else 0.0
     behind_s *= max(1, (told.delay or 1) - 1)  # the last of them is what the last part arrives in
-    passes = how.passes(group.ranks)
-    if coded is not None:
-        passes += DELAYED_CODED_PASSES if told.delay else CODED_PASSES
+    passes = how.passes(group.ranks) + _more_passes(bool(told.delay), coded is not None)
     copies_s = seat.slowdown * passes * n / rank_bandwidth(seat)
     wire_s, kernels_s = (how.seconds(group, n), 0.0) if coded is None else (coded.seconds, coded.kernels_s)
     besides_s = group.all_reduce(state) + group.all_reduce(statistics)  # waited for in every mode
@@ -241,6 +239,12 @@ def exchanged_apart(
         exposed_s=(waited_s + besides_s + copies_s) / period,
     )
     return Apart(exchange=done, sent_nbytes=sent / period)
+
+
+def _more_passes(delayed: bool, coded: bool) -> float:
+    if delayed:
+        return DELAYED_CODED_PASSES if coded else DELAYED_PASSES
+    return CODED_PASSES if coded else 0.0
 
 
 def check_apart(plan: Plan, network: Network) -> None:

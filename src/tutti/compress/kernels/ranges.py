@@ -18,11 +18,13 @@ def encode(values, old, new, scales, codes, block, x, bits_of_x, infinity, magni
     for index in range(scales.shape[0]):
         start = index * block
         size = min(block, n - start)
+        mine, written, left = values[start : start + size], codes[start : start + size], new[start : start + size]
         for j in range(size):
-            x[j] = values[start + j]
+            x[j] = mine[j]
         if feedback:
+            kept = old[start : start + size]
             for j in range(size):
-                x[j] += old[start + j]
+                x[j] += kept[j]
         first = x[0]
         least, most, largest = bits_of_x[0], bits_of_x[0], bits_of_x[0] & magnitude
         least ^= (least >> sign) & magnitude
@@ -42,10 +44,9 @@ def encode(values, old, new, scales, codes, block, x, bits_of_x, infinity, magni
         if largest >= infinity or not (np.isfinite(low) and np.isfinite(high)):
             scales[index, 0] = np.float32(np.nan)
             scales[index, 1] = np.float32(np.nan)
-            for j in range(size):
-                codes[start + j] = 0
-                if feedback:
-                    new[start + j] = x[j]
+            written[:] = 0
+            if feedback:
+                left[:] = x[:size]
             continue
         scales[index, 0] = low
         scales[index, 1] = high
@@ -56,21 +57,21 @@ def encode(values, old, new, scales, codes, block, x, bits_of_x, infinity, magni
         for j in range(size):
             level = (x[j] - base) * inverse + real(0.5)
             level = level if level < real(255) else real(255)
-            level = np.floor(level if level > real(0) else real(0))
-            codes[start + j] = np.uint8(np.int32(level))
-            if feedback:
-                new[start + j] = x[j] - (base + level * step)
+            written[j] = np.uint8(np.int32(level if level > real(0) else real(0)))
+        if feedback:
+            for j in range(size):
+                left[j] = x[j] - (base + real(np.int32(written[j])) * step)
 
 
 @kernel
 def decode_add(scales, codes, into, block):  # type: ignore[no-untyped-def]
     """into += low + code * step."""
-    n = into.size
     real = into.dtype.type
     for index in range(scales.shape[0]):
         start = index * block
         base, high = real(scales[index, 0]), real(scales[index, 1])
         step = high / real(255) - base / real(255)
         step = real(0) if step <= real(2.0**-100) else step
-        for j in range(start, min(start + block, n)):
-            into[j] += base + real(np.int32(codes[j])) * step
+        part, read = into[start : start + block], codes[start : start + block]
+        for j in range(part.size):
+            part[j] += base + real(np.int32(read[j])) * step

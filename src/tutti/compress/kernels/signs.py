@@ -34,30 +34,27 @@ def encode(values, old, new, scales, bits, block):  # type: ignore[no-untyped-de
     for index in range(scales.size):
         start = index * block
         size = min(block, n - start)
+        mine = values[start : start + size]
+        for j in range(size):
+            x[j] = mine[j]
         if feedback:
+            kept = old[start : start + size]
             for j in range(size):
-                x[j] = values[start + j] + old[start + j]
-        else:
-            for j in range(size):
-                x[j] = values[start + j]
+                x[j] += kept[j]
         scale = _mean_abs(x, size, lanes)
         scales[index] = scale
         s = values.dtype.type(scale)
         if feedback:
+            left = new[start : start + size]
             for j in range(size):
-                new[start + j] = x[j] - (-s if x[j] < 0 else s)
-        base = start // 8
-        for byte in range(size // 8):
+                left[j] = x[j] - (-s if x[j] < 0 else s)
+        x[size : min(size + 7, block)] = 0  # signs of what is not there
+        written = bits[start // 8 : start // 8 + (size + 7) // 8]
+        for byte in range(written.size):
             code = np.uint8(0)
             for bit in range(8):
                 code |= np.uint8(x[byte * 8 + bit] < 0) << np.uint8(bit)
-            bits[base + byte] = code
-        rest = size % 8
-        if rest:
-            code = np.uint8(0)
-            for bit in range(rest):
-                code |= np.uint8(x[size - rest + bit] < 0) << np.uint8(bit)
-            bits[base + size // 8] = code
+            written[byte] = code
 
 
 @kernel
@@ -68,10 +65,10 @@ def decode_add(scales, bits, into, block):  # type: ignore[no-untyped-def]
         start = index * block
         size = min(block, n - start)
         s = into.dtype.type(scales[index])
-        base = start // 8
+        part, read = into[start : start + size], bits[start // 8 : start // 8 + (size + 7) // 8]
         for byte in range(size // 8):
-            code = bits[base + byte]
+            code = np.int32(read[byte])
             for bit in range(8):
-                into[start + byte * 8 + bit] += -s if (code >> bit) & 1 else s
+                part[byte * 8 + bit] += -s if (code >> np.int32(bit)) & np.int32(1) else s
         for j in range(size // 8 * 8, size):
-            into[start + j] += -s if (bits[base + j // 8] >> (j % 8)) & 1 else s
+            part[j] += -s if (read[j // 8] >> (j % 8)) & 1 else s

@@ -19,17 +19,19 @@ def collect(  # type: ignore[no-untyped-def]
     over, same = 0, 0
     for start in range(0, n, block):
         size = min(block, n - start)
+        mine, kept, left = values[start : start + size], old[start : start + size], new[start : start + size]
         if corrected:
+            went, goes = old_momentum[start : start + size], new_momentum[start : start + size]
             for j in range(size):
-                x[j] = momentum * old_momentum[start + j] + values[start + j]
+                x[j] = momentum * went[j] + mine[j]
             for j in range(size):
-                new_momentum[start + j] = x[j]
-                x[j] = old[start + j] + x[j]
+                goes[j] = x[j]
+                x[j] = kept[j] + x[j]
         else:
             for j in range(size):
-                x[j] = old[start + j] + values[start + j]
+                x[j] = kept[j] + mine[j]
         for j in range(size):
-            new[start + j] = x[j]
+            left[j] = x[j]
         if over + size > above.size:
             return -1, same
         for group in range(0, size, 32):
@@ -127,10 +129,11 @@ def encode_buckets(  # type: ignore[no-untyped-def]
     for index in range(scales.size):
         start = index * block
         size = min(block, n - start)
+        mine, kept, left = values[start : start + size], old[start : start + size], new[start : start + size]
         for j in range(size):
-            x[j] = values[start + j] + old[start + j]
+            x[j] = mine[j] + kept[j]
         for j in range(size):
-            new[start + j] = x[j]
+            left[j] = x[j]
             keys[j] = bits_of_x[j] & magnitude
         keys[size:] = 0
         count, best = _choose(keys, size, keep, near, chosen)
@@ -155,7 +158,7 @@ def encode_buckets(  # type: ignore[no-untyped-def]
                     level = np.floor(level if level < real(7) else real(7))
                     negative = x[j] < 0
                     codes[place] = np.uint8(np.int32(level)) | (np.uint8(negative) << np.uint8(3))
-                    new[start + j] = x[j] - (-(level * unit) if negative else level * unit)
+                    left[j] = x[j] - (-(level * unit) if negative else level * unit)
                 place += 1
         for j in range(place, keep):
             indices[index * keep + j] = 0

@@ -153,8 +153,11 @@ class Apart(Consistency):
         self._alike()
 
     def _alike(self) -> None:
-        self.equal, self.staleness, self.counts["since"] = True, 0, 0
+        self._met()
         self.restart()
+
+    def _met(self) -> None:
+        self.equal, self.staleness, self.counts["since"] = True, 0, 0
 
 
 def _named(run: Run, parameters: list[nn.Parameter]) -> dict[str, nn.Parameter]:

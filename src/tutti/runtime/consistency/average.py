@@ -10,7 +10,7 @@ import torch
 
 from tutti.runtime.consistency.apart import Apart
 from tutti.runtime.consistency.coded import CodedSums
-from tutti.runtime.consistency.measure import from_mean
+from tutti.runtime.consistency.measure import Drift
 from tutti.runtime.consistency.states import average_states
 from tutti.runtime.consistency.vectors import Flats, Replicas
 from tutti.runtime.state import Run
@@ -42,6 +42,7 @@ class Averaged(Apart):
         self.after, self.states = after, states
         self._how = how if replicas.size > 1 else None
         self._coded: CodedSums | None = None
+        self._room: Flats = []
 
     def begin(self, run: Run) -> None:
         if run.progress.step >= self.after:
@@ -54,6 +55,7 @@ class Averaged(Apart):
             super().begin(run)
 
     def restart(self) -> None:
+        self._room = []
         self.held = {} if self._how is None else {"reference": self.vectors.read(), **self._sums(self._how).held()}
 
     def resumed(self, run: Run, tensors: dict[str, torch.Tensor]) -> None:
@@ -64,34 +66,53 @@ class Averaged(Apart):
     def exchange(self, run: Run) -> None:
         if self.counts["since"] < self.period:
             return
-        mean = self._mean() if self._how is None else self._coded_mean(self._how)
-        self.disagreement = from_mean(self.vectors.tensors, self.vectors.parts(mean), self.replicas)
-        self.vectors.write(self.combined(mean))
+        self.average()
         self.buffers.agree()
         if self.states:
             average_states(run, self.replicas)
-        self._alike()
+        self._met()
+
+    def average(self) -> None:
+        """x <- mean(x), or what is combined with it, some values at a time; that is what was equal from now on."""
+        sums, drift, size = self._summed(), Drift(), self.replicas.size
+        for now, total, *own in self.vectors.pieces(sums, *(self.held[name] for name in self.combines)):
+            mean = total.div_(size) if self._how is None else torch.add(own[0], total, alpha=1.0 / size, out=total)
+            drift.add(now.to(mean.dtype) - mean, mean)
+            now.copy_(self.combined(mean, *own))
+            if own:
+                own[0].copy_(now)
+        self.disagreement = drift.figures(self.replicas)
+
+    @property
+    def combines(self) -> tuple[str, ...]:
+        """What of `held` the mean is combined with: first what was equal."""
+        return () if self._how is None else ("reference",)
+
+    def combined(self, mean: torch.Tensor, *own: torch.Tensor) -> torch.Tensor:
+        """What replicas go on from, given some values of their mean and of what it is combined with."""
+        return mean
 
     def ending(self) -> Flats:
         return self._mean()
 
-    def combined(self, mean: Flats) -> Flats:
-        """What replicas go on from, given their mean."""
-        return mean
-
     def _mean(self) -> Flats:
         return self.replicas.mean(self.vectors.read())
 
-    def _coded_mean(self, how: Compression) -> Flats:
-        before, sums = self.held["reference"], self._sums(how)
-        changes = [torch.empty_like(flat) for flat in before]
-        for now, equal, change in self.vectors.pieces(before, changes):
-            torch.sub(now, equal, out=change)
-        sums.sum(changes)
+    def _summed(self) -> Flats:
+        """The sum over the replicas of x or, in a code, of how far each went since all were equal."""
+        self._room = self._room or self.vectors.empty()
+        if self._how is None:
+            for now, room in self.vectors.pieces(self._room):
+                room.copy_(now)
+            self.replicas.start_sum(self._room).wait()
+            return self._room
+        for now, equal, room in self.vectors.pieces(self.held["reference"], self._room):
+            torch.sub(now, equal, out=room)
+        sums = self._sums(self._how)
+        sums.sum(self._room)
+        self.held |= sums.held()
         self.counts["coded"] = sums.count
-        for equal, change in zip(before, changes, strict=True):
-            torch.add(equal, change, alpha=1.0 / self.replicas.size, out=change)
-        return changes
+        return self._room
 
     def _sums(self, how: Compression) -> CodedSums:
         """Those of the parameters that are trained now; of others what was kept back is dropped."""
@@ -116,25 +137,28 @@ class DiLoCo(Averaged):
         velocity = before if before is not None else [torch.zeros_like(flat) for flat in reference]
         self.held |= {"reference": reference, "velocity": velocity}
 
-    def ending(self) -> Flats:
-        return self._outer(self._mean())[0]
+    @property
+    def combines(self) -> tuple[str, ...]:
+        return "reference", "velocity"
 
-    def combined(self, mean: Flats) -> Flats:
-        result, self.held["velocity"] = self._outer(mean)
-        return result
+    def combined(self, mean: torch.Tensor, *own: torch.Tensor) -> torch.Tensor:
+        before, velocity = own
+        change = before - mean
+        torch.add(change, velocity, alpha=self.momentum, out=velocity)
+        direction = change.add_(velocity, alpha=self.momentum)
+        return torch.add(before, direction, alpha=-self.rate)
+
+    def ending(self) -> Flats:
+        return self._outer()[0]
 
     def finish(self, run: Run) -> None:
         if not self.equal:
-            _, velocity = self._outer(self._mean())
+            _, velocity = self._outer()
             super().finish(run)
             self.held["velocity"] = velocity
 
-    def _outer(self, mean: Flats) -> tuple[Flats, Flats]:
-        """(parameters, velocity) after an outer update; the parameters where the mean was."""
-        velocities = []
-        for value, before, velocity in zip(mean, self.held["reference"], self.held["velocity"], strict=True):
-            change = torch.sub(before, value, out=value)
-            velocities.append(torch.add(change, velocity, alpha=self.momentum))
-            direction = change.add_(velocities[-1], alpha=self.momentum)
-            torch.add(before, direction, alpha=-self.rate, out=value)
-        return mean, velocities
+    def _outer(self) -> tuple[Flats, Flats]:
+        """(parameters, velocity) after an outer update, which is not made."""
+        velocities = [velocity.clone() for velocity in self.held["velocity"]]
+        values = zip(self._mean(), self.held["reference"], velocities, strict=True)
+        return [self.combined(*one) for one in values], velocities

@@ -56,6 +56,12 @@ class Vectors:
         """The values, copied."""
         return [torch.cat([t.reshape(-1) for t in some]).to(_work(some[0].dtype)) for some in self._kinds]
 
+    def empty(self) -> Flats:
+        """Room for the values."""
+        return [
+            some[0].new_empty(sum(t.numel() for t in some), dtype=_work(some[0].dtype)) for some in self._kinds
+        ]
+
     def write(self, flats: Flats) -> None:
         """Give the tensors the values of `flats`."""
         for some, flat in zip(self._kinds, flats, strict=True):
