@@ -16,6 +16,7 @@ from tutti.predict.memory import convolving, kept, kept_by_stage, put_off
 from tutti.predict.overlap import buckets
 from tutti.predict.sharding import units_of
 from tutti.predict.table import model_table
+from tutti.predict.update import update_temporaries
 from tutti.spec.plan import Plan
 from tutti.spec.words import ScheduleName
 
@@ -127,7 +128,7 @@ class Room:
             found += self._looked_at(sums, stage)
         largest = np.zeros(stage)
         np.maximum.at(largest, place, gradients)
-        often = constants.OPTIMIZER_TEMPORARIES.get(self.tables.model.optimizer, constants.OPTIMIZER_TEMPORARIES_OTHER)
+        often = update_temporaries(self.tables.model)
         found += self._looked_at(often * largest, stage)
         apart = (columns.expert & (expert > 1)) | (columns.table & (table > 1)) | (columns.sequence & (split > 1))
         apart |= part.linear

@@ -12,13 +12,14 @@ from numpy.typing import NDArray
 from tutti.errors import PlanError
 from tutti.plan.build import block_globs
 from tutti.plan.tables import Array, Tables
-from tutti.predict import compute, constants
+from tutti.predict import compute
 from tutti.predict.cuts import Stages, stages_of
 from tutti.predict.division import Division as Part
 from tutti.predict.division import division, mean_division
 from tutti.predict.layout import Region, recompute_regions
 from tutti.predict.slabs import computed_apart
 from tutti.predict.table import model_table
+from tutti.predict.update import update_passes
 from tutti.predict.worker import Worker
 from tutti.spec.plan import BatchPlan, LayoutRule, Pipeline, Plan
 from tutti.spec.words import AxisName, Recompute
@@ -271,8 +272,7 @@ class Work:
             keys = samples * part.work * columns.key_value * tables.width
             probable += 2 * tables.exchange(best, context, split)(keys)
         gradients = columns.gradients * part.weight
-        name = tables.model.optimizer
-        often = constants.OPTIMIZER_PASSES.get(name, constants.OPTIMIZER_PASSES_OTHER)
+        often = update_passes(tables.model, on_cpu=worker.gap_s is None)
         rate = worker.slowdown / worker.bandwidth_bytes_per_s
         return Passes(
             ahead=ahead + waits_f,

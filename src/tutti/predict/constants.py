@@ -92,6 +92,15 @@ Besides, it reads parameters and gradients and writes parameters."""
 TENSORS_PER_MODULE: Final = 2
 """Parameter tensors of a module that has any (weight and bias)."""
 
+FUSED: Final = ("Adam", "AdamW")
+FUSED_DTYPES: Final = ("float32", "float64")
+FUSED_PASSES: Final = 0.75
+FUSED_CALLS: Final = 6
+"""Of optimizers whose kernels runtime.fused takes on a CPU. They read and write each byte of state twice, but quicker
+than the probe's vector operations go over memory: an update of 8 M values took 5.5 ms on one of two cores that the
+probe gave 27 GB/s, and 8.2 ms on each of two ranks (which the passes make 5.4 and 9.8); one of 64 values 3.5 us, and as
+much to see whether the kernels go with it."""
+
 FUSED_TENSORS: Final = 40
 """On CUDA, how many tensors one multi-tensor optimizer kernel takes."""
 

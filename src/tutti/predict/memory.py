@@ -90,10 +90,10 @@ class Held:
 
 
 def held_by_stage(
-    columns: ModelTable, part: Division, stages: Stages, keeps: Kept, plan: Plan, optimizer: str = ""
+    columns: ModelTable, part: Division, stages: Stages, keeps: Kept, plan: Plan, temporaries: float
 ) -> Held:
-    """What each place on the stage axis holds. Tied parameters are on every place that uses them."""
-    temporaries = constants.OPTIMIZER_TEMPORARIES.get(optimizer, constants.OPTIMIZER_TEMPORARIES_OTHER)
+    """What each place on the stage axis holds. Tied parameters are on every place that uses them. `temporaries`: what
+    an update of a parameter holds for a moment, of its size."""
     places = plan.degree("stage")
     place = stages.stage % places
     again = {(int(place[index]), owner) for index, owner in stages.ties}

@@ -21,6 +21,7 @@ from tutti.predict.relaxed import apart_notes, check_apart
 from tutti.predict.sync import Sync, synchronise
 from tutti.predict.table import model_table
 from tutti.predict.timeline import RankWork, Setting, line_load, line_work, workers_of
+from tutti.predict.update import update_temporaries
 from tutti.predict.words import disturbed, link_note, memory_notes, time_notes
 from tutti.predict.worker import Worker
 from tutti.spec import codec
@@ -301,7 +302,7 @@ def memories(
             setting.stages,
             kept(wires.columns, part, setting.regions, half=wires.half),
             plan,
-            wires.model.optimizer,
+            update_temporaries(wires.model),
         )
         for part in setting.parts
     }

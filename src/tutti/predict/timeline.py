@@ -21,6 +21,7 @@ from tutti.predict.pipeline import Messages
 from tutti.predict.placement import Seat
 from tutti.predict.table import Flags
 from tutti.predict.turns import Crowd, crowd_of
+from tutti.predict.update import update_calls, update_passes
 from tutti.predict.words import STAGES
 from tutti.predict.worker import Array, Worker, worker_at
 from tutti.spec.model import ModelSpec
@@ -327,10 +328,9 @@ def _update_s(setting: Setting, seat: int, own: Flags) -> tuple[float, float]:
     )
     gradients, states = setting.gradients(seat), columns.optimizer * setting.parts[seat].weight
     trained = own & (columns.gradients > 0)
-    name = setting.model.optimizer
-    passes = constants.OPTIMIZER_PASSES.get(name, constants.OPTIMIZER_PASSES_OTHER)
+    passes = update_passes(setting.model, on_cpu=kind == "cpu")
     traffic = float((3.0 * gradients[trained] + passes * states[trained]).sum()) / plan.degree("shard")
-    per_tensor = constants.OPTIMIZER_CALLS.get(name, constants.OPTIMIZER_CALLS_OTHER)
+    per_tensor = update_calls(setting.model, on_cpu=kind == "cpu")
     tensors = constants.TENSORS_PER_MODULE * int(trained.sum())
     groups = -(-tensors // constants.FUSED_TENSORS) if kind == "cuda" else tensors
     away = kind == "cuda" and plan.degree("shard") > 1 and plan.sharding.offload != "none"

@@ -13,6 +13,7 @@ from tutti.optim.noise import adascale_gain
 from tutti.optim.scaling import scaled_learning_rate
 from tutti.runtime.env import read_wishes
 from tutti.runtime.finite import never_finite_words
+from tutti.runtime.fused import fused
 from tutti.runtime.host_memory import look_after_heap, settled
 from tutti.runtime.layout import local
 from tutti.runtime.state import Run
@@ -52,7 +53,8 @@ def update(run: Run, optimizers: tuple[Optimizer, ...], *, finite: bool) -> Upda
             for optimizer in optimizers:
                 stack.enter_context(scaled_learning_rate(optimizer, own_factor))
         for optimizer in optimizers:
-            run.scaler.step(optimizer)
+            with fused(optimizer):
+                run.scaler.step(optimizer)
         run.scaler.update()
     skipped = False
     if run.scaler.is_enabled() and (now := run.scaler.get_scale()) != scale:

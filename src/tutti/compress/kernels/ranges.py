@@ -42,8 +42,7 @@ def encode(values, old, new, scales, codes, block, x, bits_of_x, infinity, magni
         high = np.float32(x[0])
         x[0] = first
         if largest >= infinity or not (np.isfinite(low) and np.isfinite(high)):
-            scales[index, 0] = np.float32(np.nan)
-            scales[index, 1] = np.float32(np.nan)
+            scales[index, :] = np.float32(np.nan)
             written[:] = 0
             if feedback:
                 left[:] = x[:size]

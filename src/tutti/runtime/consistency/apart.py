@@ -153,11 +153,8 @@ class Apart(Consistency):
         self._alike()
 
     def _alike(self) -> None:
-        self._met()
-        self.restart()
-
-    def _met(self) -> None:
         self.equal, self.staleness, self.counts["since"] = True, 0, 0
+        self.restart()
 
 
 def _named(run: Run, parameters: list[nn.Parameter]) -> dict[str, nn.Parameter]:

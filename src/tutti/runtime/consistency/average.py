@@ -70,7 +70,7 @@ class Averaged(Apart):
         self.buffers.agree()
         if self.states:
             average_states(run, self.replicas)
-        self._met()
+        self.equal, self.staleness, self.counts["since"] = True, 0, 0
 
     def average(self) -> None:
         """x <- mean(x), or what is combined with it, some values at a time; that is what was equal from now on."""

@@ -58,9 +58,7 @@ class Vectors:
 
     def empty(self) -> Flats:
         """Room for the values."""
-        return [
-            some[0].new_empty(sum(t.numel() for t in some), dtype=_work(some[0].dtype)) for some in self._kinds
-        ]
+        return [some[0].new_empty(sum(t.numel() for t in some), dtype=_work(some[0].dtype)) for some in self._kinds]
 
     def write(self, flats: Flats) -> None:
         """Give the tensors the values of `flats`."""

@@ -1,0 +1,30 @@
+"""What an optimizer's update takes, by its name: memory traffic, calls, and what it holds for a moment."""
+
+from tutti.predict import constants
+from tutti.spec.model import ModelSpec
+
+
+def update_passes(model: ModelSpec, *, on_cpu: bool) -> float:
+    """How often each byte of its state is read or written."""
+    if on_cpu and _fused(model):
+        return constants.FUSED_PASSES
+    return constants.OPTIMIZER_PASSES.get(model.optimizer, constants.OPTIMIZER_PASSES_OTHER)
+
+
+def update_calls(model: ModelSpec, *, on_cpu: bool) -> float:
+    """Bare operator calls for one parameter tensor."""
+    if on_cpu and _fused(model):
+        return constants.FUSED_CALLS
+    return constants.OPTIMIZER_CALLS.get(model.optimizer, constants.OPTIMIZER_CALLS_OTHER)
+
+
+def update_temporaries(model: ModelSpec) -> float:
+    """Tensors of a parameter's size that exist for a moment on a CPU; elsewhere the update is not the peak."""
+    if _fused(model):
+        return 0.0
+    return constants.OPTIMIZER_TEMPORARIES.get(model.optimizer, constants.OPTIMIZER_TEMPORARIES_OTHER)
+
+
+def _fused(model: ModelSpec) -> bool:
+    """Whether runtime.fused takes torch's fused kernels on a CPU, unless the script asked for others."""
+    return model.optimizer in constants.FUSED and model.dtype in constants.FUSED_DTYPES
