@@ -110,6 +110,7 @@ def stated(name: str) -> dict[str, Any]:
         "global_batch": work.batch,
         "target_held_out_loss": work.target,
         "most_steps": work.most,
+        "looked_first": work.first,
         "looked_every": work.every,
         "train_samples": len(train),
         "held_out_samples": len(held),

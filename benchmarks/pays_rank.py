@@ -85,16 +85,18 @@ def trained(method: Method, work: Work, seed: int, most: int, wire: Wire, rate: 
     wire.limit(rate)
     looks: list[list[float]] = []
     taken, steps = 0.0, None
-    for step in range(work.every, most + 1, work.every):
+    for step in range(min(work.first or work.every, most), most + 1, work.every):
         dist.barrier()
         start = time.perf_counter()
-        for _ in range(work.every):
+        for _ in range(work.every if looks else step):
             loss = loop.step()
         taken += time.perf_counter() - start
         looks.append([step, *loop.quality()])
         if looks[-1][1] <= work.target:
             steps = step
             break
+    if steps == work.first:
+        raise SystemExit(f"pays: {method.name} is there at the first look, after {steps} steps; look sooner")
     loop.close()
     del loop
     gc.collect()

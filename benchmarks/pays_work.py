@@ -25,7 +25,8 @@ class Work:
     """One model with its data. `data`: what to train on, what to judge by. `batch`: global, in samples.
 
     `target`: the mean held-out loss at which training has reached its quality. `most`: steps after which it is given
-    up. `every`: steps between two looks.
+    up. `every`: steps between two looks. `first`: those before the first, sooner than any method gets there; 0: the
+    same.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Work:
     target: float
     most: int
     every: int
+    first: int = 0
 
 
 def sequence(work: Work, seed: int) -> TensorDataset:
@@ -142,7 +144,8 @@ _MLP = Work(
     batch=128,
     target=0.25,
     most=96,
-    every=4,
+    every=1,
+    first=12,
 )
 _CNN = replace(
     _MLP,
@@ -152,6 +155,7 @@ _CNN = replace(
     data=digit_images,
     target=0.3,
     most=128,
+    first=24,
 )
 _GPT = Work(
     name="gpt",
@@ -163,6 +167,7 @@ _GPT = Work(
     batch=8,
     target=2.6,
     most=128,
-    every=4,
+    every=1,
+    first=16,
 )
 WORKS = {work.name: work for work in (_MLP, _CNN, _GPT)}

@@ -1,4 +1,4 @@
-"""Fused kernels of Adam and AdamW: taken where they compute the same, left where torch's would go wrong."""
+"""Fused kernels of Adam, AdamW and SGD: taken where they compute the same, left where torch's would go wrong."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 import tutti
 from tutti.runtime.fused import fused, may_fuse
@@ -33,10 +33,22 @@ def _order(tensor: torch.Tensor) -> torch.memory_format:
 
 
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-14), (torch.float32, 2e-6)])
-@pytest.mark.parametrize("kind", [Adam, AdamW])
 @pytest.mark.parametrize(
-    "settings", [{}, {"amsgrad": True}, {"maximize": True}, {"weight_decay": 0.3}, {"betas": (0.5, 0.7), "eps": 1e-3}]
-)
+    ("kind", "settings"),
+    [
+        *(
+            (kind, settings)
+            for kind in (Adam, AdamW)
+            for settings in (
+                {}, {"amsgrad": True}, {"maximize": True}, {"weight_decay": 0.3}, {"betas": (0.5, 0.7), "eps": 1e-3},
+            )
+        ),
+        (SGD, {}),
+        (SGD, {"momentum": 0.9}),
+        (SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.3, "maximize": True}),
+        (SGD, {"momentum": 0.9, "dampening": 0.4}),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("last", [False, True])
 def test_a_fused_step_computes_the_same(
     kind: type[Optimizer], settings: dict[str, Any], dtype: torch.dtype, rtol: float, last: bool
@@ -49,8 +61,8 @@ def test_a_fused_step_computes_the_same(
         gradients(theirs, seed)
         assert may_fuse(one)
         with fused(one):
-            assert one.param_groups[0]["fused"]
             one.step()
+            assert one.param_groups[0]["fused"]
         other.step()
     for mine, yours in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, yours, rtol=rtol, atol=rtol)
@@ -71,6 +83,24 @@ def test_gradients_in_another_order_of_memory_are_not_fused() -> None:
     third.step()
     torch.testing.assert_close(ours[-1], theirs[-1], rtol=1e-14, atol=0)
     assert (wrong[-1] - theirs[-1]).abs().max() > 0.001
+
+
+def test_what_hooks_give_before_the_step_counts() -> None:
+    """As parts of gradients are given where state is divided."""
+    (ours, one), (theirs, other) = (made(AdamW, {}, torch.float64) for _ in range(2))
+    gradients(ours, 0)
+    gradients(theirs, 0)
+    mine, theirs[-1].grad = ours[-1].grad, theirs[-1].grad.to(memory_format=LAST)  # type: ignore[union-attr]
+    ours[-1].grad = None
+
+    def give(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        ours[-1].grad = mine.to(memory_format=LAST)  # type: ignore[union-attr]
+
+    one.register_step_pre_hook(give)
+    with fused(one):
+        one.step()
+    other.step()
+    torch.testing.assert_close(ours[-1], theirs[-1], rtol=1e-14, atol=0)
 
 
 def _gaps(parameters: list[nn.Parameter], optimizer: Optimizer) -> None:
@@ -102,6 +132,20 @@ def test_what_fused_kernels_do_not_know_is_left(change: Callable[[list[nn.Parame
     assert not may_fuse(optimizer)
 
 
+def test_a_parameter_that_comes_later_has_no_momentum_yet() -> None:
+    """torch's fused SGD wants all momenta or none."""
+    (ours, one), (theirs, other) = (made(SGD, {"momentum": 0.9}, torch.float64) for _ in range(2))
+    for seed, may in enumerate((True, False, True)):
+        for parameters, optimizer in ((ours, one), (theirs, other)):
+            gradients(parameters, seed)
+            parameters[0].grad = None if seed == 0 else parameters[0].grad
+            assert may_fuse(optimizer) == may
+            with fused(one):
+                optimizer.step()
+    for mine, yours in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, yours, rtol=1e-14, atol=1e-14)
+
+
 class Own(AdamW):
     """What it does in a step is not known."""
 
@@ -115,7 +159,9 @@ class Own(AdamW):
         (AdamW, {"fused": True}),
         (AdamW, {"differentiable": True}),
         (AdamW, {"lr": torch.tensor(0.01)}),
-        (SGD, {}),
+        (SGD, {"foreach": False}),
+        (SGD, {"fused": False}),
+        (Adagrad, {}),
         (Own, {}),
     ],
 )
@@ -124,6 +170,7 @@ def test_a_script_that_has_chosen_keeps_its_kernels(kind: type[Optimizer], setti
     before = dict(optimizer.param_groups[0])
     assert not may_fuse(optimizer)
     with fused(optimizer):
+        optimizer.step()
         assert optimizer.param_groups[0] == before
     assert optimizer.param_groups[0] == before
 

@@ -15,7 +15,7 @@ from tutti.predict.layout import recompute_regions
 from tutti.predict.lines import by_place
 from tutti.predict.memory import kept
 from tutti.predict.placement import Seat
-from tutti.predict.update import update_passes
+from tutti.predict.update import update_nbytes
 from tutti.predict.worker import worker_at
 from tutti.spec.plan import Plan
 from tutti.spec.prediction import RankMemory
@@ -118,8 +118,8 @@ def _pace(room: Room, plan: Plan, seat: Seat, samples: int) -> Pace:
     model, columns = room.tables.model, room.work.columns
     part, worker = room.work.part(_degrees(plan)), worker_at(seat, model.dtype, plan.precision)
     ahead, back = (one(part.ops, worker, samples, len(columns)) for one in (compute.forward, compute.backward))
-    often = update_passes(model, on_cpu=seat.device.kind == "cpu")
-    updated = (3.0 * columns.gradients + often * columns.optimizer) * part.weight / plan.degree("shard")
+    updated = update_nbytes(model, columns.gradients, columns.optimizer, on_cpu=seat.device.kind == "cpu")
+    updated = updated * part.weight / plan.degree("shard")
     times = plan.batch.num_microbatches
     seconds = ahead.seconds + back.seconds + worker.slowdown / worker.bandwidth_bytes_per_s * updated / times
     divided = float(seconds[part.split].sum())

@@ -19,7 +19,7 @@ from tutti.predict.division import division, mean_division
 from tutti.predict.layout import Region, recompute_regions
 from tutti.predict.slabs import computed_apart
 from tutti.predict.table import model_table
-from tutti.predict.update import update_passes
+from tutti.predict.update import update_nbytes
 from tutti.predict.worker import Worker
 from tutti.spec.plan import BatchPlan, LayoutRule, Pipeline, Plan
 from tutti.spec.words import AxisName, Recompute
@@ -272,14 +272,14 @@ class Work:
             keys = samples * part.work * columns.key_value * tables.width
             probable += 2 * tables.exchange(best, context, split)(keys)
         gradients = columns.gradients * part.weight
-        often = update_passes(tables.model, on_cpu=worker.gap_s is None)
+        states, on_cpu = columns.optimizer * part.weight, worker.gap_s is None
         rate = worker.slowdown / worker.bandwidth_bytes_per_s
         return Passes(
             ahead=ahead + waits_f,
             back=back + waits_b,
             again=self._repeats * ahead + self._repeated_waits(part, waits_f),
             adding=3.0 * rate * gradients,
-            update=rate * (3.0 * gradients + often * columns.optimizer * part.weight),
+            update=rate * update_nbytes(tables.model, gradients, states, on_cpu=on_cpu),
             probable=probable,
             summed=np.where(columns.expert | columns.table | part.linear, 0.0, gradients),
             slack=slack,

@@ -92,14 +92,15 @@ Besides, it reads parameters and gradients and writes parameters."""
 TENSORS_PER_MODULE: Final = 2
 """Parameter tensors of a module that has any (weight and bias)."""
 
-FUSED: Final = ("Adam", "AdamW")
+FUSED: Final = ("SGD", "Adam", "AdamW")
 FUSED_DTYPES: Final = ("float32", "float64")
-FUSED_PASSES: Final = 0.75
+FUSED_PASSES: Final = 2.0
+FUSED_RATE: Final = 1.6
 FUSED_CALLS: Final = 6
-"""Of optimizers whose kernels runtime.fused takes on a CPU. They read and write each byte of state twice, but quicker
-than the probe's vector operations go over memory: an update of 8 M values took 5.5 ms on one of two cores that the
-probe gave 27 GB/s, and 8.2 ms on each of two ranks (which the passes make 5.4 and 9.8); one of 64 values 3.5 us, and as
-much to see whether the kernels go with it."""
+"""Of optimizers whose kernels runtime.fused takes on a CPU. They read and write each byte of state once, and go over
+memory `FUSED_RATE` times as quickly as the probe's vector operations: AdamW's update of 8 M values took 5.5 ms on one
+of two cores that the probe gave 27 GB/s, and 8.2 ms on each of two ranks (this makes 5.1 and 9.5 of them); SGD's with
+momentum of 10 M 4.4 ms. One of 64 values took 3.5 us, and as much to see whether the kernels go with it."""
 
 FUSED_TENSORS: Final = 40
 """On CUDA, how many tensors one multi-tensor optimizer kernel takes."""

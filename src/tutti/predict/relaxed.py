@@ -151,7 +151,7 @@ CODED_PASSES = 3.0
 WAITED_PARTS, LEAST_PART_NBYTES = 8, 4 * 2**16
 """In how many parts a sum in a code goes that is waited for, and how large they are at least: as travel.py has them."""
 
-DELAYED_PASSES, DELAYED_CODED_PASSES = 3.0, 5.0
+DELAYED_PASSES, DELAYED_CODED_PASSES = 2.0, 4.0
 """What a mean takes more than one that is waited for if it is taken in later: what it began from is kept."""
 
 

@@ -21,7 +21,7 @@ from tutti.predict.pipeline import Messages
 from tutti.predict.placement import Seat
 from tutti.predict.table import Flags
 from tutti.predict.turns import Crowd, crowd_of
-from tutti.predict.update import update_calls, update_passes
+from tutti.predict.update import update_calls, update_nbytes
 from tutti.predict.words import STAGES
 from tutti.predict.worker import Array, Worker, worker_at
 from tutti.spec.model import ModelSpec
@@ -328,8 +328,8 @@ def _update_s(setting: Setting, seat: int, own: Flags) -> tuple[float, float]:
     )
     gradients, states = setting.gradients(seat), columns.optimizer * setting.parts[seat].weight
     trained = own & (columns.gradients > 0)
-    passes = update_passes(setting.model, on_cpu=kind == "cpu")
-    traffic = float((3.0 * gradients[trained] + passes * states[trained]).sum()) / plan.degree("shard")
+    nbytes = update_nbytes(setting.model, gradients[trained], states[trained], on_cpu=kind == "cpu")
+    traffic = float(nbytes.sum()) / plan.degree("shard")
     per_tensor = update_calls(setting.model, on_cpu=kind == "cpu")
     tensors = constants.TENSORS_PER_MODULE * int(trained.sum())
     groups = -(-tensors // constants.FUSED_TENSORS) if kind == "cuda" else tensors

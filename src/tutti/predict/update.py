@@ -1,14 +1,17 @@
 """What an optimizer's update takes, by its name: memory traffic, calls, and what it holds for a moment."""
 
 from tutti.predict import constants
+from tutti.predict.worker import Array
 from tutti.spec.model import ModelSpec
 
 
-def update_passes(model: ModelSpec, *, on_cpu: bool) -> float:
-    """How often each byte of its state is read or written."""
+def update_nbytes(model: ModelSpec, gradients: Array, states: Array, *, on_cpu: bool) -> Array:
+    """Bytes that go over memory, at its bandwidth, for gradients and states of so many bytes: besides state, gradients
+    and parameters are read and parameters written."""
     if on_cpu and _fused(model):
-        return constants.FUSED_PASSES
-    return constants.OPTIMIZER_PASSES.get(model.optimizer, constants.OPTIMIZER_PASSES_OTHER)
+        return (3.0 * gradients + constants.FUSED_PASSES * states) / constants.FUSED_RATE
+    often = constants.OPTIMIZER_PASSES.get(model.optimizer, constants.OPTIMIZER_PASSES_OTHER)
+    return 3.0 * gradients + often * states
 
 
 def update_calls(model: ModelSpec, *, on_cpu: bool) -> float:

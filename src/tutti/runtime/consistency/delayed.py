@@ -55,7 +55,7 @@ class Delayed(Averaged):
     def resumed(self, run: Run, tensors: dict[str, torch.Tensor]) -> None:
         super().resumed(run, tensors)
         if self.counts["away"]:
-            self._leave().go_on(self.counts["since"])
+            self._leave(again=True).go_on(self.counts["since"])
 
     def exchange(self, run: Run) -> None:
         since = self.counts["since"]
@@ -65,20 +65,22 @@ class Delayed(Averaged):
             self.buffers.agree()
             self._away, self.counts["away"], self.staleness = None, 0, self.delay
         if since >= self.period:
-            for now, then in self.vectors.pieces(self.held["then"]):
-                then.copy_(now)
             self._leave()
             self.counts |= {"since": 0, "away": 1}
 
-    def _leave(self) -> Travel:
-        """What the parameters were then is to be summed."""
-        then = self.held["then"]
+    def _leave(self, *, again: bool = False) -> Travel:
+        """What the parameters are now is to be summed; `again`: what they were when it left before."""
+        before = [] if self._how is None else [self.held["reference"]]
+        for now, then, room, *equal in self.vectors.pieces(self.held["then"], self._sum, *before):
+            if not again:
+                then.copy_(now)
+            if equal:
+                torch.sub(then, *equal, out=room)
+            else:
+                room.copy_(then)
         if self._how is None:
-            torch._foreach_copy_(self._sum, then)
             self._away = Travel(whole_legs(self.replicas, self._sum, parts_for(self.delay, 1)), 1, self.delay)
         else:
-            for flat, one, before in zip(self._sum, then, self.held["reference"], strict=True):
-                torch.sub(one, before, out=flat)
             self._away = self._sums(self._how).start(self._sum, self.delay)
         return self._away
 
