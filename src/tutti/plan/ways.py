@@ -71,7 +71,7 @@ DELAYED: Final = Each(0.14, 0.3)
 """The same for averages that are taken in a whole period after they were begun, every 8. Of the same trainings: SGD
 1.00 and 1.15, 1.00 and 1.00; Adam 1.19 and 1.35, 1.54 and 1.86, 2.4 and 2.3, in the geometric mean 1.6 and 1.8, more
 than is counted for two. On handwritten digits, with SGD, four replicas need what is counted: after exact sums' 440
-steps their loss is 0.03 to 0.04 (three seeds, by hand), after as many as counted 0.007 to 0.012
+steps their loss is 0.03 to 0.04 (three seeds, by hand), after as many as counted 0.007 to 0.013
 (tests/runtime/consistency/test_digits_multirank.py). Not every 16: in 8 bits they got 349 of 360 right after 440."""
 
 WORTH = 0.05

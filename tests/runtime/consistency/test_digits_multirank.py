@@ -41,5 +41,5 @@ def counted(way: Way) -> float:
 def test_digits_are_learnt_in_every_mode_that_may_be_chosen() -> None:
     for found in run_ranks(reach_with, RANKS, list(LONGEST), timeout_s=590):
         for way, each in found.items():
-            assert max(one.last for one in each) <= 0.02, f"{way}: {each}"  # 0.0015 to 0.0117
-            assert mean(one.accuracy for one in each) >= 0.97, f"{way}: {each}"  # 0.973 to 0.984
+            assert max(one.last for one in each) <= 0.02, f"{way}: {each}"  # 0.0026 to 0.0147
+            assert mean(one.accuracy for one in each) >= 0.97, f"{way}: {each}"  # 0.975 to 0.985
