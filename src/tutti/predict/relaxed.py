@@ -145,8 +145,9 @@ EXCHANGES: Mapping[SyncMode, Exchanging] = {
 }  # fmt: skip
 """What is known of each mode in which replicas differ."""
 
-CODED_PASSES = 3.0
-"""What the mean of coded changes takes more: they are taken from what was equal and added to it, and it becomes x."""
+CODED_PASSES, RENEWED_PASSES = 1.0, 2.0
+"""What the mean of coded changes takes more: what was equal is read to take them from, and, where a mode does not do
+so anyway, read again to add them to and written."""
 
 WAITED_PARTS, LEAST_PART_NBYTES = 8, 4 * 2**16
 """In how many parts a sum in a code goes that is waited for, and how large they are at least: as travel.py has them."""
@@ -216,7 +217,7 @@ def exchanged_apart(
     n, statistics = trained.parameters, 0.0 if sync.mode in ALONE else trained.statistics
     state = trained.optimizer if told.optimizer_state == "averaged" else 0.0
     behind_s *= max(1, (told.delay or 1) - 1)  # the last of them is what the last part arrives in
-    passes = how.passes(group.ranks) + _more_passes(bool(told.delay), coded is not None)
+    passes = how.passes(group.ranks) + _more_passes(how, bool(told.delay), coded is not None)
     copies_s = seat.slowdown * passes * n / rank_bandwidth(seat)
     wire_s, kernels_s = (how.seconds(group, n), 0.0) if coded is None else (coded.seconds, coded.kernels_s)
     besides_s = group.all_reduce(state) + group.all_reduce(statistics)  # waited for in every mode
@@ -241,10 +242,10 @@ def exchanged_apart(
     return Apart(exchange=done, sent_nbytes=sent / period)
 
 
-def _more_passes(delayed: bool, coded: bool) -> float:
+def _more_passes(how: Exchanging, delayed: bool, coded: bool) -> float:
     if delayed:
         return DELAYED_CODED_PASSES if coded else DELAYED_PASSES
-    return CODED_PASSES if coded else 0.0
+    return CODED_PASSES + (0.0 if how.held else RENEWED_PASSES) if coded else 0.0
 
 
 def check_apart(plan: Plan, network: Network) -> None:

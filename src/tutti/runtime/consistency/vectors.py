@@ -43,11 +43,6 @@ class Vectors:
         return [[t.shape for t in some] for some in self._kinds]
 
     @property
-    def tensors(self) -> list[torch.Tensor]:
-        """The tensors themselves, as `parts` has them."""
-        return [t for some in self._kinds for t in some]
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the vectors."""
         return sum(sum(t.numel() for t in some) * _work(some[0].dtype).itemsize for some in self._kinds)
