@@ -100,6 +100,10 @@ def test_kernels_behind_backward_take_their_time_from_it() -> None:
     assert done.step_time_s.value - exact.step_time_s.value == pytest.approx(whole, rel=1e-4)
 
 
+def in_code(mode: str, code: str) -> Sync:
+    return replace(parse_sync(mode), compress=parse_compression(code))
+
+
 @pytest.mark.parametrize(
     ("sync", "first"),
     [
@@ -112,6 +116,8 @@ def test_kernels_behind_backward_take_their_time_from_it() -> None:
             },
         ),
         (parse_sync("post-local:4,after=50"), {50: Sync()}),
+        (in_code("post-local:4,after=50", "qsgd,bits=4"), {50: Sync(compress=parse_compression("qsgd,bits=4"))}),
+        (in_code("post-local:4,after=50", "one-bit"), {50: Sync()}),  # what it would keep back would be lost
     ],
 )
 def test_a_training_is_as_long_as_its_phases_are(sync: Sync, first: dict[int, Sync]) -> None:

@@ -62,7 +62,8 @@ class Tried:
         if self.way.compress is None:
             return WORTH  # it computes nothing more than exact sums do
         seats = place(self.one.cluster, self.one.plan.world_size)
-        return WORTH_IN_TURNS if any(seat.slowdown > 1 for seat in seats) else WORTH
+        in_turns = any(seat.slowdown > 1 for seat in seats)
+        return WORTH + (WORTH_IN_TURNS - WORTH) / (self.way.relaxed.period or 1) if in_turns else WORTH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,8 +214,13 @@ def _ranked(tried: Iterator[Tried]) -> list[Tried]:
             found[one.way.words] = one
     order = sorted(found.values(), key=lambda one: one.counted)
     equal = [one for one in order if one.counted <= (1 + TIE) * order[0].counted]
-    equal.sort(key=lambda one: (DIALS.index(one.way.dial), one.samples, one.way.relaxed.period or 1, one.counted))
-    return [*equal, *order[len(equal) :]]
+    return [*sorted(equal, key=_changes), *order[len(equal) :]]
+
+
+def _changes(one: Tried) -> tuple[float, ...]:
+    """Less of a way that changes less."""
+    told = one.way.relaxed
+    return DIALS.index(one.way.dial), one.samples, -(told.after or 0), told.period or 1, one.counted
 
 
 def _doubt(one: Costed) -> Doubt:

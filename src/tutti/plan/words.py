@@ -41,7 +41,7 @@ def settings_words(plan: Plan) -> str:
     wide = wide_layers(plan)
     if wide:
         found.append(" and ".join((*wide[:3], *([f"{len(wide) - 3} more"] if len(wide) > 3 else []))) + " over table")
-    if plan.sync.gradient_code is not None:
+    if plan.sync.mode == "synchronous" and plan.sync.gradient_code is not None:
         found.append(f"gradients as {compression_in_words(plan.sync.gradient_code)}")
     if plan.sync.mode != "synchronous":
         found.append(f"replicas {way_in_words(plan.sync)}")

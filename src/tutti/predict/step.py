@@ -53,7 +53,7 @@ def predict(model: ModelSpec, cluster: ClusterSpec, plan: Plan) -> Prediction:
 def _warmup(plan: Plan) -> list[tuple[int, Plan, int | None]]:
     """(until after how many updates, what plan is in force, after how many updates it is looked at), in order."""
     if plan.sync.relaxed.after and plan.world_size > 1:
-        equal = replace(plan.sync, mode="synchronous", relaxed=Relaxed())
+        equal = replace(plan.sync, mode="synchronous", relaxed=Relaxed(), compress=plan.sync.gradient_code)
         return [(plan.sync.relaxed.after, replace(plan, sync=equal), None)]
     return [(until, plan, until - 1) for until in phases(plan)]
 

@@ -144,8 +144,13 @@ class Sync:
 
     @property
     def gradient_code(self) -> Compression | None:
-        """How sums of gradients are written; None: exactly, as before replicas differ."""
-        return self.compress if self.mode == "synchronous" else None
+        """How sums of gradients are written; None: exactly. Before replicas differ, they are where the code keeps
+        something back: what it left out would be lost when replicas part."""
+        if self.mode == "synchronous":
+            return self.compress
+        if self.compress is None or not self.relaxed.after or self.compress.keeps:
+            return None
+        return self.compress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,6 +37,9 @@ AS_THEY_ARE = {
 }
 """In a code that loses nothing the modes' own equations hold, and these give what they give without one."""
 
+BEGIN = {"qsgd,bits=4": "qsgd,bits=4", "bfloat16": "bfloat16", "one-bit": "", "top-k,density=0.1": ""}
+"""By the code of replicas' changes: that of gradients before replicas part. What keeps something back begins exactly."""
+
 CODES = ("float32", "bfloat16", "qsgd,bits=4", "bytegrad,feedback=true", "one-bit", "top-k,density=0.1",
          "top-k,density=0.1,sparse=true", "terngrad", "top16-q4", "powersgd,rank=1")  # fmt: skip
 SIZES = pytest.mark.parametrize(
@@ -51,7 +54,9 @@ def trained(size: int) -> list[dict[str, Seen]]:
     coded = {code: Told(sync="local:2", compress=code, steps=STEPS) for code in CODES}
     plain = {f"{name}: as it is": told for name, told in AS_THEY_ARE.items()}
     delayed = {f"{code}, delayed": replace(told, sync="local:period=2,delay=2") for code, told in coded.items()}
-    return run_ranks(train_all, size, {**exact, **coded, **plain, **delayed}, size, timeout_s=300)
+    begun = {f"{code}, begun": Told(sync="post-local:period=2,after=3", compress=code) for code in BEGIN}
+    equal = {f"{code or 'exact'}, equal": Told(compress=code, steps=3) for code in BEGIN.values()}
+    return run_ranks(train_all, size, {**exact, **coded, **plain, **delayed, **begun, **equal}, size, timeout_s=300)
 
 
 @SIZES
@@ -69,6 +74,20 @@ def test_without_loss_only_rounding_changes(size: int, name: str) -> None:
         for step, expected in enumerate(plain.states):
             for key, value in expected.items():
                 torch.testing.assert_close(coded.states[step][key], value, rtol=1e-11, atol=1e-12)
+
+
+@SIZES
+@pytest.mark.parametrize("code", BEGIN)
+def test_before_they_part_replicas_sum_gradients_in_the_code(size: int, code: str) -> None:
+    """Bit for bit what synchronous training does in it, and as many bytes; afterwards only changes are sent."""
+    for one in trained(size):
+        begun, equal = one[f"{code}, begun"], one[f"{BEGIN[code] or 'exact'}, equal"]
+        for mine, theirs in zip(begun.states[:3], equal.states, strict=True):
+            assert mine.keys() == theirs.keys()
+            assert all(torch.equal(value, theirs[key]) for key, value in mine.items())
+    first = trained(size)[0]
+    sent = sent_by_step(first[f"{BEGIN[code] or 'exact'}, equal"], "gradients")
+    assert sent_by_step(first[f"{code}, begun"], "gradients") == [*sent, 0, 0, 0]
 
 
 @SIZES
@@ -102,10 +121,8 @@ def test_averages_that_travel_send_the_same(size: int, code: str) -> None:
     assert all(torch.isfinite(value).all() for value in seen[f"{code}, delayed"].after.values())
 
 
-def sent_by_step(seen: Seen) -> list[int]:
-    return [
-        sum(lane["nbytes"] for lane in row["communication"] if lane["carried"] == "parameters") for row in seen.rows
-    ]
+def sent_by_step(seen: Seen, carried: str = "parameters") -> list[int]:
+    return [sum(lane["nbytes"] for lane in row["communication"] if lane["carried"] == carried) for row in seen.rows]
 
 
 def what_went_in(size: int, code: str, rows: int, parts: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -51,7 +51,7 @@ def load_kept(run: Run, source: Source) -> None:
         compressor.momenta.loaded()
     if not any(saved):
         return
-    how = run.plan.sync.compress
+    how = run.plan.sync.gradient_code
     if compressor is not None and how is not None and _in_other_units(how, saved):
         run.screen.say(
             "what compression kept back in the checkpoint's run is dropped: one of the two runs sums gradients, the "
