@@ -19,7 +19,7 @@ from typing import Any
 
 import pays_peers
 from pays_judge import rows, summary
-from pays_methods import AUTOS, CHECKED_ALIKE, METHODS, ON_REQUEST, stood_for
+from pays_methods import AUTOS, CHECKED_ALIKE, METHODS, ON_REQUEST, at_first, stood_for
 from pays_work import WORKS, sequence
 from record import QUICK_RESULTS
 from tutti.lab import Lab, parse_rate
@@ -210,10 +210,14 @@ def chosen_plans(done: list[dict[str, Any]]) -> list[dict[str, Any]]:
     plans: dict[str, dict[str, Any]] = {}
     for row in done:
         if row["kind"] == "choice" and "name" in row:
-            plan = plans.setdefault(
-                row["name"], {**{k: row[k] for k in ("name", "exact", "period", "delay", "file")}, "rates": []}
-            )
-            plan["rates"] += [row["rate"]] if row["rate"] not in plan["rates"] else []
+            told = {k: row[k] for k in ("name", "exact", "period", "delay", "file")}
+            some = [{**told, "begins": row.get("begins", 0)}]
+            if some[0]["begins"]:  # how long its first updates take is timed beside it
+                first = {"name": at_first(row["name"]), "first_of": row["name"], "file": row["first_file"]}
+                some.append({**told, **first, "period": 1, "delay": 0})
+            for one in some:
+                plan = plans.setdefault(one["name"], {**one, "rates": []})
+                plan["rates"] += [row["rate"]] if row["rate"] not in plan["rates"] else []
     return list(plans.values())
 
 

@@ -17,6 +17,7 @@ from tutti.spec.cluster import ClusterSpec
 from tutti.spec.compression import parse_compression
 from tutti.spec.mesh_words import mesh_in_words
 from tutti.spec.plan import Plan
+from tutti.spec.relaxed import Relaxed
 from tutti.spec.sync_words import parse_sync, way_in_words, with_mode
 
 SCRIPT = Path(__file__).with_name("pays_rank.py")
@@ -51,9 +52,19 @@ def choice(model: str, hosts: int, rate: str, listed: str, folder: Path) -> dict
         "exact": plan.sync.compress is None and plan.sync.mode == "synchronous",
         "period": plan.sync.relaxed.period or 1,
         "delay": plan.sync.relaxed.delay or 0,
+        **begins(plan, folder / f"{model}-{hosts}-{rate}-{AUTOS[listed]}-first-plan.json"),
         "file": str(codec.save(plan, folder / f"{model}-{hosts}-{rate}-{AUTOS[listed]}-plan.json")),
         "plan": codec.to_data(plan),
     }
+
+
+def begins(plan: Plan, file: Path) -> dict[str, Any]:
+    """How many updates the plan begins with before its replicas part, and the plan that makes all updates so."""
+    after = plan.sync.relaxed.after or 0
+    if not after:
+        return {"begins": 0}
+    alike = replace(plan.sync, mode="synchronous", relaxed=Relaxed(), compress=plan.sync.gradient_code)
+    return {"begins": after, "first_file": str(codec.save(replace(plan, sync=alike), file))}
 
 
 def name_of(plan: Plan, script: Plan, hosts: int) -> str:

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pays_methods import AUTOS, CHECKED_ALIKE, METHODS, stood_for
+from pays_methods import AUTOS, CHECKED_ALIKE, METHODS, at_first, stood_for
 from record import spread
 
 Rows = list[dict[str, Any]]
@@ -80,7 +80,7 @@ def cell(rows: Rows, times: dict[str, Any], methods: Sequence[str]) -> dict[str,
         }
         reached = [count for count in steps if count is not None]
         if len(reached) == len(steps):
-            begun = first_s(name, one["step_s"], times["step_s"])
+            begun = first_s(name, one["step_s"], times["step_s"], choice.get("begins", 0))
             one["to_quality_s"] = begun + statistics.median(reached) * one["step_s"]
             one["to_quality_range_s"] = [begun + count * one["step_s"] for count in (min(reached), max(reached))]
         if listed in AUTOS:
@@ -93,11 +93,11 @@ def cell(rows: Rows, times: dict[str, Any], methods: Sequence[str]) -> dict[str,
     return found
 
 
-def first_s(name: str, step_s: float, times: Mapping[str, Sequence[float]]) -> float:
-    """Seconds that a method's first updates take beyond those of its others: as many as it makes like DDP, where DDP
-    was timed beside it."""
-    begins = METHODS[name].begins if name in METHODS else 0
-    return begins * (statistics.median(times["ddp"]) - step_s) if begins and times.get("ddp") else 0.0
+def first_s(name: str, step_s: float, times: Mapping[str, Sequence[float]], begins: int = 0) -> float:
+    """Seconds that a method's first updates take beyond those of its others: of a chosen plan that `begins` with some
+    as it does not go on, and of torch's ways those that it makes like DDP, where DDP was timed beside it."""
+    begins, like = (METHODS[name].begins, "ddp") if name in METHODS else (begins, at_first(name))
+    return begins * (statistics.median(times[like]) - step_s) if begins and times.get(like) else 0.0
 
 
 def verdict(one: dict[str, Any], rate: str) -> dict[str, Any]:

@@ -17,7 +17,8 @@ RANK = 2
 class Method:
     """`exact`: its sums are those of one device, so it takes as many steps as the others that are. `period`: steps
     between two exchanges, `delay`: in which one travels. `same_steps_as`: the method whose trainings stand for it,
-    being the same algorithm. `begins`: the first updates, which it makes as DDP does. `words`: for tutti, what the
+    being the same algorithm. `begins`: the first updates, which torch's make as DDP does, and a chosen plan as the one
+    that `at_first` names. `words`: for tutti, what the
     launcher would set.
     """
 
@@ -115,9 +116,16 @@ def method_of(name: str, plans: Mapping[str, Mapping[str, Any]]) -> Method:
         exact=plan["exact"],
         period=plan["period"],
         delay=plan["delay"],
+        begins=plan.get("begins", 0),
+        same_steps_as=plan.get("first_of", ""),
         words=(("TUTTI_PLAN", plan["file"]),),
         says="chosen by tutti plan",
     )
+
+
+def at_first(name: str) -> str:
+    """What the plan is called that makes all updates as the one of this `name` makes its first."""
+    return f"{name}, at first"
 
 
 def stood_for(name: str, plans: Mapping[str, Mapping[str, Any]]) -> str | None:

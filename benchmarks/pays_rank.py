@@ -118,7 +118,7 @@ def timed(unit: dict[str, Any], work: Work, wire: Wire, output: Output) -> None:
         output.row({"kind": "time", "trying": name})
         methods[name] = method_of(name, unit["plans"])
         loops[name] = loop_of(methods[name], work, 0)
-        for _ in range(warm_steps(methods[name].period, methods[name].delay)):
+        for _ in range(methods[name].begins + warm_steps(methods[name].period, methods[name].delay)):
             loops[name].step()
     for rate in unit["rates"]:
         wire.limit(rate)

@@ -76,6 +76,24 @@ def test_first_updates_that_sum_like_ddp_take_ddp_s_time(judge: ModuleType) -> N
     assert alone["cells"]["mlp-2@1gbit"]["ddp post-local"]["to_quality_s"] == pytest.approx(40 * 0.2)
 
 
+def test_a_chosen_plan_s_first_updates_are_timed_as_a_plan_of_their_own(judge: ModuleType, pays: ModuleType) -> None:
+    chosen = {"kind": "choice", "as": "tutti auto", "rate": "1gbit", "name": "tutti begun", "exact": False, "period": 8,
+              "delay": 0, "begins": 4, "file": "a.json", "first_file": "b.json", "predicted_step_s": 0.1}  # fmt: skip
+    whole, first = pays.chosen_plans([chosen])
+    assert (first["name"], first["file"], first["period"], first["rates"]) == (
+        "tutti begun, at first", "b.json", 1, ["1gbit"],
+    )  # fmt: skip
+    assert (whole["name"], whole["period"], whole["begins"]) == ("tutti begun", 8, 4)
+    units = pays.units("mlp", 2, pays.Sizes(methods=("floor", "tutti plain", "tutti auto")), [chosen])
+    assert {unit["method"] for unit in units if unit["kind"] == "quality"} == {"tutti plain", "tutti begun"}
+    assert units[-1]["methods"] == ["floor", "tutti plain", "tutti begun", "tutti begun, at first"]
+    timed = timing("1gbit", floor=[0.1])
+    timed["step_s"] |= {"tutti begun": [0.2], "tutti begun, at first": [0.5]}
+    trained = [training(name, seed, 40) for name in ("tutti plain", "tutti begun") for seed in range(3)]
+    found = judge.summary({"mlp-2": [chosen, *trained, timed]}, ("floor", "tutti auto"))["cells"]["mlp-2@1gbit"]
+    assert found["tutti auto"]["to_quality_s"] == pytest.approx(4 * 0.5 + 36 * 0.2)
+
+
 def test_a_method_that_misses_the_quality_in_one_seed_has_no_time_and_wins_nothing(judge: ModuleType) -> None:
     found = judge.summary({"mlp-2": ROWS}, METHODS)
     assert "to_quality_s" not in found["cells"]["mlp-2@1gbit"]["ddp powersgd"]

@@ -11,7 +11,7 @@ from predict.examples import cluster, cpu, link, mlp
 from tutti.errors import PlanError
 from tutti.plan import Choice, NoiseScale, Request, choose, explain, rows
 from tutti.plan.relaxed import Doubt, Tried, _costed
-from tutti.plan.ways import WAYS, WORTH, WORTH_IN_TURNS, Way, samples_of, ways
+from tutti.plan.ways import BEGINS, WAYS, WORTH, WORTH_IN_TURNS, Way, samples_of, ways
 from tutti.predict import predict
 from tutti.spec import codec
 from tutti.spec.cluster import ClusterSpec, CompressRate
@@ -322,6 +322,24 @@ def test_periods_stay_within_the_root_of_the_steps() -> None:
     assert (longest(20), longest(3)) == (4, 1)
     short = chosen(100, samples={way.words: 10.0 for way in WAYS if way.compress}, train_samples=2048.0 * 40)
     assert short.best.sync.relaxed.period == 4
+
+
+def test_what_first_updates_take_counts_and_where_it_counts_for_little_replicas_begin_alike() -> None:
+    """Replicas that begin alike change less; where there are few steps, exact ones at first are dear."""
+    assert not any(way.relaxed.after for way in ways(asked(), None))
+    begun = [way for way in ways(asked(), 1000) if way.relaxed.after]
+    assert {way.relaxed.after for way in begun} == {BEGINS}
+    short, long = (chosen(100, train_samples=2048.0 * steps) for steps in (40, 4000))
+    assert (short.best.sync.relaxed.after, long.best.sync.mode) == (None, "post-local")
+    (way,) = (way for way in begun if way.of(SCRIPT).sync == long.best.sync)
+    plan = way.of(replace(SCRIPT, mesh={"replicate": 4}))
+    prediction = predict(MODEL, hosts(100), plan)
+    for steps in (3, 40, 4000):
+        request = asked(train_samples=2048.0 * steps)
+        (first,) = prediction.first
+        whole = min(BEGINS, steps) * first.step_time_s + max(0, steps - BEGINS) * prediction.step_time_s.value
+        one = _costed(hosts(100), request, plan, prediction)
+        assert one.value * steps == pytest.approx(whole)
 
 
 def test_the_dial_and_a_stated_way_exclude_each_other() -> None:

@@ -82,6 +82,13 @@ def _warmup_s(prediction: Prediction, count: int | None) -> float:
     return beyond
 
 
+def begun(request: Request, plan: Plan, prediction: Prediction) -> float:
+    """How many times the later steps' time all steps take together, for what the first ones take; 1 where nobody said
+    how many there are."""
+    count = steps(request, plan)
+    return 1.0 + _warmup_s(prediction, count) / (count * prediction.step_time_s.value) if count else 1.0
+
+
 def totals(cluster: ClusterSpec, request: Request, plan: Plan, prediction: Prediction) -> Totals:
     """Time, device-hours, price and energy of the training, or of one step where its length is unknown.
 

@@ -160,7 +160,7 @@ class _Trial:
     def doubted(self, one: Costed, doubt: Doubt) -> float:
         """The objective's value of a plan if the doubt is right."""
         cluster = doubt.of(one.cluster)
-        return objectives.value(one.cluster, self.request, one.plan, predict(self.model, cluster, one.plan))
+        return _value(one.cluster, self.request, one.plan, predict(self.model, cluster, one.plan))
 
     def _cost(self, plan: Plan, cluster: ClusterSpec) -> Costed | None:
         if self._clock is not None and self._clock() >= self._until:
@@ -177,9 +177,15 @@ def _costed(cluster: ClusterSpec, request: Request, plan: Plan, prediction: Pred
         plan=plan,
         prediction=prediction,
         cluster=cluster,
-        value=objectives.value(cluster, request, plan, prediction),
+        value=_value(cluster, request, plan, prediction),
         broken=objectives.broken_limit(request, found, prediction),
     )
+
+
+def _value(cluster: ClusterSpec, request: Request, plan: Plan, prediction: Prediction) -> float:
+    """The objective's value, with what a training's first steps take beyond its others."""
+    value = objectives.value(cluster, request, plan, prediction)
+    return value if request.objective == "memory" else value * objectives.begun(request, plan, prediction)
 
 
 def _in_order(cluster: ClusterSpec, choice: Choice) -> ClusterSpec:

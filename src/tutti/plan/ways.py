@@ -89,9 +89,10 @@ WORTH = 0.05
 to be right to is it changed."""
 
 WORTH_IN_TURNS = 0.15
-"""The same for a code of every step where ranks or hosts take turns on cores, for what codes cost there is known less;
-of averages every n updates the n-th part of what that is more, for so much less is written and read. Between four hosts on two cores copies in bfloat16 were predicted to gain 5 and 7 %, and took 7 and 13 % longer than
-exact sums (benchmarks/results/2026-11-23-pays-17.json)."""
+"""The same for a code of every step where ranks or hosts take turns on cores, for what codes cost there is known less:
+between four hosts on two cores copies in bfloat16 were predicted to gain 5 and 7 %, and took 7 and 13 % longer than
+exact sums (benchmarks/results/2026-11-23-pays-17.json). Of averages every n updates the n-th part of what this is more,
+for so much less is written and read."""
 
 LONGEST = 16
 """Updates between two exchanges that the planner goes to by itself. Longer ones are for the user to ask for."""
@@ -160,15 +161,15 @@ steps over 7 standard deviations, and of levels drawn below the largest of 512 (
 
 Not here, and why: one-bit diverges at learning rates that exact sums bear, and averages in it took 1.48 times the steps
 of exact sums (four replicas, the trainings above), up to 2.06; terngrad adds as much variance as there is;
-dgc needs an optimizer without momentum; DiLoCo's outer optimizer has rates to tune; post-local needs to be told when to
-begin; Adasum changes the step's length with the number of replicas; one average at the end is another training.
+dgc needs an optimizer without momentum; DiLoCo's outer optimizer has rates to tune; Adasum changes the step's length
+with the number of replicas; one average at the end is another training.
 """
 
 
 def ways(request: Request, steps: int | None) -> list[Way]:
     """Those that the request's dial allows, without those whose runs did not get to the quality. Where the number of
-    steps is known, periods stay within its root: assumed after Stich 2018, arXiv 1805.09767, whose bound grows so; where
-    it is not, what first steps take cannot be weighed, and none begins otherwise than it goes on."""
+    steps is known, periods stay within its root: assumed after Stich 2018, arXiv 1805.09767, whose bound grows so;
+    where it is not, what first steps take cannot be weighed, and none begins otherwise than it goes on."""
     allowed = DIALS[: DIALS.index(request.relax) + 1]
     longest = math.isqrt(steps) if steps is not None else LONGEST
     failed = {words for words, factor in request.samples.items() if factor is None}

@@ -38,7 +38,7 @@ AS_THEY_ARE = {
 """In a code that loses nothing the modes' own equations hold, and these give what they give without one."""
 
 BEGIN = {"qsgd,bits=4": "qsgd,bits=4", "bfloat16": "bfloat16", "one-bit": "", "top-k,density=0.1": ""}
-"""By the code of replicas' changes: that of gradients before replicas part. What keeps something back begins exactly."""
+"""By the code of replicas' changes: that of gradients before replicas part, none where it keeps something back."""
 
 CODES = ("float32", "bfloat16", "qsgd,bits=4", "bytegrad,feedback=true", "one-bit", "top-k,density=0.1",
          "top-k,density=0.1,sparse=true", "terngrad", "top16-q4", "powersgd,rank=1")  # fmt: skip
