@@ -18,7 +18,7 @@ from harness import run_ranks
 from pays_loops import TuttiLoop
 from pays_methods import Method
 from pays_work import WORKS, Work
-from tutti.plan.ways import WAYS, Way
+from tutti.plan.ways import CORRECTABLE, WAYS, Way
 from tutti.spec.compression import compression_in_words
 from tutti.spec.plan import Sync
 from tutti.spec.sync_words import sync_in_words
@@ -75,7 +75,10 @@ def _train_all(model: str, sizes: Sizes) -> dict[str, list[int | None]]:
     found = {EXACT: [train(work, (), seed, work.most) for seed in range(sizes.seeds)]}
     most = PATIENCE * max(steps or work.most for steps in found[EXACT])
     longer = replace(work, most=most)
+    optimizer = type(work.optimizer(work.model())).__name__
     for way in read(sizes):
+        if way.corrects and optimizer not in CORRECTABLE:
+            continue  # it has no second moments
         found[way.words] = [train(longer, words_of(way), seed, most) for seed in range(sizes.seeds)]
     leave()
     return found

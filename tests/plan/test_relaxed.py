@@ -11,7 +11,7 @@ from predict.examples import cluster, cpu, link, mlp
 from tutti.errors import PlanError
 from tutti.plan import Choice, NoiseScale, Request, choose, explain, rows
 from tutti.plan.relaxed import Doubt, Tried, _costed
-from tutti.plan.ways import BEGINS, WAYS, WORTH, WORTH_IN_TURNS, Way, samples_of, ways
+from tutti.plan.ways import BEGINS, WAYS, WORTH, WORTH_IN_TURNS, Way, correctable, samples_of, ways
 from tutti.predict import predict
 from tutti.spec import codec
 from tutti.spec.cluster import ClusterSpec, CompressRate
@@ -60,8 +60,10 @@ def way_of(choice: Choice) -> str:
         ("SGD", 100_000, "synchronous", "synchronous"),  # as good as unlimited
         ("SGD", 1000, "bytegrad", "local:period=4 in qsgd,bits=4"),
         ("SGD", 100, "powersgd,rank=2", "local:period=16 in qsgd,bits=4"),
-        ("Adam", 1000, "bytegrad", "bytegrad"),  # averages take it more samples
-        ("Adam", 100, "powersgd,rank=2", "local:period=16 in qsgd,bits=4"),
+        ("Adam", 1000, "bytegrad", "local:period=4,optimizer_state=corrected in qsgd,bits=4"),
+        ("Adagrad", 1000, "bytegrad", "bytegrad"),  # averages take it more samples
+        ("Adam", 100, "powersgd,rank=2", "local:period=16,optimizer_state=corrected in qsgd,bits=4"),
+        ("Adagrad", 100, "powersgd,rank=2", "local:period=16 in qsgd,bits=4"),
     ],
 )
 def test_an_mlp_of_ten_million_on_three_networks(optimizer: str, mbit: float, reduced: str, relaxed: str) -> None:
@@ -189,6 +191,24 @@ def test_averages_are_counted_with_more_samples_the_more_replicas_and_where_step
     assert counted["local:period=8 in qsgd,bits=4", 4] == counted["local:period=8", 4]
 
 
+def test_moments_are_corrected_of_optimizers_that_have_them() -> None:
+    """Averages take those fewer samples then, and are offered in that form alone, unless a past run was without."""
+    third = tuple(replace(one, optimizer_nbytes=3 * one.gradient_nbytes) for one in MODEL.modules)
+    assert correctable(replace(MODEL, optimizer="AdamW"))
+    assert not any(correctable(replace(MODEL, optimizer=name)) for name in ("SGD", "AdamW, SGD", ""))
+    assert not correctable(replace(MODEL, optimizer="AdamW", modules=third))  # amsgrad
+    averages = ("local", "post-local")
+    for corrected in (True, False):
+        assert {way.corrects for way in ways(asked(), 1000, corrected=corrected) if way.mode in averages} == {corrected}
+    past = ways(asked(samples={"local:period=8": 1.1}), 1000, corrected=True)
+    assert [way.words for way in past if way.mode in averages and not way.corrects] == ["local:period=8"]
+    four = replace(SCRIPT, mesh={"replicate": 4})
+    own = {way.words: samples_of(way, asked(), four, "AdamW")[0] for way in WAYS if way.mode in averages}
+    for words, samples in own.items():
+        if ",optimizer_state=corrected" in words:
+            assert samples < own[words.replace(",optimizer_state=corrected", "")]
+
+
 def test_links_are_doubted_that_hosts_have_of_their_own() -> None:
     doubted = Doubt(links=2.0, kernels=1.0).of(own_links(cards(2, 2)))
     for before, after in zip(own_links(cards(2, 2)).every_link, doubted.every_link, strict=True):
@@ -244,9 +264,9 @@ def test_runners_up_are_in_the_table_with_what_they_are_counted_with() -> None:
     assert choice.dial is not None
     found = rows(choice)
     assert found[0].chosen
-    assert found[0].settings == "replicas local:period=16 in qsgd,bits=4"
+    assert found[0].settings == "replicas local:period=16,optimizer_state=corrected in qsgd,bits=4"
     others = [row.reason for row in found[2:] if "counted with" in row.reason]
-    assert any("1.3 times the samples (assumed)" in reason for reason in others)
+    assert any("times the samples (assumed)" in reason for reason in others)
     assert any(row.settings.startswith("replicas local") for row in found)
     text = explain(choice)
     assert "even if links are 1.4 times as fast as predicted" in text
@@ -276,8 +296,8 @@ def test_what_past_runs_measured_counts_instead_of_what_is_assumed() -> None:
     dear = {way.words: 100.0 for way in WAYS if way.compress is not None}
     other = chosen(100, samples=dear)
     assert other.dial is not None
-    assert way_of(other) == other.dial.way == "local:period=16,delay=8"
-    told = chosen(100, samples={"local:period=16": 0.9, **dear})
+    assert way_of(other) == other.dial.way == "local:period=16,optimizer_state=corrected,delay=8"
+    told = chosen(100, samples={"local:period=16": 0.9, **dear})  # without corrected moments, as that run was
     assert told.dial is not None
     assert (told.dial.samples, told.dial.evidence) == (0.9, "measured")
     failed = chosen(100, samples={"local:period=16": None, **dear})
@@ -289,12 +309,13 @@ def test_what_past_runs_measured_counts_instead_of_what_is_assumed() -> None:
 @pytest.mark.parametrize("words", ["top-k,density=0.01", "top16-q4", "powersgd,rank=2", "local:period=4"])
 def test_a_way_is_chosen_only_where_it_saves_more_than_its_factor(words: str) -> None:
     """Of one way alone, at falling rates: first it saves less than it may cost, in the end more."""
+    model = replace(MODEL, optimizer="Adagrad")  # whose moments are not corrected
     (way,) = (one for one in WAYS if one.words == words)
     others: dict[str, float | None] = {one.words: None for one in WAYS if one is not way}
     factor, _ = samples_of(way, asked(), replace(SCRIPT, mesh={"replicate": 4}), MODEL.optimizer)
     saved, taken = [], []
     for mbit in (5000, 4000, 1500, 700, 400, 250, 100, 30):
-        dial = chosen(mbit, samples=others).dial
+        dial = choose(model, hosts(mbit), asked(samples=others)).dial
         assert dial is not None
         saved.append(dial.exact_step_s / dial.step_s)
         taken.append(dial.chosen)
@@ -329,7 +350,8 @@ def test_what_first_updates_take_counts_and_where_it_counts_for_little_replicas_
     assert not any(way.relaxed.after for way in ways(asked(), None))
     begun = [way for way in ways(asked(), 1000) if way.relaxed.after]
     assert {way.relaxed.after for way in begun} == {BEGINS}
-    short, long = (chosen(100, train_samples=2048.0 * steps) for steps in (40, 4000))
+    model = replace(MODEL, optimizer="SGD")
+    short, long = (choose(model, hosts(100), asked(train_samples=2048.0 * steps)) for steps in (40, 4000))
     assert (short.best.sync.relaxed.after, long.best.sync.mode) == (None, "post-local")
     (way,) = (way for way in begun if way.of(SCRIPT).sync == long.best.sync)
     plan = way.of(replace(SCRIPT, mesh={"replicate": 4}))

@@ -40,6 +40,7 @@ def costed(words: str, ranks: int = 4, machines: ClusterSpec | None = None, batc
         ("local:8", {4: 1.5 / 8}),
         ("local:period=8,delay=8", {4: 1.5 / 8}),
         ("local:4,optimizer_state=averaged", {4: 3 * 1.5 / 4}),  # Adam's state is twice the parameters
+        ("local:4,optimizer_state=corrected", {4: 1.5 / 4}),
         ("post-local:8,after=10", {4: 1.5 / 8}),
         ("diloco:50", {4: 1.5 / 50}),
         ("one-shot", {4: 0.0}),
@@ -60,6 +61,12 @@ def test_bytes_are_those_of_the_modes_table(words: str, vectors: dict[int, float
     for ranks, each in vectors.items():
         machines = cluster() if words == "hogwild" else hosts(ranks, 1e10)
         assert costed(words, ranks, machines, 4096).sent_nbytes_per_rank == pytest.approx(each * N, rel=1e-12)
+
+
+def test_correcting_moments_takes_three_passes_in_every_step() -> None:
+    plain, corrected = (costed(f"local:5,optimizer_state={state}") for state in ("own", "corrected"))
+    assert corrected.step_time_s.value - plain.step_time_s.value == pytest.approx(3 * N / 20e9, rel=1e-6)
+    assert corrected.memory.total == plain.memory.total
 
 
 @pytest.mark.parametrize("words", ["local:5", "diloco:5"])

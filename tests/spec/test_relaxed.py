@@ -79,7 +79,7 @@ def test_what_nobody_says_is_the_modes_own() -> None:
         ("local:8,averaged,8", "leave one of them out"),
         ("diloco:8,delay=8", "says nothing that diloco knows"),
         ("one-shot:8", "it has no parameters"),
-        ("local:8,optimizer_state=mixed", "it is own or averaged"),
+        ("local:8,optimizer_state=mixed", "it is own, averaged or corrected"),
         ("elastic:1,0", "above 0 and at most 1"),
         ("elastic:1,1.5", "above 0 and at most 1"),
         ("diloco:5,-1", "above 0"),

@@ -16,7 +16,7 @@ from tutti.plan.candidates import candidates, precisions
 from tutti.plan.choice import Alternative, Choice, Dial, Request, Totals
 from tutti.plan.explore import Clock, Costed
 from tutti.plan.relaxed_words import chosen_words, exact_words, why_exact_lost, why_way_lost
-from tutti.plan.ways import DIALS, WORTH, WORTH_IN_TURNS, Way, samples_of, ways
+from tutti.plan.ways import DIALS, WORTH, WORTH_IN_TURNS, Way, correctable, samples_of, ways
 from tutti.predict import constants, predict
 from tutti.predict.compressed import kernel_margin, slowed
 from tutti.predict.groups import network
@@ -141,8 +141,9 @@ class _Trial:
 
     def all_ways(self, bases: Sequence[Costed]) -> Iterator[Tried]:
         """Every way on every base that can go it, fits, and keeps the request's limits."""
+        corrected = correctable(self.model)
         for base in bases:
-            for way in ways(self.request, objectives.steps(self.request, base.plan)):
+            for way in ways(self.request, objectives.steps(self.request, base.plan), corrected=corrected):
                 if way.dial == "exact" and len(base.cluster.devices) > 1:
                     continue  # every rank makes the sums itself, and unlike devices round them differently
                 one = self._cost(way.of(base.plan), base.cluster)

@@ -11,6 +11,7 @@ from typing import Final, Literal
 
 from tutti.plan.choice import Request
 from tutti.spec.compression import Compression
+from tutti.spec.model import ModelSpec
 from tutti.spec.plan import Plan, Sync
 from tutti.spec.relaxed import Relaxed
 from tutti.spec.sync_words import way_in_words
@@ -84,6 +85,21 @@ replicas, every 8 (`2026-11-25-allowances-4`): SGD 1.03 (CNN) and 1.00 (table), 
 and 1.11, in the geometric mean 1.26 where averages from the first update on took 1.29. (That suite's CNN took 0.98
 times with four, its GPT 1.05.)"""
 
+CORRECTED: Final = Each(others=0.025)
+"""Averages with second moments that are corrected (runtime/consistency/moments.py). Of the same trainings with Adam,
+four replicas, every 8: 1.04, 1.11 and 1.06, in the geometric mean 1.07 where it is 1.29 without."""
+
+CORRECTED_BEGUN: Final = Each(others=0.02)
+"""The same after `BEGINS` synchronous updates: 1.04, 1.08 and 1.04, in the geometric mean 1.06."""
+
+CORRECTED_HALF: Final = Each(others=0.055)
+"""The same for averages that are taken in half a period after they were begun, every 8 by 4: 1.04, 1.25 and 1.20, in
+the geometric mean 1.16. Whole periods were not read."""
+
+CORRECTABLE = ("Adam", "AdamW", "NAdam", "RAdam")
+"""Optimizers, as ModelSpec names them, whose second moments may be corrected; amsgrad's, which keep a third vector, may
+not."""
+
 WORTH = 0.05
 """What a way that changes training must take less, with all it is counted with: for no smaller part than choices are
 to be right to is it changed."""
@@ -116,6 +132,11 @@ class Way:
     each: Each = Each()
 
     @property
+    def corrects(self) -> bool:
+        """Whether second moments are corrected."""
+        return self.relaxed.optimizer_state == "corrected"
+
+    @property
     def words(self) -> str:
         """As a user types it after --compress or --sync, or after both."""
         return way_in_words(Sync(mode=self.mode, relaxed=self.relaxed, compress=self.compress))
@@ -134,12 +155,34 @@ def _apart(mode: SyncMode, period: int) -> Way:
     return Way(dial="relaxed", mode=mode, relaxed=Relaxed(period=period), samples=APART, each=LOCAL)
 
 
-def _local(period: int, bits: Literal[8, 4] | None = None, delay: int = 0, after: int = 0) -> Way:
+def _local(
+    period: int, bits: Literal[8, 4] | None = None, delay: int = 0, after: int = 0, *, corrected: bool = False
+) -> Way:
     """A code of changes of several updates counts for nothing: see `LOCAL`."""
     how = None if bits is None else Compression(method="qsgd", bits=bits)
-    each = BEGUN if after else LOCAL if not delay else HALF if 2 * delay <= period else DELAYED
-    relaxed = Relaxed(period=period, delay=delay or None, after=after or None)
+    if corrected:
+        each = CORRECTED_BEGUN if after else CORRECTED_HALF if delay else CORRECTED
+    else:
+        each = BEGUN if after else LOCAL if not delay else HALF if 2 * delay <= period else DELAYED
+    relaxed = Relaxed(
+        period=period, delay=delay or None, after=after or None, optimizer_state="corrected" if corrected else None
+    )
     return Way(dial="relaxed", mode="post-local" if after else "local", relaxed=relaxed, compress=how, each=each)
+
+
+def _averages(*, corrected: bool = False) -> tuple[Way, ...]:
+    """All that average replicas now and then."""
+    delays = [(period, delay) for period, delay in HIDDEN if 2 * delay <= period or not corrected]
+    return (
+        *(_local(period, corrected=corrected) for period in (2, 4, 8, LONGEST)),
+        *(_local(period, bits, corrected=corrected) for period in (4, 8, LONGEST) for bits in QSGD),
+        *(_local(period, bits, delay, corrected=corrected) for period, delay in delays for bits in (None, *QSGD)),
+        *(
+            _local(period, bits, after=BEGINS, corrected=corrected)
+            for period in (4, 8, LONGEST)
+            for bits in (None, *QSGD)
+        ),
+    )
 
 
 WAYS: tuple[Way, ...] = (
@@ -150,10 +193,8 @@ WAYS: tuple[Way, ...] = (
     _code("top16-q4", samples=QUANTISED),
     _code("top-k", samples=SPARSE, density=0.01),
     *(_code("powersgd", samples=samples, rank=rank) for rank, samples in POWERSGD.items()),
-    *(_local(period) for period in (2, 4, 8, LONGEST)),
-    *(_local(period, bits) for period in (4, 8, LONGEST) for bits in QSGD),
-    *(_local(period, bits, delay) for period, delay in HIDDEN for bits in (None, *QSGD)),
-    *(_local(period, bits, after=BEGINS) for period in (4, 8, LONGEST) for bits in (None, *QSGD)),
+    *_averages(),
+    *_averages(corrected=True),
     *(_apart(mode, period) for mode in ("elastic", "ring", "shift-one", "push") for period in (1, 4)),
 )
 """What is tried. Variances are of normal values in the code's blocks: of rounding to 8 bits of mantissa, of 256 even
@@ -166,15 +207,30 @@ with the number of replicas; one average at the end is another training.
 """
 
 
-def ways(request: Request, steps: int | None) -> list[Way]:
+def correctable(model: ModelSpec) -> bool:
+    """Whether replicas of the model may correct the second moments that its optimizer divides by."""
+    trained = sum(module.gradient_nbytes for module in model.modules)
+    state = sum(module.optimizer_nbytes for module in model.modules)
+    return model.optimizer in CORRECTABLE and state < 2.5 * trained
+
+
+def ways(request: Request, steps: int | None, *, corrected: bool = False) -> list[Way]:
     """Those that the request's dial allows, without those whose runs did not get to the quality. Where the number of
     steps is known, periods stay within its root: assumed after Stich 2018, arXiv 1805.09767, whose bound grows so;
-    where it is not, what first steps take cannot be weighed, and none begins otherwise than it goes on."""
+    where it is not, what first steps take cannot be weighed, and none begins otherwise than it goes on. `corrected`:
+    averages are with second moments that are corrected; without, which take more samples, only where past runs say how
+    many.
+    """
     allowed = DIALS[: DIALS.index(request.relax) + 1]
     longest = math.isqrt(steps) if steps is not None else LONGEST
-    failed = {words for words, factor in request.samples.items() if factor is None}
+    known, failed = request.samples, {words for words, factor in request.samples.items() if factor is None}
     near = [way for way in WAYS if way.dial in allowed and (way.relaxed.period or 1) <= longest]
-    return [way for way in near if way.words not in failed and (steps is not None or not way.relaxed.after)]
+    able = [way for way in near if way.corrects == (corrected and _averages_now_and_then(way)) or way.words in known]
+    return [way for way in able if way.words not in failed and (steps is not None or not way.relaxed.after)]
+
+
+def _averages_now_and_then(way: Way) -> bool:
+    return way.mode in ("local", "post-local")
 
 
 def samples_of(way: Way, request: Request, plan: Plan, optimizer: str) -> tuple[float, Evidence]:

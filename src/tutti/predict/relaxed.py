@@ -152,6 +152,9 @@ so anyway, read again to add them to and written."""
 WAITED_PARTS, LEAST_PART_NBYTES = 8, 4 * 2**16
 """In how many parts a sum in a code goes that is waited for, and how large they are at least: as travel.py has them."""
 
+CORRECTED_PASSES = 3.0
+"""What correcting second moments takes in every step: gradients are read, moments read and written."""
+
 DELAYED_PASSES, DELAYED_CODED_PASSES = 2.0, 4.0
 """What a mean takes more than one that is waited for if it is taken in later: what it began from is kept."""
 
@@ -235,9 +238,12 @@ def exchanged_apart(
         waited_s -= coded.meanwhile_s
     own = often * how.sent(group.ranks) * n if coded is None else coded.sent_nbytes
     sent = own + _ring_share(group.ranks) * (state + statistics)
+    corrected_s = 0.0
+    if told.optimizer_state == "corrected":  # in every step; what is seen of gradients is as small as losses
+        corrected_s = seat.slowdown * CORRECTED_PASSES * n / rank_bandwidth(seat)
     done = Exchange(
-        total_s=(wire_s + besides_s + copies_s) / period,
-        exposed_s=(waited_s + besides_s + copies_s) / period,
+        total_s=(wire_s + besides_s + copies_s) / period + corrected_s,
+        exposed_s=(waited_s + besides_s + copies_s) / period + corrected_s,
     )
     return Apart(exchange=done, sent_nbytes=sent / period)
 

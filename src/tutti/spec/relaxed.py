@@ -11,8 +11,9 @@ from typing import Literal
 from tutti.errors import PlanError
 from tutti.spec.words import SyncMode
 
-OwnState = Literal["own", "averaged"]
-"""What becomes of the optimizer's state where replicas are averaged: each keeps its own, or it is averaged too."""
+OwnState = Literal["own", "averaged", "corrected"]
+"""What becomes of the optimizer's state where replicas are averaged: each keeps its own, or it is averaged too, or each
+keeps its own with second moments that are made smaller by what is noise of its part of the batch."""
 
 REQUIRED = None
 """Stands for a parameter that the user must give."""

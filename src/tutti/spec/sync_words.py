@@ -6,7 +6,7 @@ from typing import Any, get_args
 from tutti.errors import PlanError
 from tutti.spec.compression import compression_in_words
 from tutti.spec.plan import Plan, Sync
-from tutti.spec.relaxed import PARAMETERS, Relaxed
+from tutti.spec.relaxed import PARAMETERS, OwnState, Relaxed
 from tutti.spec.words import SyncMode
 
 _WHOLE = ("period", "after", "bound", "delay")
@@ -54,8 +54,8 @@ def with_mode(plan: Plan, sync: Sync | None) -> Plan:
 
 def _value(text: str, name: str, value: str) -> int | float | str:
     if name == "optimizer_state":
-        if value not in ("own", "averaged"):
-            raise PlanError(f"sync {text!r}: optimizer_state = {value!r}; it is own or averaged")
+        if value not in get_args(OwnState):
+            raise PlanError(f"sync {text!r}: optimizer_state = {value!r}; it is own, averaged or corrected")
         return value
     try:
         return int(value) if name in _WHOLE else float(value)

@@ -154,8 +154,28 @@ class Mode:
 class Local(Mode):
     def start(self) -> None:
         self.left: tuple[int, list[State]] | None = None
+        self.squares: dict[int, tuple[float, float]] = {}
+
+    def correct(self) -> None:
+        """v += (1 - beta) (r - 1) g^2, r from all steps before: these models are so small that all values are seen."""
+        size, optimizers = len(self.models), self.optimizers
+        for place, some in enumerate(zip(*(m.parameters() for m in self.models), strict=True)):
+            whole, own = self.squares.get(place, (0.0, 0.0))
+            ratio = min(1.0, max(1 / size, whole / own)) if own else 1.0
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in some]
+            for p, optimizer in zip(some, optimizers, strict=True):
+                if p.grad is not None:
+                    (group,) = optimizer.param_groups
+                    adam = "betas" in group
+                    beta = group["betas"][1] if adam else group["alpha"]
+                    optimizer.state[p]["exp_avg_sq" if adam else "square_avg"] += (1 - beta) * (ratio - 1) * p.grad**2
+            mean_square = float(torch.stack(gradients).mean(0).square().sum())
+            square = sum(float(g.square().sum()) for g in gradients) / size
+            self.squares[place] = 0.9 * whole + mean_square, 0.9 * own + square
 
     def after(self) -> None:
+        if self.told.optimizer_state == "corrected":
+            self.correct()
         if not self.told.delay:
             super().after()
             return

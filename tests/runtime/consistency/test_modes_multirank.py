@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness import run_ranks
+from harness import RankFailed, run_ranks
 from runtime.consistency.replicas import Seen, Told, train_all
 from runtime.consistency.simulated import MODES, simulate
 
@@ -14,6 +14,17 @@ MOMENTUM = {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}
 
 EQUATIONS = {
     "local": Told(sync="local:3", arguments=MOMENTUM),
+    "local, moments corrected": Told(
+        sync="local:period=3,optimizer_state=corrected", optimizer="AdamW", rate=0.01, steps=8
+    ),
+    "local, delayed, moments corrected": Told(
+        sync="local:period=3,delay=2,optimizer_state=corrected",
+        optimizer="RMSprop",
+        rate=0.01,
+        model="choosy",
+        batch=9,
+        steps=7,
+    ),
     "local, state averaged": Told(sync="local:period=2,optimizer_state=averaged", optimizer="AdamW", steps=5),
     "local, odd batches, accumulated, clipped": Told(
         sync="local:2", batch=7, microbatches=2, clip_norm=0.1, arguments=MOMENTUM
@@ -148,3 +159,13 @@ def test_an_outer_update_of_rate_1_without_momentum_is_local(size: int) -> None:
 
 def test_every_mode_has_its_equations() -> None:
     assert {told.sync.partition(":")[0] for told in {**EQUATIONS, **PAIRS}.values()} == set(MODES)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "arguments", "words"),
+    [("SGD", {}, "with SGD: it does not divide"), ("AdamW", {"amsgrad": True}, "with AdamW with amsgrad=True: ")],
+)
+def test_moments_are_corrected_only_where_there_are_such(optimizer: str, arguments: dict[str, Any], words: str) -> None:
+    told = Told(sync="post-local:2,after=3,optimizer_state=corrected", optimizer=optimizer, arguments=arguments)
+    with pytest.raises(RankFailed, match=words):
+        run_ranks(train_all, 2, {"refused": told}, 2)

@@ -21,6 +21,14 @@ SAVED = {
     "local, state averaged": Told(
         sync="local:period=2,optimizer_state=averaged", arguments={"momentum": 0.9}, save_at=3, model="conv", batch=25
     ),
+    "local, moments corrected": Told(
+        sync="local:period=2,optimizer_state=corrected",
+        optimizer="AdamW",
+        rate=0.01,
+        save_at=3,
+        model="choosy",
+        batch=9,
+    ),
     "post-local": Told(sync="post-local:period=2,after=2", optimizer="AdamW", rate=0.01, save_at=3),
     "post-local, before": Told(sync="post-local:period=2,after=4", arguments={"momentum": 0.9}, save_at=3),
     "post-local, in a code, before": Told(sync="post-local:period=2,after=4", compress="qsgd,bits=4", save_at=3),
@@ -52,6 +60,7 @@ SAVED = {
 
 QUICK = (
     "local",
+    "local, moments corrected",
     "local, drawn levels",
     "local, kept back",
     "local, matrices",

@@ -11,9 +11,11 @@ import torch
 from tutti.runtime.consistency.apart import Apart
 from tutti.runtime.consistency.coded import CodedSums
 from tutti.runtime.consistency.measure import Drift
+from tutti.runtime.consistency.moments import Moments, check_moments
 from tutti.runtime.consistency.states import average_states
 from tutti.runtime.consistency.vectors import Flats, Replicas
 from tutti.runtime.state import Run
+from tutti.runtime.traffic import Flight
 from tutti.spec.compression import Compression
 
 NEVER = 1 << 62
@@ -22,7 +24,8 @@ NEVER = 1 << 62
 
 class Averaged(Apart):
     """x <- mean(x) every `period` updates. `after`: updates that are synchronous before. `states`: the optimizers'
-    state is averaged too; otherwise every replica keeps its own. `how`: the code of a mean, x <- x_before +
+    state is averaged too; otherwise every replica keeps its own. `corrects`: its second moments are corrected for that
+    (moments.py). `how`: the code of a mean, x <- x_before +
     mean(code(x - x_before + kept)); with None, and of the last one, the values themselves are averaged. `delay`:
     updates that are made while an average travels.
     """
@@ -36,27 +39,49 @@ class Averaged(Apart):
         *,
         after: int = 0,
         states: bool = False,
+        corrects: bool = False,
         how: Compression | None = None,
     ) -> None:
         super().__init__(replicas, period)
-        self.after, self.states = after, states
+        self.after, self.states, self.corrects = after, states, corrects
+        self._moments: Moments | None = None
         self._how = how if replicas.size > 1 else None
         self._coded: CodedSums | None = None
         self._room: Flats = []
 
     def begin(self, run: Run) -> None:
+        for optimizer in run.optimizers if self.corrects else ():
+            check_moments(optimizer)
         if run.progress.step >= self.after:
             super().begin(run)
 
+    def start_losses(self, run: Run, totals: torch.Tensor) -> Flight | None:
+        flight = super().start_losses(run, totals)
+        if self._moments is not None:
+            self._moments.start()
+        return flight
+
     def updated(self, run: Run) -> None:
         if self.apart:
+            if self._moments is not None and run.replica.parameters is self._trained:
+                self.counts["looked"] += 1
+                self._moments.updated(self.counts["looked"])
             super().updated(run)
         elif run.progress.step + 1 >= self.after:
             super().begin(run)
 
+    def _take(self, run: Run) -> None:
+        super()._take(run)
+        if self.corrects and self.replicas.size > 1:
+            if self._moments is not None:
+                self._moments.drop()
+            self._moments, self.counts["looked"] = Moments(self.replicas, run.optimizers, self._trained), 0
+
     def restart(self) -> None:
         self._room = []
         self.held = {} if self._how is None else {"reference": self.vectors.read(), **self._sums(self._how).held()}
+        if self._moments is not None:
+            self.held["moments"] = self._moments.kept
 
     def resumed(self, run: Run, tensors: dict[str, torch.Tensor]) -> None:
         super().resumed(run, tensors)

@@ -25,9 +25,16 @@ class Delayed(Averaged):
     """
 
     def __init__(
-        self, replicas: Replicas, period: int, delay: int, *, after: int = 0, how: Compression | None = None
+        self,
+        replicas: Replicas,
+        period: int,
+        delay: int,
+        *,
+        after: int = 0,
+        corrects: bool = False,
+        how: Compression | None = None,
     ) -> None:
-        super().__init__(replicas, period, after=after, how=how)
+        super().__init__(replicas, period, after=after, corrects=corrects, how=how)
         self.delay = delay
         self.counts["away"] = 0
         self._away: Travel | None = None

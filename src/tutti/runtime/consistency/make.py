@@ -48,10 +48,11 @@ class Told(NamedTuple):
 
 
 def _averaged(replicas: Replicas, told: Told) -> Consistency:
-    own, states = told.relaxed, told.relaxed.optimizer_state == "averaged"
+    own, after = told.relaxed, told.relaxed.after or 0
+    states, corrects = own.optimizer_state == "averaged", own.optimizer_state == "corrected"
     if own.delay:
-        return Delayed(replicas, told.period, own.delay, after=own.after or 0, how=told.how)
-    return Averaged(replicas, own.period or NEVER, after=own.after or 0, states=states, how=told.how)
+        return Delayed(replicas, told.period, own.delay, after=after, corrects=corrects, how=told.how)
+    return Averaged(replicas, own.period or NEVER, after=after, states=states, corrects=corrects, how=told.how)
 
 
 def _diloco(replicas: Replicas, told: Told) -> Consistency:

@@ -107,12 +107,13 @@ class Replicas:
         group = mesh.group("replicate") if size > 1 else None
         return cls(mesh.index("replicate"), size, tuple(mesh.ranks("replicate")), group, lane, figures)
 
-    def start_sum(self, flats: Flats) -> Flight:
-        """Begin to sum `flats` over the replicas, in place."""
+    def start_sum(self, flats: Flats, lane: Lane | None = None) -> Flight:
+        """Begin to sum `flats` over the replicas, in place; `lane`: if they are not what replicas exchange."""
+        lane = lane or self.lane
         if self.size == 1:
-            return Flight(self.lane, [])
+            return Flight(lane, [])
         works = [dist.all_reduce(flat, group=self.group, async_op=True) for flat in flats]
-        return self.lane.start(works, sum(ring_nbytes(flat, self.size) for flat in flats))
+        return lane.start(works, sum(ring_nbytes(flat, self.size) for flat in flats))
 
     def mean(self, flats: Flats) -> Flats:
         """The mean of `flats` over the replicas, in place; the same bits on every replica."""
