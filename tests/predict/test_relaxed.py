@@ -67,6 +67,8 @@ def test_correcting_moments_takes_three_passes_in_every_step() -> None:
     plain, corrected = (costed(f"local:5,optimizer_state={state}") for state in ("own", "corrected"))
     assert corrected.step_time_s.value - plain.step_time_s.value == pytest.approx(3 * N / 20e9, rel=1e-6)
     assert corrected.memory.total == plain.memory.total
+    assert any("moments are corrected" in note for note in corrected.notes)
+    assert not any("moments are corrected" in note for note in plain.notes)
 
 
 @pytest.mark.parametrize("words", ["local:5", "diloco:5"])

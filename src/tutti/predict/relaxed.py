@@ -302,6 +302,8 @@ def apart_notes(sync: Sync) -> tuple[str, ...]:
         notes.append(f"a step on average: replicas exchange in one of {period} steps")
     if told.delay:
         notes.append(f"averages travel while {told.delay} updates are made, and are taken in then")
+    if told.optimizer_state == "corrected":
+        notes.append("second moments are corrected after every update")
     if how.skips:
         notes.append("at most one exchange a step, and fewer where one takes longer than a step's passes")
     if sync.mode == "hogwild":
