@@ -84,8 +84,8 @@ class Moments:
         it with what is known of the updates before, and look at its gradients."""
         self._land()
         stepped = [p for p in self._trained if p.grad is not None and self._owners[p] in self._stepped]
-        self._stepped.clear()
         self._correct(stepped)
+        self._stepped.clear()
         self._look({*stepped}, count)
 
     @property
@@ -93,7 +93,8 @@ class Moments:
         """r by tensor; 1 where nothing is known."""
         whole, own = self.kept[0]
         r = torch.where(own > 0, whole / own.clamp_min(1e-300), 1.0)
-        return [float(one) for one in r.clamp(1 / self._replicas.size, 1.0)]
+        known: list[float] = r.clamp(1 / self._replicas.size, 1.0).tolist()
+        return known
 
     def _land(self) -> None:
         """Take in what has been added up."""
@@ -108,6 +109,7 @@ class Moments:
 
     def _correct(self, stepped: list[nn.Parameter]) -> None:
         ratio = dict(zip(self._trained, self.ratios, strict=True))
+        weight = {p: _weight(group) for o in self._stepped for group in o.param_groups for p in group["params"]}
         moments: list[torch.Tensor] = []
         gradients: list[torch.Tensor] = []
         factors: list[float] = []
@@ -116,7 +118,7 @@ class Moments:
             assert p.grad is not None
             moments.append(local(optimizer.state[p][_MOMENT[type(optimizer)]]))
             gradients.append(local(p.grad))
-            factors.append((ratio[p] - 1.0) * _weight(optimizer, p))
+            factors.append((ratio[p] - 1.0) * weight[p])
         if moments:
             torch._foreach_addcmul_(moments, gradients, gradients, factors)
 
@@ -152,10 +154,6 @@ def check_moments(optimizer: Optimizer) -> None:
         )
 
 
-def _weight(optimizer: Optimizer, parameter: nn.Parameter) -> float:
+def _weight(group: dict[str, Any]) -> float:
     """What a square is added to the moving average with."""
-    for group in optimizer.param_groups:
-        if any(p is parameter for p in group["params"]):
-            known: dict[str, Any] = group
-            return 1.0 - float(known["betas"][1] if "betas" in known else known["alpha"])
-    raise AssertionError("a parameter of no group")
+    return 1.0 - float(group["betas"][1] if "betas" in group else group["alpha"])
