@@ -13,6 +13,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -210,15 +211,19 @@ def chosen_plans(done: list[dict[str, Any]]) -> list[dict[str, Any]]:
     plans: dict[str, dict[str, Any]] = {}
     for row in done:
         if row["kind"] == "choice" and "name" in row:
-            told = {k: row[k] for k in ("name", "exact", "period", "delay", "file")}
-            some = [{**told, "begins": row.get("begins", 0)}]
-            if some[0]["begins"]:  # how long its first updates take is timed beside it
-                first = {"name": at_first(row["name"]), "first_of": row["name"], "file": row["first_file"]}
-                some.append({**told, **first, "period": 1, "delay": 0})
-            for one in some:
+            for one in plans_of(row):
                 plan = plans.setdefault(one["name"], {**one, "rates": []})
                 plan["rates"] += [row["rate"]] if row["rate"] not in plan["rates"] else []
     return list(plans.values())
+
+
+def plans_of(choice: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The plan that was chosen and, where its first updates are others, the one that makes all so: it is timed too."""
+    whole = {k: choice[k] for k in ("name", "exact", "period", "delay", "file")}
+    yield {**whole, "begins": choice.get("begins", 0)}
+    if choice.get("begins"):
+        first = {"name": at_first(choice["name"]), "first_of": choice["name"], "file": choice["first_file"]}
+        yield {**whole, **first, "period": 1, "delay": 0}
 
 
 def undone(wanted: list[Unit], done: list[dict[str, Any]]) -> list[Unit]:

@@ -17,7 +17,6 @@ from tutti.spec.cluster import ClusterSpec
 from tutti.spec.compression import parse_compression
 from tutti.spec.mesh_words import mesh_in_words
 from tutti.spec.plan import Plan
-from tutti.spec.relaxed import Relaxed
 from tutti.spec.sync_words import parse_sync, way_in_words, with_mode
 
 SCRIPT = Path(__file__).with_name("pays_rank.py")
@@ -63,8 +62,7 @@ def begins(plan: Plan, file: Path) -> dict[str, Any]:
     after = plan.sync.relaxed.after or 0
     if not after:
         return {"begins": 0}
-    alike = replace(plan.sync, mode="synchronous", relaxed=Relaxed(), compress=plan.sync.gradient_code)
-    return {"begins": after, "first_file": str(codec.save(replace(plan, sync=alike), file))}
+    return {"begins": after, "first_file": str(codec.save(replace(plan, sync=plan.sync.at_first), file))}
 
 
 def name_of(plan: Plan, script: Plan, hosts: int) -> str:

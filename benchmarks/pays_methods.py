@@ -18,8 +18,7 @@ class Method:
     """`exact`: its sums are those of one device, so it takes as many steps as the others that are. `period`: steps
     between two exchanges, `delay`: in which one travels. `same_steps_as`: the method whose trainings stand for it,
     being the same algorithm. `begins`: the first updates, which torch's make as DDP does, and a chosen plan as the one
-    that `at_first` names. `words`: for tutti, what the
-    launcher would set.
+    that `at_first` names. `words`: for tutti, what the launcher would set.
     """
 
     name: str

@@ -201,6 +201,7 @@ def test_moments_are_corrected_of_optimizers_that_have_them() -> None:
     for corrected in (True, False):
         assert {way.corrects for way in ways(asked(), 1000, corrected=corrected) if way.mode in averages} == {corrected}
     past = ways(asked(samples={"local:period=8": 1.1}), 1000, corrected=True)
+    assert not any(way.corrects for way in ways(asked(samples={"local:period=8,optimizer_state=corrected": 1.0}), 1000))
     assert [way.words for way in past if way.mode in averages and not way.corrects] == ["local:period=8"]
     four = replace(SCRIPT, mesh={"replicate": 4})
     own = {way.words: samples_of(way, asked(), four, "AdamW")[0] for way in WAYS if way.mode in averages}

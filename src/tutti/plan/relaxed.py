@@ -184,9 +184,8 @@ def _costed(cluster: ClusterSpec, request: Request, plan: Plan, prediction: Pred
 
 
 def _value(cluster: ClusterSpec, request: Request, plan: Plan, prediction: Prediction) -> float:
-    """The objective's value, with what a training's first steps take beyond its others."""
-    value = objectives.value(cluster, request, plan, prediction)
-    return value if request.objective == "memory" else value * objectives.begun(request, plan, prediction)
+    """The objective's value, not memory, with what a training's first steps take beyond its others."""
+    return objectives.value(cluster, request, plan, prediction) * objectives.begun(request, plan, prediction)
 
 
 def _in_order(cluster: ClusterSpec, choice: Choice) -> ClusterSpec:

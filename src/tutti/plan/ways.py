@@ -89,7 +89,7 @@ CORRECTED: Final = Each(others=0.025)
 """Averages with second moments that are corrected (runtime/consistency/moments.py). Of the same trainings with Adam,
 four replicas, every 8 (`2026-11-25-allowances-4`): 1.04, 1.11 and 1.06, in the geometric mean 1.07 where it is 1.29
 without. (The GPT of benchmarks/pays.py, which is there after 24 to 26 steps, gains nothing: begun alike it took 1.01
-times with four, corrected or not, but every 8 by 4, not begun alike, 1.37, where it took 1.28 without.)"""
+times with four, corrected or not, but every 8 by 4, not begun alike, 1.37, where it took 1.29 without.)"""
 
 CORRECTED_BEGUN: Final = Each(others=0.02)
 """The same after `BEGINS` synchronous updates: 1.04, 1.08 and 1.04, in the geometric mean 1.05."""
@@ -225,14 +225,15 @@ def ways(request: Request, steps: int | None, *, corrected: bool = False) -> lis
     """
     allowed = DIALS[: DIALS.index(request.relax) + 1]
     longest = math.isqrt(steps) if steps is not None else LONGEST
-    known, failed = request.samples, {words for words, factor in request.samples.items() if factor is None}
+    failed = {words for words, factor in request.samples.items() if factor is None}
     near = [way for way in WAYS if way.dial in allowed and (way.relaxed.period or 1) <= longest]
-    able = [way for way in near if way.corrects == (corrected and _averages_now_and_then(way)) or way.words in known]
+    able = [way for way in near if (corrected if way.corrects else not corrected or _uncorrected(way, request))]
     return [way for way in able if way.words not in failed and (steps is not None or not way.relaxed.after)]
 
 
-def _averages_now_and_then(way: Way) -> bool:
-    return way.mode in ("local", "post-local")
+def _uncorrected(way: Way, request: Request) -> bool:
+    """Whether a way is offered as it is where moments could be corrected: no average, or one that past runs know."""
+    return way.mode not in ("local", "post-local") or way.words in request.samples
 
 
 def samples_of(way: Way, request: Request, plan: Plan, optimizer: str) -> tuple[float, Evidence]:

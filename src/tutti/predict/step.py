@@ -30,7 +30,6 @@ from tutti.spec.model import ModelSpec
 from tutti.spec.plan import Plan
 from tutti.spec.prediction import Estimate, Phase, Prediction, RankMemory, Stretch
 from tutti.spec.refusals import check_plan
-from tutti.spec.relaxed import Relaxed
 from tutti.spec.words import ALONE
 
 
@@ -53,8 +52,7 @@ def predict(model: ModelSpec, cluster: ClusterSpec, plan: Plan) -> Prediction:
 def _warmup(plan: Plan) -> list[tuple[int, Plan, int | None]]:
     """(until after how many updates, what plan is in force, after how many updates it is looked at), in order."""
     if plan.sync.relaxed.after and plan.world_size > 1:
-        equal = replace(plan.sync, mode="synchronous", relaxed=Relaxed(), compress=plan.sync.gradient_code)
-        return [(plan.sync.relaxed.after, replace(plan, sync=equal), None)]
+        return [(plan.sync.relaxed.after, replace(plan, sync=plan.sync.at_first), None)]
     return [(until, plan, until - 1) for until in phases(plan)]
 
 

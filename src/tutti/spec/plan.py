@@ -148,9 +148,13 @@ class Sync:
         something back: what it left out would be lost when replicas part."""
         if self.mode == "synchronous":
             return self.compress
-        if self.compress is None or not self.relaxed.after or self.compress.keeps:
-            return None
-        return self.compress
+        keeps = self.compress is not None and self.compress.keeps
+        return self.compress if self.relaxed.after and not keeps else None
+
+    @property
+    def at_first(self) -> "Sync":
+        """How the first `relaxed.after` updates are made, of a mode that begins with synchronous ones."""
+        return replace(self, mode="synchronous", relaxed=Relaxed(), compress=self.gradient_code)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

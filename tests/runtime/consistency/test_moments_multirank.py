@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from harness import run_ranks
-from tutti.runtime.consistency.moments import MOST, Moments
+from tutti.plan.ways import CORRECTABLE
+from tutti.runtime.consistency.moments import MOST, Moments, check_moments
 from tutti.runtime.consistency.vectors import Replicas
 from tutti.runtime.layout import Layout
 from tutti.runtime.mesh import Mesh
@@ -29,14 +30,14 @@ def moments_of(size: int) -> list[tuple[float, float, float]]:
     own, whole = torch.optim.Adam(mine, betas=(0.9, 0.98)), torch.optim.Adam(exact, betas=(0.9, 0.98))
     moments = Moments(replicas, (own,), mine)
     noise = torch.Generator().manual_seed(7)
-    for count in range(STEPS):
+    for _ in range(STEPS):
         moments.start()
         for p, q, signal in zip(mine, exact, SIGNALS, strict=True):
             every = torch.randn(size, 40, 50, generator=noise) + signal
             p.grad, q.grad = every[world.rank].clone(), every.mean(0)
         own.step()
         whole.step()
-        moments.updated(count)
+        moments.updated()
     ratios = moments.ratios
     moments.drop()
     both = zip(mine, exact, strict=True)
@@ -61,11 +62,11 @@ def test_large_tensors_are_looked_at_in_turns() -> None:
     gradient = torch.arange(1.0, 1 + p.numel(), dtype=torch.float64).view_as(p)
     stride = math.ceil(p.numel() / MOST)
     seen: list[float] = []
-    for count in range(stride):
+    for _ in range(stride):
         moments.start()
         p.grad = gradient.clone()
         optimizer.step()
-        moments.updated(count)
+        moments.updated()
         values = moments.kept[1][:-1]
         assert len(values) == p.numel() // stride
         assert float(moments.kept[1][-1]) == float(values.square().sum())
@@ -78,6 +79,12 @@ def test_an_update_that_was_left_out_corrects_nothing() -> None:
     optimizer = torch.optim.AdamW([p])
     moments = Moments(Replicas(), (optimizer,), [p])
     p.grad = torch.ones(5)
-    moments.updated(0)  # no step was made
+    moments.updated()  # no step was made
     assert not optimizer.state
     assert not moments.kept[1].any()
+
+
+def test_the_planner_offers_it_for_optimizers_that_can() -> None:
+    p = nn.Parameter(torch.ones(5))
+    for name in CORRECTABLE:
+        check_moments(getattr(torch.optim, name)([p]))

@@ -63,9 +63,8 @@ class Averaged(Apart):
 
     def updated(self, run: Run) -> None:
         if self.apart:
-            if self._moments is not None and run.replica.parameters is self._trained:
-                self.counts["looked"] += 1
-                self._moments.updated(self.counts["looked"])
+            if self._moments is not None:
+                self._moments.updated()
             super().updated(run)
         elif run.progress.step + 1 >= self.after:
             super().begin(run)
@@ -75,7 +74,7 @@ class Averaged(Apart):
         if self.corrects and self.replicas.size > 1:
             if self._moments is not None:
                 self._moments.drop()
-            self._moments, self.counts["looked"] = Moments(self.replicas, run.optimizers, self._trained), 0
+            self._moments = Moments(self.replicas, run.optimizers, self._trained)
 
     def restart(self) -> None:
         self._room = []

@@ -41,15 +41,11 @@ _MOMENT: Final[dict[type[Optimizer], str]] = {
 
 class Moments:
     """Corrects the second moments of `optimizers` for gradients of parts of a batch. All replicas call the same methods
-    in the same steps. `kept`: [sums of |mean(g)|^2 and of |g_i|^2 by tensor, what has been seen and not been added up],
-    which a checkpoint has.
-
-    Raises PlanError for optimizers that divide by nothing of the kind.
+    in the same steps. `kept`: [sums of |mean(g)|^2 and of |g_i|^2 by tensor, what has been seen and not been added up,
+    how many updates have been seen], which a checkpoint has.
     """
 
     def __init__(self, replicas: Replicas, optimizers: tuple[Optimizer, ...], trained: list[nn.Parameter]) -> None:
-        for optimizer in optimizers:
-            check_moments(optimizer)
         self._replicas = replicas
         self._owners = {p: o for o in optimizers for group in o.param_groups for p in group["params"]}
         self._trained = [p for p in trained if p in self._owners]
@@ -61,6 +57,7 @@ class Moments:
         self.kept: Flats = [
             torch.zeros(2, len(self._trained), dtype=torch.float64, device=device),
             torch.zeros(sum(self._counts) + len(self._trained), dtype=dtype, device=device),
+            torch.zeros(1, dtype=torch.int64),
         ]
         self._stepped: set[Optimizer] = set()
         self._hooks = [o.register_step_post_hook(lambda o, args, kwargs: self._stepped.add(o)) for o in optimizers]
@@ -79,14 +76,14 @@ class Moments:
         self._seen = self.kept[1].clone()
         self._flight = self._replicas.start_sum([self._seen], self._replicas.figures)
 
-    def updated(self, count: int) -> None:
-        """Optimizers have made their `count`-th update since replicas parted, or left it out on this replica: correct
-        it with what is known of the updates before, and look at its gradients."""
+    def updated(self) -> None:
+        """Optimizers have made an update, or left it out on this replica: correct it with what is known of the updates
+        before, and look at its gradients."""
         self._land()
         stepped = [p for p in self._trained if p.grad is not None and self._owners[p] in self._stepped]
         self._correct(stepped)
         self._stepped.clear()
-        self._look({*stepped}, count)
+        self._look({*stepped})
 
     @property
     def ratios(self) -> list[float]:
@@ -122,8 +119,10 @@ class Moments:
         if moments:
             torch._foreach_addcmul_(moments, gradients, gradients, factors)
 
-    def _look(self, stepped: set[nn.Parameter], count: int) -> None:
+    def _look(self, stepped: set[nn.Parameter]) -> None:
         """Every so manyth value of each gradient, others each time, and their squares' sums."""
+        count = int(self.kept[2])
+        self.kept[2] += 1
         values, squares = self._halves(self.kept[1])
         for place, (p, part) in enumerate(zip(self._trained, self._parts(values), strict=True)):
             if p not in stepped or p.grad is None:
