@@ -63,7 +63,7 @@ def way_of(choice: Choice) -> str:
         ("Adam", 1000, "bytegrad", "local:period=4,optimizer_state=corrected in qsgd,bits=4"),
         ("Adagrad", 1000, "bytegrad", "bytegrad"),  # averages take it more samples
         ("Adam", 100, "powersgd,rank=2", "local:period=16,optimizer_state=corrected in qsgd,bits=4"),
-        ("Adagrad", 100, "powersgd,rank=2", "local:period=16 in qsgd,bits=4"),
+        ("Adagrad", 100, "powersgd,rank=2", "local:period=8,delay=1 in qsgd,bits=4"),
     ],
 )
 def test_an_mlp_of_ten_million_on_three_networks(optimizer: str, mbit: float, reduced: str, relaxed: str) -> None:

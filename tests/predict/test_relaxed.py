@@ -8,7 +8,8 @@ import pytest
 from predict.examples import cluster, gpu, link, mlp, plan
 from tutti.errors import PlanError
 from tutti.predict import predict
-from tutti.predict.relaxed import EXCHANGES, waited_parts
+from tutti.predict.placement import place
+from tutti.predict.relaxed import EXCHANGES, _behind_updates, waited_parts
 from tutti.predict.tracks import timeline
 from tutti.runtime.consistency import travel
 from tutti.spec.cluster import ClusterSpec
@@ -105,6 +106,17 @@ def test_delayed_averages_travel_behind_so_many_steps(delay: int) -> None:
     waited = costed("local:5", machines=machines)
     assert found.memory.total - waited.memory.total == pytest.approx(N, rel=1e-9)
     assert any("taken in then" in note for note in found.notes)
+
+
+def test_codes_of_pairs_travel_behind_all_of_the_steps() -> None:
+    """In a thread of their own; sums of thin matrices, and what is in order on a GPU, behind one less."""
+    seat = place(hosts(4, 4e7, 1e-3), 4)[0]
+    gpu = replace(seat, device=replace(seat.device, kind="cuda"))
+    sync = parse_sync("local:period=8,delay=4")
+    for code, behind in (("qsgd", 4), ("one-bit", 4), ("powersgd", 3), ("terngrad", 3)):
+        coded = replace(sync, compress=parse_compression(code))
+        assert (_behind_updates(coded, seat), _behind_updates(coded, gpu)) == (behind, 3)
+    assert _behind_updates(sync, seat) == 3
 
 
 def test_kernels_of_delayed_averages_are_waited_for() -> None:

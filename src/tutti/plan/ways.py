@@ -68,6 +68,12 @@ HALF: Final = Each(0.05, 0.15)
 8 by 4 and every 16 by 8, two and four replicas: SGD 1.01 and 1.05, 1.06 and 1.09 (CNN), 1.00 (table); the others in the
 geometric mean 1.19 and 1.39, 1.17 and 1.41, at most 1.77 (the transformer). Every 4 by 2 was not read."""
 
+SOON: Final = Each(0.015, 0.1)
+"""The same for averages that are taken in a quarter of a period after they were begun, or sooner. Of the same
+trainings with four replicas, every 8 by 1 and by 2 (`2026-11-25-allowances-5`): SGD 1.02 and 1.05 (CNN), 1.00 (table);
+the others in the geometric mean 1.29 and 1.30, as those that are waited for. (The CNN of benchmarks/pays.py, with SGD,
+took 1.13 and 1.19 times with four.)"""
+
 DELAYED: Final = Each(0.14, 0.3)
 """The same for averages that are taken in a whole period after they were begun, every 8. Of the same trainings: SGD
 1.00 and 1.15, 1.00 and 1.00; Adam 1.19 and 1.35, 1.54 and 1.86, 2.4 and 2.3, in the geometric mean 1.6 and 1.8, more
@@ -98,6 +104,10 @@ CORRECTED_HALF: Final = Each(others=0.055)
 """The same for averages that are taken in half a period after they were begun, every 8 by 4: 1.04, 1.25 and 1.20, in
 the geometric mean 1.16. Whole periods were not read."""
 
+CORRECTED_SOON: Final = Each(others=0.035)
+"""And in a quarter of one, or sooner: every 8 by 1 1.04, 1.15 and 1.07, by 2 1.04, 1.19 and 1.07, in the geometric mean
+1.09 and 1.10 (`2026-11-25-allowances-5`)."""
+
 CORRECTABLE = ("Adam", "AdamW", "NAdam", "RAdam")
 """Optimizers, as ModelSpec names them, whose second moments may be corrected; amsgrad's, which keep a third vector, may
 not."""
@@ -115,9 +125,9 @@ for so much less is written and read."""
 LONGEST = 16
 """Updates between two exchanges that the planner goes to by itself. Longer ones are for the user to ask for."""
 
-HIDDEN = ((4, 2), (8, 4), (LONGEST, 8), (8, 8))
-"""(updates between two averages, those in which one travels): half a period costs few samples, a whole one hides
-most."""
+HIDDEN = ((8, 1), (8, 2), (4, 2), (8, 4), (LONGEST, 8), (8, 8))
+"""(updates between two averages, those in which one travels): a quarter of a period costs hardly any samples, half of
+one few, a whole one hides most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,14 +172,23 @@ def _local(
 ) -> Way:
     """A code of changes of several updates counts for nothing: see `LOCAL`."""
     how = None if bits is None else Compression(method="qsgd", bits=bits)
-    if corrected:
-        each = CORRECTED_BEGUN if after else CORRECTED_HALF if delay else CORRECTED
-    else:
-        each = BEGUN if after else LOCAL if not delay else HALF if 2 * delay <= period else DELAYED
+    each = _added(delay / period, begun=bool(after))[corrected]
     relaxed = Relaxed(
         period=period, delay=delay or None, after=after or None, optimizer_state="corrected" if corrected else None
     )
     return Way(dial="relaxed", mode="post-local" if after else "local", relaxed=relaxed, compress=how, each=each)
+
+
+def _added(late: float, *, begun: bool) -> tuple[Each, Each]:
+    """What replicas add where averages are taken in so large a part of a period after they were begun: with moments as
+    they are, and corrected."""
+    if begun:
+        return BEGUN, CORRECTED_BEGUN
+    if not late:
+        return LOCAL, CORRECTED
+    if late <= 0.25:
+        return SOON, CORRECTED_SOON
+    return (HALF, CORRECTED_HALF) if late <= 0.5 else (DELAYED, DELAYED)
 
 
 def _averages(*, corrected: bool = False) -> tuple[Way, ...]:

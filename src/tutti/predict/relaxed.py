@@ -219,7 +219,7 @@ def exchanged_apart(
         return Apart(exchange=Exchange(total_s=0.0, exposed_s=0.0), sent_nbytes=0.0)
     n, statistics = trained.parameters, 0.0 if sync.mode in ALONE else trained.statistics
     state = trained.optimizer if told.optimizer_state == "averaged" else 0.0
-    behind_s *= max(1, (told.delay or 1) - 1)  # the last of them is what the last part arrives in
+    behind_s *= _behind_updates(sync, seat)
     passes = how.passes(group.ranks) + _more_passes(how, bool(told.delay), coded is not None)
     copies_s = seat.slowdown * passes * n / rank_bandwidth(seat)
     wire_s, kernels_s = (how.seconds(group, n), 0.0) if coded is None else (coded.seconds, coded.kernels_s)
@@ -246,6 +246,14 @@ def exchanged_apart(
         exposed_s=(waited_s + besides_s + copies_s) / period + corrected_s,
     )
     return Apart(exchange=done, sent_nbytes=sent / period)
+
+
+def _behind_updates(sync: Sync, seat: Seat) -> int:
+    """How many updates' passes an average travels behind: where it goes on at fixed updates, the last part arrives in
+    the last of them; in a thread of its own it has them all (runtime.consistency.travel)."""
+    delay = sync.relaxed.delay or 1
+    threaded = sync.compress is not None and sync.compress.by_pairs and seat.device.kind == "cpu"
+    return delay if threaded else max(1, delay - 1)
 
 
 def _more_passes(how: Exchanging, delayed: bool, coded: bool) -> float:

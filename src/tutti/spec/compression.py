@@ -134,6 +134,11 @@ class Compression:
         return always or bool(self.settings.get("feedback"))
 
     @property
+    def by_pairs(self) -> bool:
+        """Whether codes go as messages of pairs of ranks alone: sums of thin matrices and largest scales do not."""
+        return self.method not in ("powersgd", "terngrad", ZERO_ONE, FACTORS)
+
+    @property
     def code(self) -> "Compression":
         """What is on the wire: of methods of momentum, the code of it; else this."""
         like = MOMENTA.get(self.method)

@@ -114,7 +114,7 @@ def test_bytes_are_those_of_the_formula(size: int, code: str) -> None:
 @SIZES
 @pytest.mark.parametrize("code", [code for code in CODES if "sparse" not in code])
 def test_averages_that_travel_send_the_same(size: int, code: str) -> None:
-    """All that begin but the last one, of which only the first round does: training ends."""
+    """All that begin but the last one, of which only a first round counts, or nothing: training ends."""
     seen = trained(size)[0]
     waited, delayed = (sent_by_step(seen[name]) for name in (code, f"{code}, delayed"))
     assert sum(delayed) - delayed[1] == sum(waited[:-1])

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tutti.runtime.consistency.travel import Travel
+from tutti.runtime.consistency.travel import InTurns
 
 
 class Part:
@@ -30,5 +30,5 @@ def test_a_part_begins_before_those_on_their_way_are_waited_for(turns: int, orde
     """What is sent travels while another is read. The number is of rounds that are left; 0: the last is waited for."""
     said: list[str] = []
     parts: Any = [Part(name, turns, said) for name in "abc"]
-    Travel(parts, turns, 1).land()
+    InTurns(parts, turns, 1).land()
     assert " ".join(said) == order

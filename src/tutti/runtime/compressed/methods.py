@@ -1,9 +1,10 @@
 """From a plan's words to an exchange that sums one bucket."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tutti.compress.bytegrad import ByteGrad
 from tutti.compress.cast import Cast
@@ -70,6 +71,13 @@ def turns_of(how: Compression, ranks: int) -> int:
     if how.settings.get("sparse"):
         return 4
     return 1 if gathered(how, ranks) else 3 if how.method == "terngrad" else 2
+
+
+def by_pairs(how: Compression, group: Any, devices: Iterable[torch.device]) -> bool:
+    """Whether all rounds of that exchange are messages of pairs of ranks (collectives.pairs), which are in order
+    whatever else the group is used for meanwhile, so that a thread of their own may send and receive them."""
+    here = how.by_pairs and all(device.type == "cpu" for device in devices)
+    return here and Wire(group).size > 1 and dist.get_backend(group) == "gloo"
 
 
 def _codec(how: Compression) -> Codec:

@@ -3,8 +3,17 @@
 import torch
 
 from tutti.compress.exchange import Exchange, all_finite
-from tutti.runtime.compressed.methods import make_exchange, turns_of
-from tutti.runtime.consistency.travel import WAITED, Leg, Travel, parts_for, parts_of
+from tutti.runtime.compressed.methods import by_pairs, make_exchange, turns_of
+from tutti.runtime.consistency.travel import (
+    WAITED,
+    InThread,
+    InTurns,
+    Leg,
+    Travel,
+    parts_for,
+    parts_of,
+    threaded_parts,
+)
 from tutti.runtime.consistency.vectors import Flats, Replicas, Vectors
 from tutti.spec.compression import Compression
 
@@ -16,14 +25,14 @@ class CodedSums:
 
     def __init__(self, replicas: Replicas, how: Compression, vectors: Vectors, updates: int | None = None) -> None:
         self.vectors, self.turns, self._lane = vectors, turns_of(how, replicas.size), replicas.lane
-        parts = parts_for(updates, self.turns) if updates else WAITED
-        if updates is None or how.method == "powersgd" or how.settings.get("sparse"):
-            parts = 1
+        whole = updates is None or how.method == "powersgd" or how.settings.get("sparse")
+        self._threaded = bool(updates) and by_pairs(how, replicas.group, [device for _, device in vectors.kinds])
         self.exchanges: list[Exchange] = []
         self._places: list[tuple[int, slice]] = []
         for place, (shapes, (dtype, device)) in enumerate(zip(vectors.shapes, vectors.kinds, strict=True)):
             numel = sum(shape.numel() for shape in shapes)
-            own = parts_of(numel, parts)
+            waited = parts_for(updates, self.turns) if updates else WAITED
+            own = parts_of(numel, 1 if whole else threaded_parts(numel) if self._threaded else waited)
             for part in own:
                 of = shapes if len(own) == 1 else [torch.Size((part.stop - part.start,))]
                 exchange = make_exchange(
@@ -39,9 +48,10 @@ class CodedSums:
 
     def start(self, flats: Flats, updates: int) -> Travel:
         """Begin to sum `flats`, in place; the sums land so many updates later. `settle` or `forget` follows."""
-        parts = zip(self.exchanges, self._of(flats), strict=True)
-        legs = [Leg(self._lane, one.wire, one.rounds(part)) for one, part in parts]
-        return Travel(legs, self.turns, updates)
+        parts = [(one.wire, one.rounds(part)) for one, part in zip(self.exchanges, self._of(flats), strict=True)]
+        if self._threaded:
+            return InThread(parts, self.turns, self._lane)
+        return InTurns([Leg(self._lane, *part) for part in parts], self.turns, updates)
 
     def settle(self, flats: Flats) -> None:
         """The sums are in `flats`: what was left out is kept back, unless a sum is not finite."""

@@ -9,7 +9,7 @@ import torch
 
 from tutti.runtime.consistency.average import Averaged
 from tutti.runtime.consistency.measure import Drift
-from tutti.runtime.consistency.travel import Travel, parts_for, whole_legs
+from tutti.runtime.consistency.travel import InTurns, Travel, parts_for, whole_legs
 from tutti.runtime.consistency.vectors import Flats, Replicas
 from tutti.runtime.state import Run
 from tutti.runtime.traffic import Flight
@@ -44,9 +44,7 @@ class Delayed(Averaged):
         """What travels goes on behind the sum of the losses, and has a step's time until the next."""
         flight = super().start_losses(run, totals)
         if self._away is not None:
-            if flight is not None:  # Gloo's threads begin it when they come to it, perhaps behind what goes on here
-                flight.wait()
-            self._away.go_on(self.counts["since"] + 1)
+            self._away.go_on(self.counts["since"] + 1, flight)
         return flight
 
     def restart(self) -> None:
@@ -86,7 +84,7 @@ class Delayed(Averaged):
             else:
                 room.copy_(then)
         if self._how is None:
-            self._away = Travel(whole_legs(self.replicas, self._sum, parts_for(self.delay, 1)), 1, self.delay)
+            self._away = InTurns(whole_legs(self.replicas, self._sum, parts_for(self.delay, 1)), 1, self.delay)
         else:
             self._away = self._sums(self._how).start(self._sum, self.delay)
         return self._away
