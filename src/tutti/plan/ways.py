@@ -32,9 +32,9 @@ QSGD: Final[dict[Literal[8, 4], float]] = {8: 2e-4, 4: 0.04}
 CHANGES: Final[dict[Literal[8, 4, 2], float]] = {8: 1.0, 4: 1.0, 2: 1.02}
 """Allowances for averages whose changes of several updates are in qsgd, by its bits, times those of averages as they
 are. In 4 bits they took as many within 0.01 (`2026-11-25-allowances-2`). In 2 bits, every 8, four replicas
-(`2026-11-25-allowances-6`), SGD 1.01 (CNN) and 0.99 (table) times the steps of exact sums where they took 1.02 and 1.00;
-with corrected moments 1.03, 1.10 and 1.12 where they took 1.04, 1.11 and 1.06, taken in two updates later 1.05, 1.13
-and 1.13 (1.04, 1.19, 1.07)."""
+(`2026-11-25-allowances-6`), SGD 1.01 (CNN) and 0.99 (table) times the steps of exact sums where they took 1.02 and
+1.00; with corrected moments 1.03, 1.10 and 1.12 where they took 1.04, 1.11 and 1.06, taken in two updates later 1.05,
+1.13 and 1.13 (1.04, 1.19, 1.07)."""
 
 SPARSE, QUANTISED = 2.3, 4.0
 """The same for top-k, which took 44, 100 and 88 steps: 1.83, 2.08 and 3.14 times, in the geometric mean 2.29; and for

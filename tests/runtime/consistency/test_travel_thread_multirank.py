@@ -14,11 +14,11 @@ from tutti.runtime.consistency.vectors import Replicas, Vectors
 from tutti.runtime.traffic import Traffic
 from tutti.spec.compression import parse_compression
 
-N = 300_001
+N = 600_001
 """Values: parts of unequal length."""
 
 
-@pytest.mark.parametrize(("numel", "parts"), [(1, 1), (1 << 18, 1), ((1 << 18) + 1, 2), (8_000_000, 31), (1 << 40, 64)])
+@pytest.mark.parametrize(("numel", "parts"), [(1, 1), (1 << 19, 1), ((1 << 19) + 1, 2), (8_000_000, 16), (1 << 40, 64)])
 def test_parts_grow_in_number_up_to_a_most(numel: int, parts: int) -> None:
     assert threaded_parts(numel) == parts
 
