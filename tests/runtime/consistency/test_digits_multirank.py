@@ -20,7 +20,8 @@ RANKS, SEEDS = 4, (1, 2, 3)
 APART = sorted((way for way in WAYS if way.mode != "synchronous"), key=lambda way: way.relaxed.period or 1)
 
 LONGEST = {way.words: way for way in {(way.mode, way.compress, way.each): way for way in APART}.values()}
-"""By its words: of each mode and code, waited for or delayed by half a period or a whole one, that with the longest."""
+"""By its words: of each mode and code, waited for or taken in a quarter, half or all of a period later, that with the
+longest."""
 
 
 def reach_with(ways: list[str]) -> dict[str, list[Reached]]:
@@ -46,9 +47,12 @@ def counted(way: Way) -> float:
 
 @pytest.mark.timeout(600)
 @pytest.mark.long
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("corrected", [False, True])
-def test_digits_are_learnt_in_every_mode_that_may_be_chosen(corrected: bool) -> None:
-    words = [words for words, way in LONGEST.items() if way.corrects == corrected]
+def test_digits_are_learnt_in_every_mode_that_may_be_chosen(corrected: bool, late: bool) -> None:
+    chosen = [way for way in LONGEST.values() if (way.corrects, bool(way.relaxed.delay)) == (corrected, late)]
+    words = [way.words for way in chosen]
+    assert words
     for found in run_ranks(reach_with, RANKS, words, timeout_s=590):
         for way, each in found.items():
             assert max(one.last for one in each) <= 0.02, f"{way}: {each}"  # SGD, not begun alike: 0.0026 to 0.0147
