@@ -26,13 +26,13 @@ class CodedSums:
     def __init__(self, replicas: Replicas, how: Compression, vectors: Vectors, updates: int | None = None) -> None:
         self.vectors, self.turns, self._lane = vectors, turns_of(how, replicas.size), replicas.lane
         whole = updates is None or how.method == "powersgd" or how.settings.get("sparse")
+        parts = 1 if whole else parts_for(updates, self.turns) if updates else WAITED
         self._threaded = bool(updates) and by_pairs(how, replicas.group, [device for _, device in vectors.kinds])
         self.exchanges: list[Exchange] = []
         self._places: list[tuple[int, slice]] = []
         for place, (shapes, (dtype, device)) in enumerate(zip(vectors.shapes, vectors.kinds, strict=True)):
             numel = sum(shape.numel() for shape in shapes)
-            waited = parts_for(updates, self.turns) if updates else WAITED
-            own = parts_of(numel, 1 if whole else threaded_parts(numel) if self._threaded else waited)
+            own = parts_of(numel, threaded_parts(numel) if self._threaded and not whole else parts)
             for part in own:
                 of = shapes if len(own) == 1 else [torch.Size((part.stop - part.start,))]
                 exchange = make_exchange(
