@@ -1,6 +1,7 @@
 """All-to-all, gather and sum by parts as messages of pairs: against what each rank has to have, and in which order
 messages are begun."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from noted import note
 
 from harness import run_ranks
-from tutti.collectives import all_gather, all_to_all, messages, sum_part
+from tutti.collectives import all_gather, all_to_all, messages, sum_little, sum_part
 from tutti.compress.exchange import Wire
 from tutti.runtime.consistency.vectors import Replicas
 from tutti.runtime.context.ring import Ring
@@ -82,6 +83,30 @@ def summed() -> bool:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_parts_of_sums(ranks: int) -> None:
     assert all(run_ranks(summed, ranks))
+
+
+def summed_little() -> tuple[torch.Tensor, list[int]]:
+    """Several at once, each with what is large under way between."""
+    join()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mine = [torch.linspace(-1.0, 1.0, 5, dtype=torch.float64) * (one + 1) * math.sqrt(rank + 2) for one in range(3)]
+    large = torch.zeros(size, 1 << 16)
+    begun = [(sum_little(one, None), all_to_all(large, large.clone(), None)) for one in mine]
+    for (little, _), rows in begun[::-1]:
+        little.wait()
+        rows.wait()
+        assert little.is_completed()
+    return torch.stack(mine), [nbytes for (_, nbytes), _ in begun]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_sums_of_little(ranks: int) -> None:
+    (first, nbytes), *others = run_ranks(summed_little, ranks)
+    whole = sum(math.sqrt(rank + 2) for rank in range(ranks))
+    wanted = torch.linspace(-1.0, 1.0, 5, dtype=torch.float64) * torch.tensor([[1.0], [2.0], [3.0]]) * whole
+    torch.testing.assert_close(first, wanted, rtol=1e-12, atol=1e-12)
+    assert nbytes == [(ranks - 1) * 5 * 8] * 3
+    assert all(torch.equal(first, other) for other, _ in others)
 
 
 def as_partners() -> None:

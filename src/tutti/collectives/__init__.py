@@ -7,7 +7,7 @@ each other with semaphores in shared memory and read each other's tensors where 
 from tutti.collectives.channel import Letter, Receiving, Sending
 from tutti.collectives.host_sum import HostSum
 from tutti.collectives.meeting import Tiers, make_team, make_team_or_tiers
-from tutti.collectives.pairs import all_gather, all_to_all, messages, sum_part, to_others
+from tutti.collectives.pairs import all_gather, all_to_all, messages, sum_little, sum_part, to_others
 from tutti.collectives.rooms import Room
 from tutti.collectives.staged import Desk, make_desk
 from tutti.collectives.team import Team
@@ -36,6 +36,7 @@ __all__ = [
     "messages",
     "part_of",
     "share_parts",
+    "sum_little",
     "sum_part",
     "to_others",
 ]

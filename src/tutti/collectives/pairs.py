@@ -1,4 +1,4 @@
-"""All-to-all, gather and sum by parts as messages of pairs of ranks, each with its receives begun before its sends.
+"""All-to-all, gather and sums as messages of pairs of ranks, each with its receives begun before its sends.
 
 Gloo sends a message once its receiver has said, over the same connection, that it is ready. Its own all-to-all begins
 its sends first: of two ranks, the one that is late finds the other ready, fills the connection with its message, and
@@ -19,8 +19,11 @@ from torch import Tensor
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
-_ALL_TO_ALL, _GATHER, _SUM = 2, 3, 4
+_ALL_TO_ALL, _GATHER, _SUM, _LITTLE = 2, 3, 4, 5
 """Tags, of which 0 and 1 are those of other messages in the same groups."""
+
+DIRECT_RANKS = 16
+"""Up to so many ranks tell everyone what is little."""
 
 Counts = tuple[Sequence[int], Sequence[int]]
 """Rows from each rank, and to each."""
@@ -112,6 +115,27 @@ def sum_part(mine: Tensor, whole: Tensor, group: Any) -> Any:
     came = mine.new_empty(size, *mine.shape)
     works = _everyone(came.unbind(0), whole.view(size, *mine.shape).unbind(0), group, _SUM)
     return Messages(works, (came, whole), lambda: torch.sum(came, 0, out=mine))
+
+
+def sum_little(mine: Tensor, group: Any) -> tuple[Any, int]:
+    """Begin: the sum over ranks of `mine`, in place, the same bits on all of them. Returns (a work, bytes sent).
+
+    Among few ranks everyone tells everyone: that takes one way across a network, whose queues may be full of other
+    things, where a ring's sum takes 2 (ranks - 1), one after another.
+    """
+    size, nbytes = dist.get_world_size(group), mine.numel() * mine.element_size()
+    if size > DIRECT_RANKS or not _by_pairs(mine, group):
+        return dist.all_reduce(mine, group=group, async_op=True), 2 * (size - 1) * nbytes // size
+    came = mine.new_empty(size, *mine.shape)
+    works = to_others(came.unbind(0), [mine] * size, group, tag=_LITTLE)
+
+    def add_up() -> None:  # in the order of ranks
+        came[dist.get_rank(group)] = mine
+        mine.copy_(came[0])
+        for row in came[1:]:
+            mine.add_(row)
+
+    return Messages(works, (came, mine), add_up), (size - 1) * nbytes
 
 
 def _by_pairs(tensor: Tensor, group: Any) -> bool:

@@ -18,9 +18,17 @@ N = 600_001
 """Values: parts of unequal length."""
 
 
-@pytest.mark.parametrize(("numel", "parts"), [(1, 1), (1 << 19, 1), ((1 << 19) + 1, 2), (8_000_000, 16), (1 << 40, 64)])
-def test_parts_grow_in_number_up_to_a_most(numel: int, parts: int) -> None:
-    assert threaded_parts(numel) == parts
+@pytest.mark.parametrize(
+    ("numel", "nbytes", "parts"),
+    [
+        *[(1, 4.0, 1), (1 << 19, 4.0, 1), ((1 << 19) + 1, 4.0, 2), (8_000_000, 0.5, 16), (1 << 40, 0.5, 64)],
+        *[(8_000_000, 0.25, 8), (3 << 20, 1 / 3, 4), (8_000_000, 0.001, 8)],
+    ],
+)
+def test_parts_grow_in_number_up_to_a_most_and_the_shorter_a_code_the_larger_they_are(
+    numel: int, nbytes: float, parts: int
+) -> None:
+    assert threaded_parts(numel, nbytes) == parts
 
 
 def test_what_goes_wrong_is_raised_where_it_is_waited_for() -> None:
@@ -58,16 +66,18 @@ def travelled(code: str) -> bool:
     replicas = Replicas(rank, size, tuple(range(size)), None, lane, lane)
     sums = CodedSums(replicas, how, Vectors([("a", torch.zeros(N, dtype=torch.float64))]), 4)
     flat = torch.linspace(-1.0, 1.0, N, dtype=torch.float64) * (rank + 1)
-    travel: Any = sums.start([flat], 4)
+    ones = torch.ones_like(flat)
+    means = torch.full_like(flat, torch.nan)
+    travel: Any = sums.start([flat + ones], [ones], [means], 4)
     arrived = isinstance(travel, InThread) and all_see(travel, time.monotonic() + 30.0)
     assert arrived or isinstance(travel, InTurns)
     travel.land()
     assert sum(total.nbytes for total in traffic.take()) == sum(one.wire.sent_nbytes for one in sums.exchanges) > 0
     if code == "float64":
-        whole = torch.linspace(-1.0, 1.0, N, dtype=torch.float64) * (size * (size + 1) // 2)
-        torch.testing.assert_close(flat, whole, rtol=1e-12, atol=1e-12)
-    dist.all_reduce(first := flat.clone(), dist.ReduceOp.MAX)
-    assert torch.equal(first, flat)
+        whole = 1 + torch.linspace(-1.0, 1.0, N, dtype=torch.float64) * ((size + 1) / 2)
+        torch.testing.assert_close(means, whole, rtol=1e-12, atol=1e-12)
+    dist.all_reduce(first := means.clone(), dist.ReduceOp.MAX)
+    assert torch.equal(first, means)
     leave()
     return arrived
 

@@ -73,6 +73,11 @@ def turns_of(how: Compression, ranks: int) -> int:
     return 1 if gathered(how, ranks) else 3 if how.method == "terngrad" else 2
 
 
+def code_nbytes(how: Compression, numel: int) -> int:
+    """Bytes of a message of so many values; not of powersgd, whose depend on shapes."""
+    return _codec(how.code).nbytes(numel)
+
+
 def by_pairs(how: Compression, group: Any, devices: Iterable[torch.device]) -> bool:
     """Whether all rounds of that exchange are messages of pairs of ranks (collectives.pairs), which are in order
     whatever else the group is used for meanwhile, so that a thread of their own may send and receive them."""

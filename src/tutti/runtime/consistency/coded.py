@@ -2,9 +2,10 @@
 
 import torch
 
-from tutti.compress.exchange import Exchange, all_finite
-from tutti.runtime.compressed.methods import by_pairs, make_exchange, turns_of
+from tutti.compress.exchange import Exchange, Rounds, all_finite
+from tutti.runtime.compressed.methods import by_pairs, code_nbytes, make_exchange, turns_of
 from tutti.runtime.consistency.travel import (
+    LEAST,
     WAITED,
     InThread,
     InTurns,
@@ -32,7 +33,7 @@ class CodedSums:
         self._places: list[tuple[int, slice]] = []
         for place, (shapes, (dtype, device)) in enumerate(zip(vectors.shapes, vectors.kinds, strict=True)):
             numel = sum(shape.numel() for shape in shapes)
-            own = parts_of(numel, threaded_parts(numel) if self._threaded and not whole else parts)
+            own = parts_of(numel, _threaded_parts(how, numel) if self._threaded and not whole else parts)
             for part in own:
                 of = shapes if len(own) == 1 else [torch.Size((part.stop - part.start,))]
                 exchange = make_exchange(
@@ -40,28 +41,45 @@ class CodedSums:
                 )
                 self.exchanges.append(exchange)
                 self._places.append((place, part))
+        self._finite = [False] * len(self.exchanges)
 
     def sum(self, flats: Flats) -> None:
         """Leave the sums over the replicas in `flats`, the same bits on each."""
-        self.start(flats, 1).land()
-        self.settle(flats)
+        parts = [self._sum(number, own) for number, own in enumerate(self._of(flats))]
+        self._travel(parts, 1, threaded=False).land()
+        self.settle()
 
-    def start(self, flats: Flats, updates: int) -> Travel:
-        """Begin to sum `flats`, in place; the sums land so many updates later. `settle` or `forget` follows."""
-        parts = [(one.wire, one.rounds(part)) for one, part in zip(self.exchanges, self._of(flats), strict=True)]
-        if self._threaded:
-            return InThread(parts, self.turns, self._lane)
-        return InTurns([Leg(self._lane, *part) for part in parts], self.turns, updates)
+    def start(self, then: Flats, equal: Flats, means: Flats, updates: int) -> Travel:
+        """Begin to make `means` what was equal and the mean of how far replicas were from there then: they land so many
+        updates later. `then` and `equal` stay as they are until; `settle` or `forget` follows."""
+        ways = zip(*(self._of(flats) for flats in (then, equal, means)), strict=True)
+        parts = [self._mean(number, *way) for number, way in enumerate(ways)]
+        return self._travel(parts, updates, threaded=self._threaded)
 
-    def settle(self, flats: Flats) -> None:
-        """The sums are in `flats`: what was left out is kept back, unless a sum is not finite."""
-        for one, part in zip(self.exchanges, self._of(flats), strict=True):
-            one.settle(all_finite(part))
+    def settle(self) -> None:
+        """The sums are there: what was left out is kept back, unless a sum is not finite."""
+        for one, finite in zip(self.exchanges, self._finite, strict=True):
+            one.settle(finite)
 
     def forget(self) -> None:
         """What began counts for nothing."""
         for one in self.exchanges:
             one.settle(False)
+
+    def _travel(self, parts: list[Rounds], updates: int, *, threaded: bool) -> Travel:
+        own = [(one.wire, rounds) for one, rounds in zip(self.exchanges, parts, strict=True)]
+        if threaded:
+            return InThread(own, self.turns, self._lane)
+        return InTurns([Leg(self._lane, *part) for part in own], self.turns, updates)
+
+    def _sum(self, number: int, part: torch.Tensor) -> Rounds:
+        yield from self.exchanges[number].rounds(part)
+        self._finite[number] = all_finite(part)
+
+    def _mean(self, number: int, then: torch.Tensor, equal: torch.Tensor, mean: torch.Tensor) -> Rounds:
+        torch.sub(then, equal, out=mean)
+        yield from self._sum(number, mean)
+        torch.add(equal, mean, alpha=1.0 / self.exchanges[number].wire.size, out=mean)
 
     def _of(self, flats: Flats) -> list[torch.Tensor]:
         """Each exchange's part of `flats`."""
@@ -91,3 +109,7 @@ class CodedSums:
             for name, tensor in one.shared.items()
         }
         return {**kept, **shared}
+
+
+def _threaded_parts(how: Compression, numel: int) -> int:
+    return threaded_parts(numel, code_nbytes(how, LEAST) / LEAST)

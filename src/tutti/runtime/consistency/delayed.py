@@ -38,7 +38,7 @@ class Delayed(Averaged):
         self.delay = delay
         self.counts["away"] = 0
         self._away: Travel | None = None
-        self._sum: Flats = []
+        self._means: Flats = []
 
     def start_losses(self, run: Run, totals: torch.Tensor) -> Flight | None:
         """What travels goes on behind the sum of the losses, and has a step's time until the next."""
@@ -55,7 +55,7 @@ class Delayed(Averaged):
         self._away, self.counts["away"] = None, 0
         super().restart()
         self.held["then"] = self.vectors.read()
-        self._sum = [torch.empty_like(flat) for flat in self.held["then"]]
+        self._means = [torch.empty_like(flat) for flat in self.held["then"]]
 
     def resumed(self, run: Run, tensors: dict[str, torch.Tensor]) -> None:
         super().resumed(run, tensors)
@@ -74,33 +74,27 @@ class Delayed(Averaged):
             self.counts |= {"since": 0, "away": 1}
 
     def _leave(self, *, again: bool = False) -> Travel:
-        """What the parameters are now is to be summed; `again`: what they were when it left before."""
-        before = [] if self._how is None else [self.held["reference"]]
-        for now, then, room, *equal in self.vectors.pieces(self.held["then"], self._sum, *before):
-            if not again:
-                then.copy_(now)
-            if equal:
-                torch.sub(then, *equal, out=room)
-            else:
-                room.copy_(then)
+        """What the parameters are now is to be averaged; `again`: what they were when it left before."""
+        then = self.held["then"]
+        for now, left in () if again else self.vectors.pieces(then):
+            left.copy_(now)
         if self._how is None:
-            self._away = InTurns(whole_legs(self.replicas, self._sum, parts_for(self.delay, 1)), 1, self.delay)
+            legs = whole_legs(self.replicas, then, self._means, parts_for(self.delay, 1))
+            self._away = InTurns(legs, 1, self.delay)
         else:
-            self._away = self._sums(self._how).start(self._sum, self.delay)
+            self._away = self._sums(self._how).start(then, self.held["reference"], self._means, self.delay)
         return self._away
 
     def _take_in(self) -> None:
-        """The sums are there: x <- x - (x_then - mean)."""
-        share, drift = 1.0 / self.replicas.size, Drift()
-        then, before = self.held["then"], self.held.get("reference", self._sum)
-        if self._how is not None:
-            self._sums(self._how).settle(self._sum)
-        for now, total, left, reference in self.vectors.pieces(self._sum, then, before):
-            mean = total.mul_(share) if self._how is None else torch.add(reference, total, alpha=share, out=total)
+        """The mean is there: x <- x - (x_then - mean)."""
+        drift = Drift()
+        for now, mean, left in self.vectors.pieces(self._means, self.held["then"]):
             gap = left - mean
             drift.add(gap, mean)
             now.sub_(gap)
         self.disagreement = drift.figures(self.replicas)
         if self._how is not None:
-            self.held |= {"reference": self._sum, **self._sums(self._how).held()}
-            self._sum, self.counts["coded"] = before, self._sums(self._how).count
+            sums, before = self._sums(self._how), self.held["reference"]
+            sums.settle()
+            self.held |= {"reference": self._means, **sums.held()}
+            self._means, self.counts["coded"] = before, sums.count

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from tutti.collectives import sum_little
 from tutti.runtime.layout import norm_squared
 from tutti.runtime.traffic import Flight, ring_nbytes
 
@@ -42,11 +43,15 @@ class Consistency:
         """Model, optimizers and counters stand, new or from a checkpoint."""
 
     def start_losses(self, run: "Run", totals: torch.Tensor) -> Flight | None:
-        """Begin to sum `totals` (the loss' total and count, one flag a rank, what others add), in place."""
-        size = run.world.world_size
+        """Begin to sum `totals` (the loss' total and count, one flag a rank, what others add), in place: where replicas
+        are apart in one way across a network, whose queues what they exchange may fill."""
+        size, lane = run.world.world_size, run.layout.lane("scalars")
         if size == 1:
             return None
-        return run.layout.lane("scalars").start([dist.all_reduce(totals, async_op=True)], ring_nbytes(totals, size))
+        if self.apart:
+            work, nbytes = sum_little(totals, None)
+            return lane.start([work], nbytes)
+        return lane.start([dist.all_reduce(totals, async_op=True)], ring_nbytes(totals, size))
 
     def norm_squared(self, run: "Run", named: Iterable[tuple[str, torch.Tensor]]) -> torch.Tensor:
         """Sum of squares of gradients, by which they are clipped: of all that ranks which step alike hold."""

@@ -26,15 +26,18 @@ code then end where parts do."""
 WAITED = 8
 """Parts of a sum in a code that is waited for: one is written or read while another travels."""
 
-THREADED_NUMEL, MOST_THREADED = 1 << 19, 64
-"""Values of a part of a sum in a thread of its own, and parts at most. Between four hosts at 100 Mbit/s, 8 M values in
-4 bits every 8 updates: in 8 parts, which fill queues of 50 ms, small messages of the steps between took a tenth of a
-step; in 16 and 32 nothing. A part takes about a millisecond of a core besides its values."""
+THREADED_NUMEL, THREADED_NBYTES, MOST_THREADED = (1 << 19, 1 << 20), 1 << 18, 64
+"""Of a sum in a thread of its own: values of a part, at least and at most, between them those of a code of so many
+bytes; and parts at most. Between four hosts at 100 Mbit/s, 8 M values in 4 bits every 8 updates: in 8 parts, which fill
+queues of 50 ms, small messages of the steps between took a tenth of a step; in 16 and 32 nothing. A part takes about a
+millisecond of a core besides its values."""
 
 
-def threaded_parts(numel: int) -> int:
-    """Parts of so many values that go in a thread of their own."""
-    return max(1, min(MOST_THREADED, -(-numel // THREADED_NUMEL)))
+def threaded_parts(numel: int, value_nbytes: float) -> int:
+    """Parts of so many values, each of so many bytes in its code, that go in a thread of their own."""
+    least, most = THREADED_NUMEL
+    own = min(most, max(least, int(THREADED_NBYTES / value_nbytes)))
+    return max(1, min(MOST_THREADED, -(-numel // own)))
 
 
 def parts_for(updates: int, turns: int) -> int:
@@ -172,12 +175,14 @@ class InThread(Travel):
             self._problem = problem
 
 
-def whole_legs(replicas: Replicas, flats: Flats, parts: int) -> list[Leg]:
-    """Of sums of values as they are, in place, each of at most so many parts."""
+def whole_legs(replicas: Replicas, then: Flats, means: Flats, parts: int) -> list[Leg]:
+    """That make `means` the mean over the replicas of `then`, of values as they are: each of at most so many parts."""
     wire = Wire(replicas.group, lone=replicas.size == 1)
-    own = (flat[one] for flat in flats for one in parts_of(flat.numel(), parts))
-    return [Leg(replicas.lane, wire, _whole(wire, part)) for part in own]
+    own = ((one[part], mean[part]) for one, mean in zip(then, means, strict=True) for part in parts_of(len(one), parts))
+    return [Leg(replicas.lane, wire, _whole(wire, *part)) for part in own]
 
 
-def _whole(wire: Wire, part: torch.Tensor) -> Rounds:
-    yield [wire.all_reduce(part)]
+def _whole(wire: Wire, then: torch.Tensor, mean: torch.Tensor) -> Rounds:
+    mean.copy_(then)
+    yield [wire.all_reduce(mean)]
+    mean.mul_(1.0 / wire.size)
