@@ -155,7 +155,7 @@ WAITED_PARTS, LEAST_PART_NBYTES = 8, 4 * 2**16
 CORRECTED_PASSES = 3.0
 """What correcting second moments takes in every step: gradients are read, moments read and written."""
 
-DELAYED_PASSES, DELAYED_CODED_PASSES = 2.0, 4.0
+DELAYED_PASSES, DELAYED_CODED_PASSES = 4.0, 6.0
 """What a mean takes more than one that is waited for if it is taken in later: what it began from is kept."""
 
 
@@ -207,9 +207,9 @@ class Apart:
 def exchanged_apart(
     sync: Sync, group: Group, seat: Seat, trained: Trained, behind_s: float, coded: Coded | None = None
 ) -> Apart:
-    """The exchanges of a step on average, of replicas along `group` on `seat`; `behind_s`: seconds of a step's passes,
-    behind which some modes' exchanges travel, on the CPU taking cores from it, and delayed averages behind those of
-    several. Of modes that begin in step, later on.
+    """The exchanges of a step on average, of replicas along `group` on `seat`; `behind_s`: seconds of a step's passes
+    and update, behind which some modes' exchanges travel, on the CPU taking cores from it, and delayed averages behind
+    those of several. Of modes that begin in step, later on.
     `coded`: how what they tell each other is written, None as it is.
     """
     if group.ranks == 1:
@@ -219,7 +219,7 @@ def exchanged_apart(
         return Apart(exchange=Exchange(total_s=0.0, exposed_s=0.0), sent_nbytes=0.0)
     n, statistics = trained.parameters, 0.0 if sync.mode in ALONE else trained.statistics
     state = trained.optimizer if told.optimizer_state == "averaged" else 0.0
-    behind_s *= _behind_updates(sync, seat)
+    behind_s *= _behind_updates(sync, threaded=threaded(sync, seat))
     passes = how.passes(group.ranks) + _more_passes(how, bool(told.delay), coded is not None)
     copies_s = seat.slowdown * passes * n / rank_bandwidth(seat)
     wire_s, kernels_s = (how.seconds(group, n), 0.0) if coded is None else (coded.seconds, coded.kernels_s)
@@ -232,6 +232,8 @@ def exchanged_apart(
         waited_s = wire_s
     if how.behind or told.delay:
         travels_s = wire_s - kernels_s
+        if coded is not None and threaded(sync, seat):  # a part travels while another is written, read or sent
+            behind_s += (1 - 1 / coded.parts) * (kernels_s + cores_s)
         hidden_s = min(travels_s, behind_s)
         waited_s = wire_s - hidden_s + (cores_s * hidden_s / travels_s if travels_s > 0 else 0.0)
     elif coded is not None:
@@ -248,11 +250,15 @@ def exchanged_apart(
     return Apart(exchange=done, sent_nbytes=sent / period)
 
 
-def _behind_updates(sync: Sync, seat: Seat) -> int:
+def threaded(sync: Sync, seat: Seat) -> bool:
+    """Whether averages travel in a thread of their own (runtime.consistency.travel)."""
+    return sync.compress is not None and sync.compress.by_pairs and seat.device.kind == "cpu"
+
+
+def _behind_updates(sync: Sync, *, threaded: bool) -> int:
     """How many updates' passes an average travels behind: where it goes on at fixed updates, the last part arrives in
     the last of them; in a thread of its own it has them all (runtime.consistency.travel)."""
     delay = sync.relaxed.delay or 1
-    threaded = sync.compress is not None and sync.compress.by_pairs and seat.device.kind == "cpu"
     return delay if threaded else max(1, delay - 1)
 
 

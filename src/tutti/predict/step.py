@@ -235,10 +235,18 @@ class _Once:
         nbytes = [float(weights[setting.own(stage)].sum()) for stage in range(setting.plan.degree("stage"))]
         net = wires.network.of_stage(work.stage, nbytes)
         like = (columns.gradients, columns.expert, columns.table, columns.sequence, *work.passes, *work.taken.backward)
-        key = (*(column[own].tobytes() for column in like), work.taken.after.tobytes(), net.crowding)
+        key = (*(column[own].tobytes() for column in like), work.taken.after.tobytes(), work.optimizer_s, net.crowding)
         if key not in self.known:
             self.known[key] = synchronise(
-                columns, wires.division, net, setting.plan, own, work.passes, work.taken, setting.updates
+                columns,
+                wires.division,
+                net,
+                setting.plan,
+                own,
+                work.passes,
+                work.taken,
+                setting.updates,
+                work.optimizer_s,
             )
         return self.known[key]
 

@@ -105,13 +105,14 @@ def synchronise(
     passes: tuple[Array, Array],
     taken: Taken,
     updates: int | None,
+    update_s: float = 0.0,
 ) -> Sync:
     """The sums of the modules `own`, which begin in the last microbatch's backward, after so many `updates`. `passes`:
     seconds by module of a microbatch's forward and backward, its exchanges included; `taken`: when those have the
-    links."""
+    links; `update_s`: seconds of the optimizers' update."""
     kind, microbatches = net.seats[0].device.kind, plan.batch.num_microbatches
     if plan.sync.mode != "synchronous":
-        return _apart(columns, net, plan, microbatches * float(passes[0].sum() + passes[1].sum()))
+        return _apart(columns, net, plan, microbatches * float(passes[0].sum() + passes[1].sum()) + update_s)
     taken = taken.in_turns(*passes, net.seats[0].node.turns)
     if plan.degree("shard") > 1 and plan.sharding.level > 1:
         return _divided(columns, part, net, plan, passes, microbatches, taken)
