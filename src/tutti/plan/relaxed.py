@@ -226,7 +226,8 @@ def _ranked(tried: Iterator[Tried]) -> list[Tried]:
 def _changes(one: Tried) -> tuple[float, ...]:
     """Less of a way that changes less."""
     told = one.way.relaxed
-    return DIALS.index(one.way.dial), one.samples, -(told.after or 0), told.period or 1, one.counted
+    coded = one.way.compress is not None
+    return DIALS.index(one.way.dial), one.samples, coded, -(told.after or 0), told.period or 1, one.counted
 
 
 def _doubt(one: Costed) -> Doubt:

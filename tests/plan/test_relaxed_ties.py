@@ -1,0 +1,37 @@
+"""Of ways that are counted as equal, the one that changes least."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tutti.plan.relaxed import TIE, Tried, _ranked
+from tutti.plan.ways import WAYS
+
+BY_WORDS = {way.words: way for way in WAYS}
+
+
+def tried(words: str, value: float, samples: float = 1.0) -> Tried:
+    some: Any = SimpleNamespace(value=value)
+    return Tried(way=BY_WORDS[words], one=some, samples=samples, evidence="assumed", totals=some)
+
+
+@pytest.mark.parametrize(
+    ("least", "rival"),
+    [
+        ("qsgd,bits=8", "local:period=8"),  # replicas stay equal
+        ("local:period=8", "local:period=4 in qsgd,bits=4"),  # values travel as they are
+        ("local:period=8", "post-local:period=8,after=4 in qsgd,bits=4"),
+        ("post-local:period=8,after=4", "local:period=8"),
+        ("local:period=4", "local:period=8"),
+    ],
+)
+def test_the_one_that_changes_least_is_first(least: str, rival: str) -> None:
+    within, beyond = 1 + 0.9 * TIE, 1 + 1.1 * TIE
+    assert [one.way.words for one in _ranked(iter([tried(rival, 1.0), tried(least, within)]))] == [least, rival]
+    assert [one.way.words for one in _ranked(iter([tried(rival, 1.0), tried(least, beyond)]))] == [rival, least]
+
+
+def test_fewer_samples_go_before_all_but_the_dial() -> None:
+    order = [tried("local:period=8", 1.0, 1.01), tried("local:period=8,delay=2 in qsgd,bits=4", 1.01)]
+    assert _ranked(iter(order))[0].samples == 1.0
