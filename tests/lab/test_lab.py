@@ -14,7 +14,7 @@ import pytest
 from lab.hosts import lab_or_skip, needs_labs
 from tutti.errors import LabError
 from tutti.lab import Lab, build
-from tutti.lab.record import LabRecord, Owner, new_record, records, this_process, write
+from tutti.lab.record import LabRecord, Owner, locked, new_record, records, this_process, write
 
 TUTTI = (sys.executable, "-m", "tutti.cli.main", "lab")
 OWNER = """
@@ -232,6 +232,25 @@ def test_without_root_or_tools_one_sentence_says_what_is_needed(monkeypatch: pyt
     with pytest.raises(LabError, match="needs root") as caught:
         build.check_possible()
     assert caught.value.exit_code == 2
+
+
+def test_who_waits_for_a_stopped_process_is_told_which() -> None:
+    needs_labs()
+    holds = (
+        "import time; from tutti.lab.record import locked\nwith locked(): print('holds', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", holds], stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout is not None
+            assert other.stdout.readline()
+            other.send_signal(signal.SIGSTOP)
+            said = f"process {other.pid} has been .* for 0.3 s; let it go on .* or end it"
+            with pytest.raises(LabError, match=said), locked(0.3):
+                pass
+        finally:
+            other.kill()
+    with locked(10.0):  # it goes with its process
+        pass
 
 
 def test_a_record_says_what_it_cannot_be() -> None:

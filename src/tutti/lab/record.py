@@ -8,11 +8,13 @@ import contextlib
 import fcntl
 import os
 import re
+import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TextIO
 
 from tutti.errors import LabError, TuttiError
 from tutti.spec import codec
@@ -21,6 +23,9 @@ FOLDER = Path("/run/tutti-lab")
 """Gone after a restart of the machine, as namespaces are."""
 
 MOST_HOSTS = 200
+
+PATIENCE_S = 120.0
+"""How long another process may make or remove labs: each takes a few seconds."""
 
 _NAME = re.compile(r"[\w.-]+", re.ASCII)
 
@@ -153,9 +158,29 @@ def start_of(pid: int) -> int | None:
 
 
 @contextlib.contextmanager
-def locked() -> Iterator[None]:
-    """One process at a time makes or removes labs; the lock goes with the process that holds it."""
+def locked(patience_s: float = PATIENCE_S) -> Iterator[None]:
+    """One process at a time makes or removes labs; the lock goes with the process that holds it. Raises LabError where
+    another holds it for longer than that."""
     FOLDER.mkdir(mode=0o755, parents=True, exist_ok=True)
-    with (FOLDER / "lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with (FOLDER / "lock").open("a+", encoding="ascii") as file:
+        until = time.monotonic() + patience_s
+        while not _taken(file):
+            if time.monotonic() >= until:
+                file.seek(0)
+                raise LabError(
+                    f"process {file.read() or 'unknown'} has been making or removing a lab for {patience_s:g} s; let "
+                    "it go on if it is stopped, or end it, and try again"
+                )
+            time.sleep(0.05)
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
         yield
+
+
+def _taken(file: TextIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
