@@ -21,6 +21,11 @@ MOST_STEPS = 64
 MOST_STOLEN, MOST_AGAIN = 0.05, 4
 """Blocks in which a hypervisor gave a larger part of the cores' time to others are timed again, so many times."""
 
+CALM, MOST_MORE = 0.15, 4
+"""A method whose blocks are further apart than this part of their median gets so many more at most, while they take
+twice its limit: what else slows a machine down for a while (its memory, in a hypervisor's other guests) counts as
+nothing stolen."""
+
 
 class Wire:
     """The hosts' links. `commands`: by limit, the `tc` commands that set it, run by rank 0."""
@@ -70,8 +75,9 @@ def in_turns(
     terms: Mapping[str, Any],
     trying: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Blocks of each loop, A B C, C B A, ...; a method leaves the turns once its blocks took `limit_s` together. What
-    shows first how many steps a block is to have counts where it is as long as one.
+    """Blocks of each loop, A B C, C B A, ...; a method leaves the turns once its blocks took `limit_s` together, or,
+    where they are far apart, some turns later. What shows first how many steps a block is to have counts where it is as
+    long as one.
 
     Returns {"step_s": {method: seconds of a step, one a block}, "sent_nbytes": the most a host sent a step, median,
     "stolen": the largest part of the cores' time that others had in a block that counts}.
@@ -81,9 +87,12 @@ def in_turns(
     stolen: dict[str, list[float]] = {name: [] for name in steps}
     spent = dict.fromkeys(steps, 0.0)
     counts = dict.fromkeys(steps, 0)
-    for repeat in range(terms["repeats"]):
+    for repeat in range(terms["repeats"] + MOST_MORE):
+        more = repeat >= terms["repeats"]
         for name in list(steps)[:: 1 if repeat % 2 == 0 else -1]:
-            if repeat >= 2 and spent[name] > terms["limit_s"]:
+            if repeat >= 2 and spent[name] > terms["limit_s"] * (2 if more else 1):
+                continue
+            if more and calm(step_s[name]):
                 continue
             trying(name)
             count = counts[name] or periods[name]
@@ -102,6 +111,11 @@ def in_turns(
         "sent_nbytes": {name: statistics.median(values) for name, values in sent.items()},
         "stolen": {name: max(values) for name, values in stolen.items() if values},
     }
+
+
+def calm(blocks: list[float]) -> bool:
+    """Whether blocks are close to each other."""
+    return max(blocks) - min(blocks) <= CALM * statistics.median(blocks)
 
 
 def steps_of(period: int, step_s: float, block_s: float) -> int:

@@ -219,6 +219,26 @@ def test_blocks_in_which_the_cores_were_given_to_others_are_timed_again(monkeypa
     assert 0 <= wire.stolen_s() < float("inf")
 
 
+@pytest.mark.parametrize(
+    ("seconds", "limit_s", "blocks"),
+    [
+        ([1.0, 1.1, 1.0, 1.1], 100.0, 4),  # calm
+        ([1.0, 1.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0], 100.0, 8),  # one that was disturbed stays far away
+        ([1.0, 1.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0], 3.0, 6),  # three seconds, and as many again
+        ([1.0, 1.5], 0.5, 2),
+    ],
+)
+def test_blocks_that_are_far_apart_get_more_beside_them(
+    seconds: list[float], limit_s: float, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first shows how many steps a block is to have: one."""
+    wire, left = importlib.import_module("pays_wire"), iter(seconds)
+    monkeypatch.setattr(wire, "quiet_block", lambda step, steps: (next(left), 0.0, 0.0))
+    terms = {"repeats": 4, "block_s": 0.5, "limit_s": limit_s}
+    found = wire.in_turns({"one": lambda: None}, {"one": 1}, terms, lambda name: None)
+    assert found["step_s"]["one"] == seconds[:blocks]
+
+
 def test_blocks_are_whole_periods_or_as_many_steps_as_fit() -> None:
     wire = importlib.import_module("pays_wire")
     assert [wire.steps_of(16, step_s, 0.5) for step_s in (9.0, 0.02, 0.0001)] == [16, 16, 64]
