@@ -1,6 +1,7 @@
 """Predictions of plans whose replicas differ: bytes as docs/consistency.md has them, time on average, copies held."""
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import get_args
 
 import pytest
@@ -10,7 +11,7 @@ from tutti.errors import PlanError
 from tutti.predict import predict
 from tutti.predict.groups import network
 from tutti.predict.placement import place
-from tutti.predict.relaxed import EXCHANGES, Coded, Trained, _behind_updates, exchanged_apart, threaded, waited_parts
+from tutti.predict.relaxed import EXCHANGES, Coded, Trained, _behind_updates, exchanged_apart, waited_parts
 from tutti.predict.tracks import timeline
 from tutti.runtime.consistency import travel
 from tutti.spec.cluster import ClusterSpec, DeviceKind
@@ -107,7 +108,7 @@ def test_delayed_averages_travel_behind_so_many_steps(delay: int) -> None:
     wire_s = 6 * 1e-3 + 1.5 * N / 4e7
     hidden_s = min(wire_s, max(1, delay - 1) * passes_s)
     found = costed(f"local:period=5,delay={delay}", machines=machines)
-    expected_s = (10 * N / 20e9 + wire_s - 0.7 * hidden_s) / 5
+    expected_s = (8 * N / 20e9 + wire_s - 0.7 * hidden_s) / 5
     assert found.step_time_s.value - free.step_time_s.value == pytest.approx(expected_s, rel=1e-6)
     waited = costed("local:5", machines=machines)
     assert found.memory.total - waited.memory.total == pytest.approx(N, rel=1e-9)
@@ -121,8 +122,8 @@ def test_codes_of_pairs_travel_behind_all_of_the_steps() -> None:
     sync = parse_sync("local:period=8,delay=4")
     for code, behind in (("qsgd", 4), ("one-bit", 4), ("powersgd", 3), ("terngrad", 3)):
         coded = replace(sync, compress=parse_compression(code))
-        assert [_behind_updates(coded, threaded=threaded(coded, one)) for one in (seat, gpu)] == [behind, 3]
-    assert _behind_updates(sync, threaded=threaded(sync, seat)) == 3
+        assert (_behind_updates(coded, seat), _behind_updates(coded, gpu)) == (behind, 3)
+    assert _behind_updates(sync, seat) == 3
 
 
 @pytest.mark.parametrize(("kind", "more_s"), [("cpu", 7 / 8 * 2.5), ("cuda", 0.0)])
@@ -226,9 +227,9 @@ def test_what_travels_behind_a_step_is_waited_for_only_beyond_it(words: str, mes
     "words", ["local:4", "diloco:4", "adasum", "ring", "shift-one", "push", "elastic", "ad-psgd", "stale:2"]
 )
 def test_laws(words: str) -> None:
-    machines = [hosts(4, bandwidth) for bandwidth in (1e6, 1e7, 1e8, 1e9)]
-    times = [round(costed(words, machines=one).step_time_s.value, 15) for one in machines]
-    assert times == sorted(times, reverse=True)
+    times = [costed(words, machines=hosts(4, bandwidth)).step_time_s.value for bandwidth in (1e6, 1e7, 1e8, 1e9)]
+    rounding = 1 + 1e-15  # ad-psgd waits equally long on all links that are too slow for one exchange a step
+    assert all(quick <= slow * rounding for slow, quick in pairwise(times))
     often = words.partition(":")[0]
     if "period" in PARAMETERS[parse_sync(words).mode]:
         periods = [costed(f"{often}:{period}").step_time_s.value for period in (1, 2, 8, 32)]

@@ -127,10 +127,9 @@ def sum_little(mine: Tensor, group: Any) -> tuple[Any, int]:
     if size > DIRECT_RANKS or not _by_pairs(mine, group):
         return dist.all_reduce(mine, group=group, async_op=True), 2 * (size - 1) * nbytes // size
     came = mine.new_empty(size, *mine.shape)
-    works = to_others(came.unbind(0), [mine] * size, group, tag=_LITTLE)
+    works = _everyone(came.unbind(0), [mine] * size, group, _LITTLE)
 
     def add_up() -> None:  # in the order of ranks
-        came[dist.get_rank(group)] = mine
         mine.copy_(came[0])
         for row in came[1:]:
             mine.add_(row)

@@ -155,7 +155,7 @@ WAITED_PARTS, LEAST_PART_NBYTES = 8, 4 * 2**16
 CORRECTED_PASSES = 3.0
 """What correcting second moments takes in every step: gradients are read, moments read and written."""
 
-DELAYED_PASSES, DELAYED_CODED_PASSES = 4.0, 6.0
+DELAYED_PASSES, DELAYED_CODED_PASSES = 2.0, 6.0
 """What a mean takes more than one that is waited for if it is taken in later: what it began from is kept."""
 
 
@@ -219,7 +219,7 @@ def exchanged_apart(
         return Apart(exchange=Exchange(total_s=0.0, exposed_s=0.0), sent_nbytes=0.0)
     n, statistics = trained.parameters, 0.0 if sync.mode in ALONE else trained.statistics
     state = trained.optimizer if told.optimizer_state == "averaged" else 0.0
-    behind_s *= _behind_updates(sync, threaded=threaded(sync, seat))
+    behind_s *= _behind_updates(sync, seat)
     passes = how.passes(group.ranks) + _more_passes(how, bool(told.delay), coded is not None)
     copies_s = seat.slowdown * passes * n / rank_bandwidth(seat)
     wire_s, kernels_s = (how.seconds(group, n), 0.0) if coded is None else (coded.seconds, coded.kernels_s)
@@ -255,11 +255,11 @@ def threaded(sync: Sync, seat: Seat) -> bool:
     return sync.compress is not None and sync.compress.by_pairs and seat.device.kind == "cpu"
 
 
-def _behind_updates(sync: Sync, *, threaded: bool) -> int:
+def _behind_updates(sync: Sync, seat: Seat) -> int:
     """How many updates' passes an average travels behind: where it goes on at fixed updates, the last part arrives in
-    the last of them; in a thread of its own it has them all (runtime.consistency.travel)."""
+    the last of them; in a thread of its own it has them all."""
     delay = sync.relaxed.delay or 1
-    return delay if threaded else max(1, delay - 1)
+    return delay if threaded(sync, seat) else max(1, delay - 1)
 
 
 def _more_passes(how: Exchanging, delayed: bool, coded: bool) -> float:

@@ -105,7 +105,7 @@ def synchronise(
     passes: tuple[Array, Array],
     taken: Taken,
     updates: int | None,
-    update_s: float = 0.0,
+    update_s: float,
 ) -> Sync:
     """The sums of the modules `own`, which begin in the last microbatch's backward, after so many `updates`. `passes`:
     seconds by module of a microbatch's forward and backward, its exchanges included; `taken`: when those have the
