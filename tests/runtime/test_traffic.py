@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from tutti.collectives import ring_nbytes
 from tutti.runtime.clock import PhaseClock
-from tutti.runtime.traffic import Lane, Traffic, exchanged_nbytes, ring_nbytes, sent_nbytes
+from tutti.runtime.traffic import Lane, Traffic, exchanged_nbytes, sent_nbytes
 
 
 class HandClock(PhaseClock):

@@ -7,7 +7,7 @@ each other with semaphores in shared memory and read each other's tensors where 
 from tutti.collectives.channel import Letter, Receiving, Sending
 from tutti.collectives.host_sum import HostSum
 from tutti.collectives.meeting import Tiers, make_team, make_team_or_tiers
-from tutti.collectives.pairs import all_gather, all_to_all, messages, sum_little, sum_part, to_others
+from tutti.collectives.pairs import all_gather, all_to_all, messages, ring_nbytes, sum_little, sum_part, to_others
 from tutti.collectives.rooms import Room
 from tutti.collectives.staged import Desk, make_desk
 from tutti.collectives.team import Team
@@ -35,6 +35,7 @@ __all__ = [
     "make_team_or_tiers",
     "messages",
     "part_of",
+    "ring_nbytes",
     "share_parts",
     "sum_little",
     "sum_part",

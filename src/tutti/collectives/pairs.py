@@ -117,15 +117,20 @@ def sum_part(mine: Tensor, whole: Tensor, group: Any) -> Any:
     return Messages(works, (came, whole), lambda: torch.sum(came, 0, out=mine))
 
 
+def ring_nbytes(tensor: Tensor, size: int) -> int:
+    """Bytes one rank sends to sum a tensor over `size` ranks as a ring does: 2 (size - 1) / size of it."""
+    return 2 * (size - 1) * tensor.numel() * tensor.element_size() // size
+
+
 def sum_little(mine: Tensor, group: Any) -> tuple[Any, int]:
     """Begin: the sum over ranks of `mine`, in place, the same bits on all of them. Returns (a work, bytes sent).
 
     Among few ranks everyone tells everyone: that takes one way across a network, whose queues may be full of other
     things, where a ring's sum takes 2 (ranks - 1), one after another.
     """
-    size, nbytes = dist.get_world_size(group), mine.numel() * mine.element_size()
+    size = dist.get_world_size(group)
     if size > DIRECT_RANKS or not _by_pairs(mine, group):
-        return dist.all_reduce(mine, group=group, async_op=True), 2 * (size - 1) * nbytes // size
+        return dist.all_reduce(mine, group=group, async_op=True), ring_nbytes(mine, size)
     came = mine.new_empty(size, *mine.shape)
     works = _everyone(came.unbind(0), [mine] * size, group, _LITTLE)
 
@@ -134,7 +139,7 @@ def sum_little(mine: Tensor, group: Any) -> tuple[Any, int]:
         for row in came[1:]:
             mine.add_(row)
 
-    return Messages(works, (came, mine), add_up), (size - 1) * nbytes
+    return Messages(works, (came, mine), add_up), (size - 1) * mine.numel() * mine.element_size()
 
 
 def _by_pairs(tensor: Tensor, group: Any) -> bool:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tutti.collectives import all_gather, all_to_all, messages
+from tutti.collectives import all_gather, all_to_all, messages, ring_nbytes
 from tutti.compress.state import State
 from tutti.errors import CheckpointError
 
@@ -58,7 +58,7 @@ class Wire:
         """In place; counted as a ring sends it."""
         if self.size == 1:
             return None
-        self.sent_nbytes += 2 * (self.size - 1) * tensor.numel() * tensor.element_size() // self.size
+        self.sent_nbytes += ring_nbytes(tensor, self.size)
         return dist.all_reduce(tensor, op=op, group=self.group, async_op=True)
 
     def swap(self, received: Tensor | None, sent: Tensor | None, partner: int) -> list[Any]:

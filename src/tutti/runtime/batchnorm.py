@@ -18,9 +18,9 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from tutti.collectives import Desk
+from tutti.collectives import Desk, ring_nbytes
 from tutti.errors import ScriptError
-from tutti.runtime.traffic import Lane, lone_lane, ring_nbytes
+from tutti.runtime.traffic import Lane, lone_lane
 
 
 @dataclass(slots=True)

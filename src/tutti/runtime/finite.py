@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from tutti.collectives import ring_nbytes
 from tutti.errors import TrainingError
 from tutti.runtime.layout import local
 from tutti.runtime.replicate import unjudged_gradients
-from tutti.runtime.traffic import ring_nbytes
 from tutti.spec.words import AxisName
 
 if TYPE_CHECKING:

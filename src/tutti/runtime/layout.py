@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from tutti.collectives import ring_nbytes
 from tutti.runtime.mesh import Mesh
-from tutti.runtime.traffic import Lane, Traffic, ring_nbytes
+from tutti.runtime.traffic import Lane, Traffic
 from tutti.runtime.world import World
 from tutti.spec.words import DATA_AXES, AxisName, Carried
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tutti.collectives import ring_nbytes
 from tutti.optim.large_batch import LAMB, ByNorms
 from tutti.runtime.layout import Layout, local
-from tutti.runtime.traffic import ring_nbytes
 from tutti.runtime.world import World
 
 _TURNS = 2

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tutti.collectives import ring_nbytes
 from tutti.data.seeds import derive_seed, seed_device
 from tutti.data.share import Part, Share
 from tutti.data.split import check_batch_size, split_batch, to_device
@@ -22,7 +23,7 @@ from tutti.runtime.finite import gradients_finite, loss_words
 from tutti.runtime.precision import autocast
 from tutti.runtime.replicate import LossFunction
 from tutti.runtime.state import Run
-from tutti.runtime.traffic import Flight, ring_nbytes
+from tutti.runtime.traffic import Flight
 from tutti.runtime.weighted import Weighted, as_weighted
 from tutti.spec.words import DATA_AXES
 

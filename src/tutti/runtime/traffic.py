@@ -212,8 +212,3 @@ def sent_nbytes(totals: Iterable[Total]) -> int:
 def exchanged_nbytes(totals: Iterable[Total]) -> int:
     """Bytes of activations and their gradients that this rank has sent."""
     return sum(total.nbytes for total in totals if total.carried in EXCHANGED)
-
-
-def ring_nbytes(tensor: torch.Tensor, size: int) -> int:
-    """Bytes one rank sends to sum a tensor over `size` ranks as a ring does: 2 (size - 1) / size of it."""
-    return 2 * (size - 1) * tensor.numel() * tensor.element_size() // size

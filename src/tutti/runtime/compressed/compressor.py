@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from tutti.collectives import Team, Tiers, make_team_or_tiers
+from tutti.collectives import Team, Tiers, make_team_or_tiers, ring_nbytes
 from tutti.compress.by_tensor import Kept, keep, kept_of
 from tutti.compress.draw import key_of
 from tutti.compress.exchange import Exchange, Rounds
@@ -31,7 +31,7 @@ from tutti.runtime.layout import Layout
 from tutti.runtime.mesh import Mesh
 from tutti.runtime.shard.shards import Shards
 from tutti.runtime.shard.unit import Pack
-from tutti.runtime.traffic import Flight, ring_nbytes
+from tutti.runtime.traffic import Flight
 from tutti.runtime.world import World
 from tutti.spec.compression import FACTORS, Compression, bucket_sent_nbytes, compression_in_words, flags_sent_nbytes
 from tutti.spec.plan import Plan

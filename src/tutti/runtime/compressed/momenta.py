@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from tutti.collectives import ring_nbytes
 from tutti.compress.exchange import Exchange, Rounds
 from tutti.errors import PlanError, TrainingError
 from tutti.optim.frozen import Frozen, FrozenAdam, FrozenLAMB, Moment
@@ -21,7 +22,6 @@ from tutti.runtime.compressed.looks import Looks
 from tutti.runtime.layout import Layout
 from tutti.runtime.part_norms import whole_norms
 from tutti.runtime.shard.shards import Shards
-from tutti.runtime.traffic import ring_nbytes
 from tutti.runtime.world import World
 from tutti.spec.compression import MOMENTA, ZERO_ONE, Compression, compression_in_words
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from tutti.collectives import sum_little
+from tutti.collectives import ring_nbytes, sum_little
 from tutti.runtime.layout import norm_squared
-from tutti.runtime.traffic import Flight, ring_nbytes
+from tutti.runtime.traffic import Flight
 
 if TYPE_CHECKING:
     from tutti.runtime.state import Run

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tutti.collectives import messages
+from tutti.collectives import messages, ring_nbytes
 from tutti.runtime.mesh import Mesh
-from tutti.runtime.traffic import Flight, Lane, lone_lane, ring_nbytes
+from tutti.runtime.traffic import Flight, Lane, lone_lane
 
 Flats = list[torch.Tensor]
 """One vector for each dtype and device."""

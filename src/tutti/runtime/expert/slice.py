@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tutti.collectives import ring_nbytes
 from tutti.nn.mixture import Alone, Experts, Routing
 from tutti.runtime.all_to_all import Route, exchange, land, launch
 from tutti.runtime.batchnorm import BatchScope
-from tutti.runtime.traffic import Lane, lone_lane, ring_nbytes
+from tutti.runtime.traffic import Lane, lone_lane
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

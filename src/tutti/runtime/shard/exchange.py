@@ -15,9 +15,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tutti.collectives import Desk, TieredDesk, all_gather, all_to_all, make_desk_or_tiers, sum_part, to_others
+from tutti.collectives import (
+    Desk,
+    TieredDesk,
+    all_gather,
+    all_to_all,
+    make_desk_or_tiers,
+    ring_nbytes,
+    sum_part,
+    to_others,
+)
 from tutti.runtime.shard.rooms import Rooms
-from tutti.runtime.traffic import Flight, Lane, ring_nbytes
+from tutti.runtime.traffic import Flight, Lane
 
 _PARTS, _SUMS = 0, 1
 """Tags: ranks begin gathers in the same order, and sums, but not each before the same of the others."""

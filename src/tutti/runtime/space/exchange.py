@@ -7,10 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tutti.collectives import messages
+from tutti.collectives import messages, ring_nbytes
 from tutti.runtime.batchnorm import BatchScope
 from tutti.runtime.space.geometry import Message, Rows, idle, overlap, owned, receives, sends
-from tutti.runtime.traffic import Flight, Lane, lone_lane, ring_nbytes
+from tutti.runtime.traffic import Flight, Lane, lone_lane
 
 
 @dataclass(slots=True, kw_only=True)

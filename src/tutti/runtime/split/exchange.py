@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from tutti.collectives import Desk, TieredDesk, all_gather, sum_part
+from tutti.collectives import Desk, TieredDesk, all_gather, ring_nbytes, sum_part
 from tutti.runtime.split.spread import Range, Spread
-from tutti.runtime.traffic import Lane, lone_lane, ring_nbytes
+from tutti.runtime.traffic import Lane, lone_lane
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tutti.collectives import ring_nbytes
 from tutti.runtime.buckets import Group
 from tutti.runtime.layout import Layout
 from tutti.runtime.mesh import Mesh
-from tutti.runtime.traffic import ring_nbytes
 
 
 class Ties:
