@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from plan.machines import cards, own_links
 from predict.examples import cluster, cpu, link, mlp
 from tutti.errors import PlanError
 from tutti.plan import Choice, NoiseScale, Request, choose, explain, rows
-from tutti.plan.relaxed import Doubt, Tried, _costed
+from tutti.plan.relaxed import _costed
+from tutti.plan.tried_ways import Tried
 from tutti.plan.ways import BEGINS, WAYS, WORTH, WORTH_IN_TURNS, Way, correctable, samples_of, ways
 from tutti.predict import predict
 from tutti.spec import codec
@@ -208,13 +208,6 @@ def test_moments_are_corrected_of_optimizers_that_have_them() -> None:
     for words, samples in own.items():
         if ",optimizer_state=corrected" in words:
             assert samples < own[words.replace(",optimizer_state=corrected", "")]
-
-
-def test_links_are_doubted_that_hosts_have_of_their_own() -> None:
-    doubted = Doubt(links=2.0, kernels=1.0).of(own_links(cards(2, 2)))
-    for before, after in zip(own_links(cards(2, 2)).every_link, doubted.every_link, strict=True):
-        assert after.bandwidth_bytes_per_s == 2 * before.bandwidth_bytes_per_s
-        assert after.latency_s == before.latency_s / 2
 
 
 def test_kernels_that_nobody_measured_are_doubted_more() -> None:

@@ -11,7 +11,7 @@ from tutti.errors import PlanError, ScriptError
 if TYPE_CHECKING:
     from rich.tree import Tree
 
-    from tutti.cli.plan import Options
+    from tutti.cli.plan_options import Options
     from tutti.runtime.capture import Captured
     from tutti.spec.cluster import ClusterSpec
     from tutti.spec.explanation import Explanation, ModulePlacement

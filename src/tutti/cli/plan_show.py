@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from tutti.cli.outlook import Planned
-    from tutti.cli.plan import Options
+    from tutti.cli.plan_options import Options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

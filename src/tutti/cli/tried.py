@@ -18,7 +18,7 @@ from tutti.spec.run import RunFolder
 from tutti.spec.trials import Trial, Trials
 
 if TYPE_CHECKING:
-    from tutti.cli.plan import Options
+    from tutti.cli.plan_options import Options
 
 TIMEOUT_S = 600.0
 """How long the ranks of a trial wait for each other."""

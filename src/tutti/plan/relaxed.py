@@ -8,7 +8,7 @@ was measured as too slow, sums stay exact.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from tutti.errors import PlanError
 from tutti.plan import objectives
@@ -16,13 +16,14 @@ from tutti.plan.candidates import candidates, precisions
 from tutti.plan.choice import Alternative, Choice, Dial, Request, Totals
 from tutti.plan.explore import Clock, Costed
 from tutti.plan.relaxed_words import chosen_words, exact_words, why_exact_lost, why_way_lost
-from tutti.plan.ways import DIALS, WORTH, WORTH_IN_TURNS, Way, correctable, samples_of, ways
+from tutti.plan.tried_ways import Doubt, Tried
+from tutti.plan.ways import DIALS, correctable, samples_of, ways
 from tutti.predict import constants, predict
-from tutti.predict.compressed import kernel_margin, slowed
+from tutti.predict.compressed import kernel_margin
 from tutti.predict.groups import network
 from tutti.predict.placement import place
 from tutti.predict.words import disturbed
-from tutti.spec.cluster import ClusterSpec, faster
+from tutti.spec.cluster import ClusterSpec
 from tutti.spec.model import ModelSpec
 from tutti.spec.plan import Plan
 from tutti.spec.prediction import Prediction
@@ -37,48 +38,6 @@ TIE = 0.02
 
 RUNNERS_UP = 6
 """Ways that were not chosen and are shown."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tried:
-    """A plan that goes a way, counted with `samples` times the samples of exact training; `counted`: the objective's
-    value with them."""
-
-    way: Way
-    one: Costed
-    samples: float
-    evidence: Evidence
-    totals: Totals
-
-    @property
-    def counted(self) -> float:
-        return self.one.value * self.samples
-
-    @property
-    def worth(self) -> float:
-        """The part by which it must beat exact sums."""
-        if self.way.dial == "exact":
-            return 0.0
-        if self.way.compress is None:
-            return WORTH  # it computes nothing more than exact sums do
-        seats = place(self.one.cluster, self.one.plan.world_size)
-        in_turns = any(seat.slowdown > 1 for seat in seats)
-        return WORTH + (WORTH_IN_TURNS - WORTH) / (self.way.relaxed.period or 1) if in_turns else WORTH
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Doubt:
-    """How far a prediction may be wrong in a way's favour: links so many times faster, its kernels so many slower."""
-
-    links: float
-    kernels: float
-
-    def of(self, cluster: ClusterSpec) -> ClusterSpec:
-        """The cluster where both are so."""
-        devices = {name: slowed(device, self.kernels) for name, device in cluster.devices.items()}
-        return replace(cluster, devices=devices).relinked(
-            lambda link: replace(faster(link, self.links), latency_s=link.latency_s / self.links)
-        )
 
 
 def open_dial(

@@ -1,17 +1,13 @@
 """What opening the dial brought, in plain words."""
 
-from typing import TYPE_CHECKING
-
 from tutti.plan.choice import Request
 from tutti.plan.explore import Costed
+from tutti.plan.tried_ways import Doubt, Tried
 from tutti.predict.words import seconds
 from tutti.spec.words import Evidence
 
-if TYPE_CHECKING:
-    from tutti.plan.relaxed import Doubt, Tried
 
-
-def chosen_words(request: Request, best: Costed, one: "Tried", doubt: "Doubt") -> str:
+def chosen_words(request: Request, best: Costed, one: Tried, doubt: Doubt) -> str:
     """Why a plan that sends less was chosen, and what that changes."""
     counted = counted_words(one.samples, one.evidence)
     if one.way.dial == "exact":
@@ -26,7 +22,7 @@ def chosen_words(request: Request, best: Costed, one: "Tried", doubt: "Doubt") -
     )
 
 
-def exact_words(request: Request, best: Costed, near: "Tried | None", doubt: "Doubt | None", why: str) -> str:
+def exact_words(request: Request, best: Costed, near: Tried | None, doubt: Doubt | None, why: str) -> str:
     """Why sums stay exact although the dial is open."""
     begin = f"Sums stay exact, although --relax {request.relax} allows others: "
     if near is None or doubt is None:
@@ -43,7 +39,7 @@ def exact_words(request: Request, best: Costed, near: "Tried | None", doubt: "Do
     return f"{begin}{told}, which, counted with {counted}, is no sure gain: none if {doubt_words(near, doubt)}"
 
 
-def doubt_words(one: "Tried", doubt: "Doubt") -> str:
+def doubt_words(one: Tried, doubt: Doubt) -> str:
     """The margins in words."""
     links = f"links are {doubt.links:.2g} times as fast as predicted"
     return f"{links} and its kernels {doubt.kernels:.2g} times as slow" if doubt.kernels > 1 else links
@@ -56,12 +52,12 @@ def counted_words(samples: float, evidence: Evidence) -> str:
     return f"{samples:.3g} times the samples ({evidence})"
 
 
-def why_exact_lost(best: Costed, one: "Tried") -> str:
+def why_exact_lost(best: Costed, one: Tried) -> str:
     """Why the best exact plan was not taken."""
     return f"exact sums; {best.value / one.counted:.2f}x as long as {one.way.words}, with all it is counted with"
 
 
-def why_way_lost(one: "Tried", chosen: float) -> str:
+def why_way_lost(one: Tried, chosen: float) -> str:
     """Why a way was not taken, `chosen` being what the one that was is counted with."""
     ratio, counted = one.counted / chosen, counted_words(one.samples, one.evidence)
     if ratio < 1:
@@ -69,7 +65,7 @@ def why_way_lost(one: "Tried", chosen: float) -> str:
     return f"{ratio:.2f}x as long, counted with {counted}"
 
 
-def _way(one: "Tried", *, small: bool = False) -> str:
+def _way(one: Tried, *, small: bool = False) -> str:
     said = (
         f"gradients go as {one.way.words}" if one.way.mode == "synchronous" else f"replicas are kept as {one.way.words}"
     )

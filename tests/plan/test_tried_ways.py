@@ -1,11 +1,13 @@
-"""Of ways that are counted as equal, the one that changes least."""
+"""Ways that were costed: of those counted as equal the one that changes least; and links in doubt."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tutti.plan.relaxed import TIE, Tried, _ranked
+from plan.machines import cards, own_links
+from tutti.plan.relaxed import TIE, _ranked
+from tutti.plan.tried_ways import Doubt, Tried
 from tutti.plan.ways import WAYS
 
 BY_WORDS = {way.words: way for way in WAYS}
@@ -35,3 +37,10 @@ def test_the_one_that_changes_least_is_first(least: str, rival: str) -> None:
 def test_fewer_samples_go_before_all_but_the_dial() -> None:
     order = [tried("local:period=8", 1.0, 1.01), tried("local:period=8,delay=2 in qsgd,bits=4", 1.01)]
     assert _ranked(iter(order))[0].samples == 1.0
+
+
+def test_links_are_doubted_that_hosts_have_of_their_own() -> None:
+    doubted = Doubt(links=2.0, kernels=1.0).of(own_links(cards(2, 2)))
+    for before, after in zip(own_links(cards(2, 2)).every_link, doubted.every_link, strict=True):
+        assert after.bandwidth_bytes_per_s == 2 * before.bandwidth_bytes_per_s
+        assert after.latency_s == before.latency_s / 2
