@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 
 from plan.machines import cards, own_links
-from tutti.plan.relaxed import TIE, _ranked
+from tutti.plan.relaxed import TIE, _better, _ranked
 from tutti.plan.tried_ways import Doubt, Tried
-from tutti.plan.ways import WAYS
+from tutti.plan.ways import WAYS, WORTH
 
 BY_WORDS = {way.words: way for way in WAYS}
 
 
 def tried(words: str, value: float, samples: float = 1.0) -> Tried:
-    some: Any = SimpleNamespace(value=value)
+    some: Any = SimpleNamespace(value=value, cluster=cards(2, 2), plan=SimpleNamespace(world_size=4))
     return Tried(way=BY_WORDS[words], one=some, samples=samples, evidence="assumed", totals=some)
 
 
@@ -37,6 +37,14 @@ def test_the_one_that_changes_least_is_first(least: str, rival: str) -> None:
 def test_fewer_samples_go_before_all_but_the_dial() -> None:
     order = [tried("local:period=8", 1.0, 1.01), tried("local:period=8,delay=2 in qsgd,bits=4", 1.01)]
     assert _ranked(iter(order))[0].samples == 1.0
+
+
+def test_what_is_equal_to_the_best_of_its_dial_is_as_good_as_that() -> None:
+    best, gains = tried("post-local:period=8,after=4 in qsgd,bits=4", 1.0), 1.001 / (1 - WORTH)
+    equal = tried("post-local:period=8,after=4", 1 + 0.9 * TIE)
+    others = [tried("local:period=8", 1 + 1.1 * TIE), tried("qsgd,bits=8", 1 + 0.9 * TIE)]
+    assert _better([best, equal, *others], gains) == [best, equal]
+    assert _better([best, equal, *others], 0.999 / (1 - WORTH)) == []
 
 
 def test_links_are_doubted_that_hosts_have_of_their_own() -> None:
