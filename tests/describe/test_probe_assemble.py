@@ -25,6 +25,7 @@ from tutti.spec.cluster import (
     ConvolutionRate,
     DeviceKind,
     GemmRate,
+    ImageRate,
     LinkPoint,
     LinkSpec,
     MemoryRate,
@@ -71,6 +72,7 @@ RATES = DeviceRates(
     weights=(WeightRate(dtype="float32", forward=4e9, input_gradient=5e9, weight_gradient=6e9),),
     efficiency={"conv": 0.5},
     convolutions=(ConvolutionRate(weight_nbytes=1000, relative=0.9),),
+    images=(ImageRate(pixels=16, relative=1.2),),
     vectors=(VectorRate(kind="pool", forward=0.002, backward=0.03),),
     codes=(CompressRate(method="one-bit", numel=1000, encode_s=4e-6, decode_s=2e-6),),
 )
@@ -96,6 +98,7 @@ def test_one_host_of_two_ranks() -> None:
     assert device.peak_flops_per_s == {"float32": 3e9, "bfloat16": 2e9}
     assert device.compress_rates == RATES.codes
     assert (device.convolution_rates, device.vector_rates) == (RATES.convolutions, RATES.vectors)
+    assert device.image_rates == RATES.images
     assert (device.weight_rates, device.efficiency) == (RATES.weights, {"conv": 0.5})
     assert (device.memory_bandwidth_bytes_per_s, device.cores, device.evidence) == (3e10, 4, "measured")
     assert cluster.conditions is not None
@@ -218,6 +221,7 @@ def test_of_hosts_that_measured_at_once_the_slowest_products_count_and_else_the_
         return replace(RATES, gemm=gemm, memory=(MemoryRate(bytes_per_s=pace),), weights=(passed,), codes=(code,),
                        kernel_overhead_s=1 / pace, efficiency={"conv": pace},
                        convolutions=(ConvolutionRate(weight_nbytes=1000, relative=pace),),
+                       images=(ImageRate(pixels=16, relative=pace),),
                        vectors=(VectorRate(kind="pool", forward=pace, backward=10 * pace),))  # fmt: skip
 
     found = slowest({"a": rates(2.0, 512), "b": rates(1.0), "c": rates(2.2, 512)})
@@ -226,6 +230,7 @@ def test_of_hosts_that_measured_at_once_the_slowest_products_count_and_else_the_
     assert (found.weights[0].forward, found.weights[0].input_gradient) == (2.0, 3.0)
     assert (found.codes[0].encode_s, found.kernel_overhead_s, found.efficiency) == (0.5, 0.5, {"conv": 2.0})
     assert [rate.relative for rate in found.convolutions] == [2.0]
+    assert [rate.relative for rate in found.images] == [2.0]
     assert found.notes[0] == RATES.notes[0]
     assert [note.split(",")[0] for note in found.notes[1:]] == [
         "host b multiplies at 50% of the usual pace of its kind"

@@ -14,7 +14,7 @@ from tutti.describe.probe.effort import QUICK, Effort
 
 KINDS = ("gemm", "conv", "attention")
 CPU = torch.device("cpu")
-SUBJECTS = [*kinds.layers(), *kinds.convolutions(), kinds.attention()]
+SUBJECTS = [*kinds.layers(), *kinds.convolutions(), *kinds.small_images(), kinds.attention()]
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)
@@ -32,6 +32,7 @@ def test_what_is_measured_is_relative_to_products_timed_beside_it(monkeypatch: p
     found = kinds.measure(CPU, QUICK)
     assert found.efficiency == dict.fromkeys(KINDS, pytest.approx(0.5))
     assert [rate.relative for rate in found.convolutions] == pytest.approx([1.0] * 4)
+    assert [rate.relative for rate in found.images] == pytest.approx([1.0] * 3)
 
 
 def test_sizes_of_convolutions_are_told_from_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,12 +50,22 @@ def test_sizes_of_convolutions_are_told_from_all_of_them(monkeypatch: pytest.Mon
     assert found.efficiency == {"gemm": 1.0, "conv": pytest.approx(sum(flops) / took), "attention": 1.0}
 
 
+def test_small_images_are_told_from_the_largest_of_as_many_channels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 4 x 4 and 2 x 2: in half of its time, and in four times as much; 16 x 16 is what they are told from."""
+    pace = {16: 0.5, 4: 4.0}
+    monkeypatch.setattr(kinds, "product_s", lambda flops, *_: flops)
+    monkeypatch.setattr(kinds, "_there_and_back_s", lambda one, *_: 6 * one.flops * pace.get(one.pixels, 1.0))
+    found = kinds.measure(CPU, QUICK)
+    assert [(rate.pixels, rate.relative) for rate in found.images] == [(256, 1.0), (16, 2.0), (4, 0.25)]
+    assert [rate.relative for rate in found.convolutions] == pytest.approx([1.0] * 4)
+
+
 def test_all_kinds_are_measured_on_a_cpu_where_there_is_time_for_them() -> None:
     threads = torch.get_num_threads()
     found = kinds.measure(CPU, replace(QUICK, repeats=1))
     assert set(found.efficiency) == set(KINDS)
     assert all(0 < value < 20 for value in found.efficiency.values())
-    assert all(0 < rate.relative < 20 for rate in found.convolutions)
+    assert all(0 < rate.relative < 20 for rate in (*found.convolutions, *found.images))
     assert torch.get_num_threads() == threads
     nothing = kinds.measure(CPU, replace(QUICK, kinds=0))
     assert nothing == kinds.measure(torch.device("cuda"), QUICK) == kinds.Kinds()
@@ -95,4 +106,4 @@ def test_layers_have_twice_the_turns_of_others(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(kinds, "_took", took)
     kinds.measure(CPU, replace(QUICK, kinds=3))
-    assert turns == [(len(kinds.layers()), 6), *[(1, 3)] * 5]
+    assert turns == [(len(kinds.layers()), 6), *[(1, 3)] * 7]

@@ -25,7 +25,7 @@ from tutti.plan.words import plan_words
 from tutti.predict import predict
 from tutti.predict.pipeline import most_held
 from tutti.predict.placement import place
-from tutti.spec.cluster import ClusterSpec
+from tutti.spec.cluster import ClusterSpec, ConvolutionRate, DeviceSpec, ImageRate, NodeSpec
 from tutti.spec.loading import Loading
 from tutti.spec.model import ModelSpec
 from tutti.spec.plan import LayoutRule, Pipeline, Plan
@@ -44,6 +44,26 @@ def wide(width: int, layers: int) -> ModelSpec:
     model = mlp(width, layers)
     named = [dataclasses.replace(one, linear_input_nbytes=4.0 * width) for one in model.modules]
     return dataclasses.replace(model, modules=tuple(named))
+
+
+def convolving(slowest: float = 0.6, **changes: Any) -> DeviceSpec:
+    """Cores that convolve with few channels more slowly, and images of 4 x 4 more quickly."""
+    sizes = ((1e4, slowest), (2e6, 1.05))
+    return cpu(
+        convolution_rates=tuple(ConvolutionRate(weight_nbytes=int(n), relative=part) for n, part in sizes),
+        image_rates=tuple(ImageRate(pixels=n, relative=part) for n, part in ((256, 1.0), (16, 1.25), (4, 0.9))),
+        **changes,
+    )
+
+
+def unlike_hosts() -> ClusterSpec:
+    """Two kinds of cores, each quicker than the other at something."""
+    devices = {
+        "some": convolving(name="some", efficiency={"conv": 0.5, "norm": 0.04}),
+        "others": convolving(0.9, name="others", efficiency={"conv": 0.4, "norm": 0.08}),
+    }
+    nodes = tuple(NodeSpec(name=name, device=name, devices_per_node=4, memory_nbytes=2**36) for name in devices)
+    return ClusterSpec(name="unlike", devices=devices, nodes=nodes, links=cluster(cpu()).links)
 
 
 CASES: dict[str, tuple[ModelSpec, ClusterSpec, int, Precision]] = {
@@ -66,6 +86,13 @@ CASES: dict[str, tuple[ModelSpec, ClusterSpec, int, Precision]] = {
     "resnet": (architecture("resnet", {"depth": 50}), cards(2), 64, "full"),
     "unet": (architecture("unet", {"dims": 3, "widths": "8,16,32", "image": "32"}), cards(1), 8, "full"),
     "wide layers that the script divides": (wide(512, 6), cluster(cpu(), count=6), 96, "full"),
+    "resnet on cores whose convolutions were measured": (
+        architecture("resnet", {"depth": 50}), cluster(convolving(), count=3), 48, "full",
+    ),
+    "unet on cores whose convolutions were measured": (
+        architecture("unet", {"dims": 3, "widths": "8,16,32", "image": "32"}), cluster(convolving()), 8, "full",
+    ),
+    "resnet on mixed cores": (architecture("resnet", {"depth": 50}), unlike_hosts(), 48, "full"),
     "mixed devices": (mlp(512, 4), mixed(), 60, "full"),
     "loading between steps": (loaded(core_s=1e-4, wait_s=1e-5), cards(2), 60, "full"),
     "loading ahead": (loaded(core_s=1e-4, workers=2), cards(2), 60, "full"),

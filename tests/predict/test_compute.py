@@ -14,7 +14,7 @@ from tutti.predict import compute, constants
 from tutti.predict.compute import op_table
 from tutti.predict.placement import Seat, place
 from tutti.predict.worker import Curve, Pace, Worker, worker_at
-from tutti.spec.cluster import ConvolutionRate, DeviceSpec, GemmRate, MemoryRate, VectorRate, WeightRate
+from tutti.spec.cluster import ConvolutionRate, DeviceSpec, GemmRate, ImageRate, MemoryRate, VectorRate, WeightRate
 from tutti.spec.model import ModelSpec, ModuleSpec, OpCost, OpKind
 
 FREE = Pace(forward_s=0.0, backward_s=0.0)
@@ -213,6 +213,23 @@ def test_convolutions_have_the_rate_of_their_size() -> None:
     found = [compute_s("conv", nbytes) for nbytes in (1e6, 1e4, 10.0, 100e6, 200e6)]
     assert found == pytest.approx([alone / (0.5 * part) for part in (1.0, 0.75, 0.75, 1.25, 1.25)])
     assert compute_s("gemm", 1e4) == pytest.approx(alone / 0.85)
+
+
+def test_convolutions_have_the_rate_of_their_images() -> None:
+    """1000 values of weights, 2000 FLOPs a pixel: halfway between 4 x 4 and 16 x 16 is 8 x 8."""
+    images = tuple(ImageRate(pixels=n, relative=part) for n, part in ((256, 1.0), (16, 1.25)))
+    who = worker_at(seat(cpu(efficiency={"conv": 0.5}, image_rates=images), 1), "float32", "full")
+    who = dataclasses.replace(who, weights=FREE, convolution_weights=FREE)
+
+    def compute_s(pixels: int, kind: OpKind = "conv") -> float:
+        op = dataclasses.replace(products(first=False), kind=kind, weight_nbytes=4000, flops_forward=2000.0 * pixels)
+        model = ModelSpec(name="m", modules=(ModuleSpec(name="a", kind="A", ops=(op,)),))
+        return compute.forward(op_table(model), who, 6000 * 256 // pixels, 1).compute_s
+
+    alone = 6000 * 256 * 2000 / 32e9
+    found = [compute_s(pixels) for pixels in (16, 64, 256, 4, 1024)]
+    assert found == pytest.approx([alone / (0.5 * part) for part in (1.25, 1.125, 1.0, 1.25, 1.0)])
+    assert compute_s(16, "gemm") == pytest.approx(compute_s(256, "gemm"))
 
 
 def test_elements_of_slow_kinds_have_rates_of_each_pass() -> None:

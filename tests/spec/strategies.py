@@ -12,6 +12,7 @@ from tutti.spec.cluster import (
     ConvolutionRate,
     DeviceSpec,
     GemmRate,
+    ImageRate,
     LinkPoint,
     LinkSpec,
     MemoryRate,
@@ -65,6 +66,7 @@ rates_given: dict[type[Any], Any] = {
     MemoryRate: {"threads": counts, "bytes_per_s": above, "concurrent": counts},
     WeightRate: {"threads": counts, "forward": above, "input_gradient": above, "weight_gradient": above},
     ConvolutionRate: {"weight_nbytes": positive, "relative": above},
+    ImageRate: {"pixels": counts, "relative": above},
     VectorRate: {"forward": above, "backward": above},
     CompressRate: {"numel": positive, "encode_s": not_below, "decode_s": not_below},
     LinkPoint: {"nbytes": positive, "time_s": above, "median_s": not_below},
@@ -84,6 +86,7 @@ devices_given = st.builds(
     cores=st.integers(0, 4096),
     year=st.none() | st.integers(1970, 2100),
     convolution_rates=...,
+    image_rates=...,
     vector_rates=...,
     **dict.fromkeys(("gemm", "gemm_concurrent", "memory_rates", "weight_rates", "compress_rates"), ...),
 )

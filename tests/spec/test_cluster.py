@@ -17,6 +17,7 @@ from tutti.spec.cluster import (
     ConvolutionRate,
     DeviceSpec,
     GemmRate,
+    ImageRate,
     LinkPoint,
     LinkSpec,
     MemoryRate,
@@ -92,6 +93,7 @@ DEVICE = DeviceSpec(
     weight_rates=(WeightRate(dtype="float32", forward=1e9, input_gradient=1e9, weight_gradient=1e9),),
     compress_rates=(CompressRate(method="top-k", numel=2**20, encode_s=1e-3, decode_s=1e-3),),
     convolution_rates=(ConvolutionRate(weight_nbytes=2**20, relative=1.5),),
+    image_rates=(ImageRate(pixels=16, relative=1.2),),
     vector_rates=(VectorRate(kind="pool", forward=0.002, backward=0.03),),
     efficiency={"conv": 0.5}, power_w=100.0, price_per_device_hour=1.0, year=2024,
 )  # fmt: skip
@@ -156,7 +158,7 @@ def test_every_number_of_every_spec_is_one_that_a_machine_can_have(part: Any, na
 
 
 def test_every_kind_of_spec_is_looked_at() -> None:
-    rates = {GemmRate, MemoryRate, WeightRate, CompressRate, ConvolutionRate, VectorRate}
+    rates = {GemmRate, MemoryRate, WeightRate, CompressRate, ConvolutionRate, ImageRate, VectorRate}
     kinds = {ClusterSpec, DeviceSpec, LinkPoint, LinkSpec, NodeSpec, Conditions}
     assert {type(part) for part in parts_of(FULL)} == kinds | rates
     assert len({(type(part), name) for part, name in EVERY}) >= 45

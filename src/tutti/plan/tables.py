@@ -9,12 +9,13 @@ from numpy.typing import ArrayLike, NDArray
 
 from tutti.errors import PlanError
 from tutti.predict import compute
+from tutti.predict.batch_statistics import at_least
 from tutti.predict.division import divided_linears
 from tutti.predict.exchanges import each_of
 from tutti.predict.groups import Group, Span
 from tutti.predict.network import Link
 from tutti.predict.placement import Seat, place, seated_link
-from tutti.predict.worker import Curve, Pace, Worker, worker_at
+from tutti.predict.worker import Curve, Efficiency, Pace, Worker, best_of, worker_at
 from tutti.spec.cluster import ClusterSpec, LinkSpec, LinkTier, NodeSpec
 from tutti.spec.model import ModelSpec, ModuleSpec
 from tutti.spec.plan import LayoutRule
@@ -69,7 +70,6 @@ class Tables:
         self._worlds: dict[int, Ground] = {}
         self._linear = divided_linears(model, layout).tolist()
         self._owners = {module.tied_to for module in model.modules if module.tied_to is not None}
-        self._light = replace(self._table, weight_nbytes=np.zeros_like(self._table.weight_nbytes))
         self.width = 0.5 if self.half else 1.0
         each = [ranks_of_node(cluster, node) for node in cluster.nodes]
         self.per_node, self.unequal, self.mixed = max(each), len(set(each)) > 1, is_mixed(cluster)
@@ -126,8 +126,10 @@ class Tables:
     def seconds(self, samples: int, best: int) -> tuple[float, float]:
         """(forward, backward) of one microbatch of `samples` samples, undivided, without weights and calls, which are
         fewer where the model is divided."""
-        count, worker = len(self.model.modules), replace(self._workers[best], call_s=0.0)
-        ahead, back = (one(self._light, worker, samples, count) for one in (compute.forward, compute.backward))
+        own = self._workers[best]
+        worker = replace(own, call_s=0.0, convolutions=own.convolutions.rising, images=own.images.rising)
+        passes, count = (compute.forward, compute.backward), len(self.model.modules)
+        ahead, back = (at_least(one, self._table, worker, samples, count, weights=False) for one in passes)
         return float(ahead.seconds.sum()), float(back.seconds.sum())
 
     def ring(self, best: int, degree: int, inside: int) -> Callable[[Array], Array]:
@@ -268,11 +270,19 @@ def _best(workers: list[Worker]) -> Worker:
         convolution_weights=_quickest([worker.convolution_weights for worker in workers]),
         vector_rate=max(worker.vector_rate for worker in workers),
         bandwidth_bytes_per_s=max(worker.bandwidth_bytes_per_s for worker in workers),
+        efficiency=_most([worker.efficiency for worker in workers]),
+        convolutions=best_of([worker.convolutions for worker in workers]),
+        images=best_of([worker.images for worker in workers]),
         kernel_overhead_s=min(worker.kernel_overhead_s for worker in workers),
         call_s=min(worker.call_s for worker in workers),
         slowdown=min(worker.slowdown for worker in workers),
         half=all(worker.half for worker in workers),
     )
+
+
+def _most(some: list[Efficiency]) -> Efficiency:
+    forward, backward = (np.max([getattr(one, way) for one in some], axis=0) for way in ("forward", "backward"))
+    return Efficiency(forward=forward, backward=backward)
 
 
 def _quickest(paces: list[Pace]) -> Pace:

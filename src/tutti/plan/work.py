@@ -13,6 +13,7 @@ from tutti.errors import PlanError
 from tutti.plan.build import block_globs
 from tutti.plan.tables import Array, Tables
 from tutti.predict import compute
+from tutti.predict.batch_statistics import at_least
 from tutti.predict.cuts import Stages, stages_of
 from tutti.predict.division import Division as Part
 from tutti.predict.division import division, mean_division
@@ -245,8 +246,8 @@ class Work:
         split, context, expert, table, space = degrees
         worker, count = tables.worker(best), len(columns)
         bare = (
-            compute.forward(part.ops, worker, samples, count),
-            compute.backward(part.ops, worker, samples, count),
+            at_least(compute.forward, part.ops, worker, samples, count),
+            at_least(compute.backward, part.ops, worker, samples, count),
         )
         passes = computed_apart(columns, part, (space,), worker, samples, bare, on_cpu=False, least=True)
         ahead, back = (one.seconds for one in passes)

@@ -2,15 +2,16 @@
 CPU other passes over the values than the operator of one device makes.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
 from tutti.predict import constants
-from tutti.predict.compute import OpTable
+from tutti.predict.compute import OpTable, Work
 from tutti.predict.groups import Group
 from tutti.predict.table import remembered
-from tutti.predict.worker import KINDS, Array
+from tutti.predict.worker import KINDS, Array, Worker
 from tutti.spec.model import ModelSpec, ModuleSpec
 
 _STATISTIC_NBYTES = 4  # float32
@@ -47,6 +48,20 @@ def taken_in_passes(ops: OpTable) -> OpTable:
         flops_forward=ops.flops_forward * longer,
         flops_backward=ops.flops_backward * longer,
     )
+
+
+def at_least(
+    one: Callable[..., Work], ops: OpTable, worker: Worker, samples: int, modules: int, *, weights: bool = True
+) -> Work:
+    """The pass `one` (compute.forward or compute.backward), whether statistics are those of one rank or of several: of
+    each module the quicker."""
+    alone = one(ops, worker, samples, modules, weights=weights)
+    shared_ops = taken_in_passes(ops) if worker.gap_s is None else ops
+    if shared_ops is ops:
+        return alone
+    shared = one(shared_ops, worker, samples, modules, weights=weights)
+    limits = np.where(shared.seconds < alone.seconds, shared.limits, alone.limits)
+    return Work(seconds=np.minimum(shared.seconds, alone.seconds), limits=limits)
 
 
 @remembered(16)

@@ -16,6 +16,9 @@ from tutti.predict import constants
 from tutti.predict.worker import KINDS, Array, Worker
 from tutti.spec.model import ModelSpec, OpCost, OpKind
 
+ITEM_NBYTES = 4
+"""Bytes of a value in float32, of which convolutions are measured."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpTable:
@@ -113,33 +116,34 @@ def _costs(op: OpCost) -> tuple[float, ...]:
     )
 
 
-def forward(table: OpTable, worker: Worker, samples: int, modules: int) -> Work:
-    """One forward pass of `samples` samples."""
+def forward(table: OpTable, worker: Worker, samples: int, modules: int, *, weights: bool = True) -> Work:
+    """One forward pass of `samples` samples. `weights`: with what going over them takes."""
     # Autocast reads the weights in full and writes them once more at half the size.
-    weight = np.where(table.matrix & worker.half, 2.0, 1.0) * table.weight_nbytes
+    weight = weights * np.where(table.matrix & worker.half, 2.0, 1.0) * table.weight_nbytes
     calls = np.where(table.matrix & worker.half, 3.0, 1.0) * table.calls
     passed = _Pass(
         flops=table.flops_forward,
         nbytes=table.nbytes_forward,
         weight_nbytes=weight,
-        weights_s=_over_weights(table, worker.weights.forward_s, worker.convolution_weights.forward_s),
+        weights_s=weights * _over_weights(table, worker.weights.forward_s, worker.convolution_weights.forward_s),
         calls=calls,
         efficiency=_efficiency(table, worker, worker.efficiency.forward),
     )
     return _work(table, worker, samples, modules, passed)
 
 
-def backward(table: OpTable, worker: Worker, samples: int, modules: int) -> Work:
-    """One backward pass of `samples` samples: reads each weight and writes its gradient."""
+def backward(table: OpTable, worker: Worker, samples: int, modules: int, *, weights: bool = True) -> Work:
+    """One backward pass of `samples` samples: reads each weight and writes its gradient. `weights`: it counts."""
     active = (table.flops_backward > 0) | (table.nbytes_backward > 0)
     calls = np.where(active, constants.BACKWARD_CALLS * table.calls, 0.0)
-    weight = np.where(active, 2.0 * table.weight_nbytes, 0.0)
+    weight = np.where(active, weights * 2.0 * table.weight_nbytes, 0.0)
     products = np.round(table.flops_backward / np.maximum(table.flops_forward, 1.0))
     passed = _Pass(
         flops=table.flops_backward,
         nbytes=table.nbytes_backward,
         weight_nbytes=weight,
-        weights_s=_over_weights(table, worker.weights.backward_s, worker.convolution_weights.backward_s)
+        weights_s=weights
+        * _over_weights(table, worker.weights.backward_s, worker.convolution_weights.backward_s)
         * np.clip(products, 0.0, 2.0),
         calls=calls,
         efficiency=_efficiency(table, worker, worker.efficiency.backward),
@@ -151,7 +155,9 @@ def _efficiency(table: OpTable, worker: Worker, of_kinds: Array) -> Array:
     """(operators,): the rate of each, relative to a square product of as many FLOPs, from that of each kind."""
     each: Array = of_kinds[table.kind]
     convolved = table.kind == KINDS.index("conv")
-    return np.where(convolved, each * worker.convolutions.at(table.weight_nbytes), each)
+    pixels = table.flops_forward / np.maximum(2.0 * table.weight_nbytes / ITEM_NBYTES, 1.0)
+    own = worker.convolutions.at(table.weight_nbytes) * worker.images.at(pixels)
+    return np.where(convolved, each * own, each)
 
 
 def _over_weights(table: OpTable, products_s: float, convolutions_s: float) -> Array:

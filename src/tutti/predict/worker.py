@@ -4,7 +4,8 @@ Measured rates come first: of the rank's threads, beside as many neighbours as i
 Data sheets give less certain ones.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,14 +59,25 @@ class Pace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BySize:
-    """A part of a rate by the bytes of an operator's weights: straight against their logarithm between known points,
-    beyond them as at the nearest."""
+    """A part of a rate by some size of an operator: straight against its logarithm between known points, beyond them as
+    at the nearest."""
 
-    weight_nbytes: Array
+    sizes: Array
     part: Array
 
-    def at(self, weight_nbytes: Array) -> Array:
-        return np.interp(np.log(np.maximum(weight_nbytes, 1.0)), np.log(self.weight_nbytes), self.part)
+    def at(self, sizes: Array) -> Array:
+        return np.interp(np.log(np.maximum(sizes, 1.0)), np.log(self.sizes), self.part)
+
+    @property
+    def rising(self) -> "BySize":
+        """At each size the most of any up to it: what no part of an operator is quicker than."""
+        return replace(self, part=np.maximum.accumulate(self.part))
+
+
+def best_of(some: Sequence[BySize]) -> BySize:
+    """At each size the most of any."""
+    sizes = np.unique(np.concatenate([one.sizes for one in some]))
+    return BySize(sizes=sizes, part=np.max([one.at(sizes) for one in some], axis=0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +95,8 @@ class Worker:
 
     `kernel_overhead_s`: of a bare operator call; `call_s`: of one in a model, with all that is around it; `gap_s`: None
     where that is the worker's own time, else what lies between two kernels while another, the host, makes the calls.
-    `efficiency`: of each operator kind; `convolutions`: the part of that which
-    convolutions of a size reach.
+    `efficiency`: of each operator kind; `convolutions`, `images`: the part of that which convolutions reach by the
+    bytes of their weights, and by the pixels of what they make.
     `slowdown` multiplies all its work (more ranks than cores). `half`: autocast in a 2-byte type.
     """
 
@@ -95,6 +107,7 @@ class Worker:
     bandwidth_bytes_per_s: float
     efficiency: Efficiency
     convolutions: BySize
+    images: BySize
     kernel_overhead_s: float
     call_s: float
     gap_s: float | None
@@ -143,7 +156,8 @@ def worker_at(seat: Seat, model_dtype: str, precision: Precision) -> Worker:
         vector_rate=base.best_rate,
         bandwidth_bytes_per_s=rank_bandwidth(seat),
         efficiency=_efficiency(device, _of_one_thread(seat, model_dtype)),
-        convolutions=_by_size(device),
+        convolutions=_by_size((float(rate.weight_nbytes), rate.relative) for rate in device.convolution_rates),
+        images=_by_size((float(rate.pixels), rate.relative) for rate in device.image_rates),
         kernel_overhead_s=overhead,
         call_s=overhead * constants.CALL_FACTOR,
         gap_s=constants.KERNEL_GAP_S if device.kind == "cuda" else None,
@@ -233,10 +247,10 @@ def _efficiency(device: DeviceSpec, of_one_thread: float) -> Efficiency:
     return Efficiency(forward=forward, backward=backward)
 
 
-def _by_size(device: DeviceSpec) -> BySize:
-    points = sorted((float(rate.weight_nbytes), rate.relative) for rate in device.convolution_rates) or [(1.0, 1.0)]
-    nbytes, parts = np.array(points).T
-    return BySize(weight_nbytes=nbytes, part=parts)
+def _by_size(points: Iterable[tuple[float, float]]) -> BySize:
+    """Of (size, part); without any the whole of all."""
+    sizes, parts = np.array(sorted(points) or [(1.0, 1.0)]).T
+    return BySize(sizes=sizes, part=parts)
 
 
 def _pace(seat: Seat, dtype: str, kind: WeightKind = "gemm") -> tuple[Pace, list[str]]:

@@ -115,6 +115,18 @@ class ConvolutionRate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ImageRate:
+    """How fast 3 x 3 convolutions of images of so many pixels are in float32, `relative` to those that other rates were
+    measured of. Much of a small image is at its border, where a kernel has less to multiply."""
+
+    pixels: int
+    relative: float
+
+    def __post_init__(self) -> None:
+        _check(self, "image rate")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VectorRate:
     """How many elements operators of a kind do in the time of one FLOP of large matrix products, in float32, `forward`
     and `backward` (of random numbers, which have none, the same)."""
@@ -155,8 +167,8 @@ class DeviceSpec:
     data sheet; `gemm_concurrent`: of several at once, which is what data-parallel ranks sharing a CPU get.
     `memory_rates`: both kinds. `cores`: of a CPU device, shared by its ranks. `efficiency`: rates of operator kinds
     relative to a square product of as many FLOPs, where they are known better than what is assumed of all devices.
-    `convolution_rates`: how `efficiency["conv"]` differs by size; none: it does not. `vector_rates`: of kinds that
-    take longer for an element than a sum does, before what `efficiency` says of them.
+    `convolution_rates`, `image_rates`: how `efficiency["conv"]` differs by weights and by pixels; none: it does not.
+    `vector_rates`: of kinds that take longer for an element than a sum does, before what `efficiency` says of them.
     `weight_rates`: of products and convolutions on a CPU; without any it is assumed how often weights are gone over.
     `compress_rates`: of writing gradients in fewer bytes, measured; where a method has none, its time is assumed.
     """
@@ -171,6 +183,7 @@ class DeviceSpec:
     memory_rates: tuple[MemoryRate, ...] = ()
     weight_rates: tuple[WeightRate, ...] = ()
     convolution_rates: tuple[ConvolutionRate, ...] = ()
+    image_rates: tuple[ImageRate, ...] = ()
     vector_rates: tuple[VectorRate, ...] = ()
     compress_rates: tuple[CompressRate, ...] = ()
     kernel_overhead_s: Seconds = 0.0

@@ -78,6 +78,7 @@ def _device(findings: Findings, name: str, rank: int) -> DeviceSpec:
         weight_rates=(*alone.weights, *passed),
         efficiency=alone.efficiency,
         convolution_rates=alone.convolutions,
+        image_rates=alone.images,
         vector_rates=alone.vectors,
         compress_rates=alone.codes,
         kernel_overhead_s=alone.kernel_overhead_s,

@@ -9,6 +9,7 @@ from tutti.spec.cluster import (
     ConvolutionRate,
     DeviceKind,
     GemmRate,
+    ImageRate,
     LinkSpec,
     MemoryRate,
     VectorRate,
@@ -42,6 +43,7 @@ class DeviceRates:
     weights: tuple[WeightRate, ...] = ()
     efficiency: dict[OpKind, float] = field(default_factory=dict)
     convolutions: tuple[ConvolutionRate, ...] = ()
+    images: tuple[ImageRate, ...] = ()
     vectors: tuple[VectorRate, ...] = ()
     codes: tuple[CompressRate, ...] = ()
 

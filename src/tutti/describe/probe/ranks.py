@@ -168,6 +168,7 @@ def _device_rates(
         weights=passed,
         efficiency=found_kinds.efficiency,
         convolutions=found_kinds.convolutions,
+        images=found_kinds.images,
         vectors=found_vectors,
         codes=coded,
     )

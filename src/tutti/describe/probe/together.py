@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from tutti.describe.probe.findings import DeviceRates
-from tutti.spec.cluster import CompressRate, ConvolutionRate, GemmRate, MemoryRate, VectorRate, WeightRate
+from tutti.spec.cluster import CompressRate, ConvolutionRate, GemmRate, ImageRate, MemoryRate, VectorRate, WeightRate
 
 BEHIND = 0.85
 """A host whose products run at less than this part of the hosts' median pace is named."""
@@ -56,6 +56,7 @@ def slowest(found: Mapping[str, DeviceRates]) -> DeviceRates:
         kernel_overhead_s=statistics.median(one.kernel_overhead_s for one in all_found),
         efficiency=efficiency,
         convolutions=merged([one.convolutions for one in all_found], lambda rate: rate.weight_nbytes, _convolutions),
+        images=merged([one.images for one in all_found], lambda rate: rate.pixels, _images),
         vectors=merged([one.vectors for one in all_found], lambda rate: rate.kind, _vectors),
         notes=(*dict.fromkeys(note for one in all_found for note in one.notes), *_behind(found)),
     )
@@ -91,6 +92,10 @@ def median_weights(rates: list[WeightRate]) -> WeightRate:
 
 
 def _convolutions(rates: list[ConvolutionRate]) -> ConvolutionRate:
+    return replace(rates[0], relative=statistics.median(rate.relative for rate in rates))
+
+
+def _images(rates: list[ImageRate]) -> ImageRate:
     return replace(rates[0], relative=statistics.median(rate.relative for rate in rates))
 
 

@@ -2,7 +2,8 @@
 
 import torch
 
-from tutti.runtime.consistency.vectors import AT_ONCE, Flats, Replicas
+from tutti.compress.cast import AT_ONCE
+from tutti.runtime.consistency.vectors import Flats, Replicas
 
 MEASURED = 10
 """Where the mean is not known anyway, every so manyth exchange is measured."""

@@ -8,14 +8,12 @@ import torch
 import torch.distributed as dist
 
 from tutti.collectives import messages, ring_nbytes
+from tutti.compress.cast import AT_ONCE
 from tutti.runtime.mesh import Mesh
 from tutti.runtime.traffic import Flight, Lane, lone_lane
 
 Flats = list[torch.Tensor]
 """One vector for each dtype and device."""
-
-AT_ONCE = 1 << 16
-"""Values that are worked on at once, where several passes over them follow one another: they stay in a core's cache."""
 
 
 class Vectors:
