@@ -22,9 +22,12 @@ from tutti.plan.mixed import improved
 from tutti.plan.room import Room, times_held
 from tutti.plan.tables import Array, Tables, paced
 from tutti.plan.words import plan_words
-from tutti.predict import predict
+from tutti.predict import compute, predict
+from tutti.predict.batch_statistics import at_least
+from tutti.predict.compute import op_table
 from tutti.predict.pipeline import most_held
 from tutti.predict.placement import place
+from tutti.predict.worker import worker_at
 from tutti.spec.cluster import ClusterSpec, ConvolutionRate, DeviceSpec, ImageRate, NodeSpec
 from tutti.spec.loading import Loading
 from tutti.spec.model import ModelSpec
@@ -312,3 +315,28 @@ def test_every_row_is_a_plan_of_its_ranks_and_batch() -> None:
         assert intended.world_size == found.world[shape]
         assert intended.data_parallel_degree * intended.batch.num_microbatches <= batch
         assert list(intended.mesh)[-1] == "split" or intended.mesh.get("split", 1) == 1
+
+
+def test_no_core_is_quicker_at_any_module_than_the_best_worker() -> None:
+    model, machines = architecture("resnet", {"depth": 18}), unlike_hosts()
+    tables, ops, count = Tables(model, machines, "full"), op_table(model), len(model.modules)
+    best = tables.worker(tables.ground(8).best)
+    for way in (compute.forward, compute.backward):
+        least = way(ops, best, 4, count).seconds
+        for seat in place(machines, 8):
+            own = way(ops, worker_at(seat, model.dtype, "full"), 4, count).seconds
+            assert np.all(least <= own * (1 + ROUNDING))
+
+
+@pytest.mark.parametrize("parts", [2, 4, 8, 64])
+@pytest.mark.parametrize("along", ["split", "space"])
+def test_parts_of_a_model_take_no_less_than_their_part_of_its_bound(parts: int, along: str) -> None:
+    """Rates of 4 x 4 images are above those of 16 x 16, of parts of weights below."""
+    model, machines = architecture("resnet", {"depth": 18}), cluster(convolving(1.2), count=3)
+    tables, ops, count = Tables(model, machines, "full"), op_table(model), len(model.modules)
+    best = tables.ground(1).best
+    part = np.full(count, 1 / parts)
+    own = ops.divided(part, part if along == "split" else np.ones(count))
+    for least, way in zip(tables.seconds(6, best), (compute.forward, compute.backward), strict=True):
+        took = at_least(way, own, tables.worker(best), 6, count, weights=False).seconds.sum()
+        assert least <= parts * took * (1 + ROUNDING)
