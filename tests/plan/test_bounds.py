@@ -333,8 +333,9 @@ def test_no_core_is_quicker_at_any_module_than_the_best_worker() -> None:
 @pytest.mark.parametrize("along", ["split", "space"])
 def test_parts_of_a_model_take_no_less_than_their_part_of_its_bound(parts: int, along: str) -> None:
     """Rates of 4 x 4 images are above those of 16 x 16, of parts of weights below."""
-    model, machines = architecture("resnet", {"depth": 18}), cluster(convolving(1.2), count=3)
-    tables, ops, count = Tables(model, machines, "full"), op_table(model), len(model.modules)
+    rates = {"image_rates": ()} if along == "split" else {"convolution_rates": ()}
+    model, device = architecture("resnet", {"depth": 18}), dataclasses.replace(convolving(1.2), **rates)
+    tables, ops, count = Tables(model, cluster(device), "full"), op_table(model), len(model.modules)
     best = tables.ground(1).best
     part = np.full(count, 1 / parts)
     own = ops.divided(part, part if along == "split" else np.ones(count))
