@@ -23,7 +23,7 @@ from tutti.plan.room import Room, times_held
 from tutti.plan.tables import Array, Tables, paced
 from tutti.plan.words import plan_words
 from tutti.predict import compute, predict
-from tutti.predict.batch_statistics import at_least
+from tutti.predict.batch_statistics import at_least, taken_in_passes
 from tutti.predict.compute import op_table
 from tutti.predict.pipeline import most_held
 from tutti.predict.placement import place
@@ -342,3 +342,14 @@ def test_parts_of_a_model_take_no_less_than_their_part_of_its_bound(parts: int, 
     for least, way in zip(tables.seconds(SAMPLES, best), (compute.forward, compute.backward), strict=True):
         took = at_least(way, own, tables.worker(best), SAMPLES, count, weights=False).seconds.sum()
         assert least <= parts * took * (1 + ROUNDING)
+
+
+def test_a_models_bound_is_that_of_the_quicker_batch_statistics() -> None:
+    model, seconds = architecture("resnet", {"depth": 18}), []
+    tables, ops, count = Tables(model, cluster(cpu()), "full"), op_table(model), len(model.modules)
+    best = tables.ground(1).best
+    for way, least in zip((compute.forward, compute.backward), tables.seconds(6, best), strict=True):
+        for statistics in (ops, taken_in_passes(ops)):
+            seconds.append(way(statistics, tables.worker(best), 6, count, weights=False).seconds.sum())
+            assert least <= seconds[-1] * (1 + ROUNDING)
+    assert len({*seconds}) == 4

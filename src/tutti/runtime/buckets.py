@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tutti.collectives import ring_nbytes
 from tutti.errors import ScriptError
 from tutti.runtime.traffic import Flight, Lane, lone_lane
 
@@ -85,7 +86,7 @@ class Bucket:
         self.flags = self.flat[numel:]
         self.filled = [False] * len(parameters)
         self.missing = len(parameters)
-        self.sent_nbytes = 2 * (group.size - 1) * numel * first.element_size() // group.size
+        self.sent_nbytes = ring_nbytes(self.flat[:numel], group.size)
         self.work: Flight | None = None
         self.landed = False
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tutti.collectives import ring_nbytes
 from tutti.errors import ScriptError
 from tutti.runtime.buckets import Bucket, Group, make_buckets
 from tutti.runtime.compressed.compressor import Compressor
@@ -74,7 +75,7 @@ class Replica:
     @property
     def sent_nbytes(self) -> int:
         """Bytes this rank sends for its gradients in a step, and for divided parameters."""
-        sparse = sum(ring_sent_nbytes([p], self._groups[p].size) for p in self._sparse)
+        sparse = sum(ring_nbytes(p, self._groups[p].size) for p in self._sparse)
         return self.shards.sent_nbytes + sparse + sum(bucket.sent_nbytes for bucket in self._buckets)
 
     def begin(self, *, piecewise: bool = False) -> None:
@@ -218,12 +219,6 @@ def unjudged_gradients(replica: Replica) -> list[torch.Tensor]:
     return [*(bucket.flat for bucket in replica._buckets if not bucket.group.summing.finite(bucket)), *single]
 
 
-def ring_sent_nbytes(parameters: list[nn.Parameter], world_size: int) -> int:
-    """Bytes one rank sends to sum these gradients by ring all-reduce: 2 (P - 1) / P of their size."""
-    nbytes = sum(p.numel() * p.element_size() for p in parameters)
-    return 2 * (world_size - 1) * nbytes // world_size
-
-
 def _trainable(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
@@ -241,7 +236,7 @@ def _sum_sparse(parameter: nn.Parameter, group: Group) -> None:
         mine = torch.zeros_like(parameter, layout=torch.sparse_coo)
     flag = torch.tensor(float(parameter.grad is not None), device=parameter.device)
     mine = mine.coalesce()
-    with group.lane.waiting(ring_sent_nbytes([parameter], group.size)):
+    with group.lane.waiting(ring_nbytes(parameter, group.size)):
         dist.all_reduce(flag, group=group.handle)
         dist.all_reduce(mine, group=group.handle)
     parameter.grad = mine if float(flag) else None

@@ -21,6 +21,7 @@ APART = 0.7
 device. Other dtypes may be emulated, as slowly on both."""
 
 T = TypeVar("T")
+R = TypeVar("R", ConvolutionRate, ImageRate)
 
 
 def in_kinds(found: Mapping[str, DeviceRates]) -> list[dict[str, DeviceRates]]:
@@ -55,8 +56,8 @@ def slowest(found: Mapping[str, DeviceRates]) -> DeviceRates:
         codes=merged([one.codes for one in all_found], lambda rate: (rate.method, rate.numel), _codes),
         kernel_overhead_s=statistics.median(one.kernel_overhead_s for one in all_found),
         efficiency=efficiency,
-        convolutions=merged([one.convolutions for one in all_found], lambda rate: rate.weight_nbytes, _convolutions),
-        images=merged([one.images for one in all_found], lambda rate: rate.pixels, _images),
+        convolutions=merged([one.convolutions for one in all_found], lambda rate: rate.weight_nbytes, _relative),
+        images=merged([one.images for one in all_found], lambda rate: rate.pixels, _relative),
         vectors=merged([one.vectors for one in all_found], lambda rate: rate.kind, _vectors),
         notes=(*dict.fromkeys(note for one in all_found for note in one.notes), *_behind(found)),
     )
@@ -91,11 +92,7 @@ def median_weights(rates: list[WeightRate]) -> WeightRate:
     )
 
 
-def _convolutions(rates: list[ConvolutionRate]) -> ConvolutionRate:
-    return replace(rates[0], relative=statistics.median(rate.relative for rate in rates))
-
-
-def _images(rates: list[ImageRate]) -> ImageRate:
+def _relative(rates: list[R]) -> R:
     return replace(rates[0], relative=statistics.median(rate.relative for rate in rates))
 
 
