@@ -52,7 +52,7 @@ test: check  ## lint, types and tests (7 to 15 minutes on 2 cores)
 long: $(STAMP)  ## the tests that `make test` leaves out, and those of GPU kernels, for which it installs Triton
 	@$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m long
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[triton]'
-	@$(BIN)/python -m pytest -q -n 2 tests/compress/test_gpu_kernels.py tests/compress/test_gpu_compiled.py
+	@$(BIN)/python -m pytest -q -n 2 tests/compression/test_gpu_kernels.py tests/compression/test_gpu_compiled.py
 
 matrix: $(STAMP)  ## every kind of model by every plan against one device; writes docs/matrix.md (ONLY='Llama:split*': a part)
 	@$(BIN)/python -W ignore::UserWarning:multiprocessing.resource_tracker tests/matrix/run.py \

@@ -18,10 +18,10 @@ from harness import run_ranks
 from pays_loops import TuttiLoop
 from pays_methods import Method
 from pays_work import WORKS, Work
-from tutti.plan.ways import CORRECTABLE, WAYS, Way
-from tutti.spec.compression import compression_in_words
-from tutti.spec.plan import Sync
-from tutti.spec.sync_words import sync_in_words
+from tutti.config.compression import compression_in_words
+from tutti.config.plan import Sync
+from tutti.config.sync_words import sync_in_words
+from tutti.planner.ways import CORRECTABLE, WAYS, Way
 
 KNOWN = OTHERS | WORKS
 EXACT = "exact sums"
@@ -67,7 +67,7 @@ def read(sizes: Sizes) -> list[Way]:
 
 def _train_all(model: str, sizes: Sizes) -> dict[str, list[int | None]]:
     """Steps of exact sums and of each way, seed by seed; on every rank."""
-    from tutti.runtime.world import join, leave
+    from tutti.comm.world import join, leave
 
     torch.set_num_threads(1)
     join()

@@ -46,8 +46,8 @@ def measure(sizes: Sizes) -> dict[str, Any]:
 def measure_on_rank(name: str, sizes: Sizes) -> tuple[dict[str, list[float]], dict[str, Any]]:
     """Seconds of steps by size, and the row that says what the run chose (on rank 0)."""
     import tutti
-    from tutti.runtime import bucket_sizes
-    from tutti.runtime.metrics import read_rows
+    from tutti.parallel.data import bucket_sizes
+    from tutti.trainer.metrics import read_rows
 
     os.environ |= {"TUTTI_BUCKET_MB": "auto", "TUTTI_RUN_FOLDER": str(Path.cwd() / "run")}
     workload = WORKLOADS[name]

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch.utils.benchmark import Timer
 
-from tutti.compress.bytegrad import ByteGrad
-from tutti.compress.cast import Cast
-from tutti.compress.codec import Codec
-from tutti.compress.dgc import DGC
-from tutti.compress.levels import Levels
-from tutti.compress.onebit import OneBit
-from tutti.compress.qsgd import qsgd
-from tutti.compress.sparcml import TOP16_Q4
-from tutti.compress.topk import TopK
+from tutti.compression.bytegrad import ByteGrad
+from tutti.compression.cast import Cast
+from tutti.compression.codec import Codec
+from tutti.compression.dgc import DGC
+from tutti.compression.levels import Levels
+from tutti.compression.onebit import OneBit
+from tutti.compression.qsgd import qsgd
+from tutti.compression.sparcml import TOP16_Q4
+from tutti.compression.topk import TopK
 
 CODECS: dict[str, tuple[Codec, float | None]] = {
     "bf16": (Cast(), None),

@@ -23,10 +23,10 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from record import spread  # noqa: E402
-from tutti.collectives import pairs  # noqa: E402
+from tutti.comm import pairs  # noqa: E402
+from tutti.comm.world import join, leave  # noqa: E402
 from tutti.lab import Lab  # noqa: E402
 from tutti.lab.rates import parse_rate  # noqa: E402
-from tutti.runtime.world import join, leave  # noqa: E402
 
 HOSTS = 2
 SIDES = ("Gloo", "tutti")

@@ -3,7 +3,7 @@
 Both loops live in the same ranks and take turns, block by block (A B A B ...), so that what the machine does
 meanwhile happens to both. A time is that of one whole step, its batch included. Beside them stand two floors: the
 same loop without communication, and the bare all-reduce of the same gradient bytes; and the hand-written loop in
-ranks of its own, which is without the allocator setting that a Job makes (`tutti.runtime.host_memory`).
+ranks of its own, which is without the allocator setting that a Job makes (`tutti.trainer.host_memory`).
 """
 
 import itertools
@@ -108,7 +108,7 @@ def _chunks(values: list[float], count: int) -> list[list[float]]:
 
 def measure_on_rank(name: str, sizes: Sizes, tutti_first: bool) -> dict[str, Any]:
     """Time all loops of one workload. The same on every rank, because each step ends in the same exchange."""
-    from tutti.runtime.world import join
+    from tutti.comm.world import join
 
     join()
     workload = WORKLOADS[name]
@@ -135,7 +135,7 @@ def measure_on_rank(name: str, sizes: Sizes, tutti_first: bool) -> dict[str, Any
 
 def ddp_alone_on_rank(name: str, sizes: Sizes) -> list[float]:
     """The hand-written loop in ranks without a Job: shows that living beside tutti does not slow it."""
-    from tutti.runtime.world import join
+    from tutti.comm.world import join
 
     join()
     loop = ddp_loop(WORKLOADS[name], sizes, nn_replica=_ddp)

@@ -26,12 +26,12 @@ import gpt_tutti  # noqa: E402
 import record  # noqa: E402
 import tutti  # noqa: E402
 from harness import run_ranks  # noqa: E402
-from tutti.collectives.rooms import borrowed_nbytes  # noqa: E402
-from tutti.runtime.build.model import build_empty  # noqa: E402
-from tutti.runtime.preview import explain_layout  # noqa: E402
-from tutti.runtime.shard.sums import IN_FLIGHT  # noqa: E402
-from tutti.spec import codec  # noqa: E402
-from tutti.spec.plan import BatchPlan, Plan, Sharding  # noqa: E402
+from tutti.comm.rooms import borrowed_nbytes  # noqa: E402
+from tutti.config import codec  # noqa: E402
+from tutti.config.plan import BatchPlan, Plan, Sharding  # noqa: E402
+from tutti.parallel.preview import explain_layout  # noqa: E402
+from tutti.parallel.sharding.sums import IN_FLIGHT  # noqa: E402
+from tutti.trainer.deferred.model import build_empty  # noqa: E402
 
 CONTEXT, SAMPLES = 64, 8
 

@@ -66,8 +66,8 @@ def summary(samples: dict[str, list[list[float]]], sizes: Sizes) -> dict[str, An
 
 def measure_on_rank(name: str, sizes: Sizes, tutti_first: bool) -> dict[str, list[list[float]]]:
     """Both loops of one mechanism."""
-    from tutti.runtime.host_memory import keep_freed_memory
-    from tutti.runtime.world import join
+    from tutti.comm.world import join
+    from tutti.trainer.host_memory import keep_freed_memory
 
     join()
     keep_freed_memory()
@@ -114,8 +114,8 @@ def gpt() -> nn.Module:
 def tutti_loop(name: str, ranks: int) -> Iterator[None]:
     """A Job under a plan with the mechanism; yields after each step."""
     import tutti
-    from tutti.spec import codec
-    from tutti.spec.plan import BatchPlan, LayoutRule, Pipeline, Plan
+    from tutti.config import codec
+    from tutti.config.plan import BatchPlan, LayoutRule, Pipeline, Plan
 
     batch = 4 * ranks if name == "shard" else BATCH
     microbatches = MICROBATCHES if name == "stage" else 1

@@ -2,7 +2,7 @@
 
 Memory does not depend on load, so this suite may run beside others. The reserve is the peak of the same script with a
 tiny model: interpreter, libraries, connections. Each case is looked at twice: after the first updates, in which every
-large block has a mapping of its own (`tutti.runtime.host_memory`), and at the end, when one heap holds them: what the
+large block has a mapping of its own (`tutti.trainer.host_memory`), and at the end, when one heap holds them: what the
 second is more is the heap's.
 """
 
@@ -20,8 +20,8 @@ from torch.utils.data import Dataset, TensorDataset
 from gpt_torch import GPT
 from gpt_torch import loss_fn as next_byte_loss
 from harness import run_ranks
-from tutti.spec.plan import BatchPlan, Plan, Sharding
-from tutti.spec.words import AxisName
+from tutti.config.plan import BatchPlan, Plan, Sharding
+from tutti.config.words import AxisName
 from unet3d_torch import UNet3d, datasets
 
 
@@ -135,7 +135,7 @@ def arithmetic(model: Any, case: str) -> dict[str, float]:
     import dataclasses
 
     from matrix.foreseen import HOST
-    from tutti.predict import predict
+    from tutti.cost_model import predict
 
     memory = predict(model, HOST, plan_of(case)).memory
     parts = {key: value for key, value in dataclasses.asdict(memory).items() if key != "reserve"}
@@ -146,7 +146,7 @@ def describe(name: str) -> Any:
     """On a process of its own: the workload's ModelSpec."""
     import tutti
     from tutti.cli.describe import describe_captured
-    from tutti.runtime.capture import CaptureDone, capturing
+    from tutti.trainer.capture import CaptureDone, capturing
 
     work = WORKLOADS[name]
     job = tutti.Job(global_batch_size=work.batch)
@@ -162,9 +162,9 @@ def describe(name: str) -> Any:
 def train(case: str, steps: int, tiny: bool) -> tuple[int, int]:
     """On one rank, some steps: the most bytes this process has held after the first updates, and at the end."""
     import tutti
-    from tutti.runtime.ending import peak_nbytes
-    from tutti.runtime.host_memory import SETTLED
-    from tutti.spec import codec
+    from tutti.config import codec
+    from tutti.trainer.ending import peak_nbytes
+    from tutti.trainer.host_memory import SETTLED
 
     work = WORKLOADS[workload_of(case)]
     os.environ["TUTTI_PLAN"] = str(codec.save(plan_of(case), Path.cwd() / f"plan-{os.getpid()}.json"))

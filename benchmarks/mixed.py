@@ -21,14 +21,14 @@ from mixed_rank import leave_groups
 from plan_journal import outcomes
 from tutti.cli.common import capture_script
 from tutti.cli.planning import model_spec_of
+from tutti.config import codec
+from tutti.config.cluster import ClusterSpec
+from tutti.config.model import ModelSpec
+from tutti.config.plan import Plan
+from tutti.config.words import AxisName
+from tutti.cost_model import predict
 from tutti.lab import Lab
-from tutti.plan import Request, choose
-from tutti.predict import predict
-from tutti.spec import codec
-from tutti.spec.cluster import ClusterSpec
-from tutti.spec.model import ModelSpec
-from tutti.spec.plan import Plan
-from tutti.spec.words import AxisName
+from tutti.planner import Request, choose
 
 RANK = Path(__file__).with_name("mixed_rank.py")
 BATCHES = {"mlp": 512, "cnn": 32, "gpt": 16}

@@ -81,9 +81,9 @@ def _lane(entries: Rows) -> dict[str, Any]:
 
 def measure_on_rank(name: str, sizes: Sizes, launch: int) -> dict[str, Rows]:
     """The steps' rows of one case by way, as the run wrote them; on rank 0."""
-    from tutti.runtime.host_memory import keep_freed_memory
-    from tutti.runtime.metrics import read_rows
-    from tutti.runtime.world import join
+    from tutti.comm.world import join
+    from tutti.trainer.host_memory import keep_freed_memory
+    from tutti.trainer.metrics import read_rows
 
     world = join()
     keep_freed_memory()

@@ -9,15 +9,15 @@ from pays_methods import AUTOS, METHODS
 from pays_work import WORKS
 from tutti.cli.common import capture_script
 from tutti.cli.planning import demanded, model_spec_of, search
+from tutti.config import codec
+from tutti.config.cluster import ClusterSpec
+from tutti.config.compression import parse_compression
+from tutti.config.mesh_words import mesh_in_words
+from tutti.config.plan import Plan
+from tutti.config.sync_words import parse_sync, way_in_words, with_mode
 from tutti.errors import PlanError
 from tutti.lab import Lab
-from tutti.plan import Request
-from tutti.spec import codec
-from tutti.spec.cluster import ClusterSpec
-from tutti.spec.compression import parse_compression
-from tutti.spec.mesh_words import mesh_in_words
-from tutti.spec.plan import Plan
-from tutti.spec.sync_words import parse_sync, way_in_words, with_mode
+from tutti.planner import Request
 
 SCRIPT = Path(__file__).with_name("pays_rank.py")
 DIAL = "relaxed"

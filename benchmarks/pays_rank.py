@@ -23,7 +23,7 @@ from pays_loops import Loop, TuttiLoop, loop_of  # noqa: E402
 from pays_methods import METHODS, Method, method_of  # noqa: E402
 from pays_wire import Output, Wire, in_turns, slowest, warm_steps  # noqa: E402
 from pays_work import WORKS, Work  # noqa: E402
-from tutti.runtime.world import join, leave  # noqa: E402
+from tutti.comm.world import join, leave  # noqa: E402
 
 
 def main() -> None:

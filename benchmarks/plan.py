@@ -24,15 +24,15 @@ from plan_journal import Journal, opened, outcomes, over_visits
 from plan_table import judged, rows, say_case, summary
 from tutti.cli.common import capture_script
 from tutti.cli.planning import model_spec_of
+from tutti.config import codec
+from tutti.config.cluster import ClusterSpec, GemmRate
+from tutti.config.model import ModelSpec
+from tutti.config.plan import Plan
+from tutti.cost_model import predict
 from tutti.errors import PlanError
 from tutti.lab import Lab
-from tutti.plan import Request, choose
-from tutti.plan.scenarios import with_speed
-from tutti.predict import predict
-from tutti.spec import codec
-from tutti.spec.cluster import ClusterSpec, GemmRate
-from tutti.spec.model import ModelSpec
-from tutti.spec.plan import Plan
+from tutti.planner import Request, choose
+from tutti.planner.scenarios import with_speed
 
 __all__ = ["QUICK", "RESUMABLE", "Sizes", "measure", "rows"]
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tutti.spec import codec
-from tutti.spec.cluster import ClusterSpec
+from tutti.config import codec
+from tutti.config.cluster import ClusterSpec
 
 Row = dict[str, Any]
 

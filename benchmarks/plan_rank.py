@@ -29,15 +29,15 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 import tutti  # noqa: E402
-import tutti.runtime.job  # noqa: E402  # loaded before the fork, or every plan's process would load it
-from tutti.describe.probe.timing import MOST_STOLEN  # noqa: E402
+import tutti.trainer.job  # noqa: E402  # loaded before the fork, or every plan's process would load it
+from tutti.comm.world import join, leave  # noqa: E402
+from tutti.config import codec  # noqa: E402
+from tutti.config.plan import Plan  # noqa: E402
+from tutti.config.run import RunFolder  # noqa: E402
 from tutti.errors import TuttiError  # noqa: E402
 from tutti.launch.rank_main import is_peer_error  # noqa: E402
 from tutti.machine import Stolen  # noqa: E402
-from tutti.runtime.world import join, leave  # noqa: E402
-from tutti.spec import codec  # noqa: E402
-from tutti.spec.plan import Plan  # noqa: E402
-from tutti.spec.run import RunFolder  # noqa: E402
+from tutti.profile.probe.timing import MOST_STOLEN  # noqa: E402
 from workloads import WORKLOADS  # noqa: E402
 
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from tutti.cli.planning import search
-from tutti.describe import catalog
-from tutti.describe.architectures import architecture
-from tutti.plan import Request
-from tutti.plan.words import plan_words
-from tutti.spec.cluster import ClusterSpec, NodeSpec
-from tutti.spec.plan import BatchPlan, Plan
+from tutti.config.cluster import ClusterSpec, NodeSpec
+from tutti.config.plan import BatchPlan, Plan
+from tutti.planner import Request
+from tutti.planner.words import plan_words
+from tutti.profile import catalog
+from tutti.profile.architectures import architecture
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,21 +15,21 @@ from typing import Any
 
 import numpy as np
 
+from tutti.config.cluster import ClusterSpec
+from tutti.config.mesh_words import mesh_in_words
+from tutti.config.model import ModelSpec
+from tutti.config.plan import LayoutRule, Plan
+from tutti.config.schedule import orders_of
+from tutti.config.words import AxisName
+from tutti.cost_model import predict
+from tutti.cost_model.counts import samples_of
+from tutti.cost_model.table import model_table
 from tutti.errors import PlanError
-from tutti.plan import Request
-from tutti.plan.build import plan_of
-from tutti.plan.enumerate import shapes, variants
-from tutti.plan.limits import limits_of
-from tutti.plan.wide import wide_plans
-from tutti.predict import predict
-from tutti.predict.counts import samples_of
-from tutti.predict.table import model_table
-from tutti.spec.cluster import ClusterSpec
-from tutti.spec.mesh_words import mesh_in_words
-from tutti.spec.model import ModelSpec
-from tutti.spec.plan import LayoutRule, Plan
-from tutti.spec.schedule import orders_of
-from tutti.spec.words import AxisName
+from tutti.planner import Request
+from tutti.planner.build import plan_of
+from tutti.planner.enumerate import shapes, variants
+from tutti.planner.limits import limits_of
+from tutti.planner.wide import wide_plans
 
 BATCHES = {"mlp": 128, "cnn": 16, "gpt": 8}
 """The global batch of each, in samples, whatever the ranks."""

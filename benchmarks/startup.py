@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from record import spread
-from tutti.spec import codec
-from tutti.spec.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeSpec
+from tutti.config import codec
+from tutti.config.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeSpec
 
 PLAIN = """
 import os, time

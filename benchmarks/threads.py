@@ -22,9 +22,9 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from record import spread  # noqa: E402
-from tutti.collectives.network_threads import defer_network_threads, network_threads  # noqa: E402
+from tutti.comm.network_threads import defer_network_threads, network_threads  # noqa: E402
+from tutti.comm.world import join, leave  # noqa: E402
 from tutti.lab import Lab  # noqa: E402
-from tutti.runtime.world import join, leave  # noqa: E402
 
 HOSTS = 2
 SIDES = ("as they come", "deferred")

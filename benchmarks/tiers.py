@@ -115,7 +115,7 @@ def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def main() -> None:
-    from tutti.runtime.world import join, leave
+    from tutti.comm.world import join, leave
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--given", required=True)
@@ -156,7 +156,7 @@ def buckets(nbytes: int) -> list[int]:
 
 def tiered(nbytes: int) -> Callable[[], None]:
     """Sums as a Job makes them here: all buckets begun, then all waited for. Checked once."""
-    from tutti.collectives import TieredSum, Tiers, Worker, make_team_or_tiers
+    from tutti.comm import TieredSum, Tiers, Worker, make_team_or_tiers
 
     tiers = make_team_or_tiers(dist.group.WORLD)
     if not isinstance(tiers, Tiers):

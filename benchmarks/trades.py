@@ -131,7 +131,7 @@ def trained_all(cases: dict[str, Case], sizes: Sizes) -> dict[str, list[dict[str
 
 
 def _train_all(cases: dict[str, Case], sizes: Sizes) -> dict[str, list[dict[str, Any]]]:
-    from tutti.runtime.world import join, leave
+    from tutti.comm.world import join, leave
 
     torch.set_num_threads(1)
     join()

@@ -14,10 +14,10 @@ from torch import nn
 
 import tutti
 from harness import run_ranks
-from tutti.runtime.layout import gather_whole, local, local_tensors
-from tutti.runtime.unpack import loss_of
-from tutti.spec import codec
-from tutti.spec.plan import BatchPlan, Plan
+from tutti.config import codec
+from tutti.config.plan import BatchPlan, Plan
+from tutti.parallel.layout import gather_whole, local, local_tensors
+from tutti.trainer.unpack import loss_of
 
 
 @dataclass(frozen=True, kw_only=True)

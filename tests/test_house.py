@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from house.layers import ALLOWED, layer_of, upward_imports
+from house.layers import ALLOWED, COUPLED, layer_of, upward_imports
 from house.tails import environment_uses, machine_paths, oversized, undocumented, unfinished
 from house.tree import PACKAGE, ROOT, module_name, name_of, python_files, tracked_files
 
@@ -16,10 +16,10 @@ SIZE_EXCEPTIONS: dict[str, str] = {}
 """File -> why it may exceed a budget of size."""
 
 ENVIRONMENT_FILES: dict[str, str] = {
-    "src/tutti/runtime/env.py": "the one reader",
-    "src/tutti/collectives/environment.py": "whether memory may be shared, for runs and the probe alike",
+    "src/tutti/environment.py": "the one reader",
+    "src/tutti/comm/environment.py": "whether memory may be shared, for runs and the probe alike",
     "src/tutti/launch/environment.py": "composes the environment that a rank is started with",
-    "src/tutti/describe/probe/environment.py": "the user's cache folder, and the interface the probe's ranks meet on",
+    "src/tutti/profile/probe/environment.py": "the user's cache folder, and the interface the probe's ranks meet on",
 }
 """File -> why it touches the environment. Readers of a run's meaning are env.py alone."""
 
@@ -75,7 +75,7 @@ def test_every_layer_is_in_the_table() -> None:
 
 
 def test_the_table_of_layers_has_no_cycle() -> None:
-    below = dict(ALLOWED)
+    below = {layer: allowed - COUPLED if layer in COUPLED else allowed for layer, allowed in ALLOWED.items()}
     while below:
         lowest = [layer for layer, allowed in below.items() if not allowed & below.keys()]
         assert lowest, f"these layers import each other: {sorted(below)}"
@@ -140,29 +140,29 @@ def test_public_names_are_frozen() -> None:
 @pytest.mark.parametrize(
     ("module", "source", "count"),
     [
-        ("tutti.predict.time", "from tutti.spec.plan import Plan\nimport numpy as np\nimport math", 0),
-        ("tutti.predict.time", "import torch", 1),
-        ("tutti.predict.time", "def f():\n    import torch.nn as nn", 1),
-        ("tutti.predict.time", "import time", 1),
-        ("tutti.predict.time", "from pathlib import Path", 1),
-        ("tutti.plan.search", "from pathlib import Path", 0),
-        ("tutti.plan.search", "from tutti.predict import memory", 0),
-        ("tutti.spec.plan", "from tutti import runtime", 1),
-        ("tutti.spec.plan", "import tutti.runtime.job", 1),
-        ("tutti.spec.plan", "from ..runtime import job", 1),
+        ("tutti.cost_model.time", "from tutti.config.plan import Plan\nimport numpy as np\nimport math", 0),
+        ("tutti.cost_model.time", "import torch", 1),
+        ("tutti.cost_model.time", "def f():\n    import torch.nn as nn", 1),
+        ("tutti.cost_model.time", "import time", 1),
+        ("tutti.cost_model.time", "from pathlib import Path", 1),
+        ("tutti.planner.search", "from pathlib import Path", 0),
+        ("tutti.planner.search", "from tutti.cost_model import memory", 0),
+        ("tutti.config.plan", "from tutti import trainer", 1),
+        ("tutti.config.plan", "import tutti.trainer.job", 1),
+        ("tutti.config.plan", "from ..trainer import job", 1),
         (
-            "tutti.spec.plan",
+            "tutti.config.plan",
             "from . import words\nfrom .words import Unit\nfrom ..errors import PlanError",
             0,
         ),
         (
-            "tutti.runtime.job",
+            "tutti.trainer.job",
             "from importlib import import_module\nimport_module('tutti.verify.compare')",
             1,
         ),
-        ("tutti.runtime.job", "if TYPE_CHECKING:\n    from tutti.cli.main import main", 1),
-        ("tutti.runtime.job", "import tutti", 1),
-        ("tutti.cli.run", "import tutti\nfrom tutti.bench import gemm\nfrom tutti.verify import compare", 0),
+        ("tutti.trainer.job", "if TYPE_CHECKING:\n    from tutti.cli.main import main", 1),
+        ("tutti.trainer.job", "import tutti", 1),
+        ("tutti.cli.run", "import tutti\nfrom tutti.verify import compare", 0),
         ("tutti.errors", "import pydantic", 1),
     ],
 )
@@ -171,30 +171,30 @@ def test_layer_checker(module: str, source: str, count: int) -> None:
 
 
 def test_layer_checker_resolves_relative_imports_of_a_package() -> None:
-    assert upward_imports("from .plan import Plan", "tutti.spec", is_package=True) == []
-    assert upward_imports("from ..plan import search", "tutti.spec", is_package=True) != []
+    assert upward_imports("from .plan import Plan", "tutti.config", is_package=True) == []
+    assert upward_imports("from ..planner import search", "tutti.config", is_package=True) != []
 
 
 def test_layer_of() -> None:
-    assert [layer_of(name) for name in ("tutti", "tutti.Job", "tutti.spec", "tutti.spec.plan.Plan")] == [
+    assert [layer_of(name) for name in ("tutti", "tutti.Job", "tutti.config", "tutti.config.plan.Plan")] == [
         "",
         "",
-        "spec",
-        "spec",
+        "config",
+        "config",
     ]
 
 
 def test_size_checker() -> None:
-    body = "\n".join("    x = 1" for _ in range(49))
+    body = "\n".join("    x = 1" for _ in range(59))
     assert oversized(f"def f():\n{body}") == []
     assert oversized(f'def f():\n    """One\n    two\n    three."""\n{body}') == []
-    assert oversized(f"def f():\n{body}\n    x = 2") == ["line 1: f has 51 lines; at most 50"]
+    assert oversized(f"def f():\n{body}\n    x = 2") == ["line 1: f has 61 lines; at most 60"]
     assert oversized(f"class A:\n    async def f(self):\n{body.replace('    ', '        ')}\n        x = 2") != []
-    methods = "\n".join(f"    def m{i}(self): ..." for i in range(15))
+    methods = "\n".join(f"    def m{i}(self): ..." for i in range(20))
     assert oversized(f"class A:\n{methods}") == []
-    assert oversized(f"class A:\n{methods}\n    def one_more(self): ...") == ["line 1: A has 16 methods; at most 15"]
-    assert oversized("x = 1\n" * 400) == []
-    assert oversized("x = 1\n" * 401) == ["401 lines; at most 400"]
+    assert oversized(f"class A:\n{methods}\n    def one_more(self): ...") == ["line 1: A has 21 methods; at most 20"]
+    assert oversized("x = 1\n" * 700) == []
+    assert oversized("x = 1\n" * 701) == ["701 lines; at most 700"]
 
 
 @pytest.mark.parametrize("mark", ["TO" + "DO", "FIX" + "ME", "raise NotImplemented" + "Error", "a Place" + "holder"])

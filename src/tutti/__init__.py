@@ -8,27 +8,27 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tutti.config.cluster import ClusterSpec
+    from tutti.config.model import ModelSpec
+    from tutti.config.plan import Plan
+    from tutti.config.prediction import Prediction
+    from tutti.config.report import RunReport
     from tutti.errors import TuttiError
     from tutti.nn.annotations import replicate, shard, split, stage
     from tutti.optim.lr_rule import LRRule
-    from tutti.runtime.job import Job
-    from tutti.runtime.weighted import Weighted
-    from tutti.spec.cluster import ClusterSpec
-    from tutti.spec.model import ModelSpec
-    from tutti.spec.plan import Plan
-    from tutti.spec.prediction import Prediction
-    from tutti.spec.report import RunReport
+    from tutti.trainer.job import Job
+    from tutti.trainer.weighted import Weighted
 
 _HOMES = {
-    "ClusterSpec": "tutti.spec.cluster",
-    "Job": "tutti.runtime.job",
+    "ClusterSpec": "tutti.config.cluster",
+    "Job": "tutti.trainer.job",
     "LRRule": "tutti.optim.lr_rule",
-    "ModelSpec": "tutti.spec.model",
-    "Plan": "tutti.spec.plan",
-    "Prediction": "tutti.spec.prediction",
-    "RunReport": "tutti.spec.report",
+    "ModelSpec": "tutti.config.model",
+    "Plan": "tutti.config.plan",
+    "Prediction": "tutti.config.prediction",
+    "RunReport": "tutti.config.report",
     "TuttiError": "tutti.errors",
-    "Weighted": "tutti.runtime.weighted",
+    "Weighted": "tutti.trainer.weighted",
     "replicate": "tutti.nn.annotations",
     "shard": "tutti.nn.annotations",
     "split": "tutti.nn.annotations",

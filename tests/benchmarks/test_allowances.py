@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from tutti.plan.ways import WAYS
+from tutti.planner.ways import WAYS
 
 ROOT = Path(__file__).resolve().parents[2]
 

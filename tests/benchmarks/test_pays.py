@@ -279,9 +279,9 @@ def test_links_are_limited_as_the_lab_limits_them(pays: ModuleType, monkeypatch:
 
 
 def test_a_chosen_plan_has_the_name_of_the_method_that_it_is() -> None:
-    from tutti.spec.compression import Compression
-    from tutti.spec.plan import BatchPlan, Plan, Sync
-    from tutti.spec.relaxed import Relaxed
+    from tutti.config.compression import Compression
+    from tutti.config.plan import BatchPlan, Plan, Sync
+    from tutti.config.relaxed import Relaxed
 
     auto, methods = importlib.import_module("pays_auto"), importlib.import_module("pays_methods")
     script = Plan(batch=BatchPlan(global_batch_size=8))

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from predict.examples import cluster as machine
-from predict.examples import cpu
-from tutti.describe import describe_model
-from tutti.spec.cluster import ClusterSpec, DeviceSpec, GemmRate, LinkSpec, NodeSpec, WeightRate
-from tutti.spec.model import ModelSpec
-from tutti.spec.plan import BatchPlan, Pipeline, Plan
+from cost_model.examples import cluster as machine
+from cost_model.examples import cpu
+from tutti.config.cluster import ClusterSpec, DeviceSpec, GemmRate, LinkSpec, NodeSpec, WeightRate
+from tutti.config.model import ModelSpec
+from tutti.config.plan import BatchPlan, Pipeline, Plan
+from tutti.profile import describe_model
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30

@@ -11,11 +11,8 @@ from click.testing import CliRunner, Result
 from harness import run_ranks
 from tutti.cli.main import main
 from tutti.cli.probe import command
-from tutti.describe import probe
-from tutti.describe.catalog import cluster_from_parts
-from tutti.describe.probe.effort import Effort
-from tutti.spec import codec
-from tutti.spec.cluster import (
+from tutti.config import codec
+from tutti.config.cluster import (
     ClusterSpec,
     Conditions,
     DeviceSpec,
@@ -25,6 +22,9 @@ from tutti.spec.cluster import (
     MemoryRate,
     NodeSpec,
 )
+from tutti.profile import probe
+from tutti.profile.catalog import cluster_from_parts
+from tutti.profile.probe.effort import Effort
 
 MEASURED = ClusterSpec(
     name="here",

@@ -6,8 +6,8 @@ from pathlib import Path
 from click.testing import CliRunner
 
 from tutti.cli import plan as plan_command
-from tutti.spec import codec
-from tutti.spec.cluster import ClusterSpec
+from tutti.config import codec
+from tutti.config.cluster import ClusterSpec
 
 PAGE = Path(__file__).parents[2] / "docs" / "planner.md"
 

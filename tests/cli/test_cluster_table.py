@@ -5,9 +5,9 @@ import io
 
 from rich.console import Console
 
-from predict.examples import cluster
+from cost_model.examples import cluster
 from tutti.cli.cluster_table import cluster_tables
-from tutti.spec.cluster import ClusterSpec, LinkSpec
+from tutti.config.cluster import ClusterSpec, LinkSpec
 
 
 def printed(machines: ClusterSpec) -> str:

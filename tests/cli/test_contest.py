@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from plan.machines import cards
-from predict.examples import mlp
+from cost_model.examples import mlp
+from planner.machines import cards
 from tutti.cli import tried
 from tutti.cli.contest import fastest, said, to_try, weights, words_in_full
+from tutti.config.plan import BatchPlan, Plan
+from tutti.config.prediction import Estimate
+from tutti.config.trials import Trial
 from tutti.errors import TrainingError
 from tutti.launch.failure import Failure
 from tutti.launch.supervise import Outcome
-from tutti.plan import Choice, Objective, Request, choose
-from tutti.spec.plan import BatchPlan, Plan
-from tutti.spec.prediction import Estimate
-from tutti.spec.trials import Trial
+from tutti.planner import Choice, Objective, Request, choose
 
 MODEL = mlp(8192)
 MACHINES = cards(price_per_device_hour=2.0, power_w=400.0)

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from predict.examples import cluster
+from cost_model.examples import cluster
 from tutti.cli.explain import gathered
 from tutti.cli.main import main
-from tutti.spec import codec
-from tutti.spec.explanation import ModulePlacement
-from tutti.spec.plan import Plan
+from tutti.config import codec
+from tutti.config.explanation import ModulePlacement
+from tutti.config.plan import Plan
 
 SCRIPT = """
 import torch, tutti

@@ -9,10 +9,10 @@ from click.testing import CliRunner
 from tutti.cli.common import cluster_for
 from tutti.cli.describe import command
 from tutti.cli.named import named_model, sizes
-from tutti.describe.architectures import architecture
+from tutti.config import codec
+from tutti.config.model import ModelSpec
 from tutti.errors import SpecError
-from tutti.spec import codec
-from tutti.spec.model import ModelSpec
+from tutti.profile.architectures import architecture
 
 
 def test_sizes_are_read_as_people_write_them() -> None:

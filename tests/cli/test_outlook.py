@@ -13,8 +13,8 @@ import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
 
-from predict.examples import cluster, cpu, link
-from predict.examples_mesh import machines, meshed, transformer
+from cost_model.examples import cluster, cpu, link
+from cost_model.examples_mesh import machines, meshed, transformer
 from report.run_folders import write_run
 from tutti.cli import plan as plan_command
 from tutti.cli import predict as predict_command
@@ -22,15 +22,15 @@ from tutti.cli.contest import fastest, said, seated
 from tutti.cli.outlook import show_trials, trust_here, with_measured
 from tutti.cli.timeline_view import drawn, held, show_timeline
 from tutti.cli.tried import check_here
+from tutti.config import codec
+from tutti.config.plan import Pipeline, Plan
+from tutti.config.prediction import Estimate
+from tutti.config.scaling import ScalingCurve
+from tutti.config.trials import Trial, Trials
+from tutti.cost_model.tracks import timeline
 from tutti.errors import LaunchError, PlanError, ScriptError
-from tutti.plan import Choice
-from tutti.predict.tracks import timeline
+from tutti.planner import Choice
 from tutti.report.history import build_history, run_folders
-from tutti.spec import codec
-from tutti.spec.plan import Pipeline, Plan
-from tutti.spec.prediction import Estimate
-from tutti.spec.scaling import ScalingCurve
-from tutti.spec.trials import Trial, Trials
 
 GPIPE = meshed(64, 4, {"stage": 4}, pipeline=Pipeline(schedule="gpipe"))
 
@@ -201,7 +201,7 @@ def test_plans_that_cannot_run_here_are_refused(files: dict[str, str], tmp_path:
 
 
 def test_nodes_are_seated_in_the_order_of_the_choice() -> None:
-    from plan.machines import mixed
+    from planner.machines import mixed
 
     both = mixed()
     assert seated(both, ()) == both
@@ -253,7 +253,7 @@ def test_plans_are_really_run_for_as_many_steps_as_asked(tmp_path: Path, monkeyp
 
 
 def test_a_brief_run_ends_after_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TUTTI_OBSERVER", "tutti.runtime.observe:brief")
+    monkeypatch.setenv("TUTTI_OBSERVER", "tutti.trainer.observe:brief")
     monkeypatch.setenv("TUTTI_RUN_FOLDER", str(tmp_path / "run"))
     script = tmp_path / "train.py"
     script.write_text(SCRIPT, encoding="utf-8")

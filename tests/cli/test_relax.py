@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from predict.examples import cluster, link
+from cost_model.examples import cluster, link
 from tutti.cli.main import main
-from tutti.spec import codec
-from tutti.spec.plan import BatchPlan, Plan
+from tutti.config import codec
+from tutti.config.plan import BatchPlan, Plan
 
 Capture = pytest.CaptureFixture[str]
 

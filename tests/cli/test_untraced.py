@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from predict.examples import cluster, mlp
+from cost_model.examples import cluster, mlp
 from tutti.cli.beside import Wanted, _work_out
 from tutti.cli.main import main
+from tutti.config import codec
+from tutti.config.model import ModelSpec
+from tutti.config.plan import BatchPlan, Plan
+from tutti.config.run import RunFolder
 from tutti.errors import PlanError
-from tutti.spec import codec
-from tutti.spec.model import ModelSpec
-from tutti.spec.plan import BatchPlan, Plan
-from tutti.spec.run import RunFolder
 
 SCRIPT = """
 import torch, tutti

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import WeightedRandomSampler
 
+from tutti.config.plan import BatchPlan
+from tutti.config.words import LastBatch
 from tutti.data.order import batch_bounds, epoch_order, sampler_order
 from tutti.errors import DataError, PlanError
-from tutti.spec.plan import BatchPlan
-from tutti.spec.words import LastBatch
 
 
 def test_order_is_a_permutation_that_depends_on_seed_and_epoch() -> None:

@@ -5,9 +5,9 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tutti.config.plan import BatchPlan, Plan
+from tutti.config.portions import cut
 from tutti.data.share import share_of
-from tutti.spec.plan import BatchPlan, Plan
-from tutti.spec.portions import cut
 
 sizes = st.integers(1, 200)
 degrees = st.integers(1, 9)

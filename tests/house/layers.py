@@ -4,68 +4,56 @@ import sys
 
 from house.tree import imports
 
+COUPLED = frozenset({"parallel", "local_sgd", "checkpoint", "trainer"})
+"""Layers that still import each other."""
+_BASE = frozenset({"errors", "machine", "environment", "config", "comm", "compression", "optim", "data", "nn"})
+
 ALLOWED: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "machine": frozenset(),
-    "spec": frozenset({"errors"}),
-    "predict": frozenset({"errors", "spec"}),
-    "plan": frozenset({"errors", "spec", "predict"}),
-    "describe": frozenset({"errors", "machine", "spec", "compress", "collectives"}),
-    "validate": frozenset({"errors", "spec", "predict", "describe"}),
-    "optim": frozenset({"errors", "spec"}),
-    "data": frozenset({"errors", "machine", "spec"}),
-    "nn": frozenset({"errors", "spec"}),
-    "compress": frozenset({"errors", "spec", "collectives"}),
-    "collectives": frozenset({"errors"}),
-    "runtime": frozenset({"errors", "machine", "spec", "nn", "optim", "data", "compress", "collectives"}),
-    "verify": frozenset({"errors", "spec", "nn", "optim", "data", "compress", "collectives", "runtime", "describe"}),
-    "launch": frozenset({"errors", "spec"}),
-    "lab": frozenset({"errors", "spec"}),
-    "report": frozenset({"errors", "spec"}),
-    "bench": frozenset(
-        {
-            "errors",
-            "spec",
-            "predict",
-            "plan",
-            "describe",
-            "validate",
-            "nn",
-            "optim",
-            "data",
-            "compress",
-            "collectives",
-            "runtime",
-            "verify",
-            "launch",
-            "lab",
-            "report",
-        }
-    ),
+    "environment": frozenset({"errors", "config"}),
+    "config": frozenset({"errors"}),
+    "cost_model": frozenset({"errors", "config"}),
+    "planner": frozenset({"errors", "config", "cost_model"}),
+    "comm": frozenset({"errors", "machine", "environment", "config"}),
+    "compression": frozenset({"errors", "config", "comm"}),
+    "profile": frozenset({"errors", "machine", "config", "compression", "comm"}),
+    "validate": frozenset({"errors", "config", "cost_model", "profile"}),
+    "optim": frozenset({"errors", "config"}),
+    "data": frozenset({"errors", "machine", "config"}),
+    "nn": frozenset({"errors", "config"}),
+    "parallel": _BASE | COUPLED,
+    "local_sgd": _BASE | COUPLED,
+    "checkpoint": _BASE | COUPLED,
+    "trainer": _BASE | COUPLED,
+    "verify": _BASE | COUPLED | {"profile"},
+    "launch": frozenset({"errors", "config"}),
+    "lab": frozenset({"errors", "config"}),
+    "report": frozenset({"errors", "config"}),
 }
 """Layer -> the layers below it that it may import (itself always). `cli` stands on all; nobody imports it."""
 
-ALLOWED["cli"] = ALLOWED["bench"] | {"bench", ""}
-ALLOWED[""] = frozenset({"errors", "spec", "nn", "optim", "data", "runtime"})
+ALLOWED["cli"] = frozenset(ALLOWED) | {""}
+ALLOWED[""] = frozenset({"errors", "config", "nn", "optim", "data", "trainer"})
 """The root, tutti/__init__.py: the public names, loaded when asked for."""
 
 LIBRARIES: dict[str, frozenset[str]] = {
     "errors": frozenset(),
-    "spec": frozenset({"pydantic"}),
-    "predict": frozenset({"numpy"}),
-    "plan": frozenset({"numpy"}),
+    "config": frozenset({"pydantic"}),
+    "cost_model": frozenset({"numpy"}),
+    "planner": frozenset({"numpy"}),
     "validate": frozenset({"numpy"}),
 }
 """Pure layers -> the only libraries beside the standard one they may import: none of them loads torch."""
 
 EFFECTS: dict[str, frozenset[str]] = {
-    "predict": frozenset({"io", "os", "pathlib", "random", "socket", "subprocess", "tempfile", "time"}),
+    "cost_model": frozenset({"io", "os", "pathlib", "random", "socket", "subprocess", "tempfile", "time"}),
 }
-"""Layer -> parts of the standard library it may not import: predict touches no clock and no file."""
+"""Layer -> parts of the standard library it may not import: cost_model touches no clock and no file."""
 
 
 def layer_of(module: str) -> str:
-    """The layer of a dotted name: `tutti.spec.plan` is of `spec`; the root's is the empty string."""
+    """The layer of a dotted name: `tutti.config.plan` is of `spec`; the root's is the empty string."""
     part = module.partition(".")[2].partition(".")[0]
     return part if part in ALLOWED else ""
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from launch_rig import running
 
-from tutti.spec import codec
-from tutti.spec.plan import BatchPlan, Pipeline, Plan
+from tutti.config import codec
+from tutti.config.plan import BatchPlan, Pipeline, Plan
 
 pytestmark = [
     pytest.mark.long,

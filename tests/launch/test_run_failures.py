@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from launch_rig import SCRIPTS, TUTTI, running, tutti_run, wait_until
 
-from tutti.spec import codec
-from tutti.spec.plan import BatchPlan, Plan, Sharding
+from tutti.config import codec
+from tutti.config.plan import BatchPlan, Plan, Sharding
 
 ACT = str(SCRIPTS / "act.py")
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from launch_rig import SCRIPTS, TUTTI, running
 
-from tutti.spec import codec
-from tutti.spec.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeSpec
-from tutti.spec.plan import Plan
-from tutti.spec.prediction import Prediction
-from tutti.spec.run import RunFolder
+from tutti.config import codec
+from tutti.config.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeSpec
+from tutti.config.plan import Plan
+from tutti.config.prediction import Prediction
+from tutti.config.run import RunFolder
 
 TRAIN = str(SCRIPTS / "train.py")
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from launch_rig import TUTTI, running
 
-from predict.examples import cluster, link
-from tutti.spec import codec
-from tutti.spec.plan import Plan
-from tutti.spec.run import RunFolder
+from cost_model.examples import cluster, link
+from tutti.config import codec
+from tutti.config.plan import Plan
+from tutti.config.run import RunFolder
 
 SCRIPT = """
 import torch, tutti

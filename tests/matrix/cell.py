@@ -17,12 +17,12 @@ import tutti
 from against_one import Trained
 from matrix.families import families
 from matrix.peak import recorded_peak
+from tutti.comm.traffic import exchanged_nbytes
+from tutti.config import codec
+from tutti.config.plan import BatchPlan, Plan
 from tutti.errors import TuttiError
-from tutti.runtime.layout import Layout, local, local_tensors
-from tutti.runtime.traffic import exchanged_nbytes
-from tutti.runtime.unpack import loss_of
-from tutti.spec import codec
-from tutti.spec.plan import BatchPlan, Plan
+from tutti.parallel.layout import Layout, local, local_tensors
+from tutti.trainer.unpack import loss_of
 
 STEPS = 5
 FLOOR = {torch.float64: 1e-3, torch.float32: 0.1}

@@ -11,8 +11,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
+from checkpoint.checkpoint_ways import PLANS, Way, resume_all, save_everywhere  # noqa: E402
 from harness import RankFailed, run_ranks  # noqa: E402
-from runtime.checkpoint_ways import PLANS, Way, resume_all, save_everywhere  # noqa: E402
 
 
 def go_on(ways: list[Way], folder: Path) -> tuple[list[str], list[tuple[Way, int, int]]]:

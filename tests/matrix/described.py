@@ -11,9 +11,9 @@ import tutti
 from matrix.cell import alive_nbytes
 from matrix.peak import recorded_peak
 from tutti.cli.describe import describe_captured
-from tutti.runtime.capture import CaptureDone, capturing
-from tutti.runtime.unpack import loss_of
-from tutti.spec.model import ModelSpec
+from tutti.config.model import ModelSpec
+from tutti.trainer.capture import CaptureDone, capturing
+from tutti.trainer.unpack import loss_of
 
 
 def described(

@@ -9,13 +9,13 @@ import torch
 import tutti
 from matrix.families import families
 from tutti.cli.describe import describe_captured
+from tutti.config import codec
+from tutti.config.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeSpec
+from tutti.config.model import ModelSpec
+from tutti.config.plan import BatchPlan, Plan
+from tutti.cost_model import predict
 from tutti.errors import TuttiError
-from tutti.predict import predict
-from tutti.runtime.capture import CaptureDone, capturing
-from tutti.spec import codec
-from tutti.spec.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeSpec
-from tutti.spec.model import ModelSpec
-from tutti.spec.plan import BatchPlan, Plan
+from tutti.trainer.capture import CaptureDone, capturing
 
 HOST = ClusterSpec(
     name="any host",

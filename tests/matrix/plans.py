@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from matrix.families import Family
-from tutti.runtime.parallelize import BUILT
-from tutti.spec.plan import LayoutRule, Pipeline, Sharding
-from tutti.spec.words import AxisName, ScheduleName
+from tutti.config.plan import LayoutRule, Pipeline, Sharding
+from tutti.config.words import AxisName, ScheduleName
+from tutti.parallel.parallelize import BUILT
 
 SEES_SEQUENCES = ("GPT, tied embeddings", "BERT", "GPT-2", "Llama", "ViT", "T5")
 SEES_SPACE = ("CNN, BatchNorm", "ResNet, 12 channels", "3-D U-Net", "CosmoFlow")

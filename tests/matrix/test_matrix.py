@@ -16,8 +16,8 @@ from against_one import Trained
 from matrix.cell import Comparison, Outcome, Reference
 from matrix.launch import judge
 from matrix.plans import columns
-from tutti.runtime.layout import Layout
-from tutti.runtime.mesh import Mesh
+from tutti.parallel.layout import Layout
+from tutti.parallel.mesh import Mesh
 
 RUN = Path(__file__).parent / "run.py"
 CELLS = [(row, column.name) for column in columns().values() for row in column.quick]
@@ -65,7 +65,7 @@ PEER = Outcome(kind="failed", sentence="Traceback ...\nRuntimeError: Connection 
         ([REFUSED, PEER], "CRASH", "closed by peer"),
         ([REFUSED, done(0.0)], "CRASH", "not all ranks"),
         ([PEER, Outcome(kind="failed", sentence="Traceback ...\nKeyError: 'x'")], "CRASH", "KeyError"),
-        ([Outcome(kind="failed", sentence="HANG: rank-1: runtime/step.py:80 finish")], "HANG", "step.py:80"),
+        ([Outcome(kind="failed", sentence="HANG: rank-1: trainer/step.py:80 finish")], "HANG", "step.py:80"),
     ],
 )
 def test_one_verdict_from_all_ranks(outcomes: list[Outcome], verdict: str, words: str) -> None:

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+from tutti.config.compression import LOOKS
 from tutti.optim.cancelling import CHANCE, PARTS, SUM, excess, remember, squares_of
 from tutti.optim.frozen import Frozen, FrozenAdam, FrozenLAMB
 from tutti.optim.large_batch import LAMB
 from tutti.optim.zero_one import ZeroOne
-from tutti.spec.compression import LOOKS
 
 
 def test_parts_in_excess_of_their_sum_are_counted_beyond_chance_only() -> None:

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from harness import preload, run_ranks
 from optim.test_own_loop_multirank import STEPS, batches, gradients, loops, start, vector_of
-from tutti.compress.bytegrad import ByteGrad
-from tutti.compress.cast import Cast
+from tutti.comm.world import join
+from tutti.compression.bytegrad import ByteGrad
+from tutti.compression.cast import Cast
 from tutti.optim.frozen import Frozen, FrozenAdam, FrozenLAMB
 from tutti.optim.large_batch import LAMB
-from tutti.runtime.world import join
 
 preload("sklearn.datasets")
 

@@ -9,8 +9,8 @@ from torch import nn
 
 from harness import run_ranks
 from optim.test_zero_one import FREEZE, RANKS, equations
-from tutti.compress.cast import Cast
-from tutti.runtime.world import join
+from tutti.comm.world import join
+from tutti.compression.cast import Cast
 
 PAGE = (Path(__file__).parents[2] / "docs" / "compression.md").read_text(encoding="utf-8")
 STEPS, SHAPES = 20, ((3, 4), (3,))

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from tutti.config.compression import parse_compression
+from tutti.config.zero_one import learns, local_updates
 from tutti.errors import PlanError
 from tutti.optim.zero_one import ZeroOne, zero_one_of
-from tutti.spec.compression import parse_compression
-from tutti.spec.zero_one import learns, local_updates
 
 RANKS, FREEZE, KAPPA = 3, 7, 2
 

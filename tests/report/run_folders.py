@@ -6,12 +6,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tutti.spec import codec
-from tutti.spec.cluster import ClusterSpec, Conditions, DeviceSpec, LinkSpec, NodeSpec
-from tutti.spec.model import ModelSpec, ModuleSpec, OpCost
-from tutti.spec.plan import BatchPlan, Plan
-from tutti.spec.prediction import Estimate, Prediction, RankMemory
-from tutti.spec.run import DataInfo, RankInfo, Recipe, RunFolder, RunHeader
+from tutti.config import codec
+from tutti.config.cluster import ClusterSpec, Conditions, DeviceSpec, LinkSpec, NodeSpec
+from tutti.config.model import ModelSpec, ModuleSpec, OpCost
+from tutti.config.plan import BatchPlan, Plan
+from tutti.config.prediction import Estimate, Prediction, RankMemory
+from tutti.config.run import DataInfo, RankInfo, Recipe, RunFolder, RunHeader
 
 PHASES = {"data": 0.001, "forward": 0.003, "backward": 0.004, "exposed_communication": 0.001, "optimizer": 0.001}
 STEP_S = 0.0105  # the phases above and 0.0005 s of "other"

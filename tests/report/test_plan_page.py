@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 from test_report_html import CHROMIUM, FLAGS, stands_alone
 
-from predict.examples_mesh import machines, meshed, transformer
+from cost_model.examples_mesh import machines, meshed, transformer
 from tutti.cli.outlook import page_of_plan
-from tutti.predict import predict
-from tutti.predict.tracks import timeline
+from tutti.config.plan import Pipeline, Plan
+from tutti.config.prediction import Estimate
+from tutti.config.scaling import MeasuredPoint, ScalingCurve, ScalingPoint
+from tutti.config.trials import Trial, Trials
+from tutti.cost_model import predict
+from tutti.cost_model.tracks import timeline
 from tutti.report.plan_page import PlanPage, Table, TableRow, plan_html
 from tutti.report.plan_plots import held_plot, scaling_plot, timeline_plot, trials_plot
-from tutti.spec.plan import Pipeline, Plan
-from tutti.spec.prediction import Estimate
-from tutti.spec.scaling import MeasuredPoint, ScalingCurve, ScalingPoint
-from tutti.spec.trials import Trial, Trials
 
 GPIPE = meshed(64, 4, {"stage": 4}, pipeline=Pipeline(schedule="gpipe"))
 

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from run_folders import STEP_S, Story, rows, write_lines, write_run
 
+from tutti.config import codec
+from tutti.config.quantity import Quantity
+from tutti.config.report import RunReport
+from tutti.config.verdict import Cause, TensorDifference, Verdict
 from tutti.errors import ReportError, SpecError
 from tutti.report.build import build_report, write_report
 from tutti.report.quality import parse_target
 from tutti.report.rules import REQUIRED
-from tutti.spec import codec
-from tutti.spec.quantity import Quantity
-from tutti.spec.report import RunReport
-from tutti.spec.verdict import Cause, TensorDifference, Verdict
 
 TARGET = parse_target("test.accuracy=0.93")
 

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 from run_folders import Story, rank_rows, rows, write_lines, write_run
 
+from tutti.config import codec
+from tutti.config.report import RunReport
+from tutti.config.run import RunFolder
 from tutti.report.build import build_report
 from tutti.report.html import report_html
 from tutti.report.tables import as_text, report_table
-from tutti.spec import codec
-from tutti.spec.report import RunReport
-from tutti.spec.run import RunFolder
 
 
 def entry(carried: str, nbytes: int, under_way_s: float | None, **exposed_s: float) -> dict[str, Any]:

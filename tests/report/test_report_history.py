@@ -10,12 +10,12 @@ from run_folders import Story, cluster, write_run
 from test_report_html import stands_alone
 
 from tutti.cli.report import command
+from tutti.config import codec
+from tutti.config.history import History
+from tutti.config.run import RunFolder
 from tutti.errors import ReportError
 from tutti.report.history import build_history, run_folders, trust_in
 from tutti.report.history_page import history_html
-from tutti.spec import codec
-from tutti.spec.history import History
-from tutti.spec.run import RunFolder
 
 # run_folders predicts 9.5 ms (8 to 12) for steps of 10.5 ms
 

@@ -5,19 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from plan.machines import cards
-from plan.test_cli_search import ask, chosen
+from planner.machines import cards
+from planner.test_cli_search import ask, chosen
 from report.run_folders import Story, write_run
+from tutti.config import codec
 from tutti.errors import PlanError, ReportError
-from tutti.plan import NoiseScale
-from tutti.plan.quality import samples_to_quality
+from tutti.planner import NoiseScale
+from tutti.planner.quality import samples_to_quality
 from tutti.report.boxes import boxes
 from tutti.report.build import build_report
 from tutti.report.noise import samples_at_small_batches
 from tutti.report.quality import parse_target
 from tutti.report.read import read_records
 from tutti.report.tables import as_text, report_table
-from tutti.spec import codec
 
 
 def with_noise(path: Path, scale: float | None, every: int = 10) -> Path:

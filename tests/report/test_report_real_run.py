@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tutti.config import codec
+from tutti.config.report import RunReport
 from tutti.report.build import write_report
-from tutti.spec import codec
-from tutti.spec.report import RunReport
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "digits_tutti.py"
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from rich.console import Console
 
 from report.run_folders import Story, write_run
+from tutti.config import codec
+from tutti.config.plan import Plan
+from tutti.config.sync_words import parse_sync, with_mode
 from tutti.report.boxes import boxes
 from tutti.report.build import build_report
 from tutti.report.tables import report_table
-from tutti.spec import codec
-from tutti.spec.plan import Plan
-from tutti.spec.sync_words import parse_sync, with_mode
 
 
 def with_replicas(path: Path) -> Path:

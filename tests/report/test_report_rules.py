@@ -9,16 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from run_folders import Story, vary, write_run
 
-from tutti.report.build import build_report
-from tutti.report.comparability import pooled_std, tolerance
-from tutti.report.compare import compare
-from tutti.report.html import report_html
-from tutti.report.quality import parse_target
-from tutti.report.rules import check_run
-from tutti.spec.quantity import Quantity
-from tutti.spec.report import RunReport
-from tutti.spec.report_measured import FlopsReport, QualityReport, TimeReport
-from tutti.spec.report_setting import (
+from tutti.config.quantity import Quantity
+from tutti.config.report import RunReport
+from tutti.config.report_measured import FlopsReport, QualityReport, TimeReport
+from tutti.config.report_setting import (
     BaselineReport,
     BatchReport,
     DataReport,
@@ -27,6 +21,12 @@ from tutti.spec.report_setting import (
     SystemReport,
     TuningReport,
 )
+from tutti.report.build import build_report
+from tutti.report.comparability import pooled_std, tolerance
+from tutti.report.compare import compare
+from tutti.report.html import report_html
+from tutti.report.quality import parse_target
+from tutti.report.rules import check_run
 
 
 def published(value: float | None, unit: str = "") -> Quantity:

@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 
 from report.run_folders import Story, write_run
+from tutti.config import codec
+from tutti.config.compression import parse_compression
+from tutti.config.plan import BatchPlan, Plan, Sync
+from tutti.config.run import RunFolder
+from tutti.config.sync_words import parse_sync
 from tutti.errors import ReportError
 from tutti.report.quality import parse_target
 from tutti.report.read import Records, read_records
 from tutti.report.ways import samples_by_way
-from tutti.spec import codec
-from tutti.spec.compression import parse_compression
-from tutti.spec.plan import BatchPlan, Plan, Sync
-from tutti.spec.run import RunFolder
-from tutti.spec.sync_words import parse_sync
 
 TARGET = parse_target("test.accuracy=0.93")
 

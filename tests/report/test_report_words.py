@@ -2,10 +2,10 @@
 
 import pytest
 
+from tutti.config.quantity import Quantity
 from tutti.errors import ReportError
 from tutti.report.quality import Target, parse_target
 from tutti.report.words import duration, higher_is_better, number, prefixed, show, signed_percent, split_unit
-from tutti.spec.quantity import Quantity
 
 
 @pytest.mark.parametrize(

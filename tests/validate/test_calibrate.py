@@ -8,12 +8,12 @@ from click.testing import CliRunner
 
 from report.run_folders import STEP_S, Story, cluster, write_run
 from tutti.cli.calibrate import calibrated, command
+from tutti.config import codec
+from tutti.config.cluster import ClusterSpec
+from tutti.config.model import ModelSpec
+from tutti.config.plan import Plan
+from tutti.cost_model import predict
 from tutti.errors import ReportError
-from tutti.predict import predict
-from tutti.spec import codec
-from tutti.spec.cluster import ClusterSpec
-from tutti.spec.model import ModelSpec
-from tutti.spec.plan import Plan
 
 WORK_S = STEP_S - 0.001  # without the wait for data, which is not predicted
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tutti.describe.architectures import architecture
-from tutti.describe.catalog.text import cluster_from_text
-from tutti.predict import predict
-from tutti.spec.cluster import GemmRate
-from tutti.spec.plan import BatchPlan, Plan
+from tutti.config.cluster import GemmRate
+from tutti.config.plan import BatchPlan, Plan
+from tutti.cost_model import predict
+from tutti.profile.architectures import architecture
+from tutti.profile.catalog.text import cluster_from_text
 from tutti.validate.constants import NAMES, NOISE, PRIOR, UNFITTED, Constants, fitted_cluster
 from tutti.validate.fit import Fit, Sample, _capped, _minimise, apply_fit, fit_constants
 from tutti.validate.score import Scored, errors, regret

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from harness import RankFailed, run_ranks
-from tutti.spec import codec
-from tutti.spec.plan import Plan
-from tutti.spec.verdict import Verdict
+from tutti.config import codec
+from tutti.config.plan import Plan
+from tutti.config.verdict import Verdict
 from tutti.verify.trial import Question, Trial, on_one_device, verify
 
 HERE = Path(__file__).parent

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tutti.config.plan import BatchPlan, Plan
 from tutti.data.share import Part, share_of
-from tutti.spec.plan import BatchPlan, Plan
 from tutti.verify.align import Piece, batch_alignments
 from tutti.verify.forward import smallest_gap
 from tutti.verify.gauge import Gauge

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tutti.spec import codec
-from tutti.spec.verdict import Verdict
+from tutti.config import codec
+from tutti.config.verdict import Verdict
 from verify.running import HERE
 
 

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from tutti.runtime.layout import Held
-from tutti.spec.plan import BatchPlan, LayoutRule, Pipeline, Plan, Sharding
+from tutti.config.plan import BatchPlan, LayoutRule, Pipeline, Plan, Sharding
+from tutti.parallel.layout import Held
 from tutti.verify import parts
 from tutti.verify.parts import columns_of, covered, kept, kept_columns, part_of
 from verify.running import verdict_on

@@ -5,10 +5,10 @@ from dataclasses import fields, replace
 import pytest
 
 from tutti.cli.verify import Options, _summed
+from tutti.config.compression import parse_compression
+from tutti.config.plan import BatchPlan, Plan, Sync
+from tutti.config.sync_words import parse_sync, with_mode
 from tutti.errors import PlanError
-from tutti.spec.compression import parse_compression
-from tutti.spec.plan import BatchPlan, Plan, Sync
-from tutti.spec.sync_words import parse_sync, with_mode
 
 PLAN = Plan(batch=BatchPlan(global_batch_size=8), mesh={"replicate": 2}, sync=Sync(bucket_nbytes=1000))
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tutti.spec.plan import BatchPlan, LayoutRule, Plan
+from tutti.config.plan import BatchPlan, LayoutRule, Plan
 from verify.running import HERE, verdict_on
 
 BROKEN = {

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tutti.config.plan import BatchPlan, Plan
 from tutti.data.order import batch_bounds, epoch_order
 from tutti.data.share import share_of
-from tutti.spec.plan import BatchPlan, Plan
 from worked.examples import EXAMPLES
 
 

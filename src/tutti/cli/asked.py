@@ -12,9 +12,9 @@ import click
 from tutti.errors import LaunchError, PlanError
 
 if TYPE_CHECKING:
-    from tutti.spec.compression import Compression
-    from tutti.spec.plan import Plan, Sync
-    from tutti.spec.words import Relax
+    from tutti.config.compression import Compression
+    from tutti.config.plan import Plan, Sync
+    from tutti.config.words import Relax
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,10 +116,10 @@ def given_plan(options: Options) -> "Plan | None":
     """
     if options.plan is None:
         return None
-    from tutti.spec import codec
-    from tutti.spec.plan import Plan
-    from tutti.spec.refusals import check_plan
-    from tutti.spec.sync_words import with_mode
+    from tutti.config import codec
+    from tutti.config.plan import Plan
+    from tutti.config.refusals import check_plan
+    from tutti.config.sync_words import with_mode
 
     plan = with_mode(codec.load(Plan, options.plan).compressed(options.compress), options.sync)
     check_plan(plan)
@@ -132,7 +132,7 @@ def given_mesh(options: Options) -> int | None:
         return None
     if options.plan is not None:
         raise LaunchError("--mesh and --plan both say how ranks are arranged; give one (a plan file has a mesh)")
-    from tutti.spec.mesh_words import parse_mesh
+    from tutti.config.mesh_words import parse_mesh
 
     return math.prod(parse_mesh(options.mesh).values())
 
@@ -171,11 +171,11 @@ def environment(options: Options, plan: Path | None) -> dict[str, str]:
     elif options.mesh is not None:
         told["TUTTI_MESH"] = options.mesh
     if options.compress is not None:
-        from tutti.spec.compression import compression_in_words
+        from tutti.config.compression import compression_in_words
 
         told["TUTTI_COMPRESS"] = compression_in_words(options.compress)
     if options.sync is not None:
-        from tutti.spec.sync_words import sync_in_words
+        from tutti.config.sync_words import sync_in_words
 
         told["TUTTI_SYNC"] = sync_in_words(options.sync)
     if options.bucket_mb is not None:

@@ -14,19 +14,19 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tutti.config import codec
+from tutti.config.compression import Compression
+from tutti.config.plan import Plan, Sync
+from tutti.config.run import RunFolder
+from tutti.config.sync_words import with_mode
+from tutti.config.words import AxisName, Relax
 from tutti.errors import LaunchError, ScriptError, TuttiError
 from tutti.launch.local import forked
 from tutti.launch.rank_main import leave_with_supervisor, user_traceback
-from tutti.spec import codec
-from tutti.spec.compression import Compression
-from tutti.spec.plan import Plan, Sync
-from tutti.spec.run import RunFolder
-from tutti.spec.sync_words import with_mode
-from tutti.spec.words import AxisName, Relax
 
 if TYPE_CHECKING:
-    from tutti.runtime.capture import Captured
-    from tutti.spec.cluster import ClusterSpec
+    from tutti.config.cluster import ClusterSpec
+    from tutti.trainer.capture import Captured
 
 Say = Callable[[str], None]
 
@@ -135,11 +135,11 @@ def _work(wanted: Wanted, sender: Connection) -> None:
 
 def _cluster(wanted: Wanted, say: Say) -> "ClusterSpec":
     """The machines: of the file, as measured before, or measured now and kept."""
-    from tutti.spec.cluster import ClusterSpec
+    from tutti.config.cluster import ClusterSpec
 
     if wanted.cluster is not None:
         return codec.load(ClusterSpec, wanted.cluster)
-    from tutti.describe.probe import cached_cluster_path, measure
+    from tutti.profile.probe import cached_cluster_path, measure
 
     cached = cached_cluster_path()
     if cached.exists():
@@ -153,8 +153,8 @@ def _work_out(wanted: Wanted, cluster: "ClusterSpec", say: Say) -> None:
     """Write cluster.json, model.json and prediction.json, and plan.json where the plan is wanted."""
     from tutti.cli.common import capture_script
     from tutti.cli.planning import costed, model_spec_of, plan_for
-    from tutti.predict import predict
-    from tutti.predict.words import count
+    from tutti.cost_model import predict
+    from tutti.cost_model.words import count
 
     folder = RunFolder(wanted.folder)
     codec.save(cluster, folder.cluster)
@@ -169,7 +169,7 @@ def _work_out(wanted: Wanted, cluster: "ClusterSpec", say: Say) -> None:
         codec.save(plan, folder.plan)
         return
     if wanted.plans:
-        from tutti.plan import explain
+        from tutti.planner import explain
 
         name, relax = wanted.script.stem, wanted.relax
         choice = plan_for(captured, cluster, name=name, nproc=wanted.ranks, mesh=wanted.mesh, relax=relax)
@@ -182,7 +182,7 @@ def _work_out(wanted: Wanted, cluster: "ClusterSpec", say: Say) -> None:
 
 def _plan_of(wanted: Wanted, captured: "Captured") -> Plan:
     """The plan that the run will follow."""
-    from tutti.runtime.annotated import with_annotations
+    from tutti.parallel.annotated import with_annotations
 
     if wanted.plan is not None:
         plan = with_mode(codec.load(Plan, wanted.plan).compressed(wanted.compress), wanted.sync)

@@ -11,8 +11,8 @@ import click
 
 from tutti.cli.common import cluster_for, console, emit
 from tutti.cli.options import json_option
+from tutti.config.cluster import ClusterSpec, Conditions, DeviceSpec
 from tutti.errors import ReportError
-from tutti.spec.cluster import ClusterSpec, Conditions, DeviceSpec
 
 if TYPE_CHECKING:
     from tutti.validate.fit import Fit, Sample

@@ -7,9 +7,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from tutti.cli.cluster_table import curves, rate_text, time_text
+from tutti.config.cluster import ClusterSpec, DeviceSpec, LinkSpec
+from tutti.cost_model.network import link_of, message, ring_all_reduce
 from tutti.errors import SpecError
-from tutti.predict.network import link_of, message, ring_all_reduce
-from tutti.spec.cluster import ClusterSpec, DeviceSpec, LinkSpec
 
 COLOURS = {
     "float64": "#7b3294",

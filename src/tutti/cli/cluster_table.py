@@ -7,7 +7,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tutti.spec.cluster import ClusterSpec, CompressRate, DeviceSpec, GemmRate, LinkSpec, NodeSpec
+from tutti.config.cluster import ClusterSpec, CompressRate, DeviceSpec, GemmRate, LinkSpec, NodeSpec
 
 
 def cluster_tables(cluster: ClusterSpec) -> Iterator[RenderableType]:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from tutti.config import codec
+from tutti.config.cluster import ClusterSpec
 from tutti.errors import ScriptError
-from tutti.spec import codec
-from tutti.spec.cluster import ClusterSpec
 
 if TYPE_CHECKING:
-    from tutti.runtime.capture import Captured
+    from tutti.trainer.capture import Captured
 
 console = Console(stderr=True, highlight=False)
 """Everything for people goes to standard error, so that --json leaves one document on standard output."""
@@ -31,10 +31,10 @@ def capture_script(script: Path, arguments: tuple[str, ...]) -> "Captured":
 
     What the script prints goes to standard error. Raises ScriptError when it ends without calling prepare.
     """
-    from tutti.describe.meta import parameters_on_meta
     from tutti.launch.preload import load_modules
     from tutti.launch.script import check_script
-    from tutti.runtime.capture import CaptureDone, capturing
+    from tutti.profile.meta import parameters_on_meta
+    from tutti.trainer.capture import CaptureDone, capturing
 
     check_script(script)
     load_modules()
@@ -55,12 +55,12 @@ def capture_script(script: Path, arguments: tuple[str, ...]) -> "Captured":
 def cluster_for(path: Path | None, *, quick: bool = True) -> ClusterSpec:
     """The cluster of a file or of one line (4x8:a100-80gb,nvlink3,8*ib-hdr), or this machine, measured."""
     if path is not None:
-        from tutti.describe.catalog.text import cluster_from_text, is_cluster_text
+        from tutti.profile.catalog.text import cluster_from_text, is_cluster_text
 
         if is_cluster_text(str(path)) and not path.exists():
             return cluster_from_text(str(path))
         return codec.load(ClusterSpec, path)
-    from tutti.describe.probe import cached_cluster_path, measure
+    from tutti.profile.probe import cached_cluster_path, measure
 
     cached = cached_cluster_path()
     if cached.exists():

@@ -7,11 +7,11 @@ from typing import Any
 
 from rich.console import Console
 
+from tutti.config.run import RunFolder
 from tutti.errors import ScriptError
 from tutti.launch.base import LaunchSpec
 from tutti.launch.failure import sentence
 from tutti.launch.supervise import Outcome
-from tutti.spec.run import RunFolder
 
 
 def short(path: Path) -> str:

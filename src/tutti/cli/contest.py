@@ -3,15 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tutti.plan import Alternative, Choice, Request, objectives, plan_words
-from tutti.plan.candidates import precisions
-from tutti.plan.search import TIE
-from tutti.plan.ways import WAYS, samples_of
-from tutti.predict.words import count, seconds
-from tutti.spec.cluster import ClusterSpec
-from tutti.spec.model import ModelSpec
-from tutti.spec.plan import Plan
-from tutti.spec.trials import Trial
+from tutti.config.cluster import ClusterSpec
+from tutti.config.model import ModelSpec
+from tutti.config.plan import Plan
+from tutti.config.trials import Trial
+from tutti.cost_model.words import count, seconds
+from tutti.planner import Alternative, Choice, Request, objectives, plan_words
+from tutti.planner.candidates import precisions
+from tutti.planner.search import TIE
+from tutti.planner.ways import WAYS, samples_of
 
 
 def seated(cluster: ClusterSpec, nodes: tuple[str, ...]) -> ClusterSpec:

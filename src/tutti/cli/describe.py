@@ -11,14 +11,14 @@ import click
 from tutti.cli.common import capture_script, console, emit
 from tutti.cli.named import named_model
 from tutti.cli.options import SCRIPT_CONTEXT, json_option, script_arguments
+from tutti.config import codec
+from tutti.config.model import ModelSpec, ModuleSpec
 from tutti.errors import DataError, ScriptError
-from tutti.spec import codec
-from tutti.spec.model import ModelSpec, ModuleSpec
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from tutti.runtime.capture import Captured
+    from tutti.trainer.capture import Captured
 
 SAMPLES = 4
 """Samples in the traced batch; its half is traced too, to tell costs of a sample from costs of a pass."""
@@ -49,7 +49,7 @@ def command(
         return
     from rich.console import Console
 
-    from tutti.predict.data import loading_words
+    from tutti.cost_model.data import loading_words
 
     out = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     out.print(table(model, depth=depth, every=every))
@@ -68,8 +68,8 @@ def describe_script(script: Path, arguments: tuple[str, ...]) -> ModelSpec:
 
 def describe_captured(captured: "Captured", *, name: str) -> ModelSpec:
     """The ModelSpec of what a script gave to `prepare`. Raises DataError where no sample can be had."""
-    from tutti.describe import describe_model
-    from tutti.runtime.facts import with_facts
+    from tutti.parallel.facts import with_facts
+    from tutti.profile import describe_model
 
     count = SAMPLES if captured.dataset_samples is None else min(SAMPLES, captured.dataset_samples)
     if count < 1:

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from rich.tree import Tree
 
     from tutti.cli.plan_options import Options
-    from tutti.runtime.capture import Captured
-    from tutti.spec.cluster import ClusterSpec
-    from tutti.spec.explanation import Explanation, ModulePlacement
-    from tutti.spec.model import ModelSpec
-    from tutti.spec.plan import Plan
+    from tutti.config.cluster import ClusterSpec
+    from tutti.config.explanation import Explanation, ModulePlacement
+    from tutti.config.model import ModelSpec
+    from tutti.config.plan import Plan
+    from tutti.trainer.capture import Captured
 
 
 def explain_script(options: "Options") -> None:
@@ -77,10 +77,10 @@ def show_layout(options: "Options", plan: "Plan") -> None:
 
 def _plan(options: "Options", captured: "Captured", name: str) -> "Plan":
     from tutti.cli.planning import plan_for
-    from tutti.runtime.annotated import with_annotations
-    from tutti.spec import codec
-    from tutti.spec.mesh_words import parse_mesh
-    from tutti.spec.plan import Plan
+    from tutti.config import codec
+    from tutti.config.mesh_words import parse_mesh
+    from tutti.config.plan import Plan
+    from tutti.parallel.annotated import with_annotations
 
     if options.plan is not None:
         return with_annotations(codec.load(Plan, options.plan), captured.model, stated_mesh=True)
@@ -97,7 +97,7 @@ def _plan(options: "Options", captured: "Captured", name: str) -> "Plan":
 
 def _tensors(model: object) -> float:
     """Tensors of a parameter's size that the optimizer keeps, on average."""
-    from tutti.spec.model import ModelSpec
+    from tutti.config.model import ModelSpec
 
     assert isinstance(model, ModelSpec)
     gradients = sum(module.gradient_nbytes for module in model.modules)
@@ -105,7 +105,7 @@ def _tensors(model: object) -> float:
 
 
 def _explain(captured: "Captured", plan: "Plan", tensors: float) -> "Explanation":
-    from tutti.runtime.preview import explain_layout
+    from tutti.parallel.preview import explain_layout
 
     return explain_layout(captured.model, plan, sample=lambda: captured.samples(2)[:2], optimizer_tensors=tensors)
 
@@ -141,7 +141,7 @@ def _show(explanation: "Explanation") -> None:
 def _show_step(model: "ModelSpec", cluster: "ClusterSpec", plan: "Plan") -> None:
     from tutti.cli.outlook import ROWS, standard_output
     from tutti.cli.timeline_view import show_timeline
-    from tutti.predict.tracks import timeline
+    from tutti.cost_model.tracks import timeline
 
     show_timeline(standard_output(), timeline(model, cluster, plan, most_tracks=ROWS))
 

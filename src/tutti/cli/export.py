@@ -31,7 +31,7 @@ def command(checkpoint: Path, file: Path, optimizers: bool, as_json: bool) -> No
     FILE). With --optimizers FILE.pt holds {"model": state_dict, "optimizers": [state_dict, ...]}.
     """
     _check(checkpoint, file, optimizers)
-    from tutti.runtime.checkpoint.plain import checkpoint_in, to_file
+    from tutti.checkpoint.plain import checkpoint_in, to_file
 
     path = checkpoint_in(checkpoint)
     nbytes = to_file(path, file, optimizers=optimizers)

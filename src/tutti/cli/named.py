@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
+from tutti.config.model import ModelSpec
 from tutti.errors import SpecError
-from tutti.spec.model import ModelSpec
 
 
 def named_model(target: Sequence[str]) -> ModelSpec | None:
@@ -14,7 +14,7 @@ def named_model(target: Sequence[str]) -> ModelSpec | None:
     A file of that name goes before it. Raises SpecError for sizes that the architecture lacks or cannot have, and for a
     word that is neither a file nor a name but much like one.
     """
-    from tutti.describe.architectures import architecture, names
+    from tutti.profile.architectures import architecture, names
 
     if not target or Path(target[0]).exists():
         return None

@@ -6,7 +6,7 @@ from typing import Any, TypeVar, get_args
 
 import click
 
-from tutti.spec.words import Relax
+from tutti.config.words import Relax
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -30,7 +30,7 @@ def _worded(option: str, metavar: str, read: Callable[[str], Any], says: str) ->
 
 
 def _compression(text: str) -> Any:
-    from tutti.spec.compression import parse_compression
+    from tutti.config.compression import parse_compression
 
     return parse_compression(text)
 
@@ -45,8 +45,8 @@ compress_option = _worded(
 
 
 def _buckets(text: str) -> str:
-    from tutti.spec.bucket_words import with_buckets
-    from tutti.spec.plan import BatchPlan, Plan
+    from tutti.config.bucket_words import with_buckets
+    from tutti.config.plan import BatchPlan, Plan
 
     with_buckets(Plan(batch=BatchPlan(global_batch_size=1)), text)
     return text
@@ -62,7 +62,7 @@ bucket_option = _worded(
 
 
 def _sync(text: str) -> Any:
-    from tutti.spec.sync_words import parse_sync
+    from tutti.config.sync_words import parse_sync
 
     return parse_sync(text)
 

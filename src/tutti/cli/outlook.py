@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 
 from tutti.cli.contest import seated, words_in_full
 from tutti.cli.planning import SEARCH_S, search
+from tutti.config.cluster import ClusterSpec
+from tutti.config.model import ModelSpec
+from tutti.config.plan import Plan
+from tutti.config.prediction import Prediction
+from tutti.config.scaling import MeasuredPoint, ScalingCurve
+from tutti.config.timeline import Doing, Timeline
+from tutti.config.trials import Trials
+from tutti.cost_model.tracks import timeline
+from tutti.cost_model.words import nbytes, seconds
 from tutti.errors import PlanError, ReportError
-from tutti.plan import Choice, Request, device_counts, difference, explain, plan_words, rows, scaling, whole_words
-from tutti.plan.objectives import money
-from tutti.predict.tracks import timeline
-from tutti.predict.words import nbytes, seconds
-from tutti.spec.cluster import ClusterSpec
-from tutti.spec.model import ModelSpec
-from tutti.spec.plan import Plan
-from tutti.spec.prediction import Prediction
-from tutti.spec.scaling import MeasuredPoint, ScalingCurve
-from tutti.spec.timeline import Doing, Timeline
-from tutti.spec.trials import Trials
+from tutti.planner import Choice, Request, device_counts, difference, explain, plan_words, rows, scaling, whole_words
+from tutti.planner.objectives import money
 
 if TYPE_CHECKING:
     from rich.console import Console

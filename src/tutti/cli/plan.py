@@ -9,17 +9,17 @@ import click
 from tutti.cli.common import capture_script, cluster_for, console, emit
 from tutti.cli.options import SCRIPT_CONTEXT, compress_option, json_option, relax_option
 from tutti.cli.plan_options import Options, searching, showing
+from tutti.config import codec
+from tutti.config.cluster import ClusterSpec
+from tutti.config.model import ModelSpec
+from tutti.config.plan import BatchPlan, Plan
+from tutti.config.words import Precision, Unit
 from tutti.errors import PlanError, ScriptError
-from tutti.spec import codec
-from tutti.spec.cluster import ClusterSpec
-from tutti.spec.model import ModelSpec
-from tutti.spec.plan import BatchPlan, Plan
-from tutti.spec.words import Precision, Unit
 
 if TYPE_CHECKING:
     from tutti.cli.outlook import Planned
-    from tutti.plan import Choice, Request
-    from tutti.runtime.capture import Captured
+    from tutti.planner import Choice, Request
+    from tutti.trainer.capture import Captured
 
 
 @click.command(context_settings=SCRIPT_CONTEXT)
@@ -84,7 +84,7 @@ def command(**given: Any) -> None:
         return
     from tutti.cli.outlook import chosen_plan
     from tutti.cli.planning import search, write_spec
-    from tutti.plan import stamp, what_if
+    from tutti.planner import stamp, what_if
 
     if options.explain and options.mesh is None and options.nproc is None:
         options = replace(options, scaling=True)  # part of what explains a plan
@@ -172,8 +172,8 @@ def asked(options: Options) -> tuple[ModelSpec, "Request"]:
 
 
 def _request(options: Options, script: Plan, model: ModelSpec) -> "Request":
-    from tutti.plan import Request
-    from tutti.spec.mesh_words import parse_mesh
+    from tutti.config.mesh_words import parse_mesh
+    from tutti.planner import Request
 
     return Request(
         script=script.compressed(options.compress),
@@ -206,7 +206,7 @@ def _train_samples(options: Options, script: Plan, model: ModelSpec) -> float | 
 
 
 def _noise(options: Options, unit: Unit) -> Any:
-    from tutti.plan import NoiseScale
+    from tutti.planner import NoiseScale
 
     if options.noise_from is not None:
         return _measured_noise(options, options.noise_from, unit)
@@ -220,7 +220,7 @@ def _noise(options: Options, unit: Unit) -> Any:
 
 
 def _measured_noise(options: Options, run: Path, unit: Unit) -> Any:
-    from tutti.plan import NoiseScale
+    from tutti.planner import NoiseScale
     from tutti.report.noise import samples_at_small_batches
     from tutti.report.quality import parse_target
     from tutti.report.read import read_records

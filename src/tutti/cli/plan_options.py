@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tutti.cli.quantities import DURATION, SIZE
-from tutti.spec.words import Relax, Unit
+from tutti.config.words import Relax, Unit
 
 if TYPE_CHECKING:
-    from tutti.plan import Objective, PrecisionPolicy
-    from tutti.spec.compression import Compression
+    from tutti.config.compression import Compression
+    from tutti.planner import Objective, PrecisionPolicy
 
 OBJECTIVES = ("throughput", "device-hours", "cost", "energy", "memory", "time-to-quality")
 

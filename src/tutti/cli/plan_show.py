@@ -15,9 +15,9 @@ from tutti.cli.outlook import (
     standard_output,
     trust_here,
 )
-from tutti.plan import Choice, difference, explain, rows
-from tutti.spec import codec
-from tutti.spec.plan import Plan
+from tutti.config import codec
+from tutti.config.plan import Plan
+from tutti.planner import Choice, difference, explain, rows
 
 if TYPE_CHECKING:
     from rich.table import Table

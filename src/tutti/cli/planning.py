@@ -5,16 +5,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tutti.cli.common import console
+from tutti.config import codec
+from tutti.config.cluster import ClusterSpec
+from tutti.config.model import ModelSpec
+from tutti.config.plan import Plan
+from tutti.config.words import AxisName
 from tutti.errors import PlanError, SpecError
-from tutti.plan import Choice, PrecisionPolicy, Request, Scope, changed_modules, choose
-from tutti.spec import codec
-from tutti.spec.cluster import ClusterSpec
-from tutti.spec.model import ModelSpec
-from tutti.spec.plan import Plan
-from tutti.spec.words import AxisName
+from tutti.planner import Choice, PrecisionPolicy, Request, Scope, changed_modules, choose
 
 if TYPE_CHECKING:
-    from tutti.runtime.capture import Captured
+    from tutti.trainer.capture import Captured
 
 SEARCH_S = 7.0
 """A search of a uniform cluster ends after so many seconds with the best it has, and says what it left."""
@@ -81,7 +81,7 @@ def search(model: ModelSpec, cluster: ClusterSpec, request: Request, limit_s: fl
 
 def demanded(captured: "Captured") -> dict[AxisName, int]:
     """The axes that a script's annotations ask for with their degrees, 0 where any above one will do."""
-    from tutti.runtime.annotated import marks_of
+    from tutti.parallel.annotated import marks_of
 
     marks = marks_of(captured.model)
     found: dict[AxisName, int] = {}
@@ -98,7 +98,7 @@ def barred(captured: "Captured") -> dict[str, float | None]:
     """Ways to send less that the script's model cannot go, for `Request.samples`: no code is for sparse gradients."""
     from torch import nn
 
-    from tutti.plan.ways import WAYS
+    from tutti.planner.ways import WAYS
 
     modules = captured.model.modules()
     sparse = any(isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse for one in modules)

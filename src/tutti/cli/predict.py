@@ -8,16 +8,16 @@ import click
 
 from tutti.cli.common import capture_script, cluster_for, console, emit
 from tutti.cli.options import SCRIPT_CONTEXT, json_option
+from tutti.config import codec
+from tutti.config.cluster import ClusterSpec
+from tutti.config.model import ModelSpec
+from tutti.config.plan import Plan
 from tutti.errors import ScriptError
-from tutti.spec import codec
-from tutti.spec.cluster import ClusterSpec
-from tutti.spec.model import ModelSpec
-from tutti.spec.plan import Plan
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from tutti.spec.prediction import Prediction
+    from tutti.config.prediction import Prediction
 
 
 @click.command(context_settings=SCRIPT_CONTEXT)
@@ -44,7 +44,7 @@ def command(
 ) -> None:
     """Predict step time and memory of PLAN for --model FILE or SCRIPT. With --cluster no hardware is needed."""
     from tutti.cli.planning import warn_if_changed, write_spec
-    from tutti.predict import predict
+    from tutti.cost_model import predict
 
     intended = codec.load(Plan, plan)
     described = _model(model, target, intended)
@@ -60,7 +60,7 @@ def command(
         return
     from tutti.cli.outlook import ROWS, standard_output
     from tutti.cli.timeline_view import show_timeline
-    from tutti.predict.tracks import timeline
+    from tutti.cost_model.tracks import timeline
 
     out = standard_output()
     show(intended, prediction, out)
@@ -72,8 +72,8 @@ def command(
 def write_plan_page(model: ModelSpec, cluster: ClusterSpec, plan: Plan, path: Path) -> None:
     """The page of a plan that nobody searched for. Raises ReportError where it cannot be written."""
     from tutti.cli import outlook
-    from tutti.predict import predict
-    from tutti.predict.tracks import timeline
+    from tutti.cost_model import predict
+    from tutti.cost_model.tracks import timeline
 
     found = timeline(model, cluster, plan, most_tracks=outlook.ROWS)
     page = outlook.page_of_plan(f"{model.name} on {cluster.name}", plan, predict(model, cluster, plan), found)
@@ -105,7 +105,7 @@ def show(plan: Plan, prediction: "Prediction", out: "Console") -> None:
     """The prediction for a reader: two tables, and the rates."""
     from rich.table import Table
 
-    from tutti.predict.words import nbytes, seconds
+    from tutti.cost_model.words import nbytes, seconds
 
     time, memory = prediction.step_time_s, prediction.memory
     out.print(f"Predicted step: {seconds(time.value)} ({seconds(time.low)} to {seconds(time.high)})")

@@ -10,10 +10,10 @@ import click
 
 from tutti.cli.common import console, emit
 from tutti.cli.options import json_option
+from tutti.config import codec
+from tutti.config.cluster import ClusterSpec
+from tutti.config.quantities import BYTES, quantity
 from tutti.errors import SpecError
-from tutti.spec import codec
-from tutti.spec.cluster import ClusterSpec
-from tutti.spec.quantities import BYTES, quantity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ def command(**given: Any) -> None:
 
 
 def _show_parts(options: Options) -> None:
-    from tutti.describe.catalog import parts
+    from tutti.profile.catalog import parts
 
     if options.as_json:
         emit(parts())
@@ -92,8 +92,8 @@ def _show_parts(options: Options) -> None:
 
 
 def _write_down(options: Options, device: str) -> None:
-    from tutti.describe.catalog import cluster_from_parts
-    from tutti.describe.catalog.text import cluster_from_text, is_cluster_text
+    from tutti.profile.catalog import cluster_from_parts
+    from tutti.profile.catalog.text import cluster_from_text, is_cluster_text
 
     if is_cluster_text(device):
         written = cluster_from_text(device)
@@ -115,8 +115,8 @@ def _write_down(options: Options, device: str) -> None:
 
 
 def _measure(options: Options) -> None:
-    from tutti.describe.probe import cached_cluster_path, measure
-    from tutti.runtime.env import read_place
+    from tutti.environment import read_place
+    from tutti.profile.probe import cached_cluster_path, measure
 
     if options.plot is not None:
         _check_plot(options.plot)
@@ -131,9 +131,9 @@ def _measure(options: Options) -> None:
 
 def _measure_with_all_ranks(options: Options) -> None:
     """The same by the ranks that a launcher started; rank 0 writes and prints."""
-    from tutti.describe.probe import FULL, QUICK, cached_cluster_path
-    from tutti.describe.probe.ranks import measure_ranks
-    from tutti.runtime.world import join, leave
+    from tutti.comm.world import join, leave
+    from tutti.profile.probe import FULL, QUICK, cached_cluster_path
+    from tutti.profile.probe.ranks import measure_ranks
 
     world = join()
     try:

@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from tutti.spec.quantities import BYTES, SECONDS, quantity
+from tutti.config.quantities import BYTES, SECONDS, quantity
 
 
 class Quantity(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click only

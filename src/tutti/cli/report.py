@@ -51,9 +51,9 @@ def command(
 
 
 def _one(folder: Path, target: "Target | None", output: Path | None, as_json: bool) -> Path:
+    from tutti.config.run import RunFolder
     from tutti.report.build import write_report
     from tutti.report.tables import report_table
-    from tutti.spec.run import RunFolder
 
     report = write_report(folder, target=target, output=output)
     if as_json:

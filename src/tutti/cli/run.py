@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from tutti.cli.beside import Beside, Wanted
+    from tutti.config.plan import Plan
     from tutti.launch.base import LaunchSpec
-    from tutti.spec.plan import Plan
 
-_PLANNING = ("tutti.describe.probe", "tutti.cli.planning")
+_PLANNING = ("tutti.profile.probe", "tutti.cli.planning")
 """Loaded once, in the fork server, where a run is predicted or planned."""
 
 PREDICTION_WAIT_S = 20.0
@@ -138,9 +138,9 @@ def _launch_spec(options: Options, nproc: tuple[int, ...] | None, console: "Cons
 def _planned(options: Options, folder: Path, console: "Console") -> "Plan":
     """The best plan for this script on this machine, made in a process beside this one."""
     from tutti.cli.beside import Beside
-    from tutti.spec import codec
-    from tutti.spec.plan import Plan
-    from tutti.spec.run import RunFolder
+    from tutti.config import codec
+    from tutti.config.plan import Plan
+    from tutti.config.run import RunFolder
 
     if options.module:
         raise LaunchError("a module cannot be planned for on the spot; add --nproc N, or --plan FILE")
@@ -157,7 +157,7 @@ def _planned(options: Options, folder: Path, console: "Console") -> "Plan":
 
 def _wanted(options: Options, folder: Path, world_size: int | None) -> "Wanted":
     from tutti.cli.beside import Wanted
-    from tutti.spec.mesh_words import parse_mesh
+    from tutti.config.mesh_words import parse_mesh
 
     return Wanted(
         script=Path(options.script),

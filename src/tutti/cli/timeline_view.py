@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from tutti.predict.words import nbytes, seconds
-from tutti.spec.prediction import RankMemory
-from tutti.spec.timeline import DOINGS, Doing, LeftOut, Timeline, Track
+from tutti.config.prediction import RankMemory
+from tutti.config.timeline import DOINGS, Doing, LeftOut, Timeline, Track
+from tutti.cost_model.words import nbytes, seconds
 
 if TYPE_CHECKING:
     from rich.console import Console

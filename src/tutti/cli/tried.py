@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 from tutti.cli.common import console
 from tutti.cli.conclusion import short
 from tutti.cli.contest import fastest, said, to_try, weights, words_in_full
+from tutti.config import codec
+from tutti.config.cluster import ClusterSpec
+from tutti.config.model import ModelSpec
+from tutti.config.run import RunFolder
+from tutti.config.trials import Trial, Trials
 from tutti.errors import PlanError, ReportError, ScriptError, TrainingError
-from tutti.plan import Alternative, Choice, stamp
-from tutti.spec import codec
-from tutti.spec.cluster import ClusterSpec
-from tutti.spec.model import ModelSpec
-from tutti.spec.run import RunFolder
-from tutti.spec.trials import Trial, Trials
+from tutti.planner import Alternative, Choice, stamp
 
 if TYPE_CHECKING:
     from tutti.cli.plan_options import Options
@@ -32,9 +32,9 @@ def try_plans(model: ModelSpec, cluster: ClusterSpec, choice: Choice, options: "
     """
     check_here(cluster, options)
     plans = to_try(model, cluster, choice, options.tries or 1)
-    from tutti.describe.probe import host
     from tutti.launch.host import granted_cores, threads_per_rank
     from tutti.launch.local import warm
+    from tutti.profile.probe import host
 
     load = host.load()
     warm(threads_per_rank(plans[0].plan.world_size))
@@ -110,7 +110,7 @@ def _tried(one: Alternative, folder: Path, options: "Options", words: str) -> Tr
         threads=threads_per_rank(one.plan.world_size),
         environment={
             "TUTTI_PLAN": str(RunFolder(folder).plan),
-            "TUTTI_OBSERVER": "tutti.runtime.observe:brief",
+            "TUTTI_OBSERVER": "tutti.trainer.observe:brief",
             "TUTTI_STEPS": str(options.try_steps),
         },
     )

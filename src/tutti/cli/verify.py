@@ -14,9 +14,9 @@ from tutti.cli.options import SCRIPT_CONTEXT, compress_option, json_option, scri
 from tutti.errors import PlanError, SpecError
 
 if TYPE_CHECKING:
-    from tutti.spec.compression import Compression
-    from tutti.spec.plan import Plan
-    from tutti.spec.verdict import Verdict
+    from tutti.config.compression import Compression
+    from tutti.config.plan import Plan
+    from tutti.config.verdict import Verdict
     from tutti.verify.trial import Question, Runner, Trial
 
 
@@ -111,9 +111,9 @@ def _summed(plan: "Plan | None", options: Options) -> tuple["Plan | None", Optio
     """The plan with gradients summed in every step, and what then stays unproved."""
     if plan is None or plan.sync.mode == "synchronous":
         return plan, options, ()
-    from tutti.spec.plan import Sync
-    from tutti.spec.refusals import check_plan
-    from tutti.spec.sync_words import way_in_words, with_mode
+    from tutti.config.plan import Sync
+    from tutti.config.refusals import check_plan
+    from tutti.config.sync_words import way_in_words, with_mode
 
     plan = plan.compressed(options.compress)
     check_plan(plan)
@@ -128,8 +128,8 @@ def _summed(plan: "Plan | None", options: Options) -> tuple["Plan | None", Optio
 
 def _exact(plan: "Plan | None", options: Options) -> tuple["Plan | None", str | None]:
     """The plan with exact sums, and how they are compressed by it or by the command line, in words."""
-    from tutti.spec.compression import compression_in_words
-    from tutti.spec.refusals import check_plan
+    from tutti.config.compression import compression_in_words
+    from tutti.config.refusals import check_plan
 
     how = options.compress or (plan.sync.compress if plan is not None else None)
     if plan is not None and how is not None:
@@ -141,7 +141,7 @@ def _exact(plan: "Plan | None", options: Options) -> tuple["Plan | None", str | 
 def _mesh_size(options: Options) -> int | None:
     if options.mesh is None:
         return None
-    from tutti.spec.mesh_words import parse_mesh
+    from tutti.config.mesh_words import parse_mesh
 
     size = math.prod(parse_mesh(options.mesh).values())
     if options.plan is not None or options.nproc not in (None, size):
@@ -152,8 +152,8 @@ def _mesh_size(options: Options) -> int | None:
 def _plan(options: Options) -> "Plan | None":
     if options.plan is None:
         return None
-    from tutti.spec import codec
-    from tutti.spec.plan import Plan
+    from tutti.config import codec
+    from tutti.config.plan import Plan
 
     plan = codec.load(Plan, options.plan)
     if options.nproc not in (None, plan.world_size):
@@ -165,13 +165,13 @@ def _plan(options: Options) -> "Plan | None":
 
 def _runner(options: Options, question: "Question", plan: "Plan | None", folder: Path) -> "Runner":
     """What runs the script once: ranks of this machine, watched in silence."""
+    from tutti.config import codec
     from tutti.launch import failure as failures
     from tutti.launch.base import LaunchSpec
     from tutti.launch.host import threads_per_rank
     from tutti.launch.local import LocalLauncher
     from tutti.launch.supervise import interrupts, supervise
     from tutti.launch.watch import Silent
-    from tutti.spec import codec
     from tutti.verify.trial import on_one_device
 
     def run(trial: "Trial") -> str | None:
@@ -208,8 +208,8 @@ def _doing(trial: "Trial") -> str:
 
 
 def _save(verdict: "Verdict", options: Options) -> None:
-    from tutti.spec import codec
-    from tutti.spec.run import RunFolder
+    from tutti.config import codec
+    from tutti.config.run import RunFolder
 
     paths = [RunFolder(options.folder).verdict] if options.folder is not None else []
     for path in [*paths, *([options.output] if options.output is not None else [])]:

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import psutil
 import torch
 
+from tutti.config.loading import Loading
 from tutti.data.samples import Collate, SeededSamples
 from tutti.data.source import Source
 from tutti.machine import stolen_s
-from tutti.spec.loading import Loading
 
 _ENOUGH_S = 0.05
 _LONGEST_S = 0.5

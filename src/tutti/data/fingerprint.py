@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
+from tutti.config.run import DataInfo
 from tutti.data.samples import SeededSamples, tensors_of
-from tutti.spec.run import DataInfo
 
 _MANY = 64
 _OVERLAP_LIMIT = 20_000

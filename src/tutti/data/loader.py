@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, IterableDataset
 
+from tutti.config.plan import Plan
 from tutti.data.order import Indices, batch_bounds, epoch_order, sampler_order
 from tutti.data.samples import Collate, SeededSamples
 from tutti.data.seeds import derive_seed, preserved_generators, seed_everything
 from tutti.data.share import Share, share_of
 from tutti.data.source import Source
 from tutti.errors import DataError
-from tutti.spec.plan import Plan
 
 
 class ShareLoader:

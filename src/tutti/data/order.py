@@ -7,9 +7,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tutti.config.plan import BatchPlan
 from tutti.data.seeds import derive_seed, preserved_generators, seed_everything
 from tutti.errors import DataError
-from tutti.spec.plan import BatchPlan
 
 Indices = npt.NDArray[np.int64]
 

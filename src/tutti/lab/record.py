@@ -16,8 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TextIO
 
+from tutti.config import codec
 from tutti.errors import LabError, TuttiError
-from tutti.spec import codec
 
 FOLDER = Path("/run/tutti-lab")
 """Gone after a restart of the machine, as namespaces are."""

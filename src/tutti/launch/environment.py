@@ -1,4 +1,4 @@
-"""The environment of ranks: what the launcher writes there and `tutti.runtime.env` reads in each of them."""
+"""The environment of ranks: what the launcher writes there and `tutti.environment` reads in each of them."""
 
 import contextlib
 import os

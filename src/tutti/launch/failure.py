@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tutti.config import codec
+from tutti.config.run import RunFolder
 from tutti.errors import SpecError
 from tutti.launch.base import LaunchSpec, RankError
-from tutti.spec import codec
-from tutti.spec.run import RunFolder
 
 _SIGNAL_CAUSES = {
     signal.SIGKILL: "most likely the system ran out of memory; use a smaller batch, more microbatches or fewer ranks",

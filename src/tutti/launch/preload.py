@@ -18,7 +18,7 @@ MODULES = (
     "torch.nn.parallel",
     "torch._dynamo",  # or the first optimizer step would load it, in every rank
     "numpy",
-    "tutti.runtime.job",
+    "tutti.trainer.job",
     "tutti.launch.rank_main",
 )
 

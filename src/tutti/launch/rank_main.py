@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 
+from tutti.config import codec
+from tutti.config.run import RunFolder
 from tutti.errors import TuttiError
 from tutti.launch.base import ErrorKind, RankError
 from tutti.launch.environment import become
-from tutti.spec import codec
-from tutti.spec.run import RunFolder
 
 TERMINATED = 128 + signal.SIGTERM
 

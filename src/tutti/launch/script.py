@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from tutti.config.run import RunFolder
 from tutti.errors import LaunchError, ScriptError
-from tutti.spec.run import RunFolder
 
 
 def check_script(path: Path) -> None:

@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from tutti.config.run import RunFolder
 from tutti.launch.base import LaunchSpec
 from tutti.launch.tail import LineTail, RowTail, Tail
-from tutti.spec.run import RunFolder
 
 
 class Watcher(Protocol):

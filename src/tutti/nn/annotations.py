@@ -12,8 +12,8 @@ from typing import Literal, TypeVar
 
 from torch import nn
 
+from tutti.config.words import ShardLevel
 from tutti.errors import PlanError
-from tutti.spec.words import ShardLevel
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 
+from tutti.config.compression import LOOKS
 from tutti.errors import PlanError
 from tutti.optim.cancelling import CHANCE, PARTS, SUM, Squares, excess, remember
 from tutti.optim.large_batch import LAMB, OverParts
-from tutti.spec.compression import LOOKS
 
 LEARNED = "learned"
 """In an optimizer's state of a parameter: after how many updates its v stood still."""

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tutti.config.zero_one import learns
 from tutti.optim.cancelling import Squares, excess, remember
 from tutti.optim.frozen import FrozenAdam, Live, pairs_of, updates_of
-from tutti.spec.zero_one import learns
 
 REFRESHED = "refreshed"
 """In an optimizer's state of a parameter: in how many updates its v has learned."""

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
+from tutti.config.quantity import Quantity
+from tutti.config.report import RunReport
 from tutti.report.words import prefixed
-from tutti.spec.quantity import Quantity
-from tutti.spec.report import RunReport
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,11 @@
 from dataclasses import fields, replace
 from pathlib import Path
 
+from tutti.config.prediction import Phase
+from tutti.config.quantity import Quantity
+from tutti.config.report import Failure, Finding, RunReport, Scaling, Scope, Status
+from tutti.config.report_setting import StopReport, StopRule
+from tutti.config.run import RunFolder
 from tutti.report.communication import communication, experts, sent_per_step
 from tutti.report.noise import noise_report
 from tutti.report.quality import Target, choose, cost, curves, quality_report, target_report
@@ -29,11 +34,6 @@ from tutti.report.sections import (
 from tutti.report.timing import PHASES, seen, throughput, time_report, wall_s
 from tutti.report.words import duration, listed, plural, quality_text, show
 from tutti.report.write import write_files
-from tutti.spec.prediction import Phase
-from tutti.spec.quantity import Quantity
-from tutti.spec.report import Failure, Finding, RunReport, Scaling, Scope, Status
-from tutti.spec.report_setting import StopReport, StopRule
-from tutti.spec.run import RunFolder
 
 _STOP_RULES: tuple[StopRule, ...] = ("target", "epochs", "steps", "time")
 

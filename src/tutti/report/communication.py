@@ -4,12 +4,12 @@ from collections.abc import Iterable
 from statistics import median
 from typing import Any, cast, get_args
 
+from tutti.config.prediction import Phase
+from tutti.config.quantity import Quantity
+from tutti.config.report_measured import CommunicationReport, ExpertsReport
+from tutti.config.words import Carried
 from tutti.report.read import Records, Row, finite
 from tutti.report.timing import PHASES, seen, steady_steps
-from tutti.spec.prediction import Phase
-from tutti.spec.quantity import Quantity
-from tutti.spec.report_measured import CommunicationReport, ExpertsReport
-from tutti.spec.words import Carried
 
 NOTE = "median of the steady steps, rank 0"
 

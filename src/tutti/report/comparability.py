@@ -5,10 +5,10 @@ from dataclasses import replace
 from math import sqrt
 from statistics import variance
 
+from tutti.config.quantity import Quantity
+from tutti.config.report import Claim, Finding, RunReport, Scaling, Severity
 from tutti.report.rules import by_gravity, check_run, eps_of
 from tutti.report.words import plural, quality_text, significant
-from tutti.spec.quantity import Quantity
-from tutti.spec.report import Claim, Finding, RunReport, Scaling, Severity
 
 Reports = Sequence[RunReport]
 Rule = Callable[[Reports], list[Finding]]

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from tutti.config.comparison import Comparison, ComparisonRow, Difference
+from tutti.config.report import Claim, Finding, RunReport
 from tutti.errors import ReportError
 from tutti.report.comparability import (
     check_comparison,
@@ -13,8 +15,6 @@ from tutti.report.comparability import (
 )
 from tutti.report.timing import seen
 from tutti.report.words import listed, plural, show
-from tutti.spec.comparison import Comparison, ComparisonRow, Difference
-from tutti.spec.report import Claim, Finding, RunReport
 
 
 def compare(reports: Sequence[RunReport]) -> Comparison:

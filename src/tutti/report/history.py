@@ -4,17 +4,17 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median, quantiles
 
+from tutti.config import codec
+from tutti.config.cluster import ClusterSpec
+from tutti.config.history import History, HistoryEntry, Trust
+from tutti.config.quantity import Quantity
+from tutti.config.report import RunReport
+from tutti.config.report_measured import PredictionCheck
+from tutti.config.run import RunFolder
 from tutti.errors import ReportError, SpecError
 from tutti.report.build import build_report
 from tutti.report.timing import seen
 from tutti.report.words import plural, signed_percent, significant
-from tutti.spec import codec
-from tutti.spec.cluster import ClusterSpec
-from tutti.spec.history import History, HistoryEntry, Trust
-from tutti.spec.quantity import Quantity
-from tutti.spec.report import RunReport
-from tutti.spec.report_measured import PredictionCheck
-from tutti.spec.run import RunFolder
 
 FEW = 5
 """Below so many runs, errors are told but no percentile of them."""

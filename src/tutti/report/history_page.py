@@ -5,10 +5,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tutti.config.history import History
 from tutti.report.html import environment
 from tutti.report.svg import INK, MUTED, PAPER, SERIES, Plot, inline, new_figure, styled
 from tutti.report.words import duration, plural, show, signed_percent, significant
-from tutti.spec.history import History
 
 MOST_SHOWN = 60
 """Runs that the figure shows at most, the newest."""

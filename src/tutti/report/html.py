@@ -8,6 +8,10 @@ from typing import Any
 
 import jinja2
 
+from tutti.config.comparison import Comparison
+from tutti.config.quantity import Curve, Quantity
+from tutti.config.report import Finding, RunReport
+from tutti.config.report_measured import RankReport
 from tutti.report.boxes import boxes
 from tutti.report.communication import exposed_phases
 from tutti.report.comparability import labels
@@ -27,10 +31,6 @@ from tutti.report.words import (
     significant,
     split_unit,
 )
-from tutti.spec.comparison import Comparison
-from tutti.spec.quantity import Curve, Quantity
-from tutti.spec.report import Finding, RunReport
-from tutti.spec.report_measured import RankReport
 
 SEVERITIES = {"refuse": "Refused", "warn": "Warning", "note": "Note"}
 

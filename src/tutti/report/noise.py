@@ -1,10 +1,10 @@
 """The gradient noise scale of a run: its critical batch, and what it says about other batches."""
 
+from tutti.config.report_measured import NoiseReport
 from tutti.errors import ReportError
 from tutti.report.quality import Target, choose, curves, first_reached
 from tutti.report.read import Records, Row
 from tutti.report.timing import seen
-from tutti.spec.report_measured import NoiseReport
 
 
 def noise_report(records: Records) -> NoiseReport | None:

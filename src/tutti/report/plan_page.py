@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from tutti.config.prediction import Prediction
+from tutti.config.scaling import ScalingCurve
+from tutti.config.timeline import DOINGS, Doing, Timeline, Track
+from tutti.config.trials import Trials
 from tutti.report.html import environment
 from tutti.report.plan_plots import held_plot, scaling_plot, timeline_plot, track_name, trials_plot
 from tutti.report.words import EVIDENCE, duration, signed_percent, significant
-from tutti.spec.prediction import Prediction
-from tutti.spec.scaling import ScalingCurve
-from tutti.spec.timeline import DOINGS, Doing, Timeline, Track
-from tutti.spec.trials import Trials
 
 RowKind = Literal["", "chosen", "off"]
 

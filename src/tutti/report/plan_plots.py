@@ -11,6 +11,10 @@ from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path
 from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
 
+from tutti.config.prediction import RankMemory
+from tutti.config.scaling import ScalingCurve
+from tutti.config.timeline import DOINGS, Bar, Doing, LeftOut, Timeline, Track
+from tutti.config.trials import Trials
 from tutti.report.svg import (
     GRID,
     INK,
@@ -26,10 +30,6 @@ from tutti.report.svg import (
     styled,
 )
 from tutti.report.words import duration, plural, significant
-from tutti.spec.prediction import RankMemory
-from tutti.spec.scaling import ScalingCurve
-from tutti.spec.timeline import DOINGS, Bar, Doing, LeftOut, Timeline, Track
-from tutti.spec.trials import Trials
 
 FILLS: dict[Doing, str] = {
     "data": PHASE_COLOURS["data"],

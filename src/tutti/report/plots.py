@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator
 
+from tutti.config.prediction import Phase
+from tutti.config.quantity import Curve, Quantity, Split
+from tutti.config.report import RunReport
+from tutti.config.report_measured import CommunicationReport
 from tutti.report.svg import INK, MUTED, PAPER, PHASE_COLOURS, SERIES, Plot, inline, new_figure, rows, segment, styled
 from tutti.report.timing import PHASES
 from tutti.report.words import CARRIED, PHASE_NAMES, duration, number, quality_text, significant
-from tutti.spec.prediction import Phase
-from tutti.spec.quantity import Curve, Quantity, Split
-from tutti.spec.report import RunReport
-from tutti.spec.report_measured import CommunicationReport
 
 SPLIT_COLOURS: dict[Split, int] = {"train": 0, "test": 1, "validation": 2, "other": 3}
 MOST_RANKS = 12

@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from tutti.config.quantity import Curve, Quantity, Split
+from tutti.config.report_measured import QualityReport, TargetReport
 from tutti.errors import ReportError
 from tutti.report.read import Records, Row
 from tutti.report.timing import seen
 from tutti.report.words import higher_is_better
-from tutti.spec.quantity import Curve, Quantity, Split
-from tutti.spec.report_measured import QualityReport, TargetReport
 
 CURVE_POINTS = 500
 _SPLITS: dict[str, Split] = {

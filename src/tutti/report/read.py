@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tutti.config import codec
+from tutti.config.cluster import ClusterSpec
+from tutti.config.model import ModelSpec
+from tutti.config.plan import Plan
+from tutti.config.prediction import Prediction
+from tutti.config.run import RunFolder, RunHeader
+from tutti.config.verdict import Verdict
 from tutti.errors import ReportError, SpecError
-from tutti.spec import codec
-from tutti.spec.cluster import ClusterSpec
-from tutti.spec.model import ModelSpec
-from tutti.spec.plan import Plan
-from tutti.spec.prediction import Prediction
-from tutti.spec.run import RunFolder, RunHeader
-from tutti.spec.verdict import Verdict
 
 T = TypeVar("T")
 

@@ -2,10 +2,10 @@
 
 from statistics import mean
 
+from tutti.config.quantity import Quantity
+from tutti.config.sync_words import way_in_words
 from tutti.report.read import Records, finite
 from tutti.report.timing import seen
-from tutti.spec.quantity import Quantity
-from tutti.spec.sync_words import way_in_words
 
 NOTE = "distance of a replica from the mean of all, over the mean's length"
 

@@ -7,8 +7,8 @@ several runs are in tutti.report.comparability.
 from collections.abc import Callable
 from math import prod
 
+from tutti.config.report import Claim, Finding, RunReport, Severity
 from tutti.report.words import duration, number, plural, quality_text, significant
-from tutti.spec.report import Claim, Finding, RunReport, Severity
 
 BREAKDOWN_TOLERANCE = 0.02
 QUALITY_EPS = 0.005

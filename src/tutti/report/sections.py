@@ -6,16 +6,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import PurePath
 from typing import Any
 
-from tutti.report.read import Records, Row
-from tutti.report.replicas import mode_text
-from tutti.report.timing import phases_of, quantities, seen, steady_steps, typical
-from tutti.report.words import plural
-from tutti.spec import codec
-from tutti.spec.cluster import DeviceSpec
-from tutti.spec.quantity import Quantity
-from tutti.spec.report import RunReport, Verification
-from tutti.spec.report_measured import FlopsReport, PredictionCheck, RankReport, TargetReport
-from tutti.spec.report_setting import (
+from tutti.config import codec
+from tutti.config.cluster import DeviceSpec
+from tutti.config.quantity import Quantity
+from tutti.config.report import RunReport, Verification
+from tutti.config.report_measured import FlopsReport, PredictionCheck, RankReport, TargetReport
+from tutti.config.report_setting import (
     BaselineReport,
     BatchReport,
     DataReport,
@@ -25,6 +21,10 @@ from tutti.spec.report_setting import (
     SystemReport,
     TuningReport,
 )
+from tutti.report.read import Records, Row
+from tutti.report.replicas import mode_text
+from tutti.report.timing import phases_of, quantities, seen, steady_steps, typical
+from tutti.report.words import plural
 
 DTYPES = {"tf32": "tf32", "bfloat16": "bfloat16", "float16": "float16"}
 _START_STATES: tuple[StartState, ...] = ("disk-cold", "disk-warm", "ram", "generated")

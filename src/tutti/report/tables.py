@@ -7,6 +7,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from tutti.config.comparison import Comparison
+from tutti.config.prediction import Phase
+from tutti.config.quantity import Quantity
+from tutti.config.report import Finding, RunReport
 from tutti.report.comparability import labels
 from tutti.report.words import (
     CARRIED,
@@ -17,10 +21,6 @@ from tutti.report.words import (
     show_interval,
     signed_percent,
 )
-from tutti.spec.comparison import Comparison
-from tutti.spec.prediction import Phase
-from tutti.spec.quantity import Quantity
-from tutti.spec.report import Finding, RunReport
 
 BAR_WIDTH = 60
 _COLOURS: dict[Phase, str] = {

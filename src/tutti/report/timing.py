@@ -5,10 +5,10 @@ from collections.abc import Iterable
 from statistics import median
 from typing import get_args
 
+from tutti.config.prediction import Phase
+from tutti.config.quantity import Quantity
+from tutti.config.report_measured import TimeReport
 from tutti.report.read import Records, Row, finite
-from tutti.spec.prediction import Phase
-from tutti.spec.quantity import Quantity
-from tutti.spec.report_measured import TimeReport
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 WARM_UP_STEPS = 2

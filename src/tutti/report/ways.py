@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from statistics import mean
 
+from tutti.config.sync_words import way_in_words
 from tutti.errors import ReportError
 from tutti.report.quality import Target, choose, curves, first_reached
 from tutti.report.read import Records
-from tutti.spec.sync_words import way_in_words
 
 
 def samples_by_way(runs: Sequence[Records], target: Target) -> dict[str, float | None]:

@@ -2,8 +2,8 @@
 
 import math
 
-from tutti.spec.quantity import Quantity
-from tutti.spec.words import Carried, Evidence
+from tutti.config.quantity import Quantity
+from tutti.config.words import Carried, Evidence
 
 NOT_RECORDED = "not recorded"
 

@@ -4,14 +4,14 @@ from pathlib import Path
 
 from rich.console import RenderableType
 
+from tutti.config import codec
+from tutti.config.comparison import Comparison
+from tutti.config.history import History
+from tutti.config.report import RunReport
 from tutti.errors import ReportError
 from tutti.report.history_page import history_html, history_table
 from tutti.report.html import comparison_html, report_html
 from tutti.report.tables import as_text, comparison_table, report_table
-from tutti.spec import codec
-from tutti.spec.comparison import Comparison
-from tutti.spec.history import History
-from tutti.spec.report import RunReport
 
 
 def write_files(report: RunReport, folder: Path) -> Path:

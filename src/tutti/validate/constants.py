@@ -11,9 +11,9 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from tutti.predict import constants
-from tutti.spec.cluster import ClusterSpec, DeviceSpec, GemmRate, LinkSpec, faster
-from tutti.spec.model import OpKind
+from tutti.config.cluster import ClusterSpec, DeviceSpec, GemmRate, LinkSpec, faster
+from tutti.config.model import OpKind
+from tutti.cost_model import constants
 
 _SIZES = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536)
 """Sizes at which a fitted curve is written down."""

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from tutti.config.cluster import ClusterSpec
+from tutti.config.model import ModelSpec
+from tutti.config.plan import Plan
+from tutti.cost_model import predict
 from tutti.errors import PlanError
-from tutti.predict import predict
-from tutti.spec.cluster import ClusterSpec
-from tutti.spec.model import ModelSpec
-from tutti.spec.plan import Plan
 from tutti.validate.constants import NAMES, NOISE, PRIOR, UNFITTED, Constants, fitted_cluster
 
 Array = NDArray[np.float64]

@@ -4,8 +4,8 @@ import re
 from dataclasses import replace
 from functools import cache
 
-from tutti.describe.catalog import device, parts
-from tutti.spec.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeSpec
+from tutti.config.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeSpec
+from tutti.profile.catalog import device, parts
 from tutti.validate.rows import Row, Uncosted
 
 _GPUS = (

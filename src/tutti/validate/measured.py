@@ -1,7 +1,7 @@
 """What a row measured, as seconds of a step: rows print times, tokens or samples a second, or FLOPs a second."""
 
-from tutti.spec.model import ModelSpec
-from tutti.spec.plan import Plan
+from tutti.config.model import ModelSpec
+from tutti.config.plan import Plan
 from tutti.validate.examples import units_per_sample
 from tutti.validate.rows import Row, Uncosted
 

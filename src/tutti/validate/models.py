@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from tutti.describe.architectures import architecture
-from tutti.spec.model import ModelSpec
+from tutti.config.model import ModelSpec
+from tutti.profile.architectures import architecture
 from tutti.validate.examples import example_of
 from tutti.validate.rows import Row, Uncosted
 

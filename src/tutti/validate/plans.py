@@ -4,10 +4,10 @@ import math
 import re
 from dataclasses import replace
 
+from tutti.config.model import ModelSpec
+from tutti.config.plan import BatchPlan, LayoutRule, Pipeline, Plan, Sharding, Sync
+from tutti.config.words import AxisName, Precision
 from tutti.errors import PlanError
-from tutti.spec.model import ModelSpec
-from tutti.spec.plan import BatchPlan, LayoutRule, Pipeline, Plan, Sharding, Sync
-from tutti.spec.words import AxisName, Precision
 from tutti.validate.examples import batch_of
 from tutti.validate.models import is_early, precision_of
 from tutti.validate.rows import Row, Uncosted

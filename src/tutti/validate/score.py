@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tutti.config.cluster import ClusterSpec
+from tutti.config.model import ModelSpec
+from tutti.config.plan import Plan, Sync
+from tutti.cost_model import predict
 from tutti.errors import PlanError
-from tutti.predict import predict
-from tutti.spec.cluster import ClusterSpec
-from tutti.spec.model import ModelSpec
-from tutti.spec.plan import Plan, Sync
 from tutti.validate.machines import cluster_of
 from tutti.validate.measured import step_s
 from tutti.validate.models import model_of

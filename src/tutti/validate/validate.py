@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tutti.spec.cluster import ClusterSpec
+from tutti.config.cluster import ClusterSpec
 from tutti.validate.constants import UNFITTED, Constants
 from tutti.validate.fit import Fit, Sample, apply_fit, fit_constants
 from tutti.validate.reasons import Setting, misses

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from tutti.data.share import Part
-from tutti.runtime.context.order import Order
-from tutti.runtime.layout import Held
+from tutti.parallel.context.order import Order
+from tutti.parallel.layout import Held
 from tutti.verify.parts import columns_of
 from tutti.verify.randomness import rows_of
 

@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from tutti.runtime.layout import Held
+from tutti.parallel.layout import Held
 from tutti.verify.parts import activation, kept_columns
 from tutti.verify.randomness import in_backward
 from tutti.verify.recording import Call

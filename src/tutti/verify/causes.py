@@ -6,7 +6,7 @@ rank, a rate in the ratio of the ranks. A difference no rule explains is describ
 
 from collections.abc import Callable
 
-from tutti.spec.verdict import Cause
+from tutti.config.verdict import Cause
 from tutti.verify import causes_data, causes_forward, causes_update
 from tutti.verify.evidence import Case
 

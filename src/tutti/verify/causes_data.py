@@ -1,6 +1,6 @@
 """Rules of diagnosis about where a run starts from: seeds, samples, random numbers."""
 
-from tutti.spec.verdict import Cause
+from tutti.config.verdict import Cause
 from tutti.verify.evidence import Case, words
 
 

@@ -1,6 +1,6 @@
 """Rules of diagnosis about forward: what makes a sample's output depend on its rank, or on the samples beside it."""
 
-from tutti.spec.verdict import Cause
+from tutti.config.verdict import Cause
 from tutti.verify.evidence import Case, equal, moments_agree, padded_less, words
 
 

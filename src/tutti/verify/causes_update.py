@@ -1,6 +1,6 @@
 """Rules of diagnosis about loss, gradients and settings of the optimizer."""
 
-from tutti.spec.verdict import Cause
+from tutti.config.verdict import Cause
 from tutti.verify.evidence import Case, plain_losses
 from tutti.verify.measure import number_difference
 

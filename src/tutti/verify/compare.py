@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tutti.runtime.layout import Held
-from tutti.spec.verdict import Stage, TensorDifference
+from tutti.config.verdict import Stage, TensorDifference
+from tutti.parallel.layout import Held
 from tutti.verify.align import Alignment
 from tutti.verify.forward import Pieces, compare_forward, compare_inputs
 from tutti.verify.gauge import Gauge

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tutti.spec.compression import ZERO_ONE, parse_compression
+from tutti.config.compression import ZERO_ONE, parse_compression
 from tutti.verify.parts import part_of
 from tutti.verify.recording import RankRecord, StepRecord, read_ranks, read_steps
 

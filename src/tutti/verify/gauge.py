@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 
-from tutti.spec.verdict import Stage, TensorDifference
+from tutti.config.verdict import Stage, TensorDifference
 
 
 class Gauge:

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tutti.runtime.context.order import Order
-from tutti.runtime.layout import Held, local
-from tutti.runtime.space import tensor as space
-from tutti.runtime.split import parted as split
-from tutti.runtime.state import Run
-from tutti.spec.words import DATA_AXES, AxisName
+from tutti.config.words import DATA_AXES, AxisName
+from tutti.parallel.context.order import Order
+from tutti.parallel.layout import Held, local
+from tutti.parallel.spatial import tensor as space
+from tutti.parallel.tensor import parted as split
+from tutti.trainer.state import Run
 
 KEEP_ELEMENTS = 2**20
 """Of a larger parameter, gradient or buffer, evenly spread elements are compared, at most this many."""

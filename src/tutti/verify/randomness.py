@@ -38,7 +38,7 @@ class AlignedRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     draws_whole = True
-    """Layers that are divided draw for the whole activation (runtime/split/streams.py)."""
+    """Layers that are divided draw for the whole activation (parallel/tensor/streams.py)."""
 
     def __init__(self, part: Part, guide: Mapping[int, tuple[int, ...]] | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

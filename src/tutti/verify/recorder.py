@@ -15,15 +15,15 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
+from tutti.comm.world import World
 from tutti.data.seeds import derive_seed
 from tutti.data.share import Part, Share
+from tutti.environment import Recording, read_wishes
 from tutti.errors import LaunchError
-from tutti.runtime.env import Recording, read_wishes
-from tutti.runtime.layout import local
-from tutti.runtime.observe import StopRun
-from tutti.runtime.state import Run
-from tutti.runtime.weighted import Weighted
-from tutti.runtime.world import World
+from tutti.parallel.layout import local
+from tutti.trainer.observe import StopRun
+from tutti.trainer.state import Run
+from tutti.trainer.weighted import Weighted
 from tutti.verify.calls import CallLog
 from tutti.verify.parts import KEEP_COLUMNS, KEEP_ELEMENTS, Holding, kept, kept_columns
 from tutti.verify.randomness import AlignedRandom, lowest_of
@@ -65,7 +65,7 @@ class Precise:
 
 
 class Recorder(Precise):
-    """See `tutti.runtime.observe.Observer` for when each method is called."""
+    """See `tutti.trainer.observe.Observer` for when each method is called."""
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording

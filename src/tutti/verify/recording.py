@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tutti.data.share import Part
-from tutti.runtime.layout import Held
+from tutti.parallel.layout import Held
 from tutti.verify.parts import Holding
 
 Values = dict[str, torch.Tensor]

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from tutti.runtime.layout import Held, local
-from tutti.runtime.state import Run
+from tutti.parallel.layout import Held, local
+from tutti.trainer.state import Run
 from tutti.verify.parts import kept, named_tensors
 from tutti.verify.recording import State, Values
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from tutti.config.compression import FACTORS, ZERO_ONE, compression_in_words, parse_compression
+from tutti.config.plan import Plan
+from tutti.config.verdict import Cause, TensorDifference, Verdict
 from tutti.errors import ScriptError
-from tutti.spec.compression import FACTORS, ZERO_ONE, compression_in_words, parse_compression
-from tutti.spec.plan import Plan
-from tutti.spec.verdict import Cause, TensorDifference, Verdict
 from tutti.verify.causes import diagnose
 from tutti.verify.compare import Found, Sides, compare_start, compare_step
 from tutti.verify.compressed import compressed_note
@@ -40,7 +40,7 @@ class Trial:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the ranks find in their environment (see tutti.runtime.env)."""
+        """What the ranks find in their environment (see tutti.environment)."""
         found = {
             "TUTTI_OBSERVER": "tutti.verify.recorder:recorder",
             "TUTTI_RECORD": str(self.folder),

@@ -9,8 +9,8 @@ import time
 import torch
 import torch.distributed as dist
 
+from tutti.comm.world import join
 from tutti.errors import DataError
-from tutti.runtime.world import join
 
 action, actor = sys.argv[1], int(sys.argv[2])
 world = join()

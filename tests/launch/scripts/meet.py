@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import tutti
-from tutti.runtime.world import join
+from tutti.comm.world import join
 
 world = join()
 facts = {

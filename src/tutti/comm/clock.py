@@ -1,0 +1,76 @@
+"""Where a step's wall time goes: phases that add up to it, with nothing left out and nothing counted twice."""
+
+import time
+from typing import get_args
+
+import torch
+
+from tutti.config.prediction import Phase
+from tutti.machine import Stolen
+
+STEP_PHASES: tuple[Phase, ...] = tuple(p for p in get_args(Phase) if p != "evaluation")
+
+_COMPUTING: tuple[Phase, ...] = ("forward", "backward", "optimizer")
+"""Phases out of which waiting for other ranks is taken: it is exposed communication."""
+
+
+class PhaseClock:
+    """A stop-watch that is always in exactly one phase.
+
+    On a GPU, entering a phase waits for the device, so that work is counted where it was asked for; only then, because
+    the wait is not free, on every `sample_every`-th step.
+    """
+
+    def __init__(self, device: torch.device, sample_every: int = 20) -> None:
+        self.device = device
+        self._on_gpu = device.type == "cuda"  # asking a torch.device is slow beside reading a clock
+        self.sample_every = sample_every
+        self.started = time.perf_counter()
+        self.stolen = Stolen()
+        self.steps = 0
+        self._phase: Phase = "other"
+        self._since = self.started
+        self._row_since = self.started
+        self._seconds: dict[Phase, float] = dict.fromkeys(STEP_PHASES, 0.0)
+
+    def enter(self, phase: Phase) -> None:
+        """The running phase ends and `phase` begins."""
+        now = self.now()
+        self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + now - self._since
+        self._phase, self._since = phase, now
+
+    def now(self) -> float:
+        """perf_counter seconds, after the device has caught up on steps that are timed."""
+        if self._on_gpu and self.timed:
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def moment(self) -> float:
+        """perf_counter seconds; on steps that are timed, after what this thread has asked of the device so far."""
+        if self._on_gpu and self.timed:
+            torch.cuda.current_stream(self.device).synchronize()
+        return time.perf_counter()
+
+    def waited(self, seconds: float) -> Phase:
+        """The last `seconds` went by waiting for other ranks: they leave the phase that runs, which is returned."""
+        if self._phase in _COMPUTING:
+            self._seconds[self._phase] -= seconds
+            self._seconds["exposed_communication"] += seconds
+        return self._phase
+
+    @property
+    def timed(self) -> bool:
+        """Whether the phases of the running step are exact."""
+        return not self._on_gpu or self.steps % self.sample_every == 0
+
+    def elapsed_s(self) -> float:
+        """Seconds since the clock started."""
+        return time.perf_counter() - self.started
+
+    def take_row(self) -> tuple[float, dict[Phase, float]]:
+        """Close a row: wall seconds since the last one, and its phases, which add up to it."""
+        self.enter(self._phase)
+        wall, phases = self._since - self._row_since, self._seconds
+        self._row_since, self._seconds = self._since, dict.fromkeys(STEP_PHASES, 0.0)
+        self.steps += 1
+        return wall, phases

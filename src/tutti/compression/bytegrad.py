@@ -1,0 +1,97 @@
+"""ByteGrad (Bagua): 8 bits a value between the smallest and the largest of its block.
+
+The original adds 1e-7 to every range and uses one range for a whole chunk: small gradients vanish, and one outlier
+coarsens all. Here a block has its own range, whatever its size.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tutti.compression import blocks
+from tutti.compression.codec import Codec, arrays, parts, residuals, up_to_4
+from tutti.compression.gpu.build import fits
+from tutti.compression.state import State
+
+
+@dataclass(frozen=True, slots=True)
+class ByteGrad(Codec):
+    """1 + 8/block bytes a value; rounded to nearest, so biased by less than range/510. `feedback`: keep the rest."""
+
+    block: int = 2048
+    feedback: bool = False
+
+    def __post_init__(self) -> None:
+        blocks.check_block(self.block)
+
+    @property
+    def keeps(self) -> tuple[str, ...]:
+        return ("residual",) if self.feedback else ()
+
+    def nbytes(self, numel: int) -> int:
+        return 8 * blocks.count(numel, self.block) + up_to_4(numel)
+
+    def encode_by_torch(self, values: Tensor, state: State, message: Tensor) -> None:
+        old, new = residuals(state, values)
+        scales, codes = self._parts(message, values.numel())
+        x = values + old if self.feedback else values
+        rows = blocks.in_blocks(x, self.block)
+        outside = blocks.in_blocks(torch.ones_like(x), self.block) == 0
+        rows = torch.where(outside, rows[:, :1], rows)  # what stands behind the last value is not in its range
+        low, high = rows.amin(dim=1).to(torch.float32), rows.amax(dim=1).to(torch.float32)
+        bad = ~(rows.isfinite().all(dim=1) & low.isfinite() & high.isfinite())
+        scales.copy_(torch.stack([low, high], dim=1).masked_fill(bad[:, None], torch.nan))
+        base, step = _base_and_step(scales, x.dtype)
+        inverse = torch.where(step > 0, 1 / step, torch.zeros_like(step))
+        level = ((rows - base) * inverse + 0.5).clamp(max=255).clamp(min=0).floor().masked_fill(bad[:, None], 0)
+        codes.copy_(level.flatten()[: x.numel()].to(torch.uint8))
+        if self.feedback:
+            kept = torch.where(bad[:, None], rows, rows - (base + level * step))
+            new.copy_(kept.flatten()[: x.numel()])
+
+    def decode_add_by_torch(self, message: Tensor, into: Tensor) -> None:
+        scales, codes = self._parts(message, into.numel())
+        base, step = _base_and_step(scales, into.dtype)
+        rows = blocks.in_blocks(codes.to(into.dtype), self.block)
+        into += (base + rows * step).flatten()[: into.numel()]
+
+    def encode_by_numba(self, values: Tensor, state: State, message: Tensor) -> None:
+        from tutti.compression.kernels import ranges
+        from tutti.compression.kernels.build import room
+
+        views = arrays(values, *residuals(state, values), *self._parts(message, values.numel()))
+        ranges.encode(*views, self.block, *room(self.block, views[0].dtype))
+
+    def decode_add_by_numba(self, message: Tensor, into: Tensor) -> None:
+        from tutti.compression.kernels import ranges
+
+        ranges.decode_add(*arrays(*self._parts(message, into.numel()), into), self.block)
+
+    @property
+    def in_triton(self) -> bool:
+        return fits(self.block)
+
+    def encode_by_triton(self, values: Tensor, state: State, message: Tensor) -> None:
+        from tutti.compression.gpu import ranges
+
+        scales, codes = self._parts(message, values.numel())
+        ranges.encode(values, *residuals(state, values), scales, codes, self.block)
+
+    def decode_add_by_triton(self, message: Tensor, into: Tensor) -> None:
+        from tutti.compression.gpu import ranges
+
+        scales, codes = self._parts(message, into.numel())
+        ranges.decode_add(scales, codes, into, self.block)
+
+    def _parts(self, message: Tensor, numel: int) -> list[Tensor]:
+        """(blocks, 2) low and high, then a byte a value."""
+        rows = blocks.count(numel, self.block)
+        scales, codes = parts(message, (torch.float32, 2 * rows), (torch.uint8, numel))
+        return [scales.view(rows, 2), codes]
+
+
+def _base_and_step(scales: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    low, high = (scales[:, side, None].to(dtype) for side in (0, 1))
+    step = blocks.quotient(high, 255) - blocks.quotient(low, 255)
+    return low, step.masked_fill(step <= blocks.SMALLEST_SCALE, 0)

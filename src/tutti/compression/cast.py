@@ -1,0 +1,62 @@
+"""Casts: every value as float16 or bfloat16, 2 bytes, or as wide as it is or wider, which loses nothing.
+
+Sums are formed in the gradient's own precision: values are cast before they travel and after they are added up, never
+in between. What is too large for float16 becomes infinite, which every rank sees.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tutti.compression.codec import Codec, parts, residuals, up_to_4
+from tutti.compression.state import State
+
+_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+
+
+AT_ONCE = 1 << 16
+"""Values that are worked on at once on a CPU, where several passes over them follow one another: they stay in a core's
+cache. Halves converted so and then added take 0.6 ns each, where a sum of two dtypes takes 2.3."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cast(Codec):
+    """As many bytes a value as `to` has. `feedback`: what rounding takes away is kept."""
+
+    to: Literal["bfloat16", "float16", "float32", "float64"] = "bfloat16"
+    feedback: bool = False
+
+    @property
+    def keeps(self) -> tuple[str, ...]:
+        return ("residual",) if self.feedback else ()
+
+    def nbytes(self, numel: int) -> int:
+        return up_to_4(_DTYPES[self.to].itemsize * numel)
+
+    def encode_by_torch(self, values: Tensor, state: State, message: Tensor) -> None:
+        old, new = residuals(state, values)
+        (half,) = self._parts(message, values.numel())
+        if self.feedback:
+            torch.add(values, old, out=new)
+            half.copy_(new)
+            new.sub_(half)
+        else:
+            half.copy_(values)
+
+    def decode_add_by_torch(self, message: Tensor, into: Tensor) -> None:
+        (half,) = self._parts(message, into.numel())
+        if half.dtype is into.dtype or into.device.type != "cpu":
+            into += half
+            return
+        for total, part in zip(torch.split(into, AT_ONCE), torch.split(half, AT_ONCE), strict=True):
+            total += part.to(into.dtype)
+
+    def _parts(self, message: Tensor, numel: int) -> list[Tensor]:
+        return parts(message, (_DTYPES[self.to], numel))

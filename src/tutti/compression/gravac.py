@@ -1,0 +1,116 @@
+"""Top-k that grows thinner while enough of the gradient is sent (GraVAC: Tyagi, Swany 2023, arXiv 2305.12201).
+
+A code's gain is the part of what is to be sent that it sends, |C(g + e)|^2 / |g + e|^2, over all ranks. Where half the
+density would still have the gain that is asked for, it is halved; where this one has less, it is doubled.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tutti.compression.exchange import Place, Rounds
+from tutti.compression.topk import TopK
+from tutti.compression.two_phase import Gathered
+from tutti.config.compression import FIRST_DENSITY, GAIN_NBYTES
+
+
+class Gravac(Gathered):
+    """Sums a flat gradient of tensors of `shapes` by a top-k whose density lies between a quarter, with which it
+    begins, and `codec`'s. `gain`: as above, 0 to 1; `window`: steps whose sums of squares are looked at together.
+
+    Every message begins with its rank's |g + e|^2, |C(g + e)|^2 and that of half the density, so all ranks judge by the
+    same numbers, and none is sent for it beside the sum. The paper compares gains of a least and a larger compression
+    and sends the whole where neither is enough; here a quarter of the values is the most that is sent, for with their
+    places more would be longer than an exact sum.
+    """
+
+    def __init__(
+        self,
+        codec: TopK,
+        shapes: Sequence[Sequence[int]],
+        *,
+        gain: float,
+        window: int,
+        group: Any = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+    ) -> None:
+        sizes = [torch.Size(shape).numel() for shape in shapes]
+        super().__init__(codec, sum(sizes), group=group, dtype=dtype, device=device, seed=seed)
+        self._least, self.gain, self.window = codec, gain, window
+        self._starts = [end - size for end, size in zip(accumulate(sizes), sizes, strict=True) if size]
+        most = max(FIRST_DENSITY, codec.density)
+        self.shared = {"ladder": torch.tensor([most, 0, 0, 0, 0], dtype=torch.float64)}  # density, steps, the squares
+        self._seen, self._next = torch.zeros(3, dtype=torch.float64), self.shared["ladder"].clone()
+
+    @property
+    def density(self) -> float:
+        return float(self.shared["ladder"][0])
+
+    @property
+    def places(self) -> dict[str, list[Place]]:
+        """Every tensor has all of it."""
+        return {"ladder": [(start, 0, self.shared["ladder"].numel()) for start in self._starts]}
+
+    @property
+    def step_nbytes(self) -> int:
+        return (self.wire.size - 1) * (GAIN_NBYTES + self._at(self.density).nbytes(self.numel))
+
+    def write(self, flat: Tensor) -> Tensor:
+        codec, state = self._at(self.density), self.states["worker"]
+        message = torch.zeros(GAIN_NBYTES + codec.nbytes(self.numel), dtype=torch.uint8, device=flat.device)
+        codec.encode(flat, state, message[GAIN_NBYTES:])
+        found = codec.pairs(message[GAIN_NBYTES:], self.numel)[1]
+        fewer = found.abs().topk(self._at(self._thinner(self.density)).count(self.numel)).values
+        sent = _square(found)
+        squares = torch.stack([_square(state.new["residual"]) + sent, sent, _square(fewer)])
+        message[:GAIN_NBYTES].view(torch.float64).copy_(squares)
+        return message
+
+    def read(self, message: Tensor, total: Tensor) -> None:
+        self._seen += message[:GAIN_NBYTES].view(torch.float64).cpu()
+        self._at(self.density).decode_add(message[GAIN_NBYTES:], total)
+
+    def rounds(self, flat: Tensor) -> Rounds:
+        self._seen.zero_()
+        yield from super().rounds(flat)
+        self._next = self._judged()
+
+    def settle(self, finite: bool) -> None:
+        if finite:
+            self.shared["ladder"].copy_(self._next)
+        super().settle(finite)
+
+    def rescale(self, factor: float) -> None:
+        super().rescale(factor)
+        for ladder in (self.shared["ladder"], self._next):
+            ladder[2:] *= factor**2
+
+    def _judged(self) -> Tensor:
+        """What is in force after this step."""
+        ladder = self.shared["ladder"].clone()
+        ladder[1] += 1
+        ladder[2:] += self._seen
+        density, steps, whole, sent, fewer = ladder.tolist()
+        if steps < self.window:
+            return ladder
+        if fewer >= self.gain * whole > 0:
+            density = self._thinner(density)
+        elif sent < self.gain * whole:
+            density = min(max(FIRST_DENSITY, self._least.density), 2 * density)
+        return torch.tensor([density, 0, 0, 0, 0], dtype=torch.float64)
+
+    def _thinner(self, density: float) -> float:
+        return max(self._least.density, density / 2)
+
+    def _at(self, density: float) -> TopK:
+        return replace(self._least, density=density)
+
+
+def _square(values: Tensor) -> Tensor:
+    return torch.dot(values, values).double()

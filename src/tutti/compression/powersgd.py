@@ -1,0 +1,186 @@
+"""PowerSGD (Vogels et al. 2019): every matrix of the gradient as a product of two thin ones.
+
+M = gradient + error, P = sum of M Q, orthogonal columns, Q = sum of M^T P, sum of M ~ P Q^T; the next step begins
+with this Q. What is kept back is the paper's: M - P Q_own^T with this rank's own Q before the sum, for compressed
+tensors only. So the workers' errors add up to the error of the sum, and do not grow with the number of steps.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tutti.compression.draw import key_of
+from tutti.compression.exchange import Exchange, Place, Rounds, Span, Wire
+from tutti.compression.state import State, rank_seed
+from tutti.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """A tensor of the flat gradient as a matrix: its place, rows and columns, and its places in the flat P and Q, where
+    P and Q lie column by column: thin products take half the time so."""
+
+    start: int
+    rows: int
+    columns: int
+    p: int
+    q: int
+
+
+class PowerSGD(Exchange):
+    """Sums a flat gradient of tensors of `shapes`, one behind the other, over a group, in two all-reduces.
+
+    A tensor becomes (first dim, rest). Where rank (rows + columns) >= rows columns / min_rate it is not compressed: it
+    rides along with P as it is. A zero column of P stays zero, and a zero column of Q begins anew. `lone`: over no
+    group, whatever ranks there are.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[Sequence[int]],
+        *,
+        rank: int = 1,
+        min_rate: float = 2.0,
+        group: Any = None,
+        lone: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+    ) -> None:
+        if rank < 1:
+            raise PlanError(f"rank = {rank}; PowerSGD needs matrices of rank 1 or more")
+        wire = Wire(group, lone=lone)
+        self.rank, self.seed = rank, seed
+        self.matrices, self.plain, self.numel = _places(shapes, rank, min_rate)
+        self._p = sum(matrix.rows * rank for matrix in self.matrices)
+        q = sum(matrix.columns * rank for matrix in self.matrices)
+        compressed = sum(matrix.rows * matrix.columns for matrix in self.matrices)
+        kept = torch.float64 if dtype is torch.float64 else torch.float32
+        state = State.zeros(("residual",), compressed, dtype=dtype, device=device, seed=rank_seed(seed, wire.rank))
+        self._next_q = torch.zeros(q, dtype=kept, device=device)
+        begun, drawn = torch.zeros_like(self._next_q), _normal(q, seed, 0).to(self._next_q)
+        for m in self.matrices:
+            self._q(begun, m).copy_(drawn[m.q : m.q + m.columns * rank].view(m.columns, rank))
+        super().__init__(wire, {"worker": state}, {"q": begun})
+
+    @property
+    def spans(self) -> dict[str, list[Span]]:
+        return {"worker": [(m.start, m.start + m.rows * m.columns) for m in self.matrices]}
+
+    @property
+    def places(self) -> dict[str, list[Place]]:
+        return {"q": [(m.start, m.q, m.q + m.columns * self.rank) for m in self.matrices]}
+
+    @property
+    def step_nbytes(self) -> int:
+        """Bytes a rank sends in a step, as a ring does: 2 (p - 1)/p of P, the plain tensors and Q."""
+        ends, size, width = 2 * (self.wire.size - 1), self.wire.size, self.shared["q"].element_size()
+        plain = sum(stop - start for start, stop in self.plain)
+        return ends * (self._p + plain) * width // size + ends * self.shared["q"].numel() * width // size
+
+    def rounds(self, flat: Tensor) -> Rounds:
+        state, q = self.states["worker"], self._begun()
+        old, new = state.old["residual"], state.new["residual"]
+        first = torch.empty(self._p + sum(b - a for a, b in self.plain), dtype=q.dtype, device=q.device)
+        offset = 0
+        for m in self.matrices:
+            size = m.rows * m.columns
+            torch.add(flat[m.start : m.start + size], old[offset : offset + size], out=new[offset : offset + size])
+            torch.mm(new[offset : offset + size].view(m.rows, -1), self._q(q, m), out=self._of_p(first, m))
+            offset += size
+        if self.plain:
+            torch.cat([flat[start:stop] for start, stop in self.plain], out=first[self._p :])
+        yield [self.wire.all_reduce(first)]
+        offset = 0
+        for m in self.matrices:
+            size = m.rows * m.columns
+            orthogonalise(self._of_p(first, m))
+            torch.mm(new[offset : offset + size].view(m.rows, -1).t(), self._of_p(first, m), out=self._q(q, m))
+            left, right = self._of_p(first, m), self._q(q, m)
+            new[offset : offset + size].view(m.rows, -1).sub_(left @ right.t())
+            offset += size
+        yield [self.wire.all_reduce(q)]
+        self._next_q = q
+        for m in self.matrices:
+            into = flat[m.start : m.start + m.rows * m.columns].view(m.rows, -1)
+            left, right = self._of_p(first, m), self._q(q, m)
+            if into.dtype == left.dtype:
+                torch.mm(left, right.t(), out=into)  # in place: one pass over the gradient where a copy makes three
+            else:
+                into.copy_(left @ right.t())
+        offset = self._p
+        for start, stop in self.plain:
+            flat[start:stop] = first[offset : offset + stop - start]
+            offset += stop - start
+
+    def undo(self, start: int, stop: int) -> None:
+        super().undo(start, stop)
+        for at, begin, end in self.places["q"]:
+            if start <= at < stop:
+                self._next_q[begin:end] = self.shared["q"][begin:end]
+
+    def settle(self, finite: bool) -> None:
+        if finite:
+            self.shared["q"].copy_(self._next_q)
+        super().settle(finite)
+
+    def _begun(self) -> Tensor:
+        """The last step's Q, with fresh columns, the same on all ranks, where it has zeros only."""
+        q = self.shared["q"].clone()
+        for m in self.matrices:
+            zero = (self._q(q, m) == 0).all(dim=0)
+            if bool(zero.any()):
+                fresh = _normal(m.columns * self.rank, self.seed, 1 + m.start).to(q).view(m.columns, -1)
+                self._q(q, m)[:, zero] = fresh[:, zero]
+        return q
+
+    def _of_p(self, first: Tensor, m: _Matrix) -> Tensor:
+        return first[m.p : m.p + m.rows * self.rank].view(self.rank, m.rows).t()
+
+    def _q(self, q: Tensor, m: _Matrix) -> Tensor:
+        return q[m.q : m.q + m.columns * self.rank].view(self.rank, m.columns).t()
+
+
+def orthogonalise(p: Tensor) -> None:
+    """Columns orthonormal, in place, by Gram-Schmidt; one that depends on those before it becomes zero."""
+    tiny = torch.finfo(p.dtype).tiny
+    for column in range(p.shape[1]):
+        here = p[:, column]
+        before = torch.linalg.vector_norm(here)
+        for _ in range(2):  # twice is enough (Kahan)
+            if column:
+                here -= p[:, :column] @ (p[:, :column].t() @ here)
+        norm = torch.linalg.vector_norm(here)
+        if float(norm) <= max(float(before) * 4 * torch.finfo(p.dtype).eps, tiny):
+            here.zero_()
+        else:
+            here /= norm
+
+
+def _places(
+    shapes: Sequence[Sequence[int]], rank: int, min_rate: float
+) -> tuple[list[_Matrix], list[tuple[int, int]], int]:
+    """(matrices, ranges of what is not compressed, size of all)."""
+    matrices: list[_Matrix] = []
+    plain: list[tuple[int, int]] = []
+    offset = p = q = 0
+    for shape in shapes:
+        numel = torch.Size(shape).numel()
+        rows = shape[0] if len(shape) > 1 else 1
+        columns = numel // max(rows, 1)
+        if len(shape) > 1 and rank * (rows + columns) * min_rate < rows * columns:
+            matrices.append(_Matrix(offset, rows, columns, p, q))
+            p, q = p + rows * rank, q + columns * rank
+        elif numel:
+            plain.append((offset, offset + numel))
+        offset += numel
+    return matrices, plain, offset
+
+
+def _normal(numel: int, seed: int, place: int) -> Tensor:
+    """Normal numbers, the same on every rank."""
+    low, high = key_of(seed, place)
+    return torch.randn(numel, generator=torch.Generator().manual_seed(low | high >> 1 << 32), dtype=torch.float64)

@@ -1,0 +1,129 @@
+"""Communication behind backward: buckets leave as they become ready, one at a time.
+
+A link carries one thing at a time. What a rank waits for in its passes (sums over split, all-to-alls of experts and
+tables, parts of sequences, halos) goes first; buckets have the link for the rest of the time.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tutti.config.cluster import LinkTier
+
+Array = NDArray[np.float64]
+
+TIERS: tuple[LinkTier, ...] = ("node", "network")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Gradients fused for one collective. `last`: index, in order of backward, of the module that completes it;
+    `kept_nbytes`: of what a code keeps back of them between steps."""
+
+    nbytes: float
+    last: int
+    kept_nbytes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """How the communication of a step went: seconds in all, and after the end of backward."""
+
+    total_s: float
+    exposed_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """Seconds in which links carry what a rank's passes exchange, by tier as in `TIERS`. `forward`, `backward`:
+    (tiers, modules), of its last microbatch; `after`: (tiers,), of a message that leaves at the end of backward.
+    """
+
+    forward: Array
+    backward: Array
+    after: Array
+
+    def in_turns(self, forward_s: Array, backward_s: Array, turns: float) -> "Taken":
+        """The same where hosts take turns on cores, `turns` on each: what is behind a module's seconds gets on in the
+        part in which all that exchange it are served, which is a turn's."""
+        away = 1 - 1 / turns
+        return replace(
+            self,
+            forward=self.forward + away * np.maximum(0.0, forward_s - self.forward),
+            backward=self.backward + away * np.maximum(0.0, backward_s - self.backward),
+        )
+
+
+def buckets(gradient_nbytes: Sequence[float], cap_nbytes: float) -> tuple[Bucket, ...]:
+    """Fuse gradients, given in order of forward, into buckets, returned in the order in which backward fills them.
+
+    A bucket closes once it has reached its cap, counted from the first module on, so that the smaller rest is the
+    one that leaves first (PyTorch DDP's rule for a given cap). Modules without gradients are in no bucket.
+    """
+    result: list[Bucket] = []
+    size, first = 0.0, -1
+    for index, nbytes in enumerate(gradient_nbytes):
+        if nbytes <= 0:
+            continue
+        first = index if size == 0.0 else first
+        size += nbytes
+        if size >= cap_nbytes:
+            result.append(Bucket(nbytes=size, last=len(gradient_nbytes) - 1 - first))
+            size = 0.0
+    if size > 0:
+        result.append(Bucket(nbytes=size, last=len(gradient_nbytes) - 1 - first))
+    return tuple(reversed(result))
+
+
+def exchange(
+    backward_s: Sequence[float],
+    fused: Sequence[Bucket],
+    bucket_s: Sequence[float],
+    *,
+    cores_s: Sequence[float] = (),
+    taken: Sequence[Array] = (),
+    after: Sequence[float] = (),
+) -> Exchange:
+    """Run the recurrence: bucket k starts when it is ready and the link is free.
+
+    `backward_s`: seconds of each module's backward, in order; `bucket_s`: seconds of each bucket's collective.
+    Exposed is the end of the last collective minus the end of backward. `cores_s`: for each bucket the seconds that it
+    delays backward all the same where it is hidden, because it needs the same cores. `taken`: for each bucket the
+    seconds of each module's backward in which the bucket's link carries something else, spread evenly over the
+    module's; `after`: for each the seconds of what leaves on its link at the end of backward, beside which buckets
+    get half of it.
+    """
+    finished = np.cumsum(np.asarray(backward_s, dtype=float))
+    end_of_backward = float(finished[-1]) if len(finished) else 0.0
+    free = 0.0
+    for index, (bucket, seconds) in enumerate(zip(fused, bucket_s, strict=True)):
+        start = max(free, float(finished[bucket.last]))
+        if len(taken) and start < end_of_backward and taken[index].any():
+            open_s = np.cumsum(np.maximum(0.0, np.asarray(backward_s) - taken[index]))
+            free = _carried(finished, open_s, start, seconds)
+        else:
+            free = start + seconds
+    # What leaves at the end of backward has half of the link beside the last bucket.
+    beside = min(after[-1], free - end_of_backward) if len(after) and free > end_of_backward else 0.0
+    sums_s = float(sum(bucket_s))
+    free, total = free + beside, sums_s + beside
+    # Rounding alone can make a difference of sums exceed its parts.
+    waiting = min(max(0.0, free - end_of_backward), total)
+    hidden = (total - waiting) / sums_s if sums_s > 0 else 0.0
+    return Exchange(total_s=total, exposed_s=waiting + float(sum(cores_s)) * hidden)
+
+
+def _carried(finished: Array, open_s: Array, start: float, seconds: float) -> float:
+    """When a link that was open for `open_s` seconds by the time each module has `finished`, and is open after the
+    last, has carried what takes `seconds` from `start` on."""
+    if seconds <= 0:
+        return start
+    at = np.interp(start, np.concatenate([[0.0], finished]), np.concatenate([[0.0], open_s]))
+    until = float(at) + seconds
+    module = int(np.searchsorted(open_s, until))
+    if module == len(open_s):
+        return float(finished[-1] + until - open_s[-1])
+    before, began = (open_s[module - 1], finished[module - 1]) if module else (0.0, 0.0)
+    return float(began + (until - before) / (open_s[module] - before) * (finished[module] - began))

@@ -1,0 +1,223 @@
+"""The environment, read here and nowhere else: which rank this process is, and what the launcher asks of it."""
+
+import os
+import socket
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tutti.config.compression import Compression, parse_compression
+from tutti.config.mesh_words import parse_mesh
+from tutti.config.plan import Sync
+from tutti.config.sync_words import parse_sync
+from tutti.config.words import AxisName
+from tutti.errors import LaunchError
+
+_MPI = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+# Below 32768, where Linux begins to hand out ports: another program's connection may stand on any of those.
+MEETING_PORTS = range(20000, 32768)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """This process' place among the ranks. `rendezvous`: a file:// or tcp:// address where ranks meet."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    rendezvous: str = ""
+    launcher: str = "python"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """What is to be recorded of a run that is being verified.
+
+    `folder`: where to. `steps`: how many, after which the run ends. `reference`: folder of the recording of one
+    device to follow, None for that one itself. `double`: compute in float64, whatever the script's dtype. `still`:
+    without dropout.
+    """
+
+    folder: Path
+    steps: int
+    reference: Path | None
+    double: bool
+    still: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """What the launcher asks of the Job. `steps`: how many the observer `brief` lets it do."""
+
+    run_folder: Path | None = None
+    plan: Path | None = None
+    mesh: dict[AxisName, int] | None = None
+    compress: Compression | None = None
+    sync: Sync | None = None
+    bucket_mb: str | None = None
+    resume: Path | None = None
+    observer: str | None = None
+    recording: Recording | None = None
+    checkpoint_every: int | None = None
+    steps: int | None = None
+    supervised: bool = False
+    timeout_s: float = 600.0
+    frugal: bool = False
+
+
+def read_wishes(environ: Mapping[str, str] = os.environ) -> Wishes:
+    """Read the TUTTI_* variables."""
+
+    def path(name: str) -> Path | None:
+        return Path(environ[name]) if environ.get(name) else None
+
+    every = environ.get("TUTTI_CHECKPOINT_EVERY")
+    return Wishes(
+        run_folder=path("TUTTI_RUN_FOLDER"),
+        plan=path("TUTTI_PLAN"),
+        mesh=parse_mesh(environ["TUTTI_MESH"]) if environ.get("TUTTI_MESH") else None,
+        sync=parse_sync(environ["TUTTI_SYNC"]) if environ.get("TUTTI_SYNC") else None,
+        compress=parse_compression(environ["TUTTI_COMPRESS"]) if environ.get("TUTTI_COMPRESS") else None,
+        bucket_mb=environ.get("TUTTI_BUCKET_MB") or None,
+        resume=path("TUTTI_RESUME"),
+        observer=environ.get("TUTTI_OBSERVER") or None,
+        recording=_recording(environ),
+        checkpoint_every=_number(environ, "TUTTI_CHECKPOINT_EVERY") if every else None,
+        steps=_number(environ, "TUTTI_STEPS") if environ.get("TUTTI_STEPS") else None,
+        supervised=environ.get("TUTTI_SUPERVISED") == "1",
+        frugal=environ.get("TUTTI_FRUGAL") == "1",
+        timeout_s=float(environ.get("TUTTI_TIMEOUT_S", "600")),
+    )
+
+
+def _recording(environ: Mapping[str, str]) -> Recording | None:
+    if not environ.get("TUTTI_RECORD"):
+        return None
+    reference = environ.get("TUTTI_RECORD_REFERENCE")
+    return Recording(
+        folder=Path(environ["TUTTI_RECORD"]),
+        steps=_number(environ, "TUTTI_RECORD_STEPS", 1),
+        reference=Path(reference) if reference else None,
+        double=environ.get("TUTTI_RECORD_DOUBLE") == "1",
+        still=environ.get("TUTTI_RECORD_STILL") == "1",
+    )
+
+
+def read_place(environ: Mapping[str, str] = os.environ) -> Place:
+    """Find rank and world size from tutti, torchrun, Slurm (srun), Open MPI or PMI; one device without any."""
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        place = _place(environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "torchrun")
+    elif "SLURM_STEP_NUM_TASKS" in environ and "SLURM_PROCID" in environ:
+        place = _slurm(environ)
+    else:
+        place = next(
+            (_place(environ, *names, "mpirun") for names in _MPI if names[0] in environ and names[1] in environ),
+            Place(),
+        )
+    if not 0 <= place.rank < place.world_size:
+        raise LaunchError(
+            f"rank {place.rank} does not fit a world of {place.world_size} ({place.launcher} environment); set RANK to "
+            "0..WORLD_SIZE-1, or unset both to run on one device"
+        )
+    return place
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environ.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        return int(text or "")
+    except ValueError:
+        raise LaunchError(f"environment variable {name}={text!r} is not a whole number; set or unset it") from None
+
+
+def _place(environ: Mapping[str, str], rank: str, size: str, local_rank: str, local_size: str, launcher: str) -> Place:
+    world_size = _number(environ, size)
+    place = Place(
+        rank=_number(environ, rank),
+        world_size=world_size,
+        local_rank=_number(environ, local_rank, 0),
+        local_world_size=_number(environ, local_size, 1 if world_size == 1 else world_size),
+        launcher="tutti" if "TUTTI_RENDEZVOUS" in environ else launcher,
+    )
+    return _meeting(place, environ, _mpi_host(environ), _mpi_job(environ))
+
+
+def _slurm(environ: Mapping[str, str]) -> Place:
+    tasks = _number(environ, "SLURM_STEP_NUM_TASKS")
+    nodes = _number(environ, "SLURM_STEP_NUM_NODES", 1)
+    place = Place(
+        rank=_number(environ, "SLURM_PROCID"),
+        world_size=tasks,
+        local_rank=_number(environ, "SLURM_LOCALID", 0),
+        local_world_size=_slurm_tasks_here(environ) or max(1, tasks // nodes),
+        launcher="srun",
+    )
+    job = f"{environ.get('SLURM_JOB_ID', '')}.{environ.get('SLURM_STEP_ID', '')}"
+    return _meeting(place, environ, _slurm_host(environ), job)
+
+
+def _slurm_tasks_here(environ: Mapping[str, str]) -> int:
+    """Tasks of this node: its entry in the step's list ("2(x3),1" is 2 on three nodes, then 1); 0 if unknown."""
+    node = _number(environ, "SLURM_NODEID", 0)
+    for entry in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        count, _, repeat = entry.rstrip(")").partition("(x")
+        node -= int(repeat) if repeat.isdigit() else 1
+        if node < 0:
+            return int(count) if count.isdigit() else 0
+    return 0
+
+
+def _meeting(place: Place, environ: Mapping[str, str], host: str, job: str) -> Place:
+    """Add where the ranks meet: stated, or derived from the launcher's job so that every rank derives the same."""
+    rendezvous = environ.get("TUTTI_RENDEZVOUS", "")
+    if not rendezvous and place.world_size > 1:
+        host = environ.get("MASTER_ADDR") or host
+        if not host:
+            raise LaunchError(
+                f"{place.world_size} ranks on several hosts cannot find each other: no MASTER_ADDR; export MASTER_ADDR "
+                "(host of rank 0) and MASTER_PORT, or start them with `tutti run`"
+            )
+        port = _number(environ, "MASTER_PORT", MEETING_PORTS[zlib.crc32(job.encode()) % len(MEETING_PORTS)])
+        rendezvous = f"tcp://{host}:{port}"
+    return Place(
+        rank=place.rank,
+        world_size=place.world_size,
+        local_rank=place.local_rank,
+        local_world_size=place.local_world_size,
+        rendezvous=rendezvous,
+        launcher=place.launcher,
+    )
+
+
+def _mpi_host(environ: Mapping[str, str]) -> str:
+    """Host of rank 0 where MPI's variables tell it: this host if all ranks are local, else the launching host."""
+    for _, size, _, local_size in _MPI:
+        if size in environ and environ.get(local_size) == environ[size]:
+            return "127.0.0.1"
+    uri = environ.get("PMIX_SERVER_URI2", environ.get("OMPI_MCA_orte_hnp_uri", ""))
+    return uri.split("tcp://")[-1].split("tcp4://")[-1].split(":")[0].split(",")[0] if "://" in uri else ""
+
+
+def _mpi_job(environ: Mapping[str, str]) -> str:
+    return environ.get("PMIX_NAMESPACE") or environ.get("PMI_JOBID") or environ.get("OMPI_MCA_ess_base_jobid") or ""
+
+
+def _slurm_host(environ: Mapping[str, str]) -> str:
+    """First host of the step's node list ("n[3-6,9]" -> "n3") if it resolves, else the host srun started from."""
+    name = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", ""))
+    head, bracket, rest = name.partition("[")
+    host = head + rest.replace("-", ",").replace("]", ",").split(",")[0] if bracket else name.split(",")[0]
+    if "," in head:
+        host = head.split(",")[0]
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:
+        return environ.get("SLURM_LAUNCH_NODE_IPADDR", host)
+    return host

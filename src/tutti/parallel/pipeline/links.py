@@ -1,0 +1,169 @@
+"""Links: values and gradients between stages, sent without waiting and received in the order they were sent.
+
+Every rank knows all ranks' schedules, so it knows in which order each other rank sends to it; receives are posted in
+that order. So no message needs a tag, and one group for each direction of a pair of ranks is enough on NCCL.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tutti.comm import Receiving, Sending, Team
+from tutti.comm.traffic import Flight, Lane
+from tutti.config.schedule import Action, Orders
+from tutti.parallel.pipeline.place import Placement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """A value on its way from stage `source` to `target`, or (`gradient`) its gradient on the way back."""
+
+    gradient: bool
+    key: int
+    microbatch: int
+    source: int
+    target: int
+
+
+Placements = Callable[[int], Placement]
+"""Microbatch -> its program on its stages."""
+
+
+def wanted(action: Action, placement: Placement) -> list[Message]:
+    """The messages an action needs before it begins."""
+    part, stage, microbatch = placement.parts[action.stage], action.stage, action.microbatch
+    if action.kind == "F":
+        return [
+            Message(gradient=False, key=key, microbatch=microbatch, source=source, target=stage)
+            for source, keys in part.receives.items()
+            for key in keys
+        ]
+    if action.kind == "W":
+        return []
+    return [
+        Message(gradient=True, key=key, microbatch=microbatch, source=target, target=stage)
+        for target, keys in part.sends.items()
+        for key in keys
+        if placement.program.outlines[key].requires_grad
+    ]
+
+
+def given(action: Action, placement: Placement) -> list[Message]:
+    """The messages an action sends when it has ended."""
+    part, stage, microbatch = placement.parts[action.stage], action.stage, action.microbatch
+    if action.kind == "F":
+        return [
+            Message(gradient=False, key=key, microbatch=microbatch, source=stage, target=target)
+            for target, keys in part.sends.items()
+            for key in keys
+        ]
+    if action.kind == "W":
+        return []
+    return [
+        Message(gradient=True, key=key, microbatch=microbatch, source=stage, target=source)
+        for source, keys in part.receives.items()
+        for key in keys
+        if placement.program.outlines[key].requires_grad
+    ]
+
+
+class Links:
+    """This rank's links along the stage axis. `ranks`: global ranks by position; `groups[(from, to)]`: whose group a
+    message from one position to another uses; `lane`: where messages are counted; `team`: the positions' ranks, where
+    they share memory: messages then go through that.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        own: int,
+        groups: Callable[[int, int], Any],
+        device: torch.device,
+        lane: Lane,
+        team: Team | None = None,
+    ) -> None:
+        self.ranks, self.own, self.device, self.lane = ranks, own, device, lane
+        self._groups = groups
+        self._sending: list[tuple[Flight, torch.Tensor]] = []
+        others = [place for place in range(len(ranks)) if place != own] if team is not None else []
+        self._to = {place: Sending(team, place) for place in others if team is not None}
+        self._from = {place: Receiving(team, place) for place in others if team is not None}
+
+    def session(self, orders: Orders, placements: Placements) -> "Session":
+        """The exchange of one run of a schedule."""
+        return Session(self, orders, placements)
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        """Start to send; the tensor must stay as it is until `settle`."""
+        self._sending = [(work, kept) for work, kept in self._sending if not work.is_completed()]
+        nbytes = tensor.numel() * tensor.element_size()
+        if self._to:
+            with self.lane.waiting(nbytes):
+                self._to[to].send(tensor)
+            return
+        work = dist.isend(tensor, self.ranks[to], group=self._groups(self.own, to))
+        self._sending.append((self.lane.start([work], nbytes), tensor))
+
+    def receive(self, tensor: torch.Tensor, source: int) -> Flight:
+        """Start to receive into `tensor`."""
+        if self._from:
+            return self.lane.start([self._from[source].receive(tensor)])
+        return self.lane.start([dist.irecv(tensor, self.ranks[source], group=self._groups(source, self.own))])
+
+    def settle(self) -> None:
+        """Wait until everything sent has left, or in shared memory has been read."""
+        for way in self._to.values():
+            way.settle()
+        for work, _ in self._sending:
+            work.wait()
+        self._sending = []
+
+
+class Session:
+    """Messages of one run of a schedule, on this rank."""
+
+    def __init__(self, links: Links, orders: Orders, placements: Placements) -> None:
+        self._links, self._placements = links, placements
+        self._ranks = len(orders)
+        self._expected = {rank: self._incoming(order) for rank, order in enumerate(orders) if rank != links.own}
+        self._posted: dict[Message, tuple[Flight, torch.Tensor]] = {}
+        self._here: dict[Message, torch.Tensor] = {}
+
+    def post(self, messages: Sequence[Message]) -> None:
+        """Get ready to receive `messages`, and whatever their senders send before them."""
+        for message in messages:
+            source = message.source % self._ranks
+            while source != self._links.own and message not in self._posted:
+                expected = next(self._expected[source])
+                buffer = self._buffer(expected)
+                self._posted[expected] = (self._links.receive(buffer, source), buffer)
+
+    def take(self, message: Message) -> torch.Tensor:
+        """Wait for a message."""
+        if message in self._here:
+            return self._here.pop(message)
+        work, buffer = self._posted.pop(message)
+        work.wait()
+        return buffer
+
+    def give(self, message: Message, tensor: torch.Tensor) -> None:
+        """Send a message; one between two stages of this rank stays here."""
+        target = message.target % self._ranks
+        if target == self._links.own:
+            self._here[message] = tensor.clone()  # either stage may change its own in place
+        else:
+            self._links.send(tensor, target)
+
+    def _incoming(self, order: list[Action]) -> Iterator[Message]:
+        """What a rank with that order sends here, in order."""
+        for action in order:
+            for message in given(action, self._placements(action.microbatch)):
+                if message.target % self._ranks == self._links.own:
+                    yield message
+
+    def _buffer(self, message: Message) -> torch.Tensor:
+        outline = self._placements(message.microbatch).program.outlines[message.key]
+        return torch.empty(outline.shape, dtype=outline.dtype, device=self._links.device)

@@ -1,0 +1,119 @@
+"""Sums of gradients over ranks, of which each rank gets its part: once a step, in one order on all ranks."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from tutti.comm import Desk
+from tutti.comm.traffic import Flight
+from tutti.config.words import AxisName
+from tutti.parallel.sharding.exchange import Exchange, Party, Rows, addends, scatter_sum, start_sum
+from tutti.parallel.sharding.unit import Pack, Unit
+
+IN_FLIGHT = 2
+"""Packs whose whole gradients may wait for their sums: they are what a step holds beside its own part. In memory that
+all ranks share one: its sum is a rank's own work, and sums over other axes, maybe between hosts, wait for it."""
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A sum on its way. `there`: gradients this rank had; `received`: what is added up, and once landed, its part."""
+
+    pack: Pack
+    there: list[bool]
+    received: Rows
+    exchange: Exchange
+    landed: bool = False
+
+
+class Coded(Protocol):
+    """A sum in fewer bytes: see compressed/parts.py."""
+
+    @property
+    def sent_nbytes(self) -> int: ...
+
+    def start(self) -> tuple[torch.Tensor, list[bool], Flight]: ...
+
+
+class Sums:
+    """`order`: units in the order in which their gradients leave; `parties`: by axes, who sums over them; `coded`:
+    packs that are summed in fewer bytes.
+    """
+
+    def __init__(self, order: list[Unit], parties: Mapping[tuple[AxisName, ...], Party]) -> None:
+        self.order = order
+        self.sent_nbytes = 0
+        self.coded: Mapping[Pack, Coded] = {}
+        self._parties = parties
+        self._ready: set[Unit] = set()
+        self._next = 0
+        self._flights: list[_Flight] = []
+
+    def open(self) -> None:
+        """A step's last backward begins."""
+        self._ready, self._next, self._flights = set(), 0, []
+
+    def complete(self, unit: Unit) -> None:
+        """A unit's gradients are there: send all whose turn has come."""
+        self._ready.add(unit)
+        while self._next < len(self.order) and self.order[self._next] in self._ready:
+            self._send(self.order[self._next])
+            self._next += 1
+
+    def send(self) -> None:
+        """Send what is left."""
+        for unit in self.order[self._next :]:
+            self._send(unit)
+        self._next = len(self.order)
+
+    def finish(self) -> None:
+        """Give every shard its gradient."""
+        for flight in self._flights:
+            self._land(flight)
+        for flight in self._flights:
+            flight.exchange.wait()
+            assert isinstance(flight.received, torch.Tensor)
+            flight.pack.give_gradients(flight.received, flight.there)
+        self._flights = []
+
+    def _send(self, unit: Unit) -> None:
+        for pack in unit.packs:
+            if not any(one.shard.requires_grad for one in pack.parameters):
+                continue
+            waiting = [flight for flight in self._flights if not flight.landed]
+            most = 1 if isinstance(self._parties[("shard",)].desk, Desk) else IN_FLIGHT
+            for flight in waiting[: len(waiting) - most + 1]:
+                self._land(flight)
+            self._flights.append(self._start(pack))
+
+    def _start(self, pack: Pack) -> _Flight:
+        if pack in self.coded:
+            return self._start_coded(pack, self.coded[pack])
+        party = self._parties[("shard",)]
+        buffer, there = pack.take_gradients(party)
+        self.sent_nbytes += buffer[1:].numel() * buffer.element_size()
+        received = pack.receiving(buffer, party)
+        exchange = scatter_sum(buffer, received, party)
+        return _Flight(pack, there, addends(buffer, received, party), exchange)
+
+    def _start_coded(self, pack: Pack, coded: Coded) -> _Flight:
+        """Its gradients are written in code at once: nothing whole waits."""
+        self.sent_nbytes += coded.sent_nbytes
+        received, there, flight = coded.start()
+        return _Flight(pack, there, received, Exchange(flight), landed=True)
+
+    def _land(self, flight: _Flight) -> None:
+        """This rank's part is there; start to sum it over the other axes, if there are any."""
+        if flight.landed:
+            return
+        flight.exchange.wait()
+        part, flight.landed = flight.pack.sum_of(flight.received), True
+        for buffer in flight.exchange.tensors:
+            flight.pack.rooms.give(buffer)
+        flight.received, flight.exchange = part, Exchange(None)
+        others = flight.pack.others
+        if others:
+            flight.exchange, nbytes = start_sum(part, self._parties[others])
+            self.sent_nbytes += nbytes

@@ -1,0 +1,52 @@
+"""Split: the layers of a model divided over the ranks of the mesh's split axis (tensor parallelism).
+
+`decide` says from the layout's rules and known patterns how every module is divided; `apply_decisions` does it on this
+rank. Between divided layers activations are parts that behave as the whole tensor (`parted`), so a model's code is
+unchanged.
+"""
+
+from torch import nn
+
+from tutti.comm import make_desk_or_tiers
+from tutti.config.plan import Plan
+from tutti.parallel.layout import Layout
+from tutti.parallel.tensor import elementwise, normal, products, shapes
+from tutti.parallel.tensor.apply import apply_decisions, whole_parameter
+from tutti.parallel.tensor.decide import decide
+from tutti.parallel.tensor.describe import SplitModule, describe_split
+from tutti.parallel.tensor.exchange import SplitGroup
+from tutti.parallel.tensor.parted import whole
+
+TABLES = (elementwise, normal, products, shapes)
+"""The modules that fill the table of functions on parts when they are imported."""
+
+
+def rules_for_others(plan: Plan) -> bool:
+    """Whether layout rules may be meant for other axes, so that one which divides nothing here is no error."""
+    return plan.degree("expert", "table", "stage", "space") > 1
+
+
+def split_model(model: nn.Module, plan: Plan, layout: Layout) -> None:
+    """Divide `model` over the split axis, in place, and write into `layout` what this rank holds. Collective.
+
+    Raises PlanError for what cannot be divided, naming the module and the remedy.
+    """
+    mesh = layout.mesh
+    degree = mesh.degree("split")
+    if degree == 1:
+        return
+    weights = plan.split_weights
+    decisions = decide(model, plan.layout, degree, rules_for_others=rules_for_others(plan), weights=weights)
+    handle = mesh.new_group("split")
+    group = SplitGroup(
+        handle=handle,
+        rank=mesh.index("split"),
+        size=degree,
+        weights=weights,
+        lane=layout.lane("activations", "split"),
+        desk=make_desk_or_tiers(handle),
+    )
+    apply_decisions(model, decisions, layout, group)
+
+
+__all__ = ["SplitModule", "describe_split", "rules_for_others", "split_model", "whole", "whole_parameter"]

@@ -1,0 +1,217 @@
+"""What a plan costs beyond its step: the whole training's time, device-hours, price and energy; and what is best."""
+
+import math
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tutti.config.cluster import ClusterSpec, DeviceSpec
+from tutti.config.plan import Plan
+from tutti.config.prediction import Prediction
+from tutti.cost_model.placement import Seat, place
+from tutti.cost_model.words import nbytes, seconds
+from tutti.errors import PlanError
+from tutti.planner import ramp
+from tutti.planner.choice import Request, Totals
+from tutti.planner.quality import steps_to_quality
+
+Array = NDArray[np.float64]
+
+_WH_PER_J = 1.0 / 3600.0
+
+
+def check(cluster: ClusterSpec, request: Request) -> None:
+    """Raises PlanError where an objective or a limit needs what the cluster or the request does not say."""
+    used = {node.device for node in cluster.nodes}
+    devices = [cluster.devices[name] for name in sorted(used)]
+    if request.objective == "cost" or request.budget is not None:
+        _have(devices, "price_per_device_hour", "a price", cluster)
+    if request.objective == "energy":
+        _have(devices, "power_w", "a power", cluster)
+    if (request.budget is not None or request.deadline_s is not None) and steps(request, request.script) is None:
+        raise PlanError(
+            "a budget or a deadline is of a whole training, whose length is unknown; say how many samples or epochs it "
+            "has (--samples, --epochs)"
+        )
+
+
+def _have(devices: list[DeviceSpec], name: str, words: str, cluster: ClusterSpec) -> None:
+    for device in devices:
+        if getattr(device, name) is None:
+            raise PlanError(
+                f"device {device.name!r} of cluster {cluster.name!r} has no {name}, needed to compare plans by "
+                f"{words.removeprefix('a ')}; write it into the cluster file"
+            )
+
+
+def steps(request: Request, plan: Plan) -> int | None:
+    """Steps of the whole training by a plan's global batch; None where nobody said how long it is."""
+    batch = plan.batch.global_batch_size
+    if plan.batch.ramp and (sizes := _sizes(request, plan)) is not None:
+        return sum(many for _, many in sizes)
+    if request.noise is not None:
+        return math.ceil(steps_to_quality(batch, request.noise))
+    return None if request.train_samples is None else math.ceil(request.train_samples / batch)
+
+
+def _sizes(request: Request, plan: Plan) -> list[tuple[int, int]] | None:
+    """(size, steps) of a batch that grows; None where nobody said how long training is."""
+    if request.noise is not None:
+        return ramp.sizes_to_quality(plan.batch, request.noise)
+    return None if request.train_samples is None else ramp.sizes_of(plan.batch, request.train_samples)
+
+
+def _time_s(request: Request, plan: Plan, prediction: Prediction) -> float:
+    """Seconds of all steps, or of one where their number is unknown."""
+    sizes = _sizes(request, plan) if plan.batch.ramp else None
+    count = steps(request, plan)
+    if sizes is None:
+        return prediction.step_time_s.value * (count or 1) + _warmup_s(prediction, count)
+    whole = plan.batch.global_batch_size
+    return sum(many * ramp.step_s(prediction, size, whole) for size, many in sizes) + _warmup_s(prediction, count)
+
+
+def _warmup_s(prediction: Prediction, count: int | None) -> float:
+    """Seconds that the first of `count` steps take beyond as many later ones; may be below 0."""
+    beyond, done = 0.0, 0
+    for one in prediction.first if count is not None else ():
+        until = min(one.until, count or 0)
+        beyond += (until - done) * (one.step_time_s - prediction.step_time_s.value)
+        done = until
+    return beyond
+
+
+def begun(request: Request, plan: Plan, prediction: Prediction) -> float:
+    """How many times the later steps' time all steps take together, for what the first ones take; 1 where nobody said
+    how many there are."""
+    count = steps(request, plan)
+    return 1.0 + _warmup_s(prediction, count) / (count * prediction.step_time_s.value) if count else 1.0
+
+
+def totals(cluster: ClusterSpec, request: Request, plan: Plan, prediction: Prediction) -> Totals:
+    """Time, device-hours, price and energy of the training, or of one step where its length is unknown.
+
+    Devices that the plan leaves idle are not paid for; a device that is used is counted for all of the time, at its
+    full power. Steps of a batch that grows take what its sizes do.
+    """
+    used = place(cluster, plan.world_size)
+    count = steps(request, plan)
+    time_s = _time_s(request, plan, prediction)
+    hours = time_s / 3600.0
+    rate = {name: rate_of(used, name) for name in ("price_per_device_hour", "power_w")}
+    price, power = rate["price_per_device_hour"], rate["power_w"]
+    return Totals(
+        steps=count,
+        time_s=time_s,
+        device_hours=hours * sum(map(devices_of, used)),
+        cost=None if price is None else hours * price,
+        energy_kwh=None if power is None else hours * power / 1000.0,
+        evidence=request.noise.evidence if request.noise is not None else "predicted",
+    )
+
+
+def room_nbytes(cluster: ClusterSpec, plan: Plan) -> float:
+    """Memory that each rank of a plan may fill, on its smallest device."""
+    return min(seat.memory_nbytes for seat in place(cluster, plan.world_size))
+
+
+def devices_of(seat: Seat) -> int:
+    """Devices that the ranks of a seat keep busy."""
+    return seat.hosts * -(-seat.ranks_per_host // seat.sharing)
+
+
+def rate_of(seats: tuple[Seat, ...], name: str) -> float | None:
+    """Price an hour or power of all devices used together; None where one of them does not say."""
+    values = [getattr(seat.device, name) for seat in seats]
+    if any(value is None for value in values):
+        return None
+    return float(sum(devices_of(seat) * value for seat, value in zip(seats, values, strict=True)))
+
+
+def value(cluster: ClusterSpec, request: Request, plan: Plan, prediction: Prediction) -> float:
+    """What the objective compares; less is better."""
+    if request.objective == "memory":
+        return prediction.memory.total
+    return prediction.step_time_s.value * factor(cluster, request, plan.world_size) * _repeats(request, plan)
+
+
+def _repeats(request: Request, plan: Plan) -> float:
+    noise = request.noise
+    if request.objective != "time-to-quality" or noise is None:
+        return 1.0
+    return steps_to_quality(plan.batch.global_batch_size, noise)
+
+
+def factor(cluster: ClusterSpec, request: Request, world: int) -> float:
+    """What a second of a step of `world` ranks counts under the objective. Not for the objective memory."""
+    if request.objective in ("throughput", "time-to-quality", "memory"):
+        return 1.0
+    used = place(cluster, world)
+    if request.objective == "device-hours":
+        return float(sum(map(devices_of, used))) / 3600.0
+    name = "price_per_device_hour" if request.objective == "cost" else "power_w"
+    return (rate_of(used, name) or 0.0) * (_WH_PER_J / 1000.0 if name == "power_w" else 1.0 / 3600.0)
+
+
+def bound(cluster: ClusterSpec, request: Request, step_s: Array, world: NDArray[np.int64], memory: Array) -> Array:
+    """The objective's value for steps of at least `step_s` seconds and at least `memory` bytes, row by row."""
+    if request.objective == "memory":
+        return memory
+    unit = _repeats(request, request.script)
+    if request.objective in ("throughput", "time-to-quality"):
+        return step_s * unit
+    kinds, where = np.unique(world, return_inverse=True)
+    factors = np.array(list(map(partial(factor, cluster, request), kinds.tolist())))
+    return np.asarray(step_s * factors[where.reshape(-1)], dtype=np.float64)
+
+
+def broken_limit(request: Request, found: Totals, prediction: Prediction) -> str:
+    """The limit of the request that a plan breaks, in words; empty where it keeps all."""
+    if request.memory_nbytes is not None and prediction.memory.total > request.memory_nbytes:
+        return f"takes {nbytes(prediction.memory.total)} a rank, allowed are {nbytes(request.memory_nbytes)}"
+    if request.budget is not None and found.cost is not None and found.cost > request.budget:
+        return f"costs {money(found.cost)}, the budget is {money(request.budget)}"
+    if request.deadline_s is not None and found.steps is not None and found.time_s > request.deadline_s:
+        return f"takes {duration(found.time_s)}, the deadline is {duration(request.deadline_s)}"
+    return ""
+
+
+def over_limits(request: Request, found: Totals, prediction: Prediction) -> float:
+    """By which factor a plan is beyond the limit that it breaks most; at most 1 where it keeps all."""
+    limits = (
+        (request.memory_nbytes, prediction.memory.total),
+        (request.budget, found.cost),
+        (request.deadline_s, found.time_s if found.steps is not None else None),
+    )
+    return max((has / limit for limit, has in limits if limit is not None and has is not None), default=0.0)
+
+
+def duration(value: float) -> str:
+    """A time for people: 45.6 ms, 12.3 s, 5.1 h, 3.2 days."""
+    if value >= 2 * 86400:
+        return f"{value / 86400:.1f} days"
+    if value >= 5400:
+        return f"{value / 3600:.1f} h"
+    return f"{value / 60:.1f} min" if value >= 120 else seconds(value)
+
+
+def money(value: float) -> str:
+    """A price, to four digits: 1,234,568; 0.01038."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def shown_value(request: Request, found: Totals, prediction: Prediction) -> str:
+    """The objective's value of a plan in words."""
+    whole = "" if found.steps is not None else " a step"
+    if request.objective == "device-hours":
+        return f"{found.device_hours:,.3g} device-hours{whole}"
+    if request.objective == "cost":
+        return f"a cost of {money(found.cost or 0.0)}{whole}"
+    if request.objective == "energy":
+        return f"{found.energy_kwh or 0.0:,.3g} kWh{whole}"
+    if request.objective == "memory":
+        return f"{nbytes(prediction.memory.total)} a rank"
+    if request.objective == "time-to-quality":
+        return f"{duration(found.time_s)} to the quality"
+    return f"{seconds(prediction.step_time_s.value)} a step"

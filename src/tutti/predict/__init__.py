@@ -1,5 +1,0 @@
-"""Pure cost functions: what a plan costs on a cluster. No torch, no clock, no files."""
-
-from tutti.predict.step import predict
-
-__all__ = ["predict"]

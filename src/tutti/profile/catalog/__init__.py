@@ -1,0 +1,124 @@
+"""Known devices and links as parts of a ClusterSpec, from their data sheets, and clusters put together from them.
+
+Each JSON file beside this one holds parts under their names. To add a device, add an entry with its source; peaks are
+dense rates, never those with sparsity.
+"""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib import resources
+
+from tutti.config import codec
+from tutti.config.cluster import ClusterSpec, DeviceSpec, LinkSpec, LinkTier, NodeSpec
+from tutti.errors import SpecError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """Devices and links by the names one writes to use them."""
+
+    devices: dict[str, DeviceSpec] = field(default_factory=dict)
+    links: dict[str, LinkSpec] = field(default_factory=dict)
+
+
+@cache
+def parts() -> Parts:
+    """All parts that ship with tutti. Raises SpecError where two files use one name."""
+    devices: dict[str, DeviceSpec] = {}
+    links: dict[str, LinkSpec] = {}
+    for file in sorted(resources.files(__package__).iterdir(), key=lambda file: file.name):
+        if not file.name.endswith(".json"):
+            continue
+        read = codec.loads(Parts, file.read_text(encoding="utf-8"), source=file.name)
+        for name in (devices.keys() & read.devices.keys()) | (links.keys() & read.links.keys()):
+            raise SpecError(f"{file.name}: {name!r} is in another catalog file too; keep one of them")
+        devices |= read.devices
+        links |= read.links
+    return Parts(devices=devices, links=links)
+
+
+def device(name: str) -> DeviceSpec:
+    """The device of that name (in any case of letters). Raises SpecError with the nearest names."""
+    return parts().devices[_find(name, parts().devices, "device")]
+
+
+def link(name: str, tier: LinkTier) -> LinkSpec:
+    """The link of that name. Raises SpecError with the nearest names of that tier."""
+    of_tier = {key: value for key, value in parts().links.items() if value.tier == tier}
+    return of_tier[_find(name, of_tier, f"{tier} link")]
+
+
+def cluster_from_parts(
+    name: str,
+    device_name: str,
+    *,
+    devices_per_node: int = 1,
+    nodes: int = 1,
+    node_link: str | None = None,
+    network: str | None = None,
+    network_ports: int = 1,
+    node_memory_nbytes: int | None = None,
+) -> ClusterSpec:
+    """A cluster of equal nodes, written down from parts.
+
+    `node_link` joins the devices of a node, `network` the nodes, with `network_ports` ports on each node.
+    `node_memory_nbytes`: of the host; as much as its devices have together where it is not said. Raises SpecError
+    for unknown names and for links that are missing.
+    """
+    part = device(device_name)
+    if min(devices_per_node, nodes, network_ports) < 1:
+        raise SpecError(
+            f"devices per node = {devices_per_node}, nodes = {nodes}, network ports = {network_ports}; "
+            "give a number of 1 or more for each"
+        )
+    links = []
+    if devices_per_node > 1:
+        links.append(_joined(node_link, "node", f"{devices_per_node} devices in a node"))
+    if nodes > 1:
+        links.append(with_ports(_joined(network, "network", f"{nodes} nodes"), network_ports))
+    return ClusterSpec(
+        name=name,
+        devices={part.name: part},
+        nodes=(
+            NodeSpec(
+                name="node",
+                device=part.name,
+                devices_per_node=devices_per_node,
+                count=nodes,
+                memory_nbytes=node_memory_nbytes or devices_per_node * part.memory_nbytes,
+            ),
+        ),
+        links=tuple(links),
+    )
+
+
+def _joined(name: str | None, tier: LinkTier, what: str) -> LinkSpec:
+    if name is None:
+        known = ", ".join(key for key, value in parts().links.items() if value.tier == tier)
+        raise SpecError(f"{what} need a {tier} link between them; name one of: {known}")
+    return link(name, tier)
+
+
+def with_ports(part: LinkSpec, ports: int) -> LinkSpec:
+    """The connection of a node with several ports: their bandwidths add up."""
+    if ports == 1:
+        return part
+    bandwidth = ports * part.bandwidth_bytes_per_s
+    return replace(part, bandwidth_bytes_per_s=bandwidth, source=f"{ports} ports of: {part.source}")
+
+
+def _find(name: str, known: Mapping[str, object], what: str) -> str:
+    """The key that is `name` but for the case of letters. Raises SpecError."""
+    for key in known:
+        if key.lower() == name.lower():
+            return key
+    lowered = {key.lower(): key for key in known}
+    near = [key for key in known if name.lower() in key.lower()]
+    near += [lowered[key] for key in difflib.get_close_matches(name.lower(), lowered, n=4, cutoff=0.4)]
+    nearest = list(dict.fromkeys(near))[:6] or list(known)
+    raise SpecError(f"there is no {what} {name!r} in the catalog; the nearest are {', '.join(nearest)}")
+
+
+__all__ = ["Parts", "cluster_from_parts", "device", "link", "parts", "with_ports"]

@@ -1,0 +1,159 @@
+"""Evaluation: every sample exactly once, on any number of ranks."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader
+
+from tutti.config.portions import cut
+from tutti.data.samples import Collate, SeededSamples
+from tutti.data.source import Source
+from tutti.data.split import to_device
+from tutti.errors import ScriptError
+from tutti.trainer.precision import autocast
+from tutti.trainer.state import Run
+from tutti.trainer.weighted import Weighted
+
+Metric = Callable[[Any, Any], Any]
+"""fn(output, target) -> per-sample tensor, mean over samples, or Weighted."""
+
+
+@torch.no_grad()
+def evaluate(
+    run: Run, source: Source, metrics: Mapping[str, Metric], whole: Mapping[str, Metric], batch_size: int
+) -> tuple[dict[str, float], int]:
+    """Means of the loss and `metrics` over all samples of `source`, and the number of samples.
+
+    `whole`: metrics of the complete outputs and targets, in the order of the data set (F1, AUC).
+    """
+    table = _metrics(run, metrics)
+    sums = torch.zeros(len(table), 2, dtype=torch.float64, device=run.world.device)
+    samples, kept = 0, []
+    with _evaluation_mode(run.model):
+        for batch, counts in _batches(run, source, batch_size):
+            run.scope.counts = counts
+            batch = to_device(batch, run.world.device)
+            with run.sequences.part(batch) as part, autocast(run.plan.precision, run.world.device):
+                args, kwargs, target = run.unpack(part)
+                output = run.consistency.predicted(run.forward(*args, **kwargs))
+                if not counts or not run.gives_output:
+                    continue
+                size = _batch_size(batch)
+                rows = []
+                if "loss" in table and "loss" not in metrics:  # adds up over parts of sequences; metrics may not
+                    rows = [_total_count("loss", table["loss"](output, target), size)]
+                if metrics or whole:
+                    output, target = run.sequences.join((output, target))
+                rows += [_total_count(name, metric(output, target), size) for name, metric in metrics.items()]
+            sums += torch.tensor(rows, dtype=torch.float64, device=sums.device).reshape(len(table), 2)
+            samples += size
+            if whole:
+                kept.append(pytree.tree_map(_to_cpu, (output, target)))
+    run.world.sum(sums)
+    evaluated = int(run.world.sum(torch.tensor([int(run.gives_output)], device=run.world.device))[0])
+    copies = evaluated // run.consistency.evaluates(run)[1]  # ranks that gave the same samples' outputs
+    counted = int(run.world.sum(torch.tensor([samples], device=run.world.device))[0]) // copies
+    values = {name: float(total / count) for name, (total, count) in zip(table, sums.tolist(), strict=True) if count}
+    values.update(_whole(run, kept, whole))
+    return values, counted
+
+
+def samples_at_once(run: Run) -> int:
+    """As many samples as a rank computes at once in training, so that evaluation needs no more memory; at most 256."""
+    batch, tokens = run.plan.batch, run.loader.source.tokens
+    samples: float = batch.global_batch_size
+    if batch.unit == "tokens" and tokens:
+        samples /= tokens if isinstance(tokens, int) else sum(tokens) / len(tokens)
+    return max(1, min(math.ceil(samples / (batch.num_microbatches * run.mesh.data_degree)), 256))
+
+
+def _metrics(run: Run, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+    table = dict(metrics)
+    if run.loss_fn is not None and "loss" not in table:
+        table = {"loss": run.loss_fn, **table}
+    return table
+
+
+def _batches(run: Run, source: Source, batch_size: int) -> Iterator[tuple[Any, bool]]:
+    """This rank's batches: a contiguous share of a map data set, or every world_size-th batch of a stream; and whether
+    they count. Where forward meets other data-parallel ranks, those with fewer batches take part with ones that do not.
+    """
+    rank, size = run.consistency.evaluates(run)
+    together = run.mesh.degree("shard", "expert", "table") > 1
+    if source.is_stream:
+        number, batch = 0, None
+        for number, batch in enumerate(DataLoader(source.dataset, batch_size=batch_size, collate_fn=source.collate), 1):
+            if (number - 1) % size == rank:
+                yield batch, True
+        if together and 0 < number % size <= rank:
+            yield batch, False
+        return
+    bounds = cut(len(source.dataset), size)
+    mine = np.arange(bounds[rank], bounds[rank + 1])
+    keys = [[(0, int(i)) for i in mine[s : s + batch_size]] for s in range(0, len(mine), batch_size)]
+    own = len(keys)
+    if together:
+        most = -(-max(stop - start for start, stop in pairwise(bounds)) // batch_size)
+        keys += [[(0, min(bounds[rank], len(source.dataset) - 1))]] * (most - own)
+    gather = source.collate is Collate().function
+    samples = SeededSamples(source.dataset, run.settings.seed, "evaluate", gather=gather)
+    options = {k: v for k, v in source.options.items() if k != "persistent_workers"}
+    loader = DataLoader(samples, batch_sampler=keys, collate_fn=Collate(source.collate), **options)
+    yield from ((batch, number < own) for number, batch in enumerate(loader))
+
+
+@contextmanager
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Every module in evaluation mode; afterwards each is as it was, also ones the user froze."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _batch_size(batch: Any) -> int:
+    for leaf in pytree.tree_leaves(batch):
+        if isinstance(leaf, torch.Tensor) and leaf.ndim:
+            return int(leaf.shape[0])
+    raise ScriptError("evaluate got a batch without a tensor; collate samples into tensors with samples first")
+
+
+def _total_count(name: str, value: Any, samples: int) -> tuple[float, float]:
+    if isinstance(value, Weighted):
+        return float(value.total), float(value.count)
+    if isinstance(value, torch.Tensor) and value.numel() == samples and value.ndim:
+        return float(value.double().sum()), float(samples)
+    if isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+        return float(value) * samples, float(samples)
+    shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+    raise ScriptError(
+        f"metric {name!r} returned {shape} for {samples} samples; return one value a sample, their mean, or "
+        "tutti.Weighted(total, count)"
+    )
+
+
+def _to_cpu(leaf: Any) -> Any:
+    return leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _whole(run: Run, kept: list[Any], whole: Mapping[str, Metric]) -> dict[str, float]:
+    if not whole:
+        return {}
+    everyone = run.world.gather((run.consistency.evaluates(run)[0], kept))
+    parts = [part for _, rank_parts in sorted(dict(everyone).items()) for part in rank_parts]
+    leaves, structure = zip(*(pytree.tree_flatten(part) for part in parts), strict=True)
+    joined = [
+        torch.cat(column) if isinstance(column[0], torch.Tensor) else column for column in zip(*leaves, strict=True)
+    ]
+    output, target = pytree.tree_unflatten(joined, structure[0])
+    return {name: float(metric(output, target)) for name, metric in whole.items()}

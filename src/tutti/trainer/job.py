@@ -1,0 +1,259 @@
+"""Job: what a script says. Three lines make it train on any number of ranks; the meaning of a step does not move."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from tutti.checkpoint import save_checkpoint, save_when_due
+from tutti.config.plan import BatchPlan
+from tutti.config.words import LastBatch, Precision, Unit
+from tutti.data.seeds import derive_seed, seed_everything
+from tutti.data.source import read_source
+from tutti.environment import read_wishes
+from tutti.errors import ScriptError
+from tutti.optim.lr_rule import LRRule
+from tutti.parallel.data.replicate import LossFunction
+from tutti.trainer import capture
+from tutti.trainer.deferred.job import Builder
+from tutti.trainer.ending import Ending
+from tutti.trainer.evaluate import Metric, evaluate, samples_at_once
+from tutti.trainer.loader import JobLoader
+from tutti.trainer.prepare import Given, captured, make_run, model_optimizers
+from tutti.trainer.rows import evaluation_row, step_row
+from tutti.trainer.screen import silence_others
+from tutti.trainer.session import open_session
+from tutti.trainer.state import Run, Settings
+from tutti.trainer.step import Outcome, forward_backward
+from tutti.trainer.unpack import default_loss, default_unpack, loss_of
+from tutti.trainer.update import update
+
+
+class Job(Builder):
+    """One training run. `global_batch_size` is its meaning: it does not change with the number of ranks.
+
+    `unit`: what the batch counts. `num_microbatches`: slices a batch is cut into (gradient accumulation; the planner
+    may choose it when it is None). `batch_ramp`: (until, size) pairs: batches numbered below `until`, from 0 over all
+    epochs, have `size` instead; a learning-rate rule follows the batch of the step. `clip_norm`: bound of the
+    gradients' global norm. `on_nonfinite`: what happens at a loss or gradient that is NaN or infinite ("skip": the
+    update is left out on all ranks, and parameters, optimizers and running statistics are as before it).
+    `checkpoint_every`: steps. `noise_every`: steps between measurements of the gradient noise scale, which says how
+    large a batch pays; values do not change. `folder`: of the run; `resume`: a run or a checkpoint.
+    `facts`: what only you know and the report should say: {"tuning.trials": 12, "data.start_state": "disk-cold"}.
+    """
+
+    _prepared: Run | None = None
+    _outcome: Outcome | None = None
+
+    def __init__(
+        self,
+        *,
+        global_batch_size: int,
+        unit: Unit = "samples",
+        seed: int = 0,
+        num_microbatches: int | None = None,
+        last_batch: LastBatch = "keep",
+        batch_ramp: Sequence[tuple[int, int]] = (),
+        precision: Precision | None = None,
+        clip_norm: float | None = None,
+        lr_rule: LRRule | None = None,
+        on_nonfinite: Literal["stop", "skip"] = "stop",
+        checkpoint_every: int | None = None,
+        keep_checkpoints: int = 2,
+        noise_every: int | None = None,
+        name: str | None = None,
+        folder: str | Path | None = None,
+        resume: str | Path | None = None,
+        facts: Mapping[str, object] | None = None,
+    ) -> None:
+        wishes = read_wishes()
+        self._session = open_session(
+            Settings(
+                seed=seed,
+                clip_norm=clip_norm,
+                lr_rule=lr_rule,
+                on_nonfinite=on_nonfinite,
+                checkpoint_every=wishes.checkpoint_every if checkpoint_every is None else checkpoint_every,
+                keep_checkpoints=keep_checkpoints,
+                noise_every=noise_every,
+            ),
+            wishes,
+            BatchPlan(
+                global_batch_size=global_batch_size,
+                unit=unit,
+                num_microbatches=1 if num_microbatches is None else num_microbatches,
+                last_batch=last_batch,
+                ramp=tuple((until, size) for until, size in batch_ramp),
+            ),
+            microbatches_stated=num_microbatches is not None,
+            precision=precision,
+            name=name,
+            folder=Path(folder) if folder else None,
+            resume=Path(resume) if resume else None,
+            facts={key: str(value) for key, value in (facts or {}).items()},
+        )
+        self._ending = None if capture.is_capturing() else Ending(self._session.world, supervised=wishes.supervised)
+        seed_everything(derive_seed(seed, "model"))  # alike on all ranks: they must take the same turns
+        torch.manual_seed(self._session.model_seed)
+
+    @property
+    def rank(self) -> int:
+        return self._session.world.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._session.world.world_size
+
+    @property
+    def device(self) -> torch.device:
+        return self._session.world.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the one that prints and writes."""
+        return self._session.world.is_main
+
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        dataset: Any,
+        loss_fn: Callable[[Any, Any], Any] | None = None,
+        *,
+        scheduler: Any = None,
+        scheduler_clock: Literal["step", "epoch"] = "step",
+        unpack: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any], Any]] | None = None,
+        shuffle: bool | None = None,
+        tokens: int | Sequence[int] | None = None,
+        weights: str | Path | None = None,
+        **loader_arguments: Any,
+    ) -> tuple[nn.Module, Any, JobLoader]:
+        """Model, optimizer and data made ready on this rank; returns (model, optimizer, loader).
+
+        `optimizer`: instance, callable that takes parameters, or a list of either. `dataset`: map or iterable data
+        set, or a DataLoader. `loss_fn(output, target)` returns a mean over samples or a Weighted. `scheduler` is
+        advanced by `update`, once a step or once an epoch. `unpack(batch)` -> (args, kwargs, target). `tokens`: of a
+        sample, where the batch counts tokens. `weights`: a .safetensors or .pt file with the model's state_dict, whose
+        values training begins with unless it is resumed. The rest are DataLoader arguments.
+        """
+        if self._prepared is not None:
+            raise ScriptError("prepare was called twice; one Job trains one model: compose several into one module")
+        if scheduler_clock not in ("step", "epoch"):
+            raise ScriptError(f"scheduler_clock = {scheduler_clock!r}; use 'step' or 'epoch'")
+        source = read_source(dataset, shuffle=shuffle, tokens=tokens, arguments=loader_arguments)
+        optimizers = model_optimizers(model, optimizer)
+        given = Given(
+            model=model,
+            optimizers=optimizers,
+            source=source,
+            loss_fn=loss_fn or default_loss,
+            unpack=unpack or default_unpack,
+            scheduler=scheduler,
+            scheduler_clock=scheduler_clock,
+            weights=Path(weights) if weights is not None else None,
+            tape=self._tape,
+        )
+        if capture.is_capturing():
+            raise capture.CaptureDone(captured(self._session, given))
+        self._prepared = make_run(self._session, given)
+        if self._ending is not None:
+            self._ending.run = self._prepared
+        if not self._session.wishes.supervised:
+            silence_others(self._session.world, str(self._prepared.folder.rank(self.rank) / "stdout.log"))
+        returned = list(optimizers) if isinstance(optimizer, list | tuple) else optimizers[0]
+        return model, returned, JobLoader(self._prepared.loader, self._prepared.clock)
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Numbers of the epochs still to run, of `count`; a resumed run goes on where its checkpoint stood."""
+        run = self._run()
+        run.progress.total_epochs = count
+        first = run.loader.epoch
+        while run.loader.epoch < count:
+            epoch = run.progress.epoch = run.loader.epoch
+            yield epoch
+            if run.loader.epoch == epoch:  # the script left the loader early
+                run.loader.next_epoch()
+            if run.scheduler is not None and run.scheduler_clock == "epoch":
+                run.scheduler.step()
+            run.log.row("epoch", run.clock.elapsed_s(), epoch=epoch, step=run.progress.step)
+        if run.loader.epoch > first and run.settings.keep_checkpoints:
+            self.save()
+        run.consistency.finish(run)
+
+    def step(self, batch: Any) -> float:
+        """One optimizer update on a global batch; returns the global mean loss, the same on every rank (of this rank's
+        share, where the plan says that ranks do not wait for each other).
+        """
+        run = self._run()
+        loss = self.forward_backward(loss_of(run.unpack, run.loss_fn or default_loss), batch)
+        self.update()
+        return loss
+
+    def forward_backward(self, function: LossFunction, batch: Any) -> float:
+        """Gradients of the global mean of `function(model, batch)`, for steps that are not one loss and one update.
+
+        Returns the global mean loss. Call `update` afterwards.
+        """
+        self._outcome = forward_backward(self._run(), function, batch)
+        return self._outcome.loss
+
+    def update(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Clip, step the optimizer (all of them if none is named), advance the scheduler, write the step's row."""
+        run, outcome = self._run(), self._outcome
+        if outcome is None:
+            raise ScriptError("update was called before forward_backward; compute gradients first")
+        run.clock.enter("optimizer")
+        done = update(run, run.optimizers if optimizer is None else (optimizer,), finite=outcome.finite)
+        run.consistency.updated(run)
+        run.clock.enter("other")
+        run.sizes.end(run, outcome.samples)
+        self._outcome = None
+        step_row(run, outcome, done)
+        run.observer.updated(run.progress.step - 1, outcome.loss, done.learning_rate)
+        save_when_due(run)
+
+    def evaluate(
+        self,
+        dataset: Any,
+        metrics: Mapping[str, Metric] | None = None,
+        *,
+        whole: Mapping[str, Metric] | None = None,
+        name: str = "test",
+        batch_size: int | None = None,
+        **loader_arguments: Any,
+    ) -> dict[str, float]:
+        """Means over `dataset`, every sample counted once; the same on every rank.
+
+        `metrics`: name -> fn(output, target) giving one value a sample, their mean, or Weighted. `whole`: name ->
+        fn(all outputs, all targets), for what is not a mean. "loss" is always among the results.
+        """
+        run = self._run()
+        arguments = {"collate_fn": run.loader.source.collate, **loader_arguments}
+        source = read_source(dataset, shuffle=False, tokens=None, arguments=arguments)
+        run.clock.enter("evaluation")
+        size = batch_size or samples_at_once(run)
+        with run.consistency.shown(run):
+            values, samples = evaluate(run, source, metrics or {}, whole or {}, size)
+        evaluation_row(run, source, name, values, samples)
+        return values
+
+    def log(self, **values: float | int | str) -> None:
+        """Write values of your own to the run's metrics and TensorBoard (rank 0's are kept)."""
+        run = self._run()
+        run.log.row("log", run.clock.elapsed_s(), step=run.progress.step, epoch=run.progress.epoch, values=values)
+
+    def save(self) -> Path:
+        """Write a checkpoint now. Every rank must call it."""
+        return save_checkpoint(self._run())[0]
+
+    def print(self, *values: object, **options: Any) -> None:
+        """print, on rank 0 only."""
+        if self.is_main:
+            print(*values, **options)
+
+    def _run(self) -> Run:
+        if self._prepared is None:
+            raise ScriptError("the Job has no model yet; call job.prepare(model, optimizer, dataset, loss_fn) first")
+        return self._prepared

@@ -1,0 +1,79 @@
+"""What a pipeline's stages send each other: as the runtime's placement of a real forward has it, and as described."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import default_collate
+
+from against_one import Subject
+from matrix.described import described
+from tutti.config.model import ModelSpec
+from tutti.config.plan import BatchPlan, Pipeline, Plan
+from tutti.cost_model.cuts import stages_of
+from tutti.cost_model.table import model_table
+from tutti.cost_model.worker import Array
+from tutti.parallel.layout import Layout
+from tutti.parallel.mesh import Mesh
+from tutti.parallel.pipeline.build import cut_stages
+from tutti.parallel.pipeline.place import Placement, place
+from tutti.parallel.preview import _fake_world
+
+BATCH = 8
+
+
+def plan_of(ranks: int, chunks: int = 1, cuts: tuple[str, ...] = ()) -> Plan:
+    pipeline = Pipeline(schedule="interleaved" if chunks > 1 else "1f1b", stages_per_rank=chunks, cuts=cuts)
+    return Plan(batch=BatchPlan(global_batch_size=BATCH), mesh={"stage": ranks}, pipeline=pipeline)
+
+
+def spec_of(subject: Subject) -> ModelSpec:
+    """What a subject is described as, in batches of BATCH."""
+    return described(subject.model(), subject.data, subject.loss_fn, batch=BATCH, name="subject")
+
+
+def inputs_of(subject: Subject) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of the model for one batch."""
+    rows = default_collate([subject.data[row] for row in range(BATCH)])
+    inputs = rows if isinstance(rows, dict) else rows[0]
+    return ((), inputs) if isinstance(inputs, dict) else ((inputs,), {})
+
+
+def placed(model: nn.Module, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Placement:
+    """Where the runtime computes what of a forward."""
+    with _fake_world(0, plan.degree("stage")):
+        found = cut_stages(model, plan, Layout.of(model, Mesh(plan.mesh, 0)), lambda: (args, kwargs))
+    assert found is not None
+    return place(found.tracer.trace(lambda: model(*args, **kwargs)), found.starts, found.holders)
+
+
+def travelled(placement: Placement) -> Array:
+    """(2, stages, stages): bytes that go from each stage to each later one, and those whose gradients come back."""
+    outlines = placement.program.outlines
+    found = np.zeros((2, len(placement.parts), len(placement.parts)))
+    for source, part in enumerate(placement.parts):
+        for target, keys in part.sends.items():
+            for key in keys:
+                nbytes = torch.Size(outlines[key].shape).numel() * outlines[key].dtype.itemsize
+                found[:, source, target] += nbytes, nbytes * outlines[key].requires_grad
+    return found
+
+
+def foreseen(spec: ModelSpec, plan: Plan, samples: int = BATCH) -> Array:
+    """The same, of so many samples, by the description alone."""
+    stages = stages_of(spec, plan)
+    each, fixed = model_table(spec).flow.crossings(stages.stage, stages.count)
+    return np.asarray(each * samples + fixed)
+
+
+def unlike(spec: ModelSpec, plan: Plan, placement: Placement) -> list[tuple[str, int, int]]:
+    """Units that the runtime has on another stage than the description: (name, there, here)."""
+    stages = stages_of(spec, plan)
+    stage = {module.name: int(at) for module, at in zip(spec.modules, stages.stage, strict=True)}
+    found, seen = [], set()
+    for node, at in zip(placement.program.nodes, placement.stages, strict=True):
+        if node.unit and node.unit not in seen and stage[node.unit] != at:
+            found.append((node.unit, at, stage[node.unit]))
+        seen.add(node.unit)
+    return found

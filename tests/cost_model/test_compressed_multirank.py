@@ -1,0 +1,114 @@
+"""Bytes of every step of a warm-up and after it, as predicted and as ranks count them, on one host and on two."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from against_one import Subject, train
+from cost_model.examples import cluster
+from harness import run_ranks
+from matrix.described import described
+from parallel.test_between_hosts_multirank import name_hosts
+from tutti.config.compression import parse_compression
+from tutti.config.model import ModelSpec
+from tutti.config.plan import BatchPlan, Plan, Sync
+from tutti.config.prediction import Prediction
+from tutti.cost_model import predict
+from tutti.trainer.metrics import read_rows
+
+STEPS, BATCH, WIDTH = 12, 8, 64
+
+
+def net() -> nn.Module:
+    """One parameter a module, so that a flag a module is a flag a gradient; square, as powersgd is predicted."""
+    layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)]
+    return nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
+
+
+def subject(optimizer: Any = torch.optim.Adam) -> Subject:
+    draw = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(64, WIDTH, generator=draw), torch.randint(WIDTH, (64,), generator=draw))
+    return Subject(model=net, data=data, loss_fn=F.cross_entropy, batch=BATCH, optimizer=optimizer)
+
+
+def plain() -> Subject:
+    return subject(torch.optim.SGD)
+
+
+def spec() -> ModelSpec:
+    one = subject()
+    return described(one.model(), one.data, one.loss_fn, batch=BATCH, name="net")
+
+
+def sync_of(words: str, bucket_nbytes: int) -> Sync:
+    return Sync(bucket_nbytes=bucket_nbytes, compress=parse_compression(words))
+
+
+def rows_of(run: Any) -> dict[str, Any]:
+    rows = read_rows(run.folder.metrics) if run.world.is_main else []
+    return {"sent": [row["sent_nbytes"] for row in rows if row["kind"] == "step"]}
+
+
+def counted(hosts: tuple[int, ...], cases: list[tuple[str, int]]) -> list[list[int]]:
+    """Bytes that the first rank counts in each step, by case."""
+    import os
+
+    name_hosts(hosts)
+    found = []
+    for number, (words, bucket) in enumerate(cases):
+        os.environ["TUTTI_RUN_FOLDER"] = str(Path.cwd() / f"run-{number}")
+        fields = {"mesh": {"replicate": sum(hosts)}, "sync": sync_of(words, bucket)}
+        make = plain if words.startswith("dgc") else subject
+        found.append(train(make, fields, STEPS, torch.float32, rows_of).facts["sent"])
+    return found
+
+
+def foreseen(model: ModelSpec, hosts: tuple[int, ...], words: str, bucket: int) -> Prediction:
+    plan = Plan(batch=BatchPlan(global_batch_size=BATCH), mesh={"replicate": sum(hosts)}, sync=sync_of(words, bucket))
+    return predict(model, cluster(devices_per_node=hosts[0], count=len(hosts)), plan)
+
+
+def by_step(prediction: Prediction) -> list[float]:
+    """Bytes of the first steps."""
+    ends = [0, *(one.until for one in prediction.first)]
+    sent = [one.sent_nbytes_per_rank for one in prediction.first for _ in range(STEPS)]
+    first = [sent[place * STEPS] for place, (a, b) in enumerate(pairwise(ends)) for _ in range(b - a)]
+    return [*first, *[prediction.sent_nbytes_per_rank] * STEPS][:STEPS]
+
+
+WHOLE, CUT = 25 * 2**20, 20_000
+CASES = [
+    ("one-bit-adam,freeze_step=2", WHOLE),
+    ("byte-adam,freeze_step=3,between=ranks", CUT),
+    ("one-bit-adam,freeze_step=10", CUT),
+    ("dgc,density=0.01,warmup_steps=4", CUT),
+    ("dgc,density=0.1,warmup_steps=2,between=hosts", WHOLE),
+    ("one-bit,between=hosts", CUT),
+    ("qsgd,between=ranks", WHOLE),
+    ("top16-q4", CUT),
+    ("powersgd,rank=2", WHOLE),
+]
+
+
+@pytest.mark.parametrize(
+    "hosts",
+    [
+        pytest.param((2,), marks=pytest.mark.long),
+        pytest.param((4,), marks=pytest.mark.long),
+        (2, 2),
+        pytest.param((1, 1), marks=pytest.mark.long),
+    ],
+)
+def test_bytes_of_every_step_are_those_that_ranks_count(hosts: tuple[int, ...]) -> None:
+    model = spec()
+    cases = [one for one in CASES if not (len(hosts) == 1 and "between=hosts" in one[0])]
+    found = run_ranks(counted, sum(hosts), hosts, cases, timeout_s=110)[0]
+    for (words, bucket), sent in zip(cases, found, strict=True):
+        assert (len(set(sent)) > 1) == ("step" in words)
+        assert sent == [pytest.approx(one, abs=1) for one in by_step(foreseen(model, hosts, words, bucket))], words

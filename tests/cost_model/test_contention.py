@@ -1,0 +1,213 @@
+"""Exchanges that use one link at once: buckets beside what passes exchange, messages of stages, gathers of shards."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from cost_model.examples_mesh import machines, meshed, part, transformer
+from tutti.config.cluster import ClusterSpec
+from tutti.config.model import ModelSpec
+from tutti.config.plan import Pipeline, Plan, Sharding, Sync
+from tutti.config.prediction import Prediction
+from tutti.cost_model import constants, predict
+from tutti.cost_model.overlap import Bucket, Exchange, exchange
+from tutti.cost_model.sharding import _hidden
+from tutti.cost_model.step import worked_out
+from tutti.cost_model.sync import fused, summed
+from tutti.cost_model.timeline import Setting, actions_of, line_work, passes_of
+from tutti.errors import PlanError
+
+
+def done(backward: Sequence[float], bucket_s: Sequence[float], taken: Sequence[float], after: float = 0.0) -> Exchange:
+    """One bucket for each module."""
+    fused = [Bucket(nbytes=1.0, last=index) for index in range(len(backward))]
+    every = [np.array(taken)] * len(fused)
+    return exchange(backward, fused, bucket_s, taken=every, after=[after] * len(fused))
+
+
+def test_buckets_have_the_link_for_the_rest_of_the_time() -> None:
+    # Modules end at 2, 4, 6; in the second and third the link is open for 1 of 2 seconds. Bucket 1 takes 1 open second,
+    # 2..4; bucket 2 half a one, 4..5; bucket 3 is ready at 6, when the link is open again.
+    assert done([2.0, 2.0, 2.0], [1.0, 0.5, 0.25], [0.0, 1.0, 1.0]).exposed_s == 0.25
+    # 3 open seconds from 2 on: 2 of them before the end
+    assert done([2.0, 2.0, 2.0], [3.0, 0.0, 0.0], [0.0, 1.0, 1.0]).exposed_s == 1.0
+    assert done([2.0, 2.0, 2.0], [3.0, 0.0, 0.0], [0.0, 0.0, 0.0]).exposed_s == 0.0
+    # taken for all of the time
+    assert done([2.0, 2.0, 2.0], [3.0, 0.0, 0.0], [0.0, 2.0, 2.0]).exposed_s == 3.0
+    # a message of a quarter of a second leaves when backward has ended, beside the last bucket
+    assert done([2.0, 2.0, 2.0], [1.0, 0.5, 1.0], [0.0, 1.0, 1.0], 0.25) == Exchange(total_s=2.75, exposed_s=1.25)
+    assert done([2.0, 2.0, 2.0], [1.0, 0.5, 0.25], [0.0, 1.0, 1.0], 9.0).exposed_s == 0.5  # at most as long again
+
+
+seconds = st.lists(st.floats(0, 10), min_size=6, max_size=6)
+
+
+@settings(deadline=None)
+@given(
+    backward=seconds, bucket_s=seconds, part_=st.lists(st.floats(0, 1), min_size=6, max_size=6), less=st.floats(0, 1)
+)
+def test_what_takes_the_link_delays_by_no_more_than_it_takes(
+    backward: list[float], bucket_s: list[float], part_: list[float], less: float
+) -> None:
+    taken = [share * lasts for share, lasts in zip(part_, backward, strict=True)]
+    alone, shared = done(backward, bucket_s, [0.0] * 6), done(backward, bucket_s, taken)
+    some = done(backward, bucket_s, [less * one for one in taken])
+    assert alone.exposed_s - 1e-9 <= some.exposed_s <= shared.exposed_s + 1e-9
+    assert shared.exposed_s <= min(shared.total_s, alone.exposed_s + sum(taken)) + 1e-9
+    assert shared.total_s == alone.total_s
+
+
+def mixture() -> ModelSpec:
+    """Experts' all-to-alls, large dense gradients, and work enough to hide some of them."""
+    modules = []
+    for index in range(4):
+        modules += [
+            part(f"blocks.{index}.dense", flops=2e9, parameters=2_000_000, output_nbytes=4096.0, block=index),
+            part(f"blocks.{index}.experts", flops=2e9, parameters=4_000_000, output_nbytes=4096.0, expert=True,
+                 routed_nbytes=2e6, block=index),
+        ]  # fmt: skip
+    return ModelSpec(name="mixture", modules=tuple(modules), optimizer="Adam", dtype="bfloat16")
+
+
+def clicks() -> ModelSpec:
+    """Tables first, whose gradients leave at the end of backward, and a large multilayer perceptron."""
+    tables = [part(f"tables.{i}", parameters=1000, output_nbytes=1e6, table=True) for i in range(4)]
+    tops = [part(f"top.{i}", flops=1e9, parameters=4_000_000, output_nbytes=4096.0) for i in range(4)]
+    return ModelSpec(name="clicks", modules=(*tables, *tops), optimizer="SGD", dtype="bfloat16")
+
+
+LANGUAGE = transformer(8, s=512, h=256)
+
+
+def with_links_of_their_own(model: ModelSpec, cluster: ClusterSpec, plan: Plan) -> float:
+    """Exposed communication of one microbatch whose buckets share no link with what passes exchange."""
+    step = worked_out(model, cluster, plan)
+    wires = step.setting.wires
+    (one,) = passes_of(step.setting, step.lines[0]).values()
+    sums = summed(wires.columns, wires.division, wires.network, plan, np.ones(len(model.modules), dtype=np.bool_))
+    pairs = fused(sums)
+    alone = exchange(
+        (one.backward_s + one.waits.backward_s)[::-1].tolist(),
+        [bucket for bucket, _ in pairs],
+        [one.group.all_reduce(bucket.nbytes) for bucket, one in pairs],
+    )
+    loss = wires.network.group(*plan.mesh).all_reduce(constants.LOSS_NBYTES)
+    return alone.exposed_s + float((one.waits.forward_s + one.waits.backward_s).sum()) + loss
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "per_host", "shared"),
+    [
+        (LANGUAGE, {"replicate": 4, "split": 4}, 4, False),  # split within hosts, replicas between them
+        (LANGUAGE, {"replicate": 4, "split": 4}, 2, True),  # both between hosts
+        (LANGUAGE, {"replicate": 8, "context": 4}, 2, True),
+        (mixture(), {"replicate": 2, "expert": 8}, 4, True),
+        (mixture(), {"expert": 8}, 8, True),
+        (clicks(), {"table": 8}, 4, True),
+    ],
+)
+def test_axes_on_one_link_are_counted_together(model: ModelSpec, mesh: Any, per_host: int, shared: bool) -> None:
+    sync = Sync(bucket_nbytes=2**20)
+    plan, cluster = meshed(32, 1, mesh, sync=sync), machines(16, per_host, faster=100.0)
+    found = predict(model, cluster, plan)
+    own = with_links_of_their_own(model, cluster, plan)
+    assert sum(found.phases.values()) == pytest.approx(found.step_time_s.value)
+    if shared:
+        assert found.phases["exposed_communication"] > own * 1.001
+    else:
+        assert found.phases["exposed_communication"] == pytest.approx(own)
+
+
+def messages(mesh: Any, per_host: int, model: ModelSpec = LANGUAGE) -> tuple[Setting, Any, Any]:
+    """A step's setting, seconds of its messages (boundaries, microbatches), and those of its links in forward."""
+    plan = meshed(32, 4, mesh, pipeline=Pipeline(schedule="1f1b"))
+    step = worked_out(model, machines(16, per_host), plan)
+    known = passes_of(step.setting, step.lines[0])
+    (one,) = known.values()
+    return step.setting, actions_of(step.setting, step.lines[0], known).messages.arrive_s, one.waits.forward_link_s
+
+
+def test_a_message_between_stages_meets_what_its_sender_exchanges() -> None:
+    setting, found, links = messages({"stage": 2, "split": 4}, 2)  # split over two hosts, as stages are
+    (link,) = {setting.wires.network.neighbours("stage")[0]}
+    alone = link.latency_s + setting.stages.sent[0] * 8 / link.bandwidth_bytes_per_s
+    first = links[1][setting.stages.stage == 0].sum()
+    assert links[0].sum() == 0
+    assert first > 0
+    assert found == pytest.approx(alone + min(alone, first))
+    setting, found, links = messages({"stage": 2, "split": 4}, 4)  # split within hosts: another link
+    (link,) = {setting.wires.network.neighbours("stage")[0]}
+    assert found == pytest.approx(link.latency_s + setting.stages.sent[0] * 8 / link.bandwidth_bytes_per_s)
+    assert links[1].sum() == 0
+    assert links[0].sum() > 0
+
+
+def test_the_sums_of_a_stage_meet_its_last_message() -> None:
+    plan = meshed(32, 4, {"stage": 2, "replicate": 4}, pipeline=Pipeline(schedule="1f1b"))
+    for per_host, shared in ((2, True), (4, False)):  # replicas over two hosts, or within one
+        step = worked_out(LANGUAGE, machines(16, per_host), plan)
+        first, second = (work.taken.after for work in line_work(step.setting, step.lines[0]))
+        assert first.sum() == 0
+        assert second[0] == 0 < second[1]
+        assert (step.setting.wires.network.group("replicate").tier == "network") == shared
+
+
+def test_gathers_have_the_link_after_what_the_unit_before_exchanges() -> None:
+    # the second unit's parameters take 3 s and start with the first one, which works 2 s
+    assert _hidden([0.0, 3.0, 0.0], [2.0, 2.0, 0.0], [0.0, 0.0, 0.0]) == (3.0, 1.0)
+    assert _hidden([0.0, 3.0, 0.0], [2.0, 2.0, 0.0], [1.0, 0.0, 0.0]) == (3.0, 2.0)  # and has the link for 1 s of them
+    assert _hidden([0.0, 1.0, 0.0], [2.0, 2.0, 0.0], [1.0, 0.0, 0.0]) == (1.0, 0.0)
+    # so do sums behind backward: 1.5 s from the end of the first unit on
+    assert _hidden([0.0, 0.0], [2.0, 2.0], [0.0, 1.0], [1.5, 0.0]) == (1.5, 0.5)
+    assert _hidden([0.0, 0.0], [2.0, 2.0], [0.0, 0.0], [1.5, 0.0]) == (1.5, 0.0)
+
+
+def test_gathers_of_shards_wait_for_what_units_exchange() -> None:
+    model = transformer(8, s=4096, h=512)
+    plan = meshed(32, 1, {"shard": 8, "split": 4}, sharding=Sharding(level=3))
+    within, between = (predict(model, machines(16, per_host), plan) for per_host in (4, 2))
+    whole = {one: found.phases["exposed_communication"] for one, found in (("within", within), ("between", between))}
+    assert whole["between"] > whole["within"]
+    assert sum(between.phases.values()) == pytest.approx(between.step_time_s.value)
+
+
+meshes = st.dictionaries(
+    st.sampled_from(["replicate", "expert", "table", "stage", "shard", "split", "context"]),
+    st.sampled_from([2, 4]),
+    min_size=2,
+    max_size=3,
+)
+
+
+@settings(deadline=None, max_examples=120)
+@given(
+    model=st.sampled_from([mixture(), clicks(), LANGUAGE]),
+    mesh=meshes,
+    per_host=st.sampled_from([2, 4, 8]),
+    microbatches=st.sampled_from([1, 4]),
+    level=st.sampled_from([1, 2, 3]),
+    faster=st.floats(1, 20),
+    network=st.floats(1, 20),
+)
+def test_better_machines_are_never_slower_where_links_are_shared(
+    model: ModelSpec, mesh: Any, per_host: int, microbatches: int, level: Any, faster: float, network: float
+) -> None:
+    plan = meshed(256, microbatches, mesh, sharding=Sharding(level=level))
+    hosts = 256 // per_host
+    before = _possible(model, machines(hosts, per_host), plan)
+    for better in (machines(hosts, per_host, faster=faster), machines(hosts, per_host, network=network)):
+        after = predict(model, better, plan)
+        assert after.step_time_s.value <= before.step_time_s.value * (1 + 1e-9)
+        assert sum(after.phases.values()) == pytest.approx(after.step_time_s.value)
+
+
+def _possible(model: ModelSpec, cluster: ClusterSpec, plan: Plan) -> Prediction:
+    try:
+        return predict(model, cluster, plan)
+    except PlanError:  # axes that do not go together, or that divide nothing of the model
+        assume(False)
+        raise

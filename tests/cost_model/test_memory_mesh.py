@@ -1,0 +1,132 @@
+"""Memory over a mesh against closed formulas: Korthikanti et al. 2022 (activations), Rajbhandari et al. 2020 (ZeRO)."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cost_model.examples_mesh import machines, meshed, transformer
+from tutti.config.model import ModelSpec
+from tutti.config.plan import LayoutRule, Pipeline, Sharding
+from tutti.config.prediction import RankMemory
+from tutti.cost_model import constants, predict
+
+S, H, A = 64, 32, 4
+SH = S * H
+TRANSIENT = 8.0 * SH  # the gradient of the widest output, b = 1
+
+
+def memory(model: ModelSpec, batch: int = 1, microbatches: int = 1, mesh: Any = None, **fields: Any) -> RankMemory:
+    return predict(model, machines(), meshed(batch, microbatches, mesh, **fields)).memory
+
+
+@pytest.mark.parametrize("t", [1, 2, 4])
+def test_activations_of_a_layer_under_split_are_korthikantis(t: int) -> None:
+    fields: dict[str, Any] = {"mesh": {"split": t}}
+    few, more = (memory(transformer(layers, s=S, h=H, a=A), **fields).activations for layers in (3, 4))
+    assert more - few == pytest.approx(SH * (10 + 24 / t + 5 * A * S / (H * t)))
+    few, more = (memory(transformer(layers, s=S, h=H, a=A, sequence=True), **fields).activations for layers in (3, 4))
+    assert more - few == pytest.approx(SH / t * (34 + 5 * A * S / H))
+
+
+def test_full_recompute_keeps_two_bytes_a_value_of_a_layer() -> None:
+    rule = (LayoutRule(modules="blocks.*", recompute=True),)
+    few, more = (memory(transformer(layers, s=S, h=H, a=A), layout=rule).activations for layers in (3, 4))
+    assert more - few == 2 * SH
+
+
+def test_selective_recompute_keeps_what_is_dear() -> None:
+    kept = {}
+    for form in (False, "selective", True):
+        rule = (LayoutRule(modules="blocks.*", recompute=form),)
+        kept[form] = memory(transformer(8, s=S, h=H, a=A), layout=rule).activations
+    assert kept[True] < kept["selective"] < kept[False]
+
+
+def test_chunks_hold_a_part_of_a_block() -> None:
+    def held(chunks: int) -> float:
+        rule = (LayoutRule(modules="blocks.*", chunks=chunks),)
+        return memory(transformer(1, s=S, h=H, a=A), batch=4, layout=rule).activations
+
+    whole = 4 * SH * (34 + 5 * A * S / H)
+    outside = 4 * (2 * SH + TRANSIENT)
+    assert held(2) == pytest.approx(outside + whole / 2)
+    assert held(4) == pytest.approx(outside + whole / 4)
+
+
+@pytest.mark.parametrize("d", [2, 4, 8])
+def test_zero_divides_the_sixteen_bytes_of_a_parameter(d: int) -> None:
+    model = transformer(64, s=S, h=H, a=A)
+    parameters = model.parameters
+
+    def states(level: Any) -> float:
+        held = memory(model, d, mesh={"shard": d}, sharding=Sharding(level=level))
+        return (held.parameters + held.gradients + held.optimizer) / parameters
+
+    assert states(1) == pytest.approx(2 + 2 + 12 / d)
+    assert states(2) == pytest.approx(2 + 2 / d + 2 / d + 12 / d)  # whole from forward to backward, and its part
+    assert states(3) == pytest.approx((2 + 2 + 12) / d)
+    assert (memory(model).parameters + memory(model).gradients + memory(model).optimizer) / parameters == 16
+
+
+def test_gradients_are_whole_until_the_last_microbatch_sums_them() -> None:
+    model = transformer(8, s=S, h=H, a=A)
+    sharding = Sharding(level=3)
+    once = memory(model, 8, 1, {"shard": 4}, sharding=sharding)
+    twice = memory(model, 8, 2, {"shard": 4}, sharding=sharding)
+    assert twice.gradients - once.gradients == 2 * model.parameters
+
+
+def test_blocks_pass_through_a_rank_of_zero_3() -> None:
+    block = 2 * 12 * H * H
+    few, more = (
+        memory(transformer(layers, s=S, h=H, a=A), 4, mesh={"shard": 4}, sharding=Sharding(level=3)).communication
+        for layers in (4, 8)
+    )
+    assert few == more == pytest.approx(block * (3 + 1 + constants.SUMS_IN_FLIGHT * (1 + 1 / 4)))
+
+
+def test_offload_leaves_the_device_what_is_computed_with() -> None:
+    model = transformer(8, s=S, h=H, a=A)
+    here = memory(model, 4, mesh={"shard": 4}, sharding=Sharding(level=3))
+    away = memory(model, 4, mesh={"shard": 4}, sharding=Sharding(level=3, offload="optimizer"))
+    assert (away.optimizer, away.parameters, away.gradients) == (0, 0, 0)
+    assert away.activations == here.activations
+
+
+@pytest.mark.parametrize(("name", "times", "messages"), [("1f1b", 4, 1), ("gpipe", 8, 2)])
+def test_the_first_stage_holds_as_many_microbatches_as_the_schedule_says(name: Any, times: int, messages: int) -> None:
+    """And the gradient that has come for the next action, of gpipe that of the one after it too."""
+    model = transformer(8, s=S, h=H, a=A)
+    done = predict(model, machines(), meshed(8, 8, {"stage": 4}, pipeline=Pipeline(schedule=name)))
+    two_layers = 2 * SH * (34 + 5 * A * S / H)
+    assert done.memory.activations == pytest.approx(times * two_layers + TRANSIENT + messages * 2 * SH)
+    assert any(f"where {times} microbatches are held at once" in note for note in done.notes)
+
+
+def test_stages_hold_their_own_layers_and_tied_weights_twice() -> None:
+    plain, tied = (transformer(8, s=S, h=H, a=A, ends=ends) for ends in (False, True))
+    quarter = memory(plain, 8, 8, {"stage": 4})
+    assert quarter.optimizer == 12 * plain.parameters / 4
+    both = [memory(tied, 8, 8, {"stage": 2}, pipeline=Pipeline(cuts=(f"blocks.{at}",))).optimizer for at in (3, 5)]
+    ends = 16 * H
+    assert both == [12 * (5 * 12 * H * H + ends)] * 2  # whichever stage is larger, its end is there
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    axis=st.sampled_from(["replicate", "shard", "split", "stage", "context"]),
+    degree=st.sampled_from([1, 2, 4]),
+    microbatches=st.sampled_from([1, 2, 4]),
+)
+def test_no_axis_makes_a_rank_hold_more_state_or_activations(axis: Any, degree: int, microbatches: int) -> None:
+    model = transformer(8, s=S, h=H, a=A)
+    pipeline = Pipeline(schedule="1f1b")
+    alone = memory(model, 16, microbatches)
+    held = memory(model, 16, microbatches, {axis: degree}, pipeline=pipeline)
+    assert held.parameters <= alone.parameters
+    assert held.optimizer <= alone.optimizer
+    messages = 2 * 2 * SH * 16 / microbatches if axis == "stage" else 0.0  # one that is used, one that has come
+    most = max(alone.activations, min(microbatches, degree) * alone.activations / degree + 1)
+    assert held.activations <= most + messages

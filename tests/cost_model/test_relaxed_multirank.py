@@ -1,0 +1,71 @@
+"""Bytes that replicas which do not wait for each other send in a step: as predicted and as ranks count them."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import tutti
+from cost_model.examples import cluster, mlp, plan
+from harness import run_ranks
+from tutti.config import codec
+from tutti.config.plan import BatchPlan, Plan
+from tutti.config.sync_words import parse_sync
+from tutti.cost_model import predict
+
+STEPS, WIDTH, LAYERS = 8, 32, 3
+MODES = ("stale:1", "asynchronous", "ad-psgd", "hogwild", "ensemble")
+
+
+def slow_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """So long that whatever travels behind a step has arrived in it."""
+    time.sleep(0.1)
+    return F.cross_entropy(output, target)
+
+
+def sent(modes: tuple[str, ...]) -> list[list[int]]:
+    """Bytes of each step of this rank, by mode."""
+    found = []
+    for number, words in enumerate(modes):
+        ranks = int(os.environ["WORLD_SIZE"])
+        told = Plan(batch=BatchPlan(global_batch_size=8), mesh={"replicate": ranks}, sync=parse_sync(words))
+        os.environ["TUTTI_PLAN"] = str(codec.save(told, Path.cwd() / f"plan-{os.getpid()}.json"))
+        os.environ["TUTTI_RUN_FOLDER"] = str(Path.cwd() / f"run-{number}")
+        job = tutti.Job(global_batch_size=8, seed=1)
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+        data = TensorDataset(torch.randn(8 * STEPS, WIDTH), torch.randint(WIDTH, (8 * STEPS,)))
+        model, _, loader = job.prepare(model, torch.optim.Adam(model.parameters()), data, slow_loss)
+        run, steps = job._run(), []
+        seen = run.layout.traffic.take
+
+        def taken(seen: object = seen, steps: list[int] = steps) -> object:
+            totals = seen()  # type: ignore[operator]
+            steps.append(sum(total.nbytes for total in totals if total.row()["carried"] == "parameters"))
+            return totals
+
+        run.layout.traffic.take = taken
+        for _ in job.epochs(1):
+            for batch in loader:
+                job.step(batch)
+        found.append(steps)
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_replicas_that_do_not_wait_send_what_is_predicted(ranks: int) -> None:
+    found = run_ranks(sent, ranks, MODES, timeout_s=110)
+    for place, words in enumerate(MODES):
+        told = predict(mlp(WIDTH, LAYERS), cluster(), plan(4096, ranks, sync=parse_sync(words)))
+        each = [rank[place][1:STEPS] for rank in found]  # in the first step, optimizers' states meet
+        if words == "ad-psgd":  # active ones ask in every step, and who is asked is drawn
+            assert [sum(rank) for rank in each[::2]] == [told.sent_nbytes_per_rank * (STEPS - 1)] * (ranks // 2)
+        else:
+            mean = sum(map(sum, each)) / (ranks * (STEPS - 1))
+            # a server's last answers may come after its own last step
+            assert mean == pytest.approx(told.sent_nbytes_per_rank, rel=0.5 / STEPS), words

@@ -1,0 +1,46 @@
+"""When sums of gradients go on over other axes: in which order a rank lands what it has begun."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tutti.comm import Desk, TieredDesk
+from tutti.comm.traffic import lone_lane
+from tutti.parallel.sharding.exchange import Exchange, Party
+from tutti.parallel.sharding.sums import Sums, _Flight
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (Desk, "start 0, land 0, start 1, land 1, start 2, land 2, start 3"),
+        (TieredDesk, "start 0, start 1, land 0, start 2, land 1, start 3"),
+        (None, "start 0, start 1, land 0, start 2, land 1, start 3"),
+    ],
+)
+def test_in_memory_of_all_ranks_a_sum_goes_on_before_the_next_begins(
+    kind: Any, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits for a network has two on their way."""
+    said: list[str] = []
+
+    def start(sums: Sums, pack: Any) -> _Flight:
+        said.append(f"start {pack.number}")
+        return _Flight(pack, [], [], Exchange(None))
+
+    def land(sums: Sums, flight: _Flight) -> None:
+        said.append(f"land {flight.pack.number}")  # type: ignore[attr-defined]
+        flight.landed = True
+
+    monkeypatch.setattr(Sums, "_start", start)
+    monkeypatch.setattr(Sums, "_land", land)
+    trained = SimpleNamespace(shard=SimpleNamespace(requires_grad=True))
+    units: list[Any] = [
+        SimpleNamespace(packs=[SimpleNamespace(number=number, parameters=[trained])]) for number in range(4)
+    ]
+    desk = None if kind is None else object.__new__(kind)
+    sums = Sums(units, {("shard",): Party(None, lone_lane(), desk)})
+    sums.open()
+    sums.send()
+    assert ", ".join(said) == expected

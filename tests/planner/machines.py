@@ -1,0 +1,36 @@
+"""Clusters of cards for the tests of the planner: equal ones, and a mixed one."""
+
+import dataclasses
+from typing import Any
+
+from cost_model.examples import cluster, gpu, link
+from tutti.config.cluster import ClusterSpec, NodeSpec, faster
+
+
+def cards(nodes: int = 1, per_node: int = 4, **device: Any) -> ClusterSpec:
+    links = (link("node", 1e-5, 1e11), link("network", 2e-5, 5e9))
+    return cluster(gpu(**device), links, count=nodes, devices_per_node=per_node)
+
+
+def mixed() -> ClusterSpec:
+    quick = gpu(name="quick", peak_flops_per_s={"float32": 30e12}, memory_nbytes=2**35)
+    nodes = tuple(
+        NodeSpec(name=name, device=device, devices_per_node=count, memory_nbytes=2**36)
+        for name, device, count in (("a", "slow", 4), ("b", "quick", 2))
+    )
+    links = (link("node", 1e-6, 1e11), link("network", 1e-6, 1e10))
+    return ClusterSpec(name="mixed", devices={"slow": gpu(name="slow"), "quick": quick}, nodes=nodes, links=links)
+
+
+def own_links(machines: ClusterSpec) -> ClusterSpec:
+    """The same hosts listed singly, each with links of its own, slower from host to host, and none of the cluster's."""
+    nodes = [
+        dataclasses.replace(node, name=f"{node.name}{at}", count=1)
+        for node in machines.nodes
+        for at in range(node.count)
+    ]
+    slower = [
+        dataclasses.replace(node, links=tuple(faster(one, 0.2**at) for one in machines.links))
+        for at, node in enumerate(nodes)
+    ]
+    return dataclasses.replace(machines, nodes=tuple(slower), links=())

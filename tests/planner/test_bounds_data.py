@@ -1,0 +1,228 @@
+"""Bounds with loading of data on hosts of two kinds: below every plan of a small space, and so nothing is missed."""
+
+import contextlib
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cost_model.examples import cpu, gpu, link, mlp, plan
+from tutti.config.cluster import ClusterSpec, DeviceSpec, NodeSpec
+from tutti.config.loading import Loading
+from tutti.config.model import ModelSpec
+from tutti.config.plan import Plan
+from tutti.config.prediction import Prediction
+from tutti.cost_model import predict
+from tutti.errors import PlanError
+from tutti.planner import Request, choose
+from tutti.planner.bounds import shape_bounds, variant_bounds
+from tutti.planner.build import plan_of
+from tutti.planner.enumerate import shapes, variants
+from tutti.planner.explore import Explorer
+from tutti.planner.limits import limits_of
+from tutti.planner.mixed import improved, orders
+from tutti.planner.room import Room
+from tutti.planner.search import TIE
+from tutti.planner.tables import Tables
+from tutti.planner.words import plan_words
+from tutti.profile.architectures import architecture
+
+ROUNDING = 1e-9
+
+
+def hosts(
+    slow: DeviceSpec,
+    quick: DeviceSpec,
+    counts: tuple[int, int] = (2, 1),
+    cores: tuple[int, int] = (2, 16),
+    **changes: Any,
+) -> ClusterSpec:
+    """A host of slow devices with a quick disk and few cores, and one of quick devices with a slow disk."""
+    kinds = zip(("slow", "quick"), counts, (4e9, 5e8), cores, strict=True)
+    nodes = tuple(
+        NodeSpec(
+            name=name,
+            device=name,
+            devices_per_node=count,
+            memory_nbytes=2**36,
+            disk_read_bytes_per_s=disk,
+            cores=own,
+        )
+        for name, count, disk, own in kinds
+    )
+    links = (link("node", 1e-6, 1e11), link("network", 1e-6, 1e10))
+    return ClusterSpec(name="unlike", devices={"slow": slow, "quick": quick}, nodes=nodes, links=links, **changes)
+
+
+def cards(**changes: Any) -> ClusterSpec:
+    return hosts(gpu(name="slow"), gpu(name="quick", peak_flops_per_s={"float32": 30e12}), **changes)
+
+
+def processors() -> ClusterSpec:
+    """CPUs of 4 cores, and of 2 that are half as quick: workers and ranks share the cores."""
+    rates = tuple(dataclasses.replace(one, flops_per_s=one.flops_per_s / 2) for one in cpu().gemm[:2])
+    weak = cpu(name="slow", cores=2, memory_bandwidth_bytes_per_s=10e9, gemm=rates)
+    return hosts(weak, cpu(name="quick"), (1, 1))
+
+
+def like_devices() -> ClusterSpec:
+    """Devices alike, of hosts whose disks and cores are not."""
+    found = hosts(gpu(name="slow"), gpu(name="quick"), (2, 2))
+    return dataclasses.replace(found, nodes=tuple(dataclasses.replace(node, device="slow") for node in found.nodes))
+
+
+LOADING: dict[str, Loading] = {
+    "between steps": Loading(core_s=2e-5, wait_s=1e-5),
+    "between steps, from storage": Loading(core_s=1e-5, stored_nbytes=2e4),
+    "ahead": Loading(core_s=4e-5, workers=2),
+    "ahead, from storage": Loading(core_s=1e-5, stored_nbytes=5e4, workers=2),
+    "stream": Loading(core_s=1e-5, stored_nbytes=1e4, workers=1, stream=True),
+    "stream between steps": Loading(core_s=1e-5, wait_s=1e-6, stream=True),
+    "a little": Loading(core_s=1e-7),
+    "parts between steps": Loading(core_s=1e-3, parts=True),
+    "parts ahead": Loading(core_s=1e-3, stored_nbytes=1e5, workers=2, parts=True),
+}
+
+MACHINES: dict[str, ClusterSpec] = {
+    "cards": cards(),
+    "cards, shared storage": cards(shared_read_bytes_per_s=1e9),
+    "processors": processors(),
+    "like devices": like_devices(),
+}
+
+ROWS, PICTURES = "rows", "pictures"
+BATCH = {ROWS: 12, PICTURES: 4}
+
+QUICK = (
+    (ROWS, "cards", "between steps"),
+    (ROWS, "cards", "ahead, from storage"),
+    (ROWS, "cards", "stream between steps"),
+    (ROWS, "processors", "ahead"),
+    (ROWS, "like devices", "between steps, from storage"),
+    (PICTURES, "cards", "parts between steps"),
+)
+ALL = (
+    *((ROWS, where, how) for where in MACHINES for how in LOADING if "parts" not in how),
+    *((PICTURES, where, how) for where in ("cards", "like devices") for how in LOADING if "parts" in how),
+)
+CASES = [case if case in QUICK else pytest.param(*case, marks=pytest.mark.long) for case in ALL]
+
+
+@functools.cache
+def model_of(of: str) -> ModelSpec:
+    if of == PICTURES:
+        return architecture("unet", {"dims": 3, "widths": "8,16", "image": "16"})
+    return mlp(512, 3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """A plan on one order of the hosts, its prediction, and the bounds of its row and of its mesh."""
+
+    plan: Plan
+    prediction: Prediction
+    bound: float
+    of_mesh: float
+
+    @property
+    def step_s(self) -> float:
+        return self.prediction.step_time_s.value
+
+
+def asked(of: str) -> Request:
+    return Request(script=plan(BATCH[of]), scope="all", allow_microbatches=True)
+
+
+def every(model: ModelSpec, machines: ClusterSpec, request: Request) -> list[Seen]:
+    """All plans of a space, on all orders of the hosts, and the same with shares and cuts by speed."""
+    found: list[Seen] = []
+    samples = request.script.batch.global_batch_size
+    for order in orders(machines, model.loading):
+        limits = limits_of(model, order, request)
+        meshes, tables = shapes(limits, request), Tables(model, order, "full")
+        room = Room(tables, request.script)
+        ways = variants(limits, meshes, np.arange(len(meshes), dtype=np.intp))
+        bounds, coarse = variant_bounds(room, meshes, ways, samples), shape_bounds(tables, meshes, samples)[0]
+        for row in range(len(ways)):
+            whole = plan_of(model, request, meshes, ways, row, "full")
+            plans, count = [whole], 0
+            while count < len(plans):
+                with contextlib.suppress(PlanError):
+                    seen = Seen(
+                        plan=plans[count],
+                        prediction=predict(model, order, plans[count]),
+                        bound=float(bounds.step_s[row]),
+                        of_mesh=float(coarse[int(ways.shape[row])]),
+                    )
+                    found.append(seen)
+                    if not count and tables.mixed and whole.world_size > 1:
+                        plans += improved(room, order, whole, seen.prediction, samples)
+                count += 1
+    return found
+
+
+@pytest.mark.parametrize(("of", "where", "how"), CASES)
+def test_no_plan_is_below_its_bound_and_the_search_finds_the_best(of: str, where: str, how: str) -> None:
+    model, machines, request = dataclasses.replace(model_of(of), loading=LOADING[how]), MACHINES[where], asked(of)
+    found = every(model, machines, request)
+    assert len(found) >= 100
+    for one in found:
+        assert one.bound <= one.step_s * (1 + ROUNDING), plan_words(one.plan)
+        assert one.of_mesh <= one.step_s * (1 + ROUNDING), plan_words(one.plan)
+    explorer = Explorer(model, orders(machines, model.loading), request, ["full"])
+    explorer.run()
+    assert explorer.coverage().left == 0
+    got = min(one.value for one in explorer.costed if one.good)
+    assert got == min(one.step_s for one in found if one.prediction.fits)
+
+
+@pytest.mark.parametrize(
+    ("of", "loading"),
+    [
+        (ROWS, Loading(core_s=1e-1)),
+        (ROWS, Loading(wait_s=1e-1, workers=3)),
+        (ROWS, Loading(core_s=1e-1, workers=1, stream=True)),
+        (PICTURES, Loading(wait_s=1.0)),
+        (PICTURES, Loading(wait_s=1.0, parts=True)),
+    ],
+)
+def test_where_samples_cost_most_a_bound_is_little_else_than_their_time(of: str, loading: Loading) -> None:
+    """Ranks that have an equal number of samples, on their own hosts' cores: that of the one that has most."""
+    model, machines = dataclasses.replace(model_of(of), loading=loading), hosts(gpu(), gpu(name="q"), cores=(64, 64))
+    for one in every(model, machines, asked(of)):
+        if not one.plan.shares:
+            assert 0.98 * one.step_s <= one.bound <= one.step_s * (1 + ROUNDING), plan_words(one.plan)
+
+
+def test_what_is_chosen_is_as_quick_as_the_best_of_all() -> None:
+    """To within what counts as equal; neighbours of the best may be quicker than all that is enumerated."""
+    model, request = dataclasses.replace(model_of(ROWS), loading=LOADING["between steps"]), asked(ROWS)
+    best = min(one.step_s for one in every(model, cards(), request) if one.prediction.fits)
+    assert choose(model, cards(), request).prediction.step_time_s.value <= best * (1 + TIE)
+
+
+def test_ranks_alike_that_load_themselves_do_so_beside_all_else() -> None:
+    """What loading adds to a bound is what it adds to the prediction."""
+    without, with_data = (
+        every(dataclasses.replace(model_of(ROWS), loading=loading), like_devices(), asked(ROWS))
+        for loading in (None, LOADING["between steps"])
+    )
+    assert len(without) == len(with_data) >= 100
+    for one, other in zip(without, with_data, strict=True):
+        assert one.plan == other.plan
+        added = other.step_s - one.step_s
+        assert other.bound - one.bound == pytest.approx(added, rel=1e-9), plan_words(one.plan)
+
+
+def test_which_host_has_the_quick_disk_changes_nothing() -> None:
+    """Devices alike: a plan that leaves hosts idle leaves those with the slow disk idle, however they are written."""
+    loading = Loading(stored_nbytes=2**20, workers=2)
+    model, request = dataclasses.replace(model_of(ROWS), loading=loading), asked(ROWS)
+    machines = like_devices()
+    backwards = dataclasses.replace(machines, nodes=machines.nodes[::-1])
+    assert machines.nodes[0].disk_read_bytes_per_s != machines.nodes[1].disk_read_bytes_per_s
+    one, other = (choose(model, each, request).prediction.step_time_s.value for each in (machines, backwards))
+    assert one == other

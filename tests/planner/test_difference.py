@@ -1,0 +1,121 @@
+"""Whatever is changed in a plan, the difference of the two says it."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from tutti.config.compression import Compression
+from tutti.config.plan import BatchPlan, LayoutRule, Pipeline, Plan, Sharding, Sync
+from tutti.config.relaxed import Relaxed
+from tutti.planner import difference
+
+BASE = Plan(
+    batch=BatchPlan(global_batch_size=64),
+    mesh=dict.fromkeys(("stage", "replicate", "shard", "context", "space", "split"), 2),  # type: ignore[misc]
+    layout=(LayoutRule(modules="blocks.5", recompute=True), LayoutRule(modules="head", placement="column")),
+    sync=Sync(compress=Compression(method="top-k")),
+    made_for={"embed": "Linear 32"},
+)
+
+CHANGES: dict[str, Any] = {
+    "batch.global_batch_size": 32,
+    "batch.unit": "tokens",
+    "batch.num_microbatches": 2,
+    "batch.last_batch": "drop",
+    "batch.ramp": ((10, 8),),
+    "mesh": {**BASE.mesh, "shard": 4},
+    "layout.modules": "blocks.2",
+    "layout.placement": "row",
+    "layout.recompute": "selective",
+    "layout.chunks": 2,
+    "shares": (1.0, 2.0, 1.0, 1.0),
+    "split_shares": (2.0, 1.0),
+    "precision": "bfloat16",
+    "sync.mode": "one-shot",
+    "sync.bucket_nbytes": 2**20,
+    "sync.bucket_sizes": "measured",
+    "sync.compress": None,
+    "sync.relaxed": Relaxed(period=4),
+    "sharding.level": 1,
+    "sharding.offload": "optimizer",
+    "pipeline.schedule": "gpipe",
+    "pipeline.stages_per_rank": 2,
+    "pipeline.cuts": ("head",),
+    "space_grid": (2, 1),
+    "context": "all-to-all",
+    "made_for": {"embed": "Linear 64"},
+    "version": 2,
+}
+
+
+def fields(value: Any, name: str = "") -> list[str]:
+    """The dotted names of what a plan is made of; a layout's are those of its rules."""
+    found = []
+    for one in dataclasses.fields(value):
+        own, dotted = getattr(value, one.name), f"{name}{one.name}"
+        if one.name == "layout":
+            found += fields(own[0], f"{dotted}.")
+        elif one.name in ("batch", "sync", "sharding", "pipeline"):
+            found += fields(own, f"{dotted}.")
+        else:
+            found.append(dotted)
+    return found
+
+
+def changed(plan: Plan, name: str) -> Plan:
+    """The plan with one thing changed, and what must go with it."""
+    part, _, inner = name.partition(".")
+    if not inner:
+        return dataclasses.replace(plan, **{part: CHANGES[name]})
+    if part == "layout":
+        return dataclasses.replace(
+            plan, layout=(dataclasses.replace(plan.layout[0], **{inner: CHANGES[name]}), *plan.layout[1:])
+        )
+    whole = getattr(plan, part)
+    return dataclasses.replace(plan, **{part: dataclasses.replace(whole, **{inner: CHANGES[name]})})
+
+
+def test_every_field_is_tried() -> None:
+    assert set(fields(BASE)) == set(CHANGES)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_every_field_that_is_changed_is_told(name: str) -> None:
+    base = BASE
+    if name == "sync.relaxed":
+        base = dataclasses.replace(BASE, sync=Sync(mode="local", relaxed=Relaxed(period=8)))
+    if name == "pipeline.stages_per_rank":
+        base = dataclasses.replace(BASE, pipeline=Pipeline(schedule="interleaved"))
+    said = difference(base, changed(base, name), ("old", "new"))
+    assert said
+    assert all(("old" in one and "new" in one) or "Only" in one for one in said)
+    assert difference(base, base) == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("batch.ramp", "The batch grows: never in A, 8 until batch 10 in B: this changes what is computed"),
+        ("layout.modules", "Only B says of modules blocks.2: recompute"),
+        ("layout.recompute", "Recompute: full in A, selective in B"),
+        ("made_for", "Made for different models: only in A embed (Linear 32); only in B embed (Linear 64)"),
+        ("sync.bucket_sizes", "26,214,400 bytes in A, 26,214,400 bytes at first, then as is measured to be quickest"),
+        ("sharding.offload", "Sharding: level 3 in A, level 3; offload optimizer in B"),
+    ],
+)
+def test_what_once_went_unsaid_is_said_in_words(name: str, words: str) -> None:
+    assert any(words in one for one in difference(BASE, changed(BASE, name)))
+
+
+def test_the_order_of_rules_is_told_where_the_last_one_counts() -> None:
+    turned = dataclasses.replace(BASE, layout=BASE.layout[::-1])
+    assert difference(BASE, turned)
+    silent = dataclasses.replace(BASE, layout=(LayoutRule(), *BASE.layout))
+    assert difference(BASE, silent) == ()
+
+
+def test_offload_is_told_without_a_shard_axis_and_a_level_that_nothing_follows_at_last() -> None:
+    one = Plan(batch=BatchPlan(global_batch_size=8))
+    assert difference(one, dataclasses.replace(one, sharding=Sharding(offload="optimizer")))
+    assert difference(one, dataclasses.replace(one, sharding=Sharding(level=1))) == ("sharding.level: 3 in A, 1 in B",)

@@ -1,0 +1,44 @@
+"""Sufficient factors lose nothing, so the planner takes them at every dial, where they are quicker for sure."""
+
+from typing import Any
+
+import pytest
+
+from planner.test_relaxed import MODEL, hosts
+from tutti.config.compression import parse_compression
+from tutti.config.plan import BatchPlan, Plan, Sync
+from tutti.planner import choose
+from tutti.planner.choice import Choice, Request
+from tutti.planner.explain import explain
+from tutti.planner.ways import WAYS
+
+
+def chosen(mbit: float, batch: int = 64, **changes: Any) -> Choice:
+    script = Plan(batch=BatchPlan(global_batch_size=batch))
+    return choose(MODEL, hosts(mbit), Request(**{"script": script, "degree": 4, **changes}))
+
+
+@pytest.mark.parametrize("relax", ["exact", "reduced"])
+def test_they_are_taken_on_a_slow_network_where_rows_are_few(relax: Any) -> None:
+    others: dict[str, float | None] = {way.words: None for way in WAYS if way.dial != "exact"}
+    best = chosen(300, relax=relax, samples=others)
+    assert best.best.sync.compress == parse_compression("factors")
+    assert best.dial is not None
+    assert best.dial.chosen
+    assert (best.dial.way, best.dial.samples) == ("factors", 1.0)
+    assert "lose nothing" in best.remarks[0]
+    assert "something else" not in explain(best)
+
+
+@pytest.mark.parametrize(("mbit", "batch"), [(1e6, 64), (300, 2048)])
+def test_elsewhere_the_exact_choice_is_as_it_was(mbit: float, batch: int) -> None:
+    """On a fast network, and where rows are as many bytes as gradients."""
+    best = chosen(mbit, batch)
+    assert best.best.sync == Sync()
+    assert best.dial is None
+
+
+def test_they_leave_alone_what_a_script_says() -> None:
+    for words in ("one-bit", "float32"):
+        script = Plan(batch=BatchPlan(global_batch_size=64), sync=Sync(compress=parse_compression(words)))
+        assert chosen(300, script=script).best.sync.compress == parse_compression(words)

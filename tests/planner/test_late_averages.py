@@ -1,0 +1,36 @@
+"""With how many samples averages are counted that are taken in later, or told in few bits."""
+
+import pytest
+
+from tutti.config.sync_words import parse_sync
+from tutti.planner.ways import WAYS, Each
+
+BY_WORDS = {way.words: way for way in WAYS}
+
+
+@pytest.mark.parametrize(
+    ("words", "each"),
+    [
+        ("local:period=8", Each(0.01, 0.1)),
+        ("local:period=8,delay=1", Each(0.015, 0.1)),
+        ("local:period=8,delay=2", Each(0.015, 0.1)),
+        ("local:period=4,delay=2", Each(0.05, 0.15)),
+        ("local:period=8,delay=4", Each(0.05, 0.15)),
+        ("local:period=8,delay=8", Each(0.14, 0.3)),
+        ("post-local:period=8,after=4", Each(0.01, 0.085)),
+        ("local:period=8,optimizer_state=corrected", Each(others=0.025)),
+        ("local:period=8,optimizer_state=corrected,delay=2", Each(others=0.035)),
+        ("local:period=8,optimizer_state=corrected,delay=4", Each(others=0.055)),
+        ("post-local:period=8,after=4,optimizer_state=corrected", Each(others=0.02)),
+    ],
+)
+def test_the_later_averages_are_taken_in_the_more_samples_count(words: str, each: Each) -> None:
+    assert BY_WORDS[words].each == each
+    assert BY_WORDS[words].relaxed.told() == parse_sync(words).relaxed.told()
+
+
+def test_changes_in_two_bits_count_for_a_little_more_and_are_no_code_of_gradients() -> None:
+    counted = {bits: BY_WORDS[f"local:period=8,delay=2 in qsgd,bits={bits}"].samples for bits in (8, 4, 2)}
+    assert counted == {8: 1.0, 4: 1.0, 2: 1.02}
+    two = [way for way in WAYS if way.compress is not None and way.compress.bits == 2]
+    assert {way.mode for way in two} == {"local"}

@@ -1,0 +1,162 @@
+"""Unequal devices: shares against every way to share, memory that ends, devices that are better left idle."""
+
+import dataclasses
+import itertools
+from itertools import permutations
+from typing import Any, get_args
+
+import pytest
+
+from cost_model.examples import gpu, linear, link, mlp, plan
+from planner.machines import cards, own_links
+from planner.test_meshes import gpt
+from tutti.config.cluster import ClusterSpec, NodeSpec
+from tutti.config.model import ModelSpec
+from tutti.config.plan import Plan
+from tutti.cost_model import predict
+from tutti.errors import PlanError
+from tutti.planner import Choice, NoiseScale, Objective, Request, choose
+from tutti.planner.mixed import orders
+
+BATCH = 60
+
+
+def two(first: dict[str, Any], second: dict[str, Any], each: int = 1) -> ClusterSpec:
+    """Two nodes, with cards that differ as told."""
+    devices = {name: gpu(name=name, **changes) for name, changes in (("first", first), ("second", second))}
+    nodes = tuple(NodeSpec(name=name, device=name, devices_per_node=each, memory_nbytes=2**36) for name in devices)
+    links = (link("node", 1e-6, 1e11), link("network", 1e-6, 1e11))
+    return ClusterSpec(name="two", devices=devices, nodes=nodes, links=links)
+
+
+def wide() -> ModelSpec:
+    """A layer whose activations are 64 MiB a sample."""
+    return ModelSpec(name="wide", modules=(linear("a", 4096, 4096, activation_nbytes=float(2**26)),), optimizer="Adam")
+
+
+def shared(model: ModelSpec, machines: ClusterSpec) -> Choice:
+    """The choice for one microbatch on both nodes, of which only shares and their order may differ."""
+    ranks = machines.device_count
+    return choose(
+        model,
+        machines,
+        Request(script=plan(BATCH), scope="all", mesh={"replicate": ranks}, keep_microbatches=True),
+    )
+
+
+def every_way(model: ModelSpec, machines: ClusterSpec) -> dict[int, float]:
+    """Samples of the first of two ranks -> the step, where that fits."""
+    found = {}
+    for first in range(1, BATCH):
+        done = predict(
+            model, machines, dataclasses.replace(plan(BATCH, 2), shares=(float(first), float(BATCH - first)))
+        )
+        if done.fits:
+            found[first] = done.step_time_s.value
+    return found
+
+
+@pytest.mark.parametrize("faster", [1.5, 3.0, 10.0])
+def test_shares_by_speed_gain_what_the_best_shares_would(faster: float) -> None:
+    machines = two({}, {"peak_flops_per_s": {"float32": faster * 10e12}})
+    choice = shared(mlp(4096, 2), machines)
+    best = min(every_way(mlp(4096, 2), machines).values())
+    even = predict(mlp(4096, 2), machines, plan(BATCH, 2)).step_time_s.value
+    assert even - choice.prediction.step_time_s.value >= 0.9 * (even - best) > 0
+
+
+@pytest.mark.parametrize("faster", [1.0, 3.0])
+def test_shares_end_where_memory_ends_and_the_rest_goes_to_the_other(faster: float) -> None:
+    """The second card, as fast or faster, has room for a few samples only."""
+    quick = {"peak_flops_per_s": {"float32": faster * 10e12}, "memory_nbytes": 3 * 2**30}
+    machines = two({}, quick)
+    every = every_way(wide(), machines)
+    assert BATCH // 2 not in every
+    choice = shared(wide(), machines)
+    assert choice.prediction.fits
+    assert choice.prediction.step_time_s.value <= 1.1 * min(every.values())  # to within two samples of what fits
+    with pytest.raises(PlanError, match="does not fit"):
+        shared(wide(), two({"memory_nbytes": 2**30}, quick))
+
+
+def test_slow_devices_stay_idle_where_they_would_only_delay() -> None:
+    slow = {"peak_flops_per_s": {"float32": 1e9}, "memory_bandwidth_bytes_per_s": 1e9}
+    machines = two(slow, {}, each=2)
+    choice = choose(mlp(2048, 2), machines, Request(script=plan(BATCH), scope="all"))
+    assert choice.best.world_size <= 2
+    assert choice.nodes == ("second", "first")
+    seated = dataclasses.replace(machines, nodes=machines.nodes[::-1])
+    assert choice.prediction == predict(mlp(2048, 2), seated, choice.best)
+    every = Plan(batch=choice.best.batch, mesh={"replicate": 4})
+    assert choice.prediction.step_time_s.value < 0.5 * predict(mlp(2048, 2), machines, every).step_time_s.value
+
+
+def three() -> ClusterSpec:
+    """The quickest, the cheapest for its work, which is also the most frugal, and the roomiest."""
+    kinds = {
+        "a": {"peak_flops_per_s": {"float32": 60e12}, "price_per_device_hour": 4.0, "power_w": 700.0},
+        "b": {"peak_flops_per_s": {"float32": 20e12}, "price_per_device_hour": 0.5, "power_w": 100.0},
+        "c": {"peak_flops_per_s": {"float32": 15e12}, "price_per_device_hour": 3.0, "power_w": 500.0},
+    }
+    devices = {name: gpu(name=name, memory_nbytes=2**34 + (name == "c") * 2**33, **kinds[name]) for name in kinds}
+    nodes = tuple(NodeSpec(name=name, device=name, devices_per_node=2, memory_nbytes=2**36) for name in devices)
+    return ClusterSpec(name="three", devices=devices, nodes=nodes, links=two({}, {}).links)
+
+
+@pytest.mark.parametrize("objective", get_args(Objective))
+def test_the_answer_does_not_depend_on_the_order_of_nodes_in_the_file(objective: Objective) -> None:
+    noise = NoiseScale(critical_batch=6, least_samples=1e4)
+    request = Request(
+        script=plan(12), scope="all", objective=objective, noise=noise, keep_microbatches=True, max_devices=4
+    )
+    found, tried = [], set()
+    for nodes in permutations(three().nodes):
+        written = dataclasses.replace(three(), nodes=nodes)
+        tried.add(tuple(tuple(node.name for node in one.nodes) for one in orders(written, None, objective)))
+        if nodes[0].name == "b":  # two of the six will do: they take seconds
+            choice = choose(mlp(1024, 2), written, request)
+            seated = choice.nodes or tuple(node.name for node in nodes)
+            found.append((choice.best, choice.prediction, choice.totals, seated[: -(-choice.best.world_size // 2)]))
+    assert len(tried) == 1
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("objective", ["cost", "energy"])
+def test_what_is_cheapest_for_its_work_is_used_alone_wherever_it_stands(objective: Objective) -> None:
+    """It is neither the quickest nor the roomiest."""
+    for nodes in (three().nodes, three().nodes[::-1]):
+        request = Request(script=plan(12), scope="all", objective=objective, keep_microbatches=True)
+        choice = choose(mlp(1024, 2), dataclasses.replace(three(), nodes=nodes), request)
+        assert choice.nodes[0] == "b"
+        assert choice.best.world_size <= 2
+
+
+def test_of_equal_devices_those_with_the_quickest_network_are_tried_first() -> None:
+    machines = own_links(cards(3, 1))
+    nodes = tuple(machines.nodes[i] for i in (1, 0, 2))
+    found = orders(dataclasses.replace(machines, nodes=nodes))
+    assert machines.nodes in [one.nodes for one in found]
+    assert orders(cards(3, 1)) == (cards(3, 1),)
+
+
+def test_more_kinds_of_devices_are_never_planned_slower_than_the_quickest_alone() -> None:
+    """In little time: what lies between is many plans, and it once was 1.5 times as slow."""
+    speeds = {"quick": (60e12, 2**35, 1), "middle": (20e12, 2**35, 3), "slow": (8e12, 2**34, 4)}
+    devices = {
+        name: gpu(name=name, peak_flops_per_s={"float32": rate}, memory_nbytes=size)
+        for name, (rate, size, _) in speeds.items()
+    }
+    nodes = tuple(
+        NodeSpec(name=name, device=name, devices_per_node=4, count=count, memory_nbytes=2**38)
+        for name, (_, _, count) in speeds.items()
+    )
+    links = (link("node", 1e-6, 2e11), link("network", 1e-5, 1e9))
+    machines = ClusterSpec(name="three kinds", devices=devices, nodes=nodes, links=links)
+
+    def step_s(**wishes: Any) -> float:
+        looks = itertools.count()  # time is how often the clock was looked at
+        request = Request(script=plan(64), scope="all", **wishes)
+        choice = choose(gpt(8, hidden=1024), machines, request, clock=lambda: float(next(looks)), limit_s=150)
+        return choice.prediction.step_time_s.value
+
+    assert step_s() <= 1.02 * step_s(max_devices=4)

@@ -1,0 +1,60 @@
+"""What would have to change for another plan to win, and for how long that is looked at."""
+
+import dataclasses
+import itertools
+
+import pytest
+
+from planner.machines import cards, own_links
+from planner.test_meshes import ask, gpt
+from tutti.config.cluster import faster
+from tutti.cost_model import predict
+from tutti.errors import PlanError
+from tutti.planner import choose
+from tutti.planner.scenarios import what_if, with_bandwidth
+from tutti.planner.words import plan_words
+
+MACHINES = with_bandwidth(cards(2, 2), "network", 1e9)
+
+
+def test_at_the_link_that_is_named_the_other_plan_is_quicker_by_as_much() -> None:
+    choice = choose(gpt(), MACHINES, ask())
+    (said,) = choice.changes
+    assert said.startswith("At 4 Gbit/s on network links instead of 8 Gbit/s, ")
+    slower, _ = what_if(MACHINES, "link=4gbit")
+    (rival,) = [one.plan for one in choice.alternatives if f", {plan_words(one.plan)} would be " in said]
+    own, other = (predict(gpt(), slower, plan).step_time_s.value for plan in (choice.best, rival))
+    assert float(said.partition(" would be ")[2].partition("x as fast")[0]) == pytest.approx(own / other, abs=0.005)
+    assert own / other > 1 / 0.98
+
+
+def test_it_is_looked_at_for_a_part_of_the_searchs_time() -> None:
+    seconds = itertools.count()
+    hurried = choose(gpt(), MACHINES, ask(), clock=lambda: float(next(seconds)), limit_s=1e6)
+    assert hurried.changes  # a hundred thousand looks at this clock
+    seconds = itertools.count(step=1000)
+    assert choose(gpt(), MACHINES, ask(), clock=lambda: float(next(seconds)), limit_s=9000.0).changes == ()
+
+
+def test_links_that_hosts_have_of_their_own_are_changed_too() -> None:
+    machines = own_links(cards(2, 2))
+    changed, words = what_if(machines, "link=8gbit")
+    assert words == "8 Gbit/s on network links"
+    assert [one.bandwidth_bytes_per_s for one in changed.every_link if one.tier == "network"] == [1e9, 1e9]
+    assert [one for one in changed.every_link if one.tier == "node"] == [
+        one for one in machines.every_link if one.tier == "node"
+    ]
+    more, _ = what_if(machines, "devices=8")
+    assert [node.links for node in more.nodes] == [node.links for node in machines.nodes]
+    bare = dataclasses.replace(machines, nodes=(machines.nodes[0], dataclasses.replace(machines.nodes[1], links=())))
+    with pytest.raises(PlanError, match="need a link between them"):
+        what_if(bare, "devices=8")
+
+
+def test_slow_hosts_that_a_choice_leaves_idle_change_nothing_of_it() -> None:
+    quick = dataclasses.replace(MACHINES.nodes[0], links=MACHINES.links)
+    slow = dataclasses.replace(quick, name="idle", links=tuple(faster(one, 1e-3) for one in MACHINES.links))
+    machines = dataclasses.replace(MACHINES, nodes=(quick, slow), links=())
+    request = dataclasses.replace(ask(), mesh={"replicate": 4})
+    both, alone = (choose(gpt(), where, request) for where in (machines, MACHINES))
+    assert both.prediction == alone.prediction

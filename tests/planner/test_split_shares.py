@@ -1,0 +1,220 @@
+"""Parts of layers by speed: what the planner proposes where a split group's devices are unequal, and its bounds."""
+
+import contextlib
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cost_model.examples import cpu, gpu, linear, link, plan
+from planner.machines import cards
+from planner.test_mixed import two
+from tutti.config.cluster import ClusterSpec, DeviceSpec, GemmRate, NodeSpec
+from tutti.config.model import ModelSpec
+from tutti.config.plan import Plan
+from tutti.config.words import AxisName
+from tutti.cost_model import predict
+from tutti.errors import PlanError
+from tutti.planner import Choice, Request, choose
+from tutti.planner.bounds import shape_bounds, variant_bounds
+from tutti.planner.build import plan_of
+from tutti.planner.difference import difference
+from tutti.planner.enumerate import shapes, variants
+from tutti.planner.explain import explain
+from tutti.planner.explore import Explorer
+from tutti.planner.limits import limits_of
+from tutti.planner.mixed import improved
+from tutti.planner.parts import Pace, together
+from tutti.planner.room import Room
+from tutti.planner.tables import Tables
+from tutti.planner.words import plan_words
+from tutti.profile.architectures import architecture
+
+GPT = {"layers": 6, "hidden": 1024, "heads": 16, "seq_len": 512, "vocab": 1000}
+
+
+def model(**sizes: Any) -> ModelSpec:
+    return architecture("gpt", {**GPT, **sizes})
+
+
+def faster(times: float, **changes: Any) -> ClusterSpec:
+    return two({}, {"peak_flops_per_s": {"float32": times * 10e12}, **changes})
+
+
+def chosen(machines: ClusterSpec, mesh: dict[AxisName, int], batch: int = 8) -> Choice:
+    request = Request(script=plan(batch), scope="all", mesh=mesh, keep_microbatches=True)
+    return choose(model(), machines, request)
+
+
+def every_way(machines: ClusterSpec, batch: int = 8) -> dict[int, float]:
+    """Heads of the first of two ranks -> the step, where that fits."""
+    found = {}
+    for first in range(1, GPT["heads"]):
+        shares = (float(first), float(GPT["heads"] - first))
+        done = predict(model(), machines, dataclasses.replace(plan(batch), mesh={"split": 2}, split_shares=shares))
+        if done.fits:
+            found[first] = done.step_time_s.value
+    return found
+
+
+@pytest.mark.parametrize("times", [1.5, 3.0, 7.0])
+def test_parts_by_speed_gain_what_the_best_parts_would(times: float) -> None:
+    machines = faster(times)
+    choice = chosen(machines, {"split": 2})
+    every, even = every_way(machines), predict(model(), machines, dataclasses.replace(plan(8), mesh={"split": 2}))
+    assert choice.best.split_weights
+    seated = machines if not choice.nodes else dataclasses.replace(machines, nodes=machines.nodes[::-1])
+    assert choice.prediction == predict(model(), seated, choice.best)
+    gained, most = (
+        even.step_time_s.value - value for value in (choice.prediction.step_time_s.value, min(every.values()))
+    )
+    assert gained >= 0.85 * most > 0
+    assert any("Parts of layers along split follow the devices' speeds" in one for one in choice.remarks)
+    assert "on the fullest rank" in explain(choice)
+    assert any("equal parts of layers on unequal devices" in other.reason for other in choice.alternatives)
+
+
+def test_equal_devices_get_equal_parts() -> None:
+    choice = chosen(cards(2, 1), {"split": 2})
+    assert choice.best.split_shares == ()
+
+
+def test_parts_end_where_memory_ends() -> None:
+    """The quick card has no room for half of the model; the part that is proposed fits it, one by speed would not."""
+    start, free = dataclasses.replace(plan(8), mesh={"split": 2}), faster(3.0)
+    whole = predict(model(), free, start)
+    room = int(whole.memory.reserve + 0.75 * (whole.memory.total - whole.memory.reserve))
+    tight = faster(3.0, memory_nbytes=room)
+    by_speed, clipped = (
+        improved(Room(Tables(model(), machines, "full"), plan(8)), machines, start, whole, 8)[-1]
+        for machines in (free, tight)
+    )
+    assert by_speed.split_shares[0] < by_speed.split_shares[1]
+    assert not predict(model(), tight, by_speed).fits
+    assert predict(model(), tight, clipped).fits
+    every = every_way(tight)
+    assert GPT["heads"] // 2 not in every
+    assert predict(model(), tight, clipped).step_time_s.value <= 1.15 * min(every.values())
+
+
+def test_parts_beside_replicas_and_stages() -> None:
+    """Hosts of both kinds in every split group."""
+    machines = faster(3.0)
+    pairs = dataclasses.replace(machines, nodes=tuple(
+        dataclasses.replace(machines.nodes[index % 2], name=f"n{index}") for index in range(4)
+    ))  # fmt: skip
+    for axis in ("replicate", "stage"):
+        mesh: dict[AxisName, int] = {axis: 2, "split": 2}
+        start = dataclasses.replace(plan(8, microbatches=2), mesh=mesh)
+        done = predict(model(), pairs, start)
+        room = Room(Tables(model(), pairs, "full"), plan(8))
+        better = [predict(model(), pairs, one) for one in improved(room, pairs, start, done, 8) if one.split_shares]
+        assert min(one.step_time_s.value for one in better) < 0.8 * done.step_time_s.value
+
+
+def alternating(slow: DeviceSpec, quick: DeviceSpec) -> ClusterSpec:
+    """Four hosts of a device each, quick ones after slow ones."""
+    nodes = tuple(
+        NodeSpec(name=f"n{index}", device=("slow", "quick")[index % 2], memory_nbytes=2**36) for index in range(4)
+    )
+    links = (link("node", 1e-7, 1e12), link("network", 1e-7, 1e12))
+    return ClusterSpec(name="four", devices={"slow": slow, "quick": quick}, nodes=nodes, links=links)
+
+
+def quicker(times: float) -> DeviceSpec:
+    """A card that is so many times as fast in every respect, with so much memory that the others are tighter."""
+    card = gpu()
+    return dataclasses.replace(
+        card,
+        peak_flops_per_s={name: times * rate for name, rate in card.peak_flops_per_s.items()},
+        memory_bandwidth_bytes_per_s=times * card.memory_bandwidth_bytes_per_s,
+        kernel_overhead_s=card.kernel_overhead_s / times,
+        memory_nbytes=2**38,
+        name="quick",
+    )
+
+
+def core(times: float) -> DeviceSpec:
+    """A core whose small products are slow."""
+    rates = {20: 1e8, 100: 1e9, 400: 10e9}
+    gemm = tuple(GemmRate(dtype="float32", n=n, threads=1, flops_per_s=times * rate) for n, rate in rates.items())
+    return cpu(name=f"{times:g}", cores=1, gemm=gemm, memory_bandwidth_bytes_per_s=times * 1e12)
+
+
+def columns() -> ModelSpec:
+    """Layers that are divided by their outputs, and nothing else."""
+    layers = tuple(linear(f"layers.{index}", 400, 400, split="column") for index in range(4))
+    return ModelSpec(name="columns", modules=layers, optimizer="SGD")
+
+
+BOUNDED = {
+    "cards, 3 times": (model(heads=8, hidden=768, vocab=999), alternating(gpu(), quicker(3.0)), 3.0),
+    "cards, 1.4 times": (model(heads=12, hidden=768, vocab=999), alternating(gpu(), quicker(1.4)), 1.4),
+    "cores, 9 times": (columns(), alternating(core(1.0), core(9.0)), 9.0),
+}
+
+
+@pytest.mark.parametrize("case", BOUNDED)
+def test_bounds_are_not_above_plans_of_unequal_parts(case: str) -> None:
+    own, machines, times = BOUNDED[case]
+    request, batch = Request(script=plan(96), scope="all"), 96
+    limits = limits_of(own, machines, request)
+    found, tables = shapes(limits, request), Tables(own, machines, "full")
+    room, checked = Room(tables, plan(batch)), 0
+    (lane,) = Explorer(own, (machines,), dataclasses.replace(request, objective="memory"), ["full"]).lanes
+    ways = variants(limits, found, np.flatnonzero(found.split > 1))
+    bounds, (coarse_s, _) = variant_bounds(room, found, ways, batch), shape_bounds(tables, found, batch)
+    for row in np.random.default_rng(4).permutation(len(ways))[:40].tolist():
+        intended = plan_of(own, request, found, ways, row, "full")
+        for share in (times, times**2, 1.0001, 1 / times) if intended.context == "ring" else ():
+            unequal = dataclasses.replace(intended, split_shares=(1.0, share) * (intended.degree("split") // 2))
+            with contextlib.suppress(PlanError):  # too few heads
+                done = predict(own, machines, unequal)
+                step_s = done.step_time_s.value * (1 + 1e-9)
+                assert bounds.step_s[row] <= step_s, plan_words(unequal)
+                assert coarse_s[int(ways.shape[row])] <= step_s, plan_words(unequal)
+                assert bounds.least_memory[row] <= done.memory.total, plan_words(unequal)
+                assert lane.least[ways.shape[row]] <= done.memory.total, plan_words(unequal)
+                checked += 1
+    assert checked >= 60
+
+
+def test_bounds_of_memory_leave_room_for_little_parts() -> None:
+    """The tightest rank, of which a prediction speaks, may have a sixteenth of a model that is nearly all state."""
+    own, machines = model(layers=24, hidden=4096), alternating(gpu(), quicker(3.0))
+    request = Request(script=plan(2), scope="all", mesh={"split": 2}, objective="memory")
+    (lane,) = Explorer(own, (machines,), request, ["full"]).lanes
+    little = dataclasses.replace(plan(2), mesh={"split": 2}, split_shares=(1.0, 15.0))
+    assert lane.least.max() <= predict(own, machines, little).memory.total
+
+
+@given(
+    whole=st.lists(st.floats(0, 1), min_size=2, max_size=5),
+    part=st.lists(st.floats(0.1, 10), min_size=5, max_size=5),
+    most=st.lists(st.floats(0.05, 1), min_size=5, max_size=5),
+)
+def test_parts_add_up_and_all_with_room_finish_together(
+    whole: list[float], part: list[float], most: list[float]
+) -> None:
+    paces = [Pace(a, b) for a, b in zip(whole, part, strict=False)]
+    room, least = np.array(most[: len(paces)]), 0.01
+    found = together(paces, room, least)
+    assert found.sum() == pytest.approx(1.0)
+    if room.sum() <= 1:
+        return
+    free = (found > least * (1 + 1e-9)) & (found < room * (1 - 1e-9))
+    ends = [pace.total_s(share) for pace, share in zip(paces, found, strict=True)]
+    if free.any():
+        together_s = [end for end, one in zip(ends, free, strict=True) if one]
+        assert max(together_s) == pytest.approx(min(together_s))
+
+
+def test_unequal_parts_are_told_apart_in_words() -> None:
+    even = Plan(batch=plan(8).batch, mesh={"split": 2})
+    unequal = dataclasses.replace(even, split_shares=(1.0, 0.5))
+    assert plan_words(unequal) == "split 2 (1:0.5), 1 microbatch"
+    assert difference(even, unequal) == ("Parts of layers along split: equal in A, 1:0.5 in B",)
+    assert difference(even, dataclasses.replace(even, split_shares=(2.0, 2.0))) == ()

@@ -1,0 +1,144 @@
+"""Two plans told apart, a plan against a changed model, clusters changed on request."""
+
+import dataclasses
+
+import pytest
+
+from cost_model.examples import cluster, cpu, linear, link, mlp, plan
+from planner.machines import cards, mixed
+from tutti.config import codec
+from tutti.config.made_for import _spread
+from tutti.config.model import ModelSpec
+from tutti.config.plan import LayoutRule, Pipeline, Plan, Sharding
+from tutti.errors import PlanError
+from tutti.planner import changed_modules, difference, stamp, what_if
+from tutti.planner.words import plan_words
+
+
+def test_equal_plans_differ_in_nothing() -> None:
+    assert difference(plan(64), plan(64)) == ()
+
+
+def test_every_difference_is_a_sentence() -> None:
+    one = plan(64, layout=(LayoutRule(modules="head", placement="column"),))
+    other = dataclasses.replace(
+        plan(128, microbatches=4),
+        mesh={"stage": 2, "shard": 2, "split": 2},
+        precision="bfloat16",
+        sharding=Sharding(level=1),
+        pipeline=Pipeline(schedule="zero-bubble"),
+        layout=(LayoutRule(modules="blocks.*", recompute=True),),
+    )
+    found = difference(one, other, ("old.json", "new.json"))
+    assert "Ranks: 1 in old.json, 8 in new.json" in found
+    assert "Split: none in old.json, 2 in new.json" in found
+    assert "The global batch: 64 in old.json, 128 in new.json: this changes what is computed" in found
+    assert "Microbatches: 1 in old.json, 4 in new.json" in found
+    assert "Precision: full in old.json, bfloat16 in new.json: this changes the numbers" in found
+    assert "Recompute: none in old.json, full in new.json" in found
+    assert "new.json runs as ZeRO-1, zero-bubble, recompute" in found
+    assert "Only old.json says of modules head: column" in found
+
+
+def test_the_order_of_axes_and_settings_of_shared_axes_are_told() -> None:
+    one = dataclasses.replace(plan(64), mesh={"shard": 2, "split": 2})
+    other = dataclasses.replace(one, mesh={"split": 2, "shard": 2}, sharding=Sharding(level=1))
+    found = difference(one, other)
+    assert "Order of axes, outermost first: shard, split in A, split, shard in B" in found
+    assert "Sharding: level 3 in A, level 1 in B" in found
+
+
+def test_a_plan_in_one_phrase() -> None:
+    found = dataclasses.replace(plan(64, microbatches=2), mesh={"replicate": 2, "shard": 4})
+    assert plan_words(found) == "replicate 2 x shard 4 with ZeRO-3, 2 microbatches"
+    assert plan_words(plan(64)) == "1 rank, 1 microbatch"
+
+
+def layered(count: int, width: int = 4) -> ModelSpec:
+    modules = [linear(f"layers.{index}.{part}", width, width) for index in range(count) for part in ("up", "down")]
+    return ModelSpec(name="m", modules=(linear("embed", 8, width), *modules))
+
+
+def test_a_stamp_gathers_equal_siblings_and_spreads_again() -> None:
+    made = stamp(layered(12))
+    assert made == {"embed": "Linear 32", "layers.0-11.up": "Linear 16", "layers.0-11.down": "Linear 16"}
+    assert len(_spread(made)) == 25
+
+
+def test_a_changed_model_is_noticed_in_words() -> None:
+    made = dataclasses.replace(plan(64), made_for=stamp(layered(12)))
+    assert changed_modules(made, layered(12)) == ""
+    assert "was made for another model: layers.12 is new; plan again" in changed_modules(made, layered(13))
+    assert "layers.11 is gone" in changed_modules(made, layered(11))
+    wider = layered(12)
+    wider = dataclasses.replace(wider, modules=(linear("embed", 16, 4), *wider.modules[1:]))
+    assert "embed (Linear 32 then, Linear 64 now) is different" in changed_modules(made, wider)
+    assert changed_modules(plan(64), layered(13)) == ""
+
+
+def test_a_stamped_plan_round_trips_and_old_plans_are_read() -> None:
+    made = dataclasses.replace(plan(64), made_for=stamp(layered(2)))
+    assert codec.loads(Plan, codec.dumps(made)) == made
+    data = codec.to_data(plan(64))
+    del data["made_for"]
+    assert codec.from_data(Plan, data) == plan(64)
+
+
+def test_clusters_are_changed_as_asked() -> None:
+    now = cards(2, 4)
+    faster, words = what_if(now, "link=10gbit")
+    assert faster.link("network").bandwidth_bytes_per_s == 1.25e9  # type: ignore[union-attr]
+    assert faster.link("node") == now.link("node")
+    assert words == "10 Gbit/s on network links"
+    assert what_if(now, "node-link=1Tbit/s")[0].link("node").bandwidth_bytes_per_s == 1.25e11  # type: ignore[union-attr]
+    assert what_if(now, "devices=32")[0].device_count == 32
+    assert what_if(now, "devices=2")[0].device_count == 2
+    assert what_if(now, "memory=80gb")[0].devices["d"].memory_nbytes == 80 * 10**9
+    assert what_if(now, "speed=2x")[0].devices["d"].peak_flops_per_s["float32"] == 20e12
+    host, _ = what_if(cluster(cpu()), "memory=64GiB")
+    assert host.nodes[0].memory_nbytes == 64 * 2**30
+    assert what_if(cluster(cpu()), "memory=64gb")[0].nodes[0].memory_nbytes == 64 * 10**9
+    alone = cluster(cpu(), (link("node"),))
+    assert what_if(alone, "link=1gbit")[0].link("node").bandwidth_bytes_per_s == 1.25e8  # type: ignore[union-attr]
+
+
+def test_devices_of_several_kinds_change_in_proportion() -> None:
+    now = mixed()  # 4 of a, 2 of b
+    twice, words = what_if(now, "devices=12")
+    assert [(node.name, node.count) for node in twice.nodes] == [("a", 2), ("b", 2)]
+    assert words == "12 devices (2 x 4 of a, 2 x 2 of b)"
+    # 100 are 66.7 and 33.3: of 16 x 4 + 18 x 2 and 17 x 4 + 16 x 2, the second is nearer
+    assert [node.count for node in what_if(now, "devices=100")[0].nodes] == [17, 16]
+    assert [(node.name, node.count) for node in what_if(now, "devices=2")[0].nodes] == [("b", 1)]
+    for count in (6, 8, 10, 96, 480, 16384):
+        changed = what_if(now, f"devices={count}")[0]
+        assert changed.device_count == count
+        assert abs(sum(node.count * 4 for node in changed.nodes if node.name == "a") - count * 4 / 6) <= 4
+    with pytest.raises(PlanError, match=r"not whole nodes of the kinds of 'mixed', which have 4 .a., 2 .b. devices"):
+        what_if(now, "devices=7")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("colour=red", "there is no 'colour'"),
+        ("link=fast", "'fast' is not understood"),
+        ("memory=-3gb", "is not understood"),
+        ("devices=30", "give a multiple of 4"),
+        ("devices=2.5", "is not a number of devices"),
+        ("link=10", "'10' is not understood; write it like link=10gbit"),
+        ("memory=80", "write it like memory=80gb"),
+        ("memory=0.5b", "--what-if memory=0.5b: '0.5b' is less than a byte"),
+        ("link=1e400gbit", "is not a finite number above 0; write it like link=10gbit"),
+        ("speed=1e400", "is not a finite number above 0; write it like speed=2x"),
+        ("speed=0", "is not a finite number above 0"),
+        ("devices=1e12", "is not a number of devices up to"),
+    ],
+)
+def test_what_is_not_understood_is_refused(text: str, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        what_if(cards(2, 4), text)
+
+
+def test_models_without_numbers_are_stamped_too() -> None:
+    assert set(stamp(mlp(8, 3))) == {"layers.0-2"}
