@@ -1,0 +1,105 @@
+"""The vocabulary: words that are retired, and names that must mean one thing."""
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+from house.tree import name_of
+
+RETIRED: dict[str, str] = {
+    "apart": "diverged",
+    "alone": "asynchronous",
+    "courier": "comm_thread",
+    "crowd": "oversubscription",
+    "desk": "communicator",
+    "dial": "relaxation",
+    "errand": "work",
+    "flight": "work, handle",
+    "gauge": "tolerance",
+    "lane": "channel",
+    "looks": "gradient_statistics",
+    "meeting": "rendezvous",
+    "momenta": "momentum_compression",
+    "pace": "relative_speed, throughput",
+    "parcel": "handle, message",
+    "party": "local_group",
+    "seat": "placement",
+    "travel": "delayed, in flight",
+    "travelling": "delayed",
+    "wards": "relay_ranks",
+    "way": "the noun that is meant: backend, routing, strategy",
+    "wish": "option",
+}
+"""Retired word -> the standard term. As identifiers and file names none of them may stand, in singular or plural."""
+
+IN_MESSAGES = frozenset(
+    {"courier", "crowd", "desk", "dial", "errand", "gauge", "lane", "momenta", "parcel", "seat", "wards", "wish"}
+)
+"""Retired words that plain English does not need either: no message to the user may have them."""
+
+OTHER_MEANINGS: dict[tuple[str, str], str] = {}
+"""(File, word) -> the standard meaning that the word has there."""
+
+_WORD = re.compile(r"_+|(?<=[a-z0-9])(?=[A-Z])")
+_SENTENCE = re.compile(r"[A-Za-z]+")
+
+
+def _retired(word: str) -> str | None:
+    """The retired word that this is a form of, or None."""
+    lower = word.lower()
+    return next((form for form in (lower, lower.removesuffix("s"), lower.removesuffix("es")) if form in RETIRED), None)
+
+
+def identifiers(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, name) of every identifier that a module writes: names, attributes, parameters, keywords."""
+    for node in ast.walk(tree):
+        for field in ("name", "id", "arg", "attr", "asname"):
+            name = getattr(node, field, None)
+            if isinstance(name, str):
+                yield getattr(node, "lineno", 0), name
+
+
+def retired_identifiers(source: str, name: str) -> list[str]:
+    """A sentence for each identifier of a file, or its own name, that has a retired word in it."""
+    findings = []
+    for line, identifier in [(1, Path(name).stem), *identifiers(ast.parse(source))]:
+        for part in _WORD.split(identifier):
+            word = _retired(part)
+            if word and (name, word) not in OTHER_MEANINGS:
+                findings.append(f"line {line}: {identifier}: write {RETIRED[word]}")
+    return sorted(set(findings))
+
+
+def retired_in_messages(source: str, name: str) -> list[str]:
+    """A sentence for each text of a file, docstrings aside, in which a retired word stands."""
+    tree = ast.parse(source)
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    findings = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            for part in _SENTENCE.findall(node.value):
+                word = _retired(part)
+                if word in IN_MESSAGES and (name, word) not in OTHER_MEANINGS:
+                    findings.append(f"line {node.lineno}: {part!r} in a message: write {RETIRED[word]}")
+    return sorted(set(findings))
+
+
+def repeated_classes(files: list[Path]) -> list[str]:
+    """A sentence for each class name that several files define at module level."""
+    places = defaultdict(list)
+    for path in files:
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(name_of(path))
+    return [f"class {name} has several meanings: {', '.join(where)}" for name, where in places.items() if len(where) > 1]
+
+
+def repeated_files(files: list[Path]) -> list[str]:
+    """A sentence for each file name that stands in several folders."""
+    places = defaultdict(list)
+    for path in files:
+        if path.name not in ("__init__.py", "__main__.py"):
+            places[path.name].append(name_of(path.parent))
+    return [f"{name} stands in {', '.join(where)}" for name, where in places.items() if len(where) > 1]
