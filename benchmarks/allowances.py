@@ -19,7 +19,7 @@ from pays_loops import TuttiLoop
 from pays_methods import Method
 from pays_work import WORKS, Work
 from tutti.config.compression import compression_in_words
-from tutti.config.plan import Sync
+from tutti.config.plan import SyncPlan
 from tutti.config.sync_words import sync_in_words
 from tutti.planner.ways import CORRECTABLE, WAYS, Way
 
@@ -67,10 +67,10 @@ def read(sizes: Sizes) -> list[Way]:
 
 def _train_all(model: str, sizes: Sizes) -> dict[str, list[int | None]]:
     """Steps of exact sums and of each way, seed by seed; on every rank."""
-    from tutti.comm.world import join, leave
+    from tutti.comm.world import join_world, leave_world
 
     torch.set_num_threads(1)
-    join()
+    join_world()
     work = replace(KNOWN[model], every=EVERY)
     found = {EXACT: [train(work, (), seed, work.most) for seed in range(sizes.seeds)]}
     most = PATIENCE * max(steps or work.most for steps in found[EXACT])
@@ -80,7 +80,7 @@ def _train_all(model: str, sizes: Sizes) -> dict[str, list[int | None]]:
         if way.corrects and optimizer not in CORRECTABLE:
             continue  # it has no second moments
         found[way.words] = [train(longer, words_of(way), seed, most) for seed in range(sizes.seeds)]
-    leave()
+    leave_world()
     return found
 
 
@@ -90,7 +90,7 @@ def words_of(way: Way) -> tuple[tuple[str, str], ...]:
     if way.compress is not None:
         said.append(("TUTTI_COMPRESS", compression_in_words(way.compress)))
     if way.mode != "synchronous":
-        said.append(("TUTTI_SYNC", sync_in_words(Sync(mode=way.mode, relaxed=way.relaxed))))
+        said.append(("TUTTI_SYNC", sync_in_words(SyncPlan(mode=way.mode, relaxed=way.relaxed))))
     return tuple(said)
 
 

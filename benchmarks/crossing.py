@@ -1,4 +1,4 @@
-"""Exchanges in which two hosts send to each other at once: Gloo's own, beside tutti's messages of pairs.
+"""Exchanges in which two hosts send to each other at once: Gloo's own, beside tutti's messages of point_to_point.
 
 Both sides take turns in the same ranks of a lab (root): trains of exchanges, each waited for before the next begins, as
 in a step. Before a train one rank is late by a part of the time that the line needs for one exchange. That time, bytes
@@ -23,8 +23,8 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from record import spread  # noqa: E402
-from tutti.comm import pairs  # noqa: E402
-from tutti.comm.world import join, leave  # noqa: E402
+from tutti.comm import point_to_point  # noqa: E402
+from tutti.comm.world import join_world, leave_world  # noqa: E402
 from tutti.lab import Lab  # noqa: E402
 from tutti.lab.rates import parse_rate  # noqa: E402
 
@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--exchanges", type=int, required=True)
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
-    world = join()
+    world = join_world()
     bits_per_s = parse_rate(args.rate)
     if bits_per_s is None:
         raise SystemExit("crossing: an unlimited link has no time of its own to compare with; give a rate")
@@ -107,7 +107,7 @@ def main() -> None:
                 found[f"{name}, {nbytes} B, late by {late} %"] = blocks
     if world.is_main:
         args.output.write_text(json.dumps(found))
-    leave()
+    leave_world()
 
 
 Begin = Callable[[torch.Tensor, torch.Tensor], Any]
@@ -132,17 +132,17 @@ def _gloo_all_to_all(rows: torch.Tensor, both: torch.Tensor) -> Any:
 
 
 def _gloo_gather(rows: torch.Tensor, both: torch.Tensor) -> Any:
-    return pairs._all_gather(both, rows, async_op=True)
+    return point_to_point._all_gather(both, rows, async_op=True)
 
 
 def _gloo_sum(rows: torch.Tensor, both: torch.Tensor) -> Any:
-    return pairs._reduce_scatter(rows, both, async_op=True)
+    return point_to_point._reduce_scatter(rows, both, async_op=True)
 
 
 WAYS: dict[str, tuple[Begin, Begin]] = {
-    "all-to-all": (_gloo_all_to_all, lambda rows, both: pairs.all_to_all(torch.empty_like(both), both, None)),
-    "gather": (_gloo_gather, lambda rows, both: pairs.all_gather(both, rows, None)),
-    "sum by parts": (_gloo_sum, lambda rows, both: pairs.sum_part(rows, both, None)),
+    "all-to-all": (_gloo_all_to_all, lambda rows, both: point_to_point.all_to_all(torch.empty_like(both), both, None)),
+    "gather": (_gloo_gather, lambda rows, both: point_to_point.all_gather(both, rows, None)),
+    "sum by parts": (_gloo_sum, lambda rows, both: point_to_point.reduce_scatter(rows, both, None)),
 }
 
 

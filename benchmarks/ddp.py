@@ -108,9 +108,9 @@ def _chunks(values: list[float], count: int) -> list[list[float]]:
 
 def measure_on_rank(name: str, sizes: Sizes, tutti_first: bool) -> dict[str, Any]:
     """Time all loops of one workload. The same on every rank, because each step ends in the same exchange."""
-    from tutti.comm.world import join
+    from tutti.comm.world import join_world
 
-    join()
+    join_world()
     workload = WORKLOADS[name]
     loops = {"tutti": tutti_loop(workload, sizes), "ddp": ddp_loop(workload, sizes, nn_replica=_ddp)}
     for name_of_loop in sorted(loops, reverse=tutti_first):
@@ -135,9 +135,9 @@ def measure_on_rank(name: str, sizes: Sizes, tutti_first: bool) -> dict[str, Any
 
 def ddp_alone_on_rank(name: str, sizes: Sizes) -> list[float]:
     """The hand-written loop in ranks without a Job: shows that living beside tutti does not slow it."""
-    from tutti.comm.world import join
+    from tutti.comm.world import join_world
 
-    join()
+    join_world()
     loop = ddp_loop(WORKLOADS[name], sizes, nn_replica=_ddp)
     _block(loop, sizes.warmup)
     return [statistics.median(_block(loop, sizes.steps)) for _ in range(sizes.repeats)]

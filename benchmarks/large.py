@@ -26,12 +26,10 @@ import gpt_tutti  # noqa: E402
 import record  # noqa: E402
 import tutti  # noqa: E402
 from harness import run_ranks  # noqa: E402
-from tutti.comm.rooms import borrowed_nbytes  # noqa: E402
-from tutti.config import codec  # noqa: E402
-from tutti.config.plan import BatchPlan, Plan, Sharding  # noqa: E402
+from tutti.config import serialization  # noqa: E402
+from tutti.config.plan import BatchPlan, Plan, ShardingPlan  # noqa: E402
 from tutti.parallel.preview import explain_layout  # noqa: E402
 from tutti.parallel.sharding.sums import IN_FLIGHT  # noqa: E402
-from tutti.trainer.deferred.model import build_empty  # noqa: E402
 
 CONTEXT, SAMPLES = 64, 8
 
@@ -47,7 +45,7 @@ def gpt(layers: int, width: int) -> nn.Module:
 
 
 def plan_of(ranks: int) -> Plan:
-    return Plan(batch=BatchPlan(global_batch_size=SAMPLES), mesh={"shard": ranks}, sharding=Sharding(level=3))
+    return Plan(batch=BatchPlan(global_batch_size=SAMPLES), mesh={"shard": ranks}, sharding=ShardingPlan(level=3))
 
 
 def beside(block_nbytes: int) -> int:
@@ -59,7 +57,7 @@ def beside(block_nbytes: int) -> int:
 
 def predicted(layers: int, width: int, ranks: int) -> dict[str, int]:
     """From shapes alone: of parameters, of the most that a rank holds at once."""
-    model, _ = build_empty(lambda: gpt(layers, width))
+    model, _ = build_on_meta(lambda: gpt(layers, width))
     explained = explain_layout(model, plan_of(ranks))
     block = sum(p.numel() * p.element_size() for p in model.blocks[0].parameters())
     states = max(explained.state_nbytes_per_rank)
@@ -74,7 +72,7 @@ def predicted(layers: int, width: int, ranks: int) -> dict[str, int]:
 def resident(key: str) -> int:
     """VmRSS (now) or VmHWM (the most since `forget_peak`) of this process, bytes, without what it shares of others."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key)) - borrowed_nbytes()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key)) - attached_resident_nbytes()
 
 
 def forget_peak() -> None:
@@ -91,7 +89,7 @@ def warm_up(width: int) -> None:
 def train(layers: int, width: int, ranks: int, steps: int) -> dict[str, Any]:
     """On one rank: build, prepare, step; bytes above those of the process before, seconds, losses."""
     os.nice(10)
-    os.environ["TUTTI_PLAN"] = str(codec.save(plan_of(ranks), Path.cwd() / f"plan-{os.getpid()}.json"))
+    os.environ["TUTTI_PLAN"] = str(serialization.save(plan_of(ranks), Path.cwd() / f"plan-{os.getpid()}.json"))
     warm_up(width)
     start, found, began = resident("VmRSS"), {}, time.perf_counter()
 
@@ -111,7 +109,7 @@ def train(layers: int, width: int, ranks: int, steps: int) -> dict[str, Any]:
     found["losses"] = [job.step(batch) for _ in job.epochs(steps) for batch in loader]
     note("stepped")
     found["rest_nbytes"] = resident("VmRSS") - start
-    found["process_nbytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - borrowed_nbytes()
+    found["process_nbytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - attached_resident_nbytes()
     return found
 
 

@@ -66,10 +66,10 @@ def summary(samples: dict[str, list[list[float]]], sizes: Sizes) -> dict[str, An
 
 def measure_on_rank(name: str, sizes: Sizes, tutti_first: bool) -> dict[str, list[list[float]]]:
     """Both loops of one mechanism."""
-    from tutti.comm.world import join
+    from tutti.comm.world import join_world
     from tutti.trainer.host_memory import keep_freed_memory
 
-    join()
+    join_world()
     keep_freed_memory()
     makers: dict[str, Callable[[], Iterator[None]]] = {
         "tutti": lambda: tutti_loop(name, sizes.ranks),
@@ -114,8 +114,8 @@ def gpt() -> nn.Module:
 def tutti_loop(name: str, ranks: int) -> Iterator[None]:
     """A Job under a plan with the mechanism; yields after each step."""
     import tutti
-    from tutti.config import codec
-    from tutti.config.plan import BatchPlan, LayoutRule, Pipeline, Plan
+    from tutti.config import serialization
+    from tutti.config.plan import BatchPlan, LayoutRule, PipelinePlan, Plan
 
     batch = 4 * ranks if name == "shard" else BATCH
     microbatches = MICROBATCHES if name == "stage" else 1
@@ -123,9 +123,9 @@ def tutti_loop(name: str, ranks: int) -> Iterator[None]:
         batch=BatchPlan(global_batch_size=batch, num_microbatches=microbatches),
         mesh={name: ranks},  # type: ignore[dict-item]
         layout=(LayoutRule(), LayoutRule(modules="4", placement="replicate")),
-        pipeline=Pipeline(cuts=("2",)) if name == "stage" else Pipeline(),
+        pipeline=PipelinePlan(cuts=("2",)) if name == "stage" else PipelinePlan(),
     )
-    os.environ["TUTTI_PLAN"] = str(codec.save(plan, Path.cwd() / f"plan-{os.getpid()}.json"))
+    os.environ["TUTTI_PLAN"] = str(serialization.save(plan, Path.cwd() / f"plan-{os.getpid()}.json"))
     torch.manual_seed(0)
     model = gpt() if name == "shard" else pairs()
     job = tutti.Job(global_batch_size=batch, seed=0)

@@ -20,8 +20,8 @@ from torch.utils.data import Dataset, TensorDataset
 from gpt_torch import GPT
 from gpt_torch import loss_fn as next_byte_loss
 from harness import run_ranks
-from tutti.config.plan import BatchPlan, Plan, Sharding
-from tutti.config.words import AxisName
+from tutti.config.plan import BatchPlan, Plan, ShardingPlan
+from tutti.config.vocabulary import AxisName
 from unet3d_torch import UNet3d, datasets
 
 
@@ -99,7 +99,7 @@ def workload_of(case: str) -> str:
 def plan_of(case: str) -> Plan:
     """ "zero3-4": sharding level 3 on 4 ranks; a workload's name: replicas."""
     kind, _, ranks = case.removesuffix(FRUGAL).rpartition("-")
-    sharding = Sharding(level=LEVELS[kind]) if kind in LEVELS else Sharding()
+    sharding = ShardingPlan(level=LEVELS[kind]) if kind in LEVELS else ShardingPlan()
     batch = BatchPlan(global_batch_size=WORKLOADS[workload_of(case)].batch)
     return Plan(batch=batch, mesh={AXES.get(kind, "replicate"): int(ranks)}, sharding=sharding)
 
@@ -162,12 +162,12 @@ def describe(name: str) -> Any:
 def train(case: str, steps: int, tiny: bool) -> tuple[int, int]:
     """On one rank, some steps: the most bytes this process has held after the first updates, and at the end."""
     import tutti
-    from tutti.config import codec
-    from tutti.trainer.ending import peak_nbytes
-    from tutti.trainer.host_memory import SETTLED
+    from tutti.config import serialization
+    from tutti.trainer.host_memory import WARMUP_UPDATES
+    from tutti.trainer.job import peak_memory_nbytes
 
     work = WORKLOADS[workload_of(case)]
-    os.environ["TUTTI_PLAN"] = str(codec.save(plan_of(case), Path.cwd() / f"plan-{os.getpid()}.json"))
+    os.environ["TUTTI_PLAN"] = str(serialization.save(plan_of(case), Path.cwd() / f"plan-{os.getpid()}.json"))
     os.environ["TUTTI_FRUGAL"] = str(int(case.endswith(FRUGAL)))
     job = tutti.Job(global_batch_size=work.batch)
     model = work.model(tiny)
@@ -177,8 +177,8 @@ def train(case: str, steps: int, tiny: bool) -> tuple[int, int]:
     for _ in job.epochs(1):
         for batch in loader:
             job.step(batch)
-            peaks.append(peak_nbytes(job.device))
-    return peaks[min(SETTLED, len(peaks)) - 1], peak_nbytes(job.device)
+            peaks.append(peak_memory_nbytes(job.device))
+    return peaks[min(WARMUP_UPDATES, len(peaks)) - 1], peak_memory_nbytes(job.device)
 
 
 def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:

@@ -21,11 +21,11 @@ from mixed_rank import leave_groups
 from plan_journal import outcomes
 from tutti.cli.common import capture_script
 from tutti.cli.planning import model_spec_of
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.cluster import ClusterSpec
 from tutti.config.model import ModelSpec
 from tutti.config.plan import Plan
-from tutti.config.words import AxisName
+from tutti.config.vocabulary import AxisName
 from tutti.cost_model import predict
 from tutti.lab import Lab
 from tutti.planner import Request, choose
@@ -86,7 +86,7 @@ def probed(lab: Lab, folder: Path, slow: str) -> ClusterSpec:
     done = lab.train("--folder", str(folder / "run"), str(RANK), *words, cwd=folder, timeout_s=300)
     if not output.exists():
         raise SystemExit("the probe failed\n" + "\n".join(one.err for one in done))
-    return codec.load(ClusterSpec, output)
+    return serialization.load(ClusterSpec, output)
 
 
 def run_case(lab: Lab, folder: Path, name: str, axis: AxisName, sizes: Sizes) -> dict[str, Any]:
@@ -112,12 +112,12 @@ def run_case(lab: Lab, folder: Path, name: str, axis: AxisName, sizes: Sizes) ->
     row = {
         "model": name,
         "axis": axis,
-        "cluster": codec.to_data(cluster),
+        "cluster": serialization.to_data(cluster),
         "slow_rank": slow,
         "shares": list(choice.best.shares),
         "cuts": list(choice.best.pipeline.cuts),
         "split_shares": list(choice.best.split_shares),
-        "plan": codec.to_data(choice.best),
+        "plan": serialization.to_data(choice.best),
         "verified": verdict,
         "predicted_s": predicted,
         "measured_s": measured,
@@ -168,7 +168,7 @@ def described(name: str, batch: int) -> tuple[ModelSpec, Plan]:
 
 def verified(folder: Path, name: str, batch: int, plan: Plan) -> dict[str, Any]:
     """What `tutti verify` says of the plan: {"passed", "sentence"}."""
-    file = codec.save(plan, folder / "verified-plan.json")
+    file = serialization.save(plan, folder / "verified-plan.json")
     words = ("verify", "--json", "--steps", "1", "--plan", str(file))
     script = (str(RANK.with_name("plan_rank.py")), "--workload", name, "--batch", str(batch))
     command = [sys.executable, "-m", "tutti.cli.main", *words, *script]
@@ -201,7 +201,7 @@ def steps_of(
     """What became of each plan, on hosts as the words `hosts` make them."""
     folder.mkdir()
     list_file, output = folder / "plans.json", folder / "rows.jsonl"
-    listed = [(which, codec.to_data(plan)) for which, plan in plans.items()]
+    listed = [(which, serialization.to_data(plan)) for which, plan in plans.items()]
     list_file.write_text(json.dumps(listed), encoding="utf-8")
     words = ("--workload", name, f"--batch={batch}", f"--plans={list_file}", f"--output={output}")
     limits = (f"--steps={sizes.steps}", "--seconds=6", "--again=2")

@@ -81,11 +81,11 @@ def _lane(entries: Rows) -> dict[str, Any]:
 
 def measure_on_rank(name: str, sizes: Sizes, launch: int) -> dict[str, Rows]:
     """The steps' rows of one case by way, as the run wrote them; on rank 0."""
-    from tutti.comm.world import join
+    from tutti.comm.world import join_world
     from tutti.trainer.host_memory import keep_freed_memory
     from tutti.trainer.metrics import read_rows
 
-    world = join()
+    world = join_world()
     keep_freed_memory()
     folder = Path.cwd() / "run"
     os.environ |= {"TUTTI_MESH": f"{name}={sizes.ranks}", "TUTTI_RUN_FOLDER": str(folder)}

@@ -9,7 +9,7 @@ from pays_methods import AUTOS, METHODS
 from pays_work import WORKS
 from tutti.cli.common import capture_script
 from tutti.cli.planning import demanded, model_spec_of, search
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.cluster import ClusterSpec
 from tutti.config.compression import parse_compression
 from tutti.config.mesh_words import mesh_in_words
@@ -52,8 +52,8 @@ def choice(model: str, hosts: int, rate: str, listed: str, folder: Path) -> dict
         "period": plan.sync.relaxed.period or 1,
         "delay": plan.sync.relaxed.delay or 0,
         **begins(plan, folder / f"{model}-{hosts}-{rate}-{AUTOS[listed]}-first-plan.json"),
-        "file": str(codec.save(plan, folder / f"{model}-{hosts}-{rate}-{AUTOS[listed]}-plan.json")),
-        "plan": codec.to_data(plan),
+        "file": str(serialization.save(plan, folder / f"{model}-{hosts}-{rate}-{AUTOS[listed]}-plan.json")),
+        "plan": serialization.to_data(plan),
     }
 
 
@@ -62,7 +62,7 @@ def begins(plan: Plan, file: Path) -> dict[str, Any]:
     after = plan.sync.relaxed.after or 0
     if not after:
         return {"begins": 0}
-    return {"begins": after, "first_file": str(codec.save(replace(plan, sync=plan.sync.at_first), file))}
+    return {"begins": after, "first_file": str(serialization.save(replace(plan, sync=plan.sync.at_first), file))}
 
 
 def name_of(plan: Plan, script: Plan, hosts: int) -> str:
@@ -98,4 +98,4 @@ def cluster_at(hosts: int, rate: str, folder: Path) -> ClusterSpec:
             done = lab.train("--folder", str(Path(run) / "probe"), "-m", *words, cwd=Path(run), timeout_s=300)
         if not kept.exists():
             raise SystemExit("the probe failed\n" + "\n".join(one.err for one in done))
-    return codec.load(ClusterSpec, kept)
+    return serialization.load(ClusterSpec, kept)

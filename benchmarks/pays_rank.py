@@ -23,7 +23,7 @@ from pays_loops import Loop, TuttiLoop, loop_of  # noqa: E402
 from pays_methods import METHODS, Method, method_of  # noqa: E402
 from pays_wire import Output, Wire, in_turns, slowest, warm_steps  # noqa: E402
 from pays_work import WORKS, Work  # noqa: E402
-from tutti.comm.world import join, leave  # noqa: E402
+from tutti.comm.world import join_world, leave_world  # noqa: E402
 
 
 def main() -> None:
@@ -45,7 +45,7 @@ def main() -> None:
         else:
             timed(unit, work, wire, output)
     wire.limit("unlimited")
-    leave()
+    leave_world()
     os._exit(0)  # groups of loops that are gone would be waited for
 
 
@@ -71,7 +71,7 @@ def meet() -> None:
         GLOO_SOCKET_IFNAME="eth0",
         TUTTI_RENDEZVOUS=f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}",
     )
-    join()
+    join_world()
 
 
 # To a quality

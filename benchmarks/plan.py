@@ -24,7 +24,7 @@ from plan_journal import Journal, opened, outcomes, over_visits
 from plan_table import judged, rows, say_case, summary
 from tutti.cli.common import capture_script
 from tutti.cli.planning import model_spec_of
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.cluster import ClusterSpec, GemmRate
 from tutti.config.model import ModelSpec
 from tutti.config.plan import Plan
@@ -91,9 +91,9 @@ def measure(sizes: Sizes, *, resume: bool = False) -> dict[str, Any]:
         "batches": plan_space.BATCHES,
         "resumed": resume,
         "took_s": time.monotonic() - begun,
-        "clusters": {name: codec.to_data(one) for name, one in clusters.items()},
-        "models": {name: codec.to_data(model) for name, (model, _) in described.items()},
-        "scripts": {name: codec.to_data(script) for name, (_, script) in described.items()},
+        "clusters": {name: serialization.to_data(one) for name, one in clusters.items()},
+        "models": {name: serialization.to_data(model) for name, (model, _) in described.items()},
+        "scripts": {name: serialization.to_data(script) for name, (_, script) in described.items()},
         "cases": cases,
         "summary": summary(cases),
     }
@@ -179,7 +179,7 @@ def probe_once(lab: Lab, folder: Path, sizes: Sizes) -> ClusterSpec:
     done = lab.train("--folder", str(folder / "run"), "-m", *arguments, cwd=folder, timeout_s=300)
     if not output.exists():
         raise SystemExit("the probe failed\n" + "\n".join(one.err for one in done))
-    return codec.load(ClusterSpec, output)
+    return serialization.load(ClusterSpec, output)
 
 
 def predicted(case: Case, plan: Plan) -> dict[str, Any]:
@@ -228,7 +228,7 @@ def reason(error: Exception) -> str:
 
 def differing(plan: Plan, script: Plan) -> dict[str, Any]:
     """The fields of a plan that are not the script's."""
-    own, other = codec.to_data(plan), codec.to_data(script)
+    own, other = serialization.to_data(plan), serialization.to_data(script)
     return {name: value for name, value in own.items() if value != other[name]}
 
 
@@ -301,7 +301,9 @@ def visit(
         if error is not None:
             say(f"  {case.words}: the ranks ended before {len(left)} plans: {error.strip()[-300:]}")
         list_file = folder / f"plans-{launches}.json"
-        list_file.write_text(json.dumps([(name, codec.to_data(plans[name])) for name in left]), encoding="utf-8")
+        list_file.write_text(
+            json.dumps([(name, serialization.to_data(plans[name])) for name in left]), encoding="utf-8"
+        )
         words = launch_words(folder / f"run-{launches}", list_file, case, sizes, rows_file)
         error = trained(lab, words, folder, 120 + sizes.limit_s * len(left))
         launches += 1

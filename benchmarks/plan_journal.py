@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.cluster import ClusterSpec
 
 Row = dict[str, Any]
@@ -24,10 +24,10 @@ class Journal:
     def cluster(self, words: str) -> ClusterSpec | None:
         """The cluster as it was probed for the links and ranks that `words` say, if it was."""
         path = self._path(words, "json")
-        return codec.load(ClusterSpec, path) if path.exists() else None
+        return serialization.load(ClusterSpec, path) if path.exists() else None
 
     def keep_cluster(self, words: str, cluster: ClusterSpec) -> None:
-        codec.save(cluster, self._path(words, "json"))
+        serialization.save(cluster, self._path(words, "json"))
 
     def rows_file(self, words: str) -> Path:
         return self._path(words, "jsonl")

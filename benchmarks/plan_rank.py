@@ -30,14 +30,13 @@ import torch.distributed as dist  # noqa: E402
 
 import tutti  # noqa: E402
 import tutti.trainer.job  # noqa: E402  # loaded before the fork, or every plan's process would load it
-from tutti.comm.world import join, leave  # noqa: E402
-from tutti.config import codec  # noqa: E402
+from tutti.comm.world import join_world  # noqa: E402
+from tutti.config import serialization  # noqa: E402
 from tutti.config.plan import Plan  # noqa: E402
-from tutti.config.run import RunFolder  # noqa: E402
+from tutti.config.run_folder import RunFolder  # noqa: E402
 from tutti.errors import TuttiError  # noqa: E402
 from tutti.launch.rank_main import is_peer_error  # noqa: E402
-from tutti.machine import Stolen  # noqa: E402
-from tutti.profile.probe.timing import MOST_STOLEN  # noqa: E402
+from tutti.profile.probe.probe_timing import MOST_STOLEN  # noqa: E402
 from workloads import WORKLOADS  # noqa: E402
 
 
@@ -57,8 +56,8 @@ def main() -> None:
         # A world for each plan, which meets elsewhere: what one leaves behind cannot touch the next.
         os.environ["TUTTI_RENDEZVOUS"] = f"tcp://{host}:{int(port) + 1 + number}"
         os.environ["TUTTI_RUN_FOLDER"] = str(own / f"plan-{number}")
-        plan = codec.from_data(Plan, data)
-        os.environ["TUTTI_PLAN"] = str(codec.save(plan, own / f"plan-{number}-of-{rank}.json"))
+        plan = serialization.from_data(Plan, data)
+        os.environ["TUTTI_PLAN"] = str(serialization.save(plan, own / f"plan-{number}-of-{rank}.json"))
         lost = in_child(lambda: write(args.output, {"name": name, "rank": rank, **timed(args)}), args.limit)  # noqa: B023
         if lost:
             write(args.output, {"name": name, "rank": rank, **lost})
@@ -126,9 +125,9 @@ def wait_for_all(folder: Path, rank: int, limit_s: float) -> None:
 
 
 def meet() -> None:
-    join()
+    join_world()
     dist.barrier()
-    leave()
+    leave_world()
 
 
 # A plan
@@ -160,7 +159,7 @@ def timed(args: argparse.Namespace) -> dict[str, Any]:
     try:
         job = next(loop)
     except TuttiError as error:
-        leave()
+        leave_world()
         return {"refused": str(error)}
     found: dict[str, Any] = {"prepare_s": time.perf_counter() - start}
     taken = take(loop, args)
@@ -243,7 +242,7 @@ def disturbance(step: Step, probed: float) -> float:
 def one_step(loop: Iterator[tutti.Job]) -> Step:
     before = pace()
     dist.barrier()  # or a rank whose product took less would begin earlier, and its step would have the difference
-    stolen, busy, start = Stolen(), time.process_time(), time.perf_counter()
+    stolen, busy, start = StolenTime(), time.process_time(), time.perf_counter()
     next(loop)
     wall, busy, share = time.perf_counter() - start, time.process_time() - busy, stolen.share()
     dist.barrier()  # a rank whose part ends later may be on this core

@@ -18,9 +18,9 @@ import numpy as np
 from tutti.config.cluster import ClusterSpec
 from tutti.config.mesh_words import mesh_in_words
 from tutti.config.model import ModelSpec
+from tutti.config.pipeline_schedule import build_orders
 from tutti.config.plan import LayoutRule, Plan
-from tutti.config.schedule import orders_of
-from tutti.config.words import AxisName
+from tutti.config.vocabulary import AxisName
 from tutti.cost_model import predict
 from tutti.cost_model.counts import samples_of
 from tutti.cost_model.table import model_table
@@ -174,7 +174,7 @@ def _same(plan: Plan) -> str:
     if stages == 1:
         return repr(plan)
     pipeline, count = plan.pipeline, plan.batch.num_microbatches
-    actions = orders_of(pipeline.schedule, stages, pipeline.stages_per_rank, count)
+    actions = build_orders(pipeline.schedule, stages, pipeline.stages_per_rank, count)
     return repr((dataclasses.replace(plan, pipeline=dataclasses.replace(pipeline, schedule="1f1b", stages_per_rank=1)),
                  pipeline.stages_per_rank, actions))  # fmt: skip
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from record import spread
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeSpec
 
 PLAIN = """
@@ -132,7 +132,7 @@ def first_collective_s(variant: Variant, ranks: int, timeout_s: float = 300) -> 
     try:
         (folder / "plain.py").write_text(PLAIN)
         (folder / "job.py").write_text(JOB)
-        codec.save(any_cluster(ranks), folder / "cluster.json")
+        serialization.save(any_cluster(ranks), folder / "cluster.json")
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "STARTUP_FOLDER": str(folder)}
         started = time.time()
         done = subprocess.run(

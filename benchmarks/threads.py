@@ -22,8 +22,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from record import spread  # noqa: E402
-from tutti.comm.network_threads import defer_network_threads, network_threads  # noqa: E402
-from tutti.comm.world import join, leave  # noqa: E402
+from tutti.comm.world import deprioritise_gloo_threads, gloo_thread_ids, join_world, leave_world  # noqa: E402
 from tutti.lab import Lab  # noqa: E402
 
 HOSTS = 2
@@ -89,7 +88,7 @@ def main() -> None:
     parser.add_argument("--sums", type=int, required=True)
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
-    world = join()
+    world = join_world()
     found: dict[str, dict[str, list[float]]] = {}
     for nbytes in map(int, args.nbytes.split(",")):
         for product in (False, True):
@@ -102,14 +101,14 @@ def main() -> None:
             found[f"{nbytes} B" + (" after a product" if product else "")] = blocks
     if world.is_main:
         args.output.write_text(json.dumps(found))
-    leave()
+    leave_world()
 
 
 def set_threads(side: str) -> None:
     if side == "deferred":
-        defer_network_threads()
+        deprioritise_gloo_threads()
         return
-    for thread in network_threads():
+    for thread in gloo_thread_ids():
         os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
 
 

@@ -115,7 +115,7 @@ def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def main() -> None:
-    from tutti.comm.world import join, leave
+    from tutti.comm.world import join_world, leave_world
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--given", required=True)
@@ -123,7 +123,7 @@ def main() -> None:
     args = parser.parse_args()
     given = json.loads(args.given)
     torch.set_num_threads(1)
-    join()
+    join_world()
     wire, output = Wire(given["limits"]), Output(args.output)
     wire.limit("unlimited")
     sums = {"tiers": tiered(given["nbytes"]), "gloo": flat(given["nbytes"])}
@@ -144,7 +144,7 @@ def main() -> None:
     wire.limit("unlimited")
     for loop in loops.values():
         loop.close()
-    leave()
+    leave_world()
     os._exit(0)
 
 
@@ -156,25 +156,26 @@ def buckets(nbytes: int) -> list[int]:
 
 def tiered(nbytes: int) -> Callable[[], None]:
     """Sums as a Job makes them here: all buckets begun, then all waited for. Checked once."""
-    from tutti.comm import TieredSum, Tiers, Worker, make_team_or_tiers
+    from tutti.comm.hierarchical import CommThread, HierarchicalAllReduce
+    from tutti.comm.rendezvous import HostHierarchy, make_local_group_or_hierarchy
 
-    tiers = make_team_or_tiers(dist.group.WORLD)
-    if not isinstance(tiers, Tiers):
+    hierarchy = make_local_group_or_hierarchy(dist.group.WORLD)
+    if not isinstance(hierarchy, HostHierarchy):
         raise SystemExit("ranks of one host share no memory here, so there are no two tiers to measure")
-    worker = Worker()
-    rooms = []
+    comm_thread = CommThread()
+    segments = []
     for numel in buckets(nbytes):
-        number, room = tiers.team.new_room(4 * numel)
-        rooms.append((number, room, room.tensor(torch.float32, numel).fill_(1)))
+        number, segment = hierarchy.local_group.new_segment(4 * numel)
+        segments.append((number, segment, segment.tensor(torch.float32, numel).fill_(1)))
 
     def call() -> None:
-        for work in [TieredSum(tiers, worker, number, values) for number, _, values in rooms]:
+        for work in [HierarchicalAllReduce(hierarchy, comm_thread, number, values) for number, _, values in segments]:
             work.wait()
 
     call()
-    if any((values != dist.get_world_size()).any() for _, _, values in rooms):
+    if any((values != dist.get_world_size()).any() for _, _, values in segments):
         raise SystemExit("a sum in two tiers is wrong")
-    for _, _, values in rooms:
+    for _, _, values in segments:
         values.zero_()
     dist.barrier()
     return call

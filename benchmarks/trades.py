@@ -131,12 +131,12 @@ def trained_all(cases: dict[str, Case], sizes: Sizes) -> dict[str, list[dict[str
 
 
 def _train_all(cases: dict[str, Case], sizes: Sizes) -> dict[str, list[dict[str, Any]]]:
-    from tutti.comm.world import join, leave
+    from tutti.comm.world import join_world, leave_world
 
     torch.set_num_threads(1)
-    join()
+    join_world()
     found = {name: [train(case, seed, sizes.percent) for seed in range(sizes.seeds)] for name, case in cases.items()}
-    leave()
+    leave_world()
     return found
 
 

@@ -14,10 +14,10 @@ from torch import nn
 
 import tutti
 from harness import run_ranks
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.plan import BatchPlan, Plan
 from tutti.parallel.layout import gather_whole, local, local_tensors
-from tutti.trainer.unpack import loss_of
+from tutti.trainer.losses import loss_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ def train(
     stated = {key: subject.job[key] for key in ("num_microbatches", "unit", "last_batch") if key in subject.job}
     batch = BatchPlan(global_batch_size=subject.batch, **{**stated, **plan_fields.get("batch", {})})
     plan = Plan(batch=batch, **{key: value for key, value in plan_fields.items() if key != "batch"})
-    os.environ["TUTTI_PLAN"] = str(codec.save(plan, Path.cwd() / f"plan-{os.getpid()}.json"))
+    os.environ["TUTTI_PLAN"] = str(serialization.save(plan, Path.cwd() / f"plan-{os.getpid()}.json"))
     job = tutti.Job(
         global_batch_size=subject.batch, **{k: v for k, v in subject.job.items() if k != "num_microbatches"}
     )

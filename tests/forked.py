@@ -5,7 +5,7 @@ What has been loaded is set apart from the collection of garbage, so that ranks 
 
 import gc
 
-from tutti.trainer.header import environment_hash
+from tutti.trainer.run_header import environment_hash
 
 environment_hash()
 gc.freeze()

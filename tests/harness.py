@@ -47,7 +47,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     """Call `function(*args)` on ranks 0..world_size-1 and return what each returned, in order of rank.
 
     The environment of a launched rank (RANK, WORLD_SIZE, ...) is set and nothing else is: the function makes its
-    Job, or joins the world with `tutti.comm.world.join`. It must be importable (defined at module level).
+    Job, or joins the world with `tutti.comm.world.join_world`. It must be importable (defined at module level).
     """
     _start_server()
     with tempfile.TemporaryDirectory() as folder:

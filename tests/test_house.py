@@ -17,9 +17,8 @@ SIZE_EXCEPTIONS: dict[str, str] = {}
 
 ENVIRONMENT_FILES: dict[str, str] = {
     "src/tutti/environment.py": "the one reader",
-    "src/tutti/comm/environment.py": "whether memory may be shared, for runs and the probe alike",
     "src/tutti/launch/environment.py": "composes the environment that a rank is started with",
-    "src/tutti/profile/probe/environment.py": "the user's cache folder, and the interface the probe's ranks meet on",
+    "src/tutti/profile/probe/host_facts.py": "the user's cache folder, and the interface the probe's ranks meet on",
 }
 """File -> why it touches the environment. Readers of a run's meaning are env.py alone."""
 
@@ -157,7 +156,7 @@ def test_public_names_are_frozen() -> None:
         ),
         (
             "tutti.trainer.job",
-            "from importlib import import_module\nimport_module('tutti.verify.compare')",
+            "from importlib import import_module\nimport_module('tutti.verify.compare_recordings')",
             1,
         ),
         ("tutti.trainer.job", "if TYPE_CHECKING:\n    from tutti.cli.main import main", 1),

@@ -14,7 +14,7 @@ def test_the_share_of_all_cores_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.time, "perf_counter", lambda: now[1])
     monkeypatch.setattr(machine.os, "cpu_count", lambda: 2)
     now[:] = 100.0, 50.0
-    stolen = machine.Stolen()
+    stolen = machine.StolenTime()
     now[:] = 100.5, 51.0
     assert stolen.share() == 0.25
     now[:] = 109.0, 51.0  # coarser than the clock: never more than all of it

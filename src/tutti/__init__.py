@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from tutti.config.model import ModelSpec
     from tutti.config.plan import Plan
     from tutti.config.prediction import Prediction
-    from tutti.config.report import RunReport
+    from tutti.config.run_report import RunReport
     from tutti.errors import TuttiError
     from tutti.nn.annotations import replicate, shard, split, stage
     from tutti.optim.lr_rule import LRRule
     from tutti.trainer.job import Job
-    from tutti.trainer.weighted import Weighted
+    from tutti.trainer.losses import Weighted
 
 _HOMES = {
     "ClusterSpec": "tutti.config.cluster",
@@ -26,9 +26,9 @@ _HOMES = {
     "ModelSpec": "tutti.config.model",
     "Plan": "tutti.config.plan",
     "Prediction": "tutti.config.prediction",
-    "RunReport": "tutti.config.report",
+    "RunReport": "tutti.config.run_report",
     "TuttiError": "tutti.errors",
-    "Weighted": "tutti.trainer.weighted",
+    "Weighted": "tutti.trainer.losses",
     "replicate": "tutti.nn.annotations",
     "shard": "tutti.nn.annotations",
     "split": "tutti.nn.annotations",

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from tutti.config.compression import Compression, parse_compression
 from tutti.config.mesh_words import parse_mesh
-from tutti.config.plan import Sync
+from tutti.config.plan import SyncPlan
 from tutti.config.sync_words import parse_sync
-from tutti.config.words import AxisName
+from tutti.config.vocabulary import AxisName
 from tutti.errors import LaunchError
 
 _MPI = (
@@ -19,11 +19,11 @@ _MPI = (
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
 # Below 32768, where Linux begins to hand out ports: another program's connection may stand on any of those.
-MEETING_PORTS = range(20000, 32768)
+RENDEZVOUS_PORTS = range(20000, 32768)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankEnvironment:
     """This process' place among the ranks. `rendezvous`: a file:// or tcp:// address where ranks meet."""
 
     rank: int = 0
@@ -51,14 +51,14 @@ class Recording:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
+class LaunchOptions:
     """What the launcher asks of the Job. `steps`: how many the observer `brief` lets it do."""
 
     run_folder: Path | None = None
     plan: Path | None = None
     mesh: dict[AxisName, int] | None = None
     compress: Compression | None = None
-    sync: Sync | None = None
+    sync: SyncPlan | None = None
     bucket_mb: str | None = None
     resume: Path | None = None
     observer: str | None = None
@@ -70,14 +70,14 @@ class Wishes:
     frugal: bool = False
 
 
-def read_wishes(environ: Mapping[str, str] = os.environ) -> Wishes:
+def read_launch_options(environ: Mapping[str, str] = os.environ) -> LaunchOptions:
     """Read the TUTTI_* variables."""
 
     def path(name: str) -> Path | None:
         return Path(environ[name]) if environ.get(name) else None
 
     every = environ.get("TUTTI_CHECKPOINT_EVERY")
-    return Wishes(
+    return LaunchOptions(
         run_folder=path("TUTTI_RUN_FOLDER"),
         plan=path("TUTTI_PLAN"),
         mesh=parse_mesh(environ["TUTTI_MESH"]) if environ.get("TUTTI_MESH") else None,
@@ -108,23 +108,28 @@ def _recording(environ: Mapping[str, str]) -> Recording | None:
     )
 
 
-def read_place(environ: Mapping[str, str] = os.environ) -> Place:
+def read_rank_environment(environ: Mapping[str, str] = os.environ) -> RankEnvironment:
     """Find rank and world size from tutti, torchrun, Slurm (srun), Open MPI or PMI; one device without any."""
     if "RANK" in environ and "WORLD_SIZE" in environ:
-        place = _place(environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "torchrun")
+        rank_environment = _from_variables(environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "torchrun")
     elif "SLURM_STEP_NUM_TASKS" in environ and "SLURM_PROCID" in environ:
-        place = _slurm(environ)
+        rank_environment = _from_slurm(environ)
     else:
-        place = next(
-            (_place(environ, *names, "mpirun") for names in _MPI if names[0] in environ and names[1] in environ),
-            Place(),
+        rank_environment = next(
+            (
+                _from_variables(environ, *names, "mpirun")
+                for names in _MPI
+                if names[0] in environ and names[1] in environ
+            ),
+            RankEnvironment(),
         )
-    if not 0 <= place.rank < place.world_size:
+    if not 0 <= rank_environment.rank < rank_environment.world_size:
         raise LaunchError(
-            f"rank {place.rank} does not fit a world of {place.world_size} ({place.launcher} environment); set RANK to "
-            "0..WORLD_SIZE-1, or unset both to run on one device"
+            f"rank {rank_environment.rank} does not fit a world of {rank_environment.world_size} "
+            f"({rank_environment.launcher} environment); set RANK to 0..WORLD_SIZE-1, or unset both to "
+            "run on one device"
         )
-    return place
+    return rank_environment
 
 
 def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -137,22 +142,24 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
         raise LaunchError(f"environment variable {name}={text!r} is not a whole number; set or unset it") from None
 
 
-def _place(environ: Mapping[str, str], rank: str, size: str, local_rank: str, local_size: str, launcher: str) -> Place:
+def _from_variables(
+    environ: Mapping[str, str], rank: str, size: str, local_rank: str, local_size: str, launcher: str
+) -> RankEnvironment:
     world_size = _number(environ, size)
-    place = Place(
+    rank_environment = RankEnvironment(
         rank=_number(environ, rank),
         world_size=world_size,
         local_rank=_number(environ, local_rank, 0),
         local_world_size=_number(environ, local_size, 1 if world_size == 1 else world_size),
         launcher="tutti" if "TUTTI_RENDEZVOUS" in environ else launcher,
     )
-    return _meeting(place, environ, _mpi_host(environ), _mpi_job(environ))
+    return _with_rendezvous(rank_environment, environ, _mpi_host(environ), _mpi_job(environ))
 
 
-def _slurm(environ: Mapping[str, str]) -> Place:
+def _from_slurm(environ: Mapping[str, str]) -> RankEnvironment:
     tasks = _number(environ, "SLURM_STEP_NUM_TASKS")
     nodes = _number(environ, "SLURM_STEP_NUM_NODES", 1)
-    place = Place(
+    rank_environment = RankEnvironment(
         rank=_number(environ, "SLURM_PROCID"),
         world_size=tasks,
         local_rank=_number(environ, "SLURM_LOCALID", 0),
@@ -160,7 +167,7 @@ def _slurm(environ: Mapping[str, str]) -> Place:
         launcher="srun",
     )
     job = f"{environ.get('SLURM_JOB_ID', '')}.{environ.get('SLURM_STEP_ID', '')}"
-    return _meeting(place, environ, _slurm_host(environ), job)
+    return _with_rendezvous(rank_environment, environ, _slurm_host(environ), job)
 
 
 def _slurm_tasks_here(environ: Mapping[str, str]) -> int:
@@ -174,25 +181,27 @@ def _slurm_tasks_here(environ: Mapping[str, str]) -> int:
     return 0
 
 
-def _meeting(place: Place, environ: Mapping[str, str], host: str, job: str) -> Place:
+def _with_rendezvous(
+    rank_environment: RankEnvironment, environ: Mapping[str, str], host: str, job: str
+) -> RankEnvironment:
     """Add where the ranks meet: stated, or derived from the launcher's job so that every rank derives the same."""
     rendezvous = environ.get("TUTTI_RENDEZVOUS", "")
-    if not rendezvous and place.world_size > 1:
+    if not rendezvous and rank_environment.world_size > 1:
         host = environ.get("MASTER_ADDR") or host
         if not host:
             raise LaunchError(
-                f"{place.world_size} ranks on several hosts cannot find each other: no MASTER_ADDR; export MASTER_ADDR "
-                "(host of rank 0) and MASTER_PORT, or start them with `tutti run`"
+                f"{rank_environment.world_size} ranks on several hosts cannot find each other: no MASTER_ADDR; "
+                "export MASTER_ADDR (host of rank 0) and MASTER_PORT, or start them with `tutti run`"
             )
-        port = _number(environ, "MASTER_PORT", MEETING_PORTS[zlib.crc32(job.encode()) % len(MEETING_PORTS)])
+        port = _number(environ, "MASTER_PORT", RENDEZVOUS_PORTS[zlib.crc32(job.encode()) % len(RENDEZVOUS_PORTS)])
         rendezvous = f"tcp://{host}:{port}"
-    return Place(
-        rank=place.rank,
-        world_size=place.world_size,
-        local_rank=place.local_rank,
-        local_world_size=place.local_world_size,
+    return RankEnvironment(
+        rank=rank_environment.rank,
+        world_size=rank_environment.world_size,
+        local_rank=rank_environment.local_rank,
+        local_world_size=rank_environment.local_world_size,
         rendezvous=rendezvous,
-        launcher=place.launcher,
+        launcher=rank_environment.launcher,
     )
 
 
@@ -221,3 +230,12 @@ def _slurm_host(environ: Mapping[str, str]) -> str:
     except OSError:
         return environ.get("SLURM_LAUNCH_NODE_IPADDR", host)
     return host
+
+
+SHARED_MEMORY_VARIABLE = "TUTTI_SHARED_MEMORY"
+SHARED_MEMORY_ON, SHARED_MEMORY_OFF = "on", "off"
+
+
+def shared_memory_setting(environ: Mapping[str, str] = os.environ) -> str:
+    """The variable's value, as it stands there: anything but on and off is to be refused, by all ranks together."""
+    return environ.get(SHARED_MEMORY_VARIABLE) or SHARED_MEMORY_ON

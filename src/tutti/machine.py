@@ -12,7 +12,7 @@ def stolen_s() -> float:
     return float(getattr(psutil.cpu_times(), "steal", 0.0))
 
 
-class Stolen:
+class StolenTime:
     """What part of the cores' time is stolen from the moment this is made."""
 
     def __init__(self) -> None:

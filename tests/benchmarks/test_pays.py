@@ -280,7 +280,7 @@ def test_links_are_limited_as_the_lab_limits_them(pays: ModuleType, monkeypatch:
 
 def test_a_chosen_plan_has_the_name_of_the_method_that_it_is() -> None:
     from tutti.config.compression import Compression
-    from tutti.config.plan import BatchPlan, Plan, Sync
+    from tutti.config.plan import BatchPlan, Plan, SyncPlan
     from tutti.config.relaxed import Relaxed
 
     auto, methods = importlib.import_module("pays_auto"), importlib.import_module("pays_methods")
@@ -290,9 +290,9 @@ def test_a_chosen_plan_has_the_name_of_the_method_that_it_is() -> None:
         return str(auto.name_of(Plan(**{"batch": script.batch, "mesh": {"replicate": 4}, **fields}), script, 4))
 
     assert name() == "tutti plain"
-    assert name(sync=Sync(mode="local", relaxed=Relaxed(period=methods.PERIOD))) == "tutti local"
-    assert name(sync=Sync(compress=Compression(method="powersgd", rank=methods.RANK))) == "tutti powersgd"
-    assert name(sync=Sync(compress=Compression(method="powersgd", rank=7))) == "tutti replicate=4, powersgd,rank=7"
+    assert name(sync=SyncPlan(mode="local", relaxed=Relaxed(period=methods.PERIOD))) == "tutti local"
+    assert name(sync=SyncPlan(compress=Compression(method="powersgd", rank=methods.RANK))) == "tutti powersgd"
+    assert name(sync=SyncPlan(compress=Compression(method="powersgd", rank=7))) == "tutti replicate=4, powersgd,rank=7"
     cut = name(mesh={"stage": 4}, batch=BatchPlan(global_batch_size=8, num_microbatches=2))
     assert cut == "tutti stage=4, synchronous, 2 microbatches"
 

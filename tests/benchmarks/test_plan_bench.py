@@ -18,7 +18,7 @@ from cost_model.examples import cluster as machine
 from cost_model.examples import cpu
 from tutti.config.cluster import ClusterSpec, DeviceSpec, GemmRate, LinkSpec, NodeSpec, WeightRate
 from tutti.config.model import ModelSpec
-from tutti.config.plan import BatchPlan, Pipeline, Plan
+from tutti.config.plan import BatchPlan, PipelinePlan, Plan
 from tutti.profile import describe_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -191,7 +191,7 @@ def test_what_is_folded(bench: Any) -> None:
     assert kept(*repeats) == {"split=2": 2}
     assert kept(repeats[0]) == {"split=2, recomputes": 1}
     one, two = (
-        [Plan(batch=some, mesh={"stage": 2}, pipeline=Pipeline(schedule=name)) for name in ("1f1b", "gpipe")]
+        [Plan(batch=some, mesh={"stage": 2}, pipeline=PipelinePlan(schedule=name)) for name in ("1f1b", "gpipe")]
         for some in batch[:2]
     )
     assert kept(*one) == {"stage=2, 1f1b": 2}  # there is but one order of one microbatch

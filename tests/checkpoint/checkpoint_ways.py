@@ -15,8 +15,8 @@ from matrix.language import FAMILIES as LANGUAGE
 from matrix.mixtures import FAMILIES as MIXTURES
 from matrix.recommend import FAMILIES as TABLES
 from matrix.vision import FAMILIES as VISION
-from tutti.config import codec
-from tutti.config.plan import BatchPlan, LayoutRule, Pipeline, Plan, Sharding
+from tutti.config import serialization
+from tutti.config.plan import BatchPlan, LayoutRule, PipelinePlan, Plan, ShardingPlan
 from tutti.errors import TuttiError
 from tutti.parallel.layout import gather_whole, local, local_tensors
 from tutti.parallel.parallelize import BUILT
@@ -53,7 +53,7 @@ class Way:
 
 
 def zero(level: int, **more: Any) -> dict[str, Any]:
-    return {"sharding": Sharding(level=level, **more)}  # type: ignore[arg-type]
+    return {"sharding": ShardingPlan(level=level, **more)}  # type: ignore[arg-type]
 
 
 WIDE = {"layout": (LayoutRule(modules="classify.*", placement="split"),)}
@@ -67,11 +67,11 @@ PLANS = (
     Way(family=GPT, mesh={"replicate": 2, "shard": 2}, fields=zero(3, offload="optimizer"), words="ZeRO-3, offload"),
     Way(family=GPT, mesh={"split": 2}),
     Way(family=GPT, mesh={"split": 2}, fields={"split_shares": (1.0, 3.0)}, words="unequal parts"),
-    Way(family=GPT, mesh={"stage": 2}, fields={"pipeline": Pipeline(schedule="1f1b")}),
+    Way(family=GPT, mesh={"stage": 2}, fields={"pipeline": PipelinePlan(schedule="1f1b")}),
     Way(
         family=GPT,
         mesh={"stage": 2},
-        fields={"pipeline": Pipeline(schedule="interleaved", stages_per_rank=2)},
+        fields={"pipeline": PipelinePlan(schedule="interleaved", stages_per_rank=2)},
         words="interleaved",
     ),
     Way(family=GPT, mesh={"context": 2}),
@@ -109,7 +109,7 @@ def train(way: Way, folder: Path, steps: int, *, resume: Path | None = None, sav
     folder.mkdir(parents=True, exist_ok=True)
     os.environ["TUTTI_RUN_FOLDER"] = str(folder)
     plan = Path.cwd() / f"plan-{os.environ['RANK']}.json"
-    os.environ["TUTTI_PLAN"] = str(codec.save(way.plan, plan))
+    os.environ["TUTTI_PLAN"] = str(serialization.save(way.plan, plan))
     options = {name: value for name, value in subject.job.items() if name != "num_microbatches"}
     job = tutti.Job(**{**options, "global_batch_size": 8, "resume": resume, "keep_checkpoints": 0})
     model = subject.model()

@@ -14,7 +14,7 @@ from checkpoint.checkpoint_ways import FAMILIES, GPT, PLANS, SAVED_AT, Way, trai
 from harness import run_ranks
 from trainer.training import vectors
 from tutti.checkpoint import latest_checkpoint, to_safetensors, to_state_dict
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.errors import CheckpointError
 from tutti.parallel.layout import gather_whole, local, local_tensors
 
@@ -65,7 +65,7 @@ def start_with(way: Way, weights: Path) -> Any:
     """The whole parameters after prepare, or what it said."""
     torch.set_default_dtype(torch.float64)
     subject = FAMILIES[way.family].subject()
-    os.environ["TUTTI_PLAN"] = str(codec.save(way.plan, Path.cwd() / f"plan-{os.environ['RANK']}.json"))
+    os.environ["TUTTI_PLAN"] = str(serialization.save(way.plan, Path.cwd() / f"plan-{os.environ['RANK']}.json"))
     job = tutti.Job(global_batch_size=8)
     model = subject.model()
     optimizer = subject.optimizer(model.parameters(), lr=subject.rate)

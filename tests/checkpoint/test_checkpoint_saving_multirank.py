@@ -17,7 +17,7 @@ from checkpoint.checkpoint_ways import CNN, FAMILIES, Way, zero
 from harness import RankFailed, run_ranks
 from trainer.training import vectors
 from tutti.checkpoint import latest_checkpoint, load, save, to_state_dict
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.errors import CheckpointError
 from tutti.trainer.metrics import read_rows
 
@@ -38,7 +38,7 @@ def sharded_job(folder: Path, **options: Any) -> Any:
     """The same of a model of which every rank holds a part."""
     torch.set_default_dtype(torch.float64)
     os.environ["TUTTI_RUN_FOLDER"] = str(folder)
-    os.environ["TUTTI_PLAN"] = str(codec.save(SHARDED.plan, Path.cwd() / f"plan-{os.environ['RANK']}.json"))
+    os.environ["TUTTI_PLAN"] = str(serialization.save(SHARDED.plan, Path.cwd() / f"plan-{os.environ['RANK']}.json"))
     subject = FAMILIES[CNN].subject()
     job = tutti.Job(**{"global_batch_size": 8, "keep_checkpoints": 0, **options})
     model = subject.model()

@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 from harness import run_ranks
 from tutti.cli.main import main
 from tutti.cli.probe import command
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.cluster import (
     ClusterSpec,
     Conditions,
@@ -24,7 +24,7 @@ from tutti.config.cluster import (
 )
 from tutti.profile import probe
 from tutti.profile.catalog import cluster_from_parts
-from tutti.profile.probe.effort import Effort
+from tutti.profile.probe.probe_timing import Effort
 
 MEASURED = ClusterSpec(
     name="here",
@@ -92,7 +92,7 @@ def test_a_measurement_is_kept_drawn_and_shown(measured: list[dict[str, Any]]) -
     assert result.exit_code == 0
     assert (measured[0]["quick"], measured[0]["ranks"]) == (True, 3)
     kept = probe.cached_cluster_path()
-    assert codec.load(ClusterSpec, kept) == MEASURED
+    assert serialization.load(ClusterSpec, kept) == MEASURED
     picture = kept.with_suffix(".svg").read_text(encoding="utf-8")
     assert picture.startswith("<?xml")
     for words in ("102", "25 us", "1.5 GB/s", "7%", "all-reduce", "float16 products", "2 cores granted", "1 GB/s"):
@@ -101,8 +101,8 @@ def test_a_measurement_is_kept_drawn_and_shown(measured: list[dict[str, Any]]) -
 
 def test_json_is_one_document_on_standard_output(measured: list[dict[str, Any]], tmp_path: Path) -> None:
     result = run("--json", "--output", "a/b.json", "--plot", "c.png")
-    assert codec.loads(ClusterSpec, result.stdout) == MEASURED
-    assert codec.load(ClusterSpec, tmp_path / "a" / "b.json") == MEASURED
+    assert serialization.loads(ClusterSpec, result.stdout) == MEASURED
+    assert serialization.load(ClusterSpec, tmp_path / "a" / "b.json") == MEASURED
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
     assert not probe.cached_cluster_path().exists()
 
@@ -119,7 +119,7 @@ def test_a_cluster_is_written_down(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         *("--network", "InfiniBand-HDR-200", "--node-memory", "1TiB", "--output", "cluster.json"),
     )
     assert result.exit_code == 0
-    cluster = codec.load(ClusterSpec, tmp_path / "cluster.json")
+    cluster = serialization.load(ClusterSpec, tmp_path / "cluster.json")
     assert cluster.device_count == 32
     assert cluster.nodes[0].memory_nbytes == 2**40
     assert "300 GB/s" in result.stdout
@@ -192,7 +192,7 @@ def _as_a_rank(folder: str) -> tuple[int, str, bool]:
 def test_under_a_launcher_all_ranks_measure_and_one_writes(tmp_path: Path) -> None:
     first, second = run_ranks(_as_a_rank, 2, str(tmp_path))
     assert first[0] == second[0] == 0
-    cluster = codec.loads(ClusterSpec, first[1])
+    cluster = serialization.loads(ClusterSpec, first[1])
     assert second[1] == ""
-    assert codec.load(ClusterSpec, tmp_path / "cluster.json") == cluster
+    assert serialization.load(ClusterSpec, tmp_path / "cluster.json") == cluster
     assert cluster.link("node") is not None

@@ -6,7 +6,7 @@ from pathlib import Path
 from click.testing import CliRunner
 
 from tutti.cli import plan as plan_command
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.cluster import ClusterSpec
 
 PAGE = Path(__file__).parents[2] / "docs" / "planner.md"
@@ -14,10 +14,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "planner.md"
 
 def test_the_file_of_the_page_is_read_and_planned_with(tmp_path: Path) -> None:
     text = PAGE.read_text(encoding="utf-8").partition("```json\n")[2].partition("```")[0]
-    cluster = codec.loads(ClusterSpec, text)
+    cluster = serialization.loads(ClusterSpec, text)
     assert cluster.device_count == 32
     assert cluster.link("network").bandwidth_bytes_per_s == 12.5e9  # type: ignore[union-attr]
-    file = codec.save(cluster, tmp_path / "ours.json")
+    file = serialization.save(cluster, tmp_path / "ours.json")
     asked = [
         "--cluster",
         str(file),

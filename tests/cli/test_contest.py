@@ -12,8 +12,7 @@ from planner.machines import cards
 from tutti.cli import tried
 from tutti.cli.contest import fastest, said, to_try, weights, words_in_full
 from tutti.config.plan import BatchPlan, Plan
-from tutti.config.prediction import Estimate
-from tutti.config.trials import Trial
+from tutti.config.prediction import Estimate, Trial
 from tutti.errors import TrainingError
 from tutti.launch.failure import Failure
 from tutti.launch.supervise import Outcome

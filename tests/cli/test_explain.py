@@ -8,9 +8,9 @@ import pytest
 from cost_model.examples import cluster
 from tutti.cli.explain import gathered
 from tutti.cli.main import main
-from tutti.config import codec
-from tutti.config.explanation import ModulePlacement
+from tutti.config import serialization
 from tutti.config.plan import Plan
+from tutti.config.prediction import ModulePlacement
 
 SCRIPT = """
 import torch, tutti
@@ -44,7 +44,7 @@ def test_a_stated_mesh_is_explained_as_a_tree(capsys: Capture, tmp_path: Path) -
     assert "Layout over replicate 2; ranks looked at: all 2" in out
     assert "0-2 Linear: whole, 80 B a rank" in out
     assert "gradients summed over replicate" in out
-    assert codec.load(Plan, tmp_path / "plan.json").mesh == {"replicate": 2}
+    assert serialization.load(Plan, tmp_path / "plan.json").mesh == {"replicate": 2}
 
 
 def test_the_gradient_of_the_batch_is_not_listed(capsys: Capture, tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_what_cannot_be_is_refused_in_one_sentence(capsys: Capture, tmp_path: Pa
 
 
 def test_with_a_cluster_the_step_is_drawn_too_and_a_page_written(capsys: Capture, tmp_path: Path) -> None:
-    machines, page = codec.save(cluster(), tmp_path / "here.json"), tmp_path / "plan.html"
+    machines, page = serialization.save(cluster(), tmp_path / "here.json"), tmp_path / "plan.html"
     given = ("--mesh", "replicate=2", "--cluster", str(machines), "--html", str(page))
     code, out, err = explained(capsys, tmp_path, *given)
     assert code == 0, err

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from tutti.cli.common import cluster_for
 from tutti.cli.describe import command
 from tutti.cli.named import named_model, sizes
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.model import ModelSpec
 from tutti.errors import SpecError
 from tutti.profile.architectures import architecture
@@ -53,7 +53,7 @@ def test_a_size_by_another_word_is_answered_with_the_one_it_has() -> None:
 def test_describe_takes_a_name_with_sizes() -> None:
     done = CliRunner().invoke(command, ["--json", "llama3-8b", "--layers", "2", "--seq-len", "64"])
     assert done.exit_code == 0, done.output
-    model = codec.loads(ModelSpec, done.stdout)
+    model = serialization.loads(ModelSpec, done.stdout)
     assert model == architecture("llama3-8b", {"layers": 2, "seq_len": 64})
     assert json.loads(done.stdout)["name"] == "llama3-8b"
 

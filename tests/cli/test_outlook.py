@@ -22,17 +22,15 @@ from tutti.cli.contest import fastest, said, seated
 from tutti.cli.outlook import show_trials, trust_here, with_measured
 from tutti.cli.timeline_view import drawn, held, show_timeline
 from tutti.cli.tried import check_here
-from tutti.config import codec
-from tutti.config.plan import Pipeline, Plan
-from tutti.config.prediction import Estimate
-from tutti.config.scaling import ScalingCurve
-from tutti.config.trials import Trial, Trials
+from tutti.config import serialization
+from tutti.config.plan import PipelinePlan, Plan
+from tutti.config.prediction import Estimate, ScalingCurve, Trial, Trials
 from tutti.cost_model.tracks import timeline
 from tutti.errors import LaunchError, PlanError, ScriptError
 from tutti.planner import Choice
-from tutti.report.history import build_history, run_folders
+from tutti.report.prediction_history import build_history, run_folders
 
-GPIPE = meshed(64, 4, {"stage": 4}, pipeline=Pipeline(schedule="gpipe"))
+GPIPE = meshed(64, 4, {"stage": 4}, pipeline=PipelinePlan(schedule="gpipe"))
 
 
 def call(command: Any, *arguments: str) -> Result:
@@ -45,7 +43,7 @@ def call(command: Any, *arguments: str) -> Result:
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, str]:
     specs = {"cluster": machines(1, 4), "model": transformer(), "plan": GPIPE}
-    return {name: str(codec.save(spec, tmp_path / f"{name}.json")) for name, spec in specs.items()}
+    return {name: str(serialization.save(spec, tmp_path / f"{name}.json")) for name, spec in specs.items()}
 
 
 def test_a_step_in_letters_is_as_wide_as_asked_and_in_order() -> None:
@@ -76,11 +74,16 @@ def test_memory_in_letters_says_what_holds_it_and_what_is_too_much() -> None:
     text = held(track, 100).plain
     assert len(text) == 100
     assert text.count(".") == pytest.approx(100 * (1 - track.memory.total / track.memory_limit_nbytes), abs=1)
-    over = codec.from_data(type(track), {**codec.to_data(track), "memory_limit_nbytes": track.memory.total / 2})
+    over = serialization.from_data(
+        type(track), {**serialization.to_data(track), "memory_limit_nbytes": track.memory.total / 2}
+    )
     assert held(over, 100).plain.index("|") == 50
     out = Console(record=True, width=120)
     found = timeline(transformer(), machines(1, 4), meshed(64, 1))
-    show_timeline(out, codec.from_data(type(found), {**codec.to_data(found), "tracks": [codec.to_data(over)]}))
+    show_timeline(
+        out,
+        serialization.from_data(type(found), {**serialization.to_data(found), "tracks": [serialization.to_data(over)]}),
+    )
     assert ": too much" in out.export_text()
 
 
@@ -100,7 +103,7 @@ def test_the_legend_has_the_letters_that_are_drawn(plan: Plan, width: int) -> No
 def test_a_pipelines_bubbles_are_named_where_they_are_counted(files: dict[str, str]) -> None:
     given = ("--cluster", files["cluster"], "--model", files["model"])
     assert "exposed communication or bubble" in call(predict_command.command, *given, files["plan"]).stdout
-    one = str(codec.save(meshed(64, 1), Path(files["plan"]).with_name("one.json")))
+    one = str(serialization.save(meshed(64, 1), Path(files["plan"]).with_name("one.json")))
     shown = call(predict_command.command, *given, one).stdout
     assert "bubble" not in shown
     assert "Predicted step: " in shown.splitlines()[0]  # whole, whatever the width of the table below
@@ -125,8 +128,8 @@ def test_plan_writes_a_page_and_a_curve_into_its_document(files: dict[str, str],
     given = ("--cluster", files["cluster"], "--model", files["model"], "--global-batch-size", "64", "--scaling")
     result = call(plan_command.command, *given, "--what-if", "node-link=1gbit", "--html", str(page), "--json")
     data = json.loads(result.stdout)
-    assert codec.from_data(Choice, data["choice"]).best.world_size >= 1
-    assert [point.devices for point in codec.from_data(ScalingCurve, data["scaling"]).points] == [1, 2, 4]
+    assert serialization.from_data(Choice, data["choice"]).best.world_size >= 1
+    assert [point.devices for point in serialization.from_data(ScalingCurve, data["scaling"]).points] == [1, 2, 4]
     assert data["timeline"]["tracks"]
     assert [scenario["change"] for scenario in data["scenarios"]] == ["1 Gbit/s on node links"]
     text = page.read_text(encoding="utf-8")
@@ -235,25 +238,25 @@ def test_plans_are_really_run_for_as_many_steps_as_asked(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(SCRIPT, encoding="utf-8")
     host = cluster(cpu(cores=2), (link("node", 5e-5, 2e9),), devices_per_node=2)
-    codec.save(host, Path("here.json"))
+    serialization.save(host, Path("here.json"))
     given = ("--cluster", "here.json", "--nproc", "2", "--data-parallel", "--try", "2", "--try-steps", "5")
     command = [sys.executable, "-m", "tutti.cli.main", "plan", *given, "--output", "best.json", "--json", "train.py"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    found = codec.from_data(Trials, json.loads(done.stdout)["trials"])
+    found = serialization.from_data(Trials, json.loads(done.stdout)["trials"])
     assert [one.steps for one in found.trials] == [3, 3]  # of 5, without the first 2
     assert all(one.measured_s is not None and one.least_s is not None for one in found.trials)
     assert all(one.plan.world_size == 2 for one in found.trials)
-    chosen = codec.load(Plan, Path("best.json"))
+    chosen = serialization.load(Plan, Path("best.json"))
     assert found.best is not None
-    assert codec.digest(replace(chosen, made_for={})) == codec.digest(
+    assert serialization.digest(replace(chosen, made_for={})) == serialization.digest(
         replace(found.trials[found.best].plan, made_for={})
     )
     assert build_history(run_folders([Path("runs")])).trust[0].runs == 2
 
 
 def test_a_brief_run_ends_after_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TUTTI_OBSERVER", "tutti.trainer.observe:brief")
+    monkeypatch.setenv("TUTTI_OBSERVER", "tutti.trainer.observer:stop_after_steps")
     monkeypatch.setenv("TUTTI_RUN_FOLDER", str(tmp_path / "run"))
     script = tmp_path / "train.py"
     script.write_text(SCRIPT, encoding="utf-8")
@@ -269,5 +272,5 @@ def test_a_brief_run_ends_after_its_steps(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_plans_are_the_same_data_after_a_trial() -> None:
     found = Trials(trials=(trial("a", 1.0, (0.9, 1.0, 1.1)),), best=0, sentence="s", unit="samples")
-    assert codec.loads(Trials, codec.dumps(found)) == found
+    assert serialization.loads(Trials, serialization.dumps(found)) == found
     assert isinstance(found.trials[0].plan, Plan)

@@ -7,7 +7,7 @@ import pytest
 
 from cost_model.examples import cluster, link
 from tutti.cli.main import main
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.plan import BatchPlan, Plan
 
 Capture = pytest.CaptureFixture[str]
@@ -25,7 +25,7 @@ def told(capsys: Capture, folder: Path, command: str, *options: str, script: str
     file, machines = folder / "train.py", folder / "cluster.json"
     file.write_text(script)
     wires = (link("node"), link("network", 1e-4, 2.5e6))
-    codec.save(cluster(devices_per_node=1, count=4, links=wires), machines)
+    serialization.save(cluster(devices_per_node=1, count=4, links=wires), machines)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["tutti", command, "--cluster", str(machines), *options, str(file)])
         try:
@@ -43,7 +43,7 @@ def test_a_plan_that_sends_less_is_written_and_explained(capsys: Capture, tmp_pa
     code, out, err = told(capsys, tmp_path, "plan", *options, script=script)
     assert code == 0, err
     assert "as --relax reduced allows" in " ".join(out.split())
-    assert codec.load(Plan, file).sync.compress is not None
+    assert serialization.load(Plan, file).sync.compress is not None
 
 
 def test_the_dial_is_in_the_document(capsys: Capture, tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_what_excludes_it_is_refused_in_one_sentence(
     capsys: Capture, tmp_path: Path, command: str, options: tuple[str, ...], words: str
 ) -> None:
     plan = tmp_path / "plan.json"
-    codec.save(Plan(batch=BatchPlan(global_batch_size=512)), plan)
+    serialization.save(Plan(batch=BatchPlan(global_batch_size=512)), plan)
     code, out, err = told(capsys, tmp_path, command, *(str(plan) if one == "plan.json" else one for one in options))
     assert code == 2
     assert words in err

@@ -11,10 +11,10 @@ import pytest
 from cost_model.examples import cluster, mlp
 from tutti.cli.beside import Wanted, _work_out
 from tutti.cli.main import main
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.model import ModelSpec
 from tutti.config.plan import BatchPlan, Plan
-from tutti.config.run import RunFolder
+from tutti.config.run_folder import RunFolder
 from tutti.errors import PlanError
 
 SCRIPT = """
@@ -50,8 +50,8 @@ Files = Callable[[dict[str, str]], Path]
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Files:
     monkeypatch.chdir(tmp_path)
-    codec.save(cluster(), Path("here.json"))
-    codec.save(Plan(batch=BatchPlan(global_batch_size=8), mesh={"replicate": 2}), Path("two.json"))
+    serialization.save(cluster(), Path("here.json"))
+    serialization.save(Plan(batch=BatchPlan(global_batch_size=8), mesh={"replicate": 2}), Path("two.json"))
 
     def write(parts: dict[str, str]) -> Path:
         text = SCRIPT
@@ -92,7 +92,7 @@ def test_its_description_is_shown_and_no_plan_is_made_of_that(
     path = script(ALONE)
     assert called(monkeypatch, "describe", "--output", "model.json", str(path)) == 0
     assert "only parameters are counted" in capsys.readouterr().out
-    assert codec.load(ModelSpec, Path("model.json")).untraced.startswith("the loss function error_of")
+    assert serialization.load(ModelSpec, Path("model.json")).untraced.startswith("the loss function error_of")
     given = ("--cluster", "here.json", "--global-batch-size", "8", "model.json")
     assert called(monkeypatch, "plan", *given) == 2
     assert called(monkeypatch, "predict", "--cluster", "here.json", "--model", "model.json", "two.json") == 2
@@ -112,18 +112,18 @@ def test_a_run_goes_on_without_a_prediction(script: Files, tmp_path: Path) -> No
     said: list[str] = []
     _work_out(replace(wanted, plans=True), cluster(), said.append)
     folder = RunFolder(tmp_path / "run")
-    assert codec.load(Plan, folder.plan).world_size == 1
+    assert serialization.load(Plan, folder.plan).world_size == 1
     assert not folder.prediction.exists()
     assert said[0].startswith("the loss function error_of could not be traced")
     assert "trains on 1 rank (--nproc N: on N)" in said[0]
     _work_out(replace(wanted, plans=True, ranks=2), cluster(), said.append)
-    assert codec.load(Plan, folder.plan).world_size == 2
+    assert serialization.load(Plan, folder.plan).world_size == 2
     with pytest.raises(PlanError, match="no plan can be predicted"):
         _work_out(replace(wanted, ranks=2), cluster(), said.append)
     assert not folder.prediction.exists()
 
 
 def test_a_description_of_before_is_read() -> None:
-    data = json.loads(codec.dumps(mlp()))
+    data = json.loads(serialization.dumps(mlp()))
     del data["untraced"]
-    assert codec.from_data(ModelSpec, data) == mlp()
+    assert serialization.from_data(ModelSpec, data) == mlp()

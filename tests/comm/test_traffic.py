@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from tutti.comm import ring_nbytes
 from tutti.comm.clock import PhaseClock
-from tutti.comm.traffic import Lane, Traffic, exchanged_nbytes, sent_nbytes
+from tutti.comm.point_to_point import ring_all_reduce_nbytes
+from tutti.comm.traffic import CommChannel, Traffic, exchanged_nbytes, sent_nbytes
 
 
 class HandClock(PhaseClock):
@@ -43,37 +43,37 @@ class Work:
         return self.done
 
 
-def lane_on(clock: HandClock, carried: Any = "halos") -> Lane:
-    return Traffic(clock).lane(carried, ["space"])
+def lane_on(clock: HandClock, carried: Any = "halos") -> CommChannel:
+    return Traffic(clock).channel(carried, ["space"])
 
 
-def total(lane: Lane) -> tuple[int, int, float | None, dict[str, float]]:
-    taken = lane.take()
+def total(channel: CommChannel) -> tuple[int, int, float | None, dict[str, float]]:
+    taken = channel.take()
     return taken.count, taken.nbytes, taken.under_way_s, taken.exposed_s
 
 
 def test_exchanges_that_overlap_are_under_way_once_and_exposed_while_waited_for() -> None:
     clock = HandClock()
-    lane = lane_on(clock)
+    channel = lane_on(clock)
     clock.enter("forward")
-    first = lane.start([Work(clock, 1.0)], 10)
+    first = channel.start([Work(clock, 1.0)], 10)
     clock.at = 1.0
-    second = lane.start([Work(clock, 2.0)], 20)
+    second = channel.start([Work(clock, 2.0)], 20)
     clock.at = 3.0
     first.wait()
     second.wait()
     assert clock.at == 6.0
-    assert total(lane) == (2, 30, 6.0, {"forward": 3.0})
-    assert total(lane) == (0, 0, 0.0, {})
+    assert total(channel) == (2, 30, 6.0, {"forward": 3.0})
+    assert total(channel) == (0, 0, 0.0, {})
 
 
 def test_waiting_leaves_its_phase_and_phases_still_add_up() -> None:
     clock = HandClock()
-    lane = lane_on(clock)
+    channel = lane_on(clock)
     for phase in ("forward", "backward", "exposed_communication", "optimizer", "other"):
         clock.enter(phase)
         clock.at += 1.0
-        with lane.waiting(8):
+        with channel.waiting(8):
             clock.at += 0.5
     wall, phases = clock.take_row()
     assert wall == sum(phases.values()) == 7.5
@@ -84,7 +84,7 @@ def test_waiting_leaves_its_phase_and_phases_still_add_up() -> None:
         "optimizer": 1.0,
         "other": 1.5,  # what happens between steps is not the step's communication
     }
-    assert total(lane) == (5, 40, 2.5, dict.fromkeys(lane_phases(), 0.5))
+    assert total(channel) == (5, 40, 2.5, dict.fromkeys(lane_phases(), 0.5))
 
 
 def lane_phases() -> tuple[str, ...]:
@@ -94,31 +94,31 @@ def lane_phases() -> tuple[str, ...]:
 def test_each_work_is_waited_for_once() -> None:
     clock = HandClock()
     work = Work(clock, 1.0)
-    flight = lane_on(clock).start([work])
-    flight.wait()
-    flight.wait()
+    handle = lane_on(clock).start([work])
+    handle.wait()
+    handle.wait()
     assert work.waits == [0.0]
 
 
 def test_an_end_is_noticed_when_the_next_exchange_starts() -> None:
     clock = HandClock()
-    lane = lane_on(clock, "gradients")
+    channel = lane_on(clock, "gradients")
     work = Work(clock)
-    first = lane.start([work])
+    first = channel.start([work])
     clock.at, work.done = 1.0, True
-    second = lane.start([Work(clock, 1.0)])
+    second = channel.start([Work(clock, 1.0)])
     clock.at = 5.0
     first.wait()
     second.wait()
     assert work.waits == [1.0]  # asked once more, at once, in case it has failed
-    assert total(lane) == (2, 0, 6.0, {"other": 1.0})  # 1 s, and 5 s of the second
-    third = lane.start([Work(clock, done=True)])
+    assert total(channel) == (2, 0, 6.0, {"other": 1.0})  # 1 s, and 5 s of the second
+    third = channel.start([Work(clock, done=True)])
     clock.at = 8.0
-    fourth = lane.start([Work(clock, 1.0)])
+    fourth = channel.start([Work(clock, 1.0)])
     clock.at = 8.5
     fourth.wait()
     assert third.is_completed()
-    assert total(lane)[2] == pytest.approx(2.0 + 1.5)
+    assert total(channel)[2] == pytest.approx(2.0 + 1.5)
 
 
 class ElapsingClock(HandClock):
@@ -131,13 +131,13 @@ class ElapsingClock(HandClock):
 
 def test_work_for_an_exchange_is_exposed_until_it_ends_and_no_longer() -> None:
     clock = ElapsingClock()
-    lane = lane_on(clock, "gradients")
+    channel = lane_on(clock, "gradients")
     work = Work(clock)
-    flight = lane.start([work])  # 1
-    assert not flight.go_on()  # 2 to 3
+    handle = channel.start([work])  # 1
+    assert not handle.poll()  # 2 to 3
     work.done = True
-    assert flight.go_on()  # 4 to 5
-    assert total(lane) == (1, 0, 4.0, {"other": 2.0})
+    assert handle.poll()  # 4 to 5
+    assert total(channel) == (1, 0, 4.0, {"other": 2.0})
 
 
 class Failed(Work):
@@ -147,36 +147,36 @@ class Failed(Work):
 
 def test_a_failure_is_raised_where_its_end_is_noticed() -> None:
     clock = HandClock()
-    lane = lane_on(clock, "gradients")
-    lane.start([Failed(clock, done=True)])
+    channel = lane_on(clock, "gradients")
+    channel.start([Failed(clock, done=True)])
     with pytest.raises(RuntimeError, match="a peer has gone"):
-        lane.start([Work(clock)])
+        channel.start([Work(clock)])
 
 
 def test_what_is_under_way_when_a_row_is_taken_goes_on_in_the_next() -> None:
     clock = HandClock()
-    lane = lane_on(clock)
-    flight = lane.start([Work(clock, 1.0)], 4)
+    channel = lane_on(clock)
+    handle = channel.start([Work(clock, 1.0)], 4)
     clock.at = 2.0
-    assert total(lane) == (1, 4, 2.0, {})
+    assert total(channel) == (1, 4, 2.0, {})
     clock.at = 3.0
-    flight.wait()
-    assert total(lane) == (0, 0, 2.0, {"other": 1.0})
+    handle.wait()
+    assert total(channel) == (0, 0, 2.0, {"other": 1.0})
 
 
 def test_messages_between_stages_have_no_time_under_way() -> None:
     clock = HandClock()
-    lane = lane_on(clock, "messages")
-    flight = lane.start([Work(clock, 1.0)], 4)
-    flight.wait()
-    assert total(lane) == (1, 4, None, {"other": 1.0})
+    channel = lane_on(clock, "messages")
+    handle = channel.start([Work(clock, 1.0)], 4)
+    handle.wait()
+    assert total(channel) == (1, 4, None, {"other": 1.0})
 
 
 def test_traffic_has_one_lane_a_kind_and_axes_and_says_what_was_exchanged() -> None:
     traffic = Traffic(HandClock())
-    assert traffic.lane("halos", ["space"]) is traffic.lane("halos", ["space"])
+    assert traffic.channel("halos", ["space"]) is traffic.channel("halos", ["space"])
     for carried, axes in (("halos", ["space"]), ("gradients", ["replicate", "space"]), ("tokens", ["expert"])):
-        with traffic.lane(carried, axes).waiting(100):  # type: ignore[arg-type]
+        with traffic.channel(carried, axes).waiting(100):  # type: ignore[arg-type]
             pass
     totals = traffic.take()
     assert [(one.axes, one.carried, one.nbytes) for one in totals] == [
@@ -190,4 +190,4 @@ def test_traffic_has_one_lane_a_kind_and_axes_and_says_what_was_exchanged() -> N
 
 
 def test_ring_nbytes() -> None:
-    assert ring_nbytes(torch.zeros(6, dtype=torch.float64), 3) == 2 * 2 * 48 // 3
+    assert ring_all_reduce_nbytes(torch.zeros(6, dtype=torch.float64), 3) == 2 * 2 * 48 // 3

@@ -25,8 +25,8 @@ def join_beside_a_slow_one(slow: int) -> int:
         process = int(file.read_text())
         os.kill(process, signal.SIGSTOP)
         threading.Timer(1.0, os.kill, (process, signal.SIGCONT)).start()
-    size = world.join().world_size
-    world.leave()
+    size = world.join_world().world_size
+    world.leave_world()
     return size
 
 

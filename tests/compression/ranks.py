@@ -8,7 +8,7 @@ from torch import Tensor
 
 from compression.codecs import CODECS, FEEDBACK, gradient
 from compression.transport import sent_nbytes
-from tutti.comm.world import join
+from tutti.comm.world import join_world
 from tutti.compression.by_tensor import keep, kept_of
 from tutti.compression.cast import Cast
 from tutti.compression.exchange import Exchange, InOrder, all_finite, wait
@@ -67,7 +67,7 @@ def of_rank(kind: str, numel: int, dtype: torch.dtype, step: int) -> Tensor:
 
 def telescoping(sizes: tuple[int, ...], steps: int) -> None:
     """What came out, and what all workers and servers keep, add up to what went in; alike on all ranks."""
-    join()
+    join_world()
     for numel in sizes:
         for name, exchange in exchanges(numel).items():
             total, out = torch.zeros(numel).double(), torch.zeros(numel).double()
@@ -86,7 +86,7 @@ def telescoping(sizes: tuple[int, ...], steps: int) -> None:
 
 def not_finite(numel: int) -> None:
     """One rank's NaN or infinity: all see it, and nobody's error feedback moves."""
-    join()
+    join_world()
     for make in (exchanges, plain_exchanges):
         for name, exchange in make(numel, torch.float32).items():
             for step, kind in enumerate(("normal", "nan", "infinite", "normal")):
@@ -113,7 +113,7 @@ def not_finite(numel: int) -> None:
 
 def bytes_sent(numel: int) -> dict[str, tuple[int, int, int]]:
     """By name: the formula, what the wire counted, what the sockets of this process sent in four steps."""
-    join()
+    join_world()
     found = {}
     made = exchanges(numel, torch.float32) | plain_exchanges(numel)
     made["powersgd"] = PowerSGD([(numel // 100, 100)], rank=2)
@@ -137,7 +137,7 @@ def bytes_sent(numel: int) -> dict[str, tuple[int, int, int]]:
 
 def several_at_once(numel: int) -> None:
     """Buckets under way together give what they give one by one; the wire's order is the same on all ranks."""
-    join()
+    join_world()
     alone, together = exchanges(numel), exchanges(numel)
     for step in range(3):
         expected, got = {}, {}
@@ -157,7 +157,7 @@ def several_at_once(numel: int) -> None:
 
 def checkpointed(numel: int) -> None:
     """Exchanges go on from their tensors exactly; in another world nothing that was kept is lost."""
-    join()
+    join_world()
     ranks = dist.get_world_size()
     one, other, fresh = exchanges(numel), exchanges(numel), exchanges(numel)
     for name, exchange in one.items():
@@ -183,7 +183,7 @@ def sparse_sums(numel: int) -> list[tuple[str, float, int, bool]]:
     """Whole-valued inputs of several overlaps and densities: bit for bit the dense sum; (algorithm, overlap, nnz,
     whether it switched).
     """
-    join()
+    join_world()
     rank, ranks, found = dist.get_rank(), dist.get_world_size(), []
     for algorithm in ("split", "doubling"):
         for share in (0.02, 0.3, 0.6):
@@ -207,7 +207,7 @@ def sparse_sums(numel: int) -> list[tuple[str, float, int, bool]]:
 
 def power(steps: int) -> dict[str, Any]:
     """PowerSGD of all ranks beside one rank with the sum; and how the workers' errors go."""
-    join()
+    join_world()
     numel = sum(torch.Size(shape).numel() for shape in SHAPES)
     exchange = PowerSGD(SHAPES, rank=2, min_rate=1, dtype=torch.float64, seed=4)
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
@@ -239,7 +239,7 @@ def power(steps: int) -> dict[str, Any]:
 
 def power_not_finite() -> None:
     """A step that does not count leaves Q and the errors; zero gradients do not end the method."""
-    join()
+    join_world()
     exchange = PowerSGD([(12, 10), (5,)], rank=2, min_rate=1)
     for kind in ("normal", "nan", "zeros", "zeros", "normal"):
         before = {key: tensor.clone() for key, tensor in exchange.tensors().items()}
@@ -255,7 +255,7 @@ def power_not_finite() -> None:
 
 def precision_of_casts(numel: int) -> None:
     """1e5 does not overflow on the way to an average, since nothing is cast before it is divided."""
-    join()
+    join_world()
     ranks = dist.get_world_size()
     flat = torch.full((numel,), 1e5) / ranks
     TwoPhase(Cast("float16"), numel).run(flat / 2)
@@ -266,7 +266,7 @@ def precision_of_casts(numel: int) -> None:
 
 def terngrad_sums(numel: int) -> None:
     """With the scales shared over ranks, the way back is exact: the sum is that of the ranks' codes."""
-    join()
+    join_world()
     exchange = TwoPhase(CODECS["terngrad"], numel)
     flat = of_rank("normal", numel, torch.float32, 0)
     exchange.run(flat)
@@ -285,7 +285,7 @@ def factor_sums(out_features: int, in_features: int, beside: bool) -> dict[str, 
     """A linear layer's weight gradient by factors of several calls, unlike many rows on each rank, beside the dense.
     `beside`: the last rank has a gradient that is none of factors, too.
     """
-    join()
+    join_world()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     draw = torch.Generator().manual_seed(rank)
     start = torch.randn(out_features, in_features, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

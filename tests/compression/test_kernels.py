@@ -16,7 +16,7 @@ from filelock import FileLock
 
 from compression.codecs import gradient
 from harness import run_ranks
-from tutti.comm.world import join
+from tutti.comm.world import join_world
 from tutti.compression.onebit import OneBit
 
 
@@ -69,7 +69,7 @@ def fresh(tmp_path: Path) -> Path:
 
 def uses(path: Path) -> tuple[float, int, int]:
     """All ranks want the kernel at once: its result, and what of it was read and what compiled."""
-    join()
+    join_world()
     made = made_of(path)
     dist.barrier()
     found = float(made(np.arange(1.0, 5.0)))

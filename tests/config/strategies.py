@@ -20,11 +20,10 @@ from tutti.config.cluster import (
     VectorRate,
     WeightRate,
 )
-from tutti.config.loading import Loading
-from tutti.config.model import OpKind
-from tutti.config.plan import BatchPlan, LayoutRule, Plan, Sync
-from tutti.config.run import Recipe
-from tutti.config.words import LastBatch, Precision, Unit
+from tutti.config.model import Loading, OpKind
+from tutti.config.plan import BatchPlan, LayoutRule, Plan, SyncPlan
+from tutti.config.run_folder import Recipe
+from tutti.config.vocabulary import LastBatch, Precision, Unit
 
 positive = st.integers(1, 2**40)
 rates = st.floats(0, 1e30)
@@ -54,7 +53,7 @@ def plans(draw: st.DrawFn) -> Plan:
         layout=tuple(draw(st.lists(layout_rules, max_size=3))),
         shares=tuple(shares) if sum(shares) > 0 else (),
         precision=draw(st.sampled_from(Precision.__args__)),
-        sync=Sync(bucket_nbytes=draw(positive)),
+        sync=SyncPlan(bucket_nbytes=draw(positive)),
     )
 
 

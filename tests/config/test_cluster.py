@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.cluster import (
     ClusterSpec,
     CompressRate,
@@ -24,7 +24,7 @@ from tutti.config.cluster import (
     VectorRate,
     WeightRate,
 )
-from tutti.config.quantities import BYTES, BYTES_PER_S, SECONDS, quantity
+from tutti.config.option_syntax import BYTES, BYTES_PER_S, SECONDS, parse_quantity
 from tutti.errors import SpecError
 
 
@@ -42,14 +42,14 @@ def written(**changes: Any) -> dict[str, Any]:
 
 
 def test_quantities_have_units_and_what_is_not_said_is_assumed() -> None:
-    cluster = codec.from_data(ClusterSpec, written())
+    cluster = serialization.from_data(ClusterSpec, written())
     card, (node,), (link,) = cluster.devices["card"], cluster.nodes, cluster.links
     assert (card.memory_nbytes, card.memory_bandwidth_bytes_per_s) == (80 * 10**9, 2e12)
     assert card.peak_flops_per_s == {"float32": 19.5e12}
     assert (node.memory_nbytes, type(node.memory_nbytes)) == (512 * 10**9, int)
     assert (link.latency_s, link.bandwidth_bytes_per_s) == (pytest.approx(1e-5), 12.5e9)
     assert card.evidence == link.evidence == "assumed"
-    assert codec.loads(ClusterSpec, codec.dumps(cluster)) == cluster
+    assert serialization.loads(ClusterSpec, serialization.dumps(cluster)) == cluster
 
 
 @pytest.mark.parametrize(
@@ -66,24 +66,26 @@ def test_quantities_have_units_and_what_is_not_said_is_assumed() -> None:
 )
 def test_what_cannot_be_is_refused_with_its_field(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(SpecError, match=words):
-        codec.from_data(ClusterSpec, written(**changes))
+        serialization.from_data(ClusterSpec, written(**changes))
 
 
 def test_kinds_of_nodes_have_names_of_their_own() -> None:
     data = written()
     data["nodes"] *= 2
     with pytest.raises(SpecError, match="2 kinds of nodes are named 'host'"):
-        codec.from_data(ClusterSpec, data)
+        serialization.from_data(ClusterSpec, data)
 
 
 def test_bits_are_told_from_bytes_by_more_than_a_capital() -> None:
     assert (
-        quantity("12.5 GB/s", BYTES_PER_S) == quantity("100Gbit/s", BYTES_PER_S) == quantity("1e11 bit/s", BYTES_PER_S)
+        parse_quantity("12.5 GB/s", BYTES_PER_S)
+        == parse_quantity("100Gbit/s", BYTES_PER_S)
+        == parse_quantity("1e11 bit/s", BYTES_PER_S)
     )
-    assert quantity("10 Gb/s", BYTES_PER_S) is None  # bits or bytes?
-    assert quantity("1 KiB", BYTES) == 1024
-    assert quantity("5 us", SECONDS) == pytest.approx(5e-6)
-    assert quantity("1.2.3", BYTES) is None
+    assert parse_quantity("10 Gb/s", BYTES_PER_S) is None  # bits or bytes?
+    assert parse_quantity("1 KiB", BYTES) == 1024
+    assert parse_quantity("5 us", SECONDS) == pytest.approx(5e-6)
+    assert parse_quantity("1.2.3", BYTES) is None
 
 
 GEMM = GemmRate(dtype="float32", n=512, flops_per_s=1e9)
@@ -167,7 +169,7 @@ def test_every_kind_of_spec_is_looked_at() -> None:
 @pytest.mark.parametrize("number", ["Infinity", "-Infinity", "NaN", "1e999", '"1e999 GB/s"', "1" + "0" * 400])
 @pytest.mark.parametrize("field", ["memory_nbytes", "memory_bandwidth_bytes_per_s"])
 def test_a_file_with_a_number_that_is_none_is_refused_in_a_sentence(field: str, number: str) -> None:
-    text = re.sub(rf'"{field}": [0-9.e+]+', f'"{field}": {number}', codec.dumps(FULL), count=1)
+    text = re.sub(rf'"{field}": [0-9.e+]+', f'"{field}": {number}', serialization.dumps(FULL), count=1)
     with pytest.raises(SpecError, match=field) as refused:
-        codec.loads(ClusterSpec, text, source="f")
+        serialization.loads(ClusterSpec, text, source="f")
     assert str(refused.value).startswith("f: devices.card")

@@ -11,12 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from config.strategies import clusters, of_version, plans
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.cluster import ClusterSpec, DeviceSpec
 from tutti.config.model import ModelSpec
 from tutti.config.plan import BatchPlan, Plan
 from tutti.config.prediction import Estimate, Prediction
-from tutti.config.run import RunHeader
+from tutti.config.run_folder import RunHeader
 from tutti.errors import PlanError, SpecError, TuttiError
 
 quick = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
@@ -39,12 +39,12 @@ def test_every_spec_survives_json(kind: str) -> None:
     @quick
     @given(SPECS[kind])
     def check(value: Any) -> None:
-        text = codec.dumps(value)
-        again = codec.loads(type(value), text)
+        text = serialization.dumps(value)
+        again = serialization.loads(type(value), text)
         assert again == value
         assert type(again) is type(value)
-        assert codec.dumps(again) == text
-        assert codec.digest(again) == codec.digest(value)
+        assert serialization.dumps(again) == text
+        assert serialization.digest(again) == serialization.digest(value)
 
     check()
 
@@ -54,7 +54,7 @@ def test_the_plain_form_is_plain(kind: str) -> None:
     @quick
     @given(SPECS[kind])
     def check(value: Any) -> None:
-        data = codec.to_data(value)
+        data = serialization.to_data(value)
         assert json.loads(json.dumps(data, allow_nan=False)) == data
         assert set(data) == {field.name for field in dataclasses.fields(value)}
 
@@ -64,13 +64,13 @@ def test_the_plain_form_is_plain(kind: str) -> None:
 @quick
 @given(plans(), plans())
 def test_digests_are_equal_exactly_for_equal_plans(one: Plan, other: Plan) -> None:
-    assert (codec.digest(one) == codec.digest(other)) == (one == other)
+    assert (serialization.digest(one) == serialization.digest(other)) == (one == other)
 
 
 def test_the_order_of_keys_in_a_file_does_not_matter() -> None:
-    one = codec.from_data(Plan, {"batch": BATCH, "precision": "bfloat16"})
-    other = codec.from_data(Plan, {"precision": "bfloat16", "batch": BATCH})
-    assert codec.digest(one) == codec.digest(other)
+    one = serialization.from_data(Plan, {"batch": BATCH, "precision": "bfloat16"})
+    other = serialization.from_data(Plan, {"precision": "bfloat16", "batch": BATCH})
+    assert serialization.digest(one) == serialization.digest(other)
 
 
 def test_the_order_of_entries_in_a_spec_does_not_matter() -> None:
@@ -87,23 +87,25 @@ def test_the_order_of_entries_in_a_spec_does_not_matter() -> None:
         for rates in ({"float32": 1.0, "bfloat16": 4.0}, {"bfloat16": 4.0, "float32": 1.0})
     )
     assert one == other
-    assert codec.digest(one) == codec.digest(other)
+    assert serialization.digest(one) == serialization.digest(other)
 
 
 def test_what_a_file_leaves_out_has_its_default() -> None:
-    assert codec.from_data(Plan, {"batch": BATCH}) == Plan(batch=BatchPlan(global_batch_size=8))
+    assert serialization.from_data(Plan, {"batch": BATCH}) == Plan(batch=BatchPlan(global_batch_size=8))
 
 
 def test_whole_numbers_stand_for_real_ones_but_not_the_reverse() -> None:
-    assert codec.from_data(Estimate, {"value": 1, "low": 0, "high": 2}) == Estimate(value=1.0, low=0.0, high=2.0)
+    assert serialization.from_data(Estimate, {"value": 1, "low": 0, "high": 2}) == Estimate(
+        value=1.0, low=0.0, high=2.0
+    )
     with pytest.raises(SpecError, match=r"batch\.global_batch_size = 8\.0"):
-        codec.from_data(Plan, {"batch": {"global_batch_size": 8.0}})
+        serialization.from_data(Plan, {"batch": {"global_batch_size": 8.0}})
 
 
 def test_a_file_is_written_with_its_parents_and_read_back(tmp_path: Path) -> None:
     plan = Plan(batch=BatchPlan(global_batch_size=12), mesh={"replicate": 3}, shares=(3, 1, 0))
-    path = codec.save(plan, tmp_path / "a" / "b" / "plan.json")
-    assert codec.load(Plan, path) == plan
+    path = serialization.save(plan, tmp_path / "a" / "b" / "plan.json")
+    assert serialization.load(Plan, path) == plan
     assert path.read_text(encoding="utf-8").endswith("}\n")
 
 
@@ -117,7 +119,7 @@ def test_text_beyond_ascii_survives(tmp_path: Path) -> None:
         source='a "quoted" \\ path\nline',
         evidence="assumed",
     )
-    assert codec.load(DeviceSpec, codec.save(device, tmp_path / "d.json")) == device
+    assert serialization.load(DeviceSpec, serialization.save(device, tmp_path / "d.json")) == device
 
 
 # Refusals: each names the source, the path of the field, and the remedy
@@ -157,7 +159,7 @@ def test_text_beyond_ascii_survives(tmp_path: Path) -> None:
 )
 def test_a_wrong_form_is_refused_with_path_and_remedy(data: Any, path: str, remedy: str) -> None:
     with pytest.raises(SpecError) as caught:
-        codec.from_data(Plan, data, source="my.json")
+        serialization.from_data(Plan, data, source="my.json")
     message = str(caught.value)
     assert message.startswith(f"my.json: {path}"), message
     assert remedy in message
@@ -181,7 +183,7 @@ def test_a_wrong_form_is_refused_with_path_and_remedy(data: Any, path: str, reme
 )
 def test_what_a_plan_itself_refuses_is_told_with_source_and_path(data: Any, path: str, remedy: str) -> None:
     with pytest.raises(PlanError) as caught:
-        codec.from_data(Plan, data, source="my.json")
+        serialization.from_data(Plan, data, source="my.json")
     message = str(caught.value)
     assert message.startswith(f"my.json: {path}"), message
     assert remedy in message
@@ -190,36 +192,36 @@ def test_what_a_plan_itself_refuses_is_told_with_source_and_path(data: Any, path
 def test_a_field_deep_in_a_dict_is_named_by_its_keys() -> None:
     data = {"name": "c", "devices": {"a100": {"name": 1}}, "nodes": [], "links": []}
     with pytest.raises(SpecError, match=r"devices\.a100\.name = 1"):
-        codec.from_data(ClusterSpec, data)
+        serialization.from_data(ClusterSpec, data)
 
 
 @pytest.mark.parametrize("text", ["", "{", "{'batch': 1}", '{"batch": }', "batch: 8"])
 def test_what_is_not_json_is_told_with_line_and_column(text: str) -> None:
     with pytest.raises(SpecError, match=r"^plan\.json is not JSON: .* at line 1, column \d+; repair the file"):
-        codec.loads(Plan, text, source="plan.json")
+        serialization.loads(Plan, text, source="plan.json")
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"none\.json does not exist; name an existing Plan file"):
-        codec.load(Plan, tmp_path / "none.json")
+        serialization.load(Plan, tmp_path / "none.json")
     with pytest.raises(SpecError, match=r"cannot be read .* name a readable Plan file"):
-        codec.load(Plan, tmp_path)
+        serialization.load(Plan, tmp_path)
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(SpecError, match=r"binary\.json cannot be read .* name a readable Plan file"):
-        codec.load(Plan, tmp_path / "binary.json")
+        serialization.load(Plan, tmp_path / "binary.json")
     (tmp_path / "wrong.json").write_text('{"batch": 3}', encoding="utf-8")
     with pytest.raises(SpecError, match=r"wrong\.json: batch = 3"):
-        codec.load(Plan, tmp_path / "wrong.json")
+        serialization.load(Plan, tmp_path / "wrong.json")
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
 def test_numbers_that_json_lacks_are_neither_written_nor_read(number: float, tmp_path: Path) -> None:
     value = Estimate(value=1.0, low=0.0, high=number)
     with pytest.raises(SpecError, match="Estimate holds a number that is not finite"):
-        codec.save(value, tmp_path / "e.json")
+        serialization.save(value, tmp_path / "e.json")
     assert not (tmp_path / "e.json").exists()
     with pytest.raises(SpecError, match=r"high = .* finite"):
-        codec.loads(Estimate, json.dumps({"value": 1, "low": 0, "high": number}))
+        serialization.loads(Estimate, json.dumps({"value": 1, "low": 0, "high": number}))
 
 
 @quick
@@ -231,4 +233,4 @@ def test_numbers_that_json_lacks_are_neither_written_nor_read(number: float, tmp
 def test_no_json_document_does_worse_than_a_spec_error(data: Any) -> None:
     for cls in (Plan, ClusterSpec, ModelSpec, Prediction, RunHeader):
         with pytest.raises(TuttiError):
-            codec.from_data(cls, data)
+            serialization.from_data(cls, data)

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.compression import Compression, bucket_sent_nbytes, compression_in_words, parse_compression
-from tutti.config.plan import BatchPlan, Plan, Sharding, Sync
+from tutti.config.plan import BatchPlan, Plan, ShardingPlan, SyncPlan
 from tutti.config.refusals import check_plan
 from tutti.errors import TuttiError
 
@@ -35,7 +35,7 @@ def test_words_are_read_back_and_travel_in_plans(words: str) -> None:
     assert compression_in_words(how) == words
     plan = Plan(batch=BATCH).compressed(how)
     assert plan.sync.compress == how
-    assert codec.loads(Plan, codec.dumps(plan)) == plan
+    assert serialization.loads(Plan, serialization.dumps(plan)) == plan
     assert plan.compressed(None) == plan
 
 
@@ -69,14 +69,18 @@ def test_what_no_method_means_is_refused(words: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("words", "fields", "said"),
     [
-        ("one-bit-adam,freeze_step=5", {"mesh": {"shard": 2}, "sharding": Sharding(level=2)}, "use sharding.level = 1"),
+        (
+            "one-bit-adam,freeze_step=5",
+            {"mesh": {"shard": 2}, "sharding": ShardingPlan(level=2)},
+            "use sharding.level = 1",
+        ),
         ("one-bit,between=hosts", {"mesh": {"replicate": 2, "shard": 2}}, "sharding.level = 3"),
         ("top-k,gain=0.5", {"mesh": {"shard": 2}}, "each gets messages of its part only"),
         ("byte-adam,freeze_step=5", {"mesh": {"replicate": 2}, "precision": "float16"}, "compress gradients: bytegrad"),
     ],
 )
 def test_plans_that_do_not_go_with_it_are_refused(words: str, fields: dict[str, object], said: str) -> None:
-    plan = Plan(batch=BATCH, sync=Sync(compress=parse_compression(words)), **fields)  # type: ignore[arg-type]
+    plan = Plan(batch=BATCH, sync=SyncPlan(compress=parse_compression(words)), **fields)  # type: ignore[arg-type]
     with pytest.raises(TuttiError, match=said):
         check_plan(plan)
 
@@ -85,24 +89,24 @@ def test_plans_that_do_not_go_with_it_are_refused(words: str, fields: dict[str, 
 def test_a_loss_scale_goes_with_codes_of_gradients(words: str) -> None:
     """What they keep back follows the scale (tests/trainer/test_compressed_scaling_multirank.py)."""
     check_plan(
-        Plan(batch=BATCH, sync=Sync(compress=parse_compression(words)), precision="float16", mesh={"replicate": 2})
+        Plan(batch=BATCH, sync=SyncPlan(compress=parse_compression(words)), precision="float16", mesh={"replicate": 2})
     )
 
 
 def test_ranks_that_step_alone_need_whole_replicas_and_factors_no_stages() -> None:
     """Other methods of momentum go with parts of the optimizer's state."""
     batch = replace(BATCH, num_microbatches=2)
-    alone = Sync(compress=Compression(method="zero-one-adam", freeze_step=5))
-    parts: dict[str, Any] = {"mesh": {"shard": 2}, "sharding": Sharding(level=1)}
-    check_plan(Plan(batch=BATCH, sync=Sync(compress=Compression(method="byte-adam", freeze_step=5)), **parts))
+    alone = SyncPlan(compress=Compression(method="zero-one-adam", freeze_step=5))
+    parts: dict[str, Any] = {"mesh": {"shard": 2}, "sharding": ShardingPlan(level=1)}
+    check_plan(Plan(batch=BATCH, sync=SyncPlan(compress=Compression(method="byte-adam", freeze_step=5)), **parts))
     with pytest.raises(TuttiError, match=r"mesh\.shard = 2: ranks step alone"):
         check_plan(Plan(batch=BATCH, sync=alone, **parts))
-    factors = Sync(compress=Compression(method="factors"))
+    factors = SyncPlan(compress=Compression(method="factors"))
     check_plan(Plan(batch=BATCH, sync=factors, precision="float16", **parts))
     with pytest.raises(TuttiError, match=r"'factors' with mesh\.stage = 2"):
         check_plan(Plan(batch=batch, sync=factors, mesh={"stage": 2}))
     with pytest.raises(TuttiError, match=r"'factors' with sharding\.level = 2"):
-        check_plan(Plan(batch=BATCH, sync=factors, mesh={"shard": 2}, sharding=Sharding(level=2)))
+        check_plan(Plan(batch=BATCH, sync=factors, mesh={"shard": 2}, sharding=ShardingPlan(level=2)))
 
 
 def test_what_is_in_force_follows_the_steps() -> None:

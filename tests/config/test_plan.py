@@ -9,10 +9,10 @@ import pytest
 import tutti.config
 from tutti.config.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeSpec
 from tutti.config.model import ModelSpec, ModuleSpec, OpCost
-from tutti.config.plan import BatchPlan, LayoutRule, Plan, Sync
+from tutti.config.pipeline_schedule import Action
+from tutti.config.plan import BatchPlan, LayoutRule, Plan, SyncPlan
 from tutti.config.prediction import RankMemory
-from tutti.config.run import RunFolder
-from tutti.config.schedule import Action
+from tutti.config.run_folder import RunFolder
 from tutti.errors import PlanError, SpecError
 
 MODULES = [importlib.import_module(f"tutti.config.{info.name}") for info in pkgutil.iter_modules(tutti.config.__path__)]
@@ -56,7 +56,7 @@ def test_equal_split_shares_are_no_weights() -> None:
         (lambda: BatchPlan(global_batch_size=0), "global_batch_size = 0; give a number of 1 or more"),
         (lambda: BatchPlan(global_batch_size=4, num_microbatches=0), "num_microbatches = 0"),
         (lambda: BatchPlan(global_batch_size=4, num_microbatches=5), "set num_microbatches to at most 4"),
-        (lambda: Sync(bucket_nbytes=-1), "bucket_nbytes = -1"),
+        (lambda: SyncPlan(bucket_nbytes=-1), "bucket_nbytes = -1"),
         (lambda: LayoutRule(modules=""), "modules is empty; write '*'"),
         (lambda: Plan(batch=BatchPlan(global_batch_size=4), mesh={}), "mesh is empty"),
         (lambda: Plan(batch=BatchPlan(global_batch_size=4), mesh={"replicate": -2}), "mesh.replicate = -2"),

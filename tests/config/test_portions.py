@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tutti.config.portions import GRAIN, MANY, cut, cut_units
+from tutti.config.partitioning import GRAIN, MANY, cut, cut_units
 
 
 @pytest.mark.parametrize(

@@ -11,16 +11,16 @@ from torch.utils.data import TensorDataset
 from against_one import Subject
 from harness import run_ranks
 from trainer.several import assert_refused, refusals
-from tutti.config.plan import BatchPlan, Plan, Sharding
+from tutti.config.plan import BatchPlan, Plan, ShardingPlan
 from tutti.config.refusals import check_plan
 from tutti.errors import PlanError
 from tutti.parallel.preview import explain_layout
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "parameters cannot be gathered": {"mesh": {"stage": 2, "shard": 2}, "sharding": Sharding(level=3)},
+    "parameters cannot be gathered": {"mesh": {"stage": 2, "shard": 2}, "sharding": ShardingPlan(level=3)},
     "use offload = optimizer, or more stages": {
         "mesh": {"stage": 2, "shard": 2},
-        "sharding": Sharding(level=1, offload="parameters"),
+        "sharding": ShardingPlan(level=1, offload="parameters"),
     },
     "what a stage receives is not known to be cut": {"mesh": {"space": 2, "stage": 2}},
     "sequences are not cut": {"mesh": {"context": 2, "space": 2}},
@@ -29,7 +29,7 @@ REFUSED: dict[str, dict[str, Any]] = {
         "split_shares": (1.0, 3.0),
         "context": "all-to-all",
     },
-    "needs sharding level 2 or 3": {"mesh": {"shard": 4}, "sharding": Sharding(level=1, offload="parameters")},
+    "needs sharding level 2 or 3": {"mesh": {"shard": 4}, "sharding": ShardingPlan(level=1, offload="parameters")},
 }
 
 
@@ -62,10 +62,10 @@ def test_every_rank_says_so_before_training() -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"mesh": {"stage": 2, "shard": 2}, "sharding": Sharding(level=1)},
-        {"mesh": {"shard": 2, "space": 2}, "sharding": Sharding(level=3, offload="parameters")},
+        {"mesh": {"stage": 2, "shard": 2}, "sharding": ShardingPlan(level=1)},
+        {"mesh": {"shard": 2, "space": 2}, "sharding": ShardingPlan(level=3, offload="parameters")},
         {"mesh": {"context": 2, "stage": 2}},
-        {"sharding": Sharding(level=1, offload="parameters")},
+        {"sharding": ShardingPlan(level=1, offload="parameters")},
     ],
 )
 def test_others_pass(fields: dict[str, Any]) -> None:

@@ -5,12 +5,12 @@ from typing import Any, get_args
 
 import pytest
 
-from tutti.config import codec
-from tutti.config.plan import BatchPlan, Plan, Sync
+from tutti.config import serialization
+from tutti.config.plan import BatchPlan, Plan, SyncPlan
 from tutti.config.refusals import check_plan
 from tutti.config.relaxed import PARAMETERS, Relaxed, settled
 from tutti.config.sync_words import parse_sync, sync_in_words, with_mode
-from tutti.config.words import ALONE, SyncMode
+from tutti.config.vocabulary import ALONE, SyncMode
 from tutti.errors import PlanError
 
 SAID = [
@@ -40,10 +40,10 @@ def test_words_and_plans_round_trip(text: str) -> None:
     sync = parse_sync(text)
     assert sync_in_words(sync) == text
     plan = Plan(batch=BatchPlan(global_batch_size=8), mesh={"replicate": 2}, sync=sync)
-    assert codec.loads(Plan, codec.dumps(plan)) == plan
+    assert serialization.loads(Plan, serialization.dumps(plan)) == plan
     check_plan(plan)
     assert with_mode(plan, None) == plan
-    assert with_mode(plan, parse_sync("ring")).sync == Sync(mode="ring")
+    assert with_mode(plan, parse_sync("ring")).sync == SyncPlan(mode="ring")
 
 
 def test_every_mode_is_said_and_has_parameters() -> None:
@@ -99,9 +99,9 @@ def test_what_makes_no_sense_is_refused(text: str, words: str) -> None:
 
 def test_a_parameter_of_another_mode_is_refused() -> None:
     with pytest.raises(PlanError, match="leave it out"):
-        Sync(mode="ring", relaxed=Relaxed(pull=0.5))
+        SyncPlan(mode="ring", relaxed=Relaxed(pull=0.5))
     with pytest.raises(PlanError, match="has no parameters"):
-        Sync(relaxed=Relaxed(period=5))
+        SyncPlan(relaxed=Relaxed(period=5))
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_what_replicas_that_differ_exclude(fields: dict[str, Any], words: str) -
 )
 def test_what_modes_without_waiting_exclude(mode: SyncMode, fields: dict[str, Any], words: str) -> None:
     relaxed = Relaxed(bound=2) if mode == "stale" else Relaxed()
-    plan = Plan(batch=BatchPlan(global_batch_size=8), sync=Sync(mode=mode, relaxed=relaxed), **fields)
+    plan = Plan(batch=BatchPlan(global_batch_size=8), sync=SyncPlan(mode=mode, relaxed=relaxed), **fields)
     with pytest.raises(PlanError, match=words) as caught:
         check_plan(plan)
     assert f'"{mode}"' in str(caught.value)

@@ -10,7 +10,7 @@ from torch.utils.data import default_collate
 from against_one import Subject
 from matrix.described import described
 from tutti.config.model import ModelSpec
-from tutti.config.plan import BatchPlan, Pipeline, Plan
+from tutti.config.plan import BatchPlan, PipelinePlan, Plan
 from tutti.cost_model.cuts import stages_of
 from tutti.cost_model.table import model_table
 from tutti.cost_model.worker import Array
@@ -24,7 +24,7 @@ BATCH = 8
 
 
 def plan_of(ranks: int, chunks: int = 1, cuts: tuple[str, ...] = ()) -> Plan:
-    pipeline = Pipeline(schedule="interleaved" if chunks > 1 else "1f1b", stages_per_rank=chunks, cuts=cuts)
+    pipeline = PipelinePlan(schedule="interleaved" if chunks > 1 else "1f1b", stages_per_rank=chunks, cuts=cuts)
     return Plan(batch=BatchPlan(global_batch_size=BATCH), mesh={"stage": ranks}, pipeline=pipeline)
 
 

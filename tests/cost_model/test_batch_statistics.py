@@ -8,7 +8,7 @@ import pytest
 from cost_model.examples import cluster, cpu, link, plan
 from tutti.config.cluster import VectorRate
 from tutti.config.model import ModelSpec, ModuleSpec, OpCost, OpKind
-from tutti.config.plan import Plan, Sync
+from tutti.config.plan import Plan, SyncPlan
 from tutti.config.relaxed import Relaxed
 from tutti.cost_model import constants, predict
 from tutti.cost_model.batch_statistics import statistics_s
@@ -45,7 +45,7 @@ def test_over_ranks_of_a_cpu_a_batch_norm_takes_the_passes_of_its_own() -> None:
         phases = predict(model, cluster(cpu(vector_rates=rates, **device), links), intended).phases
         return phases["forward"], phases["backward"]
 
-    apart = plan(64, 2, sync=Sync(mode="local", relaxed=Relaxed(period=4)))
+    apart = plan(64, 2, sync=SyncPlan(mode="local", relaxed=Relaxed(period=4)))
     for intended, samples in ((plan(64, 1), 64), (apart, 32)):
         assert takes("batch_norm", intended)[1] == pytest.approx(takes("norm", intended)[1] * 10)
         assert takes("batch_norm", intended)[0] > samples * 1e7 / 32e9 / 0.001 * 0.99

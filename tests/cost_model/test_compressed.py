@@ -8,7 +8,7 @@ import pytest
 from cost_model.examples import cluster, cpu, link, mlp, plan
 from tutti.config.cluster import CompressRate
 from tutti.config.compression import bucket_sent_nbytes, parse_compression
-from tutti.config.plan import Plan, Sync
+from tutti.config.plan import Plan, SyncPlan
 from tutti.config.sync_words import parse_sync
 from tutti.cost_model import predict
 from tutti.cost_model.compressed import kernel_s, slowed
@@ -21,7 +21,7 @@ METHODS = ("bfloat16", "bytegrad", "qsgd", "terngrad", "one-bit", "top-k", "dgc"
 @pytest.mark.parametrize("words", METHODS)
 def test_bytes_are_those_of_the_formula(words: str) -> None:
     how, model = parse_compression(words), mlp(512, 3)
-    done = predict(model, cluster(), plan(ranks=4, sync=Sync(compress=how)))
+    done = predict(model, cluster(), plan(ranks=4, sync=SyncPlan(compress=how)))
     shape = (512, 512) if words == "powersgd" else (512 * 512,)
     assert done.sent_nbytes_per_rank == pytest.approx(bucket_sent_nbytes(how, [shape] * 3, 4, 4), rel=1e-9)
     assert done.sent_nbytes_per_rank < predict(model, cluster(), plan(ranks=4)).sent_nbytes_per_rank
@@ -31,13 +31,13 @@ def test_it_pays_on_a_slow_network_and_not_on_a_fast_one() -> None:
     for bandwidth, pays in ((1e7, True), (1e11, False)):
         hosts = cluster(devices_per_node=1, count=2, links=(link("node"), link("network", 1e-5, bandwidth)))
         exact = predict(mlp(), hosts, plan(ranks=2))
-        short = predict(mlp(), hosts, plan(ranks=2, sync=Sync(compress=parse_compression("one-bit"))))
+        short = predict(mlp(), hosts, plan(ranks=2, sync=SyncPlan(compress=parse_compression("one-bit"))))
         assert (short.step_time_s.value < exact.step_time_s.value) == pays
 
 
 def test_what_is_kept_back_is_held() -> None:
     exact, keeps = (
-        predict(mlp(), cluster(), plan(ranks=2, sync=Sync(compress=how))).memory
+        predict(mlp(), cluster(), plan(ranks=2, sync=SyncPlan(compress=how))).memory
         for how in (parse_compression("bfloat16"), parse_compression("one-bit"))
     )
     assert keeps.communication - exact.communication == pytest.approx(2 * 4 * 3 * 512 * 512)
@@ -49,7 +49,7 @@ LARGE = CompressRate(method="qsgd,bits=4", numel=2**20, encode_s=1.6e-2, decode_
 
 def kernels(words: str, ranks: int = 4, numel: int = 2**18, **changes: Any) -> float:
     how = parse_compression(words)
-    return kernel_s(plan(ranks=ranks, sync=Sync(compress=how)), cpu(**changes), ranks, 0.5, 4.0 * numel)
+    return kernel_s(plan(ranks=ranks, sync=SyncPlan(compress=how)), cpu(**changes), ranks, 0.5, 4.0 * numel)
 
 
 def test_measured_kernels_count_by_phases_and_size() -> None:
@@ -69,7 +69,7 @@ def test_measured_kernels_count_by_phases_and_size() -> None:
 
 
 def test_kernels_that_were_not_measured_are_assumed_and_said_to_be() -> None:
-    how = Sync(compress=parse_compression("one-bit"))
+    how = SyncPlan(compress=parse_compression("one-bit"))
     assert kernels("one-bit", compress_rates=(RATE,)) == pytest.approx(8e-9 * 2**18, rel=0.15)
     assert kernels("powersgd", compress_rates=(RATE,)) == pytest.approx(2e-8 * 2**18)
     assert any(
@@ -82,7 +82,7 @@ def test_kernels_that_were_not_measured_are_assumed_and_said_to_be() -> None:
 @pytest.mark.parametrize("words", METHODS)
 def test_slower_kernels_take_longer_by_what_is_said(words: str) -> None:
     how, device = parse_compression(words), cpu(compress_rates=(RATE,))
-    here = plan(ranks=4, sync=Sync(compress=how))
+    here = plan(ranks=4, sync=SyncPlan(compress=how))
     one, two, four = (kernel_s(here, slowed(device, factor), 4, 0.5, 2**22) for factor in (1.0, 2.0, 4.0))
     assert four == pytest.approx(2 * two) == pytest.approx(4 * one)
     assert one == pytest.approx(kernel_s(here, device, 4, 0.5, 2**22))
@@ -94,36 +94,36 @@ def test_kernels_behind_backward_take_their_time_from_it() -> None:
     wires = (link("node", 0.0, 1e15), link("network", 0.0, 1e15))
     one = cpu(cores=1, compress_rates=rates)
     hosts = cluster(one, wires, devices_per_node=1, count=4)
-    sync = Sync(compress=parse_compression("qsgd,bits=4"), bucket_nbytes=2**20)
-    done, exact = (predict(mlp(), hosts, plan(4096, 4, sync=each)) for each in (sync, Sync(bucket_nbytes=2**20)))
+    sync = SyncPlan(compress=parse_compression("qsgd,bits=4"), bucket_nbytes=2**20)
+    done, exact = (predict(mlp(), hosts, plan(4096, 4, sync=each)) for each in (sync, SyncPlan(bucket_nbytes=2**20)))
     whole = 3 * kernels("qsgd,bits=4", compress_rates=rates)
     assert done.step_time_s.value - exact.step_time_s.value == pytest.approx(whole, rel=1e-4)
 
 
-def in_code(mode: str, code: str) -> Sync:
+def in_code(mode: str, code: str) -> SyncPlan:
     return replace(parse_sync(mode), compress=parse_compression(code))
 
 
 @pytest.mark.parametrize(
     ("sync", "first"),
     [
-        (Sync(compress=parse_compression("one-bit-adam,freeze_step=100")), {92: Sync(), 100: Sync()}),
+        (SyncPlan(compress=parse_compression("one-bit-adam,freeze_step=100")), {92: SyncPlan(), 100: SyncPlan()}),
         (
-            Sync(compress=parse_compression("dgc,density=0.01,warmup_steps=8")),
+            SyncPlan(compress=parse_compression("dgc,density=0.01,warmup_steps=8")),
             {
-                updates: Sync(compress=parse_compression(f"dgc,density={density}"))
+                updates: SyncPlan(compress=parse_compression(f"dgc,density={density}"))
                 for updates, density in ((2, 0.25), (4, 0.0625), (6, 0.015625))
             },
         ),
-        (parse_sync("post-local:4,after=50"), {50: Sync()}),
-        (in_code("post-local:4,after=50", "qsgd,bits=4"), {50: Sync(compress=parse_compression("qsgd,bits=4"))}),
-        (in_code("post-local:4,after=50", "one-bit"), {50: Sync()}),  # what it would keep back would be lost
+        (parse_sync("post-local:4,after=50"), {50: SyncPlan()}),
+        (in_code("post-local:4,after=50", "qsgd,bits=4"), {50: SyncPlan(compress=parse_compression("qsgd,bits=4"))}),
+        (in_code("post-local:4,after=50", "one-bit"), {50: SyncPlan()}),  # what it would keep back would be lost
     ],
 )
-def test_a_training_is_as_long_as_its_phases_are(sync: Sync, first: dict[int, Sync]) -> None:
+def test_a_training_is_as_long_as_its_phases_are(sync: SyncPlan, first: dict[int, SyncPlan]) -> None:
     hosts = cluster(devices_per_node=1, count=4, links=(link("node"), link("network", 1e-4, 1e7)))
 
-    def costed(each: Sync) -> tuple[Plan, float]:
+    def costed(each: SyncPlan) -> tuple[Plan, float]:
         return (one := plan(64, 4, sync=each)), predict(mlp(), hosts, one).step_time_s.value
 
     whole, later_s = costed(sync)

@@ -17,7 +17,7 @@ from matrix.described import described
 from parallel.test_between_hosts_multirank import name_hosts
 from tutti.config.compression import parse_compression
 from tutti.config.model import ModelSpec
-from tutti.config.plan import BatchPlan, Plan, Sync
+from tutti.config.plan import BatchPlan, Plan, SyncPlan
 from tutti.config.prediction import Prediction
 from tutti.cost_model import predict
 from tutti.trainer.metrics import read_rows
@@ -46,8 +46,8 @@ def spec() -> ModelSpec:
     return described(one.model(), one.data, one.loss_fn, batch=BATCH, name="net")
 
 
-def sync_of(words: str, bucket_nbytes: int) -> Sync:
-    return Sync(bucket_nbytes=bucket_nbytes, compress=parse_compression(words))
+def sync_of(words: str, bucket_nbytes: int) -> SyncPlan:
+    return SyncPlan(bucket_nbytes=bucket_nbytes, compress=parse_compression(words))
 
 
 def rows_of(run: Any) -> dict[str, Any]:

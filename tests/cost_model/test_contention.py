@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cost_model.examples_mesh import machines, meshed, part, transformer
 from tutti.config.cluster import ClusterSpec
 from tutti.config.model import ModelSpec
-from tutti.config.plan import Pipeline, Plan, Sharding, Sync
+from tutti.config.plan import PipelinePlan, Plan, ShardingPlan, SyncPlan
 from tutti.config.prediction import Prediction
 from tutti.cost_model import constants, predict
 from tutti.cost_model.overlap import Bucket, Exchange, exchange
@@ -111,7 +111,7 @@ def with_links_of_their_own(model: ModelSpec, cluster: ClusterSpec, plan: Plan) 
     ],
 )
 def test_axes_on_one_link_are_counted_together(model: ModelSpec, mesh: Any, per_host: int, shared: bool) -> None:
-    sync = Sync(bucket_nbytes=2**20)
+    sync = SyncPlan(bucket_nbytes=2**20)
     plan, cluster = meshed(32, 1, mesh, sync=sync), machines(16, per_host, faster=100.0)
     found = predict(model, cluster, plan)
     own = with_links_of_their_own(model, cluster, plan)
@@ -124,7 +124,7 @@ def test_axes_on_one_link_are_counted_together(model: ModelSpec, mesh: Any, per_
 
 def messages(mesh: Any, per_host: int, model: ModelSpec = LANGUAGE) -> tuple[Setting, Any, Any]:
     """A step's setting, seconds of its messages (boundaries, microbatches), and those of its links in forward."""
-    plan = meshed(32, 4, mesh, pipeline=Pipeline(schedule="1f1b"))
+    plan = meshed(32, 4, mesh, pipeline=PipelinePlan(schedule="1f1b"))
     step = worked_out(model, machines(16, per_host), plan)
     known = passes_of(step.setting, step.lines[0])
     (one,) = known.values()
@@ -147,7 +147,7 @@ def test_a_message_between_stages_meets_what_its_sender_exchanges() -> None:
 
 
 def test_the_sums_of_a_stage_meet_its_last_message() -> None:
-    plan = meshed(32, 4, {"stage": 2, "replicate": 4}, pipeline=Pipeline(schedule="1f1b"))
+    plan = meshed(32, 4, {"stage": 2, "replicate": 4}, pipeline=PipelinePlan(schedule="1f1b"))
     for per_host, shared in ((2, True), (4, False)):  # replicas over two hosts, or within one
         step = worked_out(LANGUAGE, machines(16, per_host), plan)
         first, second = (work.taken.after for work in line_work(step.setting, step.lines[0]))
@@ -168,7 +168,7 @@ def test_gathers_have_the_link_after_what_the_unit_before_exchanges() -> None:
 
 def test_gathers_of_shards_wait_for_what_units_exchange() -> None:
     model = transformer(8, s=4096, h=512)
-    plan = meshed(32, 1, {"shard": 8, "split": 4}, sharding=Sharding(level=3))
+    plan = meshed(32, 1, {"shard": 8, "split": 4}, sharding=ShardingPlan(level=3))
     within, between = (predict(model, machines(16, per_host), plan) for per_host in (4, 2))
     whole = {one: found.phases["exposed_communication"] for one, found in (("within", within), ("between", between))}
     assert whole["between"] > whole["within"]
@@ -196,7 +196,7 @@ meshes = st.dictionaries(
 def test_better_machines_are_never_slower_where_links_are_shared(
     model: ModelSpec, mesh: Any, per_host: int, microbatches: int, level: Any, faster: float, network: float
 ) -> None:
-    plan = meshed(256, microbatches, mesh, sharding=Sharding(level=level))
+    plan = meshed(256, microbatches, mesh, sharding=ShardingPlan(level=level))
     hosts = 256 // per_host
     before = _possible(model, machines(hosts, per_host), plan)
     for better in (machines(hosts, per_host, faster=faster), machines(hosts, per_host, network=network)):

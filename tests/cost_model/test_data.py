@@ -11,8 +11,7 @@ from cost_model.examples import cluster, cpu, gpu, link, mlp, plan
 from cost_model.examples_mesh import machines, meshed, transformer
 from cost_model.test_laws import NAMES, clusters, model_of, plans, predicted
 from tutti.config.cluster import ClusterSpec, NodeSpec
-from tutti.config.loading import Loading
-from tutti.config.model import ModelSpec
+from tutti.config.model import Loading, ModelSpec
 from tutti.config.plan import Plan
 from tutti.cost_model import predict
 from tutti.cost_model.data import Load

@@ -8,23 +8,23 @@ from torch import nn
 
 from cost_model.examples import cluster, cpu, link, mlp, plan
 from tutti.config.compression import factors_sent_nbytes, parse_compression, sum_sent_nbytes
-from tutti.config.plan import BatchPlan, Plan, Sync
+from tutti.config.plan import BatchPlan, Plan, SyncPlan
 from tutti.cost_model import predict
 from tutti.cost_model.factors import by_factors
 from tutti.cost_model.table import model_table
-from tutti.profile.model import describe_model
+from tutti.profile.model_profile import describe_model
 
-FACTORS = Sync(compress=parse_compression("factors"))
+FACTORS = SyncPlan(compress=parse_compression("factors"))
 
 
-def of_batch(size: int, sync: Sync, ranks: int = 4) -> Plan:
+def of_batch(size: int, sync: SyncPlan, ranks: int = 4) -> Plan:
     return replace(plan(ranks=ranks, sync=sync), batch=BatchPlan(global_batch_size=size))
 
 
 def test_bytes_are_those_of_the_formula_on_either_side_of_where_factors_pay() -> None:
     """A layer of 512 x 512: 2 512 512 / 1024 = 512 rows are as many bytes as its gradient."""
     few, many = (predict(mlp(512, 3), cluster(), of_batch(size, FACTORS)) for size in (508, 512))
-    exact = predict(mlp(512, 3), cluster(), of_batch(512, Sync()))
+    exact = predict(mlp(512, 3), cluster(), of_batch(512, SyncPlan()))
     assert few.sent_nbytes_per_rank == pytest.approx(3 * factors_sent_nbytes(127, 512, 512, 4))
     assert few.sent_nbytes_per_rank < many.sent_nbytes_per_rank == exact.sent_nbytes_per_rank
     assert many.step_time_s == exact.step_time_s
@@ -33,7 +33,9 @@ def test_bytes_are_those_of_the_formula_on_either_side_of_where_factors_pay() ->
 def test_they_pay_on_a_slow_network_and_not_on_a_fast_one() -> None:
     for bandwidth, pays in ((1e7, True), (1e12, False)):
         hosts = cluster(devices_per_node=1, count=2, links=(link("node"), link("network", 1e-6, bandwidth)))
-        exact, short = (predict(mlp(), hosts, of_batch(64, sync, 2)).step_time_s.value for sync in (Sync(), FACTORS))
+        exact, short = (
+            predict(mlp(), hosts, of_batch(64, sync, 2)).step_time_s.value for sync in (SyncPlan(), FACTORS)
+        )
         assert (short < exact) == pays
 
 
@@ -63,11 +65,12 @@ def test_shapes_are_known_of_a_described_model() -> None:
 def test_zero_one_adam_sends_its_ways_every_so_many_updates() -> None:
     how = parse_compression("zero-one-adam,freeze_step=100,longest=8")
     model, numel = mlp(512, 3), 3 * 512 * 512
-    done = predict(model, cluster(), plan(ranks=4, sync=Sync(compress=how)))
+    done = predict(model, cluster(), plan(ranks=4, sync=SyncPlan(compress=how)))
     assert done.sent_nbytes_per_rank == pytest.approx(sum_sent_nbytes(how, [(numel,)], 4, 4) / 8)
     often = replace(how, longest=1)
     assert (
-        done.step_time_s.value < predict(model, cluster(), plan(ranks=4, sync=Sync(compress=often))).step_time_s.value
+        done.step_time_s.value
+        < predict(model, cluster(), plan(ranks=4, sync=SyncPlan(compress=often))).step_time_s.value
     )
     exact = predict(model, cluster(cpu()), plan(ranks=4)).memory
     # bases, ways, and what one bit lost twice; buckets of gradients are no more

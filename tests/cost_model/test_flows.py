@@ -14,7 +14,7 @@ from cost_model.examples import cluster, cpu, link
 from cost_model.flows import BATCH, foreseen, inputs_of, placed, plan_of, spec_of, travelled, unlike
 from matrix import language, mixtures, pretrained_shapes, volumes
 from parallel import stage_subjects
-from tutti.config.model import ModelSpec, Passing
+from tutti.config.model import ForwardedValues, ModelSpec
 from tutti.config.plan import LayoutRule, Plan
 from tutti.cost_model import predict
 from tutti.cost_model.cuts import stages_of
@@ -165,7 +165,7 @@ def test_values_are_sent_once_to_each_later_stage_and_copied_where_they_are_kept
     kept: tuple[str, ...], copied: list[int]
 ) -> None:
     spec = spec_of(twice())
-    passing = Passing(nbytes=100.0, fixed_nbytes=8.0, to=("late.0", "late.2", "leave", ""), kept=kept)
+    passing = ForwardedValues(nbytes=100.0, fixed_nbytes=8.0, to=("late.0", "late.2", "leave", ""), kept=kept)
     modules = [dataclasses.replace(one, passes_on=(passing,) if one.name == "enter" else ()) for one in spec.modules]
     made = dataclasses.replace(spec, modules=tuple(modules))
     stages = stages_of(made, plan_of(3, 1, ("late.0", "leave")))
@@ -179,7 +179,7 @@ def test_values_are_sent_once_to_each_later_stage_and_copied_where_they_are_kept
 def test_what_is_made_of_something_kept_elsewhere_is_no_copy_on_its_own_stage() -> None:
     """A view of what came from another stage, say: the value that came is the copy."""
     spec = spec_of(twice())
-    view = Passing(nbytes=100.0, to=("leave",), kept=("enter", "late.2"))
+    view = ForwardedValues(nbytes=100.0, to=("leave",), kept=("enter", "late.2"))
     modules = [dataclasses.replace(one, passes_on=(view,) if one.name == "late.0" else ()) for one in spec.modules]
     made = dataclasses.replace(spec, modules=tuple(modules))
     stages = stages_of(made, plan_of(3, 1, ("late.0", "leave")))

@@ -7,13 +7,13 @@ import pytest
 from cost_model.examples import cluster, cpu, link
 from cost_model.examples_mesh import meshed, part
 from tutti.config.model import ModelSpec, ModuleSpec, OpCost
-from tutti.config.plan import Pipeline, Plan
+from tutti.config.plan import PipelinePlan, Plan
 from tutti.cost_model import constants, predict
 from tutti.cost_model.cuts import stages_of
 
 
 def staged(stages: int) -> Plan:
-    return meshed(64, 8, {"stage": stages}, pipeline=Pipeline(schedule="1f1b"))
+    return meshed(64, 8, {"stage": stages}, pipeline=PipelinePlan(schedule="1f1b"))
 
 
 def chain(kind: str) -> ModelSpec:
@@ -36,7 +36,7 @@ def test_every_rank_follows_the_code_between_units(kind: str, stages: int, follo
     model = chain(kind)
     assert stages_of(model, staged(stages)).followed == followed
     cuts = tuple(f"{index // 2}.{('up', 'down')[index % 2]}" for index in range(1, stages)) if stages == 8 else ("2",)
-    named = dataclasses.replace(staged(stages), pipeline=Pipeline(schedule="1f1b", cuts=cuts))
+    named = dataclasses.replace(staged(stages), pipeline=PipelinePlan(schedule="1f1b", cuts=cuts))
     assert stages_of(model, named).followed == followed
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cost_model.examples import cluster, gpu, link, mlp
 from cost_model.examples_mesh import machines, meshed, part
 from tutti.config.model import ModelSpec
-from tutti.config.plan import Sync
+from tutti.config.plan import SyncPlan
 from tutti.cost_model import predict
 from tutti.cost_model.groups import Network, Span, network, span_of
 from tutti.cost_model.placement import place
@@ -238,7 +238,7 @@ def test_where_hosts_take_turns_less_of_an_exchange_is_hidden(hidden: bool) -> N
     is. (Switching costs the same for any number above one.)"""
     slow = link("network", 1e-4, 1.5e7, core_s_per_nbyte=0.0)
     machine = cluster(count=2, links=(slow if hidden else link("network", 0.0, 1e18),))
-    copies = replace(meshed(2048, mesh={"replicate": 2}), sync=Sync(bucket_nbytes=2**20))
+    copies = replace(meshed(2048, mesh={"replicate": 2}), sync=SyncPlan(bucket_nbytes=2**20))
     waited = []
     for turns in (1.5, 2.0, 4.0):
         shared = replace(machine, nodes=tuple(replace(node, turns=turns) for node in machine.nodes))

@@ -10,11 +10,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cost_model.examples import cpu, gpu, link, mlp
-from tutti.config.cluster import ClusterSpec, LinkSpec, LinkTier, NodeSpec, faster
+from tutti.config.cluster import ClusterSpec, LinkSpec, LinkTier, NodeSpec, scale_bandwidth
 from tutti.config.model import ModelSpec
-from tutti.config.plan import BatchPlan, LayoutRule, Pipeline, Plan, Sharding, Sync
+from tutti.config.plan import BatchPlan, LayoutRule, PipelinePlan, Plan, ShardingPlan, SyncPlan
 from tutti.config.prediction import Prediction
-from tutti.config.words import Precision
+from tutti.config.vocabulary import Precision
 from tutti.cost_model import predict
 from tutti.cost_model.step import loss_s, overhead_s, slowest_of, wait_s, worked_out
 from tutti.cost_model.timeline import line_work
@@ -105,8 +105,8 @@ def plans(draw: st.DrawFn, name: str, precisions: tuple[Precision, ...] = ("full
     return Plan(
         batch=BatchPlan(global_batch_size=32, num_microbatches=microbatches),
         mesh={axis: draw(st.sampled_from([1, 2, 2, 3])) for axis in axes},  # type: ignore[misc]
-        sharding=Sharding(level=1 if "stage" in axes else draw(st.sampled_from([1, 2, 3]))),
-        pipeline=Pipeline(schedule=schedule),
+        sharding=ShardingPlan(level=1 if "stage" in axes else draw(st.sampled_from([1, 2, 3]))),
+        pipeline=PipelinePlan(schedule=schedule),
         precision=draw(st.sampled_from(precisions)),
         layout=(LayoutRule(modules="*", recompute=again),),
     )
@@ -155,7 +155,7 @@ def obeys(name: str, machines: ClusterSpec, plan: Plan, more: float) -> None:
     }
     for one in machines.every_link:  # each kind of hosts' for itself
         better[f"{one.tier} of {one}"] = machines.relinked(
-            lambda own, one=one: faster(own, more) if own is one else own
+            lambda own, one=one: scale_bandwidth(own, more) if own is one else own
         )
     best = max(one.bandwidth_bytes_per_s for one in machines.every_link)
     for tier in ("node", "network"):
@@ -243,7 +243,7 @@ def test_a_rank_that_computes_less_may_end_last_because_it_hides_less() -> None:
     nodes = tuple(NodeSpec(name=one.name, device=one.name, memory_nbytes=2**36) for one in (computes, updates))
     machines = ClusterSpec(name="two", devices={"computes": computes, "updates": updates}, nodes=nodes,
                            links=(link("network", 1e-6, 4e8),))  # fmt: skip
-    plan = Plan(batch=BatchPlan(global_batch_size=128), mesh={"replicate": 2}, sync=Sync(bucket_nbytes=2**20))
+    plan = Plan(batch=BatchPlan(global_batch_size=128), mesh={"replicate": 2}, sync=SyncPlan(bucket_nbytes=2**20))
     step = worked_out(mlp(512, 4), machines, plan)
     first, second = (line_work(step.setting, line)[0].total_s for line in step.lines)
     ends = ends_of(mlp(512, 4), machines, plan)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from cost_model.examples import cluster, cpu, gpu, linear, mlp, plan
 from tutti.config.model import ModelSpec, ModuleSpec
-from tutti.config.plan import LayoutRule, Plan, Sync
+from tutti.config.plan import LayoutRule, Plan, SyncPlan
 from tutti.config.prediction import RankMemory
 from tutti.cost_model import constants, predict
 from tutti.cost_model.layout import recompute_regions
@@ -21,7 +21,7 @@ def memory(model: ModelSpec, intended: Plan) -> RankMemory:
 
 def test_parts_by_hand() -> None:
     model = ModelSpec(name="m", modules=(linear("a", 100, 50, buffer_nbytes=7), linear("b", 50, 10)), optimizer="Adam")
-    held = memory(model, plan(batch=96, ranks=2, microbatches=2, sync=Sync(bucket_nbytes=2**20)))
+    held = memory(model, plan(batch=96, ranks=2, microbatches=2, sync=SyncPlan(bucket_nbytes=2**20)))
     parameters = 4 * (100 * 50 + 50 * 10)
     assert held.parameters == held.gradients == parameters
     assert held.optimizer == 2 * parameters
@@ -76,7 +76,7 @@ def test_one_rank_keeps_no_bucket_more() -> None:
 
 def test_several_microbatches_add_their_gradients_up_in_the_buckets() -> None:
     model = ModelSpec(name="m", modules=tuple(linear(name, 100, 100) for name in "abcd"))
-    sync = Sync(bucket_nbytes=4 * 100 * 100)
+    sync = SyncPlan(bucket_nbytes=4 * 100 * 100)
     for slices in (1, 2, 5):
         held = memory(model, plan(60, 2, slices, sync=sync))
         assert (held.gradients, held.communication) == (4 * 4 * 100 * 100, 4 * 100 * 100)

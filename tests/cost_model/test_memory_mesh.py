@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from cost_model.examples_mesh import machines, meshed, transformer
 from tutti.config.model import ModelSpec
-from tutti.config.plan import LayoutRule, Pipeline, Sharding
+from tutti.config.plan import LayoutRule, PipelinePlan, ShardingPlan
 from tutti.config.prediction import RankMemory
 from tutti.cost_model import constants, predict
 
@@ -61,7 +61,7 @@ def test_zero_divides_the_sixteen_bytes_of_a_parameter(d: int) -> None:
     parameters = model.parameters
 
     def states(level: Any) -> float:
-        held = memory(model, d, mesh={"shard": d}, sharding=Sharding(level=level))
+        held = memory(model, d, mesh={"shard": d}, sharding=ShardingPlan(level=level))
         return (held.parameters + held.gradients + held.optimizer) / parameters
 
     assert states(1) == pytest.approx(2 + 2 + 12 / d)
@@ -72,7 +72,7 @@ def test_zero_divides_the_sixteen_bytes_of_a_parameter(d: int) -> None:
 
 def test_gradients_are_whole_until_the_last_microbatch_sums_them() -> None:
     model = transformer(8, s=S, h=H, a=A)
-    sharding = Sharding(level=3)
+    sharding = ShardingPlan(level=3)
     once = memory(model, 8, 1, {"shard": 4}, sharding=sharding)
     twice = memory(model, 8, 2, {"shard": 4}, sharding=sharding)
     assert twice.gradients - once.gradients == 2 * model.parameters
@@ -81,7 +81,7 @@ def test_gradients_are_whole_until_the_last_microbatch_sums_them() -> None:
 def test_blocks_pass_through_a_rank_of_zero_3() -> None:
     block = 2 * 12 * H * H
     few, more = (
-        memory(transformer(layers, s=S, h=H, a=A), 4, mesh={"shard": 4}, sharding=Sharding(level=3)).communication
+        memory(transformer(layers, s=S, h=H, a=A), 4, mesh={"shard": 4}, sharding=ShardingPlan(level=3)).communication
         for layers in (4, 8)
     )
     assert few == more == pytest.approx(block * (3 + 1 + constants.SUMS_IN_FLIGHT * (1 + 1 / 4)))
@@ -89,8 +89,8 @@ def test_blocks_pass_through_a_rank_of_zero_3() -> None:
 
 def test_offload_leaves_the_device_what_is_computed_with() -> None:
     model = transformer(8, s=S, h=H, a=A)
-    here = memory(model, 4, mesh={"shard": 4}, sharding=Sharding(level=3))
-    away = memory(model, 4, mesh={"shard": 4}, sharding=Sharding(level=3, offload="optimizer"))
+    here = memory(model, 4, mesh={"shard": 4}, sharding=ShardingPlan(level=3))
+    away = memory(model, 4, mesh={"shard": 4}, sharding=ShardingPlan(level=3, offload="optimizer"))
     assert (away.optimizer, away.parameters, away.gradients) == (0, 0, 0)
     assert away.activations == here.activations
 
@@ -99,7 +99,7 @@ def test_offload_leaves_the_device_what_is_computed_with() -> None:
 def test_the_first_stage_holds_as_many_microbatches_as_the_schedule_says(name: Any, times: int, messages: int) -> None:
     """And the gradient that has come for the next action, of gpipe that of the one after it too."""
     model = transformer(8, s=S, h=H, a=A)
-    done = predict(model, machines(), meshed(8, 8, {"stage": 4}, pipeline=Pipeline(schedule=name)))
+    done = predict(model, machines(), meshed(8, 8, {"stage": 4}, pipeline=PipelinePlan(schedule=name)))
     two_layers = 2 * SH * (34 + 5 * A * S / H)
     assert done.memory.activations == pytest.approx(times * two_layers + TRANSIENT + messages * 2 * SH)
     assert any(f"where {times} microbatches are held at once" in note for note in done.notes)
@@ -109,7 +109,7 @@ def test_stages_hold_their_own_layers_and_tied_weights_twice() -> None:
     plain, tied = (transformer(8, s=S, h=H, a=A, ends=ends) for ends in (False, True))
     quarter = memory(plain, 8, 8, {"stage": 4})
     assert quarter.optimizer == 12 * plain.parameters / 4
-    both = [memory(tied, 8, 8, {"stage": 2}, pipeline=Pipeline(cuts=(f"blocks.{at}",))).optimizer for at in (3, 5)]
+    both = [memory(tied, 8, 8, {"stage": 2}, pipeline=PipelinePlan(cuts=(f"blocks.{at}",))).optimizer for at in (3, 5)]
     ends = 16 * H
     assert both == [12 * (5 * 12 * H * H + ends)] * 2  # whichever stage is larger, its end is there
 
@@ -122,7 +122,7 @@ def test_stages_hold_their_own_layers_and_tied_weights_twice() -> None:
 )
 def test_no_axis_makes_a_rank_hold_more_state_or_activations(axis: Any, degree: int, microbatches: int) -> None:
     model = transformer(8, s=S, h=H, a=A)
-    pipeline = Pipeline(schedule="1f1b")
+    pipeline = PipelinePlan(schedule="1f1b")
     alone = memory(model, 16, microbatches)
     held = memory(model, 16, microbatches, {axis: degree}, pipeline=pipeline)
     assert held.parameters <= alone.parameters

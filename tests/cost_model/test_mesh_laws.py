@@ -12,7 +12,7 @@ from cost_model.examples import cluster, cpu, gpu, link
 from cost_model.examples_mesh import machines, meshed, part, transformer
 from tutti.config.cluster import ClusterSpec, NodeSpec
 from tutti.config.model import ModelSpec, ModuleSpec, OpCost
-from tutti.config.plan import LayoutRule, Pipeline, Plan, Sharding
+from tutti.config.plan import LayoutRule, PipelinePlan, Plan, ShardingPlan
 from tutti.config.prediction import Prediction
 from tutti.cost_model import constants, predict
 from tutti.cost_model.groups import network
@@ -35,10 +35,10 @@ plans = st.builds(
 
 
 def _plan(axes: Any, degrees: Any, microbatches: int, level: Any, name: Any, again: Any) -> Plan:
-    pipeline = Pipeline(schedule=name, stages_per_rank=2 if name == "interleaved" else 1)
+    pipeline = PipelinePlan(schedule=name, stages_per_rank=2 if name == "interleaved" else 1)
     layout = (LayoutRule(modules="blocks.*", recompute=again),)
     mesh = dict(zip(axes, degrees, strict=False))
-    return meshed(64, microbatches, mesh, sharding=Sharding(level=level), pipeline=pipeline, layout=layout)
+    return meshed(64, microbatches, mesh, sharding=ShardingPlan(level=level), pipeline=pipeline, layout=layout)
 
 
 def predicted(plan: Plan, machine: ClusterSpec | None = None) -> Prediction:
@@ -138,11 +138,11 @@ def test_gradients_of_norms_in_parts_of_the_sequence_are_summed_over_split() -> 
 def test_sharding_sends_the_papers_bytes(d: int) -> None:
     whole = 2 * MODEL.parameters
     part_ = (d - 1) / d * whole
-    assert sent(MODEL, mesh={"shard": d}, sharding=Sharding(level=1)) == pytest.approx(3 * part_)
-    assert sent(MODEL, mesh={"shard": d}, sharding=Sharding(level=2)) == pytest.approx(2 * part_)
-    assert sent(MODEL, mesh={"shard": d}, sharding=Sharding(level=3)) == pytest.approx(3 * part_)
-    assert sent(MODEL, 4, mesh={"shard": d}, sharding=Sharding(level=3)) == pytest.approx((2 * 4 + 1) * part_)
-    hybrid = sent(MODEL, mesh={"replicate": 2, "shard": d}, sharding=Sharding(level=3))
+    assert sent(MODEL, mesh={"shard": d}, sharding=ShardingPlan(level=1)) == pytest.approx(3 * part_)
+    assert sent(MODEL, mesh={"shard": d}, sharding=ShardingPlan(level=2)) == pytest.approx(2 * part_)
+    assert sent(MODEL, mesh={"shard": d}, sharding=ShardingPlan(level=3)) == pytest.approx(3 * part_)
+    assert sent(MODEL, 4, mesh={"shard": d}, sharding=ShardingPlan(level=3)) == pytest.approx((2 * 4 + 1) * part_)
+    hybrid = sent(MODEL, mesh={"replicate": 2, "shard": d}, sharding=ShardingPlan(level=3))
     assert hybrid == pytest.approx(3 * part_ + 2 * 1 / 2 * whole / d)
 
 
@@ -246,7 +246,7 @@ def test_halos_with_their_corners_are_the_runtimes(grid: tuple[int, ...], extent
         (meshed(8, 2, {"stage": 2, "shard": 2}), "use sharding.level = 1"),
         (meshed(8, 2, {"context": 2, "space": 2}), "use one of the two"),
         (meshed(8, 2, {"stage": 2, "space": 2}), "use one of the two"),
-        (meshed(8, 1, {"shard": 2}, sharding=Sharding(level=1, offload="parameters")), "level 1 keeps them whole"),
+        (meshed(8, 1, {"shard": 2}, sharding=ShardingPlan(level=1, offload="parameters")), "level 1 keeps them whole"),
         (meshed(8, 1, {"split": 3}), "4 attention heads, which mesh.split = 3 does not divide"),
         (meshed(8, 1, {"split": 8}), "at most 4|does not divide"),
         (meshed(8, 1, {"expert": 2}), "no experts"),
@@ -292,7 +292,7 @@ def test_shares_and_stages_of_mixed_devices() -> None:
     )
     assert fair.step_time_s.value < 0.6 * even.step_time_s.value
     middle, early = (
-        predict(big, mixed, meshed(32, 16, {"stage": 2, "replicate": 2}, pipeline=Pipeline(cuts=(f"blocks.{at}",))))
+        predict(big, mixed, meshed(32, 16, {"stage": 2, "replicate": 2}, pipeline=PipelinePlan(cuts=(f"blocks.{at}",))))
         for at in (4, 2)
     )
     assert early.step_time_s.value < 0.7 * middle.step_time_s.value  # the slow ones come first, with fewer blocks

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tutti.config.cluster import LinkSpec, faster
+from tutti.config.cluster import LinkSpec, scale_bandwidth
 from tutti.cost_model import network
 from tutti.cost_model.groups import Group, Span
 from tutti.cost_model.network import Link
@@ -103,7 +103,7 @@ def test_a_link_that_bends(nbytes: float, more: float, factor: float, large: flo
 
     base = time(spec, nbytes)
     assert time(spec, nbytes * more) >= base * (1 - 1e-12)
-    assert time(faster(spec, factor), nbytes) <= base * (1 + 1e-12)
+    assert time(scale_bandwidth(spec, factor), nbytes) <= base * (1 + 1e-12)
     assert time(dataclasses.replace(spec, bandwidth_bytes_per_s=1e9 * factor), nbytes) <= base * (1 + 1e-12)
     if nbytes <= 2e6:
         assert base == pytest.approx(4e-4 + 4 / 3 * nbytes / 1e9, rel=1e-12)

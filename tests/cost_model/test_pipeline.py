@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from cost_model.examples_mesh import machines, meshed, transformer
 from tutti.config.model import ModelSpec, ModuleSpec
-from tutti.config.plan import Pipeline, Plan
-from tutti.config.schedule import COSTS, Action, needed_before, schedule, span
+from tutti.config.pipeline_schedule import COSTS, Action, build_schedule, needed_before, total_time
+from tutti.config.plan import PipelinePlan, Plan
 from tutti.cost_model import predict
 from tutti.cost_model.cuts import stages_of
 from tutti.cost_model.pipeline import Messages, ends, moments, most_held, order_of, play, shortened
@@ -20,7 +20,7 @@ SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), 
 
 
 def pipe(name: Any, ranks: int, microbatches: int, chunks: int = 1) -> Plan:
-    return meshed(256, microbatches, {"stage": ranks}, pipeline=Pipeline(schedule=name, stages_per_rank=chunks))
+    return meshed(256, microbatches, {"stage": ranks}, pipeline=PipelinePlan(schedule=name, stages_per_rank=chunks))
 
 
 def sent(seconds: Any, latency_s: float = 0.0) -> Messages:
@@ -65,11 +65,11 @@ def test_zero_bubble_leaves_a_third_to_two(ranks: int, microbatches: int) -> Non
 @pytest.mark.parametrize("microbatches", [1, 2, 5, 8])
 def test_equal_stages_take_what_the_runtimes_simulation_says(name: Any, chunks: int, microbatches: int) -> None:
     for ranks in (2, 3, 4):
-        orders = schedule(name, ranks, chunks, microbatches)
+        orders = build_schedule(name, ranks, chunks, microbatches)
         seconds = np.array([COSTS[kind] for kind in "FBIW"], dtype=float)
         everything = np.broadcast_to(seconds[:, None, None], (4, ranks * chunks, microbatches)).copy()
         played = play(order_of(name, ranks, chunks, microbatches), everything, silent(ranks * chunks, microbatches))
-        assert max(played) == span(orders)
+        assert max(played) == total_time(orders)
 
 
 @pytest.mark.parametrize(("name", "chunks"), SCHEDULES)
@@ -83,7 +83,7 @@ def test_orders_are_the_runtimes_and_every_action_comes_after_what_it_needs(
         for kind, stage, microbatch in zip(order.kind, order.stage, order.microbatch, strict=True)
     ]
     place = {action: at for at, action in enumerate(actions)}
-    for rank, own in enumerate(schedule(name, ranks, chunks, count)):
+    for rank, own in enumerate(build_schedule(name, ranks, chunks, count)):
         assert [action for action, of in zip(actions, order.rank, strict=True) if of == rank] == own
     for at, (action, after) in enumerate(zip(actions, order.after, strict=True)):
         needed = [place[one] for some in needed_before(action, stages) for one in some if one in place]
@@ -174,7 +174,7 @@ def test_stages_are_cut_by_cost_and_by_name() -> None:
     assert [place[name] for name in ("blocks.3.up", "blocks.4.qkv")] == [1, 2]
     assert even.sent.tolist() == [2.0 * 64 * 32] * 3
     assert [(model.modules[a].name, model.modules[b].name) for a, b in even.ties] == [("head", "tokens")]
-    named = meshed(8, 2, {"stage": 2}, pipeline=Pipeline(cuts=("blocks.6",)))
+    named = meshed(8, 2, {"stage": 2}, pipeline=PipelinePlan(cuts=("blocks.6",)))
     assert np.bincount(stages_of(model, named).stage).tolist() == [2 - 1 + 6 * 9, 2 * 9 + 2]
 
 
@@ -184,7 +184,7 @@ def test_stages_are_cut_by_cost_and_by_name() -> None:
 )
 def test_cuts_that_make_no_pipeline_are_refused(cuts: tuple[str, ...], words: str) -> None:
     with pytest.raises(PlanError, match=words):
-        stages_of(transformer(4), meshed(8, 2, {"stage": 2}, pipeline=Pipeline(cuts=cuts)))
+        stages_of(transformer(4), meshed(8, 2, {"stage": 2}, pipeline=PipelinePlan(cuts=cuts)))
 
 
 def test_more_stages_than_parts_are_refused() -> None:

@@ -14,9 +14,9 @@ from torch.utils.data import TensorDataset
 from harness import run_ranks
 from matrix.described import described, peak_of_a_step
 from matrix.foreseen import HOST
-from tutti.config import codec
-from tutti.config.plan import BatchPlan, Pipeline, Plan
-from tutti.config.words import ScheduleName
+from tutti.config import serialization
+from tutti.config.plan import BatchPlan, PipelinePlan, Plan
+from tutti.config.vocabulary import ScheduleName
 from tutti.cost_model import predict
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
@@ -67,11 +67,11 @@ def test_a_pipelines_memory_is_predicted_and_hardly_under(name: str, tmp_path: P
         Plan(
             batch=BatchPlan(global_batch_size=BATCH, num_microbatches=count),
             mesh={"stage": 2},
-            pipeline=Pipeline(schedule=schedule, stages_per_rank=chunks),
+            pipeline=PipelinePlan(schedule=schedule, stages_per_rank=chunks),
         )
         for schedule, chunks, count in CASES
     ]
-    files = [codec.save(plan, tmp_path / f"plan-{at}.json") for at, plan in enumerate(plans)]
+    files = [serialization.save(plan, tmp_path / f"plan-{at}.json") for at, plan in enumerate(plans)]
     model = described(*made(name), F.cross_entropy, batch=BATCH, name=name)
     ranks = run_ranks(peaks, 2, name, files, timeout_s=300)
     for plan, held in zip(plans, zip(*ranks, strict=True), strict=True):

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from cost_model.examples import cluster, cpu, gpu, link, mlp, plan
-from tutti.config.cluster import ClusterSpec, NodeSpec, slowest
+from tutti.config.cluster import ClusterSpec, NodeSpec, slowest_link
 from tutti.config.compression import Compression
-from tutti.config.plan import Sync
+from tutti.config.plan import SyncPlan
 from tutti.config.relaxed import Relaxed
 from tutti.cost_model import constants, predict
 from tutti.cost_model.placement import place, ring_link, ring_tier, seated_link
@@ -44,14 +44,14 @@ def test_ranks_of_a_cpu_host_share_its_cores(ranks: int, threads: int, sharing: 
 @pytest.mark.parametrize(
     "sync",
     [
-        Sync(),
-        Sync(mode="local", relaxed=Relaxed(period=2)),
-        Sync(mode="ring"),
-        Sync(compress=Compression(method="one-bit")),
+        SyncPlan(),
+        SyncPlan(mode="local", relaxed=Relaxed(period=2)),
+        SyncPlan(mode="ring"),
+        SyncPlan(compress=Compression(method="one-bit")),
     ],
     ids=["sums", "averages", "neighbours", "codes"],
 )
-def test_ranks_beyond_cores_take_as_much_longer_as_cores_are_lacking(cores: int, ranks: int, sync: Sync) -> None:
+def test_ranks_beyond_cores_take_as_much_longer_as_cores_are_lacking(cores: int, ranks: int, sync: SyncPlan) -> None:
     """All work of a rank, a thread of it on its part of the cores, beside the same with a core each; links are too
     quick to count. What turns cost beyond that is the only thing that does not follow from the cluster."""
 
@@ -126,7 +126,7 @@ def test_of_the_hosts_in_use_the_slowest_link_counts_in_each_respect() -> None:
 def test_a_bend_of_one_link_counts_where_another_is_straight() -> None:
     bent = link("network", 1e-6, 4e9, large_nbytes=2**20, large_bandwidth_bytes_per_s=1e9, core_s_per_nbyte=1e-9)
     straight = link("network", 1e-6, 2e9, core_s_per_nbyte=3e-9)
-    both = slowest([bent, straight, bent])
+    both = slowest_link([bent, straight, bent])
     assert (both.large_nbytes, both.large_bandwidth_bytes_per_s) == (2**20, 1e9)
     assert both.core_s_per_nbyte == 3e-9
-    assert slowest([bent, bent]) == bent
+    assert slowest_link([bent, bent]) == bent

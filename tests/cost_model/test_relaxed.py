@@ -12,7 +12,7 @@ from tutti.config.compression import parse_compression, sum_sent_nbytes
 from tutti.config.prediction import Prediction
 from tutti.config.relaxed import PARAMETERS, REQUIRED
 from tutti.config.sync_words import parse_sync
-from tutti.config.words import SyncMode
+from tutti.config.vocabulary import SyncMode
 from tutti.cost_model import predict
 from tutti.cost_model.groups import network
 from tutti.cost_model.placement import place

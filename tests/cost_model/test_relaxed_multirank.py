@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 import tutti
 from cost_model.examples import cluster, mlp, plan
 from harness import run_ranks
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.plan import BatchPlan, Plan
 from tutti.config.sync_words import parse_sync
 from tutti.cost_model import predict
@@ -34,7 +34,7 @@ def sent(modes: tuple[str, ...]) -> list[list[int]]:
     for number, words in enumerate(modes):
         ranks = int(os.environ["WORLD_SIZE"])
         told = Plan(batch=BatchPlan(global_batch_size=8), mesh={"replicate": ranks}, sync=parse_sync(words))
-        os.environ["TUTTI_PLAN"] = str(codec.save(told, Path.cwd() / f"plan-{os.getpid()}.json"))
+        os.environ["TUTTI_PLAN"] = str(serialization.save(told, Path.cwd() / f"plan-{os.getpid()}.json"))
         os.environ["TUTTI_RUN_FOLDER"] = str(Path.cwd() / f"run-{number}")
         job = tutti.Job(global_batch_size=8, seed=1)
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))

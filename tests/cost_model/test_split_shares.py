@@ -13,14 +13,14 @@ from cost_model.examples import gpu, link
 from cost_model.examples_mesh import machines, meshed, part, transformer
 from tutti.config.cluster import ClusterSpec, NodeSpec
 from tutti.config.model import ModelSpec
-from tutti.config.plan import Plan, Sharding
+from tutti.config.plan import Plan, ShardingPlan
 from tutti.cost_model import predict
 from tutti.cost_model.division import division, mean_division, parts
 from tutti.cost_model.tracks import timeline
 from tutti.errors import PlanError
 from tutti.parallel.facts import with_facts
 from tutti.parallel.tensor import describe_split
-from tutti.profile.model import describe_model
+from tutti.profile.model_profile import describe_model
 
 MODEL = transformer(8, s=512, h=256)
 
@@ -55,7 +55,7 @@ MESHES: tuple[dict[Any, int], ...] = (
 @settings(deadline=None, max_examples=40)
 @given(mesh=st.sampled_from(MESHES), share=st.floats(0.1, 10), microbatches=st.integers(1, 4))
 def test_equal_shares_say_nothing(mesh: Any, share: float, microbatches: int) -> None:
-    plan = split(share, share, mesh=mesh, microbatches=microbatches, sharding=Sharding(level=1))
+    plan = split(share, share, mesh=mesh, microbatches=microbatches, sharding=ShardingPlan(level=1))
     for where in (machines(), unequal("slow", "quick", "slow", "quick")):
         said, unsaid = (predict(MODEL, where, one) for one in (plan, dataclasses.replace(plan, split_shares=())))
         assert dataclasses.replace(said, plan_digest="") == dataclasses.replace(unsaid, plan_digest="")
@@ -66,7 +66,7 @@ def test_equal_shares_say_nothing(mesh: Any, share: float, microbatches: int) ->
 def test_devices_may_change_places_with_their_shares(mesh: Any, first: float, microbatches: int) -> None:
     names, there = ("slow", "quick"), (first, 4 - first)
     times = 2 if len(mesh) > 1 else 1
-    fields: dict[str, Any] = {"mesh": mesh, "microbatches": microbatches, "sharding": Sharding(level=1)}
+    fields: dict[str, Any] = {"mesh": mesh, "microbatches": microbatches, "sharding": ShardingPlan(level=1)}
     one = predict(MODEL, unequal(*names * times), split(*there, **fields))
     other = predict(MODEL, unequal(*names[::-1] * times), split(*there[::-1], **fields))
     assert other.step_time_s.value == pytest.approx(one.step_time_s.value)
@@ -78,7 +78,7 @@ def test_devices_may_change_places_with_their_shares(mesh: Any, first: float, mi
 def test_parts_in_proportion_to_speed_are_quicker_than_even_ones(mesh: Any) -> None:
     where = unequal(*("slow", "quick") * (2 if len(mesh) > 1 else 1))
     by_speed, even, reverse = (
-        predict(MODEL, where, split(*shares, mesh=mesh, microbatches=2, sharding=Sharding(level=1)))
+        predict(MODEL, where, split(*shares, mesh=mesh, microbatches=2, sharding=ShardingPlan(level=1)))
         for shares in ((1.0, 3.0), (1.0, 1.0), (3.0, 1.0))
     )
     assert by_speed.step_time_s.value < 0.75 * even.step_time_s.value

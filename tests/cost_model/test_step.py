@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cost_model.examples import cluster, cpu, gpu, linear, link, mlp, plan
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.cluster import ClusterSpec, Conditions, NodeSpec
 from tutti.config.model import ModelSpec
-from tutti.config.plan import BatchPlan, Plan, Sharding, Sync
+from tutti.config.plan import BatchPlan, Plan, ShardingPlan, SyncPlan
 from tutti.config.prediction import Prediction
 from tutti.cost_model import predict
 from tutti.cost_model.words import disturbed
@@ -65,7 +65,7 @@ def test_two_ranks_by_hand() -> None:
 def test_two_ranks_with_divided_state_by_hand(hosts: int, level: int, wire_ms: float, copies: float) -> None:
     """One layer is one unit, which lies outside of blocks: gathered once at every level, and nothing hides that. A rank
     updates its half, and its cores read or write the layer's 4 MB so often, at 10 GB/s where two share a host."""
-    halves = dataclasses.replace(plan(batch=8, ranks=2), mesh={"shard": 2}, sharding=Sharding(level=level))
+    halves = dataclasses.replace(plan(batch=8, ranks=2), mesh={"shard": 2}, sharding=ShardingPlan(level=level))
     done = predict(ONE_LAYER, cluster(count=hosts), halves)
     loss_s = 0.2e-3 + 16e-9 if hosts == 1 else 2e-3 + 16 / 1.25e8
     waited_s = wire_ms * 1e-3 + loss_s + copies * 4e6 / (10e9 * hosts)
@@ -77,18 +77,18 @@ def test_cards_hide_communication_behind_backward() -> None:
     # Four layers, a bucket each: all but the last collective (of the first layer) fit behind backward.
     model = mlp(1000, 4)
     devices = cluster(gpu(), devices_per_node=2, links=(link(latency_s=0, bandwidth=1e12, ranks=2),))
-    done = predict(model, devices, plan(batch=4096, ranks=2, sync=Sync(bucket_nbytes=1000)))
+    done = predict(model, devices, plan(batch=4096, ranks=2, sync=SyncPlan(bucket_nbytes=1000)))
     assert done.phases["exposed_communication"] == pytest.approx((4e6 + 16) / 1e12, rel=1e-9)
-    fused = predict(model, devices, plan(batch=4096, ranks=2, sync=Sync(bucket_nbytes=2**30)))
+    fused = predict(model, devices, plan(batch=4096, ranks=2, sync=SyncPlan(bucket_nbytes=2**30)))
     assert fused.phases["exposed_communication"] == pytest.approx((16e6 + 16) / 1e12, rel=1e-9)
 
 
 def test_a_prediction_round_trips_and_phases_add_up() -> None:
     done = predict(mlp(), cluster(), plan(ranks=3, microbatches=2))
-    assert codec.loads(Prediction, codec.dumps(done)) == done
+    assert serialization.loads(Prediction, serialization.dumps(done)) == done
     assert sum(done.phases.values()) == pytest.approx(done.step_time_s.value, rel=1e-12)
     assert done.step_time_s.low < done.step_time_s.value < done.step_time_s.high
-    assert done.plan_digest == codec.digest(plan(ranks=3, microbatches=2))
+    assert done.plan_digest == serialization.digest(plan(ranks=3, microbatches=2))
 
 
 sizes = st.tuples(st.integers(1, 6), st.integers(1, 3), st.sampled_from([64, 512]))
@@ -106,7 +106,7 @@ def test_a_better_machine_is_never_slower_and_more_work_never_faster(
     size: tuple[int, int, int], what: str, factor: float, hosts: int, bucket: int
 ) -> None:
     ranks, slices, width = size
-    intended = plan(48, ranks, slices, sync=Sync(bucket_nbytes=bucket))
+    intended = plan(48, ranks, slices, sync=SyncPlan(bucket_nbytes=bucket))
 
     def step(**scale: Any) -> float:
         device = cpu(

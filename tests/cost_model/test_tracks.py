@@ -9,8 +9,8 @@ from cost_model.examples import cluster, cpu, mlp, plan
 from cost_model.examples_mesh import machines, meshed, transformer
 from planner.machines import mixed
 from tutti.config.cluster import ClusterSpec
-from tutti.config.plan import Pipeline, Plan
-from tutti.config.timeline import Timeline, Track
+from tutti.config.plan import PipelinePlan, Plan
+from tutti.config.prediction import Timeline, Track
 from tutti.cost_model import predict
 from tutti.cost_model.tracks import ranks_in_words, timeline
 
@@ -20,9 +20,9 @@ PLANS = {
     "split and sharded": meshed(64, 2, {"split": 2, "shard": 4}),
     "1f1b": meshed(64, 8, {"replicate": 2, "stage": 4}),
     "1f1b, long": meshed(256, 128, {"stage": 4, "split": 2}),
-    "gpipe": meshed(64, 8, {"stage": 4}, pipeline=Pipeline(schedule="gpipe")),
-    "interleaved": meshed(64, 8, {"stage": 2}, pipeline=Pipeline(schedule="interleaved", stages_per_rank=2)),
-    "zero-bubble": meshed(64, 40, {"stage": 4}, pipeline=Pipeline(schedule="zero-bubble")),
+    "gpipe": meshed(64, 8, {"stage": 4}, pipeline=PipelinePlan(schedule="gpipe")),
+    "interleaved": meshed(64, 8, {"stage": 2}, pipeline=PipelinePlan(schedule="interleaved", stages_per_rank=2)),
+    "zero-bubble": meshed(64, 40, {"stage": 4}, pipeline=PipelinePlan(schedule="zero-bubble")),
     "many microbatches": meshed(256, 64, {"replicate": 2}),
 }
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.utils.data import WeightedRandomSampler
 
 from tutti.config.plan import BatchPlan
-from tutti.config.words import LastBatch
+from tutti.config.vocabulary import LastBatch
 from tutti.data.order import batch_bounds, epoch_order, sampler_order
 from tutti.errors import DataError, PlanError
 

@@ -5,8 +5,8 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tutti.config.partitioning import cut
 from tutti.config.plan import BatchPlan, Plan
-from tutti.config.portions import cut
 from tutti.data.share import share_of
 
 sizes = st.integers(1, 200)

@@ -93,7 +93,9 @@ def repeated_classes(files: list[Path]) -> list[str]:
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(name_of(path))
-    return [f"class {name} has several meanings: {', '.join(where)}" for name, where in places.items() if len(where) > 1]
+    return [
+        f"class {name} has several meanings: {', '.join(where)}" for name, where in places.items() if len(where) > 1
+    ]
 
 
 def repeated_files(files: list[Path]) -> list[str]:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from launch_rig import running
 
-from tutti.config import codec
-from tutti.config.plan import BatchPlan, Pipeline, Plan
+from tutti.config import serialization
+from tutti.config.plan import BatchPlan, PipelinePlan, Plan
 
 pytestmark = [
     pytest.mark.long,
@@ -47,8 +47,8 @@ def seen_by(folder: Path, *launcher: str, **environment: str) -> list[list[tuple
     """(bytes resident, page faults) of each step, by rank, in 8 microbatches over 2 stages."""
     script = folder / "train.py"
     script.write_text(SCRIPT.replace("STEPS", str(STEPS)))
-    plan = Plan(batch=BatchPlan(global_batch_size=64, num_microbatches=8), mesh={"stage": 2}, pipeline=Pipeline())
-    path = codec.save(plan, folder / "plan.json")
+    plan = Plan(batch=BatchPlan(global_batch_size=64, num_microbatches=8), mesh={"stage": 2}, pipeline=PipelinePlan())
+    path = serialization.save(plan, folder / "plan.json")
     with running(*launcher, str(script), cwd=folder, environment={"TUTTI_PLAN": str(path), **environment}) as run:
         code, _, err = run.finish(timeout_s=200)
     assert code == 0, err

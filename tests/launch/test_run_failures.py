@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from launch_rig import SCRIPTS, TUTTI, running, tutti_run, wait_until
 
-from tutti.config import codec
-from tutti.config.plan import BatchPlan, Plan, Sharding
+from tutti.config import serialization
+from tutti.config.plan import BatchPlan, Plan, ShardingPlan
 
 ACT = str(SCRIPTS / "act.py")
 
@@ -137,7 +137,11 @@ def test_a_script_that_cannot_be_run_is_refused_before_anything_starts(
 @pytest.mark.parametrize(
     ("plan", "arguments", "words"),
     [
-        ({"mesh": {"shard": 2}, "sharding": Sharding(level=2)}, ("--compress", "factors"), "with sharding.level = 2"),
+        (
+            {"mesh": {"shard": 2}, "sharding": ShardingPlan(level=2)},
+            ("--compress", "factors"),
+            "with sharding.level = 2",
+        ),
         ({"mesh": {"replicate": 3}}, ("--sync", "shift-one"), "with mesh.replicate = 3: replicas meet in pairs"),
         ({"mesh": {"split": 2, "space": 2, "stage": 2}}, (), "mesh.space = 2 with mesh.stage = 2"),
     ],
@@ -145,7 +149,7 @@ def test_a_script_that_cannot_be_run_is_refused_before_anything_starts(
 def test_a_plan_that_no_model_runs_under_is_refused_before_anything_starts(
     tmp_path: Path, plan: dict[str, Any], arguments: tuple[str, ...], words: str
 ) -> None:
-    codec.save(Plan(batch=BatchPlan(global_batch_size=8), **plan), tmp_path / "plan.json")
+    serialization.save(Plan(batch=BatchPlan(global_batch_size=8), **plan), tmp_path / "plan.json")
     done = tutti_run(tmp_path, "--plan", "plan.json", *arguments, ACT, "raise", "0")
     assert done.code == 2
     assert words in done.err
@@ -188,7 +192,7 @@ def test_a_node_that_finds_no_one_says_so_in_time(tmp_path: Path) -> None:
 def test_arguments_that_contradict_each_other_are_refused(
     tmp_path: Path, arguments: tuple[str, ...], words: str
 ) -> None:
-    codec.save(Plan(batch=BatchPlan(global_batch_size=8), mesh={"replicate": 2}), tmp_path / "plan.json")
+    serialization.save(Plan(batch=BatchPlan(global_batch_size=8), mesh={"replicate": 2}), tmp_path / "plan.json")
     done = tutti_run(tmp_path, *arguments, ACT, "raise", "0")
     assert done.code == 2
     assert words in done.err

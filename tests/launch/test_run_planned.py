@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from launch_rig import SCRIPTS, TUTTI, running
 
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeSpec
 from tutti.config.plan import Plan
 from tutti.config.prediction import Prediction
-from tutti.config.run import RunFolder
+from tutti.config.run_folder import RunFolder
 
 TRAIN = str(SCRIPTS / "train.py")
 
@@ -24,7 +24,7 @@ def cluster(tmp_path: Path) -> str:
     link = LinkSpec(tier="node", latency_s=1e-4, bandwidth_bytes_per_s=1e9, source="made up", evidence="assumed")
     node = NodeSpec(name="host", device="cpu", devices_per_node=2, memory_nbytes=2**34)
     spec = ClusterSpec(name="made up", devices={"cpu": device}, nodes=(node,), links=(link,))
-    return str(codec.save(spec, tmp_path / "cluster.json"))
+    return str(serialization.save(spec, tmp_path / "cluster.json"))
 
 
 @pytest.mark.parametrize("ranks", [("--nproc", "2"), ()])
@@ -35,9 +35,9 @@ def test_the_prediction_is_of_the_plan_that_ran(tmp_path: Path, cluster: str, ra
         run.assert_nothing_left()
     assert code == 0, err
     folder = RunFolder(tmp_path / "run")
-    plan = codec.load(Plan, folder.plan)
-    assert codec.load(Prediction, folder.prediction).plan_digest == codec.digest(plan)
-    assert codec.load(ClusterSpec, folder.cluster).name == "made up"
+    plan = serialization.load(Plan, folder.plan)
+    assert serialization.load(Prediction, folder.prediction).plan_digest == serialization.digest(plan)
+    assert serialization.load(ClusterSpec, folder.cluster).name == "made up"
     assert json.loads(out)["world_size"] == plan.world_size
     assert Path(json.loads(out)["report"]).exists()
     assert ("Predicted step" in err) is (not ranks), "a plan made on the spot is explained before it runs"

@@ -7,9 +7,9 @@ import pytest
 from launch_rig import TUTTI, running
 
 from cost_model.examples import cluster, link
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.plan import Plan
-from tutti.config.run import RunFolder
+from tutti.config.run_folder import RunFolder
 
 SCRIPT = """
 import torch, tutti
@@ -35,14 +35,14 @@ def test_what_is_chosen_runs_and_verifies(tmp_path: Path, dial: str, mode: str) 
     """Where messages cost much and bytes nothing, only fewer messages help: replicas that differ."""
     (tmp_path / "train.py").write_text(SCRIPT)
     wire = link(bandwidth=1e5, latency_s=1e-6) if dial == "reduced" else link(bandwidth=1e9, latency_s=0.1)
-    machines = str(codec.save(replace(cluster(links=(wire,))), tmp_path / "cluster.json"))
+    machines = str(serialization.save(replace(cluster(links=(wire,))), tmp_path / "cluster.json"))
     command = (*TUTTI, "run", "--nproc", "2", "--relax", dial, "--cluster", machines, "--folder", "run", "train.py")
     with running(*command, cwd=tmp_path) as run:
         code, out, err = run.finish(140)
         run.assert_nothing_left()
     assert code == 0, err
     assert f"as --relax {dial} allows" in err
-    plan = codec.load(Plan, RunFolder(tmp_path / "run").plan)
+    plan = serialization.load(Plan, RunFolder(tmp_path / "run").plan)
     assert plan.world_size == 2
     assert plan.sync.mode == mode
     assert (plan.sync.compress is not None) == (mode == "synchronous")

@@ -13,12 +13,12 @@ from torch import nn
 
 import tutti
 from trainer import training
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.plan import BatchPlan, Plan
 from tutti.config.sync_words import parse_sync
 from tutti.errors import TuttiError
 from tutti.local_sgd import wire
-from tutti.trainer.state import Run
+from tutti.trainer.run_state import Run
 
 PATIENCE_S = 60.0
 
@@ -34,7 +34,7 @@ def until(condition: Callable[..., bool]) -> None:
 def prepared(sync: str, size: int, **optimizer: Any) -> tuple[tutti.Job, nn.Module, Run, Any]:
     torch.set_default_dtype(torch.float64)
     plan = Plan(batch=BatchPlan(global_batch_size=12), mesh={"replicate": size}, sync=parse_sync(sync))
-    os.environ["TUTTI_PLAN"] = str(codec.save(plan, Path.cwd() / f"plan-{os.getpid()}.json"))
+    os.environ["TUTTI_PLAN"] = str(serialization.save(plan, Path.cwd() / f"plan-{os.getpid()}.json"))
     os.environ["TUTTI_RUN_FOLDER"] = str(Path.cwd() / f"run-{len(list(Path.cwd().glob('run-*')))}")
     job = tutti.Job(global_batch_size=12)
     model, _, loader = job.prepare(

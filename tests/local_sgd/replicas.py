@@ -12,9 +12,9 @@ from torch.utils.data import TensorDataset
 
 import tutti
 from trainer import training
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.compression import parse_compression
-from tutti.config.plan import BatchPlan, Plan, Sync
+from tutti.config.plan import BatchPlan, Plan, SyncPlan
 from tutti.config.sync_words import parse_sync, with_mode
 from tutti.parallel.layout import local_tensors
 
@@ -123,8 +123,8 @@ def train(told: Told, world_size: int, resume: str | None = None) -> Seen:
     plan = plan_of(told, world_size)
     os.environ["TUTTI_SYNC"] = told.sync if told.wish else ""
     if told.wish:
-        plan = with_mode(plan, Sync())
-    os.environ["TUTTI_PLAN"] = str(codec.save(plan, Path.cwd() / f"plan-{os.getpid()}.json"))
+        plan = with_mode(plan, SyncPlan())
+    os.environ["TUTTI_PLAN"] = str(serialization.save(plan, Path.cwd() / f"plan-{os.getpid()}.json"))
     job = tutti.Job(global_batch_size=told.batch, clip_norm=told.clip_norm, resume=resume, **told.job)
     build, data, loss_fn = MODELS[told.model]
     model = build()

@@ -15,8 +15,7 @@ from tutti.config.relaxed import settled
 from tutti.data.seeds import derive_seed
 from tutti.data.share import share_of
 from tutti.parallel.layout import local_tensors
-from tutti.trainer.unpack import default_unpack, loss_of
-from tutti.trainer.weighted import Weighted, as_weighted
+from tutti.trainer.losses import Weighted, as_weighted, default_unpack, loss_of
 
 State = dict[str, torch.Tensor]
 

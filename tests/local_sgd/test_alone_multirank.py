@@ -11,7 +11,7 @@ from harness import run_ranks
 from local_sgd.replicas import MODELS, Seen, Told, train, train_all, train_on, train_twice
 from local_sgd.simulated import doubles
 from tutti.checkpoint import to_state_dict
-from tutti.config.words import ALONE
+from tutti.config.vocabulary import ALONE
 
 MOMENTUM = {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}
 SYNC = {"ad-psgd": "ad-psgd", "asynchronous": "asynchronous", "ensemble": "ensemble", "hogwild": "hogwild"}
@@ -97,9 +97,9 @@ def test_bytes_are_those_of_the_formula(size: int) -> None:
 
 
 def parameters_sent(seen: Seen, first: int = 0) -> int:
-    lanes = [lane for row in seen.rows[first:] for lane in row["communication"]]
-    assert not any(lane["carried"] == "gradients" for lane in lanes)
-    return sum(lane["nbytes"] for lane in lanes if lane["carried"] == "parameters")
+    channels = [channel for row in seen.rows[first:] for channel in row["communication"]]
+    assert not any(channel["carried"] == "gradients" for channel in channels)
+    return sum(channel["nbytes"] for channel in channels if channel["carried"] == "parameters")
 
 
 @SIZES

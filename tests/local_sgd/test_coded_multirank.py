@@ -9,7 +9,7 @@ import torch
 from harness import run_ranks
 from local_sgd.replicas import MODELS, Seen, Told, train_all
 from local_sgd.simulated import assert_follow, doubles
-from tutti.comm.world import join
+from tutti.comm.world import join_world
 from tutti.config.compression import parse_compression, sum_sent_nbytes
 from tutti.config.plan import BatchPlan, Plan
 from tutti.config.refusals import check_plan
@@ -106,8 +106,8 @@ def test_replicas_have_the_same_bits_after_each_exchange(size: int, code: str) -
 def test_bytes_are_those_of_the_formula(size: int, code: str) -> None:
     with doubles():
         shapes = [p.shape for p in MODELS["mlp"][0]().parameters()]
-    lanes = [lane for row in trained(size)[0][code].rows for lane in row["communication"]]
-    sent = sum(lane["nbytes"] for lane in lanes if lane["carried"] == "parameters")
+    channels = [channel for row in trained(size)[0][code].rows for channel in row["communication"]]
+    sent = sum(channel["nbytes"] for channel in channels if channel["carried"] == "parameters")
     assert sent == 3 * sum_sent_nbytes(parse_compression(code), shapes, size, 8)
 
 
@@ -122,16 +122,20 @@ def test_averages_that_travel_send_the_same(size: int, code: str) -> None:
 
 
 def sent_by_step(seen: Seen, carried: str = "parameters") -> list[int]:
-    return [sum(lane["nbytes"] for lane in row["communication"] if lane["carried"] == carried) for row in seen.rows]
+    return [
+        sum(channel["nbytes"] for channel in row["communication"] if channel["carried"] == carried) for row in seen.rows
+    ]
 
 
 def what_went_in(size: int, code: str, rows: int, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Of several sums on this rank: what all of them gave, and what this rank put in less what it keeps back. What it
     says to have sent is what its exchanges put on the wire."""
     torch.set_default_dtype(torch.float64)
-    world = join()
+    world = join_world()
     layout = Layout.of(torch.nn.Linear(1, 1), Mesh({"replicate": size}, world.rank), ())
-    replicas = Replicas.of(layout.mesh, layout.lane("parameters", "replicate"), layout.lane("scalars", "replicate"))
+    replicas = Replicas.of(
+        layout.mesh, layout.channel("parameters", "replicate"), layout.channel("scalars", "replicate")
+    )
     vectors = Vectors([("a", torch.zeros(rows, 5)), ("b", torch.zeros(3))])
     sums = CodedSums(replicas, parse_compression(code), vectors, 0)
     assert len(sums.exchanges) == parts
@@ -144,7 +148,9 @@ def what_went_in(size: int, code: str, rows: int, parts: int) -> tuple[torch.Ten
         came += flat
     kept = sums.held()
     assert sums.count == 5
-    assert layout.lane("parameters", "replicate").take().nbytes == sum(one.wire.sent_nbytes for one in sums.exchanges)
+    assert layout.channel("parameters", "replicate").take().nbytes == sum(
+        one.wire.sent_nbytes for one in sums.exchanges
+    )
     went -= torch.cat([kept[f"worker-residual-{part}"][0] for part in range(parts)])
     return came, went
 

@@ -10,7 +10,7 @@ import torch
 from harness import run_ranks
 from local_sgd.simulated import tree
 from tutti.comm.traffic import Traffic
-from tutti.comm.world import join
+from tutti.comm.world import join_world
 from tutti.local_sgd.adasum import adasum, combine
 from tutti.local_sgd.average import DiLoCo
 from tutti.local_sgd.elastic import Elastic
@@ -134,18 +134,18 @@ def test_vectors_give_back_what_they_read() -> None:
 
 def exchange_all(size: int) -> dict[str, Any]:
     """On a rank: Adasum, a push over a graph that is not regular, a ring; with the bytes that they sent."""
-    world = join()
+    world = join_world()
     mesh, traffic = Mesh({"replicate": size}, world.rank), Traffic()
-    lane = traffic.lane("parameters", ("replicate",))
-    replicas = Replicas.of(mesh, lane, traffic.lane("scalars"))
+    channel = traffic.channel("parameters", ("replicate",))
+    replicas = Replicas.of(mesh, channel, traffic.channel("scalars"))
     found: dict[str, Any] = {}
     flats = [values(world.rank), values(world.rank)[:3].float()]
     parts = Vectors([("a", torch.zeros(4, dtype=torch.float64)), ("b", torch.zeros(3, dtype=torch.float64)),
                      ("c", torch.zeros(3))]).parts  # fmt: skip
     found["adasum"] = adasum(flats, replicas, parts)
-    found["adasum nbytes"] = lane.take().nbytes
+    found["adasum nbytes"] = channel.take().nbytes
     found["mean"] = replicas.mean([values(world.rank)])[0]
-    found["mean nbytes"] = lane.take().nbytes
+    found["mean nbytes"] = channel.take().nbytes
     for name, mode in (("push", Push(replicas, 1, star)), ("ring", Mixed(replicas, 1, ring))):
         model, sums = values(world.rank), []
         mode.vectors, mode.buffers = Vectors([("x", model)]), Nothing()  # type: ignore[assignment]

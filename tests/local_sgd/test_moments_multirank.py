@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from harness import run_ranks
-from tutti.comm.world import join
+from tutti.comm.world import join_world
 from tutti.local_sgd.moments import MOST, Moments, check_moments
 from tutti.local_sgd.vectors import Replicas
 from tutti.parallel.layout import Layout
@@ -23,9 +23,11 @@ STEPS = 60
 def moments_of(size: int) -> list[tuple[float, float, float]]:
     """Of each tensor: r, and the mean second moment of this replica and of exact training."""
     torch.set_default_dtype(torch.float64)
-    world = join()
+    world = join_world()
     layout = Layout.of(nn.Linear(1, 1), Mesh({"replicate": size}, world.rank), ())
-    replicas = Replicas.of(layout.mesh, layout.lane("parameters", "replicate"), layout.lane("scalars", "replicate"))
+    replicas = Replicas.of(
+        layout.mesh, layout.channel("parameters", "replicate"), layout.channel("scalars", "replicate")
+    )
     mine, exact = ([nn.Parameter(torch.zeros(40, 50)) for _ in SIGNALS] for _ in range(2))
     own, whole = torch.optim.Adam(mine, betas=(0.9, 0.98)), torch.optim.Adam(exact, betas=(0.9, 0.98))
     moments = Moments(replicas, (own,), mine)

@@ -13,7 +13,7 @@ from harness import run_ranks
 from local_sgd.replicas import MODELS, Seen, Told, train_on, train_twice
 from local_sgd.simulated import simulate
 from tutti.checkpoint import to_state_dict
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.parallel.layout import local_tensors
 
 SAVED = {
@@ -131,7 +131,7 @@ def evaluate_from(told: Told, saved: str, size: int) -> dict[str, torch.Tensor]:
 
     torch.set_default_dtype(torch.float64)
     os.environ["TUTTI_RUN_FOLDER"] = str(Path.cwd() / "begun")
-    os.environ["TUTTI_PLAN"] = str(codec.save(plan_of(told, size), Path.cwd() / f"plan-{os.getpid()}.json"))
+    os.environ["TUTTI_PLAN"] = str(serialization.save(plan_of(told, size), Path.cwd() / f"plan-{os.getpid()}.json"))
     job = tutti.Job(global_batch_size=told.batch, resume=saved)
     build, data, loss_fn = MODELS[told.model]
     model = build()

@@ -12,11 +12,11 @@ import tutti
 from harness import run_ranks
 from local_sgd.replicas import MODELS, Seen, Told, train, train_all
 from local_sgd.simulated import doubles, simulate
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.plan import BatchPlan, Plan
 from tutti.config.relaxed import PARAMETERS
 from tutti.config.sync_words import parse_sync
-from tutti.config.words import ALONE, SyncMode
+from tutti.config.vocabulary import ALONE, SyncMode
 
 STEPS = 6
 RUNS = {
@@ -76,10 +76,10 @@ def expected_nbytes(mode: str, size: int) -> float:
 def test_bytes_are_those_of_the_formula(size: int, mode: str) -> None:
     if mode not in trained(size)[0]:
         pytest.skip("replicas meet in pairs")
-    lanes = [lane for row in trained(size)[0][mode].rows for lane in row["communication"]]
-    sent = sum(lane["nbytes"] for lane in lanes if lane["carried"] == "parameters")
+    channels = [channel for row in trained(size)[0][mode].rows for channel in row["communication"]]
+    sent = sum(channel["nbytes"] for channel in channels if channel["carried"] == "parameters")
     assert sent == expected_nbytes(mode, size)
-    gradients = sum(lane["nbytes"] for lane in lanes if lane["carried"] == "gradients")
+    gradients = sum(channel["nbytes"] for channel in channels if channel["carried"] == "gradients")
     assert (gradients > 0) == (mode in ("synchronous", "post-local"))
     assert sum(row["sent_nbytes"] for row in trained(size)[0][mode].rows) == sent + gradients
 
@@ -173,7 +173,7 @@ def refused(size: int, told: list[tuple[str, dict[str, int]]]) -> list[str]:
     said = []
     for sync, mesh in told:
         plan = Plan(batch=BatchPlan(global_batch_size=12), mesh=mesh, sync=parse_sync(sync))  # type: ignore[arg-type]
-        os.environ["TUTTI_PLAN"] = str(codec.save(plan, Path.cwd() / f"refused-{os.getpid()}.json"))
+        os.environ["TUTTI_PLAN"] = str(serialization.save(plan, Path.cwd() / f"refused-{os.getpid()}.json"))
         try:
             job = tutti.Job(global_batch_size=12)
             build, data, loss_fn = MODELS["mlp"]

@@ -63,7 +63,8 @@ def test_as_many_bytes_between_any_two_updates(size: int) -> None:
 
 def sent(seen: Seen) -> list[int]:
     return [
-        sum(lane["nbytes"] for lane in row["communication"] if lane["carried"] == "parameters") for row in seen.rows
+        sum(channel["nbytes"] for channel in row["communication"] if channel["carried"] == "parameters")
+        for row in seen.rows
     ]
 
 

@@ -37,7 +37,7 @@ def test_what_goes_wrong_is_raised_where_it_is_waited_for() -> None:
         raise RuntimeError("the peer is gone")
 
     traffic = Traffic()
-    travel = InThread([(Wire(lone=True), rounds())], 1, traffic.lane("parameters", ("replicate",)))
+    travel = InThread([(Wire(lone=True), rounds())], 1, traffic.channel("parameters", ("replicate",)))
     travel._thread.join()
     travel.go_on(1)
     with pytest.raises(RuntimeError, match="the peer is gone"):
@@ -57,13 +57,13 @@ def travelled(code: str) -> bool:
     """Whether a sum of the ranks' vectors arrived before it was asked for; the sum is right, and so are its bytes."""
     import torch.distributed as dist
 
-    from tutti.comm.world import join, leave
+    from tutti.comm.world import join_world, leave_world
 
-    join()
+    join_world()
     size, rank, how = dist.get_world_size(), dist.get_rank(), parse_compression(code)
     traffic = Traffic()
-    lane = traffic.lane("parameters", ("replicate",))
-    replicas = Replicas(rank, size, tuple(range(size)), None, lane, lane)
+    channel = traffic.channel("parameters", ("replicate",))
+    replicas = Replicas(rank, size, tuple(range(size)), None, channel, channel)
     sums = CodedSums(replicas, how, Vectors([("a", torch.zeros(N, dtype=torch.float64))]), 4)
     flat = torch.linspace(-1.0, 1.0, N, dtype=torch.float64) * (rank + 1)
     ones = torch.ones_like(flat)
@@ -78,7 +78,7 @@ def travelled(code: str) -> bool:
         torch.testing.assert_close(means, whole, rtol=1e-12, atol=1e-12)
     dist.all_reduce(first := means.clone(), dist.ReduceOp.MAX)
     assert torch.equal(first, means)
-    leave()
+    leave_world()
     return arrived
 
 

@@ -18,11 +18,11 @@ from against_one import Trained
 from matrix.families import families
 from matrix.peak import recorded_peak
 from tutti.comm.traffic import exchanged_nbytes
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.plan import BatchPlan, Plan
 from tutti.errors import TuttiError
 from tutti.parallel.layout import Layout, local, local_tensors
-from tutti.trainer.unpack import loss_of
+from tutti.trainer.losses import loss_of
 
 STEPS = 5
 FLOOR = {torch.float64: 1e-3, torch.float32: 0.1}
@@ -206,7 +206,7 @@ def _trained(task: Task, fields: dict[str, Any], comparison: Comparison | None) 
     subject = families()[task.family].subject()
     fields = {key: value for key, value in fields.items() if key != "batch"}
     plan = Plan(batch=BatchPlan(global_batch_size=subject.batch, **task.batch), **fields)
-    os.environ["TUTTI_PLAN"] = str(codec.save(plan, Path.cwd() / f"plan-{os.getpid()}.json"))
+    os.environ["TUTTI_PLAN"] = str(serialization.save(plan, Path.cwd() / f"plan-{os.getpid()}.json"))
     job = tutti.Job(global_batch_size=subject.batch, **subject.job)
     model = subject.model()
     optimizer = subject.optimizer(model.parameters(), lr=subject.rate)

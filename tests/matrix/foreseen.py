@@ -9,7 +9,7 @@ import torch
 import tutti
 from matrix.families import families
 from tutti.cli.describe import describe_captured
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeSpec
 from tutti.config.model import ModelSpec
 from tutti.config.plan import BatchPlan, Plan
@@ -47,14 +47,14 @@ def describe_family(name: str, path: Path) -> None:
         with capturing():
             job.prepare(model, optimizer, subject.data, subject.loss_fn, **subject.prepare)
     except CaptureDone as done:
-        codec.save(describe_captured(done.captured, name=name), path)
+        serialization.save(describe_captured(done.captured, name=name), path)
 
 
 def foreseen_nbytes(model: Path, batch: int, plan: dict[str, Any]) -> int | None:
     """Bytes of tensors alive at the peak of the fullest rank, as predicted; None where it is not predicted."""
     fields = {key: value for key, value in plan.items() if key != "batch"}
     with contextlib.suppress(TuttiError):
-        spec = codec.load(ModelSpec, model)
+        spec = serialization.load(ModelSpec, model)
         whole = Plan(batch=BatchPlan(global_batch_size=batch, **plan["batch"]), **fields)
         memory = predict(spec, HOST, whole).memory
         return round(memory.total - memory.reserve - memory.script)

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from matrix.families import Family
-from tutti.config.plan import LayoutRule, Pipeline, Sharding
-from tutti.config.words import AxisName, ScheduleName
+from tutti.config.plan import LayoutRule, PipelinePlan, ShardingPlan
+from tutti.config.vocabulary import AxisName, ScheduleName
 from tutti.parallel.parallelize import BUILT
 
 SEES_SEQUENCES = ("GPT, tied embeddings", "BERT", "GPT-2", "Llama", "ViT", "T5")
@@ -52,7 +52,7 @@ class Column:
 
     def divides(self, kind: str) -> int:
         """Ranks among which an equal part of parameters, gradients or optimizer state is divided."""
-        sharding: Sharding = self.fields.get("sharding", Sharding())
+        sharding: ShardingPlan = self.fields.get("sharding", ShardingPlan())
         least = {"optimizer": 1, "gradients": 2, "parameters": 3}[kind]
         number = self.mesh.get("shard", 1) if sharding.level >= least else 1
         for axis in ("split", "stage", "expert", "table"):
@@ -66,17 +66,17 @@ class Column:
             fields["layout"] = (LayoutRule(), LayoutRule(modules=family.blocks, recompute=True))
         cuts = (family.cuts or {}).get(self.mesh.get("stage", 1))
         if cuts:
-            given: Pipeline = fields.get("pipeline", Pipeline())
-            fields["pipeline"] = Pipeline(schedule=given.schedule, stages_per_rank=given.stages_per_rank, cuts=cuts)
+            given: PipelinePlan = fields.get("pipeline", PipelinePlan())
+            fields["pipeline"] = PipelinePlan(schedule=given.schedule, stages_per_rank=given.stages_per_rank, cuts=cuts)
         return {"mesh": dict(self.mesh), "batch": {"num_microbatches": self.microbatches}, **fields}
 
 
 def _shard(level: int, **more: Any) -> dict[str, Any]:
-    return {"sharding": Sharding(level=level, **more)}  # type: ignore[arg-type]
+    return {"sharding": ShardingPlan(level=level, **more)}  # type: ignore[arg-type]
 
 
 def _stage(schedule: ScheduleName) -> dict[str, Any]:
-    return {"pipeline": Pipeline(schedule=schedule, stages_per_rank=2 if schedule == "interleaved" else 1)}
+    return {"pipeline": PipelinePlan(schedule=schedule, stages_per_rank=2 if schedule == "interleaved" else 1)}
 
 
 def _data() -> list[Column]:

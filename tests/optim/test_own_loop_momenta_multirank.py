@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from harness import preload, run_ranks
 from optim.test_own_loop_multirank import STEPS, batches, gradients, loops, start, vector_of
-from tutti.comm.world import join
+from tutti.comm.world import join_world
 from tutti.compression.bytegrad import ByteGrad
 from tutti.compression.cast import Cast
 from tutti.optim.frozen import Frozen, FrozenAdam, FrozenLAMB
@@ -57,7 +57,7 @@ def looped(kind: str, code: str, poisoned: tuple[int, ...] = (), stop: int | Non
     """Parameters after every batch. `poisoned`: before which batches rank 1 has one that is not a number, and the
     others one that is; `stop`: after how many batches all goes on from a checkpoint.
     """
-    world = join()
+    world = join_world()
     torch.set_default_dtype(torch.float64)
     some = [(i, x, y) for i, (x, y) in enumerate(batches(world.rank))]
     spoilt = torch.full((5, 4), torch.nan if world.rank == 1 else 1.0)
@@ -145,7 +145,7 @@ def digits(code: str) -> tuple[float, float]:
     """Loss and accuracy in training, on a rank's share of batches of 128."""
     from sklearn.datasets import load_digits
 
-    world = join()
+    world = join_world()
     torch.manual_seed(0)
     images, labels = (torch.tensor(part) for part in load_digits(return_X_y=True))
     images = (images[:1437] / 16).float()

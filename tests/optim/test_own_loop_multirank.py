@@ -9,7 +9,7 @@ from torch import nn
 
 from harness import run_ranks
 from optim.test_zero_one import FREEZE, RANKS, equations
-from tutti.comm.world import join
+from tutti.comm.world import join_world
 from tutti.compression.cast import Cast
 
 PAGE = (Path(__file__).parents[2] / "docs" / "compression.md").read_text(encoding="utf-8")
@@ -46,7 +46,7 @@ def batches(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def looped(lossless: bool) -> list[torch.Tensor]:
     """Parameters after every update, one tensor behind the other."""
-    world = join()
+    world = join_world()
     torch.set_default_dtype(torch.float64)
     model = nn.Linear(4, 3)
     nn.utils.vector_to_parameters(start(), model.parameters())

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from against_one import close
-from tutti.comm.world import World, join
+from tutti.comm.world import World, join_world
 from tutti.config.plan import BatchPlan, Plan
 from tutti.parallel.layout import Layout, gather_whole, local_tensors
 from tutti.parallel.mesh import Mesh
@@ -23,7 +23,7 @@ def run_cases(
     import importlib
 
     torch.set_default_dtype(torch.float64)
-    world = join()
+    world = join_world()
     mesh = Mesh({"split": world.world_size}, world.rank)
     failures = {}
     for name in names:

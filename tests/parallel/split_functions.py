@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from against_one import close
-from tutti.comm.world import join
+from tutti.comm.world import join_world
 from tutti.parallel.mesh import Mesh
 from tutti.parallel.tensor.exchange import SplitGroup, take
 from tutti.parallel.tensor.parted import Parted, Place, parted, whole
@@ -103,7 +103,7 @@ def check_all() -> list[str]:
     """Everything above, parted in every way that makes sense; returns what failed."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
-    world = join()
+    world = join_world()
     mesh = Mesh({"split": world.world_size}, world.rank)
     group = SplitGroup(handle=mesh.new_group("split"), rank=world.rank, size=world.world_size)
     failures: list[str] = []

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tutti.comm.world import join
+from tutti.comm.world import join_world
 from tutti.config.plan import BatchPlan, LayoutRule, Plan
 from tutti.errors import ScriptError
 from tutti.parallel.layout import Layout
@@ -20,7 +20,7 @@ from tutti.parallel.tensor.spread import even
 
 def draw() -> dict[str, Any]:
     """Masks this rank sees: in parts (of 6 heads), of whole activations before and after, and again in recompute."""
-    world = join()
+    world = join_world()
     mesh = Mesh({"split": world.world_size}, world.rank)
     group = SplitGroup(handle=mesh.new_group("split"), rank=world.rank, size=world.world_size)
     place = Place(dim=1, spread=even(6, group.size), group=group)
@@ -81,7 +81,7 @@ class Writes(nn.Module):
 
 def refusals() -> dict[str, str]:
     """What is said, on this rank, where a model's code cannot be followed."""
-    world = join()
+    world = join_world()
     mesh = Mesh({"split": world.world_size}, world.rank)
     plan = Plan(batch=BatchPlan(global_batch_size=1), mesh={"split": mesh.world_size})
     said = {}

@@ -5,7 +5,7 @@ from torch import nn
 
 import tutti
 from tutti.config.mesh_words import mesh_in_words, parse_mesh
-from tutti.config.plan import BatchPlan, LayoutRule, Pipeline, Plan, placement_of, recomputes
+from tutti.config.plan import BatchPlan, LayoutRule, PipelinePlan, Plan, find_placement, find_recompute
 from tutti.errors import PlanError
 from tutti.parallel.annotated import with_annotations
 
@@ -33,7 +33,7 @@ def test_marks_give_a_mesh_and_rules() -> None:
     made = with_annotations(plan(), model, stated_mesh=False)
     assert made.mesh == {"stage": 2, "split": 2}
     assert made.pipeline.cuts == ("layers.3",)
-    placed = {name: placement_of(made.layout, name) for name, _ in model.named_modules() if name}
+    placed = {name: find_placement(made.layout, name) for name, _ in model.named_modules() if name}
     assert placed["head"] == placed["head.0"] == "split"
     assert placed["head.2"] == "replicate"
     assert placed["layers.0"] == "auto"
@@ -44,8 +44,8 @@ def test_marks_leave_recompute_as_the_plan_says() -> None:
     tutti.split(model.head)
     given = plan(layout=(LayoutRule(), LayoutRule(modules="head*", recompute=True)))
     made = with_annotations(given, model, stated_mesh=True)
-    assert recomputes(made.layout, "head")
-    assert recomputes(made.layout, "head.0")
+    assert find_recompute(made.layout, "head")
+    assert find_recompute(made.layout, "head.0")
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_stages_that_do_not_fit_are_refused() -> None:
     tutti.stage(model.layers[2:])
     tutti.stage(model.layers[4:])
     assert "3 stages (layers.2, layers.4 begin new ones)" in refused(model, plan(4), stated=False)
-    message = refused(model, plan(pipeline=Pipeline(cuts=("layers.1",))))
+    message = refused(model, plan(pipeline=PipelinePlan(cuts=("layers.1",))))
     assert "['layers.1']" in message
     assert "['layers.2', 'layers.4']" in message
     with pytest.raises(PlanError, match="empty list"):

@@ -14,7 +14,7 @@ from parallel.test_compressed_plans_multirank import followed
 from parallel.test_momenta_multirank import FREEZE, exactly, made
 from parallel.test_momenta_multirank import STEPS as MANY
 from trainer.several import Case, once, train_cases
-from tutti.comm import rooms
+from tutti.comm import shared_segment
 from tutti.compression.exchange import Wire
 from tutti.config.compression import flags_sent_nbytes, parse_compression, sum_sent_nbytes
 from tutti.parallel.compressed.between import BetweenHosts
@@ -25,7 +25,7 @@ Hosts = tuple[int, ...]
 def name_hosts(hosts: Hosts) -> None:
     """This rank's host, where hosts have so many ranks."""
     names = [host for host, ranks in enumerate(hosts) for _ in range(ranks)]
-    rooms.host_identity = lambda: f"host {names[int(os.environ['RANK'])]}"
+    shared_segment.host_identity = lambda: f"host {names[int(os.environ['RANK'])]}"
 
 
 def seen(run: Any) -> dict[str, Any]:

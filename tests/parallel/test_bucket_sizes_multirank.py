@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from harness import run_ranks
-from tutti.config.bucket_words import with_buckets
 from tutti.config.compression import parse_compression
+from tutti.config.option_syntax import with_bucket_size
 from tutti.config.plan import BatchPlan, Plan
 from tutti.config.refusals import check_plan
 from tutti.errors import PlanError
@@ -36,18 +36,18 @@ def test_the_stated_size_stays_unless_another_is_clearly_quicker() -> None:
 
 
 def test_words() -> None:
-    assert with_buckets(PLAN, None) == PLAN
-    assert with_buckets(PLAN, "auto").sync.bucket_sizes == "measured"
-    stated = with_buckets(with_buckets(PLAN, "auto"), "0.5").sync
+    assert with_bucket_size(PLAN, None) == PLAN
+    assert with_bucket_size(PLAN, "auto").sync.bucket_sizes == "measured"
+    stated = with_bucket_size(with_bucket_size(PLAN, "auto"), "0.5").sync
     assert (stated.bucket_nbytes, stated.bucket_sizes) == (MIB // 2, "stated")
     for text in ("0", "-1", "many", "nan", "inf", "1e-9"):
         with pytest.raises(PlanError, match="give a size in MiB above 0, or auto"):
-            with_buckets(PLAN, text)
+            with_bucket_size(PLAN, text)
 
 
 def test_codes_need_a_stated_size() -> None:
     with pytest.raises(PlanError, match="state a size"):
-        check_plan(with_buckets(PLAN, "auto").compressed(parse_compression("bfloat16")))
+        check_plan(with_bucket_size(PLAN, "auto").compressed(parse_compression("bfloat16")))
 
 
 def train(settings: dict[str, str], clocks: list[dict[int, float]], steps: int) -> dict[str, Any]:

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from harness import run_ranks
-from tutti.comm.world import World, join
-from tutti.config.plan import BatchPlan, Plan, Sync
+from tutti.comm.world import World, join_world
+from tutti.config.plan import BatchPlan, Plan, SyncPlan
 from tutti.errors import ScriptError
 from tutti.parallel.data.buckets import Bucket, Group, make_buckets
 from tutti.parallel.data.replicate import Replica
@@ -70,14 +70,14 @@ def expected(world: World, model: Net, step: int, microbatches: int) -> dict[str
 
 def sums_on_rank(bucket_nbytes: int) -> list[str]:
     """Compare five steps with the sum of all ranks' backward passes on one; returns what differs."""
-    world = join()
+    world = join_world()
     torch.manual_seed(0)
     model = Net()
     layout = Layout.of(model, Mesh({"replicate": world.world_size}, world.rank))
     plan = Plan(
         batch=BatchPlan(global_batch_size=8),
         mesh={"replicate": world.world_size},
-        sync=Sync(bucket_nbytes=bucket_nbytes),
+        sync=SyncPlan(bucket_nbytes=bucket_nbytes),
     )
     replica, wrong = Replica(model, layout, plan), []
     for step, (microbatches, freeze) in enumerate([(1, False), (2, False), (1, True), (3, True), (1, False)]):
@@ -103,10 +103,12 @@ def test_gradients_are_the_sum_over_ranks(world_size: int, bucket_nbytes: int) -
 
 def order_on_rank() -> list[list[int]]:
     """Sizes of the buckets' gradients after two steps of a model whose order of use is not that of registration."""
-    world = join()
+    world = join_world()
     model = nn.ModuleDict({name: nn.Linear(8, 8, bias=False) for name in ("third", "first", "second")})
     layout = Layout.of(model, Mesh({"replicate": world.world_size}, world.rank))
-    plan = Plan(batch=BatchPlan(global_batch_size=8), mesh={"replicate": world.world_size}, sync=Sync(bucket_nbytes=64))
+    plan = Plan(
+        batch=BatchPlan(global_batch_size=8), mesh={"replicate": world.world_size}, sync=SyncPlan(bucket_nbytes=64)
+    )
     replica = Replica(model, layout, plan)
     for _ in range(2):
         model.zero_grad(set_to_none=True)

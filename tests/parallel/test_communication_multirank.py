@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 from against_one import Subject, Trained
 from parallel.test_expert import top2
 from trainer.several import Case, on_ranks
-from tutti.config.plan import LayoutRule, Pipeline
+from tutti.config.plan import LayoutRule, PipelinePlan
 from tutti.parallel.spatial.foresee import halo_nbytes_of
 from tutti.trainer.metrics import read_rows
 
@@ -80,7 +80,7 @@ TWO: dict[str, Case] = {
     "replicate": (vectors, {"mesh": {"replicate": 2}}),
     "split": (vectors, {"mesh": {"split": 2}}),
     "shard": (vectors, {"mesh": {"shard": 2}}),
-    "stage": (vectors, {"mesh": {"stage": 2}, "pipeline": Pipeline(cuts=("2",)), "batch": {"num_microbatches": 2}}),
+    "stage": (vectors, {"mesh": {"stage": 2}, "pipeline": PipelinePlan(cuts=("2",)), "batch": {"num_microbatches": 2}}),
     "context": (sequences, {"mesh": {"context": 2}}),
     "heads": (sequences, {"mesh": {"context": 2}, "context": "all-to-all"}),
     "space": (images, {"mesh": {"space": 2}}),
@@ -99,7 +99,7 @@ def steps(name: str) -> list[dict[str, Any]]:
     return found
 
 
-def lanes(row: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+def channels(row: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
     return {(entry["axes"], entry["carried"]): entry for entry in row["communication"]}
 
 
@@ -119,7 +119,7 @@ KINDS = {
 def test_every_mechanism_says_what_it_exchanged(name: str) -> None:
     axis = "context" if name == "heads" else name
     for row in steps(name):
-        assert set(lanes(row)) - {(axis, "scalars")} == {(axis, carried) for carried in KINDS[name]}
+        assert set(channels(row)) - {(axis, "scalars")} == {(axis, carried) for carried in KINDS[name]}
         assert all(entry["count"] > 0 and entry["nbytes"] > 0 for entry in row["communication"])
 
 

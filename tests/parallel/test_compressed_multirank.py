@@ -20,9 +20,9 @@ from harness import run_ranks
 from trainer.several import Case, on_ranks
 from trainer.training import Mlp
 from tutti.compression.by_tensor import kept_of
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.compression import parse_compression
-from tutti.config.plan import BatchPlan, Plan, Sync
+from tutti.config.plan import BatchPlan, Plan, SyncPlan
 from tutti.optim.large_batch import LAMB
 from tutti.parallel.compressed.compressor import sizes_of
 from tutti.trainer.metrics import read_rows
@@ -50,7 +50,7 @@ def look(run: Any) -> dict[str, Any]:
 
 def case(words: str | None, make: Any = tied, bucket_nbytes: int = 400, **plan: Any) -> Case:
     compress = None if words is None else parse_compression(words)
-    return make, {"sync": Sync(bucket_nbytes=bucket_nbytes, compress=compress), **plan}
+    return make, {"sync": SyncPlan(bucket_nbytes=bucket_nbytes, compress=compress), **plan}
 
 
 @functools.cache
@@ -101,9 +101,9 @@ def trained(
     subject = plain() if words.startswith("dgc") else tied()
     if words.startswith("one-bit-lamb"):
         subject = replace(subject, optimizer=LAMB)
-    sync = Sync(bucket_nbytes=400, compress=parse_compression(words))
+    sync = SyncPlan(bucket_nbytes=400, compress=parse_compression(words))
     whole = Plan(batch=BatchPlan(global_batch_size=12, **plan.pop("batch", {})), sync=sync, **plan)
-    os.environ["TUTTI_PLAN"] = str(codec.save(whole, Path.cwd() / f"plan-{os.getpid()}.json"))
+    os.environ["TUTTI_PLAN"] = str(serialization.save(whole, Path.cwd() / f"plan-{os.getpid()}.json"))
     os.environ["TUTTI_RUN_FOLDER"] = folder
     job = tutti.Job(global_batch_size=12, resume=resume, **subject.job)
     model = subject.model()

@@ -13,9 +13,9 @@ from torch.utils.data import TensorDataset
 import tutti
 from harness import run_ranks
 from tutti.compression.exchange import Wire
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.compression import parse_compression
-from tutti.config.plan import BatchPlan, Plan, Sync
+from tutti.config.plan import BatchPlan, Plan, SyncPlan
 from tutti.parallel.compressed.courier import Parcel
 
 LAYERS = 6
@@ -70,9 +70,9 @@ def overlapping(words: str) -> list[tuple[bool, bool]]:
     plan = Plan(
         batch=BatchPlan(global_batch_size=8),
         mesh={"replicate": int(os.environ["WORLD_SIZE"])},
-        sync=Sync(bucket_nbytes=64, compress=parse_compression(words)),
+        sync=SyncPlan(bucket_nbytes=64, compress=parse_compression(words)),
     )
-    os.environ["TUTTI_PLAN"] = str(codec.save(plan, Path.cwd() / f"plan-{os.getpid()}.json"))
+    os.environ["TUTTI_PLAN"] = str(serialization.save(plan, Path.cwd() / f"plan-{os.getpid()}.json"))
     job = tutti.Job(global_batch_size=8)
     model = Deep(lambda: found.append((sent.wait(PATIENCE_S), over.wait(PATIENCE_S))))
     data = TensorDataset(torch.randn(24, 8), torch.randint(8, (24,)))

@@ -20,14 +20,14 @@ from trainer.several import Case, assert_refused, on_ranks, once, refusals
 from tutti.checkpoint.kept import _keeping
 from tutti.compression.by_tensor import divided_by_tensor
 from tutti.compression.scatter import ScatterSum
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.compression import parse_compression
-from tutti.config.plan import BatchPlan, Plan, Sharding, Sync
+from tutti.config.plan import BatchPlan, Plan, ShardingPlan, SyncPlan
 
 
 def divided(words: str, level: int, batch: dict[str, int] | None = None, **mesh: int) -> dict[str, Any]:
-    sync = Sync(bucket_nbytes=600, compress=parse_compression(words))
-    return {"mesh": mesh, "sharding": Sharding(level=level), "sync": sync, "batch": batch or {}}
+    sync = SyncPlan(bucket_nbytes=600, compress=parse_compression(words))
+    return {"mesh": mesh, "sharding": ShardingPlan(level=level), "sync": sync, "batch": batch or {}}
 
 
 CASES: dict[str, dict[str, Case]] = {
@@ -154,9 +154,9 @@ def going_on(words: str, steps: int, resume: str | None, folder: str, plan: dict
     """Parameters after `steps` steps in all, and what the rank keeps; a checkpoint is left in `folder`."""
     torch.set_default_dtype(torch.float64)
     subject = replace(tied(), optimizer=torch.optim.SGD)
-    sync = Sync(bucket_nbytes=600, compress=parse_compression(words))
+    sync = SyncPlan(bucket_nbytes=600, compress=parse_compression(words))
     whole = Plan(batch=BatchPlan(global_batch_size=12), sync=sync, **plan)
-    os.environ["TUTTI_PLAN"] = str(codec.save(whole, Path.cwd() / f"plan-{os.getpid()}.json"))
+    os.environ["TUTTI_PLAN"] = str(serialization.save(whole, Path.cwd() / f"plan-{os.getpid()}.json"))
     os.environ["TUTTI_RUN_FOLDER"] = folder
     job = tutti.Job(global_batch_size=12, resume=resume)
     model = subject.model()
@@ -177,7 +177,7 @@ def all_going_on(calls: list[tuple[Any, ...]]) -> list[Any]:
     return [going_on(*call) for call in calls]
 
 
-THREE = {"mesh": {"shard": 3}, "sharding": Sharding(level=2)}
+THREE = {"mesh": {"shard": 3}, "sharding": ShardingPlan(level=2)}
 
 
 @pytest.mark.long
@@ -197,7 +197,7 @@ def test_runs_go_on_bit_for_bit_and_others_with_all_that_was_kept() -> None:
                 whole, again = rank[3 * place], rank[3 * place + 2]
                 for first, second in zip(whole, again, strict=True):
                     assert all(torch.equal(second[name], value) for name, value in first.items()), words
-        for plan in ({"mesh": {"shard": 2}, "sharding": Sharding(level=3)}, {"mesh": {"replicate": 2}}):
+        for plan in ({"mesh": {"shard": 2}, "sharding": ShardingPlan(level=3)}, {"mesh": {"replicate": 2}}):
             call = ("one-bit", 5, f"{folder}/one-bit-a", f"{folder}/c", plan)
             after = run_ranks(all_going_on, 2, [call])
             for name in after[0][0][1]:

@@ -21,9 +21,9 @@ from parallel.test_expert import top2
 from trainer.several import Case, assert_refused, on_ranks, once, refusals
 from trainer.training import Mlp
 from tutti.compression.by_tensor import kept_of
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.compression import Compression, bucket_sent_nbytes, parse_compression
-from tutti.config.plan import BatchPlan, Pipeline, Plan, Sharding, Sync
+from tutti.config.plan import BatchPlan, PipelinePlan, Plan, ShardingPlan, SyncPlan
 from tutti.parallel.compressed.compressor import CompressedSum, sizes_of
 from tutti.trainer.metrics import read_rows
 
@@ -69,11 +69,11 @@ def pictures() -> Subject:
     return replace(images(), model=convolutions)
 
 
-EXACT = Sync(bucket_nbytes=600, compress=Compression(method="float64"))
+EXACT = SyncPlan(bucket_nbytes=600, compress=Compression(method="float64"))
 
 CASES: dict[str, dict[str, Case]] = {
     "2 ranks": {
-        "ZeRO-1": (tied, {"mesh": {"shard": 2}, "sharding": Sharding(level=1)}),
+        "ZeRO-1": (tied, {"mesh": {"shard": 2}, "sharding": ShardingPlan(level=1)}),
         "unlike shares": (tied, {"mesh": {"replicate": 2}, "shares": (3, 1), "batch": {"num_microbatches": 2}}),
         "clipped": (clipped, {"mesh": {"replicate": 2}}),
         "left out": (branching, {"mesh": {"replicate": 2}}),
@@ -87,9 +87,13 @@ CASES: dict[str, dict[str, Case]] = {
         "split": (plain, {"mesh": {"replicate": 2, "split": 2}}),
         "stage": (
             plain,
-            {"mesh": {"replicate": 2, "stage": 2}, "pipeline": Pipeline(cuts=("2",)), "batch": {"num_microbatches": 2}},
+            {
+                "mesh": {"replicate": 2, "stage": 2},
+                "pipeline": PipelinePlan(cuts=("2",)),
+                "batch": {"num_microbatches": 2},
+            },
         ),
-        "ZeRO-1 beside replicas": (tied, {"mesh": {"replicate": 2, "shard": 2}, "sharding": Sharding(level=1)}),
+        "ZeRO-1 beside replicas": (tied, {"mesh": {"replicate": 2, "shard": 2}, "sharding": ShardingPlan(level=1)}),
     },
 }
 
@@ -109,9 +113,9 @@ class Followed:
     def __init__(self, how: Compression, name: str, optimizer: Any = torch.optim.SGD) -> None:
         subject = replace(branching(), optimizer=optimizer)
         self.world = int(os.environ["WORLD_SIZE"])
-        sync = Sync(bucket_nbytes=600, compress=how)
+        sync = SyncPlan(bucket_nbytes=600, compress=how)
         plan = Plan(batch=BatchPlan(global_batch_size=4), mesh={"replicate": self.world}, sync=sync)
-        os.environ["TUTTI_PLAN"] = str(codec.save(plan, Path.cwd() / f"plan-{os.getpid()}.json"))
+        os.environ["TUTTI_PLAN"] = str(serialization.save(plan, Path.cwd() / f"plan-{os.getpid()}.json"))
         os.environ["TUTTI_RUN_FOLDER"] = str(Path.cwd() / f"run-{name}")
         self.job = tutti.Job(global_batch_size=4, on_nonfinite="skip")
         model = subject.model()
@@ -242,7 +246,7 @@ def descending() -> Subject:
 def test_dgc_sends_fewer_and_fewer_in_its_warmup() -> None:
     """Of one bucket, which stays; its kept values are those of the density that was in force."""
     how = parse_compression("dgc,density=0.01,warmup_steps=4")
-    sync = Sync(compress=how)
+    sync = SyncPlan(compress=how)
     found = on_ranks({"dgc": (descending, {"mesh": {"replicate": 3}, "sync": sync})}, 3, steps=7, look=look_at_sums)
     facts = found[0]["dgc"].facts
     expected = [sum(bucket_sent_nbytes(how.at(step), some, 3, 8) for some in facts["shapes"]) for step in range(7)]
@@ -260,7 +264,7 @@ def test_sparse_sums_in_a_run_become_dense_where_that_is_shorter() -> None:
         for more in ("", ",sparse=true"):
             cases[name + more] = (
                 descending,
-                {"mesh": {"replicate": 3}, "sync": Sync(compress=parse_compression(one + more))},
+                {"mesh": {"replicate": 3}, "sync": SyncPlan(compress=parse_compression(one + more))},
             )
     found = on_ranks(cases, 3, steps=3, look=look_at_sums)
     for name in words:
@@ -302,10 +306,10 @@ def slow() -> Subject:
 
 def test_what_does_not_go_together_is_refused_on_all_ranks() -> None:
     cases: list[Case] = [
-        (sparse, {"mesh": {"replicate": 2}, "sync": Sync(compress=Compression(method="one-bit"))}),
-        (moving, {"mesh": {"replicate": 2}, "sync": Sync(compress=Compression(method="dgc"))}),
-        (slow, {"mesh": {"replicate": 2}, "sync": Sync(compress=Compression(method="dgc"))}),
-        (plain, {"mesh": {"shard": 2}, "sync": Sync(compress=Compression(method="one-bit", between="hosts"))}),
+        (sparse, {"mesh": {"replicate": 2}, "sync": SyncPlan(compress=Compression(method="one-bit"))}),
+        (moving, {"mesh": {"replicate": 2}, "sync": SyncPlan(compress=Compression(method="dgc"))}),
+        (slow, {"mesh": {"replicate": 2}, "sync": SyncPlan(compress=Compression(method="dgc"))}),
+        (plain, {"mesh": {"shard": 2}, "sync": SyncPlan(compress=Compression(method="one-bit", between="hosts"))}),
     ]
     said = ("embed is sparse", "AdamW has one of its own", "clip_norm = 0.05: what comes out", "sharding.level = 3")
     assert_refused(run_ranks(refusals, 2, cases), said)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from harness import run_ranks
-from tutti.comm.world import join
+from tutti.comm.world import join_world
 from tutti.compression.exchange import wait
 from tutti.compression.qsgd import qsgd
 from tutti.compression.state import rank_seed
@@ -32,7 +32,7 @@ def values(rank: int) -> torch.Tensor:
 
 def exchanged(words: str) -> tuple[str, int, int, torch.Tensor]:
     """(kind, rounds, bytes sent, sum)."""
-    flat, exchange, rounds = values(join().rank), made(words), 0
+    flat, exchange, rounds = values(join_world().rank), made(words), 0
     for works in exchange.rounds(flat):
         wait(works)
         rounds += 1

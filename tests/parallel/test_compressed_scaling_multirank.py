@@ -18,8 +18,8 @@ from harness import run_ranks
 from parallel.test_compressed_multirank import case, data
 from parallel.test_compressed_plans_multirank import halves
 from tutti.compression.by_tensor import Kept, kept_of
-from tutti.config import codec
-from tutti.config.plan import BatchPlan, Plan, Sharding
+from tutti.config import serialization
+from tutti.config.plan import BatchPlan, Plan, ShardingPlan
 from tutti.parallel.compressed.compressor import sizes_of
 from tutti.parallel.layout import gather_whole, local
 
@@ -27,8 +27,8 @@ CODES = ("float64", "float32", "bfloat16", "float16", "bytegrad", "qsgd", "terng
 
 MESHES: dict[str, dict[str, Any]] = {
     "replicas": {"mesh": {"replicate": 2}},
-    "ZeRO-1": {"mesh": {"shard": 2}, "sharding": Sharding(level=1)},
-    "ZeRO-2": {"mesh": {"shard": 2}, "sharding": Sharding(level=2)},
+    "ZeRO-1": {"mesh": {"shard": 2}, "sharding": ShardingPlan(level=1)},
+    "ZeRO-2": {"mesh": {"shard": 2}, "sharding": ShardingPlan(level=2)},
 }
 
 STEPS, SPOILT = 7, 3
@@ -64,7 +64,7 @@ def trained(
 ) -> Run:
     """`growth`: updates after which the loss scale is doubled. The run is saved after its last step."""
     fields = {"batch": BatchPlan(global_batch_size=8), "precision": "float16", **case(words, **plan)[1]}
-    os.environ["TUTTI_PLAN"] = str(codec.save(Plan(**fields), Path.cwd() / f"plan-{os.getpid()}.json"))
+    os.environ["TUTTI_PLAN"] = str(serialization.save(Plan(**fields), Path.cwd() / f"plan-{os.getpid()}.json"))
     job = tutti.Job(global_batch_size=8, on_nonfinite="skip", resume=resume)
     model: Any = halves()
     rule = torch.optim.SGD if words is not None and words.startswith("dgc") else torch.optim.AdamW

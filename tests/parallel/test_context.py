@@ -12,14 +12,14 @@ import tutti
 from against_one import Subject, assert_agree
 from harness import run_ranks
 from trainer.several import Case, on_ranks, once
-from tutti.comm.world import join
+from tutti.comm.world import join_world
 from tutti.config.plan import BatchPlan, LayoutRule, Plan
-from tutti.config.words import ContextKind
+from tutti.config.vocabulary import ContextKind
 from tutti.errors import TuttiError
 from tutti.parallel.context import sequences_of
 from tutti.parallel.mesh import Mesh
 from tutti.trainer.evaluate import evaluate
-from tutti.trainer.unpack import default_unpack
+from tutti.trainer.losses import default_unpack
 
 VOCABULARY, LENGTH = 11, 16
 
@@ -279,7 +279,7 @@ def shifted_inside(logits: Tensor, target: Tensor) -> Tensor:
 
 def refusals() -> dict[str, str]:
     """What is said about models that cannot be run on parts, and whether the check left everything as it was."""
-    world, said = join(), {}
+    world, said = join_world(), {}
     mesh, plan = Mesh({"context": 2}, world.rank), Plan(batch=BatchPlan(global_batch_size=4), mesh={"context": 2})
     text = torch.randint(VOCABULARY, (3, LENGTH), generator=torch.Generator().manual_seed(0))
     cases: list[tuple[Any, Any, Any]] = [
@@ -313,7 +313,7 @@ def refusals() -> dict[str, str]:
 
 def refused_by_one() -> str:
     """What is said where only the second of two ranks sees a difference."""
-    mesh = Mesh({"context": 2}, join().rank)
+    mesh = Mesh({"context": 2}, join_world().rank)
     plan = Plan(batch=BatchPlan(global_batch_size=4), mesh={"context": 2}, context="all-to-all")
     text = torch.randint(VOCABULARY, (3, LENGTH), generator=torch.Generator().manual_seed(0))
     torch.manual_seed(0)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from harness import run_ranks
-from tutti.comm.world import join
+from tutti.comm.world import join_world
 from tutti.errors import ScriptError
 from tutti.parallel.context import tiles
 from tutti.parallel.context.attention import Attention
@@ -60,7 +60,7 @@ def cases(length: int, kind: str) -> dict[str, dict[str, Any]]:
 
 
 def attention_of(kind: str, length: int) -> Attention:
-    world = join()
+    world = join_world()
     order = Order(kind=kind, degree=world.world_size, index=world.rank)  # type: ignore[arg-type]
     return Attention(ring=Ring(order=order, group=dist.new_group()), length=length)
 

@@ -80,8 +80,8 @@ def carried(run: Any) -> Any:
     """How often, and how many bytes, this rank sent in the first step, by what."""
     if not run.world.is_main:
         return {}
-    lanes = next(row for row in read_rows(run.folder.metrics) if row.get("kind") == "step")["communication"]
-    return {lane["carried"]: (lane["count"], lane["nbytes"]) for lane in lanes}
+    channels = next(row for row in read_rows(run.folder.metrics) if row.get("kind") == "step")["communication"]
+    return {channel["carried"]: (channel["count"], channel["nbytes"]) for channel in channels}
 
 
 def listed(name: str) -> dict[str, tuple[str, ...]]:

@@ -20,9 +20,9 @@ from harness import run_ranks
 from parallel.test_compressed_multirank import case
 from trainer.several import Case, on_ranks, refusals, train_cases
 from tutti.compression.factors import FactoredLinear
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.compression import factors_pay, factors_sent_nbytes, parse_compression
-from tutti.config.plan import BatchPlan, Pipeline, Plan, Sharding, Sync
+from tutti.config.plan import BatchPlan, PipelinePlan, Plan, ShardingPlan, SyncPlan
 from tutti.trainer.metrics import read_rows
 
 STEPS, WORDS, WIDE = 4, 40, 90
@@ -132,7 +132,7 @@ def test_beside_other_parts_of_a_plan_it_is_that_too() -> None:
     cases = {
         "accumulated": factors(mesh=two, batch=batch),
         "shares": factors(mesh=two, shares=(4, 1), batch=batch),
-        "ZeRO-1": factors(mesh={"shard": 2}, sharding=Sharding(level=1), batch=batch),
+        "ZeRO-1": factors(mesh={"shard": 2}, sharding=ShardingPlan(level=1), batch=batch),
     }
     for rank in on_ranks(cases, 2, steps=STEPS):
         for name, got in rank.items():
@@ -165,9 +165,9 @@ def resumed(calls: list[tuple[int, str | None, str]]) -> list[dict[str, torch.Te
     torch.set_default_dtype(torch.float64)
     found = []
     for steps, resume, folder in calls:
-        sync = Sync(bucket_nbytes=9000, compress=parse_compression("factors"))
+        sync = SyncPlan(bucket_nbytes=9000, compress=parse_compression("factors"))
         plan = Plan(batch=BatchPlan(global_batch_size=10), mesh={"replicate": 3}, sync=sync)
-        os.environ["TUTTI_PLAN"] = str(codec.save(plan, Path.cwd() / f"plan-{os.getpid()}.json"))
+        os.environ["TUTTI_PLAN"] = str(serialization.save(plan, Path.cwd() / f"plan-{os.getpid()}.json"))
         os.environ["TUTTI_RUN_FOLDER"] = folder
         job = tutti.Job(global_batch_size=10, resume=resume)
         model = dropping().model()
@@ -195,8 +195,8 @@ def test_resuming_changes_no_bit() -> None:
 @pytest.mark.long
 def test_what_does_not_go_together_is_refused_on_all_ranks() -> None:
     given = [
-        factors(mesh={"stage": 2}, pipeline=Pipeline(cuts=("down",)), batch={"num_microbatches": 2}),
-        factors(mesh={"shard": 2}, sharding=Sharding(level=2)),
+        factors(mesh={"stage": 2}, pipeline=PipelinePlan(cuts=("down",)), batch={"num_microbatches": 2}),
+        factors(mesh={"shard": 2}, sharding=ShardingPlan(level=2)),
     ]
     for rank in run_ranks(refusals, 2, given):
         for said, got in zip(("mesh.stage = 2", "sharding.level = 2"), rank, strict=True):

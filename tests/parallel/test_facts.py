@@ -14,9 +14,9 @@ from torch.utils.data import TensorDataset
 import tutti
 from cost_model.examples import cluster
 from harness import run_ranks
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.model import ModelSpec, ModuleSpec
-from tutti.config.plan import BatchPlan, LayoutRule, Pipeline, Plan, Sharding
+from tutti.config.plan import BatchPlan, LayoutRule, PipelinePlan, Plan, ShardingPlan
 from tutti.cost_model import predict
 from tutti.nn import MixtureOfExperts
 from tutti.parallel.facts import with_facts
@@ -144,17 +144,17 @@ def train(plan: str, folder: str) -> None:
 WIDE = (LayoutRule(modules="blocks.*.mlp.?", placement="split"), LayoutRule(modules="head", placement="row"))
 PLANS: dict[str, dict[str, Any]] = {
     "split, recomputed": {"mesh": {"split": 2}, "layout": (LayoutRule(modules="blocks.*", recompute=True),)},
-    "sharded": {"mesh": {"shard": 2}, "sharding": Sharding(level=3), "microbatches": 2},
+    "sharded": {"mesh": {"shard": 2}, "sharding": ShardingPlan(level=3), "microbatches": 2},
     "ring": {"mesh": {"context": 2}},
     "linear layers over table": {"mesh": {"table": 2}, "microbatches": 2, "layout": WIDE},
-    "stages": {"mesh": {"stage": 2}, "microbatches": 4, "pipeline": Pipeline(schedule="zero-bubble")},
+    "stages": {"mesh": {"stage": 2}, "microbatches": 4, "pipeline": PipelinePlan(schedule="zero-bubble")},
 }
 
 
 def sent(plan: Plan, folder: Path) -> tuple[float, float]:
     """(predicted, counted) bytes that the rank which sends most sends in a step."""
     predicted = predict(spec_of(Model(), torch.zeros(4, TOKENS, WIDTH), plan.layout), cluster(), plan)
-    run_ranks(train, 2, str(codec.save(plan, folder / "plan.json")), str(folder / "run"))
+    run_ranks(train, 2, str(serialization.save(plan, folder / "plan.json")), str(folder / "run"))
     rows = []
     for rank in range(2):
         lines = (folder / "run" / "ranks" / str(rank) / "metrics.jsonl").read_text().splitlines()

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 import tutti
 from harness import run_ranks
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.plan import BatchPlan, Plan
 from tutti.optim.large_batch import LAMB
 
@@ -31,7 +31,7 @@ RATES = {torch.optim.Adam: 3e-3, LAMB: 2e-2}
 def train(model: nn.Module, kind: Any, words: str | None) -> list[float]:
     """Losses of the last epoch's steps."""
     plan = Plan(batch=BatchPlan(global_batch_size=BATCH), mesh={"replicate": int(os.environ["WORLD_SIZE"])})
-    os.environ["TUTTI_PLAN"] = str(codec.save(plan, Path.cwd() / f"plan-{os.getpid()}.json"))
+    os.environ["TUTTI_PLAN"] = str(serialization.save(plan, Path.cwd() / f"plan-{os.getpid()}.json"))
     os.environ["TUTTI_RUN_FOLDER"] = str(Path.cwd() / f"run-{words or kind.__name__}")
     os.environ.pop("TUTTI_COMPRESS", None)
     if words is not None:

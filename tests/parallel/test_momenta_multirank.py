@@ -18,7 +18,7 @@ from tutti.compression.by_tensor import kept_of
 from tutti.compression.exchange import Exchange
 from tutti.compression.two_phase import Gathered, TwoPhase
 from tutti.config.compression import Compression, bucket_sent_nbytes, flags_sent_nbytes, parse_compression
-from tutti.config.plan import Pipeline, Sharding
+from tutti.config.plan import PipelinePlan, ShardingPlan
 from tutti.optim.large_batch import LAMB
 from tutti.parallel.compressed import compressor
 from tutti.parallel.compressed.compressor import sizes_of
@@ -79,7 +79,7 @@ def test_where_the_optimizers_state_is_divided_it_is_that_too() -> None:
     """Elements of Adam's among ranks, parameters of LAMB's; what is clipped is the gradient that the sum stands for."""
     subjects = {"one-bit-adam": tied, "byte-adam": clipped_and_decayed, "one-bit-lamb": lamb}
     one = run_ranks(exactly, 1, {method: made(method, make, mesh=ONE) for method, make in subjects.items()})
-    level = {"sharding": Sharding(level=1)}
+    level = {"sharding": ShardingPlan(level=1)}
     three = {method: made(method, make, mesh={"shard": 3}, **level) for method, make in subjects.items()}
     found = run_ranks(exactly, 3, three, timeout_s=110)
     for method in subjects:
@@ -138,7 +138,7 @@ def test_beside_other_parts_of_a_plan_it_is_that_too() -> None:
     one = run_ranks(exactly, 1, alone)
     mesh, clipped_too = {"replicate": 2, "shard": 2}, {"replicate": 2, "split": 2}
     beside = {
-        "byte-adam": made("byte-adam", mesh=mesh, sharding=Sharding(level=1)),
+        "byte-adam": made("byte-adam", mesh=mesh, sharding=ShardingPlan(level=1)),
         "clipped": made("byte-adam", clipped_and_decayed, mesh=clipped_too),
     }
     four = run_ranks(exactly, 4, beside, timeout_s=110)
@@ -150,7 +150,7 @@ def test_beside_other_parts_of_a_plan_it_is_that_too() -> None:
     inside = {
         "split": made("one-bit-adam", plain, mesh={"replicate": 2, "split": 2}),
         "stage": made(
-            "one-bit-adam", plain, mesh={"replicate": 2, "stage": 2}, pipeline=Pipeline(cuts=("2",)), batch=batch
+            "one-bit-adam", plain, mesh={"replicate": 2, "stage": 2}, pipeline=PipelinePlan(cuts=("2",)), batch=batch
         ),
     }
     for rank in run_ranks(exactly, 4, inside, timeout_s=110):
@@ -228,7 +228,7 @@ def test_resuming_before_and_after_the_switch_changes_no_bit(stop: int, divided:
     words = ["one-bit-adam,freeze_step=4"] + (["one-bit-lamb,freeze_step=4"] if stop == 6 else [])
     mesh: dict[str, Any] = {"mesh": {"replicate": 3}}
     if divided:
-        mesh = {"mesh": {"shard": 3}, "sharding": Sharding(level=1)}
+        mesh = {"mesh": {"shard": 3}, "sharding": ShardingPlan(level=1)}
     with tempfile.TemporaryDirectory() as folder:
         calls: list[tuple[Any, ...]] = []
         for one in words:
@@ -250,7 +250,7 @@ def test_another_number_of_ranks_goes_on_with_all_that_was_kept() -> None:
     words = "byte-adam,freeze_step=4"
     with tempfile.TemporaryDirectory() as folder:
         before = run_ranks(in_turn, 3, [(words, 3, 6, None, f"{folder}/a", {"mesh": {"replicate": 3}})])
-        call = (words, 2, 6, f"{folder}/a", f"{folder}/b", {"mesh": {"shard": 2}, "sharding": Sharding(level=1)})
+        call = (words, 2, 6, f"{folder}/a", f"{folder}/b", {"mesh": {"shard": 2}, "sharding": ShardingPlan(level=1)})
         after = run_ranks(in_turn, 2, [call])
         for name, kept in before[0][0][1].items():
             for what in kept:
@@ -307,7 +307,7 @@ def test_what_does_not_go_together_is_refused_on_all_ranks() -> None:
     given = [
         made("one-bit-adam", clipped, mesh=two),
         made("one-bit-adam", descent, mesh=two),
-        made("one-bit-adam", plain, mesh={"shard": 2}, sharding=Sharding(level=2)),
+        made("one-bit-adam", plain, mesh={"shard": 2}, sharding=ShardingPlan(level=2)),
         made("one-bit-lamb", plain_lamb, mesh={"split": 2}),
         made("one-bit-adam", late, mesh=two),
     ]

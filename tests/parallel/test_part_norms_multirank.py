@@ -12,8 +12,8 @@ from torch.utils.data import TensorDataset
 
 import tutti
 from harness import run_ranks
-from tutti.config import codec
-from tutti.config.plan import BatchPlan, Plan, Sharding
+from tutti.config import serialization
+from tutti.config.plan import BatchPlan, Plan, ShardingPlan
 from tutti.nn import MixtureOfExperts
 from tutti.optim.large_batch import LAMB, LARS, NovoGrad, groups_of, nvlamb
 from tutti.parallel.layout import gather_whole
@@ -56,17 +56,17 @@ PLANS: dict[str, dict[str, Any]] = {
     "split 3, replicate 1": {"mesh": {"replicate": 1, "split": 3}},
     "replicate 2, split 2": {"mesh": {"replicate": 2, "split": 2}},
     "stage 2": {"mesh": {"stage": 2}},
-    "shard 2, level 1": {"mesh": {"shard": 2}, "sharding": Sharding(level=1)},
-    "shard 2, level 1, split 2": {"mesh": {"shard": 2, "split": 2}, "sharding": Sharding(level=1)},
-    "shard 2, level 2": {"mesh": {"shard": 2}, "sharding": Sharding(level=2)},
-    "shard 3, level 3": {"mesh": {"shard": 3}, "sharding": Sharding(level=3)},
-    "shard 4, level 2": {"mesh": {"shard": 4}, "sharding": Sharding(level=2)},
+    "shard 2, level 1": {"mesh": {"shard": 2}, "sharding": ShardingPlan(level=1)},
+    "shard 2, level 1, split 2": {"mesh": {"shard": 2, "split": 2}, "sharding": ShardingPlan(level=1)},
+    "shard 2, level 2": {"mesh": {"shard": 2}, "sharding": ShardingPlan(level=2)},
+    "shard 3, level 3": {"mesh": {"shard": 3}, "sharding": ShardingPlan(level=3)},
+    "shard 4, level 2": {"mesh": {"shard": 4}, "sharding": ShardingPlan(level=2)},
     "replicate 2, shard 2, level 3, offloaded": {
         "mesh": {"replicate": 2, "shard": 2},
-        "sharding": Sharding(level=3, offload="parameters"),
+        "sharding": ShardingPlan(level=3, offload="parameters"),
     },
-    "shard 2, level 3, split 2": {"mesh": {"shard": 2, "split": 2}, "sharding": Sharding(level=3)},
-    "shard 2, level 2, expert 2": {"mesh": {"shard": 2, "expert": 2}, "sharding": Sharding(level=2)},
+    "shard 2, level 3, split 2": {"mesh": {"shard": 2, "split": 2}, "sharding": ShardingPlan(level=3)},
+    "shard 2, level 2, expert 2": {"mesh": {"shard": 2, "expert": 2}, "sharding": ShardingPlan(level=2)},
     "expert 2": {"mesh": {"expert": 2}},
 }
 
@@ -76,7 +76,7 @@ def train(plan: Plan | None, names: list[str], experts: bool) -> dict[str, dict[
     for name in names:
         os.environ["TUTTI_RUN_FOLDER"] = str(Path.cwd() / name)
         if plan is not None:
-            os.environ["TUTTI_PLAN"] = str(codec.save(plan, Path.cwd() / f"plan-{os.environ['RANK']}.json"))
+            os.environ["TUTTI_PLAN"] = str(serialization.save(plan, Path.cwd() / f"plan-{os.environ['RANK']}.json"))
         job = tutti.Job(global_batch_size=8, num_microbatches=2, seed=2, keep_checkpoints=0)
         torch.manual_seed(0)
         model: nn.Module = (Experts() if experts else Mlp()).double()

@@ -10,7 +10,7 @@ from parallel import shard_subjects as subjects
 from parallel.test_expert import stacked, top2
 from parallel.test_table import apart, together
 from trainer.several import Case, on_ranks, once
-from tutti.config.plan import Sharding
+from tutti.config.plan import ShardingPlan
 
 pytestmark = pytest.mark.long
 
@@ -43,7 +43,10 @@ def runnable(name: str, level: int) -> bool:
 @functools.cache
 def results() -> list[dict[str, Trained]]:
     plans = {
-        f"{name}, level {level}": (make, {**plan, "sharding": Sharding(level=level), "batch": {"num_microbatches": 2}})  # type: ignore[arg-type]
+        f"{name}, level {level}": (
+            make,
+            {**plan, "sharding": ShardingPlan(level=level), "batch": {"num_microbatches": 2}},
+        )  # type: ignore[arg-type]
         for name, (make, plan) in CASES.items()
         for level in LEVELS
         if runnable(name, level)

@@ -11,23 +11,23 @@ from torch.nn import functional as F
 import tutti
 from harness import run_ranks
 from parallel import shard_subjects as subjects
-from tutti.config import codec
-from tutti.config.plan import BatchPlan, Plan, Sharding
+from tutti.config import serialization
+from tutti.config.plan import BatchPlan, Plan, ShardingPlan
 from tutti.parallel.layout import gather_whole, local, local_tensors
 
 pytestmark = pytest.mark.long
 
 PLANS: dict[str, dict[str, Any]] = {
-    "level 3": {"mesh": {"shard": 4}, "sharding": Sharding(level=3)},
-    "level 3, replicated": {"mesh": {"replicate": 2, "shard": 2}, "sharding": Sharding(level=3)},
-    "level 1": {"mesh": {"shard": 4}, "sharding": Sharding(level=1)},
-    "split": {"mesh": {"shard": 2, "split": 2}, "sharding": Sharding(level=3)},
+    "level 3": {"mesh": {"shard": 4}, "sharding": ShardingPlan(level=3)},
+    "level 3, replicated": {"mesh": {"replicate": 2, "shard": 2}, "sharding": ShardingPlan(level=3)},
+    "level 1": {"mesh": {"shard": 4}, "sharding": ShardingPlan(level=1)},
+    "split": {"mesh": {"shard": 2, "split": 2}, "sharding": ShardingPlan(level=3)},
 }
 
 
 def built(plan: Plan) -> tuple[dict[str, torch.Tensor], list[float]]:
     """Initial values, whole, and the losses of four steps."""
-    os.environ["TUTTI_PLAN"] = str(codec.save(plan, Path.cwd() / f"plan-{os.getpid()}.json"))
+    os.environ["TUTTI_PLAN"] = str(serialization.save(plan, Path.cwd() / f"plan-{os.getpid()}.json"))
     job = tutti.Job(global_batch_size=8, seed=3)
     model = job.build(subjects.Repeating)
     assert job.world_size == 1 or all(p.is_meta for p in model.parameters())

@@ -10,13 +10,13 @@ def exchanged(first: str) -> tuple[list[float], list[float]]:
     """What a rank gathers and what it has to sum, when ranks do not begin the two in the same order."""
     import torch.distributed as dist
 
-    from tutti.comm.traffic import Lane, Traffic
-    from tutti.comm.world import join
+    from tutti.comm.traffic import CommChannel, Traffic
+    from tutti.comm.world import join_world
     from tutti.parallel.sharding.exchange import Party, addends, gather, scatter_sum
 
-    world = join()
+    world = join_world()
     size = world.world_size
-    party = Party(dist.group.WORLD, Lane(Traffic()))
+    party = Party(dist.group.WORLD, CommChannel(Traffic()))
     assert party.rows
     mine = torch.full((2,), float(world.rank))
     segments, received = torch.zeros(size, 2), torch.zeros(size, 3)

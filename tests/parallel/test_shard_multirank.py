@@ -11,8 +11,8 @@ import torch
 from against_one import Trained, assert_agree, train
 from harness import run_ranks
 from parallel import shard_subjects as subjects
-from tutti.comm import rooms
-from tutti.config.plan import LayoutRule, Sharding
+from tutti.comm import shared_segment
+from tutti.config.plan import LayoutRule, ShardingPlan
 from tutti.errors import TuttiError
 from tutti.parallel.layout import local
 
@@ -56,7 +56,7 @@ def train_all(mesh: dict[str, int], levels: tuple[int, ...]) -> dict[tuple[int, 
         for name, case in cases_of(level).items():
             os.environ["TUTTI_RUN_FOLDER"] = str(Path.cwd() / f"run-{len(results)}")
             fields = {"mesh": mesh, "layout": case.get("layout", (LayoutRule(),))}
-            sharding = Sharding(level=level, offload=case.get("offload", "none"))  # type: ignore[arg-type]
+            sharding = ShardingPlan(level=level, offload=case.get("offload", "none"))  # type: ignore[arg-type]
             results[level, name] = train(case["make"], {**fields, "sharding": sharding}, 3, torch.float64, held)
     return results
 
@@ -97,7 +97,7 @@ def test_same_as_one_device_by_messages(mesh: dict[str, int]) -> None:
 
 def train_on_hosts(hosts: tuple[int, ...]) -> dict[tuple[int, str], Trained]:
     own = [host for host, ranks in enumerate(hosts) for _ in range(ranks)][int(os.environ["RANK"])]
-    rooms.host_identity = lambda: f"host {own}"
+    shared_segment.host_identity = lambda: f"host {own}"
     return train_all({"shard": sum(hosts)}, LEVELS)
 
 
@@ -130,7 +130,7 @@ def precise(precision: str, plans: list[tuple[dict[str, int], int]]) -> list[lis
     found = []
     for mesh, level in plans:
         os.environ["TUTTI_RUN_FOLDER"] = str(Path.cwd() / f"run-{precision}-{len(found)}")
-        fields = {"mesh": mesh, "sharding": Sharding(level=level), "precision": precision}  # type: ignore[arg-type]
+        fields = {"mesh": mesh, "sharding": ShardingPlan(level=level), "precision": precision}  # type: ignore[arg-type]
         trained = train(subjects.accumulated, fields, 8, torch.float32)
         found.append(trained.losses)
     return found
@@ -149,9 +149,9 @@ def refused(cases: list[tuple[str, int]]) -> list[str]:
     messages = []
     for number, (name, level) in enumerate(cases):
         os.environ["TUTTI_RUN_FOLDER"] = str(Path.cwd() / f"run-{number}")
-        fields: dict[str, Any] = {"mesh": {"shard": 2}, "sharding": Sharding(level=level)}  # type: ignore[arg-type]
+        fields: dict[str, Any] = {"mesh": {"shard": 2}, "sharding": ShardingPlan(level=level)}  # type: ignore[arg-type]
         if name == "parameters on the host":
-            fields["sharding"] = Sharding(level=1, offload="parameters")
+            fields["sharding"] = ShardingPlan(level=1, offload="parameters")
         try:
             train(getattr(subjects, name, subjects.tied), fields, 1, torch.float64)
             messages.append("nothing")

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from tutti.comm import Desk, TieredDesk
-from tutti.comm.traffic import lone_lane
+from tutti.comm.hierarchical import HierarchicalCommunicator
+from tutti.comm.shared_memory import SharedMemoryCommunicator
+from tutti.comm.traffic import untracked_channel
 from tutti.parallel.sharding.exchange import Exchange, Party
 from tutti.parallel.sharding.sums import Sums, _Flight
 
@@ -14,8 +15,8 @@ from tutti.parallel.sharding.sums import Sums, _Flight
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        (Desk, "start 0, land 0, start 1, land 1, start 2, land 2, start 3"),
-        (TieredDesk, "start 0, start 1, land 0, start 2, land 1, start 3"),
+        (SharedMemoryCommunicator, "start 0, land 0, start 1, land 1, start 2, land 2, start 3"),
+        (HierarchicalCommunicator, "start 0, start 1, land 0, start 2, land 1, start 3"),
         (None, "start 0, start 1, land 0, start 2, land 1, start 3"),
     ],
 )
@@ -29,9 +30,9 @@ def test_in_memory_of_all_ranks_a_sum_goes_on_before_the_next_begins(
         said.append(f"start {pack.number}")
         return _Flight(pack, [], [], Exchange(None))
 
-    def land(sums: Sums, flight: _Flight) -> None:
-        said.append(f"land {flight.pack.number}")  # type: ignore[attr-defined]
-        flight.landed = True
+    def land(sums: Sums, handle: _Flight) -> None:
+        said.append(f"land {handle.pack.number}")  # type: ignore[attr-defined]
+        handle.landed = True
 
     monkeypatch.setattr(Sums, "_start", start)
     monkeypatch.setattr(Sums, "_land", land)
@@ -39,8 +40,8 @@ def test_in_memory_of_all_ranks_a_sum_goes_on_before_the_next_begins(
     units: list[Any] = [
         SimpleNamespace(packs=[SimpleNamespace(number=number, parameters=[trained])]) for number in range(4)
     ]
-    desk = None if kind is None else object.__new__(kind)
-    sums = Sums(units, {("shard",): Party(None, lone_lane(), desk)})
+    communicator = None if kind is None else object.__new__(kind)
+    sums = Sums(units, {("shard",): Party(None, untracked_channel(), communicator)})
     sums.open()
     sums.send()
     assert ", ".join(said) == expected

@@ -15,8 +15,8 @@ import tutti
 from against_one import close
 from harness import run_ranks
 from parallel.shard_subjects import Branching, Tied, words
-from tutti.config import codec
-from tutti.config.plan import BatchPlan, Plan, Sharding
+from tutti.config import serialization
+from tutti.config.plan import BatchPlan, Plan, ShardingPlan
 from tutti.optim.large_batch import LAMB, LARS, NovoGrad, groups_of, nvlamb
 from tutti.parallel.layout import gather_whole, local_tensors
 
@@ -37,12 +37,12 @@ def plan_of(level: int, **mesh: int) -> Plan:
     """Offloaded where there are two axes."""
     offload = "optimizer" if len(mesh) > 1 else "none"
     batch = BatchPlan(global_batch_size=8, num_microbatches=2)
-    return Plan(batch=batch, mesh=mesh, sharding=Sharding(level=level, offload=offload))  # type: ignore[arg-type]
+    return Plan(batch=batch, mesh=mesh, sharding=ShardingPlan(level=level, offload=offload))  # type: ignore[arg-type]
 
 
 def train(plan: Plan, folder: Path, resume: Path | None = None) -> States:
     torch.set_default_dtype(torch.float64)
-    os.environ["TUTTI_PLAN"] = str(codec.save(plan, Path.cwd() / f"plan-{os.environ['RANK']}.json"))
+    os.environ["TUTTI_PLAN"] = str(serialization.save(plan, Path.cwd() / f"plan-{os.environ['RANK']}.json"))
     results = {}
     for kind in MAKE:
         for make in (Tied, Branching):

@@ -10,7 +10,7 @@ from torch import nn
 
 from harness import run_ranks
 from ops_space import Op, functions, modules
-from tutti.comm.world import join
+from tutti.comm.world import join_world
 from tutti.errors import PlanError
 from tutti.parallel.mesh import Mesh
 from tutti.parallel.spatial import whole
@@ -24,7 +24,7 @@ SHAPES = {1: (2, 4, 13), 2: (2, 4, 14, 11), 3: (2, 4, 13, 12, 9)}
 def space_on(grid: tuple[int, ...]) -> Space:
     torch.set_default_dtype(torch.float64)
     assert HANDLING
-    world = join()
+    world = join_world()
     return open_space(Mesh({"space": world.world_size}, world.rank), grid)
 
 

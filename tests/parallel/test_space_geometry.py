@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from harness import run_ranks
-from tutti.comm.world import join
+from tutti.comm.world import join_world
 from tutti.parallel.mesh import Mesh
 from tutti.parallel.spatial.apply import open_space
 from tutti.parallel.spatial.exchange import Route, Space
@@ -175,7 +175,7 @@ LAYERS = {
 def sent_and_predicted(grid: tuple[int, ...]) -> list[tuple[str, int, int, int, int]]:
     """For each layer: bytes that this rank sent forward and backward, and what was predicted."""
     torch.set_default_dtype(torch.float64)
-    world = join()
+    world = join_world()
     space: Space = open_space(Mesh({"space": world.world_size}, world.rank), grid)
     sizes, found = (13, 12, 10), []
     for name, (make, window) in LAYERS.items():

@@ -22,7 +22,7 @@ from models_space import (
     unet_upsampled,
     write_volumes,
 )
-from tutti.comm.world import join
+from tutti.comm.world import join_world
 from tutti.config.plan import BatchPlan, LayoutRule, Plan
 from tutti.errors import PlanError
 from tutti.parallel.data.batchnorm import BatchScope
@@ -93,7 +93,7 @@ def sent(run: Any) -> dict[str, Any]:
 
 def refused() -> list[str]:
     """What cannot be cut is said before anything is computed."""
-    join()
+    join_world()
     found = []
     for model, grid, axes in (
         (nn.Linear(3, 3), (), {"space": 2}),

@@ -19,7 +19,8 @@ from torch.utils.data import TensorDataset
 
 from against_one import Subject, assert_same_as_one
 from harness import run_ranks
-from tutti.comm import TieredDesk, rooms
+from tutti.comm import shared_segment
+from tutti.comm.hierarchical import HierarchicalCommunicator
 from tutti.config.plan import LayoutRule
 
 pytestmark = pytest.mark.long
@@ -150,12 +151,12 @@ def test_training_with_recompute_and_norms_by_tokens() -> None:
 
 def on_two_hosts() -> Subject:
     """The same where ranks 0 and 1 are on one host, the others on another: exchanges are made in two tiers."""
-    rooms.host_identity = lambda: f"host {int(os.environ['RANK']) // 2}"
+    shared_segment.host_identity = lambda: f"host {int(os.environ['RANK']) // 2}"
     return clipped()
 
 
 def tiers(run: Any) -> bool:
-    return any(isinstance(one, TieredDesk) for one in gc.get_objects())
+    return any(isinstance(one, HierarchicalCommunicator) for one in gc.get_objects())
 
 
 def test_training_over_hosts_of_several_ranks() -> None:

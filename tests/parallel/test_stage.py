@@ -15,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
 from parallel import stage_subjects as subjects
-from tutti.config.schedule import Action, balanced, in_flight, schedule, simulate, span
+from tutti.config.pipeline_schedule import Action, build_schedule, cut_balanced, max_activations, simulate, total_time
 from tutti.errors import PlanError
 from tutti.parallel.pipeline.cut import calls_of, named_starts
 from tutti.parallel.pipeline.halves import input_gradients
@@ -33,7 +33,7 @@ SHAPES += [("interleaved", ranks, chunks) for ranks in (2, 3, 4) for chunks in (
 @pytest.mark.parametrize(("name", "ranks", "chunks"), SHAPES)
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 5, 8])
 def test_every_stage_computes_every_microbatch_once(name: Any, ranks: int, chunks: int, microbatches: int) -> None:
-    orders = schedule(name, ranks, chunks, microbatches)
+    orders = build_schedule(name, ranks, chunks, microbatches)
     kinds = "FIW" if name == "zero-bubble" else "FB"
     wanted = itertools.product(kinds, range(ranks * chunks), range(microbatches))
     assert Counter(action for order in orders for action in order) == Counter(Action(*one) for one in wanted)  # type: ignore[arg-type]
@@ -48,17 +48,19 @@ def test_every_stage_computes_every_microbatch_once(name: Any, ranks: int, chunk
 @pytest.mark.parametrize("microbatches", [5, 6, 8, 12])
 def test_what_schedules_promise(ranks: int, microbatches: int) -> None:
     work = 3 * microbatches  # a forward takes 1, a backward 2
-    assert span(schedule("gpipe", ranks, 1, microbatches)) == work + 3 * (ranks - 1)
-    one = schedule("1f1b", ranks, 1, microbatches)
-    assert span(one) == work + 3 * (ranks - 1)
-    assert [in_flight(order) for order in one] == [min(ranks - rank, microbatches) for rank in range(ranks)]
-    zero = schedule("zero-bubble", ranks, 1, microbatches)
-    assert max(in_flight(order) for order in zero) <= ranks, "no more memory than 1F1B's first rank"
-    assert work + (ranks - 1) <= span(zero) <= work + 2 * (ranks - 1), "from (p - 1)(F + I - W) to 2/3 of 1F1B's bubble"
+    assert total_time(build_schedule("gpipe", ranks, 1, microbatches)) == work + 3 * (ranks - 1)
+    one = build_schedule("1f1b", ranks, 1, microbatches)
+    assert total_time(one) == work + 3 * (ranks - 1)
+    assert [max_activations(order) for order in one] == [min(ranks - rank, microbatches) for rank in range(ranks)]
+    zero = build_schedule("zero-bubble", ranks, 1, microbatches)
+    assert max(max_activations(order) for order in zero) <= ranks, "no more memory than 1F1B's first rank"
+    assert work + (ranks - 1) <= total_time(zero) <= work + 2 * (ranks - 1), (
+        "from (p - 1)(F + I - W) to 2/3 of 1F1B's bubble"
+    )
     if microbatches % ranks == 0:
         for chunks in (2, 3):
-            looped = schedule("interleaved", ranks, chunks, microbatches)
-            assert span(looped) == work * chunks + 3 * (ranks - 1), "bubble in pieces of 1 / chunks of a stage"
+            looped = build_schedule("interleaved", ranks, chunks, microbatches)
+            assert total_time(looped) == work * chunks + 3 * (ranks - 1), "bubble in pieces of 1 / chunks of a stage"
 
 
 def test_a_deadlock_is_found_and_named() -> None:
@@ -76,7 +78,7 @@ def test_balanced_cuts_are_the_best(costs: list[float], parts: int) -> None:
         bounds = [0, *starts, len(costs)]
         return max(sum(costs[a:b]) for a, b in itertools.pairwise(bounds))
 
-    starts = tuple(balanced(costs, parts))
+    starts = tuple(cut_balanced(costs, parts))
     best = min(largest(some) for some in itertools.combinations(range(1, len(costs)), parts - 1))
     assert list(starts) == sorted(set(starts))
     assert len(starts) == parts - 1

@@ -23,7 +23,7 @@ from parallel.test_context import (
     tokens,
 )
 from trainer.several import Case, on_ranks, once, refusals
-from tutti.config.plan import Pipeline
+from tutti.config.plan import PipelinePlan
 
 STEPS = 3
 
@@ -58,7 +58,7 @@ def convolved() -> Subject:
 
 def staged(make: Any, schedule: str, microbatches: int, **more: Any) -> Case:
     chunks = 2 if schedule == "interleaved" else 1
-    pipeline = Pipeline(schedule=schedule, stages_per_rank=chunks)  # type: ignore[arg-type]
+    pipeline = PipelinePlan(schedule=schedule, stages_per_rank=chunks)  # type: ignore[arg-type]
     mesh = {"context": 2, "stage": 2} if more.pop("inside", True) else {"stage": 2, "context": 2}
     return make, {"mesh": mesh, "pipeline": pipeline, "batch": {"num_microbatches": microbatches}, **more}
 

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 from against_one import Subject, Trained, assert_agree
 from parallel.test_expert import mixtral, stacked, top1, top2
 from trainer.several import Case, on_ranks, once
-from tutti.config.plan import LayoutRule, Pipeline
+from tutti.config.plan import LayoutRule, PipelinePlan
 from tutti.nn.mixture import MixtureOfExperts, auxiliary_loss
 
 STEPS = 3
@@ -90,7 +90,7 @@ def mixed() -> Subject:
 
 def staged(make: Any, schedule: str, microbatches: int, outside: dict[str, int], **more: Any) -> Case:
     chunks = 2 if schedule == "interleaved" else 1
-    pipeline = Pipeline(schedule=schedule, stages_per_rank=chunks)  # type: ignore[arg-type]
+    pipeline = PipelinePlan(schedule=schedule, stages_per_rank=chunks)  # type: ignore[arg-type]
     mesh = {**outside, "stage": 2}
     return make, {"mesh": mesh, "pipeline": pipeline, "batch": {"num_microbatches": microbatches}, **more}
 

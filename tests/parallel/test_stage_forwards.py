@@ -11,7 +11,7 @@ from against_one import train
 from harness import run_ranks
 from parallel import stage_subjects as subjects
 from parallel.test_stage import CPU, traced
-from tutti.config.plan import Pipeline, Sync
+from tutti.config.plan import PipelinePlan, SyncPlan
 from tutti.errors import PlanError
 from tutti.parallel.data.buckets import Bucket
 from tutti.parallel.pipeline.build import Stages
@@ -161,8 +161,8 @@ def events(schedule: str, bucket_nbytes: int) -> list[str]:
     noted(Bucket, "launch", "sum", "")
     plan = {
         "mesh": {"replicate": 2, "stage": 2},
-        "pipeline": Pipeline(schedule=schedule),  # type: ignore[arg-type]
-        "sync": Sync(bucket_nbytes=bucket_nbytes),
+        "pipeline": PipelinePlan(schedule=schedule),  # type: ignore[arg-type]
+        "sync": SyncPlan(bucket_nbytes=bucket_nbytes),
         "batch": {"num_microbatches": 3},
     }
     train(subjects.gpt, plan, 2, torch.float64)

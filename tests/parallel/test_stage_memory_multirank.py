@@ -12,8 +12,8 @@ from harness import run_ranks
 from matrix.described import described, peak_of_a_step
 from matrix.foreseen import HOST
 from parallel.stage_subjects import GPT
-from tutti.config import codec
-from tutti.config.plan import BatchPlan, Pipeline, Plan
+from tutti.config import serialization
+from tutti.config.plan import BatchPlan, PipelinePlan, Plan
 from tutti.cost_model import predict
 
 pytestmark = pytest.mark.long
@@ -42,9 +42,9 @@ def peak(blocks: int, plan: Path) -> int:
 def test_what_ranks_hold_is_predicted_wherever_stages_are_cut(
     blocks: int, schedule: str, chunks: int, tmp_path: Path
 ) -> None:
-    pipeline = Pipeline(schedule=schedule, stages_per_rank=chunks)  # type: ignore[arg-type]
+    pipeline = PipelinePlan(schedule=schedule, stages_per_rank=chunks)  # type: ignore[arg-type]
     batch = BatchPlan(global_batch_size=BATCH, num_microbatches=4)
     plan = Plan(batch=batch, mesh={"stage": 2}, pipeline=pipeline)
     memory = predict(described(*language(blocks), loss_fn, batch=BATCH, name="gpt"), HOST, plan).memory
-    held = max(run_ranks(peak, 2, blocks, codec.save(plan, tmp_path / "plan.json"), timeout_s=120))
+    held = max(run_ranks(peak, 2, blocks, serialization.save(plan, tmp_path / "plan.json"), timeout_s=120))
     assert 0.92 <= (memory.total - memory.reserve) / held <= 1.08

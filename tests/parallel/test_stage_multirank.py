@@ -10,7 +10,7 @@ import torch
 from against_one import Trained, assert_agree
 from parallel import stage_subjects as subjects
 from trainer.several import on_ranks
-from tutti.config.plan import LayoutRule, Pipeline, Sharding
+from tutti.config.plan import LayoutRule, PipelinePlan, ShardingPlan
 
 pytestmark = pytest.mark.long
 
@@ -21,7 +21,7 @@ def staged(make: Callable[[], Any], schedule: str, microbatches: int, *, ranks: 
     """A case: (subject, the plan's fields)."""
     chunks = 2 if schedule == "interleaved" else 1
     mesh = {**more.pop("outside", {}), "stage": ranks}
-    pipeline = Pipeline(schedule=schedule, stages_per_rank=chunks, cuts=more.pop("cuts", ()))  # type: ignore[arg-type]
+    pipeline = PipelinePlan(schedule=schedule, stages_per_rank=chunks, cuts=more.pop("cuts", ()))  # type: ignore[arg-type]
     return make, {"mesh": mesh, "pipeline": pipeline, "batch": {"num_microbatches": microbatches}, **more}
 
 
@@ -56,7 +56,7 @@ CASES: dict[int, dict[str, Any]] = {
             subjects.tagger, "gpipe", 3, ranks=2, outside={"replicate": 2}, shares=(1.0, 0.0)
         ),
         "gpt: beside sharded state": staged(
-            subjects.gpt, "1f1b", 4, ranks=2, outside={"shard": 2}, sharding=Sharding(level=1)
+            subjects.gpt, "1f1b", 4, ranks=2, outside={"shard": 2}, sharding=ShardingPlan(level=1)
         ),
     },
 }

@@ -7,7 +7,7 @@ import pytest
 
 from against_one import Trained, assert_agree
 from trainer.several import on_ranks
-from tutti.config.plan import Pipeline
+from tutti.config.plan import PipelinePlan
 
 pytest.importorskip("transformers")
 
@@ -22,7 +22,7 @@ MODELS = {"gpt2": models.gpt2, "t5": models.t5}
 @functools.cache
 def results(ranks: int) -> list[dict[str, Trained]]:
     mesh: dict[str, Any] = {"replicate": 1} if ranks == 1 else {"stage": ranks}
-    plan = {"mesh": mesh, "batch": {"num_microbatches": 2}, "pipeline": Pipeline(schedule="1f1b")}
+    plan = {"mesh": mesh, "batch": {"num_microbatches": 2}, "pipeline": PipelinePlan(schedule="1f1b")}
     return on_ranks({name: (make, plan) for name, make in MODELS.items()}, ranks, steps=2)
 
 

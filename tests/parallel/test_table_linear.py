@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from against_one import Subject, Trained, assert_agree, on_many
 from trainer.several import Case, on_ranks, once
-from tutti.config.plan import BatchPlan, LayoutRule, Plan, Sharding
+from tutti.config.plan import BatchPlan, LayoutRule, Plan, ShardingPlan
 from tutti.errors import PlanError
 from tutti.parallel.embedding.linear import DividedLinear
 from tutti.parallel.preview import explain_layout
@@ -97,9 +97,9 @@ def look(run: Any) -> dict[str, Any]:
     shapes = {name: tuple(p.shape) for name, p in run.model.named_parameters()}
     if not run.world.is_main:
         return shapes
-    lanes = [lane for row in read_rows(run.folder.metrics) for lane in row.get("communication", ())]
+    channels = [channel for row in read_rows(run.folder.metrics) for channel in row.get("communication", ())]
     kinds = ("activations", "gradients")
-    sent = {kind: sum(lane["nbytes"] for lane in lanes if lane["carried"] == kind) for kind in kinds}
+    sent = {kind: sum(channel["nbytes"] for channel in channels if channel["carried"] == kind) for kind in kinds}
     return {**shapes, **sent}
 
 
@@ -123,8 +123,8 @@ CASES: dict[int, dict[str, Case]] = {
     4: {
         "x replicate": (adam, {"mesh": {"table": 2, "replicate": 2}, **BOTH}),
         "replicate x": (sgd, {"mesh": {"replicate": 2, "table": 2}, "shares": (1.0, 2.0, 1.0, 1.0), **COLUMNS}),
-        "x shard, level 1": (adam, {"mesh": {"table": 2, "shard": 2}, "sharding": Sharding(level=1), **BOTH}),
-        "x shard, level 3": (adam, {"mesh": {"shard": 2, "table": 2}, "sharding": Sharding(level=3), **BOTH}),
+        "x shard, level 1": (adam, {"mesh": {"table": 2, "shard": 2}, "sharding": ShardingPlan(level=1), **BOTH}),
+        "x shard, level 3": (adam, {"mesh": {"shard": 2, "table": 2}, "sharding": ShardingPlan(level=3), **BOTH}),
         "tokens, recomputed": (tokens, {"mesh": {"table": 4}, **AGAIN}),
     },
 }  # fmt: skip

@@ -27,8 +27,8 @@ from tutti.config.compression import (
     parse_compression,
     sum_sent_nbytes,
 )
-from tutti.config.plan import Sharding
-from tutti.config.portions import cut
+from tutti.config.partitioning import cut
+from tutti.config.plan import ShardingPlan
 from tutti.config.zero_one import local_updates
 from tutti.local_sgd import coded
 from tutti.parallel.compressed import compressor
@@ -239,7 +239,7 @@ def test_what_does_not_go_together_is_refused_on_all_ranks() -> None:
     two = {"replicate": 2}
     given = [
         made(make=stochastic, mesh=two),
-        made(mesh={"shard": 2}, sharding=Sharding(level=1)),
+        made(mesh={"shard": 2}, sharding=ShardingPlan(level=1)),
         made(mesh={"split": 2}),
         made("zero-one-adam,freeze_step=20,kappa=2", late, mesh=two),
     ]

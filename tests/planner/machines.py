@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from cost_model.examples import cluster, gpu, link
-from tutti.config.cluster import ClusterSpec, NodeSpec, faster
+from tutti.config.cluster import ClusterSpec, NodeSpec, scale_bandwidth
 
 
 def cards(nodes: int = 1, per_node: int = 4, **device: Any) -> ClusterSpec:
@@ -30,7 +30,7 @@ def own_links(machines: ClusterSpec) -> ClusterSpec:
         for at in range(node.count)
     ]
     slower = [
-        dataclasses.replace(node, links=tuple(faster(one, 0.2**at) for one in machines.links))
+        dataclasses.replace(node, links=tuple(scale_bandwidth(one, 0.2**at) for one in machines.links))
         for at, node in enumerate(nodes)
     ]
     return dataclasses.replace(machines, nodes=tuple(slower), links=())

@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from cost_model.examples import cluster, cpu, mlp, plan
 from planner.machines import cards, mixed, own_links
 from tutti.config.cluster import ClusterSpec, ConvolutionRate, DeviceSpec, ImageRate, NodeSpec
-from tutti.config.loading import Loading
-from tutti.config.model import ModelSpec
-from tutti.config.plan import LayoutRule, Pipeline, Plan
+from tutti.config.model import Loading, ModelSpec
+from tutti.config.plan import LayoutRule, PipelinePlan, Plan
 from tutti.config.prediction import Prediction
-from tutti.config.words import AxisName, Precision
+from tutti.config.vocabulary import AxisName, Precision
 from tutti.cost_model import compute, predict
 from tutti.cost_model.batch_statistics import at_least, taken_in_passes
 from tutti.cost_model.compute import op_table
@@ -292,7 +291,7 @@ def test_what_places_hold_is_never_more_than_the_schedule_says(
     chunks = data.draw(st.integers(1, 3)) if name == "interleaved" else 1
     nbytes = np.array(data.draw(st.lists(st.floats(0, 9), min_size=ranks * chunks, max_size=ranks * chunks)))
     often = times_held(name, chunks, ranks, count)
-    pipeline = Pipeline(schedule=name, stages_per_rank=chunks)
+    pipeline = PipelinePlan(schedule=name, stages_per_rank=chunks)
     intended = plan(count, 1, count, pipeline=pipeline)
     intended = dataclasses.replace(intended, mesh={"stage": ranks})
     for rank in range(ranks):

@@ -11,8 +11,7 @@ import pytest
 
 from cost_model.examples import cpu, gpu, link, mlp, plan
 from tutti.config.cluster import ClusterSpec, DeviceSpec, NodeSpec
-from tutti.config.loading import Loading
-from tutti.config.model import ModelSpec
+from tutti.config.model import Loading, ModelSpec
 from tutti.config.plan import Plan
 from tutti.config.prediction import Prediction
 from tutti.cost_model import predict

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cost_model.examples import cluster, cpu, gpu, linear, link, mlp, plan
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.cluster import ClusterSpec, GemmRate, NodeSpec
 from tutti.config.compression import Compression
 from tutti.config.model import ModelSpec
 from tutti.config.plan import LayoutRule
-from tutti.config.words import CompressMethod
+from tutti.config.vocabulary import CompressMethod
 from tutti.cost_model import predict
 from tutti.errors import PlanError
 from tutti.planner import Alternative, Choice, Request, candidates, choose, explain, rows
@@ -227,7 +227,7 @@ def test_the_scripts_layout_and_sync_are_kept() -> None:
 @given(batch=st.integers(1, 300), width=st.sampled_from([64, 1024]), bandwidth=st.sampled_from([1e7, 1e9, 1e11]))
 def test_every_choice_round_trips_and_explains_every_loser(batch: int, width: int, bandwidth: float) -> None:
     choice = choose(mlp(width), cards(2, 2, bandwidth), ask(batch))
-    assert codec.loads(Choice, codec.dumps(choice)) == choice
+    assert serialization.loads(Choice, serialization.dumps(choice)) == choice
     assert all(alternative.reason for alternative in choice.alternatives)
     assert choice.best not in [alternative.plan for alternative in choice.alternatives]
     assert len(rows(choice)) == 1 + len(choice.alternatives)

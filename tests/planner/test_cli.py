@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from cost_model.examples import cluster, gpu, link, mlp, plan
 from tutti.cli import plan as plan_command
 from tutti.cli import predict as predict_command
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.plan import Plan
 from tutti.config.prediction import Prediction
 from tutti.errors import PlanError, ScriptError, SpecError
@@ -41,7 +41,7 @@ def files(tmp_path: Path) -> dict[str, str]:
     """Paths of a cluster of four cards, a model and a plan."""
     cards = cluster(gpu(), (link("node", 1e-5, 1e11),), devices_per_node=4)
     specs = {"cluster": cards, "model": mlp(4096, 4), "plan": plan(4096, 2)}
-    return {name: str(codec.save(spec, tmp_path / f"{name}.json")) for name, spec in specs.items()}
+    return {name: str(serialization.save(spec, tmp_path / f"{name}.json")) for name, spec in specs.items()}
 
 
 def call(command: Any, *arguments: str) -> Result:
@@ -58,7 +58,7 @@ def plan_model(files: dict[str, str], *arguments: str) -> Result:
 
 def test_plan_of_a_described_model_is_one_document_that_reads_back(files: dict[str, str]) -> None:
     result = plan_model(files, "--json")
-    choice = codec.from_data(Choice, json.loads(result.stdout))
+    choice = serialization.from_data(Choice, json.loads(result.stdout))
     assert choice.best.world_size == 4
     assert choice.model == "mlp"
 
@@ -66,14 +66,14 @@ def test_plan_of_a_described_model_is_one_document_that_reads_back(files: dict[s
 def test_plan_is_written_and_explained(files: dict[str, str], tmp_path: Path) -> None:
     output = tmp_path / "deep" / "chosen.json"
     result = plan_model(files, "--output", str(output), "--max-devices", "2", "--precision", "full")
-    assert codec.load(Plan, output).world_size == 2
+    assert serialization.load(Plan, output).world_size == 2
     assert "Predicted step" in result.stdout
     assert "one rank computes all samples" in " ".join(result.stdout.split())
     assert "tutti run --plan" in result.stderr
 
 
 def test_precision_and_degree_are_taken_from_the_command_line(files: dict[str, str]) -> None:
-    choice = codec.from_data(
+    choice = serialization.from_data(
         Choice, json.loads(plan_model(files, "--json", "--nproc", "3", "--precision", "auto").stdout)
     )
     assert choice.best.world_size == 3
@@ -86,7 +86,7 @@ def test_plan_for_a_script_needs_no_hardware(files: dict[str, str], tmp_path: Pa
     # One device: what samples cost to load is measured here, so that a busy machine may change how many are best.
     given = ("--cluster", files["cluster"], "--max-devices", "1", "--json")
     result = call(plan_command.command, *given, str(script), "12")
-    choice = codec.from_data(Choice, json.loads(result.stdout))
+    choice = serialization.from_data(Choice, json.loads(result.stdout))
     assert choice.model == "train"
     assert choice.best.world_size == 1
     assert choice.best.batch.global_batch_size == 20
@@ -97,9 +97,9 @@ def test_predict_costs_a_plan(files: dict[str, str], tmp_path: Path) -> None:
     given = ("--cluster", files["cluster"], "--model", files["model"])
     output = tmp_path / "prediction.json"
     document = call(predict_command.command, *given, "--json", "--output", str(output), files["plan"])
-    prediction = codec.from_data(Prediction, json.loads(document.stdout))
+    prediction = serialization.from_data(Prediction, json.loads(document.stdout))
     assert prediction.devices == 2
-    assert codec.load(Prediction, output) == prediction
+    assert serialization.load(Prediction, output) == prediction
     shown = call(predict_command.command, *given, files["plan"]).stdout
     for word in ("exposed communication", "activations", "samples/s on 2 ranks", "note: limited by"):
         assert word in shown
@@ -120,7 +120,7 @@ def test_refusals_say_what_to_do(files: dict[str, str], tmp_path: Path) -> None:
 
 def test_a_model_too_large_ends_with_exit_code_2_and_one_sentence(files: dict[str, str], tmp_path: Path) -> None:
     small = cluster(gpu(memory_nbytes=10**9), (), devices_per_node=1)
-    codec.save(small, tmp_path / "small.json")
+    serialization.save(small, tmp_path / "small.json")
     done = subprocess.run(
         [sys.executable, "-m", "tutti.cli.main", "plan", "--cluster", str(tmp_path / "small.json"),
          "--model", files["model"], "--global-batch-size", "64"],

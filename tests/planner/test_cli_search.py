@@ -17,7 +17,7 @@ from tutti.cli.contest import words_in_full
 from tutti.cli.outlook import SCENARIO_COLUMNS, Planned, scenario_rows
 from tutti.cli.plan_show import Differences, Scenarios
 from tutti.cli.quantities import DURATION, SIZE
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.plan import Plan
 from tutti.cost_model.words import nbytes, seconds
 from tutti.errors import PlanError
@@ -39,7 +39,7 @@ job.prepare(model, torch.optim.Adam(model.parameters()), data, torch.nn.function
 
 @pytest.fixture
 def machines(tmp_path: Path) -> str:
-    return str(codec.save(cards(2, 4, power_w=300.0, price_per_device_hour=2.0), tmp_path / "cluster.json"))
+    return str(serialization.save(cards(2, 4, power_w=300.0, price_per_device_hour=2.0), tmp_path / "cluster.json"))
 
 
 def call(*arguments: str) -> Result:
@@ -54,7 +54,7 @@ def ask(machines: str, *options: str) -> Result:
 
 
 def chosen(result: Result) -> Choice:
-    return codec.from_data(Choice, json.loads(result.stdout))
+    return serialization.from_data(Choice, json.loads(result.stdout))
 
 
 def test_a_named_model_is_planned_for_without_a_script(machines: str) -> None:
@@ -100,7 +100,7 @@ def test_a_mesh_of_a_described_model_is_exactly_that(machines: str) -> None:
 
 def test_what_if_answers_beside_now(machines: str) -> None:
     what_if = ("--what-if", "link=1gbit", "--what-if", "devices=4")
-    found = codec.from_data(Scenarios, json.loads(ask(machines, "--json", *what_if).stdout))
+    found = serialization.from_data(Scenarios, json.loads(ask(machines, "--json", *what_if).stdout))
     assert [one.change for one in found.scenarios] == ["1 Gbit/s on network links", "4 devices"]
     few, slow = found.scenarios[1].choice, found.scenarios[0].choice
     assert few is not None
@@ -116,7 +116,7 @@ def test_what_if_answers_beside_now(machines: str) -> None:
 def test_what_if_says_what_else_changes_of_the_best_plan(machines: str) -> None:
     """Fewer devices: another mesh, more memory on each, another price; a row each."""
     what_if = ("--what-if", "devices=1", "--what-if", "link=1gbit")
-    found = codec.from_data(Scenarios, json.loads(ask(machines, "--json", *what_if).stdout))
+    found = serialization.from_data(Scenarios, json.loads(ask(machines, "--json", *what_if).stdout))
     alone = found.scenarios[0].choice
     assert alone is not None
     lines = scenario_rows(Planned(choice=found.now, timeline=None, scenarios=found.scenarios))  # type: ignore[arg-type]
@@ -159,7 +159,7 @@ def test_what_cannot_be_answered_is_refused_before_the_search(
 def test_a_change_that_leaves_no_plan_is_answered_too(machines: str) -> None:
     result = ask(machines, "--json", "--what-if", "memory=200mb")
     assert result.exit_code == 0
-    (none,) = codec.from_data(Scenarios, json.loads(result.stdout)).scenarios
+    (none,) = serialization.from_data(Scenarios, json.loads(result.stdout)).scenarios
     assert none.choice is None
     assert "does not fit" in none.reason
     assert "none" in ask(machines, "--what-if", "memory=200mb").stdout
@@ -180,7 +180,7 @@ def test_a_mesh_says_degrees_and_leaves_the_level_of_sharding_open(machines: str
 
 def test_a_file_of_a_model_may_stand_where_a_script_does(machines: str, tmp_path: Path) -> None:
     sizes = {"layers": 2, "hidden": 64, "heads": 2, "seq_len": 64, "vocab": 100}
-    file = codec.save(architecture("gpt", sizes), tmp_path / "model.json")
+    file = serialization.save(architecture("gpt", sizes), tmp_path / "model.json")
     given = ("--cluster", machines, "--global-batch-size", "8", "--max-devices", "1", "--json")
     assert chosen(call(*given, str(file))).best == chosen(call(*given, "--model", str(file))).best
 
@@ -199,13 +199,13 @@ def test_prices_and_powers_are_answered_for_a_step_too(machines: str) -> None:
 
 
 def test_two_plan_files_are_told_apart(tmp_path: Path) -> None:
-    first = codec.save(plan(64), tmp_path / "first.json")
+    first = serialization.save(plan(64), tmp_path / "first.json")
     other = dataclasses.replace(plan(64), mesh={"replicate": 2, "split": 2})
-    second = codec.save(other, tmp_path / "second.json")
+    second = serialization.save(other, tmp_path / "second.json")
     shown = call("--diff", str(first), str(second)).stdout
     assert "Ranks: 1 in first.json, 4 in second.json" in shown
     assert "Split: none in first.json, 2 in second.json" in shown
-    data = codec.from_data(Differences, json.loads(call("--json", "--diff", str(first), str(second)).stdout))
+    data = serialization.from_data(Differences, json.loads(call("--json", "--diff", str(first), str(second)).stdout))
     assert data.second == other
     assert "first.json and first.json mean the same" in call("--diff", str(first), str(first)).stdout
 
@@ -214,7 +214,7 @@ def test_a_written_plan_says_which_model_it_is_for(machines: str, tmp_path: Path
     output = tmp_path / "plan.json"
     result = ask(machines, "--output", str(output))
     sizes = {"layers": 4, "hidden": 512, "heads": 8, "seq_len": 512, "vocab": 1000}
-    assert codec.load(Plan, output).made_for == stamp(architecture("gpt", sizes))
+    assert serialization.load(Plan, output).made_for == stamp(architecture("gpt", sizes))
     assert "plan written to" in result.stderr
 
 
@@ -222,7 +222,7 @@ def test_a_plan_for_another_model_is_noticed(machines: str, tmp_path: Path) -> N
     output = tmp_path / "plan.json"
     ask(machines, "--output", str(output), "--mesh", "replicate=2")
     deeper = architecture("gpt", {"layers": 5, "hidden": 512, "heads": 8, "seq_len": 512, "vocab": 1000})
-    other = codec.save(deeper, tmp_path / "model.json")
+    other = serialization.save(deeper, tmp_path / "model.json")
     found = CliRunner().invoke(predict_command.command, ["--cluster", machines, "--model", str(other), str(output)])
     assert "was made for another model: blocks.4 is new" in " ".join(found.stderr.split())
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tutti.config.compression import Compression
-from tutti.config.plan import BatchPlan, LayoutRule, Pipeline, Plan, Sharding, Sync
+from tutti.config.plan import BatchPlan, LayoutRule, PipelinePlan, Plan, ShardingPlan, SyncPlan
 from tutti.config.relaxed import Relaxed
 from tutti.planner import difference
 
@@ -14,7 +14,7 @@ BASE = Plan(
     batch=BatchPlan(global_batch_size=64),
     mesh=dict.fromkeys(("stage", "replicate", "shard", "context", "space", "split"), 2),  # type: ignore[misc]
     layout=(LayoutRule(modules="blocks.5", recompute=True), LayoutRule(modules="head", placement="column")),
-    sync=Sync(compress=Compression(method="top-k")),
+    sync=SyncPlan(compress=Compression(method="top-k")),
     made_for={"embed": "Linear 32"},
 )
 
@@ -84,9 +84,9 @@ def test_every_field_is_tried() -> None:
 def test_every_field_that_is_changed_is_told(name: str) -> None:
     base = BASE
     if name == "sync.relaxed":
-        base = dataclasses.replace(BASE, sync=Sync(mode="local", relaxed=Relaxed(period=8)))
+        base = dataclasses.replace(BASE, sync=SyncPlan(mode="local", relaxed=Relaxed(period=8)))
     if name == "pipeline.stages_per_rank":
-        base = dataclasses.replace(BASE, pipeline=Pipeline(schedule="interleaved"))
+        base = dataclasses.replace(BASE, pipeline=PipelinePlan(schedule="interleaved"))
     said = difference(base, changed(base, name), ("old", "new"))
     assert said
     assert all(("old" in one and "new" in one) or "Only" in one for one in said)
@@ -117,5 +117,7 @@ def test_the_order_of_rules_is_told_where_the_last_one_counts() -> None:
 
 def test_offload_is_told_without_a_shard_axis_and_a_level_that_nothing_follows_at_last() -> None:
     one = Plan(batch=BatchPlan(global_batch_size=8))
-    assert difference(one, dataclasses.replace(one, sharding=Sharding(offload="optimizer")))
-    assert difference(one, dataclasses.replace(one, sharding=Sharding(level=1))) == ("sharding.level: 3 in A, 1 in B",)
+    assert difference(one, dataclasses.replace(one, sharding=ShardingPlan(offload="optimizer")))
+    assert difference(one, dataclasses.replace(one, sharding=ShardingPlan(level=1))) == (
+        "sharding.level: 3 in A, 1 in B",
+    )

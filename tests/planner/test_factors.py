@@ -6,7 +6,7 @@ import pytest
 
 from planner.test_relaxed import MODEL, hosts
 from tutti.config.compression import parse_compression
-from tutti.config.plan import BatchPlan, Plan, Sync
+from tutti.config.plan import BatchPlan, Plan, SyncPlan
 from tutti.planner import choose
 from tutti.planner.choice import Choice, Request
 from tutti.planner.explain import explain
@@ -34,11 +34,11 @@ def test_they_are_taken_on_a_slow_network_where_rows_are_few(relax: Any) -> None
 def test_elsewhere_the_exact_choice_is_as_it_was(mbit: float, batch: int) -> None:
     """On a fast network, and where rows are as many bytes as gradients."""
     best = chosen(mbit, batch)
-    assert best.best.sync == Sync()
+    assert best.best.sync == SyncPlan()
     assert best.dial is None
 
 
 def test_they_leave_alone_what_a_script_says() -> None:
     for words in ("one-bit", "float32"):
-        script = Plan(batch=BatchPlan(global_batch_size=64), sync=Sync(compress=parse_compression(words)))
+        script = Plan(batch=BatchPlan(global_batch_size=64), sync=SyncPlan(compress=parse_compression(words)))
         assert chosen(300, script=script).best.sync.compress == parse_compression(words)

@@ -12,8 +12,8 @@ from cost_model.examples import cluster, cpu, gpu, linear, link, mlp, plan
 from planner.machines import cards, mixed
 from tutti.config.cluster import ClusterSpec
 from tutti.config.model import ModelSpec
-from tutti.config.plan import LayoutRule, Pipeline
-from tutti.config.words import AxisName, ScheduleName
+from tutti.config.plan import LayoutRule, PipelinePlan
+from tutti.config.vocabulary import AxisName, ScheduleName
 from tutti.cost_model import predict
 from tutti.errors import PlanError
 from tutti.planner import NoiseScale, Request, choose, explain, rows, samples_to_quality
@@ -87,7 +87,7 @@ def test_every_schedule_is_tried(bandwidth: float) -> None:
                 model,
                 machines,
                 dataclasses.replace(
-                    plan(16, 1, count), mesh={"stage": 4}, pipeline=Pipeline(schedule=name, stages_per_rank=chunks)
+                    plan(16, 1, count), mesh={"stage": 4}, pipeline=PipelinePlan(schedule=name, stages_per_rank=chunks)
                 ),
             ).step_time_s.value
             for count in (2, 4, 8, 16)
@@ -99,7 +99,7 @@ def test_every_schedule_is_tried(bandwidth: float) -> None:
     assert choice.prediction.step_time_s.value <= 1.02 * min(steps.values())
     if bandwidth == 1e8:
         assert min(steps, key=lambda name: steps[name]) == "interleaved"
-        assert choice.best.pipeline == Pipeline(schedule="interleaved", stages_per_rank=1)
+        assert choice.best.pipeline == PipelinePlan(schedule="interleaved", stages_per_rank=1)
 
 
 def test_what_is_left_is_never_better_by_more_than_the_gap() -> None:
@@ -141,7 +141,7 @@ def test_annotations_are_demands() -> None:
     choice = choose(gpt(), cards(1, 4), ask(16, demanded={"split": 2}))
     assert choice.best.mesh.get("split", 1) == 2 or choice.best.world_size == 1
     assert all(a.plan.mesh.get("split", 1) == 2 or a.plan.world_size == 1 for a in choice.alternatives if a.prediction)
-    script = dataclasses.replace(plan(16), pipeline=Pipeline(cuts=("blocks.1",)))
+    script = dataclasses.replace(plan(16), pipeline=PipelinePlan(cuts=("blocks.1",)))
     staged = choose(gpt(), cards(1, 4), Request(script=script, scope="all", demanded={"stage": 2}))
     assert staged.best.mesh.get("stage", 1) == 2 or staged.best.world_size == 1
     assert staged.best.pipeline.cuts == ("blocks.1",)

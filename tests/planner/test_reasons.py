@@ -12,7 +12,7 @@ from planner.test_meshes import gpt
 from planner.test_mixed import two
 from tutti.config.cluster import ClusterSpec
 from tutti.config.plan import LayoutRule, Plan
-from tutti.config.words import AxisName
+from tutti.config.vocabulary import AxisName
 from tutti.cost_model import predict
 from tutti.errors import PlanError
 from tutti.planner import Request, choose

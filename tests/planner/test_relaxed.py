@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from cost_model.examples import cluster, cpu, link, mlp
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.cluster import ClusterSpec, CompressRate
 from tutti.config.compression import Compression, parse_compression
-from tutti.config.plan import BatchPlan, Plan, Sync
+from tutti.config.plan import BatchPlan, Plan, SyncPlan
 from tutti.config.sync_words import parse_sync, way_in_words
 from tutti.cost_model import predict
 from tutti.errors import PlanError
@@ -77,7 +77,7 @@ def test_an_mlp_of_ten_million_on_three_networks(optimizer: str, mbit: float, re
         assert choice.dial is not None
         assert choice.dial.chosen == (expected != "synchronous")
         assert choice.dial.exact_step_s == exact.prediction.step_time_s.value
-        assert codec.loads(Choice, codec.dumps(choice)) == choice
+        assert serialization.loads(Choice, serialization.dumps(choice)) == choice
 
 
 @cache
@@ -359,7 +359,7 @@ def test_what_first_updates_take_counts_and_where_it_counts_for_little_replicas_
 
 
 def test_the_dial_and_a_stated_way_exclude_each_other() -> None:
-    for sync in (Sync(compress=parse_compression("bytegrad")), parse_sync("local:8")):
+    for sync in (SyncPlan(compress=parse_compression("bytegrad")), parse_sync("local:8")):
         script = replace(SCRIPT, sync=sync)
         Request(script=script)
         with pytest.raises(PlanError, match="leave one out"):
@@ -372,7 +372,7 @@ def test_the_dial_and_a_stated_way_exclude_each_other() -> None:
 def test_words_of_a_way_are_what_a_user_types(way: Way) -> None:
     mode, _, code = way.words.rpartition(" in ") if way.mode != "synchronous" and way.compress else ("", "", way.words)
     if way.mode != "synchronous":
-        assert parse_sync(mode or way.words) == Sync(mode=way.mode, relaxed=way.relaxed)
+        assert parse_sync(mode or way.words) == SyncPlan(mode=way.mode, relaxed=way.relaxed)
         assert way.dial == "relaxed"
     if way.compress is not None:
         assert parse_compression(code) == way.compress

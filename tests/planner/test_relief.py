@@ -12,7 +12,7 @@ from cost_model.examples import plan
 from planner.machines import cards
 from tutti.config.cluster import ClusterSpec
 from tutti.config.model import ModelSpec
-from tutti.config.plan import LayoutRule, Pipeline, Plan
+from tutti.config.plan import LayoutRule, PipelinePlan, Plan
 from tutti.cost_model import predict
 from tutti.planner import Request, choose
 from tutti.planner.relief import Load, chosen, with_forms
@@ -79,7 +79,7 @@ def steps(model: ModelSpec, machines: ClusterSpec, intended: Plan) -> dict[tuple
 @pytest.mark.parametrize(("mesh", "microbatches"), [({"replicate": 1}, 1), ({"stage": 2}, 4)])
 def test_some_blocks_recompute_where_that_is_all_that_memory_asks(mesh: dict[str, int], microbatches: int) -> None:
     model = gpt()
-    intended = dataclasses.replace(plan(16, 1, microbatches, pipeline=Pipeline(schedule="gpipe")), mesh=mesh)
+    intended = dataclasses.replace(plan(16, 1, microbatches, pipeline=PipelinePlan(schedule="gpipe")), mesh=mesh)
     bare = predict(model, cards(1, 2), intended).memory.total
     names = tuple(f"blocks.{index}" for index in range(BLOCKS))
     full = predict(model, cards(1, 2), with_forms(intended, names, (2,) * BLOCKS)).memory.total

@@ -9,8 +9,7 @@ from cost_model.examples import cluster, cpu, mlp
 from planner.machines import cards
 from tutti.cli.planning import search
 from tutti.config.plan import BatchPlan, Plan
-from tutti.config.prediction import Estimate
-from tutti.config.scaling import ScalingCurve
+from tutti.config.prediction import Estimate, ScalingCurve
 from tutti.errors import PlanError
 from tutti.planner import Choice, Request, device_counts, scaling
 from tutti.planner.scenarios import with_bandwidth

@@ -7,7 +7,7 @@ import pytest
 
 from planner.machines import cards, own_links
 from planner.test_meshes import ask, gpt
-from tutti.config.cluster import faster
+from tutti.config.cluster import scale_bandwidth
 from tutti.cost_model import predict
 from tutti.errors import PlanError
 from tutti.planner import choose
@@ -53,7 +53,7 @@ def test_links_that_hosts_have_of_their_own_are_changed_too() -> None:
 
 def test_slow_hosts_that_a_choice_leaves_idle_change_nothing_of_it() -> None:
     quick = dataclasses.replace(MACHINES.nodes[0], links=MACHINES.links)
-    slow = dataclasses.replace(quick, name="idle", links=tuple(faster(one, 1e-3) for one in MACHINES.links))
+    slow = dataclasses.replace(quick, name="idle", links=tuple(scale_bandwidth(one, 1e-3) for one in MACHINES.links))
     machines = dataclasses.replace(MACHINES, nodes=(quick, slow), links=())
     request = dataclasses.replace(ask(), mesh={"replicate": 4})
     both, alone = (choose(gpt(), where, request) for where in (machines, MACHINES))

@@ -15,7 +15,7 @@ from planner.test_mixed import two
 from tutti.config.cluster import ClusterSpec, DeviceSpec, GemmRate, NodeSpec
 from tutti.config.model import ModelSpec
 from tutti.config.plan import Plan
-from tutti.config.words import AxisName
+from tutti.config.vocabulary import AxisName
 from tutti.cost_model import predict
 from tutti.errors import PlanError
 from tutti.planner import Choice, Request, choose

@@ -8,8 +8,7 @@ import pytest
 from cost_model.examples import cluster, cpu, mlp, plan
 from planner.machines import cards
 from tutti.config.cluster import ClusterSpec
-from tutti.config.loading import Loading
-from tutti.config.model import ModelSpec, TensorShape
+from tutti.config.model import Loading, ModelSpec, TensorShape
 from tutti.config.plan import BatchPlan, Plan
 from tutti.cost_model import predict
 from tutti.cost_model.step import load_of

@@ -6,10 +6,10 @@ import pytest
 
 from cost_model.examples import cluster, cpu, linear, link, mlp, plan
 from planner.machines import cards, mixed
-from tutti.config import codec
-from tutti.config.made_for import _spread
+from tutti.config import serialization
 from tutti.config.model import ModelSpec
-from tutti.config.plan import LayoutRule, Pipeline, Plan, Sharding
+from tutti.config.model_fingerprint import _spread
+from tutti.config.plan import LayoutRule, PipelinePlan, Plan, ShardingPlan
 from tutti.errors import PlanError
 from tutti.planner import changed_modules, difference, stamp, what_if
 from tutti.planner.words import plan_words
@@ -25,8 +25,8 @@ def test_every_difference_is_a_sentence() -> None:
         plan(128, microbatches=4),
         mesh={"stage": 2, "shard": 2, "split": 2},
         precision="bfloat16",
-        sharding=Sharding(level=1),
-        pipeline=Pipeline(schedule="zero-bubble"),
+        sharding=ShardingPlan(level=1),
+        pipeline=PipelinePlan(schedule="zero-bubble"),
         layout=(LayoutRule(modules="blocks.*", recompute=True),),
     )
     found = difference(one, other, ("old.json", "new.json"))
@@ -42,7 +42,7 @@ def test_every_difference_is_a_sentence() -> None:
 
 def test_the_order_of_axes_and_settings_of_shared_axes_are_told() -> None:
     one = dataclasses.replace(plan(64), mesh={"shard": 2, "split": 2})
-    other = dataclasses.replace(one, mesh={"split": 2, "shard": 2}, sharding=Sharding(level=1))
+    other = dataclasses.replace(one, mesh={"split": 2, "shard": 2}, sharding=ShardingPlan(level=1))
     found = difference(one, other)
     assert "Order of axes, outermost first: shard, split in A, split, shard in B" in found
     assert "Sharding: level 3 in A, level 1 in B" in found
@@ -78,10 +78,10 @@ def test_a_changed_model_is_noticed_in_words() -> None:
 
 def test_a_stamped_plan_round_trips_and_old_plans_are_read() -> None:
     made = dataclasses.replace(plan(64), made_for=stamp(layered(2)))
-    assert codec.loads(Plan, codec.dumps(made)) == made
-    data = codec.to_data(plan(64))
+    assert serialization.loads(Plan, serialization.dumps(made)) == made
+    data = serialization.to_data(plan(64))
     del data["made_for"]
-    assert codec.from_data(Plan, data) == plan(64)
+    assert serialization.from_data(Plan, data) == plan(64)
 
 
 def test_clusters_are_changed_as_asked() -> None:

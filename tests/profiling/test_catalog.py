@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.cluster import ClusterSpec
 from tutti.errors import SpecError
 from tutti.profile.catalog import cluster_from_parts, device, link, parts
@@ -127,7 +127,7 @@ def test_a_cluster_from_parts() -> None:
     assert network.bandwidth_bytes_per_s == 8 * 25e9
     assert network.latency_s == link("InfiniBand-HDR-200", "network").latency_s
     assert cluster.conditions is None
-    assert codec.loads(ClusterSpec, codec.dumps(cluster)) == cluster
+    assert serialization.loads(ClusterSpec, serialization.dumps(cluster)) == cluster
 
 
 def test_one_device_needs_no_link() -> None:

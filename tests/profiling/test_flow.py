@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tutti.config.codec import dumps, loads
-from tutti.config.model import ModelSpec, ModuleSpec, Passing
+from tutti.config.model import ForwardedValues, ModelSpec, ModuleSpec
+from tutti.config.serialization import dumps, loads
 from tutti.profile import describe_model
 
 WIDTH, TOKENS, BATCH = 6, 5, 4
@@ -47,20 +47,22 @@ class Net(nn.Module):
 
 def test_a_skip_goes_from_where_it_is_made_to_where_it_is_used() -> None:
     modules = described(Net(), tokens())
-    assert modules["embed"].passes_on == (Passing(nbytes=ROW, to=("first", "third"), trained=True),)
+    assert modules["embed"].passes_on == (ForwardedValues(nbytes=ROW, to=("first", "third"), trained=True),)
 
 
 def test_a_value_written_to_in_place_is_passed_on_as_it_is_then() -> None:
     assert described(Net(), tokens())["first"].passes_on == (
-        Passing(nbytes=ROW, to=("second",), kept=("first", "second")),  # relu_ keeps what it makes, and so does second
+        ForwardedValues(
+            nbytes=ROW, to=("second",), kept=("first", "second")
+        ),  # relu_ keeps what it makes, and so does second
     )
 
 
 def test_what_the_batch_and_constants_give_passes_nowhere() -> None:
     modules = described(Net(), tokens())
-    assert modules["second"].passes_on == (Passing(nbytes=2 * ROW, to=("third",), kept=("second", "third")),)
-    assert modules["third"].passes_on == (Passing(nbytes=ROW, to=("last",)),)
-    assert modules["last"].passes_on == (Passing(nbytes=4 * TOKENS * 3, to=("",)),)
+    assert modules["second"].passes_on == (ForwardedValues(nbytes=2 * ROW, to=("third",), kept=("second", "third")),)
+    assert modules["third"].passes_on == (ForwardedValues(nbytes=ROW, to=("last",)),)
+    assert modules["last"].passes_on == (ForwardedValues(nbytes=4 * TOKENS * 3, to=("",)),)
     assert modules[""].passes_on == ()
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tutti.errors import ScriptError
 from tutti.profile import parameters_on_meta
-from tutti.profile.meta import meta_copy
+from tutti.profile.meta_device import meta_copy
 
 
 def devices(model: nn.Module) -> set[str]:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from tutti.config.codec import dumps, loads
 from tutti.config.model import ModelSpec, ModuleSpec
+from tutti.config.serialization import dumps, loads
 from tutti.profile import describe_model
 
 COUNTED = ("gemm", "conv", "attention", "rnn")

@@ -9,9 +9,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tutti.cli.describe import command, scaled, tree
-from tutti.config.codec import from_data, load
-from tutti.config.loading import Loading
-from tutti.config.model import ModelSpec
+from tutti.config.model import Loading, ModelSpec
+from tutti.config.serialization import from_data, load
 from tutti.errors import DataError, ScriptError, SpecError, TuttiError
 
 SCRIPT = """

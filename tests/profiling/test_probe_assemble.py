@@ -5,7 +5,7 @@ from typing import Literal
 
 import pytest
 
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.cluster import (
     ClusterSpec,
     CompressRate,
@@ -19,19 +19,20 @@ from tutti.config.cluster import (
     VectorRate,
     WeightRate,
 )
-from tutti.profile.probe.assemble import assemble
-from tutti.profile.probe.findings import (
+from tutti.profile.probe.cluster_assembly import (
     DeviceRates,
     Findings,
     RankFacts,
     SharedRates,
+    assemble,
     at_once,
     crowded,
+    in_kinds,
     renamed,
+    slowest,
     turns,
 )
-from tutti.profile.probe.host import HostFacts
-from tutti.profile.probe.together import in_kinds, slowest
+from tutti.profile.probe.host_facts import HostFacts
 
 GB = 10**9
 
@@ -81,7 +82,7 @@ RATES = DeviceRates(
 def findings(facts: list[RankFacts]) -> Findings:
     return Findings(
         facts=facts,
-        alone={fact.device: RATES for fact in facts},
+        exclusive={fact.device: RATES for fact in facts},
         shared=[SharedRates() for _ in facts],
         node_links=[() for _ in facts],
         network_links=[() for _ in facts],
@@ -103,7 +104,7 @@ def test_one_host_of_two_ranks() -> None:
     assert (device.memory_bandwidth_bytes_per_s, device.cores, device.evidence) == (3e10, 4, "measured")
     assert cluster.conditions is not None
     assert cluster.conditions.notes == ("something was skipped",)
-    assert codec.loads(ClusterSpec, codec.dumps(cluster)) == cluster
+    assert serialization.loads(ClusterSpec, serialization.dumps(cluster)) == cluster
 
 
 def test_equal_hosts_are_one_node_with_a_count() -> None:
@@ -269,7 +270,7 @@ def test_hosts_with_devices_of_another_pace_are_nodes_of_their_own() -> None:
     cluster = assemble(
         Findings(
             facts=facts,
-            alone={"CPU, 4 cores": RATES, "CPU, 4 cores, slower": half},
+            exclusive={"CPU, 4 cores": RATES, "CPU, 4 cores, slower": half},
             shared=[SharedRates()] * 3,
             node_links=[()] * 3,
             network_links=[()] * 3,

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tutti.profile.probe import host
+from tutti.profile.probe import host_facts
 
 
 def tree(root: Path, files: dict[str, str]) -> Path:
@@ -61,17 +61,17 @@ V1 = "5:cpu,cpuacct:/job\n3:memory:/job\n1:name=systemd:/other\n"
     ],
 )
 def test_cpu_quota(tmp_path: Path, files: dict[str, str], quota: float | None) -> None:
-    assert host.cpu_quota(tree(tmp_path, files)) == quota
+    assert host_facts.cpu_quota(tree(tmp_path, files)) == quota
 
 
 def test_cores_are_the_affinity_bounded_by_the_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     root = tree(tmp_path, {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "250000 100000"})
-    assert host.cores_granted(root) == 2
+    assert host_facts.cores_granted(root) == 2
     (root / "sys/fs/cgroup/cpu.max").write_text("50000 100000")
-    assert host.cores_granted(root) == 1
+    assert host_facts.cores_granted(root) == 1
     (root / "sys/fs/cgroup/cpu.max").write_text("1600000 100000")
-    assert host.cores_granted(root) == 8
+    assert host_facts.cores_granted(root) == 8
 
 
 @pytest.mark.parametrize(
@@ -86,8 +86,8 @@ def test_cores_are_the_affinity_bounded_by_the_quota(tmp_path: Path, monkeypatch
 )
 def test_memory_limit(tmp_path: Path, files: dict[str, str], limit: int | None) -> None:
     root = tree(tmp_path, files)
-    assert host.memory_limit(root) == limit
-    assert host.memory_granted(root) == (limit or psutil.virtual_memory().total)
+    assert host_facts.memory_limit(root) == limit
+    assert host_facts.memory_granted(root) == (limit or psutil.virtual_memory().total)
 
 
 def test_cpu_model_and_caches(tmp_path: Path) -> None:
@@ -100,24 +100,24 @@ def test_cpu_model_and_caches(tmp_path: Path) -> None:
             f"{cache}/index3/size": "32768K\n",
         },
     )
-    assert host.cpu_model(root) == "Some CPU @ 3 GHz"
-    assert host.cache_nbytes(root) == 32 * 2**20
-    assert host.cache_nbytes(tmp_path / "nothing") == 32 * 2**20
+    assert host_facts.cpu_model(root) == "Some CPU @ 3 GHz"
+    assert host_facts.cache_nbytes(root) == 32 * 2**20
+    assert host_facts.cache_nbytes(tmp_path / "nothing") == 32 * 2**20
 
 
 def test_this_host() -> None:
-    here = host.facts()
+    here = host_facts.facts()
     assert 1 <= here.cores <= (os.cpu_count() or 1)
     assert here.memory_nbytes > 2**28
     assert here.name
     assert here.cpu
-    assert {"python", "torch", "system"} <= host.versions().keys()
+    assert {"python", "torch", "system"} <= host_facts.versions().keys()
 
 
 def test_load_is_other_work_on_the_cores_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host.os, "sched_getaffinity", lambda _: {1, 3}, raising=False)
-    monkeypatch.setattr(host.psutil, "cpu_percent", lambda interval, percpu: [100.0, 30.0, 100.0, 90.0])
-    assert host.load() == pytest.approx(1.2)
+    monkeypatch.setattr(host_facts.os, "sched_getaffinity", lambda _: {1, 3}, raising=False)
+    monkeypatch.setattr(host_facts.psutil, "cpu_percent", lambda interval, percpu: [100.0, 30.0, 100.0, 90.0])
+    assert host_facts.load() == pytest.approx(1.2)
 
 
 def test_load_sees_a_process_that_computes_now() -> None:
@@ -127,7 +127,7 @@ def test_load_sees_a_process_that_computes_now() -> None:
     try:
         os.sched_setaffinity(0, [core])
         time.sleep(0.5)
-        assert host.load() > 0.8
+        assert host_facts.load() > 0.8
     finally:
         busy.kill()
         busy.wait()

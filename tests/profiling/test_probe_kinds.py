@@ -9,16 +9,21 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from tutti.profile.probe import kinds
-from tutti.profile.probe.effort import QUICK, Effort
+from tutti.profile.probe import compute_rates
+from tutti.profile.probe.probe_timing import QUICK, Effort
 
 KINDS = ("gemm", "conv", "attention")
 CPU = torch.device("cpu")
-SUBJECTS = [*kinds.layers(), *kinds.convolutions(), *kinds.small_images(), kinds.attention()]
+SUBJECTS = [
+    *compute_rates.layers(),
+    *compute_rates.convolutions(),
+    *compute_rates.small_images(),
+    compute_rates.attention(),
+]
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)
-def test_subjects_have_the_flops_that_are_said_of_them(subject: kinds.Subject) -> None:
+def test_subjects_have_the_flops_that_are_said_of_them(subject: compute_rates.Subject) -> None:
     """Attention's are those of its two products, which torch counts where it makes them one by one."""
     with FlopCounterMode(display=False) as counted, sdpa_kernel(SDPBackend.MATH):
         subject.forward()
@@ -27,9 +32,9 @@ def test_subjects_have_the_flops_that_are_said_of_them(subject: kinds.Subject) -
 
 def test_what_is_measured_is_relative_to_products_timed_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A product of 4 ms in each pass, forward and backward together 24 ms: 12 of 24."""
-    monkeypatch.setattr(kinds, "product_s", lambda *_: 4e-3)
-    monkeypatch.setattr(kinds, "_there_and_back_s", lambda *_: 24e-3)
-    found = kinds.measure(CPU, QUICK)
+    monkeypatch.setattr(compute_rates, "product_s", lambda *_: 4e-3)
+    monkeypatch.setattr(compute_rates, "_there_and_back_s", lambda *_: 24e-3)
+    found = compute_rates.measure_operator_rates(CPU, QUICK)
     assert found.efficiency == dict.fromkeys(KINDS, pytest.approx(0.5))
     assert [rate.relative for rate in found.convolutions] == pytest.approx([1.0] * 4)
     assert [rate.relative for rate in found.images] == pytest.approx([1.0] * 3)
@@ -37,11 +42,13 @@ def test_what_is_measured_is_relative_to_products_timed_beside_it(monkeypatch: p
 
 def test_sizes_of_convolutions_are_told_from_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each takes its own part more than products: all of them the mean by time, each one a part of that."""
-    subjects = kinds.convolutions()
+    subjects = compute_rates.convolutions()
     slower = dict(zip((one.weight_nbytes for one in subjects), (4.0, 3.0, 2.0, 1.0), strict=True))
-    monkeypatch.setattr(kinds, "product_s", lambda flops, *_: flops)
-    monkeypatch.setattr(kinds, "_there_and_back_s", lambda one, *_: 3 * one.flops * slower.get(one.weight_nbytes, 1.0))
-    found = kinds.measure(CPU, QUICK)
+    monkeypatch.setattr(compute_rates, "product_s", lambda flops, *_: flops)
+    monkeypatch.setattr(
+        compute_rates, "_there_and_back_s", lambda one, *_: 3 * one.flops * slower.get(one.weight_nbytes, 1.0)
+    )
+    found = compute_rates.measure_operator_rates(CPU, QUICK)
     assert [rate.weight_nbytes for rate in found.convolutions] == sorted(slower)
     own = [found.efficiency["conv"] * rate.relative for rate in found.convolutions]
     assert own == pytest.approx([1 / 4, 1 / 3, 1 / 2, 1.0])
@@ -53,22 +60,22 @@ def test_sizes_of_convolutions_are_told_from_all_of_them(monkeypatch: pytest.Mon
 def test_small_images_are_told_from_the_largest_of_as_many_channels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 4 x 4 and 2 x 2: in half of its time, and in four times as much; 16 x 16 is what they are told from."""
     pace = {16: 0.5, 4: 4.0}
-    monkeypatch.setattr(kinds, "product_s", lambda flops, *_: flops)
-    monkeypatch.setattr(kinds, "_there_and_back_s", lambda one, *_: 6 * one.flops * pace.get(one.pixels, 1.0))
-    found = kinds.measure(CPU, QUICK)
+    monkeypatch.setattr(compute_rates, "product_s", lambda flops, *_: flops)
+    monkeypatch.setattr(compute_rates, "_there_and_back_s", lambda one, *_: 6 * one.flops * pace.get(one.pixels, 1.0))
+    found = compute_rates.measure_operator_rates(CPU, QUICK)
     assert [(rate.pixels, rate.relative) for rate in found.images] == [(256, 1.0), (16, 2.0), (4, 0.25)]
     assert [rate.relative for rate in found.convolutions] == pytest.approx([1.0] * 4)
 
 
 def test_all_kinds_are_measured_on_a_cpu_where_there_is_time_for_them() -> None:
     threads = torch.get_num_threads()
-    found = kinds.measure(CPU, replace(QUICK, repeats=1))
+    found = compute_rates.measure_operator_rates(CPU, replace(QUICK, repeats=1))
     assert set(found.efficiency) == set(KINDS)
     assert all(0 < value < 20 for value in found.efficiency.values())
     assert all(0 < rate.relative < 20 for rate in (*found.convolutions, *found.images))
     assert torch.get_num_threads() == threads
-    nothing = kinds.measure(CPU, replace(QUICK, kinds=0))
-    assert nothing == kinds.measure(torch.device("cuda"), QUICK) == kinds.Kinds()
+    nothing = compute_rates.measure_operator_rates(CPU, replace(QUICK, kinds=0))
+    assert nothing == compute_rates.measure_operator_rates(torch.device("cuda"), QUICK) == compute_rates.Kinds()
 
 
 @pytest.mark.parametrize("flops", [1e3, 151e6, 1.2e9])
@@ -83,8 +90,8 @@ def test_products_have_sides_whose_rates_are_known(flops: float, monkeypatch: py
         made.append(counted.get_total_flops())
         return SimpleNamespace(quartile_s=1.0)
 
-    monkeypatch.setattr(kinds.timing, "repeated", repeated)
-    assert kinds.product_s(flops, CPU, QUICK) == pytest.approx(flops / made[0])
+    monkeypatch.setattr(compute_rates.probe_timing, "repeated", repeated)
+    assert compute_rates.product_s(flops, CPU, QUICK) == pytest.approx(flops / made[0])
     side = round((made[0] / 2) ** (1 / 3))
     assert side % 64 == 0
     assert side == 64 or abs(side - (flops / 2) ** (1 / 3)) <= 32
@@ -92,18 +99,18 @@ def test_products_have_sides_whose_rates_are_known(flops: float, monkeypatch: py
 
 def test_of_each_the_least_disturbed_turn_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     products, operators = iter((1.0, 5.0)), iter((20.0, 4.0))
-    monkeypatch.setattr(kinds, "product_s", lambda *_: next(products))
-    monkeypatch.setattr(kinds, "_there_and_back_s", lambda *_: next(operators))
-    assert kinds._took([kinds.attention()], CPU, replace(QUICK, kinds=2)) == (3.0, 4.0)
+    monkeypatch.setattr(compute_rates, "product_s", lambda *_: next(products))
+    monkeypatch.setattr(compute_rates, "_there_and_back_s", lambda *_: next(operators))
+    assert compute_rates._took([compute_rates.attention()], CPU, replace(QUICK, kinds=2)) == (3.0, 4.0)
 
 
 def test_layers_have_twice_the_turns_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     turns: list[tuple[int, int]] = []
 
-    def took(subjects: list[kinds.Subject], device: object, effort: Effort) -> tuple[float, float]:
+    def took(subjects: list[compute_rates.Subject], device: object, effort: Effort) -> tuple[float, float]:
         turns.append((len(subjects), effort.kinds))
         return 1.0, 1.0
 
-    monkeypatch.setattr(kinds, "_took", took)
-    kinds.measure(CPU, replace(QUICK, kinds=3))
-    assert turns == [(len(kinds.layers()), 6), *[(1, 3)] * 7]
+    monkeypatch.setattr(compute_rates, "_took", took)
+    compute_rates.measure_operator_rates(CPU, replace(QUICK, kinds=3))
+    assert turns == [(len(compute_rates.layers()), 6), *[(1, 3)] * 7]

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tutti.profile.probe import links, timing
-from tutti.profile.probe.effort import QUICK, Effort
+from tutti.profile.probe import link_rates, probe_timing
+from tutti.profile.probe.probe_timing import QUICK, Effort
 
 LATENCY_S, BANDWIDTH = 2e-5, 1e9
 
@@ -30,14 +30,14 @@ def modelled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Transfers that take what the model says; returns the sizes that are timed."""
     sizes: list[int] = []
 
-    class Ways:
-        team = None
+    class ProbedTransfers:
+        local_group = None
 
-        def __init__(self, party: Any) -> None:
-            self.party = party
+        def __init__(self, group: Any) -> None:
+            self.group = group
 
         def all_reduce(self, numel: int) -> Callable[[], float]:
-            return self._takes(4 * numel, lambda nbytes: ring(self.party, nbytes))
+            return self._takes(4 * numel, lambda nbytes: ring(self.group, nbytes))
 
         def round_trip(self, numel: int) -> Callable[[], float]:
             return self._takes(4 * numel, lambda nbytes: 2 * (LATENCY_S + nbytes / BANDWIDTH))
@@ -46,19 +46,19 @@ def modelled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             sizes.append(nbytes)
             return lambda: seconds(nbytes)
 
-    def ring(party: Any, nbytes: int) -> float:
-        ranks = len(party.ranks)
+    def ring(group: Any, nbytes: int) -> float:
+        ranks = len(group.ranks)
         return 2 * (ranks - 1) * (LATENCY_S + nbytes / ranks / BANDWIDTH)
 
-    monkeypatch.setattr(links, "Ways", Ways)
-    monkeypatch.setattr(timing, "once", lambda call, device: call() or 0.0)
-    monkeypatch.setattr(links, "_in_a_row", lambda call, count: call() * count)
+    monkeypatch.setattr(link_rates, "ProbedTransfers", ProbedTransfers)
+    monkeypatch.setattr(probe_timing, "once", lambda call, device: call() or 0.0)
+    monkeypatch.setattr(link_rates, "_in_a_row", lambda call, count: call() * count)
     return sizes
 
 
-def measured(ranks: int, effort: Effort = QUICK) -> tuple[links.LinkSpec, ...]:
-    party: Any = Party(ranks=tuple(range(ranks)))
-    return links.measure(party, "network", effort, "here")
+def measured(ranks: int, effort: Effort = QUICK) -> tuple[link_rates.LinkSpec, ...]:
+    group: Any = Party(ranks=tuple(range(ranks)))
+    return link_rates.measure(group, "network", effort, "here")
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
@@ -87,13 +87,13 @@ def test_a_link_is_as_fast_as_its_quiet_times_and_one_disturbed_call_leaves_no_s
     modelled: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two of three calls take hundreds of times longer, as where other work has the cores."""
-    quiet, calls = timing.once, [0]
+    quiet, calls = probe_timing.once, [0]
 
     def disturbed(call: Callable[[], float], device: torch.device) -> float:
         calls[0] += 1
         return quiet(call, device) + (0.0 if calls[0] % 3 == 0 else 0.3)
 
-    monkeypatch.setattr(timing, "once", disturbed)
+    monkeypatch.setattr(probe_timing, "once", disturbed)
     together, _ = measured(2)
     assert [point.nbytes for point in together.points] == list(QUICK.link_nbytes)
     assert together.bandwidth_bytes_per_s == pytest.approx(BANDWIDTH)

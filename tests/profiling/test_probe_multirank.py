@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from harness import run_ranks
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.cluster import ClusterSpec
 from tutti.errors import LaunchError
 from tutti.profile.probe import cached_cluster_path, measure
-from tutti.profile.probe.effort import Effort
-from tutti.profile.probe.local import measure_here
+from tutti.profile.probe.local_probe import measure_here
+from tutti.profile.probe.probe_timing import Effort
 
 TINY = Effort(
     gemm_sizes=(16, 32),
@@ -38,7 +38,7 @@ TINY = Effort(
 def test_this_host_by_two_ranks_of_its_own(tmp_path: Path) -> None:
     said: list[str] = []
     cluster = measure_here(TINY, 2, folder=tmp_path, say=said.append, timeout_s=60)
-    assert codec.loads(ClusterSpec, codec.dumps(cluster)) == cluster
+    assert serialization.loads(ClusterSpec, serialization.dumps(cluster)) == cluster
     (node,) = cluster.nodes
     assert (node.name, node.count) == (socket.gethostname(), 1)
     device = cluster.devices[node.device]
@@ -80,15 +80,15 @@ def _on_pretended_hosts(hosts: tuple[str, ...], folder: str, slow: str = "") -> 
     """A rank of a cluster in which rank r runs on `hosts[r]`; the host `slow` multiplies at a quarter of its pace."""
     import torch.distributed as dist
 
-    from tutti.comm.world import join, leave
-    from tutti.profile.probe import gemm, host
-    from tutti.profile.probe.ranks import measure_ranks
+    from tutti.comm.world import join_world, leave_world
+    from tutti.profile.probe import compute_rates, host_facts
+    from tutti.profile.probe.rank_probe import measure_ranks
 
-    world = join()
-    real = host.facts()
+    world = join_world()
+    real = host_facts.facts()
     machine = "" if slow else real.machine  # hosts of one machine, if too many for its cores, take turns
     pretended = replace(real, name=hosts[dist.get_rank()], machine=machine)
-    again = gemm.again
+    again = compute_rates.again
 
     def slowly(*words: Any) -> Any:
         part = 0.25 if pretended.name == slow else 1.0
@@ -96,19 +96,19 @@ def _on_pretended_hosts(hosts: tuple[str, ...], folder: str, slow: str = "") -> 
 
     try:
         with (
-            mock.patch.object(gemm, "again", slowly),
-            mock.patch.object(host, "facts", return_value=pretended),
-            mock.patch.object(host, "cache_nbytes", return_value=0),
+            mock.patch.object(compute_rates, "again", slowly),
+            mock.patch.object(host_facts, "facts", return_value=pretended),
+            mock.patch.object(host_facts, "cache_nbytes", return_value=0),
         ):
             return measure_ranks(world.device, TINY, folder=Path(folder), say=lambda text: None)
     finally:
-        leave()
+        leave_world()
 
 
 def test_two_hosts_have_both_tiers_and_every_rank_the_same_spec(tmp_path: Path) -> None:
     specs = run_ranks(_on_pretended_hosts, 4, ("a", "b", "a", "b"), str(tmp_path))
     # Every rank knows everything; only the moment it was put together may differ.
-    same = {codec.dumps(replace(spec, conditions=None)) for spec in specs}
+    same = {serialization.dumps(replace(spec, conditions=None)) for spec in specs}
     assert len(same) == 1
     cluster = specs[0]
     assert [(link.tier, link.fitted_to, link.ranks) for link in cluster.links] == [
@@ -127,7 +127,7 @@ def test_a_far_slower_host_has_a_device_of_its_own_and_every_rank_says_so(tmp_pa
     """Ranks of one name on both hosts: only what they measure tells them apart."""
     hosts = ("a", "b", "b", "c")
     specs = run_ranks(_on_pretended_hosts, 4, hosts, str(tmp_path), "b")
-    assert len({codec.dumps(replace(spec, conditions=None)) for spec in specs}) == 1
+    assert len({serialization.dumps(replace(spec, conditions=None)) for spec in specs}) == 1
     cluster = specs[0]
     quick, slow = cluster.devices
     assert slow == f"{quick}, slower"
@@ -141,12 +141,12 @@ def _threads_and_dtypes(folder: str) -> tuple[set[int], set[tuple[str, ...]]]:
     the last rank emulates bfloat16."""
     import torch.distributed as dist
 
-    from tutti.comm.world import join, leave
-    from tutti.profile.probe import host, links, weights
-    from tutti.profile.probe.ranks import measure_ranks
+    from tutti.comm.world import join_world, leave_world
+    from tutti.profile.probe import compute_rates, host_facts, link_rates
+    from tutti.profile.probe.rank_probe import measure_ranks
 
-    world = join()
-    here = replace(host.facts(), cores=8)
+    world = join_world()
+    here = replace(host_facts.facts(), cores=8)
     threads, dtypes = set(), set()
 
     def of_links(*_: Any) -> tuple[()]:
@@ -161,14 +161,14 @@ def _threads_and_dtypes(folder: str) -> tuple[set[int], set[tuple[str, ...]]]:
     effort = replace(TINY, dtypes=("float32", "bfloat16"))
     try:
         with (
-            mock.patch.object(host, "facts", return_value=here),
-            mock.patch.object(links, "measure", of_links),
-            mock.patch.object(weights, "measure", of_weights),
-            mock.patch.object(weights, "emulated", return_value=emulated),
+            mock.patch.object(host_facts, "facts", return_value=here),
+            mock.patch.object(link_rates, "measure", of_links),
+            mock.patch.object(compute_rates, "measure_weight_rates", of_weights),
+            mock.patch.object(compute_rates, "emulated", return_value=emulated),
         ):
             measure_ranks(world.device, effort, folder=Path(folder), say=lambda text: None)
     finally:
-        leave()
+        leave_world()
     return threads, dtypes
 
 
@@ -188,9 +188,9 @@ def _samples_beside_others() -> list[tuple[float, float]]:
     import torch
     import torch.distributed as dist
 
-    from tutti.comm.world import join, leave
-    from tutti.profile.probe import memory, weights
-    from tutti.profile.probe.ranks import _meeting
+    from tutti.comm.world import join_world, leave_world
+    from tutti.profile.probe import compute_rates, memory_rates
+    from tutti.profile.probe.rank_probe import _rendezvous_of
 
     taken: list[tuple[float, float]] = []
 
@@ -200,27 +200,29 @@ def _samples_beside_others() -> list[tuple[float, float]]:
         taken.append((began, time.monotonic()))
         return 0.02
 
-    join()
+    join_world()
     try:
-        meet = _meeting([[0, 2], [1]])
+        meet = _rendezvous_of([[0, 2], [1]])
         assert (meet is None) == (dist.get_rank() == 1)
         time.sleep(0.3 * dist.get_rank())
         effort = replace(TINY, weight_size=16, dtypes=("float32",))
-        with mock.patch.object(memory.timing, "once", once):
-            memory.measure(torch.device("cpu"), effort, threads=(1, 2), memory_nbytes=2**24, meet=meet)
-            weights.measure(torch.device("cpu"), effort, threads=(1,), dtypes=("float32",), meet=meet)
+        with mock.patch.object(memory_rates.probe_timing, "once", once):
+            memory_rates.measure(torch.device("cpu"), effort, threads=(1, 2), memory_nbytes=2**24, meet=meet)
+            compute_rates.measure_weight_rates(
+                torch.device("cpu"), effort, threads=(1,), dtypes=("float32",), meet=meet
+            )
         return taken
     finally:
-        leave()
+        leave_world()
 
 
 def test_who_shares_memory_measures_it_at_the_same_time() -> None:
-    first, alone, other = run_ranks(_samples_beside_others, 3)
+    first, exclusive, other = run_ranks(_samples_beside_others, 3)
     assert len(first) == len(other) == (2 + 2 * 18) * (1 + 9)  # each begins with one that does not count
     for one, beside in ((first, other), (other, first)):
         # nobody is ahead: a sample begins when the one before has ended everywhere, however long it took there
         assert all(one[at][0] >= beside[at - 1][1] for at in range(len(one)) if at % 10)
-    assert alone[0][1] < first[1][0]
+    assert exclusive[0][1] < first[1][0]
 
 
 def _sample_s(machine_cores: int) -> list[float]:
@@ -228,28 +230,28 @@ def _sample_s(machine_cores: int) -> list[float]:
     import torch
     import torch.distributed as dist
 
-    from tutti.comm.world import join, leave
+    from tutti.comm.world import join_world, leave_world
     from tutti.config.cluster import GemmRate
-    from tutti.profile.probe import ranks, timing
-    from tutti.profile.probe.findings import DeviceRates
+    from tutti.profile.probe import probe_timing, rank_probe
+    from tutti.profile.probe.cluster_assembly import DeviceRates
 
     lasting: list[float] = []
 
     def rates(*_: object) -> DeviceRates:
-        lasting.append(timing._LEAST_S.get())
+        lasting.append(probe_timing._LEAST_S.get())
         found = GemmRate(dtype="float32", n=1, flops_per_s=5.0 - dist.get_rank())
         return DeviceRates(gemm=(found,), memory=(), kernel_overhead_s=1e-6, notes=())
 
-    join()
+    join_world()
     try:
-        own = ranks._facts(torch.device("cpu"))
+        own = rank_probe._facts(torch.device("cpu"))
         changed = {"machine": "m", "machine_cores": machine_cores, "cores": 1}
         facts = [replace(own, host=replace(own.host, name=name, **changed)) for name in "ab"]
-        with mock.patch.object(ranks, "_device_rates", rates):
-            alone = ranks._alone(dist.group.WORLD, facts, torch.device("cpu"), TINY, print)[0]  # type: ignore
-        return [*lasting, timing._LEAST_S.get(), *(one.gemm[0].flops_per_s for one in alone.values())]
+        with mock.patch.object(rank_probe, "_device_rates", rates):
+            exclusive = rank_probe._measure_exclusive(dist.group.WORLD, facts, torch.device("cpu"), TINY, print)[0]  # type: ignore
+        return [*lasting, probe_timing._LEAST_S.get(), *(one.gemm[0].flops_per_s for one in exclusive.values())]
     finally:
-        leave()
+        leave_world()
 
 
 @pytest.mark.parametrize(("machine_cores", "least_s"), [(1, 12e-3), (2, 1e-3)])
@@ -265,15 +267,15 @@ def _codes_beside_others() -> int:
     import torch
     import torch.distributed as dist
 
-    from tutti.comm.world import join, leave
-    from tutti.profile.probe import codes
+    from tutti.comm.world import join_world, leave_world
+    from tutti.profile.probe import codec_rates
 
-    join()
+    join_world()
     try:
         with mock.patch.object(dist, "all_reduce", side_effect=AssertionError("exchanged")):
-            return len(codes.measure(torch.device("cpu"), TINY))
+            return len(codec_rates.measure(torch.device("cpu"), TINY))
     finally:
-        leave()
+        leave_world()
 
 
 def test_methods_are_timed_without_the_other_ranks() -> None:

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from tutti.config.model import VectorKind
-from tutti.profile.probe import kinds, vectors
-from tutti.profile.probe.effort import QUICK
+from tutti.profile.probe import compute_rates
+from tutti.profile.probe.probe_timing import QUICK
 
 CPU = torch.device("cpu")
 
 
 def test_each_kind_is_measured_once_and_its_calls_are_of_one_size() -> None:
-    subjects = vectors.subjects()
+    subjects = compute_rates.subjects()
     assert sorted(one.kind for one in subjects) == sorted(get_args(VectorKind))
     for one in subjects:
         values = torch.randn(one.shape, requires_grad=True)
@@ -26,10 +26,12 @@ def test_a_rate_is_of_elements_in_the_time_of_a_flop(monkeypatch: pytest.MonkeyP
     """A product at 1 GFLOP/s, 2 ns and 5 ns an element: the least disturbed of each, not of one turn."""
     turns = iter([(9.0, 5.0), (2.0, 7.0)])
     paces = iter([3e-9, 1e-9])
-    one = vectors.Vectors(kind="pool", shape=(10, 20), calls=(torch.relu,))
-    monkeypatch.setattr(kinds, "product_s", lambda flops, *_: flops * next(paces))
-    monkeypatch.setattr(vectors, "_there_and_back_s", lambda *_: tuple(200e-9 * ns for ns in next(turns)))
-    found = vectors._rate(one, CPU, replace(QUICK, kinds=2))
+    one = compute_rates.Vectors(kind="pool", shape=(10, 20), calls=(torch.relu,))
+    monkeypatch.setattr(compute_rates, "product_s", lambda flops, *_: flops * next(paces))
+    monkeypatch.setattr(
+        compute_rates, "_vector_forward_backward_s", lambda *_: tuple(200e-9 * ns for ns in next(turns))
+    )
+    found = compute_rates._rate(one, CPU, replace(QUICK, kinds=2))
     assert (found.kind, found.forward, found.backward) == ("pool", pytest.approx(1 / 2), pytest.approx(1 / 5))
 
 
@@ -38,23 +40,27 @@ def test_backward_is_timed_apart_and_without_one_the_call_counts_again(monkeypat
     seen: list[bool] = []
 
     def took(call: object, *_: object) -> float:
-        backward = getattr(call, "func", None) is vectors._gradient
+        backward = getattr(call, "func", None) is compute_rates._gradient
         call()  # type: ignore[operator]
         seen.append(backward)
         return 10.0 if backward else 1.0
 
-    monkeypatch.setattr(vectors, "_took", took)
-    both = vectors.Vectors(kind="function", shape=(4, 4), calls=(torch.tanh, torch.log))
-    assert vectors._there_and_back_s(both, CPU, QUICK) == (2.0, 20.0)
+    monkeypatch.setattr(compute_rates, "_vector_time_s", took)
+    both = compute_rates.Vectors(kind="function", shape=(4, 4), calls=(torch.tanh, torch.log))
+    assert compute_rates._vector_forward_backward_s(both, CPU, QUICK) == (2.0, 20.0)
     assert seen == [False, True] * 2
-    drawn = vectors.Vectors(kind="random", shape=(4, 4), calls=(lambda x: torch.empty_like(x).bernoulli_(0.5),))
-    assert vectors._there_and_back_s(drawn, CPU, QUICK) == (1.0, 1.0)
+    drawn = compute_rates.Vectors(kind="random", shape=(4, 4), calls=(lambda x: torch.empty_like(x).bernoulli_(0.5),))
+    assert compute_rates._vector_forward_backward_s(drawn, CPU, QUICK) == (1.0, 1.0)
 
 
 def test_on_a_cpu_with_time_for_it_and_nowhere_else() -> None:
     threads = torch.get_num_threads()
-    found = vectors.measure(CPU, replace(QUICK, repeats=1, kinds=1))
+    found = compute_rates.measure_vector_rates(CPU, replace(QUICK, repeats=1, kinds=1))
     assert {rate.kind for rate in found} == set(get_args(VectorKind))
     assert all(0 < rate.forward < 1 and 0 < rate.backward < 1 for rate in found)
     assert torch.get_num_threads() == threads
-    assert vectors.measure(CPU, replace(QUICK, kinds=0)) == vectors.measure(torch.device("cuda"), QUICK) == ()
+    assert (
+        compute_rates.measure_vector_rates(CPU, replace(QUICK, kinds=0))
+        == compute_rates.measure_vector_rates(torch.device("cuda"), QUICK)
+        == ()
+    )

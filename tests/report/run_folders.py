@@ -6,12 +6,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.cluster import ClusterSpec, Conditions, DeviceSpec, LinkSpec, NodeSpec
 from tutti.config.model import ModelSpec, ModuleSpec, OpCost
 from tutti.config.plan import BatchPlan, Plan
 from tutti.config.prediction import Estimate, Prediction, RankMemory
-from tutti.config.run import DataInfo, RankInfo, Recipe, RunFolder, RunHeader
+from tutti.config.run_folder import DatasetInfo, RankInfo, Recipe, RunFolder, RunHeader
 
 PHASES = {"data": 0.001, "forward": 0.003, "backward": 0.004, "exposed_communication": 0.001, "optimizer": 0.001}
 STEP_S = 0.0105  # the phases above and 0.0005 s of "other"
@@ -78,7 +78,7 @@ def header(story: Story) -> RunHeader:
             seed=story.seed,
             learning_rate_rule={"base_lr": 0.1, "base_batch_size": 64, "rule": "linear"},
         ),
-        data=DataInfo(
+        data=DatasetInfo(
             name="digits-train",
             kind=story.kind,
             samples=story.batch * story.steps_per_epoch,
@@ -130,13 +130,13 @@ def step_row(story: Story, step: int, epoch: int, clock: float, slow: float, tot
 
 def evaluate_row(story: Story, step: int, epoch: int, clock: float) -> dict[str, Any]:
     quality = story.quality[min(epoch, len(story.quality) - 1)]
-    data = DataInfo(
+    data = DatasetInfo(
         name="digits-test", kind=story.kind, samples=360, sha256=story.test_sha256, hash_covers="all samples"
     )
     return {
         "kind": "evaluate", "name": story.evaluation, "step": step, "epoch": epoch, "wall_s": story.evaluation_s,
         "samples": 360, "values": {"loss": 2.2 * (1 - quality) + 0.1, "accuracy": quality},
-        "data": codec.to_data(data), "overlap_with_training": story.overlap, "time_s": clock,
+        "data": serialization.to_data(data), "overlap_with_training": story.overlap, "time_s": clock,
     }  # fmt: skip
 
 
@@ -163,7 +163,7 @@ def prediction(plan: Plan) -> Prediction:
     memory = RankMemory(parameters=36_392, gradients=36_392, optimizer=36_392, activations=20_000_000,
                         communication=36_392, buffers=0, reserve=160_000_000)  # fmt: skip
     return Prediction(
-        plan_digest=codec.digest(plan),
+        plan_digest=serialization.digest(plan),
         step_time_s=Estimate(value=0.0095, low=0.008, high=0.012),
         phases={"data": 0.0008, "forward": 0.0027, "backward": 0.0042, "exposed_communication": 0.0010,
                 "optimizer": 0.0008},
@@ -184,16 +184,16 @@ def write_run(
     """Write a run folder; `complete` adds plan, cluster, model and prediction. Returns `path`."""
     story = story or Story()
     folder = RunFolder(path)
-    codec.save(header(story), folder.header)
+    serialization.save(header(story), folder.header)
     write_lines(folder.metrics, rows(story) if metrics is None else metrics)
     for rank in range(story.world_size):
         write_lines(folder.rank(rank) / "metrics.jsonl", rank_rows(story, rank))
     if complete:
         plan = Plan(batch=BatchPlan(global_batch_size=story.batch), mesh={"replicate": story.world_size})
-        codec.save(plan, folder.plan)
-        codec.save(cluster(), folder.cluster)
-        codec.save(model(), folder.model)
-        codec.save(prediction(plan), folder.prediction)
+        serialization.save(plan, folder.plan)
+        serialization.save(cluster(), folder.cluster)
+        serialization.save(model(), folder.model)
+        serialization.save(prediction(plan), folder.prediction)
     return path
 
 

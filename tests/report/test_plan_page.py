@@ -9,16 +9,22 @@ from test_report_html import CHROMIUM, FLAGS, stands_alone
 
 from cost_model.examples_mesh import machines, meshed, transformer
 from tutti.cli.outlook import page_of_plan
-from tutti.config.plan import Pipeline, Plan
-from tutti.config.prediction import Estimate
-from tutti.config.scaling import MeasuredPoint, ScalingCurve, ScalingPoint
-from tutti.config.trials import Trial, Trials
+from tutti.config.plan import PipelinePlan, Plan
+from tutti.config.prediction import Estimate, MeasuredPoint, ScalingCurve, ScalingPoint, Trial, Trials
 from tutti.cost_model import predict
 from tutti.cost_model.tracks import timeline
-from tutti.report.plan_page import PlanPage, Table, TableRow, plan_html
-from tutti.report.plan_plots import held_plot, scaling_plot, timeline_plot, trials_plot
+from tutti.report.plan_page import (
+    PlanPage,
+    Table,
+    TableRow,
+    held_plot,
+    plan_html,
+    scaling_plot,
+    timeline_plot,
+    trials_plot,
+)
 
-GPIPE = meshed(64, 4, {"stage": 4}, pipeline=Pipeline(schedule="gpipe"))
+GPIPE = meshed(64, 4, {"stage": 4}, pipeline=PipelinePlan(schedule="gpipe"))
 
 
 def curve() -> ScalingCurve:

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from run_folders import STEP_S, Story, rows, write_lines, write_run
 
-from tutti.config import codec
-from tutti.config.quantity import Quantity
-from tutti.config.report import RunReport
+from tutti.config import serialization
+from tutti.config.run_report import Quantity, RunReport
 from tutti.config.verdict import Cause, TensorDifference, Verdict
 from tutti.errors import ReportError, SpecError
-from tutti.report.build import build_report, write_report
-from tutti.report.quality import parse_target
-from tutti.report.rules import REQUIRED
+from tutti.report.build_report import build_report
+from tutti.report.honesty_rules import REQUIRED
+from tutti.report.quality_metrics import parse_target
+from tutti.report.report_files import write_report
 
 TARGET = parse_target("test.accuracy=0.93")
 
@@ -92,7 +92,7 @@ def test_breakdown_adds_up_or_the_report_refuses_it(tmp_path: Path, lost_s: floa
 
 def test_every_number_has_its_evidence(tmp_path: Path) -> None:
     story = Story(extra={"tuning.trials": "12", "tuning.device_seconds": "400", "cores": "4"})
-    data = codec.to_data(build_report(write_run(tmp_path / "run", story), target=TARGET))
+    data = serialization.to_data(build_report(write_run(tmp_path / "run", story), target=TARGET))
     identifiers = {"version", "rank", "rule", "run"}
 
     def bare(value: Any, path: str, known: bool) -> list[str]:
@@ -134,7 +134,7 @@ def test_report_round_trips_and_is_the_same_in_a_copied_folder(tmp_path: Path) -
     report = write_report(folder)
     text = (folder / "report" / "report.json").read_text()
     assert "NaN" not in text
-    assert codec.loads(RunReport, text) == report
+    assert serialization.loads(RunReport, text) == report
     elsewhere = tmp_path / "far" / "away"
     shutil.copytree(folder, elsewhere, ignore=shutil.ignore_patterns("report"))
     write_report(elsewhere)
@@ -202,7 +202,7 @@ def test_skipped_steps_and_losses_that_are_not_finite_leave_no_nan(tmp_path: Pat
     assert report.skipped_steps.value == 2
     loss = next(curve for curve in report.curves if curve.name == "training loss")
     assert not {30, 31} & set(loss.steps)
-    assert "NaN" not in codec.dumps(report)
+    assert "NaN" not in serialization.dumps(report)
 
 
 def test_a_failed_run_names_the_rank_that_caused_it(tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_the_verdict_of_verify_is_told(tmp_path: Path, passed: bool) -> None:
                       arithmetic="float32", tolerance=1e-5, largest=largest,
                       cause=None if passed else cause)  # fmt: skip
     folder = write_run(tmp_path / "run")
-    codec.save(verdict, folder / "verify.json")
+    serialization.save(verdict, folder / "verify.json")
     report = write_report(folder)
     assert report.verification is not None
     assert report.verification.largest == Quantity(value=2e-7, evidence="measured", note="of all tensors compared")

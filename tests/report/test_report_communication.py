@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 from run_folders import Story, rank_rows, rows, write_lines, write_run
 
-from tutti.config import codec
-from tutti.config.report import RunReport
-from tutti.config.run import RunFolder
-from tutti.report.build import build_report
-from tutti.report.html import report_html
-from tutti.report.tables import as_text, report_table
+from tutti.config import serialization
+from tutti.config.run_folder import RunFolder
+from tutti.config.run_report import RunReport
+from tutti.report.build_report import build_report
+from tutti.report.html_report import report_html
+from tutti.report.terminal_report import as_text, report_table
 
 
 def entry(carried: str, nbytes: int, under_way_s: float | None, **exposed_s: float) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def test_lanes_are_medians_of_the_steady_steps_and_what_is_not_exposed_is_hidden
     assert scalars.under_way.value is None
     assert scalars.hidden.value is None
     assert scalars.exposed.value == pytest.approx(1e-5)
-    assert codec.from_data(RunReport, codec.to_data(report)) == report
+    assert serialization.from_data(RunReport, serialization.to_data(report)) == report
 
 
 def test_a_lane_that_most_steps_do_not_use_is_nothing_in_a_typical_step(tmp_path: Path) -> None:

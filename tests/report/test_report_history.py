@@ -10,12 +10,11 @@ from run_folders import Story, cluster, write_run
 from test_report_html import stands_alone
 
 from tutti.cli.report import command
-from tutti.config import codec
-from tutti.config.history import History
-from tutti.config.run import RunFolder
+from tutti.config import serialization
+from tutti.config.run_folder import RunFolder
+from tutti.config.run_report import PredictionHistory
 from tutti.errors import ReportError
-from tutti.report.history import build_history, run_folders, trust_in
-from tutti.report.history_page import history_html
+from tutti.report.prediction_history import build_history, history_html, run_folders, trust_in
 
 # run_folders predicts 9.5 ms (8 to 12) for steps of 10.5 ms
 
@@ -27,7 +26,7 @@ def runs(tmp_path: Path) -> Path:
     write_run(folder / "slow", Story(name="slow", slower=2.0))
     write_run(folder / "bare", complete=False)
     (folder / "empty").mkdir()
-    codec.save(replace(cluster(), name="there"), RunFolder(folder / "slow").cluster)
+    serialization.save(replace(cluster(), name="there"), RunFolder(folder / "slow").cluster)
     return folder
 
 
@@ -78,7 +77,7 @@ def test_the_command_prints_writes_and_refuses(runs: Path, tmp_path: Path, monke
     assert "in the predicted interval" in " ".join(shown.stderr.split())
     assert {path.name for path in Path("seen").iterdir()} == {"history.json", "history.html", "history.txt"}
     document = CliRunner().invoke(command, ["--history", "--json", str(runs)])
-    assert codec.from_data(History, json.loads(document.stdout)).trust[0].runs == 2
+    assert serialization.from_data(PredictionHistory, json.loads(document.stdout)).trust[0].runs == 2
     for arguments, words in ((["--history", "gone"], "is not a folder"), ([], "no run was named"),
                              (["--history", "runs/empty"], "no run folder")):  # fmt: skip
         refused = CliRunner().invoke(command, arguments).exception

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from run_folders import Story, write_run
 
-from tutti.report.build import build_report, write_report
-from tutti.report.compare import compare
-from tutti.report.html import comparison_html, report_html
-from tutti.report.quality import parse_target
+from tutti.report.build_report import build_report
+from tutti.report.comparison import compare
+from tutti.report.html_report import comparison_html, report_html
+from tutti.report.quality_metrics import parse_target
+from tutti.report.report_files import write_report
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = (

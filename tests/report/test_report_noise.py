@@ -8,16 +8,15 @@ import pytest
 from planner.machines import cards
 from planner.test_cli_search import ask, chosen
 from report.run_folders import Story, write_run
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.errors import PlanError, ReportError
 from tutti.planner import NoiseScale
 from tutti.planner.quality import samples_to_quality
-from tutti.report.boxes import boxes
-from tutti.report.build import build_report
-from tutti.report.noise import samples_at_small_batches
-from tutti.report.quality import parse_target
-from tutti.report.read import read_records
-from tutti.report.tables import as_text, report_table
+from tutti.report.build_report import build_report
+from tutti.report.html_report import boxes
+from tutti.report.quality_metrics import parse_target, samples_at_small_batches
+from tutti.report.run_records import read_records
+from tutti.report.terminal_report import as_text, report_table
 
 
 def with_noise(path: Path, scale: float | None, every: int = 10) -> Path:
@@ -85,7 +84,7 @@ def test_a_scale_that_does_not_stand_out_is_not_used(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_the_planner_takes_it(tmp_path: Path) -> None:
-    cluster = codec.save(cards(2, 4), tmp_path / "machines.json")
+    cluster = serialization.save(cards(2, 4), tmp_path / "machines.json")
     run = with_noise(tmp_path / "run", 128.0)
     options = ("--objective", "time-to-quality", "--noise-from", str(run), "--target-quality", "test.accuracy=0.93")
     choice = chosen(ask(str(cluster), "--json", *options))

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tutti.config import codec
-from tutti.config.report import RunReport
-from tutti.report.build import write_report
+from tutti.config import serialization
+from tutti.config.run_report import RunReport
+from tutti.report.report_files import write_report
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "digits_tutti.py"
 
@@ -39,7 +39,7 @@ def test_a_real_run_is_reported_whole(folder: Path) -> None:
     assert report.data.test_sha256 != report.data.train_sha256
     assert report.sent_per_step.value == 0  # one rank sends nothing
     assert report.memory_peak.value
-    assert codec.load(RunReport, folder / "report" / "report.json") == report
+    assert serialization.load(RunReport, folder / "report" / "report.json") == report
 
 
 def test_the_breakdown_of_a_real_run_adds_up_to_its_wall_time(folder: Path) -> None:

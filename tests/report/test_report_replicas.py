@@ -8,12 +8,12 @@ from pathlib import Path
 from rich.console import Console
 
 from report.run_folders import Story, write_run
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.plan import Plan
 from tutti.config.sync_words import parse_sync, with_mode
-from tutti.report.boxes import boxes
-from tutti.report.build import build_report
-from tutti.report.tables import report_table
+from tutti.report.build_report import build_report
+from tutti.report.html_report import boxes
+from tutti.report.terminal_report import report_table
 
 
 def with_replicas(path: Path) -> Path:
@@ -31,7 +31,7 @@ def with_replicas(path: Path) -> Path:
     metrics.write_text("\n".join(lines) + "\n")
     plan = folder / "plan.json"
     if plan.exists():
-        codec.save(with_mode(codec.load(Plan, plan), parse_sync("local:4")), plan)
+        serialization.save(with_mode(serialization.load(Plan, plan), parse_sync("local:4")), plan)
     return folder
 
 
@@ -48,7 +48,7 @@ def test_the_report_says_how_far_replicas_drifted(tmp_path: Path) -> None:
     console.print(report_table(report))
     assert "replicas' largest disagreement" in console.export_text()
     assert report.plan is None or "replicas local:period=4" in report.plan
-    assert codec.loads(type(report), codec.dumps(report)) == report
+    assert serialization.loads(type(report), serialization.dumps(report)) == report
 
 
 def test_what_evaluations_measured_counts_where_no_step_can(tmp_path: Path) -> None:

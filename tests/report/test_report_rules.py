@@ -9,24 +9,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 from run_folders import Story, vary, write_run
 
-from tutti.config.quantity import Quantity
-from tutti.config.report import RunReport
-from tutti.config.report_measured import FlopsReport, QualityReport, TimeReport
-from tutti.config.report_setting import (
+from tutti.config.run_report import (
     BaselineReport,
     BatchReport,
     DataReport,
+    FlopsReport,
+    QualityReport,
+    Quantity,
     RecipeReport,
+    RunReport,
     StopReport,
     SystemReport,
+    TimeReport,
     TuningReport,
 )
-from tutti.report.build import build_report
-from tutti.report.comparability import pooled_std, tolerance
-from tutti.report.compare import compare
-from tutti.report.html import report_html
-from tutti.report.quality import parse_target
-from tutti.report.rules import check_run
+from tutti.report.build_report import build_report
+from tutti.report.comparison import compare, pooled_std, tolerance
+from tutti.report.honesty_rules import check_run
+from tutti.report.html_report import report_html
+from tutti.report.quality_metrics import parse_target
 
 
 def published(value: float | None, unit: str = "") -> Quantity:

@@ -2,10 +2,10 @@
 
 import pytest
 
-from tutti.config.quantity import Quantity
+from tutti.config.run_report import Quantity
 from tutti.errors import ReportError
-from tutti.report.quality import Target, parse_target
-from tutti.report.words import duration, higher_is_better, number, prefixed, show, signed_percent, split_unit
+from tutti.report.formatting import duration, higher_is_better, number, prefixed, show, signed_percent, split_unit
+from tutti.report.quality_metrics import Target, parse_target
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import tutti
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.plan import BatchPlan, Plan
 
 BATCH, STEPS = 128, 440
@@ -52,7 +52,7 @@ def reach(
     """Train on these ranks, replicas of each other, with a rate that falls twice; `plan_of` changes their plan, and
     the training is `times` as long as exact sums are given."""
     plan = Plan(batch=BatchPlan(global_batch_size=BATCH), mesh={"replicate": int(os.environ["WORLD_SIZE"])})
-    os.environ["TUTTI_PLAN"] = str(codec.save(plan_of(plan), Path.cwd() / f"plan-{os.getpid()}.json"))
+    os.environ["TUTTI_PLAN"] = str(serialization.save(plan_of(plan), Path.cwd() / f"plan-{os.getpid()}.json"))
     os.environ["TUTTI_RUN_FOLDER"] = str(Path.cwd() / f"run-{name}")
     os.environ.update(environment)
     job = tutti.Job(global_batch_size=BATCH, seed=seed)

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import tutti
 from harness import run_ranks
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.plan import BatchPlan, Plan
 from tutti.trainer.evaluate import samples_at_once
 
@@ -66,7 +66,7 @@ class Counting(nn.Module):
 
 def evaluated(batch_size: int | None) -> dict[bool, list[int]]:
     plan = Plan(batch=BatchPlan(global_batch_size=96, unit="tokens", num_microbatches=2), mesh={"replicate": 2})
-    os.environ["TUTTI_PLAN"] = str(codec.save(plan, Path.cwd() / f"plan-{os.getpid()}.json"))
+    os.environ["TUTTI_PLAN"] = str(serialization.save(plan, Path.cwd() / f"plan-{os.getpid()}.json"))
     job = tutti.Job(global_batch_size=96, unit="tokens")
     data = TensorDataset(torch.randn(64, 6, 4), torch.randn(64, 2))
     model = Counting()

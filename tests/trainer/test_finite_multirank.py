@@ -13,9 +13,9 @@ from torch.utils.data import TensorDataset
 
 import tutti
 from harness import run_ranks
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.compression import parse_compression
-from tutti.config.plan import BatchPlan, Plan, Sharding, Sync
+from tutti.config.plan import BatchPlan, Plan, ShardingPlan, SyncPlan
 from tutti.config.sync_words import parse_sync
 from tutti.parallel.layout import gather_whole, local, local_tensors
 
@@ -43,10 +43,12 @@ CASES = {
     "top-k": Case(compress="top-k,density=0.5"),
     "powersgd": Case(compress="powersgd,rank=1"),
     "factors": Case(compress="factors"),
-    "ZeRO-1": Case(plan={"mesh": {"shard": 2}, "sharding": Sharding(level=1)}),
-    "ZeRO-2": Case(plan={"mesh": {"shard": 2}, "sharding": Sharding(level=2)}),
-    "ZeRO-3": Case(plan={"mesh": {"shard": 2}, "sharding": Sharding(level=3)}),
-    "ZeRO-2 in code": Case(factor=1e8, compress="float16", plan={"mesh": {"shard": 2}, "sharding": Sharding(level=2)}),
+    "ZeRO-1": Case(plan={"mesh": {"shard": 2}, "sharding": ShardingPlan(level=1)}),
+    "ZeRO-2": Case(plan={"mesh": {"shard": 2}, "sharding": ShardingPlan(level=2)}),
+    "ZeRO-3": Case(plan={"mesh": {"shard": 2}, "sharding": ShardingPlan(level=3)}),
+    "ZeRO-2 in code": Case(
+        factor=1e8, compress="float16", plan={"mesh": {"shard": 2}, "sharding": ShardingPlan(level=2)}
+    ),
     "split": Case(plan={"mesh": {"split": 2}}),
     "stage": Case(plan={"mesh": {"stage": 2}}),
 }
@@ -82,9 +84,9 @@ def prepared(case: Case, on_nonfinite: Any) -> tuple[tutti.Job, nn.Module, Any]:
     mesh = {"replicate": int(os.environ["WORLD_SIZE"])}
     sync = parse_sync(case.sync)
     if case.compress:
-        sync = Sync(compress=parse_compression(case.compress))
+        sync = SyncPlan(compress=parse_compression(case.compress))
     plan = Plan(**{"batch": BatchPlan(global_batch_size=8), "mesh": mesh, "sync": sync, **case.plan})
-    os.environ["TUTTI_PLAN"] = str(codec.save(plan, Path.cwd() / f"plan-{os.getpid()}.json"))
+    os.environ["TUTTI_PLAN"] = str(serialization.save(plan, Path.cwd() / f"plan-{os.getpid()}.json"))
     os.environ["TUTTI_RUN_FOLDER"] = str(Path.cwd() / f"run-{len(list(Path.cwd().glob('run-*')))}")
     job = tutti.Job(global_batch_size=8, on_nonfinite=on_nonfinite)
     built: Any = model()
@@ -209,7 +211,7 @@ def test_running_statistics_know_nothing_of_a_step_that_is_left_out(words: dict[
 def of_one_sample(sync: str, tracked: bool) -> tuple[list[float], dict[str, torch.Tensor], str]:
     """Global batches of as many samples as there are ranks."""
     plan = Plan(batch=BatchPlan(global_batch_size=2), mesh={"replicate": 2}, sync=parse_sync(sync))
-    os.environ["TUTTI_PLAN"] = str(codec.save(plan, Path.cwd() / f"plan-{os.getpid()}.json"))
+    os.environ["TUTTI_PLAN"] = str(serialization.save(plan, Path.cwd() / f"plan-{os.getpid()}.json"))
     os.environ["TUTTI_RUN_FOLDER"] = str(Path.cwd() / "run")
     job = tutti.Job(global_batch_size=2)
     built: Any = model()

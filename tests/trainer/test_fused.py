@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 import tutti
-from tutti.trainer.fused import fused, may_fuse
+from tutti.trainer.update import can_fuse, fused_kernels
 
 SHAPES = ((7, 5), (3,), (), (0, 4), (2, 3, 4, 5))
 LAST = torch.channels_last
@@ -59,8 +59,8 @@ def test_a_fused_step_computes_the_same(
     for seed in range(4):
         gradients(ours, seed)
         gradients(theirs, seed)
-        assert may_fuse(one)
-        with fused(one):
+        assert can_fuse(one)
+        with fused_kernels(one):
             one.step()
             assert one.param_groups[0]["fused"]
         other.step()
@@ -75,8 +75,8 @@ def test_gradients_in_another_order_of_memory_are_not_fused() -> None:
     for parameters in (ours, theirs, wrong):
         gradients(parameters, 0)
         parameters[-1].grad = parameters[-1].grad.to(memory_format=LAST)  # type: ignore[union-attr]
-    assert not may_fuse(one)
-    with fused(one):
+    assert not can_fuse(one)
+    with fused_kernels(one):
         one.step()
     other.step()
     third.param_groups[0]["fused"] = True
@@ -97,7 +97,7 @@ def test_what_hooks_give_before_the_step_counts() -> None:
         ours[-1].grad = mine.to(memory_format=LAST)  # type: ignore[union-attr]
 
     one.register_step_pre_hook(give)
-    with fused(one):
+    with fused_kernels(one):
         one.step()
     other.step()
     torch.testing.assert_close(ours[-1], theirs[-1], rtol=1e-14, atol=0)
@@ -127,9 +127,9 @@ def _sparse(parameters: list[nn.Parameter], optimizer: Optimizer) -> None:
 def test_what_fused_kernels_do_not_know_is_left(change: Callable[[list[nn.Parameter], Optimizer], None]) -> None:
     parameters, optimizer = made(AdamW, {}, torch.float32)
     gradients(parameters, 0)
-    assert may_fuse(optimizer)
+    assert can_fuse(optimizer)
     change(parameters, optimizer)
-    assert not may_fuse(optimizer)
+    assert not can_fuse(optimizer)
 
 
 def test_a_parameter_that_comes_later_has_no_momentum_yet() -> None:
@@ -139,8 +139,8 @@ def test_a_parameter_that_comes_later_has_no_momentum_yet() -> None:
         for parameters, optimizer in ((ours, one), (theirs, other)):
             gradients(parameters, seed)
             parameters[0].grad = None if seed == 0 else parameters[0].grad
-            assert may_fuse(optimizer) == may
-            with fused(one):
+            assert can_fuse(optimizer) == may
+            with fused_kernels(one):
                 optimizer.step()
     for mine, yours in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, yours, rtol=1e-14, atol=1e-14)
@@ -168,8 +168,8 @@ class Own(AdamW):
 def test_a_script_that_has_chosen_keeps_its_kernels(kind: type[Optimizer], settings: dict[str, Any]) -> None:
     _, optimizer = made(kind, settings, torch.float32)
     before = dict(optimizer.param_groups[0])
-    assert not may_fuse(optimizer)
-    with fused(optimizer):
+    assert not can_fuse(optimizer)
+    with fused_kernels(optimizer):
         optimizer.step()
         assert optimizer.param_groups[0] == before
     assert optimizer.param_groups[0] == before

@@ -9,15 +9,15 @@ from torch import nn
 
 import tutti
 from harness import run_ranks
-from tutti.config import codec
-from tutti.config.plan import BatchPlan, Plan, Sharding
-from tutti.config.run import RunFolder, RunHeader
+from tutti.config import serialization
+from tutti.config.plan import BatchPlan, Plan, ShardingPlan
+from tutti.config.run_folder import RunFolder, RunHeader
 
 
 def said(mesh: dict[str, int], level: int) -> tuple[int, int]:
     """(parameters in the header, parameters of the script's model); 0 on other ranks than the first."""
-    plan = Plan(batch=BatchPlan(global_batch_size=4), mesh=mesh, sharding=Sharding(level=level))  # type: ignore[arg-type]
-    os.environ["TUTTI_PLAN"] = str(codec.save(plan, Path.cwd() / f"plan-{os.getpid()}.json"))
+    plan = Plan(batch=BatchPlan(global_batch_size=4), mesh=mesh, sharding=ShardingPlan(level=level))  # type: ignore[arg-type]
+    os.environ["TUTTI_PLAN"] = str(serialization.save(plan, Path.cwd() / f"plan-{os.getpid()}.json"))
     job = tutti.Job(global_batch_size=4, seed=0)
     model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
     model[0].bias.requires_grad_(False)
@@ -26,7 +26,7 @@ def said(mesh: dict[str, int], level: int) -> tuple[int, int]:
     model, _, _ = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data, nn.functional.cross_entropy)
     if os.environ["RANK"] != "0":
         return 0, 0
-    return codec.load(RunHeader, RunFolder(Path(os.environ["TUTTI_RUN_FOLDER"])).header).parameters, whole
+    return serialization.load(RunHeader, RunFolder(Path(os.environ["TUTTI_RUN_FOLDER"])).header).parameters, whole
 
 
 @pytest.mark.parametrize(("mesh", "level"), [({"replicate": 2}, 1), ({"shard": 2}, 3), ({"stage": 2}, 1)], ids=str)

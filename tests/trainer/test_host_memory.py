@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import tutti
 from harness import run_ranks
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.plan import BatchPlan, Plan
 from tutti.trainer import host_memory
 
@@ -61,14 +61,14 @@ def states() -> dict[str, Any]:
 
     assert host_memory.map_large_blocks()
     look("mapped")
-    with host_memory.lasting():
+    with host_memory.long_lived_blocks():
         look("lasting, as a run begins")
     look("after it, as a run begins")
     assert host_memory.keep_freed_memory()
     look("kept")
-    with host_memory.lasting():
+    with host_memory.long_lived_blocks():
         look("lasting", 512)
-        with host_memory.lasting():
+        with host_memory.long_lived_blocks():
             pass
         look("lasting, after another inside", 512)
     look("after it")
@@ -94,7 +94,7 @@ def run_of(every: int | None) -> dict[str, Any]:
     """Where what lasts lies, and the page faults of each step; `every`: steps between checkpoints."""
     os.environ["TUTTI_RUN_FOLDER"] = str(Path.cwd() / "run")
     plan = Plan(batch=BatchPlan(global_batch_size=8), mesh={"replicate": 2})
-    os.environ["TUTTI_PLAN"] = str(codec.save(plan, Path.cwd() / f"plan-{os.getpid()}.json"))
+    os.environ["TUTTI_PLAN"] = str(serialization.save(plan, Path.cwd() / f"plan-{os.getpid()}.json"))
     job = tutti.Job(global_batch_size=8, checkpoint_every=every)
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(6)))
     data = TensorDataset(torch.randn(64, 512), torch.randn(64, 512))

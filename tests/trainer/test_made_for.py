@@ -11,10 +11,10 @@ from torch import nn
 import tutti
 from tutti.cli.common import capture_script
 from tutti.cli.planning import model_spec_of
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.plan import BatchPlan, Plan
 from tutti.planner import stamp
-from tutti.trainer.made_for import other_model
+from tutti.trainer.prepare import model_mismatch_warning
 
 
 class Tied(nn.Module):
@@ -62,15 +62,15 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Pla
 def test_the_same_model_is_the_same_tied_weights_or_not(planned: Callable[[], Plan]) -> None:
     plan = planned()
     assert plan.made_for["layers.0-1"] == "Linear 20"
-    assert other_model(plan, Tied(2, 4)) == ""
-    assert other_model(replace(plan, made_for={}), nn.Linear(3, 3)) == ""
+    assert model_mismatch_warning(plan, Tied(2, 4)) == ""
+    assert model_mismatch_warning(replace(plan, made_for={}), nn.Linear(3, 3)) == ""
 
 
 def test_what_changed_is_named(planned: Callable[[], Plan]) -> None:
     plan = planned()
-    assert "made for another model: layers.2 is new; plan again" in other_model(plan, Tied(3, 4))
-    assert "layers.1 is gone" in other_model(plan, Tied(1, 4))
-    wider = other_model(plan, Tied(2, 5))
+    assert "made for another model: layers.2 is new; plan again" in model_mismatch_warning(plan, Tied(3, 4))
+    assert "layers.1 is gone" in model_mismatch_warning(plan, Tied(1, 4))
+    wider = model_mismatch_warning(plan, Tied(2, 5))
     assert "layers.0 (Linear 20 then, Linear 30 now)" in wider
     assert "are different" in wider
 
@@ -78,7 +78,7 @@ def test_what_changed_is_named(planned: Callable[[], Plan]) -> None:
 def test_a_run_by_it_warns_once_before_it_trains(
     planned: Callable[[], Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = codec.save(planned(), tmp_path / "plan.json")
+    path = serialization.save(planned(), tmp_path / "plan.json")
     monkeypatch.setenv("TUTTI_PLAN", str(path))
     monkeypatch.chdir(tmp_path)
     data = torch.utils.data.TensorDataset(torch.arange(8) % 8, torch.arange(8) % 8)

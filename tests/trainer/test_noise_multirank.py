@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import tutti
 from harness import run_ranks
 from trainer.training import Mlp, Tagger, vectors
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.plan import BatchPlan, Plan
 from tutti.data.share import share_of
 from tutti.optim.noise import estimate
@@ -62,7 +62,7 @@ def train(cases: list[Case], world_size: int) -> list[dict[str, Any]]:
         shares = case.shares[:world_size]
         plan = Plan(batch=batch, mesh={"replicate": world_size}, shares=shares if len(shares) == world_size else ())
         file = Path.cwd() / f"plan-{number}-{os.environ['RANK']}.json"  # ranks share the folder
-        codec.save(plan, file)
+        serialization.save(plan, file)
         os.environ["TUTTI_PLAN"] = str(file)
         job = tutti.Job(global_batch_size=case.batch, seed=4, noise_every=case.every, clip_norm=case.clip_norm)
         model, data, loss = model_and_data(case)

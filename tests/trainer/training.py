@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 import tutti
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.plan import BatchPlan, LayoutRule, Plan
 
 
@@ -155,7 +155,7 @@ def train(case: Case, world_size: int, resume: str | None = None, epochs: int | 
     batch = BatchPlan(global_batch_size=case.batch, num_microbatches=case.microbatches, last_batch=case.last_batch)
     shares = case.shares[:world_size]
     plan = Plan(batch=batch, mesh={"replicate": world_size}, shares=shares, layout=layout)
-    os.environ["TUTTI_PLAN"] = str(codec.save(plan, Path.cwd() / f"plan-{os.getpid()}.json"))
+    os.environ["TUTTI_PLAN"] = str(serialization.save(plan, Path.cwd() / f"plan-{os.getpid()}.json"))
     torch.set_default_dtype(case.dtype)
     job = tutti.Job(
         global_batch_size=case.batch,

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from report.run_folders import STEP_S, Story, cluster, write_run
 from tutti.cli.calibrate import calibrated, command
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.cluster import ClusterSpec
 from tutti.config.model import ModelSpec
 from tutti.config.plan import Plan
@@ -23,10 +23,10 @@ def test_the_new_cluster_predicts_the_run_and_says_from_what_it_is(tmp_path: Pat
     output = tmp_path / "fitted.json"
     done = CliRunner().invoke(command, [str(run), "--output", str(output)])
     assert done.exit_code == 0, done.output
-    fitted = codec.load(ClusterSpec, output)
-    before = codec.load(ClusterSpec, run / "cluster.json")
+    fitted = serialization.load(ClusterSpec, output)
+    before = serialization.load(ClusterSpec, run / "cluster.json")
     assert before == cluster()
-    model, plan = codec.load(ModelSpec, run / "model.json"), codec.load(Plan, run / "plan.json")
+    model, plan = serialization.load(ModelSpec, run / "model.json"), serialization.load(Plan, run / "plan.json")
     wrong = abs(predict(model, before, plan).step_time_s.value / (40 * WORK_S) - 1)
     right = abs(predict(model, fitted, plan).step_time_s.value / (40 * WORK_S) - 1)
     assert right < 0.1 < wrong
@@ -63,18 +63,18 @@ def test_a_given_cluster_of_other_devices_is_refused(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", Story(slower=2.0))
     own = cluster()
     again = replace(own, name="measured again")
-    fitted, fit = calibrated((run,), codec.save(again, tmp_path / "again.json"))
+    fitted, fit = calibrated((run,), serialization.save(again, tmp_path / "again.json"))
     assert (fitted.name, fit.rows) == ("measured again", 1)
     key, device = next(iter(own.devices.items()))
     for change in ({"kind": "cuda"}, {"name": "another card"}):
         other = replace(own, devices={**own.devices, key: replace(device, **change)})
         with pytest.raises(ReportError, match=r"run ran on '.*' \(cpu\), but .* has .*; name the machines"):
-            calibrated((run,), codec.save(other, tmp_path / "other.json"))
+            calibrated((run,), serialization.save(other, tmp_path / "other.json"))
 
 
 def test_a_run_whose_model_was_not_traced_tells_nothing_of_the_machine(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
-    model = codec.load(ModelSpec, run / "model.json")
-    codec.save(replace(model, untraced="the loss function f could not be traced"), run / "model.json")
+    model = serialization.load(ModelSpec, run / "model.json")
+    serialization.save(replace(model, untraced="the loss function f could not be traced"), run / "model.json")
     with pytest.raises(ReportError, match="no run has"):
         calibrated((run,), None)

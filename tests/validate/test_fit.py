@@ -10,9 +10,21 @@ from tutti.config.plan import BatchPlan, Plan
 from tutti.cost_model import predict
 from tutti.profile.architectures import architecture
 from tutti.profile.catalog.text import cluster_from_text
-from tutti.validate.constants import NAMES, NOISE, PRIOR, UNFITTED, Constants, fitted_cluster
-from tutti.validate.fit import Fit, Sample, _capped, _minimise, apply_fit, fit_constants
-from tutti.validate.score import Scored, errors, regret
+from tutti.validate.cluster_fit import (
+    NAMES,
+    NOISE,
+    PRIOR,
+    UNFITTED,
+    Constants,
+    Fit,
+    Sample,
+    _capped,
+    _minimise,
+    apply_fit,
+    fit_constants,
+    fitted_cluster,
+)
+from tutti.validate.scoring import Scored, errors, regret
 
 CLUSTER = cluster_from_text("2x8:a100-80gb,nvlink3,8*ib-hdr")
 TRUTH = Constants(rate=-0.2, half_size=0.3, bandwidth=-0.1, call=0.5, network_bandwidth=-0.4)

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from harness import RankFailed, run_ranks
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.plan import Plan
 from tutti.config.verdict import Verdict
-from tutti.verify.trial import Question, Trial, on_one_device, verify
+from tutti.verify.verification import VerificationRequest, VerificationTrial, on_one_device, verify
 
 HERE = Path(__file__).parent
 
@@ -31,12 +31,12 @@ def as_rank(script: str, environment: dict[str, str]) -> None:
         atexit._run_exitfuncs()
 
 
-def run_script(script: Path, trial: Trial, plan: Plan | None = None) -> str | None:
+def run_script(script: Path, trial: VerificationTrial, plan: Plan | None = None) -> str | None:
     """Run a script as one trial, by a plan if one is given; the failure, if it failed."""
     environment = trial.environment
     if plan is not None:
         own = plan if trial.world_size > 1 else on_one_device(plan)
-        environment["TUTTI_PLAN"] = str(codec.save(own, trial.folder / "plan.json"))
+        environment["TUTTI_PLAN"] = str(serialization.save(own, trial.folder / "plan.json"))
     try:
         run_ranks(as_rank, trial.world_size, str(script), environment)
     except RankFailed as error:
@@ -49,6 +49,8 @@ def verdict_on(
 ) -> Verdict:
     """Verify a script; a name such as "broken/loss_sum.py" is one beside this file."""
     path = HERE / script
-    question = Question(script=path.name, world_size=plan.world_size if plan else world_size, steps=steps, **options)
+    question = VerificationRequest(
+        script=path.name, world_size=plan.world_size if plan else world_size, steps=steps, **options
+    )
     with tempfile.TemporaryDirectory() as folder:
         return verify(question, lambda trial: run_script(path, trial, plan), Path(folder))

@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 
 from tutti.config.plan import BatchPlan, Plan
 from tutti.data.share import Part, share_of
-from tutti.verify.align import Piece, batch_alignments
-from tutti.verify.forward import smallest_gap
-from tutti.verify.gauge import Gauge
-from tutti.verify.measure import difference, rms
+from tutti.verify.alignment import RankTensor, batch_alignments
+from tutti.verify.compare_recordings import smallest_gap
+from tutti.verify.tolerance import ToleranceChecker, difference, rms
 
-GAUGE = Gauge(1e-8, 1e-2)
+GAUGE = ToleranceChecker(1e-8, 1e-2)
 
 
 def shares(batch: int, weights: tuple[float, ...], microbatches: int, index: int) -> list[Part]:
@@ -27,7 +26,7 @@ def shares(batch: int, weights: tuple[float, ...], microbatches: int, index: int
 
 
 def gap(whole: torch.Tensor, values: list[torch.Tensor], parts: list[Part]) -> float | None:
-    pieces = [Piece(rank=r, part=p, value=v) for r, (p, v) in enumerate(zip(parts, values, strict=True))]
+    pieces = [RankTensor(rank=r, part=p, value=v) for r, (p, v) in enumerate(zip(parts, values, strict=True))]
     found = smallest_gap(whole, pieces, rms([whole]), GAUGE)
     return None if found is None else found.largest
 

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tutti.data.share import Part
-from tutti.verify.randomness import AlignedRandom, rows_of
+from tutti.verify.matched_randomness import AlignedRandom, rows_of
 
 SIZES = (3, 1, 2)
 

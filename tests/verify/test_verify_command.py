@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.verdict import Verdict
 from verify.running import HERE
 
@@ -25,7 +25,7 @@ def test_a_correct_script_with_a_plan_and_arguments(tmp_path: Path) -> None:
     done = tutti_verify(tmp_path, "--plan", "plan.json", "--steps", "2", "--folder", "run", script, "--its", "own")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("PASS: 3 ranks compute what one device computes, over 2 steps in float64")
-    verdict = codec.load(Verdict, tmp_path / "run" / "verify.json")
+    verdict = serialization.load(Verdict, tmp_path / "run" / "verify.json")
     assert verdict.passed
     assert verdict.sentence in done.stdout.replace("\n", "")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.json", "run"]
@@ -36,8 +36,8 @@ def test_a_broken_script_as_json(tmp_path: Path) -> None:
     script = str(HERE / "broken" / "own_batch_norm.py")
     done = tutti_verify(tmp_path, "--nproc", "2", "--steps", "1", "--json", "--output", "verdict.json", script)
     assert done.returncode == 1, done.stderr
-    verdict = codec.loads(Verdict, done.stdout)
-    assert verdict == codec.load(Verdict, tmp_path / "verdict.json")
+    verdict = serialization.loads(Verdict, done.stdout)
+    assert verdict == serialization.load(Verdict, tmp_path / "verdict.json")
     assert verdict.first is not None
     assert (verdict.first.module, verdict.first.step) == ("1", 1)
 

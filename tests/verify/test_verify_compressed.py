@@ -15,11 +15,11 @@ def distances(note: str, after: str) -> tuple[float, float]:
 def test_the_exact_part_passes_and_the_distance_is_told(words: str, near: float, far: float) -> None:
     verdict = verdict_on("correct/mlp.py", world_size=2, steps=3, compress=words)
     assert verdict.passed, verdict.sentence
-    assert "where sums are exact" in verdict.sentence
+    assert "with exact reductions" in verdict.sentence
     note = verdict.notes[-1]
     assert f"({words})" in note
     assert "all ranks have the same bits" in note
-    low, high = distances(note, "gradients are ")
+    low, high = distances(note, "one device's by ")
     assert near < low <= high < far
     assert "Not proved" in note
 
@@ -35,7 +35,7 @@ def test_momenta_are_seen_from_the_second_step_on(method: str) -> None:
     assert "over the 2 steps after it" in note
     assert "all ranks have the same bits" in note
     if method == "byte-adam":
-        low, high = distances(note, "stand for are ")
+        low, high = distances(note, "one device's by ")
         assert 1e-4 < low <= high < 1
 
 
@@ -43,7 +43,7 @@ def test_momenta_are_seen_from_the_second_step_on(method: str) -> None:
 def test_sufficient_factors_are_compared_like_exact_sums() -> None:
     verdict = verdict_on("factors/wide.py", world_size=2, steps=3, compress="factors")
     assert verdict.passed, verdict.sentence
-    assert "where sums are exact" not in verdict.sentence
+    assert "with exact reductions" not in verdict.sentence
     assert not any("compressed" in note for note in verdict.notes)
 
 

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from tutti.config.plan import BatchPlan, LayoutRule, Pipeline, Plan, Sharding
+from tutti.config.plan import BatchPlan, LayoutRule, PipelinePlan, Plan, ShardingPlan
 from tutti.parallel.layout import Held
-from tutti.verify import parts
-from tutti.verify.parts import columns_of, covered, kept, kept_columns, part_of
+from tutti.verify import alignment
+from tutti.verify.alignment import covers_whole, sample_columns, sample_elements, sampled_columns, sampled_part
 from verify.running import verdict_on
 
 
@@ -21,9 +21,9 @@ PLANS = {
     "split in unequal parts": ("mlp", plan(16, mesh={"split": 2}, split_shares=(3.0, 1.0))),
     "split in 3 unequal parts": ("mlp", plan(16, mesh={"split": 3}, split_shares=(2.0, 1.0, 3.0))),
     "replicate x split": ("decoder", plan(8, mesh={"replicate": 2, "split": 2})),
-    "ZeRO-1": ("mlp", plan(16, mesh={"shard": 3}, sharding=Sharding(level=1))),
+    "ZeRO-1": ("mlp", plan(16, mesh={"shard": 3}, sharding=ShardingPlan(level=1))),
     "ZeRO-3": ("decoder", plan(8, mesh={"shard": 2}, num_microbatches=2)),
-    "stage": ("decoder", plan(8, 4, mesh={"stage": 2}, pipeline=Pipeline(schedule="1f1b"))),
+    "stage": ("decoder", plan(8, 4, mesh={"stage": 2}, pipeline=PipelinePlan(schedule="1f1b"))),
     "stage, of images": ("cnn", plan(9, 3, mesh={"stage": 2})),
     "context": ("decoder", plan(8, mesh={"context": 2})),
     "replicate x context": ("decoder", plan(8, mesh={"replicate": 2, "context": 2})),
@@ -78,19 +78,19 @@ HELD = {
 @pytest.mark.parametrize("name", HELD)
 @pytest.mark.parametrize("most", [2**20, 20])
 def test_the_kept_part_is_the_part_of_what_is_kept(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "KEEP_ELEMENTS", most)
-    monkeypatch.setattr(parts, "KEEP_COLUMNS", most // 4)
+    monkeypatch.setattr(alignment, "MAX_ELEMENTS", most)
+    monkeypatch.setattr(alignment, "MAX_COLUMNS", most // 4)
     held, whole = HELD[name], torch.arange(48.0).reshape(6, 8)
-    mine = kept(held.take(whole), held)
-    assert torch.equal(part_of(kept(whole), held, mine), mine)
-    columns = columns_of(kept_columns(whole), held)
+    mine = sample_elements(held.take(whole), held)
+    assert torch.equal(sampled_part(sample_elements(whole), held, mine), mine)
+    columns = sampled_columns(sample_columns(whole), held)
     assert columns is not None
-    assert torch.equal(columns, kept_columns(held.take(whole), held))
+    assert torch.equal(columns, sample_columns(held.take(whole), held))
 
 
 def test_parts_are_known_to_cover_the_whole_or_not() -> None:
     first, second, late = (Held(shape=(6,)).cut(0, some) for some in ((0, 3), (3, 6), (4, 6)))
-    assert covered((6,), [first, second])
-    assert covered((6,), [first, None])
-    assert not covered((6,), [first, late])
-    assert not covered((6,), [first])
+    assert covers_whole((6,), [first, second])
+    assert covers_whole((6,), [first, None])
+    assert not covers_whole((6,), [first, late])
+    assert not covers_whole((6,), [first])

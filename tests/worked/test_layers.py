@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tutti.profile.model import describe_model
+from tutti.profile.model_profile import describe_model
 from worked.examples import EXAMPLES
 
 CNN = EXAMPLES["cnn_7x7x3_tail"]

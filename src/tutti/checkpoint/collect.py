@@ -13,7 +13,7 @@ from tutti.checkpoint.generators import read_generators
 from tutti.checkpoint.tensors import Item, item, stored_dtype
 from tutti.errors import CheckpointError
 from tutti.parallel.layout import Cut, Held, Layout, local
-from tutti.trainer.state import Run
+from tutti.trainer.run_state import Run
 
 Key = tuple[int, str, str]
 """A tensor of a checkpoint: (optimizer, parameter, key of its state), or (MODEL, name, "")."""

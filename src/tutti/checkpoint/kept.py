@@ -19,7 +19,7 @@ from tutti.config.compression import FACTORS, MOMENTA, ZERO_ONE, Compression, co
 from tutti.parallel.compressed.compressor import Compressor
 from tutti.parallel.compressed.parts import Keeping, Row
 from tutti.parallel.layout import Cut, Held
-from tutti.trainer.state import Run
+from tutti.trainer.run_state import Run
 
 
 def collect_kept(run: Run, mine: Contribution, items: list[Item]) -> None:

@@ -3,7 +3,7 @@
 import time
 
 from tutti.checkpoint.save import FAILED, Pending, publish_pending
-from tutti.trainer.state import Run
+from tutti.trainer.run_state import Run
 
 _PATIENCE_S = 10.0
 

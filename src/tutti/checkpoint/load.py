@@ -16,7 +16,7 @@ from tutti.checkpoint.tensors import dtype_of
 from tutti.errors import CheckpointError
 from tutti.optim.noise import Averages
 from tutti.parallel.layout import Layout, local
-from tutti.trainer.state import Run
+from tutti.trainer.run_state import Run
 
 
 def load_checkpoint(run: Run, path: Path) -> None:

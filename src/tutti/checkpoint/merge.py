@@ -11,7 +11,7 @@ import torch
 from tutti.checkpoint.collect import KEPT, MODEL, Contribution, Group, Key, Piece
 from tutti.checkpoint.index import Entry, Index, Part, index_to_text, rank_file
 from tutti.errors import CheckpointError
-from tutti.trainer.state import Run
+from tutti.trainer.run_state import Run
 
 
 def refusal(contributions: list[Contribution]) -> str | None:

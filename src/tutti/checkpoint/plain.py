@@ -16,7 +16,7 @@ from tutti.checkpoint.ranges import Index as Place
 from tutti.checkpoint.source import Source, in_memory, open_checkpoint, read_whole, shared_source
 from tutti.checkpoint.tensors import Files, dtype_of, plain_item, write_tensors
 from tutti.errors import CheckpointError
-from tutti.trainer.state import Run
+from tutti.trainer.run_state import Run
 
 
 def to_state_dict(folder: Path) -> dict[str, Any]:

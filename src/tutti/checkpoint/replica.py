@@ -8,7 +8,7 @@ from tutti.checkpoint.collect import KEPT, Contribution, Piece
 from tutti.checkpoint.source import Source, Target, transfer
 from tutti.checkpoint.tensors import Item, item, stored_dtype
 from tutti.local_sgd.mode import Kept
-from tutti.trainer.state import Run
+from tutti.trainer.run_state import Run
 
 
 def collect_replica(run: Run, own: Kept, mine: Contribution, items: list[Item]) -> None:

@@ -24,8 +24,8 @@ from tutti.checkpoint.send import receive_file, send_items
 from tutti.checkpoint.tensors import Item, item, write_tensors
 from tutti.errors import CheckpointError
 from tutti.local_sgd.mode import Kept
-from tutti.trainer.host_memory import lasting
-from tutti.trainer.state import Run
+from tutti.trainer.host_memory import long_lived_blocks
+from tutti.trainer.run_state import Run
 
 UNFINISHED, FAILED = ".part", ".failed"
 """Ends of the names of a file that is being written, and of the mark of one that could not be."""
@@ -203,7 +203,7 @@ def _copied(items: list[Item], run: Run) -> tuple[list[Item], bool]:
         return items, False
     pinned = run.world.device.type == "cuda"
     copies = []
-    with lasting():
+    with long_lived_blocks():
         for one in items:
             copy = torch.empty(one.shape, dtype=one.dtype, pin_memory=pinned)
             copies.append(item(one.key, copy.copy_(one.make().detach(), non_blocking=True)))

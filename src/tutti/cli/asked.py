@@ -13,8 +13,8 @@ from tutti.errors import LaunchError, PlanError
 
 if TYPE_CHECKING:
     from tutti.config.compression import Compression
-    from tutti.config.plan import Plan, Sync
-    from tutti.config.words import Relax
+    from tutti.config.plan import Plan, SyncPlan
+    from tutti.config.vocabulary import Relaxation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +32,8 @@ class Options:
     mesh: str | None
     compress: "Compression | None"
     bucket_mb: str | None
-    relax: "Relax"
-    sync: "Sync | None"
+    relax: "Relaxation"
+    sync: "SyncPlan | None"
     cluster: Path | None
     folder: Path | None
     resume: Path | None
@@ -116,12 +116,12 @@ def given_plan(options: Options) -> "Plan | None":
     """
     if options.plan is None:
         return None
-    from tutti.config import codec
+    from tutti.config import serialization
     from tutti.config.plan import Plan
     from tutti.config.refusals import check_plan
     from tutti.config.sync_words import with_mode
 
-    plan = with_mode(codec.load(Plan, options.plan).compressed(options.compress), options.sync)
+    plan = with_mode(serialization.load(Plan, options.plan).compressed(options.compress), options.sync)
     check_plan(plan)
     return plan
 

@@ -14,19 +14,19 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.compression import Compression
-from tutti.config.plan import Plan, Sync
-from tutti.config.run import RunFolder
+from tutti.config.plan import Plan, SyncPlan
+from tutti.config.run_folder import RunFolder
 from tutti.config.sync_words import with_mode
-from tutti.config.words import AxisName, Relax
+from tutti.config.vocabulary import AxisName, Relaxation
 from tutti.errors import LaunchError, ScriptError, TuttiError
 from tutti.launch.local import forked
 from tutti.launch.rank_main import leave_with_supervisor, user_traceback
 
 if TYPE_CHECKING:
     from tutti.config.cluster import ClusterSpec
-    from tutti.trainer.capture import Captured
+    from tutti.trainer.capture import CapturedScript
 
 Say = Callable[[str], None]
 
@@ -45,8 +45,8 @@ class Wanted:
     mesh: dict[AxisName, int] | None = None
     ranks: int | None = None
     compress: Compression | None = None
-    sync: Sync | None = None
-    relax: Relax = "exact"
+    sync: SyncPlan | None = None
+    relax: Relaxation = "exact"
     plans: bool = False
 
 
@@ -138,14 +138,14 @@ def _cluster(wanted: Wanted, say: Say) -> "ClusterSpec":
     from tutti.config.cluster import ClusterSpec
 
     if wanted.cluster is not None:
-        return codec.load(ClusterSpec, wanted.cluster)
+        return serialization.load(ClusterSpec, wanted.cluster)
     from tutti.profile.probe import cached_cluster_path, measure
 
     cached = cached_cluster_path()
     if cached.exists():
-        return codec.load(ClusterSpec, cached)
+        return serialization.load(ClusterSpec, cached)
     cluster = measure(quick=True, progress=say)
-    codec.save(cluster, cached)
+    serialization.save(cluster, cached)
     return cluster
 
 
@@ -157,16 +157,16 @@ def _work_out(wanted: Wanted, cluster: "ClusterSpec", say: Say) -> None:
     from tutti.cost_model.words import count
 
     folder = RunFolder(wanted.folder)
-    codec.save(cluster, folder.cluster)
+    serialization.save(cluster, folder.cluster)
     captured = capture_script(wanted.script, wanted.arguments)
     captured = replace(captured, plan=with_mode(captured.plan.compressed(wanted.compress), wanted.sync))
     model = model_spec_of(captured, name=wanted.script.stem)
-    codec.save(model, folder.model)
+    serialization.save(model, folder.model)
     if wanted.plans and model.untraced:  # training needs no prediction
         plan = _plan_of(wanted, captured)
         ranks = count(plan.world_size, "rank")
         say(f"{model.untraced}; so nothing can be predicted, and it trains on {ranks} (--nproc N: on N)")
-        codec.save(plan, folder.plan)
+        serialization.save(plan, folder.plan)
         return
     if wanted.plans:
         from tutti.planner import explain
@@ -174,18 +174,18 @@ def _work_out(wanted: Wanted, cluster: "ClusterSpec", say: Say) -> None:
         name, relax = wanted.script.stem, wanted.relax
         choice = plan_for(captured, cluster, name=name, nproc=wanted.ranks, mesh=wanted.mesh, relax=relax)
         say(explain(choice))
-        codec.save(choice.prediction, folder.prediction)
-        codec.save(choice.best, folder.plan)
+        serialization.save(choice.prediction, folder.prediction)
+        serialization.save(choice.best, folder.plan)
         return
-    codec.save(predict(costed(model), cluster, _plan_of(wanted, captured)), folder.prediction)
+    serialization.save(predict(costed(model), cluster, _plan_of(wanted, captured)), folder.prediction)
 
 
-def _plan_of(wanted: Wanted, captured: "Captured") -> Plan:
+def _plan_of(wanted: Wanted, captured: "CapturedScript") -> Plan:
     """The plan that the run will follow."""
     from tutti.parallel.annotated import with_annotations
 
     if wanted.plan is not None:
-        plan = with_mode(codec.load(Plan, wanted.plan).compressed(wanted.compress), wanted.sync)
+        plan = with_mode(serialization.load(Plan, wanted.plan).compressed(wanted.compress), wanted.sync)
         return with_annotations(plan, captured.model, stated_mesh=True)
     mesh = wanted.mesh or {"replicate": wanted.ranks or 1}
     return with_annotations(replace(captured.plan, mesh=mesh), captured.model, stated_mesh=wanted.mesh is not None)

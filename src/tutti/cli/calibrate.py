@@ -15,7 +15,7 @@ from tutti.config.cluster import ClusterSpec, Conditions, DeviceSpec
 from tutti.errors import ReportError
 
 if TYPE_CHECKING:
-    from tutti.validate.fit import Fit, Sample
+    from tutti.validate.cluster_fit import Fit, Sample
 
 FEW_RUNS = 4
 """With fewer runs one factor on the time is fitted; from so many on every constant, drawn to what it was before."""
@@ -61,7 +61,7 @@ def command(runs: tuple[Path, ...], cluster: Path | None, output: Path | None, a
 
 def calibrated(paths: tuple[Path, ...], cluster: Path | None) -> tuple[ClusterSpec, "Fit"]:
     """The corrected cluster and its fit. Raises ReportError where no run says enough, or runs are of other machines."""
-    from tutti.validate.fit import apply_fit, fit_constants
+    from tutti.validate.cluster_fit import apply_fit, fit_constants
 
     given = cluster_for(cluster) if cluster is not None else None
     found = [one for path in paths for folder in _folders(path) if (one := _sample(folder, given)) is not None]
@@ -98,9 +98,9 @@ def _folders(path: Path) -> list[Path]:
 def _sample(folder: Path, cluster: ClusterSpec | None) -> "tuple[Sample, dict[str, str]] | None":
     """What a run measured, without its wait for data: constants are of computing. None where it says too little.
     Raises ReportError where `cluster`, which is to be corrected, is of other machines than the run's."""
-    from tutti.report.read import read_records
-    from tutti.report.timing import steady_steps
-    from tutti.validate.fit import Sample
+    from tutti.report.measurements import steady_steps
+    from tutti.report.run_records import read_records
+    from tutti.validate.cluster_fit import Sample
 
     try:
         records = read_records(folder)

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.cluster import ClusterSpec
 from tutti.errors import ScriptError
 
 if TYPE_CHECKING:
-    from tutti.trainer.capture import Captured
+    from tutti.trainer.capture import CapturedScript
 
 console = Console(stderr=True, highlight=False)
 """Everything for people goes to standard error, so that --json leaves one document on standard output."""
@@ -23,17 +23,17 @@ console = Console(stderr=True, highlight=False)
 
 def emit(data: Any) -> None:
     """Print one JSON document on standard output."""
-    print(json.dumps(codec.to_data(data), indent=2))
+    print(json.dumps(serialization.to_data(data), indent=2))
 
 
-def capture_script(script: Path, arguments: tuple[str, ...]) -> "Captured":
+def capture_script(script: Path, arguments: tuple[str, ...]) -> "CapturedScript":
     """Run a script up to `Job.prepare` and return what it was given; the model's parameters stay on meta.
 
     What the script prints goes to standard error. Raises ScriptError when it ends without calling prepare.
     """
     from tutti.launch.preload import load_modules
     from tutti.launch.script import check_script
-    from tutti.profile.meta import parameters_on_meta
+    from tutti.profile.meta_device import parameters_on_meta
     from tutti.trainer.capture import CaptureDone, capturing
 
     check_script(script)
@@ -59,15 +59,15 @@ def cluster_for(path: Path | None, *, quick: bool = True) -> ClusterSpec:
 
         if is_cluster_text(str(path)) and not path.exists():
             return cluster_from_text(str(path))
-        return codec.load(ClusterSpec, path)
+        return serialization.load(ClusterSpec, path)
     from tutti.profile.probe import cached_cluster_path, measure
 
     cached = cached_cluster_path()
     if cached.exists():
-        return codec.load(ClusterSpec, cached)
+        return serialization.load(ClusterSpec, cached)
     console.print("measuring this machine (kept for the next time; `tutti probe` measures it longer)")
     cluster = measure(quick=quick)
-    codec.save(cluster, cached)
+    serialization.save(cluster, cached)
     return cluster
 
 

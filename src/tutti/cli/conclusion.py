@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from tutti.config.run import RunFolder
+from tutti.config.run_folder import RunFolder
 from tutti.errors import ScriptError
 from tutti.launch.base import LaunchSpec
 from tutti.launch.failure import sentence
@@ -77,7 +77,7 @@ def _document(spec: LaunchSpec, outcome: Outcome, code: int, words: str | None, 
 def _report(spec: LaunchSpec, console: Console) -> Path | None:
     """Write the report and return its page; a report that cannot be written does not undo a run."""
     try:
-        from tutti.report.build import write_report
+        from tutti.report.report_files import write_report
 
         write_report(spec.folder)
     except Exception as error:  # the training is done and safe: say so, whatever stopped the report

@@ -6,7 +6,7 @@ from dataclasses import replace
 from tutti.config.cluster import ClusterSpec
 from tutti.config.model import ModelSpec
 from tutti.config.plan import Plan
-from tutti.config.trials import Trial
+from tutti.config.prediction import Trial
 from tutti.cost_model.words import count, seconds
 from tutti.planner import Alternative, Choice, Request, objectives, plan_words
 from tutti.planner.candidates import precisions

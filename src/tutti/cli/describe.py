@@ -11,14 +11,14 @@ import click
 from tutti.cli.common import capture_script, console, emit
 from tutti.cli.named import named_model
 from tutti.cli.options import SCRIPT_CONTEXT, json_option, script_arguments
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.model import ModelSpec, ModuleSpec
 from tutti.errors import DataError, ScriptError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from tutti.trainer.capture import Captured
+    from tutti.trainer.capture import CapturedScript
 
 SAMPLES = 4
 """Samples in the traced batch; its half is traced too, to tell costs of a sample from costs of a pass."""
@@ -66,7 +66,7 @@ def describe_script(script: Path, arguments: tuple[str, ...]) -> ModelSpec:
     return describe_captured(capture_script(script, arguments), name=script.stem)
 
 
-def describe_captured(captured: "Captured", *, name: str) -> ModelSpec:
+def describe_captured(captured: "CapturedScript", *, name: str) -> ModelSpec:
     """The ModelSpec of what a script gave to `prepare`. Raises DataError where no sample can be had."""
     from tutti.parallel.facts import with_facts
     from tutti.profile import describe_model
@@ -99,7 +99,7 @@ def describe_captured(captured: "Captured", *, name: str) -> ModelSpec:
 
 def _write(model: ModelSpec, output: Path) -> None:
     try:
-        codec.save(model, output)
+        serialization.save(model, output)
     except OSError as error:
         raise ScriptError(f"--output {output} cannot be written ({error.strerror}); name another file") from None
 

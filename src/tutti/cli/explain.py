@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
     from tutti.cli.plan_options import Options
     from tutti.config.cluster import ClusterSpec
-    from tutti.config.explanation import Explanation, ModulePlacement
     from tutti.config.model import ModelSpec
     from tutti.config.plan import Plan
-    from tutti.trainer.capture import Captured
+    from tutti.config.prediction import Explanation, ModulePlacement
+    from tutti.trainer.capture import CapturedScript
 
 
 def explain_script(options: "Options") -> None:
@@ -75,15 +75,15 @@ def show_layout(options: "Options", plan: "Plan") -> None:
     _show(_explain(captured, plan, _tensors(describe_captured(captured, name=path.stem))))
 
 
-def _plan(options: "Options", captured: "Captured", name: str) -> "Plan":
+def _plan(options: "Options", captured: "CapturedScript", name: str) -> "Plan":
     from tutti.cli.planning import plan_for
-    from tutti.config import codec
+    from tutti.config import serialization
     from tutti.config.mesh_words import parse_mesh
     from tutti.config.plan import Plan
     from tutti.parallel.annotated import with_annotations
 
     if options.plan is not None:
-        return with_annotations(codec.load(Plan, options.plan), captured.model, stated_mesh=True)
+        return with_annotations(serialization.load(Plan, options.plan), captured.model, stated_mesh=True)
     if options.mesh is not None:
         plan = replace(captured.plan, mesh=parse_mesh(options.mesh))
         return with_annotations(plan, captured.model, stated_mesh=True)
@@ -104,7 +104,7 @@ def _tensors(model: object) -> float:
     return sum(module.optimizer_nbytes for module in model.modules) / gradients if gradients else 0.0
 
 
-def _explain(captured: "Captured", plan: "Plan", tensors: float) -> "Explanation":
+def _explain(captured: "CapturedScript", plan: "Plan", tensors: float) -> "Explanation":
     from tutti.parallel.preview import explain_layout
 
     return explain_layout(captured.model, plan, sample=lambda: captured.samples(2)[:2], optimizer_tensors=tensors)

@@ -6,7 +6,7 @@ from typing import Any, TypeVar, get_args
 
 import click
 
-from tutti.config.words import Relax
+from tutti.config.vocabulary import Relaxation
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -45,10 +45,10 @@ compress_option = _worded(
 
 
 def _buckets(text: str) -> str:
-    from tutti.config.bucket_words import with_buckets
+    from tutti.config.option_syntax import with_bucket_size
     from tutti.config.plan import BatchPlan, Plan
 
-    with_buckets(Plan(batch=BatchPlan(global_batch_size=1)), text)
+    with_bucket_size(Plan(batch=BatchPlan(global_batch_size=1)), text)
     return text
 
 
@@ -80,7 +80,7 @@ def relax_option(function: F) -> F:
     """--relax: how far the planner may leave what one device computes."""
     return click.option(
         "--relax",
-        type=click.Choice(get_args(Relax)),
+        type=click.Choice(get_args(Relaxation)),
         default="exact",
         show_default=True,
         help="What may be given up to send less, where that is predicted to pay for sure: exact, nothing; reduced, "

@@ -11,10 +11,7 @@ from tutti.cli.planning import SEARCH_S, search
 from tutti.config.cluster import ClusterSpec
 from tutti.config.model import ModelSpec
 from tutti.config.plan import Plan
-from tutti.config.prediction import Prediction
-from tutti.config.scaling import MeasuredPoint, ScalingCurve
-from tutti.config.timeline import Doing, Timeline
-from tutti.config.trials import Trials
+from tutti.config.prediction import Activity, MeasuredPoint, Prediction, ScalingCurve, Timeline, Trials
 from tutti.cost_model.tracks import timeline
 from tutti.cost_model.words import nbytes, seconds
 from tutti.errors import PlanError, ReportError
@@ -132,7 +129,7 @@ def chosen_plan(choice: Choice, trials: Trials | None) -> Plan:
 
 def trust_here(cluster: str, runs: Path = Path("runs")) -> str:
     """How far predictions for this cluster have been off in the runs of a folder; empty where there are none."""
-    from tutti.report.history import build_history, run_folders, trust_in
+    from tutti.report.prediction_history import build_history, run_folders, trust_in
 
     if not runs.is_dir():
         return ""
@@ -238,7 +235,7 @@ def _keys(plan: Plan, prediction: Prediction, found: Timeline) -> "tuple[KeyFigu
     tracks = sum(track.count for track in found.tracks)
     who = "rows shown" if found.tracks_left_out else "ranks"
 
-    def idle(doing: Doing) -> str:
+    def idle(doing: Activity) -> str:
         mean = sum(track.count * track.seconds.get(doing, 0.0) for track in found.tracks) / tracks
         return f"{100 * mean / time.value:.1f} %"
 

@@ -9,17 +9,17 @@ import click
 from tutti.cli.common import capture_script, cluster_for, console, emit
 from tutti.cli.options import SCRIPT_CONTEXT, compress_option, json_option, relax_option
 from tutti.cli.plan_options import Options, searching, showing
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.cluster import ClusterSpec
 from tutti.config.model import ModelSpec
 from tutti.config.plan import BatchPlan, Plan
-from tutti.config.words import Precision, Unit
+from tutti.config.vocabulary import Precision, Unit
 from tutti.errors import PlanError, ScriptError
 
 if TYPE_CHECKING:
     from tutti.cli.outlook import Planned
     from tutti.planner import Choice, Request
-    from tutti.trainer.capture import Captured
+    from tutti.trainer.capture import CapturedScript
 
 
 @click.command(context_settings=SCRIPT_CONTEXT)
@@ -159,13 +159,13 @@ def asked(options: Options) -> tuple[ModelSpec, "Request"]:
 
     if bool(options.model) == bool(options.target):
         raise ScriptError("name one thing to plan for: a script (tutti plan train.py), or --model FILE")
-    model = codec.load(ModelSpec, options.model) if options.model is not None else named_model(options.target)
+    model = serialization.load(ModelSpec, options.model) if options.model is not None else named_model(options.target)
     if model is not None:
         free = replace(options, precision=options.precision or "auto")  # nothing else says what it computes in
         return costed(model), _request(free, Plan(batch=_batch(options)), model)
     path = Path(options.target[0])
     with console.status("tracing the model on shapes"):
-        captured: Captured = capture_script(path, options.target[1:])
+        captured: CapturedScript = capture_script(path, options.target[1:])
         model = costed(model_spec_of(captured, name=path.stem))
     request = _request(options, captured.plan, model)
     return model, replace(request, demanded=demanded(captured), samples={**request.samples, **barred(captured)})
@@ -221,9 +221,8 @@ def _noise(options: Options, unit: Unit) -> Any:
 
 def _measured_noise(options: Options, run: Path, unit: Unit) -> Any:
     from tutti.planner import NoiseScale
-    from tutti.report.noise import samples_at_small_batches
-    from tutti.report.quality import parse_target
-    from tutti.report.read import read_records
+    from tutti.report.quality_metrics import parse_target, samples_at_small_batches
+    from tutti.report.run_records import read_records
 
     if options.critical_batch is not None or options.least_samples is not None:
         raise PlanError("--noise-from takes the critical batch and the least samples from a run; leave the others out")
@@ -240,9 +239,8 @@ def _samples_of_ways(options: Options) -> dict[str, float | None]:
     """What the runs that are named took to the quality, by how they exchanged."""
     if not options.samples_from:
         return {}
-    from tutti.report.quality import parse_target
-    from tutti.report.read import read_records
-    from tutti.report.ways import samples_by_way
+    from tutti.report.quality_metrics import parse_target, samples_by_way
+    from tutti.report.run_records import read_records
 
     if options.relax == "exact":
         raise PlanError("--samples-from is about ways to send less; add --relax reduced, or relaxed, or leave it out")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tutti.cli.quantities import DURATION, SIZE
-from tutti.config.words import Relax, Unit
+from tutti.config.vocabulary import Relaxation, Unit
 
 if TYPE_CHECKING:
     from tutti.config.compression import Compression
@@ -52,7 +52,7 @@ class Options:
     output: Path | None
     mesh: str | None
     compress: "Compression | None"
-    relax: Relax
+    relax: Relaxation
     plan: Path | None
     explain: bool
     as_json: bool

@@ -15,7 +15,7 @@ from tutti.cli.outlook import (
     standard_output,
     trust_here,
 )
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.plan import Plan
 from tutti.planner import Choice, difference, explain, rows
 
@@ -128,7 +128,7 @@ def _scenarios(planned: "Planned") -> "Table":
 
 def show_difference(first: Path, second: Path, *, as_json: bool) -> None:
     """How two plan files differ, in plain words."""
-    plans = codec.load(Plan, first), codec.load(Plan, second)
+    plans = serialization.load(Plan, first), serialization.load(Plan, second)
     found = difference(*plans, names=(first.name, second.name))
     if as_json:
         emit(Differences(first=plans[0], second=plans[1], differences=found))

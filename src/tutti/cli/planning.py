@@ -5,16 +5,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tutti.cli.common import console
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.cluster import ClusterSpec
 from tutti.config.model import ModelSpec
 from tutti.config.plan import Plan
-from tutti.config.words import AxisName
+from tutti.config.vocabulary import AxisName
 from tutti.errors import PlanError, SpecError
 from tutti.planner import Choice, PrecisionPolicy, Request, Scope, changed_modules, choose
 
 if TYPE_CHECKING:
-    from tutti.trainer.capture import Captured
+    from tutti.trainer.capture import CapturedScript
 
 SEARCH_S = 7.0
 """A search of a uniform cluster ends after so many seconds with the best it has, and says what it left."""
@@ -23,7 +23,7 @@ MIXED_SEARCH_S = 40.0
 """The same where devices differ: several orders of nodes, shares and cuts are tried."""
 
 
-def model_spec_of(captured: "Captured", *, name: str = "model") -> ModelSpec:
+def model_spec_of(captured: "CapturedScript", *, name: str = "model") -> ModelSpec:
     """The ModelSpec of what a script gave to `Job.prepare`. Raises DataError where no sample can be had."""
     from tutti.cli.describe import describe_captured
 
@@ -41,7 +41,7 @@ def costed(model: ModelSpec) -> ModelSpec:
 
 
 def plan_for(
-    captured: "Captured",
+    captured: "CapturedScript",
     cluster: ClusterSpec,
     *,
     name: str = "model",
@@ -79,7 +79,7 @@ def search(model: ModelSpec, cluster: ClusterSpec, request: Request, limit_s: fl
     return choose(model, cluster, request, clock=time.monotonic, limit_s=limit_s)
 
 
-def demanded(captured: "Captured") -> dict[AxisName, int]:
+def demanded(captured: "CapturedScript") -> dict[AxisName, int]:
     """The axes that a script's annotations ask for with their degrees, 0 where any above one will do."""
     from tutti.parallel.annotated import marks_of
 
@@ -94,7 +94,7 @@ def demanded(captured: "Captured") -> dict[AxisName, int]:
     return found
 
 
-def barred(captured: "Captured") -> dict[str, float | None]:
+def barred(captured: "CapturedScript") -> dict[str, float | None]:
     """Ways to send less that the script's model cannot go, for `Request.samples`: no code is for sparse gradients."""
     from torch import nn
 
@@ -115,7 +115,7 @@ def warn_if_changed(plan: Plan, model: ModelSpec) -> None:
 def write_spec(value: Any, output: Path) -> None:
     """Write a spec where the user asked for it. Raises SpecError where that is impossible."""
     try:
-        codec.save(value, output)
+        serialization.save(value, output)
     except OSError as error:
         raise SpecError(
             f"the {type(value).__name__} cannot be written to {output} ({error.strerror}); name another file"

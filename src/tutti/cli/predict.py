@@ -8,7 +8,7 @@ import click
 
 from tutti.cli.common import capture_script, cluster_for, console, emit
 from tutti.cli.options import SCRIPT_CONTEXT, json_option
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.cluster import ClusterSpec
 from tutti.config.model import ModelSpec
 from tutti.config.plan import Plan
@@ -46,7 +46,7 @@ def command(
     from tutti.cli.planning import warn_if_changed, write_spec
     from tutti.cost_model import predict
 
-    intended = codec.load(Plan, plan)
+    intended = serialization.load(Plan, plan)
     described = _model(model, target, intended)
     warn_if_changed(intended, described)
     machines = cluster_for(cluster)
@@ -88,7 +88,7 @@ def _model(path: Path | None, target: tuple[str, ...], intended: Plan) -> ModelS
     if bool(path) == bool(target):
         raise ScriptError("name one model: --model FILE before the plan, or a script after it")
     if path is not None:
-        return costed(codec.load(ModelSpec, path))
+        return costed(serialization.load(ModelSpec, path))
     from tutti.cli.named import named_model
 
     named = named_model(target)

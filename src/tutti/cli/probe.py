@@ -10,9 +10,9 @@ import click
 
 from tutti.cli.common import console, emit
 from tutti.cli.options import json_option
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.cluster import ClusterSpec
-from tutti.config.quantities import BYTES, quantity
+from tutti.config.option_syntax import BYTES, parse_quantity
 from tutti.errors import SpecError
 
 
@@ -40,7 +40,7 @@ def _nbytes(context: click.Context, parameter: click.Parameter, text: str | None
     """ "512GiB" or "512GB" as bytes."""
     if text is None:
         return None
-    found = None if text.strip()[-1:].isdecimal() else quantity(text, BYTES)
+    found = None if text.strip()[-1:].isdecimal() else parse_quantity(text, BYTES)
     if found is not None:
         return int(found)
     raise click.BadParameter(f"{text!r} is not a size; write it as 512GiB or 512GB")
@@ -115,12 +115,12 @@ def _write_down(options: Options, device: str) -> None:
 
 
 def _measure(options: Options) -> None:
-    from tutti.environment import read_place
+    from tutti.environment import read_rank_environment
     from tutti.profile.probe import cached_cluster_path, measure
 
     if options.plot is not None:
         _check_plot(options.plot)
-    place = read_place()
+    place = read_rank_environment()
     if place.world_size > 1:
         _measure_with_all_ranks(options)
         return
@@ -131,17 +131,17 @@ def _measure(options: Options) -> None:
 
 def _measure_with_all_ranks(options: Options) -> None:
     """The same by the ranks that a launcher started; rank 0 writes and prints."""
-    from tutti.comm.world import join, leave
+    from tutti.comm.world import join_world, leave_world
     from tutti.profile.probe import FULL, QUICK, cached_cluster_path
-    from tutti.profile.probe.ranks import measure_ranks
+    from tutti.profile.probe.rank_probe import measure_ranks
 
-    world = join()
+    world = join_world()
     try:
         with _progress(world.is_main) as say:
             effort = QUICK if options.quick else FULL
             cluster = measure_ranks(world.device, effort, folder=Path.cwd(), say=say)
     finally:
-        leave()
+        leave_world()
     if world.is_main:
         one_host = len(cluster.nodes) == 1 and cluster.nodes[0].count == 1
         _finish(options, cluster, options.output or (cached_cluster_path() if one_host else Path("cluster.json")))
@@ -166,7 +166,7 @@ def _progress(here: bool = True) -> Iterator[Callable[[str], None]]:
 def _finish(options: Options, cluster: ClusterSpec, output: Path) -> None:
     """Write the spec and its picture; print the spec as JSON or as tables."""
     try:
-        codec.save(cluster, output)
+        serialization.save(cluster, output)
     except OSError as error:
         raise SpecError(f"{output} cannot be written ({error.strerror}); choose another --output") from None
     picture = None if options.no_plot or not _measured(cluster) else options.plot or output.with_suffix(".svg")

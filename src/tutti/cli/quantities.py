@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from tutti.config.quantities import BYTES, SECONDS, quantity
+from tutti.config.option_syntax import BYTES, SECONDS, parse_quantity
 
 
 class Quantity(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click only
@@ -17,7 +17,7 @@ class Quantity(click.ParamType):  # type: ignore[type-arg]  # generic in newer v
         """The number; fails with an example for what is not understood."""
         if isinstance(value, float):
             return value
-        found = quantity(str(value), self._units)
+        found = parse_quantity(str(value), self._units)
         if found is None or found <= 0:
             self.fail(f"{value!r} is not understood; write it like {self._example}", param, ctx)
         return found

@@ -13,7 +13,7 @@ from tutti.errors import ReportError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from tutti.report.quality import Target
+    from tutti.report.quality_metrics import Target
 
 
 @click.command()
@@ -33,7 +33,7 @@ def command(
     report may state one; else the reason stands in its place. --history sets predictions beside measurements of all
     runs, also written with --output as history.html, .json and .txt.
     """
-    from tutti.report.quality import parse_target
+    from tutti.report.quality_metrics import parse_target
 
     if history:
         page = _history(runs or (Path("runs"),), output, as_json)
@@ -51,9 +51,9 @@ def command(
 
 
 def _one(folder: Path, target: "Target | None", output: Path | None, as_json: bool) -> Path:
-    from tutti.config.run import RunFolder
-    from tutti.report.build import write_report
-    from tutti.report.tables import report_table
+    from tutti.config.run_folder import RunFolder
+    from tutti.report.report_files import write_report
+    from tutti.report.terminal_report import report_table
 
     report = write_report(folder, target=target, output=output)
     if as_json:
@@ -64,10 +64,10 @@ def _one(folder: Path, target: "Target | None", output: Path | None, as_json: bo
 
 
 def _several(folders: list[Path], target: "Target | None", output: Path | None, as_json: bool) -> Path | None:
-    from tutti.report.build import build_report
-    from tutti.report.compare import compare
-    from tutti.report.tables import comparison_table
-    from tutti.report.write import write_comparison
+    from tutti.report.build_report import build_report
+    from tutti.report.comparison import compare
+    from tutti.report.report_files import write_comparison
+    from tutti.report.terminal_report import comparison_table
 
     comparison = compare([build_report(folder, target=target) for folder in folders])
     if as_json:
@@ -78,9 +78,8 @@ def _several(folders: list[Path], target: "Target | None", output: Path | None, 
 
 
 def _history(paths: tuple[Path, ...], output: Path | None, as_json: bool) -> Path | None:
-    from tutti.report.history import build_history, run_folders
-    from tutti.report.history_page import history_table
-    from tutti.report.write import write_history
+    from tutti.report.prediction_history import build_history, history_table, run_folders
+    from tutti.report.report_files import write_history
 
     folders = run_folders(paths)
     if not folders:

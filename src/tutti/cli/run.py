@@ -138,9 +138,9 @@ def _launch_spec(options: Options, nproc: tuple[int, ...] | None, console: "Cons
 def _planned(options: Options, folder: Path, console: "Console") -> "Plan":
     """The best plan for this script on this machine, made in a process beside this one."""
     from tutti.cli.beside import Beside
-    from tutti.config import codec
+    from tutti.config import serialization
     from tutti.config.plan import Plan
-    from tutti.config.run import RunFolder
+    from tutti.config.run_folder import RunFolder
 
     if options.module:
         raise LaunchError("a module cannot be planned for on the spot; add --nproc N, or --plan FILE")
@@ -152,7 +152,7 @@ def _planned(options: Options, folder: Path, console: "Console") -> "Plan":
             worker.result(say=lambda words: console.print(words, markup=False, soft_wrap=True))
     finally:
         worker.stop()
-    return codec.load(Plan, RunFolder(folder).plan)
+    return serialization.load(Plan, RunFolder(folder).plan)
 
 
 def _wanted(options: Options, folder: Path, world_size: int | None) -> "Wanted":

@@ -5,14 +5,13 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from tutti.config.prediction import RankMemory
-from tutti.config.timeline import DOINGS, Doing, LeftOut, Timeline, Track
+from tutti.config.prediction import ACTIVITY_LABELS, Activity, Omission, RankMemory, Timeline, Track
 from tutti.cost_model.words import nbytes, seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-LETTERS: dict[Doing, tuple[str, str]] = {
+LETTERS: dict[Activity, tuple[str, str]] = {
     "data": ("d", "black on green"),
     "forward": ("f", "white on blue"),
     "backward": ("b", "black on bright_cyan"),
@@ -58,7 +57,9 @@ def show_timeline(out: "Console", found: Timeline) -> None:
         step = drawn(track, found.left_out, time.value, width)
         letters += step.plain
         out.print(line.append_text(step).append(f"  {told[id(track)]}"), soft_wrap=True)
-    out.print(_legend({DOINGS[doing]: look for doing, look in LETTERS.items() if look[0] in letters}), soft_wrap=True)
+    out.print(
+        _legend({ACTIVITY_LABELS[doing]: look for doing, look in LETTERS.items() if look[0] in letters}), soft_wrap=True
+    )
     if found.tracks_left_out:
         out.print(f"{found.tracks_left_out} rows between these are not shown", style="dim")
     out.print("Memory of a rank, predicted", style="bold")
@@ -74,7 +75,7 @@ def show_timeline(out: "Console", found: Timeline) -> None:
     out.print(_legend({name: look for name, look in HOLDERS.items() if look[0] in seen}), soft_wrap=True)
 
 
-def drawn(track: Track, left: LeftOut | None, step_s: float, width: int) -> Text:
+def drawn(track: Track, left: Omission | None, step_s: float, width: int) -> Text:
     """`width` letters for the step, // for what is left out. Each is something the track does in its time: what it did
     most and has had the fewest letters for, so that letters are in proportion to seconds where bars are narrow."""
     line = Text()
@@ -82,7 +83,7 @@ def drawn(track: Track, left: LeftOut | None, step_s: float, width: int) -> Text
     away = left.end_s - left.start_s if left is not None else 0.0
     each = (step_s - away) / (width - mark)
     before = round(left.start_s / each) if left is not None else width
-    owed: dict[Doing, float] = {}
+    owed: dict[Activity, float] = {}
     for cell in range(width - mark):
         if cell == before:
             line.append("/" * mark, style="dim")
@@ -100,9 +101,9 @@ def drawn(track: Track, left: LeftOut | None, step_s: float, width: int) -> Text
     return line
 
 
-def _shares(track: Track, start_s: float, end_s: float) -> dict[Doing, float]:
+def _shares(track: Track, start_s: float, end_s: float) -> dict[Activity, float]:
     """Seconds of what the track does between two moments."""
-    shares: dict[Doing, float] = {}
+    shares: dict[Activity, float] = {}
     for bar in track.bars:
         shared = min(bar.end_s, end_s) - max(bar.start_s, start_s)
         if shared > 0:
@@ -134,7 +135,7 @@ def _name(track: Track, found: Timeline) -> str:
 def _told(track: Track, step_s: float) -> str:
     """busy 74 %, exposed 5 %, bubble 20 %."""
     parts = [("busy", track.busy_s)]
-    words: dict[Doing, str] = {
+    words: dict[Activity, str] = {
         "data": "data", "communication": "exposed", "bubble": "bubble", "waiting": "waiting", "other": "other",
         "hidden": "hidden",
     }  # fmt: skip

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from tutti.cli.common import console
 from tutti.cli.conclusion import short
 from tutti.cli.contest import fastest, said, to_try, weights, words_in_full
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.cluster import ClusterSpec
 from tutti.config.model import ModelSpec
-from tutti.config.run import RunFolder
-from tutti.config.trials import Trial, Trials
+from tutti.config.prediction import Trial, Trials
+from tutti.config.run_folder import RunFolder
 from tutti.errors import PlanError, ReportError, ScriptError, TrainingError
 from tutti.planner import Alternative, Choice, stamp
 
@@ -34,9 +34,9 @@ def try_plans(model: ModelSpec, cluster: ClusterSpec, choice: Choice, options: "
     plans = to_try(model, cluster, choice, options.tries or 1)
     from tutti.launch.host import granted_cores, threads_per_rank
     from tutti.launch.local import warm
-    from tutti.profile.probe import host
+    from tutti.profile.probe import host_facts
 
-    load = host.load()
+    load = host_facts.load()
     warm(threads_per_rank(plans[0].plan.world_size))
     name = f"try-{Path(options.target[0]).stem}-{datetime.now(UTC).strftime('%Y%m%dT%H%M%SZ')}"
     found = []
@@ -84,10 +84,10 @@ def _write(folder: Path, model: ModelSpec, cluster: ClusterSpec, one: Alternativ
     """The run folder of a trial, with all that its report needs. Raises ReportError where it cannot be written."""
     files = RunFolder(folder.resolve())
     try:
-        codec.save(replace(one.plan, made_for=stamp(model)), files.plan)
-        codec.save(cluster, files.cluster)
-        codec.save(model, files.model)
-        codec.save(one.prediction, files.prediction)
+        serialization.save(replace(one.plan, made_for=stamp(model)), files.plan)
+        serialization.save(cluster, files.cluster)
+        serialization.save(model, files.model)
+        serialization.save(one.prediction, files.prediction)
     except OSError as error:
         raise ReportError(f"{folder} cannot be written ({error.strerror}); run tutti plan in another folder") from None
     return folder.resolve()
@@ -110,7 +110,7 @@ def _tried(one: Alternative, folder: Path, options: "Options", words: str) -> Tr
         threads=threads_per_rank(one.plan.world_size),
         environment={
             "TUTTI_PLAN": str(RunFolder(folder).plan),
-            "TUTTI_OBSERVER": "tutti.trainer.observe:brief",
+            "TUTTI_OBSERVER": "tutti.trainer.observer:stop_after_steps",
             "TUTTI_STEPS": str(options.try_steps),
         },
     )
@@ -134,8 +134,8 @@ def _tried(one: Alternative, folder: Path, options: "Options", words: str) -> Tr
 
 def measured(trial: Trial, folder: Path) -> Trial:
     """The trial with what its run folder says of its steps; with a failure where it says nothing."""
-    from tutti.report.read import read_records
-    from tutti.report.timing import steady_steps, throughput
+    from tutti.report.measurements import steady_steps, throughput
+    from tutti.report.run_records import read_records
 
     try:
         records = read_records(folder)

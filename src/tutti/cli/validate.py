@@ -14,9 +14,9 @@ from tutti.errors import DataError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from tutti.validate.rows import Row
-    from tutti.validate.score import Errors
-    from tutti.validate.validate import FamilyResult, Validation, Wanted
+    from tutti.validate.published_rows import Row
+    from tutti.validate.scoring import Errors
+    from tutti.validate.validation import FamilyResult, Validation, Wanted
 
 
 @click.command()
@@ -38,8 +38,8 @@ def command(rows: Path | None, fits: tuple[str, ...], families: tuple[str, ...],
     that test; which do follows from their names alone. What misses its aim is said with the likely reason, and what
     cannot be costed is counted. From 16 rows of a machine on its constants are fitted, with fewer one factor.
     """
-    from tutti.validate.rows import load_rows
-    from tutti.validate.validate import validate
+    from tutti.validate.published_rows import load_rows
+    from tutti.validate.validation import validate
 
     if columns:
         _show_columns((load_rows(rows) or load_rows(None))[0], as_json=as_json)
@@ -74,7 +74,7 @@ def _show_columns(example: "Row", *, as_json: bool) -> None:
 
 
 def _fit(text: str) -> "tuple[str, Wanted]":
-    from tutti.validate.validate import Wanted
+    from tutti.validate.validation import Wanted
 
     family, _, rest = text.partition("=")
     count, _, borrow = rest.partition("@")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tutti.config.compression import Compression
     from tutti.config.plan import Plan
     from tutti.config.verdict import Verdict
-    from tutti.verify.trial import Question, Runner, Trial
+    from tutti.verify.verification import Runner, VerificationRequest, VerificationTrial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,9 +92,9 @@ def _verdict(options: Options) -> "Verdict":
     from tutti.launch.local import warm
 
     warm(threads_per_rank(world_size), preload=("tutti.verify.recorder",))
-    from tutti.verify.trial import Question, verify
+    from tutti.verify.verification import VerificationRequest, verify
 
-    question = Question(
+    question = VerificationRequest(
         script=options.script.name,
         world_size=world_size,
         steps=options.steps,
@@ -111,7 +111,7 @@ def _summed(plan: "Plan | None", options: Options) -> tuple["Plan | None", Optio
     """The plan with gradients summed in every step, and what then stays unproved."""
     if plan is None or plan.sync.mode == "synchronous":
         return plan, options, ()
-    from tutti.config.plan import Sync
+    from tutti.config.plan import SyncPlan
     from tutti.config.refusals import check_plan
     from tutti.config.sync_words import way_in_words, with_mode
 
@@ -122,7 +122,7 @@ def _summed(plan: "Plan | None", options: Options) -> tuple["Plan | None", Optio
         "compared with gradients summed in every step: shares of the data, losses, gradients and updates. Not "
         "compared: how replicas are brought together, and what steps of their own give"
     )
-    exact = with_mode(replace(plan, sync=replace(plan.sync, compress=None)), Sync())
+    exact = with_mode(replace(plan, sync=replace(plan.sync, compress=None)), SyncPlan())
     return exact, replace(options, compress=None), (note,)
 
 
@@ -152,10 +152,10 @@ def _mesh_size(options: Options) -> int | None:
 def _plan(options: Options) -> "Plan | None":
     if options.plan is None:
         return None
-    from tutti.config import codec
+    from tutti.config import serialization
     from tutti.config.plan import Plan
 
-    plan = codec.load(Plan, options.plan)
+    plan = serialization.load(Plan, options.plan)
     if options.nproc not in (None, plan.world_size):
         raise PlanError(
             f"{options.plan}: its mesh has {plan.world_size} ranks, but --nproc says {options.nproc}; leave --nproc out"
@@ -163,22 +163,22 @@ def _plan(options: Options) -> "Plan | None":
     return plan
 
 
-def _runner(options: Options, question: "Question", plan: "Plan | None", folder: Path) -> "Runner":
+def _runner(options: Options, question: "VerificationRequest", plan: "Plan | None", folder: Path) -> "Runner":
     """What runs the script once: ranks of this machine, watched in silence."""
-    from tutti.config import codec
+    from tutti.config import serialization
     from tutti.launch import failure as failures
     from tutti.launch.base import LaunchSpec
     from tutti.launch.host import threads_per_rank
     from tutti.launch.local import LocalLauncher
     from tutti.launch.supervise import interrupts, supervise
     from tutti.launch.watch import Silent
-    from tutti.verify.trial import on_one_device
+    from tutti.verify.verification import on_one_device
 
-    def run(trial: "Trial") -> str | None:
+    def run(trial: "VerificationTrial") -> str | None:
         environment = trial.environment
         if plan is not None:
             own = plan if trial.world_size > 1 else on_one_device(plan)
-            path = codec.save(own, folder / f"plan-{trial.world_size}.json")
+            path = serialization.save(own, folder / f"plan-{trial.world_size}.json")
             environment["TUTTI_PLAN"] = str(path)
         elif options.mesh is not None and trial.world_size > 1:
             environment["TUTTI_MESH"] = options.mesh
@@ -201,20 +201,20 @@ def _runner(options: Options, question: "Question", plan: "Plan | None", folder:
     return run
 
 
-def _doing(trial: "Trial") -> str:
+def _doing(trial: "VerificationTrial") -> str:
     ranks = "one device" if trial.world_size == 1 else f"{trial.world_size} ranks"
     again = " again" if trial.world_size == 1 and trial.reference is not None else ""
     return f"running on {ranks}{again}, {trial.steps} step{'s' if trial.steps > 1 else ''}"
 
 
 def _save(verdict: "Verdict", options: Options) -> None:
-    from tutti.config import codec
-    from tutti.config.run import RunFolder
+    from tutti.config import serialization
+    from tutti.config.run_folder import RunFolder
 
     paths = [RunFolder(options.folder).verdict] if options.folder is not None else []
     for path in [*paths, *([options.output] if options.output is not None else [])]:
         try:
-            codec.save(verdict, path)
+            serialization.save(verdict, path)
         except OSError as error:
             raise SpecError(f"the verdict cannot be written to {path} ({error.strerror}); name another file") from None
 

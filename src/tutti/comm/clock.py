@@ -6,7 +6,7 @@ from typing import get_args
 import torch
 
 from tutti.config.prediction import Phase
-from tutti.machine import Stolen
+from tutti.machine import StolenTime
 
 STEP_PHASES: tuple[Phase, ...] = tuple(p for p in get_args(Phase) if p != "evaluation")
 
@@ -26,7 +26,7 @@ class PhaseClock:
         self._on_gpu = device.type == "cuda"  # asking a torch.device is slow beside reading a clock
         self.sample_every = sample_every
         self.started = time.perf_counter()
-        self.stolen = Stolen()
+        self.stolen = StolenTime()
         self.steps = 0
         self._phase: Phase = "other"
         self._since = self.started

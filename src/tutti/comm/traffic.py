@@ -1,8 +1,8 @@
-"""Traffic: what this rank exchanges with others: bytes, how long exchanges are under way, how long it waits for them.
+"""Traffic: bytes this rank sends, how long its communication is in flight, and how long it waits for it.
 
-Every exchange of a mechanism belongs to a lane: one kind of thing over some axes of the mesh. A mechanism keeps its
-lane and says there when it starts an exchange and when it waits for one. Waiting is *exposed* communication, and the
-clock moves it out of the phase in which it happened; what is under way and not waited for is hidden behind compute.
+Every communication belongs to a `CommChannel`: one kind of data over some axes of the mesh. A mechanism tells its
+channel when it starts a communication and when it waits for one. Waiting is *exposed* communication: the clock moves it
+out of the phase in which it happened. Time in flight without waiting is hidden behind compute.
 """
 
 from collections.abc import Iterable
@@ -12,28 +12,28 @@ from typing import Any
 import torch
 
 from tutti.comm.clock import PhaseClock
-from tutti.config.words import AxisName, Carried
+from tutti.config.vocabulary import AxisName, TrafficKind
 
-SENT: tuple[Carried, ...] = ("gradients", "parameters")
+GRADIENT_TRAFFIC: tuple[TrafficKind, ...] = ("gradients", "parameters")
 """What `sent_nbytes` of a step's row counts."""
 
-EXCHANGED: tuple[Carried, ...] = ("activations", "halos", "tokens", "vectors", "keys", "heads", "messages")
+ACTIVATION_TRAFFIC: tuple[TrafficKind, ...] = ("activations", "halos", "tokens", "vectors", "keys", "heads", "messages")
 """What `exchanged_nbytes` of a step's row counts: activations, and their gradients on the way back."""
 
-_NEVER_KNOWN: tuple[Carried, ...] = ("messages", "scalars")
+_UNTIMED: tuple[TrafficKind, ...] = ("messages", "scalars")
 """When these are under way is not known here: messages between stages are expected long before the sender has begun,
 and that a loss is summed is noticed only when backward is over."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Total:
+class ChannelTotals:
     """One lane since it was last taken. `axes`: joined by "+". `under_way_s`: seconds in which at least one exchange
     had begun and was not known to have ended (a ceiling: its end is noticed when it is waited for, or when the lane's
     next one starts); None where it is not known. `exposed_s`: seconds waited, by the phase in which that was.
     """
 
     axes: str
-    carried: Carried
+    carried: TrafficKind
     count: int = 0
     nbytes: int = 0
     under_way_s: float | None = 0.0
@@ -53,32 +53,32 @@ class Total:
         }
 
 
-class Lane:
-    """Exchanges that carry one kind of thing over some axes of the mesh. Costs about a microsecond an exchange.
+class CommChannel:
+    """Communication of one kind of data over some axes of the mesh. Costs about a microsecond per operation.
 
-    As a context manager, after `waiting`: an exchange that is waited for where it stands.
+    `with channel.waiting(nbytes):` accounts for a blocking operation.
     """
 
     __slots__ = ("_began", "_flying", "_open", "_since", "_total", "traffic")
 
-    def __init__(self, traffic: "Traffic", axes: str = "", carried: Carried = "scalars") -> None:
+    def __init__(self, traffic: "Traffic", axes: str = "", carried: TrafficKind = "scalars") -> None:
         self.traffic = traffic
-        self._total = Total(axes=axes, carried=carried)
+        self._total = ChannelTotals(axes=axes, carried=carried)
         self._open, self._since, self._began = 0, 0.0, 0.0
-        self._flying: list[Flight] = []
+        self._flying: list[CommHandle] = []
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Lane":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CommChannel":
         return self
 
-    def start(self, works: Iterable[Any], nbytes: int = 0) -> "Flight":
-        """An exchange was started just now: what to wait for, and the bytes this rank sends with it."""
-        self._flying = [flight for flight in self._flying if not flight.go_on()]
+    def start(self, works: Iterable[Any], nbytes: int = 0) -> "CommHandle":
+        """Record a started operation. `nbytes`: bytes this rank sends. Returns the handle to wait for."""
+        self._flying = [handle for handle in self._flying if not handle.poll()]
         self._begin(nbytes)
-        flight = Flight(self, list(works))
-        self._flying.append(flight)
-        return flight
+        handle = CommHandle(self, list(works))
+        self._flying.append(handle)
+        return handle
 
-    def waiting(self, nbytes: int = 0) -> "Lane":
+    def waiting(self, nbytes: int = 0) -> "CommChannel":
         """`with lane.waiting(nbytes): exchange`: one that this rank waits for from its start to its end."""
         self._began = self._begin(nbytes)
         return self
@@ -90,7 +90,7 @@ class Lane:
         self.ended(self._began)
 
     def ended(self, waited_since: float | None) -> None:
-        """An exchange has ended; None: nobody waited for it."""
+        """Record the end of an operation; `waited_since`: None if nobody waited for it."""
         clock = self.traffic.clock
         now = clock.moment()
         if waited_since is not None:
@@ -99,25 +99,25 @@ class Lane:
         if not self._open:
             self._pass(now)
 
-    def spent(self, since: float) -> None:
-        """From `since` on this rank has worked for exchanges instead of computing."""
+    def add_exposed(self, since: float) -> None:
+        """Count the time from `since` as exposed: this rank worked for communication instead of computing."""
         self._expose(self.traffic.clock.moment() - since)
 
-    def corrected(self, nbytes: int) -> None:
-        """What was sent beside what was said when it began: how much, only the values told."""
+    def correct_nbytes(self, nbytes: int) -> None:
+        """Correct the byte count once the true, data-dependent size is known."""
         self._total.nbytes += nbytes
 
     def _expose(self, seconds: float) -> None:
         phase, exposed = self.traffic.clock.waited(seconds), self._total.exposed_s
         exposed[phase] = exposed.get(phase, 0.0) + seconds
 
-    def take(self) -> Total:
-        """What has happened since the last time; what is under way goes on."""
+    def take(self) -> ChannelTotals:
+        """Totals since the last call; operations in flight go on."""
         if self._open:
             self._pass(self.traffic.clock.moment())
         total = self._total
-        self._total = Total(axes=total.axes, carried=total.carried)
-        if total.carried in _NEVER_KNOWN:
+        self._total = ChannelTotals(axes=total.axes, carried=total.carried)
+        if total.carried in _UNTIMED:
             total.under_way_s = None
         return total
 
@@ -136,79 +136,79 @@ class Lane:
         self._since = now
 
 
-class Flight:
-    """One exchange under way."""
+class CommHandle:
+    """One operation in flight."""
 
-    __slots__ = ("_lane", "_works")
+    __slots__ = ("_channel", "_works")
 
-    def __init__(self, lane: Lane, works: list[Any]) -> None:
-        self._lane, self._works = lane, works
+    def __init__(self, channel: CommChannel, works: list[Any]) -> None:
+        self._channel, self._works = channel, works
 
     def wait(self) -> None:
         """Wait for it, once: Gloo's receive waits for another message when it is asked again."""
         if self._works:
-            since = self._lane.traffic.clock.moment()
+            since = self._channel.traffic.clock.moment()
             while self._works:
                 self._works.pop(0).wait()
-            self._lane.ended(since)
+            self._channel.ended(since)
 
-    def go_on(self) -> bool:
-        """As is_completed, of an exchange for which this rank works when asked: that time is exposed."""
+    def poll(self) -> bool:
+        """As `is_completed`, where polling does part of the work: the time it takes counts as exposed."""
         if not self._works:
             return True
-        since = self._lane.traffic.clock.moment()
+        since = self._channel.traffic.clock.moment()
         if self._ended(since):
             return True
-        self._lane.spent(since)
+        self._channel.add_exposed(since)
         return False
 
     def is_completed(self) -> bool:
-        """Whether it has ended, as far as is known without waiting. Raises what made it fail: that is an end, too."""
+        """Whether it has completed, as far as is known without waiting. Raises what made it fail."""
         return not self._works or self._ended(None)
 
     def _ended(self, waited_since: float | None) -> bool:
-        """Whether all of it has; if so, the lane hears of it once: waiting is exposed up to the moment it ends."""
+        """Whether all works have completed; the channel is told once, and waiting counts up to then."""
         if not all(work.is_completed() for work in self._works):
             return False
         while self._works:
             self._works.pop(0).wait()
-        self._lane.ended(waited_since)
+        self._channel.ended(waited_since)
         return True
 
 
 class Traffic:
-    """All lanes of a rank, on one clock."""
+    """All channels of a rank, on one clock."""
 
     def __init__(self, clock: PhaseClock | None = None) -> None:
         self.clock = clock or PhaseClock(torch.device("cpu"))
-        self._lanes: dict[tuple[str, Carried], Lane] = {}
+        self._channels: dict[tuple[str, TrafficKind], CommChannel] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Traffic":
         return self
 
-    def lane(self, carried: Carried, axes: Iterable[AxisName] = ()) -> Lane:
-        """The lane of what is carried over `axes`; the same one for the same question."""
+    def channel(self, carried: TrafficKind, axes: Iterable[AxisName] = ()) -> CommChannel:
+        """The channel of this kind of data over `axes`; the same object for the same arguments."""
         key = ("+".join(axes), carried)
-        if key not in self._lanes:
-            self._lanes[key] = Lane(self, *key)
-        return self._lanes[key]
+        if key not in self._channels:
+            self._channels[key] = CommChannel(self, *key)
+        return self._channels[key]
 
-    def take(self) -> list[Total]:
-        """What every lane carried since the last time, those that carried something."""
-        totals = [lane.take() for lane in self._lanes.values()]
+    def take(self) -> list[ChannelTotals]:
+        """Totals of every channel since the last call, of those that carried something."""
+        totals = [channel.take() for channel in self._channels.values()]
         return [total for total in totals if total.count or total.exposed_s]
 
 
-def lone_lane() -> Lane:
-    """A lane that nobody reads: of a mechanism's parts outside of a run."""
-    return Traffic().lane("scalars")
+def untracked_channel() -> CommChannel:
+    """A channel that nobody reads, for mechanisms used outside a run."""
+    return Traffic().channel("scalars")
 
 
-def sent_nbytes(totals: Iterable[Total]) -> int:
+def sent_nbytes(totals: Iterable[ChannelTotals]) -> int:
     """Bytes of gradients and of divided parameters that this rank has sent."""
-    return sum(total.nbytes for total in totals if total.carried in SENT)
+    return sum(total.nbytes for total in totals if total.carried in GRADIENT_TRAFFIC)
 
 
-def exchanged_nbytes(totals: Iterable[Total]) -> int:
+def exchanged_nbytes(totals: Iterable[ChannelTotals]) -> int:
     """Bytes of activations and their gradients that this rank has sent."""
-    return sum(total.nbytes for total in totals if total.carried in EXCHANGED)
+    return sum(total.nbytes for total in totals if total.carried in ACTIVATION_TRAFFIC)

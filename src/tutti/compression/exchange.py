@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tutti.comm import all_gather, all_to_all, messages, ring_nbytes
+from tutti.comm.point_to_point import all_gather, all_to_all, ring_all_reduce_nbytes, start_messages
 from tutti.compression.state import State
 from tutti.errors import CheckpointError
 
@@ -58,7 +58,7 @@ class Wire:
         """In place; counted as a ring sends it."""
         if self.size == 1:
             return None
-        self.sent_nbytes += ring_nbytes(tensor, self.size)
+        self.sent_nbytes += ring_all_reduce_nbytes(tensor, self.size)
         return dist.all_reduce(tensor, op=op, group=self.group, async_op=True)
 
     def swap(self, received: Tensor | None, sent: Tensor | None, partner: int) -> list[Any]:
@@ -67,7 +67,7 @@ class Wire:
         comes = [] if received is None else [(partner, received)]
         goes = [] if sent is None else [(partner, sent)]
         self.sent_nbytes += sum(one.numel() * one.element_size() for _, one in goes)
-        return messages(comes, goes, self.group)
+        return start_messages(comes, goes, self.group)
 
 
 class Exchange(ABC):

@@ -1,4 +1,4 @@
-"""ClusterSpec: the machines. Measured by `tutti probe`, or written down from data sheets."""
+"""ClusterSpec: the machines, measured by `tutti probe` or written down from data sheets."""
 
 import sys
 from collections.abc import Callable, Iterable
@@ -7,27 +7,31 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from tutti.config import quantities
+from tutti.config import option_syntax
 from tutti.config.model import OpKind, VectorKind
-from tutti.config.words import Evidence
+from tutti.config.vocabulary import Evidence
 from tutti.errors import SpecError
 
 DeviceKind = Literal["cpu", "cuda"]
 _CERTAINTY: tuple[Evidence, ...] = ("assumed", "predicted", "published", "measured")
 LinkTier = Literal["device", "node", "network"]
-"""device: within one device's memory; node: between ranks of one host; network: between hosts."""
+"""device: within the memory of one device; node: between ranks of one host; network: between hosts."""
 
 # In a file these may be texts: "80 GB", "5 us", "100 Gbit/s", "312 TFLOP/s".
-Bytes = Annotated[int, BeforeValidator(quantities.reader(quantities.BYTES, "80 GB", whole=True))]
-Seconds = Annotated[float, BeforeValidator(quantities.reader(quantities.SECONDS, "5 us"))]
-BytesPerSecond = Annotated[float, BeforeValidator(quantities.reader(quantities.BYTES_PER_S, "100 Gbit/s"))]
-FlopsPerSecond = Annotated[float, BeforeValidator(quantities.reader(quantities.FLOPS_PER_S, "312 TFLOP/s"))]
+Bytes = Annotated[int, BeforeValidator(option_syntax.quantity_validator(option_syntax.BYTES, "80 GB", whole=True))]
+Seconds = Annotated[float, BeforeValidator(option_syntax.quantity_validator(option_syntax.SECONDS, "5 us"))]
+BytesPerSecond = Annotated[
+    float, BeforeValidator(option_syntax.quantity_validator(option_syntax.BYTES_PER_S, "100 Gbit/s"))
+]
+FlopsPerSecond = Annotated[
+    float, BeforeValidator(option_syntax.quantity_validator(option_syntax.FLOPS_PER_S, "312 TFLOP/s"))
+]
 
 
 def _check(spec: Any, what: str, zero: frozenset[str] = frozenset()) -> None:
-    """Raises SpecError unless every number of a spec is finite and above 0, or 0 where its field's name is in `zero`.
+    """Raise SpecError unless every number of a spec is finite and above 0; fields named in `zero` may be 0.
 
-    All fields are looked at, so that one which is new is checked before anybody thinks of it.
+    It looks at all fields, so that a new field is checked without further code.
     """
     for field_ in fields(spec):
         value = getattr(spec, field_.name)
@@ -44,9 +48,9 @@ def _check(spec: Any, what: str, zero: frozenset[str] = frozenset()) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmRate:
-    """Rate of a square matrix product, N x N x N: 2 N^3 / time, of one process.
+    """Rate of a square matrix product N x N x N in one process: 2 N^3 / time.
 
-    `concurrent`: how many processes of the host multiplied at once, each with `threads`; 1 is a process alone.
+    `concurrent` is the number of processes of the host that multiplied at once, each with `threads`; 1 is one alone.
     """
 
     dtype: str
@@ -62,9 +66,9 @@ class GemmRate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRate:
-    """Rate of copying a buffer larger than the caches, bytes read plus bytes written, of one process.
+    """Rate at which one process copies a buffer larger than the caches: bytes read plus bytes written per second.
 
-    `concurrent`: how many processes of the host copied at once, as in GemmRate.
+    `concurrent` is the number of processes of the host that copied at once.
     """
 
     threads: int = 1
@@ -77,17 +81,20 @@ class MemoryRate:
 
 
 WeightKind = Literal["gemm", "conv"]
-"""Operators that go over weights: of linear layers, and convolutions."""
+"""Operators that stream their weights: linear layers and convolutions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightRate:
-    """How fast matrix products go over their weights, of one process: bytes of weights a second, in each product.
+    """Bytes of weights per second that matrix products of few rows stream through, in one process.
 
-    A product of few rows by a large matrix of weights takes longer than its FLOPs: the matrix is read, put in another
-    order for the processor, and its gradient written, whatever the number of rows. `forward`, `input_gradient`,
-    `weight_gradient`: the three products of a linear layer, or where `kind` says so of a convolution. `concurrent`: as
-    in GemmRate.
+    A product of few rows by a large weight matrix takes longer than its FLOPs. The matrix is read, packed for the
+    processor, and its gradient written, whatever the number of rows.
+
+    Attributes:
+        forward, input_gradient, weight_gradient: rate of each of the three products of a linear layer, or of a
+            convolution where `kind` says so.
+        concurrent: as in GemmRate.
     """
 
     dtype: str
@@ -104,8 +111,10 @@ class WeightRate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvolutionRate:
-    """How fast convolutions with so many bytes of weights are, in float32: `relative` to what `efficiency` says of all
-    of them. Those of few channels have little to do with each value that they read."""
+    """Speed of float32 convolutions with this many bytes of weights, relative to the device's `efficiency["conv"]`.
+
+    Convolutions of few channels do little arithmetic per value that they read.
+    """
 
     weight_nbytes: Bytes
     relative: float
@@ -116,8 +125,11 @@ class ConvolutionRate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageRate:
-    """How fast 3 x 3 convolutions of images of so many pixels are in float32, `relative` to those that other rates were
-    measured of. Much of a small image is at its border, where a kernel has less to multiply."""
+    """Speed of float32 3 x 3 convolutions on images of this many pixels, relative to the size that other rates were
+    measured on.
+
+    Much of a small image is border, where a kernel has less to multiply.
+    """
 
     pixels: int
     relative: float
@@ -128,8 +140,10 @@ class ImageRate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VectorRate:
-    """How many elements operators of a kind do in the time of one FLOP of large matrix products, in float32, `forward`
-    and `backward` (of random numbers, which have none, the same)."""
+    """Elements that operators of a kind process in the time of one FLOP of large float32 matrix products.
+
+    Random numbers have no backward: both numbers are the same.
+    """
 
     kind: VectorKind
     forward: float
@@ -141,11 +155,13 @@ class VectorRate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompressRate:
-    """Seconds that one process takes to write a gradient of `numel` float32 values in fewer bytes (`encode_s`, with
-    what is kept back) and to add what such a message says to a sum (`decode_s`).
+    """Seconds that one process takes to encode a gradient of `numel` float32 values and to decode and add one message.
 
-    `method`: as after --compress (top-k; powersgd,rank=2); of powersgd, whose parts are no messages, all is in
-    `encode_s`, for one square matrix.
+    Attributes:
+        method: as after --compress (top-k; powersgd,rank=2). PowerSGD has no separate messages: all its time is in
+            `encode_s`, for one square matrix.
+        encode_s: includes the update of the residual.
+        spread: (max - min) / median of the encoding times.
     """
 
     method: str
@@ -162,15 +178,18 @@ class CompressRate:
 class DeviceSpec:
     """One kind of device.
 
-    `peak_flops_per_s`: dtype -> dense peak ("float32", "bfloat16", "float16", "tf32", "float64", "float8"), never a
-    sparsity rate; the best rate seen where it was measured. `gemm`: measured rates of one process alone, empty for a
-    data sheet; `gemm_concurrent`: of several at once, which is what data-parallel ranks sharing a CPU get.
-    `memory_rates`: both kinds. `cores`: of a CPU device, shared by its ranks. `efficiency`: rates of operator kinds
-    relative to a square product of as many FLOPs, where they are known better than what is assumed of all devices.
-    `convolution_rates`, `image_rates`: how `efficiency["conv"]` differs by weights and by pixels; none: it does not.
-    `vector_rates`: of kinds that take longer for an element than a sum does, before what `efficiency` says of them.
-    `weight_rates`: of products and convolutions on a CPU; without any it is assumed how often weights are gone over.
-    `compress_rates`: of writing gradients in fewer bytes, measured; where a method has none, its time is assumed.
+    Attributes:
+        peak_flops_per_s: dense peak by dtype ("float32", "bfloat16", "float16", "tf32", "float64", "float8"), never a
+            sparsity rate; the best rate seen where it was measured.
+        gemm: rates of one process alone; empty for a data sheet.
+        gemm_concurrent: rates of several processes at once, as ranks that share a CPU get them.
+        memory_rates: of one process, and of several at once.
+        weight_rates: of products and convolutions on a CPU; without any, the number of passes over weights is assumed.
+        convolution_rates, image_rates: how `efficiency["conv"]` depends on weights and on pixels.
+        vector_rates: of operators that take longer per element than a sum does.
+        compress_rates: of codecs; the time of a codec without one is assumed.
+        efficiency: rates of operator kinds relative to a square product of as many FLOPs.
+        cores: of a CPU device, shared by its ranks.
     """
 
     name: str
@@ -202,8 +221,11 @@ class DeviceSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkPoint:
-    """The time of `nbytes` in one collective or message: the lower quartile of its samples, and their median, 0 where
-    nobody took it down. On a quiet machine they are about equal."""
+    """The time of one collective or message of `nbytes`: the lower quartile, and the median (0 where it was not
+    recorded).
+
+    On a quiet machine the two are about equal.
+    """
 
     nbytes: int
     time_s: float
@@ -215,15 +237,21 @@ class LinkPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSpec:
-    """A tier of links between ranks: time of n bytes = latency_s + n / bandwidth_bytes_per_s (alpha-beta model).
+    """A tier of links between ranks. Time of n bytes = latency_s + n / bandwidth_bytes_per_s (alpha-beta model).
 
-    Both are of one hop of a ring: an all-reduce of n bytes among p ranks takes 2(p-1) latency_s + 2(p-1)/p n /
-    bandwidth_bytes_per_s. `bandwidth_bytes_per_s`: one way; of a network, a host's whole connection, shared by its
-    ranks. `fitted_to`: the transfers a measured link was fitted to ("" for a data sheet). `residual`: root mean square
-    of the fit's relative error. `ranks`: how many ranks took part. `points`: the times that were fitted.
-    `large_nbytes`: of a longer vector, what lies beyond goes at `large_bandwidth_bytes_per_s`, which is lower; both
-    None where one line fits. `core_s_per_nbyte`: seconds of a core that a rank on a CPU spends on each byte it sends,
-    and on one it receives meanwhile; None where nobody measured it.
+    Both numbers are of one hop of a ring: an all-reduce of n bytes among p ranks takes
+    2(p-1) latency_s + 2(p-1)/p n / bandwidth_bytes_per_s.
+
+    Attributes:
+        bandwidth_bytes_per_s: one way; of a network, of a host's whole connection, shared by its ranks.
+        large_nbytes, large_bandwidth_bytes_per_s: the part of a vector beyond this size goes at this lower bandwidth;
+            both None where one line fits.
+        residual: root mean square of the relative error of the fit.
+        ranks: number of ranks that took part.
+        fitted_to: the transfers that were measured; "" for a data sheet.
+        points: the times that were fitted.
+        core_s_per_nbyte: seconds of a core that a rank spends on each byte that it sends, and on one that it receives
+            meanwhile; None where it was not measured.
     """
 
     tier: LinkTier
@@ -248,8 +276,8 @@ class LinkSpec:
             )
 
 
-def faster(link: LinkSpec, times: float) -> LinkSpec:
-    """The link with so many times its bandwidth, that of large vectors too."""
+def scale_bandwidth(link: LinkSpec, times: float) -> LinkSpec:
+    """The link with its bandwidths multiplied by `times`."""
     large = link.large_bandwidth_bytes_per_s
     return replace(
         link,
@@ -258,9 +286,8 @@ def faster(link: LinkSpec, times: float) -> LinkSpec:
     )
 
 
-def slowest(links: Iterable[LinkSpec]) -> LinkSpec:
-    """What every one of `links` (one or more, of a tier) keeps: the longest latency, the lowest bandwidth of small and
-    of large vectors, the most that was measured of cores, the least certain evidence."""
+def slowest_link(links: Iterable[LinkSpec]) -> LinkSpec:
+    """The worst of several links of one tier in each respect: latency, bandwidth, core time, evidence."""
     some = tuple(dict.fromkeys(links))
     if len(some) == 1:
         return some[0]
@@ -287,10 +314,10 @@ def slowest(links: Iterable[LinkSpec]) -> LinkSpec:
 class NodeSpec:
     """`count` equal hosts, each with `devices_per_node` devices of one kind (a key of ClusterSpec.devices).
 
-    `links`: of these hosts, in place of the cluster's of the same tier; a host without any has the cluster's.
-
-    `cores`: of a host whose devices are none, on which data is loaded; 0: unknown. CPU devices say their own.
-    `turns`: hosts that take turns on one core, as those of a laboratory may; rates are then those of a turn's part.
+    Attributes:
+        cores: of a host with GPUs, for loading data; 0: unknown. CPU devices state their own.
+        turns: number of hosts that share one core by turns, as in a lab; rates are those of one turn.
+        links: replace the cluster's links of the same tier on these hosts.
     """
 
     name: str
@@ -309,9 +336,9 @@ class NodeSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """Under which conditions a cluster was measured; of several hosts, the fewest cores and the highest load.
+    """The conditions under which a cluster was measured; of several hosts, the fewest cores and the highest load.
 
-    `notes`: what was skipped or may have disturbed the measurement, in words.
+    `notes` say what was skipped or may have disturbed the measurement.
     """
 
     measured_utc: str
@@ -327,11 +354,11 @@ class Conditions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
-    """Hosts, devices and the links between them. `conditions` is there when it was measured.
+    """Hosts, devices and the links between them. `conditions` is set when it was measured.
 
-    A tier may have several links (fitted to all-reduces and to single messages); the first is the one to plan with.
-    `shared_read_bytes_per_s`: of a file system that holds the data for all hosts, all of them together; None: there is
-    none, each host reads from its own disk.
+    Attributes: links: a tier may have several, fitted to all-reduces and to single messages; the planner uses the
+        first. shared_read_bytes_per_s: total rate of a file system that all hosts read the data from; None where each
+        host reads its own disk.
     """
 
     name: str
@@ -358,20 +385,20 @@ class ClusterSpec:
                 )
 
     def link(self, tier: LinkTier) -> LinkSpec | None:
-        """The first link of a tier for hosts that have none of their own, or None where the cluster has none."""
+        """The first link of a tier for hosts without their own; None where the cluster has none."""
         return next((link for link in self.links if link.tier == tier), None)
 
     def link_at(self, node: NodeSpec, tier: LinkTier) -> LinkSpec | None:
-        """A host's own link of a tier, else the cluster's, or None."""
+        """The host's own link of a tier, or else the cluster's; None where there is neither."""
         return next((link for link in node.links if link.tier == tier), None) or self.link(tier)
 
     @property
     def every_link(self) -> tuple[LinkSpec, ...]:
-        """The cluster's links and those that hosts have of their own."""
+        """The cluster's links and those of single hosts."""
         return (*self.links, *(link for node in self.nodes for link in node.links))
 
     def relinked(self, change: Callable[[LinkSpec], LinkSpec]) -> "ClusterSpec":
-        """The cluster with every link changed, hosts' own too."""
+        """The cluster with `change` applied to every link."""
         nodes = tuple(replace(node, links=tuple(map(change, node.links))) for node in self.nodes)
         return replace(self, nodes=nodes, links=tuple(map(change, self.links)))
 

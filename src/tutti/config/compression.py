@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from tutti.config import codec
-from tutti.config.words import CompressMethod
+from tutti.config import serialization
+from tutti.config.vocabulary import CompressMethod
 from tutti.config.zero_one import learns
 from tutti.errors import PlanError
 
@@ -185,7 +185,7 @@ def parse_compression(text: str) -> Compression:
         if not value or name in data:
             raise PlanError(f"compress {text!r}: {part!r} is no setting, or is there twice; write {name}=VALUE, once")
         data[name] = {"true": True, "false": False}.get(value, _number(value))
-    return codec.from_data(Compression, data, source=f"compress {text!r}")
+    return serialization.from_data(Compression, data, source=f"compress {text!r}")
 
 
 def compression_in_words(compress: Compression) -> str:

@@ -2,7 +2,7 @@
 
 from typing import get_args
 
-from tutti.config.words import AxisName
+from tutti.config.vocabulary import AxisName
 from tutti.errors import PlanError
 
 

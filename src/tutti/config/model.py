@@ -1,30 +1,48 @@
 """ModelSpec: what a model costs, module by module, per sample; independent of machines and of plans."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from tutti.config.loading import Loading
-from tutti.config.words import Evidence
+from pydantic import BeforeValidator
+
+from tutti.config import option_syntax
+from tutti.config.vocabulary import Evidence
+from tutti.errors import SpecError
 
 VectorKind = Literal["norm", "batch_norm", "pool", "exponential", "function", "random"]
-"""What a CPU's vector units take far longer for than for a sum: "norm" over an element's neighbours in memory,
-"batch_norm" over those of its channel, "pool" of windows (and interpolation), "exponential" (softmax, sigmoid, GELU),
-"function" (tanh, logarithm and other series), "random" numbers (dropout)."""
+"""Operators that take a CPU far longer per element than a sum does.
+
+- norm: statistics over an element's neighbours in memory.
+- batch_norm: statistics over the elements of a channel.
+- pool: windows, and interpolation.
+- exponential: softmax, sigmoid, GELU.
+- function: tanh, logarithm and other series.
+- random: random numbers (dropout).
+"""
 
 OpKind = Literal["gemm", "conv", "attention", "rnn", "embedding", "elementwise", "other", VectorKind]
 
 SplitKind = Literal["", "column", "row", "heads", "vocabulary", "rnn"]
-"""How the `split` axis divides a module: "column" by its outputs, "row" by its inputs, "heads" attention by its heads,
-"vocabulary" an embedding by its rows, "rnn" a recurrent layer by its hidden units; "" not at all. What works on divided
-values between two such modules (an activation, the product of queries and keys) is divided too: "column" or "heads"."""
+"""How the `split` axis divides a module; "" for not at all.
+
+- column, row: a linear layer by its outputs, or by its inputs.
+- heads: attention by its heads.
+- vocabulary: an embedding by its rows.
+- rnn: a recurrent layer by its hidden units.
+
+Operators between two such modules (an activation, the product of queries and keys) are divided like them.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpCost:
-    """All operators of one kind in one module's own forward and backward, for one sample.
+    """All operators of one kind in a module's own forward and backward, for one sample.
 
-    `flops_*` and `nbytes_*` (memory traffic of inputs and outputs) grow with the samples; `weight_nbytes` is read
-    once a pass whatever the number of samples. `calls`: kernel launches of a forward pass.
+    Attributes:
+        flops_forward, flops_backward: grow with the number of samples.
+        nbytes_forward, nbytes_backward: memory traffic of inputs and outputs; grows with the number of samples.
+        weight_nbytes: weights read once a pass, whatever the number of samples.
+        calls: kernel launches of a forward pass.
     """
 
     kind: OpKind
@@ -37,14 +55,14 @@ class OpCost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Passing:
-    """Values that later modules use, made while a module was the last whose work they needed: a stage of a pipeline
-    that ends between the two sends them, once to each later stage that uses them.
+class ForwardedValues:
+    """Values made at one module that later modules use. A pipeline stage that ends between the two sends them once to
+    each later stage that uses them.
 
-    `nbytes`: of one sample; `fixed_nbytes`: of a microbatch whatever its samples (rotations); `to`: names of the
-    modules at whose work they are used, in order of execution; "" last where what the model returns, or the loss, needs
-    them. `trained`: their gradient comes back. `kept`: names of the modules at whose work they are kept for backward,
-    if that is more than one: the first counts them, those on other stages keep copies.
+    Attributes: nbytes: of one sample. fixed_nbytes: of a microbatch, whatever the number of samples (rotary tables).
+        to: names of the modules that use them, in order of execution; a last "" for the model's output or the loss.
+        trained: whether their gradient comes back. kept: names of the modules that save them for backward, where there
+        are several. The first is charged for them; those on other stages hold copies.
     """
 
     nbytes: float
@@ -56,32 +74,30 @@ class Passing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleSpec:
-    """One module's own cost (its children's excluded). Bytes of activations: kept for backward, per sample.
+    """The cost of one module, without its children. Activation bytes are those saved for backward, per sample.
 
-    `passes_on`: what modules after it use of what was made at its work, by its own code or by code around it; no module
-    says it where nobody followed the model. `kept_after`: how much of `activation_nbytes` a container's own code keeps
-    after the work of which other module: (name, bytes).
+    The fields from `split` on say how the mechanisms of parallelism may divide it. All bytes are those of one sample on
+    one device.
 
-    The last group says how mechanisms may divide it; all bytes are those of one sample on one device.
-
-    `split`: its work, parameters, activations and output are divided so over the split axis, `split_limit`: by no
-    more ranks than this, and by a divisor of it (heads, kv heads, units; 0: any). `split_groups`: of heads that share
-    a key head and stay together where parts are unequal and every rank has one; 0: `split_limit` says it. Exchanges
-    follow: in forward the `output_nbytes` of "row", "vocabulary" and of "heads" with parameters are summed
-    (all-reduce), those of "rnn" gathered; in backward `input_nbytes` are summed: the whole input that is copied to a
-    divided module (0 where the input is divided already, or another module's sum serves: of query, key and value only
-    the first says it).
-    `sequence`: its parameters are whole, and each split rank does it for its part of the tokens.
-    `block`: the repeated block of the model it is in, -1 outside; a new pipeline stage may begin with each block.
-    `expert`: its parameters belong to experts, divided over the expert axis; `routed_nbytes`: of the tokens that one
-    all-to-all carries (top-k times with capacity), there and back, in forward and in backward.
-    `table`: an embedding table divided over the table axis; its output travels in an all-to-all each way.
-    `linear_input_nbytes`: of the input of a linear layer that the table axis can divide where a layout rule says so;
-    input and output travel then, each way. 0: no such layer.
-    `key_value_nbytes`: keys and values of attention, which the context axis exchanges; 0: it looks across no tokens.
-    `spatial`: its work divides over the space axis; `halo_nbytes_per_cut`: what crosses one cut through the first
-    spatial dim in forward, both ways together (in backward as much); `halo_nbytes_by_dim`: of each spatial dim,
-    where they differ.
+    Attributes: batch_statistics: it normalises over the batch (BatchNorm in training). tied_to: the earlier module that
+        it shares parameters with, and where they are counted. split, split_limit: how the split axis divides its work,
+        parameters, activations and output, and into how many parts at most: a divisor of this number of heads,
+        key-value heads or units (0: any). split_groups: number of groups of heads that share a key head and stay
+        together where parts are unequal and no part is empty; 0: `split_limit`. output_nbytes: summed over the split
+        axis in forward for "row", "vocabulary", and "heads" with parameters; gathered for "rnn". input_nbytes: summed
+        over the split axis in backward: the whole input that is copied to a divided module. 0 where the input is
+        divided already, or where another module's sum serves; of query, key and value, only the first has it. sequence:
+        its parameters are whole, and each split rank computes its part of the tokens. block: the number of the repeated
+        block it is in; -1 outside. A pipeline stage may begin at each block. expert: its parameters belong to experts
+        that the expert axis divides. routed_nbytes: tokens that one all-to-all carries (top-k times capacity), each
+        way, in forward and in backward. table: an embedding table that the table axis divides; its output goes through
+        an all-to-all each way. linear_input_nbytes: input of a linear layer that the table axis can divide where a rule
+        says so. Input and output then go through an exchange each way. 0: no such layer. key_value_nbytes: keys and
+        values of attention, which the context axis exchanges; 0: it mixes no tokens. spatial: the space axis divides
+        its work. halo_nbytes_per_cut: bytes that cross one cut of the first spatial dim in forward, both ways together,
+        and again in backward. halo_nbytes_by_dim: the same for each spatial dim, where they differ. passes_on: values
+        made at its work that later modules use; empty where the model was not traced. kept_after: (name, bytes): how
+        much of `activation_nbytes` a container saves after the work of another module.
     """
 
     name: str  # dotted path, "" is the model itself
@@ -111,28 +127,65 @@ class ModuleSpec:
     spatial: bool = False
     halo_nbytes_per_cut: float = 0.0
     halo_nbytes_by_dim: tuple[float, ...] = ()
-    passes_on: tuple[Passing, ...] = ()
+    passes_on: tuple[ForwardedValues, ...] = ()
     kept_after: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorShape:
-    """One input of one sample: shape without the batch dimension."""
+    """One input of one sample; its shape has no batch dim."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
 
 
+# In a file these may be texts: "4 ms", "110 kB".
+_Seconds = Annotated[float, BeforeValidator(option_syntax.quantity_validator(option_syntax.SECONDS, "4 ms"))]
+
+
+_Bytes = Annotated[float, BeforeValidator(option_syntax.quantity_validator(option_syntax.BYTES, "110 kB"))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loading:
+    """What one sample costs to load, and how ranks load.
+
+    Attributes:
+        core_s: seconds of one core for reading, decoding and collating from fast storage.
+        wait_s: further seconds in which the loading process waits for something else (a server, a sleep).
+        stored_nbytes: bytes read from storage.
+        workers: processes per rank that load ahead; 0: the rank loads between steps.
+        stream: every rank reads all samples of a batch and keeps its own.
+        parts: along the space axis, a rank reads only its part of a sample.
+
+    Raises:
+        SpecError: a number is negative.
+    """
+
+    core_s: _Seconds = 0.0
+    wait_s: _Seconds = 0.0
+    stored_nbytes: _Bytes = 0.0
+    workers: int = 0
+    stream: bool = False
+    parts: bool = False
+    evidence: Evidence = "assumed"
+
+    def __post_init__(self) -> None:
+        for name in ("core_s", "wait_s", "stored_nbytes", "workers"):
+            if not getattr(self, name) >= 0:
+                raise SpecError(f"loading.{name} = {getattr(self, name):g}; give 0 or a number above it")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """A model as the planner sees it.
 
-    `modules` are in order of first execution (never executed ones last). `evidence`: "predicted" when the costs
-    come from tracing shapes without running. `loading`: what a sample of its data costs to load, None where nobody
-    knows. `script_nbytes`: memory of a host that each rank's script takes for its own libraries and the data that it
-    keeps there, 0 where nobody looked. `notes`: what could not be counted, in words. `untraced`: why nothing but
-    parameters could be, empty where passes were: no step of such a model can be predicted.
+    Attributes: modules: in order of first execution; modules that never ran come last. tokens_per_sample: 0 for a model
+        without tokens. loading: cost of loading one sample; None where it is unknown. script_nbytes: host memory that
+        each rank's script takes for its libraries and data; 0 where it is unknown. evidence: "predicted" where costs
+        come from tracing shapes without running. notes: what could not be counted. untraced: why only parameters could
+        be counted; empty where passes were traced. No step of an untraced model can be predicted.
     """
 
     name: str
@@ -155,12 +208,12 @@ class ModelSpec:
 
     @property
     def flops_forward(self) -> float:
-        """FLOPs of one sample's forward pass."""
+        """FLOPs of the forward pass of one sample."""
         return sum(op.flops_forward for module in self.modules for op in module.ops)
 
     @property
     def flops_backward(self) -> float:
-        """FLOPs of one sample's backward pass."""
+        """FLOPs of the backward pass of one sample."""
         return sum(op.flops_backward for module in self.modules for op in module.ops)
 
     @property
@@ -169,7 +222,7 @@ class ModelSpec:
 
 
 def block_of_name(name: str) -> str:
-    """The repeated block that a module is in by its dotted name, up to the first number; "" for none."""
+    """The repeated block that contains a module: its dotted name up to the first number; "" for none."""
     parts = name.split(".")
     at = next((index for index, part in enumerate(parts) if part.isdecimal()), None)
     return "" if at is None else ".".join(parts[: at + 1])

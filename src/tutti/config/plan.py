@@ -1,4 +1,4 @@
-"""Plan: what is intended. A readable JSON file that says how the work is spread; nothing in it is measured."""
+"""The plan: how a job is spread over ranks, as readable JSON. Nothing in it is measured."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from tutti.config.compression import Compression
 from tutti.config.relaxed import Relaxed, check_mode
-from tutti.config.words import (
+from tutti.config.vocabulary import (
     DATA_AXES,
     AxisName,
     BucketSizes,
@@ -33,12 +33,14 @@ def _positive(value: int, name: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutRule:
-    """Where the modules whose dotted names match a glob are placed; the last matching rule with an opinion wins.
+    """How modules whose dotted names match a glob are placed. Of several matching rules, the last with an opinion wins.
 
-    `modules`: a glob over dotted module names ("*" is all of them); `placement`: auto is no opinion; `recompute`:
-    whether their activations are dropped after forward and computed again in backward, None for no opinion;
-    "selective" keeps the outputs of what is dear to compute. `chunks`: a module is run on so many parts of its batch,
-    one after another, and recomputed part by part.
+    Attributes:
+        modules: glob over dotted module names; "*" matches all of them.
+        placement: what is done with the module; auto is no opinion.
+        recompute: whether activations are dropped after forward and computed again in backward. None is no opinion;
+            "selective" saves the outputs of expensive operators.
+        chunks: the module runs on this many parts of its batch, one after another, and recomputes part by part.
     """
 
     modules: str = "*"
@@ -53,29 +55,29 @@ class LayoutRule:
             _positive(self.chunks, "chunks")
 
 
-def placement_of(layout: Sequence[LayoutRule], name: str) -> Placement:
-    """What the layout says of the module `name`; auto where no rule has an opinion."""
+def find_placement(layout: Sequence[LayoutRule], name: str) -> Placement:
+    """The placement that the layout gives the module `name`; auto where no rule has an opinion."""
     said = [rule.placement for rule in layout if rule.placement != "auto" and fnmatchcase(name, rule.modules)]
     return said[-1] if said else "auto"
 
 
 def by_columns(placement: Placement, inputs: float, outputs: float) -> bool:
-    """Whether a linear layer divided over `table` is cut by its outputs: as it says, or so that less is sent.
+    """Whether a linear layer divided over `table` is cut by its outputs: as the placement says, or as sends less.
 
-    With P ranks, a sample sends (P - 1)(inputs + outputs / P) values each way by columns, (P - 1)(inputs / P + outputs)
-    by rows.
+    With P ranks a sample sends (P - 1)(inputs + outputs / P) values each way by columns, and
+    (P - 1)(inputs / P + outputs) by rows.
     """
     return placement == "column" or (placement == "split" and inputs <= outputs)
 
 
-def recomputes(layout: Sequence[LayoutRule], name: str) -> bool | Recompute:
-    """Whether the layout says that the module `name` recomputes, and how."""
+def find_recompute(layout: Sequence[LayoutRule], name: str) -> bool | Recompute:
+    """Whether the layout makes the module `name` recompute, and how."""
     said = [rule.recompute for rule in layout if rule.recompute is not None and fnmatchcase(name, rule.modules)]
     return said[-1] if said else False
 
 
-def chunks_of(layout: Sequence[LayoutRule], name: str) -> int:
-    """Into how many parts the layout says the module `name` cuts its batch."""
+def find_chunks(layout: Sequence[LayoutRule], name: str) -> int:
+    """The number of parts into which the layout cuts the batch of the module `name`."""
     said = [rule.chunks for rule in layout if rule.chunks is not None and fnmatchcase(name, rule.modules)]
     return said[-1] if said else 1
 
@@ -91,12 +93,14 @@ def _check_ramp(ramp: Sequence[tuple[int, int]], last: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """The batch that a step means, and how it is cut.
+    """The global batch, and how it is cut into microbatches.
 
-    The global batch is cut into `num_microbatches` slices in order; each slice is shared among the data-parallel
-    ranks. `last_batch`: an epoch's short last batch is kept or dropped. `ramp`: (until, size) pairs by which the batch
-    grows to `global_batch_size`: batches numbered below `until`, over all epochs from 0, have `size`; the samples come
-    in the same order.
+    The global batch is cut in order into `num_microbatches` slices. The data-parallel ranks share each slice.
+
+    Attributes: global_batch_size: samples or tokens per step. unit: what `global_batch_size` counts. num_microbatches:
+        slices per step. last_batch: whether the short last batch of an epoch is kept or dropped. ramp: (until, size)
+        pairs by which the batch grows to `global_batch_size`. Batches numbered below `until`, counted from 0 over all
+        epochs, have `size` samples. The order of the samples does not change.
     """
 
     global_batch_size: int
@@ -116,20 +120,25 @@ class BatchPlan:
             )
 
     def size_at(self, number: int) -> int:
-        """The size of the global batch with this number, counted over all epochs from 0."""
+        """The size of the global batch with this number, counted from 0 over all epochs."""
         return next((size for until, size in self.ramp if number < until), self.global_batch_size)
 
     @property
     def smallest(self) -> int:
-        """The smallest size it ever has: the first."""
+        """The size of the first batch, which is the smallest."""
         return self.size_at(0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sync:
-    """How replicas stay equal. Gradients are fused into buckets of about `bucket_nbytes` before they are summed, and
-    written by `compress`, where it is given; in a mode in which replicas differ, what these tell each other is written
-    so. `bucket_sizes`: whether that size stays, or the first steps try others. `relaxed`: parameters of the mode.
+class SyncPlan:
+    """How replicas are kept equal, or how far they may diverge.
+
+    Attributes:
+        mode: the consistency mode.
+        bucket_nbytes: gradients are packed into buckets of about this size before they are reduced.
+        bucket_sizes: whether that size is fixed, or the first steps try others.
+        compress: the codec of gradients; in a mode whose replicas diverge, the codec of what they exchange.
+        relaxed: parameters of the mode.
     """
 
     mode: SyncMode = "synchronous"
@@ -144,31 +153,38 @@ class Sync:
 
     @property
     def gradient_code(self) -> Compression | None:
-        """How sums of gradients are written; None: exactly. Before replicas differ, they are where the code keeps
-        something back: what it left out would be lost when replicas part."""
+        """The codec of gradient reductions; None for exact ones.
+
+        In a mode that starts synchronously, a codec with error feedback is not used at first: its residual would be
+        lost when the replicas diverge.
+        """
         if self.mode == "synchronous":
             return self.compress
         keeps = self.compress is not None and self.compress.keeps
         return self.compress if self.relaxed.after and not keeps else None
 
     @property
-    def at_first(self) -> "Sync":
-        """How the first `relaxed.after` updates are made, of a mode that begins with synchronous ones."""
+    def at_first(self) -> "SyncPlan":
+        """The synchronisation of the first `relaxed.after` updates, for a mode that starts with synchronous ones."""
         return replace(self, mode="synchronous", relaxed=Relaxed(), compress=self.gradient_code)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sharding:
-    """What the `shard` axis divides among its ranks, and what is kept in the host's memory."""
+class ShardingPlan:
+    """What the `shard` axis divides among its ranks, and what lives in host memory."""
 
     level: ShardLevel = 3
     offload: Offload = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pipeline:
-    """How the `stage` axis runs. `cuts`: names of the modules at which a new stage begins (none: cut by cost);
-    `stages_per_rank`: stages that each rank owns, above 1 for interleaved schedules.
+class PipelinePlan:
+    """How the `stage` axis runs.
+
+    Attributes:
+        schedule: order of the microbatches on each stage.
+        stages_per_rank: stages that each rank owns; above 1 only for the interleaved schedule.
+        cuts: names of the modules at which a new stage begins; none to cut by cost.
     """
 
     schedule: ScheduleName = "1f1b"
@@ -187,13 +203,17 @@ class Pipeline:
 class Plan:
     """How a job is spread over ranks.
 
-    `mesh`: degree of each axis in order, outermost first; their product is the world size.
-    `shares`: relative loads of the data-parallel ranks (empty: equal); 3, 1 gives the first three quarters of every
-    slice. The weights of the means follow from the samples each rank really gets.
-    `split_shares`: relative parts of layers along the split axis (empty: equal); heads, rows and units stay whole.
-    `space_grid`: into how many parts each spatial dim is cut (empty: the first one into all); `context`: how
-    attention is computed over the context axis. `made_for`: modules of the model it was made for, with kind and number
-    of parameters (numbered siblings as one, layers.0-11.query); empty where nobody wrote it down.
+    Attributes:
+        batch: the global batch and its microbatches.
+        mesh: degree of each axis, outermost first. The product is the world size.
+        layout: rules for the placement of modules.
+        shares: relative loads of the data-parallel ranks; empty for equal loads. (3, 1) gives the first rank three
+            quarters of every microbatch. Weights of means follow from the samples that each rank really gets.
+        split_shares: relative parts of layers along the split axis; empty for equal parts. Heads, rows and units stay
+            whole.
+        space_grid: number of parts of each spatial dim; empty to cut the first dim only.
+        context: how attention is computed over the context axis.
+        made_for: modules of the model the plan was made for, with class and number of parameters; empty where unknown.
     """
 
     batch: BatchPlan
@@ -202,9 +222,9 @@ class Plan:
     shares: tuple[float, ...] = ()
     split_shares: tuple[float, ...] = ()
     precision: Precision = "full"
-    sync: Sync = Sync()
-    sharding: Sharding = Sharding()
-    pipeline: Pipeline = Pipeline()
+    sync: SyncPlan = SyncPlan()
+    sharding: ShardingPlan = ShardingPlan()
+    pipeline: PipelinePlan = PipelinePlan()
     space_grid: tuple[int, ...] = ()
     context: ContextKind = "ring"
     made_for: dict[str, str] = field(default_factory=dict)
@@ -246,7 +266,7 @@ class Plan:
             )
 
     def compressed(self, how: Compression | None) -> "Plan":
-        """The same plan with its gradients summed so; as it is for None."""
+        """The same plan with gradients compressed by `how`; unchanged for None."""
         return self if how is None else replace(self, sync=replace(self.sync, compress=how))
 
     @property
@@ -254,15 +274,15 @@ class Plan:
         return math.prod(self.mesh.values())
 
     def degree(self, *axes: AxisName) -> int:
-        """Ranks of the joint group of `axes`; 1 for axes the mesh does not have."""
+        """Size of the joint group of `axes`; 1 for axes that the mesh does not have."""
         return math.prod(self.mesh.get(axis, 1) for axis in axes)
 
     @property
     def split_weights(self) -> tuple[float, ...]:
-        """The shares by which layers are cut over the split axis; empty where parts are equal, said or not."""
+        """The shares by which layers are cut over the split axis; empty where the parts are equal."""
         return self.split_shares if len(set(self.split_shares)) > 1 else ()
 
     @property
     def data_parallel_degree(self) -> int:
-        """Ranks that share every slice of the global batch."""
+        """Number of ranks that share every microbatch."""
         return self.degree(*DATA_AXES)

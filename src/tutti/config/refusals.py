@@ -1,15 +1,19 @@
-"""Which parts of a plan do not go together, whatever the model: one table for what runs plans and what costs them."""
+"""Combinations in a plan that no model can run under: one table for the runtime and the planner."""
 
 from collections.abc import Sequence
 
 from tutti.config.compression import FACTORS, MOMENTA, ZERO_ONE, Compression, compression_in_words
 from tutti.config.plan import Plan
-from tutti.config.words import ALONE, AxisName, SyncMode
+from tutti.config.vocabulary import ALONE, AxisName, SyncMode
 from tutti.errors import PlanError
 
 
 def check_plan(plan: Plan) -> None:
-    """Raise PlanError, with the reason and the remedy, for a plan that no model can run under."""
+    """Check a plan for combinations that no model can run under.
+
+    Raises:
+        PlanError: with the reason and the remedy.
+    """
     checks = (
         check_stages, check_space, check_context, check_split, check_sharding, check_compression, check_relaxed
     )  # fmt: skip
@@ -18,7 +22,7 @@ def check_plan(plan: Plan) -> None:
 
 
 def check_stages(plan: Plan) -> None:
-    """What stages exclude."""
+    """What pipeline stages exclude."""
     if plan.degree("stage") == 1:
         return
     if plan.degree("shard") > 1 and plan.sharding.level > 1:
@@ -40,7 +44,7 @@ def check_space(plan: Plan) -> None:
 
 
 def check_context(plan: Plan) -> None:
-    """What parts of sequences exclude."""
+    """What context parallelism excludes."""
     if plan.degree("context") > 1 and plan.degree("space") > 1:
         raise PlanError(
             f"mesh.context = {plan.degree('context')} with mesh.space = {plan.degree('space')}: sequences are not cut "
@@ -58,8 +62,10 @@ def check_split(plan: Plan) -> None:
         )
 
 
-def check_nothing_empty(name: str, sizes: Sequence[int], shares: Sequence[float], what: str) -> None:
-    """Raise PlanError where unequal shares leave a rank none of the `what` of a module; `sizes`: of each one's part."""
+def check_parts_not_empty(name: str, sizes: Sequence[int], shares: Sequence[float], what: str) -> None:
+    """Raise PlanError where unequal shares leave a rank without any of the `what` of a module; `sizes` are the ranks'
+    parts.
+    """
     if 0 in sizes:
         place = list(sizes).index(0)
         raise PlanError(
@@ -70,7 +76,7 @@ def check_nothing_empty(name: str, sizes: Sequence[int], shares: Sequence[float]
 
 
 def check_sharding(plan: Plan) -> None:
-    """What levels of sharding exclude."""
+    """What the levels of sharding exclude."""
     if plan.degree("shard") > 1 and plan.sharding.level == 1 and plan.sharding.offload == "parameters":
         raise PlanError(
             'sharding.offload = "parameters" needs sharding level 2 or 3, which divide parameters; level 1 keeps '
@@ -79,7 +85,7 @@ def check_sharding(plan: Plan) -> None:
 
 
 def check_compression(plan: Plan) -> None:
-    """What compressed sums exclude."""
+    """What compressed reductions exclude."""
     if plan.sync.compress is None:
         return
     words = f"sync.compress = {compression_in_words(plan.sync.compress)!r}"
@@ -103,7 +109,7 @@ def check_compression(plan: Plan) -> None:
 
 
 def _check_parts(plan: Plan, compress: Compression, words: str) -> None:
-    """What sums exclude of which each rank gets its part."""
+    """What a compressed reduce-scatter excludes."""
     if compress.method in MOMENTA:
         raise PlanError(
             f"{words} with sharding.level = {plan.sharding.level}: every rank needs the whole momentum to send its "
@@ -122,7 +128,7 @@ def _check_parts(plan: Plan, compress: Compression, words: str) -> None:
 
 
 def _check_factors(plan: Plan, words: str) -> None:
-    """What sufficient factors exclude; they lose nothing and keep nothing back."""
+    """What sufficient factors exclude. They lose nothing and have no residual."""
     if plan.degree("stage") > 1:
         raise PlanError(
             f"{words} with mesh.stage = {plan.degree('stage')}: a stage's backward may come in halves, of which "
@@ -136,7 +142,7 @@ def _check_factors(plan: Plan, words: str) -> None:
 
 
 def _check_zero_one(plan: Plan, words: str) -> None:
-    """What ranks that step alone exclude."""
+    """What 0/1 Adam, whose ranks step on their own, excludes."""
     for axis in (*_TOGETHER, *_INSIDE):
         if plan.degree(axis) > 1:
             raise PlanError(
@@ -145,20 +151,20 @@ def _check_zero_one(plan: Plan, words: str) -> None:
             )
 
 
-AVERAGED: tuple[SyncMode, ...] = ("local", "post-local", "diloco")
-"""Modes whose replicas may tell each other in a code how far they went since they were equal."""
+AVERAGING_MODES: tuple[SyncMode, ...] = ("local", "post-local", "diloco")
+"""Modes whose replicas may send their changes in a codec."""
 
 
 def _check_coded(plan: Plan) -> None:
-    """What codes of replicas' changes exclude."""
+    """What a codec for the changes of diverged replicas excludes."""
     how, mode = plan.sync.compress, plan.sync.mode
     if how is None:
         return
     words = f'sync.compress = {compression_in_words(how)!r} with sync.mode = "{mode}"'
-    if mode not in AVERAGED:
+    if mode not in AVERAGING_MODES:
         raise PlanError(
             f"{words}: replicas sum nothing that could be written so; leave one out, or use one of the modes "
-            f"{', '.join(AVERAGED)}, whose replicas sum their changes"
+            f"{', '.join(AVERAGING_MODES)}, whose replicas sum their changes"
         )
     if how.method in (*MOMENTA, FACTORS, "dgc"):
         raise PlanError(
@@ -173,11 +179,11 @@ _INSIDE: tuple[AxisName, ...] = ("split", "stage", "context", "space")
 """Axes inside a replica."""
 
 _TOGETHER: tuple[AxisName, ...] = ("shard", "expert", "table")
-"""Axes whose ranks sum gradients or gather parameters with all others in every step."""
+"""Axes whose ranks reduce gradients or gather parameters with all others in every step."""
 
 
 def check_width(name: str, width: int, *, columns: bool, degree: int) -> None:
-    """Raise PlanError for a linear layer of fewer outputs (`columns`), or inputs, than ranks of table divide it."""
+    """Raise PlanError for a linear layer with fewer outputs (`columns`) or inputs than the table axis has ranks."""
     if width < degree:
         raise PlanError(
             f"layer {name!r} has {width} {'outputs' if columns else 'inputs'}, fewer than mesh.table = {degree}; place "
@@ -186,7 +192,7 @@ def check_width(name: str, width: int, *, columns: bool, degree: int) -> None:
 
 
 def check_relaxed(plan: Plan) -> None:
-    """What replicas that differ exclude."""
+    """What modes whose replicas diverge exclude."""
     mode = plan.sync.mode
     if mode == "synchronous":
         return

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from math import isfinite
 from typing import Literal
 
-from tutti.config.words import SyncMode
+from tutti.config.vocabulary import SyncMode
 from tutti.errors import PlanError
 
 OwnState = Literal["own", "averaged", "corrected"]

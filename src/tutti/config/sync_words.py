@@ -4,15 +4,15 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from tutti.config.compression import compression_in_words
-from tutti.config.plan import Plan, Sync
+from tutti.config.plan import Plan, SyncPlan
 from tutti.config.relaxed import PARAMETERS, OwnState, Relaxed
-from tutti.config.words import SyncMode
+from tutti.config.vocabulary import SyncMode
 from tutti.errors import PlanError
 
 _WHOLE = ("period", "after", "bound", "delay")
 
 
-def parse_sync(text: str) -> Sync:
+def parse_sync(text: str) -> SyncPlan:
     """What `text` says: MODE[:VALUE,...], values by name or in the mode's order. Raises PlanError naming the part."""
     word, _, rest = text.partition(":")
     mode = next((one for one in get_args(SyncMode) if one == word.strip()), None)
@@ -29,23 +29,23 @@ def parse_sync(text: str) -> Sync:
         if name in said:
             raise PlanError(f"sync {text!r}: {name} is there twice; give it once")
         said[name] = _value(text, name, value)
-    return Sync(mode=mode, relaxed=Relaxed(**said))
+    return SyncPlan(mode=mode, relaxed=Relaxed(**said))
 
 
-def sync_in_words(sync: Sync) -> str:
+def sync_in_words(sync: SyncPlan) -> str:
     """The same, the other way round."""
     told = ",".join(f"{name}={value}" for name, value in sync.relaxed.told().items())
     return f"{sync.mode}:{told}" if told else sync.mode
 
 
-def way_in_words(sync: Sync) -> str:
+def way_in_words(sync: SyncPlan) -> str:
     """How gradients or replicas are kept together where sums are not exact, the mode first; empty where they are."""
     mode = "" if sync.mode == "synchronous" else sync_in_words(sync)
     code = "" if sync.compress is None else compression_in_words(sync.compress)
     return " in ".join(filter(None, (mode, code)))
 
 
-def with_mode(plan: Plan, sync: Sync | None) -> Plan:
+def with_mode(plan: Plan, sync: SyncPlan | None) -> Plan:
     """The plan in the mode that `sync` says; as it is where that says nothing."""
     if sync is None:
         return plan

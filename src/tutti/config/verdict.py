@@ -1,4 +1,4 @@
-"""Verdict: whether N ranks compute what one device computes, and where they first do not (verify.json)."""
+"""The verdict of `tutti verify`: whether N ranks compute what one device computes, and where they first do not."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -20,17 +20,19 @@ Stage = Literal[
     "optimizer state",
     "between steps",
 ]
-"""What was compared, in the order of a step. "gradient": averaged over the global batch; "gradient used": as the
-optimizer found it; "between steps": parameters, buffers and optimizer state when the next step began."""
+"""What was compared, in the order of a step. "gradient" is averaged over the global batch; "gradient used" is as the
+optimizer found it; "between steps" are parameters, buffers and optimizer state when the next step began.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDifference:
-    """How far one tensor is from one device's. `module`: dotted name, "" where it belongs to none.
+    """How far one tensor is from one device's.
 
-    `step` counts from 1; 0 is before the first. `relative_difference`: largest difference of an element over the
-    tensor's root mean square; None where the two cannot be subtracted (one is missing, or has another shape).
-    `ranks`: whose values differ (empty: all together).
+    Attributes: step: counted from 1; 0 is before the first. module: dotted name; "" where it belongs to none.
+        relative_difference: largest difference of an element over the tensor's root mean square; None where the two
+        cannot be subtracted because one is missing or has another shape. ranks: whose values differ; empty for all
+        together.
     """
 
     stage: Stage
@@ -43,7 +45,7 @@ class TensorDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """The likely cause of a difference, and what to do. `kind`: a short name that programs may rely on."""
+    """The likely cause of a difference, and the remedy. `kind` is a short name that programs may rely on."""
 
     kind: str
     sentence: str
@@ -52,10 +54,15 @@ class Cause:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """`passed`: no tensor differs by more than `tolerance`, relative to its root mean square.
+    """The outcome of a verification.
 
-    `arithmetic`: the dtype that was computed in. `largest`: the largest difference that was tolerated; `first`: the
-    first that was not. `compared`: number of tensors compared. `notes`: what was not compared, and why.
+    Attributes:
+        passed: no tensor differs by more than `tolerance`, relative to its root mean square.
+        arithmetic: the dtype that was computed in.
+        compared: number of tensors compared.
+        largest: the largest difference within the tolerance.
+        first: the first difference beyond it.
+        notes: what was not compared, and why.
     """
 
     passed: bool

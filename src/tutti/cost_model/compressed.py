@@ -27,7 +27,7 @@ from tutti.config.compression import (
     sum_sent_nbytes,
 )
 from tutti.config.plan import Plan
-from tutti.config.words import AxisName, CompressMethod
+from tutti.config.vocabulary import AxisName, CompressMethod
 from tutti.cost_model.groups import Group
 from tutti.cost_model.placement import Seat
 from tutti.cost_model.worker import Array

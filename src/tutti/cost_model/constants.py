@@ -7,7 +7,7 @@ those that have a field there.
 from typing import Final
 
 from tutti.config.model import OpKind
-from tutti.config.words import Evidence
+from tutti.config.vocabulary import Evidence
 
 EFFICIENCY: Final[dict[OpKind, float]] = {
     "gemm": 0.85,

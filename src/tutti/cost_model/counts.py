@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from tutti.config.portions import cut
-from tutti.config.words import LastBatch
+from tutti.config.partitioning import cut
+from tutti.config.vocabulary import LastBatch
 from tutti.errors import PlanError
 
 

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tutti.config.model import ModelSpec
+from tutti.config.pipeline_schedule import cut_balanced
 from tutti.config.plan import Plan
-from tutti.config.schedule import balanced
 from tutti.cost_model.table import ModelTable, model_table, remembered
 from tutti.cost_model.worker import Array
 from tutti.errors import PlanError
@@ -138,7 +138,7 @@ def _balanced(model: ModelSpec, count: int) -> tuple[NDArray[np.intp], Array, tu
             f"the pipeline has {count} stages, but the model only {len(counted)} parts that can be told apart; use "
             f"at most {max(len(counted), 1)} stages (mesh.stage times pipeline.stages_per_rank)"
         )
-    first = [counted[at] for at in balanced([units[place].cost for place in counted], count)]
+    first = [counted[at] for at in cut_balanced([units[place].cost for place in counted], count)]
     stage = np.zeros(len(columns), dtype=np.intp)
     for place, unit in enumerate(units):
         stage[list(unit.members)] = bisect_right(first, place)

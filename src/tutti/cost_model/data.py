@@ -14,10 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tutti.config.cluster import ClusterSpec, NodeSpec
-from tutti.config.loading import Loading
-from tutti.config.model import ModelSpec
+from tutti.config.model import Loading, ModelSpec
 from tutti.config.plan import Plan
-from tutti.config.words import DATA_AXES
+from tutti.config.vocabulary import DATA_AXES
 from tutti.cost_model import constants
 from tutti.cost_model.placement import Seat
 from tutti.cost_model.words import count, nbytes, seconds

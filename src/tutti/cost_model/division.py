@@ -7,9 +7,9 @@ from itertools import pairwise
 import numpy as np
 
 from tutti.config.model import ModelSpec
-from tutti.config.plan import LayoutRule, Plan, by_columns, placement_of
-from tutti.config.portions import cut, cut_units
-from tutti.config.refusals import check_nothing_empty, check_width
+from tutti.config.partitioning import cut, cut_units
+from tutti.config.plan import LayoutRule, Plan, by_columns, find_placement
+from tutti.config.refusals import check_parts_not_empty, check_width
 from tutti.cost_model.compute import OpTable
 from tutti.cost_model.table import Flags, ModelTable, model_table, remembered
 from tutti.cost_model.worker import Array
@@ -158,7 +158,7 @@ def _sizes(limit: int, groups: int, weights: Weights) -> list[float]:
 def _placements(columns: ModelTable, layout: tuple[LayoutRule, ...]) -> list[str]:
     if all(rule.placement == "auto" for rule in layout):
         return ["auto"] * len(columns)
-    return [placement_of(layout, name) for name in columns.names]
+    return [find_placement(layout, name) for name in columns.names]
 
 
 def _check(model: ModelSpec, columns: ModelTable, degrees: Degrees, linear: bool) -> None:
@@ -203,7 +203,7 @@ def _check_heads(columns: ModelTable, divided: Flags, split: int, weights: Weigh
         if weights:
             sizes = [end - start for start, end in pairwise(cut(limit, split, weights))]
             what = "attention heads" if columns.kinds[index] == "heads" else "units"
-            check_nothing_empty(columns.names[index], sizes, weights, what)
+            check_parts_not_empty(columns.names[index], sizes, weights, what)
             continue
         if limit % split and columns.kinds[index] == "heads":
             raise PlanError(

@@ -15,7 +15,7 @@ import numpy as np
 
 from tutti.config.model import ModelSpec
 from tutti.config.plan import Plan
-from tutti.config.words import DATA_AXES
+from tutti.config.vocabulary import DATA_AXES
 from tutti.cost_model import constants
 from tutti.cost_model.batch_statistics import statistics_s
 from tutti.cost_model.division import Division

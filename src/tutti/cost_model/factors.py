@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from tutti.config.compression import FACTORS, Compression, factors_pay, factors_sent_nbytes
 from tutti.config.model import ModelSpec
 from tutti.config.plan import Plan
-from tutti.config.words import AxisName
+from tutti.config.vocabulary import AxisName
 from tutti.cost_model.groups import Group
 from tutti.cost_model.placement import Seat
 from tutti.cost_model.table import ModelTable, model_table

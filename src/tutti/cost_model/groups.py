@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from tutti.config.cluster import ClusterSpec, LinkTier
 from tutti.config.plan import Plan
-from tutti.config.words import AxisName
+from tutti.config.vocabulary import AxisName
 from tutti.cost_model import constants
 from tutti.cost_model.network import (
     Link,

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tutti.config.model import ModelSpec
-from tutti.config.plan import LayoutRule, Plan, chunks_of, recomputes
+from tutti.config.plan import LayoutRule, Plan, find_chunks, find_recompute
 from tutti.cost_model.table import remembered
 
 
@@ -62,7 +62,7 @@ def recompute_regions(model: ModelSpec, plan: Plan) -> tuple[Region, ...]:
 @remembered(64)
 def _regions(model: ModelSpec, layout: tuple[LayoutRule, ...]) -> tuple[Region, ...]:
     names = [module.name for module in model.modules]
-    how = {name: (recomputes(layout, name), chunks_of(layout, name)) for name in names if name}
+    how = {name: (find_recompute(layout, name), find_chunks(layout, name)) for name in names if name}
     asked = {name for name, (again, chunks) in how.items() if again or chunks > 1}
     roots = [name for name in names if name in asked and not any(parent in asked for parent in _parents(name))]
     members: dict[str, list[int]] = {root: [] for root in roots}

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tutti.config.plan import Plan
-from tutti.config.words import DATA_AXES
+from tutti.config.vocabulary import DATA_AXES
 from tutti.cost_model.counts import rank_samples
 from tutti.cost_model.groups import seat_of_ranks
 from tutti.cost_model.pipeline import Places

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, replace
 
 from tutti.config.cluster import LinkSpec
-from tutti.config.words import Evidence
+from tutti.config.vocabulary import Evidence
 from tutti.cost_model.counts import ring_sent_nbytes
 
 

@@ -13,9 +13,9 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from tutti.config.pipeline_schedule import Orders, build_orders
 from tutti.config.plan import Plan
-from tutti.config.schedule import Orders, orders_of
-from tutti.config.words import ScheduleName
+from tutti.config.vocabulary import ScheduleName
 from tutti.errors import PlanError
 
 Array = NDArray[np.float64]
@@ -55,7 +55,7 @@ def order_of(name: ScheduleName, ranks: int, stages_per_rank: int, microbatches:
     """The runtime's schedule, ready to be played out."""
     if name in ("1f1b", "gpipe"):
         return _regular(name, ranks, microbatches)
-    return _walked(orders_of(name, ranks, stages_per_rank, microbatches), ranks * stages_per_rank, microbatches)
+    return _walked(build_orders(name, ranks, stages_per_rank, microbatches), ranks * stages_per_rank, microbatches)
 
 
 def _regular(name: ScheduleName, ranks: int, count: int) -> Order:

@@ -7,7 +7,7 @@ ranks than devices: they then share the cores, each host in proportion to its ow
 from dataclasses import dataclass
 from itertools import groupby
 
-from tutti.config.cluster import ClusterSpec, DeviceSpec, LinkSpec, LinkTier, NodeSpec, slowest
+from tutti.config.cluster import ClusterSpec, DeviceSpec, LinkSpec, LinkTier, NodeSpec, slowest_link
 from tutti.cost_model import constants
 from tutti.cost_model.counts import cut_sizes
 from tutti.cost_model.network import Link, link_of
@@ -108,7 +108,7 @@ def seated_link(cluster: ClusterSpec, seats: tuple[Seat, ...], tier: LinkTier) -
     ]
     links = [cluster.link_at(node, tier) for node in nodes] or [cluster.link(tier)]
     known = [link for link in links if link is not None]
-    return slowest(known) if len(known) == len(links) else None
+    return slowest_link(known) if len(known) == len(links) else None
 
 
 def no_link(cluster: ClusterSpec, seats: tuple[Seat, ...], tier: LinkTier) -> PlanError:

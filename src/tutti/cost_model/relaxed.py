@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from tutti.config.compression import Compression
-from tutti.config.plan import Plan, Sync
+from tutti.config.plan import Plan, SyncPlan
 from tutti.config.relaxed import settled
-from tutti.config.words import ALONE, SyncMode
+from tutti.config.vocabulary import ALONE, SyncMode
 from tutti.cost_model.groups import Group, Network
 from tutti.cost_model.network import message
 from tutti.cost_model.overlap import Exchange
@@ -205,7 +205,7 @@ class Apart:
 
 
 def exchanged_apart(
-    sync: Sync, group: Group, seat: Seat, trained: Trained, behind_s: float, coded: Coded | None = None
+    sync: SyncPlan, group: Group, seat: Seat, trained: Trained, behind_s: float, coded: Coded | None = None
 ) -> Apart:
     """The exchanges of a step on average, of replicas along `group` on `seat`; `behind_s`: seconds of a step's passes
     and update, behind which some modes' exchanges travel, on the CPU taking cores from it, and delayed averages behind
@@ -250,12 +250,12 @@ def exchanged_apart(
     return Apart(exchange=done, sent_nbytes=sent / period)
 
 
-def threaded(sync: Sync, seat: Seat) -> bool:
+def threaded(sync: SyncPlan, seat: Seat) -> bool:
     """Whether averages travel in a thread of their own (runtime.consistency.travel)."""
     return sync.compress is not None and sync.compress.by_pairs and seat.device.kind == "cpu"
 
 
-def _behind_updates(sync: Sync, seat: Seat) -> int:
+def _behind_updates(sync: SyncPlan, seat: Seat) -> int:
     """How many updates' passes an average travels behind: where it goes on at fixed updates, the last part arrives in
     the last of them; in a thread of its own it has them all."""
     delay = sync.relaxed.delay or 1
@@ -283,14 +283,14 @@ def check_apart(plan: Plan, network: Network) -> None:
         )
 
 
-def _period(sync: Sync) -> int | None:
+def _period(sync: SyncPlan) -> int | None:
     """Updates between two exchanges; None where none are made before training ends."""
     if sync.mode in ("one-shot", "ensemble"):
         return None
     return settled(sync.mode, sync.relaxed).period or 1
 
 
-def apart_nbytes(sync: Sync, replicas: int, parameters_nbytes: float) -> float:
+def apart_nbytes(sync: SyncPlan, replicas: int, parameters_nbytes: float) -> float:
     """Memory of a rank's copies of `parameters_nbytes`: those it keeps and those of an exchange. In a code also what
     was equal, which DiLoCo has anyway, and twice what is kept back; delayed, what the average began from."""
     how = EXCHANGES.get(sync.mode)
@@ -302,7 +302,7 @@ def apart_nbytes(sync: Sync, replicas: int, parameters_nbytes: float) -> float:
     return copies * parameters_nbytes
 
 
-def apart_notes(sync: Sync) -> tuple[str, ...]:
+def apart_notes(sync: SyncPlan) -> tuple[str, ...]:
     """What a prediction of such a plan says besides."""
     how = EXCHANGES.get(sync.mode)
     if how is None:

@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass, field, replace
 
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.cluster import ClusterSpec
 from tutti.config.model import ModelSpec
 from tutti.config.plan import Plan
-from tutti.config.prediction import Estimate, Phase, Prediction, RankMemory, Stretch
+from tutti.config.prediction import Estimate, Phase, Prediction, RankMemory, WarmupSpan
 from tutti.config.refusals import check_plan
-from tutti.config.words import ALONE
+from tutti.config.vocabulary import ALONE
 from tutti.cost_model import constants
 from tutti.cost_model.compressed import kernel_notes, phases
 from tutti.cost_model.counts import samples_of
@@ -45,7 +45,7 @@ def predict(model: ModelSpec, cluster: ClusterSpec, plan: Plan) -> Prediction:
     for until, now, updates in _warmup(plan):
         one = _predict(model, cluster, now, updates)
         sent = one.sent_nbytes_per_rank
-        first.append(Stretch(until=until, step_time_s=one.step_time_s.value, sent_nbytes_per_rank=sent))
+        first.append(WarmupSpan(until=until, step_time_s=one.step_time_s.value, sent_nbytes_per_rank=sent))
     return replace(found, first=tuple(first)) if first else found
 
 
@@ -75,7 +75,7 @@ def _predict(model: ModelSpec, cluster: ClusterSpec, plan: Plan, updates: int | 
     margin = _margin(cluster, worker, link, exchange.exposed_s / step_s)
     units = plan.batch.global_batch_size if plan.batch.unit == "tokens" else samples
     return Prediction(
-        plan_digest=codec.digest(plan),
+        plan_digest=serialization.digest(plan),
         step_time_s=_estimate(step_s, margin),
         phases=_phases(data_s, work, exchange, other_s),
         memory_nbytes=_estimate(memory.total, constants.MEMORY_MARGIN),

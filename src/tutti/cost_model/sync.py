@@ -6,7 +6,7 @@ import numpy as np
 
 from tutti.config.cluster import DeviceKind
 from tutti.config.plan import Plan
-from tutti.config.words import DATA_AXES, AxisName
+from tutti.config.vocabulary import DATA_AXES, AxisName
 from tutti.cost_model import constants, sharding
 from tutti.cost_model.compressed import PartsWritten, Written, changes_written, kept_nbytes, parts_written, written
 from tutti.cost_model.division import Division

@@ -8,8 +8,7 @@ import numpy as np
 from tutti.config.cluster import ClusterSpec
 from tutti.config.model import ModelSpec
 from tutti.config.plan import Plan
-from tutti.config.prediction import Prediction
-from tutti.config.timeline import Bar, Doing, LeftOut, Timeline, Track
+from tutti.config.prediction import Activity, Bar, Omission, Prediction, Timeline, Track
 from tutti.cost_model import pipeline
 from tutti.cost_model.lines import Line, by_share_and_stage, lines_by_share
 from tutti.cost_model.pipeline import Order
@@ -32,7 +31,7 @@ MOST_DRAWN = 24
 MOST_BARS = 400
 """Bars of a track without stages, about: what passes between exchanges is gathered until it is so long a part."""
 
-_KINDS: tuple[Doing, ...] = ("forward", "backward", "backward", "weights")
+_KINDS: tuple[Activity, ...] = ("forward", "backward", "backward", "weights")
 
 Parts = list[Bar]
 
@@ -89,7 +88,7 @@ class _Passes:
     the batch is there."""
 
     bars: Parts
-    idle: dict[Doing, float]
+    idle: dict[Activity, float]
     calm: tuple[float, float] | None = None
     microbatches: int = 0
     data_s: float = 0.0
@@ -127,12 +126,12 @@ class _Drawing:
             data_s = wait_s(self.setting, work, exposed_s)
             yield work, passes.after(data_s) if data_s > 0 else passes
 
-    def track(self, work: RankWork, passes: _Passes, left: LeftOut | None) -> Track:
+    def track(self, work: RankWork, passes: _Passes, left: Omission | None) -> Track:
         """The track of a line's place: its passes, the end of its step, and what it holds."""
         sync, bars = self.slowest.syncs[work.stage].exchange, list(passes.bars)
         end_s, ties = self.prediction.step_time_s.value, self._ties_s()
         now = passes_end = bars[-1].end_s if bars else 0.0
-        ends: tuple[tuple[Doing, float, str], ...] = (
+        ends: tuple[tuple[Activity, float, str], ...] = (
             ("communication", ties, "gradients of tied parameters"),
             ("communication", sync.exposed_s, "of gradients, once a step"),
             ("communication", self._loss_s(), "of the loss"),
@@ -167,14 +166,14 @@ class _Drawing:
     def _loss_s(self) -> float:
         return loss_s(self.setting)
 
-    def _seconds(self, work: RankWork, passes: _Passes) -> dict[Doing, float]:
+    def _seconds(self, work: RankWork, passes: _Passes) -> dict[Activity, float]:
         """Of the whole step. What is left out waits as what is drawn does."""
         sync, ties = self.slowest.syncs[work.stage].exchange, self._ties_s()
         lasts = {doing: sum(bar.lasts_s for bar in passes.bars if bar.doing == doing) for doing in _KINDS}
         apart = lasts["weights"] / (lasts["weights"] + lasts["backward"] or 1.0)
         waits, idle = max(0.0, work.waits_s - ties), sum(passes.idle.values())
         sent = waits * passes.idle.get("communication", 0.0) / idle if idle > 0 else 0.0
-        found: dict[Doing, float] = {
+        found: dict[Activity, float] = {
             "data": passes.data_s,
             "forward": work.forward_s,
             "backward": work.backward_s * (1 - apart),
@@ -208,14 +207,14 @@ def _alone(setting: Setting, work: RankWork) -> _Passes:
         now = _pass(bars, now, "forward", (one.forward_s, one.waits.forward_s), grain, name)
         now = _add(bars, now, "backward", added if index else 0.0, name)
         now = _pass(bars, now, "backward", (one.backward_s[::-1], one.waits.backward_s[::-1]), grain, name)
-    idle: dict[Doing, float] = {"communication": work.waits_s}
+    idle: dict[Activity, float] = {"communication": work.waits_s}
     if ends == len(counts):
         return _Passes(bars=bars, idle=idle)
     resumed = next(bar.start_s for bar in bars if bar.start_s >= since > 0)
     return _Passes(bars=bars, idle=idle, calm=(since, resumed), microbatches=len(counts) - 2 * ends)
 
 
-def _add(bars: Parts, now: float, doing: Doing, lasts_s: float, what: str) -> float:
+def _add(bars: Parts, now: float, doing: Activity, lasts_s: float, what: str) -> float:
     """One more bar, or a longer last one; returns its end."""
     if lasts_s <= 0:
         return now
@@ -227,7 +226,7 @@ def _add(bars: Parts, now: float, doing: Doing, lasts_s: float, what: str) -> fl
     return now + lasts_s
 
 
-def _pass(bars: Parts, now: float, doing: Doing, by_module: tuple[Array, Array], grain: float, what: str) -> float:
+def _pass(bars: Parts, now: float, doing: Activity, by_module: tuple[Array, Array], grain: float, what: str) -> float:
     """A pass over the modules: work, and after it what was waited for since, gathered until that is `grain` long."""
     work_s = wait_s = 0.0
     for work, wait in zip(by_module[0].tolist(), by_module[1].tolist(), strict=True):
@@ -280,10 +279,10 @@ class _Actions:
     names: list[str]
     stages_named: bool
 
-    def of(self, rank: int, middle: float, late: float) -> tuple[Parts, dict[Doing, float]]:
+    def of(self, rank: int, middle: float, late: float) -> tuple[Parts, dict[Activity, float]]:
         """The bars of a rank, those that begin after `middle` so much later, and how long it idles without that."""
         bars: Parts = []
-        idle: dict[Doing, float] = {"communication": 0.0, "bubble": 0.0}
+        idle: dict[Activity, float] = {"communication": 0.0, "bubble": 0.0}
         now, before = 0.0, 0.0
         for at in (index for index, one in enumerate(self.order.rank) if one == rank):
             begins, ends = self.played.began[at], self.played.ended[at]
@@ -305,16 +304,16 @@ class _Actions:
         return bars, idle
 
 
-def _left_out(tracks: list[_Passes]) -> LeftOut | None:
+def _left_out(tracks: list[_Passes]) -> Omission | None:
     """What no track draws."""
     calm = [one.calm for one in tracks if one.calm is not None]
     if not calm or len(calm) < len(tracks):
         return None
     start, end = min(one[0] for one in calm), max(one[1] for one in calm)
-    return LeftOut(start_s=start, end_s=end, microbatches=tracks[0].microbatches) if end > start else None
+    return Omission(start_s=start, end_s=end, microbatches=tracks[0].microbatches) if end > start else None
 
 
-def _clipped(bars: Parts, left: LeftOut | None) -> Iterator[Bar]:
+def _clipped(bars: Parts, left: Omission | None) -> Iterator[Bar]:
     """The bars without what lies in the part that is left out."""
     for bar in bars:
         if left is None or bar.end_s <= left.start_s or bar.start_s >= left.end_s:

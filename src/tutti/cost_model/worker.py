@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from tutti.config.cluster import DeviceSpec, GemmRate, WeightKind
 from tutti.config.model import OpKind
-from tutti.config.words import Evidence, Precision
+from tutti.config.vocabulary import Evidence, Precision
 from tutti.cost_model import constants
 from tutti.cost_model.placement import Seat
 from tutti.errors import PlanError

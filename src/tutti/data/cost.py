@@ -9,7 +9,7 @@ from typing import NamedTuple
 import psutil
 import torch
 
-from tutti.config.loading import Loading
+from tutti.config.model import Loading
 from tutti.data.samples import Collate, SeededSamples
 from tutti.data.source import Source
 from tutti.machine import stolen_s

@@ -9,19 +9,19 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from tutti.config.run import DataInfo
+from tutti.config.run_folder import DatasetInfo
 from tutti.data.samples import SeededSamples, tensors_of
 
 _MANY = 64
 _OVERLAP_LIMIT = 20_000
 
 
-def describe_data(dataset: Any, seed: int, name: str) -> DataInfo:
+def describe_data(dataset: Any, seed: int, name: str) -> DatasetInfo:
     """Name, size and hash of a data set. Tensor data is hashed whole, other map data by 64 spread samples."""
     kind = type(dataset).__name__
     tensors = tensors_of(dataset)
     if not hasattr(dataset, "__len__"):
-        return DataInfo(name=name, kind=kind, samples=None, sha256="", hash_covers="nothing: a stream is read once")
+        return DatasetInfo(name=name, kind=kind, samples=None, sha256="", hash_covers="nothing: a stream is read once")
     count = len(dataset)
     if isinstance(getattr(dataset, "sha256", None), str):
         sha, covers = dataset.sha256, "what the data set says of itself"
@@ -32,7 +32,7 @@ def describe_data(dataset: Any, seed: int, name: str) -> DataInfo:
         samples = SeededSamples(dataset, seed, "fingerprint", gather=False)
         sha = _hash(_sample_bytes(samples[(0, int(index))]) for index in chosen)
         covers = f"{len(chosen)} of {count} samples, evenly spread"
-    return DataInfo(
+    return DatasetInfo(
         name=name, kind=kind, samples=count, sha256=sha, hash_covers=covers, input_shapes=_shapes(dataset, seed)
     )
 

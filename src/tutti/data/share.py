@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from itertools import pairwise
 
+from tutti.config.partitioning import cut
 from tutti.config.plan import Plan
-from tutti.config.portions import cut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

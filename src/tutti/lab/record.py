@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TextIO
 
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.errors import LabError, TuttiError
 
 FOLDER = Path("/run/tutti-lab")
@@ -127,7 +127,7 @@ def check_name(name: str) -> str:
 def write(record: LabRecord) -> None:
     """Keep the record: whole or not at all, so that a reader never sees half of one."""
     beside = record.file.with_suffix(".new")
-    codec.save(record, beside)
+    serialization.save(record, beside)
     beside.replace(record.file)
 
 
@@ -136,7 +136,7 @@ def records() -> list[LabRecord]:
     found = []
     for path in FOLDER.glob("*.json"):
         with contextlib.suppress(TuttiError):
-            found.append(codec.load(LabRecord, path))
+            found.append(serialization.load(LabRecord, path))
     return sorted(found, key=lambda record: (record.made_utc, record.id))
 
 

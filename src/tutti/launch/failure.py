@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tutti.config import codec
-from tutti.config.run import RunFolder
+from tutti.config import serialization
+from tutti.config.run_folder import RunFolder
 from tutti.errors import SpecError
 from tutti.launch.base import LaunchSpec, RankError
 
@@ -48,7 +48,7 @@ def read_errors(spec: LaunchSpec) -> dict[int, RankError]:
     found = {}
     for rank in range(spec.world_size):
         with contextlib.suppress(SpecError):
-            found[rank] = codec.load(RankError, _error_file(spec.folder, rank))
+            found[rank] = serialization.load(RankError, _error_file(spec.folder, rank))
     return found
 
 

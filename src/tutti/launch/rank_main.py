@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from tutti.config import codec
-from tutti.config.run import RunFolder
+from tutti.config import serialization
+from tutti.config.run_folder import RunFolder
 from tutti.errors import TuttiError
 from tutti.launch.base import ErrorKind, RankError
 from tutti.launch.environment import become
@@ -221,7 +221,7 @@ def _write(folder: Path, failure: RankError) -> None:
     """error.json, whole or not at all. A full disk must not hide the failure itself."""
     partial = folder / "error.json.partial"
     try:
-        codec.save(failure, partial)
+        serialization.save(failure, partial)
         partial.replace(folder / "error.json")
     except OSError:
         sys.stderr.write(failure.traceback or failure.message)

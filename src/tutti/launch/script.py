@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from tutti.config.run import RunFolder
+from tutti.config.run_folder import RunFolder
 from tutti.errors import LaunchError, ScriptError
 
 

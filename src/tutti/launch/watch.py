@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from tutti.config.run import RunFolder
+from tutti.config.run_folder import RunFolder
 from tutti.launch.base import LaunchSpec
 from tutti.launch.tail import LineTail, RowTail, Tail
 

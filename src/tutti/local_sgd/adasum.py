@@ -13,7 +13,7 @@ import torch
 from tutti.local_sgd.apart import Apart
 from tutti.local_sgd.measure import MEASURED, from_sample
 from tutti.local_sgd.vectors import Flats, Replicas
-from tutti.trainer.state import Run
+from tutti.trainer.run_state import Run
 
 TINY = math.sqrt(sys.float_info.min)
 """Squared lengths below it are zero: such a vector is added as it is."""
@@ -38,10 +38,10 @@ def adasum(flats: Flats, replicas: Replicas, parts: Callable[[Flats], Sequence[t
     other = [torch.empty_like(flat) for flat in flats]
 
     def meet(partner: int, *, sends: bool, receives: bool) -> None:
-        flight = replicas.start_swap(
+        handle = replicas.start_swap(
             mine, [partner] if sends else [], [other] if receives else [], [partner] if receives else []
         )
-        flight.wait()
+        handle.wait()
 
     def add(partner: int) -> None:
         for own, theirs in zip(parts(mine), parts(other), strict=True):

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from tutti.comm.traffic import Flight
+from tutti.comm.traffic import CommHandle
 from tutti.local_sgd.apart import Apart
 from tutti.local_sgd.mode import Kept
 from tutti.local_sgd.vectors import Replicas
-from tutti.trainer.state import Run
+from tutti.trainer.run_state import Run
 
 
 class Alone(Apart):
@@ -32,7 +32,7 @@ class Alone(Apart):
     def still(self, run: Run) -> AbstractContextManager[None]:
         """All ranks have come and nothing is under way; inside, nothing begins. Collective."""
 
-    def start_losses(self, run: Run, totals: torch.Tensor) -> Flight | None:
+    def start_losses(self, run: Run, totals: torch.Tensor) -> CommHandle | None:
         """Nothing is summed: a rank's loss is of its own samples, which stand for all of the global batch."""
         share = run.loader.share
         assert share is not None

@@ -12,7 +12,7 @@ from tutti.local_sgd.buffers import Buffers
 from tutti.local_sgd.mode import Consistency, Kept
 from tutti.local_sgd.states import average_states, make_states, own_states, restore_states
 from tutti.local_sgd.vectors import Flats, Replicas, Vectors
-from tutti.trainer.state import Run
+from tutti.trainer.run_state import Run
 
 
 class Apart(Consistency):

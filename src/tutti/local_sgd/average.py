@@ -8,7 +8,7 @@ et al. 2019 (arXiv 1906.02367).
 
 import torch
 
-from tutti.comm.traffic import Flight
+from tutti.comm.traffic import CommHandle
 from tutti.config.compression import Compression
 from tutti.local_sgd.apart import Apart
 from tutti.local_sgd.coded import CodedSums
@@ -16,7 +16,7 @@ from tutti.local_sgd.measure import Drift
 from tutti.local_sgd.moments import Moments, check_moments
 from tutti.local_sgd.states import average_states
 from tutti.local_sgd.vectors import Flats, Replicas
-from tutti.trainer.state import Run
+from tutti.trainer.run_state import Run
 
 NEVER = 1 << 62
 """A period that no run reaches: replicas are averaged when training ends."""
@@ -55,11 +55,11 @@ class Averaged(Apart):
         if run.progress.step >= self.after:
             super().begin(run)
 
-    def start_losses(self, run: Run, totals: torch.Tensor) -> Flight | None:
-        flight = super().start_losses(run, totals)
+    def start_losses(self, run: Run, totals: torch.Tensor) -> CommHandle | None:
+        handle = super().start_losses(run, totals)
         if self._moments is not None:
             self._moments.start()
-        return flight
+        return handle
 
     def updated(self, run: Run) -> None:
         if self.apart:

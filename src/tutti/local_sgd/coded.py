@@ -25,7 +25,7 @@ class CodedSums:
     in one part. `count`: how many sums counted."""
 
     def __init__(self, replicas: Replicas, how: Compression, vectors: Vectors, updates: int | None = None) -> None:
-        self.vectors, self.turns, self._lane = vectors, turns_of(how, replicas.size), replicas.lane
+        self.vectors, self.turns, self._channel = vectors, turns_of(how, replicas.size), replicas.channel
         whole = updates is None or how.method == "powersgd" or how.settings.get("sparse")
         parts = 1 if whole else parts_for(updates, self.turns) if updates else WAITED
         self._threaded = bool(updates) and by_pairs(how, replicas.group, [device for _, device in vectors.kinds])
@@ -69,8 +69,8 @@ class CodedSums:
     def _travel(self, parts: list[Rounds], updates: int, *, threaded: bool) -> Travel:
         own = [(one.wire, rounds) for one, rounds in zip(self.exchanges, parts, strict=True)]
         if threaded:
-            return InThread(own, self.turns, self._lane)
-        return InTurns([Leg(self._lane, *part) for part in own], self.turns, updates)
+            return InThread(own, self.turns, self._channel)
+        return InTurns([Leg(self._channel, *part) for part in own], self.turns, updates)
 
     def _sum(self, number: int, part: torch.Tensor) -> Rounds:
         yield from self.exchanges[number].rounds(part)

@@ -7,13 +7,13 @@ one DaSGD (Zhou et al. 2020, arXiv 2006.00441).
 
 import torch
 
-from tutti.comm.traffic import Flight
+from tutti.comm.traffic import CommHandle
 from tutti.config.compression import Compression
 from tutti.local_sgd.average import Averaged
 from tutti.local_sgd.measure import Drift
 from tutti.local_sgd.travel import InTurns, Travel, parts_for, whole_legs
 from tutti.local_sgd.vectors import Flats, Replicas
-from tutti.trainer.state import Run
+from tutti.trainer.run_state import Run
 
 
 class Delayed(Averaged):
@@ -40,12 +40,12 @@ class Delayed(Averaged):
         self._away: Travel | None = None
         self._means: Flats = []
 
-    def start_losses(self, run: Run, totals: torch.Tensor) -> Flight | None:
+    def start_losses(self, run: Run, totals: torch.Tensor) -> CommHandle | None:
         """What travels goes on behind the sum of the losses, and has a step's time until the next."""
-        flight = super().start_losses(run, totals)
+        handle = super().start_losses(run, totals)
         if self._away is not None:
-            self._away.go_on(self.counts["since"] + 1, flight)
-        return flight
+            self._away.go_on(self.counts["since"] + 1, handle)
+        return handle
 
     def restart(self) -> None:
         if self._away is not None:

@@ -7,7 +7,7 @@ EAMSGD, the pull acting on the point at which the gradient is taken, which is wh
 
 import torch
 
-from tutti.comm.traffic import Flight
+from tutti.comm.traffic import CommHandle
 from tutti.local_sgd.measure import MEASURED, from_sample
 from tutti.local_sgd.travelling import Travelling
 from tutti.local_sgd.vectors import Flats, Replicas
@@ -29,7 +29,7 @@ class Elastic(Travelling):
         super().restart()
         self.held = {"centre": self.vectors.read()}
 
-    def leave(self) -> Flight:
+    def leave(self) -> CommHandle:
         self._own = list(torch._foreach_mul(torch._foreach_sub(self.vectors.read(), self.held["centre"]), self.alpha))
         self._sum = [flat.clone() for flat in self._own]
         return self.replicas.start_sum(self._sum)

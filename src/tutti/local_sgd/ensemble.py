@@ -13,7 +13,7 @@ from tutti.errors import ScriptError
 from tutti.local_sgd.alone import Alone
 from tutti.local_sgd.mode import Kept
 from tutti.local_sgd.vectors import Flats, Replicas
-from tutti.trainer.state import Run
+from tutti.trainer.run_state import Run
 
 
 class FirstCounts(Replicas):

@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from tutti.comm.traffic import Flight
+from tutti.comm.traffic import CommHandle
 from tutti.local_sgd.apart import Apart
 from tutti.local_sgd.measure import MEASURED, from_sample
 from tutti.local_sgd.travelling import Travelling
 from tutti.local_sgd.vectors import Flats, Replicas
-from tutti.trainer.state import Run
+from tutti.trainer.run_state import Run
 
 Partners = Callable[[int, int, int], dict[int, float]]
 """(mixing, replica, replicas) -> weight of every replica that is mixed in; the rest is the replica's own."""
@@ -67,7 +67,7 @@ class Mixed(Travelling, Decentralised):
         self._sent: Flats = []
         self._received: list[Flats] = []
 
-    def leave(self) -> Flight:
+    def leave(self) -> CommHandle:
         self._sent = self.vectors.read()
         partners = list(self._weights())
         self._received = [[torch.empty_like(flat) for flat in self._sent] for _ in partners]

@@ -13,13 +13,13 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from tutti.comm.rooms import Room, attach, host_identity
+from tutti.comm.shared_segment import SharedSegment, attach_segment, host_identity
 from tutti.errors import PlanError
 from tutti.local_sgd.alone import Alone
 from tutti.local_sgd.states import average_states
 from tutti.local_sgd.vectors import Flats, Replicas
 from tutti.local_sgd.wire import ended
-from tutti.trainer.state import Run
+from tutti.trainer.run_state import Run
 
 _LINE = 64
 """Bytes at whose multiples tensors begin."""
@@ -34,7 +34,7 @@ class Hogwild(Alone):
         super().__init__(replicas)
         self.pace = 1 / replicas.size
         self.counts["rounds"] = 0
-        self._rooms: list[Room] = []
+        self._rooms: list[SharedSegment] = []
         self._handles: dict[int, int] = {}
         self._seen = 0
         self._shared: dict[int, torch.Tensor] = {}
@@ -107,7 +107,7 @@ class Hogwild(Alone):
         for tensor in tensors:
             places.append(nbytes)
             nbytes += -(-tensor.numel() * tensor.element_size() // _LINE) * _LINE
-        room = Room(nbytes) if self.replicas.index == 0 else None
+        room = SharedSegment(nbytes) if self.replicas.index == 0 else None
         table = run.world.gather((os.getpid(), room.file if room is not None else -1))
         self._handles = self._handles or {
             peer: os.pidfd_open(process) for peer, (process, _) in enumerate(table) if peer != self.replicas.index
@@ -116,7 +116,7 @@ class Hogwild(Alone):
             self._rooms.append(room)
         memory = room.memory if room is not None else None
         with suppress(OSError):
-            memory = memory or attach(*table[0], nbytes)
+            memory = memory or attach_segment(*table[0], nbytes)
         seen = all(run.world.gather(memory is not None))
         if memory is None or not seen:
             raise PlanError(f'sync.mode = "hogwild": a rank may not see the memory of another; {_REMEDY}')

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from tutti.config.compression import ZERO_ONE, Compression
-from tutti.config.plan import Sync
+from tutti.config.plan import SyncPlan
 from tutti.config.relaxed import Relaxed, settled
-from tutti.config.words import SyncMode
+from tutti.config.vocabulary import SyncMode
 from tutti.local_sgd.adasum import Adasum
 from tutti.local_sgd.average import NEVER, Averaged, DiLoCo
 from tutti.local_sgd.delayed import Delayed
@@ -23,15 +23,15 @@ from tutti.local_sgd.zero_one import ZeroOneApart
 from tutti.parallel.layout import Layout
 
 
-def make_consistency(sync: Sync, layout: Layout, seed: int = 0) -> Consistency:
+def make_consistency(sync: SyncPlan, layout: Layout, seed: int = 0) -> Consistency:
     """What `sync` says, among the ranks along `replicate`. `seed`: of what a mode draws. Collective."""
     make = _MODES.get(sync.mode)
-    lane, figures = layout.lane("parameters", "replicate"), layout.lane("scalars", "replicate")
+    channel, figures = layout.channel("parameters", "replicate"), layout.channel("scalars", "replicate")
     if sync.compress is not None and sync.compress.method == ZERO_ONE:
-        return ZeroOneApart(Replicas.of(layout.mesh, lane, figures), sync.compress)
+        return ZeroOneApart(Replicas.of(layout.mesh, channel, figures), sync.compress)
     if make is None:
         return Consistency()
-    return make(Replicas.of(layout.mesh, lane, figures), Told(settled(sync.mode, sync.relaxed), sync.compress, seed))
+    return make(Replicas.of(layout.mesh, channel, figures), Told(settled(sync.mode, sync.relaxed), sync.compress, seed))
 
 
 class Told(NamedTuple):

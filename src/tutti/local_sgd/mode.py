@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from tutti.comm import ring_nbytes, sum_little
-from tutti.comm.traffic import Flight
+from tutti.comm.point_to_point import all_reduce_small, ring_all_reduce_nbytes
+from tutti.comm.traffic import CommHandle
 from tutti.parallel.layout import norm_squared
 
 if TYPE_CHECKING:
-    from tutti.trainer.state import Run
+    from tutti.trainer.run_state import Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +42,16 @@ class Consistency:
     def begin(self, run: "Run") -> None:
         """Model, optimizers and counters stand, new or from a checkpoint."""
 
-    def start_losses(self, run: "Run", totals: torch.Tensor) -> Flight | None:
+    def start_losses(self, run: "Run", totals: torch.Tensor) -> CommHandle | None:
         """Begin to sum `totals` (the loss' total and count, one flag a rank, what others add), in place: where replicas
         are apart in one way across a network, whose queues what they exchange may fill."""
-        size, lane = run.world.world_size, run.layout.lane("scalars")
+        size, channel = run.world.world_size, run.layout.channel("scalars")
         if size == 1:
             return None
         if self.apart:
-            work, nbytes = sum_little(totals, None)
-            return lane.start([work], nbytes)
-        return lane.start([dist.all_reduce(totals, async_op=True)], ring_nbytes(totals, size))
+            work, nbytes = all_reduce_small(totals, None)
+            return channel.start([work], nbytes)
+        return channel.start([dist.all_reduce(totals, async_op=True)], ring_all_reduce_nbytes(totals, size))
 
     def norm_squared(self, run: "Run", named: Iterable[tuple[str, torch.Tensor]]) -> torch.Tensor:
         """Sum of squares of gradients, by which they are clipped: of all that ranks which step alike hold."""

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
-from tutti.comm.traffic import Flight
+from tutti.comm.traffic import CommHandle
 from tutti.errors import PlanError
 from tutti.local_sgd.vectors import Flats, Replicas
 from tutti.parallel.layout import local
@@ -61,7 +61,7 @@ class Moments:
         ]
         self._stepped: set[Optimizer] = set()
         self._hooks = [o.register_step_post_hook(lambda o, args, kwargs: self._stepped.add(o)) for o in optimizers]
-        self._flight: Flight | None = None
+        self._flight: CommHandle | None = None
         self._seen: torch.Tensor | None = None
 
     def drop(self) -> None:

@@ -18,7 +18,7 @@ from tutti.local_sgd.alone import Alone
 from tutti.local_sgd.measure import from_mean
 from tutti.local_sgd.vectors import Flats, Replicas
 from tutti.local_sgd.wire import Unreachable, Wire, ended, late
-from tutti.trainer.state import Run
+from tutti.trainer.run_state import Run
 
 MEAN, LEAVE = range(2)
 """What an active replica asks of a passive one: the mean with what follows, nothing any more."""
@@ -88,7 +88,7 @@ class Pairs(Alone):
             self._wanted = True
             self._changed.notify_all()
         if nbytes:
-            with self.replicas.lane.waiting(nbytes):
+            with self.replicas.channel.waiting(nbytes):
                 pass  # a thread has sent them meanwhile
 
     def ending(self) -> Flats:

@@ -11,13 +11,13 @@ from contextlib import contextmanager
 
 import torch
 
-from tutti.config.portions import cut
+from tutti.config.partitioning import cut
 from tutti.local_sgd.alone import Alone
 from tutti.local_sgd.measure import MEASURED, from_mean
 from tutti.local_sgd.served import Answer, Served
 from tutti.local_sgd.vectors import Flats, Replicas
 from tutti.local_sgd.wire import Unreachable, Wire, ended, late
-from tutti.trainer.state import Run
+from tutti.trainer.run_state import Run
 
 UPDATE, AWAY, LEAVE = range(3)
 """What a worker asks: to add an update, not to be waited for, never to be waited for again."""
@@ -64,9 +64,9 @@ class Servers(Alone):
         change = [flat.cpu() for flat in torch._foreach_sub(after, self._found)]
         mine = sum(flat.numel() * flat.element_size() for flat in self._part(change, self.replicas.index))
         pushed = sum(flat.numel() * flat.element_size() for flat in change) - mine
-        with self.replicas.lane.waiting(pushed):
+        with self.replicas.channel.waiting(pushed):
             values, answers = self._exchanged(change)
-        with self.replicas.lane.waiting(self._answered() * mine):
+        with self.replicas.channel.waiting(self._answered() * mine):
             pass  # bytes that this rank's server sends beside
         self.vectors.write(values)
         self._found = self.vectors.read()

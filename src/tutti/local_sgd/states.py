@@ -8,7 +8,7 @@ from torch import nn
 from tutti.checkpoint.collect import pack, unpack
 from tutti.checkpoint.tensors import dtype_of
 from tutti.local_sgd.vectors import Replicas, Vectors
-from tutti.trainer.state import Run
+from tutti.trainer.run_state import Run
 
 
 def state_vectors(run: Run) -> Vectors:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tutti.comm.traffic import Flight, Lane, lone_lane
+from tutti.comm.traffic import CommChannel, CommHandle, untracked_channel
 from tutti.compression.exchange import Rounds, Wire
 from tutti.local_sgd.vectors import Flats, Replicas
 
@@ -56,19 +56,19 @@ def parts_of(numel: int, most: int) -> list[slice]:
 class Leg:
     """One part's sum, round after round. `rounds`: over `wire`, not begun."""
 
-    def __init__(self, lane: Lane, wire: Wire, rounds: Rounds) -> None:
-        self._lane, self._wire, self._rounds = lane, wire, rounds
-        self._flight = Flight(lane, [])
+    def __init__(self, channel: CommChannel, wire: Wire, rounds: Rounds) -> None:
+        self._channel, self._wire, self._rounds = channel, wire, rounds
+        self._flight = CommHandle(channel, [])
 
     def next(self) -> bool:
         """Wait for the round that is under way and begin the next; False where that was the last."""
         self._flight.wait()
-        since, before = self._lane.traffic.clock.moment(), self._wire.sent_nbytes
+        since, before = self._channel.traffic.clock.moment(), self._wire.sent_nbytes
         works = next(self._rounds, None)
-        self._lane.spent(since)
+        self._channel.add_exposed(since)
         if works is not None:
             there = [work for work in works if work is not None]
-            self._flight = self._lane.start(there, self._wire.sent_nbytes - before) if there else self._flight
+            self._flight = self._channel.start(there, self._wire.sent_nbytes - before) if there else self._flight
         return works is not None
 
     def end(self) -> None:
@@ -81,7 +81,7 @@ class Travel(ABC):
     """Sums under way."""
 
     @abstractmethod
-    def go_on(self, update: int, after: Flight | None = None) -> None:
+    def go_on(self, update: int, after: CommHandle | None = None) -> None:
         """So many updates were made since it began, the one that computes now among them; `after`: what goes first."""
 
     @abstractmethod
@@ -102,7 +102,7 @@ class InTurns(Travel):
         self._slots, self._updates = max(1, len(legs) + turns - 1), updates
         self._turns = 0
 
-    def go_on(self, update: int, after: Flight | None = None) -> None:
+    def go_on(self, update: int, after: CommHandle | None = None) -> None:
         if after is not None:  # Gloo's threads begin it when they come to it, perhaps behind what goes on here
             after.wait()
         while self._left and self._turns * self._updates < update * self._slots:
@@ -134,22 +134,22 @@ class InThread(Travel):
     """In a thread of its own, from now on. `parts`: each one's rounds over its wire, `turns` of them, all of them
     messages of pairs, which are in order whatever else a group is used for. What was sent counts when sums land."""
 
-    def __init__(self, parts: Sequence[tuple[Wire, Rounds]], turns: int, lane: Lane) -> None:
-        own = lone_lane()  # that of the steps is not for two threads
+    def __init__(self, parts: Sequence[tuple[Wire, Rounds]], turns: int, channel: CommChannel) -> None:
+        own = untracked_channel()  # that of the steps is not for two threads
         self._turns = InTurns([Leg(own, *part) for part in parts], turns, 1)
         self._wires = {wire for wire, _ in parts}
         self._before = self._sent_nbytes
         self._problem: Exception | None = None
-        self._lane, self._flight = lane, lane.start([self])
+        self._channel, self._flight = channel, channel.start([self])
         self._thread = threading.Thread(target=self._run, name="tutti-travel", daemon=True)
         self._thread.start()
 
-    def go_on(self, update: int, after: Flight | None = None) -> None:
+    def go_on(self, update: int, after: CommHandle | None = None) -> None:
         """It does so by itself."""
 
     def land(self) -> None:
         self._flight.wait()
-        self._lane.corrected(self._sent_nbytes - self._before)
+        self._channel.correct_nbytes(self._sent_nbytes - self._before)
 
     def drop(self) -> None:
         """All ranks send and receive all of it: none knows how far another has come."""
@@ -179,7 +179,7 @@ def whole_legs(replicas: Replicas, then: Flats, means: Flats, parts: int) -> lis
     """That make `means` the mean over the replicas of `then`, of values as they are: each of at most so many parts."""
     wire = Wire(replicas.group, lone=replicas.size == 1)
     own = ((one[part], mean[part]) for one, mean in zip(then, means, strict=True) for part in parts_of(len(one), parts))
-    return [Leg(replicas.lane, wire, _whole(wire, *part)) for part in own]
+    return [Leg(replicas.channel, wire, _whole(wire, *part)) for part in own]
 
 
 def _whole(wire: Wire, then: torch.Tensor, mean: torch.Tensor) -> Rounds:

@@ -4,10 +4,10 @@ from abc import abstractmethod
 
 import torch
 
-from tutti.comm.traffic import Flight
+from tutti.comm.traffic import CommHandle
 from tutti.local_sgd.apart import Apart
 from tutti.local_sgd.vectors import Replicas
-from tutti.trainer.state import Run
+from tutti.trainer.run_state import Run
 
 
 class Travelling(Apart):
@@ -17,10 +17,10 @@ class Travelling(Apart):
 
     def __init__(self, replicas: Replicas, period: int) -> None:
         super().__init__(replicas, period)
-        self._flight: Flight | None = None
+        self._flight: CommHandle | None = None
 
     @abstractmethod
-    def leave(self) -> Flight:
+    def leave(self) -> CommHandle:
         """Begin to exchange what the parameters are now."""
 
     @abstractmethod
@@ -42,10 +42,10 @@ class Travelling(Apart):
 
     def _arrive(self) -> bool:
         """Wait for what is under way; returns whether anything was."""
-        flight, self._flight = self._flight, None
-        if flight is not None:
-            flight.wait()
-        return flight is not None
+        handle, self._flight = self._flight, None
+        if handle is not None:
+            handle.wait()
+        return handle is not None
 
     def _depart(self) -> None:
         since = self.counts["since"]

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tutti.comm import messages, ring_nbytes
-from tutti.comm.traffic import Flight, Lane, lone_lane
+from tutti.comm.point_to_point import ring_all_reduce_nbytes, start_messages
+from tutti.comm.traffic import CommChannel, CommHandle, untracked_channel
 from tutti.compression.cast import AT_ONCE
 from tutti.parallel.mesh import Mesh
 
@@ -95,23 +95,23 @@ class Replicas:
     size: int = 1
     ranks: tuple[int, ...] = (0,)
     group: Any = None
-    lane: Lane = field(default_factory=lone_lane, compare=False)
-    figures: Lane = field(default_factory=lone_lane, compare=False)
+    channel: CommChannel = field(default_factory=untracked_channel, compare=False)
+    figures: CommChannel = field(default_factory=untracked_channel, compare=False)
 
     @classmethod
-    def of(cls, mesh: Mesh, lane: Lane, figures: Lane) -> "Replicas":
-        """The ranks along `replicate`. `lane`: of what they exchange; `figures`: of single numbers."""
+    def of(cls, mesh: Mesh, channel: CommChannel, figures: CommChannel) -> "Replicas":
+        """The ranks along `replicate`. `channel`: of what they exchange; `figures`: of single numbers."""
         size = mesh.degree("replicate")
         group = mesh.group("replicate") if size > 1 else None
-        return cls(mesh.index("replicate"), size, tuple(mesh.ranks("replicate")), group, lane, figures)
+        return cls(mesh.index("replicate"), size, tuple(mesh.ranks("replicate")), group, channel, figures)
 
-    def start_sum(self, flats: Flats, lane: Lane | None = None) -> Flight:
-        """Begin to sum `flats` over the replicas, in place; `lane`: if they are not what replicas exchange."""
-        lane = lane or self.lane
+    def start_sum(self, flats: Flats, channel: CommChannel | None = None) -> CommHandle:
+        """Begin to sum `flats` over the replicas, in place; `channel`: if they are not what replicas exchange."""
+        channel = channel or self.channel
         if self.size == 1:
-            return Flight(lane, [])
+            return CommHandle(channel, [])
         works = [dist.all_reduce(flat, group=self.group, async_op=True) for flat in flats]
-        return lane.start(works, sum(ring_nbytes(flat, self.size) for flat in flats))
+        return channel.start(works, sum(ring_all_reduce_nbytes(flat, self.size) for flat in flats))
 
     def mean(self, flats: Flats) -> Flats:
         """The mean of `flats` over the replicas, in place; the same bits on every replica."""
@@ -121,11 +121,11 @@ class Replicas:
         torch._foreach_div_(flats, float(self.size))
         return flats
 
-    def start_swap(self, send: Flats, to: Sequence[int], receive: Sequence[Flats], frm: Sequence[int]) -> Flight:
+    def start_swap(self, send: Flats, to: Sequence[int], receive: Sequence[Flats], frm: Sequence[int]) -> CommHandle:
         """Begin to send `send` to the replicas `to`, and to receive `receive[i]` from replica `frm[i]`."""
         comes = [(peer, flat) for flats, peer in zip(receive, frm, strict=True) for flat in flats]
-        works = messages(comes, [(peer, flat) for peer in to for flat in send], self.group)
-        return self.lane.start(works, len(to) * sum(flat.numel() * flat.element_size() for flat in send))
+        works = start_messages(comes, [(peer, flat) for peer in to for flat in send], self.group)
+        return self.channel.start(works, len(to) * sum(flat.numel() * flat.element_size() for flat in send))
 
     def gather(self, figures: torch.Tensor) -> torch.Tensor:
         """`figures` of every replica, stacked in their order."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tutti.environment import read_wishes
+from tutti.environment import read_launch_options
 from tutti.errors import TrainingError
 from tutti.local_sgd.vectors import Flats, Replicas
 
@@ -23,7 +23,7 @@ class Wire:
 
     def __init__(self, replicas: Replicas) -> None:
         self._ranks = replicas.ranks
-        self.timeout_s = read_wishes().timeout_s
+        self.timeout_s = read_launch_options().timeout_s
         self._group: Any = None
         if replicas.size > 1:
             timeout = timedelta(seconds=self.timeout_s)

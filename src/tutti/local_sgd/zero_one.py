@@ -9,7 +9,7 @@ from tutti.local_sgd.coded import CodedSums
 from tutti.local_sgd.measure import from_mean
 from tutti.local_sgd.vectors import Flats, Replicas, Vectors
 from tutti.optim.zero_one import zero_one_of
-from tutti.trainer.state import Run
+from tutti.trainer.run_state import Run
 
 
 class ZeroOneApart(Apart):

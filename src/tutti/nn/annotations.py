@@ -12,7 +12,7 @@ from typing import Literal, TypeVar
 
 from torch import nn
 
-from tutti.config.words import ShardLevel
+from tutti.config.vocabulary import ShardLevel
 from tutti.errors import PlanError
 
 M = TypeVar("M", bound=nn.Module)

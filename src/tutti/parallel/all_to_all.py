@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tutti.comm import all_to_all
-from tutti.comm.traffic import Flight, Lane
+from tutti.comm.point_to_point import all_to_all
+from tutti.comm.traffic import CommChannel, CommHandle
 
 
 @dataclass(slots=True)
 class Route:
     """Who sends how many rows to whom. `send[i]`, `receive[i]`: rows to and from rank i of `group`; `own`: this rank's
-    place in it, whose rows stay; `lane`: where it is counted; `flight`, `arriving`: the exchange under way, and where
+    place in it, whose rows stay; `channel`: where it is counted; `handle`, `arriving`: the exchange under way, and
+    where
     gradients come in.
     """
 
@@ -23,13 +24,13 @@ class Route:
     own: int
     send: Sequence[int]
     receive: Sequence[int]
-    lane: Lane
-    flight: Flight | None = None
+    channel: CommChannel
+    handle: CommHandle | None = None
     arriving: Tensor | None = None
 
     def back(self) -> "Route":
         """The way back."""
-        return Route(self.group, self.own, self.receive, self.send, self.lane)
+        return Route(self.group, self.own, self.receive, self.send, self.channel)
 
 
 def exchange(rows: Tensor, route: Route) -> Tensor:
@@ -54,32 +55,32 @@ def land(rows: Tensor, route: Route) -> Tensor:
 
 def plain_exchange(rows: Tensor, route: Route) -> Tensor:
     """`exchange` of what has no gradient: indices, sizes."""
-    received, flight = _start(rows, route)
-    flight.wait()
+    received, handle = _start(rows, route)
+    handle.wait()
     return received
 
 
-def _start(rows: Tensor, route: Route) -> tuple[Tensor, Flight]:
+def _start(rows: Tensor, route: Route) -> tuple[Tensor, CommHandle]:
     row_numel = rows[0].numel() if len(rows) else 0
     nbytes = (len(rows) - route.send[route.own]) * row_numel * rows.element_size()
     received = rows.new_empty((sum(route.receive), *rows.shape[1:]))
     work = all_to_all(received, rows.contiguous(), route.group, (route.receive, route.send))
-    return received, route.lane.start([work], nbytes)
+    return received, route.channel.start([work], nbytes)
 
 
 class _Launch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, route: Route) -> Tensor:
         ctx.route = route
-        received, route.flight = _start(rows, route)
+        received, route.handle = _start(rows, route)
         return received
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         """`gradient` only brings the order of things; what arrived has its own shape and waits in the route."""
-        ctx.route.flight.wait()
-        arrived, ctx.route.flight, ctx.route.arriving = ctx.route.arriving, None, None
+        ctx.route.handle.wait()
+        arrived, ctx.route.handle, ctx.route.arriving = ctx.route.arriving, None, None
         return arrived, None
 
 
@@ -87,13 +88,13 @@ class _Land(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, route: Route) -> Tensor:
         ctx.route = route
-        assert route.flight is not None
-        route.flight.wait()
-        route.flight = None
+        assert route.handle is not None
+        route.handle.wait()
+        route.handle = None
         return rows.view_as(rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        ctx.route.arriving, ctx.route.flight = _start(gradient, ctx.route.back())
+        ctx.route.arriving, ctx.route.handle = _start(gradient, ctx.route.back())
         return gradient, None

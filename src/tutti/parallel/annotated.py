@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from tutti.config.plan import LayoutRule, Plan
-from tutti.config.words import AxisName, Placement
+from tutti.config.vocabulary import AxisName, Placement
 from tutti.errors import PlanError
 from tutti.nn.annotations import Annotation, annotations
 

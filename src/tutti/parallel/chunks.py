@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from tutti.config.plan import LayoutRule, chunks_of
+from tutti.config.plan import LayoutRule, find_chunks
 from tutti.errors import PlanError, ScriptError
 
 
@@ -25,7 +25,7 @@ def apply_chunks(model: nn.Module, layout: Sequence[LayoutRule]) -> list[str]:
     """
     chosen: list[str] = []
     for name, module in model.named_modules():
-        count = chunks_of(layout, name) if name else 1
+        count = find_chunks(layout, name) if name else 1
         if count == 1 or any(name.startswith(outer + ".") for outer in chosen):
             continue
         over_batch = next((key for key, one in module.named_modules() if isinstance(one, _BatchNorm)), None)

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from tutti.comm import ring_nbytes
-from tutti.comm.traffic import Lane, Traffic
+from tutti.comm.point_to_point import ring_all_reduce_nbytes
+from tutti.comm.traffic import CommChannel, Traffic
 from tutti.comm.world import World
-from tutti.config.words import DATA_AXES, AxisName, Carried
+from tutti.config.vocabulary import DATA_AXES, AxisName, TrafficKind
 from tutti.parallel.mesh import Mesh
 
 Range = tuple[int, int]
@@ -157,9 +157,9 @@ class Layout:
             parameters=sum(parameter.numel() for parameter in model.parameters()),
         )
 
-    def lane(self, carried: Carried, *axes: AxisName) -> Lane:
+    def channel(self, carried: TrafficKind, *axes: AxisName) -> CommChannel:
         """Where exchanges over `axes` are counted and timed (all of the mesh's, if none are named)."""
-        return self.traffic.lane(carried, [axis for axis in self.mesh.degrees if not axes or axis in axes])
+        return self.traffic.channel(carried, [axis for axis in self.mesh.degrees if not axes or axis in axes])
 
     def of_name(self, name: str) -> Held:
         """How the tensor called `name` is held here."""
@@ -257,7 +257,7 @@ def norm_squared(layout: Layout, named: Iterable[tuple[str, torch.Tensor]], devi
             values = part.coalesce().values() if part.is_sparse else part
             total += torch.linalg.vector_norm(values).double() ** 2
     if layout.mesh.world_size > 1:
-        with layout.lane("scalars").waiting(ring_nbytes(total, layout.mesh.world_size)):
+        with layout.channel("scalars").waiting(ring_all_reduce_nbytes(total, layout.mesh.world_size)):
             dist.all_reduce(total)
     return total
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tutti.config.words import DATA_AXES, AxisName
+from tutti.config.vocabulary import DATA_AXES, AxisName
 from tutti.errors import PlanError
 
 

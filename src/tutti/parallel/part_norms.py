@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tutti.comm import ring_nbytes
+from tutti.comm.point_to_point import ring_all_reduce_nbytes
 from tutti.comm.world import World
 from tutti.optim.large_batch import LAMB, ByNorms
 from tutti.parallel.layout import Layout, local
@@ -62,7 +62,7 @@ class WholeNorms:
         return math.sqrt(float(self._sum(total)))
 
     def _sum(self, numbers: Tensor) -> Tensor:
-        with self._layout.lane("scalars").waiting(ring_nbytes(numbers, self._world.world_size)):
+        with self._layout.channel("scalars").waiting(ring_all_reduce_nbytes(numbers, self._world.world_size)):
             return self._world.sum(numbers)
 
 

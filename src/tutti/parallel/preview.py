@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torch import nn
 
-from tutti.config.explanation import Explanation, ModulePlacement
 from tutti.config.plan import Plan
+from tutti.config.prediction import Explanation, ModulePlacement
 from tutti.config.refusals import check_plan
 from tutti.errors import PlanError
 from tutti.parallel.compressed.compressor import compressed_words

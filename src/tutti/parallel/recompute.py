@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from tutti.config.plan import LayoutRule, recomputes
+from tutti.config.plan import LayoutRule, find_recompute
 from tutti.errors import PlanError
 from tutti.parallel.data.batchnorm import BatchScope
 
@@ -27,8 +27,8 @@ def apply_recompute(model: nn.Module, layout: tuple[LayoutRule, ...], scope: Bat
     chosen: list[str] = []
     for name in names:
         inside = any(name.startswith(outer + ".") for outer in chosen)
-        if not inside and recomputes(layout, name):
-            _wrap(model.get_submodule(name), scope, selective=recomputes(layout, name) == "selective")
+        if not inside and find_recompute(layout, name):
+            _wrap(model.get_submodule(name), scope, selective=find_recompute(layout, name) == "selective")
             chosen.append(name)
     return chosen
 

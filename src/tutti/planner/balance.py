@@ -4,7 +4,7 @@ import numpy as np
 
 from tutti.config.cluster import ClusterSpec
 from tutti.config.model import ModelSpec
-from tutti.config.words import Precision
+from tutti.config.vocabulary import Precision
 from tutti.cost_model import compute
 from tutti.cost_model.placement import Seat, place
 from tutti.cost_model.table import model_table

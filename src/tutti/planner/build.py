@@ -3,8 +3,8 @@
 import dataclasses
 
 from tutti.config.model import ModelSpec
-from tutti.config.plan import LayoutRule, Pipeline, Plan, Sharding
-from tutti.config.words import AxisName, Precision, ShardLevel
+from tutti.config.plan import LayoutRule, PipelinePlan, Plan, ShardingPlan
+from tutti.config.vocabulary import AxisName, Precision, ShardLevel
 from tutti.planner.choice import Request
 from tutti.planner.enumerate import CONTEXTS, OFFLOADS, RECOMPUTE, SCHEDULES, Shapes, Variants
 
@@ -32,9 +32,9 @@ def plan_of(model: ModelSpec, request: Request, shapes: Shapes, ways: Variants, 
     level, stage = int(ways.level[row]), degrees["stage"]
     sharding, pipeline = script.sharding, script.pipeline
     if level:
-        sharding = Sharding(level=_LEVELS[level], offload=OFFLOADS[int(ways.offload[row])])
+        sharding = ShardingPlan(level=_LEVELS[level], offload=OFFLOADS[int(ways.offload[row])])
     if stage > 1:
-        pipeline = Pipeline(
+        pipeline = PipelinePlan(
             schedule=SCHEDULES[int(ways.schedule[row])],
             stages_per_rank=int(ways.chunks[row]),
             cuts=script.pipeline.cuts,

@@ -6,7 +6,7 @@ from tutti.config.cluster import ClusterSpec
 from tutti.config.compression import MOMENTA
 from tutti.config.model import ModelSpec
 from tutti.config.plan import Plan
-from tutti.config.words import Precision
+from tutti.config.vocabulary import Precision
 from tutti.cost_model.counts import samples_of
 from tutti.cost_model.worker import best_rate, matrix_dtype, supports
 from tutti.errors import PlanError

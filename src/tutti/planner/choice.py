@@ -8,7 +8,7 @@ from tutti.config.mesh_words import mesh_in_words
 from tutti.config.plan import Plan
 from tutti.config.prediction import Prediction
 from tutti.config.sync_words import way_in_words
-from tutti.config.words import AxisName, Evidence, Precision, Relax
+from tutti.config.vocabulary import AxisName, Evidence, Precision, Relaxation
 from tutti.errors import PlanError
 
 PrecisionPolicy = Literal["script", "auto"] | Precision
@@ -86,7 +86,7 @@ class Request:
     memory_nbytes: float | None = None
     budget: float | None = None
     deadline_s: float | None = None
-    relax: Relax = "exact"
+    relax: Relaxation = "exact"
     samples: dict[str, float | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -189,7 +189,7 @@ class Dial:
     them, also if links are `links` times as fast as predicted and its kernels `kernels` times as slow.
     """
 
-    relax: Relax
+    relax: Relaxation
     chosen: bool = False
     way: str = ""
     exact_step_s: float

@@ -6,7 +6,7 @@ from typing import Any, get_args
 from tutti.config.compression import compression_in_words
 from tutti.config.plan import LayoutRule, Plan
 from tutti.config.sync_words import way_in_words
-from tutti.config.words import AxisName
+from tutti.config.vocabulary import AxisName
 from tutti.planner.words import parts_words, recompute_words, settings_words
 
 _SHOWN = 8

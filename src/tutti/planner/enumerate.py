@@ -12,7 +12,7 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from tutti.config.words import ContextKind, Offload, ScheduleName
+from tutti.config.vocabulary import ContextKind, Offload, ScheduleName
 from tutti.errors import PlanError
 from tutti.planner.choice import Request
 from tutti.planner.limits import Limits

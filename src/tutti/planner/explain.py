@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tutti.config.plan import Plan, Sync
+from tutti.config.plan import Plan, SyncPlan
 from tutti.cost_model.words import count, nbytes, seconds
 from tutti.planner.choice import Alternative, Choice, Coverage, Totals
 from tutti.planner.objectives import duration, money, shown_value
@@ -89,7 +89,7 @@ def _of_ranks(plan: Plan) -> str:
 def _ranks(plan: Plan) -> str:
     settings, mesh = settings_words(plan), mesh_words(plan)
     if mesh in ("1 rank", f"replicate {plan.world_size}"):
-        return count(plan.world_size, "rank") + (f" ({settings})" if plan.sync != Sync() and settings else "")
+        return count(plan.world_size, "rank") + (f" ({settings})" if plan.sync != SyncPlan() and settings else "")
     return f"{count(plan.world_size, 'rank')} as {mesh}" + (f" ({settings})" if settings else "")
 
 

@@ -14,7 +14,7 @@ from tutti.config.cluster import ClusterSpec
 from tutti.config.model import ModelSpec
 from tutti.config.plan import Plan
 from tutti.config.prediction import Prediction
-from tutti.config.words import Precision
+from tutti.config.vocabulary import Precision
 from tutti.cost_model import predict
 from tutti.errors import PlanError
 from tutti.planner import objectives

@@ -12,7 +12,7 @@ from itertools import islice
 
 from tutti.config.cluster import ClusterSpec
 from tutti.config.model import ModelSpec
-from tutti.config.words import Precision
+from tutti.config.vocabulary import Precision
 from tutti.cost_model.worker import best_rate, matrix_dtype
 from tutti.errors import PlanError
 from tutti.planner.candidates import precisions

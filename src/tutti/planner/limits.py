@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from tutti.config.cluster import ClusterSpec
 from tutti.config.model import ModelSpec
-from tutti.config.plan import Pipeline, Plan, Sharding
-from tutti.config.words import AxisName
+from tutti.config.plan import PipelinePlan, Plan, ShardingPlan
+from tutti.config.vocabulary import AxisName
 from tutti.cost_model.counts import samples_of
 from tutti.errors import PlanError
 from tutti.planner.choice import Request
@@ -50,7 +50,7 @@ class Limits:
     recompute: tuple[int, ...]
     microbatches: int | None
     own_microbatches: int
-    pipeline: Pipeline | None
+    pipeline: PipelinePlan | None
     axes: dict[str, int] | None
     alone: bool
     staged: bool
@@ -73,7 +73,7 @@ def limits_of(model: ModelSpec, cluster: ClusterSpec, request: Request) -> Limit
     cuts = len(script.pipeline.cuts)
     held = request.keep_microbatches or (model.batch_statistics and not request.allow_microbatches)
     asks = any(rule.recompute is not None for rule in script.layout)
-    stated = "shard" in request.demanded or (fixed is not None and script.sharding != Sharding())
+    stated = "shard" in request.demanded or (fixed is not None and script.sharding != ShardingPlan())
     levels = (script.sharding.level,) if stated else (1, 2, 3)
     return Limits(
         samples=samples,
@@ -95,7 +95,7 @@ def limits_of(model: ModelSpec, cluster: ClusterSpec, request: Request) -> Limit
         recompute=(0,) if asks else (0, 1, 2),
         microbatches=script.batch.num_microbatches if held else None,
         own_microbatches=script.batch.num_microbatches,
-        pipeline=script.pipeline if script.pipeline != Pipeline(cuts=script.pipeline.cuts) else None,
+        pipeline=script.pipeline if script.pipeline != PipelinePlan(cuts=script.pipeline.cuts) else None,
         axes=_fixed_axes(request),
         alone=bool(request.demanded) and least == 1,
         staged=fixed is not None or "stage" in request.demanded,

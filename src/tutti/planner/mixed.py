@@ -7,10 +7,10 @@ from functools import reduce
 import numpy as np
 
 from tutti.config.cluster import ClusterSpec, DeviceSpec, NodeSpec
-from tutti.config.loading import Loading
+from tutti.config.model import Loading
 from tutti.config.plan import Plan
 from tutti.config.prediction import Prediction, RankMemory
-from tutti.config.words import DATA_AXES, AxisName
+from tutti.config.vocabulary import DATA_AXES, AxisName
 from tutti.cost_model.division import Division
 from tutti.cost_model.layout import recompute_regions
 from tutti.cost_model.memory import kept

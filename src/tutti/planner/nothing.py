@@ -6,10 +6,10 @@ import numpy as np
 
 from tutti.config.cluster import ClusterSpec, LinkSpec
 from tutti.config.model import ModelSpec
-from tutti.config.plan import Sharding
+from tutti.config.plan import ShardingPlan
 from tutti.config.prediction import Prediction
 from tutti.config.refusals import check_plan
-from tutti.config.words import Precision
+from tutti.config.vocabulary import Precision
 from tutti.cost_model import predict
 from tutti.cost_model.placement import place
 from tutti.cost_model.words import count, nbytes
@@ -121,8 +121,8 @@ def _refused(model: ModelSpec, cluster: ClusterSpec, request: Request) -> str:
     script = request.script
     asked = request.mesh or {axis: max(2, degree) for axis, degree in request.demanded.items()} or script.mesh
     sharding = script.sharding
-    if "shard" in asked and "stage" in asked and sharding == Sharding():
-        sharding = Sharding(level=1)  # what the search tries, too
+    if "shard" in asked and "stage" in asked and sharding == ShardingPlan():
+        sharding = ShardingPlan(level=1)  # what the search tries, too
     try:
         plan = dataclasses.replace(script, mesh=asked, shares=(), sharding=sharding)
         check_plan(plan)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from tutti.config.cluster import ClusterSpec
 from tutti.config.plan import Plan
-from tutti.config.words import AxisName
+from tutti.config.vocabulary import AxisName
 from tutti.planner.explore import Costed, Explorer
 from tutti.planner.relief import relieve
 from tutti.planner.wide import widen

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 from tutti.config.cluster import ClusterSpec
 from tutti.config.model import ModelSpec
-from tutti.config.plan import Pipeline, Plan
+from tutti.config.plan import PipelinePlan, Plan
 from tutti.config.prediction import Prediction
-from tutti.config.words import DATA_AXES
+from tutti.config.vocabulary import DATA_AXES
 from tutti.cost_model import predict
 from tutti.cost_model.placement import Seat, place, ring_link, ring_tier
 from tutti.cost_model.words import bits_per_s, count, nbytes, seconds
@@ -285,7 +285,7 @@ def _alone(model: ModelSpec, request: Request, best: Costed) -> Costed | None:
             shares=(),
             split_shares=(),
             precision=best.plan.precision,
-            pipeline=Pipeline(),
+            pipeline=PipelinePlan(),
         )
         try:
             prediction = predict(model, best.cluster, plan)

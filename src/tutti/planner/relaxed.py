@@ -14,7 +14,7 @@ from tutti.config.cluster import ClusterSpec
 from tutti.config.model import ModelSpec
 from tutti.config.plan import Plan
 from tutti.config.prediction import Prediction
-from tutti.config.words import Evidence, Relax
+from tutti.config.vocabulary import Evidence, Relaxation
 from tutti.cost_model import constants, predict
 from tutti.cost_model.compressed import kernel_margin
 from tutti.cost_model.groups import network
@@ -186,7 +186,7 @@ def _better(tried: Sequence[Tried], exact: float) -> list[Tried]:
     to the best of its dial is no worse: else a code that takes a thousandth less is taken where nothing else brings
     enough.
     """
-    least: dict[Relax, float] = {}
+    least: dict[Relaxation, float] = {}
     for one in tried:
         least[one.way.dial] = min(one.counted, least.get(one.way.dial, one.counted))
     return [one for one in tried if _equal(one.counted, least[one.way.dial]) < (1 - one.worth) * exact]

@@ -1,6 +1,6 @@
 """What opening the dial brought, in plain words."""
 
-from tutti.config.words import Evidence
+from tutti.config.vocabulary import Evidence
 from tutti.cost_model.words import seconds
 from tutti.planner.choice import Request
 from tutti.planner.explore import Costed

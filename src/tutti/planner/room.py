@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tutti.config.plan import Plan
-from tutti.config.words import ScheduleName
+from tutti.config.vocabulary import ScheduleName
 from tutti.cost_model import constants
 from tutti.cost_model.memory import convolving, kept, kept_by_stage, put_off
 from tutti.cost_model.overlap import buckets

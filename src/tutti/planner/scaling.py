@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from tutti.config.cluster import ClusterSpec
-from tutti.config.scaling import ScalingCurve, ScalingPoint
+from tutti.config.prediction import ScalingCurve, ScalingPoint
 from tutti.errors import PlanError
 from tutti.planner.choice import Choice, Request
 from tutti.planner.limits import seats

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from tutti.config.cluster import ClusterSpec, LinkSpec, LinkTier, NodeSpec, WeightRate, faster
+from tutti.config.cluster import ClusterSpec, LinkSpec, LinkTier, NodeSpec, WeightRate, scale_bandwidth
 from tutti.config.model import ModelSpec
-from tutti.config.quantities import BYTES, BYTES_PER_S, quantity
+from tutti.config.option_syntax import BYTES, BYTES_PER_S, parse_quantity
 from tutti.cost_model import predict
 from tutti.cost_model.placement import place, seated_link
 from tutti.cost_model.words import bits_per_s, nbytes
@@ -60,7 +60,7 @@ def what_if(cluster: ClusterSpec, text: str) -> tuple[ClusterSpec, str]:
 
 def _number(value: str, text: str, units: dict[str, float], example: str, *, bare: bool = False) -> float:
     """10gbit, 80gb, 2x, 256 as numbers of the unit; `bare`: without a unit, too."""
-    found = quantity(value, units)
+    found = parse_quantity(value, units)
     if found is None or (not bare and value.strip()[-1:].isdecimal()):
         raise PlanError(f"--what-if {text}: {value!r} is not understood; write it like {example}")
     if not 0 < found < math.inf:
@@ -81,7 +81,7 @@ def with_bandwidth(cluster: ClusterSpec, tier: LinkTier, bandwidth: float) -> Cl
     """The cluster with another bandwidth on a tier of links, of every host."""
 
     def other(link: LinkSpec) -> LinkSpec:
-        quicker = faster(link, bandwidth / link.bandwidth_bytes_per_s)
+        quicker = scale_bandwidth(link, bandwidth / link.bandwidth_bytes_per_s)
         return dataclasses.replace(quicker, bandwidth_bytes_per_s=bandwidth, evidence="assumed", points=())
 
     return cluster.relinked(lambda link: other(link) if link.tier == tier else link)

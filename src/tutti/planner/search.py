@@ -8,7 +8,7 @@ from tutti.config.cluster import ClusterSpec
 from tutti.config.compression import MOMENTA
 from tutti.config.model import ModelSpec
 from tutti.config.plan import Plan
-from tutti.config.words import Precision
+from tutti.config.vocabulary import Precision
 from tutti.cost_model import predict
 from tutti.cost_model.factors import may_pay
 from tutti.cost_model.placement import place

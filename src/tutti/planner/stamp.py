@@ -1,19 +1,21 @@
 """Which model a plan was made for: its modules in short, to tell later what is new or gone."""
 
-from tutti.config.made_for import differences, entry, gathered
 from tutti.config.model import ModelSpec
+from tutti.config.model_fingerprint import describe_module, differences, merge_siblings
 from tutti.config.plan import Plan
 from tutti.planner.words import mesh_words
 
 
 def stamp(model: ModelSpec) -> dict[str, str]:
     """Every module with parameters: its kind and how many; equal numbered siblings as one: layers.0-11.query."""
-    return gathered(_entries(model))
+    return merge_siblings(_entries(model))
 
 
 def _entries(model: ModelSpec) -> dict[str, str]:
     return {
-        module.name or "(model)": entry(module.kind, module.parameters) for module in model.modules if module.parameters
+        module.name or "(model)": describe_module(module.kind, module.parameters)
+        for module in model.modules
+        if module.parameters
     }
 
 

@@ -5,8 +5,7 @@ import re
 from dataclasses import replace
 
 from tutti.config.cluster import ClusterSpec
-from tutti.config.loading import Loading
-from tutti.config.model import ModelSpec
+from tutti.config.model import Loading, ModelSpec
 from tutti.config.plan import Plan
 from tutti.config.prediction import Prediction
 from tutti.cost_model.data import Load, host_cores, storage_known

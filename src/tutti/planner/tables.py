@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from tutti.config.cluster import ClusterSpec, LinkSpec, LinkTier, NodeSpec
 from tutti.config.model import ModelSpec, ModuleSpec
 from tutti.config.plan import LayoutRule
-from tutti.config.words import Precision
+from tutti.config.vocabulary import Precision
 from tutti.cost_model import compute
 from tutti.cost_model.batch_statistics import at_least
 from tutti.cost_model.division import divided_linears

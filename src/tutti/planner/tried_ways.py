@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from tutti.config.cluster import ClusterSpec, faster
-from tutti.config.words import Evidence
+from tutti.config.cluster import ClusterSpec, scale_bandwidth
+from tutti.config.vocabulary import Evidence
 from tutti.cost_model.compressed import slowed
 from tutti.cost_model.placement import place
 from tutti.planner.choice import Totals
@@ -49,5 +49,5 @@ class Doubt:
         """The cluster where both are so."""
         devices = {name: slowed(device, self.kernels) for name, device in cluster.devices.items()}
         return replace(cluster, devices=devices).relinked(
-            lambda link: replace(faster(link, self.links), latency_s=link.latency_s / self.links)
+            lambda link: replace(scale_bandwidth(link, self.links), latency_s=link.latency_s / self.links)
         )

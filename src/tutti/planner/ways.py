@@ -11,13 +11,13 @@ from typing import Final, Literal
 
 from tutti.config.compression import Compression
 from tutti.config.model import ModelSpec
-from tutti.config.plan import Plan, Sync
+from tutti.config.plan import Plan, SyncPlan
 from tutti.config.relaxed import Relaxed
 from tutti.config.sync_words import way_in_words
-from tutti.config.words import Evidence, Relax, SyncMode
+from tutti.config.vocabulary import Evidence, Relaxation, SyncMode
 from tutti.planner.choice import Request
 
-DIALS: tuple[Relax, ...] = ("exact", "reduced", "relaxed")
+DIALS: tuple[Relaxation, ...] = ("exact", "reduced", "relaxed")
 """From exact to relaxed; each allows what those before it do."""
 
 POWERSGD: Final[dict[int, float]] = {4: 1.4, 2: 1.4, 1: 2.4}
@@ -142,7 +142,7 @@ class Way:
     """One way. `variance`: what an unbiased code adds to a gradient's square; `samples`: else, the allowance, and
     `each`: what replicas add to it."""
 
-    dial: Relax
+    dial: Relaxation
     compress: Compression | None = None
     mode: SyncMode = "synchronous"
     relaxed: Relaxed = field(default_factory=Relaxed)
@@ -158,7 +158,7 @@ class Way:
     @property
     def words(self) -> str:
         """As a user types it after --compress or --sync, or after both."""
-        return way_in_words(Sync(mode=self.mode, relaxed=self.relaxed, compress=self.compress))
+        return way_in_words(SyncPlan(mode=self.mode, relaxed=self.relaxed, compress=self.compress))
 
     def of(self, plan: Plan) -> Plan:
         """The plan that exchanges so."""

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 from tutti.config.cluster import ClusterSpec
 from tutti.config.model import ModelSpec
-from tutti.config.plan import LayoutRule, Plan, by_columns, placement_of
-from tutti.config.words import AxisName
+from tutti.config.plan import LayoutRule, Plan, by_columns, find_placement
+from tutti.config.vocabulary import AxisName
 from tutti.cost_model.counts import samples_of
 from tutti.cost_model.division import division
 from tutti.cost_model.groups import network
@@ -75,7 +75,7 @@ def wide_rules(plan: Plan, cluster: ClusterSpec, columns: ModelTable, samples: i
     found = []
     for index in (columns.linear * columns.gradients).nonzero()[0].tolist():
         name = columns.names[index]
-        if placement_of(plan.layout, name) != "auto" or columns.parameters[index] < (4 * plan.degree("table")) ** 2:
+        if find_placement(plan.layout, name) != "auto" or columns.parameters[index] < (4 * plan.degree("table")) ** 2:
             continue
         by_outputs = by_columns("split", columns.linear[index], columns.outputs[index])
         sent, spared = _traffic(columns, index, plan, samples, by_outputs=by_outputs)

@@ -3,7 +3,7 @@
 from tutti.config.compression import compression_in_words
 from tutti.config.plan import Plan
 from tutti.config.sync_words import way_in_words
-from tutti.config.words import AxisName
+from tutti.config.vocabulary import AxisName
 from tutti.cost_model.words import count
 
 _ZERO = {1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}

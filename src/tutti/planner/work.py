@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tutti.config.plan import BatchPlan, LayoutRule, Pipeline, Plan
-from tutti.config.words import AxisName, Recompute
+from tutti.config.plan import BatchPlan, LayoutRule, PipelinePlan, Plan
+from tutti.config.vocabulary import AxisName, Recompute
 from tutti.cost_model import compute
 from tutti.cost_model.batch_statistics import at_least
 from tutti.cost_model.cuts import Stages, stages_of
@@ -161,7 +161,7 @@ class Work:
         """Where the model is cut; None where it cannot be cut so."""
         key = (stage, chunks)
         if key not in self._stages:
-            pipeline = Pipeline(schedule="interleaved" if chunks > 1 else "1f1b", stages_per_rank=chunks,
+            pipeline = PipelinePlan(schedule="interleaved" if chunks > 1 else "1f1b", stages_per_rank=chunks,
                                 cuts=self._script.pipeline.cuts if stage > 1 else ())  # fmt: skip
             plan = Plan(batch=BatchPlan(global_batch_size=1), mesh={"stage": stage}, pipeline=pipeline)
             try:

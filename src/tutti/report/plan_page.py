@@ -1,15 +1,45 @@
 """A plan as a page that stands alone: the step as it falls, memory, the others, speed against devices, trials."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import Literal
 
-from tutti.config.prediction import Prediction
-from tutti.config.scaling import ScalingCurve
-from tutti.config.timeline import DOINGS, Doing, Timeline, Track
-from tutti.config.trials import Trials
-from tutti.report.html import environment
-from tutti.report.plan_plots import held_plot, scaling_plot, timeline_plot, track_name, trials_plot
-from tutti.report.words import EVIDENCE, duration, signed_percent, significant
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, PathPatch
+from matplotlib.path import Path
+from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
+
+from tutti.config.prediction import (
+    ACTIVITY_LABELS,
+    Activity,
+    Bar,
+    Omission,
+    Prediction,
+    RankMemory,
+    ScalingCurve,
+    Timeline,
+    Track,
+    Trials,
+)
+from tutti.report.formatting import EVIDENCE, duration, plural, signed_percent, significant
+from tutti.report.html_report import environment
+from tutti.report.svg import (
+    GRID,
+    INK,
+    MUTED,
+    PAPER,
+    PHASE_COLOURS,
+    SERIES,
+    Plot,
+    inline,
+    new_figure,
+    rows,
+    segment,
+    styled,
+)
 
 RowKind = Literal["", "chosen", "off"]
 
@@ -62,7 +92,7 @@ class PlanPage:
 
 def plan_html(page: PlanPage) -> str:
     """The page as one file: style and figures inside, no script, no reference to anything."""
-    doings = [doing for doing in DOINGS if any(doing in track.seconds for track in page.timeline.tracks)]
+    doings = [doing for doing in ACTIVITY_LABELS if any(doing in track.seconds for track in page.timeline.tracks)]
     return (
         environment()
         .get_template("plan.html")
@@ -73,7 +103,7 @@ def plan_html(page: PlanPage) -> str:
             memory_plots=[held_plot(page.timeline)],
             scaling_figure=scaling_plot(page.scaling) if page.scaling is not None else None,
             trials_figure=trials_plot(page.trials) if page.trials is not None else None,
-            doings=[DOINGS[doing] for doing in doings],
+            doings=[ACTIVITY_LABELS[doing] for doing in doings],
             tracks=[_track_row(page.timeline, track, doings) for track in page.timeline.tracks],
             duration=duration,
             rate=significant,
@@ -97,7 +127,7 @@ def _badges(page: PlanPage) -> list[tuple[str, str]]:
     return found
 
 
-def _track_row(found: Timeline, track: Track, doings: list[Doing]) -> dict[str, object]:
+def _track_row(found: Timeline, track: Track, doings: list[Activity]) -> dict[str, object]:
     parts = [track.seconds.get(doing, 0.0) / found.step_time_s.value for doing in doings]
     return {
         "name": track_name(track, found),
@@ -105,3 +135,255 @@ def _track_row(found: Timeline, track: Track, doings: list[Doing]) -> dict[str, 
         "shares": [f"{part:.1%}".replace("%", " %") if part else "" for part in parts],
         "full_when": track.full_when,
     }
+
+
+FILLS: dict[Activity, str] = {
+    "data": PHASE_COLOURS["data"],
+    "forward": PHASE_COLOURS["forward"],
+    "backward": PHASE_COLOURS["backward"],
+    "weights": SERIES[6],
+    "optimizer": PHASE_COLOURS["optimizer"],
+    "communication": PHASE_COLOURS["exposed_communication"],
+    "bubble": GRID,
+    "waiting": "none",
+    "other": PHASE_COLOURS["other"],
+}
+OUTLINED: tuple[Activity, ...] = ("bubble", "waiting")
+"""Drawn with an edge: nothing is done."""
+BREAK = 0.03
+"""What is left out of a step is drawn so wide a part of the rest."""
+
+MOST_BESIDE = 7
+"""Entries of a legend in one row: more would be wider than the page."""
+
+Place = Callable[[float], float]
+
+
+def track_name(track: Track, found: Timeline) -> str:
+    """The ranks of a track, with their stage where there are several."""
+    return track.ranks + (f" (stage {track.stage})" if len({one.stage for one in found.tracks}) > 1 else "")
+
+
+@styled
+def timeline_plot(found: Timeline) -> Plot:
+    """Ranks as rows, what they do as bars; hidden communication as a line below them."""
+    left, end_s = found.left_out, found.step_time_s.value
+    factor, unit = (1e3, "ms") if end_s < 1 else (1.0, "s")
+    place, width = _placed(left, end_s)
+    handles = _doing_handles(found)
+    figure, axes = new_figure(14.2, 1.2 + 0.3 * _legend_rows(handles) + 0.46 * len(found.tracks))
+    for row, track in enumerate(found.tracks):
+        for doing in FILLS:
+            _draw(axes, row, [bar for bar in track.bars if bar.doing == doing], doing, place)
+        for bar in track.hidden:
+            axes.plot(
+                [place(bar.start_s), place(bar.end_s)], [row + 0.42] * 2, color=FILLS["communication"], linewidth=2.5,
+                solid_capstyle="butt",
+            )  # fmt: skip
+    rows(axes, [track_name(track, found) for track in found.tracks])
+    axes.set_xlim(0, width)
+    if left is not None:
+        axes.axvspan(place(left.start_s), place(left.end_s), facecolor=PAPER, zorder=4)
+        for edge in (left.start_s, left.end_s):
+            axes.axvline(place(edge), color=MUTED, linewidth=1, linestyle=(0, (2, 3)), zorder=5)
+    ticks = _ticks(left, end_s, factor)
+    axes.set_xticks([place(tick / factor) for tick in ticks], [f"{tick:g}" for tick in ticks])
+    axes.set_xlabel(f"time of a step ({unit})")
+    _legend(figure, handles)
+    note = "predicted, all of it; ranks that do the same are one row"
+    if left is not None:
+        note += f"; {plural(left.microbatches, 'microbatch')} of {found.num_microbatches} left out at the gap"
+    if found.tracks_left_out:
+        note += f"; {plural(found.tracks_left_out, 'row')} between these not shown"
+    words = "One step, predicted. " + " ".join(f"{track_name(track, found)}: {_told(track)}." for track in found.tracks)
+    return Plot(
+        title="One step, rank by rank", note=note, svg=inline(figure, "timeline", words), words=words, wide=True
+    )
+
+
+def _doing_handles(found: Timeline) -> list[Patch | Line2D]:
+    """An entry of the legend for all that takes a visible part of the step."""
+    least = 0.002 * found.step_time_s.value
+    used = [doing for doing in FILLS if any(track.seconds.get(doing, 0) > least for track in found.tracks)]
+    handles: list[Patch | Line2D] = [
+        Patch(facecolor=FILLS[doing], edgecolor=MUTED if doing in OUTLINED else FILLS[doing], linewidth=0.8,
+              label=ACTIVITY_LABELS[doing])
+        for doing in used
+    ]  # fmt: skip
+    if any(track.hidden for track in found.tracks):
+        handles.append(Line2D([], [], color=FILLS["communication"], linewidth=2.5, label=ACTIVITY_LABELS["hidden"]))
+    return handles
+
+
+def _placed(left: Omission | None, end_s: float) -> tuple[Place, float]:
+    """Where a moment of the step is drawn, and how wide all of it is."""
+    if left is None:
+        return (lambda moment: moment), end_s
+    away = left.end_s - left.start_s
+    gap = BREAK * (end_s - away)
+
+    def place(moment: float) -> float:
+        if moment <= left.start_s:
+            return moment
+        return max(left.start_s + gap, moment - away + gap)
+
+    return place, end_s - away + gap
+
+
+def _ticks(left: Omission | None, end_s: float, factor: float) -> list[float]:
+    """Round numbers over what is drawn."""
+    shown = end_s - (left.end_s - left.start_s if left is not None else 0.0)
+    steps = MaxNLocator(10).tick_values(0.0, shown * factor)
+    size = float(steps[1] - steps[0])
+    found = [index * size for index in range(int(end_s * factor / size) + 1)] if end_s / shown < 1000 else [0.0]
+    return [
+        round(tick, 9) for tick in found
+        if left is None or tick <= left.start_s * factor or tick >= left.end_s * factor
+    ]  # fmt: skip
+
+
+def _draw(axes: Axes, row: int, bars: Sequence[Bar], doing: Activity, place: Place) -> None:
+    """All bars of one kind in a row as one path."""
+    if not bars:
+        return
+    starts, ends = (
+        np.array([place(at) for at in edge]) for edge in ([b.start_s for b in bars], [b.end_s for b in bars])
+    )
+    low, high = np.full(len(bars), row - 0.31), np.full(len(bars), row + 0.31)
+    corners = np.stack([starts, low, ends, low, ends, high, starts, high, starts, low], axis=1).reshape(-1, 2)
+    codes = np.tile([Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY], len(bars))
+    edge = MUTED if doing in OUTLINED else PAPER
+    axes.add_patch(PathPatch(Path(corners, codes), facecolor=FILLS[doing], edgecolor=edge, linewidth=0.5))
+
+
+def _legend_rows(handles: Sequence[Patch | Line2D]) -> int:
+    return -(-len(handles) // MOST_BESIDE)
+
+
+def _legend(figure: Figure, handles: Sequence[Patch | Line2D]) -> None:
+    """Above the figure, in as many rows as its entries need."""
+    figure.legend(
+        handles=list(handles), loc="outside upper left", ncols=-(-len(handles) // _legend_rows(handles)),
+        handlelength=1.1, handleheight=0.9, columnspacing=1.4,
+    )  # fmt: skip
+
+
+def _told(track: Track) -> str:
+    return ", ".join(f"{ACTIVITY_LABELS[doing]} {duration(lasts)}" for doing, lasts in track.seconds.items())
+
+
+@styled
+def held_plot(found: Timeline) -> Plot:
+    """What holds the memory of a rank of each track, hatched as all that is predicted, and how much it may hold."""
+    tracks = found.tracks
+    biggest = max(max(track.memory.total, track.memory_limit_nbytes) for track in tracks)
+    factor, unit = next((f, u) for f, u in ((2.0**30, "GiB"), (2.0**20, "MiB"), (1.0, "B")) if biggest >= f or f == 1)
+    holders = [part.name for part in fields(RankMemory) if any(getattr(track.memory, part.name) for track in tracks)]
+    handles: list[Patch | Line2D] = [
+        Patch(facecolor="none", edgecolor=SERIES[index % len(SERIES)], hatch="////", label=name)
+        for index, name in enumerate(holders)
+    ]
+    handles.append(Line2D([], [], color=INK, linewidth=2, label="limit"))
+    figure, axes = new_figure(14.2, 1.2 + 0.3 * _legend_rows(handles) + 0.46 * len(tracks))
+    for row, track in enumerate(tracks):
+        at = 0.0
+        for index, name in enumerate(holders):
+            size = float(getattr(track.memory, name)) / factor
+            segment(axes, row, at, size, SERIES[index % len(SERIES)], hatched=True)
+            at += size
+        limit = track.memory_limit_nbytes / factor
+        axes.plot([limit, limit], [row - 0.42, row + 0.42], color=INK, linewidth=2)
+        over = at > limit
+        words = f"{at:,.1f} {unit}, {at / limit:.0%}".replace("%", " % of the limit") + (": too much" if over else "")
+        axes.text(max(at, limit) + 0.01 * biggest / factor, row, words, va="center", fontsize=12, color=INK)
+    rows(axes, [track_name(track, found) for track in tracks])
+    axes.set_xlim(0, biggest / factor * 1.27)
+    axes.set_xlabel(f"peak memory of a rank ({unit})")
+    _legend(figure, handles)
+    words = "Memory of a rank, predicted. " + " ".join(
+        f"{track_name(one, found)}: {one.memory.total / factor:.1f} {unit} of {one.memory_limit_nbytes / factor:.1f}."
+        for one in tracks
+    )
+    note = "hatched: predicted, by what holds it at the peak; the line: what a rank may hold"
+    return Plot(title="Memory of a rank", note=note, svg=inline(figure, "held", words), words=words, wide=True)
+
+
+@styled
+def scaling_plot(curve: ScalingCurve) -> Plot | None:
+    """Throughput against devices: predicted dashed, measured solid, and where more devices stop paying."""
+    points = [point for point in curve.points if point.throughput_per_s and point.step_time_s is not None]
+    if not points:
+        return None
+    figure, axes = new_figure(14.2, 5.2)
+    x, y = [point.devices for point in points], [point.throughput_per_s for point in points]
+    ends = [
+        (p.throughput_per_s * p.step_time_s.value / p.step_time_s.high,
+         p.throughput_per_s * p.step_time_s.value / p.step_time_s.low)
+        for p in points if p.step_time_s is not None
+    ]  # fmt: skip
+    axes.fill_between(x, [low for low, _ in ends], [high for _, high in ends], color=SERIES[0], alpha=0.13, linewidth=0)
+    axes.plot(x, [y[0] * one / x[0] for one in x], color=MUTED, linewidth=1, linestyle=(0, (1, 3)),
+              label=f"in proportion to devices, from {x[0]}")  # fmt: skip
+    axes.plot(x, y, color=SERIES[0], linewidth=1.8, linestyle=(0, (4, 2)), marker="o", markersize=7,
+              markerfacecolor=PAPER, markeredgewidth=1.8, label="predicted, the band its interval")  # fmt: skip
+    if curve.measured:
+        seen = sorted(curve.measured, key=lambda point: point.devices)
+        axes.plot([p.devices for p in seen], [p.throughput_per_s for p in seen], color=SERIES[1], linewidth=1.8,
+                  marker="o", markersize=7, label="measured")  # fmt: skip
+    if curve.pays_until:
+        axes.axvline(curve.pays_until, color=INK, linewidth=1.2)
+        axes.annotate(f"pays until {curve.pays_until}", (curve.pays_until, 0.04), xycoords=("data", "axes fraction"),
+                      xytext=(-6, 0), textcoords="offset points", ha="right", color=INK, fontsize=12)  # fmt: skip
+    if len(x) > 1:
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(lambda value, _: significant(float(f"{value:.3g}")))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.set_xlim(x[0] / 1.25, x[-1] * 1.12)
+    axes.xaxis.set_major_locator(FixedLocator([float(one) for one in x]))
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set(xlabel="devices at hand", ylabel=f"{curve.unit}/s")
+    axes.legend(loc="upper left", handlelength=2.4)
+    words = "Throughput against devices, predicted. " + " ".join(
+        f"{p.devices}: {significant(p.throughput_per_s)} {curve.unit}/s." for p in points
+    )
+    return Plot(
+        title="Speed against devices", note="the best plan with at most so many devices; " + curve.sentence,
+        svg=inline(figure, "scaling", words), words=words, wide=True,
+    )  # fmt: skip
+
+
+@styled
+def trials_plot(found: Trials) -> Plot | None:
+    """Steps of the plans that were run: measured solid with the spread of its steps, predicted hatched above it."""
+    known = [trial for trial in found.trials if trial.measured_s is not None]
+    if not known:
+        return None
+    longest = max(max(t.predicted.value, t.most_s or 0.0) for t in known)
+    factor, unit = (1e3, "ms") if longest < 1 else (1.0, "s")
+    figure, axes = new_figure(14.2, 1.4 + 0.78 * len(known))
+    for row, trial in enumerate(known):
+        measured = float(trial.measured_s or 0.0)
+        axes.barh(row - 0.2, trial.predicted.value * factor, height=0.34, facecolor="none", edgecolor=SERIES[0],
+                  hatch="////", linewidth=1)  # fmt: skip
+        axes.barh(row + 0.2, measured * factor, height=0.34, color=SERIES[1], edgecolor=PAPER, linewidth=0.8)
+        spread = [float(trial.least_s or measured) * factor, float(trial.most_s or measured) * factor]
+        axes.plot(spread, [row + 0.2] * 2, color=INK, linewidth=1.4, marker="|", markersize=8)
+        for shift, value in ((-0.2, trial.predicted.value), (0.2, max(measured, trial.most_s or 0.0))):
+            shown = trial.predicted.value if shift < 0 else measured
+            axes.text(value * factor + 0.008 * longest * factor, row + shift, duration(shown), va="center",
+                      fontsize=12, color=INK)  # fmt: skip
+    rows(axes, [trial.words for trial in known])
+    axes.set_xlim(0, longest * factor * 1.12)
+    axes.set_xlabel(f"time of a step ({unit})")
+    spread_words = "measured, the line from the quickest to the slowest step"
+    predicted = Patch(facecolor="none", edgecolor=SERIES[0], hatch="////", label="predicted")
+    _legend(figure, [predicted, Patch(facecolor=SERIES[1], label=spread_words)])
+    words = "Plans that were run. " + " ".join(
+        f"{t.words}: predicted {duration(t.predicted.value)}, measured {duration(float(t.measured_s or 0))}."
+        for t in known
+    )
+    note = "median of the steps that were run; the plans in the order of their predictions"
+    return Plot(title="Predicted and measured", note=note, svg=inline(figure, "trials", words), words=words, wide=True)

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from tutti.config.prediction import Phase
-from tutti.report.timing import PHASES
+from tutti.report.measurements import PHASES
 
 # Stand-in colours that no figure uses otherwise; `inline` turns them into the page's variables, light or dark.
 INK, MUTED, GRID, PAPER = "#010101", "#020202", "#030303", "#040404"

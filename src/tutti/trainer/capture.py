@@ -12,12 +12,12 @@ import psutil
 from torch import nn
 from torch.optim import Optimizer
 
-from tutti.config.loading import Loading
+from tutti.config.model import Loading
 from tutti.config.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Captured:
+class CapturedScript:
     """What a script handed to `prepare`, and the plan its Job implies on one device.
 
     `samples(n)` gives the collated batch of the first n samples in data order, as (args, kwargs, target):
@@ -41,12 +41,12 @@ class Captured:
 class CaptureDone(BaseException):
     """Raised out of the script to stop it; a BaseException so that the script's own handlers let it through."""
 
-    def __init__(self, captured: Captured) -> None:
+    def __init__(self, captured: CapturedScript) -> None:
         super().__init__("script stopped at prepare")
         self.captured = captured
 
 
-_began_nbytes: int | None = None
+_initial_nbytes: int | None = None
 """What the process held when capturing began; None while nothing is captured."""
 
 
@@ -54,22 +54,22 @@ _began_nbytes: int | None = None
 def capturing() -> Iterator[None]:
     """While open, `Job.prepare` raises `CaptureDone` instead of preparing. What every rank loads, whatever its script,
     is to be loaded before."""
-    global _began_nbytes
-    _began_nbytes = _resident_nbytes()
+    global _initial_nbytes
+    _initial_nbytes = _resident_nbytes()
     try:
         yield
     finally:
-        _began_nbytes = None
+        _initial_nbytes = None
 
 
 def is_capturing() -> bool:
-    return _began_nbytes is not None
+    return _initial_nbytes is not None
 
 
-def grown_nbytes() -> float:
+def script_growth_nbytes() -> float:
     """By how much the process has grown since capturing began. Modules that were loaded before are not in it: of
     scripts that are captured one after the other in a process, the first has them all."""
-    return float(max(0, _resident_nbytes() - (_began_nbytes or 0)))
+    return float(max(0, _resident_nbytes() - (_initial_nbytes or 0)))
 
 
 def _resident_nbytes() -> int:

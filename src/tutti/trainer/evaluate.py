@@ -12,14 +12,14 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
-from tutti.config.portions import cut
+from tutti.config.partitioning import cut
 from tutti.data.samples import Collate, SeededSamples
 from tutti.data.source import Source
 from tutti.data.split import to_device
 from tutti.errors import ScriptError
+from tutti.trainer.losses import Weighted
 from tutti.trainer.precision import autocast
-from tutti.trainer.state import Run
-from tutti.trainer.weighted import Weighted
+from tutti.trainer.run_state import Run
 
 Metric = Callable[[Any, Any], Any]
 """fn(output, target) -> per-sample tensor, mean over samples, or Weighted."""
@@ -33,11 +33,11 @@ def evaluate(
 
     `whole`: metrics of the complete outputs and targets, in the order of the data set (F1, AUC).
     """
-    table = _metrics(run, metrics)
+    table = _metric_functions(run, metrics)
     sums = torch.zeros(len(table), 2, dtype=torch.float64, device=run.world.device)
     samples, kept = 0, []
     with _evaluation_mode(run.model):
-        for batch, counts in _batches(run, source, batch_size):
+        for batch, counts in _evaluation_batches(run, source, batch_size):
             run.scope.counts = counts
             batch = to_device(batch, run.world.device)
             with run.sequences.part(batch) as part, autocast(run.plan.precision, run.world.device):
@@ -61,7 +61,7 @@ def evaluate(
     copies = evaluated // run.consistency.evaluates(run)[1]  # ranks that gave the same samples' outputs
     counted = int(run.world.sum(torch.tensor([samples], device=run.world.device))[0]) // copies
     values = {name: float(total / count) for name, (total, count) in zip(table, sums.tolist(), strict=True) if count}
-    values.update(_whole(run, kept, whole))
+    values.update(_whole_set_metrics(run, kept, whole))
     return values, counted
 
 
@@ -74,14 +74,14 @@ def samples_at_once(run: Run) -> int:
     return max(1, min(math.ceil(samples / (batch.num_microbatches * run.mesh.data_degree)), 256))
 
 
-def _metrics(run: Run, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+def _metric_functions(run: Run, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
     table = dict(metrics)
     if run.loss_fn is not None and "loss" not in table:
         table = {"loss": run.loss_fn, **table}
     return table
 
 
-def _batches(run: Run, source: Source, batch_size: int) -> Iterator[tuple[Any, bool]]:
+def _evaluation_batches(run: Run, source: Source, batch_size: int) -> Iterator[tuple[Any, bool]]:
     """This rank's batches: a contiguous share of a map data set, or every world_size-th batch of a stream; and whether
     they count. Where forward meets other data-parallel ranks, those with fewer batches take part with ones that do not.
     """
@@ -146,7 +146,7 @@ def _to_cpu(leaf: Any) -> Any:
     return leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _whole(run: Run, kept: list[Any], whole: Mapping[str, Metric]) -> dict[str, float]:
+def _whole_set_metrics(run: Run, kept: list[Any], whole: Mapping[str, Metric]) -> dict[str, float]:
     if not whole:
         return {}
     everyone = run.world.gather((run.consistency.evaluates(run)[0], kept))

@@ -19,60 +19,60 @@ from pathlib import Path
 import psutil
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # <malloc.h>
-_MOST = 2**31 - 1  # mallopt takes an int
+_MALLOPT_MAX = 2**31 - 1  # mallopt takes an int
 
 LARGE_NBYTES = 2**17
 """Blocks from this size on may have mappings of their own: glibc's own threshold, before it adapts."""
 
-SETTLED = 2
+WARMUP_UPDATES = 2
 """Updates after which all that lasts is there: the first makes optimizer state, the second has the final buckets."""
 
 
 HEAP_GROWTH = 0.5
 """Of what a process has, what it may come to have besides when it keeps what is freed; a third was measured."""
 
-PAUSE = 32
+INITIAL_PAUSE = 32
 """Updates without a heap that is kept, after one went on to grow for the first time."""
 
 
 def map_large_blocks() -> bool:
     """Give each large block a mapping of its own, which ends when the block is freed; returns whether it did."""
-    _allocator.keeps = False
-    return _set(_TRIM_THRESHOLD, _MOST) and _set(_MMAP_THRESHOLD, LARGE_NBYTES)
+    _state.keeps = False
+    return _mallopt(_TRIM_THRESHOLD, _MALLOPT_MAX) and _mallopt(_MMAP_THRESHOLD, LARGE_NBYTES)
 
 
-def settled(ranks_here: int, *, frugal: bool) -> bool:
+def keep_memory_when_steady(ranks_here: int, *, frugal: bool) -> bool:
     """All that lasts is there: keep what is freed from now on, unless that is not wished or the host has no room for
     it. `ranks_here`: processes of this host that do the same. Returns whether it is kept.
     """
-    _allocator.pause, _allocator.patience = 0, PAUSE
-    return not frugal and _roomy(ranks_here) and _begin_heap()
+    _state.pause, _state.patience = 0, INITIAL_PAUSE
+    return not frugal and _has_free_memory(ranks_here) and _start_keeping()
 
 
-def _begin_heap() -> bool:
-    _allocator.most = int(_end_of_heap() + (1 + HEAP_GROWTH) * _peak_nbytes())
+def _start_keeping() -> bool:
+    _state.most = int(_end_of_heap() + (1 + HEAP_GROWTH) * _peak_nbytes())
     return keep_freed_memory()
 
 
-def _roomy(ranks_here: int) -> bool:
+def _has_free_memory(ranks_here: int) -> bool:
     resident = psutil.Process().memory_info().rss
     return psutil.virtual_memory().available > HEAP_GROWTH * resident * ranks_here
 
 
 def keep_freed_memory() -> bool:
     """Let the C library's allocator keep what is freed; returns whether it did (it does nothing outside glibc)."""
-    _allocator.keeps = _set(_TRIM_THRESHOLD, _MOST) and _set(_MMAP_THRESHOLD, _MOST)
-    return _allocator.keeps
+    _state.keeps = _mallopt(_TRIM_THRESHOLD, _MALLOPT_MAX) and _mallopt(_MMAP_THRESHOLD, _MALLOPT_MAX)
+    return _state.keeps
 
 
-def look_after_heap() -> None:
+def limit_heap_growth() -> None:
     """After an update: give up a heap that goes on growing, as one does whose freed blocks no longer fit what is asked
     for; and keep one again after a while, each time a longer one."""
-    heap = _allocator
+    heap = _state
     if heap.pause:
         heap.pause -= 1
         if not heap.pause:
-            _begin_heap()
+            _start_keeping()
     elif heap.keeps and _end_of_heap() > heap.most:
         map_large_blocks()
         ctypes.CDLL(None).malloc_trim(0)
@@ -82,12 +82,12 @@ def look_after_heap() -> None:
 
 
 @contextmanager
-def lasting() -> Iterator[None]:
+def long_lived_blocks() -> Iterator[None]:
     """Inside, large blocks are made that last, or that shall go back to the system; afterwards all is as it was.
 
     What has room in memory that was kept before is put there all the same: glibc looks there first.
     """
-    kept = _allocator.keeps
+    kept = _state.keeps
     map_large_blocks()
     try:
         yield
@@ -97,17 +97,17 @@ def lasting() -> Iterator[None]:
 
 
 @dataclass(slots=True)
-class _Allocator:
+class _AllocatorState:
     """How the process' allocator was set last: the C library does not say. `keeps`: freed memory, in a heap that ends
     at `most` there. `pause`: updates until it keeps it again, `patience`: how many the next time."""
 
     keeps: bool = False
     most: int = 0
     pause: int = 0
-    patience: int = PAUSE
+    patience: int = INITIAL_PAUSE
 
 
-_allocator = _Allocator()
+_state = _AllocatorState()
 
 
 def _peak_nbytes() -> int:
@@ -125,7 +125,7 @@ def _end_of_heap() -> int:
     return int(sbrk(0) or 0)
 
 
-def _set(parameter: int, value: int) -> bool:
+def _mallopt(parameter: int, value: int) -> bool:
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):

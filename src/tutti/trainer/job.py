@@ -1,37 +1,72 @@
 """Job: what a script says. Three lines make it train on any number of ranks; the meaning of a step does not move."""
 
+import atexit
+import os
+import resource
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from tutti.checkpoint import save_checkpoint, save_when_due
+from tutti.checkpoint import end_saving, save_checkpoint, save_when_due
+from tutti.comm.clock import PhaseClock
+from tutti.comm.shared_segment import attached_resident_nbytes
+from tutti.comm.world import World, leave_world
 from tutti.config.plan import BatchPlan
-from tutti.config.words import LastBatch, Precision, Unit
+from tutti.config.vocabulary import LastBatch, Precision, Unit
+from tutti.data.loader import ShareLoader
 from tutti.data.seeds import derive_seed, seed_everything
 from tutti.data.source import read_source
-from tutti.environment import read_wishes
-from tutti.errors import ScriptError
+from tutti.environment import read_launch_options
+from tutti.errors import ScriptError, TuttiError
 from tutti.optim.lr_rule import LRRule
 from tutti.parallel.data.replicate import LossFunction
 from tutti.trainer import capture
-from tutti.trainer.deferred.job import Builder
-from tutti.trainer.ending import Ending
+from tutti.trainer.deferred_init import Tape, build_on_meta, build_with_memory
 from tutti.trainer.evaluate import Metric, evaluate, samples_at_once
-from tutti.trainer.loader import JobLoader
-from tutti.trainer.prepare import Given, captured, make_run, model_optimizers
-from tutti.trainer.rows import evaluation_row, step_row
-from tutti.trainer.screen import silence_others
-from tutti.trainer.session import open_session
-from tutti.trainer.state import Run, Settings
-from tutti.trainer.step import Outcome, forward_backward
-from tutti.trainer.unpack import default_loss, default_unpack, loss_of
+from tutti.trainer.job_context import open_job_context
+from tutti.trainer.losses import default_loss, default_unpack, loss_of
+from tutti.trainer.metrics import redirect_other_ranks
+from tutti.trainer.metrics_rows import write_evaluation_row, write_step_row
+from tutti.trainer.prepare import PrepareArguments, build_optimizers, captured_script, prepare_run
+from tutti.trainer.run_state import JobSettings, Run
+from tutti.trainer.step import StepResult, forward_backward
 from tutti.trainer.update import update
 
 
-class Job(Builder):
+class JobLoader:
+    """Yields this rank's share of each global batch of the current epoch."""
+
+    def __init__(self, shares: ShareLoader, clock: PhaseClock) -> None:
+        self.shares = shares
+        self.clock = clock
+
+    def __len__(self) -> int:
+        """Steps of an epoch."""
+        return len(self.shares)
+
+    @property
+    def dataset(self) -> Any:
+        return self.shares.source.dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self.shares)
+        while True:
+            self.clock.enter("data")
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            finally:
+                self.clock.enter("other")
+            yield batch
+
+
+class Job:
     """One training run. `global_batch_size` is its meaning: it does not change with the number of ranks.
 
     `unit`: what the batch counts. `num_microbatches`: slices a batch is cut into (gradient accumulation; the planner
@@ -44,8 +79,9 @@ class Job(Builder):
     `facts`: what only you know and the report should say: {"tuning.trials": 12, "data.start_state": "disk-cold"}.
     """
 
+    _tape: Tape | None = None
     _prepared: Run | None = None
-    _outcome: Outcome | None = None
+    _result: StepResult | None = None
 
     def __init__(
         self,
@@ -68,18 +104,18 @@ class Job(Builder):
         resume: str | Path | None = None,
         facts: Mapping[str, object] | None = None,
     ) -> None:
-        wishes = read_wishes()
-        self._session = open_session(
-            Settings(
+        launch_options = read_launch_options()
+        self._context = open_job_context(
+            JobSettings(
                 seed=seed,
                 clip_norm=clip_norm,
                 lr_rule=lr_rule,
                 on_nonfinite=on_nonfinite,
-                checkpoint_every=wishes.checkpoint_every if checkpoint_every is None else checkpoint_every,
+                checkpoint_every=launch_options.checkpoint_every if checkpoint_every is None else checkpoint_every,
                 keep_checkpoints=keep_checkpoints,
                 noise_every=noise_every,
             ),
-            wishes,
+            launch_options,
             BatchPlan(
                 global_batch_size=global_batch_size,
                 unit=unit,
@@ -94,26 +130,43 @@ class Job(Builder):
             resume=Path(resume) if resume else None,
             facts={key: str(value) for key, value in (facts or {}).items()},
         )
-        self._ending = None if capture.is_capturing() else Ending(self._session.world, supervised=wishes.supervised)
+        self._finalizer = (
+            None if capture.is_capturing() else RunFinalizer(self._context.world, supervised=launch_options.supervised)
+        )
         seed_everything(derive_seed(seed, "model"))  # alike on all ranks: they must take the same turns
-        torch.manual_seed(self._session.model_seed)
+        torch.manual_seed(self._context.model_seed)
 
     @property
     def rank(self) -> int:
-        return self._session.world.rank
+        return self._context.world.rank
 
     @property
     def world_size(self) -> int:
-        return self._session.world.world_size
+        return self._context.world.world_size
 
     @property
     def device(self) -> torch.device:
-        return self._session.world.device
+        return self._context.world.device
 
     @property
     def is_main(self) -> bool:
         """Whether this is rank 0, the one that prints and writes."""
-        return self._session.world.is_main
+        return self._context.world.is_main
+
+    def build(self, function: Callable[[], nn.Module]) -> nn.Module:
+        """The model that `function()` makes, without memory until `prepare` gives every rank its part of it.
+
+        Values are those that one device would have initialised, bit for bit. torch's generators are left as they were
+        before the call, at any number of ranks. Raises ScriptError for a constructor that needs to see values.
+        """
+        if self._tape is not None:
+            raise ScriptError("build was called twice; one Job trains one model: compose several into one module")
+        if capture.is_capturing():
+            return build_on_meta(function)[0]
+        if self._context.world.world_size == 1 or self._context.launch_options.observer:
+            return build_with_memory(function)
+        model, self._tape = build_on_meta(function)
+        return model
 
     def prepare(
         self,
@@ -143,8 +196,8 @@ class Job(Builder):
         if scheduler_clock not in ("step", "epoch"):
             raise ScriptError(f"scheduler_clock = {scheduler_clock!r}; use 'step' or 'epoch'")
         source = read_source(dataset, shuffle=shuffle, tokens=tokens, arguments=loader_arguments)
-        optimizers = model_optimizers(model, optimizer)
-        given = Given(
+        optimizers = build_optimizers(model, optimizer)
+        given = PrepareArguments(
             model=model,
             optimizers=optimizers,
             source=source,
@@ -156,12 +209,12 @@ class Job(Builder):
             tape=self._tape,
         )
         if capture.is_capturing():
-            raise capture.CaptureDone(captured(self._session, given))
-        self._prepared = make_run(self._session, given)
-        if self._ending is not None:
-            self._ending.run = self._prepared
-        if not self._session.wishes.supervised:
-            silence_others(self._session.world, str(self._prepared.folder.rank(self.rank) / "stdout.log"))
+            raise capture.CaptureDone(captured_script(self._context, given))
+        self._prepared = prepare_run(self._context, given)
+        if self._finalizer is not None:
+            self._finalizer.run = self._prepared
+        if not self._context.launch_options.supervised:
+            redirect_other_ranks(self._context.world, str(self._prepared.folder.rank(self.rank) / "stdout.log"))
         returned = list(optimizers) if isinstance(optimizer, list | tuple) else optimizers[0]
         return model, returned, JobLoader(self._prepared.loader, self._prepared.clock)
 
@@ -196,22 +249,22 @@ class Job(Builder):
 
         Returns the global mean loss. Call `update` afterwards.
         """
-        self._outcome = forward_backward(self._run(), function, batch)
-        return self._outcome.loss
+        self._result = forward_backward(self._run(), function, batch)
+        return self._result.loss
 
     def update(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Clip, step the optimizer (all of them if none is named), advance the scheduler, write the step's row."""
-        run, outcome = self._run(), self._outcome
-        if outcome is None:
+        run, result = self._run(), self._result
+        if result is None:
             raise ScriptError("update was called before forward_backward; compute gradients first")
         run.clock.enter("optimizer")
-        done = update(run, run.optimizers if optimizer is None else (optimizer,), finite=outcome.finite)
+        done = update(run, run.optimizers if optimizer is None else (optimizer,), finite=result.finite)
         run.consistency.updated(run)
         run.clock.enter("other")
-        run.sizes.end(run, outcome.samples)
-        self._outcome = None
-        step_row(run, outcome, done)
-        run.observer.updated(run.progress.step - 1, outcome.loss, done.learning_rate)
+        run.sizes.end(run, result.samples)
+        self._result = None
+        write_step_row(run, result, done)
+        run.observer.updated(run.progress.step - 1, result.loss, done.learning_rate)
         save_when_due(run)
 
     def evaluate(
@@ -236,7 +289,7 @@ class Job(Builder):
         size = batch_size or samples_at_once(run)
         with run.consistency.shown(run):
             values, samples = evaluate(run, source, metrics or {}, whole or {}, size)
-        evaluation_row(run, source, name, values, samples)
+        write_evaluation_row(run, source, name, values, samples)
         return values
 
     def log(self, **values: float | int | str) -> None:
@@ -257,3 +310,70 @@ class Job(Builder):
         if self._prepared is None:
             raise ScriptError("the Job has no model yet; call job.prepare(model, optimizer, dataset, loss_fn) first")
         return self._prepared
+
+
+class RunFinalizer:
+    """Writes a run's last rows when the process ends, however it ends."""
+
+    def __init__(self, world: World, *, supervised: bool) -> None:
+        self.world = world
+        self.run: Run | None = None
+        self.failed = False
+        self._ended = False
+        if not supervised:
+            sys.excepthook = self._on_exception
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """Write the memory and end rows and leave the world. Runs once."""
+        if self._ended:
+            return
+        self._ended = True
+        if self.run is not None:
+            self._last_rows(self.run)
+        if not self.failed:
+            if self.run is not None:
+                self.run.consistency.left(self.run)
+            leave_world()
+
+    def _last_rows(self, run: Run) -> None:
+        mine = run.folder.rank(run.world.rank)
+        self.failed = self.failed or (mine / "error.json").exists()
+        words = end_saving(run)
+        if words is not None:
+            self.failed = True
+            print(f"tutti: {words}", file=sys.stderr)
+        wall, phases = run.clock.take_row()
+        now = run.clock.elapsed_s()
+        memory = {
+            "step": run.progress.step,
+            "rank": run.world.rank,
+            "device": str(run.world.device),
+            "peak_nbytes": peak_memory_nbytes(run.world.device),
+        }
+        run.log.timing(kind="memory", **memory)
+        run.log.timing(kind="machine", step=run.progress.step, stolen=run.clock.stolen.share())
+        run.log.row("memory", now, **memory)
+        status = "failed" if self.failed else "stopped" if (mine / "stopped").exists() else "completed"
+        run.log.row("end", now, status=status, step=run.progress.step, wall_s=wall, phases=phases)
+        run.log.close()
+        run.screen.close()
+
+    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self.failed = True
+        if not isinstance(error, TuttiError):
+            sys.__excepthook__(kind, error, trace)
+            return
+        if self.world.is_main or (self.run is not None and self.run.consistency.alone):
+            print(f"tutti: {error}", file=sys.stderr)
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(error.exit_code)
+
+
+def peak_memory_nbytes(device: torch.device) -> int:
+    """Most memory this rank has held: allocated on a GPU; resident on a CPU, without what it shares of other ranks."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - attached_resident_nbytes()

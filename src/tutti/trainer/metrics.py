@@ -1,28 +1,34 @@
-"""Metrics: JSON lines, one flushed row at a time, and TensorBoard event files beside them."""
+"""What a run shows and records: JSON lines, TensorBoard event files and a progress display."""
 
 import json
 import math
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tensorboardX import SummaryWriter
 from tensorboardX.proto.summary_pb2 import Summary
 
-from tutti.config.run import RunFolder
+from tutti.comm.world import World
+from tutti.config.run_folder import RunFolder
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     """NaN and infinities become null: JSON has no word for them."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _json_value(item) for key, item in value.items()}
     if isinstance(value, Path):
         return str(value)
     return value
 
 
-_SHOWN = ("loss", "learning_rate", "grad_norm", "wall_s", "tokens_dropped", "balance_loss", "noise_scale")
+_TENSORBOARD_FIELDS = ("loss", "learning_rate", "grad_norm", "wall_s", "tokens_dropped", "balance_loss", "noise_scale")
 """What of a step's row goes to TensorBoard, where it is a number."""
 
 
@@ -36,23 +42,23 @@ class MetricsLog:
         self.rank = rank
         self.offset_s = last_time_s(folder.metrics) if rank == 0 else 0.0
         folder.rank(rank).mkdir(parents=True, exist_ok=True)
-        self._mine = _appending(folder.rank(rank) / "metrics.jsonl")
+        self._mine = _open_for_append(folder.rank(rank) / "metrics.jsonl")
         self._run: TextIO | None = None
         self._board: SummaryWriter | None = None
         if rank == 0:
-            self._run = _appending(folder.metrics)
+            self._run = _open_for_append(folder.metrics)
             self._board = SummaryWriter(logdir=str(folder.tensorboard), flush_secs=10)
 
     def row(self, kind: str, time_s: float, **values: Any) -> None:
         """Write one row of the run's metrics (rank 0 only; others ignore it)."""
         if self._run is None:
             return
-        _write(self._run, {"kind": kind, **values, "time_s": round(self.offset_s + time_s, 6)})
+        _write_json_line(self._run, {"kind": kind, **values, "time_s": round(self.offset_s + time_s, 6)})
         self._to_board(kind, values)
 
     def timing(self, **values: Any) -> None:
         """Write one row of this rank's own file."""
-        _write(self._mine, values)
+        _write_json_line(self._mine, values)
 
     def close(self) -> None:
         """Flush and close the files."""
@@ -69,7 +75,7 @@ class MetricsLog:
         if kind == "step":
             group, shown = (
                 "train",
-                {name: values.get(name) for name in _SHOWN},
+                {name: values.get(name) for name in _TENSORBOARD_FIELDS},
             )
         elif kind in ("evaluate", "log"):
             group, shown = values.get("name", "log"), values["values"]
@@ -100,7 +106,7 @@ def last_time_s(path: Path) -> float:
     return max((float(row.get("time_s") or 0.0) for row in read_rows(path)), default=0.0)
 
 
-def _appending(path: Path) -> TextIO:
+def _open_for_append(path: Path) -> TextIO:
     """Open for appending; a last line that a crash cut short is ended first."""
     torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
     file = path.open("a", encoding="utf-8")
@@ -109,6 +115,64 @@ def _appending(path: Path) -> TextIO:
     return file
 
 
-def _write(file: TextIO, row: dict[str, Any]) -> None:
-    file.write(json.dumps(_plain(row)) + "\n")
+def _write_json_line(file: TextIO, row: dict[str, Any]) -> None:
+    file.write(json.dumps(_json_value(row)) + "\n")
     file.flush()
+
+
+class ProgressDisplay:
+    """Messages and a progress bar on standard error, on rank 0 only; the bar only when a person watches."""
+
+    def __init__(self, world: World, *, supervised: bool) -> None:
+        self.speaks = world.is_main
+        self._console = Console(stderr=True)
+        self._watched = self.speaks and not supervised and self._console.is_terminal
+        self._bar: Progress | None = None
+        self._said: set[str] = set()
+
+    def say(self, message: str) -> None:
+        """Print a message once; nothing for an empty one."""
+        if message and self.speaks and message not in self._said:
+            self._said.add(message)
+            self._console.print(f"tutti: {message}", markup=False, highlight=False, soft_wrap=True)
+
+    def step(self, step: int, total: int | None, loss: float, throughput: float, unit: str) -> None:
+        """Show a step."""
+        if not self._watched:
+            return
+        if self._bar is None:
+            columns = [BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn()]
+            self._bar = Progress(*columns, console=self._console, transient=True)
+            self._bar.add_task("", total=total)
+            self._bar.start()
+        text = f"loss {loss:.4f}  {throughput:,.0f} {unit}/s"
+        self._bar.update(self._bar.task_ids[0], completed=step, total=total, description=text)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._bar is not None:
+            self._bar.stop()
+
+
+class Throughput:
+    """Recent samples or tokens a second, smoothed over about ten steps."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._last = clock()
+        self._rate = 0.0
+
+    def update(self, amount: float) -> float:
+        """Add one step's amount and return the rate."""
+        now = self._clock()
+        rate = amount / max(now - self._last, 1e-9)
+        self._rate = rate if self._rate == 0.0 else 0.9 * self._rate + 0.1 * rate
+        self._last = now
+        return self._rate
+
+
+def redirect_other_ranks(world: World, path: str) -> None:
+    """Send what ranks other than 0 print to a file, so that a line appears once and not once a rank."""
+    if not world.is_main:
+        sys.stdout.flush()
+        sys.stdout = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - open as long as the process lives

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tutti.comm import ring_nbytes
-from tutti.comm.traffic import Flight
-from tutti.config.words import DATA_AXES
+from tutti.comm.point_to_point import ring_all_reduce_nbytes
+from tutti.comm.traffic import CommHandle
+from tutti.config.vocabulary import DATA_AXES
 from tutti.data.seeds import derive_seed, seed_device
 from tutti.data.share import Part, Share
 from tutti.data.split import check_batch_size, split_batch, to_device
@@ -22,16 +22,16 @@ from tutti.errors import ScriptError, TrainingError
 from tutti.nn.mixture import Tally
 from tutti.parallel.data.replicate import LossFunction
 from tutti.parallel.expert.tallies import WIDTH, read_tallies, write_tallies
-from tutti.trainer.finite import gradients_finite, loss_words
-from tutti.trainer.precision import autocast
-from tutti.trainer.state import Run
-from tutti.trainer.weighted import Weighted, as_weighted
+from tutti.trainer.losses import Weighted, as_weighted
+from tutti.trainer.precision import autocast, gradients_finite, nonfinite_loss_message
+from tutti.trainer.run_state import Run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What forward and backward of one global batch gave. `finite`: whether the update may be made; `experts`: what
-    every mixture of experts counted, over all ranks.
+class StepResult:
+    """Result of forward and backward of one global batch.
+
+    `finite`: whether the update may be made; `experts`: counts of every mixture of experts, over all ranks.
     """
 
     loss: float
@@ -41,7 +41,7 @@ class Outcome:
     experts: dict[str, Tally] = field(default_factory=dict)
 
 
-def forward_backward(run: Run, function: LossFunction, batch: Any) -> Outcome:
+def forward_backward(run: Run, function: LossFunction, batch: Any) -> StepResult:
     """Gradients of the global mean loss, in every parameter's `grad`, identical on all ranks.
 
     Raises TrainingError, on every rank, for a loss or a gradient that is not finite where the Job says stop.
@@ -61,30 +61,30 @@ def forward_backward(run: Run, function: LossFunction, batch: Any) -> Outcome:
     totals = torch.zeros(size, dtype=torch.float64, device=run.world.device)
     pieces = split_batch(batch, share.sizes)
     if run.pipeline is not None:
-        _pipelined(run, function, share, pieces, totals)
+        _pipeline_microbatches(run, function, share, pieces, totals)
         pieces = []
     for index, piece in enumerate(pieces):
         _microbatch(run, function, share, index, piece, totals, last=index == len(pieces) - 1)
     run.clock.enter("other")
-    outcome = _judge(run, share, totals.tolist())
-    finite = outcome.finite and gradients_finite(run)
+    result = _step_result(run, share, totals.tolist())
+    finite = result.finite and gradients_finite(run)
     run.replica.settle(finite)
     if not run.scaler.is_enabled():  # which leaves out the update itself
-        outcome = replace(outcome, finite=finite)
-    if not outcome.finite:
+        result = replace(result, finite=finite)
+    if not result.finite:
         run.statistics.restore()
     else:
         scale = run.scaler.get_scale() if run.noise.measuring and run.scaler.is_enabled() else 1.0
-        _finish_gradients(run, share.batch_size / outcome.count)
+        _finish_gradients(run, share.batch_size / result.count)
         run.noise.finish(
             run.replica.parameters,
             run.progress.step,
             factor=share.batch_size / scale,
-            counted=outcome.count,
+            counted=result.count,
             units=run.loader.tokens or share.batch_size,
         )
     run.observer.gradients(run.progress.step)
-    return outcome
+    return result
 
 
 def _microbatch(
@@ -96,8 +96,8 @@ def _microbatch(
     run.scope.counts = part.count > 0
     with run.sequences.part(to_device(batch, device)) as mine, run.observer.microbatch(step, index, share):
         with autocast(run.plan.precision, device):
-            root = _root(run, share, index, function(run.model, mine), totals)
-        reduced = _start_sum(run, totals) if last else None
+            root = _backward_root(run, share, index, function(run.model, mine), totals)
+        reduced = _start_loss_all_reduce(run, totals) if last else None
         run.clock.enter("backward")
         if index == 0:
             run.replica.begin(piecewise=not last)
@@ -112,28 +112,30 @@ def _microbatch(
         reduced.wait()
 
 
-def _pipelined(run: Run, function: LossFunction, share: Share, pieces: list[Any], totals: torch.Tensor) -> None:
-    """All microbatches through this rank's stages; losses are summed while the last backwards run."""
+def _pipeline_microbatches(
+    run: Run, function: LossFunction, share: Share, pieces: list[Any], totals: torch.Tensor
+) -> None:
+    """Run all microbatches through this rank's stages; losses are all-reduced during the last backwards."""
     assert run.pipeline is not None
     run.scaler.scale(totals[:1])  # the scale exists on every rank, also where no loss appears
-    reduced: list[Flight | None] = []
+    reduced: list[CommHandle | None] = []
 
     def root(index: int, value: Any) -> torch.Tensor:
-        return _root(run, share, index, value, totals)
+        return _backward_root(run, share, index, value, totals)
 
     run.replica.begin(piecewise=True)
     run.replica.shards.begin()
-    run.pipeline.forward_backward(run, function, pieces, root, lambda: reduced.append(_start_sum(run, totals)))
+    run.pipeline.forward_backward(
+        run, function, pieces, root, lambda: reduced.append(_start_loss_all_reduce(run, totals))
+    )
     run.replica.finish()
-    for flight in reduced:
-        if flight is not None:
-            flight.wait()
+    for handle in reduced:
+        if handle is not None:
+            handle.wait()
 
 
-def _start_sum(run: Run, totals: torch.Tensor) -> Flight | None:
-    """Start to sum the losses over all ranks, and with them one flag a rank for a loss that is not finite and what
-    experts have counted in this step's forwards.
-    """
+def _start_loss_all_reduce(run: Run, totals: torch.Tensor) -> CommHandle | None:
+    """Start the all-reduce of losses, one non-finite flag per rank, and the experts' counts."""
     totals[2 + run.world.rank] = ~torch.isfinite(totals[0])
     if run.mixtures:
         copies = run.world.world_size // run.mesh.degree("stage")
@@ -142,18 +144,18 @@ def _start_sum(run: Run, totals: torch.Tensor) -> Flight | None:
     return run.consistency.start_losses(run, totals)
 
 
-def _root(run: Run, share: Share, index: int, value: Any, totals: torch.Tensor) -> torch.Tensor:
-    """What one microbatch's backward starts from: its loss, weighted for the global mean and scaled."""
+def _backward_root(run: Run, share: Share, index: int, value: Any, totals: torch.Tensor) -> torch.Tensor:
+    """The tensor a microbatch's backward starts from: its loss, weighted for the global mean and scaled."""
     run.observer.loss(value)
     part = share.parts[index]
-    loss = _weigh(value, part, run.mesh.degree("context"))
+    loss = _weighted_part(value, part, run.mesh.degree("context"))
     run.noise.counted(loss.count)
-    _add(totals, loss, part, run)
+    _accumulate_loss(totals, loss, part, run)
     own = share.batch_size * run.mesh.degree("space")  # ranks along space sum their gradients of one loss
     return run.scaler.scale(loss.total / (own / run.consistency.gain))
 
 
-def _weigh(loss: Any, part: Part, sequence_parts: int) -> Weighted:
+def _weighted_part(loss: Any, part: Part, sequence_parts: int) -> Weighted:
     """The loss of one part (or of its part of the sequences); one that only takes part in collectives is nothing."""
     weighted = as_weighted(loss, part.loaded / sequence_parts)
     if not weighted.total.requires_grad:
@@ -164,7 +166,7 @@ def _weigh(loss: Any, part: Part, sequence_parts: int) -> Weighted:
     return weighted if part.count else Weighted(weighted.total * 0.0, 0.0)
 
 
-def _add(totals: torch.Tensor, loss: Weighted, part: Part, run: Run) -> None:
+def _accumulate_loss(totals: torch.Tensor, loss: Weighted, part: Part, run: Run) -> None:
     """Add one part to (total, count)."""
     if part.count:
         count = loss.count.detach() if isinstance(loss.count, torch.Tensor) else loss.count
@@ -172,7 +174,7 @@ def _add(totals: torch.Tensor, loss: Weighted, part: Part, run: Run) -> None:
         totals[1] += count / run.copies
 
 
-def _judge(run: Run, share: Share, totals: list[float]) -> Outcome:
+def _step_result(run: Run, share: Share, totals: list[float]) -> StepResult:
     total, count, flags = totals[0], totals[1], totals[2 : 2 + run.world.world_size]
     experts = read_tallies(run.mixtures, totals[2 + run.world.world_size :])
     run.noise.read(totals)
@@ -186,8 +188,8 @@ def _judge(run: Run, share: Share, totals: list[float]) -> Outcome:
     loss = total / count if count > 0 else math.nan
     if bad and run.settings.on_nonfinite == "stop":
         run.statistics.restore()
-        raise TrainingError(loss_words(loss, bad, step))
-    return Outcome(loss=loss, samples=share.batch_size, count=count, finite=not bad, experts=experts)
+        raise TrainingError(nonfinite_loss_message(loss, bad, step))
+    return StepResult(loss=loss, samples=share.batch_size, count=count, finite=not bad, experts=experts)
 
 
 def _finish_gradients(run: Run, factor: float) -> None:
@@ -201,7 +203,7 @@ def _finish_gradients(run: Run, factor: float) -> None:
                 found[str(run.world.device)] = torch.zeros((), device=run.world.device)
             if run.layout.held or run.consistency.apart:  # ranks hold different gradients: one that overflows stops all
                 for value in found.values():
-                    with run.layout.lane("scalars").waiting(ring_nbytes(value, run.world.world_size)):
+                    with run.layout.channel("scalars").waiting(ring_all_reduce_nbytes(value, run.world.world_size)):
                         dist.all_reduce(value, dist.ReduceOp.MAX)
     if factor != 1.0:
         gradients = [p.grad for p in run.model.parameters() if p.grad is not None]  # those that optimizers step on

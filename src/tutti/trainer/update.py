@@ -1,33 +1,44 @@
-"""The update: clip by the global norm, step the optimizer at the rule's rate, advance the scheduler once."""
+"""The update: clip by the global norm, step the optimizers at the rule's learning rate, advance the scheduler.
+
+Warm-up and batch-size rules are in optim/lr_rule.py; `_rate_factor` applies them here.
+
+torch's fused CPU kernels for Adam, AdamW and SGD are used where the script chose no kernels. They pass over memory
+once: on one core AdamW takes 5 ms instead of 27 for 8 M float32 values, SGD with momentum 4.4 instead of 6.5 for 10 M.
+They read parameter, gradient and moments in memory order: with a gradient laid out otherwise than its parameter
+(channels last beside contiguous), torch 2.13 silently adds it to other values. A step is fused only where they agree.
+"""
 
 import math
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch.optim import Optimizer
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from tutti.environment import read_wishes
+from tutti.environment import read_launch_options
 from tutti.errors import TrainingError
 from tutti.optim.lr_rule import factor
 from tutti.optim.noise import adascale_gain
 from tutti.optim.scaling import scaled_learning_rate
 from tutti.parallel.layout import local
-from tutti.trainer.finite import never_finite_words
-from tutti.trainer.fused import fused
-from tutti.trainer.host_memory import look_after_heap, settled
-from tutti.trainer.state import Run
+from tutti.trainer.host_memory import keep_memory_when_steady, limit_heap_growth
+from tutti.trainer.precision import never_finite_message
+from tutti.trainer.run_state import Run
 
-LEAST_SCALE = 2.0**-8
+MIN_LOSS_SCALE = 2.0**-8
 """A loss scale below it says that gradients are not finite whatever the scale: it begins at 2^12 and is halved by each
 step that is skipped.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Update:
-    """What an update did. `skipped`: float16 gradients overflowed, or loss or gradients were not finite. `gain`:
-    AdaScale's.
+class UpdateResult:
+    """Result of one update.
+
+    `skipped`: float16 gradients overflowed, or the loss or gradients were not finite. `gain`: AdaScale's.
     """
 
     learning_rate: float
@@ -36,16 +47,16 @@ class Update:
     skipped: bool
 
 
-def update(run: Run, optimizers: tuple[Optimizer, ...], *, finite: bool) -> Update:
-    """Make one update with `optimizers` from the gradients that stand."""
-    gain = _gain(run)
+def update(run: Run, optimizers: tuple[Optimizer, ...], *, finite: bool) -> UpdateResult:
+    """Clip the gradients, step `optimizers` at the rule's learning rate, and advance the scheduler."""
+    gain = _adascale_gain_of_step(run)
     rate_factor = _rate_factor(run, gain or 1.0)
     rate = float(optimizers[0].param_groups[0]["lr"]) * rate_factor
     if not finite:
         if run.consistency.apart:  # others may make theirs, and rates stay alike
-            _advance(run, gain or 1.0)
-        return Update(learning_rate=rate, gain=gain, grad_norm=None, skipped=True)
-    norm = _clip(run)
+            _advance_schedule(run, gain or 1.0)
+        return UpdateResult(learning_rate=rate, gain=gain, grad_norm=None, skipped=True)
+    norm = _clip_gradients(run)
     scale = run.scaler.get_scale() if run.scaler.is_enabled() else 1.0
     own_factor = rate_factor * run.consistency.pace
     with ExitStack() as stack:
@@ -53,33 +64,33 @@ def update(run: Run, optimizers: tuple[Optimizer, ...], *, finite: bool) -> Upda
             for optimizer in optimizers:
                 stack.enter_context(scaled_learning_rate(optimizer, own_factor))
         for optimizer in optimizers:
-            with fused(optimizer):
+            with fused_kernels(optimizer):
                 run.scaler.step(optimizer)
         run.scaler.update()
     skipped = False
     if run.scaler.is_enabled() and (now := run.scaler.get_scale()) != scale:
         skipped = now < scale
-        if now < LEAST_SCALE:  # on all ranks alike
-            raise TrainingError(never_finite_words(run))
+        if now < MIN_LOSS_SCALE:  # on all ranks alike
+            raise TrainingError(never_finite_message(run))
         if run.replica.compressor is not None:
             run.replica.compressor.rescale(now / scale)
     if not skipped:
-        _advance(run, gain or 1.0)
+        _advance_schedule(run, gain or 1.0)
         if run.replica.updated(len(run.optimizers)):
-            settled(run.world.local_world_size, frugal=read_wishes().frugal)
-        look_after_heap()
-    return Update(learning_rate=rate, gain=gain, grad_norm=norm, skipped=skipped)
+            keep_memory_when_steady(run.world.local_world_size, frugal=read_launch_options().frugal)
+        limit_heap_growth()
+    return UpdateResult(learning_rate=rate, gain=gain, grad_norm=norm, skipped=skipped)
 
 
-def _gain(run: Run) -> float | None:
-    """How many steps of the base batch this one is worth, under AdaScale."""
+def _adascale_gain_of_step(run: Run) -> float | None:
+    """AdaScale's gain: how many steps of the base batch this step is worth; None without AdaScale."""
     rule = run.settings.lr_rule
     if rule is None or rule.scale != "adascale" or rule.base_batch_size is None:
         return None
     return adascale_gain(run.noise.averages, run.loader.stated_size, rule.base_batch_size)
 
 
-def _advance(run: Run, gain: float) -> None:
+def _advance_schedule(run: Run, gain: float) -> None:
     """Count the update, in steps of the base batch, and advance a scheduler that counts steps by the whole ones."""
     before = math.floor(run.progress.base_steps)
     run.progress.base_steps += gain
@@ -89,7 +100,7 @@ def _advance(run: Run, gain: float) -> None:
 
 
 def _rate_factor(run: Run, gain: float) -> float:
-    """What the learning-rate rule multiplies the scheduled rate with at this step."""
+    """Factor of the learning-rate rule (warm-up, batch scaling: optim/lr_rule.py) at this step."""
     rule = run.settings.lr_rule
     if rule is None:
         return 1.0
@@ -103,7 +114,7 @@ def _rate_factor(run: Run, gain: float) -> float:
     )
 
 
-def _clip(run: Run) -> float | None:
+def _clip_gradients(run: Run) -> float | None:
     """Scale gradients so that their global norm is at most clip_norm; returns the norm before."""
     if run.settings.clip_norm is None:
         return None
@@ -116,3 +127,84 @@ def _clip(run: Run) -> float | None:
     if factor < 1.0 and named:
         torch._foreach_mul_([local(gradient) for _, gradient in named], factor)
     return norm
+
+
+_MOMENTS = frozenset({"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"})
+
+_OPTIMIZER_STATE: dict[type[Optimizer], frozenset[str]] = {
+    Adam: _MOMENTS,
+    AdamW: _MOMENTS,
+    SGD: frozenset({"momentum_buffer"}),
+}
+"""What each keeps of a parameter."""
+
+_PLAIN = (Tensor, nn.Parameter)
+"""Tensors that are no more than their values."""
+
+
+@contextmanager
+def fused_kernels(optimizer: Optimizer) -> Iterator[None]:
+    """Within the context, `optimizer.step` uses fused kernels if they compute the same up to rounding.
+
+    The choice is made after all other pre-step hooks, which may replace gradients. The optimizer is
+    restored afterwards.
+    """
+    groups: list[dict[str, Any]] = []
+
+    def choose(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        groups.extend(optimizer.param_groups if can_fuse(optimizer) else [])
+        for group in groups:
+            group["fused"] = True
+
+    hook = optimizer.register_step_pre_hook(choose)
+    try:
+        yield
+    finally:
+        hook.remove()
+        for group in groups:
+            group["fused"] = None
+
+
+def can_fuse(optimizer: Optimizer) -> bool:
+    """Whether the script chose no kernels and the fused ones compute the same."""
+    known = _OPTIMIZER_STATE.get(type(optimizer))
+    if known is None or not all(map(_kernels_unspecified, optimizer.param_groups)):
+        return False
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    states = [optimizer.state.get(p, {}) for p in trained]
+    if type(optimizer) is SGD and len({state.get("momentum_buffer") is None for state in states}) > 1:
+        return False  # its kernels begin all momenta at once
+    return all(
+        state.keys() <= known and _same_layout(p, p.grad, state) for p, state in zip(trained, states, strict=True)
+    )
+
+
+def _kernels_unspecified(group: dict[str, Any]) -> bool:
+    """Whether the group asks for no kernels and its rates are plain numbers."""
+    if any(group.get(name) for name in ("fused", "foreach", "capturable", "differentiable")):
+        return False
+    asked = group.get("fused") is False or group.get("foreach") is False
+    return not asked and not any(isinstance(one, Tensor) for one in (group["lr"], *group.get("betas", ())))
+
+
+def _same_layout(parameter: Tensor, gradient: Tensor, state: dict[str, Any]) -> bool:
+    """Whether parameter, gradient and state are dense CPU tensors of one dtype and one memory layout."""
+    if type(parameter) not in _PLAIN or parameter.device.type != "cpu" or not _dense(parameter):
+        return False
+    if parameter.dtype not in (torch.float32, torch.float64):
+        return False
+    steps = state.get("step")
+    if steps is not None and not (isinstance(steps, Tensor) and steps.dtype is torch.float32):
+        return False
+    values = [gradient, *(one for name, one in state.items() if name != "step" and one is not None)]
+    return gradient.layout is torch.strided and all(
+        one.dtype is parameter.dtype and one.device.type == "cpu" and one.stride() == parameter.stride()
+        for one in values
+    )
+
+
+def _dense(tensor: Tensor) -> bool:
+    if tensor.layout is not torch.strided:
+        return False
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+    return tensor.is_contiguous() or (last is not None and tensor.is_contiguous(memory_format=last))

@@ -1,76 +1,175 @@
-"""The observer that records a run being verified: everything that is compared, and what hints at causes.
+"""The observer that records a run being verified: everything that is compared, and hints at causes.
 
-On one device it also saves the state every step starts from and the shapes of random draws; ranks start each step from
-that state and draw the same values. So every step is a comparison of its own, and differences do not add up over steps.
+One device also saves the state that every step starts from and the shapes of random draws. Ranks start each step from
+that state and draw the same values. So each step is a comparison of its own, and differences do not accumulate.
 """
 
 import random
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils.rnn import PackedSequence
+from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from tutti.comm.world import World
 from tutti.data.seeds import derive_seed
 from tutti.data.share import Part, Share
-from tutti.environment import Recording, read_wishes
+from tutti.environment import Recording, read_launch_options
 from tutti.errors import LaunchError
-from tutti.parallel.layout import local
-from tutti.trainer.observe import StopRun
-from tutti.trainer.state import Run
-from tutti.trainer.weighted import Weighted
-from tutti.verify.calls import CallLog
-from tutti.verify.parts import KEEP_COLUMNS, KEEP_ELEMENTS, Holding, kept, kept_columns
-from tutti.verify.randomness import AlignedRandom, lowest_of
+from tutti.parallel.layout import Held, local
+from tutti.trainer.losses import Weighted
+from tutti.trainer.observer import StopRun
+from tutti.trainer.run_state import Run
+from tutti.verify.alignment import (
+    MAX_COLUMNS,
+    MAX_ELEMENTS,
+    RankShard,
+    local_activation,
+    named_tensors,
+    sample_columns,
+    sample_elements,
+)
+from tutti.verify.matched_randomness import AlignedRandom, in_backward, lowest_of
 from tutti.verify.recording import (
-    Folder,
-    Guide,
     LossRecord,
-    PartRecord,
+    MicrobatchRecord,
+    ModelState,
+    ModuleCall,
     RankRecord,
-    State,
+    RecordingFolder,
+    ReferenceGuide,
     StepRecord,
     Values,
-    read,
-    write,
+    read_record,
+    write_record,
 )
-from tutti.verify.state import changes, make_double, recorded_state, restore, whole_state
-from tutti.verify.stillness import Still, silence
 
 BUDGET_NBYTES = 2**30
-"""Memory for module outputs of one step; modules that finish after it is used up are not compared."""
+"""Memory for module outputs of one step. Modules that finish after it is used up are not compared."""
 
 
 def recorder() -> "Recorder":
     """The recorder that the environment asks for (TUTTI_OBSERVER=tutti.verify.recorder:recorder)."""
-    recording = read_wishes().recording
+    recording = read_launch_options().recording
     if recording is None:
         raise LaunchError("TUTTI_OBSERVER asks for a recording, but TUTTI_RECORD names no folder; unset both")
     return Recorder(recording)
 
 
-class Precise:
-    """Inputs in the precision in which is computed."""
+class DoublePrecisionInputs:
+    """Converts inputs to the precision of the computation."""
 
     recording: Recording
 
     def sampled(self, batch: Any) -> Any:
-        """In float64 where the recording asks for it."""
+        """The batch, in float64 where the recording asks for it."""
         return pytree.tree_map(_double, batch) if self.recording.double else batch
 
 
-class Recorder(Precise):
-    """See `tutti.trainer.observe.Observer` for when each method is called."""
+TensorCopy = tuple[torch.Tensor, Held | None]
+"""A copy, and the part of the whole tensor that it is."""
+
+
+class CallLog:
+    """Records calls of a model's modules while it is open. Recomputed forwards within backward are left out.
+
+    Attributes:
+        calls: what was recorded.
+        left_out: number of calls that were not recorded.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.open = False
+        self.calls: list[ModuleCall] = []
+        self.left_out = 0
+        self._wanted: frozenset[tuple[str, int]] | None = None
+        self._budget = 0
+        self._numbers: Counter[str] = Counter()
+        self._entered: list[tuple[TensorCopy, ...]] = []
+        self._copies: dict[tuple[int, int], tuple[torch.Tensor, TensorCopy]] = {}
+        self._handles: list[RemovableHandle] = []
+        for name, module in model.named_modules():
+            self._handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(_ModuleHook(self, name)))
+
+    def begin(self, wanted: frozenset[tuple[str, int]] | None, budget_nbytes: int) -> None:
+        """Start a new log.
+
+        Args:
+            wanted: the calls to record; None for all until `budget_nbytes` are used up.
+            budget_nbytes: memory for copies.
+        """
+        self.open, self.calls, self.left_out = True, [], 0
+        self._wanted, self._budget = wanted, budget_nbytes
+        self._numbers, self._entered, self._copies = Counter(), [], {}
+
+    def end(self) -> None:
+        """Stop recording and release the tensors."""
+        self.open, self._copies, self._entered = False, {}, []
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.open and not in_backward():
+            self._entered.append(self._copied((args, kwargs)))
+
+    def leave(self, name: str, module: nn.Module, output: Any) -> None:
+        """Record that a module has finished."""
+        if not self.open or in_backward():
+            return
+        inputs = self._entered.pop()
+        number = self._numbers[name]
+        self._numbers[name] += 1
+        if (name, number) not in self._wanted if self._wanted is not None else self._budget <= 0:
+            self.left_out += 1
+            return
+        outputs = self._copied(output)
+        parts = {(kind, i): held for kind, some in (("inputs", inputs), ("outputs", outputs))
+                 for i, (_, held) in enumerate(some) if held is not None}  # fmt: skip
+        self.calls.append(
+            ModuleCall(
+                module=name,
+                number=number,
+                kind=type(module).__name__,
+                inputs=tuple(tensor for tensor, _ in inputs),
+                outputs=tuple(tensor for tensor, _ in outputs),
+                parts=parts,
+            )
+        )
+
+    def _copied(self, values: Any) -> tuple[TensorCopy, ...]:
+        leaves = pytree.tree_leaves(values, is_leaf=lambda value: isinstance(value, PackedSequence))
+        found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor | PackedSequence)]
+        return tuple(self._copy(leaf) for leaf in found[:MAX_TENSORS])
+
+    def _copy(self, value: torch.Tensor | PackedSequence) -> TensorCopy:
+        """A copy. A tensor that has not changed since is copied once, and kept alive so that its id stays its own."""
+        if isinstance(value, PackedSequence):
+            return sample_columns(pad_packed_sequence(value, batch_first=True)[0]), None
+        plain, held = local_activation(value)
+        if plain.is_nested:
+            plain = plain.to_padded_tensor(0.0)
+        key = (id(value), plain._version)
+        if key not in self._copies:
+            copy = sample_columns(plain, held)
+            self._copies[key] = (value, (copy, held))
+            self._budget -= copy.numel() * copy.element_size()
+        return self._copies[key][1]
+
+
+class Recorder(DoublePrecisionInputs):
+    """Records a run; see `tutti.trainer.observer.Observer` for when each method is called."""
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
-        self.folder = Folder(recording.folder)
-        self.reference = Folder(recording.reference) if recording.reference else None
+        self.folder = RecordingFolder(recording.folder)
+        self.reference = RecordingFolder(recording.reference) if recording.reference else None
         self.losses: list[tuple[tuple[Part, LossRecord | None], ...]] = []
         self.initial: Values = {}
         self._lowest: list[torch.dtype] = []
@@ -78,9 +177,9 @@ class Recorder(Precise):
         self._still = ExitStack()
         self._notes: dict[str, None] = {}
         self._inputs: Values = {}
-        self._after: State | None = None
-        self._between = State()
-        self._parts: list[PartRecord] = []
+        self._after: ModelState | None = None
+        self._between = ModelState()
+        self._parts: list[MicrobatchRecord] = []
         self._loss: LossRecord | None = None
         self._gradients: dict[str, torch.Tensor | None] = {}
         self._hyper: dict[str, float] = {}
@@ -98,12 +197,12 @@ class Recorder(Precise):
         return self._log
 
     def built(self, model: nn.Module, world: World) -> None:
-        """Keep the rank's own initial values; then, if asked, compute in float64 from here on."""
+        """Record the rank's own initial values; then, if asked, compute in float64 from here on."""
         named = [*model.named_parameters(), *model.named_buffers()]
-        self.initial = {name: kept(tensor) for name, tensor in named}
-        large = [name for name, tensor in named if tensor.numel() > KEEP_ELEMENTS]
+        self.initial = {name: sample_elements(tensor) for name, tensor in named}
+        large = [name for name, tensor in named if tensor.numel() > MAX_ELEMENTS]
         if large:
-            self._note(f"of {len(large)} tensors larger than {KEEP_ELEMENTS} elements ({large[0]}, ...), evenly "
+            self._note(f"of {len(large)} tensors larger than {MAX_ELEMENTS} elements ({large[0]}, ...), evenly "
                        f"spread elements were compared")  # fmt: skip
         if self.recording.double:
             model.double()
@@ -118,32 +217,32 @@ class Recorder(Precise):
         if self.recording.double:
             make_double(run)
         if self.recording.still:
-            silence(run.model)
+            disable_dropout(run.model)
 
     def loaded(self, step: int, batch: Any) -> Any:
-        """Keep the batch and what the script changed since the last update; then start from one device's state."""
+        """Record the batch and what the script changed since the last update; then start from one device's state."""
         batch = self.sampled(batch)
         flat, _ = pytree.tree_flatten_with_path(batch)
         self._inputs = {
-            f"batch{pytree.keystr(path)}": kept_columns(leaf) for path, leaf in flat if isinstance(leaf, torch.Tensor)
+            f"batch{pytree.keystr(path)}": sample_columns(leaf) for path, leaf in flat if isinstance(leaf, torch.Tensor)
         }
         self._parts = []
-        self._between = State() if self._after is None else changes(self._after, recorded_state(self.run))
+        self._between = ModelState() if self._after is None else changes(self._after, recorded_state(self.run))
         if self.reference is None:
-            write(self.folder.state(step), whole_state(self.run))
+            write_record(self.folder.state(step), whole_state(self.run))
         elif self.reference.state(step).exists():
-            restore(self.run, read(self.reference.state(step)))
+            restore(self.run, read_record(self.reference.state(step)))
         if self.recording.still:
-            self._still.enter_context(Still())
+            self._still.enter_context(NoDropout())
         return batch
 
     @contextmanager
     def microbatch(self, step: int, index: int, share: Share) -> Iterator[None]:
-        """Record forward, align random draws in forward and backward."""
+        """Record forward, and align random draws in forward and backward."""
         part = share.parts[index]
-        guide: Guide | None = None
+        guide: ReferenceGuide | None = None
         if self.reference is not None and self.reference.guide(step, index).exists():
-            guide = read(self.reference.guide(step, index))
+            guide = read_record(self.reference.guide(step, index))
         torch.manual_seed(derive_seed(self.run.settings.seed, "verify", step, index))
         mode = AlignedRandom(part, guide.draws if guide else None)
         self._loss = None
@@ -155,7 +254,7 @@ class Recorder(Precise):
         self._lowest.append(mode.lowest)
         self._drew = self._drew or bool(mode.draws)
         self._parts.append(
-            PartRecord(
+            MicrobatchRecord(
                 part=part,
                 calls=tuple(self.log.calls),
                 loss=self._loss,
@@ -167,16 +266,16 @@ class Recorder(Precise):
         self._note_limits()
         if self.reference is None:
             calls = frozenset(call.key for call in self.log.calls)
-            write(self.folder.guide(step, index), Guide(draws=mode.draws, calls=calls))
+            write_record(self.folder.guide(step, index), ReferenceGuide(draws=mode.draws, calls=calls))
         self.log.end()
 
     def gradients(self, step: int) -> None:
-        """Keep the averaged gradients, and what the optimizer is about to use."""
+        """Record the averaged gradients and the settings of the optimizer."""
         self._still.close()
         self._without_calls()
         layout = self.run.layout
         self._gradients = {
-            layout.first_name(name): None if p.grad is None else kept(local(p.grad), layout.of_name(name))
+            layout.first_name(name): None if p.grad is None else sample_elements(local(p.grad), layout.of_name(name))
             for name, p in self.run.model.named_parameters()
             if p.requires_grad
         }
@@ -188,7 +287,7 @@ class Recorder(Precise):
         }
 
     def updated(self, step: int, loss: float, learning_rate: float) -> None:
-        """Close the step; end the run when enough of them are recorded."""
+        """Close the step, and end the run when enough steps are recorded."""
         layout = self.run.layout
         used = {
             layout.first_name(name): float(torch.linalg.vector_norm(_dense(local(parameter.grad)).double()))
@@ -213,17 +312,17 @@ class Recorder(Precise):
             after=self._after,
         )
         rank = self.run.world.rank
-        write(self.folder.step(rank, len(self.losses)), record)
+        write_record(self.folder.step(rank, len(self.losses)), record)
         self.losses.append(tuple((part.part, part.loss) for part in self._parts))
-        write(self.folder.rank(rank), self._record())
+        write_record(self.folder.rank(rank), self._record())
         if len(self.losses) >= self.recording.steps:
             raise StopRun
 
     def _without_calls(self) -> None:
-        """Microbatches that nobody could watch: a pipeline runs those of its stages in turns."""
+        """Add microbatches that could not be watched: a pipeline interleaves those of its stages."""
         share = self.run.loader.share
         if not self._parts and share is not None:
-            self._parts = [PartRecord(part=part, calls=(), loss=None) for part in share.parts]
+            self._parts = [MicrobatchRecord(part=part, calls=(), loss=None) for part in share.parts]
             self._note("module outputs were not compared, for a pipeline runs the microbatches of its stages in turns")
 
     def _record(self) -> RankRecord:
@@ -248,17 +347,17 @@ class Recorder(Precise):
             losses=tuple(self.losses),
             shapes={run.layout.first_name(name): shape for name, shape in run.layout.names.items()},
             drew=self._drew,
-            holding=Holding.of(run),
+            holding=RankShard.of(run),
         )
 
     def _no_packed_dropout(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Rows of packed sequences lie in an order of their own on every rank, so masks over them cannot agree."""
+        """Switch off dropout over packed sequences, whose rows have another order on every rank."""
         if isinstance(module, nn.RNNBase) and any(isinstance(one, PackedSequence) for one in args) and module.dropout:
             module.dropout = 0.0
             self._note(f"dropout between the layers of a {type(module).__name__} was off, for its sequences are packed")
 
     def loss(self, value: Any) -> None:
-        """Keep this part's loss as the script gave it."""
+        """Record this part's loss as the script gave it."""
         if isinstance(value, Weighted):
             self._loss = LossRecord(total=_number(value.total), count=_number(value.count))
         elif isinstance(value, torch.Tensor) and value.numel() == 1:
@@ -269,9 +368,9 @@ class Recorder(Precise):
             self._note(
                 f"outputs of {self.log.left_out} module calls were not compared: they exceed the memory for that"
             )
-        wide = any(value.dim() > 1 and value.shape[-1] > KEEP_COLUMNS for c in self.log.calls for value in c.outputs)
+        wide = any(value.dim() > 1 and value.shape[-1] > MAX_COLUMNS for c in self.log.calls for value in c.outputs)
         if wide:
-            self._note(f"of module outputs wider than {KEEP_COLUMNS}, evenly spread columns were compared")
+            self._note(f"of module outputs wider than {MAX_COLUMNS}, evenly spread columns were compared")
 
     def _note(self, words: str) -> None:
         self._notes[words] = None
@@ -282,7 +381,7 @@ def _double(leaf: Any) -> Any:
 
 
 def _numbers(group: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """A parameter group's settings that are numbers, those in tuples (betas) one by one."""
+    """The settings of a parameter group that are numbers; those in tuples (betas) one by one."""
     for key, value in group.items():
         if key == "params":
             continue
@@ -307,6 +406,157 @@ def _has_hooks(parameter: nn.Parameter) -> bool:
 
 
 def _foreign_generators() -> dict[str, object]:
-    """States of the generators a forward may draw from behind torch's back."""
+    """States of the generators other than torch's that a forward may draw from."""
     _, keys, position, *_ = cast(tuple[Any, ...], np.random.get_state(legacy=True))
     return {"numpy.random": (keys.tobytes(), position), "random": random.getstate()}
+
+
+MAX_TENSORS = 4
+"""Tensors recorded of one module's output, and of its input."""
+
+
+class _ModuleHook:
+    """The forward hook of one module."""
+
+    def __init__(self, log: CallLog, name: str) -> None:
+        self.log = log
+        self.name = name
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self.log.leave(self.name, module, output)
+
+
+def recorded_state(run: Run) -> ModelState:
+    """Parameters, buffers and optimizer state as they are now; large ones are sampled."""
+    layout, optimizer = run.layout, dict[str, torch.Tensor]()
+    names: dict[int, dict[Any, str]] = {**layout.state_names(run.model, run.optimizers)}
+    for index, one in enumerate(run.optimizers):
+        for parameter, entries in one.state.items():
+            name = names[index].get(parameter)
+            for key, value in entries.items():
+                if isinstance(value, torch.Tensor):
+                    first = "?" if name is None else layout.first_name(name)
+                    optimizer[f"{index}.{first}.{key}"] = sample_elements(
+                        value, None if name is None else layout.state_of(name)
+                    )
+    return ModelState(parameters=_sampled(run, "parameters"), buffers=_sampled(run, "buffers"), optimizer=optimizer)
+
+
+def _sampled(run: Run, kind: str) -> Values:
+    layout = run.layout
+    named = run.model.named_parameters() if kind == "parameters" else run.model.named_buffers()
+    return {
+        layout.first_name(name): sample_elements(local(tensor), layout.of_name(name) if name in layout.names else None)
+        for name, tensor in named
+    }
+
+
+def changes(one: ModelState, other: ModelState) -> ModelState:
+    """What `other` adds to `one`, tensor by tensor. Tensors that are equal in both are left out."""
+    return ModelState(
+        parameters=_changed(one.parameters, other.parameters),
+        buffers=_changed(one.buffers, other.buffers),
+        optimizer=_changed(one.optimizer, other.optimizer),
+    )
+
+
+def _changed(one: Values, other: Values) -> Values:
+    return {
+        name: value.double() - one[name].double()
+        for name, value in other.items()
+        if name in one and value.shape == one[name].shape and not torch.equal(value, one[name])
+    }
+
+
+def whole_state(run: Run) -> dict[str, Any]:
+    """Everything that `restore` needs, on one device: parameters and buffers, and each optimizer's entries, by name."""
+    layout = run.layout
+    names = layout.state_names(run.model, run.optimizers)
+    return {
+        "model": {layout.first_name(name): tensor.detach().cpu() for name, tensor in named_tensors(run)},
+        "optimizers": [
+            {layout.first_name(name): dict(one.state[p]) for p, name in names[index].items() if p in one.state}
+            for index, one in enumerate(run.optimizers)
+        ],
+    }
+
+
+@torch.no_grad()
+def restore(run: Run, saved: dict[str, Any]) -> None:
+    """Copy this rank's part of one device's state in place. Settings of the optimizers stay this rank's own."""
+    layout = run.layout
+    for name, tensor in named_tensors(run):
+        whole = saved["model"].get(layout.first_name(name))
+        if whole is not None:
+            part = whole if whole.shape == tensor.shape else layout.of_name(name).take(whole)
+            if part.shape == tensor.shape:
+                tensor.copy_(part)
+    for follow in layout.states.loaded:
+        follow()
+    names = layout.state_names(run.model, run.optimizers)
+    for index, (one, states) in enumerate(zip(run.optimizers, saved["optimizers"], strict=True)):
+        for parameter, name in names[index].items():
+            entries = states.get(layout.first_name(name))
+            if entries is None:
+                one.state.pop(parameter, None)
+            else:
+                one.state[parameter] = {
+                    key: _on(one.state[parameter].get(key), _part(value, layout.state_of(name)), parameter)
+                    for key, value in entries.items()
+                }
+
+
+def _part(value: Any, held: Held) -> Any:
+    """A saved entry, or this rank's part of it where it has the parameter's shape."""
+    whole = isinstance(value, torch.Tensor) and value.dim() > 0 and tuple(value.shape) == held.shape
+    return held.take(value) if whole else value
+
+
+def make_double(run: Run) -> None:
+    """Convert optimizer state that a script brought along to float64, like its parameters."""
+    for one in run.optimizers:
+        for parameter, entries in one.state.items():
+            for key, value in entries.items():
+                if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.is_floating_point():
+                    entries[key] = value.double()
+
+
+def _on(present: Any, value: Any, parameter: torch.Tensor) -> Any:
+    """A saved entry where the optimizer keeps it: like the present one, else beside its parameter unless 0-d."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if isinstance(present, torch.Tensor):
+        return value.to(present.device, copy=True)
+    return value.to(parameter.device if value.dim() else "cpu", copy=True)
+
+
+_POSITIONS = {F.scaled_dot_product_attention: ("dropout_p", 4), F.multi_head_attention_forward: ("dropout_p", 10)}
+"""Functions with dropout among other things: name and position of the argument."""
+
+
+_DROPOUT = frozenset(
+    {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
+)  # fmt: skip
+
+
+class NoDropout(TorchFunctionMode):
+    """While open, dropout returns its input."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _DROPOUT:
+            return args[0] if args else kwargs["input"]
+        if func in _POSITIONS:
+            name, position = _POSITIONS[func]
+            if len(args) > position:
+                args = (*args[:position], 0.0, *args[position + 1 :])
+            else:
+                kwargs = {**kwargs, name: 0.0}
+        return func(*args, **kwargs)
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Set the dropout of layers that draw inside their kernels to 0."""
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            module.dropout = 0.0

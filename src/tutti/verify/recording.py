@@ -9,17 +9,17 @@ import torch
 
 from tutti.data.share import Part
 from tutti.parallel.layout import Held
-from tutti.verify.parts import Holding
+from tutti.verify.alignment import RankShard
 
 Values = dict[str, torch.Tensor]
 """Tensors by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """One call of one module in forward; `number` counts the calls of this module within the microbatch.
+class ModuleCall:
+    """One call of one module in forward. `number` counts the calls of this module within the microbatch.
 
-    `parts`: by kind ("inputs" or "outputs") and position, tensors that are parts of a whole one.
+    `parts` says, by kind ("inputs" or "outputs") and position, which tensors are parts of whole ones.
     """
 
     module: str
@@ -36,22 +36,24 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossRecord:
-    """A microbatch's loss as the user's function returned it: a mean with count None, or a Weighted's parts."""
+    """A microbatch's loss as the user's function returned it: a mean with count None, or the parts of a Weighted."""
 
     total: float
     count: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartRecord:
+class MicrobatchRecord:
     """One microbatch on one rank.
 
-    `foreign`: sources of random numbers, other than torch's own, that forward drew from. `unaligned`: random
-    operators whose draws could not be made to agree. `backward_ops`: operators of gradient clipping seen in backward.
+    Attributes:
+        foreign: sources of random numbers other than torch's own that forward drew from.
+        unaligned: random operators whose draws could not be made equal.
+        backward_ops: operators of gradient clipping that ran within backward.
     """
 
     part: Part
-    calls: tuple[Call, ...]
+    calls: tuple[ModuleCall, ...]
     loss: LossRecord | None
     foreign: tuple[str, ...] = ()
     unaligned: tuple[str, ...] = ()
@@ -59,8 +61,8 @@ class PartRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class State:
-    """Parameters, buffers and optimizer state ("0.<parameter>.<entry>" of optimizer 0), large ones in part."""
+class ModelState:
+    """Parameters, buffers and optimizer state ("0.<parameter>.<entry>" of optimizer 0); large tensors are sampled."""
 
     parameters: Values = field(default_factory=dict)
     buffers: Values = field(default_factory=dict)
@@ -69,34 +71,44 @@ class State:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One step on one rank. `indices`: of the whole global batch; `gradients`: averaged, None where there is none.
+    """One step on one rank.
 
-    `hyper_parameters`: "0.1.lr" is the rate of group 1 of optimizer 0. `used_norms`: norms of the gradients as the
-    optimizer found them. `between`: what the script changed after the last update; `after`: the state after this one.
+    Attributes:
+        indices: samples of the whole global batch.
+        gradients: averaged; None where there is none.
+        hyper_parameters: "0.1.lr" is the rate of group 1 of optimizer 0.
+        used_norms: norms of the gradients as the optimizer found them.
+        between: what the script changed after the last update.
+        after: the state after this update.
     """
 
     step: int
     batch_size: int
     indices: tuple[int, ...]
     inputs: Values
-    parts: tuple[PartRecord, ...]
+    parts: tuple[MicrobatchRecord, ...]
     loss: float
     gradients: dict[str, torch.Tensor | None]
     hyper_parameters: dict[str, float]
     learning_rate: float
     used_norms: dict[str, float]
-    between: State
-    after: State
+    between: ModelState
+    after: ModelState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRecord:
-    """What one rank recorded, except the steps themselves, which have files of their own.
+    """What one rank recorded, except its steps, which have files of their own.
 
-    `initial`: its model before ranks were made equal. `dtype`: lowest float precision computed in. `hooked`: parameters
-    with hooks of the script's own on their gradients. `losses`: of every microbatch of every step. `shapes`: of
-    whole parameters and buffers. `drew`: whether forward drew random numbers. `holding`: which part of the model it
-    holds.
+    Attributes:
+        owners: module of each parameter and buffer.
+        initial: its model before ranks were made equal.
+        dtype: lowest floating precision of the computation.
+        hooked: parameters whose gradients have hooks of the script.
+        losses: of every microbatch of every step.
+        shapes: of whole parameters and buffers.
+        drew: whether forward drew random numbers.
+        holding: which part of the model it holds.
     """
 
     rank: int
@@ -112,7 +124,7 @@ class RankRecord:
     losses: tuple[tuple[tuple[Part, LossRecord | None], ...], ...]
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     drew: bool = False
-    holding: Holding = field(default_factory=Holding)
+    holding: RankShard = field(default_factory=RankShard)
 
     @property
     def steps(self) -> int:
@@ -120,16 +132,16 @@ class RankRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Guide:
-    """What the ranks need to know of one device's step: shapes of its random draws by seed, and the calls it kept."""
+class ReferenceGuide:
+    """What ranks need to know of one device's step: shapes of its random draws by seed, and the calls it recorded."""
 
     draws: Mapping[int, tuple[int, ...]]
     calls: frozenset[tuple[str, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Folder:
-    """Where the files of one recording are."""
+class RecordingFolder:
+    """Paths of the files of one recording."""
 
     path: Path
 
@@ -146,7 +158,7 @@ class Folder:
         return self.path / f"state-{step}.pt"
 
 
-def write(path: Path, value: Any) -> None:
+def write_record(path: Path, value: Any) -> None:
     """Write one file, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
@@ -154,19 +166,19 @@ def write(path: Path, value: Any) -> None:
     partial.replace(path)
 
 
-def read(path: Path) -> Any:
-    """Read one file back; only ever files that this program's own ranks wrote."""
+def read_record(path: Path) -> Any:
+    """Read one file back. Only files that this program's own ranks wrote are ever read."""
     return torch.load(path, map_location="cpu", weights_only=False)
 
 
 def read_ranks(path: Path, world_size: int) -> tuple[RankRecord, ...]:
-    """The records of all ranks of a run, in order of rank; empty if a rank recorded no step."""
-    folder = Folder(path)
+    """The records of all ranks, in order; empty if a rank recorded no step."""
+    folder = RecordingFolder(path)
     if not all(folder.rank(rank).exists() for rank in range(world_size)):
         return ()
-    return tuple(read(folder.rank(rank)) for rank in range(world_size))
+    return tuple(read_record(folder.rank(rank)) for rank in range(world_size))
 
 
 def read_steps(path: Path, world_size: int, step: int) -> tuple[StepRecord, ...]:
-    """One step of all ranks, in order of rank."""
-    return tuple(read(Folder(path).step(rank, step)) for rank in range(world_size))
+    """One step of all ranks, in order."""
+    return tuple(read_record(RecordingFolder(path).step(rank, step)) for rank in range(world_size))

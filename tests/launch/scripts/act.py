@@ -9,11 +9,11 @@ import time
 import torch
 import torch.distributed as dist
 
-from tutti.comm.world import join
+from tutti.comm.world import join_world
 from tutti.errors import DataError
 
 action, actor = sys.argv[1], int(sys.argv[2])
-world = join()
+world = join_world()
 dist.all_reduce(torch.ones(1))
 print(f"rank {world.rank} of {world.world_size} is here")
 print(f"complaint of rank {world.rank}", file=sys.stderr)

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import tutti
-from tutti.comm.world import join
+from tutti.comm.world import join_world
 
-world = join()
+world = join_world()
 facts = {
     "rank": world.rank,
     "world_size": world.world_size,

@@ -11,7 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from tutti.comm import HostSum, Tiers, part_of, share_parts
+from tutti.comm.hierarchical import all_gather_slices, inter_host_slice
+from tutti.comm.rendezvous import HostHierarchy
+from tutti.comm.shared_memory import SharedMemoryAllReduce
 from tutti.compression.exchange import Exchange, Place, Rounds, Span, Wire
 from tutti.compression.state import State
 from tutti.config.compression import Compression, sum_sent_nbytes
@@ -27,12 +29,16 @@ class BetweenHosts(Exchange):
     """
 
     def __init__(
-        self, tiers: Tiers, room_of: Callable[[Tensor], int], numel: int, parts: int, turns: int, make: Make
+        self, hierarchy: HostHierarchy, room_of: Callable[[Tensor], int], numel: int, parts: int, turns: int, make: Make
     ) -> None:
-        self._tiers, self._room_of, self.numel, self._parts, self._turns = tiers, room_of, numel, parts, turns
-        own = part_of(torch.arange(numel), parts, tiers.team.rank) if tiers.team.rank < parts else torch.arange(0)
+        self._hierarchy, self._room_of, self.numel, self._parts, self._turns = hierarchy, room_of, numel, parts, turns
+        own = (
+            inter_host_slice(torch.arange(numel), parts, hierarchy.local_group.rank)
+            if hierarchy.local_group.rank < parts
+            else torch.arange(0)
+        )
         self._begin = int(own[0]) if own.numel() else 0
-        self.inner = make(own.numel(), tiers.team.rank) if tiers.team.rank < parts else None
+        self.inner = make(own.numel(), hierarchy.local_group.rank) if hierarchy.local_group.rank < parts else None
         nothing = State.zeros((), 0, dtype=torch.float32)
         if self.inner is None:
             super().__init__(Wire(lone=True), {"worker": nothing})
@@ -41,7 +47,7 @@ class BetweenHosts(Exchange):
 
     @property
     def holders(self) -> int:
-        return self._tiers.hosts
+        return self._hierarchy.hosts
 
     @property
     def density(self) -> float | None:
@@ -52,7 +58,7 @@ class BetweenHosts(Exchange):
         if self.inner is None:
             return 0
         mine = shapes if self._parts == 1 else [(self.inner.numel,)]
-        return sum_sent_nbytes(how, mine, self._tiers.hosts, itemsize)
+        return sum_sent_nbytes(how, mine, self._hierarchy.hosts, itemsize)
 
     @property
     def spans(self) -> dict[str, list[Span]]:
@@ -91,10 +97,12 @@ class BetweenHosts(Exchange):
         """Inside the host, between hosts, inside again."""
         if not flat.numel():
             return
-        team, room = self._tiers.team, self._room_of(flat)
-        yield [HostSum(team, room, flat.numel(), flat.dtype)]
-        yield from between(part_of(flat, self._parts, team.rank) if self.inner is not None else flat[:0])
-        share_parts(team, room, flat, self._parts)
+        local_group, room = self._hierarchy.local_group, self._room_of(flat)
+        yield [SharedMemoryAllReduce(local_group, room, flat.numel(), flat.dtype)]
+        yield from between(
+            inter_host_slice(flat, self._parts, local_group.rank) if self.inner is not None else flat[:0]
+        )
+        all_gather_slices(local_group, room, flat, self._parts)
 
 
 def _idle(turns: int) -> Callable[[Tensor], Rounds]:

@@ -15,8 +15,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from tutti.comm import Team, Tiers, make_team_or_tiers, ring_nbytes
-from tutti.comm.traffic import Flight
+from tutti.comm.local_group import LocalGroup
+from tutti.comm.point_to_point import ring_all_reduce_nbytes
+from tutti.comm.rendezvous import HostHierarchy, make_local_group_or_hierarchy
+from tutti.comm.traffic import CommHandle
 from tutti.comm.world import World
 from tutti.compression.by_tensor import Kept, keep, kept_of
 from tutti.compression.draw import key_of
@@ -24,7 +26,7 @@ from tutti.compression.exchange import Exchange, Rounds
 from tutti.compression.state import rank_seed
 from tutti.config.compression import FACTORS, Compression, bucket_sent_nbytes, compression_in_words, flags_sent_nbytes
 from tutti.config.plan import Plan
-from tutti.config.words import DATA_AXES, AxisName
+from tutti.config.vocabulary import DATA_AXES, AxisName
 from tutti.errors import PlanError
 from tutti.parallel.compressed.between import BetweenHosts
 from tutti.parallel.compressed.courier import Courier
@@ -46,17 +48,17 @@ Axes = tuple[AxisName, ...]
 class CompressedSum(Summing):
     """Sums the buckets of one group of ranks by the compressor's exchanges; gradients' flags travel as they are."""
 
-    def __init__(self, compressor: "Compressor", number: int, group: Any, tiers: Tiers | None) -> None:
-        self._compressor, self.number, self.group, self.tiers = compressor, number, group, tiers
+    def __init__(self, compressor: "Compressor", number: int, group: Any, hierarchy: HostHierarchy | None) -> None:
+        self._compressor, self.number, self.group, self.hierarchy = compressor, number, group, hierarchy
         self._rooms: dict[int, int] = {}
-        if tiers is not None:
+        if hierarchy is not None:
             self.way = "shared memory inside hosts, process group between them"
 
     def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory that the other ranks of this host reach, where they are to sum in it."""
-        if self.tiers is None:
+        if self.hierarchy is None:
             return super().room(numel, dtype, device)
-        number, room = self.tiers.team.new_room(numel * dtype.itemsize)
+        number, room = self.hierarchy.local_group.new_segment(numel * dtype.itemsize)
         flat = room.tensor(dtype, numel)
         self._rooms[flat.data_ptr()] = number
         return flat
@@ -65,15 +67,15 @@ class CompressedSum(Summing):
         """The number of the room that a tensor is the beginning of."""
         return self._rooms[flat.data_ptr()]
 
-    def start(self, bucket: Bucket) -> Flight:
+    def start(self, bucket: Bucket) -> CommHandle:
         rounds = self._compressor.rounds(bucket)
         works = [dist.all_reduce(bucket.flags, group=bucket.group.handle, async_op=True)]
         look, sent = self._compressor.look(bucket), bucket.sent_nbytes
         if look is not None:
             works.append(dist.all_reduce(look, group=bucket.group.handle, async_op=True))
-            sent += ring_nbytes(look, bucket.group.size)
+            sent += ring_all_reduce_nbytes(look, bucket.group.size)
         works.append(self._compressor.courier.start(self.number, rounds))
-        return bucket.group.lane.start(works, sent)
+        return bucket.group.channel.start(works, sent)
 
 
 class Compressor:
@@ -87,7 +89,7 @@ class Compressor:
         self,
         how: Compression,
         mesh: Mesh,
-        groups: dict[Axes, tuple[Any, Tiers | None]],
+        groups: dict[Axes, tuple[Any, HostHierarchy | None]],
         places: dict[nn.Parameter, int],
         seed: int,
         momenta: Momenta | ZeroOneMomenta | None = None,
@@ -151,7 +153,7 @@ class Compressor:
             if self.how.settings.get("sparse"):  # how many, the values say
                 flags = flags_sent_nbytes(len(bucket.parameters), bucket.group.size, bucket.flat.element_size())
                 sent = flags + exchange.wire.sent_nbytes - self._counted[bucket]
-                bucket.group.lane.corrected(sent - bucket.sent_nbytes)
+                bucket.group.channel.correct_nbytes(sent - bucket.sent_nbytes)
             if finite:
                 if self.momenta is not None:
                     self.momenta.check(bucket)
@@ -195,18 +197,18 @@ class Compressor:
         summing = bucket.group.summing
         assert isinstance(summing, CompressedSum)
         low, high = key_of(self.seed, self._places[bucket.parameters[0]])
-        seed, tiers = low | high << 32, summing.tiers
+        seed, hierarchy = low | high << 32, summing.hierarchy
         make = partial(make_exchange, self.how.code, dtype=bucket.flat.dtype, device=bucket.flat.device)
-        if tiers is None:
+        if hierarchy is None:
             return make(shapes, group=summing.group, seed=seed)
 
         def of_part(numel: int, part: int) -> Exchange:
             mine = shapes if parts == 1 else [(numel,)]
-            return make(mine, group=tiers.across, seed=rank_seed(seed, part))
+            return make(mine, group=hierarchy.inter_host_group, seed=rank_seed(seed, part))
 
-        parts = 1 if self.how.method == "powersgd" else tiers.parts  # matrices stay whole
+        parts = 1 if self.how.method == "powersgd" else hierarchy.parts  # matrices stay whole
         numel = sum(sizes_of(bucket))
-        return BetweenHosts(tiers, summing.room_of, numel, parts, turns_of(self.how.code, tiers.hosts), of_part)
+        return BetweenHosts(hierarchy, summing.room_of, numel, parts, turns_of(self.how.code, hierarchy.hosts), of_part)
 
     def _spread(self, found: list[Kept], bucket: Bucket, exchange: BetweenHosts) -> None:
         """Give each rank of a group an equal share of what all keep of each tensor. Collective."""
@@ -247,9 +249,9 @@ def make_compressor(
     groups = {}
     for axes in sorted(set().union(*everyone)):
         group = mesh.new_group(*axes)
-        found = None if how.between == "ranks" else make_team_or_tiers(group)
-        if not (isinstance(found, Team) and how.between == "hosts"):  # on one host nothing is between hosts
-            groups[axes] = group, found if isinstance(found, Tiers) else None
+        found = None if how.between == "ranks" else make_local_group_or_hierarchy(group)
+        if not (isinstance(found, LocalGroup) and how.between == "hosts"):  # on one host nothing is between hosts
+            groups[axes] = group, found if isinstance(found, HostHierarchy) else None
     places = {p: order[name] for name, p in model.named_parameters()}
     compressor = Compressor(how, mesh, groups, places, seed, momenta)
     compressor.parts = _parts(how, layout, shards.packs(), compressor.courier, len(groups), seed)
@@ -269,7 +271,7 @@ def _parts(
             others=mesh.new_group(*others) if mesh.degree(*others) > 1 else None,
             everyone=mesh.new_group("shard", *others),
             exactly=not COMPRESSED.issuperset(others),
-            lane=layout.lane("gradients", "shard", *others),
+            channel=layout.channel("gradients", "shard", *others),
         )
     return [
         PartSum(pack, how, routes[pack.others], courier, rank_seed(seed, number)) for number, pack in enumerate(packs)

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tutti.comm.traffic import Flight
+from tutti.comm.traffic import CommHandle
 from tutti.compression.exchange import Rounds
 from tutti.compression.factors import FactoredLinear, Factors, FactorSum
 from tutti.config.compression import FACTORS, factors_pay
 from tutti.config.plan import Plan
-from tutti.config.words import DATA_AXES, AxisName, Precision
+from tutti.config.vocabulary import DATA_AXES, AxisName, Precision
 from tutti.parallel.compressed.courier import Courier
 from tutti.parallel.data.buckets import Bucket, Group, Summing
 from tutti.parallel.layout import Layout
@@ -59,7 +59,7 @@ class FactorBucket(Bucket):
         """The gradient is there if any rank had one."""
         assert self.work is not None
         self.work.wait()
-        self.group.lane.corrected(self.sent_nbytes)
+        self.group.channel.correct_nbytes(self.sent_nbytes)
         self.parameters[0].grad = self.views[0] if float(self.flags[0]) > 0 else None
 
 
@@ -84,10 +84,10 @@ class FactoredSum(Summing):
         self._nodes[parameter] = node
         return node.register_hook(lambda *_: ready(parameter))  # type: ignore[union-attr]
 
-    def start(self, bucket: Bucket) -> Flight:
+    def start(self, bucket: Bucket) -> CommHandle:
         assert isinstance(bucket, FactorBucket)
         parcel = self._factored.courier.start(self._number, self._rounds(bucket))
-        return bucket.group.lane.start([parcel])
+        return bucket.group.channel.start([parcel])
 
     def _rounds(self, bucket: FactorBucket) -> Rounds:
         parameter, view = bucket.parameters[0], bucket.views[0]

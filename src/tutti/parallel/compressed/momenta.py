@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from tutti.comm import ring_nbytes
+from tutti.comm.point_to_point import ring_all_reduce_nbytes
 from tutti.comm.world import World
 from tutti.compression.exchange import Exchange, Rounds
 from tutti.config.compression import MOMENTA, ZERO_ONE, Compression, compression_in_words
@@ -216,6 +216,6 @@ def _without_momentum(model: nn.Module, optimizer: Optimizer, shards: Shards) ->
 def _largest(layout: Layout, count: int) -> int:
     """Of all ranks' counts. Collective."""
     found = torch.tensor(count, dtype=torch.int64)
-    with layout.lane("scalars").waiting(ring_nbytes(found, layout.mesh.world_size)):
+    with layout.channel("scalars").waiting(ring_all_reduce_nbytes(found, layout.mesh.world_size)):
         dist.all_reduce(found, dist.ReduceOp.MAX)
     return int(found)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tutti.comm.traffic import Flight, Lane
+from tutti.comm.traffic import CommChannel, CommHandle
 from tutti.compression.exchange import Exchange, Rounds, Wire, all_finite
 from tutti.compression.scatter import ScatterSum
 from tutti.config.compression import Compression, flags_sent_nbytes, parts_sent_nbytes, sum_sent_nbytes
@@ -34,7 +34,7 @@ class Route:
     others: Any
     everyone: Any
     exactly: bool
-    lane: Lane
+    channel: CommChannel
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class PartSum:
         self._received = torch.zeros(width, **self._made)
         self._sent: tuple[int, int] | None = None
 
-    def start(self) -> tuple[torch.Tensor, list[bool], Flight]:
+    def start(self) -> tuple[torch.Tensor, list[bool], CommHandle]:
         """Begin to sum the pack's gradients: what comes (this rank's segment, and a flag for each parameter), which
         gradients this rank has, and what to wait for.
         """
@@ -93,7 +93,7 @@ class PartSum:
         parcel = self._courier.start(self._route.number, self._rounds(flat, received[: self._lengths[pack.rank]]))
         said = self.sent_nbytes
         self._sent = said, self._counted
-        return received, there, self._route.lane.start([work, parcel], said)
+        return received, there, self._route.channel.start([work, parcel], said)
 
     @property
     def sent_nbytes(self) -> int:
@@ -119,7 +119,7 @@ class PartSum:
         said, counted = self._sent
         if self._how.settings.get("sparse") and self.across is not None:  # how many, the values say
             flags = flags_sent_nbytes(len(self._shapes) + 1, self._ranks, self.pack.flat.element_size())
-            self._route.lane.corrected(flags + self._counted - counted - said)
+            self._route.channel.correct_nbytes(flags + self._counted - counted - said)
         *used, spoilt = self._received[self.pack.pieces.size :].tolist()
         counts = finite and not spoilt
         for index, flag in enumerate(used if counts else ()):

@@ -139,7 +139,7 @@ class Attention:
             )
         if k.shape[1] % degree:  # too few key heads: each query head brings its own
             k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
-        q, k, v = to_heads((q, k, v), group, degree, self.ring.lane)
+        q, k, v = to_heads((q, k, v), group, degree, self.ring.channel)
         if mask is not None:
             if mask.shape[-2] not in (1, self.length):
                 mask = gather_whole(mask, mask.dim() - 2, self.order, group)
@@ -151,7 +151,7 @@ class Attention:
             mask = mask if mask.dtype == torch.bool else mask.to(q.dtype)
         grouped = k.shape[1] != q.shape[1]
         out = torch_attention(q, k, v, mask, dropout, causal and mask is None, scale=scale, enable_gqa=grouped)
-        return to_tokens(out, group, degree, self.ring.lane)
+        return to_tokens(out, group, degree, self.ring.channel)
 
     def whole_mask(self, mask: torch.Tensor, *, headless: bool) -> torch.Tensor:
         """A mask with 4 dims and a column for every key of the whole sequence; rows 1, a part's, or the whole's."""

@@ -24,7 +24,7 @@ from tutti.parallel.context.calls import Site, Watch
 from tutti.parallel.context.order import Order
 from tutti.parallel.layout import local
 from tutti.parallel.tensor.parted import whole
-from tutti.trainer.weighted import Weighted
+from tutti.trainer.losses import Weighted
 
 T = TypeVar("T")
 

@@ -10,21 +10,21 @@ from typing import Any
 import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from tutti.comm import all_to_all
-from tutti.comm.traffic import Flight, Lane
+from tutti.comm.point_to_point import all_to_all
+from tutti.comm.traffic import CommChannel, CommHandle
 
 
 @dataclass(slots=True, kw_only=True)
 class Road:
     """One tensor's way to the other ranks and its gradient's way back. `heads`: heads are given for tokens, else the
-    other way round; `flight`, `arriving`: what is under way, and where it comes in.
+    other way round; `handle`, `arriving`: what is under way, and where it comes in.
     """
 
     heads: bool
     group: Any
     degree: int
-    lane: Lane
-    flight: Flight | None = None
+    channel: CommChannel
+    handle: CommHandle | None = None
     arriving: torch.Tensor | None = None
 
     def start(self, x: torch.Tensor, *, heads: bool) -> None:
@@ -32,30 +32,30 @@ class Road:
         sent = torch.stack(x.chunk(self.degree, 1 if heads else 2)).contiguous()
         self.arriving = torch.empty_like(sent)
         work = all_to_all(self.arriving, sent, self.group)
-        self.flight = self.lane.start([work], sent[1:].numel() * sent.element_size())
+        self.handle = self.channel.start([work], sent[1:].numel() * sent.element_size())
 
     def finish(self, *, heads: bool) -> torch.Tensor:
         """Join what arrives along the other dim, in order of rank."""
-        assert self.flight is not None
+        assert self.handle is not None
         assert self.arriving is not None
-        self.flight.wait()
-        arrived, self.arriving, self.flight = self.arriving, None, None
+        self.handle.wait()
+        arrived, self.arriving, self.handle = self.arriving, None, None
         return torch.cat(arrived.unbind(0), 2 if heads else 1)
 
 
-def to_heads(xs: Sequence[torch.Tensor], group: Any, degree: int, lane: Lane) -> list[torch.Tensor]:
+def to_heads(xs: Sequence[torch.Tensor], group: Any, degree: int, channel: CommChannel) -> list[torch.Tensor]:
     """Each (batch, heads, part of the tokens, d) -> (batch, part of the heads, tokens, d).
 
     All are under way at once, and so are their gradients.
     """
-    roads = [Road(heads=True, group=group, degree=degree, lane=lane) for _ in xs]
+    roads = [Road(heads=True, group=group, degree=degree, channel=channel) for _ in xs]
     left = [_Leave.apply(x, road) for x, road in zip(xs, roads, strict=True)]  # type: ignore[no-untyped-call]
     return [_Arrive.apply(x, road) for x, road in zip(left, roads, strict=True)]  # type: ignore[no-untyped-call]
 
 
-def to_tokens(x: torch.Tensor, group: Any, degree: int, lane: Lane) -> torch.Tensor:
+def to_tokens(x: torch.Tensor, group: Any, degree: int, channel: CommChannel) -> torch.Tensor:
     """(batch, part of the heads, tokens, d) -> (batch, heads, part of the tokens, d)."""
-    road = Road(heads=False, group=group, degree=degree, lane=lane)
+    road = Road(heads=False, group=group, degree=degree, channel=channel)
     return _Arrive.apply(_Leave.apply(x, road), road)  # type: ignore[no-any-return, no-untyped-call]
 
 

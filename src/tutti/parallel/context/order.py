@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tutti.config.words import ContextKind
+from tutti.config.vocabulary import ContextKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

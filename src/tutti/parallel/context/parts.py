@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from tutti.comm.traffic import Lane, lone_lane
+from tutti.comm.traffic import CommChannel, untracked_channel
 from tutti.config.plan import Plan
 from tutti.parallel.context.attention import Attention
 from tutti.parallel.context.batch import cut_batch, join_parts, sequence_length, shorten
@@ -21,8 +21,7 @@ from tutti.parallel.context.families import adapt, is_hugging_face, shifted_labe
 from tutti.parallel.context.order import Order
 from tutti.parallel.context.ring import Ring
 from tutti.parallel.mesh import Mesh
-from tutti.trainer.unpack import default_loss
-from tutti.trainer.weighted import Weighted
+from tutti.trainer.losses import Weighted, default_loss
 
 Unpack = Callable[[Any], tuple[tuple[Any, ...], dict[str, Any], Any]]
 Loss = Callable[[Any, Any], Any]
@@ -72,17 +71,17 @@ def sequences_of(
     mesh: Mesh,
     unpack: Unpack,
     loss_fn: Loss | None,
-    lane: Lane | None = None,
+    channel: CommChannel | None = None,
     stages: Forward | None = None,
 ) -> Sequences:
     """Make `model` ready for parts of sequences, in place, if the mesh has a context axis. Collective.
 
-    `lane`: where what attention exchanges is counted; `stages`: the forward of a model that is cut into stages.
+    `channel`: where what attention exchanges is counted; `stages`: the forward of a model that is cut into stages.
     """
     if mesh.degree("context") == 1:
         return Sequences(loss_fn=loss_fn)
     order = Order(kind=plan.context, degree=mesh.degree("context"), index=mesh.index("context"))
-    ring = Ring(order=order, group=mesh.new_group("context"), lane=lane or lone_lane())
+    ring = Ring(order=order, group=mesh.new_group("context"), channel=channel or untracked_channel())
     parts = Parts(model, ring, unpack, loss_fn)
     if stages is not None:
         parts.take_stages(stages, mesh.new_group("context", "stage"))

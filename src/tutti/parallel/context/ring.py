@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from tutti.comm import messages
-from tutti.comm.traffic import Flight, Lane, lone_lane
+from tutti.comm.point_to_point import start_messages
+from tutti.comm.traffic import CommChannel, CommHandle, untracked_channel
 from tutti.data.seeds import derive_seed
 from tutti.parallel.context.fused import attend, attend_backward
 from tutti.parallel.context.order import Order
@@ -24,19 +24,19 @@ from tutti.parallel.context.tiles import Block, Queries, accumulate_dtype, empty
 class Ring:
     """The ranks that keys and values travel round: this one sends to the next and receives from the one before.
 
-    `group`: their process group, in their order; `lane`: where exchanges are counted.
+    `group`: their process group, in their order; `channel`: where exchanges are counted.
     """
 
     order: Order
     group: Any
-    lane: Lane = field(default_factory=lone_lane, compare=False)
+    channel: CommChannel = field(default_factory=untracked_channel, compare=False)
 
-    def pass_on(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Flight]:
+    def pass_on(self, tensor: torch.Tensor) -> tuple[torch.Tensor, CommHandle]:
         """Start sending `tensor` on; returns where the previous rank's arrives, and what to wait for."""
         me, degree = self.order.index, self.order.degree
         received = torch.empty_like(tensor)
-        works = messages([((me - 1) % degree, received)], [((me + 1) % degree, tensor)], self.group)
-        return received, self.lane.start(works, tensor.numel() * tensor.element_size())
+        works = start_messages([((me - 1) % degree, received)], [((me + 1) % degree, tensor)], self.group)
+        return received, self.channel.start(works, tensor.numel() * tensor.element_size())
 
 
 def ring_attention(
@@ -99,7 +99,7 @@ def _backward_round(
     """Add to the queries' gradients; returns those of this rank's keys and values, which have come round."""
     dtype = accumulate_dtype(k.dtype)
     arriving = torch.zeros(k.numel() + v.numel(), dtype=dtype, device=k.device)
-    flight: Flight | None = None
+    handle: CommHandle | None = None
     for owner, keys, values in _round(ring, k, v):
         grads = torch.zeros_like(arriving)
         grad_keys, grad_values = _unpack(grads, k, v)
@@ -114,9 +114,9 @@ def _backward_round(
                 grad_keys[:, :, columns],
                 grad_values[:, :, columns],
             )
-        _wait(flight)
-        arriving, flight = ring.pass_on(grads.add_(arriving))
-    _wait(flight)
+        _wait(handle)
+        arriving, handle = ring.pass_on(grads.add_(arriving))
+    _wait(handle)
     return _unpack(arriving, k, v)
 
 
@@ -125,9 +125,9 @@ def _round(ring: Ring, k: torch.Tensor, v: torch.Tensor) -> Iterator[tuple[int, 
     here = torch.cat([k.reshape(-1), v.reshape(-1)])
     for step in range(ring.order.degree):
         last = step == ring.order.degree - 1
-        coming, flight = (here, None) if last else ring.pass_on(here)
+        coming, handle = (here, None) if last else ring.pass_on(here)
         yield (ring.order.index - step) % ring.order.degree, *_unpack(here, k, v)
-        _wait(flight)
+        _wait(handle)
         here = coming
 
 
@@ -135,9 +135,9 @@ def _unpack(flat: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch
     return flat[: k.numel()].view(k.shape), flat[k.numel() :].view(v.shape)
 
 
-def _wait(flight: Flight | None) -> None:
-    if flight is not None:
-        flight.wait()
+def _wait(handle: CommHandle | None) -> None:
+    if handle is not None:
+        handle.wait()
 
 
 def _seen(block: Block, order: Order, owner: int, rows: int) -> tuple[slice, slice, Block] | None:

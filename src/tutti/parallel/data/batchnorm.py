@@ -18,8 +18,9 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from tutti.comm import Desk, ring_nbytes
-from tutti.comm.traffic import Lane, lone_lane
+from tutti.comm.point_to_point import ring_all_reduce_nbytes
+from tutti.comm.shared_memory import SharedMemoryCommunicator
+from tutti.comm.traffic import CommChannel, untracked_channel
 from tutti.errors import ScriptError
 
 
@@ -29,7 +30,8 @@ class BatchScope:
 
     `apart`: whether this rank is a replica of its own, with statistics of its own samples. `counts`: whether this
     rank's samples count (False for a rank that only takes part); `recomputing`: whether forward runs a second time
-    inside backward, when running statistics must stay; `lane`: where exchanges are counted; `desk`: where they are
+    inside backward, when running statistics must stay; `channel`: where exchanges are counted; `communicator`: where
+    they are
     made, if the ranks share memory.
     """
 
@@ -38,24 +40,24 @@ class BatchScope:
     apart: bool = False
     counts: bool = True
     recomputing: bool = field(default=False)
-    lane: Lane = field(default_factory=lone_lane)
-    desk: Desk | None = None
+    channel: CommChannel = field(default_factory=untracked_channel)
+    communicator: SharedMemoryCommunicator | None = None
 
     def gather(self, mine: torch.Tensor) -> torch.Tensor:
         """Every rank's `mine`, (ranks, values)."""
         everyone = mine.new_empty(self.world_size, mine.numel())
-        with self.lane.waiting((self.world_size - 1) * mine.numel() * mine.element_size()):
-            if self.desk is not None:
-                self.desk.gather(everyone, mine).wait()
+        with self.channel.waiting((self.world_size - 1) * mine.numel() * mine.element_size()):
+            if self.communicator is not None:
+                self.communicator.gather(everyone, mine).wait()
             else:
                 dist.all_gather(list(everyone), mine, group=self.group)
         return everyone
 
     def sum(self, values: torch.Tensor) -> None:
         """Sum over the ranks, in place."""
-        with self.lane.waiting(ring_nbytes(values, self.world_size)):
-            if self.desk is not None:
-                self.desk.reduce(values)
+        with self.channel.waiting(ring_all_reduce_nbytes(values, self.world_size)):
+            if self.communicator is not None:
+                self.communicator.reduce(values)
             else:
                 dist.all_reduce(values, group=self.group)
 

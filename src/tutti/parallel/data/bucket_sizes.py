@@ -13,7 +13,7 @@ import torch
 from tutti.config.plan import Plan
 
 if TYPE_CHECKING:
-    from tutti.trainer.state import Run
+    from tutti.trainer.run_state import Run
 
 MIB = 2**20
 TRIED = (2 * MIB, 8 * MIB, 25 * MIB, 100 * MIB)

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tutti.comm import ring_nbytes
-from tutti.comm.traffic import Flight, Lane, lone_lane
+from tutti.comm.point_to_point import ring_all_reduce_nbytes
+from tutti.comm.traffic import CommChannel, CommHandle, untracked_channel
 from tutti.errors import ScriptError
 
 FIRST_NBYTES = 2**20
@@ -38,10 +38,10 @@ class Summing(ABC):
         return torch.zeros(numel, dtype=dtype, device=device)
 
     @abstractmethod
-    def start(self, bucket: "Bucket") -> Flight:
+    def start(self, bucket: "Bucket") -> CommHandle:
         """Begin to sum `bucket.flat` in place; the sums are there when the flight has been waited for."""
 
-    def go_on(self, flight: Flight) -> bool:
+    def poll(self, handle: CommHandle) -> bool:
         """Do what this rank can do now for a sum under way, where it needs this rank to; returns whether it is over."""
         return True
 
@@ -53,21 +53,22 @@ class Summing(ABC):
 class AllReduce(Summing):
     """The process group's own all-reduce."""
 
-    def start(self, bucket: "Bucket") -> Flight:
+    def start(self, bucket: "Bucket") -> CommHandle:
         group = bucket.group
         work = dist.all_reduce(bucket.flat, group=group.handle, async_op=True)
-        return group.lane.start([work], bucket.sent_nbytes)
+        return group.channel.start([work], bucket.sent_nbytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The ranks over which a gradient is summed. `handle`: their process group, None for all ranks; `lane`: where the
+    """The ranks over which a gradient is summed. `handle`: their process group, None for all ranks; `channel`: where
+    the
     sums are counted; `summing`: how.
     """
 
     handle: Any
     size: int
-    lane: Lane = field(default_factory=lone_lane, compare=False)
+    channel: CommChannel = field(default_factory=untracked_channel, compare=False)
     summing: Summing = field(default_factory=AllReduce, compare=False)
 
 
@@ -86,8 +87,8 @@ class Bucket:
         self.flags = self.flat[numel:]
         self.filled = [False] * len(parameters)
         self.missing = len(parameters)
-        self.sent_nbytes = ring_nbytes(self.flat[:numel], group.size)
-        self.work: Flight | None = None
+        self.sent_nbytes = ring_all_reduce_nbytes(self.flat[:numel], group.size)
+        self.work: CommHandle | None = None
         self.landed = False
 
     def open(self) -> None:
@@ -135,10 +136,10 @@ class Bucket:
         """Start the sum."""
         self.work = self.group.summing.start(self)
 
-    def go_on(self) -> None:
+    def poll(self) -> None:
         """Do what can be done now for a sum that is under way."""
         if self.work is not None and not self.landed:
-            self.landed = self.group.summing.go_on(self.work)
+            self.landed = self.group.summing.poll(self.work)
 
     def wait(self) -> None:
         """Wait for the sums; a parameter that no rank used keeps None for a gradient."""

@@ -5,8 +5,11 @@ from typing import Any
 
 import torch
 
-from tutti.comm import HostSum, Team, TieredSum, Tiers, Worker, make_team_or_tiers
-from tutti.comm.traffic import Flight
+from tutti.comm.hierarchical import CommThread, HierarchicalAllReduce
+from tutti.comm.local_group import LocalGroup
+from tutti.comm.rendezvous import HostHierarchy, make_local_group_or_hierarchy
+from tutti.comm.shared_memory import SharedMemoryAllReduce
+from tutti.comm.traffic import CommHandle
 from tutti.parallel.data.buckets import AllReduce, Bucket, Summing
 
 
@@ -14,8 +17,8 @@ def quickest_sums(group: Any) -> Summing:
     """How the buckets of a process group are summed: in shared memory where its ranks are on one host, in two tiers
     where hosts have several of them, else by the group's all-reduce. Collective.
     """
-    found = make_team_or_tiers(group)
-    if isinstance(found, Team):
+    found = make_local_group_or_hierarchy(group)
+    if isinstance(found, LocalGroup):
         return HostSums(found)
     return AllReduce() if found is None else TieredSums(found)
 
@@ -23,13 +26,13 @@ def quickest_sums(group: Any) -> Summing:
 class _InRooms(Summing):
     """Buckets in rooms of a team."""
 
-    def __init__(self, team: Team) -> None:
-        self.team = team
+    def __init__(self, local_group: LocalGroup) -> None:
+        self.local_group = local_group
         self.rooms: dict[int, int] = {}
 
     def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory that the other ranks reach."""
-        number, room = self.team.new_room(numel * dtype.itemsize)
+        number, room = self.local_group.new_segment(numel * dtype.itemsize)
         flat = room.tensor(dtype, numel)
         self.rooms[flat.data_ptr()] = number
         return flat
@@ -40,22 +43,22 @@ class HostSums(_InRooms):
 
     way = "shared memory"
 
-    def __init__(self, team: Team) -> None:
-        super().__init__(team)
-        self._sums: dict[int, HostSum] = {}
+    def __init__(self, local_group: LocalGroup) -> None:
+        super().__init__(local_group)
+        self._sums: dict[int, SharedMemoryAllReduce] = {}
 
-    def start(self, bucket: Bucket) -> Flight:
+    def start(self, bucket: Bucket) -> CommHandle:
         """Say that this rank's bucket is full."""
         flat = bucket.flat
         room = self.rooms[flat.data_ptr()]
-        work = self._sums[room] = HostSum(self.team, room, flat.numel(), flat.dtype, probed=True)
-        return bucket.group.lane.start([work], bucket.sent_nbytes)
+        work = self._sums[room] = SharedMemoryAllReduce(self.local_group, room, flat.numel(), flat.dtype, probed=True)
+        return bucket.group.channel.start([work], bucket.sent_nbytes)
 
     def finite(self, bucket: Bucket) -> bool:
         return self._sums[self.rooms[bucket.flat.data_ptr()]].finite
 
-    def go_on(self, flight: Flight) -> bool:
-        return flight.go_on()
+    def poll(self, handle: CommHandle) -> bool:
+        return handle.poll()
 
 
 class TieredSums(_InRooms):
@@ -63,12 +66,14 @@ class TieredSums(_InRooms):
 
     way = "shared memory inside hosts, process group between them"
 
-    def __init__(self, tiers: Tiers) -> None:
-        super().__init__(tiers.team)
-        self._tiers, self._worker = tiers, Worker()
-        weakref.finalize(self, self._worker.end)
+    def __init__(self, hierarchy: HostHierarchy) -> None:
+        super().__init__(hierarchy.local_group)
+        self._hierarchy, self._comm_thread = hierarchy, CommThread()
+        weakref.finalize(self, self._comm_thread.end)
 
-    def start(self, bucket: Bucket) -> Flight:
+    def start(self, bucket: Bucket) -> CommHandle:
         """Ask for the bucket's sum."""
-        work = TieredSum(self._tiers, self._worker, self.rooms[bucket.flat.data_ptr()], bucket.flat)
-        return bucket.group.lane.start([work], bucket.sent_nbytes)
+        work = HierarchicalAllReduce(
+            self._hierarchy, self._comm_thread, self.rooms[bucket.flat.data_ptr()], bucket.flat
+        )
+        return bucket.group.channel.start([work], bucket.sent_nbytes)

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tutti.comm import ring_nbytes
+from tutti.comm.point_to_point import ring_all_reduce_nbytes
 from tutti.config.plan import Plan
-from tutti.config.words import AxisName
+from tutti.config.vocabulary import AxisName
 from tutti.errors import ScriptError
 from tutti.parallel.compressed.compressor import Compressor
 from tutti.parallel.compressed.factored import Factored
@@ -22,7 +22,7 @@ from tutti.parallel.data.buckets import Bucket, Group, make_buckets
 from tutti.parallel.data.host_sums import quickest_sums
 from tutti.parallel.layout import Layout
 from tutti.parallel.sharding.shards import Shards
-from tutti.trainer.host_memory import SETTLED, lasting
+from tutti.trainer.host_memory import WARMUP_UPDATES, long_lived_blocks
 
 LossFunction = Callable[[nn.Module, Any], Any]
 """fn(model, batch) -> loss (a mean over samples, or Weighted)."""
@@ -75,7 +75,7 @@ class Replica:
     @property
     def sent_nbytes(self) -> int:
         """Bytes this rank sends for its gradients in a step, and for divided parameters."""
-        sparse = sum(ring_nbytes(p, self._groups[p].size) for p in self._sparse)
+        sparse = sum(ring_all_reduce_nbytes(p, self._groups[p].size) for p in self._sparse)
         return self.shards.sent_nbytes + sparse + sum(bucket.sent_nbytes for bucket in self._buckets)
 
     def begin(self, *, piecewise: bool = False) -> None:
@@ -85,7 +85,7 @@ class Replica:
         self._last = set() if piecewise else None
         trainable = _trainable(self._model)
         if [*map(id, trainable)] != [*map(id, self.parameters)]:  # the script has frozen or unfrozen some
-            with lasting():
+            with long_lived_blocks():
                 self._build(trainable)
         elif self.arrived:
             if self._alike():
@@ -133,7 +133,7 @@ class Replica:
     def updated(self, optimizers: int) -> bool:
         """One of the optimizers has made an update; returns whether from now on all that lasts is there."""
         self._updates += 1
-        return self._updates == SETTLED * optimizers
+        return self._updates == WARMUP_UPDATES * optimizers
 
     def unused(self, model: nn.Module) -> list[str]:
         """Names of parameters that got no gradient on any rank."""
@@ -173,8 +173,8 @@ class Replica:
         mesh = self._layout.mesh
         handle = mesh.group(*axes)
         summing = None if self.compressor is None else self.compressor.summing(axes)
-        lane = self._layout.lane("gradients", *axes)
-        return Group(handle, mesh.degree(*axes), lane, summing or quickest_sums(handle))
+        channel = self._layout.channel("gradients", *axes)
+        return Group(handle, mesh.degree(*axes), channel, summing or quickest_sums(handle))
 
     def _hook(self, parameter: nn.Parameter) -> None:
         """A gradient is there: fill its bucket, and start every bucket whose turn has come."""
@@ -191,7 +191,7 @@ class Replica:
             self._buckets[self._next].launch()
             self._next += 1
         for bucket in self._buckets[: self._next]:
-            bucket.go_on()
+            bucket.poll()
 
     def _alike(self) -> bool:
         """Whether ranks that sum gradients have the same parameters, all of them summed over the same ranks."""
@@ -236,7 +236,7 @@ def _sum_sparse(parameter: nn.Parameter, group: Group) -> None:
         mine = torch.zeros_like(parameter, layout=torch.sparse_coo)
     flag = torch.tensor(float(parameter.grad is not None), device=parameter.device)
     mine = mine.coalesce()
-    with group.lane.waiting(ring_nbytes(parameter, group.size)):
+    with group.channel.waiting(ring_all_reduce_nbytes(parameter, group.size)):
         dist.all_reduce(flag, group=group.handle)
         dist.all_reduce(mine, group=group.handle)
     parameter.grad = mine if float(flag) else None

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tutti.config.plan import LayoutRule, placement_of
+from tutti.config.plan import LayoutRule, find_placement
 from tutti.errors import PlanError
 from tutti.nn.tables import Bags, EmbeddingTables, bags_of
 from tutti.parallel.embedding.linear import divide_linear, wanted_linears
@@ -46,8 +46,8 @@ def divide_tables(model: nn.Module, rules: Sequence[LayoutRule], layout: Layout)
         group=group,
         size=mesh.degree("table"),
         own=mesh.index("table"),
-        vectors=layout.lane("vectors", "table"),
-        indices=layout.lane("indices", "table"),
+        vectors=layout.channel("vectors", "table"),
+        indices=layout.channel("indices", "table"),
     )
     together = _together(model)
     for name, place in places.items():
@@ -72,7 +72,7 @@ def _together(model: nn.Module) -> dict[nn.Module, EmbeddingTables]:
 
 def _table(name: str, module: AnyTable, rules: Sequence[LayoutRule], layout: Layout) -> Table | None:
     """What is to be placed, or None for a table that stays whole. Raises PlanError for one that cannot be divided."""
-    placement = placement_of(rules, name)
+    placement = find_placement(rules, name)
     if placement == "column":
         raise PlanError(f"layout: table {name!r} cannot be cut by columns; use 'split' (along rows) or 'replicate'")
     if placement == "replicate":

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tutti.config.plan import LayoutRule, by_columns, chunks_of, placement_of
-from tutti.config.portions import cut
+from tutti.config.partitioning import cut
+from tutti.config.plan import LayoutRule, by_columns, find_chunks, find_placement
 from tutti.config.refusals import check_width
 from tutti.errors import PlanError
 from tutti.parallel.embedding.lookup import Peers
@@ -36,7 +36,7 @@ def dividable_linears(model: nn.Module) -> dict[str, int]:
 
 def divided_linears(model: nn.Module, rules: Sequence[LayoutRule]) -> dict[str, bool]:
     """Names of the linear layers that rules divide, and whether by columns."""
-    said = {name: placement_of(rules, name) for name, module in model.named_modules() if _is_any_linear(module)}
+    said = {name: find_placement(rules, name) for name, module in model.named_modules() if _is_any_linear(module)}
     return {
         name: by_columns(placement, *features(model.get_submodule(name)))
         for name, placement in said.items()
@@ -80,7 +80,7 @@ def _check(model: nn.Module, name: str, columns: bool, rules: Sequence[LayoutRul
             )
     path = name.split(".")
     above = [".".join(path[:end]) for end in range(1, len(path) + 1)]
-    chunked = next((one for one in above if chunks_of(rules, one) > 1), None)
+    chunked = next((one for one in above if find_chunks(rules, one) > 1), None)
     if chunked is not None:
         raise PlanError(
             f"layer {name!r} divided over table, within {chunked!r}, which runs in chunks: ranks may have different "
@@ -98,7 +98,7 @@ def divide_linear(model: nn.Module, name: str, columns: bool, peers: Peers, layo
     _take(module, name, "weight", int(columns == transposed), part, layout)
     if columns and module._parameters.get("bias") is not None:
         _take(module, name, "bias", 0, part, layout)
-    peers = replace(peers, vectors=layout.lane("activations", "table"))
+    peers = replace(peers, vectors=layout.channel("activations", "table"))
     module.forward = DividedLinear(module, bounds, columns, peers)
     parent = model.get_submodule(name.rpartition(".")[0])
     if isinstance(parent, nn.TransformerEncoderLayer):

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tutti.comm.traffic import Lane
+from tutti.comm.traffic import CommChannel
 from tutti.nn.tables import Bags, Here, pooled
 from tutti.parallel.all_to_all import Route, exchange, land, launch, plain_exchange
 from tutti.parallel.embedding.place import Place
@@ -30,8 +30,8 @@ class Peers:
     group: Any
     size: int
     own: int
-    vectors: Lane
-    indices: Lane
+    vectors: CommChannel
+    indices: CommChannel
 
 
 @dataclass(slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tutti.config.portions import cut
+from tutti.config.partitioning import cut
 
 BALANCED = 1.2
 """A rank may hold this many times its fair share of bytes before a large table is cut along its rows."""

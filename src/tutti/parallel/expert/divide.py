@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from tutti.config.plan import LayoutRule, placement_of
-from tutti.config.portions import cut
+from tutti.config.partitioning import cut
+from tutti.config.plan import LayoutRule, find_placement
 from tutti.errors import PlanError
 from tutti.nn.mixture import MixtureOfExperts
 from tutti.parallel.data.batchnorm import BatchScope
@@ -44,7 +44,7 @@ def divide_experts(model: nn.Module, rules: Sequence[LayoutRule], layout: Layout
         rank=mesh.index(*SUMMED),
         group=mesh.new_group(*SUMMED),
         scope=scope,
-        lane=layout.lane("routing", *SUMMED),
+        channel=layout.channel("routing", *SUMMED),
     )
     group = mesh.new_group("expert") if divided else None
     members, all_ranks = mesh.ranks("expert"), mesh.ranks(*SUMMED)
@@ -57,13 +57,13 @@ def divide_experts(model: nn.Module, rules: Sequence[LayoutRule], layout: Layout
             holders = Holders(group=group, places=places, bounds=bounds, own=mesh.index("expert"))
             _take_part(module, name, holders.experts, layout)
         if isinstance(module, MixtureOfExperts):
-            module.exchange = SharedSlice(sharers, holders, layout.lane("tokens", "expert"))
+            module.exchange = SharedSlice(sharers, holders, layout.channel("tokens", "expert"))
         elif holders is not None:
             travel_to_experts(module, holders, sizes_of(holders.bounds), layout)
 
 
 def _divides(rules: Sequence[LayoutRule], name: str) -> bool:
-    placement = placement_of(rules, name)
+    placement = find_placement(rules, name)
     if placement in ("column", "row"):
         raise PlanError(f"layout: experts of {name!r} cannot be placed {placement!r}; use 'split' or 'replicate'")
     return placement != "replicate"

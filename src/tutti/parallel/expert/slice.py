@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tutti.comm import ring_nbytes
-from tutti.comm.traffic import Lane, lone_lane
+from tutti.comm.point_to_point import ring_all_reduce_nbytes
+from tutti.comm.traffic import CommChannel, untracked_channel
 from tutti.nn.mixture import Alone, Experts, Routing
 from tutti.parallel.all_to_all import Route, exchange, land, launch
 from tutti.parallel.data.batchnorm import BatchScope
@@ -24,14 +24,14 @@ from tutti.parallel.data.batchnorm import BatchScope
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharers:
     """The ranks that share every slice. `group`: of all of them; `rank`: this rank's place in it; `scope`: whether this
-    rank's samples count in the pass that is running; `lane`: where what they tell each other is counted.
+    rank's samples count in the pass that is running; `channel`: where what they tell each other is counted.
     """
 
     size: int
     rank: int
     group: Any
     scope: BatchScope
-    lane: Lane = field(default_factory=lone_lane)
+    channel: CommChannel = field(default_factory=untracked_channel)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +71,8 @@ class OwnSlice(Alone):
 class SharedSlice:
     """`tutti.nn.mixture.Exchange` over ranks. Without holders every rank has all experts, and no row travels."""
 
-    def __init__(self, sharers: Sharers, holders: Holders | None, lane: Lane) -> None:
-        self.sharers, self.holders, self.lane = sharers, holders, lane
+    def __init__(self, sharers: Sharers, holders: Holders | None, channel: CommChannel) -> None:
+        self.sharers, self.holders, self.channel = sharers, holders, channel
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SharedSlice":
         return self
@@ -110,7 +110,7 @@ class SharedSlice:
         answered[own] = 0
         begin, end = sum(asked[:own]), sum(asked[: own + 1])
         asked[own] = 0
-        route = Route(holders.group, own, asked, answered.sum(1).tolist(), self.lane)
+        route = Route(holders.group, own, asked, answered.sum(1).tolist(), self.channel)
         travelling = launch(torch.cat([rows[:begin], rows[end:]]), route)
         stayed = experts.run_experts(rows[begin:end], mine)
         arrived = land(travelling, route)
@@ -129,7 +129,7 @@ class _Gather(torch.autograd.Function):
         ctx.sharers = sharers
         mine = torch.cat([counts.reshape(-1).double(), mass.double()])
         everyone = [torch.empty_like(mine) for _ in range(sharers.size)]
-        with sharers.lane.waiting((sharers.size - 1) * mine.numel() * mine.element_size()):
+        with sharers.channel.waiting((sharers.size - 1) * mine.numel() * mine.element_size()):
             dist.all_gather(everyone, mine, group=sharers.group)
         table = torch.stack(everyone)
         theirs = table[:, : counts.numel()].round().long().cpu().reshape(sharers.size, *counts.shape)
@@ -140,7 +140,7 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> Any:
         total, sharers = gradient.contiguous().clone(), ctx.sharers
-        with sharers.lane.waiting(ring_nbytes(total, sharers.size)):
+        with sharers.channel.waiting(ring_all_reduce_nbytes(total, sharers.size)):
             dist.all_reduce(total, group=sharers.group)
         return total, None, None
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tutti.comm.traffic import Lane
+from tutti.comm.traffic import CommChannel
 from tutti.parallel.data.batchnorm import BatchScope
 from tutti.parallel.expert.slice import Holders, SharedSlice, Sharers
 from tutti.parallel.layout import Layout
@@ -36,18 +36,20 @@ def travel_to_experts(module: nn.Module, holders: Holders, sizes: Sequence[int],
 
     `sizes`: how many experts each rank has.
     """
-    module.forward = Travelling(module, holders, layout.lane("tokens", "expert"), layout.lane("routing", "expert"))
+    module.forward = Travelling(
+        module, holders, layout.channel("tokens", "expert"), layout.channel("routing", "expert")
+    )
     setattr(module, "num_experts", sizes[holders.own])  # noqa: B010 (an attribute that nn.Module does not declare)
 
 
 class Travelling:
     """The forward of one layer of stacked experts over a group of ranks."""
 
-    def __init__(self, module: nn.Module, holders: Holders, lane: Lane, routing: Lane) -> None:
-        self.module, self.holders, self.lane, self.routing = module, holders, lane, routing
+    def __init__(self, module: nn.Module, holders: Holders, channel: CommChannel, routing: CommChannel) -> None:
+        self.module, self.holders, self.channel, self.routing = module, holders, channel, routing
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Travelling":
-        return Travelling(memo.get(id(self.module), self.module), self.holders, self.lane, self.routing)
+        return Travelling(memo.get(id(self.module), self.module), self.holders, self.channel, self.routing)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial, (type(self.module).forward, self.module)
@@ -62,7 +64,7 @@ class Travelling:
         slots = torch.argsort(chosen, stable=True)
         tokens = slots.div(top_k_index.shape[1], rounding_mode="floor")
         alone = Sharers(size=1, rank=0, group=None, scope=BatchScope())
-        slice = SharedSlice(alone, holders, self.lane)
+        slice = SharedSlice(alone, holders, self.channel)
         results = slice.divided(self, hidden_states.index_select(0, tokens), torch.stack(everyone).cpu(), holders)
         weighted = results * top_k_weights.reshape(-1).index_select(0, slots).unsqueeze(1)
         return torch.zeros_like(hidden_states).index_add(0, tokens, weighted.to(hidden_states.dtype))

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from tutti.config.pipeline_schedule import Action
 from tutti.config.plan import Plan
-from tutti.config.schedule import Action
 from tutti.errors import PlanError
 from tutti.parallel.layout import Layout
 from tutti.parallel.pipeline.cut import Call, automatic_starts, calls_of, named_starts

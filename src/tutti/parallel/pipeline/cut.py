@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from tutti.config.schedule import balanced
+from tutti.config.pipeline_schedule import cut_balanced
 from tutti.errors import PlanError
 from tutti.parallel.pipeline.program import Program
 from tutti.parallel.pipeline.units import begins
@@ -30,7 +30,7 @@ def automatic_starts(calls: Sequence[Call], costs: Sequence[float], stages: int)
             f"the pipeline has {stages} stages, but the model only {len(calls)} parts that can be told apart; use at "
             f"most {max(len(calls), 1)} stages (mesh.stage times pipeline.stages_per_rank)"
         )
-    return tuple(calls[start] for start in balanced(costs, stages))
+    return tuple(calls[start] for start in cut_balanced(costs, stages))
 
 
 def named_starts(calls: Sequence[Call], cuts: Sequence[str], stages: int) -> tuple[Call, ...]:

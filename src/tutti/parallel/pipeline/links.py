@@ -11,9 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tutti.comm import Receiving, Sending, Team
-from tutti.comm.traffic import Flight, Lane
-from tutti.config.schedule import Action, Orders
+from tutti.comm.local_group import LocalGroup
+from tutti.comm.shared_memory import MessageReceiver, MessageSender
+from tutti.comm.traffic import CommChannel, CommHandle
+from tutti.config.pipeline_schedule import Action, Orders
 from tutti.parallel.pipeline.place import Placement
 
 
@@ -72,7 +73,8 @@ def given(action: Action, placement: Placement) -> list[Message]:
 
 class Links:
     """This rank's links along the stage axis. `ranks`: global ranks by position; `groups[(from, to)]`: whose group a
-    message from one position to another uses; `lane`: where messages are counted; `team`: the positions' ranks, where
+    message from one position to another uses; `channel`: where messages are counted; `local_group`: the positions'
+    ranks, where
     they share memory: messages then go through that.
     """
 
@@ -82,15 +84,15 @@ class Links:
         own: int,
         groups: Callable[[int, int], Any],
         device: torch.device,
-        lane: Lane,
-        team: Team | None = None,
+        channel: CommChannel,
+        local_group: LocalGroup | None = None,
     ) -> None:
-        self.ranks, self.own, self.device, self.lane = ranks, own, device, lane
+        self.ranks, self.own, self.device, self.channel = ranks, own, device, channel
         self._groups = groups
-        self._sending: list[tuple[Flight, torch.Tensor]] = []
-        others = [place for place in range(len(ranks)) if place != own] if team is not None else []
-        self._to = {place: Sending(team, place) for place in others if team is not None}
-        self._from = {place: Receiving(team, place) for place in others if team is not None}
+        self._sending: list[tuple[CommHandle, torch.Tensor]] = []
+        others = [place for place in range(len(ranks)) if place != own] if local_group is not None else []
+        self._to = {place: MessageSender(local_group, place) for place in others if local_group is not None}
+        self._from = {place: MessageReceiver(local_group, place) for place in others if local_group is not None}
 
     def session(self, orders: Orders, placements: Placements) -> "Session":
         """The exchange of one run of a schedule."""
@@ -101,22 +103,22 @@ class Links:
         self._sending = [(work, kept) for work, kept in self._sending if not work.is_completed()]
         nbytes = tensor.numel() * tensor.element_size()
         if self._to:
-            with self.lane.waiting(nbytes):
+            with self.channel.waiting(nbytes):
                 self._to[to].send(tensor)
             return
         work = dist.isend(tensor, self.ranks[to], group=self._groups(self.own, to))
-        self._sending.append((self.lane.start([work], nbytes), tensor))
+        self._sending.append((self.channel.start([work], nbytes), tensor))
 
-    def receive(self, tensor: torch.Tensor, source: int) -> Flight:
+    def receive(self, tensor: torch.Tensor, source: int) -> CommHandle:
         """Start to receive into `tensor`."""
         if self._from:
-            return self.lane.start([self._from[source].receive(tensor)])
-        return self.lane.start([dist.irecv(tensor, self.ranks[source], group=self._groups(source, self.own))])
+            return self.channel.start([self._from[source].receive(tensor)])
+        return self.channel.start([dist.irecv(tensor, self.ranks[source], group=self._groups(source, self.own))])
 
     def settle(self) -> None:
         """Wait until everything sent has left, or in shared memory has been read."""
         for way in self._to.values():
-            way.settle()
+            way.synchronize()
         for work, _ in self._sending:
             work.wait()
         self._sending = []
@@ -129,7 +131,7 @@ class Session:
         self._links, self._placements = links, placements
         self._ranks = len(orders)
         self._expected = {rank: self._incoming(order) for rank, order in enumerate(orders) if rank != links.own}
-        self._posted: dict[Message, tuple[Flight, torch.Tensor]] = {}
+        self._posted: dict[Message, tuple[CommHandle, torch.Tensor]] = {}
         self._here: dict[Message, torch.Tensor] = {}
 
     def post(self, messages: Sequence[Message]) -> None:

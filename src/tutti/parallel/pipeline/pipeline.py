@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tutti.comm import make_team
+from tutti.comm.rendezvous import make_local_group
+from tutti.config.pipeline_schedule import Action, Orders, build_schedule
 from tutti.config.plan import Plan
-from tutti.config.schedule import Action, Orders, schedule
-from tutti.config.words import DATA_AXES
+from tutti.config.vocabulary import DATA_AXES
 from tutti.data.seeds import derive_seed, seed_device
 from tutti.data.split import to_device
 from tutti.errors import PlanError
@@ -26,7 +26,7 @@ from tutti.parallel.pipeline.ties import Ties, groups_at
 from tutti.parallel.pipeline.trace import Ending
 from tutti.parallel.pipeline.work import StageWork
 from tutti.trainer.precision import autocast
-from tutti.trainer.state import Run
+from tutti.trainer.run_state import Run
 
 LossRoot = Callable[[int, Any], torch.Tensor]
 """(microbatch, what the user's function returned) -> the scalar whose gradients are wanted."""
@@ -40,14 +40,14 @@ class Pipeline:
     """Runs forward and backward of this rank's stages. `is_last`: whether outputs and losses appear here."""
 
     def __init__(self, stages: Stages, plan: Plan, layout: Layout, device: torch.device) -> None:
-        mesh, lane = layout.mesh, layout.lane("messages", "stage")
+        mesh, channel = layout.mesh, layout.channel("messages", "stage")
         self.stages, self.plan, self.device = stages, plan, device
         self.is_last = stages.position == (stages.count - 1) % stages.ranks
         self.splits_backward = plan.pipeline.schedule == "zero-bubble" and not any(
             rule.recompute for rule in plan.layout
         )
-        team = make_team(mesh.group("stage"))
-        self._links = Links(mesh.ranks("stage"), stages.position, _groups(mesh), device, lane, team)
+        local_group = make_local_group(mesh.group("stage"))
+        self._links = Links(mesh.ranks("stage"), stages.position, _groups(mesh), device, channel, local_group)
         self._ties = Ties(stages.shared, layout)
         self.forwards = Forwards(stages)
         self._until_model: dict[Any, Ending | None] = {}
@@ -115,7 +115,7 @@ class Pipeline:
     def _orders_for(self, microbatches: int) -> Orders:
         if microbatches not in self._orders:
             pipeline = self.plan.pipeline
-            orders = schedule(pipeline.schedule, self.stages.ranks, pipeline.stages_per_rank, microbatches)
+            orders = build_schedule(pipeline.schedule, self.stages.ranks, pipeline.stages_per_rank, microbatches)
             self._orders[microbatches] = orders
         return self._orders[microbatches]
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tutti.comm import ring_nbytes
+from tutti.comm.point_to_point import ring_all_reduce_nbytes
 from tutti.parallel.data.buckets import Group
 from tutti.parallel.layout import Layout
 from tutti.parallel.mesh import Mesh
@@ -20,9 +20,9 @@ class Ties:
     """
 
     def __init__(self, shared: Mapping[tuple[int, ...], Sequence[str]], layout: Layout) -> None:
-        mesh, lane = layout.mesh, layout.lane("gradients", "stage")
+        mesh, channel = layout.mesh, layout.channel("gradients", "stage")
         self._shared = [
-            (names, Group(group, len(positions), lane))
+            (names, Group(group, len(positions), channel))
             for (positions, names), group in zip(shared.items(), groups_at(mesh, shared), strict=True)
             if mesh.index("stage") in positions
         ]
@@ -42,7 +42,7 @@ def _sum(parameters: list[nn.Parameter], group: Group) -> None:
         for parameter in parameters
     ]
     flat = torch.cat([*parts, torch.tensor(flags, dtype=parts[0].dtype, device=parts[0].device)])
-    with group.lane.waiting(ring_nbytes(flat, group.size)):
+    with group.channel.waiting(ring_all_reduce_nbytes(flat, group.size)):
         dist.all_reduce(flat, group=group.handle)
     *sums, seen = torch.split(flat, [*(part.numel() for part in parts), len(parts)])
     for parameter, total, one in zip(parameters, sums, seen.tolist(), strict=True):

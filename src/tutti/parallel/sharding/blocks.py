@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from tutti.config.words import AxisName
+from tutti.config.vocabulary import AxisName
 from tutti.errors import PlanError
 from tutti.parallel.layout import Layout
 from tutti.parallel.sharding.pieces import Loads

@@ -15,17 +15,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tutti.comm import (
-    Desk,
-    TieredDesk,
+from tutti.comm.hierarchical import HierarchicalCommunicator, make_communicator
+from tutti.comm.point_to_point import (
     all_gather,
     all_to_all,
-    make_desk_or_tiers,
-    ring_nbytes,
-    sum_part,
-    to_others,
+    exchange_with_others,
+    reduce_scatter,
+    ring_all_reduce_nbytes,
 )
-from tutti.comm.traffic import Flight, Lane
+from tutti.comm.shared_memory import SharedMemoryCommunicator
+from tutti.comm.traffic import CommChannel, CommHandle
 from tutti.parallel.sharding.rooms import Rooms
 
 _PARTS, _SUMS = 0, 1
@@ -41,52 +40,53 @@ class Exchange:
     must live so long. `then`: what to do with it once it is there.
     """
 
-    flight: Flight | None
+    handle: CommHandle | None
     tensors: tuple[torch.Tensor, ...] = ()
     then: Callable[[], None] | None = None
 
     def wait(self) -> None:
-        if self.flight is not None:
-            self.flight.wait()
+        if self.handle is not None:
+            self.handle.wait()
         if self.then is not None:
             self.then()
 
 
 @dataclass(frozen=True, slots=True)
 class Party:
-    """Ranks that exchange. `handle`: their process group; `lane`: where exchanges are counted; `desk`: where they are
+    """Ranks that exchange. `handle`: their process group; `channel`: where exchanges are counted; `communicator`:
+    where they are
     made, if ranks share memory: all of them, or those of each host.
     """
 
     handle: Any
-    lane: Lane
-    desk: Desk | TieredDesk | None = None
+    channel: CommChannel
+    communicator: SharedMemoryCommunicator | HierarchicalCommunicator | None = None
 
     @classmethod
-    def meet(cls, handle: Any, lane: Lane) -> "Party":
+    def meet(cls, handle: Any, channel: CommChannel) -> "Party":
         """The ranks of a process group; they call this together."""
-        return cls(handle, lane, make_desk_or_tiers(handle))
+        return cls(handle, channel, make_communicator(handle))
 
     def buffer(self, rooms: Rooms, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory for a tensor that these ranks exchange next: of the desk, whose it is then again, or of `rooms`."""
-        if self.desk is None:
+        if self.communicator is None:
             return rooms.take(numel, dtype, device)
-        self.desk.settle(left=1)  # or ranks that are behind would have this one take more and more
-        return self.desk.lend(numel, dtype)
+        self.communicator.synchronize(left=1)  # or ranks that are behind would have this one take more and more
+        return self.communicator.borrow(numel, dtype)
 
     def shown(self, tensor: torch.Tensor) -> torch.Tensor:
         """A flat tensor, moved to where these ranks can read it, if there is such a place for it."""
-        return tensor if self.desk is None or tensor.device.type != "cpu" else self.desk.keep(tensor)
+        return tensor if self.communicator is None or tensor.device.type != "cpu" else self.communicator.keep(tensor)
 
     def settle(self) -> None:
         """Wait until all have read what this rank lets them read in place."""
-        if self.desk is not None:
-            self.desk.settle()
+        if self.communicator is not None:
+            self.communicator.synchronize()
 
     @property
     def rows(self) -> bool:
         """Whether `scatter_sum` leaves a row for each rank to be summed, not the sum."""
-        return self.desk is None and dist.get_backend(self.handle) == "gloo"
+        return self.communicator is None and dist.get_backend(self.handle) == "gloo"
 
 
 def gather(
@@ -98,17 +98,17 @@ def gather(
     not change until the party has settled. Elsewhere those of others come into what `rows` makes, (ranks, size), and
     `mine` must not change until they have been waited for.
     """
-    lane, group = party.lane, party.handle
+    channel, group = party.channel, party.handle
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
     nbytes = (degree - 1) * mine.numel() * mine.element_size()
-    if party.desk is not None:
-        return Exchange(lane.start([party.desk.share(mine, read)], nbytes))
+    if party.communicator is not None:
+        return Exchange(channel.start([party.communicator.share(mine, read)], nbytes))
     segments = rows()
     if mine.device.type != "cpu":
         works = [all_gather(segments.view(-1), mine, group)]
-        return Exchange(lane.start(works, nbytes), (segments, mine), partial(read, segments))
-    flight = lane.start(to_others(segments, [mine] * degree, group, tag=_PARTS), nbytes)
-    return Exchange(flight, (segments, mine), partial(read, [*segments[:rank], mine, *segments[rank + 1 :]]))
+        return Exchange(channel.start(works, nbytes), (segments, mine), partial(read, segments))
+    handle = channel.start(exchange_with_others(segments, [mine] * degree, group, tag=_PARTS), nbytes)
+    return Exchange(handle, (segments, mine), partial(read, [*segments[:rank], mine, *segments[rank + 1 :]]))
 
 
 def scatter_sum(buffer: torch.Tensor, received: torch.Tensor, party: Party) -> Exchange:
@@ -116,17 +116,17 @@ def scatter_sum(buffer: torch.Tensor, received: torch.Tensor, party: Party) -> E
 
     `received` has a row for each rank where `party.rows`, and one elsewhere.
     """
-    lane, nbytes = party.lane, buffer[1:].numel() * buffer.element_size()
-    if party.desk is not None:
-        return Exchange(lane.start([party.desk.scatter_sum(buffer, received[0])], nbytes))
+    channel, nbytes = party.channel, buffer[1:].numel() * buffer.element_size()
+    if party.communicator is not None:
+        return Exchange(channel.start([party.communicator.scatter_sum(buffer, received[0])], nbytes))
     if not party.rows or buffer.device.type != "cpu":
         if party.rows:
             work = all_to_all(received, buffer, party.handle)
         else:
-            work = sum_part(received[0], buffer.view(-1), party.handle)
-        return Exchange(lane.start([work], nbytes), (buffer, received))
-    flight = lane.start(to_others(received, buffer, party.handle, tag=_SUMS), nbytes)
-    return Exchange(flight, (buffer, received))
+            work = reduce_scatter(received[0], buffer.view(-1), party.handle)
+        return Exchange(channel.start([work], nbytes), (buffer, received))
+    handle = channel.start(exchange_with_others(received, buffer, party.handle, tag=_SUMS), nbytes)
+    return Exchange(handle, (buffer, received))
 
 
 def addends(buffer: torch.Tensor, received: torch.Tensor, party: Party) -> Rows:
@@ -143,9 +143,9 @@ def addends(buffer: torch.Tensor, received: torch.Tensor, party: Party) -> Rows:
 
 def start_sum(tensor: torch.Tensor, party: Party) -> tuple[Exchange, int]:
     """The sum of `tensor` over the ranks, in place; with it the bytes that this rank sends for it."""
-    nbytes = ring_nbytes(tensor, dist.get_world_size(party.handle))
-    if party.desk is not None:
-        work: Any = party.desk.start_reduce(tensor)
+    nbytes = ring_all_reduce_nbytes(tensor, dist.get_world_size(party.handle))
+    if party.communicator is not None:
+        work: Any = party.communicator.start_reduce(tensor)
     else:
         work = dist.all_reduce(tensor, group=party.handle, async_op=True)
-    return Exchange(party.lane.start([work], nbytes), (tensor,)), nbytes
+    return Exchange(party.channel.start([work], nbytes), (tensor,)), nbytes

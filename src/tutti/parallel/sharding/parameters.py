@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from tutti.config.plan import Sharding
-from tutti.config.words import AxisName
+from tutti.config.plan import ShardingPlan
+from tutti.config.vocabulary import AxisName
 from tutti.errors import ScriptError
 from tutti.parallel.layout import Layout
 from tutti.parallel.sharding.blocks import make_units
@@ -23,7 +23,7 @@ from tutti.parallel.sharding.unit import Pack, Unit
 class Parameters(Shards):
     """Divided parameters: whole while a block computes, see Passes; their gradients are summed into parts, see Sums."""
 
-    def __init__(self, model: nn.Module, layout: Layout, sharding: Sharding) -> None:
+    def __init__(self, model: nn.Module, layout: Layout, sharding: ShardingPlan) -> None:
         mesh = layout.mesh
         home = torch.device("cpu") if sharding.offload != "none" else None
         units, blocks = make_units(model, layout, home)
@@ -32,7 +32,7 @@ class Parameters(Shards):
         self._sent_nbytes = 0
         self._learned = False
         self._passes = Passes(model, units, blocks, keep=sharding.level == 2)
-        self._passes.party = Party.meet(mesh.new_group("shard"), layout.lane("parameters", "shard"))
+        self._passes.party = Party.meet(mesh.new_group("shard"), layout.channel("parameters", "shard"))
         self._sums = Sums(self._sending_order(), self._parties())
 
     @property
@@ -91,9 +91,9 @@ class Parameters(Shards):
         """Who sums gradients: the shards, and for each pack's other axes those; all ranks meet them in one order."""
         layout, mesh = self.layout, self.layout.mesh
         parties: dict[tuple[AxisName, ...], Party] = {}
-        parties[("shard",)] = Party.meet(mesh.new_group("shard"), layout.lane("gradients", "shard"))
+        parties[("shard",)] = Party.meet(mesh.new_group("shard"), layout.channel("gradients", "shard"))
         for axes in sorted({pack.others for unit in self.units for pack in unit.packs if pack.others}):
-            parties[axes] = Party.meet(mesh.group(*axes), layout.lane("gradients", *axes))
+            parties[axes] = Party.meet(mesh.group(*axes), layout.channel("gradients", *axes))
         return parties
 
     def _sending_order(self) -> list[Unit]:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
-from tutti.comm.traffic import lone_lane
+from tutti.comm.traffic import untracked_channel
 from tutti.errors import ScriptError
 from tutti.parallel.sharding.exchange import Party
 from tutti.parallel.sharding.unit import Unit
@@ -43,7 +43,7 @@ class Passes:
     """
 
     def __init__(self, model: nn.Module, units: list[Unit], blocks: Mapping[nn.Module, Unit], *, keep: bool):
-        self.units, self.keep, self.party = units, keep, Party(None, lone_lane())
+        self.units, self.keep, self.party = units, keep, Party(None, untracked_channel())
         self.sent_nbytes = 0
         self.complete: Callable[[Unit], None] | None = None
         self._seen: dict[Unit, None] = {}

@@ -6,7 +6,7 @@ from itertools import accumulate
 
 import torch
 
-from tutti.config.words import AxisName
+from tutti.config.vocabulary import AxisName
 from tutti.parallel.mesh import Mesh
 
 Bounds = tuple[int, tuple[int, ...]]

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from tutti.comm.traffic import Flight
-from tutti.config.plan import Sharding
+from tutti.comm.traffic import CommHandle
+from tutti.config.plan import ShardingPlan
 from tutti.parallel.layout import Layout
 from tutti.parallel.sharding.elementwise import is_elementwise
 from tutti.parallel.sharding.exchange import Party, gather
@@ -72,12 +72,12 @@ class Divided:
 class States(Shards):
     """Optimizer state divided among the ranks of `shard`."""
 
-    def __init__(self, model: nn.Module, layout: Layout, sharding: Sharding) -> None:
+    def __init__(self, model: nn.Module, layout: Layout, sharding: ShardingPlan) -> None:
         self._model, self._layout = model, layout
         self._host = torch.device("cpu") if sharding.offload == "optimizer" else None
         self._degree, self._rank = layout.mesh.degree("shard"), layout.mesh.index("shard")
         self._ranks = layout.mesh.ranks("shard")
-        self._party = Party.meet(layout.mesh.new_group("shard"), layout.lane("parameters", "shard"))
+        self._party = Party.meet(layout.mesh.new_group("shard"), layout.channel("parameters", "shard"))
         self._loads = Loads(layout.mesh)
         self._divided: dict[Optimizer, Divided] = {}
         self._sent_nbytes = 0
@@ -195,9 +195,9 @@ class States(Shards):
             finish()
 
     def _gather(self, wholes: list[torch.Tensor], pieces: Pieces) -> Callable[[], None]:
-        desk = self._party.desk
+        communicator = self._party.communicator
         empty = partial(torch.empty, dtype=wholes[0].dtype, device=wholes[0].device)
-        mine = empty(pieces.size) if desk is None else desk.lend(pieces.size, wholes[0].dtype)
+        mine = empty(pieces.size) if communicator is None else communicator.borrow(pieces.size, wholes[0].dtype)
         ours = pieces.ranks[self._rank]
         mine[sum(piece.numel for piece in ours) :].zero_()  # what makes segments equal, and is read by nobody
         for piece, whole in zip(ours, wholes, strict=True):
@@ -211,7 +211,7 @@ class States(Shards):
         work = dist.broadcast(values, src=self._ranks[owner], group=self._party.handle, async_op=True)
         nbytes = (self._degree - 1) * values.numel() * values.element_size() if owner == self._rank else 0
         self._sent_nbytes += nbytes
-        return partial(_take, self._party.lane.start([work], nbytes), values, whole)
+        return partial(_take, self._party.channel.start([work], nbytes), values, whole)
 
 
 def _spread(parameters: list[nn.Parameter], loads: Mapping[nn.Parameter, list[int]]) -> list[tuple[nn.Parameter, int]]:
@@ -224,7 +224,7 @@ def _spread(parameters: list[nn.Parameter], loads: Mapping[nn.Parameter, list[in
     return [(p, owners[p]) for p in parameters]
 
 
-def _take(work: Flight, values: torch.Tensor, whole: torch.Tensor) -> None:
+def _take(work: CommHandle, values: torch.Tensor, whole: torch.Tensor) -> None:
     work.wait()
     if values.data_ptr() != whole.data_ptr():
         whole.copy_(values)

@@ -6,9 +6,9 @@ from typing import Protocol
 
 import torch
 
-from tutti.comm import Desk
-from tutti.comm.traffic import Flight
-from tutti.config.words import AxisName
+from tutti.comm.shared_memory import SharedMemoryCommunicator
+from tutti.comm.traffic import CommHandle
+from tutti.config.vocabulary import AxisName
 from tutti.parallel.sharding.exchange import Exchange, Party, Rows, addends, scatter_sum, start_sum
 from tutti.parallel.sharding.unit import Pack, Unit
 
@@ -34,7 +34,7 @@ class Coded(Protocol):
     @property
     def sent_nbytes(self) -> int: ...
 
-    def start(self) -> tuple[torch.Tensor, list[bool], Flight]: ...
+    def start(self) -> tuple[torch.Tensor, list[bool], CommHandle]: ...
 
 
 class Sums:
@@ -70,22 +70,22 @@ class Sums:
 
     def finish(self) -> None:
         """Give every shard its gradient."""
-        for flight in self._flights:
-            self._land(flight)
-        for flight in self._flights:
-            flight.exchange.wait()
-            assert isinstance(flight.received, torch.Tensor)
-            flight.pack.give_gradients(flight.received, flight.there)
+        for handle in self._flights:
+            self._land(handle)
+        for handle in self._flights:
+            handle.exchange.wait()
+            assert isinstance(handle.received, torch.Tensor)
+            handle.pack.give_gradients(handle.received, handle.there)
         self._flights = []
 
     def _send(self, unit: Unit) -> None:
         for pack in unit.packs:
             if not any(one.shard.requires_grad for one in pack.parameters):
                 continue
-            waiting = [flight for flight in self._flights if not flight.landed]
-            most = 1 if isinstance(self._parties[("shard",)].desk, Desk) else IN_FLIGHT
-            for flight in waiting[: len(waiting) - most + 1]:
-                self._land(flight)
+            waiting = [handle for handle in self._flights if not handle.landed]
+            most = 1 if isinstance(self._parties[("shard",)].communicator, SharedMemoryCommunicator) else IN_FLIGHT
+            for handle in waiting[: len(waiting) - most + 1]:
+                self._land(handle)
             self._flights.append(self._start(pack))
 
     def _start(self, pack: Pack) -> _Flight:
@@ -101,19 +101,19 @@ class Sums:
     def _start_coded(self, pack: Pack, coded: Coded) -> _Flight:
         """Its gradients are written in code at once: nothing whole waits."""
         self.sent_nbytes += coded.sent_nbytes
-        received, there, flight = coded.start()
-        return _Flight(pack, there, received, Exchange(flight), landed=True)
+        received, there, handle = coded.start()
+        return _Flight(pack, there, received, Exchange(handle), landed=True)
 
-    def _land(self, flight: _Flight) -> None:
+    def _land(self, handle: _Flight) -> None:
         """This rank's part is there; start to sum it over the other axes, if there are any."""
-        if flight.landed:
+        if handle.landed:
             return
-        flight.exchange.wait()
-        part, flight.landed = flight.pack.sum_of(flight.received), True
-        for buffer in flight.exchange.tensors:
-            flight.pack.rooms.give(buffer)
-        flight.received, flight.exchange = part, Exchange(None)
-        others = flight.pack.others
+        handle.exchange.wait()
+        part, handle.landed = handle.pack.sum_of(handle.received), True
+        for buffer in handle.exchange.tensors:
+            handle.pack.rooms.give(buffer)
+        handle.received, handle.exchange = part, Exchange(None)
+        others = handle.pack.others
         if others:
-            flight.exchange, nbytes = start_sum(part, self._parties[others])
+            handle.exchange, nbytes = start_sum(part, self._parties[others])
             self.sent_nbytes += nbytes

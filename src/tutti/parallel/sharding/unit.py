@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from tutti.config.words import AxisName
+from tutti.config.vocabulary import AxisName
 from tutti.parallel.layout import Held
 from tutti.parallel.sharding.exchange import Exchange, Party, Rows, gather
 from tutti.parallel.sharding.pieces import Pieces, even_bounds
@@ -181,7 +181,7 @@ class Pack:
     def receiving(self, buffer: torch.Tensor, party: Party) -> torch.Tensor:
         """Where the sum of `buffer` over ranks comes: rows to be added, or in shared memory the sum itself."""
         width = buffer.shape[1]
-        if party.desk is not None:
+        if party.communicator is not None:
             return self._sum(width, buffer).view(1, width)
         return self.rooms.take((self.degree if party.rows else 1) * width, buffer.dtype, buffer.device).view(-1, width)
 

@@ -15,7 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils import _pytree as pytree
 
 from tutti.config.plan import Plan
-from tutti.config.words import DATA_AXES
+from tutti.config.vocabulary import DATA_AXES
 from tutti.errors import PlanError
 from tutti.parallel.data.batchnorm import BatchScope
 from tutti.parallel.layout import Layout
@@ -45,9 +45,9 @@ def cut_space(model: nn.Module, plan: Plan, layout: Layout, scope: BatchScope) -
     grid = grid_of(plan, max(ranks))
     statistics = any(isinstance(module, _BatchNorm) for module in model.modules())
     space = open_space(mesh, grid, statistics=statistics)
-    space.halos, space.totals = layout.lane("halos", "space"), layout.lane("statistics", "space")
+    space.halos, space.totals = layout.channel("halos", "space"), layout.channel("statistics", "space")
     for over_space in space.scopes.values():
-        over_space.lane = layout.lane("statistics", *DATA_AXES, "space")
+        over_space.channel = layout.channel("statistics", *DATA_AXES, "space")
     share_statistics_in_space(model, scope)
     for name in layout.names:
         layout.sum_over(name, dict.fromkeys((*layout.of_name(name).sums, "space")))

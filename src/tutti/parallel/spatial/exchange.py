@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tutti.comm import messages, ring_nbytes
-from tutti.comm.traffic import Flight, Lane, lone_lane
+from tutti.comm.point_to_point import ring_all_reduce_nbytes, start_messages
+from tutti.comm.traffic import CommChannel, CommHandle, untracked_channel
 from tutti.parallel.data.batchnorm import BatchScope
 from tutti.parallel.spatial.geometry import Message, Rows, idle, overlap, owned, receives, sends
 
@@ -31,8 +31,8 @@ class Space:
     scopes: dict[tuple[int, ...], BatchScope] = field(default_factory=dict)
     overlap: bool = True
     sent_nbytes: int = 0
-    halos: Lane = field(default_factory=lone_lane)
-    totals: Lane = field(default_factory=lone_lane)
+    halos: CommChannel = field(default_factory=untracked_channel)
+    totals: CommChannel = field(default_factory=untracked_channel)
     dry: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Space":
@@ -50,13 +50,13 @@ class Space:
 class Travel:
     """Rows on their way: arrivals are (rows, buffer)."""
 
-    flight: Flight | None
+    handle: CommHandle | None
     arrivals: list[tuple[Rows, torch.Tensor]]
     departures: list[torch.Tensor]
 
     def wait(self) -> None:
-        if self.flight is not None:
-            self.flight.wait()
+        if self.handle is not None:
+            self.handle.wait()
 
 
 def depart(
@@ -69,7 +69,7 @@ def depart(
     space: Space,
 ) -> Travel:
     """Start sending rows of `tensor`, whose row `first` is its row 0 along `dim`, and receiving others."""
-    travel, comes, goes = Travel(flight=None, arrivals=[], departures=[]), [], []
+    travel, comes, goes = Travel(handle=None, arrivals=[], departures=[]), [], []
     nbytes = 0
     for message in outgoing:
         start, stop = message.rows
@@ -85,7 +85,7 @@ def depart(
         comes.append((space.neighbour(axis, message.part), rows))
     space.sent_nbytes += nbytes
     if (comes or goes) and not space.dry:
-        travel.flight = space.halos.start(messages(comes, goes, space.group), nbytes)
+        travel.handle = space.halos.start(start_messages(comes, goes, space.group), nbytes)
     return travel
 
 
@@ -188,18 +188,18 @@ class _AllSum(torch.autograd.Function):
     """Sum over ranks; the adjoint of a sum that all ranks receive is the sum of all their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: Any, lane: Lane) -> torch.Tensor:
-        ctx.group, ctx.lane = group, lane
-        return _summed(tensor, group, lane)
+    def forward(ctx: Any, tensor: torch.Tensor, group: Any, channel: CommChannel) -> torch.Tensor:
+        ctx.group, ctx.channel = group, channel
+        return _summed(tensor, group, channel)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _summed(grad, ctx.group, ctx.lane), None, None
+        return _summed(grad, ctx.group, ctx.channel), None, None
 
 
-def _summed(tensor: torch.Tensor, group: Any, lane: Lane) -> torch.Tensor:
+def _summed(tensor: torch.Tensor, group: Any, channel: CommChannel) -> torch.Tensor:
     total = tensor.clone(memory_format=torch.contiguous_format)
-    with lane.waiting(ring_nbytes(total, dist.get_world_size(group))):
+    with channel.waiting(ring_all_reduce_nbytes(total, dist.get_world_size(group))):
         dist.all_reduce(total, group=group)
     return total
 

@@ -12,7 +12,7 @@ from tutti.errors import PlanError
 from tutti.parallel.spatial.exchange import Space
 from tutti.parallel.spatial.geometry import bounds_of, owned
 from tutti.parallel.spatial.tensor import Along, Where, cut
-from tutti.trainer.state import Unpack
+from tutti.trainer.run_state import Unpack
 
 
 def feed_parts(model: nn.Module, source: Source, unpack: Unpack) -> tuple[Source, Unpack]:

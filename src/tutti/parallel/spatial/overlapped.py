@@ -190,7 +190,7 @@ def _extended(
     left = iter(halos)
     for route, numbers in zip(pieces.routes, rows, strict=True):
         arrivals = [(number, next(left)) for number in numbers]
-        tensor = route.finish(tensor, Travel(flight=None, arrivals=arrivals, departures=[]), pieces.space)
+        tensor = route.finish(tensor, Travel(handle=None, arrivals=arrivals, departures=[]), pieces.space)
     return tensor
 
 

@@ -7,7 +7,7 @@ unchanged.
 
 from torch import nn
 
-from tutti.comm import make_desk_or_tiers
+from tutti.comm.hierarchical import make_communicator
 from tutti.config.plan import Plan
 from tutti.parallel.layout import Layout
 from tutti.parallel.tensor import elementwise, normal, products, shapes
@@ -43,8 +43,8 @@ def split_model(model: nn.Module, plan: Plan, layout: Layout) -> None:
         rank=mesh.index("split"),
         size=degree,
         weights=weights,
-        lane=layout.lane("activations", "split"),
-        desk=make_desk_or_tiers(handle),
+        channel=layout.channel("activations", "split"),
+        communicator=make_communicator(handle),
     )
     apply_decisions(model, decisions, layout, group)
 

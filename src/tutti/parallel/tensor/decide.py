@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from tutti.config.plan import LayoutRule, placement_of
-from tutti.config.words import Placement
+from tutti.config.plan import LayoutRule, find_placement
+from tutti.config.vocabulary import Placement
 from tutti.errors import PlanError
 from tutti.parallel.tensor.decisions import (
     Decision,
@@ -39,7 +39,7 @@ def decide(
     (experts, tables), so one that divides nothing is no error. Raises PlanError for what cannot be divided and for
     contradictions, with the modules' names and the remedy.
     """
-    said, among = {name: placement_of(layout, name) for name, _ in model.named_modules()}, Among(degree, weights)
+    said, among = {name: find_placement(layout, name) for name, _ in model.named_modules()}, Among(degree, weights)
     found: dict[str, Decision] = {}
     for group in groups(model):
         if _agrees(group, said):
@@ -109,7 +109,7 @@ def _by_samples(model: nn.Module, layout: Sequence[LayoutRule], found: dict[str,
     (Krizhevsky 2014, arXiv 1404.5997: convolutions by samples, the classifier by features)."""
     for rule in layout:
         module = dict(model.named_modules()).get(rule.modules)
-        said = rule.placement == "row" and placement_of(layout, rule.modules) == "row"
+        said = rule.placement == "row" and find_placement(layout, rule.modules) == "row"
         if (
             not said
             or module is None
@@ -150,7 +150,7 @@ def _check_rules(
         if rule.placement not in ("split", "column", "row"):
             continue
         alone = [rule]
-        touched = [n for n, _ in model.named_modules() if placement_of(alone, n) != "auto"]
+        touched = [n for n, _ in model.named_modules() if find_placement(alone, n) != "auto"]
         if not touched:
             raise PlanError(f"layout: no module matches {rule.modules!r}; names are those of model.named_modules()")
         inside = [n for n in found if any(n == t or n.startswith(t + ".") or not t for t in touched)]

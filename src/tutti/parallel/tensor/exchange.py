@@ -14,15 +14,18 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from tutti.comm import Desk, TieredDesk, all_gather, ring_nbytes, sum_part
-from tutti.comm.traffic import Lane, lone_lane
+from tutti.comm.hierarchical import HierarchicalCommunicator
+from tutti.comm.point_to_point import all_gather, reduce_scatter, ring_all_reduce_nbytes
+from tutti.comm.shared_memory import SharedMemoryCommunicator
+from tutti.comm.traffic import CommChannel, untracked_channel
 from tutti.parallel.tensor.spread import Range, Spread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitGroup:
     """The ranks of this rank's split group. `handle`: their process group; `rank`: this one's place among them;
-    `weights`: of the parts that each computes, empty where they are equal; `lane`: where exchanges are counted; `desk`:
+    `weights`: of the parts that each computes, empty where they are equal; `channel`: where exchanges are counted;
+    `communicator`:
     where they are made, if ranks share memory: all of them, or those of each host.
     """
 
@@ -30,33 +33,33 @@ class SplitGroup:
     rank: int
     size: int
     weights: tuple[float, ...] = ()
-    lane: Lane = field(default_factory=lone_lane, compare=False)
-    desk: Desk | TieredDesk | None = field(default=None, compare=False)
+    channel: CommChannel = field(default_factory=untracked_channel, compare=False)
+    communicator: SharedMemoryCommunicator | HierarchicalCommunicator | None = field(default=None, compare=False)
 
     def sum(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
         """Reduce in place over the ranks, and return the tensor."""
-        with self.lane.waiting(ring_nbytes(tensor, self.size)):
-            if self.desk is not None:
-                self.desk.reduce(tensor, op)
+        with self.channel.waiting(ring_all_reduce_nbytes(tensor, self.size)):
+            if self.communicator is not None:
+                self.communicator.reduce(tensor, op)
             else:
                 dist.all_reduce(tensor, op, group=self.handle)
         return tensor
 
     def gather(self, everyone: torch.Tensor, mine: torch.Tensor) -> None:
         """Every rank's `mine`, one behind another along dim 0, into `everyone`."""
-        with self.lane.waiting((self.size - 1) * mine.numel() * mine.element_size()):
-            if self.desk is not None:
-                self.desk.gather(everyone.view(self.size, -1), mine).wait()
+        with self.channel.waiting((self.size - 1) * mine.numel() * mine.element_size()):
+            if self.communicator is not None:
+                self.communicator.gather(everyone.view(self.size, -1), mine).wait()
             else:
                 all_gather(everyone, mine, self.handle).wait()
 
     def sum_part(self, mine: torch.Tensor, whole: torch.Tensor) -> None:
         """This rank's part along dim 0 of the sum of `whole` over ranks into `mine`."""
-        with self.lane.waiting(ring_nbytes(whole, self.size) // 2):
-            if self.desk is not None:
-                self.desk.scatter_sum(whole, mine).wait()
+        with self.channel.waiting(ring_all_reduce_nbytes(whole, self.size) // 2):
+            if self.communicator is not None:
+                self.communicator.scatter_sum(whole, mine).wait()
             else:
-                sum_part(mine, whole, self.handle).wait()
+                reduce_scatter(mine, whole, self.handle).wait()
 
 
 def copy(whole: torch.Tensor, group: SplitGroup) -> torch.Tensor:

@@ -5,8 +5,8 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from tutti.config.portions import cut_units
-from tutti.config.refusals import check_nothing_empty
+from tutti.config.partitioning import cut_units
+from tutti.config.refusals import check_parts_not_empty
 
 Range = tuple[int, int]
 
@@ -115,7 +115,7 @@ class Among:
         none of them."""
         spread = self.parted(size)
         if self.weights:
-            check_nothing_empty(name, [spread.local(rank) for rank in range(self.degree)], self.weights, what)
+            check_parts_not_empty(name, [spread.local(rank) for rank in range(self.degree)], self.weights, what)
         return spread
 
 

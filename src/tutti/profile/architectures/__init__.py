@@ -14,11 +14,13 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from tutti.config.model import ModelSpec
 from tutti.errors import SpecError
-from tutti.profile.architectures.images import ResNet, UNet, ViT
 from tutti.profile.architectures.language import GPT, LSTM, T5, Bert, Llama, MoE
-from tutti.profile.architectures.tables import DLRM
+from tutti.profile.architectures.recommenders import DLRM
+from tutti.profile.architectures.vision import ResNet, UNet, ViT
 
 Architecture = GPT | Llama | MoE | Bert | T5 | LSTM | ResNet | ViT | UNet | DLRM
+
+
 ARCHITECTURES: dict[str, type[Architecture]] = {
     "gpt": GPT,
     "llama": Llama,
@@ -31,6 +33,28 @@ ARCHITECTURES: dict[str, type[Architecture]] = {
     "unet": UNet,
     "dlrm": DLRM,
 }
+
+
+def architecture(name: str, options: Mapping[str, Any]) -> ModelSpec:
+    """The ModelSpec of an architecture or preset.
+
+    Args:
+        name: of an architecture or preset.
+        options: sizes by field, as values or as text.
+
+    Raises:
+        SpecError: unknown names and fields, with the nearest ones, and sizes that do not fit together.
+    """
+    key = name.lower()
+    preset = presets().get(key)
+    kind = preset.architecture if preset else key
+    if kind not in ARCHITECTURES:
+        near = difflib.get_close_matches(key, names(), n=4, cutoff=0.3) or list(ARCHITECTURES)
+        raise SpecError(f"there is no architecture {name!r}; the nearest are {', '.join(near)}")
+    given = {**(preset.options if preset else {}), **{key.replace("-", "_"): value for key, value in options.items()}}
+    made = ARCHITECTURES[kind](**_typed(ARCHITECTURES[kind], given))
+    spec = made.build()
+    return replace(spec, name=key) if preset else spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,25 +74,8 @@ def presets() -> dict[str, Preset]:
 
 
 def names() -> tuple[str, ...]:
-    """What can be asked for: architectures, then presets."""
+    """All valid names: architectures, then presets."""
     return (*ARCHITECTURES, *presets())
-
-
-def architecture(name: str, options: Mapping[str, Any]) -> ModelSpec:
-    """The ModelSpec of an architecture or preset; `options` are sizes by field, as values or as text.
-
-    Raises SpecError for unknown names and fields, with the nearest ones, and for sizes that do not fit together.
-    """
-    key = name.lower()
-    preset = presets().get(key)
-    kind = preset.architecture if preset else key
-    if kind not in ARCHITECTURES:
-        near = difflib.get_close_matches(key, names(), n=4, cutoff=0.3) or list(ARCHITECTURES)
-        raise SpecError(f"there is no architecture {name!r}; the nearest are {', '.join(near)}")
-    given = {**(preset.options if preset else {}), **{key.replace("-", "_"): value for key, value in options.items()}}
-    made = ARCHITECTURES[kind](**_typed(ARCHITECTURES[kind], given))
-    spec = made.build()
-    return replace(spec, name=key) if preset else spec
 
 
 SAME = (
@@ -80,11 +87,11 @@ SAME = (
     ("vocab", "vocab_size"),
     ("image", "image_size", "img_size", "size"),
 )
-"""Words that people say for one size, of which an architecture knows the one or the other."""
+"""Synonyms of a size, of which an architecture knows one."""
 
 
 def _typed(kind: type[Architecture], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of the fields' types. Raises SpecError for a field that is not there or a value that it cannot have."""
+    """Convert values to the types of the fields. Raises SpecError for an unknown field or an impossible value."""
     hints = get_type_hints(kind)
     known = [each.name for each in fields(kind)]
     result = {}

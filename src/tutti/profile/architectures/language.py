@@ -5,8 +5,9 @@ from typing import Literal
 
 from tutti.config.model import ModelSpec, ModuleSpec, TensorShape
 from tutti.errors import SpecError
-from tutti.profile.architectures.attention import AttentionKind, MaskedWork
-from tutti.profile.architectures.parts import (
+from tutti.profile.architectures.building_blocks import (
+    AttentionKind,
+    MaskedWork,
     Numbers,
     Optimizer,
     at,

@@ -3,8 +3,20 @@
 from dataclasses import dataclass, replace
 
 from tutti.config.model import ModuleSpec
-from tutti.profile.architectures.attention import AttentionKind, Heads, MaskedWork, attention
-from tutti.profile.architectures.parts import Numbers, at, cross_entropy, elementwise, embedding, linear, norm, work
+from tutti.profile.architectures.building_blocks import (
+    AttentionKind,
+    Heads,
+    MaskedWork,
+    Numbers,
+    at,
+    attention,
+    cross_entropy,
+    elementwise,
+    embedding,
+    linear,
+    norm,
+    work,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

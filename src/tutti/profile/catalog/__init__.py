@@ -1,4 +1,4 @@
-"""Known devices and links as parts of a ClusterSpec, from their data sheets, and clusters put together from them.
+"""Known devices and links from their data sheets, and clusters composed of them.
 
 Each JSON file beside this one holds parts under their names. To add a device, add an entry with its source; peaks are
 dense rates, never those with sparsity.
@@ -10,37 +10,37 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 
-from tutti.config import codec
+from tutti.config import serialization
 from tutti.config.cluster import ClusterSpec, DeviceSpec, LinkSpec, LinkTier, NodeSpec
 from tutti.errors import SpecError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """Devices and links by the names one writes to use them."""
+class CatalogParts:
+    """Devices and links by their names."""
 
     devices: dict[str, DeviceSpec] = field(default_factory=dict)
     links: dict[str, LinkSpec] = field(default_factory=dict)
 
 
 @cache
-def parts() -> Parts:
+def parts() -> CatalogParts:
     """All parts that ship with tutti. Raises SpecError where two files use one name."""
     devices: dict[str, DeviceSpec] = {}
     links: dict[str, LinkSpec] = {}
     for file in sorted(resources.files(__package__).iterdir(), key=lambda file: file.name):
         if not file.name.endswith(".json"):
             continue
-        read = codec.loads(Parts, file.read_text(encoding="utf-8"), source=file.name)
+        read = serialization.loads(CatalogParts, file.read_text(encoding="utf-8"), source=file.name)
         for name in (devices.keys() & read.devices.keys()) | (links.keys() & read.links.keys()):
             raise SpecError(f"{file.name}: {name!r} is in another catalog file too; keep one of them")
         devices |= read.devices
         links |= read.links
-    return Parts(devices=devices, links=links)
+    return CatalogParts(devices=devices, links=links)
 
 
 def device(name: str) -> DeviceSpec:
-    """The device of that name (in any case of letters). Raises SpecError with the nearest names."""
+    """The device of that name, in upper or lower case. Raises SpecError with the nearest names."""
     return parts().devices[_find(name, parts().devices, "device")]
 
 
@@ -61,11 +61,15 @@ def cluster_from_parts(
     network_ports: int = 1,
     node_memory_nbytes: int | None = None,
 ) -> ClusterSpec:
-    """A cluster of equal nodes, written down from parts.
+    """Compose a cluster of equal nodes.
 
-    `node_link` joins the devices of a node, `network` the nodes, with `network_ports` ports on each node.
-    `node_memory_nbytes`: of the host; as much as its devices have together where it is not said. Raises SpecError
-    for unknown names and for links that are missing.
+    Args:
+        node_link: joins the devices of a node.
+        network: joins the nodes, with `network_ports` ports on each.
+        node_memory_nbytes: memory of the host; by default as much as its devices have together.
+
+    Raises:
+        SpecError: unknown names, and missing links.
     """
     part = device(device_name)
     if min(devices_per_node, nodes, network_ports) < 1:
@@ -110,7 +114,7 @@ def with_ports(part: LinkSpec, ports: int) -> LinkSpec:
 
 
 def _find(name: str, known: Mapping[str, object], what: str) -> str:
-    """The key that is `name` but for the case of letters. Raises SpecError."""
+    """The key that equals `name` in upper or lower case. Raises SpecError."""
     for key in known:
         if key.lower() == name.lower():
             return key
@@ -121,4 +125,4 @@ def _find(name: str, known: Mapping[str, object], what: str) -> str:
     raise SpecError(f"there is no {what} {name!r} in the catalog; the nearest are {', '.join(nearest)}")
 
 
-__all__ = ["Parts", "cluster_from_parts", "device", "link", "parts", "with_ports"]
+__all__ = ["CatalogParts", "cluster_from_parts", "device", "link", "parts", "with_ports"]

@@ -1,8 +1,8 @@
 """A cluster in one line: `4x8:a100-80gb,nvlink3,8*ib-hdr`, nodes x devices of the catalog and the links between them.
 
-Groups of different nodes are joined by `+`, each with links of its own or, where it says none of a tier, with the next
-group's: `2x8:a100-80gb,nvlink3+4x4:v100-32gb,nvlink2,ib-edr`. A link may have a number of ports before it. Parts of a
-name are enough where they are plain: `a100-80gb` is A100-SXM4-80GB.
+Groups of different nodes are joined by `+`, each with its own links or, for a tier without one, those of the next
+group: `2x8:a100-80gb,nvlink3+4x4:v100-32gb,nvlink2,ib-edr`. A link may have a number of ports before it. Unambiguous
+parts of a name are enough: `a100-80gb` is A100-SXM4-80GB.
 """
 
 import re
@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from tutti.config.cluster import ClusterSpec, DeviceSpec, LinkSpec, LinkTier, NodeSpec
 from tutti.errors import SpecError
-from tutti.profile.catalog import Parts, parts, with_ports
+from tutti.profile.catalog import CatalogParts, parts, with_ports
 
 _GROUP = re.compile(r"(\d+)x(\d+):(.+)", re.IGNORECASE)
 _ALIASES = {"ib": "infiniband", "eth": "ethernet", "opa": "omni"}
@@ -18,12 +18,12 @@ _HELP = "write NODESxDEVICES:DEVICE,LINK,..., such as 4x8:a100-80gb,nvlink3,8*ib
 
 
 def is_cluster_text(text: str) -> bool:
-    """Whether a text begins as one that describes a cluster, not as the name of a file."""
+    """Whether a text looks like a description of a cluster rather than the name of a file."""
     return _GROUP.match(text) is not None
 
 
 def cluster_from_text(text: str) -> ClusterSpec:
-    """The cluster that a text describes. Raises SpecError with the remedy where it cannot be read."""
+    """The cluster that a text describes. Raises SpecError with the remedy where it cannot be parsed."""
     known = parts()
     nodes: list[NodeSpec] = []
     stated: list[list[LinkSpec]] = []
@@ -57,8 +57,9 @@ def cluster_from_text(text: str) -> ClusterSpec:
 
 
 def _each(stated: list[list[LinkSpec]]) -> list[tuple[LinkSpec, ...]]:
-    """The links of each group of nodes: of a tier that it does not say, those of the next group that does, or of the
-    last one before. So another group at the end changes nothing for those that have all they need."""
+    """The links of each group of nodes. A tier without one takes that of the next group that has one, or else of the
+    last one before, so that appending a group changes nothing for complete groups.
+    """
     tiers: tuple[LinkTier, ...] = ("node", "network")
     found: list[tuple[LinkSpec, ...]] = []
     for index in range(len(stated)):
@@ -72,7 +73,7 @@ def _of(links: list[LinkSpec], tier: LinkTier) -> tuple[LinkSpec, ...]:
     return tuple(sorted((link for link in links if link.tier == tier), key=lambda link: link.bandwidth_bytes_per_s))
 
 
-def _check(text: str, nodes: list[NodeSpec], links: list[LinkSpec], known: Parts) -> None:
+def _check(text: str, nodes: list[NodeSpec], links: list[LinkSpec], known: CatalogParts) -> None:
     tiers = {link.tier for link in links}
     for tier, needed in (
         ("node", max(node.devices_per_node for node in nodes) > 1),
@@ -83,7 +84,7 @@ def _check(text: str, nodes: list[NodeSpec], links: list[LinkSpec], known: Parts
             raise SpecError(f"{text!r} has no {tier} link; add one of: {names}")
 
 
-def _link(known: Parts, text: str) -> LinkSpec:
+def _link(known: CatalogParts, text: str) -> LinkSpec:
     ports, star, name = text.partition("*")
     if not star:
         return known.links[_nearest(text, [*known.links], "link")]
@@ -93,7 +94,7 @@ def _link(known: Parts, text: str) -> LinkSpec:
 
 
 def _nearest(text: str, names: list[str], what: str) -> str:
-    """The first name that has all parts of `text`; of several, one with SXM in it (the usual of servers)."""
+    """The first name that contains all parts of `text`; of several, one with SXM in it (the usual form in servers)."""
     asked = [_ALIASES.get(part, part) for part in _parts_of(text)]
     found = [name for name in names if asked and all(_has(name, part) for part in asked)]
     exact = [name for name in found if len(_parts_of(name)) == len(asked)]

@@ -1,13 +1,13 @@
-"""Measuring machines: this host, or all hosts of a process group -> ClusterSpec."""
+"""Measure machines: this host, or all hosts of a process group -> ClusterSpec."""
 
 import socket
 from collections.abc import Callable
 from pathlib import Path
 
 from tutti.config.cluster import ClusterSpec
-from tutti.profile.probe.effort import FULL, QUICK, Effort
-from tutti.profile.probe.environment import cache_folder
-from tutti.profile.probe.local import measure_here
+from tutti.profile.probe.host_facts import cache_folder
+from tutti.profile.probe.local_probe import measure_here
+from tutti.profile.probe.probe_timing import FULL, QUICK, Effort
 
 TIMEOUT_S = 600.0
 
@@ -20,11 +20,17 @@ def measure(
     folder: Path | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> ClusterSpec:
-    """Measure this host with processes of its own; the calling process touches no device.
+    """Measure this host with processes of its own. The calling process touches no device.
 
-    `quick`: at most 10 s on 2 cores, else 90. `ranks`: processes, None for one each GPU, else one each core, 2 to 4.
-    `progress` is told what is being measured. `folder`: whose disk is read, the working directory by default. Not
-    for daemonic processes, which may not start others. Raises LaunchError where a rank fails.
+    Args:
+        quick: at most 10 s on 2 cores instead of 90.
+        ranks: number of processes; None for one per GPU, or else one per core, from 2 to 4.
+        progress: is told what is being measured.
+        folder: on the disk whose reading is measured; the working directory by default.
+        timeout_s: longest time for the whole probe.
+
+    Raises:
+        LaunchError: a rank fails. Daemonic processes may not start others and cannot call this.
     """
     return measure_here(
         QUICK if quick else FULL,
@@ -36,7 +42,7 @@ def measure(
 
 
 def cached_cluster_path() -> Path:
-    """Where `tutti probe` leaves this host's ClusterSpec, and others look for it."""
+    """Where `tutti probe` writes this host's ClusterSpec, and others look for it."""
     return cache_folder() / "tutti" / f"cluster-{socket.gethostname()}.json"
 
 

@@ -1,0 +1,360 @@
+"""Hierarchical collectives: shared memory inside each host, point-to-point messages between hosts.
+
+Each rank's data is sent to every other host once and read there in shared memory. Reductions are made inside each host
+before they leave it. A host of g ranks so receives (hosts - 1) / hosts of the gathered bytes; messages from each rank
+to each other rank would bring g times as much. One thread per rank makes the transfers between hosts, in order.
+
+All-reduce: a reduce inside each host, an all-reduce of one slice per local rank between hosts, then an all-gather
+inside each host. A host with a tensor of B bytes sends 2 (hosts - 1) / hosts B, however many ranks it has; a ring of
+all ranks sends up to 2 (ranks - 1) / ranks B out of it (BlueConnect, Cho et al. 2019).
+"""
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tutti.comm.local_group import DONE, READY, LocalGroup, PendingSignals
+from tutti.comm.point_to_point import start_messages
+from tutti.comm.rendezvous import HostHierarchy, rendezvous_hosts
+from tutti.comm.shared_memory import (
+    ReadTensors,
+    SharedMemoryAllReduce,
+    SharedMemoryCommunicator,
+    SharedMemoryExchange,
+    copy_rows,
+    reduce_tensors,
+)
+
+_GATHER_TAG, _REDUCE_TAG = 0, 1
+"""Tags of messages."""
+
+
+class CommThread:
+    """A thread that runs communication calls in the order in which they are submitted."""
+
+    def __init__(self) -> None:
+        self._asked: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="tutti-exchanges", daemon=True).start()
+
+    def ask(self, call: Callable[[], None]) -> None:
+        self._asked.put(call)
+
+    def end(self) -> None:
+        """Stop the thread once all submitted calls have run."""
+        self._asked.put(None)
+
+    def _run(self) -> None:
+        while (call := self._asked.get()) is not None:
+            call()
+            del call  # or whoever asked would live on while nobody asks
+
+
+class ThreadedWork:
+    """A call that runs on a `CommThread`, as a work handle."""
+
+    def __init__(self, comm_thread: CommThread, call: Callable[[], None]) -> None:
+        self._call = call
+        self._ended = threading.Event()
+        self._problem: BaseException | None = None
+        comm_thread.ask(self._make)
+
+    def is_completed(self) -> bool:
+        """Whether the call has returned or raised."""
+        return self._ended.is_set()
+
+    def wait(self) -> None:
+        """Return when the call has returned. Raises what it raised."""
+        self._ended.wait()
+        if self._problem is not None:
+            raise self._problem
+
+    def _make(self) -> None:
+        try:
+            self._call()
+        except BaseException as problem:  # told where it is waited for
+            self._problem = problem
+        finally:
+            self._ended.set()
+
+
+@dataclass(frozen=True)
+class RelayRoutes:
+    """Which rank of a host relays which data, so that data enters each host once.
+
+    Every rank sends its data to one relay peer on each other host, and receives that peer's results. Ranks of a larger
+    host share the relay peers of a smaller one. `hosts`: ranks of the process group by host, in local-group order;
+    `own`: this rank.
+    """
+
+    hosts: tuple[tuple[int, ...], ...]
+    own: int
+
+    @cached_property
+    def ranks(self) -> int:
+        """Number of ranks on all hosts."""
+        return sum(map(len, self.hosts))
+
+    @cached_property
+    def host(self) -> int:
+        """Index of this rank's host."""
+        return next(host for host, places in enumerate(self.hosts) if self.own in places)
+
+    @cached_property
+    def others(self) -> list[int]:
+        """Indices of the other hosts, starting with the next one, so that not all begin with the same host."""
+        return [(self.host + step) % len(self.hosts) for step in range(1, len(self.hosts))]
+
+    @cached_property
+    def relay_peers(self) -> list[int]:
+        """This rank's relay peer on each of the `others`."""
+        index = self.hosts[self.host].index(self.own)
+        return [self.hosts[host][index % len(self.hosts[host])] for host in self.others]
+
+    @cached_property
+    def relayed_ranks(self) -> list[int]:
+        """Ranks of other hosts whose relay peer is this rank, in the order of `others`."""
+        here = self.hosts[self.host]
+        mine = here.index(self.own)
+        return [
+            place for host in self.others for index, place in enumerate(self.hosts[host]) if index % len(here) == mine
+        ]
+
+    @cached_property
+    def max_relayed_ranks(self) -> int:
+        """The largest number of relayed ranks of any rank on this host."""
+        here = len(self.hosts[self.host])
+        return sum(-(-len(self.hosts[host]) // here) for host in self.others)
+
+    def carried(self, place: int) -> tuple[int, int]:
+        """(local rank, row) at which the data of rank `place` of another host arrives on this host."""
+        here = self.hosts[self.host]
+        row = 0
+        carrier = self._index(place) % len(here)
+        for host in self.others:
+            if place in self.hosts[host]:
+                return carrier, row + self._index(place) // len(here)
+            row += len(range(carrier, len(self.hosts[host]), len(here)))
+        raise ValueError(f"place {place} is on this host")
+
+    def _index(self, place: int) -> int:
+        return next(places.index(place) for places in self.hosts if place in places)
+
+
+def make_relay_routes(hosts: Sequence[Sequence[int]], own: int) -> RelayRoutes:
+    """Relay routes of rank `own`, from the ranks on each host."""
+    return RelayRoutes(tuple(map(tuple, hosts)), own)
+
+
+class HierarchicalCommunicator:
+    """Collectives over ranks of several hosts, of which some have several ranks.
+
+    Args:
+        communicator: the shared-memory communicator of this host.
+        group: the process group. Its messages with this class's tags must be nobody else's.
+    """
+
+    def __init__(self, communicator: SharedMemoryCommunicator, ways: RelayRoutes, group: Any) -> None:
+        self.communicator, self.ways, self.group = communicator, ways, group
+        self.borrow, self.keep, self.synchronize = communicator.borrow, communicator.keep, communicator.synchronize
+        self._comm_thread, self._scratch = CommThread(), torch.empty(0, dtype=torch.uint8)
+        weakref.finalize(self, self._comm_thread.end)
+
+    def share(self, mine: torch.Tensor, read: ReadTensors) -> "HierarchicalWork":
+        """As `SharedMemoryCommunicator.share`: `read` gets every rank's `mine`, in the group's order."""
+        return HierarchicalWork(self, self._comm_thread, mine, read)
+
+    def gather(self, segments: torch.Tensor, mine: torch.Tensor) -> "HierarchicalWork":
+        """All-gather `mine` into the rows of `segments`, (ranks, values). Returns a work."""
+        return self.share(mine, partial(copy_rows, segments))
+
+    def scatter_sum(self, buffer: torch.Tensor, out: torch.Tensor) -> ThreadedWork:
+        """Reduce-scatter row r of `buffer`, (ranks, values), into `out` of rank r. Returns a work.
+
+        Hosts' sums are added in the order of hosts; in half precision each is rounded first.
+        """
+        return ThreadedWork(self._comm_thread, lambda: self._scatter_sum(buffer, out.view(-1)))
+
+    def reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+        """All-reduce a contiguous `tensor` in place (sum or maximum), bit-identical on all ranks."""
+        self.start_reduce(tensor, op).wait()
+
+    def start_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> "HierarchicalWork":
+        """Start `reduce`. Returns a work."""
+        flat = tensor.detach().view(-1)
+        size = -(-flat.numel() // self.ways.ranks)
+        rows, mine = (self.borrow(numel, flat.dtype) for numel in (self.ways.ranks * size, size))
+        rows[: flat.numel()].copy_(flat)  # behind them lies anything, of which nobody reads the sum
+        return HierarchicalWork(
+            self, self._comm_thread, mine, partial(_concatenate_into, flat), lambda: self._scatter_sum(rows, mine, op)
+        )
+
+    def bring(self, mine: torch.Tensor) -> torch.Tensor:
+        """Send `mine` to each other host. Runs on the communication thread.
+
+        Returns:
+            (rows, values) in shared memory: what this rank's relayed ranks sent.
+        """
+        ways = self.ways
+        rows = self.borrow(ways.max_relayed_ranks * mine.numel(), mine.dtype).view(ways.max_relayed_ranks, mine.numel())
+        self._messages(
+            list(zip(ways.relayed_ranks, rows, strict=False)), [(to, mine) for to in ways.relay_peers], _GATHER_TAG
+        )
+        return rows
+
+    def _scatter_sum(self, buffer: torch.Tensor, out: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+        ways, numel, count = self.ways, out.numel(), len(self.ways.relayed_ranks)
+        sums = self._scratch_rows(1 + count + len(ways.relay_peers), out)
+        own, sent, came = sums[0], sums[1 : 1 + count], sums[1 + count :]
+        exchange = self.communicator.put(buffer)
+        theirs = [tensor.view(ways.ranks, numel) for tensor in exchange.arrive()]
+        for place, row in zip((ways.own, *ways.relayed_ranks), sums, strict=False):
+            reduce_tensors([one[place] for one in theirs], [row], op)
+        exchange.leave()
+        relay_peers = list(zip(ways.relay_peers, came, strict=True))
+        self._messages(relay_peers, list(zip(ways.relayed_ranks, sent, strict=True)), _REDUCE_TAG)
+        by_host = {ways.host: own, **dict(zip(ways.others, came, strict=True))}
+        reduce_tensors([by_host[host] for host in sorted(by_host)], [out], op)
+
+    def _messages(
+        self,
+        received: Sequence[tuple[int, torch.Tensor]],
+        sent: Sequence[tuple[int, torch.Tensor]],
+        tag: int,
+    ) -> None:
+        """Exchange rows with ranks of the group; receives are waited for first, where an ended rank is noticed."""
+        for work in start_messages(received, sent, self.group, tag=tag):
+            work.wait()
+
+    def _scratch_rows(self, rows: int, like: torch.Tensor) -> torch.Tensor:
+        """(rows, values of `like`) in memory that every exchange of the thread reuses."""
+        nbytes = rows * like.numel() * like.element_size()
+        if self._scratch.numel() < nbytes:
+            self._scratch = torch.empty(nbytes, dtype=torch.uint8)
+        return self._scratch[:nbytes].view(like.dtype).view(rows, like.numel())
+
+
+class HierarchicalWork:
+    """A gather in progress: the thread brings other hosts' data, `wait` reads all of it in shared memory.
+
+    `first`: runs on the thread before the gather, and computes `mine`.
+    """
+
+    def __init__(
+        self,
+        communicator: HierarchicalCommunicator,
+        comm_thread: CommThread,
+        mine: torch.Tensor,
+        read: ReadTensors,
+        first: Callable[[], None] | None = None,
+    ) -> None:
+        self._communicator, self._mine, self._read, self._first = communicator, mine.detach(), read, first
+        self._exchanges: tuple[SharedMemoryExchange, SharedMemoryExchange] | None = None
+        self._over = False
+        self._brought = ThreadedWork(comm_thread, self._bring)
+
+    def is_completed(self) -> bool:
+        """Whether it has completed; completes it if all data has arrived."""
+        if not self._over and self._brought.is_completed():
+            exchanges = self._exchanges
+            if exchanges is None or all(one.present() for one in exchanges):
+                self.wait()
+        return self._over
+
+    def wait(self) -> None:
+        """Return when it has completed. Raises RuntimeError when a rank has ended or times out."""
+        if self._over:
+            return
+        self._brought.wait()
+        assert self._exchanges is not None
+        self._over = True
+        here, brought = (exchange.arrive() for exchange in self._exchanges)
+        self._read(self._in_order(here, brought))
+        for exchange in self._exchanges:
+            exchange.leave()
+
+    def _bring(self) -> None:
+        if self._first is not None:
+            self._first()
+        communicator = self._communicator
+        here = communicator.communicator.put(self._mine)
+        self._exchanges = here, communicator.communicator.put(communicator.bring(self._mine))
+
+    def _in_order(self, here: list[torch.Tensor], brought: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Every rank's data, in the order of the group."""
+        ways, numel = self._communicator.ways, self._mine.numel()
+        rows = dict(zip(ways.hosts[ways.host], here, strict=True))
+        for host in ways.others:
+            for place in ways.hosts[host]:
+                carrier, row = ways.carried(place)
+                rows[place] = brought[carrier][row * numel : (row + 1) * numel]
+        return [rows[place] for place in sorted(rows)]
+
+
+def _concatenate_into(flat: torch.Tensor, parts: list[torch.Tensor]) -> None:
+    """Concatenate equally long `parts` into `flat`, which may be shorter than all of them together."""
+    for start, part in zip(range(0, flat.numel(), max(len(parts[0]), 1)), parts, strict=False):
+        whole = flat[start : start + len(part)]
+        whole.copy_(part[: len(whole)])
+
+
+def make_communicator(group: Any = None) -> SharedMemoryCommunicator | HierarchicalCommunicator | None:
+    """The communicator of a process group; hierarchical if its ranks span hosts and some hosts have several.
+
+    Returns None where ranks may not share memory, or no two could. Collective.
+    """
+    found = rendezvous_hosts(group)
+    if found is None:
+        return None
+    hosts, local_group = found
+    if len(hosts) > 1 and max(map(len, hosts)) == 1:
+        return None
+    communicator = SharedMemoryCommunicator(local_group)
+    return (
+        communicator
+        if len(hosts) == 1
+        else HierarchicalCommunicator(communicator, make_relay_routes(hosts, dist.get_rank(group)), group)
+    )
+
+
+class HierarchicalAllReduce(ThreadedWork):
+    """A hierarchical all-reduce in place, on a communication thread.
+
+    `segment`: number of this rank's shared segment; `flat`: the values in it. Waiting raises RuntimeError when a rank
+    has ended or times out.
+    """
+
+    def __init__(self, hierarchy: HostHierarchy, comm_thread: CommThread, segment: int, flat: torch.Tensor) -> None:
+        self._hierarchy, self._room, self._flat = hierarchy, segment, flat
+        super().__init__(comm_thread, self._sum)
+
+    def _sum(self) -> None:
+        hierarchy, local_group = self._hierarchy, self._hierarchy.local_group
+        SharedMemoryAllReduce(local_group, self._room, self._flat.numel(), self._flat.dtype).wait()
+        if hierarchy.inter_host_group is not None:
+            dist.all_reduce(
+                inter_host_slice(self._flat, hierarchy.parts, local_group.rank), group=hierarchy.inter_host_group
+            )
+        all_gather_slices(local_group, self._room, self._flat, hierarchy.parts)
+
+
+def inter_host_slice(flat: torch.Tensor, parts: int, part: int) -> torch.Tensor:
+    """The slice of a flat tensor that local rank `part` all-reduces between hosts."""
+    return torch.tensor_split(flat, parts)[part]
+
+
+def all_gather_slices(local_group: LocalGroup, segment: int, flat: torch.Tensor, parts: int) -> None:
+    """All-gather the inter-host slices of the first `parts` local ranks into `flat`, which lies in a segment."""
+    slot = local_group.start(segment, flat.numel(), lambda: None)
+    PendingSignals(local_group, slot, READY).wait()
+    for part, theirs in enumerate(local_group.tensors(slot, flat.dtype)[:parts]):
+        if part != local_group.rank:
+            inter_host_slice(flat, parts, part).copy_(inter_host_slice(theirs, parts, part))
+    local_group.signal(slot, DONE)
+    PendingSignals(local_group, slot, DONE).wait()  # the others have read this rank's part: it may change

@@ -1,0 +1,234 @@
+"""Local groups: the ranks of a process group that share a host, and the tables they keep in shared memory.
+
+Collectives are numbered, and every rank starts them in the same order. The numbers take turns in a ring of slots, each
+with its own semaphores. Each slot records which shared segment holds each rank's tensor. `BufferPool` reuses segments.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from tutti.comm.shared_segment import SPACING, Memory, SharedSegment, Signals, attach_segment, first_values
+
+SLOTS = 128
+"""Exchanges, and messages from one rank to another, that may be under way at once."""
+
+MAX_SEGMENTS = 1024
+"""Rooms that a rank may have."""
+
+READY, CLAIM, DONE = range(3)
+"""Semaphores of a slot: who has started, whose part nobody computes yet, who is done."""
+
+SENT, READ = range(2)
+"""Semaphores of the way from one rank to another: messages sent, messages read."""
+
+
+class LocalGroup:
+    """This rank's membership in a group of `size` ranks on one host.
+
+    Args:
+        control: shared memory for semaphores (per slot, per pair of ranks), then tables: each rank's segments
+            (file, size), each slot's records (segment, values, slice finite), each pair's message records
+            (segment, values).
+        processes: process ids by local rank.
+        timeout_s: the longest wait.
+        create: whether this rank initialises the semaphores.
+
+    `ways`: message records by source, target and number in a ring of SLOTS.
+    """
+
+    def __init__(self, control: Memory, processes: list[int], rank: int, timeout_s: float, *, create: bool) -> None:
+        self.rank, self.size = rank, len(processes)
+        self._processes = processes
+        count = num_semaphores(self.size)
+        self.signals = Signals(control, count, processes, timeout_s, create=create)
+        tables = torch.frombuffer(control, dtype=torch.int64, offset=count * SPACING)
+        sizes = (2 * MAX_SEGMENTS * self.size, 3 * SLOTS * self.size, 2 * SLOTS * self.size**2)
+        segments, slots, ways, _ = torch.tensor_split(tables, [sizes[0], sum(sizes[:2]), sum(sizes)])
+        self._segments = segments.view(self.size, MAX_SEGMENTS, 2).numpy()
+        self._slots = slots.view(SLOTS, self.size, 3).numpy()
+        self.ways = ways.view(self.size, self.size, SLOTS, 2).numpy()
+        self._started = 0
+        self._synchronize: dict[int, Callable[[], None]] = {}
+        self._mine: list[SharedSegment] = []
+        self._theirs: dict[tuple[int, int], Memory] = {}
+
+    @property
+    def others(self) -> list[int]:
+        """The other local ranks, starting with the next one."""
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
+
+    def new_segment(self, nbytes: int) -> tuple[int, SharedSegment]:
+        """A new segment of this rank, with its number. It lives as long as the group."""
+        number = len(self._mine)
+        if number == MAX_SEGMENTS:
+            raise RuntimeError(f"shared memory: a local group has at most {MAX_SEGMENTS} segments; make buckets larger")
+        segment = SharedSegment(nbytes)
+        self._mine.append(segment)
+        self._segments[self.rank, number] = segment.file, segment.nbytes
+        return number, segment
+
+    def start(self, segment: int, numel: int, synchronize: Callable[[], None], *, claim: bool = False) -> int:
+        """Start the next collective with the first `numel` values of a segment; returns its slot.
+
+        Args:
+            synchronize: waits for all signals of this collective; called before its slot is used again.
+            claim: whether other ranks may reduce this rank's slice.
+        """
+        slot = self._started % SLOTS
+        self._started += 1
+        if slot in self._synchronize:
+            self._synchronize[slot]()
+        self._synchronize[slot] = synchronize
+        self._slots[slot, self.rank, :2] = segment, numel
+        if claim:
+            self.post(slot, CLAIM, self.rank)
+        self.signal(slot, READY)
+        return slot
+
+    def forget(self, slot: int, synchronize: Callable[[], None]) -> None:
+        """Release `slot`: all signals of the collective that passed `synchronize` have arrived."""
+        if self._synchronize.get(slot) == synchronize:
+            del self._synchronize[slot]
+
+    def post(self, slot: int, kind: int, rank: int) -> None:
+        """Post a signal to one rank (CLAIM: to whoever takes it first)."""
+        self.signals.post((slot * 3 + kind) * self.size + rank)
+
+    def signal(self, slot: int, kind: int) -> None:
+        """Post a signal to all other ranks."""
+        for other in self.others:
+            self.post(slot, kind, other)
+
+    def take(self, slot: int, kind: int, rank: int) -> bool:
+        """Take a signal to `rank` if there is one."""
+        return self.signals.take((slot * 3 + kind) * self.size + rank)
+
+    def wait(self, slot: int, kind: int) -> None:
+        """Wait for a signal to this rank. Raises RuntimeError when another rank has ended or times out."""
+        self.signals.wait((slot * 3 + kind) * self.size + self.rank, self.others)
+
+    def tensors(self, slot: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Every rank's tensor in a slot that all have started. Raises RuntimeError if sizes differ."""
+        records = self._slots[slot, :, :2].tolist()
+        sizes = {size for _, size in records}
+        if len(sizes) > 1:
+            raise RuntimeError(f"shared memory: ranks exchange tensors of different sizes: {sorted(sizes)} values")
+        return [self.tensor(rank, segment, size, dtype) for rank, (segment, size) in enumerate(records)]
+
+    def record_finite(self, slot: int, part: int, *, finite: bool) -> None:
+        """Record whether slice `part` is finite, before this rank signals DONE."""
+        self._slots[slot, part, 2] = finite
+
+    def all_finite(self, slot: int) -> bool:
+        """Whether all slices of a completed collective are finite; call before its slot is used again."""
+        return bool(self._slots[slot, :, 2].all())
+
+    def way(self, source: int, target: int, kind: int) -> int:
+        """Index of the semaphore of messages from `source` to `target`."""
+        return SLOTS * 3 * self.size + (kind * self.size + source) * self.size + target
+
+    def tensor(self, rank: int, segment: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The first values of a rank's segment, mapped on first use. Raises RuntimeError when that rank has ended."""
+        if rank == self.rank:
+            return self._mine[segment].tensor(dtype, numel)
+        if (rank, segment) not in self._theirs:
+            file, nbytes = self._segments[rank, segment].tolist()
+            try:
+                self._theirs[rank, segment] = attach_segment(self._processes[rank], file, nbytes)
+            except FileNotFoundError as gone:
+                words = f"Connection closed by peer: the process of rank {rank} here has ended"
+                raise RuntimeError(words) from gone
+        return first_values(self._theirs[rank, segment], dtype, numel)
+
+
+def num_semaphores(size: int) -> int:
+    """Number of semaphores of a local group."""
+    return SLOTS * 3 * size + 2 * size * size
+
+
+def control_nbytes(size: int) -> int:
+    """Bytes of shared memory for the semaphores and tables of a local group."""
+    return num_semaphores(size) * SPACING + 8 * size * (2 * MAX_SEGMENTS + 3 * SLOTS + 2 * SLOTS * size)
+
+
+class PendingSignals:
+    """Signals of one kind (READY, DONE) still `missing` in a slot: at first one from each other rank."""
+
+    __slots__ = ("_kind", "_local_group", "_slot", "missing")
+
+    def __init__(self, local_group: LocalGroup, slot: int, kind: int) -> None:
+        self._local_group, self._slot, self._kind = local_group, slot, kind
+        self.missing = local_group.size - 1
+
+    def arrived(self) -> bool:
+        """Whether all signals have arrived, without waiting."""
+        while self.missing and self._local_group.take(self._slot, self._kind, self._local_group.rank):
+            self.missing -= 1
+        return not self.missing
+
+    def wait(self) -> None:
+        """Return when all signals have arrived. Raises RuntimeError when a rank has ended or times out."""
+        while self.missing:
+            self._local_group.wait(self._slot, self._kind)
+            self.missing -= 1
+
+
+_MIN_SEGMENT_NBYTES = 4096
+_MAX_PERSISTENT = MAX_SEGMENTS // 2
+
+
+class BufferPool:
+    """Shared segments of one rank in a local group, reused by size (powers of two)."""
+
+    def __init__(self, local_group: LocalGroup) -> None:
+        self._local_group = local_group
+        self._segments: dict[int, SharedSegment] = {}
+        self._free: dict[int, list[int]] = {}
+        self._borrowed: dict[int, int] = {}
+        self._persistent: dict[int, int] = {}
+
+    def put(self, flat: torch.Tensor) -> int:
+        """Number of the segment that holds `flat`: its own (`borrow`, `keep`), or a free one it is copied into."""
+        place = flat.data_ptr()
+        if place in self._borrowed:
+            return self._borrowed.pop(place)
+        if place in self._persistent:
+            return self._persistent[place]
+        number = self._take(flat.numel() * flat.element_size())
+        self._segments[number].tensor(flat.dtype, flat.numel()).copy_(flat)
+        return number
+
+    def borrow(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised memory of a free segment, to be filled and `put`."""
+        if not numel:
+            return torch.empty(0, dtype=dtype)  # has no place by which `put` would find it: takes a segment there
+        number = self._take(numel * dtype.itemsize)
+        tensor = self._segments[number].tensor(dtype, numel)
+        self._borrowed[tensor.data_ptr()] = number
+        return tensor
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a flat tensor in a persistent segment, which `put` finds; the tensor itself if none is free."""
+        if not tensor.numel() or tensor.data_ptr() in self._persistent or len(self._persistent) == _MAX_PERSISTENT:
+            return tensor
+        number, segment = self._local_group.new_segment(tensor.numel() * tensor.element_size())
+        self._segments[number] = segment
+        kept = segment.tensor(tensor.dtype, tensor.numel()).copy_(tensor)
+        self._persistent[kept.data_ptr()] = number
+        return kept
+
+    def _take(self, nbytes: int) -> int:
+        nbytes = max(_MIN_SEGMENT_NBYTES, 1 << max(nbytes - 1, 0).bit_length())  # what nobody touches takes no memory
+        free = self._free.setdefault(nbytes, [])
+        if free:
+            number = free.pop()
+        else:
+            number, segment = self._local_group.new_segment(nbytes)
+            self._segments[number] = segment
+        return number
+
+    def give(self, number: int) -> None:
+        """Return a segment that nobody reads any more."""
+        if number not in self._persistent.values():
+            self._free[self._segments[number].nbytes].append(number)

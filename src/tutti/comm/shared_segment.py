@@ -1,0 +1,207 @@
+"""Shared memory segments of one host, and the POSIX semaphores and liveness checks built on them.
+
+A segment is an anonymous file in memory: it has no name, no mount limits its size, and it ends with the processes that
+have it open. Other processes of the same user open it as /proc/PID/fd/N.
+
+Semaphores come from the C library, so that a waiting rank sleeps instead of spinning: ranks share cores with compute.
+Posting and waiting order memory: values written before a post are visible after the matching wait.
+"""
+
+import ctypes
+import errno
+import mmap
+import os
+import re
+import select
+import time
+import weakref
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_NAME = "tutti-segment"
+
+Memory = ctypes.Array[ctypes.c_char]
+
+
+class SharedSegment:
+    """`nbytes` of shared memory that this rank owns. Raises OSError where the system gives none."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = max(nbytes, 1)
+        self.file = os.memfd_create(_segment_name())
+        try:
+            os.ftruncate(self.file, self.nbytes)
+            self.memory = _map_file(self.file, self.nbytes)
+        except OSError:
+            os.close(self.file)
+            raise
+        weakref.finalize(self, os.close, self.file).atexit = False  # others may still ask for it then
+
+    def tensor(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """The first `numel` values, zeros at first, which live as long as any tensor of them does."""
+        return first_values(self.memory, dtype, numel)
+
+
+def attach_segment(process: int, file: int, nbytes: int) -> Memory:
+    """A segment of another process of this host. Raises OSError where this one may not see it."""
+    handle = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR)
+    try:
+        return _map_file(handle, nbytes)
+    finally:
+        os.close(handle)
+
+
+def _map_file(file: int, nbytes: int) -> Memory:
+    """A file's bytes, until nothing refers to them. Python's own mmap would keep one more file open for each."""
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    place = library.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, file, 0)
+    if place in (None, ctypes.c_void_p(-1).value):
+        raise OSError(ctypes.get_errno(), "shared memory could not be mapped")
+    memory = (ctypes.c_char * nbytes).from_address(place)
+    weakref.finalize(memory, library.munmap, place, nbytes).atexit = False  # tensors may outlive the interpreter's end
+    return memory
+
+
+def first_values(memory: Memory, dtype: torch.dtype, numel: int) -> torch.Tensor:
+    """The first `numel` values, which may be none, of a segment's memory."""
+    return torch.frombuffer(memory, dtype=dtype, count=numel) if numel else torch.empty(0, dtype=dtype)
+
+
+def host_identity() -> str:
+    """What processes share that can share memory, and that count as one host: a boot, and the namespaces in which
+    processes see each other and have their network (hosts of a laboratory on one machine are hosts of their own).
+    """
+    try:
+        namespaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "net")]
+        return " ".join([_BOOT.read_text().strip(), *namespaces])
+    except OSError:
+        return ""
+
+
+def attached_resident_nbytes() -> int:
+    """Bytes resident in this process that belong to segments of other ranks: their owners count them, too."""
+    try:
+        text = Path("/proc/self/smaps").read_text()
+    except OSError:
+        return 0
+    # A mapping's first line ends with its name; lines of its figures follow.
+    segments = re.findall(rf"/memfd:({_NAME}-\d+)\b.*?^Rss:\s+(\d+)", text, re.MULTILINE | re.DOTALL)
+    return sum(1024 * int(kib) for name, kib in segments if name != _segment_name())
+
+
+def _segment_name() -> str:
+    return f"{_NAME}-{os.getpid()}"
+
+
+SPACING = 64
+"""Bytes from one semaphore to the next: a cache line; the C library's needs 32 or fewer."""
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def semaphores_available() -> bool:
+    """Whether the C library has process-shared semaphores and anonymous shared memory."""
+    try:
+        library = ctypes.CDLL(None)
+        return all(hasattr(library, name) for name in ("sem_init", "sem_post", "sem_timedwait", "memfd_create"))
+    except (OSError, TypeError):
+        return False
+
+
+class Semaphores:
+    """`count` semaphores at the start of `memory`. One rank makes them with `create`; the others only use them."""
+
+    def __init__(self, memory: Memory, count: int, *, create: bool) -> None:
+        self._memory = memory
+        self._first = ctypes.addressof(memory)
+        self._library = ctypes.CDLL(None, use_errno=True)
+        self._post, self._try = self._library.sem_post, self._library.sem_trywait
+        for function in (self._post, self._try):
+            function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_int
+        if create:
+            initialise = self._library.sem_init
+            initialise.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint]
+            for index in range(count):
+                self._checked(initialise(self._address(index), 1, 0))
+
+    def post(self, index: int) -> None:
+        """Add one, and wake a rank that waits for it."""
+        self._checked(self._post(self._first + SPACING * index))
+
+    def take(self, index: int) -> bool:
+        """Take one if there is one."""
+        return bool(self._try(self._first + SPACING * index) == 0)
+
+    def wait(self, index: int, seconds: float) -> bool:
+        """Take one, asleep for at most `seconds`; returns whether there was one."""
+        end = time.time() + seconds  # sem_timedwait knows this clock only; callers watch their own time
+        until = _Timespec(int(end), int(end % 1 * 1e9))
+        timed = self._library.sem_timedwait
+        timed.argtypes, timed.restype = [ctypes.c_void_p, ctypes.POINTER(_Timespec)], ctypes.c_int
+        while timed(self._address(index), ctypes.byref(until)) != 0:
+            problem = ctypes.get_errno()
+            if problem == errno.ETIMEDOUT:
+                return False
+            if problem != errno.EINTR:
+                raise OSError(problem, "sem_timedwait")
+        return True
+
+    def _address(self, index: int) -> int:
+        return self._first + SPACING * index
+
+    def _checked(self, result: int) -> None:
+        if result != 0:
+            raise OSError(ctypes.get_errno(), "a semaphore in shared memory")
+
+
+_LIVENESS_INTERVAL_S = 0.05
+"""Between looks at whether those we wait for are still there."""
+
+
+class Signals:
+    """`count` semaphores at the start of `memory`. `processes`: of all ranks; `timeout_s`: the longest wait."""
+
+    def __init__(self, memory: Memory, count: int, processes: Sequence[int], timeout_s: float, *, create: bool) -> None:
+        self._semaphores = Semaphores(memory, count, create=create)
+        self.post, self.take = self._semaphores.post, self._semaphores.take
+        self._timeout_s = timeout_s
+        self._handles = [os.pidfd_open(process) for process in processes]
+        weakref.finalize(self, _close_pidfds, self._handles).atexit = False  # the system closes what is open then
+
+    def wait(self, index: int, ranks: Iterable[int]) -> None:
+        """Take one of semaphore `index`, which one of `ranks` posts.
+
+        Raises RuntimeError when one of them has ended, or nobody posts in time.
+        """
+        if self.take(index):
+            return
+        end = time.monotonic() + self._timeout_s
+        while not self._semaphores.wait(index, _LIVENESS_INTERVAL_S):
+            gone = self._gone(ranks)
+            if gone and self.take(index):  # its last deed
+                return
+            if gone:
+                raise RuntimeError(f"Connection closed by peer: the process of rank {gone[0]} here has ended")
+            if time.monotonic() > end:
+                raise RuntimeError(f"Timed out waiting {self._timeout_s:g} s for other ranks of this host")
+
+    def _gone(self, ranks: Iterable[int]) -> list[int]:
+        """Those whose process has ended."""
+        poll = select.poll()
+        rank_of = {self._handles[rank]: rank for rank in ranks}
+        for handle in rank_of:
+            poll.register(handle, select.POLLIN)
+        return [rank_of[handle] for handle, _ in poll.poll(0)]
+
+
+def _close_pidfds(handles: list[int]) -> None:
+    for handle in handles:
+        os.close(handle)

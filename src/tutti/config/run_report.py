@@ -1,0 +1,537 @@
+"""RunReport: what a run did, read from its run folder. Every number is a Quantity that carries its evidence.
+
+The fields are those that an honest report needs (tutti.report's rules). What the run did not record is null and is
+shown as "not recorded".
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tutti.config.prediction import Phase
+from tutti.config.vocabulary import Evidence, TrafficKind, Unit
+from tutti.errors import SpecError
+
+Scope = Literal["kernel", "step", "epoch", "train"]
+
+
+Status = Literal["completed", "stopped", "failed", "unfinished"]
+
+
+Severity = Literal["refuse", "warn", "note"]
+
+
+Scaling = Literal["strong", "weak"]
+
+
+Claim = Literal["speedup", "efficiency", "strong scaling", "ranking", "rate", "end-to-end", "quality", "breakdown"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantity:
+    """A number with its unit and evidence. A `value` of None, and then an `evidence` of None, means "not recorded".
+
+    Units are "s", "B", "B/s", "FLOP", "FLOP/s", "samples", "samples/s", "ratio" (shown in percent), "x" (a factor), and
+    "" for a plain number.
+
+    Attributes:
+        low, high: bounds of an estimate.
+        note: how the number was obtained.
+    """
+
+    value: int | float | None = None
+    unit: str = ""
+    evidence: Evidence | None = None
+    low: int | float | None = None
+    high: int | float | None = None
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        if (self.value is None) != (self.evidence is None):
+            raise SpecError(
+                f"value = {self.value} with evidence = {self.evidence}; give a number its evidence, and none to null"
+            )
+        for number in (self.value, self.low, self.high):
+            if number is not None and not math.isfinite(number):
+                raise SpecError(f"a quantity is {number}; write null for a number that is not there")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerificationSummary:
+    """Whether N ranks were shown to compute what one device computes (verify.json). `cause` is that of a failure."""
+
+    passed: bool
+    sentence: str
+    largest: Quantity  # relative difference of a tensor that was tolerated
+    tolerance: Quantity
+    steps: Quantity
+    arithmetic: str
+    cause: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFailure:
+    """Why a rank ended early."""
+
+    rank: int
+    host: str
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuleFinding:
+    """What a rule of honest reporting found.
+
+    Attributes:
+        rule: its number among the twelve; 0 for rules of the report itself.
+        where: path of the field.
+        run: position of the run in a comparison; None for all runs.
+        refuses: the claims that may not be made.
+    """
+
+    rule: int
+    code: str
+    severity: Severity
+    sentence: str
+    where: str
+    run: int | None = None
+    refuses: tuple[Claim, ...] = ()
+
+
+Split = Literal["train", "validation", "test", "other"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricCurve:
+    """One value over the run, as four parallel tuples. `time_s` is on the run's clock, which excludes down time."""
+
+    name: str  # "training loss", "test accuracy"
+    split: Split
+    metric: str
+    evidence: Evidence = "measured"
+    steps: tuple[int, ...]
+    samples: tuple[int, ...]
+    time_s: tuple[float, ...]
+    values: tuple[float, ...]
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QualityReport:
+    """The quality reached, on held-out data where the run evaluated some.
+
+    Attributes:
+        selection: whether `test_value` is of the last evaluation or of the best.
+        eval_every_samples: samples trained on between two evaluations.
+    """
+
+    name: str = ""
+    metric: str = ""
+    split: Split = "other"
+    higher_is_better: bool = True
+    test_value: Quantity = Quantity()
+    best_value: Quantity = Quantity()
+    target: Quantity = Quantity()
+    reached: bool | None = None
+    reference_value: Quantity = Quantity()
+    selection: Literal["last", "best"] = "last"
+    eval_every_samples: Quantity = Quantity(unit="samples")
+    eval_samples: Quantity = Quantity(unit="samples")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeReport:
+    """Where the time went.
+
+    Attributes:
+        wall: from the start of prepare to the end, over all generations of a resumed run.
+        breakdown: of rank 0.
+        accounted: sum of the breakdown over `wall`; 1 when it adds up.
+        per_step: median of the steady steps; its note says which those are.
+        startup: time until the first step, by part.
+    """
+
+    wall: Quantity
+    breakdown: dict[Phase, Quantity]
+    accounted: Quantity
+    per_step: Quantity
+    step_phases: dict[Phase, Quantity] = field(default_factory=dict)
+    load_wait: Quantity = Quantity(unit="s")
+    startup: dict[str, Quantity] = field(default_factory=dict)
+    generations: Quantity = Quantity()
+    repeated_steps: Quantity = Quantity()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlopsReport:
+    """Work and rates. `model_per_sample` counts forward and backward; `peak_fraction` is of the dense peak."""
+
+    model_per_sample: Quantity = Quantity(unit="FLOP")
+    formula: str = ""
+    dtype: str | None = None
+    counts_recompute: bool = False
+    sparsity: Literal["dense", "sparse"] = "dense"
+    rate: Quantity = Quantity(unit="FLOP/s")
+    peak: Quantity = Quantity(unit="FLOP/s")
+    peak_fraction: Quantity = Quantity(unit="ratio")
+    to_target: Quantity = Quantity(unit="FLOP")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetReport:
+    """What it took to reach the target quality for the first time; null where there is no target or it was missed."""
+
+    time: Quantity = Quantity(unit="s")
+    steps: Quantity = Quantity(unit="steps")
+    epochs: Quantity = Quantity(unit="epochs")
+    samples: Quantity = Quantity(unit="samples")
+    device_seconds: Quantity = Quantity(unit="device s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictionCheck:
+    """A predicted number beside the measured one. `error` is (predicted - measured) / measured."""
+
+    name: str
+    predicted: Quantity
+    measured: Quantity
+    error: Quantity
+    within: bool | None  # whether the measured value lies in the predicted interval
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReport:
+    """One rank: where it ran, its peak memory and its time by phase. Evaluation is in rank 0's.
+
+    `stolen` is the fraction of its host's core time that a hypervisor gave to other machines.
+    """
+
+    rank: int
+    host: str
+    device: str
+    device_model: str
+    threads: Quantity
+    peak_memory: Quantity
+    breakdown: dict[Phase, Quantity]
+    stolen: Quantity = Quantity(unit="ratio")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommunicationReport:
+    """One communication channel in a step of rank 0.
+
+    Attributes:
+        sent: bytes that rank 0 sent.
+        under_way: seconds during which an exchange had begun and was not known to have ended.
+        exposed: seconds that rank 0 waited; `exposed_in` by phase.
+        hidden: the part of `under_way` in which it did not wait.
+    """
+
+    axes: str
+    carried: TrafficKind
+    exchanges: Quantity
+    sent: Quantity
+    under_way: Quantity
+    exposed: Quantity
+    exposed_in: dict[Phase, Quantity]
+    hidden: Quantity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsReport:
+    """A mixture of experts over the run: choices of tokens, dropped choices and their share, and the load-balancing
+    loss of a step (1 when balanced). `name` is the module's.
+    """
+
+    name: str
+    assigned: Quantity
+    dropped: Quantity
+    share: Quantity
+    balance_loss: Quantity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoiseReport:
+    """The gradient noise scale, measured while training, in the unit of the batch: means over the second half of the
+    run.
+
+    Attributes:
+        critical_batch: the batch at which twice the least number of samples is needed, taken to be the noise scale.
+        square: squared norm of the mean gradient.
+        variance: trace of the covariance of one unit's gradient.
+        measured: number of steps in which it was measured.
+    """
+
+    critical_batch: Quantity
+    square: Quantity
+    variance: Quantity
+    measured: Quantity
+
+
+StartState = Literal["disk-cold", "disk-warm", "ram", "generated"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataReport:
+    """The data trained and evaluated on, and where it lay when the clock started."""
+
+    name: str
+    kind: str
+    train_samples: Quantity
+    train_sha256: str | None
+    hash_covers: str
+    test_name: str | None = None
+    test_sha256: str | None = None
+    train_test_overlap: Quantity = Quantity(unit="samples")
+    start_state: StartState | None = None
+    bytes_read: Quantity = Quantity(unit="B")
+    preprocess_timed: bool | None = None
+    input_shape: str | None = None
+    native_shape: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuningReport:
+    """What was spent on finding the recipe before this run."""
+
+    trials: Quantity = Quantity()
+    device_seconds: Quantity = Quantity(unit="device s")
+    space: str | None = None
+    search_log_sha256: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkReport:
+    """One tier of links."""
+
+    tier: str
+    latency: Quantity
+    bandwidth: Quantity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SystemReport:
+    """The machines.
+
+    Attributes:
+        device_model: of all ranks, joined by "+".
+        peak_dense_flops: of one device, by dtype.
+        sums: what gradient reductions went through, as text.
+    """
+
+    device_model: str
+    device_kind: str  # "cpu" or "cuda"
+    ranks: Quantity
+    hosts: Quantity
+    devices: Quantity  # of a CPU run: its hosts, whose cores the ranks share
+    cores_used: Quantity
+    cores_granted: Quantity = Quantity(unit="cores")
+    year: Quantity = Quantity()
+    peak_dense_flops: dict[str, Quantity] = field(default_factory=dict)
+    links: tuple[LinkReport, ...] = ()
+    backend: str = ""
+    sums: str = ""
+    platform: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchReport:
+    """The batch of a step: global, per rank, and per microbatch of a rank."""
+
+    global_size: Quantity
+    local_size: Quantity
+    micro_size: Quantity
+    num_microbatches: Quantity
+    unit: Unit = "samples"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecipeReport:
+    """How the optimizer was driven. `compress` is the codec of gradient reductions; None where they were exact."""
+
+    optimizer: str
+    lr: Quantity
+    lr_rule: str | None
+    scheduler: str | None
+    clip_norm: Quantity
+    precision: str
+    seed: Quantity
+    last_batch: str
+    compress: str | None = None
+
+
+StopRule = Literal["target", "epochs", "steps", "time"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopReport:
+    """What ended the run."""
+
+    rule: StopRule | None = None
+    value: Quantity = Quantity()
+
+
+BaselineSource = Literal["measured-here", "published"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaselineReport:
+    """What the run is compared with, and who tuned it."""
+
+    source: BaselineSource | None = None
+    system: str | None = None
+    tuned_by: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunReport:
+    """Everything a run folder says about its run.
+
+    Attributes:
+        config_sha256: of what determines the result except the seed: script arguments, recipe, model, training data.
+        scope: "train" only when training ended by itself or reached the target.
+    """
+
+    name: str
+    script: str
+    command: str
+    started_utc: str
+    model: str
+    parameters: Quantity
+    status: Status
+    scope: Scope
+    headline: str
+    quality: QualityReport
+    data: DataReport
+    time: TimeReport
+    throughput: Quantity
+    steps: Quantity
+    skipped_steps: Quantity
+    epochs: Quantity
+    samples_seen: Quantity
+    device_seconds: Quantity
+    system: SystemReport
+    batch: BatchReport
+    recipe: RecipeReport
+    plan: str | None
+    stop: StopReport
+    to_target: TargetReport = TargetReport()
+    scaling: Scaling | None = None
+    flops: FlopsReport = FlopsReport()
+    tuning: TuningReport = TuningReport()
+    baseline: BaselineReport = BaselineReport()
+    checks: tuple[PredictionCheck, ...] = ()
+    predicted_phases: dict[Phase, Quantity] = field(default_factory=dict)
+    predicted_memory: dict[str, Quantity] = field(default_factory=dict)
+    prediction_notes: tuple[str, ...] = ()
+    memory_peak: Quantity = Quantity(unit="B")
+    sent_per_step: Quantity = Quantity(unit="B")
+    communication: tuple[CommunicationReport, ...] = ()
+    experts: tuple[ExpertsReport, ...] = ()
+    noise: NoiseReport | None = None
+    replicas: dict[str, Quantity] = field(default_factory=dict)
+    ranks: tuple[RankReport, ...] = ()
+    curves: tuple[MetricCurve, ...] = ()
+    verification: VerificationSummary | None = None
+    failures: tuple[RankFailure, ...] = ()
+    config_sha256: str | None = None
+    git_commit: str | None = None
+    git_dirty: bool | None = None
+    env_lock_sha256: str | None = None
+    findings: tuple[RuleFinding, ...] = ()
+    version: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettingDifference:
+    """A setting that differs between compared runs, as one text per run."""
+
+    name: str
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparisonRow:
+    """One run against the first. `refusal` replaces a speed-up that may not be stated."""
+
+    name: str
+    quality: Quantity
+    time: Quantity  # to the target where one is set, else of the whole run
+    throughput: Quantity
+    device_seconds: Quantity
+    speedup: Quantity
+    efficiency: Quantity
+    refusal: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Several runs side by side; the first is the reference."""
+
+    runs: tuple[RunReport, ...]
+    rows: tuple[ComparisonRow, ...]
+    differences: tuple[SettingDifference, ...]
+    scaling: Scaling | None
+    headline: str
+    findings: tuple[RuleFinding, ...] = ()
+    version: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryEntry:
+    """One run: predicted and measured step time, and memory of the fullest rank. Errors are (predicted - measured) /
+    measured.
+
+    Attributes:
+        cluster: name of the cluster it was predicted for.
+        within: whether the measured step lies in the predicted interval.
+    """
+
+    name: str
+    folder: str
+    started_utc: str
+    script: str
+    cluster: str
+    plan: str
+    ranks: Quantity
+    predicted_step: Quantity
+    measured_step: Quantity
+    step_error: Quantity
+    within: bool | None
+    memory_error: Quantity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictionAccuracy:
+    """How far predictions for one cluster were off; for all clusters where `cluster` is empty.
+
+    Attributes:
+        median, ninetieth: of the absolute errors.
+        bias: signed median error; negative where runs took longer than predicted.
+    """
+
+    cluster: str
+    runs: int
+    median: Quantity
+    ninetieth: Quantity
+    bias: Quantity
+    within: int
+    memory_median: Quantity
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictionHistory:
+    """Predictions and outcomes of runs, in the order in which they began.
+
+    Attributes:
+        trust: of all runs first, then by cluster where there are several.
+        left_out: run folders without a prediction or a step, and why.
+    """
+
+    entries: tuple[HistoryEntry, ...]
+    trust: tuple[PredictionAccuracy, ...]
+    left_out: tuple[str, ...] = ()
+    version: int = 1

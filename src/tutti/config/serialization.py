@@ -1,0 +1,169 @@
+"""Frozen dataclass <-> plain JSON for everything in this package; errors name the path of the offending field.
+
+pydantic validates: strict types; unknown fields and numbers that are not finite are refused. This file turns its
+findings into one sentence each, with a remedy.
+"""
+
+import dataclasses
+import difflib
+import hashlib
+import json
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+
+from tutti.errors import SpecError, TuttiError
+
+T = TypeVar("T")
+
+_STRICT = with_config(ConfigDict(extra="forbid", allow_inf_nan=False))
+
+
+@cache
+def _adapter(cls: type[Any]) -> TypeAdapter[Any]:
+    for part in _nested(cls, set()):
+        _STRICT(part)
+    return TypeAdapter(cls)
+
+
+def to_data(value: Any) -> Any:
+    """The plain JSON form (dicts, lists, strings, numbers) of a value."""
+    return _adapter(type(value)).dump_python(value, mode="json")  # type: ignore[arg-type]
+
+
+def from_data(cls: type[T], data: Any, *, source: str = "the given data") -> T:
+    """Build a value from its plain JSON form.
+
+    Raises:
+        SpecError: the data does not have the form of `cls`. Errors of the class's own checks pass through. Both name
+            `source` and the path of the field.
+    """
+    _check_version(cls, data, source)
+    try:
+        return _adapter(cls).validate_json(json.dumps(data), strict=True)  # type: ignore[no-any-return, arg-type]
+    except ValidationError as error:
+        raise _explained(cls, error, source) from None
+
+
+def dumps(value: Any) -> str:
+    """Readable JSON text of a value.
+
+    Raises:
+        SpecError: a number is not finite, which JSON cannot express.
+    """
+    try:
+        return json.dumps(to_data(value), indent=2, allow_nan=False) + "\n"
+    except ValueError:
+        raise SpecError(
+            f"a {type(value).__name__} holds a number that is not finite, which JSON cannot; leave it out or use null"
+        ) from None
+
+
+def loads(cls: type[T], text: str, *, source: str = "the given text") -> T:
+    """Parse JSON text into a value of class `cls`."""
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise SpecError(
+            f"{source} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}; "
+            "repair the file or make a new one with tutti"
+        ) from None
+    return from_data(cls, data, source=source)
+
+
+def save(value: Any, path: Path) -> Path:
+    """Write a value to a file, with its parent folders, and return the path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(dumps(value), encoding="utf-8")
+    return path
+
+
+def load(cls: type[T], path: Path) -> T:
+    """Read a value of class `cls` from a file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise SpecError(f"{path} does not exist; name an existing {cls.__name__} file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path} cannot be read ({error}); name a readable {cls.__name__} file") from None
+    return loads(cls, text, source=str(path))
+
+
+def digest(value: Any) -> str:
+    """SHA-256 of the canonical JSON form: equal values have equal digests."""
+    text = json.dumps(to_data(value), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _check_version(cls: type[Any], data: Any, source: str) -> None:
+    """Refuse another version of the format as such, before its fields are found wrong one by one."""
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    if "version" not in fields or not isinstance(data, dict) or "version" not in data:
+        return
+    known = fields["version"].default
+    if data["version"] != known:
+        raise SpecError(
+            f"{source}: version = {data['version']!r}, but this tutti reads {cls.__name__} version {known}; "
+            "make the file again with this tutti"
+        )
+
+
+def _explained(cls: type[Any], error: ValidationError, source: str) -> TuttiError:
+    """The error for pydantic's first finding: one sentence with the field's path and the remedy."""
+    finding = error.errors()[0]
+    location = tuple(str(part) for part in finding["loc"] if part != "[key]")
+    path = ".".join(location)
+    own = finding.get("ctx", {}).get("error")
+    if isinstance(own, TuttiError):
+        return type(own)(f"{source}: {path}: {own}" if path else f"{source}: {own}")
+    if finding["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+        return SpecError(f"{source}: unknown field {path}; {_nearest(cls, location)}")
+    if finding["type"] in ("missing", "missing_argument"):
+        return SpecError(f"{source}: field {path} is missing from this {cls.__name__}; add it, or name another file")
+    message = finding["msg"][0].lower() + finding["msg"][1:]
+    if finding["loc"] and finding["loc"][-1] == "[key]":
+        return SpecError(f"{source}: {path} is not allowed: {message}; rename or remove this key")
+    shown = f"{path or 'the document'} = {finding['input']!r}"
+    return SpecError(f"{source}: {shown} is not allowed: {message}; correct this field")
+
+
+def _nearest(cls: type[Any], location: tuple[str, ...]) -> str:
+    """The remedy for an unknown field: the closest name among its siblings, or else the path of one anywhere."""
+    parent, name = tuple(part for part in location[:-1] if not part.isdigit()), location[-1]
+    paths = list(_field_paths(cls))
+    siblings = {path[-1]: path[-1] for path in paths if path[:-1] == parent}
+    anywhere = {path[-1]: ".".join(path) for path in reversed(paths)}
+    for candidates in (siblings, anywhere):
+        close = difflib.get_close_matches(name, sorted(candidates), n=1)
+        if close:
+            return f"did you mean {candidates[close[0]]!r}?"
+    return "remove it"
+
+
+def _field_paths(cls: Any, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The paths of all fields, outermost first. Positions in lists are left out."""
+    fields = dataclasses.fields(cls)
+    yield from ((*prefix, field.name) for field in fields)
+    for field in fields:
+        for part in _direct(field.type):
+            yield from _field_paths(part, (*prefix, field.name))
+
+
+def _direct(hint: Any) -> list[type[Any]]:
+    """The dataclasses that a type hint names, also within a tuple, dict or union."""
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return [hint]
+    return [part for argument in getattr(hint, "__args__", ()) for part in _direct(argument)]
+
+
+def _nested(cls: type[Any], seen: set[type[Any]]) -> set[type[Any]]:
+    """`cls` and every dataclass within it."""
+    if cls not in seen:
+        seen.add(cls)
+        for field in dataclasses.fields(cls):
+            for part in _direct(field.type):
+                _nested(part, seen)
+    return seen

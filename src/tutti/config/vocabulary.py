@@ -1,0 +1,139 @@
+"""The closed vocabularies of the configuration: each word is listed once, here."""
+
+from typing import Literal
+
+Evidence = Literal["measured", "predicted", "published", "assumed"]
+"""Where a number comes from. Every number that is shown carries one of these."""
+
+Unit = Literal["samples", "tokens"]
+"""What `global_batch_size` counts."""
+
+AxisName = Literal["replicate", "shard", "expert", "table", "split", "stage", "context", "space"]
+"""The axes of a mesh. Ranks along `DATA_AXES` compute different samples. Ranks along `split`, `stage` and `space`
+compute the same samples. Ranks along `context` compute different parts of the same sequences.
+"""
+
+DATA_AXES: tuple[AxisName, ...] = ("replicate", "shard", "expert", "table")
+"""The axes whose ranks share every microbatch."""
+
+Placement = Literal["auto", "replicate", "split", "column", "row"]
+"""What a layout rule does with a module on the `split`, `expert` or `table` axis.
+
+- auto: the default for its kind of module.
+- replicate: every rank holds the whole module.
+- split: the module is divided in the way that suits it.
+- column, row: a linear layer is divided by its outputs, or by its inputs.
+
+On the `table` axis, linear layers are divided only where a rule says so and the mesh has no `split` axis.
+"""
+
+Recompute = Literal["selective"]
+"""Selective recompute: outputs of matrix products, convolutions and attention are saved, all others are computed again.
+"""
+
+ShardLevel = Literal[1, 2, 3]
+"""What the `shard` axis divides: 1 optimizer state; 2 gradients too; 3 parameters too (ZeRO)."""
+
+Offload = Literal["none", "optimizer", "parameters"]
+"""What lives in host memory between uses. Ranks that compute on the CPU have it there anyway."""
+
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+"""In which order the stages of a pipeline run their microbatches."""
+
+ContextKind = Literal["ring", "all-to-all"]
+"""How attention sees a whole sequence: keys and values pass around a ring, or heads are exchanged for tokens (Ulysses).
+"""
+
+TrafficKind = Literal[
+    "gradients",
+    "parameters",
+    "activations",
+    "halos",
+    "tokens",
+    "vectors",
+    "keys",
+    "heads",
+    "messages",
+    "statistics",
+    "routing",
+    "indices",
+    "scalars",
+]
+"""What ranks exchange: gradients of parameters; parameters that are divided; activations of split layers; halos of
+samples cut in space; tokens on the way to and from experts; vectors of tables; keys and values on a ring; heads for
+tokens (Ulysses); messages between stages; batch statistics; how many tokens chose which expert; which rows of tables
+are wanted; losses, norms and other single numbers. Activations go forward, and their gradients back."""
+
+Precision = Literal["full", "tf32", "bfloat16", "float16"]
+"""Number format of the computation.
+
+- full: the dtype of the parameters throughout.
+- tf32: float32 with TF32 matrix products.
+- bfloat16, float16: autocast over parameters in their own dtype (the master weights); float16 with loss scaling.
+"""
+
+CompressMethod = Literal[
+    "float64",
+    "float32",
+    "bfloat16",
+    "float16",
+    "bytegrad",
+    "qsgd",
+    "terngrad",
+    "one-bit",
+    "top-k",
+    "dgc",
+    "top16-q4",
+    "powersgd",
+    "factors",
+    "one-bit-adam",
+    "byte-adam",
+    "one-bit-lamb",
+    "zero-one-adam",
+]
+"""How gradients are written on their way between ranks. float64 to float16: cast, summed in their own precision;
+bytegrad: 8 bits a value; qsgd, terngrad: unbiased levels; one-bit: signs; top-k, dgc: the largest few; top16-q4: 16 of
+every 512 in 4 bits; powersgd: products of thin matrices; one-bit-adam, byte-adam, one-bit-lamb: the momentum of Adam or
+LAMB in signs or bytes, once its second moment stands."""
+
+BucketSizes = Literal["stated", "measured"]
+"""Whether buckets have the size that the plan states, or the fastest of several that the first steps measure."""
+
+SyncMode = Literal[
+    "synchronous",
+    "local",
+    "post-local",
+    "one-shot",
+    "diloco",
+    "adasum",
+    "ring",
+    "shift-one",
+    "push",
+    "elastic",
+    "stale",
+    "asynchronous",
+    "ad-psgd",
+    "hogwild",
+    "ensemble",
+]
+"""How far replicas may differ. synchronous: never, gradients are summed in every step; local: averaged every so often;
+post-local: synchronous first; one-shot: averaged at the end; diloco: an outer optimizer takes the averaged change;
+adasum: changes are added as far as they are orthogonal; ring, shift-one, push: mixed with neighbours on a ring, with a
+partner that changes, with what others push; elastic: drawn to a centre that is drawn to them. In the rest ranks do not
+wait for each other's steps: stale, asynchronous: ranks serve parts of the parameters, the first with a bound on how far
+one may be ahead; ad-psgd: pairs are averaged while others compute; hogwild: one memory for all ranks of a host;
+ensemble: members that never meet, whose predictions are averaged."""
+
+ALONE: tuple[SyncMode, ...] = ("stale", "asynchronous", "ad-psgd", "hogwild", "ensemble")
+"""Modes in which a rank does not wait for the others in every step: it knows only its own loss."""
+
+Relaxation = Literal["exact", "reduced", "relaxed"]
+"""How far the planner may leave what one device computes, in order to send less.
+
+- exact: not at all.
+- reduced: gradients may be compressed.
+- relaxed: replicas may also diverge between exchanges.
+"""
+
+LastBatch = Literal["keep", "drop"]
+"""What happens to the short last batch of an epoch."""

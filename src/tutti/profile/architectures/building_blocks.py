@@ -1,0 +1,337 @@
+"""Building blocks of named architectures: each gives the ModuleSpec that tracing such a module gives.
+
+FLOPs: 2 per multiply-add; 1 per element of norms and elementwise work. Bytes: arguments and results of each operator
+once. Sizes are of one sample; `tokens` is the number of vectors of a sample.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from tutti.config.model import ModuleSpec, OpCost, OpKind, SplitKind
+
+Optimizer = Literal["AdamW", "Adam", "SGD"]
+"""SGD is with momentum."""
+
+WIDTH = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+_STATES: dict[str, int] = {"AdamW": 2, "Adam": 2, "SGD": 1}
+_STATE_NBYTES = 4  # states and master weights of 2-byte parameters are float32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numbers:
+    """Bytes of parameters and values.
+
+    2-byte parameters have a float32 master copy beside the optimizer state (Micikevicius et al. 2018). `wide_gradients`
+    keeps their gradients in float32.
+    """
+
+    dtype: str = "float32"
+    optimizer: Optimizer = "AdamW"
+    wide_gradients: bool = False
+
+    @property
+    def width(self) -> int:
+        """Bytes of a parameter and of a value."""
+        return WIDTH[self.dtype]
+
+    def held(self, parameters: int) -> dict[str, Any]:
+        """The fields of a ModuleSpec with this many trainable parameters."""
+        states = _STATES[self.optimizer]
+        narrow = self.width < _STATE_NBYTES
+        each = _STATE_NBYTES * (states + 1) if narrow else self.width * states
+        return {
+            "parameters": parameters,
+            "trainable_parameters": parameters,
+            "parameter_nbytes": parameters * self.width,
+            "gradient_nbytes": parameters * (_STATE_NBYTES if narrow and self.wide_gradients else self.width),
+            "optimizer_nbytes": parameters * each,
+        }
+
+
+def work(
+    kind: OpKind,
+    flops: float,
+    nbytes: float,
+    *,
+    back: float = 2.0,
+    back_nbytes: float | None = None,
+    weight_nbytes: float = 0.0,
+    calls: int = 1,
+) -> OpCost:
+    """One line of costs. Backward takes `back` times the forward's FLOPs, and that many times its bytes by default."""
+    return OpCost(
+        kind=kind,
+        flops_forward=flops,
+        flops_backward=back * flops,
+        nbytes_forward=nbytes,
+        nbytes_backward=back * nbytes if back_nbytes is None else back_nbytes,
+        weight_nbytes=weight_nbytes,
+        calls=calls,
+    )
+
+
+def linear(
+    name: str,
+    numbers: Numbers,
+    tokens: float,
+    inputs: int,
+    outputs: int,
+    *,
+    bias: bool = True,
+    keeps: bool = True,
+    split: SplitKind = "",
+    limit: int = 0,
+    copied: bool = True,
+    tied_to: str | None = None,
+) -> ModuleSpec:
+    """`nn.Linear` on `tokens` vectors.
+
+    Args:
+        keeps: whether its input is not saved by an earlier module already.
+        copied: split by columns, whether it is the one whose input gradient is summed.
+        tied_to: the module that owns its weight.
+    """
+    size = inputs * outputs
+    moved = tokens * (inputs + outputs) * numbers.width
+    column = split in ("column", "heads")
+    return ModuleSpec(
+        name=name,
+        kind="Linear",
+        **numbers.held((0 if tied_to else size) + (outputs if bias else 0)),
+        activation_nbytes=float(tokens * inputs * numbers.width if keeps else 0),
+        output_nbytes=float(tokens * outputs * numbers.width),
+        ops=(
+            work(
+                "gemm",
+                2.0 * tokens * size,
+                moved,
+                weight_nbytes=float(numbers.width * (size + (outputs if bias else 0))),
+            ),
+        ),
+        split=split,
+        split_limit=limit or (outputs if column else inputs if split == "row" else 0),
+        input_nbytes=float(tokens * inputs * numbers.width) if column and copied else 0.0,
+        linear_input_nbytes=0.0 if tied_to else float(tokens * inputs * numbers.width),
+        tied_to=tied_to,
+    )
+
+
+def norm(
+    name: str,
+    numbers: Numbers,
+    tokens: float,
+    width: int,
+    *,
+    rms: bool = False,
+    bias: bool = True,
+    fused: bool = True,
+    sequence: bool = True,
+) -> ModuleSpec:
+    """LayerNorm, or RMSNorm (`rms`; not `fused`: written as six operators, as in transformers).
+
+    `sequence`: on the split axis, each rank computes its part of the tokens.
+    """
+    values = tokens * width
+    rows = 2 * tokens * 4  # mean and deviation, float32
+    if rms and not fused:
+        return ModuleSpec(
+            name=name,
+            kind="RMSNorm",
+            **numbers.held(width),
+            activation_nbytes=float(2 * values * numbers.width + rows / 2),
+            output_nbytes=float(values * numbers.width),
+            ops=(work("elementwise", 4.0 * values, 7.0 * values * numbers.width, back=3.0, calls=6),),
+            sequence=sequence,
+        )
+    return ModuleSpec(
+        name=name,
+        kind="RMSNorm" if rms else "LayerNorm",
+        **numbers.held(width * (2 if bias and not rms else 1)),
+        activation_nbytes=float(values * numbers.width + (rows / 2 if rms else rows)),
+        output_nbytes=float(values * numbers.width),
+        ops=(
+            work(
+                "norm", float(values), 2.0 * values * numbers.width, back=1.0, back_nbytes=3.0 * values * numbers.width
+            ),
+        ),
+        sequence=sequence,
+    )
+
+
+OPERATORS: dict[str, OpKind] = {
+    "GELU": "exponential",
+    "SiLU": "exponential",
+    "MaxPool": "pool",
+    "Dropout": "random",
+    "BinaryCrossEntropy": "function",
+}
+"""Operator kind of an activation or a pooling; anything else is arithmetic."""
+
+
+def elementwise(
+    name: str,
+    kind: str,
+    numbers: Numbers,
+    values: float,
+    *,
+    reads: float = 1.0,
+    keeps: float = 1.0,
+    calls: int = 1,
+    split: SplitKind = "",
+    limit: int = 0,
+) -> ModuleSpec:
+    """An activation, a sum or a pooling that gives `values` elements: `reads` are read for each written, `keeps` are
+    saved.
+    """
+    nbytes = values * numbers.width
+    operator = OPERATORS.get(kind, "elementwise")
+    visited = values * max(1.0, reads) if operator == "pool" else values
+    return ModuleSpec(
+        name=name,
+        kind=kind,
+        activation_nbytes=float(keeps * nbytes),
+        output_nbytes=float(nbytes),
+        ops=(
+            work(operator, float(visited), (reads + 1) * nbytes, back=1.0, back_nbytes=(2 * reads + 1) * nbytes,
+                 calls=calls),
+        ),
+        split=split,
+        split_limit=limit,
+    )  # fmt: skip
+
+
+def embedding(
+    name: str,
+    numbers: Numbers,
+    tokens: float,
+    rows: int,
+    width: int,
+    *,
+    split: SplitKind = "",
+    indices: bool = True,
+    table: bool = False,
+) -> ModuleSpec:
+    """A table of `rows` vectors of `width`, `tokens` of which are looked up. Its gradient is dense."""
+    moved = tokens * width * numbers.width
+    return ModuleSpec(
+        name=name,
+        kind="Embedding",
+        **numbers.held(rows * width),
+        activation_nbytes=8.0 * tokens if indices else 0.0,
+        output_nbytes=float(moved),
+        ops=(work("embedding", 0.0, 2.0 * moved + 8.0 * tokens, back_nbytes=moved + 8.0 * tokens),),
+        split=split,
+        split_limit=rows if split else 0,
+        table=table,
+    )
+
+
+def cross_entropy(name: str, numbers: Numbers, tokens: float, classes: int, *, split: SplitKind = "") -> ModuleSpec:
+    """The loss over logits: log-softmax, which is saved, and the mean of the targets' entries."""
+    values = tokens * classes
+    return ModuleSpec(
+        name=name,
+        kind="CrossEntropy",
+        activation_nbytes=float(values * numbers.width + 8 * tokens),
+        output_nbytes=float(values * numbers.width),
+        ops=(
+            work("exponential", float(values), 2.0 * values * numbers.width, back_nbytes=5.0 * values * numbers.width,
+                 calls=2),
+        ),
+        split=split,
+        split_limit=classes if split else 0,
+    )  # fmt: skip
+
+
+def at(module: ModuleSpec, block: int) -> ModuleSpec:
+    """The module as part of the repeated block of that number."""
+    return replace(module, block=block)
+
+
+def changed(module: ModuleSpec, **fields: Any) -> ModuleSpec:
+    """The module with other values in some fields."""
+    return replace(module, **fields)
+
+
+def with_containers(modules: list[ModuleSpec]) -> tuple[ModuleSpec, ...]:
+    """The modules with their containers, each before the first module it holds: names form a tree."""
+    seen = {module.name for module in modules}
+    result: list[ModuleSpec] = []
+    for module in modules:
+        parents = module.name.split(".")[:-1]
+        for depth in range(1, len(parents) + 1):
+            name = ".".join(parents[:depth])
+            if name not in seen:
+                seen.add(name)
+                # What holds blocks is outside of them; what is inside one belongs to it.
+                block = module.block if depth > 1 else -1
+                result.append(ModuleSpec(name=name, kind="Container", block=block))
+        result.append(module)
+    return tuple(result)
+
+
+AttentionKind = Literal["fused", "plain"]
+"""fused: FlashAttention (Dao et al. 2022), where scores never reach memory; plain: they are written, normalised, read.
+"""
+
+MaskedWork = Literal["counted", "skipped"]
+"""Whether the half of the scores that causal attention masks counts as work, or is skipped as in fused kernels."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heads:
+    """Shapes of attention: `query` and `key` tokens of a sample; `dim` of queries and keys, `value_dim` of values."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    value_dim: int
+    query: int
+    key: int
+
+
+def attention(
+    name: str,
+    numbers: Numbers,
+    shape: Heads,
+    *,
+    kind: AttentionKind = "fused",
+    causal: bool = False,
+    masked: MaskedWork = "counted",
+    dropout: bool = False,
+) -> ModuleSpec:
+    """softmax(Q K^T) V over all heads, without parameters: 2 s t (d + dv) FLOPs per head in forward.
+
+    fused: backward takes 2.5 times as much, because scores are recomputed; saved are query, key, value, result and one
+    float32 number per row. plain: twice as much; saved are query, key, value and the scores after softmax, with
+    `dropout` also its mask and result (Korthikanti et al. 2022, eq. 2).
+    """
+    part = 0.5 if causal and masked == "skipped" and kind == "fused" else 1.0
+    flops = 2.0 * part * shape.heads * shape.query * shape.key * (shape.dim + shape.value_dim)
+    query = shape.heads * shape.query * shape.dim
+    keys = shape.kv_heads * shape.key * (shape.dim + shape.value_dim)
+    result = shape.heads * shape.query * shape.value_dim
+    width = numbers.width
+    common: dict[str, Any] = {
+        "name": name,
+        "kind": "Attention",
+        "output_nbytes": float(result * width),
+        "split": "heads",
+        "split_limit": shape.kv_heads,
+        "key_value_nbytes": float(keys * width),
+    }
+    if kind == "fused":
+        rows = 4 * shape.heads * shape.query
+        moved = (query + keys + result) * width + rows
+        op = work("attention", flops, moved, back=2.5, back_nbytes=moved + (query + keys + result) * width)
+        return ModuleSpec(activation_nbytes=float(moved), ops=(op,), **common)
+    scores = shape.heads * shape.query * shape.key
+    # Written by the product; scaled, masked and normalised by one kernel; with dropout read and written once more.
+    kept = (query + keys) * width + scores * (width + (width + 1 if dropout else 0)) + result * width
+    ops = [
+        work("attention", flops, float((query + keys + result) * width), calls=2),
+        work("exponential", float(scores), float(4 * width * scores)),
+    ]
+    if dropout:
+        ops.append(work("random", float(scores), float((2 * width + 1) * scores)))
+    return ModuleSpec(activation_nbytes=float(kept), ops=tuple(ops), **common)

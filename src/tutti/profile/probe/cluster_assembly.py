@@ -1,0 +1,466 @@
+"""Assemble the findings of all ranks into a ClusterSpec. Pure: the same findings give the same spec.
+
+Steps wait for the slowest host, and matrix products, of which there are many samples, say which that is. Other
+measurements have fewer samples and scatter more than hosts do: of these the median counts. A host far behind the others
+has another kind of device, whatever its name: virtual machines often report one name, and others are throttled or
+shared.
+"""
+
+import statistics
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from tutti.config.cluster import (
+    ClusterSpec,
+    CompressRate,
+    Conditions,
+    ConvolutionRate,
+    DeviceKind,
+    DeviceSpec,
+    GemmRate,
+    ImageRate,
+    LinkSpec,
+    MemoryRate,
+    NodeSpec,
+    VectorRate,
+    WeightRate,
+)
+from tutti.config.model import OpKind
+from tutti.profile.probe import host_facts
+from tutti.profile.probe.host_facts import HostFacts
+
+BUSY = 0.25
+"""Load per core at the start above which a note warns of other work."""
+
+ALIKE = 0.05
+"""Hosts count as equal when their memories differ by less than this."""
+
+DISAGREE = 1.5
+"""A link's times disagree where their median exceeds their lower quartile by this factor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFacts:
+    """One rank's host and device.
+
+    Attributes:
+        device: its name, equal for equal devices.
+        visible: number of such devices that the rank sees on its host.
+        emulated: dtypes that the device multiplies far slower than float32.
+    """
+
+    host: HostFacts
+    kind: DeviceKind
+    device: str
+    device_memory_nbytes: int
+    visible: int
+    versions: dict[str, str]
+    emulated: tuple[str, ...] = ()
+
+
+def turns(facts: list[RankFacts], ranks: list[int]) -> float:
+    """How many of these ranks' hosts, one rank each, share a core of their machine; 1 where each has its own. Hosts of
+    a lab may be more than its cores.
+    """
+    cores: dict[str, int] = {}
+    for one in (facts[rank].host for rank in ranks if facts[rank].kind == "cpu" and facts[rank].host.machine):
+        cores[one.machine] = cores.get(one.machine, 0) + one.cores
+    machines = {fact.host.machine: fact.host.machine_cores for fact in facts}
+    return max([1.0, *(taken / machines[machine] for machine, taken in cores.items() if machines[machine])])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """Devices of one kind on one host."""
+
+    host: str
+    device: str
+    devices: int
+    memory_nbytes: int
+    disk_read_bytes_per_s: float | None
+    cores: int
+    turns: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceRates:
+    """What one rank measured on its device while all others of its host waited."""
+
+    gemm: tuple[GemmRate, ...]
+    memory: tuple[MemoryRate, ...]
+    kernel_overhead_s: float
+    notes: tuple[str, ...]
+    weights: tuple[WeightRate, ...] = ()
+    efficiency: dict[OpKind, float] = field(default_factory=dict)
+    convolutions: tuple[ConvolutionRate, ...] = ()
+    images: tuple[ImageRate, ...] = ()
+    vectors: tuple[VectorRate, ...] = ()
+    codes: tuple[CompressRate, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedRates:
+    """What one rank measured while all ranks of its host measured the same."""
+
+    gemm: tuple[GemmRate, ...] = ()
+    memory: tuple[MemoryRate, ...] = ()
+    weights: tuple[WeightRate, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """All findings; lists are in order of rank.
+
+    Attributes:
+        exclusive: rates by device name, measured by one rank while the others waited.
+        node_links, network_links: of a rank that took part in such a measurement, else empty.
+        disk_read_bytes_per_s: of the first rank of each host, else None.
+        load_at_end: of each rank's host.
+    """
+
+    facts: list[RankFacts]
+    exclusive: dict[str, DeviceRates]
+    shared: list[SharedRates]
+    node_links: list[tuple[LinkSpec, ...]]
+    network_links: list[tuple[LinkSpec, ...]]
+    disk_read_bytes_per_s: list[float | None]
+    load_at_end: list[float]
+
+
+def assemble(findings: Findings, *, measured_utc: str | None = None) -> ClusterSpec:
+    """The cluster that the ranks ran on. Equal hosts become one node with a count."""
+    names = list(by_host(findings.facts))
+    return ClusterSpec(
+        name=names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more",
+        devices={name: _device(findings, name, rank) for name, rank in first_of_each_device(findings.facts).items()},
+        nodes=_nodes(findings),
+        links=(*_slowest(findings.node_links), *_slowest(findings.network_links)),
+        conditions=_conditions(findings, measured_utc or host_facts.now_utc()),
+    )
+
+
+def _device(findings: Findings, name: str, rank: int) -> DeviceSpec:
+    fact, exclusive = findings.facts[rank], findings.exclusive[name]
+    neighbours = [findings.shared[other] for other in by_host(findings.facts)[fact.host.name]]
+    passed = merged([shared.weights for shared in neighbours], weights_key, median_weights)
+    copied = merged([shared.memory for shared in neighbours], lambda rate: rate.threads, median_memory)
+    return DeviceSpec(
+        name=name,
+        kind=fact.kind,
+        memory_nbytes=fact.device_memory_nbytes,
+        memory_bandwidth_bytes_per_s=max(rate.bytes_per_s for rate in exclusive.memory),
+        peak_flops_per_s=_peaks(exclusive),
+        gemm=exclusive.gemm,
+        gemm_concurrent=merged(
+            [shared.gemm for shared in neighbours], lambda rate: (rate.dtype, rate.n, rate.threads), _median_gemm
+        ),
+        memory_rates=(*exclusive.memory, *copied),
+        weight_rates=(*exclusive.weights, *passed),
+        efficiency=exclusive.efficiency,
+        convolution_rates=exclusive.convolutions,
+        image_rates=exclusive.images,
+        vector_rates=exclusive.vectors,
+        compress_rates=exclusive.codes,
+        kernel_overhead_s=exclusive.kernel_overhead_s,
+        cores=fact.host.cores if fact.kind == "cpu" else 0,
+        source=f"tutti probe on host {fact.host.name}: peaks are the best measured matrix products",
+        evidence="measured",
+    )
+
+
+def _peaks(exclusive: DeviceRates) -> dict[str, float]:
+    peaks: dict[str, float] = {}
+    for rate in exclusive.gemm:
+        peaks[rate.dtype] = max(peaks.get(rate.dtype, 0.0), rate.flops_per_s)
+    return peaks
+
+
+def _median_gemm(rates: list[GemmRate]) -> GemmRate:
+    middle = statistics.median(rate.flops_per_s for rate in rates)
+    return replace(rates[0], flops_per_s=middle, spread=max(rate.spread for rate in rates))
+
+
+def _slowest(of_ranks: Iterable[tuple[LinkSpec, ...]]) -> tuple[LinkSpec, ...]:
+    """The links of the host whose largest all-reduce takes longest: ranks in step wait for it."""
+    found = [links for links in of_ranks if links]
+    return max(found, key=lambda links: links[0].points[-1].time_s, default=())
+
+
+def _nodes(findings: Findings) -> tuple[NodeSpec, ...]:
+    """Merge equal hosts; the slowest of their disks counts."""
+    merged: list[tuple[_Place, list[_Place]]] = []
+    for place in _places(findings):
+        for first, places in merged:
+            if _alike(first, place):
+                places.append(place)
+                break
+        else:
+            merged.append((place, [place]))
+    return tuple(
+        NodeSpec(
+            name=first.host,
+            device=first.device,
+            devices_per_node=first.devices,
+            count=len(places),
+            memory_nbytes=min(place.memory_nbytes for place in places),
+            disk_read_bytes_per_s=min(
+                (place.disk_read_bytes_per_s for place in places if place.disk_read_bytes_per_s), default=None
+            ),
+            cores=min(place.cores for place in places),
+            turns=max(place.turns for place in places),
+        )
+        for first, places in merged
+    )
+
+
+def _alike(a: _Place, b: _Place) -> bool:
+    near = abs(a.memory_nbytes - b.memory_nbytes) <= ALIKE * a.memory_nbytes
+    return (a.device, a.devices) == (b.device, b.devices) and near
+
+
+def _places(findings: Findings) -> list[_Place]:
+    """One entry for each kind of device on each host. A CPU is one device, whatever the number of its ranks."""
+    places = []
+    for name, ranks in by_host(findings.facts).items():
+        read = next((value for rank in ranks if (value := findings.disk_read_bytes_per_s[rank])), None)
+        facts = [findings.facts[rank] for rank in ranks]
+        for device in dict.fromkeys(fact.device for fact in facts):
+            same = [fact for fact in facts if fact.device == device]
+            places.append(
+                _Place(
+                    host=name,
+                    device=device,
+                    devices=1 if same[0].kind == "cpu" else max(same[0].visible, len(same)),
+                    memory_nbytes=same[0].host.memory_nbytes,
+                    disk_read_bytes_per_s=read,
+                    cores=0 if same[0].kind == "cpu" else same[0].host.cores,
+                    turns=turns(findings.facts, at_once(findings.facts, ranks[0])),
+                )
+            )
+    return places
+
+
+def _conditions(findings: Findings, measured_utc: str) -> Conditions:
+    facts = findings.facts
+    return Conditions(
+        measured_utc=measured_utc,
+        cores_granted=min(fact.host.cores for fact in facts),
+        load_at_start=max(fact.host.load for fact in facts),
+        load_at_end=max(findings.load_at_end),
+        versions=facts[0].versions,
+        notes=(*_notes(findings.exclusive), *_warnings(findings)),
+    )
+
+
+def _notes(exclusive: dict[str, DeviceRates]) -> list[str]:
+    """Notes of the devices' measurements, with the device's name where there are several."""
+    return [
+        f"{name}: {note}" if len(exclusive) > 1 else note for name, rates in exclusive.items() for note in rates.notes
+    ]
+
+
+def _warnings(findings: Findings) -> list[str]:
+    warnings = []
+    for name, ranks in by_host(findings.facts).items():
+        fact: RankFacts = findings.facts[ranks[0]]
+        if fact.host.load > BUSY * fact.host.cores:
+            warnings.append(
+                f"host {name} had a load of {fact.host.load:.1f} on {fact.host.cores} cores when the probe began: "
+                "other work took part of the machine, so its rates may be too low"
+            )
+        if fact.versions != findings.facts[0].versions:
+            warnings.append(f"host {name} has other versions than {findings.facts[0].host.name}: {fact.versions}")
+        if all(findings.disk_read_bytes_per_s[rank] is None for rank in ranks):
+            warnings.append(f"the disk of host {name} was not read: no space, not writable, or no way past its cache")
+    for link in (*_slowest(findings.node_links)[:1], *_slowest(findings.network_links)[:1]):
+        warnings += _disagreement(link)
+    return warnings
+
+
+def _disagreement(link: LinkSpec) -> list[str]:
+    """A warning where the times of a link differ so much that something else must have lengthened them."""
+    worst = max(link.points, key=lambda point: point.median_s / point.time_s)
+    if worst.median_s <= DISAGREE * worst.time_s:
+        return []
+    between = "ranks of a host" if link.tier == "node" else "hosts"
+    return [
+        f"times of all-reduces between {between} disagreed: of {worst.nbytes} bytes a quarter took up to "
+        f"{1e3 * worst.time_s:.3g} ms and half more than {1e3 * worst.median_s:.3g} ms; other work disturbed them, so "
+        "this link may be faster than it says: measure again when the machine is quiet"
+    ]
+
+
+def by_host(facts: list[RankFacts]) -> dict[str, list[int]]:
+    """Ranks of each host, in order of each host's first rank."""
+    hosts: dict[str, list[int]] = {}
+    for rank, fact in enumerate(facts):
+        hosts.setdefault(fact.host.name, []).append(rank)
+    return hosts
+
+
+def first_of_each_device(facts: list[RankFacts]) -> dict[str, int]:
+    """Device name -> the first rank on such a device."""
+    first: dict[str, int] = {}
+    for rank, fact in enumerate(facts):
+        first.setdefault(fact.device, rank)
+    return first
+
+
+def slower(name: str, place: int) -> str:
+    """Names for devices that report one name, in order of their speed."""
+    return name if place == 0 else f"{name}, slower" if place == 1 else f"{name}, slower ({place})"
+
+
+def renamed(facts: list[RankFacts], name: str, groups: Sequence[Collection[str]]) -> list[RankFacts]:
+    """The facts, in which devices called `name` get names by their host's group, the fastest group first."""
+    places = {host: place for place, hosts in enumerate(groups) for host in hosts}
+    return [
+        replace(fact, device=slower(name, places.get(fact.host.name, 0))) if fact.device == name else fact
+        for fact in facts
+    ]
+
+
+def at_once(facts: list[RankFacts], rank: int) -> list[int]:
+    """The ranks that measure a device at the same time as `rank`: on each other host the first rank, where it has such
+    a device or computes on the same machine. Hosts of a lab share caches and memory, and in a run all hosts compute at
+    once and wait for the slowest.
+    """
+    own = facts[rank]
+    alike = [
+        ranks[0]
+        for name, ranks in by_host(facts).items()
+        if name != own.host.name and (facts[ranks[0]].device == own.device or _one_machine(facts[ranks[0]], own))
+    ]
+    return sorted([rank, *alike])
+
+
+def _one_machine(one: RankFacts, other: RankFacts) -> bool:
+    """Whether two ranks compute on cores of one machine, as hosts of a lab do."""
+    return one.kind == other.kind == "cpu" and bool(one.host.machine) and one.host.machine == other.host.machine
+
+
+def crowded(facts: list[RankFacts], ranks: list[int]) -> bool:
+    """Whether ranks that measure at once, one per host, have fewer cores of their machine than they think."""
+    return turns(facts, ranks) > 1
+
+
+BEHIND = 0.85
+"""A host whose products run at less than this fraction of the hosts' median speed is named."""
+
+FAR_SLOWER = 0.7
+"""A host all of whose float32 products run at less than this fraction of the fastest host's speed has another kind of
+device. Other dtypes may be emulated, equally slowly on both.
+"""
+
+T = TypeVar("T")
+R = TypeVar("R", ConvolutionRate, ImageRate)
+
+
+def in_kinds(found: Mapping[str, DeviceRates]) -> list[dict[str, DeviceRates]]:
+    """Group rates by host into groups of hosts of about one speed, the fastest first."""
+    if len(found) < 2:
+        return [dict(found)]
+    plain = {host: replace(rates, gemm=tuple(rate for rate in rates.gemm if rate.dtype == "float32"))
+             for host, rates in found.items()}  # fmt: skip
+    paces = {host: max(sizes, default=1.0) for host, sizes in _paces(plain, max).items()}
+    groups: list[dict[str, DeviceRates]] = []
+    least = 0.0
+    for host in sorted(found, key=lambda host: -paces[host]):
+        if not groups or paces[host] < least:
+            groups.append({})
+            least = FAR_SLOWER * paces[host]
+        groups[-1][host] = found[host]
+    return [{host: group[host] for host in found if host in group} for group in groups]
+
+
+def slowest(found: Mapping[str, DeviceRates]) -> DeviceRates:
+    """Merge rates by host, the first rank being the one that speaks for all: of products the lowest rates, of all
+    others the median. Rates that some hosts lack (a size was skipped) are left out.
+    """
+    all_found = list(found.values())
+    if len(all_found) == 1:
+        return all_found[0]
+    efficiency = {kind: statistics.median(one.efficiency.get(kind, value) for one in all_found)
+                  for kind, value in all_found[0].efficiency.items()}  # fmt: skip
+    return DeviceRates(
+        gemm=merged([one.gemm for one in all_found], lambda rate: (rate.dtype, rate.n, rate.threads), _slowest_host),
+        memory=merged([one.memory for one in all_found], lambda rate: rate.threads, median_memory),
+        weights=merged([one.weights for one in all_found], weights_key, median_weights),
+        codes=merged([one.codes for one in all_found], lambda rate: (rate.method, rate.numel), _codes),
+        kernel_overhead_s=statistics.median(one.kernel_overhead_s for one in all_found),
+        efficiency=efficiency,
+        convolutions=merged([one.convolutions for one in all_found], lambda rate: rate.weight_nbytes, _relative),
+        images=merged([one.images for one in all_found], lambda rate: rate.pixels, _relative),
+        vectors=merged([one.vectors for one in all_found], lambda rate: rate.kind, _vectors),
+        notes=(*dict.fromkeys(note for one in all_found for note in one.notes), *_behind(found)),
+    )
+
+
+def weights_key(rate: WeightRate) -> Hashable:
+    """What distinguishes weight rates on one device."""
+    return rate.kind, rate.dtype, rate.threads
+
+
+def merged(of_ranks: list[tuple[T, ...]], key: Callable[[T], Hashable], of: Callable[[list[T]], T]) -> tuple[T, ...]:
+    """Rates that every rank has, reduced to one each by `of`."""
+    tables = [{key(rate): rate for rate in rates} for rates in of_ranks]
+    return tuple(of([table[where] for table in tables]) for where in tables[0] if all(where in t for t in tables))
+
+
+def _slowest_host(rates: list[GemmRate]) -> GemmRate:
+    return min(rates, key=lambda rate: rate.flops_per_s)
+
+
+def median_memory(rates: list[MemoryRate]) -> MemoryRate:
+    middle = statistics.median(rate.bytes_per_s for rate in rates)
+    return replace(rates[0], bytes_per_s=middle, spread=max(rate.spread for rate in rates))
+
+
+def median_weights(rates: list[WeightRate]) -> WeightRate:
+    return replace(
+        rates[0],
+        forward=statistics.median(rate.forward for rate in rates),
+        input_gradient=statistics.median(rate.input_gradient for rate in rates),
+        weight_gradient=statistics.median(rate.weight_gradient for rate in rates),
+    )
+
+
+def _relative(rates: list[R]) -> R:
+    return replace(rates[0], relative=statistics.median(rate.relative for rate in rates))
+
+
+def _vectors(rates: list[VectorRate]) -> VectorRate:
+    return replace(
+        rates[0],
+        forward=statistics.median(rate.forward for rate in rates),
+        backward=statistics.median(rate.backward for rate in rates),
+    )
+
+
+def _codes(rates: list[CompressRate]) -> CompressRate:
+    return replace(
+        rates[0],
+        encode_s=statistics.median(rate.encode_s for rate in rates),
+        decode_s=statistics.median(rate.decode_s for rate in rates),
+    )
+
+
+def _behind(found: Mapping[str, DeviceRates]) -> list[str]:
+    """A note on each host that is slower than most."""
+    if len(found) < 3:  # of two nobody can say which is the usual one
+        return []
+    return [
+        f"host {host} multiplies at {pace:.0%} of the usual pace of its kind, and ranks in step wait for it: look what "
+        "else it does, or leave it out"
+        for host, sizes in _paces(found, statistics.median).items()
+        if sizes and (pace := statistics.median(sizes)) < BEHIND
+    ]
+
+
+def _paces(found: Mapping[str, DeviceRates], usual: Callable[[Iterable[float]], float]) -> dict[str, list[float]]:
+    """By host, the rate of each product that all have timed, relative to the `usual` one of its size and dtype."""
+    tables = {host: {(r.dtype, r.n, r.threads): r.flops_per_s for r in rates.gemm} for host, rates in found.items()}
+    shared = set.intersection(*(set(table) for table in tables.values()))
+    of_all = {where: usual([table[where] for table in tables.values()]) for where in shared}
+    return {host: [table[where] / of_all[where] for where in shared] for host, table in tables.items()}

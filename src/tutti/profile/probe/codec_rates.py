@@ -1,0 +1,112 @@
+"""How long this device takes to encode gradients, codec by codec, and to decode them.
+
+The codecs are those that plans are likely to choose; the cost model takes the nearest for other settings.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+from tutti.compression.bytegrad import ByteGrad
+from tutti.compression.cast import Cast
+from tutti.compression.codec import Codec
+from tutti.compression.onebit import OneBit
+from tutti.compression.powersgd import PowerSGD
+from tutti.compression.qsgd import qsgd
+from tutti.compression.sparcml import TOP16_Q4
+from tutti.compression.terngrad import TernGrad
+from tutti.compression.topk import TopK
+from tutti.config.cluster import CompressRate
+from tutti.profile.probe import probe_timing
+from tutti.profile.probe.probe_timing import Effort
+
+CODECS: Mapping[str, Codec] = {
+    "top-k,density=0.01": TopK(0.01),
+    "qsgd,bits=4": qsgd(4),
+    "bytegrad": ByteGrad(),
+    "bfloat16": Cast("bfloat16"),
+    "top16-q4": TOP16_Q4,
+    "qsgd,bits=8": qsgd(8),
+    "one-bit": OneBit(),
+    "terngrad": TernGrad(),
+}
+"""By the option text of the codec: what makes its messages."""
+
+RANKS = (1, 2, 4)
+"""Ranks of PowerSGD's matrices that are timed."""
+
+
+def measure(device: torch.device, effort: Effort) -> tuple[CompressRate, ...]:
+    """Rates of every codec at the effort's sizes, on one thread of the CPU, as ranks run them.
+
+    Codecs that are not reached within `codes_budget_s` are left out. Compiling their kernels, once per machine, is not
+    counted.
+    """
+    if not effort.codes_numel:
+        return ()
+    rates, left_s = list[CompressRate](), effort.codes_budget_s
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for words, calls in _subjects(device, max(effort.codes_numel)).items():
+            for call in calls(min(effort.codes_numel)):
+                call()
+            began = time.monotonic()
+            rates += [_rate(words, calls, numel, device, effort) for numel in effort.codes_numel]
+            left_s -= time.monotonic() - began
+            if left_s <= 0:
+                break
+    finally:
+        torch.set_num_threads(before)
+    return tuple(rates)
+
+
+Calls = tuple[Callable[[], object], Callable[[], object]]
+"""What encodes a message, and what decodes and adds it."""
+
+
+def _subjects(device: torch.device, most: int) -> dict[str, Callable[[int], Calls]]:
+    values = torch.randn(most, generator=torch.Generator().manual_seed(0)).to(device)
+    matrices = {f"powersgd,rank={rank}": _of_powersgd(rank, values) for rank in RANKS}
+    return matrices | {words: _of_codec(codec, values) for words, codec in CODECS.items()}
+
+
+def _of_codec(codec: Codec, values: torch.Tensor) -> Callable[[int], Calls]:
+    def calls(numel: int) -> Calls:
+        some, total = values[:numel], torch.zeros(numel, device=values.device)
+        state = codec.state(numel, dtype=torch.float32, device=values.device)
+        message = torch.zeros(codec.nbytes(numel), dtype=torch.uint8, device=values.device)
+        codec.encode(some, state, message)
+        return lambda: codec.encode(some, state, message), lambda: codec.decode_add(message, total)
+
+    return calls
+
+
+def _of_powersgd(rank: int, values: torch.Tensor) -> Callable[[int], Calls]:
+    """All of its arithmetic on one square matrix; nothing is sent, whatever ranks probe together."""
+
+    def calls(numel: int) -> Calls:
+        side = math.isqrt(numel)
+        exchange = PowerSGD([(side, side)], rank=rank, lone=True, device=values.device)
+        flat = values[: side * side].clone()
+
+        def run() -> None:
+            with torch.no_grad():
+                for _ in exchange.rounds(flat):
+                    pass
+
+        return run, lambda: None
+
+    return calls
+
+
+def _rate(words: str, calls: Callable[[int], Calls], numel: int, device: torch.device, effort: Effort) -> CompressRate:
+    encode, decode = calls(numel)
+    budget = effort.codes_budget_s / 50
+    took = probe_timing.repeated(encode, device, repeats=effort.repeats, budget_s=budget)
+    back = probe_timing.repeated(decode, device, repeats=effort.repeats, budget_s=budget)
+    return CompressRate(
+        method=words, numel=numel, encode_s=took.quartile_s, decode_s=back.quartile_s, spread=took.spread
+    )

@@ -1,0 +1,628 @@
+"""Rates of this device: square matrix products by size, dtype and threads, and other operators relative to them.
+
+Operators are timed in turns with a square product, so that a change of the machine's speed affects both.
+"""
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from tutti.config.cluster import ConvolutionRate, GemmRate, ImageRate, VectorRate, WeightKind, WeightRate
+from tutti.config.model import OpKind, VectorKind
+from tutti.profile.probe import host_facts, probe_timing
+from tutti.profile.probe.probe_timing import Effort
+
+PRODUCT_OF = 64
+"""Sides of square products are multiples of this, like those whose rates predictions know. On one core of an AMD EPYC,
+a side of 845 took 1.25 to 1.6 times as long per FLOP as 832.
+"""
+
+KEPT_NBYTES = 2**24
+"""Freed blocks up to this size stay in the heap. Those of any subject's tensors are smaller."""
+
+LAYERS = 2
+"""Linear layers, which most models consist of, are timed this many times as often as others: two turns gave 0.93 and
+1.12 of products within an hour.
+"""
+
+BACKWARD = 2
+"""Products of a backward per product of its forward: a gradient for the input and one for the weight."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """An operator to be timed.
+
+    Attributes:
+        flops: of its forward.
+        weight_nbytes: bytes of its weights.
+        pixels: of each sample of its output.
+    """
+
+    forward: Callable[[], torch.Tensor]
+    flops: float
+    weight_nbytes: int = 0
+    pixels: int = 0
+
+
+def convolutions() -> list[Subject]:
+    """3 x 3 convolutions, from few channels and many pixels to the reverse: (samples, channels, pixels per side).
+
+    On one core of an AMD EPYC these reached 0.6, 0.7, 0.75 to 0.78 and 0.84 to 0.88 of products, and with oneDNN's code
+    for SSE 4.1 0.5, 0.7, 0.9 and 1.07 to 1.13.
+    """
+    return [_convolution(2, 16, 64), _convolution(4, 32, 32), _convolution(8, 64, 16), _convolution(4, 256, 16)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kinds:
+    """Rates relative to square products by kind, and how those of convolutions depend on weights and on pixels."""
+
+    efficiency: dict[OpKind, float] = field(default_factory=dict)
+    convolutions: tuple[ConvolutionRate, ...] = ()
+    images: tuple[ImageRate, ...] = ()
+
+
+def measure_operator_rates(device: torch.device, effort: Effort, *, threads: int = 1) -> Kinds:
+    """Rate of forward and backward together in float32, relative to square products, by kind.
+
+    Nothing where the effort has no time for it, and on GPUs, which choose other kernels for every dtype.
+    """
+    if device.type != "cpu" or not effort.kinds:
+        return Kinds()
+    _keep_what_is_freed()
+    with on_threads(threads):
+        linear = _took(layers(), device, replace(effort, kinds=LAYERS * effort.kinds))
+        attended = _took([attention()], device, effort)
+        convolved = {one.weight_nbytes: _took([one], device, effort) for one in convolutions()}
+        small = {one.pixels: _relative([_took([one], device, effort)]) for one in small_images()}
+    alike = convolutions()[-1]
+    larger = _relative([convolved[alike.weight_nbytes]])
+    of_all = _relative(convolved.values())
+    return Kinds(
+        efficiency={"gemm": _relative([linear]), "conv": of_all, "attention": _relative([attended])},
+        convolutions=tuple(
+            ConvolutionRate(weight_nbytes=nbytes, relative=_relative([took]) / of_all)
+            for nbytes, took in convolved.items()
+        ),
+        images=(
+            ImageRate(pixels=alike.pixels, relative=1.0),
+            *(ImageRate(pixels=pixels, relative=relative / larger) for pixels, relative in small.items()),
+        ),
+    )
+
+
+def layers() -> list[Subject]:
+    """Linear layers: wider, narrower and equal: (rows, in, out). They have so many rows that streaming the weights,
+    which predictions count separately, is a hundredth of the time; with 512 rows it was a twentieth.
+    """
+    return [_layer(2048, 256, 1024), _layer(2048, 1024, 256), _layer(1024, 1024, 1024)]
+
+
+def small_images() -> list[Subject]:
+    """As the last of `convolutions`, with as many FLOPs on images of 4 x 4 and 2 x 2.
+
+    Of the 9 multiplications per pixel, 2.75 and 5 fall outside the image and are counted all the same. On one core of
+    an AMD EPYC these reached 1.17 and 1.05 times its rate. Kernels of 1 x 1, which have no padding, are not
+    distinguished: 1.08 and 0.87.
+    """
+    return [_convolution(64, 256, 4), _convolution(256, 256, 2)]
+
+
+def attention() -> Subject:
+    """4 samples, 4 heads of 64, 256 positions: two products of 2 s^2 d FLOPs per head."""
+    batch, heads, positions, width = 4, 4, 256, 64
+    query, key, value = (torch.randn(batch, heads, positions, width, requires_grad=True) for _ in range(3))
+    return Subject(
+        forward=lambda: F.scaled_dot_product_attention(query, key, value),
+        flops=4.0 * batch * heads * positions**2 * width,
+    )
+
+
+def _layer(rows: int, inputs: int, outputs: int) -> Subject:
+    weight, bias = torch.randn(outputs, inputs, requires_grad=True), torch.randn(outputs, requires_grad=True)
+    values = torch.randn(rows, inputs, requires_grad=True)
+    return Subject(forward=lambda: F.linear(values, weight, bias), flops=2.0 * rows * inputs * outputs)
+
+
+def _convolution(samples: int, channels: int, side: int) -> Subject:
+    weight = torch.randn(channels, channels, 3, 3, requires_grad=True)
+    image = torch.randn(samples, channels, side, side, requires_grad=True)
+    return Subject(
+        forward=lambda: F.conv2d(image, weight, padding=1),
+        flops=2.0 * weight.numel() * samples * side * side,
+        weight_nbytes=weight.numel() * weight.itemsize,
+        pixels=side * side,
+    )
+
+
+def _keep_what_is_freed() -> None:
+    """Keep freed blocks, as a training run does. glibc returns blocks to the system that are larger than any freed
+    before, and
+    each page of the next costs a fault: a process's first convolution took nearly twice as long as later ones.
+    """
+    torch.empty(KEPT_NBYTES, dtype=torch.uint8)
+
+
+def _relative(took: Iterable[tuple[float, float]]) -> float:
+    """Seconds of products relative to those of operators with as many FLOPs."""
+    products_s, operators_s = zip(*took, strict=True)
+    return float(sum(products_s) / sum(operators_s))
+
+
+def _took(subjects: list[Subject], device: torch.device, effort: Effort) -> tuple[float, float]:
+    """Seconds of square products and of the subjects, forward and backward, in turns: the least disturbed of each."""
+    products_s, operators_s = 0.0, 0.0
+    for one in subjects:
+        turns = [
+            ((1 + BACKWARD) * product_s(one.flops, device, effort), _there_and_back_s(one, device, effort))
+            for _ in range(effort.kinds)
+        ]
+        products_s += min(took_s for took_s, _ in turns)
+        operators_s += min(took_s for _, took_s in turns)
+    return products_s, operators_s
+
+
+def product_s(flops: float, device: torch.device, effort: Effort) -> float:
+    """Seconds of this many FLOPs in a square product."""
+    n = PRODUCT_OF * max(1, round((flops / 2) ** (1 / 3) / PRODUCT_OF))
+    left, right, out = (torch.randn(n, n) for _ in range(3))
+    took = probe_timing.repeated(lambda: torch.mm(left, right, out=out), device, repeats=effort.repeats, budget_s=0.1)
+    return float(took.quartile_s * flops / (2.0 * n**3))
+
+
+def _there_and_back_s(subject: Subject, device: torch.device, effort: Effort) -> float:
+    gradient = torch.ones_like(subject.forward())
+
+    def call() -> None:
+        torch.autograd.backward(subject.forward(), gradient)
+
+    return probe_timing.repeated(call, device, repeats=effort.repeats, budget_s=0.2).quartile_s
+
+
+YARDSTICK_FLOPS = 2.0 * 768**3
+"""FLOPs of the product that is timed beside: large enough that larger ones run no faster."""
+
+BUDGET_S = 0.05
+
+Call = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vectors:
+    """Operators of a kind, each on values of one shape."""
+
+    kind: VectorKind
+    shape: tuple[int, ...]
+    calls: tuple[Call, ...]
+
+    @property
+    def numel(self) -> int:
+        return int(torch.Size(self.shape).numel())
+
+
+def subjects() -> list[Vectors]:
+    """About 0.5 million elements each: what a small model has in a layer, and more than a call costs."""
+    rows, images = (2048, 256), (16, 32, 32, 32)
+    weight, bias = torch.ones(256), torch.zeros(256)
+    return [
+        Vectors(kind="norm", shape=rows, calls=(lambda x: F.layer_norm(x, (256,), weight, bias),)),
+        Vectors(kind="batch_norm", shape=images, calls=(lambda x: F.batch_norm(x, None, None, training=True),)),
+        Vectors(kind="pool", shape=images, calls=(lambda x: F.max_pool2d(x, 2),)),
+        Vectors(kind="exponential", shape=rows, calls=(F.gelu, F.silu, partial(F.softmax, dim=-1))),
+        Vectors(kind="function", shape=rows, calls=(torch.tanh, partial(F.gelu, approximate="tanh"))),
+        Vectors(kind="random", shape=rows, calls=(lambda x: torch.empty_like(x).bernoulli_(0.9),)),
+    ]
+
+
+def measure_vector_rates(device: torch.device, effort: Effort, *, threads: int = 1) -> tuple[VectorRate, ...]:
+    """Elements in the time of one FLOP of products, forward and backward, by kind.
+
+    Nothing where the effort has no time for it, and on GPUs, where their memory traffic takes longer.
+    """
+    if device.type != "cpu" or not effort.kinds:
+        return ()
+    with on_threads(threads):
+        return tuple(_rate(one, device, effort) for one in subjects())
+
+
+def _rate(one: Vectors, device: torch.device, effort: Effort) -> VectorRate:
+    """The least disturbed turn of each operator and of the product."""
+    turns = [
+        (product_s(YARDSTICK_FLOPS, device, effort), *_vector_forward_backward_s(one, device, effort))
+        for _ in range(effort.kinds)
+    ]
+    yardstick_s, forward_s, backward_s = (min(column) for column in zip(*turns, strict=True))
+    a_flop_s, elements = yardstick_s / YARDSTICK_FLOPS, one.numel * len(one.calls)
+    return VectorRate(kind=one.kind, forward=a_flop_s * elements / forward_s, backward=a_flop_s * elements / backward_s)
+
+
+def _vector_forward_backward_s(one: Vectors, device: torch.device, effort: Effort) -> tuple[float, float]:
+    """Seconds of all calls of a kind, and of their backward; the calls again where there is none."""
+    values, ahead_s, back_s = torch.randn(one.shape, requires_grad=True), 0.0, 0.0
+    for call in one.calls:
+        out = call(values)
+        forward = partial(call, values.detach())
+        ahead = _vector_time_s(forward, device, effort)
+        ahead_s += ahead
+        if out.requires_grad:
+            back_s += _vector_time_s(partial(_gradient, out, values, torch.ones_like(out)), device, effort)
+        else:
+            back_s += ahead
+    return ahead_s, back_s
+
+
+def _gradient(out: torch.Tensor, values: torch.Tensor, of_out: torch.Tensor) -> torch.Tensor:
+    return torch.autograd.grad(out, values, of_out, retain_graph=True)[0]
+
+
+def _vector_time_s(call: Callable[[], object], device: torch.device, effort: Effort) -> float:
+    return probe_timing.repeated(call, device, repeats=effort.repeats, budget_s=BUDGET_S).quartile_s
+
+
+ROWS = (16, 128)
+"""Two products with the same weights; beyond their FLOPs, which grow with the rows, both go over the weights once."""
+
+PER_CHANNEL, SIDE, IMAGES = 8, 4, (2, 16)
+"""The same of a 3 x 3 convolution on images of few pixels, with a channel for so many of the products' rows and columns
+of weights: 256 for 2,048. oneDNN's order of its weights is another than that of products, and took two to three times
+as long on one core of an AMD EPYC."""
+
+ROUNDS = 3
+"""The two are timed one right after the other, this many times, and the median rate counts: a change of the machine's
+speed between the two gives a rate of neither.
+"""
+
+MOST = 32
+"""Largest number of weights that are used in turn."""
+
+KINDS: dict[str, tuple[WeightKind, ...]] = {"float64": ("gemm",), "float32": ("gemm", "conv"), "bfloat16": ("gemm",)}
+"""What is timed in which dtype: those that CPUs multiply natively."""
+
+EMULATED, TRIED = 8, 192
+"""A dtype in which a product of this size takes so many times as long as in float32 is emulated. It is so slow at its
+FLOPs that nothing else shows, and takes minutes: bfloat16 on an AMD EPYC without AVX-512, 60 times as long."""
+
+
+def emulated(device: torch.device) -> tuple[str, ...]:
+    """The dtypes of `KINDS` that the device emulates."""
+    taken = {}
+    for name in KINDS:
+        one, other, result = (torch.ones(TRIED, TRIED, device=device, dtype=DTYPES[name]) for _ in range(3))
+        with on_threads(1):
+            taken[name] = min(probe_timing.once(lambda: torch.mm(one, other, out=result), device) for _ in range(4))  # noqa: B023
+    return tuple(name for name, seconds in taken.items() if seconds > EMULATED * taken["float32"])
+
+
+def measure_weight_rates(
+    device: torch.device,
+    effort: Effort,
+    *,
+    threads: tuple[int, ...],
+    dtypes: tuple[str, ...],
+    concurrent: int = 1,
+    meet: probe_timing.Meet | None = None,
+) -> tuple[WeightRate, ...]:
+    """Rates of streaming weights, for each dtype and number of threads.
+
+    Weights are used in turn, more than caches hold: in training, all other weights, their gradients and the optimizer
+    state come between two uses of one. With a single weight of 17 MB, beside a cache of 32 MB, float32 gradients and
+    all bfloat16 products seemed about twice as fast.
+
+    Args:
+        meet: waits, before each sample, for ranks that measure at the same time in the same memory.
+
+    Returns:
+        Nothing on devices that load weights while they compute, such as GPUs.
+    """
+    if device.type != "cpu" or not effort.weight_size:
+        return ()
+    rates = []
+    for dtype in (name for name in dtypes if name in KINDS):
+        for count in threads:
+            for kind in KINDS[dtype]:
+                with on_threads(count):
+                    forward, back, gradient = _paces(
+                        _subject(kind, effort.weight_size), device, effort, DTYPES[dtype], meet
+                    )
+                rates.append(
+                    WeightRate(
+                        kind=kind,
+                        dtype=dtype,
+                        threads=count,
+                        forward=forward,
+                        input_gradient=back,
+                        weight_gradient=gradient,
+                        concurrent=concurrent,
+                    )
+                )
+    return tuple(rates)
+
+
+def stream_rate(nbytes: float, few_s: float, many_s: float, amounts: tuple[int, int] = ROWS) -> float:
+    """Bytes of weights per second, from products of `amounts` rows that take `few_s` and `many_s`:
+    t(rows) = rows x + nbytes / rate. Less than a hundredth of the shorter time counts as nothing.
+    """
+    few, many = amounts
+    each = max(0.0, (many_s - few_s) / (many - few))
+    return nbytes / max(few_s - few * each, few_s / 100)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Subject:
+    """Operators to be timed at two `amounts` of rows or images.
+
+    Attributes:
+        through: input of each amount.
+        products: makes the three products from weights, memory for their gradients, input and gradient of the output.
+    """
+
+    shape: tuple[int, ...]
+    amounts: tuple[int, int]
+    through: tuple[int, ...]
+    products: Callable[..., list[Callable[[], object]]]
+
+
+def _subject(kind: WeightKind, n: int) -> _Subject:
+    if kind == "gemm":
+        return _Subject(shape=(n, n), amounts=ROWS, through=(n,), products=_products)
+    channels = max(1, n // PER_CHANNEL)
+    shape, through = (channels, channels, 3, 3), (channels, SIDE, SIDE)
+    return _Subject(shape=shape, amounts=IMAGES, through=through, products=_convolutions)
+
+
+def _paces(
+    one: _Subject, device: torch.device, effort: Effort, dtype: torch.dtype, meet: probe_timing.Meet | None
+) -> list[float]:
+    """Rates of forward, the input gradient and the weight gradient."""
+    nbytes = math.prod(one.shape) * dtype.itemsize
+    count = min(MOST, max(1, math.ceil(effort.weight_caches * host_facts.cache_nbytes() / nbytes)))
+    weights = [torch.randn(one.shape, device=device).to(dtype) for _ in range(count)]
+    gradients = [torch.empty_like(weight) for weight in weights]
+    both = []
+    for amount in one.amounts:
+        input, output = (torch.randn(amount, *one.through, device=device).to(dtype) for _ in range(2))
+        both.append(one.products(weights, gradients, input, output))
+
+    def took(call: Callable[[], object]) -> float:
+        if meet is not None:
+            return probe_timing.in_step(call, device, meet).quartile_s
+        budget_s = effort.gemm_budget_s / ROUNDS
+        return probe_timing.repeated(call, device, repeats=effort.repeats, budget_s=budget_s).quartile_s
+
+    products = list(zip(*both, strict=True))
+    rounds = [
+        [stream_rate(float(nbytes), took(few), took(many), one.amounts) for few, many in products]
+        for _ in range(ROUNDS)
+    ]
+    return [statistics.median(paces) for paces in zip(*rounds, strict=True)]
+
+
+def _products(
+    weights: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], input: torch.Tensor, output: torch.Tensor
+) -> list[Callable[[], object]]:
+    """The three products of a linear layer, with the next weights each time. Memory is allocated before, as in
+    training.
+    """
+    result = torch.empty_like(output)
+    own, back, into = (itertools.cycle(some) for some in (weights, weights, gradients))
+    return [
+        lambda: torch.mm(input, next(own).t(), out=result),
+        lambda: torch.mm(output, next(back), out=result),
+        lambda: torch.mm(output.t(), input, out=next(into)),
+    ]
+
+
+def _convolutions(
+    weights: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], input: torch.Tensor, output: torch.Tensor
+) -> list[Callable[[], object]]:
+    """The three products of a convolution, with the next weights each time. `gradients` have memory of their own."""
+    own, back, into = (itertools.cycle(weights) for _ in range(3))
+
+    def gradient(weight: torch.Tensor, *wanted: bool) -> object:
+        ones = [1, 1]
+        return torch.ops.aten.convolution_backward(
+            output, input, weight, None, ones, ones, ones, False, [0, 0], 1, [*wanted, False]
+        )
+
+    return [
+        lambda: torch.conv2d(input, next(own), padding=1),
+        lambda: gradient(next(back), True, False),
+        lambda: gradient(next(into), False, True),
+    ]
+
+
+Say = Callable[[str], None]
+
+GRANTED = 0.8
+"""A process that has a core for less than this fraction of its time shares it: it then measures a part of the machine.
+"""
+
+DIP = 0.95
+"""Products run at about the same rate whatever their size; a rate below this fraction of the best is measured again."""
+
+SCATTER = 0.5
+"""A rate whose samples scatter by more than this fraction of their median is measured again too: they were disturbed.
+"""
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "tf32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmRates:
+    """Measured rates, and which sizes were skipped."""
+
+    rates: tuple[GemmRate, ...]
+    notes: tuple[str, ...] = ()
+
+
+def gemm_flops_per_s(n: int, seconds: float) -> float:
+    """Rate of an N x N x N matrix product: 2 N^3 / t."""
+    return 2 * n**3 / seconds
+
+
+def thread_counts(cores: int, kind: str) -> tuple[int, ...]:
+    """1 and `cores` ("ends"), or also the powers of two between them ("powers")."""
+    between = [2**k for k in range(1, cores.bit_length()) if 2**k < cores] if kind == "powers" else []
+    return tuple(dict.fromkeys([1, *between, cores]))
+
+
+def supported(dtype: str, device: torch.device) -> bool:
+    """Whether the device multiplies in `dtype` (on a CPU tf32 and float8 do not exist)."""
+    if device.type == "cpu":
+        return dtype in DTYPES and dtype != "tf32"
+    capability = torch.cuda.get_device_capability(device)
+    needed = {"tf32": (8, 0), "bfloat16": (8, 0), "float16": (5, 3), "float8": (8, 9)}.get(dtype, (0, 0))
+    return capability >= needed and (dtype != "float8" or hasattr(torch, "_scaled_mm"))
+
+
+def measure_gemm_rates(
+    device: torch.device,
+    effort: Effort,
+    *,
+    threads: tuple[int, ...],
+    sizes: tuple[int, ...],
+    dtypes: tuple[str, ...],
+    concurrent: int = 1,
+    say: Say = lambda text: None,
+) -> GemmRates:
+    """Rates of all combinations that fit the budget. The number of threads is restored afterwards."""
+    rates: list[GemmRate] = []
+    notes: list[str] = []
+    granted = 1.0
+    for dtype in dtypes:
+        if not supported(dtype, device):
+            continue
+        for count in threads:
+            on = f" on {count} thread{'s' * (count > 1)}" if device.type == "cpu" else ""
+            say(f"matrix products in {dtype}{on}")
+            with on_threads(count):
+                found, skipped, least = _sizes(device, effort, dtype, count, sizes, concurrent)
+            rates += found
+            granted = min(granted, least if count == 1 else 1.0)  # of several threads some wait for others
+            if skipped:
+                notes.append(
+                    f"{dtype} products of N = {', '.join(map(str, skipped))}{on} were skipped: predicted to take "
+                    f"more than {effort.gemm_budget_s:g} s each"
+                )
+    if granted < GRANTED and concurrent == 1:
+        notes.append(
+            f"other work took cores while matrix products were timed (for {granted:.0%} of its time this process had "
+            "one), so rates are too low; measure again when the machine is quiet"
+        )
+    return GemmRates(rates=tuple(rates), notes=tuple(notes))
+
+
+def again(rates: Sequence[GemmRate], device: torch.device, effort: Effort) -> tuple[GemmRate, ...]:
+    """Measure rates again that dip or whose samples scatter, and keep the better one.
+
+    Shared machines have slow phases, while a real loss is found again. Call it some time after the first measurement.
+    """
+    found: list[GemmRate] = []
+    for rate in rates:
+        alike = [one.flops_per_s for one in rates if (one.dtype, one.threads) == (rate.dtype, rate.threads)]
+        if rate.spread > SCATTER or rate.flops_per_s < DIP * max(alike):
+            with on_threads(rate.threads):
+                second, _, _ = _sizes(device, effort, rate.dtype, rate.threads, (rate.n,), rate.concurrent)
+            rate = max(rate, *second, key=lambda one: one.flops_per_s)
+        found.append(rate)
+    return tuple(found)
+
+
+def predicted_s(rates: list[GemmRate], n: int) -> float:
+    """Expected time of the next size: 2 N^3 at the last rate, which keeps falling if it fell.
+
+    Emulated dtypes get slower with every size (float16 on a CPU: 2.5 times per doubling).
+    """
+    if not rates:
+        return 0.0
+    last = rates[-1]
+    fall = max(1.0, rates[-2].flops_per_s / last.flops_per_s) if len(rates) > 1 else 1.0
+    return 2 * n**3 / last.flops_per_s * fall
+
+
+def _sizes(
+    device: torch.device, effort: Effort, dtype: str, threads: int, sizes: tuple[int, ...], concurrent: int
+) -> tuple[list[GemmRate], list[int], float]:
+    """Rates, the sizes that were skipped, and the smallest fraction of the time for which this process had a core."""
+    rates: list[GemmRate] = []
+    granted = 1.0
+    for index, n in enumerate(sizes):
+        if predicted_s(rates, n) > effort.gemm_budget_s:
+            return rates, list(sizes[index:]), granted
+        with _product(device, dtype, n) as call:
+            if call is None:
+                return rates, list(sizes[index:]), granted
+            took = probe_timing.repeated(call, device, repeats=effort.repeats, budget_s=effort.gemm_budget_s)
+        granted = min(granted, took.granted)
+        rates.append(
+            GemmRate(
+                dtype=dtype,
+                n=n,
+                threads=threads,
+                flops_per_s=gemm_flops_per_s(n, took.quartile_s),
+                spread=took.spread,
+                concurrent=concurrent,
+            )
+        )
+    return rates, [], granted
+
+
+@contextmanager
+def _product(device: torch.device, dtype: str, n: int) -> Iterator[Callable[[], object] | None]:
+    """A call that multiplies two N x N matrices in `dtype`; None where the device refuses it."""
+    if dtype == "float8":
+        yield _float8_product(device, n)
+        return
+    left, right = (torch.randn(n, n, device=device).to(DTYPES[dtype]) for _ in range(2))
+    out = torch.empty(n, n, dtype=DTYPES[dtype], device=device)
+    with _matmul_precision("high" if dtype == "tf32" else "highest"):
+        yield lambda: torch.mm(left, right, out=out)
+
+
+def _float8_product(device: torch.device, n: int) -> Callable[[], object] | None:
+    left = torch.randn(n, n, device=device).to(torch.float8_e4m3fn)
+    right = torch.randn(n, n, device=device).to(torch.float8_e4m3fn).t()  # the kernel wants columns together
+    one = torch.ones((), device=device)
+
+    def call() -> object:
+        return torch._scaled_mm(left, right, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+
+    try:
+        call()
+    except RuntimeError:  # built without it, or this card's kernels lack it
+        return None
+    return call
+
+
+@contextmanager
+def on_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _matmul_precision(name: str) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(name)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

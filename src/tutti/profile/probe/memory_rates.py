@@ -1,0 +1,97 @@
+"""Memory bandwidth by copying, the cost of a tiny operator, and the speed of reading a file from disk."""
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from tutti.config.cluster import MemoryRate
+from tutti.profile.probe import host_facts, probe_timing
+from tutti.profile.probe.probe_timing import Effort
+
+
+def copy_nbytes(effort: Effort, cache_nbytes: int, memory_nbytes: int) -> int:
+    """Size of the copied buffer: several times the caches, but at most a sixteenth of the memory."""
+    return max(2**20, min(max(effort.copy_nbytes, 4 * cache_nbytes), memory_nbytes // 16))
+
+
+def measure(
+    device: torch.device,
+    effort: Effort,
+    *,
+    threads: tuple[int, ...],
+    memory_nbytes: int,
+    concurrent: int = 1,
+    meet: probe_timing.Meet | None = None,
+) -> tuple[MemoryRate, ...]:
+    """Bytes read plus bytes written per second, for each number of threads.
+
+    `meet` waits, before each sample, for ranks that copy at the same time in the same memory: two that did not wait for
+    each other saw 22 GB/s where both really got 15.
+    """
+    nbytes = copy_nbytes(effort, host_facts.cache_nbytes(), memory_nbytes // concurrent)
+    source = torch.ones(nbytes, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    rates = []
+    before = torch.get_num_threads()
+    for count in threads:
+        torch.set_num_threads(count)
+        call = _copy(source, target)
+        if meet is None:
+            took = probe_timing.repeated(call, device, repeats=effort.repeats, budget_s=effort.gemm_budget_s)
+        else:
+            took = probe_timing.in_step(call, device, meet)
+        rates.append(
+            MemoryRate(
+                threads=count, bytes_per_s=2 * nbytes / took.quartile_s, spread=took.spread, concurrent=concurrent
+            )
+        )
+    torch.set_num_threads(before)
+    return tuple(rates)
+
+
+def kernel_overhead_s(device: torch.device) -> float:
+    """Seconds of adding two vectors of 16 numbers: almost only the call."""
+    small = torch.ones(16, device=device)
+    return probe_timing.repeated(lambda: small + small, device, repeats=7, budget_s=0.1).quartile_s
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> Callable[[], object]:
+    return lambda: target.copy_(source)
+
+
+BLOCK = 2**22
+
+
+def read_bytes_per_s(folder: Path, nbytes: int) -> float | None:
+    """Write a file of `nbytes` random bytes, drop it from the page cache and read it once.
+
+    None where the folder cannot hold it (no space, read-only) or the system cannot drop it from the cache.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        return None
+    try:
+        if shutil.disk_usage(folder).free < 4 * nbytes:
+            return None
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".tutti-probe-") as file:
+            return _read(file.fileno(), nbytes)
+    except OSError:
+        return None
+
+
+def _read(descriptor: int, nbytes: int) -> float:
+    block = os.urandom(min(BLOCK, nbytes))
+    for _ in range(max(1, nbytes // len(block))):
+        os.write(descriptor, block)
+    os.fsync(descriptor)  # only clean pages can be dropped
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    total, buffer = 0, bytearray(len(block))
+    start = time.perf_counter()
+    while count := os.readv(descriptor, [buffer]):
+        total += count
+    return total / (time.perf_counter() - start)

@@ -1,0 +1,255 @@
+"""The clock of the probe: times of repeated calls, synchronised with the device before and after each, and its effort.
+
+A launch on a GPU returns before the work is done. Nothing else in the probe reads a clock around device work, so no
+launch is timed without waiting for its end. Other work on the machine only lengthens a call, so the lower quartile of
+the samples counts; not the smallest, which may be a burst that a rate-limited link let through. Where the median is
+much longer, more samples are taken. Samples during which a hypervisor gave a virtual machine's cores to others are set
+aside.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+
+from tutti.machine import StolenTime
+
+SAMPLE_S, SLICES_S = 1e-3, 12e-3
+"""Calls shorter than this are timed several in a row, so that the clock and the waiting do not show; and on cores that
+processes take in turns, those shorter than a few turns, for within one there seems to be a whole core."""
+
+_LEAST_S = ContextVar("_LEAST_S", default=SAMPLE_S)
+
+CHEAP_S, MOST_SAMPLES = 0.05, 50
+"""Short calls get more samples than asked for, as many as fit this time: a disturbance then moves the quartile less."""
+
+MOST_STOLEN, MOST_ROUNDS = 0.05, 4
+"""Samples of which a hypervisor took a larger part for other machines are taken again, so many times."""
+
+STEADY = 1.25
+"""Samples agree whose median is within this factor of their lower quartile."""
+
+
+Meet = Callable[[], None]
+"""Waits for the ranks that measure the same at the same time."""
+
+IN_STEP = 9
+"""Number of samples of ranks that start each of them together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Seconds of one call.
+
+    Attributes:
+        quartile_s: the lower quartile of the samples.
+        spread: (max - min) / median over the repeats.
+        granted: fraction of the time for which the calling thread had a core; 1 on other devices.
+    """
+
+    quartile_s: float
+    median_s: float
+    spread: float
+    repeats: int
+    granted: float = 1.0
+
+
+class Rounds:
+    """Samples, taken several at a time. Disturbed ones count only once patience is used up."""
+
+    def __init__(self) -> None:
+        self.samples: list[float] = []
+        self._set_aside = 0
+
+    def take(self, samples: list[float], stolen: float) -> None:
+        """Add samples; `stolen` is the fraction of core time that was stolen meanwhile."""
+        if stolen > MOST_STOLEN and self._set_aside < MOST_ROUNDS:
+            self._set_aside += 1
+        else:
+            self.samples += samples
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until all work given to the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def once(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one call, from an idle device to an idle device."""
+    synchronize(device)
+    start = time.perf_counter()
+    call()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def repeated(call: Callable[[], object], device: torch.device, *, repeats: int, budget_s: float) -> Timing:
+    """Time `repeats` samples after a warm-up.
+
+    There are fewer where they would take longer than `budget_s`, more where they are cheap, and as many again, within
+    twice the budget, for as long as they disagree.
+    """
+    once(call, device)  # first touch of memory, choice of an algorithm
+    first, inner = _in_a_row(call, device)
+    sample = max(first * inner, 1e-9)
+    count = max(1, min(repeats, int(budget_s / sample)), cheap_samples(sample))
+    began, busy = time.perf_counter(), time.thread_time()
+    rounds = Rounds()
+    while not rounds.samples or again(rounds.samples, time.perf_counter() - began, budget_s):
+        stolen = StolenTime()
+        rounds.take([once(lambda: _several(call, inner), device) / inner for _ in range(count)], stolen.share())
+    samples = rounds.samples
+    took = max(time.perf_counter() - began, 1e-9)
+    return summary(samples, (time.thread_time() - busy) / took if device.type == "cpu" else 1.0)
+
+
+def in_step(call: Callable[[], object], device: torch.device, meet: Meet) -> Timing:
+    """Samples that several ranks start together, as many on each. A rank that continued alone would no longer be
+    measured beside the others.
+    """
+    _, inner = _in_a_row(call, device) if _LEAST_S.get() > SAMPLE_S else (once(call, device), 1)
+    samples = []
+    for _ in range(IN_STEP):
+        meet()
+        samples.append(once(lambda: _several(call, inner), device) / inner)
+    return summary(samples)
+
+
+@contextmanager
+def in_turns(turns: bool) -> Iterator[None]:
+    """Where processes share cores by turns, samples inside last several turns."""
+    before = _LEAST_S.set(SLICES_S if turns else SAMPLE_S)
+    try:
+        yield
+    finally:
+        _LEAST_S.reset(before)
+
+
+def _in_a_row(call: Callable[[], object], device: torch.device) -> tuple[float, int]:
+    """Seconds of a call, and the number of calls per sample."""
+    first, least = min(once(call, device) for _ in range(2)), _LEAST_S.get()
+    return first, max(1, math.ceil(least / max(first, 1e-9))) if first < least else 1
+
+
+def again(samples: list[float], spent_s: float, budget_s: float) -> bool:
+    """Whether more samples are worth their time: these disagree, and neither time nor patience is used up."""
+    return not steady(samples) and spent_s < budget_s and len(samples) < MOST_SAMPLES
+
+
+def quartile(samples: list[float]) -> float:
+    """The lower quartile; the smallest of four or fewer."""
+    return sorted(samples)[(len(samples) - 1) // 4]
+
+
+def steady(samples: list[float]) -> bool:
+    return statistics.median(samples) <= STEADY * quartile(samples)
+
+
+def cheap_samples(sample_s: float) -> int:
+    """Number of samples of this length that cost next to nothing."""
+    return min(MOST_SAMPLES, int(CHEAP_S / sample_s))
+
+
+def summary(samples: list[float], granted: float = 1.0) -> Timing:
+    """The timing of samples in seconds."""
+    median = statistics.median(samples)
+    return Timing(
+        quartile_s=quartile(samples),
+        median_s=median,
+        spread=(max(samples) - min(samples)) / median,
+        repeats=len(samples),
+        granted=granted,
+    )
+
+
+def _several(call: Callable[[], object], count: int) -> None:
+    for _ in range(count):
+        call()
+
+
+KIB, MIB = 2**10, 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How much a probe measures: sizes, repeats and bounds on time.
+
+    Attributes:
+        gemm_budget_s: bound on the repeats of one matrix product; a size predicted to take longer is skipped.
+        link_budget_s: the same for one message size.
+        concurrent_sizes: sizes measured again while all ranks of a host compute.
+        weight_size: side of the square weights that products of few rows stream, larger than a core's caches.
+        weight_caches: how many times the caches' size these weights have together.
+        kinds: number of timings of convolutions and attention; linear layers twice as many.
+        codes_numel: sizes of gradients that are encoded.
+        codes_budget_s: bound on all of that, after compilation.
+    """
+
+    gemm_sizes: tuple[int, ...]
+    cuda_gemm_sizes: tuple[int, ...]
+    concurrent_sizes: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    threads: str  # "ends": one and all cores; "powers": powers of two between them too
+    repeats: int
+    gemm_budget_s: float
+    link_nbytes: tuple[int, ...]
+    link_repeats: int
+    link_budget_s: float
+    copy_nbytes: int  # at least; more where the caches are larger
+    disk_nbytes: int
+    weight_size: int = 0
+    weight_caches: float = 0.0
+    kinds: int = 0
+    codes_numel: tuple[int, ...] = ()
+    codes_budget_s: float = 0.0
+
+
+QUICK = Effort(
+    gemm_sizes=(256, 512, 1024, 2048),
+    cuda_gemm_sizes=(512, 1024, 2048, 4096),
+    concurrent_sizes=(256, 1024),
+    dtypes=("float32", "bfloat16", "float16", "tf32", "float8"),
+    threads="ends",
+    repeats=3,
+    gemm_budget_s=0.25,
+    link_nbytes=(KIB, 16 * KIB, 256 * KIB, 2 * MIB, 16 * MIB),
+    link_repeats=7,
+    link_budget_s=0.5,
+    copy_nbytes=64 * MIB,
+    disk_nbytes=64 * MIB,
+    weight_size=2048,
+    weight_caches=4.0,
+    kinds=2,
+    codes_numel=(2**20,),
+    codes_budget_s=1.5,
+)
+"""About 33 seconds on 2 cores for 2 ranks of one host (32.6 and 33.1, timed by hand), 15 to 20 for 2 hosts of one core
+each; about 10 more the first time, to compile the compression kernels.
+"""
+
+FULL = Effort(
+    gemm_sizes=(128, 256, 512, 1024, 2048, 4000),
+    cuda_gemm_sizes=(256, 512, 1024, 2048, 4096, 8192),
+    concurrent_sizes=(256, 512, 1024, 2048),
+    dtypes=("float64", "float32", "bfloat16", "float16", "tf32", "float8"),
+    threads="powers",
+    repeats=7,
+    gemm_budget_s=3.0,
+    link_nbytes=(KIB, 8 * KIB, 64 * KIB, 512 * KIB, 4 * MIB, 25 * MIB, 64 * MIB),
+    link_repeats=15,
+    link_budget_s=3.0,
+    copy_nbytes=256 * MIB,
+    disk_nbytes=512 * MIB,
+    weight_size=2048,
+    weight_caches=4.0,
+    kinds=3,
+    codes_numel=(2**14, 2**18, 2**22),
+    codes_budget_s=6.0,
+)
+"""At most 90 seconds on 2 cores, and as many more the first time."""

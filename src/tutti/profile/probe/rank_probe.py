@@ -1,0 +1,233 @@
+"""A probe by all ranks of a process group together: the same path for one host and for many."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from tutti.comm.world import deprioritise_gloo_threads
+from tutti.config.cluster import ClusterSpec, LinkSpec
+from tutti.profile.probe import codec_rates, compute_rates, host_facts, link_rates, memory_rates, probe_timing
+from tutti.profile.probe.cluster_assembly import (
+    DeviceRates,
+    Findings,
+    RankFacts,
+    SharedRates,
+    assemble,
+    at_once,
+    by_host,
+    crowded,
+    first_of_each_device,
+    in_kinds,
+    renamed,
+    slower,
+    slowest,
+)
+from tutti.profile.probe.link_rates import ProbeGroup
+from tutti.profile.probe.probe_timing import Effort, Meet
+
+Say = Callable[[str], None]
+T = TypeVar("T")
+
+
+def measure_ranks(device: torch.device, effort: Effort, *, folder: Path, say: Say) -> ClusterSpec:
+    """Measure the machines of all ranks of the default process group; every rank returns the same spec.
+
+    Args:
+        device: the one this rank computes on.
+        effort: how much to measure.
+        folder: on the disk whose reading is measured, on each host.
+        say: is told what is being measured.
+    """
+    control = dist.new_group(backend="gloo")
+    deprioritise_gloo_threads()
+    facts = _gather(control, _facts(device))
+    hosts = by_host(facts)
+    mine = hosts[facts[dist.get_rank()].host.name]
+    exclusive, facts = _measure_exclusive(control, facts, device, effort, say)
+    say("the same with all ranks computing")
+    natively = _natively(effort, [facts[one] for one in mine])
+    meet = _rendezvous_of(list(hosts.values()))
+    shared = _gather(control, _shared(facts[dist.get_rank()], len(mine), device, effort, natively, meet))
+    say("links between ranks")
+    share = max(1, facts[dist.get_rank()].host.cores // len(mine))
+    with compute_rates.on_threads(share):  # as ranks train: on all cores each, they would wait for one another
+        node = _gather(control, _node_links(hosts, mine, device, effort))
+        network = _gather(control, _network_links(hosts, device, effort))
+    say("the disk")
+    first = dist.get_rank() == mine[0]
+    read = _gather(control, memory_rates.read_bytes_per_s(folder, effort.disk_nbytes) if first else None)
+    return assemble(
+        Findings(
+            facts=facts,
+            exclusive=exclusive,
+            shared=shared,
+            node_links=node,
+            network_links=network,
+            disk_read_bytes_per_s=read,
+            load_at_end=_gather(control, host_facts.load()),
+        )
+    )
+
+
+def _gather(group: dist.ProcessGroup, value: T) -> list[T]:
+    """`value` of every rank, in order of rank; waits for all of them without computing."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _facts(device: torch.device) -> RankFacts:
+    here = host_facts.facts()
+    if device.type != "cuda":
+        return RankFacts(
+            host=here,
+            kind="cpu",
+            device=f"{here.cpu}, {here.cores} cores",
+            device_memory_nbytes=here.memory_nbytes,
+            visible=1,
+            versions=host_facts.versions(),
+            emulated=compute_rates.emulated(device),
+        )
+    name = torch.cuda.get_device_name(device)
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return RankFacts(
+        host=here,
+        kind="cuda",
+        device=name,
+        device_memory_nbytes=torch.cuda.get_device_properties(device).total_memory,
+        visible=names.count(name),
+        versions=host_facts.versions() | {"cuda": torch.version.cuda or torch.version.hip or ""},
+    )
+
+
+def _measure_exclusive(
+    control: dist.ProcessGroup, facts: list[RankFacts], device: torch.device, effort: Effort, say: Say
+) -> tuple[dict[str, DeviceRates], list[RankFacts]]:
+    """Rates of each kind of device, measured by one rank of each host while all others wait.
+
+    Returns:
+        The rates, and the facts, in which devices of one name but another speed have got names of their own.
+    """
+    rates: dict[str, DeviceRates] = {}
+    for name, rank in first_of_each_device(facts).items():
+        say(f"{name}, on rank {rank}")
+        mine, together = None, at_once(facts, rank)
+        alike = [one for one in together if facts[one].device == name]
+        # GPUs of several hosts share nothing that one could see only in step with the others.
+        meet = _rendezvous_of([alike] if facts[rank].kind == "cpu" else [])
+        if dist.get_rank() in together:
+            with probe_timing.in_turns(crowded(facts, together)):
+                natively = _natively(effort, [facts[one] for one in alike])
+                mine = _device_rates(facts[dist.get_rank()], device, effort, natively, say, meet)
+        found = _gather(control, mine)
+        measured = {facts[one].host.name: one_found for one in alike if (one_found := found[one])}
+        # Hosts that take turns on cores differ by whose turn it was.
+        groups = [measured] if crowded(facts, together) else in_kinds(measured)
+        rates |= {slower(name, place): slowest(group) for place, group in enumerate(groups)}
+        facts = renamed(facts, name, groups)
+    return rates, facts
+
+
+def _rendezvous_of(parties: list[list[int]]) -> Meet | None:
+    """How this rank waits for the others of its group, if it is in one. Called by all ranks."""
+    found = None
+    for ranks in parties:
+        if len(ranks) > 1:
+            group = dist.new_group(ranks, backend="gloo")
+            if dist.get_rank() in ranks:
+                found = partial(dist.barrier, group)
+    return found
+
+
+def _natively(effort: Effort, facts: list[RankFacts]) -> tuple[str, ...]:
+    """The dtypes that none of these ranks emulates: in step, all measure the same."""
+    return tuple(name for name in effort.dtypes if not any(name in fact.emulated for fact in facts))
+
+
+def _device_rates(
+    fact: RankFacts, device: torch.device, effort: Effort, natively: tuple[str, ...], say: Say, meet: Meet | None
+) -> DeviceRates:
+    cpu = device.type == "cpu"
+    threads = compute_rates.thread_counts(fact.host.cores, effort.threads) if cpu else (1,)
+    sizes = effort.gemm_sizes if cpu else effort.cuda_gemm_sizes
+    found = compute_rates.measure_gemm_rates(
+        device, effort, threads=threads, sizes=sizes, dtypes=effort.dtypes, say=say
+    )
+    say("memory bandwidth")
+    copied = memory_rates.measure(device, effort, threads=threads, memory_nbytes=fact.device_memory_nbytes, meet=meet)
+    say("products of few rows")
+    passed = compute_rates.measure_weight_rates(device, effort, threads=threads, dtypes=natively, meet=meet)
+    say("convolutions and attention")
+    found_kinds = compute_rates.measure_operator_rates(device, effort)
+    say("operators on vectors")
+    found_vectors = compute_rates.measure_vector_rates(device, effort)
+    say("gradients in fewer bytes")
+    coded = codec_rates.measure(device, effort)
+    return DeviceRates(
+        gemm=compute_rates.again(found.rates, device, effort),
+        memory=copied,
+        kernel_overhead_s=memory_rates.kernel_overhead_s(device),
+        notes=found.notes,
+        weights=passed,
+        efficiency=found_kinds.efficiency,
+        convolutions=found_kinds.convolutions,
+        images=found_kinds.images,
+        vectors=found_vectors,
+        codes=coded,
+    )
+
+
+def _shared(
+    fact: RankFacts, ranks: int, device: torch.device, effort: Effort, natively: tuple[str, ...], meet: Meet | None
+) -> SharedRates:
+    """Rates on an equal share of the cores while all ranks of the host do the same; GPUs share nothing."""
+    if ranks == 1 or device.type != "cpu":
+        return SharedRates()
+    threads = (max(1, fact.host.cores // ranks),)
+    brief = replace(effort, gemm_budget_s=effort.gemm_budget_s * max(1.0, ranks / fact.host.cores))
+    found = compute_rates.measure_gemm_rates(
+        device, brief, threads=threads, sizes=effort.concurrent_sizes, dtypes=effort.dtypes, concurrent=ranks
+    )
+    nbytes = fact.host.memory_nbytes
+    copied = memory_rates.measure(device, effort, threads=threads, memory_nbytes=nbytes, concurrent=ranks, meet=meet)
+    passed = compute_rates.measure_weight_rates(
+        device, brief, threads=threads, dtypes=natively, concurrent=ranks, meet=meet
+    )
+    return SharedRates(gemm=found.rates, memory=copied, weights=passed)
+
+
+def _node_links(
+    hosts: dict[str, list[int]], mine: list[int], device: torch.device, effort: Effort
+) -> tuple[LinkSpec, ...]:
+    """Links among the ranks of this rank's host. All ranks open groups in the same order, as torch requires."""
+    found: tuple[LinkSpec, ...] = ()
+    for name, ranks in hosts.items():
+        if len(ranks) < 2:
+            continue
+        group = _party(ranks, device)
+        if ranks == mine:
+            found = link_rates.measure(group, "node", effort, f"of host {name}")
+    return found
+
+
+def _network_links(hosts: dict[str, list[int]], device: torch.device, effort: Effort) -> tuple[LinkSpec, ...]:
+    """Links among hosts, measured by the first rank of each while the others wait."""
+    firsts = [ranks[0] for ranks in hosts.values()]
+    if len(firsts) < 2:
+        return ()
+    group = _party(firsts, device)
+    if dist.get_rank() not in firsts:
+        return ()
+    return link_rates.measure(group, "network", effort, f"on {len(firsts)} hosts")
+
+
+def _party(ranks: list[int], device: torch.device) -> ProbeGroup:
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    group = dist.new_group(ranks, backend=backend)
+    deprioritise_gloo_threads()
+    return ProbeGroup(group=group, ranks=tuple(ranks), device=device, backend=backend)

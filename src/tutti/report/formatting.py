@@ -1,0 +1,147 @@
+"""Numbers and sentences as people read them: SI prefixes, durations, percent, and the words for what is missing."""
+
+import math
+
+from tutti.config.run_report import Quantity
+from tutti.config.vocabulary import Evidence, TrafficKind
+
+NOT_RECORDED = "not recorded"
+
+EVIDENCE: dict[Evidence, str] = {
+    "measured": "recorded by the run itself while it ran",
+    "predicted": "estimated by tutti before the run",
+    "published": "taken from a data sheet or a paper",
+    "assumed": "stated by the user, or assumed; not measured here",
+}
+
+PHASE_NAMES = {
+    "data": "data",
+    "forward": "forward",
+    "backward": "backward",
+    "exposed_communication": "exposed communication",
+    "optimizer": "optimizer",
+    "evaluation": "evaluation",
+    "other": "other",
+}
+
+CARRIED: dict[TrafficKind, str] = {
+    "gradients": "gradients of parameters",
+    "parameters": "parameters",
+    "activations": "activations of split layers",
+    "halos": "halos of neighbours",
+    "tokens": "tokens to and from experts",
+    "vectors": "vectors of tables",
+    "keys": "keys and values",
+    "heads": "heads for tokens",
+    "messages": "activations between stages",
+    "statistics": "batch statistics",
+    "routing": "who chose which expert",
+    "indices": "rows wanted of tables",
+    "scalars": "losses and norms",
+}
+
+_PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
+_SI_UNITS = ("B", "B/s", "FLOP", "FLOP/s")
+_COUNTED = ("ranks", "hosts", "cores", "samples", "tokens", "steps", "epochs", "devices")
+_LOWER_IS_BETTER = ("loss", "error", "perplexity", "ppl", "mse", "mae", "rmse", "nll", "bits", "wer", "cer", "fid")
+
+
+def significant(value: float, digits: int = 3) -> str:
+    """A number with about `digits` significant digits, grouped by thousands, no exponent between 1e-4 and 1e15."""
+    if value == 0:
+        return "0"
+    if float(value).is_integer() and abs(value) < 1e15:
+        return f"{int(value):,}"
+    size = math.floor(math.log10(abs(value)))
+    if size < -4 or size >= 15:
+        return f"{value:.{digits - 1}e}"
+    return f"{value:,.{max(0, digits - 1 - size)}f}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them: 3.42 ms, 12.3 s, 4 min 05 s, 2 h 13 min."""
+    if seconds < 0:
+        return "-" + duration(-seconds)
+    if seconds == 0:
+        return "0 s"
+    if seconds < 1e-3:
+        return f"{significant(seconds * 1e6)} µs"
+    if seconds < 1:
+        return f"{significant(seconds * 1e3)} ms"
+    if seconds < 120:
+        return f"{significant(seconds)} s"
+    if seconds < 3600:
+        return f"{int(seconds // 60)} min {int(seconds % 60):02d} s"
+    return f"{int(seconds // 3600):,} h {int(seconds % 3600 // 60):02d} min"
+
+
+def prefixed(value: float, unit: str) -> str:
+    """A value with an SI prefix: 3.2 MB, 41 GFLOP/s."""
+    for factor, prefix in _PREFIXES:
+        if abs(value) >= factor:
+            return f"{significant(value / factor)} {prefix}{unit}"
+    return f"{significant(value)} {unit}"
+
+
+def number(value: float, unit: str) -> str:
+    """A value in its unit, as shown everywhere."""
+    if unit == "s":
+        return duration(value)
+    if unit == "ratio":
+        return f"{significant(value * 100)} %"
+    if unit in _SI_UNITS:
+        return prefixed(value, unit)
+    if unit == "x":
+        return f"{significant(value)}×"
+    if not unit:
+        return significant(value, 4) if float(value).is_integer() or abs(value) >= 1e4 else f"{value:.4g}"
+    return f"{significant(value, 4)} {unit.removesuffix('s') if value == 1 and unit in _COUNTED else unit}"
+
+
+def show(quantity: Quantity) -> str:
+    """A quantity as text, or "not recorded"."""
+    return NOT_RECORDED if quantity.value is None else number(quantity.value, quantity.unit)
+
+
+def split_unit(quantity: Quantity) -> tuple[str, str]:
+    """The number and its unit apart: ("6,095", "samples/s"); durations in two parts stay whole."""
+    head, _, unit = show(quantity).partition(" ")
+    apart = any(mark.isdigit() for mark in head) and not any(mark.isdigit() for mark in unit)
+    return (head, unit) if apart else (show(quantity), "")
+
+
+def show_interval(quantity: Quantity) -> str:
+    """The interval of an estimate: "8.1 to 12.4 ms", or nothing."""
+    if quantity.low is None or quantity.high is None:
+        return ""
+    low, high = number(quantity.low, quantity.unit), number(quantity.high, quantity.unit)
+    (start, _, unit), (_, _, same) = low.partition(" "), high.partition(" ")
+    return f"{start if unit == same else low} to {high}"
+
+
+def signed_percent(ratio: float) -> str:
+    """+12 %, -3.4 %, 0 %."""
+    text = significant(abs(ratio) * 100, 2 if abs(ratio) < 1 else 3)
+    return f"{'+' if ratio > 0 else '−' if ratio < 0 else ''}{text} %"
+
+
+def quality_text(value: float) -> str:
+    """A quality value: four decimals below 1, four significant digits above."""
+    return f"{value:.4f}" if abs(value) < 1 else significant(value, 4)
+
+
+def higher_is_better(metric: str) -> bool:
+    """Whether more of a metric is better, judged by its name (losses and errors: less)."""
+    words = metric.lower().replace("-", "_").split("_")
+    return not any(word in words or metric.lower().endswith(word) for word in _LOWER_IS_BETTER)
+
+
+def plural(count: int | float, word: str) -> str:
+    """1 step, 2 steps, 2 microbatches."""
+    ending = "" if count == 1 else "es" if word == "microbatch" else "s"
+    return f"{significant(count)} {word}{ending}"
+
+
+def listed(items: list[str]) -> str:
+    """a, b and c."""
+    return " and ".join(([", ".join(items[:-1])] if len(items) > 1 else []) + items[-1:])

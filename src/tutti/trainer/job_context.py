@@ -1,0 +1,134 @@
+"""Session: what stands when a Job is made, before it has a model: the world, the plan, the settings."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tutti.comm.clock import PhaseClock
+from tutti.comm.world import World, join_world
+from tutti.config import serialization
+from tutti.config.mesh_words import mesh_in_words
+from tutti.config.option_syntax import with_bucket_size
+from tutti.config.plan import BatchPlan, Plan
+from tutti.config.sync_words import with_mode
+from tutti.config.vocabulary import Precision
+from tutti.data.seeds import derive_seed
+from tutti.environment import LaunchOptions, RankEnvironment
+from tutti.errors import PlanError
+from tutti.trainer.capture import is_capturing
+from tutti.trainer.host_memory import map_large_blocks
+from tutti.trainer.metrics import ProgressDisplay
+from tutti.trainer.run_state import JobSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobContext:
+    """What exists before the Job has a model: ranks, plan, settings and launch options."""
+
+    settings: JobSettings
+    launch_options: LaunchOptions
+    world: World
+    plan: Plan
+    stated_mesh: bool
+    clock: PhaseClock
+    screen: ProgressDisplay
+    name: str | None
+    folder: Path | None
+    resume: Path | None
+    facts: Mapping[str, str]
+
+    @property
+    def model_seed(self) -> int:
+        """Seed of the initial parameters: the same on all ranks, except for members of an ensemble."""
+        member = self.world.rank if self.plan.sync.mode == "ensemble" else 0
+        return derive_seed(self.settings.seed, "model", *((member,) if member else ()))
+
+
+def open_job_context(
+    settings: JobSettings,
+    launch_options: LaunchOptions,
+    batch: BatchPlan,
+    *,
+    microbatches_stated: bool,
+    precision: Precision | None,
+    name: str | None,
+    folder: Path | None,
+    resume: Path | None,
+    facts: Mapping[str, str],
+) -> JobContext:
+    """Join the other ranks (none while capturing) and resolve the plan."""
+    rule = settings.lr_rule
+    if batch.ramp and rule is not None and rule.warmup_epochs is not None:
+        raise PlanError(
+            f"LRRule.warmup_epochs = {rule.warmup_epochs} with a batch_ramp: epochs differ in their steps; give "
+            "warmup_steps"
+        )
+    world = join_world(RankEnvironment() if is_capturing() else None)
+    if not is_capturing():
+        map_large_blocks()
+    return JobContext(
+        settings=settings,
+        launch_options=launch_options,
+        world=world,
+        plan=_with_launch_options(
+            resolve_plan(world, launch_options, batch, microbatches_stated=microbatches_stated, precision=precision),
+            launch_options,
+        ),
+        stated_mesh=launch_options.plan is not None or launch_options.mesh is not None,
+        clock=PhaseClock(world.device),
+        screen=ProgressDisplay(world, supervised=launch_options.supervised),
+        name=name,
+        folder=folder,
+        resume=resume,
+        facts=facts,
+    )
+
+
+def _with_launch_options(plan: Plan, launch_options: LaunchOptions) -> Plan:
+    """The plan with the launcher's compression, consistency mode and bucket size."""
+    return with_bucket_size(
+        with_mode(plan.compressed(launch_options.compress), launch_options.sync), launch_options.bucket_mb
+    )
+
+
+def resolve_plan(
+    world: World,
+    launch_options: LaunchOptions,
+    batch: BatchPlan,
+    *,
+    microbatches_stated: bool,
+    precision: Precision | None,
+) -> Plan:
+    """The launcher's plan, checked against the script, or data parallelism over all ranks."""
+    if launch_options.plan is None:
+        mesh = launch_options.mesh or {"replicate": world.world_size}
+        if not is_capturing() and math.prod(mesh.values()) != world.world_size:
+            raise PlanError(
+                f"the mesh {mesh_in_words(mesh)} has {math.prod(mesh.values())} ranks, but {world.world_size} were "
+                "started; make them agree"
+            )
+        return Plan(batch=batch, mesh=mesh, precision=precision or "full")
+    plan = serialization.load(Plan, launch_options.plan)
+    if plan.world_size != world.world_size:
+        raise PlanError(
+            f"{launch_options.plan}: the mesh has {plan.world_size} ranks, but {world.world_size} were started; start "
+            f"{plan.world_size}, or make a plan for {world.world_size}"
+        )
+    stated: dict[str, Any] = {"global_batch_size": batch.global_batch_size, "unit": batch.unit}
+    stated |= {"last_batch": batch.last_batch, "ramp": batch.ramp}
+    if microbatches_stated:
+        stated["num_microbatches"] = batch.num_microbatches
+    for name, value in stated.items():
+        if getattr(plan.batch, name) != value:
+            raise PlanError(
+                f"{launch_options.plan}: batch.{name} = {getattr(plan.batch, name)!r}, but the script's Job says "
+                f"{value!r}; make them agree: the batch is the meaning of the run"
+            )
+    if precision is not None and plan.precision != precision:
+        raise PlanError(
+            f"{launch_options.plan}: precision = {plan.precision!r}, but the script's Job says {precision!r}; make "
+            "them agree, or leave precision out of the script"
+        )
+    return plan

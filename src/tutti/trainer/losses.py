@@ -1,0 +1,85 @@
+"""Losses: how a batch becomes a call of the model and its loss, and means as (total, count).
+
+Totals and counts are what adds up over ranks and microbatches.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tutti.errors import ScriptError
+
+
+@dataclass(frozen=True, slots=True)
+class Weighted:
+    """A mean over something other than samples, as its parts: mean = total / count.
+
+    A language model with padding returns Weighted(sum of token losses, number of tokens), so that a token weighs the
+    same on whichever rank and in whichever microbatch it falls. `total`: 0-d tensor with gradient; `count`: number
+    or 0-d tensor.
+    """
+
+    total: torch.Tensor
+    count: torch.Tensor | float
+
+
+def as_weighted(loss: Any, samples: float) -> Weighted:
+    """A user's loss of a part of `samples` samples, as (total, count). Raises ScriptError for anything else."""
+    if isinstance(loss, Weighted):
+        return loss
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        return Weighted(loss.reshape(()) * samples, float(samples))
+    shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+    raise ScriptError(
+        f"the loss is {shape}; return a 0-d tensor that is the mean over samples, or "
+        "tutti.Weighted(total, count) where the mean is over something else"
+    )
+
+
+def default_unpack(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """(positional arguments, keyword arguments, target) of a batch.
+
+    A dict is passed as keyword arguments and is its own target; of a tuple or list the last entry is the target and
+    the others are inputs; an input that is a dict is passed as keyword arguments; a lone tensor is input and target.
+    """
+    if isinstance(batch, Mapping):
+        return (), dict(batch), batch
+    if isinstance(batch, torch.Tensor):
+        return (batch,), {}, batch
+    if isinstance(batch, tuple | list) and len(batch) >= 2:
+        *inputs, target = batch
+        if len(inputs) == 1 and isinstance(inputs[0], Mapping):
+            return (), dict(inputs[0]), target
+        if len(inputs) == 1 and isinstance(inputs[0], tuple | list):
+            return tuple(inputs[0]), {}, target
+        return tuple(inputs), {}, target
+    raise ScriptError(
+        f"a batch of type {type(batch).__name__} is not (inputs, target), a dict or a tensor; pass "
+        "prepare(..., unpack=lambda batch: (args, kwargs, target))"
+    )
+
+
+def default_loss(output: Any, target: Any) -> Any:
+    """The loss a model computes itself: `output.loss`, `output["loss"]`, or the output if it is 0-d."""
+    if isinstance(output, Mapping) and "loss" in output:
+        return output["loss"]
+    if isinstance(getattr(output, "loss", None), torch.Tensor):
+        return output.loss
+    if isinstance(output, torch.Tensor) and output.ndim == 0:
+        return output
+    raise ScriptError(
+        f"prepare got no loss_fn, and the model's output ({type(output).__name__}) holds no loss; pass loss_fn"
+    )
+
+
+def loss_of(unpack: Callable[[Any], Any], loss_fn: Callable[[Any, Any], Any]) -> Callable[[nn.Module, Any], Any]:
+    """fn(model, batch) -> loss, from pickers and a loss function."""
+
+    def function(model: nn.Module, batch: Any) -> Any:
+        args, kwargs, target = unpack(batch)
+        return loss_fn(model(*args, **kwargs), target)
+
+    return function

@@ -1,0 +1,111 @@
+"""The rows of the metrics file for a step and an evaluation."""
+
+from typing import Any
+
+from tutti.comm.traffic import exchanged_nbytes, sent_nbytes
+from tutti.data.fingerprint import describe_data, overlap
+from tutti.data.source import Source
+from tutti.nn.mixture import Tally
+from tutti.trainer.run_header import data_fields
+from tutti.trainer.run_state import Run
+from tutti.trainer.step import StepResult
+from tutti.trainer.update import UpdateResult
+
+
+def write_step_row(run: Run, result: StepResult, done: UpdateResult) -> None:
+    """Count the step, write its row, show it."""
+    progress, unit = run.progress, run.plan.batch.unit
+    if progress.step == 0:
+        unused = run.replica.unused(run.model)
+        if unused:
+            shown = ", ".join(unused[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
+            run.screen.say(f"parameters without a gradient in the first step (not used by the loss): {shown}")
+    progress.step += 1
+    progress.samples_seen += result.samples
+    tokens = run.loader.tokens
+    progress.tokens_seen += tokens or 0
+    total = None
+    if progress.total_epochs is not None and run.steps_per_epoch is not None:
+        total = progress.total_epochs * run.steps_per_epoch
+    timed = run.clock.timed
+    wall, phases = run.clock.take_row()
+    carried = run.layout.traffic.take()
+    sent, exchanged = sent_nbytes(carried), exchanged_nbytes(carried)
+    run.log.row(
+        "step",
+        run.clock.elapsed_s(),
+        step=progress.step,
+        epoch=run.progress.epoch,
+        loss=result.loss,
+        learning_rate=done.learning_rate,
+        samples=result.samples,
+        tokens=tokens,
+        samples_seen=progress.samples_seen,
+        grad_norm=done.grad_norm,
+        **({} if done.gain is None else {"gain": done.gain, "base_steps": progress.base_steps}),
+        skipped=done.skipped,
+        loss_scale=run.scaler.get_scale() if run.scaler.is_enabled() else None,
+        sent_nbytes=sent,
+        exchanged_nbytes=exchanged,
+        communication=[total.row() for total in carried],
+        **_expert_fields(result.experts),
+        **run.noise.take_row(),
+        **run.consistency.row(),
+        total_steps=total,
+        timed=timed,
+        wall_s=wall,
+        phases=phases,
+    )
+    run.log.timing(kind="step", step=progress.step, wall_s=wall, phases=phases, sent_nbytes=sent + exchanged)
+    run.screen.step(progress.step, total, result.loss, run.throughput.update(tokens or result.samples), unit)
+
+
+def _expert_fields(tallies: dict[str, Tally]) -> dict[str, Any]:
+    """Choices of tokens in the step, over all ranks, how many were dropped, and the load-balancing loss: summed over
+    layers, as `auxiliary_loss` gives it, and each layer's.
+    """
+    if not tallies:
+        return {"tokens_assigned": None, "tokens_dropped": None}
+    return {
+        "tokens_assigned": sum(one.assigned for one in tallies.values()),
+        "tokens_dropped": sum(one.dropped for one in tallies.values()),
+        "balance_loss": sum(one.balance_loss for one in tallies.values()),
+        "experts": {
+            name: {"assigned": one.assigned, "dropped": one.dropped, "balance_loss": one.balance_loss}
+            for name, one in tallies.items()
+        },
+    }
+
+
+def write_evaluation_row(run: Run, source: Source, name: str, values: dict[str, float], samples: int) -> None:
+    """Write the row of one evaluation; the time since the last row is accounted for in it."""
+    run.clock.enter("other")
+    wall, phases = run.clock.take_row()
+    run.layout.traffic.take()  # or the next step's row would have it
+    if not run.world.is_main:
+        return
+    run.log.row(
+        "evaluate",
+        run.clock.elapsed_s(),
+        name=name,
+        step=run.progress.step,
+        epoch=run.progress.epoch,
+        samples_seen=run.progress.samples_seen,
+        samples=samples,
+        values=values,
+        wall_s=wall,
+        phases=phases,
+        **_evaluation_data_fields(run, source, name),
+        **run.consistency.evaluation_row(),
+    )
+
+
+def _evaluation_data_fields(run: Run, source: Source, name: str) -> dict[str, Any]:
+    """The evaluated data set's fingerprint and its overlap with the training data; computed once a name."""
+    known = run.data_facts.get(name)
+    if known is None or known[0] is not source.dataset:
+        info = describe_data(source.dataset, run.settings.seed, name)
+        same = overlap(run.loader.source.dataset, source.dataset, run.settings.seed)
+        facts = {"data": data_fields(info), "overlap_with_training": same}
+        known = run.data_facts[name] = (source.dataset, facts)
+    return known[1]

@@ -1,0 +1,159 @@
+"""The run folder and its header: what a run is, written before its first step."""
+
+import functools
+import hashlib
+import importlib.metadata
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from tutti.comm.world import World
+from tutti.config.mesh_words import mesh_in_words
+from tutti.config.run_folder import DatasetInfo, RankInfo, Recipe, RunFolder, RunHeader
+from tutti.config.vocabulary import AxisName
+from tutti.environment import SHARED_MEMORY_OFF, SHARED_MEMORY_VARIABLE, LaunchOptions, shared_memory_setting
+from tutti.errors import LaunchError
+
+
+def script_path() -> Path:
+    """The script that is running; "interactive" where there is none."""
+    main = sys.modules.get("__main__")
+    return Path(getattr(main, "__file__", None) or sys.argv[0] or "interactive")
+
+
+def open_folder(launch_options: LaunchOptions, world: World, stated: Path | None) -> RunFolder:
+    """The run's folder: the launcher's, each node's own; or the same on every rank, stated or runs/<script>-<time>."""
+    path = launch_options.run_folder
+    if path is None:
+        stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+        path = stated or Path("runs") / f"{script_path().stem}-{stamp}"
+        path = Path(world.broadcast(str(path.absolute())))
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(f"the run folder {path} cannot be made ({error.strerror}); name another") from None
+    return RunFolder(path)
+
+
+def this_rank(world: World, ways: Sequence[str] = ()) -> RankInfo:
+    """Where this rank runs. `ways`: what its sums of gradients go through."""
+    device, sums = world.device, " and ".join(ways)
+    return RankInfo(
+        rank=world.rank,
+        local_rank=world.local_rank,
+        host=world.host,
+        device=str(device),
+        device_model=torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_model(),
+        pid=os.getpid(),
+        threads=torch.get_num_threads(),
+        sums=f"{sums or 'nothing'} ({SHARED_MEMORY_VARIABLE}=off)"
+        if shared_memory_setting() == SHARED_MEMORY_OFF
+        else sums,
+    )
+
+
+def make_header(
+    world: World,
+    ranks: list[RankInfo],
+    *,
+    name: str | None,
+    model: torch.nn.Module,
+    parameters: int,
+    mesh: dict[AxisName, int],
+    recipe: Recipe,
+    data: DatasetInfo,
+    resumed_from: Path | None,
+    resumed_at_step: int,
+    facts: Mapping[str, str],
+) -> RunHeader:
+    """Everything about the run that is known now; `parameters`: of the whole model. Called on rank 0."""
+    script = script_path()
+    commit, dirty = git_state(script.parent)
+    return RunHeader(
+        name=name or script.stem,
+        script=str(script),
+        arguments=tuple(sys.argv[1:]),
+        command=_command(world, script, mesh),
+        started_utc=datetime.now(UTC).isoformat(timespec="seconds"),
+        world_size=world.world_size,
+        backend=world.backend,
+        ranks=tuple(ranks),
+        versions={
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "tutti": importlib.metadata.version("tutti"),
+        },
+        platform=platform.platform(),
+        git_commit=commit,
+        git_dirty=dirty,
+        environment_sha256=environment_hash(),
+        model=type(model).__name__,
+        parameters=parameters,
+        recipe=recipe,
+        data=data,
+        resumed_from=str(resumed_from) if resumed_from else None,
+        resumed_at_step=resumed_at_step,
+        extra={"cores": str(len(os.sched_getaffinity(0))), **facts},
+    )
+
+
+def _command(world: World, script: Path, mesh: dict[AxisName, int]) -> str:
+    """The command that started the run, as far as a rank can tell."""
+    plain = set(mesh) <= {"replicate"}
+    start = {
+        "tutti": ["tutti", "run", "--nproc", str(world.local_world_size)]
+        + ([] if plain else ["--mesh", mesh_in_words(mesh)]),
+        "torchrun": ["torchrun", "--nproc-per-node", str(world.local_world_size)],
+        "srun": ["srun", "-n", str(world.world_size), "python"],
+        "mpirun": ["mpirun", "-n", str(world.world_size), "python"],
+    }.get(world.launcher, ["python"])
+    return shlex.join([*start, script.name, *sys.argv[1:]])
+
+
+def git_state(folder: Path) -> tuple[str | None, bool | None]:
+    """Commit of the checkout a folder lies in, and whether it has uncommitted changes; (None, None) outside one."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(folder or Path()), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD"), bool(git("status", "--porcelain", "--untracked-files=no"))
+    except (OSError, subprocess.SubprocessError):
+        return None, None
+
+
+def data_fields(data: DatasetInfo) -> dict[str, object]:
+    """A data set's description as a metrics row holds it."""
+    return asdict(data)
+
+
+@functools.cache
+def environment_hash() -> str:
+    """SHA-256 of the names and versions of all installed packages."""
+    names = sorted({_pinned(distribution) for distribution in importlib.metadata.distributions()})
+    return hashlib.sha256("\n".join(names).encode()).hexdigest()
+
+
+def _pinned(distribution: importlib.metadata.Distribution) -> str:
+    """Name and version, from the fields alone: importlib reads the description too, twice (100 ms for 150 packages)."""
+    text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+    fields = dict(re.findall(r"^(Name|Version):\s*(\S+)", text.partition("\n\n")[0], re.MULTILINE))
+    return f"{fields.get('Name')}=={fields.get('Version')}"
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

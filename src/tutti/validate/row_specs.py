@@ -1,0 +1,431 @@
+"""The plan of a row: its degrees on a mesh, its microbatches, what it shards and what it recomputes."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from tutti.config.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeSpec
+from tutti.config.model import ModelSpec
+from tutti.config.plan import BatchPlan, LayoutRule, PipelinePlan, Plan, ShardingPlan, SyncPlan
+from tutti.config.vocabulary import AxisName, Precision
+from tutti.errors import PlanError
+from tutti.profile.architectures import architecture
+from tutti.profile.catalog import device, parts
+from tutti.validate.published_rows import Row, Uncosted
+
+AT_THE_END = 2**50
+"""Bytes of a bucket that holds all gradients: none is summed before the last is there."""
+
+
+def plan_of(row: Row, model: ModelSpec) -> Plan:
+    """The plan that a row ran. Raises Uncosted where it cannot be told."""
+    precision = precision_of(row)
+    mesh, sharding = _mesh(row)
+    ranks = math.prod(mesh.values())
+    if ranks != row.gpus:
+        raise Uncosted("the printed degrees do not multiply to n_gpus")
+    data = math.prod(mesh.get(axis, 1) for axis in ("replicate", "shard", "expert"))
+    each = batch_of(row, precision) if row.family == "dle" else row.whole("micro_batch", _usual_microbatch(row))
+    samples = row.whole("global_batch", each * data)
+    if samples % data:
+        raise Uncosted("the global batch does not divide among the data-parallel ranks")
+    microbatches = max(1, round(samples / (data * each)))
+    words: dict[str, Precision] = {"tf32": "tf32", "mixed": "float16"}
+    stages = row.whole("vp", 1)
+    try:
+        return Plan(
+            batch=BatchPlan(global_batch_size=samples, num_microbatches=microbatches),
+            mesh=mesh,
+            layout=_layout(row, model),
+            precision=words.get(precision, "full"),
+            sharding=sharding,
+            pipeline=PipelinePlan(
+                schedule="interleaved" if stages > 1 and mesh.get("stage", 1) > 1 else "1f1b",
+                stages_per_rank=stages if mesh.get("stage", 1) > 1 else 1,
+                cuts=_cuts(row, model, mesh.get("stage", 1) * (stages if mesh.get("stage", 1) > 1 else 1)),
+            ),
+            sync=SyncPlan(bucket_nbytes=AT_THE_END) if is_early(row) else SyncPlan(),
+        )
+    except PlanError as error:
+        raise Uncosted(str(error)) from None
+
+
+def _cuts(row: Row, model: ModelSpec, stages: int) -> tuple[str, ...]:
+    """Where stages begin. Megatron gives each as many blocks, the last one the output layer besides; AMP's logs say it,
+    in DeepSpeed's layers, of which two stand before the first block.
+    """
+    if stages == 1:
+        return ()
+    found = re.search(r"stage boundaries \[([\d, ]+)\]", row.text("notes"))
+    if found is None:
+        count = len({module.block for module in model.modules if module.block >= 0})
+        ends = 1 if row.family == "bloom" else 0  # BigScience counts embedding and output layer as blocks
+        cuts = [(count + 2 * ends) * stage // stages - ends for stage in range(1, stages)]
+        return tuple(f"blocks.{cut}" for cut in cuts) if count >= stages else ()
+    inner = [int(text) for text in found[1].split(",")][1:-1]
+    blocks = [min(max(0, at - 2), row.whole("layers") - 1) for at in inner]
+    if len(inner) != stages - 1 or len(set(blocks)) != len(blocks) or 0 in blocks:
+        return ()  # stages of embeddings alone, or of the head alone, are not cut at blocks
+    return tuple(f"blocks.{block}" for block in blocks)
+
+
+def _usual_microbatch(row: Row) -> int | None:
+    """Where Megatron's tables print no micro-batch, one sample is taken; other rows must print it."""
+    return 1 if row.family == "mcoreh100" else None
+
+
+def _mesh(row: Row) -> tuple[dict[AxisName, int], ShardingPlan]:
+    """Degrees by axis, outermost first, the split axis innermost as Megatron places it; and what is sharded."""
+    split, stage, context, expert = (row.whole(name, 1) for name in ("tp", "pp", "cp", "ep"))
+    rest = row.gpus // max(1, split * stage * context)
+    data = row.whole("dp", rest)
+    if expert > data:
+        raise Uncosted("the expert degree exceeds the data-parallel ranks")
+    zero = row.text("zero")
+    level = int(zero) if zero in ("1", "2", "3") else 3 if "fsdp=" in zero and "fsdp=0" not in zero else 0
+    own: AxisName = "shard" if level else "replicate"
+    mesh: dict[AxisName, int] = {"stage": stage, own: data // expert, "expert": expert, "context": context,
+                                 "split": split}  # fmt: skip
+    kept = {axis: degree for axis, degree in mesh.items() if degree > 1} or {own: 1}
+    return kept, replace(ShardingPlan(), level=level or 3)  # type: ignore[arg-type]
+
+
+def _layout(row: Row, model: ModelSpec) -> tuple[LayoutRule, ...]:
+    """What is recomputed: whole blocks, the core of attention, or some of the blocks."""
+    text = row.text("recompute")
+    if text == "full":
+        return (LayoutRule(modules="blocks.*", recompute=True),)
+    if text.startswith("selective") and row.text("arch") == "gpt":
+        return (LayoutRule(modules="blocks.*.attention", recompute=True),)
+    if text == "selective-layer":  # every second block, whole
+        blocks = sorted({module.block for module in model.modules if module.block >= 0})
+        return tuple(LayoutRule(modules=f"blocks.{block}", recompute=True) for block in blocks[::2])
+    if text.startswith("selective"):
+        return (LayoutRule(modules="blocks.*", recompute="selective"),)
+    return (LayoutRule(),)
+
+
+_GPUS = (
+    ("GB300", "GB300-278GB"),
+    ("GB200", "GB200-186GB"),
+    ("B300", "B300-SXM-270GB"),
+    ("B200", "B200-SXM-180GB"),
+    ("H200", "H200-SXM-141GB"),
+    ("H100.*HBM2E", "H100-SXM5-96GB-HBM2e"),
+    ("H100", "H100-SXM5-80GB"),
+    ("A100.*40", "A100-SXM4-40GB"),
+    ("A100", "A100-SXM4-80GB"),
+    ("V100.*16|P3\\.8XLARGE|DGX-1 16G", "V100-SXM2-16GB"),
+    ("V100|DGX-[12]", "V100-SXM2-32GB"),
+    ("P100", "P100-SXM2-16GB"),
+    ("K80", "K80"),
+    ("T4|G4DN", "T4"),
+)
+"""Patterns of printed names, the first that fits, and the device of the catalog."""
+
+_NODE_LINKS = {"K80": "PCIe3-x16", "P100": "NVLink1", "V100": "NVLink2", "T4": "PCIe3-x16", "A100": "NVLink3",
+               "H100": "NVLink4", "H200": "NVLink4", "B": "NVLink5", "GB": "NVLink5"}  # fmt: skip
+_NETWORKS = {"V100": 50e9, "A100": 200e9, "H100": 400e9, "H200": 400e9, "B": 400e9, "GB": 400e9}
+"""A node's connection where a row prints none, bytes/s: of DGX-1 and DGX-2 4 and 8 EDR ports (the lower is taken), of
+DGX A100 8 HDR, of DGX H100 and later 8 NDR."""
+
+_RACK = 64
+"""GPUs that one NVLink domain of a GB200 or GB300 rack gives to a job of a power of two."""
+
+_JOINED = re.compile(r"\+|,|;|&|\band\b")
+"""Between the nodes of different kinds that one job ran on."""
+
+_RATE = re.compile(r"(?:(\d+)\s*x\s*)?(\d+)\s*Gb(?:ps|/s)\s*(per GPU)?", re.IGNORECASE)
+
+
+def catalog_name(gpu: str) -> str:
+    """The catalog's name of a printed device. Raises Uncosted for one that is not there."""
+    for pattern, name in _GPUS:
+        if re.search(pattern, gpu.upper()):
+            return name
+    raise Uncosted(f"device {gpu!r} is not in the catalog")
+
+
+@cache
+def _part(name: str) -> DeviceSpec:
+    return device(name)
+
+
+def cluster_of(row: Row) -> ClusterSpec:
+    """The machines of a row, from data sheets. Raises Uncosted where they cannot be told."""
+    gpus = row.gpus
+    groups = _groups(row.text("gpu"))
+    if groups:
+        return _mixed(row, groups)
+    name = catalog_name(row.text("gpu"))
+    usual = _RACK if name.startswith("GB") else 8
+    each = min(gpus, row.whole("gpus_per_node", usual))
+    nodes = -(-gpus // each)
+    part = _part(name)
+    return ClusterSpec(
+        name=f"{nodes} x {each} {part.name}",
+        devices={part.name: part},
+        nodes=(NodeSpec(name="node", device=part.name, devices_per_node=each, count=nodes,
+                        memory_nbytes=each * part.memory_nbytes),),
+        links=_links(row, name, each, nodes),
+    )  # fmt: skip
+
+
+def _groups(gpu: str) -> list[tuple[str, int]]:
+    """(device, nodes) of each kind of nodes that a row joins, such as `1x p3.8xlarge(4xV100) + 3x g4dn.12xlarge(4xT4)`;
+    empty where it names one kind. A kind without a number is one node.
+    """
+    found = []
+    for part in _JOINED.split(gpu):
+        try:
+            name = catalog_name(part)
+        except Uncosted:
+            continue
+        count = re.match(r"\s*(\d+)\s*x", part)
+        found.append((name, int(count[1]) if count else 1))
+    return found if len(found) > 1 else []
+
+
+def _mixed(row: Row, groups: list[tuple[str, int]]) -> ClusterSpec:
+    each = row.whole("gpus_per_node", 4)
+    if each * sum(count for _, count in groups) != row.gpus:
+        raise Uncosted("the nodes of mixed devices do not add up to n_gpus")
+    links = [link for name, count in groups for link in _links(row, name, each, max(2, count))]
+    links.sort(key=lambda link: (link.tier != "node", link.bandwidth_bytes_per_s))
+    return ClusterSpec(
+        name=row.text("gpu"),
+        devices={_part(name).name: _part(name) for name, _ in groups},
+        nodes=tuple(
+            NodeSpec(name=f"node{index}", device=_part(name).name, devices_per_node=each, count=count,
+                     memory_nbytes=each * _part(name).memory_nbytes)
+            for index, (name, count) in enumerate(groups)
+        ),
+        links=tuple(links),
+    )  # fmt: skip
+
+
+def _links(row: Row, name: str, each: int, nodes: int) -> tuple[LinkSpec, ...]:
+    links = []
+    family = re.match(r"GB|B|[A-Z]+\d+", name)
+    key = family[0] if family else name
+    if each > 1:
+        inner = parts().links[_NODE_LINKS[key]]
+        printed = _printed(row.text("intra_net"), name)
+        if printed and "NVLink" not in row.text("intra_net"):
+            inner = replace(inner, bandwidth_bytes_per_s=printed, source=f"printed: {row.text('intra_net')}")
+        links.append(inner)
+    if nodes > 1:
+        text = row.text("inter_net")
+        rate = (_printed(text, name) or 0.0) * (each if "per GPU" in text else 1) or _NETWORKS.get(key)
+        if not rate:
+            raise Uncosted("the network between nodes is not printed")
+        slow = rate < 12e9
+        base = parts().links["Ethernet-25G" if slow else "InfiniBand-HDR-200"]
+        links.append(
+            replace(base, bandwidth_bytes_per_s=rate, evidence="published" if text else "assumed",
+                    source=f"printed: {text}" if text else "usual of its kind; not printed")
+        )  # fmt: skip
+    return tuple(links)
+
+
+def _printed(text: str, name: str) -> float | None:
+    """Bytes/s of a printed rate in Gbit/s, all ports together; of several, the one marked with the device's cloud."""
+    found = list(_RATE.finditer(text))
+    if not found:
+        return None
+    mark = "(P3)" if name.startswith("V100") else "(G4)"
+    match = next((each for each in found if text[each.end() :].lstrip().startswith(mark)), found[0])
+    return int(match[1] or 1) * int(match[2]) * 1e9 / 8
+
+
+def step_s(row: Row, model: ModelSpec, plan: Plan) -> float:
+    """Seconds of a step of `plan` as the row measured it. Raises Uncosted for a metric that says no time.
+
+    FLOPs a second follow the source's convention: "hardware" counts a recomputed forward (Narayanan et al. 2021,
+    equation 3), "model" does not; both count attention as if nothing were masked.
+    """
+    metric, value = row.text("metric"), row.value
+    samples = plan.batch.global_batch_size
+    if value <= 0:
+        raise Uncosted("the value is not above 0")
+    if metric == "iteration_time":
+        return value / (1000.0 if row.text("unit").startswith("ms") else 1.0)
+    if metric == "tokens_per_s_per_gpu":
+        return samples * row.whole("seq_len") / (value * row.gpus)
+    if metric == "throughput_total" or metric in ("images_per_s", "samples_per_s"):
+        return samples * units_per_sample(row) / value
+    if metric in ("hardware_tflops_per_gpu", "model_tflops_per_gpu"):
+        again = 1 if metric.startswith("hardware") and row.text("recompute") == "full" else 0
+        return samples * _flops(row, again) / (value * 1e12 * row.gpus)
+    raise Uncosted(f"metric {metric} says no time of a step")
+
+
+def _flops(row: Row, again: int) -> float:
+    """FLOPs of one sample of a GPT with its backward and `again` forwards of the blocks."""
+    layers, hidden, seq, vocab = (row.whole(name) for name in ("layers", "hidden", "seq_len", "vocab"))
+    blocks = 24.0 * seq * layers * hidden**2 * (1 + seq / (6 * hidden))
+    return (3 + again) * blocks + 6.0 * seq * hidden * vocab
+
+
+_PRESETS = {
+    "llama370b": "llama3-70b",
+    "llama31405b": "llama3-405b",
+    "llama38b": "llama3-8b",
+    "qwen330ba3b": "qwen3-30b-a3b",
+    "qwen3235ba22b": "qwen3-235b-a22b",
+    "gptoss120b": "gpt-oss-120b",
+    "deepseekv3": "deepseek-v3",
+}
+"""Models that rows name without sizes."""
+
+_SIZES = {"layers": "layers", "hidden": "hidden", "heads": "heads", "kv_heads": "kv_heads", "ffn": "ffn",
+          "seq_len": "seq_len", "vocab": "vocab"}  # fmt: skip
+_EARLY = re.compile(r"Megatron-LM 202[0-2]|Megatron-DeepSpeed|DeepSpeed\+Megatron")
+
+
+def precision_of(row: Row) -> str:
+    """fp32, tf32, half (16 bits throughout), mixed (autocast over float32), fp8 or fp4, as far as the row says."""
+    text = row.text("precision").lower()
+    if "fp4" in text:
+        return "fp4"
+    if "fp8" in text:
+        return "fp8"
+    if text in ("fp32", "tf32", "mixed"):
+        return text
+    if text.startswith(("fp16", "bf16", "amp_bf16", "amp_fp16")):
+        return "half"
+    raise Uncosted("the precision is not printed" if not text else f"precision {text!r} is not known")
+
+
+def is_early(row: Row) -> bool:
+    """Megatron before FlashAttention: scores are written, dropout masks kept, gradients summed after backward."""
+    return _EARLY.match(row.text("framework")) is not None
+
+
+def model_of(row: Row) -> ModelSpec:
+    """The ModelSpec of a row. Raises Uncosted where its model cannot be told, or has no architecture here."""
+    name, options = _named(row)
+    return _built(name, tuple(sorted(options.items())))
+
+
+@cache
+def _built(name: str, options: tuple[tuple[str, Any], ...]) -> ModelSpec:
+    return architecture(name, dict(options))
+
+
+def _named(row: Row) -> tuple[str, Mapping[str, Any]]:
+    arch = row.text("arch")
+    precision = precision_of(row)
+    if precision in ("fp8", "fp4"):
+        raise Uncosted("matrix products in 8 or 4 bits are no precision of a plan")
+    if row.family == "dle":
+        return example_of(row, precision)
+    numbers: dict[str, Any] = {"dtype": "float32"}
+    if precision == "half":
+        # Megatron adds gradients up in float32 beside bfloat16; fully sharded, a parameter takes 16 bytes.
+        wide = "bf16" in row.text("precision") and row.text("framework").startswith("Megatron")
+        numbers = {"dtype": "bfloat16" if "bf16" in row.text("precision") else "float16", "wide_gradients": wide}
+    if arch == "llm":
+        key = re.sub(r"[^a-z0-9]", "", row.text("model").lower())
+        if key not in _PRESETS:
+            raise Uncosted(f"no architecture is known for model {row.text('model')!r}")
+        return _PRESETS[key], {**numbers, "seq_len": row.whole("seq_len"), "masked": "skipped", "fused": True}
+    sizes = {field: row.whole(column) for column, field in _SIZES.items() if row.text(column)}
+    if arch in ("gpt", "gpt2", "mpt", "llama", "bert"):
+        for needed in ("layers", "hidden", "seq_len", *(() if arch == "bert" else ("vocab",))):
+            row.whole(needed)  # a default would be another model
+    early = is_early(row)
+    # Norms and sums shared by tokens came with Korthikanti et al. 2022.
+    shared = not early or row.text("recompute").endswith("+SP")
+    kernels = {"attention": "plain", "dropout": True, "sequence": shared} if early else {"masked": "skipped"}
+    if arch in ("gpt", "gpt2"):
+        sizes.setdefault("heads", max(1, sizes.get("hidden", 64) // 64))
+        return "gpt", {**sizes, **numbers, **kernels}
+    if arch == "mpt":
+        return "gpt", {**sizes, **numbers, "masked": "skipped", "bias": False}
+    if arch == "llama":
+        return "llama", {**sizes, **numbers, "masked": "skipped", "fused": "compile" in row.text("precision")}
+    if arch == "bert":
+        return "bert", {**sizes, **numbers, **kernels}
+    if arch == "cnn" and row.text("model").startswith("ResNet-101"):
+        return "resnet", {"depth": 101}
+    if arch == "cnn" and row.text("model").startswith("ResNet-50"):
+        return "resnet", {"depth": 50}
+    raise Uncosted(f"no architecture is known for model {row.text('model')!r}")
+
+
+_BERT_LARGE = {"layers": 24, "hidden": 1024, "heads": 16, "vocab": 30528}
+_BERT_BASE = {"layers": 12, "hidden": 768, "heads": 12, "vocab": 30528}
+_NNUNET_3D = {"dims": 3, "widths": (32, 64, 128, 256, 320, 320), "image": (128,), "channels": 4, "classes": 4,
+              "strided": True}  # fmt: skip
+_NNUNET_2D = {"dims": 2, "widths": (32, 64, 128, 256, 512, 512), "image": (192, 160), "channels": 4, "classes": 4,
+              "strided": True}  # fmt: skip
+
+_EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
+    "PyTorch/LanguageModeling/BERT": ("bert", _BERT_LARGE),
+    "TensorFlow/LanguageModeling/BERT": ("bert", _BERT_LARGE),
+    "TensorFlow2/LanguageModeling/BERT": ("bert", _BERT_LARGE),
+    "TensorFlow/LanguageModeling/BERT/biobert": ("bert", _BERT_BASE),
+    "PyTorch/Segmentation/nnUNet": ("unet", _NNUNET_3D),
+    "TensorFlow2/Segmentation/nnUNet": ("unet", _NNUNET_3D),
+    "TensorFlow/Segmentation/UNet_3D_Medical": (
+        "unet", {"dims": 3, "widths": (32, 64, 128, 256, 320), "image": (128,), "channels": 4, "classes": 4}),
+    "TensorFlow/Segmentation/UNet_Medical": (
+        "unet", {"dims": 2, "widths": (64, 128, 256, 512, 1024), "image": (512,), "classes": 2, "instance": False}),
+    "TensorFlow2/Segmentation/UNet_Medical": (
+        "unet", {"dims": 2, "widths": (64, 128, 256, 512, 1024), "image": (512,), "classes": 2, "instance": False}),
+    "PyTorch/Recommendation/DLRM": ("dlrm", {"rows": 150_000}),
+    "TensorFlow/Translation/GNMT": (
+        "lstm", {"layers": 8, "decoder": 8, "hidden": 1024, "seq_len": 27, "vocab": 32320, "optimizer": "Adam"}),
+    "PyTorch/Translation/GNMT": (
+        "lstm", {"layers": 4, "decoder": 4, "hidden": 1024, "seq_len": 27, "vocab": 32320, "optimizer": "Adam"}),
+}  # fmt: skip
+
+_SQUAD_TOKENS = 384
+_GNMT_TOKENS = 27  # of a sentence of WMT16 English-German, on average, each side
+
+
+def example_of(row: Row, precision: str) -> tuple[str, Mapping[str, Any]]:
+    """(architecture, sizes) of an example. Raises Uncosted for those that have none here."""
+    name = row.text("model")
+    if name not in _EXAMPLES:
+        raise Uncosted(f"no architecture is known for example {name!r}")
+    kind, sizes = _EXAMPLES[name]
+    if kind == "bert":
+        return kind, {**sizes, **_bert(row)}
+    if name.endswith("nnUNet") and re.search(r"row: 2 \|", row.text("notes")):
+        return kind, _NNUNET_2D
+    return kind, sizes
+
+
+def _bert(row: Row) -> dict[str, Any]:
+    """Pre-training predicts 20 of 128 or 80 of 512 tokens; fine-tuning for questions reads 384 and predicts spans."""
+    tokens = row.text("seq_len")
+    if tokens == "512" and row.text("model").startswith("PyTorch/"):
+        raise Uncosted("sequences of 512 that cannot be full: the table's float32 rows are above their devices' peak")
+    if row.text("model").endswith("biobert") and tokens not in ("128", "512"):
+        return {"seq_len": 128, "predictions": 1}  # naming entities in 128 tokens
+    if "tuning" in row.text("notes").split("row:")[0].split("/")[-1] or tokens not in ("128", "512"):
+        return {"seq_len": _SQUAD_TOKENS, "predictions": 1}
+    return {"seq_len": int(tokens), "predictions": 20 if tokens == "128" else 80}
+
+
+def batch_of(row: Row, precision: str) -> int:
+    """Samples of a rank at once: one number, or of two the larger for 16 bits, for it takes less memory."""
+    text = row.text("micro_batch")
+    pattern = r"\d+" if "LanguageModeling" in row.text("model") else r"\d{1,3}(?:,\d{3})+|\d+"
+    found = [
+        int(match[1].replace(",", "")) * (1024 if match[2] else 1) for match in re.finditer(rf"({pattern})(k?)", text)
+    ]
+    if not found:
+        raise Uncosted("the batch is not printed")
+    return max(found) if precision == "mixed" else min(found)
+
+
+def units_per_sample(row: Row) -> float:
+    """What the metric counts, of one sample: 1, or its tokens where it counts tokens."""
+    counts_tokens = "tok" in row.text("unit").lower() or "Translation" in row.text("model")
+    return 2.0 * _GNMT_TOKENS if counts_tokens else 1.0

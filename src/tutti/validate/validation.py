@@ -1,0 +1,160 @@
+"""Every row costed, some of a family fitted to, the rest scored: the whole of `tutti validate` without its output."""
+
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from tutti.config.cluster import ClusterSpec
+from tutti.validate.cluster_fit import UNFITTED, Constants, Fit, Sample, apply_fit, fit_constants
+from tutti.validate.published_rows import Row, Uncosted
+from tutti.validate.scoring import Case, Errors, Scored, Setting, case_of, errors, misses, scored
+
+ENOUGH = 16
+"""Rows of one kind of machine from which its constants are fitted; with fewer one factor on the time is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineFit:
+    """What was fitted for one kind of machine in a family; `borrowed`: constants of this family's devices."""
+
+    machine: str
+    fit: Fit
+    borrowed: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """The errors of a family's rows in one setting. `calibration`: of the rows that were fitted to, apart from `test`.
+    `misses`: which aims the test rows miss, with the likely reason."""
+
+    setting: Setting
+    calibration: Errors | None
+    test: Errors | None
+    misses: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FamilyResult:
+    """All that is said of one family. `uncosted`: how many rows could not be costed, by reason."""
+
+    family: str
+    rows: int
+    scores: tuple[Score, ...]
+    fits: tuple[MachineFit, ...]
+    uncosted: dict[str, int]
+    worst: tuple[Scored, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validation:
+    """The result: families in the order of the rows; `scored`: every test row."""
+
+    families: tuple[FamilyResult, ...]
+    scored: tuple[Scored, ...]
+    version: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """How many rows of a family calibrate; `borrow`: a family fitted before whose devices' constants it starts from."""
+
+    count: int = 0
+    borrow: str = ""
+
+
+def validate(
+    rows: Sequence[Row], fit: Mapping[str, Wanted], progress: Callable[[str], None] = lambda family: None
+) -> Validation:
+    """Score predictions of `rows`; of a family in `fit` so many rows calibrate, in that order, before the others.
+
+    Which rows calibrate follows from their row_id alone (its hash), so that nobody chooses them. Families without a fit
+    are predicted from data sheets.
+    """
+    families: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        families[row.family].append(row)
+    known: dict[tuple[str, str], Constants] = {}
+    results: dict[str, tuple[FamilyResult, list[Scored]]] = {}
+    for family in [*(name for name in fit if name in families), *(name for name in families if name not in fit)]:
+        progress(family)
+        results[family] = _family(family, families[family], fit.get(family, Wanted()), known)
+    ordered = [results[family] for family in families]
+    return Validation(
+        families=tuple(result for result, _ in ordered),
+        scored=tuple(row for _, tested in ordered for row in tested),
+    )
+
+
+def _family(
+    family: str, rows: Sequence[Row], wanted: Wanted, known: dict[tuple[str, str], Constants]
+) -> tuple[FamilyResult, list[Scored]]:
+    uncosted: Counter[str] = Counter()
+    cases = []
+    for row in rows:
+        try:
+            cases.append(case_of(row))
+        except Uncosted as reason:
+            uncosted[str(reason)] += 1
+    cases.sort(key=lambda case: hashlib.sha256(case.row.row_id.encode()).hexdigest())
+    fits = _fits(family, cases[: wanted.count], wanted.borrow, known)
+    parts: dict[Setting, tuple[list[Scored], list[Scored]]] = defaultdict(lambda: ([], []))
+    for index, case in enumerate(cases):
+        try:
+            done, setting = _predicted(case, fits)
+        except Uncosted as reason:
+            uncosted[str(reason)] += 1
+            continue
+        parts[setting][0 if index < wanted.count else 1].append(done)
+    tested = [row for _, test in parts.values() for row in test]
+    result = FamilyResult(
+        family=family,
+        rows=len(rows),
+        scores=tuple(_score(family, setting, *both) for setting, both in parts.items()),
+        fits=tuple(fits.values()),
+        uncosted=dict(uncosted.most_common()),
+        worst=tuple(sorted(tested, key=lambda row: -abs(row.error))[:3]),
+    )
+    return result, tested
+
+
+def _score(family: str, setting: Setting, calibration: list[Scored], test: list[Scored]) -> Score:
+    found = errors(test)
+    return Score(
+        setting=setting,
+        calibration=errors(calibration),
+        test=found,
+        misses=misses(family, setting, found) if found else (),
+    )
+
+
+def _fits(
+    family: str, cases: Sequence[Case], borrow: str, known: dict[tuple[str, str], Constants]
+) -> dict[str, MachineFit]:
+    """A fit for each kind of machine among the calibration rows."""
+    groups: dict[str, list[Case]] = defaultdict(list)
+    for case in cases:
+        groups[case.machine].append(case)
+    fits = {}
+    for machine, group in groups.items():
+        samples = [
+            Sample(model=case.model, cluster=case.cluster, plan=case.plan, measured_s=case.measured_s) for case in group
+        ]
+        start = known.get((borrow, machine), UNFITTED)
+        fit = fit_constants(samples, start, few=ENOUGH)
+        fits[machine] = MachineFit(machine=machine, fit=fit, borrowed=borrow if start != UNFITTED else "")
+        # The network between nodes is another elsewhere; the devices and what joins them are the same.
+        known[family, machine] = replace(fit.constants, network_bandwidth=0.0, network_latency=0.0)
+    return fits
+
+
+def _predicted(case: Case, fits: Mapping[str, MachineFit]) -> tuple[Scored, Setting]:
+    cluster: ClusterSpec = case.cluster
+    mixed = len(cluster.devices) > 1
+    found = fits.get(case.machine)
+    if found is not None:
+        cluster = apply_fit(found.fit, cluster, f"fitted to {found.fit.rows} published rows of {case.row.family}")
+    setting: Setting = "data sheet"
+    if found is not None:
+        setting = "calibrated" if found.fit.rows >= ENOUGH else "one factor"
+    return scored(case, cluster), "mixed devices" if mixed else setting

@@ -1,0 +1,103 @@
+"""The environments of launchers: tutti, torchrun, srun, mpirun, and none."""
+
+import pytest
+
+from tutti.environment import RENDEZVOUS_PORTS, RankEnvironment, read_rank_environment
+from tutti.errors import LaunchError
+
+
+def test_nothing_is_one_device() -> None:
+    assert read_rank_environment({}) == RankEnvironment()
+
+
+def test_torchrun() -> None:
+    rank_environment = read_rank_environment(
+        {
+            "RANK": "3",
+            "WORLD_SIZE": "4",
+            "LOCAL_RANK": "1",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "h",
+            "MASTER_PORT": "1234",
+        }
+    )
+    assert (
+        rank_environment.rank,
+        rank_environment.world_size,
+        rank_environment.local_rank,
+        rank_environment.local_world_size,
+    ) == (3, 4, 1, 2)
+    assert rank_environment.rendezvous == "tcp://h:1234"
+    assert rank_environment.launcher == "torchrun"
+
+
+def test_tutti_says_where_to_meet() -> None:
+    rank_environment = read_rank_environment({"RANK": "0", "WORLD_SIZE": "2", "TUTTI_RENDEZVOUS": "file:///x/store"})
+    assert (rank_environment.rendezvous, rank_environment.launcher) == ("file:///x/store", "tutti")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"), [("localhost", "localhost"), ("127.0.0.[1-3,7]", "127.0.0.1"), ("localhost,n2", "localhost")]
+)
+def test_srun_meets_at_the_first_node(nodes: str, host: str) -> None:
+    environ = {
+        "SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2", "SLURM_LOCALID": "0",
+        "SLURM_STEP_NODELIST": nodes, "SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0",
+    }  # fmt: skip
+    rank_environment = read_rank_environment(environ)
+    assert (
+        rank_environment.rank,
+        rank_environment.world_size,
+        rank_environment.local_world_size,
+        rank_environment.launcher,
+    ) == (2, 4, 2, "srun")
+    address, _, port = rank_environment.rendezvous.rpartition(":")
+    assert address == f"tcp://{host}"
+    assert int(port) in RENDEZVOUS_PORTS
+    assert read_rank_environment({**environ, "SLURM_PROCID": "0"}).rendezvous == rank_environment.rendezvous
+    assert read_rank_environment({**environ, "SLURM_STEP_ID": "1"}).rendezvous != rank_environment.rendezvous
+
+
+def test_no_job_meets_at_a_port_that_systems_hand_out() -> None:
+    environ = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost"}
+    places = [
+        read_rank_environment({**environ, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": "0"}) for job in range(1, 2001)
+    ]
+    ports = [int(rank_environment.rendezvous.rpartition(":")[2]) for rank_environment in places]
+    assert max(ports) < 32768  # net.ipv4.ip_local_port_range of Linux begins there
+    assert len(set(ports)) > 1800  # and jobs of one host seldom meet each other
+
+
+def test_a_node_name_that_does_not_resolve_gives_way_to_the_launching_host() -> None:
+    environ = {
+        "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "no-such-host-[1-2]",
+        "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1", "SLURM_JOB_ID": "1",
+    }  # fmt: skip
+    assert read_rank_environment(environ).rendezvous.startswith("tcp://127.0.0.1:")
+
+
+def test_an_sbatch_script_without_srun_is_one_device() -> None:
+    assert read_rank_environment({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "1"}) == RankEnvironment()
+
+
+def test_mpirun_on_one_host() -> None:
+    environ = {
+        f"OMPI_COMM_WORLD_{name}": value
+        for name, value in {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}.items()
+    }
+    rank_environment = read_rank_environment(environ)
+    assert (rank_environment.rank, rank_environment.world_size, rank_environment.launcher) == (1, 2, "mpirun")
+    assert rank_environment.rendezvous.startswith("tcp://127.0.0.1:")
+
+
+@pytest.mark.parametrize(
+    ("environ", "sentence"),
+    [
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "h"}, "rank 2 does not fit a world of 2"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x' is not a whole number"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}, "no MASTER_ADDR"),
+    ],
+)
+def test_contradictions_are_refused_with_the_remedy(environ: dict[str, str], sentence: str) -> None:
+    with pytest.raises(LaunchError, match=sentence):
+        read_rank_environment(environ)
