@@ -30,12 +30,13 @@ import torch.distributed as dist  # noqa: E402
 
 import tutti  # noqa: E402
 import tutti.trainer.job  # noqa: E402  # loaded before the fork, or every plan's process would load it
-from tutti.comm.world import join_world  # noqa: E402
+from tutti.comm.world import join_world, leave_world  # noqa: E402
 from tutti.config import serialization  # noqa: E402
 from tutti.config.plan import Plan  # noqa: E402
 from tutti.config.run_folder import RunFolder  # noqa: E402
 from tutti.errors import TuttiError  # noqa: E402
 from tutti.launch.rank_main import is_peer_error  # noqa: E402
+from tutti.machine import StolenTime  # noqa: E402
 from tutti.profile.probe.probe_timing import MOST_STOLEN  # noqa: E402
 from workloads import WORKLOADS  # noqa: E402
 

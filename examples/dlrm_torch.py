@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tutti.data.clicks import Clicks, read_clicks, write_clicks
+from tutti.data.clicks import ClickLog, read_clicks, write_clicks
 from tutti.nn import EmbeddingTables
 
 
@@ -45,7 +45,7 @@ class DLRM(nn.Module):
         return self.top(torch.cat([bottom, products], 1)).squeeze(1)
 
 
-def made_clicks(displays: int, seed: int) -> Clicks:
+def made_clicks(displays: int, seed: int) -> ClickLog:
     """A made-up log, written and read back."""
     with tempfile.TemporaryDirectory() as folder:
         write_clicks(Path(folder) / "train.txt", displays, seed)

@@ -16,7 +16,7 @@ import tutti
 from harness import run_ranks
 from tutti.config import serialization
 from tutti.config.plan import BatchPlan, Plan
-from tutti.parallel.layout import gather_whole, local, local_tensors
+from tutti.parallel.layout import gather_whole, local_tensors, to_local
 from tutti.trainer.losses import loss_of
 
 
@@ -71,12 +71,12 @@ def train(
     while len(losses) < steps:
         for data in loader:
             losses.append(job.forward_backward(function, data))
-            named = {name: local(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+            named = {name: to_local(p.grad) for name, p in model.named_parameters() if p.grad is not None}
             gradients.append(gather_whole(run.layout, run.world, named))
             job.update()
             if len(losses) == steps:
                 break
-    parts = {name: local(tensor) for name, tensor in local_tensors(model)}
+    parts = {name: to_local(tensor) for name, tensor in local_tensors(model)}
     state = gather_whole(run.layout, run.world, parts)
     facts = look(run) if look else {}
     return Trained(losses, gradients, state, job.evaluate(subject.data), facts)

@@ -18,8 +18,8 @@ from matrix.vision import FAMILIES as VISION
 from tutti.config import serialization
 from tutti.config.plan import BatchPlan, LayoutRule, PipelinePlan, Plan, ShardingPlan
 from tutti.errors import TuttiError
-from tutti.parallel.layout import gather_whole, local, local_tensors
-from tutti.parallel.parallelize import BUILT
+from tutti.parallel.layout import gather_whole, local_tensors, to_local
+from tutti.parallel.parallelize import IMPLEMENTED_AXES
 
 SAVED_AT, STEPS = 4, 6
 """In the second epoch of three steps each."""
@@ -49,7 +49,7 @@ class Way:
     @property
     def missing(self) -> list[str]:
         """Axes whose mechanism is not there yet."""
-        return [axis for axis, degree in self.mesh.items() if degree > 1 and axis not in BUILT]
+        return [axis for axis, degree in self.mesh.items() if degree > 1 and axis not in IMPLEMENTED_AXES]
 
 
 def zero(level: int, **more: Any) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def train(way: Way, folder: Path, steps: int, *, resume: Path | None = None, sav
                 job.save()
             if run.progress.step == steps:
                 break
-    parts = {name: local(tensor) for name, tensor in local_tensors(model)}
+    parts = {name: to_local(tensor) for name, tensor in local_tensors(model)}
     return Result(losses, gather_whole(run.layout, run.world, parts))
 
 

@@ -10,14 +10,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tutti.checkpoint.collect import MODEL
-from tutti.checkpoint.index import Entry, Index, Part, index_of_text, index_to_text
-from tutti.checkpoint.ranges import overlaps
-from tutti.checkpoint.source import Source, Target, transfer
-from tutti.checkpoint.tensors import Files, item, write_tensors
+from tutti.checkpoint.index import (
+    MODEL,
+    CheckpointIndex,
+    StoredPart,
+    StoredTensor,
+    index_to_text,
+    overlaps,
+    parse_index,
+)
+from tutti.checkpoint.sources import Source, Target, transfer
+from tutti.checkpoint.tensor_files import TensorFiles, tensor_to_write, write_tensors
 from tutti.comm.world import World
 from tutti.errors import CheckpointError
-from tutti.parallel.layout import Cut, Held, Range
+from tutti.parallel.layout import Cut, Range, TensorShard
 
 ALONE = World(
     rank=0,
@@ -33,7 +39,7 @@ ALONE = World(
 
 
 @st.composite
-def divisions(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Held]:
+def divisions(draw: st.DrawFn, shape: tuple[int, ...]) -> list[TensorShard]:
     """Parts that together hold every element once: each dim's positions are dealt to its parts in ranges."""
     cuts: list[list[Cut | None]] = []
     for dim, size in enumerate(shape):
@@ -45,11 +51,11 @@ def divisions(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Held]:
                 ranges[draw(st.integers(0, count - 1))].append((start, stop))
         whole: list[Cut | None] = [None]
         cuts.append(whole if count == 1 else [Cut(dim=dim, ranges=tuple(some)) for some in ranges])
-    return [Held(shape=shape, cuts=tuple(cut for cut in some if cut)) for some in itertools.product(*cuts)]
+    return [TensorShard(shape=shape, cuts=tuple(cut for cut in some if cut)) for some in itertools.product(*cuts)]
 
 
 @st.composite
-def journeys(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Held], list[Held]]:
+def journeys(draw: st.DrawFn) -> tuple[tuple[int, ...], list[TensorShard], list[TensorShard]]:
     shape = tuple(draw(st.lists(st.integers(1, 7), min_size=0, max_size=3)))
     return shape, draw(divisions(shape)), draw(divisions(shape))
 
@@ -57,7 +63,7 @@ def journeys(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Held], list[Held]]:
 @settings(max_examples=150, deadline=None)
 @given(journeys())
 def test_what_parts_have_in_common_is_in_exactly_one_pair(
-    journey: tuple[tuple[int, ...], list[Held], list[Held]],
+    journey: tuple[tuple[int, ...], list[TensorShard], list[TensorShard]],
 ) -> None:
     shape, stored, wanted = journey
     whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
@@ -78,24 +84,26 @@ def test_ranges_that_go_on_in_both_parts_are_read_at_once() -> None:
     assert len(list(overlaps((12,), stored, (Cut(dim=0, ranges=((0, 2), (6, 8))),)))) == 2
 
 
-def stored_in(folder: Path, whole: torch.Tensor, parts: list[Held], dtype: str) -> Source:
+def stored_in(folder: Path, whole: torch.Tensor, parts: list[TensorShard], dtype: str) -> Source:
     """A source of one tensor, one file for each part."""
     named = []
     for number, held in enumerate(parts):
-        write_tensors(folder / f"{number}.safetensors", [item("x", held.take(whole))])
-        named.append(Part(file=f"{number}.safetensors", key="x", cuts=held.cuts))
-    files = Files(folder)
+        write_tensors(folder / f"{number}.safetensors", [tensor_to_write("x", held.take(whole))])
+        named.append(StoredPart(file=f"{number}.safetensors", key="x", cuts=held.cuts))
+    files = TensorFiles(folder)
     return Source(
         path=folder,
-        entries={(MODEL, "x", ""): Entry(shape=tuple(whole.shape), dtype=dtype, parts=tuple(named))},
-        read=lambda part, kind, place: files.read(part.file, part.key, kind, place),
+        tensors={(MODEL, "x", ""): StoredTensor(shape=tuple(whole.shape), dtype=dtype, parts=tuple(named))},
+        read=lambda part, kind, index: files.read(part.file, part.key, kind, index),
     )
 
 
 @settings(max_examples=40, deadline=None)
 @given(journeys(), st.sampled_from(["float64", "bfloat16", "int64", "bool", "complex64"]))
 def test_any_parts_are_made_of_any_others(
-    tmp_path_factory: pytest.TempPathFactory, journey: tuple[tuple[int, ...], list[Held], list[Held]], dtype: str
+    tmp_path_factory: pytest.TempPathFactory,
+    journey: tuple[tuple[int, ...], list[TensorShard], list[TensorShard]],
+    dtype: str,
 ) -> None:
     shape, stored, wanted = journey
     whole = torch.arange(torch.Size(shape).numel()).reshape(shape).to(getattr(torch, dtype))
@@ -111,10 +119,10 @@ def test_any_parts_are_made_of_any_others(
 
 def test_only_what_is_asked_for_is_read(tmp_path: Path) -> None:
     whole = torch.arange(24.0).reshape(6, 4)
-    parts = [Held(shape=(6, 4)).cut(0, (0, 3)), Held(shape=(6, 4)).cut(0, (3, 6))]
+    parts = [TensorShard(shape=(6, 4)).cut(0, (0, 3)), TensorShard(shape=(6, 4)).cut(0, (3, 6))]
     source = stored_in(tmp_path, whole, parts, "float32")
     (tmp_path / "1.safetensors").unlink()
-    held = Held(shape=(6, 4)).cut(0, (1, 3)).cut(1, (0, 1), (3, 4))
+    held = TensorShard(shape=(6, 4)).cut(0, (1, 3)).cut(1, (0, 1), (3, 4))
     target = Target(key=(MODEL, "x", ""), out=torch.empty(2, 2), cuts=held.cuts)
     transfer(ALONE, source, [target])
     assert torch.equal(target.out, held.take(whole))
@@ -123,7 +131,7 @@ def test_only_what_is_asked_for_is_read(tmp_path: Path) -> None:
 
 
 def test_parts_may_overlap_and_none_may_be_missing(tmp_path: Path) -> None:
-    whole, held = torch.arange(10.0), Held(shape=(10,))
+    whole, held = torch.arange(10.0), TensorShard(shape=(10,))
     source = stored_in(tmp_path, whole, [held.cut(0, (0, 7)), held.cut(0, (4, 10))], "float32")
     target = Target(key=(MODEL, "x", ""), out=torch.empty(10))
     transfer(ALONE, source, [target])
@@ -146,7 +154,7 @@ def test_files_are_safetensors_that_others_read(tmp_path: Path) -> None:
         "unsigned": torch.tensor([1, 2], dtype=torch.uint16),
     }
     file = tmp_path / "all.safetensors"
-    nbytes = write_tensors(file, [item(name, tensor) for name, tensor in wanted.items()], {"format": "pt"})
+    nbytes = write_tensors(file, [tensor_to_write(name, tensor) for name, tensor in wanted.items()], {"format": "pt"})
     assert nbytes == file.stat().st_size
     got = safetensors.torch.load_file(file)
     assert got.keys() == wanted.keys()
@@ -158,22 +166,22 @@ def test_files_are_safetensors_that_others_read(tmp_path: Path) -> None:
 
 
 def test_the_index_says_what_it_said() -> None:
-    part = Part(file="rank-00001.safetensors", key="model/a", cuts=(Cut(dim=1, ranges=((0, 2), (5, 6))),))
-    entry = Entry(shape=(2, 8), dtype="float32", parts=(part, Part(file="b", key="c")), anywhere=True)
-    index = Index(
+    part = StoredPart(file="rank-00001.safetensors", key="model/a", cuts=(Cut(dim=1, ranges=((0, 2), (5, 6))),))
+    entry = StoredTensor(shape=(2, 8), dtype="float32", parts=(part, StoredPart(file="b", key="c")), replicated=True)
+    index = CheckpointIndex(
         step=7,
         world_size=2,
         mesh={"split": 2},
-        made="x",
-        model={"a": entry, "b.weight": Entry(shape=(), dtype="int64", parts=(part,))},
+        id="x",
+        model={"a": entry, "b.weight": StoredTensor(shape=(), dtype="int64", parts=(part,))},
         tied={"c": "a"},
         optimizers=({"a": {"exp_avg": entry}}, {}),
     )
     text = index_to_text(index)
-    assert index_of_text(text, Path("index.json")) == index
-    assert json.loads(text)["format"] == 2
-    with pytest.raises(CheckpointError, match="has format 3, this version of tutti reads 2"):
-        index_of_text(text.replace('"format": 2', '"format": 3'), Path("index.json"))
+    assert parse_index(text, Path("index.json")) == index
+    assert json.loads(text)["format"] == 3
+    with pytest.raises(CheckpointError, match="has format 4, this version of tutti reads 3"):
+        parse_index(text.replace('"format": 3', '"format": 4'), Path("index.json"))
     for damaged in (text[:100], "[]", text.replace('"cuts"', '"cats"')):
         with pytest.raises(CheckpointError, match="cannot be read"):
-            index_of_text(damaged, Path("index.json"))
+            parse_index(damaged, Path("index.json"))

@@ -7,16 +7,14 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from torch import nn
 
 import tutti
 from checkpoint.checkpoint_ways import FAMILIES, GPT, PLANS, SAVED_AT, Way, train
 from harness import run_ranks
-from trainer.training import vectors
 from tutti.checkpoint import latest_checkpoint, to_safetensors, to_state_dict
 from tutti.config import serialization
 from tutti.errors import CheckpointError
-from tutti.parallel.layout import gather_whole, local, local_tensors
+from tutti.parallel.layout import gather_whole, local_tensors, to_local
 
 DIVIDED = [way for way in PLANS if way.family == GPT and not way.missing and way.plan.world_size > 1]
 
@@ -74,7 +72,7 @@ def start_with(way: Way, weights: Path) -> Any:
     except CheckpointError as error:
         return str(error)
     run = job._run()
-    return gather_whole(run.layout, run.world, {name: local(tensor) for name, tensor in local_tensors(model)})
+    return gather_whole(run.layout, run.world, {name: to_local(tensor) for name, tensor in local_tensors(model)})
 
 
 @pytest.mark.parametrize("way", [PLANS[0], DIVIDED[0], DIVIDED[-1]], ids=lambda way: way.name)
@@ -115,60 +113,3 @@ def test_weights_that_do_not_fit_are_refused_on_every_rank(tmp_path: Path) -> No
     assert ranks[0] == ranks[1]
     for said, (_, sentence) in zip(ranks[0], cases, strict=True):
         assert sentence in said
-
-
-# The first format --------------------------------------------------------------------------------
-
-
-def old_state(model: nn.Module, optimizer: torch.optim.Optimizer, position: int, generators: Any) -> dict[str, Any]:
-    """state.pt as tutti 0.1 wrote it in its first weeks."""
-    return {
-        "format": 1,
-        "seed": 0,
-        "batch": [8, "samples"],
-        "step": 2,
-        "samples_seen": 16,
-        "tokens_seen": 0,
-        "epoch": 0,
-        "position": position,
-        "world_size": 1,
-        "model": model.state_dict(),
-        "optimizers": [optimizer.state_dict()],
-        "scheduler": None,
-        "scaler": {},
-        "generators": [generators],
-    }
-
-
-def old_then_new(folder: Path, mode: str) -> Any:
-    """mode: "whole" trains 4 steps; "first" 2 and writes the first format; "resume" goes on from it to 4."""
-    from tutti.checkpoint.generators import read_generators
-
-    torch.set_default_dtype(torch.float64)
-    resume = folder if mode == "resume" else None
-    job = tutti.Job(global_batch_size=8, resume=resume, keep_checkpoints=0)
-    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
-    optimizer = torch.optim.AdamW(
-        [{"params": model[2].parameters(), "lr": 0.1}, {"params": model[0].parameters()}], lr=0.01
-    )
-    _, _, loader = job.prepare(model, optimizer, vectors(), nn.functional.cross_entropy)
-    run = job._run()
-    for batch in loader:
-        job.step(batch)
-        if mode == "first" and run.progress.step == 2:
-            path = folder / "checkpoints" / "step-00000002"
-            path.mkdir(parents=True)
-            torch.save(old_state(model, optimizer, run.loader.position, read_generators()), path / "state.pt")
-            return to_state_dict(folder)["optimizers"][0]["param_groups"][0]["lr"]
-        if run.progress.step == 4:
-            break
-    return model.state_dict()
-
-
-def test_a_checkpoint_of_the_first_format_goes_on(tmp_path: Path) -> None:
-    expected = run_ranks(old_then_new, 1, tmp_path, "whole")[0]
-    assert run_ranks(old_then_new, 1, tmp_path, "first") == [0.1]
-    for world_size in (1, 2):
-        for got in run_ranks(old_then_new, world_size, tmp_path, "resume"):
-            for name, value in expected.items():
-                torch.testing.assert_close(got[name], value, rtol=1e-12, atol=1e-12)

@@ -183,7 +183,7 @@ def killed_at(folder: Path, point: str) -> None:
     job.step(next(steps))
     job.save()
     if point == "same step":  # the checkpoint of step 1 is written again
-        _killed_in(save, "publish", lambda *a: _half_published(*a))
+        _killed_in(save, "publish_folder", lambda *a: _half_published(*a))
     else:
         job.step(next(steps))
         if point == "begun":
@@ -191,11 +191,11 @@ def killed_at(folder: Path, point: str) -> None:
         elif point == "half written":
             _killed_in(save, "write_tensors", lambda path, items: (path.write_bytes(b"half"), kill()))
         elif point == "written":
-            _killed_in(save, "publish", lambda *a: kill())
+            _killed_in(save, "publish_folder", lambda *a: kill())
         elif point == "named":
-            from tutti.checkpoint import folder as folders
+            from tutti.checkpoint import tensor_files
 
-            folders.remove = lambda path: kill()  # type: ignore[assignment]
+            tensor_files.remove_folder = lambda path: kill()  # type: ignore[assignment]
     job.save()
 
 
@@ -255,12 +255,12 @@ def own_disk(folder: Path, resume: Path | None) -> Any:
     """Every rank sees a folder of its own; what was saved by rank 0 is read by rank 0 alone."""
     rank = int(os.environ["RANK"])
     if resume is not None and rank == 1:
-        opened = load.open_any
+        opened = load.open_checkpoint
 
-        def nothing(path: Path, groups: Any) -> Any:
-            return opened(folder / "not here", groups)
+        def nothing(path: Path) -> Any:
+            return opened(folder / "not here")
 
-        load.open_any = nothing
+        load.open_checkpoint = nothing
     job, _, loader = sharded_job(folder / str(rank), resume=resume)
     run = job._run()
     while run.progress.step < 4:

@@ -10,9 +10,8 @@ from torch.utils.data import TensorDataset
 
 import tutti
 from tutti.checkpoint import latest_checkpoint, load_weights, to_safetensors, to_state_dict
-from tutti.checkpoint.collect import Contribution, collect, pack, unpack
+from tutti.checkpoint.contribution import Contribution, collect, find_conflict, pack_scalar, unpack_scalar
 from tutti.checkpoint.load import load_checkpoint
-from tutti.checkpoint.merge import refusal
 from tutti.errors import CheckpointError
 
 
@@ -93,11 +92,11 @@ def test_state_of_every_kind_comes_back(tmp_path: Path) -> None:
 def test_state_that_differs_between_ranks_is_refused_with_its_name() -> None:
     key = (0, "a.weight", "rows")
     one, two = Contribution(digests={key: "x"}), Contribution(digests={key: "y"})
-    assert refusal([one, one]) is None
+    assert find_conflict([one, one]) is None
     assert "state 'rows' of a.weight is not of the parameter's shape and differs between ranks" in str(
-        refusal([one, two])
+        find_conflict([one, two])
     )
-    assert refusal([one, Contribution(failure="full")]) == "rank 1: full"
+    assert find_conflict([one, Contribution(failure="full")]) == "rank 1: full"
 
 
 def test_state_of_another_shape_goes_only_where_the_parameter_is_whole(tmp_path: Path) -> None:
@@ -122,7 +121,7 @@ def test_copies_of_parameters_follow_what_was_loaded(tmp_path: Path) -> None:
     for load in (lambda run: load_checkpoint(run, path), lambda run: load_weights(run, tmp_path / "w.pt")):
         other, fresh, _, _ = job_in(tmp_path / "b", nn.Linear(3, 2), torch.optim.SGD)
         copies: list[torch.Tensor] = []
-        other._run().layout.states.loaded.append(lambda to=copies, of=fresh: to.append(of.weight.detach().clone()))
+        other._run().layout.states.after_load.append(lambda to=copies, of=fresh: to.append(of.weight.detach().clone()))
         load(other._run())
         assert torch.equal(copies[0], model.weight)
 
@@ -175,7 +174,7 @@ def test_optimizers_made_otherwise_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [torch.tensor(3.0), torch.tensor([7]), torch.tensor(True), None, 4, "x", [1.5]])
 def test_scalars_keep_their_kind(value: Any) -> None:
-    got = unpack(pack(value))
+    got = unpack_scalar(pack_scalar(value))
     assert type(got) is type(value)
     if isinstance(value, torch.Tensor):
         assert (got.dtype, got.shape) == (value.dtype, value.shape)

@@ -19,7 +19,7 @@ from tutti.cost_model.counts import (
     ring_sent_nbytes,
     samples_of,
 )
-from tutti.data.share import share_of
+from tutti.data.batches import share_of
 from tutti.errors import PlanError
 
 # Sedona, Distributed Deep Learning, IGARSS tutorial 2021; re-computed by simulation. Totals of ring and root are equal.

@@ -21,7 +21,7 @@ from tutti.config.model import ModelSpec
 from tutti.config.plan import BatchPlan, Plan
 from tutti.cost_model import predict
 from tutti.cost_model.cuts import stages_of
-from tutti.parallel.facts import with_facts
+from tutti.parallel.capabilities import with_capabilities
 from tutti.parallel.layout import Layout
 from tutti.parallel.mesh import Mesh
 from tutti.parallel.pipeline.build import cut_stages
@@ -45,7 +45,7 @@ def volumes(*, named: bool = True) -> nn.Module:
 def described(model: nn.Module, x: torch.Tensor) -> ModelSpec:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     spec = describe_model(model, (x,), {}, None, lambda output, _: output.square().mean(), optimizer, samples=BATCH)
-    return with_facts(spec, model, (x,))
+    return with_capabilities(spec, model, (x,))
 
 
 @pytest.mark.parametrize("named", [True, False])

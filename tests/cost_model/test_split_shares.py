@@ -18,7 +18,7 @@ from tutti.cost_model import predict
 from tutti.cost_model.division import division, mean_division, parts
 from tutti.cost_model.tracks import timeline
 from tutti.errors import PlanError
-from tutti.parallel.facts import with_facts
+from tutti.parallel.capabilities import with_capabilities
 from tutti.parallel.tensor import describe_split
 from tutti.profile.model_profile import describe_model
 
@@ -141,7 +141,7 @@ def test_parts_are_those_that_ranks_will_hold(units: int) -> None:
         mlp = nn.Sequential(nn.Linear(24, units), nn.GELU(), nn.Linear(units, 24))
         model, x = nn.Sequential(Grouped(), mlp), torch.empty(4, 5, 24)
         spec = describe_model(model, (x,), {}, x, nn.functional.mse_loss, samples=4)
-    spec = with_facts(spec, model, (x,))
+    spec = with_capabilities(spec, model, (x,))
     shares = (3.0, 1.0)
     held = {one.name: one.nbytes_per_rank for one in describe_split(model, (), 2, weights=shares)}
     own = parts(spec, split(*shares))

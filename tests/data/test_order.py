@@ -10,7 +10,7 @@ from torch.utils.data import WeightedRandomSampler
 
 from tutti.config.plan import BatchPlan
 from tutti.config.vocabulary import LastBatch
-from tutti.data.order import batch_bounds, epoch_order, sampler_order
+from tutti.data.batches import batch_bounds, epoch_order, sampler_order
 from tutti.errors import DataError, PlanError
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tutti.config.partitioning import cut
 from tutti.config.plan import BatchPlan, Plan
-from tutti.data.share import share_of
+from tutti.data.batches import share_of
 
 sizes = st.integers(1, 200)
 degrees = st.integers(1, 9)

@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
-from tutti.data.samples import SeededSamples
-from tutti.data.source import read_source
-from tutti.data.split import check_batch_size, split_batch
+from tutti.data.batches import check_batch_size, split_batch
+from tutti.data.samples import SeededSamples, read_source
 from tutti.errors import DataError
 
 Pair = namedtuple("Pair", "x y")

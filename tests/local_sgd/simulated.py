@@ -12,8 +12,8 @@ from torch.utils.data import default_collate
 from local_sgd.replicas import MODELS as SUBJECTS
 from local_sgd.replicas import Seen, Told, plan_of
 from tutti.config.relaxed import settled
+from tutti.data.batches import share_of
 from tutti.data.seeds import derive_seed
-from tutti.data.share import share_of
 from tutti.parallel.layout import local_tensors
 from tutti.trainer.losses import Weighted, as_weighted, default_unpack, loss_of
 

@@ -21,7 +21,7 @@ from tutti.comm.traffic import exchanged_nbytes
 from tutti.config import serialization
 from tutti.config.plan import BatchPlan, Plan
 from tutti.errors import TuttiError
-from tutti.parallel.layout import Layout, local, local_tensors
+from tutti.parallel.layout import Layout, local_tensors, to_local
 from tutti.trainer.losses import loss_of
 
 STEPS = 5
@@ -96,16 +96,16 @@ class Comparison:
             if key is None:
                 self._note(float("inf"), f"{words} {name}: one device has none")
                 continue
-            part = local(tensor)
+            part = to_local(tensor)
             part = part.to_dense() if part.is_sparse else part
             whole = wholes[key]
-            expected = whole if part.shape == whole.shape else layout.of_name(name).take(whole)
+            expected = whole if part.shape == whole.shape else layout.shard_of(name).take(whole)
             self.values(part, expected, floor, words, key)
 
     def covers(self, run: Any, names: list[str], wholes: dict[str, torch.Tensor], words: str, *, once: bool) -> None:
         """All ranks' parts together are the whole tensors; those that count, each element once."""
         layout: Layout = run.layout
-        mine = [(_key(layout, name, wholes), layout.of_name(name), layout.counts(name)) for name in names]
+        mine = [(_key(layout, name, wholes), layout.shard_of(name), layout.counts(name)) for name in names]
         held = {name: torch.zeros(whole.shape, dtype=torch.int64) for name, whole in wholes.items()}
         counted = {name: torch.zeros_like(value) for name, value in held.items()}
         for theirs in run.world.gather(mine):
@@ -289,7 +289,7 @@ def alive_nbytes(run: Any) -> int:
 def _nbytes(tensors: list[torch.Tensor]) -> int:
     storages = {}
     for tensor in tensors:
-        part = local(tensor)
+        part = to_local(tensor)
         part = part.coalesce().values() if part.is_sparse else part
         storages[part.untyped_storage()._cdata] = part.untyped_storage().nbytes()
     return sum(storages.values())

@@ -8,7 +8,7 @@ import torch
 from matrix.families import Family
 from tutti.config.plan import LayoutRule, PipelinePlan, ShardingPlan
 from tutti.config.vocabulary import AxisName, ScheduleName
-from tutti.parallel.parallelize import BUILT
+from tutti.parallel.parallelize import IMPLEMENTED_AXES
 
 SEES_SEQUENCES = ("GPT, tied embeddings", "BERT", "GPT-2", "Llama", "ViT", "T5")
 SEES_SPACE = ("CNN, BatchNorm", "ResNet, 12 channels", "3-D U-Net", "CosmoFlow")
@@ -48,7 +48,7 @@ class Column:
     @property
     def missing(self) -> list[str]:
         """Axes of the mesh whose mechanism is not there yet."""
-        return [axis for axis, degree in self.mesh.items() if degree > 1 and axis not in BUILT]
+        return [axis for axis, degree in self.mesh.items() if degree > 1 and axis not in IMPLEMENTED_AXES]
 
     def divides(self, kind: str) -> int:
         """Ranks among which an equal part of parameters, gradients or optimizer state is divided."""

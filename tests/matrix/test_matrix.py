@@ -85,7 +85,7 @@ def compared(part: torch.Tensor, name: str, parts: list[tuple[int, int]], counts
     whole = {"weight": torch.arange(6.0)}
     comparison = Comparison(Reference(trained=Trained([], [], whole, {})))
     comparison.parts(layouts[0], iter([(name, part)]), whole, "after")
-    everyone = [[("weight", layout.of_name("weight"), counts)] for layout in layouts]
+    everyone = [[("weight", layout.shard_of("weight"), counts)] for layout in layouts]
     run = SimpleNamespace(layout=layouts[0], world=SimpleNamespace(gather=lambda mine: everyone))
     comparison.covers(run, ["weight"], whole, "after", once=True)
     return comparison

@@ -54,7 +54,7 @@ def beside(name: str, case: Any, world: World, mesh: Mesh, steps: int, shares: t
     missing = {one for one in case.divided if one not in decided} - {(n, "column") for n, r in decided if r == "shared"}
     assert not missing, f"{name}: {missing} not among {decided}"
     split_model(divided, plan, layout)
-    layout.settle(divided, world)
+    layout.assign_owners(divided, world)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (whole, divided)]
     for step in range(steps):
         losses = [_backward(case, model) for model in (whole, divided)]
@@ -90,13 +90,13 @@ def _same_gradients(
 ) -> None:
     named = {name: p.grad for name, p in divided.named_parameters() if p.grad is not None}
     for name in named:  # what the runtime's buckets do: here split is the only axis
-        if "split" in layout.of_name(name).sums:
+        if "split" in layout.shard_of(name).sums:
             torch.distributed.all_reduce(named[name])
     got = gather_whole(layout, world, named)  # type: ignore[arg-type]
     expected = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
     assert got.keys() == expected.keys(), f"{words}: gradients of {got.keys() ^ expected.keys()}"
     _same(f"{words}: gradient of", got, expected, tolerance)
-    own = {name: gradient for name, gradient in named.items() if not layout.of_name(name).cuts}
+    own = {name: gradient for name, gradient in named.items() if not layout.shard_of(name).cuts}
     _same(f"{words}: this rank's gradient of", own, {name: expected[name] for name in own}, tolerance)
 
 

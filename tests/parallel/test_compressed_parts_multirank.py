@@ -17,7 +17,7 @@ from harness import run_ranks
 from parallel.test_compressed_plans_multirank import attending, branching, clipped, pictures, plain, tied
 from parallel.test_expert import top2
 from trainer.several import Case, assert_refused, on_ranks, once, refusals
-from tutti.checkpoint.kept import _keeping
+from tutti.checkpoint.rank_state import _keeping
 from tutti.compression.by_tensor import divided_by_tensor
 from tutti.compression.scatter import ScatterSum
 from tutti.config import serialization

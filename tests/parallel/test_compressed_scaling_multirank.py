@@ -21,7 +21,7 @@ from tutti.compression.by_tensor import Kept, kept_of
 from tutti.config import serialization
 from tutti.config.plan import BatchPlan, Plan, ShardingPlan
 from tutti.parallel.compressed.compressor import sizes_of
-from tutti.parallel.layout import gather_whole, local
+from tutti.parallel.layout import gather_whole, to_local
 
 CODES = ("float64", "float32", "bfloat16", "float16", "bytegrad", "qsgd", "terngrad")
 
@@ -82,7 +82,7 @@ def trained(
         for batch in loader:
             job.forward_backward(loss, batch)
             job.update()
-            parts = {name: local(p).clone() for name, p in model.named_parameters()}
+            parts = {name: to_local(p).clone() for name, p in model.named_parameters()}
             made.states.append(gather_whole(run.layout, run.world, parts))
             made.scales.append(run.scaler.get_scale())
             if len(made.states) == steps:

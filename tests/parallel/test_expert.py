@@ -138,7 +138,7 @@ def mixtral() -> Subject:
 def drops(run: Any) -> dict[str, Any]:
     """What this rank's mixtures saw last, what it holds, and what its rows say."""
     name = next(name for name in run.layout.names if name.endswith(("moe.input_weight", "experts.down_proj")))
-    held, part = run.layout.of_name(name), dict(run.model.named_parameters())[name]
+    held, part = run.layout.shard_of(name), dict(run.model.named_parameters())[name]
     metrics = run.folder.metrics
     rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
     return {

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from tutti.errors import PlanError
-from tutti.parallel.layout import Held
-from tutti.parallel.mesh import _coordinates, _members
+from tutti.parallel.layout import TensorShard
+from tutti.parallel.mesh import coordinates_of, group_ranks
 
 
 def test_a_part_is_taken_and_put_back() -> None:
     whole = torch.arange(60.0).reshape(6, 10)
-    held = Held(shape=(6, 10)).cut(0, (1, 3), (4, 6)).cut(1, (2, 7))
+    held = TensorShard(shape=(6, 10)).cut(0, (1, 3), (4, 6)).cut(1, (2, 7))
     part = held.take(whole)
     assert part.shape == held.local_shape == (4, 5)
     assert torch.equal(part, whole[[1, 2, 4, 5]][:, 2:7])
@@ -21,19 +21,19 @@ def test_a_part_is_taken_and_put_back() -> None:
 
 
 def test_a_cut_of_a_cut_counts_from_the_first() -> None:
-    held = Held(shape=(12,)).cut(0, (0, 2), (6, 10)).cut(0, (1, 4))
+    held = TensorShard(shape=(12,)).cut(0, (0, 2), (6, 10)).cut(0, (1, 4))
     assert held.cuts[0].ranges == ((1, 2), (6, 8))
-    assert Held(shape=(12,)).cut(0, (3, 5)).cut(0, (2, 2)).local_shape == (0,)
+    assert TensorShard(shape=(12,)).cut(0, (3, 5)).cut(0, (2, 2)).local_shape == (0,)
 
 
 def test_every_rank_has_its_place_in_the_grid() -> None:
     degrees = {"replicate": 2, "split": 3, "stage": 2}
     for rank in range(12):
-        place = _coordinates(degrees, rank)
+        place = coordinates_of(degrees, rank)
         assert (place["replicate"] * 3 + place["split"]) * 2 + place["stage"] == rank
-        assert rank in _members(degrees, ("split",), place)
-        assert len(_members(degrees, ("replicate", "stage"), place)) == 4
-    assert _members(degrees, ("split",), _coordinates(degrees, 7)) == [7, 9, 11]
+        assert rank in group_ranks(degrees, ("split",), place)
+        assert len(group_ranks(degrees, ("replicate", "stage"), place)) == 4
+    assert group_ranks(degrees, ("split",), coordinates_of(degrees, 7)) == [7, 9, 11]
 
 
 def test_a_rank_outside_the_mesh_is_refused() -> None:

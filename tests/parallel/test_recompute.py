@@ -11,9 +11,8 @@ from torch.utils.data import TensorDataset
 from against_one import Subject, assert_agree, on_many, on_one
 from tutti.config.plan import LayoutRule
 from tutti.errors import PlanError
-from tutti.parallel.chunks import apply_chunks
 from tutti.parallel.data.batchnorm import BatchScope, share_statistics
-from tutti.parallel.recompute import apply_recompute
+from tutti.parallel.recompute import apply_chunks, apply_recompute
 
 SELECTIVE = LayoutRule(modules="blocks.*", recompute="selective")
 

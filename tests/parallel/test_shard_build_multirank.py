@@ -13,7 +13,7 @@ from harness import run_ranks
 from parallel import shard_subjects as subjects
 from tutti.config import serialization
 from tutti.config.plan import BatchPlan, Plan, ShardingPlan
-from tutti.parallel.layout import gather_whole, local, local_tensors
+from tutti.parallel.layout import gather_whole, local_tensors, to_local
 
 pytestmark = pytest.mark.long
 
@@ -34,7 +34,7 @@ def built(plan: Plan) -> tuple[dict[str, torch.Tensor], list[float]]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     model, _, loader = job.prepare(model, optimizer, subjects.words(), F.cross_entropy)
     run = job._run()
-    values = gather_whole(run.layout, run.world, {name: local(t) for name, t in local_tensors(model)})
+    values = gather_whole(run.layout, run.world, {name: to_local(t) for name, t in local_tensors(model)})
     return values, [job.step(batch) for _ in job.epochs(2) for batch in loader]
 
 

@@ -14,7 +14,7 @@ from parallel import shard_subjects as subjects
 from tutti.comm import shared_segment
 from tutti.config.plan import LayoutRule, ShardingPlan
 from tutti.errors import TuttiError
-from tutti.parallel.layout import local
+from tutti.parallel.layout import to_local
 
 pytestmark = pytest.mark.long
 
@@ -44,7 +44,7 @@ def cases_of(level: int) -> dict[str, dict[str, Any]]:
 
 def held(run: Any) -> dict[str, Any]:
     """Values of parameters and of optimizer state on this rank at rest."""
-    parameters = sum(local(p).numel() for p in run.model.parameters())
+    parameters = sum(to_local(p).numel() for p in run.model.parameters())
     states = [s for one in run.optimizers for state in one.state.values() for s in state.values() if s.dim()]
     return {"parameters": parameters, "states": sum(s.numel() for s in states)}
 

@@ -15,7 +15,7 @@ from tutti.config.plan import LayoutRule, Plan
 from tutti.cost_model import predict
 from tutti.cost_model.table import model_table
 from tutti.errors import PlanError
-from tutti.parallel.facts import with_facts
+from tutti.parallel.capabilities import with_capabilities
 from tutti.planner import Request, choose, explain
 from tutti.planner.wide import able_plans, wide_plans, wide_rules
 from tutti.profile import describe_model
@@ -33,7 +33,7 @@ def cnn() -> ModelSpec:
     x = torch.zeros(4, 3, 32, 32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     spec = describe_model(model, (x,), {}, None, lambda output, _: output.square().mean(), optimizer, samples=4)
-    return with_facts(spec, model, (x,))
+    return with_capabilities(spec, model, (x,))
 
 
 def hosts(bandwidth: float, latency: float = 1e-4, count: int = 4) -> ClusterSpec:

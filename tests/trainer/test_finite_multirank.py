@@ -17,7 +17,7 @@ from tutti.config import serialization
 from tutti.config.compression import parse_compression
 from tutti.config.plan import BatchPlan, Plan, ShardingPlan, SyncPlan
 from tutti.config.sync_words import parse_sync
-from tutti.parallel.layout import gather_whole, local, local_tensors
+from tutti.parallel.layout import gather_whole, local_tensors, to_local
 
 STEPS, SPOILT = 4, 2
 """Steps, and the one in which a gradient of the last rank is spoilt after the loss was computed."""
@@ -105,7 +105,7 @@ def trained(case: Case, on_nonfinite: str = "skip") -> Seen:
         return F.cross_entropy(output, batch[1])
 
     def look() -> None:
-        parts = {name: local(tensor).clone() for name, tensor in local_tensors(built)}
+        parts = {name: to_local(tensor).clone() for name, tensor in local_tensors(built)}
         seen.states.append(parts if run.consistency.apart else gather_whole(run.layout, run.world, parts))
         compressor = run.replica.compressor
         exchanges = [] if compressor is None else [*compressor.exchanges.values()]

@@ -15,7 +15,7 @@ from harness import run_ranks
 from trainer.training import Mlp, Tagger, vectors
 from tutti.config import serialization
 from tutti.config.plan import BatchPlan, Plan
-from tutti.data.share import share_of
+from tutti.data.batches import share_of
 from tutti.optim.noise import estimate
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 import tutti
 from harness import run_ranks
 from trainer.training import Mlp, vectors
-from tutti.data.order import epoch_order
+from tutti.data.batches import epoch_order
 from tutti.errors import CheckpointError, PlanError
 
 RAMP = ((4, 3), (11, 8))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tutti.config.plan import BatchPlan, Plan
-from tutti.data.share import Part, share_of
+from tutti.data.batches import MicrobatchShare, share_of
 from tutti.verify.alignment import RankTensor, batch_alignments
 from tutti.verify.compare_recordings import smallest_gap
 from tutti.verify.tolerance import ToleranceChecker, difference, rms
@@ -16,7 +16,7 @@ from tutti.verify.tolerance import ToleranceChecker, difference, rms
 GAUGE = ToleranceChecker(1e-8, 1e-2)
 
 
-def shares(batch: int, weights: tuple[float, ...], microbatches: int, index: int) -> list[Part]:
+def shares(batch: int, weights: tuple[float, ...], microbatches: int, index: int) -> list[MicrobatchShare]:
     plan = Plan(
         batch=BatchPlan(global_batch_size=batch, num_microbatches=microbatches),
         mesh={"replicate": len(weights)},
@@ -25,7 +25,7 @@ def shares(batch: int, weights: tuple[float, ...], microbatches: int, index: int
     return [share_of(batch, rank, plan).parts[index] for rank in range(len(weights))]
 
 
-def gap(whole: torch.Tensor, values: list[torch.Tensor], parts: list[Part]) -> float | None:
+def gap(whole: torch.Tensor, values: list[torch.Tensor], parts: list[MicrobatchShare]) -> float | None:
     pieces = [RankTensor(rank=r, part=p, value=v) for r, (p, v) in enumerate(zip(parts, values, strict=True))]
     found = smallest_gap(whole, pieces, rms([whole]), GAUGE)
     return None if found is None else found.largest

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tutti.data.share import Part
+from tutti.data.batches import MicrobatchShare
 from tutti.verify.matched_randomness import AlignedRandom, rows_of
 
 SIZES = (3, 1, 2)
@@ -15,12 +15,16 @@ SIZES = (3, 1, 2)
 Draw = Callable[[torch.Tensor], torch.Tensor]
 
 
-def parts() -> list[Part]:
+def parts() -> list[MicrobatchShare]:
     starts = [sum(SIZES[:rank]) for rank in range(len(SIZES))]
-    return [Part(start=7 + s, count=n, slice_start=7, slice_size=6) for s, n in zip(starts, SIZES, strict=True)]
+    return [
+        MicrobatchShare(start=7 + s, count=n, slice_start=7, slice_size=6) for s, n in zip(starts, SIZES, strict=True)
+    ]
 
 
-def drawn(draw: Draw, value: torch.Tensor, part: Part, guide: dict[int, tuple[int, ...]] | None) -> AlignedRandom:
+def drawn(
+    draw: Draw, value: torch.Tensor, part: MicrobatchShare, guide: dict[int, tuple[int, ...]] | None
+) -> AlignedRandom:
     torch.manual_seed(5)
     mode = AlignedRandom(part, guide)
     with mode:
@@ -31,7 +35,7 @@ def drawn(draw: Draw, value: torch.Tensor, part: Part, guide: dict[int, tuple[in
 
 def whole_and_shares(draw: Draw, value: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """One device's result on all six samples, and the ranks' results on theirs, joined along `dim`."""
-    whole = drawn(draw, value, Part(start=7, count=6, slice_start=7, slice_size=6), None)
+    whole = drawn(draw, value, MicrobatchShare(start=7, count=6, slice_start=7, slice_size=6), None)
     shares = torch.split(value, SIZES, dim)
     ranks = [drawn(draw, share, part, whole.draws) for share, part in zip(shares, parts(), strict=True)]
     for rank in ranks:
@@ -121,7 +125,7 @@ def test_own_generators_are_left_alone_and_remembered() -> None:
 
 
 def test_what_cannot_be_aligned_is_remembered() -> None:
-    whole = drawn(torch.poisson, torch.ones(6, 5), Part(start=7, count=6, slice_start=7, slice_size=6), None)
+    whole = drawn(torch.poisson, torch.ones(6, 5), MicrobatchShare(start=7, count=6, slice_start=7, slice_size=6), None)
     assert drawn(torch.poisson, torch.ones(3, 5), parts()[0], whole.draws).unaligned == ["poisson"]
 
 

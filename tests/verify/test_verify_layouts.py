@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tutti.config.plan import BatchPlan, LayoutRule, PipelinePlan, Plan, ShardingPlan
-from tutti.parallel.layout import Held
+from tutti.parallel.layout import TensorShard
 from tutti.verify import alignment
 from tutti.verify.alignment import covers_whole, sample_columns, sample_elements, sampled_columns, sampled_part
 from verify.running import verdict_on
@@ -68,10 +68,10 @@ def test_a_forward_that_knows_its_rank_is_named_under_split() -> None:
 
 
 HELD = {
-    "rows": Held(shape=(6, 8)).cut(0, (2, 5)),
-    "columns in two ranges": Held(shape=(6, 8)).cut(1, (0, 2), (4, 6)),
-    "a block": Held(shape=(6, 8)).cut(0, (3, 6)).cut(1, (4, 8)),
-    "nothing": Held(shape=(6, 8)).cut(0, (0, 0)),
+    "rows": TensorShard(shape=(6, 8)).cut(0, (2, 5)),
+    "columns in two ranges": TensorShard(shape=(6, 8)).cut(1, (0, 2), (4, 6)),
+    "a block": TensorShard(shape=(6, 8)).cut(0, (3, 6)).cut(1, (4, 8)),
+    "nothing": TensorShard(shape=(6, 8)).cut(0, (0, 0)),
 }
 
 
@@ -89,7 +89,7 @@ def test_the_kept_part_is_the_part_of_what_is_kept(name: str, most: int, monkeyp
 
 
 def test_parts_are_known_to_cover_the_whole_or_not() -> None:
-    first, second, late = (Held(shape=(6,)).cut(0, some) for some in ((0, 3), (3, 6), (4, 6)))
+    first, second, late = (TensorShard(shape=(6,)).cut(0, some) for some in ((0, 3), (3, 6), (4, 6)))
     assert covers_whole((6,), [first, second])
     assert covers_whole((6,), [first, None])
     assert not covers_whole((6,), [first, late])

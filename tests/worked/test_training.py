@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tutti.config.plan import BatchPlan, Plan
-from tutti.data.order import batch_bounds, epoch_order
-from tutti.data.share import share_of
+from tutti.data.batches import batch_bounds, epoch_order, share_of
 from worked.examples import EXAMPLES
 
 

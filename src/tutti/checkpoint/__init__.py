@@ -1,14 +1,20 @@
 """Checkpoints: everything a run resumes from, under any plan and number of ranks; written whole or not at all."""
 
+from typing import TYPE_CHECKING, Any
+
 from tutti.checkpoint.index import latest_checkpoint
-from tutti.checkpoint.last import end_saving
-from tutti.checkpoint.load import load_checkpoint
-from tutti.checkpoint.plain import load_weights, to_safetensors, to_state_dict
-from tutti.checkpoint.save import finish_saving, save_checkpoint, save_when_due
+from tutti.checkpoint.load import load_checkpoint, load_weights
+from tutti.checkpoint.plain_state import to_safetensors, to_state_dict
+from tutti.checkpoint.save import finish_saving, finish_saving_at_exit, save_checkpoint, save_when_due
+
+if TYPE_CHECKING:
+    from tutti.checkpoint.dcp import export_dcp, import_dcp
 
 __all__ = [
-    "end_saving",
+    "export_dcp",
     "finish_saving",
+    "finish_saving_at_exit",
+    "import_dcp",
     "latest_checkpoint",
     "load_checkpoint",
     "load_weights",
@@ -17,3 +23,11 @@ __all__ = [
     "to_safetensors",
     "to_state_dict",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("export_dcp", "import_dcp"):
+        from tutti.checkpoint import dcp  # torch.distributed.checkpoint takes 0.2 s to import
+
+        return getattr(dcp, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

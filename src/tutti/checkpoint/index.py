@@ -1,29 +1,45 @@
-"""The index of a checkpoint: which file holds which part of every tensor, and what else a run resumes from.
+"""The index of a checkpoint: which file holds which part of every tensor.
 
 A checkpoint is a folder, `step-00000120`:
 
-    index.json                 every tensor by its name in the user's model: whole shape, dtype, and where its parts are
-    rank-00000.safetensors     the parts that rank 0 wrote; one file for each rank that had parts to write
-    run.pt                     counters, seeds, optimizer settings and scalars, scheduler, generators; plain values only
+    index.json                 every tensor by its name in the user's model: global shape, dtype, files of its parts
+    rank-00000.safetensors     the parts that rank 0 wrote; one file for each rank that wrote any
+    run.pt                     run state: counters, seeds, optimizer settings and scalars, scheduler, generators
 """
 
+import itertools
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tutti.errors import CheckpointError
-from tutti.parallel.layout import Cut
+import torch
 
-FORMAT = 2
+from tutti.errors import CheckpointError
+from tutti.parallel.layout import Cut, Range
+
+FORMAT = 3
 INDEX = "index.json"
-SMALL = "run.pt"
-OLD = "state.pt"
+RUN_STATE = "run.pt"
+
+Key = tuple[int, str, str]
+"""A tensor of a checkpoint: (optimizer, parameter, name of the state), (MODEL, name, "") or
+(RANK_STATE, "rank/bucket", name)."""
+
+MODEL = -1
+"""Marks parameters and buffers in a Key."""
+
+RANK_STATE = -2
+"""Marks tensors in a Key that belong to one rank: residuals of error feedback, state of a diverged replica."""
+
+Slices = tuple[slice, ...]
+"""An index into a tensor, one slice a dim."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """Where one part of a tensor is: `cuts` say which."""
+class StoredPart:
+    """Where one part of a tensor is stored. `cuts`: which part of the global tensor."""
 
     file: str
     key: str
@@ -31,69 +47,80 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """One whole tensor, in parts. `anywhere`: of no parameter's shape and the same on every rank, so that it fits any
-    part of its parameter."""
+class StoredTensor:
+    """One global tensor, in parts.
+
+    `replicated`: optimizer state of another shape than its parameter and equal on all ranks, so that it fits any part
+    of the parameter.
+    """
 
     shape: tuple[int, ...]
     dtype: str
-    parts: tuple[Part, ...]
-    anywhere: bool = False
+    parts: tuple[StoredPart, ...]
+    replicated: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Index:
-    """`model`: parameters and buffers by name; `tied`: other names of the same tensors; `optimizers`: of each one,
-    state tensors by parameter and key; `kept`: what compressed sums keep back, by "rank/bucket" and name. `step`,
-    `world_size` and `mesh`: of the run that wrote it."""
+class CheckpointIndex:
+    """All tensors of a checkpoint.
+
+    Attributes:
+        step, world_size, mesh: those of the run that wrote it.
+        id: tells checkpoints of the same step apart.
+        model: parameters and buffers by name.
+        tied: further names of tensors in `model` -> the name there.
+        optimizers: for each optimizer, state tensors by parameter and name of the state.
+        rank_state: tensors that belong to one rank, by "rank/bucket" and name.
+    """
 
     step: int
     world_size: int
     mesh: dict[str, int]
-    made: str
-    model: dict[str, Entry]
+    id: str
+    model: dict[str, StoredTensor]
     tied: dict[str, str] = field(default_factory=dict)
-    optimizers: tuple[dict[str, dict[str, Entry]], ...] = ()
-    kept: dict[str, dict[str, Entry]] = field(default_factory=dict)
+    optimizers: tuple[dict[str, dict[str, StoredTensor]], ...] = ()
+    rank_state: dict[str, dict[str, StoredTensor]] = field(default_factory=dict)
 
 
 def rank_file(rank: int) -> str:
+    """Name of the file that a rank writes."""
     return f"rank-{rank:05d}.safetensors"
 
 
-def index_to_text(index: Index) -> str:
-    """The index as JSON: one tensor a line, so that a person can look."""
+def index_to_text(index: CheckpointIndex) -> str:
+    """The index as JSON, one tensor a line, so that a person can read it."""
     lines = [
         f'"format": {FORMAT}',
-        *(f'"{name}": {json.dumps(getattr(index, name))}' for name in ("step", "world_size", "mesh", "made", "tied")),
-        f'"model": {_block(index.model, 2)}',
-        '"optimizers": [' + ", ".join(_states(one) for one in index.optimizers) + "]",
-        f'"kept": {_states(index.kept)}',
+        *(f'"{name}": {json.dumps(getattr(index, name))}' for name in ("step", "world_size", "mesh", "id", "tied")),
+        f'"model": {_format_tensors(index.model, 2)}',
+        '"optimizers": [' + ", ".join(_format_states(states) for states in index.optimizers) + "]",
+        f'"rank_state": {_format_states(index.rank_state)}',
     ]
     return "{\n" + ",\n".join("  " + line for line in lines) + "\n}\n"
 
 
-def _states(states: dict[str, dict[str, Entry]]) -> str:
-    rows = [f"    {json.dumps(name)}: {_block(keys, 4)}" for name, keys in states.items()]
+def _format_states(states: dict[str, dict[str, StoredTensor]]) -> str:
+    rows = [f"    {json.dumps(name)}: {_format_tensors(tensors, 4)}" for name, tensors in states.items()]
     return "{\n" + ",\n".join(rows) + "\n  }" if rows else "{}"
 
 
-def _block(entries: dict[str, Entry], indent: int) -> str:
-    rows = [f"{' ' * (indent + 2)}{json.dumps(name)}: {json.dumps(_plain(one))}" for name, one in entries.items()]
+def _format_tensors(tensors: dict[str, StoredTensor], indent: int) -> str:
+    rows = [f"{' ' * (indent + 2)}{json.dumps(name)}: {json.dumps(_to_json(t))}" for name, t in tensors.items()]
     return "{\n" + ",\n".join(rows) + "\n" + " " * indent + "}" if rows else "{}"
 
 
-def _plain(entry: Entry) -> dict[str, Any]:
+def _to_json(tensor: StoredTensor) -> dict[str, Any]:
     parts = [
         {"file": part.file, "key": part.key, "cuts": [[cut.dim, [list(r) for r in cut.ranges]] for cut in part.cuts]}
-        for part in entry.parts
+        for part in tensor.parts
     ]
-    anywhere = {"anywhere": True} if entry.anywhere else {}
-    return {"shape": list(entry.shape), "dtype": entry.dtype, "parts": parts, **anywhere}
+    replicated = {"replicated": True} if tensor.replicated else {}
+    return {"shape": list(tensor.shape), "dtype": tensor.dtype, "parts": parts, **replicated}
 
 
-def index_of_text(text: str, path: Path) -> Index:
-    """The index that a text says. Raises CheckpointError where it says none."""
+def parse_index(text: str, path: Path) -> CheckpointIndex:
+    """The index that `index_to_text` wrote; `path` names it in messages. Raises CheckpointError."""
     try:
         data = json.loads(text)
         if data["format"] != FORMAT:
@@ -101,24 +128,24 @@ def index_of_text(text: str, path: Path) -> Index:
                 f"{path} has format {data['format']}, this version of tutti reads {FORMAT}; read it with the version "
                 "that wrote it"
             )
-        return Index(
-            **{name: data[name] for name in ("step", "world_size", "mesh", "made", "tied")},
-            model={name: _entry(one) for name, one in data["model"].items()},
-            optimizers=tuple(_entries(states) for states in data["optimizers"]),
-            kept=_entries(data.get("kept", {})),
+        return CheckpointIndex(
+            **{name: data[name] for name in ("step", "world_size", "mesh", "id", "tied")},
+            model={name: _from_json(tensor) for name, tensor in data["model"].items()},
+            optimizers=tuple(_parse_states(states) for states in data["optimizers"]),
+            rank_state=_parse_states(data["rank_state"]),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = str(error).splitlines()[0]
         raise CheckpointError(f"{path} cannot be read: {reason}; name an earlier checkpoint") from None
 
 
-def _entries(states: dict[str, Any]) -> dict[str, dict[str, Entry]]:
-    return {name: {key: _entry(one) for key, one in keys.items()} for name, keys in states.items()}
+def _parse_states(states: dict[str, Any]) -> dict[str, dict[str, StoredTensor]]:
+    return {name: {key: _from_json(tensor) for key, tensor in tensors.items()} for name, tensors in states.items()}
 
 
-def _entry(data: dict[str, Any]) -> Entry:
+def _from_json(data: dict[str, Any]) -> StoredTensor:
     parts = tuple(
-        Part(
+        StoredPart(
             file=part["file"],
             key=part["key"],
             cuts=tuple(Cut(dim=dim, ranges=tuple((a, b) for a, b in ranges)) for dim, ranges in part["cuts"]),
@@ -126,18 +153,76 @@ def _entry(data: dict[str, Any]) -> Entry:
         for part in data["parts"]
     )
     shape = tuple(int(size) for size in data["shape"])
-    return Entry(shape=shape, dtype=data["dtype"], parts=parts, anywhere=bool(data.get("anywhere", False)))
+    return StoredTensor(shape=shape, dtype=data["dtype"], parts=parts, replicated=bool(data.get("replicated", False)))
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a folder is a whole checkpoint, of this format or the one before."""
-    return (path / INDEX).is_file() or (path / OLD).is_file()
+    """Whether a folder is a complete checkpoint."""
+    return (path / INDEX).is_file()
 
 
 def latest_checkpoint(path: Path) -> Path | None:
-    """The newest whole checkpoint of a run folder, or `path` itself if it is one."""
+    """The newest complete checkpoint of a run folder, or `path` itself if it is one."""
     if is_checkpoint(path):
         return path
-    found = [one for one in (path / "checkpoints").glob("step-*") if is_checkpoint(one)]
-    # "step-00000004.replaced" is what a kill left while step 4 was written a second time: older than "step-00000004"
-    return max(found, key=lambda one: (one.name.partition(".")[0], "." not in one.name), default=None)
+    complete = [folder for folder in (path / "checkpoints").glob("step-*") if is_checkpoint(folder)]
+    # a kill while step 4 was written again leaves "step-00000004.replaced", which is older than "step-00000004"
+    return max(complete, key=lambda folder: (folder.name.partition(".")[0], "." not in folder.name), default=None)
+
+
+def read_run_state(file: Path) -> dict[str, Any]:
+    """Plain values and tensors that torch.save wrote. Raises CheckpointError."""
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(f"{file} cannot be read: {reason}; name an earlier checkpoint") from None
+
+
+def overlaps(
+    shape: tuple[int, ...], stored: tuple[Cut, ...], wanted: tuple[Cut, ...]
+) -> Iterator[tuple[Slices, Slices]]:
+    """The intersection of two parts of one tensor, in blocks as large as their ranges allow.
+
+    Args:
+        shape: global shape of the tensor.
+        stored, wanted: the two parts; a dim without a cut is whole.
+
+    Yields:
+        (slices of the stored part, slices of the wanted part). Every common element is in exactly one pair.
+    """
+    along = [_common(_ranges(stored, dim, size), _ranges(wanted, dim, size)) for dim, size in enumerate(shape)]
+    for blocks in itertools.product(*along):
+        yield (
+            tuple(slice(start, start + size) for start, _, size in blocks),
+            tuple(slice(start, start + size) for _, start, size in blocks),
+        )
+
+
+def _ranges(cuts: tuple[Cut, ...], dim: int, size: int) -> tuple[Range, ...]:
+    return next((cut.ranges for cut in cuts if cut.dim == dim), ((0, size),))
+
+
+def _common(stored: tuple[Range, ...], wanted: tuple[Range, ...]) -> list[tuple[int, int, int]]:
+    """(position in the stored part, position in the wanted part, length) of the intersection along one dim."""
+    blocks: list[tuple[int, int, int]] = []
+    source = 0
+    for low, high in stored:
+        target = 0
+        for begin, end in wanted:
+            first, last = max(low, begin), min(high, end)
+            if first < last:
+                _append(blocks, (source + first - low, target + first - begin, last - first))
+            target += end - begin
+        source += high - low
+    return blocks
+
+
+def _append(blocks: list[tuple[int, int, int]], block: tuple[int, int, int]) -> None:
+    """Add a block, or lengthen the last one if this one continues it in both parts."""
+    if blocks:
+        source, target, size = blocks[-1]
+        if (source + size, target + size) == block[:2]:
+            blocks[-1] = (source, target, size + block[2])
+            return
+    blocks.append(block)

@@ -1,4 +1,4 @@
-"""Loading: a checkpoint's state becomes a prepared run's, whatever plan either has; each rank reads what it holds."""
+"""Loading: a checkpoint's state becomes a prepared run's, whatever plan either has. Each rank reads its shards."""
 
 from pathlib import Path
 from typing import Any
@@ -6,181 +6,214 @@ from typing import Any
 import torch
 from torch import nn
 
-from tutti.checkpoint.collect import MODEL, extra_states, held_of, named_tensors, numbering, unpack
-from tutti.checkpoint.generators import restore_generators
-from tutti.checkpoint.kept import load_kept
-from tutti.checkpoint.old import open_any
-from tutti.checkpoint.replica import load_replica
-from tutti.checkpoint.source import Source, Target, shared_source, transfer
-from tutti.checkpoint.tensors import dtype_of
+from tutti.checkpoint.contribution import (
+    extra_states,
+    named_tensors,
+    parameter_numbers,
+    restore_generators,
+    shard_here,
+    state_shard_here,
+    unpack_scalar,
+)
+from tutti.checkpoint.index import MODEL
+from tutti.checkpoint.plain_state import is_dcp, open_weights, with_tied_names
+from tutti.checkpoint.rank_state import load_replica_state, load_residuals
+from tutti.checkpoint.sources import Source, Target, open_checkpoint, shared_source, transfer
+from tutti.checkpoint.tensor_files import parse_dtype
 from tutti.errors import CheckpointError
 from tutti.optim.noise import Averages
-from tutti.parallel.layout import Layout, local
+from tutti.parallel.layout import Layout, to_local
 from tutti.trainer.run_state import Run
 
 
 def load_checkpoint(run: Run, path: Path) -> None:
     """Put a checkpoint's state into a prepared run. Every rank must call it.
 
-    Raises CheckpointError, on every rank, when it does not fit, naming what.
+    Raises CheckpointError, on every rank, when it does not fit, naming what does not.
     """
-    source = shared_source(run.world, path, lambda one: open_any(one, run.layout.states.groups))
-    _agree(run, _run_misfit(run, source) or model_misfit(run, source) or _optimizer_misfit(run, source))
+    source = shared_source(run.world, path, open_checkpoint)
+    raise_together(run, _run_mismatch(run, source) or model_mismatch(run, source) or _optimizer_mismatch(run, source))
     load_model(run, source)
     _load_optimizers(run, source)
-    small = source.small
-    if small["scaler"]:  # else the checkpoint's run had none, and this one begins with its first scale
-        run.scaler.load_state_dict(small["scaler"])
-    load_kept(run, source)
+    state = source.run_state
+    if state["scaler"]:  # empty if the checkpoint's run had none; then this run starts with its initial scale
+        run.scaler.load_state_dict(state["scaler"])
+    load_residuals(run, source)
     for name, module in extra_states(run.model):
-        if name in small["extra_state"]:
-            module.set_extra_state(small["extra_state"][name])
-    if run.scheduler is not None and small["scheduler"] is not None:
-        run.scheduler.load_state_dict(small["scheduler"])
-    run.noise.averages = Averages(**small.get("noise", {}))
-    run.loader.epoch, run.loader.position = small["epoch"], small["position"]
-    run.loader.before = small.get("before", 0)
-    for name in ("step", "samples_seen", "tokens_seen"):
-        setattr(run.progress, name, small[name])
-    run.progress.base_steps = small.get("base_steps", float(run.progress.step))
-    load_replica(run, source)
-    restore_generators(small["generators"][run.world.rank % len(small["generators"])])
+        if name in state["extra_state"]:
+            module.set_extra_state(state["extra_state"][name])
+    if run.scheduler is not None and state["scheduler"] is not None:
+        run.scheduler.load_state_dict(state["scheduler"])
+    run.noise.averages = Averages(**state["noise"])
+    run.loader.epoch, run.loader.position, run.loader.before = state["epoch"], state["position"], state["before"]
+    for name in ("step", "samples_seen", "tokens_seen", "base_steps"):
+        setattr(run.progress, name, state[name])
+    load_replica_state(run, source)
+    restore_generators(state["generators"][run.world.rank % len(state["generators"])])
+
+
+def load_weights(run: Run, path: Path) -> None:
+    """Give the model the values of a plain state_dict as those it starts with, under any plan.
+
+    Every rank must call it; each takes its shards. The names must be the model's, all of them; a tied tensor may be
+    stored under any of its names.
+
+    Args:
+        path: a .safetensors or .pt file, or a folder in torch's distributed checkpoint format.
+
+    Raises:
+        CheckpointError: on every rank, when the file cannot be read or does not fit.
+    """
+    source = shared_source(run.world, path, _open_weights)
+    source = with_tied_names(source, run.layout.tied)
+    raise_together(run, model_mismatch(run, source))
+    load_model(run, source)
+
+
+def _open_weights(path: Path) -> Source:
+    if is_dcp(path):
+        from tutti.checkpoint.dcp import open_dcp  # torch.distributed.checkpoint takes 0.2 s to import
+
+        return open_dcp(path)
+    return open_weights(path)
 
 
 def load_model(run: Run, source: Source) -> None:
-    """Give parameters and buffers the values of a source that fits."""
+    """Give parameters and buffers the values of a source that fits. Collective."""
     targets: dict[int, Target] = {}
     for name, _, tensor in named_tensors(run.model, run.layout):
-        key = source.key_of(name)
+        key = source.model_key(name)
         if key is not None and id(tensor) not in targets:
-            part = local(tensor.detach())
-            targets[id(tensor)] = Target(key=key, out=part, cuts=held_of(run.layout, name, part).cuts)
+            part = to_local(tensor.detach())
+            targets[id(tensor)] = Target(key=key, out=part, cuts=shard_here(run.layout, name, part).cuts)
     transfer(run.world, source, list(targets.values()))
-    for follow in run.layout.states.loaded:
-        follow()
+    for update_copies in run.layout.states.after_load:
+        update_copies()
 
 
-def _agree(run: Run, misfit: str | None) -> None:
-    found = [words for words in run.world.gather(misfit) if words is not None]
-    if found:
-        raise CheckpointError(found[0])
+def raise_together(run: Run, mismatch: str | None) -> None:
+    """Raise CheckpointError on every rank if any rank has a mismatch. Collective."""
+    mismatches = [message for message in run.world.gather(mismatch) if message is not None]
+    if mismatches:
+        raise CheckpointError(mismatches[0])
 
 
-def _run_misfit(run: Run, source: Source) -> str | None:
-    """What of the run itself is not as the checkpoint's."""
+def _run_mismatch(run: Run, source: Source) -> str | None:
+    """A setting of the run that differs from the checkpoint's and may not."""
     batch = [run.plan.batch.global_batch_size, run.plan.batch.unit]
-    saved = source.small["batch"]
+    saved = source.run_state["batch"]
     if saved != batch:
         return (
             f"{source.path} was made with global_batch_size = {saved[0]} {saved[1]}, the Job says {batch[0]} "
             f"{batch[1]}; a run resumes with the batch it began with"
         )
-    ramp, was = [list(pair) for pair in run.plan.batch.ramp], source.small.get("ramp", [])
-    if ramp != was:
+    ramp, saved_ramp = [list(pair) for pair in run.plan.batch.ramp], source.run_state["ramp"]
+    if ramp != saved_ramp:
         return (
-            f"{source.path} was made with batch_ramp = {was}, the Job says {ramp}; the batches would be cut otherwise: "
-            "use the same"
+            f"{source.path} was made with batch_ramp = {saved_ramp}, the Job says {ramp}; the batches would be cut "
+            "otherwise: use the same"
         )
-    if source.small["seed"] != run.settings.seed:
+    if source.run_state["seed"] != run.settings.seed:
         return (
-            f"{source.path} was made with seed = {source.small['seed']}, the Job says {run.settings.seed}; the order "
-            "of the data would change: use the same seed"
+            f"{source.path} was made with seed = {source.run_state['seed']}, the Job says {run.settings.seed}; the "
+            "order of the data would change: use the same seed"
         )
     return None
 
 
-def model_misfit(run: Run, source: Source) -> str | None:
-    """The first parameter or buffer that is on one side only, or of another shape."""
-    stored = {name: entry.shape for (where, name, _), entry in source.entries.items() if where == MODEL}
+def model_mismatch(run: Run, source: Source) -> str | None:
+    """The first parameter or buffer that only one side has, or that has another shape."""
+    stored = {name: tensor.shape for (number, name, _), tensor in source.tensors.items() if number == MODEL}
     stored.update({name: stored[first] for name, first in source.tied.items()})
-    own: dict[str, tuple[int, ...]] = {}
+    here: dict[str, tuple[int, ...]] = {}
     for name, _, tensor in named_tensors(run.model, run.layout):
-        own[name] = held_of(run.layout, name, local(tensor.detach())).shape
-    everywhere = {**run.layout.names, **own}  # of what other ranks hold, the layout knows the shape
-    for name in [*own, *stored]:
+        here[name] = shard_here(run.layout, name, to_local(tensor.detach())).shape
+    everywhere = {**run.layout.names, **here}  # the layout knows the shapes of tensors on other ranks
+    for name in [*here, *stored]:
         if name not in everywhere or name not in stored or everywhere[name] != stored[name]:
             return (
-                f"{source.path} does not fit the model at {name!r}: checkpoint {_shape(stored, name)}, model "
-                f"{_shape(everywhere, name)}; build the model the checkpoint was made from"
+                f"{source.path} does not fit the model at {name!r}: checkpoint {_describe_shape(stored, name)}, model "
+                f"{_describe_shape(everywhere, name)}; build the model the checkpoint was made from"
             )
     return None
 
 
-def _shape(shapes: dict[str, tuple[int, ...]], name: str) -> str:
+def _describe_shape(shapes: dict[str, tuple[int, ...]], name: str) -> str:
     return f"has shape {tuple(shapes[name])}" if name in shapes else "does not have it"
 
 
-def _optimizer_misfit(run: Run, source: Source) -> str | None:
-    saved = source.small["optimizers"]
+def _optimizer_mismatch(run: Run, source: Source) -> str | None:
+    """The first optimizer, group or state that does not fit."""
+    saved = source.run_state["optimizers"]
     if len(saved) != len(run.optimizers):
         return f"{source.path} holds {len(saved)} optimizers, prepare got {len(run.optimizers)}; pass the same"
-    for number, theirs in enumerate(saved):
+    for number, state in enumerate(saved):
         kind = type(run.optimizers[number]).__name__
         groups = run.layout.states.groups[number]
-        if len(theirs["groups"]) != len(groups):
+        if len(state["groups"]) != len(groups):
             return (
-                f"{source.path}: optimizer {number} ({kind}) was saved with {len(theirs['groups'])} parameter groups "
+                f"{source.path}: optimizer {number} ({kind}) was saved with {len(state['groups'])} parameter groups "
                 f"and has {len(groups)} now; make it with the same groups"
             )
-        for place, ((_, names), here) in enumerate(zip(theirs["groups"], groups, strict=True)):
+        for place, ((_, names), here) in enumerate(zip(state["groups"], groups, strict=True)):
             different = sorted(set(names) ^ {run.layout.first_name(name) for name in here})
             if different:
                 return (
                     f"{source.path}: group {place} of optimizer {number} ({kind}) was saved "
                     f"{'with' if different[0] in names else 'without'} {different[0]!r}; make it with the same groups"
                 )
-    return _cut_misfit(run, source)
+    return _state_shape_mismatch(run, source)
 
 
-def _cut_misfit(run: Run, source: Source) -> str | None:
-    """State that has not the parameter's shape fits only where the parameter is whole."""
+def _state_shape_mismatch(run: Run, source: Source) -> str | None:
+    """State of another shape than its parameter fits only where the parameter is whole."""
     names = run.layout.state_names(run.model, run.optimizers)
-    for (number, name, key), entry in source.entries.items():
-        if number == MODEL or entry.anywhere or entry.shape == run.layout.names.get(name, entry.shape):
+    for (number, name, key), stored in source.tensors.items():
+        if number < 0 or stored.replicated or stored.shape == run.layout.names.get(name, stored.shape):
             continue
-        if any(run.layout.first_name(n) == name and run.layout.state_of(n).cuts for n in names[number].values()):
+        here = (n for n in names[number].values() if run.layout.first_name(n) == name)
+        if any(run.layout.state_shard_of(n).cuts for n in here):
             return (
-                f"{source.path}: the optimizer's state {key!r} of {name} has shape {entry.shape}, not the parameter's, "
-                "and this plan cuts the parameter; resume with a plan that leaves it whole"
+                f"{source.path}: the optimizer's state {key!r} of {name} has shape {stored.shape}, not the "
+                "parameter's, and this plan cuts the parameter; resume with a plan that leaves it whole"
             )
     return None
 
 
 def _load_optimizers(run: Run, source: Source) -> None:
-    """Through each optimizer's own load_state_dict, with this rank's parts of the state."""
+    """Give this rank's shards of the state to each optimizer's own load_state_dict. Collective."""
     names = run.layout.state_names(run.model, run.optimizers)
     targets: list[Target] = []
-    said: list[dict[str, Any]] = []
+    state_dicts: list[dict[str, Any]] = []
     for number, optimizer in enumerate(run.optimizers):
-        now, saved = optimizer.state_dict(), source.small["optimizers"][number]
+        now, saved = optimizer.state_dict(), source.run_state["optimizers"][number]
         states: dict[Any, dict[str, Any]] = {}
-        for parameter, place in numbering(optimizer, now["param_groups"]).items():
+        for parameter, place in parameter_numbers(optimizer, now["param_groups"]).items():
             if parameter in names[number]:
-                state = _state(run.layout, source, number, names[number][parameter], parameter, targets)
+                state = _parameter_state(run.layout, source, number, names[number][parameter], parameter, targets)
                 states.update({place: state} if state else {})
         groups = [
             {**settings, "params": group["params"]}
             for (settings, _), group in zip(saved["groups"], now["param_groups"], strict=True)
         ]
-        beside = saved["beside"]
-        said.append({**beside, "state": {**beside.get("state", {}), **states}, "param_groups": groups})
+        others = saved["other_state"]
+        state_dicts.append({**others, "state": {**others.get("state", {}), **states}, "param_groups": groups})
     transfer(run.world, source, targets)
-    for optimizer, state_dict in zip(run.optimizers, said, strict=True):
+    for optimizer, state_dict in zip(run.optimizers, state_dicts, strict=True):
         optimizer.load_state_dict(state_dict)
 
 
-def _state(
+def _parameter_state(
     layout: Layout, source: Source, number: int, name: str, parameter: nn.Parameter, targets: list[Target]
 ) -> dict[str, Any]:
     """State of one parameter: its scalars, and empty tensors that `targets` will fill."""
-    first = layout.first_name(name)
-    held = layout.states.held.get(name) or held_of(layout, name, local(parameter.detach()))
-    scalars = source.small["optimizers"][number]["scalars"].get(first, {})
-    state = {key: unpack(packed) for key, packed in scalars.items()}
+    first, shard = layout.first_name(name), state_shard_here(layout, name, parameter)
+    scalars = source.run_state["optimizers"][number]["scalars"].get(first, {})
+    state = {key: unpack_scalar(packed) for key, packed in scalars.items()}
     for key in source.state_keys(number, first):
-        entry = source.entries[key]
-        cut = held.cuts if entry.shape == held.shape else ()
-        shape = held.local_shape if entry.shape == held.shape else entry.shape
-        state[key[2]] = torch.empty(shape, dtype=dtype_of(entry.dtype))
-        targets.append(Target(key=key, out=state[key[2]], cuts=cut))
+        stored = source.tensors[key]
+        cuts = shard.cuts if stored.shape == shard.shape else ()
+        shape = shard.local_shape if stored.shape == shard.shape else stored.shape
+        state[key[2]] = torch.empty(shape, dtype=parse_dtype(stored.dtype))
+        targets.append(Target(key=key, out=state[key[2]], cuts=cuts))
     return state

@@ -1,60 +1,61 @@
-"""Saving: every distinct part is written once, by the rank that counts it, while training goes on where that pays.
+"""Saving: each distinct part is written once, by the rank that owns it, in the background where memory allows.
 
-A checkpoint is begun by all ranks together: rank 0 makes a hidden folder, ranks tell each other what they will write,
-and each writes its own file. It is finished together when every file is on disk: rank 0 gives the folder its name. A
-kill, a full disk or a failure anywhere before that leaves the earlier checkpoints as they are.
+All ranks begin a checkpoint together: rank 0 makes a hidden folder, ranks tell each other what they will write, and
+each writes its own file. When every file is on disk, rank 0 renames the folder. A kill, a full disk or a failure before
+that leaves the earlier checkpoints as they are.
 """
 
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 import torch
+import torch.distributed as dist
 
-from tutti.checkpoint.collect import Contribution, collect
-from tutti.checkpoint.folder import make_temporary, publish, remove, write_file
-from tutti.checkpoint.index import INDEX, SMALL, latest_checkpoint, rank_file
-from tutti.checkpoint.kept import collect_kept
-from tutti.checkpoint.merge import merge, refusal
-from tutti.checkpoint.replica import collect_replica
-from tutti.checkpoint.send import receive_file, send_items
-from tutti.checkpoint.tensors import Item, item, write_tensors
+from tutti.checkpoint.contribution import (
+    Collected,
+    Contribution,
+    WrittenPart,
+    collect,
+    find_conflict,
+    merge_contributions,
+)
+from tutti.checkpoint.index import INDEX, RUN_STATE, latest_checkpoint, rank_file
+from tutti.checkpoint.rank_state import collect_replica_state, collect_residuals
+from tutti.checkpoint.tensor_files import (
+    PendingCheckpoint,
+    TensorToWrite,
+    in_file_order,
+    make_temporary_folder,
+    parse_dtype,
+    publish_folder,
+    remove_folder,
+    tensor_on_demand,
+    tensor_to_write,
+    write_file,
+    write_tensors,
+)
+from tutti.comm.world import World
 from tutti.errors import CheckpointError
 from tutti.local_sgd.mode import Kept
+from tutti.parallel.layout import TensorShard
 from tutti.trainer.host_memory import long_lived_blocks
 from tutti.trainer.run_state import Run
 
 UNFINISHED, FAILED = ".part", ".failed"
-"""Ends of the names of a file that is being written, and of the mark of one that could not be."""
+"""Suffixes of a file that is being written, and of the mark that it could not be."""
 
-
-@dataclass(slots=True, kw_only=True)
-class Pending:
-    """A checkpoint on its way to disk. `files`: that this rank waits for when it must finish alone (rank 0: all)."""
-
-    step: int
-    path: Path
-    temporary: Path
-    started_s: float
-    background: bool
-    files: list[str] = field(default_factory=list)
-    nbytes: int = 0
-    blocked_s: float = 0.0
-    failure: str | None = None
-    thread: threading.Thread | None = None
-
-    @property
-    def written(self) -> bool:
-        return self.thread is None or not self.thread.is_alive()
+_PATIENCE_S = 10.0
+"""How long rank 0 waits, when its process ends, for other ranks' files to grow."""
 
 
 def save_checkpoint(run: Run) -> tuple[Path, int]:
-    """Write a checkpoint of the run as it stands; returns its folder and size in bytes. Every rank must call it.
+    """Write a checkpoint of the run as it is now; returns its folder and size in bytes. Every rank must call it.
 
-    Raises CheckpointError on every rank if any rank fails; earlier checkpoints stay whole.
+    Raises CheckpointError on every rank if any rank fails; earlier checkpoints stay complete.
     """
     finish_saving(run)
     run.pending = _begin(run, background=False)
@@ -64,7 +65,7 @@ def save_checkpoint(run: Run) -> tuple[Path, int]:
 
 
 def save_when_due(run: Run) -> None:
-    """After every step: begin a checkpoint in the background if one is due, or finish the one that is written.
+    """After every step: begin a checkpoint in the background if one is due, or finish a written one.
 
     Raises CheckpointError, on every rank in the same step, if any rank failed to write.
     """
@@ -88,162 +89,233 @@ def finish_saving(run: Run) -> int:
     return _finish_if_written(run, pending)
 
 
-def _begin(run: Run, *, background: bool) -> Pending:
-    """Agree on what is written by whom, and start writing. What is written is the state as it is now."""
+def finish_saving_at_exit(run: Run) -> str | None:
+    """Finish the pending checkpoint when the process ends, without communication; returns what went wrong.
+
+    Every rank finishes its own file. Rank 0 waits for the others' files as long as they grow, then renames the folder.
+    """
+    pending, run.pending = run.pending, None
+    if pending is None:
+        return None
+    if pending.thread is not None:
+        pending.thread.join()
+    failure = pending.failure
+    if run.world.is_main and failure is None:
+        missing = _wait_for_files(pending)
+        failure = f"{missing} was not written" if missing else _publish(run, pending)
+    if failure is None:
+        return None
+    return f"the checkpoint of step {pending.step} was not finished: {failure}; earlier checkpoints are whole"
+
+
+def _wait_for_files(pending: PendingCheckpoint) -> str | None:
+    """Wait until all ranks' files are complete; returns the name of one that is not."""
+    seen, since = -1, time.monotonic()
+    while True:
+        missing = [name for name in pending.files if not (pending.temporary / name).exists()]
+        if not missing:
+            return None
+        if any((pending.temporary / (name + FAILED)).exists() for name in missing):
+            return missing[0]
+        size = sum(path.stat().st_size for path in pending.temporary.glob("rank-*"))
+        if size != seen:
+            seen, since = size, time.monotonic()
+        if time.monotonic() - since > _PATIENCE_S:
+            return missing[0]
+        time.sleep(0.02)
+
+
+def _begin(run: Run, *, background: bool) -> PendingCheckpoint:
+    """Agree on which rank writes what, and start writing the state as it is now. Collective."""
     started = time.perf_counter()
     run.noise.flush(run.world)
     path = run.folder.checkpoints / f"step-{run.progress.step:08d}"
     name, failure = None, None
     if run.world.is_main:
         try:
-            name = make_temporary(path)
+            name = make_temporary_folder(path)
         except OSError as error:
-            failure = _said(error)
+            failure = _message(error)
     name, failure = run.world.broadcast((name, failure))
     if name is None:
         raise _failed(run, path, failure)
-    pending = Pending(
+    pending = PendingCheckpoint(
         step=run.progress.step,
         path=path,
         temporary=path.with_name(name),
         started_s=started,
         background=background,
     )
-    with run.consistency.shown(run, saving=True) as own:
-        _contribute(run, pending, own)
+    with run.consistency.shown(run, saving=True) as replica_state:
+        _contribute(run, pending, replica_state)
     pending.blocked_s = time.perf_counter() - started
     return pending
 
 
-def _contribute(run: Run, pending: Pending, own: Kept) -> None:
-    """Collect what this rank has, `own` of it its replica's alone, agree with the others, and start writing."""
+def _contribute(run: Run, pending: PendingCheckpoint, replica_state: Kept) -> None:
+    """Collect this rank's state, agree with the others, and start writing. Collective."""
     try:
-        mine, items = collect(run)
-        collect_kept(run, mine, items)
-        collect_replica(run, own, mine, items)
-    except Exception as error:  # an optimizer's own state_dict may raise; the other ranks must not wait for this one
-        mine, items = Contribution(failure=_said(error)), []
-    mine.sees = pending.temporary.is_dir()
-    everyone = run.world.gather(mine)
-    failure = refusal(everyone)
+        collected = collect(run)
+        collect_residuals(run, collected)
+        collect_replica_state(run, replica_state, collected)
+    except Exception as error:  # the user's optimizer may raise; the other ranks must not wait for this one
+        collected = Collected(Contribution(failure=_message(error)))
+    collected.contribution.sees_folder = pending.temporary.is_dir()
+    contributions = run.world.gather(collected.contribution)
+    failure = find_conflict(contributions)
     if failure is not None:
-        _give_up(run, pending)
+        _discard(run, pending)
         raise _failed(run, pending.path, failure)
-    _write(run, pending, everyone, items)
+    _write(run, pending, contributions, collected.tensors)
 
 
-def _write(run: Run, pending: Pending, everyone: list[Contribution], items: list[Item]) -> None:
-    """Start writing this rank's files. Failures are kept until all ranks talk about them."""
+def _write(
+    run: Run, pending: PendingCheckpoint, contributions: list[Contribution], tensors: list[TensorToWrite]
+) -> None:
+    """Start writing this rank's files. A failure waits in `pending` until all ranks hear of it."""
     rank, texts = run.world.rank, None
     if run.world.is_main:
         try:
-            texts = merge(run, everyone)
+            texts = merge_contributions(run, contributions)
         except CheckpointError as error:
             pending.failure = str(error)
-        writers = [other for other, theirs in enumerate(everyone) if theirs.pieces]
+        writers = [other for other, contribution in enumerate(contributions) if contribution.parts]
         pending.files = [rank_file(other) for other in writers]
-    for other, theirs in enumerate(everyone):  # those who see another disk than rank 0 have it write their file
-        if not theirs.sees and theirs.pieces:
+    for other, contribution in enumerate(contributions):  # ranks that see another disk have rank 0 write their file
+        if not contribution.sees_folder and contribution.parts:
             if rank == other:
-                send_items(run.world, items)
+                _send_tensors(run.world, tensors)
             elif rank == 0:
-                pending.nbytes += _received(run, pending, other, theirs)
-    if not everyone[rank].sees:
+                pending.nbytes += _write_received(run, pending, other, contribution)
+    if not contributions[rank].sees_folder:
         return
     if pending.background:
         try:
-            items, pending.background = _copied(items, run)
+            tensors, pending.background = _copy_to_host(tensors, run)
         except (RuntimeError, MemoryError) as error:
-            pending.failure = pending.failure or _said(error)
+            pending.failure = pending.failure or _message(error)
     if not pending.background:
-        _write_mine(pending, rank, items, texts)
+        _write_files(pending, rank, tensors, texts)
         return
-    arguments = (pending, rank, items, texts)
-    pending.thread = threading.Thread(target=_write_mine, args=arguments, name="tutti-checkpoint", daemon=True)
+    arguments = (pending, rank, tensors, texts)
+    pending.thread = threading.Thread(target=_write_files, args=arguments, name="tutti-checkpoint", daemon=True)
     pending.thread.start()
 
 
-def _write_mine(pending: Pending, rank: int, items: list[Item], texts: tuple[str, bytes] | None) -> None:
-    """Write this rank's file, and rank 0's small ones; the file takes its name when it is whole."""
+def _write_files(
+    pending: PendingCheckpoint, rank: int, tensors: list[TensorToWrite], texts: tuple[str, bytes] | None
+) -> None:
+    """Write this rank's tensor file, and on rank 0 the run state and the index."""
     try:
-        if pending.failure is None and items:
-            pending.nbytes += _write_file(pending.temporary, rank, items)
+        if pending.failure is None and tensors:
+            pending.nbytes += _write_tensor_file(pending.temporary, rank, tensors)
         if pending.failure is None and texts is not None:
-            pending.nbytes += write_file(pending.temporary / SMALL, texts[1])
+            pending.nbytes += write_file(pending.temporary / RUN_STATE, texts[1])
             pending.nbytes += write_file(pending.temporary / INDEX, texts[0].encode())
     except Exception as error:  # whatever it is, all ranks must hear of it
-        pending.failure = _said(error)
+        pending.failure = _message(error)
         with suppress(OSError):
             (pending.temporary / (rank_file(rank) + FAILED)).touch()
 
 
-def _write_file(folder: Path, rank: int, items: list[Item]) -> int:
+def _write_tensor_file(folder: Path, rank: int, tensors: list[TensorToWrite]) -> int:
     unfinished = folder / (rank_file(rank) + UNFINISHED)
-    nbytes = write_tensors(unfinished, items)
+    nbytes = write_tensors(unfinished, tensors)
     unfinished.rename(folder / rank_file(rank))
     return nbytes
 
 
-def _received(run: Run, pending: Pending, other: int, theirs: Contribution) -> int:
-    """Write the file of a rank that sends it."""
-    unfinished = pending.temporary / (rank_file(other) + UNFINISHED)
-    try:
-        nbytes = receive_file(run.world, other, theirs.pieces, unfinished)
-        unfinished.rename(pending.temporary / rank_file(other))
-        return nbytes
-    except OSError as error:
-        pending.failure = pending.failure or _said(error)
-        return 0
-
-
-def _copied(items: list[Item], run: Run) -> tuple[list[Item], bool]:
-    """Copies of the tensors in the host's memory, and True; the tensors themselves, and False, where it is too full."""
-    nbytes = sum(one.nbytes for one in items)
+def _copy_to_host(tensors: list[TensorToWrite], run: Run) -> tuple[list[TensorToWrite], bool]:
+    """Copies in host memory, and True; the tensors themselves, and False, where too little memory is free."""
+    nbytes = sum(tensor.nbytes for tensor in tensors)
     if nbytes * run.world.local_world_size > psutil.virtual_memory().available // 2:
-        return items, False
+        return tensors, False
     pinned = run.world.device.type == "cuda"
     copies = []
     with long_lived_blocks():
-        for one in items:
-            copy = torch.empty(one.shape, dtype=one.dtype, pin_memory=pinned)
-            copies.append(item(one.key, copy.copy_(one.make().detach(), non_blocking=True)))
+        for tensor in tensors:
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+            copies.append(tensor_to_write(tensor.key, copy.copy_(tensor.make().detach(), non_blocking=True)))
     if pinned:
         torch.cuda.synchronize(run.world.device)
     return copies, True
 
 
-def _finish_if_written(run: Run, pending: Pending) -> int:
-    """If every rank has written its files, the checkpoint takes its name; returns its size, or 0 if it is not done."""
-    counts = [float(not pending.written), float(pending.written and pending.failure is not None)]
-    told = run.world.sum(torch.tensor([*counts, pending.nbytes], dtype=torch.float64, device=run.world.device)).tolist()
-    if told[0]:
+def _send_tensors(world: World, tensors: list[TensorToWrite]) -> None:
+    """Send this rank's tensors to rank 0, one by one, in the order of their file."""
+    for tensor in in_file_order(tensors):
+        if tensor.nbytes:
+            data = tensor.make().detach().contiguous().reshape(-1).view(torch.uint8)
+            dist.send(data.to(world.device), dst=0)
+
+
+def _write_received(run: Run, pending: PendingCheckpoint, sender: int, contribution: Contribution) -> int:
+    """On rank 0: write the file of a rank that sends its tensors; returns its size in bytes."""
+    unfinished = pending.temporary / (rank_file(sender) + UNFINISHED)
+    expected = [_expected(part) for part in contribution.parts]
+    incoming = _receive(run.world, sender, expected)
+    fed = [
+        TensorToWrite(key=tensor.key, shape=tensor.shape, dtype=tensor.dtype, make=lambda: next(incoming))
+        for tensor in expected
+    ]
+    try:
+        nbytes = write_tensors(unfinished, fed)
+        unfinished.rename(pending.temporary / rank_file(sender))
+        return nbytes
+    except OSError as error:
+        pending.failure = pending.failure or _message(error)
+        return 0
+    finally:
+        for _ in incoming:  # the sender must get rid of all its tensors even if the disk is full
+            pass
+
+
+def _expected(part: WrittenPart) -> TensorToWrite:
+    shape = TensorShard(shape=part.shape, cuts=part.cuts).local_shape
+    return tensor_on_demand(part.stored_as, shape, parse_dtype(part.dtype), lambda: torch.empty(0))
+
+
+def _receive(world: World, sender: int, tensors: list[TensorToWrite]) -> Iterator[torch.Tensor]:
+    for tensor in in_file_order(tensors):
+        data = torch.empty(tensor.nbytes, dtype=torch.uint8, device=world.device)
+        if tensor.nbytes:
+            dist.recv(data, src=sender)
+        yield data.cpu().view(tensor.dtype).reshape(tensor.shape)
+
+
+def _finish_if_written(run: Run, pending: PendingCheckpoint) -> int:
+    """Publish the checkpoint if every rank has written; returns its size in bytes, or 0 if one has not. Collective."""
+    flags = [float(not pending.written), float(pending.written and pending.failure is not None)]
+    counts = torch.tensor([*flags, pending.nbytes], dtype=torch.float64, device=run.world.device)
+    writing, failed, nbytes = run.world.sum(counts).tolist()
+    if writing:
         return 0
     run.pending = None
     failure = None
-    if told[1]:
-        said = enumerate(run.world.gather(pending.failure))
-        failure = next(f"rank {rank}: {words}" for rank, words in said if words is not None)
+    if failed:
+        failures = enumerate(run.world.gather(pending.failure))
+        failure = next(f"rank {rank}: {message}" for rank, message in failures if message is not None)
     elif run.world.is_main:
-        failure = publish_pending(run, pending)
+        failure = _publish(run, pending)
     failure = run.world.broadcast(failure)
     if failure is not None:
-        _give_up(run, pending)
+        _discard(run, pending)
         raise _failed(run, pending.path, failure)
-    _row(run, pending, int(told[2]))
-    return int(told[2])
+    _log_row(run, pending, int(nbytes))
+    return int(nbytes)
 
 
-def publish_pending(run: Run, pending: Pending) -> str | None:
-    """On rank 0: the written checkpoint takes its name. Returns what went wrong."""
+def _publish(run: Run, pending: PendingCheckpoint) -> str | None:
+    """On rank 0: give the complete checkpoint its name. Returns what went wrong."""
     try:
-        publish(pending.temporary, pending.path, run.settings.keep_checkpoints)
+        publish_folder(pending.temporary, pending.path, run.settings.keep_checkpoints)
     except OSError as error:
-        return _said(error)
+        return _message(error)
     return None
 
 
-def _row(run: Run, pending: Pending, nbytes: int) -> None:
-    """`duration_s`: that training waited; `written_s`: from its beginning until it had its name."""
+def _log_row(run: Run, pending: PendingCheckpoint, nbytes: int) -> None:
+    """`duration_s`: how long training waited; `written_s`: from the beginning until the folder was published."""
     run.log.row(
         "checkpoint",
         run.clock.elapsed_s(),
@@ -256,9 +328,9 @@ def _row(run: Run, pending: Pending, nbytes: int) -> None:
     )
 
 
-def _give_up(run: Run, pending: Pending) -> None:
+def _discard(run: Run, pending: PendingCheckpoint) -> None:
     if run.world.is_main and pending.temporary.exists():
-        remove(pending.temporary)
+        remove_folder(pending.temporary)
 
 
 def _failed(run: Run, path: Path, reason: str | None) -> CheckpointError:
@@ -270,6 +342,6 @@ def _failed(run: Run, path: Path, reason: str | None) -> CheckpointError:
     )
 
 
-def _said(error: BaseException) -> str:
-    words = str(error).splitlines()[0] if str(error) else ""
-    return words if isinstance(error, CheckpointError | OSError) else f"{type(error).__name__} {words}".rstrip()
+def _message(error: BaseException) -> str:
+    text = str(error).splitlines()[0] if str(error) else ""
+    return text if isinstance(error, CheckpointError | OSError) else f"{type(error).__name__} {text}".rstrip()

@@ -182,7 +182,7 @@ def _work_out(wanted: Wanted, cluster: "ClusterSpec", say: Say) -> None:
 
 def _plan_of(wanted: Wanted, captured: "CapturedScript") -> Plan:
     """The plan that the run will follow."""
-    from tutti.parallel.annotated import with_annotations
+    from tutti.parallel.annotated_plan import with_annotations
 
     if wanted.plan is not None:
         plan = with_mode(serialization.load(Plan, wanted.plan).compressed(wanted.compress), wanted.sync)

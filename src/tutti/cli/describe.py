@@ -68,7 +68,7 @@ def describe_script(script: Path, arguments: tuple[str, ...]) -> ModelSpec:
 
 def describe_captured(captured: "CapturedScript", *, name: str) -> ModelSpec:
     """The ModelSpec of what a script gave to `prepare`. Raises DataError where no sample can be had."""
-    from tutti.parallel.facts import with_facts
+    from tutti.parallel.capabilities import with_capabilities
     from tutti.profile import describe_model
 
     count = SAMPLES if captured.dataset_samples is None else min(SAMPLES, captured.dataset_samples)
@@ -93,7 +93,7 @@ def describe_captured(captured: "CapturedScript", *, name: str) -> ModelSpec:
         tokens_per_sample=captured.tokens_per_sample,
         dataset_samples=captured.dataset_samples,
     )
-    known = with_facts(described, captured.model, () if kwargs else args, captured.plan.layout)
+    known = with_capabilities(described, captured.model, () if kwargs else args, captured.plan.layout)
     return replace(known, loading=captured.loading(), script_nbytes=captured.script_nbytes)
 
 

@@ -80,7 +80,7 @@ def _plan(options: "Options", captured: "CapturedScript", name: str) -> "Plan":
     from tutti.config import serialization
     from tutti.config.mesh_words import parse_mesh
     from tutti.config.plan import Plan
-    from tutti.parallel.annotated import with_annotations
+    from tutti.parallel.annotated_plan import with_annotations
 
     if options.plan is not None:
         return with_annotations(serialization.load(Plan, options.plan), captured.model, stated_mesh=True)

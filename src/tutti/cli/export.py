@@ -31,9 +31,10 @@ def command(checkpoint: Path, file: Path, optimizers: bool, as_json: bool) -> No
     FILE). With --optimizers FILE.pt holds {"model": state_dict, "optimizers": [state_dict, ...]}.
     """
     _check(checkpoint, file, optimizers)
-    from tutti.checkpoint.plain import checkpoint_in, to_file
+    from tutti.checkpoint.plain_state import to_file
+    from tutti.checkpoint.sources import find_checkpoint
 
-    path = checkpoint_in(checkpoint)
+    path = find_checkpoint(checkpoint)
     nbytes = to_file(path, file, optimizers=optimizers)
     if as_json:
         emit(Exported(checkpoint=str(path), file=str(file), nbytes=nbytes, optimizers=optimizers))

@@ -17,6 +17,7 @@ _COMMANDS = {
     "run": "train by a plan",
     "verify": "compare N ranks with one device and name the first difference",
     "export": "a checkpoint of any plan as plain files that one device reads",
+    "checkpoint": "checkpoints to and from torch's distributed checkpoint format",
     "report": "the honest report of a run, or of several",
     "lab": "hosts on this machine, joined by links of limited rate",
     "doctor": "find what would stop a launch, and say the fix",

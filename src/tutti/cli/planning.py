@@ -81,9 +81,9 @@ def search(model: ModelSpec, cluster: ClusterSpec, request: Request, limit_s: fl
 
 def demanded(captured: "CapturedScript") -> dict[AxisName, int]:
     """The axes that a script's annotations ask for with their degrees, 0 where any above one will do."""
-    from tutti.parallel.annotated import marks_of
+    from tutti.parallel.annotated_plan import read_annotations
 
-    marks = marks_of(captured.model)
+    marks = read_annotations(captured.model)
     found: dict[AxisName, int] = {}
     if marks.stages:
         found["stage"] = len(marks.stages) + 1

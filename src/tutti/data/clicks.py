@@ -1,4 +1,4 @@
-"""Click logs as Criteo writes them: a line a display, tab-separated, with 13 integers and 26 categories.
+"""Click logs in Criteo's form: one line for each display, tab-separated, with 13 integers and 26 categories.
 
     label \t 13 integers \t 26 categories in hexadecimal      (no header; an empty field is a missing value)
 
@@ -23,7 +23,7 @@ INTEGERS, CATEGORIES = 13, 26
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Clicks:
+class ClickLog:
     """`dense`: (n, 13); `categories`: (n, 26) int64; `clicked`: (n,), 0 or 1; `sizes`: the rows that each of the 26
     tables needs. Floating-point values have torch's default dtype.
     """
@@ -44,7 +44,7 @@ class Clicks:
         return TensorDataset(*(c[:cut] for c in columns)), TensorDataset(*(c[cut:] for c in columns))
 
 
-def read_clicks(path: str | Path, max_rows: int | None = None) -> Clicks:
+def read_clicks(path: str | Path, max_rows: int | None = None) -> ClickLog:
     """Read a log. `max_rows`: categories are taken modulo this first, so that no table has more rows.
 
     Raises DataError naming the line that does not have the form.
@@ -70,7 +70,7 @@ def read_clicks(path: str | Path, max_rows: int | None = None) -> Clicks:
     if not clicked:
         raise DataError(f"{path} is empty; give a log with at least one display")
     kind = torch.get_default_dtype()
-    return Clicks(
+    return ClickLog(
         dense=torch.from_numpy(np.array(dense)).reshape(-1, INTEGERS).to(kind),
         categories=torch.from_numpy(np.array(categories)).reshape(-1, CATEGORIES),
         clicked=torch.from_numpy(np.array(clicked)).to(kind),
@@ -93,8 +93,8 @@ def write_clicks(path: str | Path, displays: int, seed: int = 0, most_rows: int 
             chosen = [int(size * draw.random() ** 3) for size in sizes]
             score = sum(liking[i][chosen[i]] for i in range(6)) + 0.5 * math.log1p(max(integers[0], 0)) - 1
             label = int(draw.random() < 1 / (1 + math.exp(-score)))
-            words = [str(one) for one in integers] + [
-                f"{(one * 2654435761 + i) & 0xFFFFFFFF:08x}" for i, one in enumerate(chosen)
+            words = [str(value) for value in integers] + [
+                f"{(row * 2654435761 + i) & 0xFFFFFFFF:08x}" for i, row in enumerate(chosen)
             ]
             fields = ["" if draw.random() < 0.1 else word for word in words]
             file.write("\t".join([str(label), *fields]) + "\n")

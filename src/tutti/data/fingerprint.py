@@ -1,4 +1,4 @@
-"""What a data set is, in a hash: so that a report can say which data a number belongs to."""
+"""Fingerprints of data sets, so that a report can say which data its numbers belong to."""
 
 import hashlib
 import pickle
@@ -38,13 +38,13 @@ def describe_data(dataset: Any, seed: int, name: str) -> DatasetInfo:
 
 
 def overlap(train: Any, test: Any, seed: int) -> int | None:
-    """How many test samples also occur, byte for byte, among the training samples; None where that is unknown."""
+    """Number of test samples that also occur, byte for byte, among the training samples; None if unknown."""
     sets = [train, test]
     if any(not hasattr(data, "__len__") or len(data) > _OVERLAP_LIMIT for data in sets):
         return None
-    one, two = (_sample_hashes(data, seed) for data in sets)
-    known = set(one)
-    return sum(digest in known for digest in two)
+    train_hashes, test_hashes = (_sample_hashes(data, seed) for data in sets)
+    known = set(train_hashes)
+    return sum(digest in known for digest in test_hashes)
 
 
 def _sample_hashes(dataset: Any, seed: int) -> list[bytes]:

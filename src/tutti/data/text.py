@@ -1,4 +1,4 @@
-"""Real text that every machine already has: no download, and a hash that says which.
+"""Text that every machine already has, without a download, and its hash.
 
 Text is bytes; a byte is a token (256 of them). The data set cuts it into windows and asks for the next byte.
 """
@@ -101,9 +101,9 @@ def _joined(files: Iterable[Path], description: str, nbytes: int | None = None) 
         if nbytes is not None and len(content) >= nbytes:
             del content[nbytes:]
             break
-    held = bytes(content)
+    joined = bytes(content)
     return Text(
-        content=held,
-        sha256=hashlib.sha256(held).hexdigest(),
-        description=f"{description}, {len(held)} bytes",
+        content=joined,
+        sha256=hashlib.sha256(joined).hexdigest(),
+        description=f"{description}, {len(joined)} bytes",
     )

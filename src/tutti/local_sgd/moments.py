@@ -21,7 +21,7 @@ from torch.optim import Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 from tutti.comm.traffic import CommHandle
 from tutti.errors import PlanError
 from tutti.local_sgd.vectors import Flats, Replicas
-from tutti.parallel.layout import local
+from tutti.parallel.layout import to_local
 
 SAMPLED, MOST = 4096, 256
 """Values of all tensors that are looked at in a step, about, and of one at most."""
@@ -113,8 +113,8 @@ class Moments:
         for p in (p for p in stepped if ratio[p] < 1.0):
             optimizer = self._owners[p]
             assert p.grad is not None
-            moments.append(local(optimizer.state[p][_MOMENT[type(optimizer)]]))
-            gradients.append(local(p.grad))
+            moments.append(to_local(optimizer.state[p][_MOMENT[type(optimizer)]]))
+            gradients.append(to_local(p.grad))
             factors.append((ratio[p] - 1.0) * weight[p])
         if moments:
             torch._foreach_addcmul_(moments, gradients, gradients, factors)
@@ -128,7 +128,7 @@ class Moments:
             if p not in stepped or p.grad is None:
                 continue
             stride = self._strides[place]
-            part.copy_(local(p.grad).reshape(-1)[count % stride :: stride][: part.numel()])
+            part.copy_(to_local(p.grad).reshape(-1)[count % stride :: stride][: part.numel()])
             squares[place] = part.square().sum()
 
     def _halves(self, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tutti.checkpoint.collect import pack, unpack
-from tutti.checkpoint.tensors import dtype_of
+from tutti.checkpoint.contribution import pack_scalar, unpack_scalar
+from tutti.checkpoint.tensor_files import parse_dtype
 from tutti.local_sgd.vectors import Replicas, Vectors
 from tutti.trainer.run_state import Run
 
@@ -34,7 +34,11 @@ def own_states(run: Run) -> tuple[dict[str, torch.Tensor], list[list[Any]]]:
     plain: list[list[Any]] = []
     for number, name, _, key, value in _entries(run):
         tensor = copies.get(_called(number, name, key))
-        what = pack(value) if tensor is None else ["shaped", str(tensor.dtype).removeprefix("torch."), [*tensor.shape]]
+        what = (
+            pack_scalar(value)
+            if tensor is None
+            else ["shaped", str(tensor.dtype).removeprefix("torch."), [*tensor.shape]]
+        )
         plain.append([number, name, key, what])
     return copies, plain
 
@@ -55,10 +59,10 @@ def make_states(run: Run, plain: list[list[Any]]) -> dict[str, torch.Tensor]:
     for number, name, key, what in plain:
         parameter, called = parameters[number, name], _called(number, name, key)
         if what[0] == "shaped":
-            value: Any = torch.empty(what[2], dtype=dtype_of(what[1]), device=parameter.device)
+            value: Any = torch.empty(what[2], dtype=parse_dtype(what[1]), device=parameter.device)
             tensors[called] = value
         else:
-            value, like = unpack(what), before.get(called)
+            value, like = unpack_scalar(what), before.get(called)
             value = value.to(like.device) if isinstance(like, torch.Tensor) else value
         run.optimizers[number].state[parameter][key] = value
     return tensors

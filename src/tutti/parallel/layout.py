@@ -1,7 +1,7 @@
-"""The layout: which part of every parameter and buffer this rank holds, and over which ranks its gradient is summed.
+"""The layout: this rank's shard of every parameter and buffer, and the axes that its gradient is reduced over.
 
-Mechanisms write it while they take a model apart; whatever needs whole tensors (checkpoints, norms, verification)
-reads it and need not know the mechanisms. Names are those of the user's model; a mechanism keeps them.
+Mechanisms of parallelism write it while they divide a model. Checkpoints, norms and verification read it, so that they
+need not know the mechanisms. Names are those of the user's model.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -20,15 +20,15 @@ from tutti.config.vocabulary import DATA_AXES, AxisName, TrafficKind
 from tutti.parallel.mesh import Mesh
 
 Range = tuple[int, int]
-"""(start, stop) along a dim of the whole tensor."""
+"""(start, stop) along a dim of the global tensor."""
 
-SUMMED: tuple[AxisName, ...] = (*DATA_AXES, "context")
-"""Axes over whose ranks gradients differ by default, because they saw different samples or tokens."""
+GRADIENT_AXES: tuple[AxisName, ...] = (*DATA_AXES, "context")
+"""Axes that gradients are reduced over by default: their ranks compute different samples or tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """A tensor's part along one dim: its global `ranges`, which lie one behind another in the local tensor."""
+    """A tensor's part along one dim: global `ranges`, concatenated in the local tensor."""
 
     dim: int
     ranges: tuple[Range, ...]
@@ -39,7 +39,7 @@ class Cut:
         return sum(stop - start for start, stop in self.ranges)
 
     def narrowed(self, start: int, stop: int) -> "Cut":
-        """The part start .. stop - 1 (local positions) of this part."""
+        """The part from `start` to `stop` (local positions) of this part."""
         ranges, offset = [], 0
         for low, high in self.ranges:
             begin, end = max(start - offset, 0), min(stop - offset, high - low)
@@ -50,23 +50,27 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """What this rank holds of one tensor. `shape`: of the whole; `cuts`: at most one a dim; `sums`: axes over which
-    its gradient is summed.
+class TensorShard:
+    """This rank's shard of one tensor.
+
+    Attributes:
+        shape: of the global tensor.
+        cuts: at most one for each dim; a dim without one is whole.
+        sums: axes that the gradient is reduced over.
     """
 
     shape: tuple[int, ...]
     cuts: tuple[Cut, ...] = ()
-    sums: tuple[AxisName, ...] = SUMMED
+    sums: tuple[AxisName, ...] = GRADIENT_AXES
 
-    def cut(self, dim: int, *ranges: Range) -> "Held":
-        """Also cut along `dim`; ranges are local positions where the dim was cut before, global ones otherwise."""
+    def cut(self, dim: int, *ranges: Range) -> "TensorShard":
+        """Cut further along `dim`. Ranges are local positions if the dim is cut already, global ones otherwise."""
         before = next((cut for cut in self.cuts if cut.dim == dim), None)
         if before is None:
             new = Cut(dim=dim, ranges=tuple(ranges))
         else:
-            parts = [before.narrowed(start, stop).ranges for start, stop in ranges]
-            new = Cut(dim=dim, ranges=tuple(part for some in parts for part in some))
+            nested = [before.narrowed(start, stop).ranges for start, stop in ranges]
+            new = Cut(dim=dim, ranges=tuple(part for parts in nested for part in parts))
         others = tuple(cut for cut in self.cuts if cut.dim != dim)
         return replace(self, cuts=tuple(sorted((*others, new), key=lambda cut: cut.dim)))
 
@@ -78,7 +82,7 @@ class Held:
         return tuple(sizes)
 
     def take(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a whole tensor (a view where one range is cut)."""
+        """This shard of a global tensor; a view if each cut has one range."""
         part = whole
         for cut in self.cuts:
             pieces = [part.narrow(cut.dim, start, stop - start) for start, stop in cut.ranges]
@@ -89,11 +93,11 @@ class Held:
         return part
 
     def put(self, whole: torch.Tensor, part: torch.Tensor) -> None:
-        """Write this part into the whole tensor."""
+        """Write this shard into a global tensor."""
         whole[self._grid(whole.device)] = part.to(whole.dtype)
 
     def _grid(self, device: torch.device) -> Any:
-        """Indices of the part, one tensor a dim, that broadcast against each other."""
+        """Indices of the shard, one tensor for each dim, that broadcast against each other."""
         if not self.shape:
             return ...
         rows = []
@@ -107,35 +111,41 @@ class Held:
 
 @dataclass(slots=True)
 class OptimizerLayout:
-    """What optimizers hold where it is not simply the model's parameters.
+    """What optimizers hold, where it differs from the model's parameters.
 
-    `groups[optimizer][group]`: names in the user's order, also of parameters that other ranks hold; `held`: how the
-    state of a parameter is cut, where it is cut otherwise than the parameter; `stand_ins`: parameters that are not the
-    model's, by the name they stand for; `loaded`: called after parameters got new values from a file, so that copies
-    of them (stand-ins, master weights) follow.
+    Attributes:
+        groups: names by optimizer and group in the user's order, also of parameters on other ranks.
+        shards: shards of optimizer state that is cut otherwise than its parameter, by name.
+        substitutes: parameters that the optimizer holds in place of the model's -> the model's name.
+        after_load: called after parameters got values from a file, to update copies (substitutes, master weights).
+        sole: whether this rank's copy of the state is the one that is written, by name.
     """
 
     groups: list[list[list[str]]] = field(default_factory=list)
-    held: dict[str, Held] = field(default_factory=dict)
-    stand_ins: dict[nn.Parameter, str] = field(default_factory=dict)
-    loaded: list[Callable[[], None]] = field(default_factory=list)
+    shards: dict[str, TensorShard] = field(default_factory=dict)
+    substitutes: dict[nn.Parameter, str] = field(default_factory=dict)
+    after_load: list[Callable[[], None]] = field(default_factory=list)
     sole: dict[str, bool] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Layout:
-    """Every parameter and buffer of the model by its name in the user's model, as this rank holds it.
+    """This rank's shards of all parameters and buffers, by name in the user's model.
 
-    `held`: what is not whole on every rank, or is summed otherwise; `names`: every name and whole shape of the user's
-    model, in its order, also of tensors that other ranks hold; `tied`: groups of names that are one tensor; `states`:
-    the same of the optimizers' state; `traffic`: what is exchanged with other ranks; `parameters`: how many values all
-    ranks' parameters have, tied ones once.
+    Attributes:
+        names: global shape of every parameter and buffer, in the model's order, also of those on other ranks.
+        tied: groups of names that are one tensor.
+        shards: tensors that are not whole on every rank, or whose gradient is not reduced over GRADIENT_AXES.
+        sole: whether this rank's copy is the one that counts, by name.
+        states: the same for optimizer state.
+        traffic: accounting of communication.
+        parameters: number of values in the parameters of all ranks, tied ones once.
     """
 
     mesh: Mesh
     names: dict[str, tuple[int, ...]]
     tied: list[list[str]] = field(default_factory=list)
-    held: dict[str, Held] = field(default_factory=dict)
+    shards: dict[str, TensorShard] = field(default_factory=dict)
     sole: dict[str, bool] = field(default_factory=dict)
     states: OptimizerLayout = field(default_factory=OptimizerLayout)
     traffic: Traffic = field(default_factory=Traffic)
@@ -143,12 +153,12 @@ class Layout:
 
     @classmethod
     def of(cls, model: nn.Module, mesh: Mesh, optimizers: Iterable[Optimizer] = ()) -> "Layout":
-        """The layout of a model that no mechanism has touched: everything whole, everywhere."""
+        """The layout of an undivided model: every tensor whole on every rank."""
         same: dict[int, list[str]] = {}
         for name, tensor in _all(model):
             same.setdefault(id(tensor), []).append(name)
         first = {key: names[0] for key, names in same.items()}
-        groups = [[[first[id(p)] for p in group["params"]] for group in one.param_groups] for one in optimizers]
+        groups = [[[first[id(p)] for p in group["params"]] for group in o.param_groups] for o in optimizers]
         return cls(
             mesh,
             {name: tuple(tensor.shape) for name, tensor in _all(model)},
@@ -158,38 +168,42 @@ class Layout:
         )
 
     def channel(self, carried: TrafficKind, *axes: AxisName) -> CommChannel:
-        """Where exchanges over `axes` are counted and timed (all of the mesh's, if none are named)."""
+        """Accounting of communication over `axes`, or over all axes of the mesh if none are named."""
         return self.traffic.channel(carried, [axis for axis in self.mesh.degrees if not axes or axis in axes])
 
-    def of_name(self, name: str) -> Held:
-        """How the tensor called `name` is held here."""
-        return self.held.get(name) or Held(shape=self.names[name])
+    def shard_of(self, name: str) -> TensorShard:
+        """This rank's shard of the tensor called `name`."""
+        return self.shards.get(name) or TensorShard(shape=self.names[name])
 
     def cut(self, name: str, dim: int, *ranges: Range) -> None:
-        """Note that this rank holds only `ranges` of `name` along `dim` (see Held.cut)."""
-        for one in self._aliases(name):
-            self.held[one] = self.of_name(one).cut(dim, *ranges)
+        """Record that this rank holds only `ranges` of `name` along `dim` (see TensorShard.cut)."""
+        for alias in self._aliases(name):
+            self.shards[alias] = self.shard_of(alias).cut(dim, *ranges)
 
-    def sum_over(self, name: str, axes: Iterable[AxisName]) -> None:
-        """Note over which axes the gradient of `name` is summed."""
-        for one in self._aliases(name):
-            self.held[one] = replace(self.of_name(one), sums=tuple(axes))
+    def set_reduce_axes(self, name: str, axes: Iterable[AxisName]) -> None:
+        """Record the axes that the gradient of `name` is reduced over."""
+        for alias in self._aliases(name):
+            self.shards[alias] = replace(self.shard_of(alias), sums=tuple(axes))
 
-    def state_of(self, name: str) -> Held:
-        """How the optimizer's state of the parameter called `name` is held here, where its shape is the parameter's."""
-        return self.states.held.get(name) or self.of_name(name)
+    def state_shard_of(self, name: str) -> TensorShard:
+        """This rank's shard of optimizer state that has the shape of the parameter called `name`."""
+        return self.states.shards.get(name) or self.shard_of(name)
 
-    def cut_state(self, name: str, dim: int, *ranges: Range) -> None:
-        """Note that this rank's optimizer holds only `ranges` of the state of `name` (see Held.cut); the parameter's
-        own cuts are included, so `ranges` are positions in this rank's part of the parameter where it is cut."""
-        for one in self._aliases(name):
-            self.states.held[one] = self.state_of(one).cut(dim, *ranges)
+    def cut_state_of(self, name: str, dim: int, *ranges: Range) -> None:
+        """Record that this rank's optimizer holds only `ranges` of the state of `name` along `dim`.
 
-    def settle(self, model: nn.Module, world: World, optimizers: Iterable[Optimizer] = ()) -> None:
-        """After all mechanisms: find out which rank counts each part (the first that holds it). Collective."""
-        mine = [(name, self._aliases(name)[0], self.of_name(name).cuts) for name, _ in local_tensors(model)]
-        names = [name for some in self.state_names(model, optimizers).values() for name in some.values()]
-        states = [(name, self._aliases(name)[0], self.state_of(name).cuts) for name in names]
+        Ranges are positions in this rank's shard of the parameter if that is cut along `dim` (see TensorShard.cut).
+        """
+        for alias in self._aliases(name):
+            self.states.shards[alias] = self.state_shard_of(alias).cut(dim, *ranges)
+
+    def assign_owners(self, model: nn.Module, world: World, optimizers: Iterable[Optimizer] = ()) -> None:
+        """After all mechanisms: make the first rank that holds a shard its owner. Collective."""
+        mine = [(name, self._aliases(name)[0], self.shard_of(name).cuts) for name, _ in local_tensors(model)]
+        names = [
+            name for of_optimizer in self.state_names(model, optimizers).values() for name in of_optimizer.values()
+        ]
+        states = [(name, self._aliases(name)[0], self.state_shard_of(name).cuts) for name in names]
         owner: dict[Any, int] = {}
         for rank, theirs in enumerate(world.gather(([part[1:] for part in mine], [part[1:] for part in states]))):
             for kind, parts in enumerate(theirs):
@@ -199,23 +213,23 @@ class Layout:
         self.states.sole = {part[0]: owner[(1, *part[1:])] == world.rank for part in states}
 
     def state_names(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> dict[int, dict[nn.Parameter, str]]:
-        """By optimizer: the name in the user's model of every parameter that it holds on this rank."""
-        known = {p: name for name, p in model.named_parameters()} | self.states.stand_ins
+        """By optimizer: names in the user's model of the parameters that it holds on this rank."""
+        known = {p: name for name, p in model.named_parameters()} | self.states.substitutes
         return {
-            index: {p: known[p] for group in one.param_groups for p in group["params"] if p in known}
-            for index, one in enumerate(optimizers)
+            index: {p: known[p] for group in optimizer.param_groups for p in group["params"] if p in known}
+            for index, optimizer in enumerate(optimizers)
         }
 
     def counts(self, name: str) -> bool:
-        """Whether this rank is the one whose copy of the part counts: for norms, and for writing it to disk."""
+        """Whether this rank owns the shard of `name`: counts it in norms and writes it to disk."""
         return self.sole.get(name, self.mesh.rank == 0)
 
     def counts_state(self, name: str) -> bool:
-        """Whether this rank's copy of the optimizer's state of `name` is the one that is written to disk."""
+        """Whether this rank writes the optimizer state of `name` to disk."""
         return self.states.sole.get(name, self.counts(name))
 
     def first_name(self, name: str) -> str:
-        """The name under which a tied tensor is known; `name` itself where nothing is tied."""
+        """The first name of a tied tensor; `name` itself if it is not tied."""
         return self._aliases(name)[0]
 
     def _aliases(self, name: str) -> list[str]:
@@ -229,31 +243,31 @@ def local_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor: itself, or what a DTensor holds here."""
+def to_local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor: the tensor itself, or the local tensor of a DTensor."""
     part = getattr(tensor, "to_local", None)
     return tensor if part is None else part()
 
 
 def gather_whole(layout: Layout, world: World, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Whole tensors from every rank's `parts` (by name, as held), on every rank's CPU. For small models and tests."""
+    """Global tensors from every rank's shards, by name, on every rank's CPU. Collective; for small models and tests."""
     dense = {name: part.to_dense() if part.is_sparse else part for name, part in parts.items()}
-    mine = {name: (layout.of_name(name), part.detach().cpu()) for name, part in dense.items() if layout.counts(name)}
+    mine = {name: (layout.shard_of(name), part.detach().cpu()) for name, part in dense.items() if layout.counts(name)}
     wholes: dict[str, torch.Tensor] = {}
     for theirs in world.gather(mine):
-        for name, (held, part) in theirs.items():
+        for name, (shards, part) in theirs.items():
             if name not in wholes:
-                wholes[name] = torch.zeros(held.shape, dtype=part.dtype)
-            held.put(wholes[name], part)
+                wholes[name] = torch.zeros(shards.shape, dtype=part.dtype)
+            shards.put(wholes[name], part)
     return wholes
 
 
 def norm_squared(layout: Layout, named: Iterable[tuple[str, torch.Tensor]], device: torch.device) -> torch.Tensor:
-    """Sum of squares over all ranks' parts, every part counted once; float64, the same on every rank."""
+    """Sum of squares over the shards of all ranks, each counted once; float64, equal on all ranks. Collective."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for name, tensor in named:
         if layout.counts(name):
-            part = local(tensor)
+            part = to_local(tensor)
             values = part.coalesce().values() if part.is_sparse else part
             total += torch.linalg.vector_norm(values).double() ** 2
     if layout.mesh.world_size > 1:

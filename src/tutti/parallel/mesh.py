@@ -1,4 +1,8 @@
-"""The mesh: the world's ranks as a grid of named axes, with a process group for every set of axes."""
+"""The mesh: ranks as a grid of named axes, and the process groups over sets of those axes.
+
+A process group is opened when a mechanism first asks for it, by its members alone. torch's DeviceMesh opens the groups
+of every axis at once, and every rank takes part in opening those of others (docs/decisions/device-mesh.md).
+"""
 
 import itertools
 import math
@@ -7,14 +11,18 @@ from typing import Any
 
 import torch.distributed as dist
 
+from tutti.comm.world import deprioritise_gloo_threads
 from tutti.config.vocabulary import DATA_AXES, AxisName
 from tutti.errors import PlanError
 
 
 class Mesh:
-    """Ranks in row-major order over `degrees` (outermost axis first). All ranks must make it together.
+    """Ranks in row-major order over `degrees`, outermost axis first. Axes of degree 1 may be left out.
 
-    `coordinates`: this rank's place along every axis. Axes of degree 1 need not be named.
+    Attributes:
+        degrees: ranks along every axis of degree 2 or more.
+        coordinates: this rank's position along each of these axes.
+        opened: sets of axes whose groups this rank has opened, in order.
     """
 
     def __init__(self, degrees: Mapping[AxisName, int], rank: int) -> None:
@@ -23,37 +31,46 @@ class Mesh:
         self.world_size = math.prod(self.degrees.values())
         if not 0 <= rank < self.world_size:
             raise PlanError(f"rank {rank} is outside the mesh of {self.world_size} ranks")
-        self.coordinates: dict[AxisName, int] = _coordinates(self.degrees, rank)
+        self.coordinates: dict[AxisName, int] = coordinates_of(self.degrees, rank)
+        self.opened: list[tuple[AxisName, ...]] = []
         self._groups: dict[tuple[AxisName, ...], Any] = {}
-        axes = tuple(self.degrees)
-        for count in range(1, len(axes)):
-            for some in itertools.combinations(axes, count):
-                self._groups[some] = self._open(some)
 
     def degree(self, *axes: AxisName) -> int:
-        """Ranks of the joint group of `axes`."""
+        """Number of ranks in the joint group of `axes`."""
         return math.prod(self.degrees.get(axis, 1) for axis in axes)
 
     def index(self, *axes: AxisName) -> int:
-        """This rank's position in the joint group of `axes`, row-major in the mesh's order."""
+        """This rank's position in the joint group of `axes`, row-major in the mesh's order of axes."""
         position = 0
-        for axis in self._known(axes):
+        for axis in self._in_mesh_order(axes):
             position = position * self.degrees[axis] + self.coordinates[axis]
         return position
 
     def ranks(self, *axes: AxisName) -> list[int]:
         """Global ranks of this rank's joint group of `axes`, in order of index."""
-        return _members(self.degrees, self._known(axes), self.coordinates)
+        return group_ranks(self.degrees, self._in_mesh_order(axes), self.coordinates)
 
     def group(self, *axes: AxisName) -> Any:
-        """The process group of `axes`: None for all ranks (torch's default group). Ask only where degree(...) > 1."""
-        known = self._known(axes)
-        return None if known == tuple(self.degrees) else self._groups[known]
+        """The process group of this rank over `axes`, which all users of these axes share.
+
+        All members must ask for their common groups in the same order. Ask only where degree(*axes) > 1.
+
+        Returns:
+            torch's process group; None, which means the default group, where `axes` are all axes of the mesh.
+        """
+        known = self._in_mesh_order(axes)
+        if known == tuple(self.degrees):
+            return None
+        if known not in self._groups:
+            self._groups[known] = self._open(known)
+        return self._groups[known]
 
     def new_group(self, *axes: AxisName) -> Any:
-        """A group over `axes` of its own, whose exchanges never mix with others'; every rank must ask together."""
-        known = self._known(axes)
-        return dist.new_group() if known == tuple(self.degrees) else self._open(known)
+        """A process group over `axes` that nobody else uses, so that its messages never mix with others'.
+
+        All members must ask for their common groups in the same order.
+        """
+        return self._open(self._in_mesh_order(axes))
 
     @property
     def data_index(self) -> int:
@@ -65,35 +82,33 @@ class Mesh:
         """Number of data-parallel ranks."""
         return self.degree(*DATA_AXES)
 
-    def _known(self, axes: tuple[AxisName, ...]) -> tuple[AxisName, ...]:
+    def _in_mesh_order(self, axes: tuple[AxisName, ...]) -> tuple[AxisName, ...]:
         return tuple(axis for axis in self.degrees if axis in axes)
 
     def _open(self, axes: tuple[AxisName, ...]) -> Any:
-        """One group for each setting of the other axes; returns this rank's."""
-        others = [axis for axis in self.degrees if axis not in axes]
-        mine = None
-        for setting in itertools.product(*(range(self.degrees[axis]) for axis in others)):
-            ranks = _members(self.degrees, axes, dict(zip(others, setting, strict=True)))
-            group = dist.new_group(ranks)
-            if self.rank in ranks:
-                mine = group
-        return mine
+        group = dist.new_group(self.ranks(*axes), use_local_synchronization=True)
+        self.opened.append(axes)
+        deprioritise_gloo_threads()  # each Gloo group starts a thread
+        return group
 
 
-def _coordinates(degrees: Mapping[AxisName, int], rank: int) -> dict[AxisName, int]:
+def coordinates_of(degrees: Mapping[AxisName, int], rank: int) -> dict[AxisName, int]:
+    """Position of `rank` along every axis of a row-major grid of `degrees`."""
     coordinates: dict[AxisName, int] = {}
     for axis, degree in reversed(list(degrees.items())):
         rank, coordinates[axis] = divmod(rank, degree)
     return {axis: coordinates[axis] for axis in degrees}
 
 
-def _members(degrees: Mapping[AxisName, int], axes: tuple[AxisName, ...], fixed: Mapping[AxisName, int]) -> list[int]:
-    """Ranks whose coordinates outside `axes` are `fixed`, in row-major order."""
-    ranges = [range(degree) if axis in axes else [fixed[axis]] for axis, degree in degrees.items()]
+def group_ranks(
+    degrees: Mapping[AxisName, int], axes: tuple[AxisName, ...], coordinates: Mapping[AxisName, int]
+) -> list[int]:
+    """Ranks that have these `coordinates` along all axes but `axes`, in row-major order."""
+    ranges = [range(degree) if axis in axes else [coordinates[axis]] for axis, degree in degrees.items()]
     ranks = []
-    for place in itertools.product(*ranges):
+    for position in itertools.product(*ranges):
         rank = 0
-        for degree, coordinate in zip(degrees.values(), place, strict=True):
+        for degree, coordinate in zip(degrees.values(), position, strict=True):
             rank = rank * degree + coordinate
         ranks.append(rank)
     return ranks

@@ -1,4 +1,4 @@
-"""Parallelize: the plan's mechanisms take the model apart, in an order one can read."""
+"""Parallelize: apply the plan's mechanisms to a model, in the order in which they are listed here."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -9,20 +9,19 @@ from torch.optim import Optimizer
 
 from tutti.config.plan import Plan
 from tutti.errors import PlanError, ScriptError
-from tutti.parallel.chunks import apply_chunks
 from tutti.parallel.data.batchnorm import BatchScope, share_statistics
 from tutti.parallel.embedding.divide import divide_tables
 from tutti.parallel.expert.divide import divide_experts
-from tutti.parallel.layout import Held, Layout
+from tutti.parallel.layout import Layout, TensorShard
 from tutti.parallel.pipeline.build import Stages
-from tutti.parallel.recompute import apply_recompute
+from tutti.parallel.recompute import apply_chunks, apply_recompute
 from tutti.parallel.sharding.divide import shard
 from tutti.parallel.sharding.shards import Shards
 from tutti.parallel.spatial.apply import cut_space
 from tutti.parallel.tensor import split_model
 
-BUILT = ("replicate", "shard", "context", "expert", "table", "space", "split", "stage")
-"""The axes whose mechanism is there."""
+IMPLEMENTED_AXES = ("replicate", "shard", "context", "expert", "table", "space", "split", "stage")
+"""The axes that have a mechanism."""
 
 
 def parallelize(
@@ -30,15 +29,21 @@ def parallelize(
 ) -> Shards:
     """Change `model` in place so that this rank computes its part, and write into `layout` what it holds.
 
-    `stages`: where the model is cut, known before anything else is done to it. Returns what the step and the optimizers
-    must know of sharding.
+    Args:
+        stages: where the model is cut into pipeline stages, found before anything else is done to it.
 
-    Raises PlanError for what cannot work, naming the module and the remedy.
+    Returns:
+        The sharding that the step and the optimizers use.
+
+    Raises:
+        PlanError: a mechanism cannot divide a module, naming it and the remedy.
     """
     mesh = layout.mesh
     for axis in mesh.degrees:
-        if axis not in BUILT:
-            raise PlanError(f"mesh.{axis} = {mesh.degree(axis)}: this version has no such mechanism; use {BUILT}")
+        if axis not in IMPLEMENTED_AXES:
+            raise PlanError(
+                f"mesh.{axis} = {mesh.degree(axis)}: this version has no such mechanism; use {IMPLEMENTED_AXES}"
+            )
     divide_experts(model, plan.layout, layout, scope)
     divide_tables(model, plan.layout, layout)
     split_model(model, plan, layout)
@@ -56,9 +61,9 @@ def parallelize(
 def rebind(
     optimizers: Iterable[Optimizer], originals: Mapping[str, nn.Parameter], model: nn.Module, layout: Layout
 ) -> None:
-    """Make optimizers hold the parameters the model has now, in the same groups with the same settings.
+    """Make optimizers hold the model's present parameters, in the same groups; parameters of other ranks are removed.
 
-    `originals`: by name, the parameters before the model was taken apart. Parameters that are on other ranks leave.
+    `originals`: the parameters before the model was divided, by name.
     """
     now = dict(model.named_parameters(remove_duplicate=False))
     fate: dict[int, nn.Parameter | None] = {}
@@ -73,17 +78,17 @@ def rebind(
                 "fresh optimizer, and resume its state from a checkpoint"
             )
         for group in optimizer.param_groups:
-            kept = [fate.get(id(parameter), parameter) for parameter in group["params"]]
-            group["params"] = [parameter for parameter in kept if parameter is not None]
-        for name, parameter in originals.items():  # state that stands before the first step, as Adagrad's
+            current = [fate.get(id(parameter), parameter) for parameter in group["params"]]
+            group["params"] = [parameter for parameter in current if parameter is not None]
+        for name, parameter in originals.items():  # state that exists before the first step, such as Adagrad's
             new = fate[id(parameter)]
             if parameter in optimizer.state and new is not parameter:
                 state = optimizer.state.pop(parameter)
                 if new is not None:
-                    optimizer.state[new] = _part(state, layout.of_name(name))
+                    optimizer.state[new] = _shard_state(state, layout.shard_of(name))
 
 
-def _part(state: dict[str, Any], held: Held) -> dict[str, Any]:
-    """The state of a parameter's part, where a tensor has the parameter's shape."""
+def _shard_state(state: dict[str, Any], held: TensorShard) -> dict[str, Any]:
+    """State of a parameter's shard: tensors of the parameter's shape are cut like it."""
     whole = {key for key, value in state.items() if isinstance(value, torch.Tensor) and value.shape == held.shape}
     return {key: held.take(value).clone() if key in whole else value for key, value in state.items()}

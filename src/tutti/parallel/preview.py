@@ -1,40 +1,52 @@
-"""Preview: the mechanisms applied to a model without memory, rank by rank, without ranks.
+"""Preview: where a plan puts a model and what it communicates, found in one process and without memory.
 
-The process group is torch's `fake` one, whose collectives do nothing, so a layout of many ranks is known on one, and
-what the mechanisms refuse is refused before anything starts.
+The process group is torch's `fake` one, whose collectives do nothing. Plans that mechanisms refuse are refused
+here, before any rank starts.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.pooling import _AvgPoolNd, _MaxPoolNd
+from torch.utils._pytree import tree_leaves
 
 from tutti.config.plan import Plan
 from tutti.config.prediction import Explanation, ModulePlacement
 from tutti.config.refusals import check_plan
 from tutti.errors import PlanError
+from tutti.nn import EmbeddingTables, MixtureOfExperts
 from tutti.parallel.compressed.compressor import compressed_words
 from tutti.parallel.data.batchnorm import BatchScope
-from tutti.parallel.exchanged import exchanges
-from tutti.parallel.layout import Held, Layout, local
+from tutti.parallel.embedding.linear import divided_linears
+from tutti.parallel.layout import Layout, TensorShard, to_local
 from tutti.parallel.mesh import Mesh
 from tutti.parallel.parallelize import parallelize
 from tutti.parallel.pipeline.build import Sample, cut_stages
+from tutti.parallel.pipeline.infer import of_experts
+from tutti.parallel.pipeline.standin import StandIns
+from tutti.parallel.tensor import describe_split, rules_for_others
+from tutti.parallel.tensor.decisions import features
+from tutti.parallel.tensor.describe import Exchange
 
 MOST_RANKS = 16
-"""Ranks that are previewed; of a larger world evenly spread ones."""
+"""At most so many ranks are previewed, evenly spread over the world."""
 
 
 @dataclass(slots=True, kw_only=True)
-class _Rank:
-    """What one rank would hold: local bytes and cuts by name."""
+class _RankPreview:
+    """What one rank would hold, by name of the tensor."""
 
     rank: int
     nbytes: dict[str, int] = field(default_factory=dict)
-    held: dict[str, Held] = field(default_factory=dict)
+    held: dict[str, TensorShard] = field(default_factory=dict)
     sums: dict[str, str] = field(default_factory=dict)
 
 
@@ -64,7 +76,7 @@ def explain_layout(
     return Explanation(
         mesh=dict(plan.mesh),
         ranks=tuple(chosen),
-        modules=tuple(_modules(model, ranks, whole, exchanges(model, plan, sample), sampled)),
+        modules=tuple(_modules(model, ranks, whole, collectives_by_module(model, plan, sample), sampled)),
         parameter_nbytes=sum(whole.values()),
         parameter_nbytes_per_rank=tuple(parameters),
         gradient_nbytes_per_rank=tuple(gradients),
@@ -78,18 +90,18 @@ def _nothing() -> tuple[tuple[object, ...], dict[str, object]]:
     return (), {}
 
 
-def _preview(model: nn.Module, plan: Plan, rank: int, sample: Sample) -> _Rank:
+def _preview(model: nn.Module, plan: Plan, rank: int, sample: Sample) -> _RankPreview:
     own = copy.deepcopy(model)
     with _fake_world(rank, plan.world_size):
         mesh = Mesh(plan.mesh, rank)
         layout = Layout.of(own, mesh)
         stages = cut_stages(own, plan, layout, sample)
         parallelize(own, plan, layout, BatchScope(world_size=mesh.data_degree), stages)
-        result = _Rank(rank=rank)
+        result = _RankPreview(rank=rank)
         for name, parameter in own.named_parameters():
-            part = local(parameter)
+            part = to_local(parameter)
             result.nbytes[name] = part.numel() * part.element_size()
-            result.held[name] = held = layout.of_name(name)
+            result.held[name] = held = layout.shard_of(name)
             axes = [axis for axis in held.sums if mesh.degree(axis) > 1]
             if parameter.requires_grad and axes:
                 result.sums[name] = "gradients summed over " + " x ".join(axes) + compressed_words(plan, axes)
@@ -112,7 +124,7 @@ def _fake_world(rank: int, world_size: int) -> Iterator[None]:
 
 def _modules(
     model: nn.Module,
-    ranks: Sequence[_Rank],
+    ranks: Sequence[_RankPreview],
     whole: dict[str, int],
     exchanged: dict[str, tuple[str, ...]],
     sampled: str,
@@ -134,7 +146,7 @@ def _modules(
         )
 
 
-def _placement(own: list[str], tied: list[str], ranks: Sequence[_Rank], sampled: str) -> str:
+def _placement(own: list[str], tied: list[str], ranks: Sequence[_RankPreview], sampled: str) -> str:
     if not own:
         return "no parameters"
     if not set(own) & set(tied):
@@ -157,3 +169,98 @@ def _spans(ranks: list[int]) -> str:
         else:
             spans.append([rank, rank])
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+
+
+_SHARDED = {
+    1: "gathered over shard after the update",
+    2: "gathered over shard (forward), gradients summed into parts",
+    3: "gathered over shard (forward, backward), gradients summed into parts",
+}
+
+
+def collectives_by_module(model: nn.Module, plan: Plan, sample: Sample | None = None) -> dict[str, tuple[str, ...]]:
+    """Module name -> descriptions of its collectives in a step, besides gradient reductions over replicas.
+
+    `model`: one that nothing has touched, on any device. With a `sample` gradients that nothing wants are left out, as
+    the run leaves them out: that of the input of a module before which nothing is trained.
+    """
+    collectives: dict[str, list[str]] = {name: [] for name, _ in model.named_modules()}
+    first = frozenset() if sample is None else modules_without_input_gradient(model, sample)
+    if plan.degree("split") > 1:
+        degree, others = plan.degree("split"), rules_for_others(plan)
+        for split in describe_split(model, plan.layout, degree, rules_for_others=others, weights=plan.split_weights):
+            for exchange in split.exchanges:
+                if split.name in first and _of_input(exchange):
+                    continue
+                values = f" of {exchange.values} values a row" if exchange.values else ""
+                collectives[split.name].append(f"{exchange.when}: {exchange.kind} over split{values}")
+    if plan.degree("table") > 1 and plan.degree("split") == 1:
+        for name, columns in divided_linears(model, plan.layout).items():
+            inputs, outputs = features(model.get_submodule(name))
+            there, back = (inputs, f"a part of {outputs}") if columns else (f"a part of {inputs}", outputs)
+            gradients = "the gradients of what comes back" if name in first else "their gradients"
+            collectives[name].append(f"over table, a row: {there} values there and {back} back, and {gradients}")
+    for name, module in model.named_modules():
+        collectives[name] += [words for applies, words in _rules(plan, wanted=name not in first) if applies(module)]
+    return {name: tuple(words) for name, words in collectives.items()}
+
+
+def modules_without_input_gradient(model: nn.Module, sample: Sample) -> frozenset[str]:
+    """Names of modules whose inputs need no gradient, found by a forward without values; empty if that fails."""
+    model = copy.deepcopy(model)  # forward may leave tensors in it
+    stand_ins = StandIns(model)
+    with_gradient: dict[str, bool] = {}
+
+    def called(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # what else a recurrent layer gets is no input that is copied: its first state
+        given = (args or tuple(kwargs.values()))[:1] if isinstance(module, nn.RNNBase) else (args, kwargs)
+        tracked = any(leaf.requires_grad for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor))
+        with_gradient[name] = with_gradient.get(name, False) or tracked
+        if id(module) in stand_ins.stacked:
+            return of_experts(*args, **kwargs)
+        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    try:
+        args, kwargs = sample()
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]), stand_ins.in_place(frozenset(), called):
+            model(*args, **kwargs)
+    except Exception:  # the script's own code, on tensors without values
+        return frozenset()
+    return frozenset(name for name, tracked in with_gradient.items() if not tracked)
+
+
+def _of_input(exchange: Exchange) -> bool:
+    """Whether it reduces the gradient of the module's input; a reduce-scatter is of states between an RNN's steps."""
+    return exchange.when == "backward" and exchange.kind != "reduce-scatter"
+
+
+def _rules(plan: Plan, *, wanted: bool) -> Sequence[tuple[Callable[[nn.Module], bool], str]]:
+    """(applies to a module, description); `wanted`: whether the gradient of the module's input is needed."""
+    rules: list[tuple[Callable[[nn.Module], bool], str]] = []
+    if plan.degree("shard") > 1:
+        rules.append((_has_parameters, _SHARDED[plan.sharding.level]))
+    if plan.degree("space") > 1:
+        when = "forward and backward" if wanted else "forward"
+        rules.append((_looks_at_neighbours, f"halos with neighbours over space, {when}"))
+    if plan.data_parallel_degree * plan.degree("space") > 1:
+        rules.append((_over_batch, "batch statistics, forward and backward"))
+    if plan.degree("expert") > 1:
+        rules.append((lambda module: isinstance(module, MixtureOfExperts), "all-to-all of tokens over expert, 4 times"))
+    if plan.degree("table") > 1:
+        tables = (EmbeddingTables, nn.EmbeddingBag)
+        rules.append((lambda module: isinstance(module, tables), "all-to-all of indices and vectors over table"))
+    return rules
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(p.requires_grad for p in module.parameters(recurse=False))
+
+
+def _looks_at_neighbours(module: nn.Module) -> bool:
+    if isinstance(module, _ConvNd):
+        return any(size > 1 for size in module.kernel_size)
+    return isinstance(module, _MaxPoolNd | _AvgPoolNd)
+
+
+def _over_batch(module: nn.Module) -> bool:
+    return isinstance(module, _BatchNorm)

@@ -13,9 +13,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from tutti.config.partitioning import cut
-from tutti.data.samples import Collate, SeededSamples
-from tutti.data.source import Source
-from tutti.data.split import to_device
+from tutti.data.batches import to_device
+from tutti.data.samples import Collate, DataSource, SeededSamples
 from tutti.errors import ScriptError
 from tutti.trainer.losses import Weighted
 from tutti.trainer.precision import autocast
@@ -27,7 +26,7 @@ Metric = Callable[[Any, Any], Any]
 
 @torch.no_grad()
 def evaluate(
-    run: Run, source: Source, metrics: Mapping[str, Metric], whole: Mapping[str, Metric], batch_size: int
+    run: Run, source: DataSource, metrics: Mapping[str, Metric], whole: Mapping[str, Metric], batch_size: int
 ) -> tuple[dict[str, float], int]:
     """Means of the loss and `metrics` over all samples of `source`, and the number of samples.
 
@@ -81,7 +80,7 @@ def _metric_functions(run: Run, metrics: Mapping[str, Metric]) -> dict[str, Metr
     return table
 
 
-def _evaluation_batches(run: Run, source: Source, batch_size: int) -> Iterator[tuple[Any, bool]]:
+def _evaluation_batches(run: Run, source: DataSource, batch_size: int) -> Iterator[tuple[Any, bool]]:
     """This rank's batches: a contiguous share of a map data set, or every world_size-th batch of a stream; and whether
     they count. Where forward meets other data-parallel ranks, those with fewer batches take part with ones that do not.
     """

@@ -12,15 +12,15 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from tutti.checkpoint import end_saving, save_checkpoint, save_when_due
+from tutti.checkpoint import finish_saving_at_exit, save_checkpoint, save_when_due
 from tutti.comm.clock import PhaseClock
 from tutti.comm.shared_segment import attached_resident_nbytes
 from tutti.comm.world import World, leave_world
 from tutti.config.plan import BatchPlan
 from tutti.config.vocabulary import LastBatch, Precision, Unit
-from tutti.data.loader import ShareLoader
+from tutti.data.samples import read_source
 from tutti.data.seeds import derive_seed, seed_everything
-from tutti.data.source import read_source
+from tutti.data.share_loader import ShareLoader
 from tutti.environment import read_launch_options
 from tutti.errors import ScriptError, TuttiError
 from tutti.optim.lr_rule import LRRule
@@ -339,7 +339,7 @@ class RunFinalizer:
     def _last_rows(self, run: Run) -> None:
         mine = run.folder.rank(run.world.rank)
         self.failed = self.failed or (mine / "error.json").exists()
-        words = end_saving(run)
+        words = finish_saving_at_exit(run)
         if words is not None:
             self.failed = True
             print(f"tutti: {words}", file=sys.stderr)

@@ -4,7 +4,7 @@ from typing import Any
 
 from tutti.comm.traffic import exchanged_nbytes, sent_nbytes
 from tutti.data.fingerprint import describe_data, overlap
-from tutti.data.source import Source
+from tutti.data.samples import DataSource
 from tutti.nn.mixture import Tally
 from tutti.trainer.run_header import data_fields
 from tutti.trainer.run_state import Run
@@ -77,7 +77,7 @@ def _expert_fields(tallies: dict[str, Tally]) -> dict[str, Any]:
     }
 
 
-def write_evaluation_row(run: Run, source: Source, name: str, values: dict[str, float], samples: int) -> None:
+def write_evaluation_row(run: Run, source: DataSource, name: str, values: dict[str, float], samples: int) -> None:
     """Write the row of one evaluation; the time since the last row is accounted for in it."""
     run.clock.enter("other")
     wall, phases = run.clock.take_row()
@@ -100,7 +100,7 @@ def write_evaluation_row(run: Run, source: Source, name: str, values: dict[str, 
     )
 
 
-def _evaluation_data_fields(run: Run, source: Source, name: str) -> dict[str, Any]:
+def _evaluation_data_fields(run: Run, source: DataSource, name: str) -> dict[str, Any]:
     """The evaluated data set's fingerprint and its overlap with the training data; computed once a name."""
     known = run.data_facts.get(name)
     if known is None or known[0] is not source.dataset:

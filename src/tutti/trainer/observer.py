@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import nn
 
 from tutti.comm.world import World
-from tutti.data.share import Share
+from tutti.data.batches import BatchShare
 from tutti.environment import read_launch_options
 from tutti.errors import LaunchError
 
@@ -37,7 +37,7 @@ class Observer(Protocol):
     def loaded(self, step: int, batch: Any) -> Any:
         """This rank's share of a global batch, as the script gave it to a step; returns what to compute with."""
 
-    def microbatch(self, step: int, index: int, share: Share) -> AbstractContextManager[Any]:
+    def microbatch(self, step: int, index: int, share: BatchShare) -> AbstractContextManager[Any]:
         """Around forward, loss and backward of one microbatch."""
 
     def loss(self, value: Any) -> None:
@@ -65,7 +65,7 @@ class NullObserver:
     def loaded(self, step: int, batch: Any) -> Any:
         return batch
 
-    def microbatch(self, step: int, index: int, share: Share) -> AbstractContextManager[Any]:
+    def microbatch(self, step: int, index: int, share: BatchShare) -> AbstractContextManager[Any]:
         return nullcontext()
 
     def loss(self, value: Any) -> None:

@@ -14,7 +14,7 @@ from tutti.comm.point_to_point import ring_all_reduce_nbytes
 from tutti.config.vocabulary import AxisName, Precision
 from tutti.errors import PlanError, TrainingError
 from tutti.parallel.data.replicate import unjudged_gradients
-from tutti.parallel.layout import local
+from tutti.parallel.layout import to_local
 
 if TYPE_CHECKING:
     from tutti.trainer.run_state import Run
@@ -126,7 +126,7 @@ def _skips_independently(run: "Run") -> bool:
 def _gradients_identical(run: "Run") -> bool:
     """Whether all ranks have the same gradients to judge by. Products of factors are each rank's own."""
     others = [axis for axis in run.mesh.degrees if axis not in _IDENTICAL_AXES]
-    whole = not run.layout.held and run.mesh.degree(*others) == 1
+    whole = not run.layout.shards and run.mesh.degree(*others) == 1
     return whole and not run.consistency.apart and not run.replica.factored.weights
 
 
@@ -155,5 +155,5 @@ def _first_nonfinite(run: "Run") -> tuple[str, bool] | None:
 
 
 def _gradient_values(gradient: torch.Tensor) -> torch.Tensor:
-    part = local(gradient).detach()
+    part = to_local(gradient).detach()
     return part.coalesce().values() if part.is_sparse else part

@@ -28,16 +28,16 @@ from tutti.config.model_fingerprint import describe_module, differences
 from tutti.config.plan import Plan
 from tutti.config.refusals import check_plan
 from tutti.config.run_folder import Recipe, RunFolder
-from tutti.data.cost import measure_loading
+from tutti.data.batches import to_device
 from tutti.data.fingerprint import describe_data
-from tutti.data.loader import ShareLoader, first_samples
-from tutti.data.source import Source
-from tutti.data.split import to_device
+from tutti.data.loading_cost import measure_loading
+from tutti.data.samples import DataSource
+from tutti.data.share_loader import ShareLoader, first_samples
 from tutti.errors import PlanError, RankMismatchError, ScriptError
 from tutti.local_sgd.make import make_consistency
 from tutti.local_sgd.mode import Consistency
 from tutti.optim.scaling import initial_learning_rate
-from tutti.parallel.annotated import with_annotations
+from tutti.parallel.annotated_plan import with_annotations
 from tutti.parallel.compressed.compressor import make_compressor
 from tutti.parallel.compressed.factored import make_factored
 from tutti.parallel.context import Sequences, sequences_of
@@ -45,12 +45,12 @@ from tutti.parallel.data.batchnorm import BatchScope, batch_norms
 from tutti.parallel.data.bucket_sizes import BucketSizes
 from tutti.parallel.data.replicate import Replica
 from tutti.parallel.expert.tallies import mixtures_of
-from tutti.parallel.layout import SUMMED, Layout
+from tutti.parallel.layout import GRADIENT_AXES, Layout
 from tutti.parallel.mesh import Mesh
 from tutti.parallel.parallelize import parallelize, rebind
-from tutti.parallel.part_norms import bind_norms
 from tutti.parallel.pipeline.build import Stages, cut_stages
 from tutti.parallel.pipeline.pipeline import Pipeline, make_pipeline
+from tutti.parallel.sharded_norms import bind_norms
 from tutti.parallel.sharding.shards import Shards
 from tutti.parallel.spatial.feed import feed_parts
 from tutti.trainer.capture import CapturedScript, script_growth_nbytes
@@ -71,7 +71,7 @@ class PrepareArguments:
 
     model: nn.Module
     optimizers: tuple[Optimizer, ...]
-    source: Source
+    source: DataSource
     loss_fn: Callable[[Any, Any], Any] | None
     unpack: Unpack
     scheduler: Any
@@ -96,7 +96,7 @@ class TrainedModel:
     shards: Shards
     pipeline: Pipeline | None
     sequences: Sequences
-    source: Source
+    source: DataSource
     unpack: Unpack
     mixtures: tuple[str, ...]
 
@@ -259,7 +259,7 @@ def _rebind_optimizers(
     """Optimizers get the parameters as they are now, and ranks agree who counts which part. Collective."""
     rebind(arguments.optimizers, originals, arguments.model, layout)
     shards.bind(arguments.optimizers)
-    layout.settle(arguments.model, world, arguments.optimizers)
+    layout.assign_owners(arguments.model, world, arguments.optimizers)
     bind_norms(arguments.optimizers, arguments.model, layout, world)
 
 
@@ -321,11 +321,11 @@ def _synchronize_model(
 def _batch_scope(model: nn.Module, layout: Layout) -> BatchScope:
     """A group of their own for batch statistics, so that their exchanges never mix with gradients'."""
     mesh = layout.mesh
-    degree = mesh.degree(*SUMMED)
-    group = mesh.new_group(*SUMMED) if degree > 1 and batch_norms(model) else None
+    degree = mesh.degree(*GRADIENT_AXES)
+    group = mesh.new_group(*GRADIENT_AXES) if degree > 1 and batch_norms(model) else None
     communicator = None if group is None else make_shared_memory_communicator(group)
     return BatchScope(
-        world_size=degree, group=group, channel=layout.channel("statistics", *SUMMED), communicator=communicator
+        world_size=degree, group=group, channel=layout.channel("statistics", *GRADIENT_AXES), communicator=communicator
     )
 
 

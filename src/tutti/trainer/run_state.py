@@ -12,7 +12,7 @@ from tutti.comm.clock import PhaseClock
 from tutti.comm.world import World
 from tutti.config.plan import Plan
 from tutti.config.run_folder import RunFolder
-from tutti.data.loader import ShareLoader
+from tutti.data.share_loader import ShareLoader
 from tutti.errors import PlanError
 from tutti.local_sgd.mode import Consistency
 from tutti.optim.lr_rule import LRRule
@@ -27,7 +27,7 @@ from tutti.trainer.noise_meter import NoiseMeter
 from tutti.trainer.observer import Observer
 
 if TYPE_CHECKING:
-    from tutti.checkpoint.save import Pending
+    from tutti.checkpoint.tensor_files import PendingCheckpoint
 
 if TYPE_CHECKING:
     from tutti.parallel.pipeline.pipeline import Pipeline
@@ -134,7 +134,7 @@ class Run:
     progress: Progress = field(default_factory=Progress)
     throughput: Throughput = field(default_factory=Throughput)
     data_facts: dict[str, tuple[Any, dict[str, Any]]] = field(default_factory=dict)
-    pending: "Pending | None" = None
+    pending: "PendingCheckpoint | None" = None
     mixtures: tuple[str, ...] = ()
     statistics: RunningStatistics = field(init=False)
 

@@ -15,9 +15,8 @@ import torch.distributed as dist
 from tutti.comm.point_to_point import ring_all_reduce_nbytes
 from tutti.comm.traffic import CommHandle
 from tutti.config.vocabulary import DATA_AXES
+from tutti.data.batches import BatchShare, MicrobatchShare, check_batch_size, split_batch, to_device
 from tutti.data.seeds import derive_seed, seed_device
-from tutti.data.share import Part, Share
-from tutti.data.split import check_batch_size, split_batch, to_device
 from tutti.errors import ScriptError, TrainingError
 from tutti.nn.mixture import Tally
 from tutti.parallel.data.replicate import LossFunction
@@ -88,7 +87,7 @@ def forward_backward(run: Run, function: LossFunction, batch: Any) -> StepResult
 
 
 def _microbatch(
-    run: Run, function: LossFunction, share: Share, index: int, batch: Any, totals: torch.Tensor, *, last: bool
+    run: Run, function: LossFunction, share: BatchShare, index: int, batch: Any, totals: torch.Tensor, *, last: bool
 ) -> None:
     part, step, device = share.parts[index], run.progress.step, run.world.device
     run.clock.enter("forward")
@@ -113,7 +112,7 @@ def _microbatch(
 
 
 def _pipeline_microbatches(
-    run: Run, function: LossFunction, share: Share, pieces: list[Any], totals: torch.Tensor
+    run: Run, function: LossFunction, share: BatchShare, pieces: list[Any], totals: torch.Tensor
 ) -> None:
     """Run all microbatches through this rank's stages; losses are all-reduced during the last backwards."""
     assert run.pipeline is not None
@@ -144,7 +143,7 @@ def _start_loss_all_reduce(run: Run, totals: torch.Tensor) -> CommHandle | None:
     return run.consistency.start_losses(run, totals)
 
 
-def _backward_root(run: Run, share: Share, index: int, value: Any, totals: torch.Tensor) -> torch.Tensor:
+def _backward_root(run: Run, share: BatchShare, index: int, value: Any, totals: torch.Tensor) -> torch.Tensor:
     """The tensor a microbatch's backward starts from: its loss, weighted for the global mean and scaled."""
     run.observer.loss(value)
     part = share.parts[index]
@@ -155,7 +154,7 @@ def _backward_root(run: Run, share: Share, index: int, value: Any, totals: torch
     return run.scaler.scale(loss.total / (own / run.consistency.gain))
 
 
-def _weighted_part(loss: Any, part: Part, sequence_parts: int) -> Weighted:
+def _weighted_part(loss: Any, part: MicrobatchShare, sequence_parts: int) -> Weighted:
     """The loss of one part (or of its part of the sequences); one that only takes part in collectives is nothing."""
     weighted = as_weighted(loss, part.loaded / sequence_parts)
     if not weighted.total.requires_grad:
@@ -166,7 +165,7 @@ def _weighted_part(loss: Any, part: Part, sequence_parts: int) -> Weighted:
     return weighted if part.count else Weighted(weighted.total * 0.0, 0.0)
 
 
-def _accumulate_loss(totals: torch.Tensor, loss: Weighted, part: Part, run: Run) -> None:
+def _accumulate_loss(totals: torch.Tensor, loss: Weighted, part: MicrobatchShare, run: Run) -> None:
     """Add one part to (total, count)."""
     if part.count:
         count = loss.count.detach() if isinstance(loss.count, torch.Tensor) else loss.count
@@ -174,7 +173,7 @@ def _accumulate_loss(totals: torch.Tensor, loss: Weighted, part: Part, run: Run)
         totals[1] += count / run.copies
 
 
-def _step_result(run: Run, share: Share, totals: list[float]) -> StepResult:
+def _step_result(run: Run, share: BatchShare, totals: list[float]) -> StepResult:
     total, count, flags = totals[0], totals[1], totals[2 : 2 + run.world.world_size]
     experts = read_tallies(run.mixtures, totals[2 + run.world.world_size :])
     run.noise.read(totals)
@@ -201,7 +200,9 @@ def _finish_gradients(run: Run, factor: float) -> None:
             found = run.scaler._found_inf_per_device(optimizer)
             if not found:  # nothing of this optimizer's has a gradient on this rank
                 found[str(run.world.device)] = torch.zeros((), device=run.world.device)
-            if run.layout.held or run.consistency.apart:  # ranks hold different gradients: one that overflows stops all
+            if (
+                run.layout.shards or run.consistency.apart
+            ):  # ranks hold different gradients: one that overflows stops all
                 for value in found.values():
                     with run.layout.channel("scalars").waiting(ring_all_reduce_nbytes(value, run.world.world_size)):
                         dist.all_reduce(value, dist.ReduceOp.MAX)

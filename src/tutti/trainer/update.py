@@ -23,7 +23,7 @@ from tutti.errors import TrainingError
 from tutti.optim.lr_rule import factor
 from tutti.optim.noise import adascale_gain
 from tutti.optim.scaling import scaled_learning_rate
-from tutti.parallel.layout import local
+from tutti.parallel.layout import to_local
 from tutti.trainer.host_memory import keep_memory_when_steady, limit_heap_growth
 from tutti.trainer.precision import never_finite_message
 from tutti.trainer.run_state import Run
@@ -119,13 +119,13 @@ def _clip_gradients(run: Run) -> float | None:
     if run.settings.clip_norm is None:
         return None
     sparse = any(p.grad is not None and p.grad.is_sparse for p in run.replica.parameters)  # torch clips none of those
-    if not run.layout.held and not sparse:
+    if not run.layout.shards and not sparse:
         return float(torch.nn.utils.clip_grad_norm_(run.replica.parameters, run.settings.clip_norm))
     named = [(name, p.grad) for name, p in run.model.named_parameters() if p.grad is not None]
     norm = math.sqrt(float(run.consistency.norm_squared(run, named)))
     factor = run.settings.clip_norm / (norm + 1e-6)  # as torch does
     if factor < 1.0 and named:
-        torch._foreach_mul_([local(gradient) for _, gradient in named], factor)
+        torch._foreach_mul_([to_local(gradient) for _, gradient in named], factor)
     return norm
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import torch
 
 from tutti.config.vocabulary import DATA_AXES, AxisName
-from tutti.data.share import Part
+from tutti.data.batches import MicrobatchShare
 from tutti.parallel.context.order import Order
-from tutti.parallel.layout import Held, local
+from tutti.parallel.layout import TensorShard, to_local
 from tutti.parallel.spatial import tensor as space
 from tutti.parallel.tensor import parted as split
 from tutti.trainer.run_state import Run
@@ -27,9 +27,9 @@ class RankTensor:
     """
 
     rank: int
-    part: Part
+    part: MicrobatchShare
     value: torch.Tensor
-    held: Held | None = None
+    held: TensorShard | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,8 +183,8 @@ class RankShard:
 
     place: MeshPosition = ()
     data_index: int = 0
-    tensors: dict[str, Held] = field(default_factory=dict)
-    states: dict[str, Held] = field(default_factory=dict)
+    tensors: dict[str, TensorShard] = field(default_factory=dict)
+    states: dict[str, TensorShard] = field(default_factory=dict)
     names: frozenset[str] = frozenset()
     state_names: frozenset[str] = frozenset()
     counts: frozenset[str] = frozenset()
@@ -199,8 +199,12 @@ class RankShard:
         return cls(
             place=tuple((axis, mesh.index(axis)) for axis in mesh.degrees if axis not in DATA_AXES),
             data_index=mesh.data_index,
-            tensors={first: layout.of_name(name) for name, first in own.items() if layout.of_name(name).cuts},
-            states={layout.first_name(name): layout.state_of(name) for name in states if layout.state_of(name).cuts},
+            tensors={first: layout.shard_of(name) for name, first in own.items() if layout.shard_of(name).cuts},
+            states={
+                layout.first_name(name): layout.state_shard_of(name)
+                for name in states
+                if layout.state_shard_of(name).cuts
+            },
             names=frozenset(own.values()),
             state_names=frozenset(layout.first_name(name) for name in states),
             counts=frozenset(first for name, first in own.items() if layout.counts(name)),
@@ -213,10 +217,10 @@ class RankShard:
 def named_tensors(run: Run) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, this rank's part) of every parameter and buffer; tied ones once."""
     for name, tensor in (*run.model.named_parameters(), *run.model.named_buffers()):
-        yield name, local(tensor)
+        yield name, to_local(tensor)
 
 
-def sample_elements(tensor: torch.Tensor, held: Held | None = None) -> torch.Tensor:
+def sample_elements(tensor: torch.Tensor, held: TensorShard | None = None) -> torch.Tensor:
     """A copy on the CPU; evenly spread elements of a large tensor. `held` is the part of the whole that `tensor` is."""
     value = tensor.detach()
     if value.layout != torch.strided:
@@ -230,7 +234,7 @@ def sample_elements(tensor: torch.Tensor, held: Held | None = None) -> torch.Ten
     return value.to("cpu", copy=True)
 
 
-def sampled_part(whole: torch.Tensor, held: Held, got: torch.Tensor) -> torch.Tensor:
+def sampled_part(whole: torch.Tensor, held: TensorShard, got: torch.Tensor) -> torch.Tensor:
     """The part of a sampled whole tensor that matches a rank's sample `got`; the whole where nothing else is known."""
     stride = _stride(math.prod(held.shape))
     if got.shape == whole.shape or (stride == 1 and tuple(whole.shape) != held.shape):
@@ -241,7 +245,7 @@ def sampled_part(whole: torch.Tensor, held: Held, got: torch.Tensor) -> torch.Te
     return whole[positions[positions % stride == 0] // stride]
 
 
-def covers_whole(shape: tuple[int, ...], parts: Sequence[Held | None]) -> bool:
+def covers_whole(shape: tuple[int, ...], parts: Sequence[TensorShard | None]) -> bool:
     """Whether parts of a tensor of `shape` (None: all of it) cover the whole."""
     if any(held is None or not held.cuts for held in parts):
         return True
@@ -256,12 +260,12 @@ def _stride(elements: int) -> int:
     return max(-(-elements // MAX_ELEMENTS), 1)
 
 
-def _positions(held: Held) -> torch.Tensor:
+def _positions(held: TensorShard) -> torch.Tensor:
     """The flat position in the whole tensor of every element of a part."""
     return held.take(torch.arange(math.prod(held.shape)).reshape(held.shape)).reshape(-1)
 
 
-def sample_columns(tensor: torch.Tensor, held: Held | None = None) -> torch.Tensor:
+def sample_columns(tensor: torch.Tensor, held: TensorShard | None = None) -> torch.Tensor:
     """A copy on the CPU; of a wide tensor, evenly spread entries of the last dim, so that rows stay whole samples."""
     value = tensor.detach()
     stride = _column_stride(held.shape if held is not None else tuple(value.shape))
@@ -270,7 +274,7 @@ def sample_columns(tensor: torch.Tensor, held: Held | None = None) -> torch.Tens
     return value.to("cpu", copy=True)
 
 
-def sampled_columns(whole: torch.Tensor, held: Held) -> torch.Tensor | None:
+def sampled_columns(whole: torch.Tensor, held: TensorShard) -> torch.Tensor | None:
     """The part `held` of a whole tensor sampled by `sample_columns`; None where sizes do not fit.
 
     Dims that are not cut may have other sizes than those of `held` (more samples).
@@ -292,15 +296,15 @@ def _column_stride(shape: tuple[int, ...]) -> int:
     return -(-shape[-1] // MAX_COLUMNS) if len(shape) > 1 and shape[-1] > MAX_COLUMNS else 1
 
 
-def _columns(held: Held) -> torch.Tensor:
+def _columns(held: TensorShard) -> torch.Tensor:
     """The position in the whole's last dim of every column of a part."""
     cut = next((cut for cut in held.cuts if cut.dim == len(held.shape) - 1), None)
     return torch.cat([torch.arange(a, b) for a, b in (cut.ranges if cut else ((0, held.shape[-1]),))])
 
 
-def local_activation(value: torch.Tensor) -> tuple[torch.Tensor, Held | None]:
+def local_activation(value: torch.Tensor) -> tuple[torch.Tensor, TensorShard | None]:
     """An activation as a plain local tensor, and the part of the whole that it is; None for a whole one."""
-    held = Held(shape=tuple(value.shape))
+    held = TensorShard(shape=tuple(value.shape))
     with torch._C.DisableTorchFunctionSubclass():
         if isinstance(value, split.Parted):
             place = value.place

@@ -12,7 +12,7 @@ from itertools import chain
 import torch
 
 from tutti.config.verdict import Stage, TensorDifference
-from tutti.parallel.layout import Held
+from tutti.parallel.layout import TensorShard
 from tutti.verify.alignment import (
     Alignment,
     MeshPosition,
@@ -281,7 +281,7 @@ def _meaningful(gradient: torch.Tensor | None, noise: float) -> torch.Tensor | N
     return None if gradient is None else gradient.double().abs() > noise
 
 
-def _part(whole: torch.Tensor | None, held: Held | None, got: torch.Tensor | None) -> torch.Tensor | None:
+def _part(whole: torch.Tensor | None, held: TensorShard | None, got: torch.Tensor | None) -> torch.Tensor | None:
     """The part of one device's tensor that a rank holds as `got`."""
     if whole is None or held is None or got is None:
         return whole

@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tutti.data.share import Part
+from tutti.data.batches import MicrobatchShare
 
 _IN_PLACE = {
     "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_",
@@ -47,7 +47,7 @@ class AlignedRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
     draws_whole = True
     """Layers that are divided draw for the whole activation (parallel/tensor)."""
 
-    def __init__(self, part: Part, guide: Mapping[int, tuple[int, ...]] | None) -> None:
+    def __init__(self, part: MicrobatchShare, guide: Mapping[int, tuple[int, ...]] | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.part = part
         self.guide = guide
@@ -169,7 +169,9 @@ def _by_value(name: str, first: torch.Tensor, rest: tuple[Any, ...], uniform: to
     return None
 
 
-def rows_of(full: tuple[int, ...], shape: tuple[int, ...], part: Part) -> Callable[[torch.Tensor], torch.Tensor] | None:
+def rows_of(
+    full: tuple[int, ...], shape: tuple[int, ...], part: MicrobatchShare
+) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """How to cut a part's rows of `shape` from a tensor of the whole microbatch's shape `full`; None if it is unclear.
 
     The dim of samples is where the two differ in the ratio of their samples, flattened with others or not. A tensor
@@ -199,7 +201,7 @@ def rows_of(full: tuple[int, ...], shape: tuple[int, ...], part: Part) -> Callab
 
 
 def _ragged(
-    full: tuple[int, ...], shape: tuple[int, ...], dim: int, part: Part
+    full: tuple[int, ...], shape: tuple[int, ...], dim: int, part: MicrobatchShare
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     whole, mine, offset = part.slice_size, part.loaded, part.start - part.slice_start
 

@@ -20,11 +20,11 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from tutti.comm.world import World
+from tutti.data.batches import BatchShare, MicrobatchShare
 from tutti.data.seeds import derive_seed
-from tutti.data.share import Part, Share
 from tutti.environment import Recording, read_launch_options
 from tutti.errors import LaunchError
-from tutti.parallel.layout import Held, local
+from tutti.parallel.layout import TensorShard, to_local
 from tutti.trainer.losses import Weighted
 from tutti.trainer.observer import StopRun
 from tutti.trainer.run_state import Run
@@ -74,7 +74,7 @@ class DoublePrecisionInputs:
         return pytree.tree_map(_double, batch) if self.recording.double else batch
 
 
-TensorCopy = tuple[torch.Tensor, Held | None]
+TensorCopy = tuple[torch.Tensor, TensorShard | None]
 """A copy, and the part of the whole tensor that it is."""
 
 
@@ -170,7 +170,7 @@ class Recorder(DoublePrecisionInputs):
         self.recording = recording
         self.folder = RecordingFolder(recording.folder)
         self.reference = RecordingFolder(recording.reference) if recording.reference else None
-        self.losses: list[tuple[tuple[Part, LossRecord | None], ...]] = []
+        self.losses: list[tuple[tuple[MicrobatchShare, LossRecord | None], ...]] = []
         self.initial: Values = {}
         self._lowest: list[torch.dtype] = []
         self._drew = False
@@ -237,7 +237,7 @@ class Recorder(DoublePrecisionInputs):
         return batch
 
     @contextmanager
-    def microbatch(self, step: int, index: int, share: Share) -> Iterator[None]:
+    def microbatch(self, step: int, index: int, share: BatchShare) -> Iterator[None]:
         """Record forward, and align random draws in forward and backward."""
         part = share.parts[index]
         guide: ReferenceGuide | None = None
@@ -275,7 +275,9 @@ class Recorder(DoublePrecisionInputs):
         self._without_calls()
         layout = self.run.layout
         self._gradients = {
-            layout.first_name(name): None if p.grad is None else sample_elements(local(p.grad), layout.of_name(name))
+            layout.first_name(name): None
+            if p.grad is None
+            else sample_elements(to_local(p.grad), layout.shard_of(name))
             for name, p in self.run.model.named_parameters()
             if p.requires_grad
         }
@@ -290,7 +292,7 @@ class Recorder(DoublePrecisionInputs):
         """Close the step, and end the run when enough steps are recorded."""
         layout = self.run.layout
         used = {
-            layout.first_name(name): float(torch.linalg.vector_norm(_dense(local(parameter.grad)).double()))
+            layout.first_name(name): float(torch.linalg.vector_norm(_dense(to_local(parameter.grad)).double()))
             for name, parameter in self.run.model.named_parameters()
             if parameter.grad is not None
         }
@@ -437,7 +439,7 @@ def recorded_state(run: Run) -> ModelState:
                 if isinstance(value, torch.Tensor):
                     first = "?" if name is None else layout.first_name(name)
                     optimizer[f"{index}.{first}.{key}"] = sample_elements(
-                        value, None if name is None else layout.state_of(name)
+                        value, None if name is None else layout.state_shard_of(name)
                     )
     return ModelState(parameters=_sampled(run, "parameters"), buffers=_sampled(run, "buffers"), optimizer=optimizer)
 
@@ -446,7 +448,9 @@ def _sampled(run: Run, kind: str) -> Values:
     layout = run.layout
     named = run.model.named_parameters() if kind == "parameters" else run.model.named_buffers()
     return {
-        layout.first_name(name): sample_elements(local(tensor), layout.of_name(name) if name in layout.names else None)
+        layout.first_name(name): sample_elements(
+            to_local(tensor), layout.shard_of(name) if name in layout.names else None
+        )
         for name, tensor in named
     }
 
@@ -488,10 +492,10 @@ def restore(run: Run, saved: dict[str, Any]) -> None:
     for name, tensor in named_tensors(run):
         whole = saved["model"].get(layout.first_name(name))
         if whole is not None:
-            part = whole if whole.shape == tensor.shape else layout.of_name(name).take(whole)
+            part = whole if whole.shape == tensor.shape else layout.shard_of(name).take(whole)
             if part.shape == tensor.shape:
                 tensor.copy_(part)
-    for follow in layout.states.loaded:
+    for follow in layout.states.after_load:
         follow()
     names = layout.state_names(run.model, run.optimizers)
     for index, (one, states) in enumerate(zip(run.optimizers, saved["optimizers"], strict=True)):
@@ -501,12 +505,12 @@ def restore(run: Run, saved: dict[str, Any]) -> None:
                 one.state.pop(parameter, None)
             else:
                 one.state[parameter] = {
-                    key: _on(one.state[parameter].get(key), _part(value, layout.state_of(name)), parameter)
+                    key: _on(one.state[parameter].get(key), _part(value, layout.state_shard_of(name)), parameter)
                     for key, value in entries.items()
                 }
 
 
-def _part(value: Any, held: Held) -> Any:
+def _part(value: Any, held: TensorShard) -> Any:
     """A saved entry, or this rank's part of it where it has the parameter's shape."""
     whole = isinstance(value, torch.Tensor) and value.dim() > 0 and tuple(value.shape) == held.shape
     return held.take(value) if whole else value

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from tutti.data.share import Part
-from tutti.parallel.layout import Held
+from tutti.data.batches import MicrobatchShare
+from tutti.parallel.layout import TensorShard
 from tutti.verify.alignment import RankShard
 
 Values = dict[str, torch.Tensor]
@@ -27,7 +27,7 @@ class ModuleCall:
     kind: str  # class name
     inputs: tuple[torch.Tensor, ...]
     outputs: tuple[torch.Tensor, ...]
-    parts: Mapping[tuple[str, int], Held] = field(default_factory=dict)
+    parts: Mapping[tuple[str, int], TensorShard] = field(default_factory=dict)
 
     @property
     def key(self) -> tuple[str, int]:
@@ -52,7 +52,7 @@ class MicrobatchRecord:
         backward_ops: operators of gradient clipping that ran within backward.
     """
 
-    part: Part
+    part: MicrobatchShare
     calls: tuple[ModuleCall, ...]
     loss: LossRecord | None
     foreign: tuple[str, ...] = ()
@@ -121,7 +121,7 @@ class RankRecord:
     dtype: str
     hooked: tuple[str, ...]
     notes: tuple[str, ...]
-    losses: tuple[tuple[tuple[Part, LossRecord | None], ...], ...]
+    losses: tuple[tuple[tuple[MicrobatchShare, LossRecord | None], ...], ...]
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     drew: bool = False
     holding: RankShard = field(default_factory=RankShard)

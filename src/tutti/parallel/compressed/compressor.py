@@ -243,7 +243,7 @@ def make_compressor(
         return None
     _check(how, model, optimizers, clip_norm)
     order = {name: place for place, name in enumerate(layout.names)}
-    live = {tuple(a for a in mesh.degrees if a in layout.of_name(name).sums) for name, _ in model.named_parameters()}
+    live = {tuple(a for a in mesh.degrees if a in layout.shard_of(name).sums) for name, _ in model.named_parameters()}
     everyone: list[Any] = [None] * mesh.world_size
     dist.all_gather_object(everyone, {axes for axes in live if axes and COMPRESSED.issuperset(axes)})
     groups = {}

@@ -168,7 +168,7 @@ def make_factored(plan: Plan, layout: Layout, model: nn.Module) -> Factored:
     for name, module in model.named_modules():
         if type(module) is not nn.Linear or "forward" in vars(module) or "weight" not in module._parameters:
             continue  # weight_norm and its like make the weight anew in every forward
-        weight, axes = cast(nn.Parameter, module.weight), layout.of_name(f"{name}.weight" if name else "weight").sums
+        weight, axes = cast(nn.Parameter, module.weight), layout.shard_of(f"{name}.weight" if name else "weight").sums
         axes = tuple(axis for axis in axes if mesh.degree(axis) > 1)
         width = weight.element_size() if half is None else half.itemsize
         worth = factors_pay(least, weight.shape[0], weight.shape[1], weight.element_size(), width)

@@ -22,7 +22,7 @@ from tutti.optim.zero_one import ZeroOne
 from tutti.parallel.compressed.looks import Looks
 from tutti.parallel.data.buckets import Bucket
 from tutti.parallel.layout import Layout
-from tutti.parallel.part_norms import whole_norms
+from tutti.parallel.sharded_norms import whole_norms
 from tutti.parallel.sharding.shards import Shards
 
 

@@ -17,7 +17,7 @@ from tutti.compression.scatter import ScatterSum
 from tutti.config.compression import Compression, flags_sent_nbytes, parts_sent_nbytes, sum_sent_nbytes
 from tutti.parallel.compressed.courier import Courier
 from tutti.parallel.compressed.methods import make_exchange, make_scatter
-from tutti.parallel.layout import Held
+from tutti.parallel.layout import TensorShard
 from tutti.parallel.sharding.pieces import Piece
 from tutti.parallel.sharding.unit import Pack, Sharded
 
@@ -44,7 +44,7 @@ class Row:
     name: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    held: Held
+    held: TensorShard
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +210,6 @@ class PartSum:
         return _row(one, one.held.cut(piece.dim, (piece.start, piece.stop)), piece.shape)
 
 
-def _row(one: Sharded, held: Held | None, shape: tuple[int, ...]) -> Row:
+def _row(one: Sharded, held: TensorShard | None, shape: tuple[int, ...]) -> Row:
     assert held is not None
     return Row(one.name, shape, torch.empty(shape, device="meta").stride(), held)

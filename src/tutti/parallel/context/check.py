@@ -22,7 +22,7 @@ from tutti.data.seeds import derive_seed, preserved_generators
 from tutti.errors import PlanError, ScriptError
 from tutti.parallel.context.calls import Site, Watch
 from tutti.parallel.context.order import Order
-from tutti.parallel.layout import local
+from tutti.parallel.layout import to_local
 from tutti.parallel.tensor.parted import whole
 from tutti.trainer.losses import Weighted
 
@@ -58,7 +58,7 @@ class Groups:
 
 def piece_lengths(model: nn.Module, length: int, order: Order, everyone: Any) -> list[int]:
     """Lengths to try: short ones that are no size of a parameter, so that nothing is a sequence by chance; then all."""
-    own = {size for parameter in model.parameters() for size in local(parameter).shape}
+    own = {size for parameter in model.parameters() for size in to_local(parameter).shape}
     sizes = set().union(*_gathered(own, everyone))
     multiples = range(2 * order.unit, min(length, 64 * order.unit) + 1, order.unit)
     fitting = [tokens for tokens in multiples if not {tokens, tokens // order.degree} & sizes]
@@ -225,7 +225,7 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
     constants = []
     with preserved_generators(), torch.no_grad():
         for name, parameter in model.named_parameters():
-            values = local(parameter)
+            values = to_local(parameter)
             if values.is_floating_point() and values.numel() and bool((values == values.reshape(-1)[0]).all()):
                 constants.append((values, values.clone()))
                 draw = torch.Generator().manual_seed(derive_seed(0, "check", name))

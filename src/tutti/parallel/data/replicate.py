@@ -162,7 +162,7 @@ class Replica:
     def _summed(self, parameters: list[nn.Parameter]) -> dict[nn.Parameter, Group]:
         """The ranks each gradient is summed over; parameters whose gradient concerns this rank alone are left out."""
         mesh, wanted = self._layout.mesh, set(parameters)
-        named = [(parameter, self._layout.of_name(name).sums) for name, parameter in self._model.named_parameters()]
+        named = [(parameter, self._layout.shard_of(name).sums) for name, parameter in self._model.named_parameters()]
         summed = [(p, tuple(axis for axis in axes if axis not in self.apart)) for p, axes in named if p in wanted]
         axes_of = {p: axes for p, axes in summed if mesh.degree(*axes) > 1}
         groups = {axes: self._group(axes) for axes in sorted(set(axes_of.values()))}  # met in one order on all ranks
@@ -196,7 +196,7 @@ class Replica:
     def _alike(self) -> bool:
         """Whether ranks that sum gradients have the same parameters, all of them summed over the same ranks."""
         mesh = self._layout.mesh
-        return not self._layout.held or mesh.degree(*mesh.degrees) == mesh.degree(*_ALIKE)
+        return not self._layout.shards or mesh.degree(*mesh.degrees) == mesh.degree(*_ALIKE)
 
     def _reorder(self) -> None:
         """After the first step: the buckets' order becomes the one in which the first rank's gradients arrived."""

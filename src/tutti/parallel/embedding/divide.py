@@ -100,7 +100,7 @@ def _table(name: str, module: AnyTable, rules: Sequence[LayoutRule], layout: Lay
 
 def _take_part(module: AnyTable, name: str, place: Place, own: int, layout: Layout) -> None:
     weight, full = module.weight, f"{name}.weight" if name else "weight"
-    layout.sum_over(full, [axis for axis in layout.of_name(full).sums if axis != "table"])
+    layout.set_reduce_axes(full, [axis for axis in layout.shard_of(full).sums if axis != "table"])
     if place.owner is None:
         begin, end = place.bounds[own : own + 2]
         layout.cut(full, 0, (begin, end))

@@ -109,7 +109,7 @@ def _take(module: nn.Module, name: str, leaf: str, dim: int, part: tuple[int, ..
     whole, full = module._parameters[leaf], f"{name}.{leaf}" if name else leaf
     assert whole is not None
     begin, end = part
-    layout.sum_over(full, [axis for axis in layout.of_name(full).sums if axis != "table"])
+    layout.set_reduce_axes(full, [axis for axis in layout.shard_of(full).sums if axis != "table"])
     layout.cut(full, dim, (begin, end))
     own = whole.detach().narrow(dim, begin, end - begin).clone(memory_format=torch.contiguous_format)
     setattr(module, leaf, nn.Parameter(own, requires_grad=whole.requires_grad))

@@ -15,7 +15,7 @@ from tutti.nn.mixture import MixtureOfExperts
 from tutti.parallel.data.batchnorm import BatchScope
 from tutti.parallel.expert.slice import Holders, OwnSlice, SharedSlice, Sharers, sizes_of
 from tutti.parallel.expert.stacked import is_stacked, travel_to_experts
-from tutti.parallel.layout import SUMMED, Layout
+from tutti.parallel.layout import GRADIENT_AXES, Layout
 
 STACKS = ("input_weight", "input_bias", "output_weight", "output_bias")
 """A mixture's parameters whose first dim is the expert."""
@@ -33,7 +33,7 @@ def divide_experts(model: nn.Module, rules: Sequence[LayoutRule], layout: Layout
     stacked = {name: module for name, module in model.named_modules() if is_stacked(module)}
     divided = [name for name in (*found, *stacked) if mesh.degree("expert") > 1 and _divides(rules, name)]
     _check(model, found, stacked, divided, layout)
-    sharing = mesh.degree(*SUMMED)
+    sharing = mesh.degree(*GRADIENT_AXES)
     if sharing == 1:
         for module in found.values():
             module.exchange = OwnSlice(scope)
@@ -41,13 +41,13 @@ def divide_experts(model: nn.Module, rules: Sequence[LayoutRule], layout: Layout
         return
     sharers = Sharers(
         size=sharing,
-        rank=mesh.index(*SUMMED),
-        group=mesh.new_group(*SUMMED),
+        rank=mesh.index(*GRADIENT_AXES),
+        group=mesh.new_group(*GRADIENT_AXES),
         scope=scope,
-        channel=layout.channel("routing", *SUMMED),
+        channel=layout.channel("routing", *GRADIENT_AXES),
     )
     group = mesh.new_group("expert") if divided else None
-    members, all_ranks = mesh.ranks("expert"), mesh.ranks(*SUMMED)
+    members, all_ranks = mesh.ranks("expert"), mesh.ranks(*GRADIENT_AXES)
     for name, module in (found | stacked).items():
         holders = None
         if name in divided:
@@ -80,7 +80,7 @@ def _take_part(module: nn.Module, name: str, experts: tuple[int, int], layout: L
         module._parameters[key] = nn.Parameter(part, requires_grad=whole.requires_grad)
         full = f"{name}.{key}" if name else key
         layout.cut(full, 0, experts)
-        layout.sum_over(full, [axis for axis in layout.of_name(full).sums if axis != "expert"])
+        layout.set_reduce_axes(full, [axis for axis in layout.shard_of(full).sums if axis != "expert"])
 
 
 def _check(
@@ -112,7 +112,7 @@ def _check(
                 "expert's capacity is not defined as on one device; set capacity_factor=None"
             )
     routed = getattr(getattr(model, "config", None), "output_router_logits", False)
-    if stacked and routed and layout.mesh.degree(*SUMMED) > 1:
+    if stacked and routed and layout.mesh.degree(*GRADIENT_AXES) > 1:
         raise PlanError(
             f"{type(model).__name__} computes its load-balancing loss from each rank's own tokens, which is not the "
             "global batch's; set config.output_router_logits=False, or use tutti.nn.MixtureOfExperts"

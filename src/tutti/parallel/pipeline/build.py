@@ -97,7 +97,7 @@ class Stages:
             if isinstance(module, nn.RNNBase):  # its own list of its parameters
                 module._flat_weights = [module._parameters.get(key) for key in module._flat_weights_names]
         for name in layout.names:  # what is on other ranks only must not be taken for whole here
-            layout.sum_over(name, layout.of_name(name).sums)
+            layout.set_reduce_axes(name, layout.shard_of(name).sums)
 
 
 def cut_stages(model: nn.Module, plan: Plan, layout: Layout, sample: Sample) -> Stages | None:

@@ -12,8 +12,8 @@ from tutti.comm.rendezvous import make_local_group
 from tutti.config.pipeline_schedule import Action, Orders, build_schedule
 from tutti.config.plan import Plan
 from tutti.config.vocabulary import DATA_AXES
+from tutti.data.batches import to_device
 from tutti.data.seeds import derive_seed, seed_device
-from tutti.data.split import to_device
 from tutti.errors import PlanError
 from tutti.parallel.layout import Layout
 from tutti.parallel.mesh import Mesh

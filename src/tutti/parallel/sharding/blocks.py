@@ -37,7 +37,7 @@ def make_units(
     members: list[dict[str, list[Place]]] = [{} for _ in range(len(blocks) + 1)]
     for name, places in _places(model).items():
         parameter = getattr(*places[0])
-        if "shard" in layout.of_name(name).sums and parameter.dim() and parameter.numel():
+        if "shard" in layout.shard_of(name).sums and parameter.dim() and parameter.numel():
             _check_dense(name, places)
             homes = {home.get(module, 0) for module, _ in places}
             members[homes.pop() if len(homes) == 1 else 0][name] = places
@@ -86,16 +86,16 @@ def _packs(
 ) -> list[Pack]:
     kinds: dict[tuple[torch.dtype, tuple[AxisName, ...]], list[tuple[str, list[Place]]]] = {}
     for name, places in members.items():
-        others = loads.others(layout.of_name(name).sums)
+        others = loads.others(layout.shard_of(name).sums)
         kinds.setdefault((getattr(*places[0]).dtype, others), []).append((name, places))
     packs = []
     for (_, others), named in kinds.items():
         rank = layout.mesh.index("shard")
         pack = Pack(named, loads=loads.beside(others), rooms=rooms, rank=rank, others=others, home=device)
         for one, piece in zip(pack.parameters, pack.mine, strict=True):
-            one.held = layout.of_name(one.name)
+            one.held = layout.shard_of(one.name)
             layout.cut(one.name, piece.dim, *([(piece.start, piece.stop)] if piece.numel else []))
-            layout.sum_over(one.name, ())
+            layout.set_reduce_axes(one.name, ())
         packs.append(pack)
     return packs
 

@@ -128,11 +128,11 @@ class States(Shards):
         given = [list(group["params"]) for group in optimizer.param_groups]
         names = {parameter: name for name, parameter in self._model.named_parameters()}
         sparse = _sparse(self._model)
-        everything = [p for group in given for p in group if "shard" in self._layout.of_name(names[p]).sums]
+        everything = [p for group in given for p in group if "shard" in self._layout.shard_of(names[p]).sums]
         may_cut = is_elementwise(optimizer)
         cut = [p for p in everything if may_cut and p.dim() and p.numel() and p not in sparse]
         whole = [p for p in everything if p not in set(cut) and (p.dim() or not may_cut)]
-        loads = {p: self._loads.beside(self._layout.of_name(names[p]).sums) for p in everything}
+        loads = {p: self._loads.beside(self._layout.shard_of(names[p]).sums) for p in everything}
         buckets = [(some, self._pieces(some, loads)) for some in _buckets(cut)]
         owned = _spread(whole, loads)
         mine = [(some, pieces.ranks[self._rank]) for some, pieces in buckets]
@@ -159,10 +159,10 @@ class States(Shards):
 
     def _note(self, name: str, part: Part) -> None:
         if part.piece is not None:
-            self._layout.cut_state(name, part.piece.dim, (part.piece.start, part.piece.stop))
+            self._layout.cut_state_of(name, part.piece.dim, (part.piece.start, part.piece.stop))
         if part.own is not part.whole:
-            self._layout.states.stand_ins[part.own] = name
-            self._layout.states.loaded.append(part.follow)
+            self._layout.states.substitutes[part.own] = name
+            self._layout.states.after_load.append(part.follow)
 
     def _pieces(self, parameters: list[nn.Parameter], loads: Mapping[nn.Parameter, list[int]]) -> Pieces:
         bounds = [even_bounds(p.shape, loads[p]) for p in parameters]

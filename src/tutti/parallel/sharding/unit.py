@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tutti.config.vocabulary import AxisName
-from tutti.parallel.layout import Held
+from tutti.parallel.layout import TensorShard
 from tutti.parallel.sharding.exchange import Exchange, Party, Rows, gather
 from tutti.parallel.sharding.pieces import Pieces, even_bounds
 from tutti.parallel.sharding.rooms import Rooms
@@ -31,7 +31,7 @@ class Sharded:
 
     name: str
     places: list[Place]
-    held: Held | None = None
+    held: TensorShard | None = None
     shard: nn.Parameter
     absent: nn.Parameter
     whole: nn.Parameter

@@ -50,7 +50,7 @@ def cut_space(model: nn.Module, plan: Plan, layout: Layout, scope: BatchScope) -
         over_space.channel = layout.channel("statistics", *DATA_AXES, "space")
     share_statistics_in_space(model, scope)
     for name in layout.names:
-        layout.sum_over(name, dict.fromkeys((*layout.of_name(name).sums, "space")))
+        layout.set_reduce_axes(name, dict.fromkeys((*layout.shard_of(name).sums, "space")))
     model.forward = SpaceForward(model, model.forward, space)
     return space
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from tutti.data.source import Source
+from tutti.data.samples import DataSource
 from tutti.errors import PlanError
 from tutti.parallel.spatial.exchange import Space
 from tutti.parallel.spatial.geometry import bounds_of, owned
@@ -15,7 +15,7 @@ from tutti.parallel.spatial.tensor import Along, Where, cut
 from tutti.trainer.run_state import Unpack
 
 
-def feed_parts(model: nn.Module, source: Source, unpack: Unpack) -> tuple[Source, Unpack]:
+def feed_parts(model: nn.Module, source: DataSource, unpack: Unpack) -> tuple[DataSource, Unpack]:
     """The source and the pickers by which each rank reads only its part of every sample.
 
     For a data set with `extents(rank)` and `part_of_space(rows)`, as tutti.data.volumes.Hdf5Volumes has them; others

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from tutti.parallel.layout import SUMMED, Layout
+from tutti.parallel.layout import GRADIENT_AXES, Layout
 from tutti.parallel.tensor.attention import HeadsForward, projections
 from tutti.parallel.tensor.decisions import Decision
 from tutti.parallel.tensor.exchange import SplitGroup
@@ -141,7 +141,7 @@ def _set_forward(module: Any, one: Decision, entry: Entry, group: SplitGroup, la
         module.forward = TokensForward(module=module, group=group, plain=module.forward)
     if one.role in ("shared", "samples"):
         for leaf, _ in module.named_parameters():
-            layout.sum_over(f"{one.name}.{leaf}", (*SUMMED, "split"))
+            layout.set_reduce_axes(f"{one.name}.{leaf}", (*GRADIENT_AXES, "split"))
 
 
 def _guard(module: nn.Module, leaves: dict[str, Place], running: Running) -> None:

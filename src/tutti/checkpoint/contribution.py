@@ -1,0 +1,364 @@
+"""What each rank contributes to a checkpoint, and how all contributions become the index and the run state."""
+
+import hashlib
+import io
+import random
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from tutti.checkpoint.index import (
+    MODEL,
+    RANK_STATE,
+    CheckpointIndex,
+    Key,
+    StoredPart,
+    StoredTensor,
+    index_to_text,
+    rank_file,
+)
+from tutti.checkpoint.tensor_files import TensorToWrite, dtype_name, tensor_to_write
+from tutti.errors import CheckpointError
+from tutti.parallel.layout import Cut, Layout, TensorShard, to_local
+from tutti.trainer.run_state import Run
+
+OptimizerGroup = tuple[dict[str, Any], list[str]]
+"""Settings of an optimizer's parameter group, and the names of its parameters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenPart:
+    """One part of a tensor that a rank writes. `shape`: of the global tensor; `replicated`: see StoredTensor."""
+
+    key: Key
+    shape: tuple[int, ...]
+    dtype: str
+    cuts: tuple[Cut, ...] = ()
+    replicated: bool = False
+
+    @property
+    def stored_as(self) -> str:
+        """Its key in the rank's file."""
+        number, name, state = self.key
+        if number == RANK_STATE:
+            return f"rank/{name}/{state}"
+        return f"model/{name}" if number == MODEL else f"optimizer-{number}/{name}/{state}"
+
+
+@dataclass(slots=True)
+class Contribution:
+    """What one rank tells the others about its part of a checkpoint.
+
+    Attributes:
+        order: names of the model's tensors on this rank, as keys, in order.
+        tied: further names of these tensors -> the first name.
+        groups, scalars, other_state: by optimizer, its groups, its scalars by parameter and key, and state that belongs
+            to no parameter.
+        digests: hashes of optimizer state that must be equal on all ranks.
+        residuals: how the buckets of this rank's error feedback are made up.
+        replica: plain values of a diverged replica.
+        sees_folder: whether rank 0's temporary folder is visible from this host.
+        failure: why this rank cannot contribute.
+    """
+
+    parts: list[WrittenPart] = field(default_factory=list)
+    order: dict[str, None] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+    groups: list[list[OptimizerGroup]] = field(default_factory=list)
+    scalars: list[dict[str, dict[str, Any]]] = field(default_factory=list)
+    digests: dict[Key, str] = field(default_factory=dict)
+    other_state: list[dict[str, Any]] = field(default_factory=list)
+    extra_state: dict[str, Any] = field(default_factory=dict)
+    generators: dict[str, Any] = field(default_factory=dict)
+    residuals: dict[str, Any] | None = None
+    replica: dict[str, Any] = field(default_factory=dict)
+    sees_folder: bool = True
+    failure: str | None = None
+
+
+@dataclass(slots=True)
+class Collected:
+    """This rank's contribution, and the tensors that it writes."""
+
+    contribution: Contribution
+    tensors: list[TensorToWrite] = field(default_factory=list)
+
+    def add(self, key: Key, shard: TensorShard, tensor: torch.Tensor, *, replicated: bool = False) -> None:
+        """Add a tensor that is held here as `shard`. Raises CheckpointError where its shape is another."""
+        if tuple(tensor.shape) != shard.local_shape:
+            raise CheckpointError(
+                f"{' '.join(filter(None, key[1:]))} has shape {tuple(tensor.shape)} on this rank, its layout says "
+                f"{shard.local_shape}; leave the shapes of parameters as prepare made them"
+            )
+        part = WrittenPart(
+            key=key, shape=shard.shape, dtype=dtype_name(tensor.dtype), cuts=shard.cuts, replicated=replicated
+        )
+        self.contribution.parts.append(part)
+        self.tensors.append(tensor_to_write(part.stored_as, tensor))
+
+
+def collect(run: Run) -> Collected:
+    """Model, optimizers and generators of this rank. Raises CheckpointError for what cannot be written."""
+    contribution = Contribution(generators=read_generators())
+    collected = Collected(contribution)
+    for name, first, tensor in named_tensors(run.model, run.layout):
+        if name != first:
+            contribution.tied[name] = first
+        if first in contribution.order:
+            continue
+        contribution.order[first] = None
+        if run.layout.counts(name):
+            part = to_local(tensor.detach())
+            collected.add((MODEL, first, ""), shard_here(run.layout, name, part), part)
+    contribution.extra_state = {name: module.get_extra_state() for name, module in extra_states(run.model)}
+    names = run.layout.state_names(run.model, run.optimizers)
+    for number, optimizer in enumerate(run.optimizers):
+        _collect_optimizer(run.layout, number, optimizer, names[number], collected)
+    return collected
+
+
+def _collect_optimizer(
+    layout: Layout, number: int, optimizer: Optimizer, names: dict[nn.Parameter, str], collected: Collected
+) -> None:
+    contribution, state_dict = collected.contribution, optimizer.state_dict()
+    states, groups = state_dict["state"], state_dict["param_groups"]
+    numbers = parameter_numbers(optimizer, groups)
+    contribution.groups.append([])
+    contribution.scalars.append({})
+    for group, live in zip(groups, optimizer.param_groups, strict=True):
+        settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        members = [layout.first_name(_name(names, p, optimizer)) for p in live["params"]]
+        contribution.groups[-1].append((settings, members))
+    for parameter, place in numbers.items():
+        if place in states:
+            _collect_state(layout, number, names[parameter], parameter, states[place], collected)
+    rest = {key: value for key, value in states.items() if key not in set(numbers.values())}
+    others = {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")}
+    contribution.other_state.append({"state": rest, **others})
+
+
+def parameter_numbers(optimizer: Optimizer, groups: list[dict[str, Any]]) -> dict[nn.Parameter, Any]:
+    """The number by which a state_dict with these `groups` calls each parameter of the optimizer."""
+    return {
+        parameter: place
+        for live, group in zip(optimizer.param_groups, groups, strict=True)
+        for parameter, place in zip(live["params"], group["params"], strict=True)
+    }
+
+
+def _name(names: dict[nn.Parameter, str], parameter: nn.Parameter, optimizer: Optimizer) -> str:
+    if parameter not in names:
+        raise CheckpointError(
+            f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that is not in the model, "
+            "so no checkpoint can name it; register it in the model before prepare"
+        )
+    return names[parameter]
+
+
+def _collect_state(
+    layout: Layout, number: int, name: str, parameter: nn.Parameter, state: dict[str, Any], collected: Collected
+) -> None:
+    """State of the parameter's shape is cut like it; scalars are written once; the rest must be equal on all ranks."""
+    shard = state_shard_here(layout, name, parameter)
+    writes, first = layout.counts_state(name), layout.first_name(name)
+    for key, value in state.items():
+        value = to_local(value) if isinstance(value, torch.Tensor) else value
+        if isinstance(value, torch.Tensor) and value.dim() and tuple(value.shape) == shard.local_shape:
+            if writes:
+                collected.add((number, first, str(key)), shard, value)
+        elif isinstance(value, torch.Tensor) and value.numel() > 1:
+            collected.contribution.digests[(number, first, str(key))] = _digest(value)
+            if writes:
+                whole = TensorShard(shape=tuple(value.shape))
+                collected.add((number, first, str(key)), whole, value, replicated=bool(shard.cuts))
+        elif writes:
+            collected.contribution.scalars[-1].setdefault(first, {})[key] = pack_scalar(value)
+
+
+def named_tensors(model: nn.Module, layout: Layout) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """(name, first name of the same tensor, tensor) of parameters and persistent buffers here, tied names included."""
+    seen: dict[str, torch.Tensor] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        persistent = {k: b for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set}
+        for key, tensor in [*module._parameters.items(), *persistent.items()]:
+            if tensor is not None:
+                name = f"{prefix}.{key}" if prefix else key
+                first = layout.first_name(name)
+                if seen.setdefault(first, tensor) is not tensor:  # was tied at prepare, and is no longer
+                    first = name
+                yield name, first, tensor
+
+
+def shard_here(layout: Layout, name: str, part: torch.Tensor) -> TensorShard:
+    """This rank's shard of a tensor. One that no mechanism cut has its shape of now, whatever it was at prepare."""
+    return layout.shards.get(name) or TensorShard(shape=tuple(part.shape))
+
+
+def state_shard_here(layout: Layout, name: str, parameter: nn.Parameter) -> TensorShard:
+    """This rank's shard of optimizer state of the parameter called `name`."""
+    return layout.states.shards.get(name) or shard_here(layout, name, to_local(parameter.detach()))
+
+
+def extra_states(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(name in a state_dict, module) of modules that override get_extra_state."""
+    for prefix, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield f"{prefix}._extra_state" if prefix else "_extra_state", module
+
+
+def pack_scalar(value: Any) -> Any:
+    """A scalar of optimizer state as plain values; a tensor of one element becomes a number, dtype and shape."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+        return ["tensor", str(value.dtype).removeprefix("torch."), value.item(), list(value.shape)]
+    return ["value", value.cpu() if isinstance(value, torch.Tensor) else value]
+
+
+def unpack_scalar(packed: Any) -> Any:
+    """The value that `pack_scalar` packed."""
+    if packed[0] == "value":
+        return packed[1]
+    _, dtype, number, shape = packed
+    return torch.full(shape, number, dtype=getattr(torch, dtype))
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(data.numpy().data).hexdigest()
+
+
+def read_generators() -> dict[str, Any]:
+    """This rank's generator states (Python's, NumPy's, torch's), as plain numbers and tensors."""
+    version, numbers, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    return {
+        "python": [version, list(numbers), gauss],
+        "numpy": [str(kind), torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached],
+        "torch": torch.get_rng_state(),
+    }
+
+
+def restore_generators(state: dict[str, Any]) -> None:
+    """Set the generators to states from `read_generators`."""
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+
+
+def find_conflict(contributions: list[Contribution]) -> str | None:
+    """Why these contributions make no checkpoint, the same on every rank; None when they do."""
+    for rank, contribution in enumerate(contributions):
+        if contribution.failure is not None:
+            return f"rank {rank}: {contribution.failure}" if len(contributions) > 1 else contribution.failure
+    digests: dict[Key, str] = {}
+    for contribution in contributions:
+        for key, digest in contribution.digests.items():
+            if digests.setdefault(key, digest) != digest:
+                return (
+                    f"the optimizer's state {key[2]!r} of {key[1]} is not of the parameter's shape and differs between "
+                    "ranks, so that no other number of ranks could take it up; use an optimizer whose state has the "
+                    "shape of the parameter, or a plan that leaves this parameter whole"
+                )
+    return None
+
+
+def merge_contributions(run: Run, contributions: list[Contribution]) -> tuple[str, bytes]:
+    """The text of index.json and the bytes of run.pt. Raises CheckpointError for state that is no plain value."""
+    parts: dict[Key, list[tuple[int, WrittenPart]]] = {}
+    for rank, contribution in enumerate(contributions):
+        for part in contribution.parts:
+            parts.setdefault(part.key, []).append((rank, part))
+    present = {name for contribution in contributions for name in contribution.order}
+    names = [name for name in dict.fromkeys([*run.layout.names, *contributions[0].order]) if name in present]
+    optimizers: list[dict[str, dict[str, StoredTensor]]] = [{} for _ in run.optimizers]
+    rank_state: dict[str, dict[str, StoredTensor]] = {}
+    for (number, name, state), written in parts.items():
+        if number != MODEL:
+            target = rank_state if number == RANK_STATE else optimizers[number]
+            target.setdefault(name, {})[state] = _stored_tensor(written)
+    index = CheckpointIndex(
+        step=run.progress.step,
+        world_size=run.world.world_size,
+        mesh={str(axis): degree for axis, degree in run.mesh.degrees.items()},
+        id=uuid4().hex,
+        model={name: _stored_tensor(parts[(MODEL, name, "")]) for name in names},
+        tied={name: first for contribution in contributions for name, first in contribution.tied.items()},
+        optimizers=tuple(optimizers),
+        rank_state=rank_state,
+    )
+    return index_to_text(index), _to_bytes(_run_state(run, contributions))
+
+
+def _stored_tensor(written: list[tuple[int, WrittenPart]]) -> StoredTensor:
+    """The parts of one tensor; of parts that several ranks wrote alike, the first is listed."""
+    first = written[0][1]
+    parts: dict[Any, StoredPart] = {}
+    for rank, part in written:
+        parts.setdefault(part.cuts, StoredPart(file=rank_file(rank), key=part.stored_as, cuts=part.cuts))
+    return StoredTensor(shape=first.shape, dtype=first.dtype, parts=tuple(parts.values()), replicated=first.replicated)
+
+
+def _run_state(run: Run, contributions: list[Contribution]) -> dict[str, Any]:
+    progress, batch = run.progress, run.plan.batch
+    return {
+        "seed": run.settings.seed,
+        "batch": [batch.global_batch_size, batch.unit],
+        "ramp": [list(pair) for pair in batch.ramp],
+        "step": progress.step,
+        "samples_seen": progress.samples_seen,
+        "tokens_seen": progress.tokens_seen,
+        "base_steps": progress.base_steps,
+        "epoch": run.loader.epoch,
+        "position": run.loader.position,
+        "before": run.loader.before,
+        "world_size": run.world.world_size,
+        "optimizers": [_optimizer_state(run, number, contributions) for number in range(len(run.optimizers))],
+        "scheduler": None if run.scheduler is None else run.scheduler.state_dict(),
+        "scaler": run.scaler.state_dict(),
+        "noise": asdict(run.noise.averages),
+        "extra_state": {name: state for one in contributions[::-1] for name, state in one.extra_state.items()},
+        "generators": [contribution.generators for contribution in contributions],
+        "residuals": [contribution.residuals for contribution in contributions],
+        "mode": run.plan.sync.mode,
+        "replicas": [contribution.replica for contribution in contributions],
+    }
+
+
+def _optimizer_state(run: Run, number: int, contributions: list[Contribution]) -> dict[str, Any]:
+    """Groups in the user's order, scalars of every parameter, and rank 0's state that belongs to no parameter."""
+    stated = run.layout.states.groups
+    groups: list[OptimizerGroup] = []
+    for place, (settings, _) in enumerate(contributions[0].groups[number]):
+        in_order = stated[number][place] if number < len(stated) and place < len(stated[number]) else []
+        present = {run.layout.first_name(n): None for one in contributions for n in one.groups[number][place][1]}
+        order = dict.fromkeys([*(name for name in in_order if name in present), *present])
+        groups.append((settings, list(order)))
+    scalars: dict[str, dict[str, Any]] = {}
+    for contribution in contributions:
+        for name, values in contribution.scalars[number].items():
+            scalars[name] = {**values, **scalars.get(name, {})}
+    other_state = contributions[0].other_state[number]
+    return {"groups": [[settings, names] for settings, names in groups], "scalars": scalars, "other_state": other_state}
+
+
+def _to_bytes(run_state: dict[str, Any]) -> bytes:
+    """The bytes that torch.save writes; refused if torch.load(weights_only=True) would not read them back."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(run_state, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except Exception as error:
+        reason = str(error).splitlines()[0]
+        raise CheckpointError(
+            f"state beside the tensors is not of plain values and could not be read again ({reason}); keep numbers, "
+            "strings, lists, dicts and tensors in the state of optimizers, the scheduler and modules"
+        ) from None
+    return buffer.getvalue()

@@ -1,0 +1,180 @@
+"""torch's distributed checkpoint format (DCP): what torchtitan, FSDP2 scripts and Lightning read and write.
+
+One process converts; no ranks are needed, and one tensor is in memory at a time.
+"""
+
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from tutti.checkpoint.contribution import unpack_scalar
+from tutti.checkpoint.index import MODEL, Key, Slices, StoredPart, StoredTensor
+from tutti.checkpoint.plain_state import DCP_METADATA, write_model_file
+from tutti.checkpoint.sources import Source, find_checkpoint, open_checkpoint, read_whole
+from tutti.checkpoint.tensor_files import dtype_name, parse_dtype
+from tutti.errors import CheckpointError
+
+_MODEL_ENTRIES = ("model", "state_dict")
+"""Entries of a saved dict under which the model's state_dict usually is."""
+
+
+def export_dcp(checkpoint: Path, folder: Path, *, optimizers: bool = True) -> int:
+    """Write a checkpoint (or a run folder's newest) in torch's DCP format.
+
+    The folder holds {"model": state_dict, "optimizer": state} with parameters called by name, as
+    torch.distributed.checkpoint.state_dict.get_state_dict gives them; with several optimizers {"optimizers": [...]}.
+    Tied tensors are stored under each of their names, as dcp.save does.
+
+    Args:
+        checkpoint: a checkpoint's folder, or a run folder.
+        folder: is made; must not exist.
+        optimizers: whether to write the state of the optimizers, too.
+
+    Returns:
+        Size of the written files in bytes.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read, or the folder cannot be written; then there is no folder.
+    """
+    if folder.exists():
+        raise CheckpointError(f"{folder} exists; name another folder, or remove it")
+    source = open_checkpoint(find_checkpoint(checkpoint))
+    keys: dict[int, Key] = {}
+    state: dict[str, Any] = {"model": _model_state(source, keys)}
+    if optimizers:
+        states = [_named_state(source, number, keys) for number in range(len(source.run_state["optimizers"]))]
+        state.update({"optimizer": states[0]} if len(states) == 1 else {"optimizers": states})
+    unfinished = folder.with_name(f".{folder.name}.{uuid4().hex[:12]}")
+    try:
+        with _quiet():
+            writer = FileSystemWriter(unfinished, single_file_per_rank=True, thread_count=1)
+            save(state, storage_writer=writer, planner=_StreamingPlanner(source, keys), no_dist=True)
+        nbytes = sum(file.stat().st_size for file in unfinished.iterdir())
+        unfinished.rename(folder)
+        return nbytes
+    except (OSError, RuntimeError, CheckpointException) as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        reason = (str(cause) or type(cause).__name__).splitlines()[0]
+        raise CheckpointError(f"{folder} could not be written: {reason}; free space, or name another folder") from None
+
+
+def import_dcp(folder: Path, file: Path) -> int:
+    """Write the model of a DCP checkpoint as FILE.safetensors or FILE.pt; returns the file's size in bytes.
+
+    `job.prepare(..., weights=folder)` takes the folder itself. Raises CheckpointError; then there is no file.
+    """
+    return write_model_file(open_dcp(folder), file)
+
+
+def open_dcp(folder: Path) -> Source:
+    """The model's tensors of a DCP checkpoint as a source.
+
+    The model is the entry "model" or "state_dict" of the saved dict; without either, its tensors on the top level.
+    Raises CheckpointError.
+    """
+    try:
+        reader = FileSystemReader(folder)
+        metadata = reader.read_metadata()
+    except Exception as error:  # the metadata is a pickle, of any torch
+        raise CheckpointError(f"{folder / DCP_METADATA} cannot be read: {error}; name another checkpoint") from None
+    paths = metadata.planner_data or {}
+    stored = {k: entry for k, entry in metadata.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)}
+    path_of = {key: tuple(paths.get(key, (key,))) for key in stored}
+    model = next((name for name in _MODEL_ENTRIES if any(path[0] == name for path in path_of.values())), None)
+    wanted = {key: path for key, path in path_of.items() if (path[0] == model if model else len(path) == 1)}
+    if not wanted:
+        raise CheckpointError(
+            f'{folder} holds no model; save {{"model": model.state_dict()}} in it with torch.distributed.checkpoint'
+        )
+    tensors: dict[Key, StoredTensor] = {}
+    for key, path in wanted.items():
+        entry = stored[key]
+        name = ".".join(str(part) for part in (path[1:] if model else path))
+        tensors[(MODEL, name, "")] = StoredTensor(
+            shape=tuple(entry.size), dtype=dtype_name(entry.properties.dtype), parts=(StoredPart(file="", key=key),)
+        )
+    return Source(path=folder, tensors=tensors, read=_Reader(folder, {t.parts[0].key: t for t in tensors.values()}))
+
+
+class _Reader:
+    """Reads whole tensors by torch's own dcp.load, and keeps the last one for further slices of it."""
+
+    def __init__(self, folder: Path, tensors: dict[str, StoredTensor]) -> None:
+        self._folder, self._tensors = folder, tensors
+        self._last: tuple[str, torch.Tensor] | None = None
+
+    def __call__(self, part: StoredPart, dtype: torch.dtype, index: Slices) -> torch.Tensor:
+        if self._last is None or self._last[0] != part.key:
+            state = {part.key: torch.empty(self._tensors[part.key].shape, dtype=dtype)}
+            try:
+                with _quiet():
+                    load(state, storage_reader=FileSystemReader(self._folder), no_dist=True)
+            except (Exception, CheckpointException) as error:  # torch's is no Exception
+                reason = (str(error) or type(error).__name__).splitlines()[0]
+                raise CheckpointError(f"{self._folder} cannot be read: {reason}; name another checkpoint") from None
+            self._last = part.key, state[part.key]
+        return self._last[1][index]
+
+
+class _StreamingPlanner(DefaultSavePlanner):
+    """Saves tensors that are placeholders until their turn: then each is read from the source.
+
+    `keys`: id of a placeholder -> key of the stored tensor.
+    """
+
+    def __init__(self, source: Source, keys: dict[int, Key]) -> None:
+        super().__init__()
+        self._source, self._keys = source, keys
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        found = super().lookup_object(index)
+        key = self._keys.get(id(found))
+        return found if key is None else read_whole(self._source, key)
+
+
+def _placeholder(source: Source, key: Key, keys: dict[int, Key]) -> torch.Tensor:
+    stored = source.tensors[key]
+    tensor = torch.empty(stored.shape, dtype=parse_dtype(stored.dtype), device="meta")
+    keys[id(tensor)] = key
+    return tensor
+
+
+def _model_state(source: Source, keys: dict[int, Key]) -> dict[str, Any]:
+    names = [key[1] for key in source.tensors if key[0] == MODEL]
+    model: dict[str, Any] = {name: _placeholder(source, (MODEL, name, ""), keys) for name in names}
+    model.update({name: _placeholder(source, (MODEL, first, ""), keys) for name, first in source.tied.items()})
+    return {**model, **source.run_state["extra_state"]}
+
+
+def _named_state(source: Source, number: int, keys: dict[int, Key]) -> dict[str, Any]:
+    """State of one optimizer, with parameters called by name."""
+    saved = source.run_state["optimizers"][number]
+    state: dict[str, dict[str, Any]] = {}
+    for name, scalars in saved["scalars"].items():
+        state[name] = {key: unpack_scalar(packed) for key, packed in scalars.items()}
+    for key in source.tensors:
+        if key[0] == number:
+            state.setdefault(key[1], {})[key[2]] = _placeholder(source, key, keys)
+    return {"state": state, "param_groups": [{**settings, "params": names} for settings, names in saved["groups"]]}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's warnings that a single process is used, which is what is wanted here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.distributed\.checkpoint")
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.checkpoint")
+        yield

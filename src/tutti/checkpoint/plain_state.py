@@ -1,0 +1,173 @@
+"""Plain state, as one device has it: made from a checkpoint, and taken as the values that training starts with."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tutti.checkpoint.contribution import unpack_scalar
+from tutti.checkpoint.index import MODEL, Key, StoredPart, StoredTensor, read_run_state
+from tutti.checkpoint.sources import Source, find_checkpoint, in_memory, open_checkpoint, read_whole, reader_of
+from tutti.checkpoint.tensor_files import TensorFiles, parse_dtype, tensor_on_demand, write_tensors
+from tutti.errors import CheckpointError
+
+DCP_METADATA = ".metadata"
+"""The file that makes a folder a checkpoint in torch's distributed format (DCP)."""
+
+
+def is_dcp(path: Path) -> bool:
+    """Whether a path is a folder in torch's distributed checkpoint format."""
+    return (path / DCP_METADATA).is_file()
+
+
+def to_state_dict(folder: Path) -> dict[str, Any]:
+    """A checkpoint (or a run folder's newest) as one device would have it.
+
+    Returns:
+        {"model": state_dict, "optimizers": [state_dict, ...]}, each for load_state_dict.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read.
+    """
+    source = open_checkpoint(find_checkpoint(folder))
+    count = len(source.run_state["optimizers"])
+    return {"model": _model_state(source), "optimizers": [_optimizer_state(source, n) for n in range(count)]}
+
+
+def _model_state(source: Source) -> dict[str, Any]:
+    model: dict[str, Any] = {key[1]: read_whole(source, key) for key in source.tensors if key[0] == MODEL}
+    model.update({name: model[first] for name, first in source.tied.items()})
+    return {**model, **source.run_state.get("extra_state", {})}
+
+
+def _optimizer_state(source: Source, number: int) -> dict[str, Any]:
+    saved = source.run_state["optimizers"][number]
+    ordered = [name for _, names in saved["groups"] for name in names]
+    places = {name: place for place, name in enumerate(ordered)}
+    state: dict[Any, dict[str, Any]] = {}
+    for name, scalars in saved["scalars"].items():
+        state[places[name]] = {key: unpack_scalar(packed) for key, packed in scalars.items()}
+    for key in source.tensors:
+        if key[0] == number:
+            state.setdefault(places[key[1]], {})[key[2]] = read_whole(source, key)
+    groups = [{**settings, "params": [places[name] for name in names]} for settings, names in saved["groups"]]
+    others = saved["other_state"]
+    return {**others, "state": {**dict(sorted(state.items())), **others.get("state", {})}, "param_groups": groups}
+
+
+def to_safetensors(folder: Path, file: Path) -> int:
+    """Write the model of a checkpoint (or a run folder's newest) as one safetensors file; returns its size in bytes.
+
+    One tensor is in memory at a time. A tied tensor is written once; its other names are in the file's metadata, as
+    safetensors.torch.save_model has them. Raises CheckpointError.
+    """
+    return _write_safetensors(open_checkpoint(find_checkpoint(folder)), file)
+
+
+def to_file(folder: Path, file: Path, *, optimizers: bool = False) -> int:
+    """Write a checkpoint's model as FILE.safetensors or FILE.pt; returns the file's size in bytes.
+
+    `optimizers`: write {"model": ..., "optimizers": [...]} to FILE.pt. Raises CheckpointError; then there is no file.
+    """
+    if optimizers and file.suffix != ".safetensors":
+        return _save_whole(lambda: to_state_dict(folder), file)
+    return write_model_file(open_checkpoint(find_checkpoint(folder)), file)
+
+
+def write_model_file(source: Source, file: Path) -> int:
+    """Write the model of a source as FILE.safetensors or FILE.pt; returns the file's size in bytes.
+
+    Raises CheckpointError; then there is no file.
+    """
+    if file.suffix == ".safetensors":
+        return _write_safetensors(source, file)
+    return _save_whole(lambda: _model_state(source), file)
+
+
+def _write_safetensors(source: Source, file: Path) -> int:
+    extra = list(source.run_state.get("extra_state", {}))
+    if extra:
+        raise CheckpointError(
+            f"{source.path} holds state that is no tensor ({extra[0]!r}), for which safetensors has no place; write a "
+            ".pt file"
+        )
+    model = {key[1]: stored for key, stored in source.tensors.items() if key[0] == MODEL}
+    if any(parse_dtype(stored.dtype).is_complex for stored in model.values()):
+        raise CheckpointError(
+            f"{source.path} holds complex numbers, for which safetensors has no word; write a .pt file"
+        )
+    tensors = [
+        tensor_on_demand(name, stored.shape, parse_dtype(stored.dtype), partial(read_whole, source, (MODEL, name, "")))
+        for name, stored in model.items()
+    ]
+    metadata = {**source.tied, "format": "pt"}
+    return _write_then_rename(file, lambda unfinished: write_tensors(unfinished, tensors, metadata))
+
+
+def _save_whole(make_state: Callable[[], dict[str, Any]], file: Path) -> int:
+    state = make_state()
+
+    def write(unfinished: Path) -> int:
+        with unfinished.open("wb") as opened:
+            torch.save(state, opened)
+            return opened.tell()
+
+    return _write_then_rename(file, write)
+
+
+def _write_then_rename(file: Path, write: Callable[[Path], int]) -> int:
+    """Write under another name first, so that a file is complete or does not exist."""
+    unfinished = file.with_name(f".{file.name}.part")
+    try:
+        nbytes = write(unfinished)
+        unfinished.rename(file)
+        return nbytes
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{file} could not be written: {str(error).splitlines()[0]}; free space, or name another file"
+        ) from None
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def open_weights(path: Path) -> Source:
+    """A model's state_dict in a file as a source; a .pt file may hold it under "model" or "state_dict".
+
+    Raises CheckpointError.
+    """
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path} is no file; name a .safetensors or .pt file with the model's state_dict, or a folder in torch's "
+            "distributed checkpoint format"
+        )
+    if path.suffix == ".safetensors":
+        return _open_safetensors(path)
+    saved = read_run_state(path)
+    for name in ("model", "state_dict"):
+        if isinstance(saved, Mapping) and isinstance(saved.get(name), Mapping):
+            saved = saved[name]
+    if not isinstance(saved, Mapping) or not saved or not all(isinstance(v, torch.Tensor) for v in saved.values()):
+        raise CheckpointError(f"{path} holds no state_dict (names with tensors); save model.state_dict() in it")
+    return in_memory(path, {(MODEL, str(name), ""): value for name, value in saved.items()})
+
+
+def _open_safetensors(path: Path) -> Source:
+    contents, metadata = TensorFiles(path.parent).contents(path.name)
+    tensors: dict[Key, StoredTensor] = {}
+    for name, (shape, dtype) in contents.items():
+        part = StoredPart(file=path.name, key=name)
+        tensors[(MODEL, name, "")] = StoredTensor(shape=shape, dtype=str(dtype).removeprefix("torch."), parts=(part,))
+    tied = {name: first for name, first in metadata.items() if first in contents and name not in contents}
+    return Source(path=path, tensors=tensors, tied=tied, read=reader_of(path.parent))
+
+
+def with_tied_names(source: Source, tied: list[list[str]]) -> Source:
+    """`source` with names of `tied` groups that it does not store, where it stores another name of the group."""
+    names = dict(source.tied)
+    for group in tied:
+        stored = [name for name in group if (MODEL, name, "") in source.tensors]
+        names.update({name: stored[0] for name in group if stored and name not in stored})
+    return replace(source, tied=names)

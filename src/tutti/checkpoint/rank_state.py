@@ -1,0 +1,251 @@
+"""State in checkpoints that belongs to one rank: residuals of compression, and replicas that have diverged.
+
+Every rank writes its own. The same number of ranks under the same plan resumes it bit for bit. Any other number adds up
+the residuals of all ranks for each parameter and takes equal shares; its replicas start equal, from the averaged model.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from tutti.checkpoint.contribution import Collected
+from tutti.checkpoint.index import RANK_STATE
+from tutti.checkpoint.sources import Source, Target, transfer
+from tutti.checkpoint.tensor_files import parse_dtype
+from tutti.compression.by_tensor import divided_by_tensor, keep
+from tutti.config.compression import FACTORS, MOMENTA, ZERO_ONE, Compression, compression_in_words, parse_compression
+from tutti.local_sgd.mode import Kept
+from tutti.parallel.compressed.compressor import Compressor
+from tutti.parallel.compressed.parts import Keeping, Row
+from tutti.parallel.layout import Cut, TensorShard
+from tutti.trainer.run_state import Run
+
+Residuals = dict[str, torch.Tensor]
+"""Residuals of one tensor or bucket by name; names that begin with "shared." are equal on all ranks."""
+
+
+def collect_residuals(run: Run, collected: Collected) -> None:
+    """Add this rank's residuals to what it writes."""
+    compressor = run.replica.compressor
+    exactly = run.replica.factored.exactly()
+    if exactly:
+        collected.contribution.residuals = {"method": FACTORS, "exactly": sorted(_names(run)[p] for p in exactly)}
+    if compressor is None:
+        return
+    collected.contribution.residuals = _describe(run, compressor)
+    for number, bucket in enumerate(_buckets(run, compressor)):
+        for name, tensor in bucket.exchange.tensors().items():
+            if tensor.dim():
+                _add_whole(collected, f"{run.world.rank}/{number}", name, tensor)
+
+
+def collect_replica_state(run: Run, state: Kept, collected: Collected) -> None:
+    """Add the tensors and values of this rank's diverged replica to what it writes."""
+    collected.contribution.replica = state.values
+    for name, tensor in state.tensors.items():
+        _add_whole(collected, f"{run.world.rank}/replica", name, tensor)
+
+
+def _add_whole(collected: Collected, owner: str, name: str, tensor: torch.Tensor) -> None:
+    collected.add((RANK_STATE, owner, name), TensorShard(shape=tuple(tensor.shape)), tensor)
+
+
+def load_replica_state(run: Run, source: Source) -> None:
+    """Begin the plan's consistency mode, and resume as the replica that this rank was. Collective."""
+    run.consistency.begin(run)
+    saved = source.run_state.get("replicas", [])
+    if not any(saved):
+        return
+    same = source.run_state["mode"] == run.plan.sync.mode and len(saved) == run.world.world_size
+    wanted = run.consistency.resume(run, saved[run.world.rank]) if same else {}
+    if not all(run.world.gather(bool(wanted))):
+        run.screen.say(
+            "replicas begin alike, from the model that was saved: those in it were of another mode or code, of other "
+            "ranks, or trained other parameters"
+        )
+        return
+    owner = f"{run.world.rank}/replica"
+    transfer(run.world, source, [Target(key=(RANK_STATE, owner, name), out=out) for name, out in wanted.items()])
+    run.consistency.resumed(run, wanted)
+
+
+def load_residuals(run: Run, source: Source) -> None:
+    """Continue with the residuals of the checkpoint's ranks, at this run's loss scale. Collective."""
+    saved: list[dict[str, Any] | None] = source.run_state.get("residuals") or []
+    if any(description["method"] == FACTORS for description in saved if description):
+        _restore_unfactored(run, saved)
+        saved = []
+    compressor = run.replica.compressor
+    if compressor is not None and compressor.momenta is not None:
+        compressor.momenta.loaded()
+    if not any(saved):
+        return
+    how = run.plan.sync.gradient_code
+    if compressor is not None and how is not None and _in_other_units(how, saved):
+        run.screen.say(
+            "what compression kept back in the checkpoint's run is dropped: one of the two runs sums gradients, the "
+            "other momenta"
+        )
+        return
+    if compressor is None or how is None or not how.keeps:
+        if any(key for key in source.tensors if key[0] == RANK_STATE and not key[2].startswith("shared.")):
+            run.screen.say("what compression kept back in the checkpoint's run is dropped: this run keeps nothing back")
+        if compressor is None:
+            return
+    fits = len(saved) == run.world.world_size and _rebuild_buckets(run, compressor, saved[run.world.rank])
+    if all(run.world.gather(fits)):
+        _load_same_buckets(run, compressor, source, saved[run.world.rank])
+    else:
+        run.replica.restore(None, [])
+        _load_equal_shares(run, compressor, source, saved)
+    scale, before = run.scaler.get_scale(), source.run_state["scaler"].get("scale", 1.0)
+    if scale != before:
+        compressor.rescale(scale / before)
+
+
+def _restore_unfactored(run: Run, saved: list[dict[str, Any] | None]) -> None:
+    """Weights whose factors took more bytes than their gradients are sent as gradients in this run, too."""
+    names = {name for description in saved if description for name in description["exactly"]}
+    run.replica.factored.leave([p for p, name in _names(run).items() if name in names])
+    run.replica.restore(None, [])
+
+
+def _in_other_units(how: Compression, saved: list[dict[str, Any] | None]) -> bool:
+    """Whether one of the two runs sends gradients and the other momenta."""
+    before = next(description["method"] for description in saved if description)
+    momenta = {*MOMENTA} - {ZERO_ONE}
+    return (parse_compression(before).method in momenta) != (how.method in momenta)
+
+
+def _describe(run: Run, compressor: Compressor) -> dict[str, Any]:
+    """How this rank's buckets are made up, in plain values."""
+    name_of = _names(run)
+    return {
+        "method": compression_in_words(compressor.how),
+        "order": [name_of[p] for p in run.replica.order],
+        "arrived": None if run.replica.arrived is None else [name_of[p] for p in run.replica.arrived],
+        "buckets": [_describe_bucket(bucket) for bucket in _buckets(run, compressor)],
+    }
+
+
+def _describe_bucket(bucket: Keeping) -> dict[str, Any]:
+    exchange = bucket.exchange
+    return {
+        "names": [row.name for row in bucket.rows],
+        "shapes": [list(row.shape) for row in bucket.rows],
+        "strides": [list(row.strides) for row in bucket.rows],
+        "cuts": [[[cut.dim, [list(r) for r in cut.ranges]] for cut in row.held.cuts] for row in bucket.rows],
+        "spans": {side: [list(span) for span in spans] for side, spans in exchange.spans.items()},
+        "places": {name: [list(place) for place in places] for name, places in exchange.places.items()},
+        "counts": {side: state.count for side, state in exchange.states.items()},
+    }
+
+
+def _buckets(run: Run, compressor: Compressor) -> list[Keeping]:
+    """All buckets of this rank with the tensors in them: those of whole gradients, then those of sharded ones."""
+    name_of, buckets = _names(run), []
+    for bucket, exchange in compressor.exchanges.items():
+        named = zip((name_of[p] for p in bucket.parameters), bucket.views, strict=True)
+        rows = [Row(name, tuple(view.shape), view.stride(), run.layout.shard_of(name)) for name, view in named]
+        buckets.append(Keeping(exchange, rows, exchange.holders))
+    return buckets + [bucket for part in compressor.parts for bucket in part.keeping()]
+
+
+def _names(run: Run) -> dict[nn.Parameter, str]:
+    return {p: run.layout.first_name(name) for name, p in run.model.named_parameters()}
+
+
+def _rebuild_buckets(run: Run, compressor: Compressor, saved: dict[str, Any] | None) -> bool:
+    """Try to make this rank's buckets as they were when it saved; returns whether they are."""
+    by_name = {name: p for p, name in _names(run).items()}
+    if saved is None or not by_name.keys() >= {*saved["order"], *(saved["arrived"] or ())}:
+        return False
+    arrived = saved["arrived"]
+    order = [by_name[name] for name in saved["order"]]
+    if {*map(id, order)} == {*map(id, run.replica.order)}:
+        run.replica.restore(order, None if arrived is None else [by_name[name] for name in arrived])
+    return _without_counts(_describe(run, compressor)) == _without_counts(saved)
+
+
+def _without_counts(description: dict[str, Any]) -> dict[str, Any]:
+    return {**description, "buckets": [{**bucket, "counts": None} for bucket in description["buckets"]]}
+
+
+def _load_same_buckets(run: Run, compressor: Compressor, source: Source, saved: dict[str, Any] | None) -> None:
+    assert saved is not None
+    buckets = _buckets(run, compressor)
+    tensors = _read(run, source, run.world.rank, range(len(buckets)))
+    for number, (bucket, description) in enumerate(zip(buckets, saved["buckets"], strict=True)):
+        counts = {f"{side}.count": torch.tensor(count) for side, count in description["counts"].items()}
+        bucket.exchange.load({**tensors[number], **counts})
+
+
+def _load_equal_shares(run: Run, compressor: Compressor, source: Source, saved: list[dict[str, Any] | None]) -> None:
+    """Take an equal share of the sum of all saved ranks' residuals of each parameter."""
+    here = {name: p for p, name in _names(run).items()}
+    totals: dict[str, Residuals] = {}
+    for rank, description in enumerate(saved):
+        buckets = description["buckets"] if description is not None else []
+        wanted = [number for number, bucket in enumerate(buckets) if any(name in here for name in bucket["names"])]
+        for number, tensors in _read(run, source, rank, wanted).items():
+            _add_bucket(run, totals, buckets[number], tensors, here)
+    counts = [max(bucket["counts"].values()) for one in saved if one is not None for bucket in one["buckets"]]
+    for bucket in _buckets(run, compressor):
+        shares = [_share(row, totals.get(row.name, {}), bucket.holders) for row in bucket.rows]
+        sizes = [torch.Size(row.shape).numel() for row in bucket.rows]
+        keep(bucket.exchange, sizes, shares, max(counts, default=0))
+
+
+def _add_bucket(
+    run: Run, totals: dict[str, Residuals], bucket: dict[str, Any], tensors: Residuals, here: Iterable[str]
+) -> None:
+    """Add a saved bucket's residuals to `totals`, by parameter; state that ranks share is taken once."""
+    shapes = bucket["shapes"]
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    by_tensor = divided_by_tensor(tensors, bucket["spans"], bucket["places"], sizes)
+    rows = zip(bucket["names"], shapes, bucket["strides"], bucket["cuts"], by_tensor, strict=True)
+    for name, shape, strides, cuts, residuals in rows:
+        if name not in here:
+            continue
+        shard = TensorShard(
+            shape=run.layout.names[name],
+            cuts=tuple(Cut(dim=dim, ranges=tuple((a, b) for a, b in ranges)) for dim, ranges in cuts),
+        )
+        total = totals.setdefault(name, {})
+        for kind, part in residuals.items():
+            if kind.startswith("shared."):
+                total.setdefault(kind, part)
+                continue
+            into = total.setdefault(kind, part.new_zeros(shard.shape))
+            addend = torch.zeros_like(into)
+            shard.put(addend, torch.as_strided(part, shape, strides))
+            into += addend
+
+
+def _share(row: Row, total: Residuals, holders: int) -> Residuals:
+    """This rank's share of one tensor's residuals, flat, as the tensor lies in memory; empty without holders."""
+    share: Residuals = {}
+    for kind, values in total.items():
+        if kind.startswith("shared."):
+            share[kind] = values
+        elif holders:
+            flat = values.new_empty(torch.Size(row.shape).numel())
+            torch.as_strided(flat, row.shape, row.strides).copy_(row.held.take(values))
+            share[kind] = flat / holders
+    return share
+
+
+def _read(run: Run, source: Source, rank: int, numbers: Iterable[int]) -> dict[int, Residuals]:
+    """Tensors of some buckets of a saved rank, by number of the bucket. Collective."""
+    buckets: dict[int, Residuals] = {}
+    targets = []
+    for number in numbers:
+        buckets[number] = {}
+        for key in source.state_keys(RANK_STATE, f"{rank}/{number}"):
+            stored = source.tensors[key]
+            out = buckets[number][key[2]] = torch.empty(stored.shape, dtype=parse_dtype(stored.dtype))
+            targets.append(Target(key=key, out=out))
+    transfer(run.world, source, targets)
+    return buckets

@@ -1,0 +1,194 @@
+"""Global batches: the order of an epoch, its batches, each rank's share of them, and their microbatches."""
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils import _pytree as pytree
+
+from tutti.config.partitioning import cut
+from tutti.config.plan import BatchPlan, Plan
+from tutti.data.seeds import derive_seed, preserved_generators, seed_everything
+from tutti.errors import DataError
+
+Indices = npt.NDArray[np.int64]
+
+
+def epoch_order(samples: int, seed: int, epoch: int, *, shuffle: bool) -> Indices:
+    """Sample indices of one epoch in order; a permutation that depends on (seed, epoch) only."""
+    if not shuffle:
+        return np.arange(samples, dtype=np.int64)
+    generator = torch.Generator().manual_seed(derive_seed(seed, "order", epoch))
+    return torch.randperm(samples, generator=generator).numpy()
+
+
+def sampler_order(sampler: Iterable[int], seed: int, epoch: int) -> Indices:
+    """The order of a user's sampler with all generators seeded from (seed, epoch); equal on every rank."""
+    with preserved_generators():
+        seed_everything(derive_seed(seed, "sampler", epoch))
+        generator = getattr(sampler, "generator", None)
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(derive_seed(seed, "sampler", epoch))
+        elif isinstance(generator, random.Random):
+            generator.seed(derive_seed(seed, "sampler", epoch))
+        return np.fromiter((int(index) for index in sampler), dtype=np.int64)
+
+
+def batch_bounds(order: Indices, batch: BatchPlan, tokens: int | Sequence[int] | None, before: int = 0) -> Indices:
+    """Boundaries of an epoch's global batches within its order: batch b is order[bounds[b]:bounds[b + 1]].
+
+    `tokens`: tokens of each sample, for a batch that counts tokens: consecutive samples are taken while their sum
+    is at most the global batch size. `before`: global batches of the epochs before, where the batch grows. Raises
+    DataError for a sample that alone exceeds the batch.
+    """
+    each = 1
+    if batch.unit == "tokens":
+        if tokens is None:
+            raise DataError(
+                "the global batch counts tokens, but the tokens of a sample are unknown; pass prepare(..., tokens=N) "
+                "for samples of N tokens, or tokens=[...] with one number a sample"
+            )
+        if isinstance(tokens, int):
+            _check_fits(tokens, batch.smallest, "every sample")
+            each = tokens
+        else:
+            return _token_bounds(order, batch, np.asarray(tokens, dtype=np.int64), before)
+    starts: list[int] = []
+    position = 0
+    while position < len(order) and batch.size_at(before + len(starts)) < batch.global_batch_size:  # it grows
+        starts.append(position)
+        position += batch.size_at(before + len(starts) - 1) // each
+    rest = np.arange(position, len(order), batch.global_batch_size // each, dtype=np.int64)
+    bounds = np.concatenate([np.asarray(starts, dtype=np.int64), rest, [len(order)]])
+    last = batch.size_at(before + len(bounds) - 2) // each
+    if batch.last_batch == "drop" and len(bounds) > 1 and bounds[-1] - bounds[-2] < last:
+        bounds = bounds[:-1]
+    return bounds
+
+
+def _token_bounds(order: Indices, batch: BatchPlan, tokens: Indices, before: int) -> Indices:
+    lengths = tokens[order]
+    if len(lengths):
+        longest = int(lengths.argmax())
+        _check_fits(int(lengths[longest]), batch.smallest, f"sample {int(order[longest])}")
+    ends, bounds = np.cumsum(lengths), [0]
+    while bounds[-1] < len(order):
+        taken = int(ends[bounds[-1] - 1]) if bounds[-1] else 0
+        size = batch.size_at(before + len(bounds) - 1)
+        bounds.append(int(np.searchsorted(ends, taken + size, side="right")))
+    if batch.last_batch == "drop" and len(bounds) > 1:
+        bounds.pop()  # cut off by the end of the epoch, not by its number of tokens
+    return np.asarray(bounds, dtype=np.int64)
+
+
+def _check_fits(tokens: int, limit: int, what: str) -> None:
+    if tokens > limit:
+        raise DataError(
+            f"{what} has {tokens} tokens, more than the global batch of {limit} tokens; raise global_batch_size to "
+            f"at least {tokens} or shorten the samples"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicrobatchShare:
+    """One rank's share of one microbatch slice: samples start .. start + count - 1 of the global batch.
+
+    A rank whose count is 0 still loads one sample of the slice and computes with weight 0, because it must take part
+    in the collectives.
+    """
+
+    start: int
+    count: int
+    slice_start: int
+    slice_size: int
+
+    @property
+    def loaded(self) -> int:
+        return max(self.count, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchShare:
+    """One rank's share of a global batch of `batch_size` samples; `parts`: one for each slice that is not empty."""
+
+    batch_size: int
+    parts: tuple[MicrobatchShare, ...]
+
+    @property
+    def positions(self) -> list[int]:
+        """Positions within the global batch of the samples to load, in order."""
+        return [part.start + offset for part in self.parts for offset in range(part.loaded)]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Number of loaded samples of each part."""
+        return [part.loaded for part in self.parts]
+
+
+def share_of(batch_size: int, rank: int, plan: Plan) -> BatchShare:
+    """The share of data-parallel rank `rank` in a global batch of `batch_size` samples."""
+    degree = plan.data_parallel_degree
+    slices = cut(batch_size, plan.batch.num_microbatches)
+    parts = []
+    for begin, end in pairwise(slices):
+        if begin == end:
+            continue
+        bounds = cut(end - begin, degree, plan.shares)
+        count = bounds[rank + 1] - bounds[rank]
+        start = begin + min(bounds[rank], end - begin - 1)
+        parts.append(MicrobatchShare(start=start, count=count, slice_start=begin, slice_size=end - begin))
+    return BatchShare(batch_size=batch_size, parts=tuple(parts))
+
+
+def split_batch(batch: Any, sizes: Sequence[int]) -> list[Any]:
+    """Cut `batch` (tensors in any nesting of tuples, lists, dicts, named tuples) into parts of `sizes` samples.
+
+    A batch of one part passes through untouched, whatever it is. Non-tensor leaves (a number, a string, None) are
+    repeated in every part. Raises DataError when a tensor's first dimension is not the number of samples.
+    """
+    if len(sizes) == 1:
+        return [batch]
+    if hasattr(batch, "split") and not isinstance(batch, torch.Tensor):
+        return list(batch.split(list(sizes)))
+    leaves, structure = pytree.tree_flatten(batch)
+    columns = [_split_leaf(leaf, sizes) for leaf in leaves]
+    return [pytree.tree_unflatten([column[part] for column in columns], structure) for part in range(len(sizes))]
+
+
+def _split_leaf(leaf: Any, sizes: Sequence[int]) -> list[Any]:
+    if isinstance(leaf, np.ndarray) and leaf.ndim:
+        leaf = torch.from_numpy(leaf)
+    if not isinstance(leaf, torch.Tensor) or leaf.ndim == 0:
+        return [leaf] * len(sizes)
+    if leaf.shape[0] != sum(sizes):
+        raise DataError(
+            f"a batch tensor of shape {tuple(leaf.shape)} cannot be cut into microbatches of {list(sizes)} samples: "
+            f"its first dimension must be {sum(sizes)}; collate batches with samples first, or set num_microbatches=1"
+        )
+    return list(torch.split(leaf, list(sizes)))
+
+
+def check_batch_size(batch: Any, expected: int) -> None:
+    """Raise DataError unless the first tensor of a batch has `expected` samples, as the loader gave it."""
+    first = next((leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim), None)
+    if first is not None and first.shape[0] % expected:
+        raise DataError(
+            f"step got a batch whose first tensor has shape {tuple(first.shape)}, but this rank's share is {expected} "
+            "samples; pass step the batch as the loader gave it, and change samples in the dataset or collate_fn"
+        )
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Move every tensor of a batch to a device."""
+    if device.type == "cpu":
+        return batch
+
+    def move(leaf: Any) -> Any:
+        return leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
+
+    return pytree.tree_map(move, batch)
