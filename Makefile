@@ -15,7 +15,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 CHECKED := src tests examples benchmarks
 DEMO_RUN := runs/demo
 
-.PHONY: help demo test long matrix check lint types bench plan-bench pays-bench clean install
+.PHONY: help demo test long matrix check lint spelling types house hooks docs bench plan-bench pays-bench clean install
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 19
@@ -59,12 +59,28 @@ matrix: $(STAMP)  ## every kind of model by every plan against one device; write
 		$(if $(ONLY),--only '$(ONLY)',--page docs/matrix.md --json docs/matrix.json)
 	@$(if $(ONLY),true,$(BIN)/python -W ignore::UserWarning:multiprocessing.resource_tracker tests/matrix/checkpoints.py --page docs/matrix.md)
 
-check: lint types  ## lint and types only
+check: lint spelling types house  ## lint, spelling, types and the house's rules: what the commit hooks run
 
 lint: $(STAMP)  ## ruff: style and format
 	@echo "== ruff"
 	@$(BIN)/ruff check --quiet $(CHECKED)
 	@$(BIN)/ruff format --check --quiet $(CHECKED) || { echo "run: $(BIN)/ruff format $(CHECKED)"; exit 1; }
+
+spelling: $(STAMP)  ## codespell: code and documents
+	@echo "== codespell"
+	@$(BIN)/codespell $(CHECKED) docs README.md CONTRIBUTING.md CHANGELOG.md
+
+house: $(STAMP)  ## the rules of size, layers and words (tests/test_house.py)
+	@echo "== house"
+	@$(BIN)/python -m pytest -q --no-header -p no:cacheprovider tests/test_house.py
+
+hooks: $(STAMP)  ## run the same checks before every commit
+	@$(BIN)/pre-commit install --hook-type pre-commit --hook-type commit-msg
+
+docs: $(STAMP)  ## build the documents into site/, strictly: no broken link, no missing page
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "== open $(CURDIR)/site/index.html"
 
 types: $(STAMP)  ## mypy, strict
 	@echo "== mypy --strict"
@@ -80,5 +96,5 @@ pays-bench: $(STAMP)  ## time to a quality between hosts of a lab, beside DDP an
 	@$(BIN)/python benchmarks/run.py pays $(if $(QUICK),--quick) $(if $(RESUME),--resume)
 
 clean:  ## remove the virtual environment, caches and runs
-	@rm -rf $(VENV) runs build src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@rm -rf $(VENV) runs build site src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

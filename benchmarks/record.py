@@ -1,4 +1,4 @@
-"""What stands beside every measurement: the machine, its load, the versions, the commit; and the dated file."""
+"""Dated result files: the measurement, the machine, its load, the versions and the commit."""
 
 import json
 import os
@@ -8,12 +8,23 @@ import sys
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 QUICK_RESULTS = ROOT / "benchmarks" / "out"
+WHOLE = ("summary", "configuration", "conditions")
+"""Entries of a result file that are never summarised."""
+DETAIL = frozenset(
+    ("models", "clusters", "cluster", "plan", "phases", "predicted_phases", "predicted_low_s", "predicted_high_s")
+    + ("visits_s", "warmup_s", "cpu_s", "pace")
+)
+"""Entries of samples that a summary leaves out: specifications, and what a step's figures were made of."""
+SAMPLES_NOTE = (
+    "summarised: lists of four or more samples are count, least, quartiles and largest; "
+    "specifications and phases are left out"
+)
 DISTRIBUTIONS = ("torch", "numpy", "numba", "tutti", "tensorboardX", "pydantic")
 
 
@@ -47,9 +58,24 @@ def conditions(load_at_start: float) -> dict[str, Any]:
 
 
 def write(
-    suite: str, result: dict[str, Any], configuration: dict[str, Any], load_at_start: float, *, quick: bool
+    suite: str,
+    result: dict[str, Any],
+    configuration: dict[str, Any],
+    load_at_start: float,
+    *,
+    quick: bool,
+    samples: bool = False,
 ) -> Path:
-    """Write one suite's dated file and return its path; a second one of a day gets a number."""
+    """Write one suite's dated file and return its path; a second file of a day gets a number.
+
+    Args:
+        suite: name of the suite, part of the file's name.
+        result: what the suite measured; its `summary` is always written as it is.
+        configuration: sizes of the suite.
+        load_at_start: runnable processes before the suite began.
+        quick: write to `benchmarks/out`, which git ignores.
+        samples: write every sample; without it, lists of samples are written as quartiles.
+    """
     now = datetime.now(UTC)
     document = {
         "suite": suite,
@@ -63,8 +89,104 @@ def write(
     folder = QUICK_RESULTS if quick else RESULTS
     folder.mkdir(parents=True, exist_ok=True)
     path = free_path(folder, f"{now.date().isoformat()}-{suite}")
-    path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    path.write_text(as_text(document if samples else summarised(document)), encoding="utf-8")
     return path
+
+
+def as_text(document: dict[str, Any]) -> str:
+    """The document as JSON, one line for each entry of at most 120 characters."""
+    return _lines(document, 0) + "\n"
+
+
+def _lines(value: Any, depth: int) -> str:
+    flat = json.dumps(value, allow_nan=False)
+    if len(flat) + depth <= 120 or not isinstance(value, dict | list) or not value:
+        return flat
+    pad = " " * (depth + 1)
+    if isinstance(value, dict):
+        parts = [f"{pad}{json.dumps(str(key))}: {_lines(part, depth + 1)}" for key, part in value.items()]
+    else:
+        parts = [pad + _lines(part, depth + 1) for part in value]
+    opened, closed = ("{", "}") if isinstance(value, dict) else ("[", "]")
+    return f"{opened}\n" + ",\n".join(parts) + f"\n{' ' * depth}{closed}"
+
+
+def summarised(document: dict[str, Any]) -> dict[str, Any]:
+    """A result document with its lists of samples replaced by quartiles; `WHOLE` entries stay as they are."""
+    parts = {
+        key: value if key in WHOLE else _summarised(value)
+        for key, value in document.items()
+        if key in WHOLE or not _is_detail(key, value)
+    }
+    return {**parts, "samples": {"note": SAMPLES_NOTE, **_as_dict(parts.get("samples"))}}
+
+
+def _as_dict(samples: Any) -> dict[str, Any]:
+    if samples is None:
+        return {}
+    return samples if isinstance(samples, dict) else {"all": samples}
+
+
+def _summarised(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _summarised(part) for key, part in value.items() if not _is_detail(key, part)}
+    if isinstance(value, list):
+        numbers = _numbers(value)
+        if numbers is not None:
+            return quartiles(numbers) if len(numbers) >= 4 else value
+        merged = _merged(value) if len(value) >= 4 else None
+        return [_summarised(part) for part in value] if merged is None else {"rows": len(value), "each": merged}
+    return _rounded(value)
+
+
+def _is_detail(key: str, value: Any) -> bool:
+    return key in DETAIL or (key == "plans" and isinstance(value, dict))
+
+
+def _merged(rows: list[Any]) -> Any:
+    """Rows of one structure as one row of quartiles; None if they differ in more than their numbers."""
+    if all(isinstance(row, dict) for row in rows):
+        if any(row.keys() != rows[0].keys() for row in rows):
+            return None
+        columns = {key: _merged([row[key] for row in rows]) for key in rows[0]}
+        return None if any(column is None for column in columns.values()) else columns
+    if all(isinstance(row, list) for row in rows):
+        if any(len(row) != len(rows[0]) for row in rows):
+            return None
+        cells = [_merged(list(column)) for column in zip(*rows, strict=True)]
+        return None if any(cell is None for cell in cells) else cells
+    numbers = _numbers(rows)
+    if numbers is not None:
+        return quartiles(numbers)
+    return (rows[0] if rows[0] is not None else "none") if all(row == rows[0] for row in rows) else None
+
+
+def _numbers(values: list[Any]) -> list[float] | None:
+    """The numbers of a list, or of a list of lists; None if there is anything else."""
+    flat = [item for value in values for item in (value if isinstance(value, list) else [value])]
+    if flat and all(isinstance(item, int | float) and not isinstance(item, bool) for item in flat):
+        return [float(item) for item in flat]
+    return None
+
+
+def quartiles(values: list[float]) -> dict[str, float]:
+    """Count, least, quartiles and largest of samples; the one value there is, if they are all equal."""
+    if len(values) < 2 or min(values) == max(values):
+        return {"n": len(values), "median": _rounded(values[0])}
+    low, middle, high = (_rounded(part) for part in quantiles(values, n=4, method="inclusive"))
+    return {
+        "n": len(values),
+        "min": _rounded(min(values)),
+        "q1": low,
+        "median": middle,
+        "q3": high,
+        "max": _rounded(max(values)),
+    }
+
+
+def _rounded(value: Any) -> Any:
+    """A fraction to six digits; anything else as it is."""
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def free_path(folder: Path, stem: str) -> Path:

@@ -1,4 +1,4 @@
-"""`make bench`: measures tutti against plain PyTorch and writes a dated file per suite with everything inside.
+"""`make bench`: measures tutti against plain PyTorch and writes a dated file per suite.
 
 python benchmarks/run.py                  all suites
 python benchmarks/run.py ddp --quick      one suite, a short look (written to benchmarks/out)
@@ -34,7 +34,7 @@ ON_REQUEST = ("allowances", "crossing", "links", "mixed", "plan", "pays", "threa
 """Suites that run when they are named: they need root, or minutes."""
 
 
-def run(suite: str, *, quick: bool, settings: list[str], resume: bool = False) -> Path:
+def run(suite: str, *, quick: bool, settings: list[str], resume: bool = False, samples: bool = False) -> Path:
     """Measure one suite, print its table and return the file it was written to."""
     from importlib import import_module
 
@@ -45,7 +45,7 @@ def run(suite: str, *, quick: bool, settings: list[str], resume: bool = False) -
     more = {"resume": resume} if hasattr(module, "RESUMABLE") else {}
     result: dict[str, Any] = module.measure(sizes, **more)
     _print_table(f"{suite}: {module.__doc__.splitlines()[0]}", *module.rows(result))
-    return record.write(suite, result, dataclasses.asdict(sizes), load_at_start, quick=quick)
+    return record.write(suite, result, dataclasses.asdict(sizes), load_at_start, quick=quick, samples=samples)
 
 
 def changed(sizes: Any, settings: list[str]) -> Any:
@@ -85,6 +85,7 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="few steps, to see that it runs; not for quoting")
     parser.add_argument("--set", action="append", default=[], metavar="SIZE=VALUE", help="change a suite's size")
+    parser.add_argument("--samples", action="store_true", help="write every sample, not only quartiles")
     parser.add_argument("--resume", action="store_true", help="plan only: go on with a run that was interrupted")
     arguments = parser.parse_args()
     unknown = set(arguments.suites) - {*SUITES, *ON_REQUEST}
@@ -93,7 +94,9 @@ def main() -> None:
     if arguments.resume and arguments.suites not in (["plan"], ["pays"]):
         parser.error("only plan and pays go on with a run that was interrupted: name one of them alone with --resume")
     for suite in arguments.suites or SUITES:
-        written = run(suite, quick=arguments.quick, settings=arguments.set, resume=arguments.resume)
+        written = run(
+            suite, quick=arguments.quick, settings=arguments.set, resume=arguments.resume, samples=arguments.samples
+        )
         print(f"written: {written.relative_to(ROOT)}")
 
 

@@ -1,6 +1,7 @@
 """The benchmarks' arithmetic: ratios block by block, spreads, and files that never overwrite one another."""
 
 import importlib
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,34 @@ def test_a_second_result_of_a_day_gets_a_number(tmp_path: Path) -> None:
     assert free_path(tmp_path, "2026-01-01-ddp").name == "2026-01-01-ddp-2.json"
     (tmp_path / "2026-01-01-ddp-2.json").touch()
     assert free_path(tmp_path, "2026-01-01-ddp").name == "2026-01-01-ddp-3.json"
+
+
+def test_samples_are_summarised_and_the_summary_is_not() -> None:
+    steps = [0.4, 0.1, 0.2, 0.3, 0.5]
+    document = {"summary": {"steps": steps}, "few": [1.0, 2.0], "samples": {"tutti": steps, "blocks": [steps, steps]}}
+    found = module("record").summarised(document)
+    quartiles = {"n": 5, "min": 0.1, "q1": 0.2, "median": 0.3, "q3": 0.4, "max": 0.5}
+    assert found["summary"] == document["summary"]
+    assert found["few"] == [1.0, 2.0]
+    assert found["samples"]["tutti"] == quartiles
+    assert found["samples"]["blocks"]["n"] == 10
+    assert "summarised" in found["samples"]["note"]
+
+
+def test_rows_of_one_form_become_one_and_others_stay() -> None:
+    rows = [{"kind": "a", "step_s": float(i)} for i in range(5)]
+    named = [{**row, "kind": str(i)} for i, row in enumerate(rows)]
+    summarised = module("record").summarised
+    assert summarised({"rows": rows})["rows"]["each"] == {
+        "kind": "a",
+        "step_s": {"n": 5, "min": 0.0, "q1": 1.0, "median": 2.0, "q3": 3.0, "max": 4.0},
+    }
+    assert summarised({"rows": named})["rows"] == named
+
+
+def test_a_document_is_written_as_the_json_it_is() -> None:
+    document = {"long": {f"key {i}": [i, 2 * i] for i in range(40)}, "empty": [], "text": "a" * 200}
+    assert json.loads(module("record").as_text(document)) == document
 
 
 def test_conditions_say_what_a_number_depends_on() -> None:
