@@ -17,8 +17,20 @@ QUICK_RESULTS = ROOT / "benchmarks" / "out"
 WHOLE = ("summary", "configuration", "conditions")
 """Entries of a result file that are never summarised."""
 DETAIL = frozenset(
-    ("models", "clusters", "cluster", "plan", "phases", "predicted_phases", "predicted_low_s", "predicted_high_s")
-    + ("visits_s", "warmup_s", "cpu_s", "pace")
+    (
+        "models",
+        "clusters",
+        "cluster",
+        "plan",
+        "phases",
+        "predicted_phases",
+        "predicted_low_s",
+        "predicted_high_s",
+        "visits_s",
+        "warmup_s",
+        "cpu_s",
+        "pace",
+    )
 )
 """Entries of samples that a summary leaves out: specifications, and what a step's figures were made of."""
 SAMPLES_NOTE = (
