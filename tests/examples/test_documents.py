@@ -1,0 +1,42 @@
+"""Documents name files that exist, every page is in the navigation, and commit subjects are bounded."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    named = re.findall(r"`((?:tests|docs|benchmarks|examples|src)/[\w./-]+\.\w+)`", text)
+    assert not [name for name in named if not (ROOT / name).exists()]
+    assert not [name for name in re.findall(r"`(test_\w+\.py)`", text) if not list((ROOT / "tests").rglob(name))]
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (ROOT / "docs" / ".nav.yml").read_text(encoding="utf-8")
+    assert not [page.name for page in (ROOT / "docs").glob("*.md") if page.name not in navigation]
+
+
+def test_the_readmes_links_lead_to_files() -> None:
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md"):
+        links = re.findall(r"\]\((?!http)([^)#]+)", page.read_text(encoding="utf-8"))
+        assert links
+        assert not [link for link in links if not (ROOT / link).exists()]
+
+
+@pytest.mark.parametrize(
+    ("subject", "accepted"),
+    [("docs: a site", True), ("a" * 72, True), ("a" * 73, False), ("", False), ("Merge branch " + "a" * 80, True)],
+)
+def test_the_hook_bounds_the_subject_of_a_commit(subject: str, accepted: bool, tmp_path: Path) -> None:
+    message = tmp_path / "message"
+    message.write_text(f"{subject}\n\n{'a body may be long ' * 20}\n", encoding="utf-8")
+    done = subprocess.run([ROOT / ".ci" / "commit-subject", message], capture_output=True, text=True, check=False)
+    assert (done.returncode == 0) is accepted
+    assert accepted or "72" in done.stderr
