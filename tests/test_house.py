@@ -196,7 +196,7 @@ def test_size_checker() -> None:
     assert oversized("x = 1\n" * 701) == ["701 lines; at most 700"]
 
 
-@pytest.mark.parametrize("mark", ["TO" + "DO", "FIX" + "ME", "raise NotImplemented" + "Error", "a Place" + "holder"])
+@pytest.mark.parametrize("mark", ["TO" + "DO", "FIX" + "ME", "raise NotImplemented" + "Error"])
 def test_mark_checker(mark: str) -> None:
     assert unfinished(f"x = 1\n# {mark}: later") != []
     assert unfinished("methods to do, fixed, replaced; except NotImplementedError:") == []

@@ -143,8 +143,8 @@ def ends_at_once(folder: Path, how: str) -> None:
         if job._run().progress.step == 2:
             break
     if how == "error" and job.rank == 1:
-        job._ending.failed = True
-    job._ending.close()
+        job._finalizer.failed = True
+    job._finalizer.close()
 
 
 @pytest.mark.parametrize("how", ["end", "error"])

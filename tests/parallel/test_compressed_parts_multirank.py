@@ -17,7 +17,7 @@ from harness import run_ranks
 from parallel.test_compressed_plans_multirank import attending, branching, clipped, pictures, plain, tied
 from parallel.test_expert import top2
 from trainer.several import Case, assert_refused, on_ranks, once, refusals
-from tutti.checkpoint.rank_state import _keeping
+from tutti.checkpoint.rank_state import _buckets
 from tutti.compression.by_tensor import divided_by_tensor
 from tutti.compression.scatter import ScatterSum
 from tutti.config import serialization
@@ -139,7 +139,7 @@ def test_what_came_out_and_is_kept_is_what_went_in(world_size: int) -> None:
 def kept_by_name(run: Any) -> dict[str, torch.Tensor]:
     """What this rank keeps of every parameter, whole."""
     wholes: dict[str, torch.Tensor] = {}
-    for one in _keeping(run, run.replica.compressor):
+    for one in _buckets(run, run.replica.compressor):
         sizes = [torch.Size(row.shape).numel() for row in one.rows]
         kept = divided_by_tensor(one.exchange.tensors(), one.exchange.spans, one.exchange.places, sizes)
         for row, values in zip(one.rows, kept, strict=True):
