@@ -16,8 +16,8 @@ from tutti.cost_model.table import model_table
 from tutti.cost_model.worker import Array
 from tutti.parallel.layout import Layout
 from tutti.parallel.mesh import Mesh
-from tutti.parallel.pipeline.build import cut_stages
-from tutti.parallel.pipeline.place import Placement, place
+from tutti.parallel.pipeline.stage_building import cut_stages
+from tutti.parallel.pipeline.stage_placement import Placement, place
 from tutti.parallel.preview import _fake_world
 
 BATCH = 8

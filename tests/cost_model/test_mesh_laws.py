@@ -18,7 +18,7 @@ from tutti.cost_model import constants, predict
 from tutti.cost_model.groups import network
 from tutti.cost_model.placement import place
 from tutti.errors import PlanError
-from tutti.parallel.spatial.geometry import Fetch, Window, halo_nbytes
+from tutti.parallel.spatial.halo_geometry import Fetch, Window, halo_nbytes
 
 S, H = 64, 32
 MODEL = transformer(8, s=S, h=H)

@@ -12,7 +12,7 @@ from tutti.config.plan import Plan
 from tutti.cost_model import constants, predict
 from tutti.cost_model.step import worked_out
 from tutti.cost_model.timeline import passes_of
-from tutti.parallel.spatial import overlapped
+from tutti.parallel.spatial import spatial_convolution
 
 KEPT, OUT, PARAMETERS, FLOPS, BATCH = 4e6, 8e6, 1000, 1e9, 8
 FAST, MOVES = 1e10, 1e10
@@ -64,7 +64,7 @@ def test_without_halos_or_a_cut_nothing_is_apart() -> None:
 
 def test_where_less_of_a_part_needs_no_halo_all_of_it_waits() -> None:
     """The runtime's rule: nothing is apart then, and no halo is hidden."""
-    assert constants.LEAST_INTERIOR == overlapped.LEAST_INTERIOR
+    assert constants.LEAST_INTERIOR == spatial_convolution.LEAST_INTERIOR
     plan = meshed(BATCH, 1, {"space": 2})
     whole, _ = passes(plan, model(0.0))
     (apart, _), (waiting, worker) = (passes(plan, model(share * KEPT)) for share in (0.125, 0.13))
