@@ -21,7 +21,7 @@ from pays_work import WORKS, Work
 from tutti.config.compression import compression_in_words
 from tutti.config.plan import SyncPlan
 from tutti.config.sync_words import sync_in_words
-from tutti.planner.ways import CORRECTABLE, WAYS, Way
+from tutti.planner.relaxed_strategies import CORRECTABLE, WAYS, Way
 
 KNOWN = OTHERS | WORKS
 EXACT = "exact sums"

@@ -26,7 +26,7 @@ from record import spread  # noqa: E402
 from tutti.comm import point_to_point  # noqa: E402
 from tutti.comm.world import join_world, leave_world  # noqa: E402
 from tutti.lab import Lab  # noqa: E402
-from tutti.lab.rates import parse_rate  # noqa: E402
+from tutti.lab.lab_network import parse_rate  # noqa: E402
 
 HOSTS = 2
 SIDES = ("Gloo", "tutti")

@@ -30,7 +30,7 @@ from tutti.comm.shared_segment import attached_resident_nbytes  # noqa: E402
 from tutti.config import serialization  # noqa: E402
 from tutti.config.plan import BatchPlan, Plan, ShardingPlan  # noqa: E402
 from tutti.parallel.preview import explain_layout  # noqa: E402
-from tutti.parallel.sharding.sums import IN_FLIGHT  # noqa: E402
+from tutti.parallel.sharding.sharded_gradients import IN_FLIGHT  # noqa: E402
 from tutti.trainer.deferred_init import build_on_meta  # noqa: E402
 
 CONTEXT, SAMPLES = 64, 8

@@ -24,9 +24,8 @@ from pays_methods import AUTOS, CHECKED_ALIKE, METHODS, ON_REQUEST, at_first, st
 from pays_work import WORKS, sequence
 from record import QUICK_RESULTS
 from tutti.lab import Lab, parse_rate
-from tutti.lab.build import QUEUE
-from tutti.lab.rates import burst_nbytes
-from tutti.lab.record import LabRecord
+from tutti.lab.lab_network import QUEUE, burst_nbytes
+from tutti.lab.lab_record import LabRecord
 
 __all__ = ["QUICK", "Sizes", "measure", "rows"]
 

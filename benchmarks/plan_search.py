@@ -12,7 +12,7 @@ from tutti.cli.planning import search
 from tutti.config.cluster import ClusterSpec, NodeSpec
 from tutti.config.plan import BatchPlan, Plan
 from tutti.planner import Request
-from tutti.planner.words import plan_words
+from tutti.planner.plan_description import plan_words
 from tutti.profile import catalog
 from tutti.profile.architectures import architecture
 

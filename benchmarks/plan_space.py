@@ -22,14 +22,13 @@ from tutti.config.pipeline_schedule import build_orders
 from tutti.config.plan import LayoutRule, Plan
 from tutti.config.vocabulary import AxisName
 from tutti.cost_model import predict
-from tutti.cost_model.counts import samples_of
-from tutti.cost_model.table import model_table
+from tutti.cost_model.module_costs import model_table
+from tutti.cost_model.rank_placement import samples_of
 from tutti.errors import PlanError
 from tutti.planner import Request
-from tutti.planner.build import plan_of
-from tutti.planner.enumerate import shapes, variants
-from tutti.planner.limits import limits_of
-from tutti.planner.wide import wide_plans
+from tutti.planner.candidates import limits_of
+from tutti.planner.mesh_enumeration import plan_of, shapes, variants
+from tutti.planner.plan_refinement import wide_plans
 
 BATCHES = {"mlp": 128, "cnn": 16, "gpt": 8}
 """The global batch of each, in samples, whatever the ranks."""

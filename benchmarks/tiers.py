@@ -28,7 +28,7 @@ from pays_wire import Output, Wire, in_turns  # noqa: E402
 from pays_work import WORKS  # noqa: E402
 from record import spread  # noqa: E402
 from tutti.lab import Lab  # noqa: E402
-from tutti.lab.run import meeting_port  # noqa: E402
+from tutti.lab.lab_run import meeting_port  # noqa: E402
 
 HOSTS, RANKS_PER_HOST = 2, 2
 BUCKET_NBYTES = 25 * 2**20

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from tutti.planner.ways import WAYS
+from tutti.planner.relaxed_strategies import WAYS
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -262,15 +262,15 @@ def test_models_have_the_stated_sizes_and_every_seed_its_batches(name: str, mill
 
 
 def test_links_are_limited_as_the_lab_limits_them(pays: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tutti.lab import build
-    from tutti.lab.record import LabRecord
+    from tutti.lab import lab_network
+    from tutti.lab.lab_record import LabRecord
 
     record = LabRecord(id="x", name="", owner=None, subnet="10.213.0", rates=(None, None), made_utc="")
     called: list[tuple[str, ...]] = []
-    monkeypatch.setattr(build, "_call", lambda *words: called.append(words))
+    monkeypatch.setattr(lab_network, "_call", lambda *words: called.append(words))
     for namespace, device in ((record.namespace(0), "eth0"), (record.namespace(1), "eth0"),
                               (record.switch, "port0"), (record.switch, "port1")):  # fmt: skip
-        build._limit(namespace, device, 10**9)
+        lab_network._limit(namespace, device, 10**9)
     found = pays.limits(record, {"1gbit", "unlimited"})
     assert [tuple(words) for words in found["1gbit"]] == [
         tuple("replace" if word == "add" else word for word in words) for words in called

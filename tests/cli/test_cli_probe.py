@@ -157,7 +157,7 @@ def test_bad_input_is_exit_code_2_and_a_sentence(
 
 
 def test_a_data_sheet_has_nothing_to_plot(tmp_path: Path) -> None:
-    from tutti.cli.cluster_plot import plot_cluster
+    from tutti.cli.cluster_view import plot_cluster
     from tutti.errors import SpecError
 
     with pytest.raises(SpecError, match="no measured rates"):

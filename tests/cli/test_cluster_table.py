@@ -6,7 +6,7 @@ import io
 from rich.console import Console
 
 from cost_model.examples import cluster
-from tutti.cli.cluster_table import cluster_tables
+from tutti.cli.cluster_view import cluster_tables
 from tutti.config.cluster import ClusterSpec, LinkSpec
 
 

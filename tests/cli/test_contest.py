@@ -9,13 +9,12 @@ import pytest
 
 from cost_model.examples import mlp
 from planner.machines import cards
-from tutti.cli import tried
-from tutti.cli.contest import fastest, said, to_try, weights, words_in_full
+from tutti.cli import plan_trials
+from tutti.cli.plan_trials import fastest, said, to_try, weights, words_in_full
 from tutti.config.plan import BatchPlan, Plan
 from tutti.config.prediction import Estimate, Trial
 from tutti.errors import TrainingError
-from tutti.launch.failure import Failure
-from tutti.launch.supervise import Outcome
+from tutti.launch.supervisor import Failure, Outcome
 from tutti.planner import Choice, Objective, Request, choose
 
 MODEL = mlp(8192)
@@ -105,12 +104,12 @@ def test_where_no_plan_runs_the_reason_is_the_answer(monkeypatch: pytest.MonkeyP
     )  # fmt: skip
     outcome = Outcome(status="failed", exit_code=1, failure=failure)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tried, "check_here", lambda cluster, options: None)
-    monkeypatch.setattr("tutti.launch.local.warm", lambda threads: None)
-    monkeypatch.setattr("tutti.launch.supervise.supervise", lambda *given: outcome)
+    monkeypatch.setattr(plan_trials, "check_here", lambda cluster, options: None)
+    monkeypatch.setattr("tutti.launch.local_launcher.warm", lambda threads: None)
+    monkeypatch.setattr("tutti.launch.supervisor.supervise", lambda *given: outcome)
     options: Any = SimpleNamespace(target=("train.py",), tries=2, try_steps=3)
     with pytest.raises(TrainingError) as error:
-        tried.try_plans(MODEL, MACHINES, chosen(), options)
+        plan_trials.try_plans(MODEL, MACHINES, chosen(), options)
     assert "nothing was measured: rank 0 on host vm failed: ValueError: no such file; repair" in str(error.value)
     assert "/ranks/" in str(error.value)
     assert error.value.exit_code == 1

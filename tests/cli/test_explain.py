@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from cost_model.examples import cluster
-from tutti.cli.explain import gathered
 from tutti.cli.main import main
+from tutti.cli.plan import gathered
 from tutti.config import serialization
 from tutti.config.plan import Plan
 from tutti.config.prediction import ModulePlacement

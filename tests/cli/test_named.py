@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tutti.cli.common import cluster_for
 from tutti.cli.describe import command
-from tutti.cli.named import named_model, sizes
+from tutti.cli.named_inputs import named_model, sizes
+from tutti.cli.options import cluster_for
 from tutti.config import serialization
 from tutti.config.model import ModelSpec
 from tutti.errors import SpecError

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from cost_model.examples import cluster, mlp
-from tutti.cli.beside import Wanted, _work_out
 from tutti.cli.main import main
+from tutti.cli.run_prediction import Wanted, _work_out
 from tutti.config import serialization
 from tutti.config.model import ModelSpec
 from tutti.config.plan import BatchPlan, Plan

@@ -18,10 +18,10 @@ from tutti.comm.traffic import untracked_channel
 from tutti.comm.world import join_world
 from tutti.compression.exchange import Wire
 from tutti.local_sgd.vectors import Replicas
-from tutti.parallel.context.ring import Ring
+from tutti.parallel.context.ring_attention import Ring
 from tutti.parallel.mesh import Mesh
-from tutti.parallel.pipeline.pipeline import _groups
-from tutti.parallel.spatial import exchange as space
+from tutti.parallel.pipeline.pipeline_runner import _groups
+from tutti.parallel.spatial import halo_exchange as space
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
 SHAPES = ((), (3,), (2, 0), (5, 7))

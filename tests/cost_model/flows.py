@@ -11,13 +11,13 @@ from against_one import Subject
 from matrix.described import described
 from tutti.config.model import ModelSpec
 from tutti.config.plan import BatchPlan, PipelinePlan, Plan
-from tutti.cost_model.cuts import stages_of
-from tutti.cost_model.table import model_table
-from tutti.cost_model.worker import Array
+from tutti.cost_model.module_costs import model_table
+from tutti.cost_model.stage_cuts import stages_of
+from tutti.cost_model.worker_speed import Array
 from tutti.parallel.layout import Layout
 from tutti.parallel.mesh import Mesh
-from tutti.parallel.pipeline.build import cut_stages
-from tutti.parallel.pipeline.place import Placement, place
+from tutti.parallel.pipeline.stage_building import cut_stages
+from tutti.parallel.pipeline.stage_placement import Placement, place
 from tutti.parallel.preview import _fake_world
 
 BATCH = 8

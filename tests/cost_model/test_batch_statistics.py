@@ -10,10 +10,10 @@ from tutti.config.cluster import VectorRate
 from tutti.config.model import ModelSpec, ModuleSpec, OpCost, OpKind
 from tutti.config.plan import Plan, SyncPlan
 from tutti.config.relaxed import Relaxed
-from tutti.cost_model import constants, predict
-from tutti.cost_model.batch_statistics import statistics_s
-from tutti.cost_model.groups import Group, Span
-from tutti.cost_model.network import Link
+from tutti.cost_model import cost_constants, predict
+from tutti.cost_model.group_links import Group, Span
+from tutti.cost_model.microbatch_cost import statistics_s
+from tutti.cost_model.rank_placement import Link
 
 LINK = Link(latency_s=1e-4, bandwidth_bytes_per_s=1e9)
 NORM = ModuleSpec(name="norm", kind="BatchNorm2d", parameters=64, buffer_nbytes=2 * 32 * 4 + 8, batch_statistics=True)
@@ -50,7 +50,7 @@ def test_over_ranks_of_a_cpu_a_batch_norm_takes_the_passes_of_its_own() -> None:
         assert takes("batch_norm", intended)[1] == pytest.approx(takes("norm", intended)[1] * 10)
         assert takes("batch_norm", intended)[0] > samples * 1e7 / 32e9 / 0.001 * 0.99
     rows, batch = (takes(kind, plan(64, 2)) for kind in ("norm", "batch_norm"))
-    assert batch == pytest.approx([constants.SHARED_NORM * row for row in rows])
+    assert batch == pytest.approx([cost_constants.SHARED_NORM * row for row in rows])
     assert takes("pool", plan(64, 2)) == pytest.approx(takes("pool", apart))
 
 

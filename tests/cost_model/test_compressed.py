@@ -11,9 +11,9 @@ from tutti.config.compression import bucket_sent_nbytes, parse_compression
 from tutti.config.plan import Plan, SyncPlan
 from tutti.config.sync_words import parse_sync
 from tutti.cost_model import predict
-from tutti.cost_model.compressed import kernel_s, slowed
+from tutti.cost_model.compressed_sync_cost import kernel_s, slowed
 from tutti.planner import objectives
-from tutti.planner.choice import Request
+from tutti.planner.plan_request import Request
 
 METHODS = ("bfloat16", "bytegrad", "qsgd", "terngrad", "one-bit", "top-k", "dgc", "top16-q4", "powersgd")
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from cost_model.examples import cluster, cpu, gpu, mlp
 from tutti.config.cluster import ConvolutionRate, DeviceSpec, GemmRate, ImageRate, MemoryRate, VectorRate, WeightRate
 from tutti.config.model import ModelSpec, ModuleSpec, OpCost, OpKind
-from tutti.cost_model import compute, constants
-from tutti.cost_model.compute import op_table
-from tutti.cost_model.placement import Seat, place
-from tutti.cost_model.worker import Curve, Pace, Worker, worker_at
+from tutti.cost_model import compute_cost, cost_constants
+from tutti.cost_model.compute_cost import op_table
+from tutti.cost_model.rank_placement import Seat, place
+from tutti.cost_model.worker_speed import Curve, Pace, Worker, worker_at
 from tutti.errors import PlanError
 
 FREE = Pace(forward_s=0.0, backward_s=0.0)
@@ -90,7 +90,7 @@ def test_rates_measured_at_once_are_preferred() -> None:
 
 def test_more_ranks_than_cores_are_slower_than_with_a_core_each() -> None:
     crowded, full = (worker_at(seat(cpu(), ranks), "float32", "full") for ranks in (8, 4))
-    assert crowded.slowdown == pytest.approx(2 * constants.OVERSUBSCRIBED)
+    assert crowded.slowdown == pytest.approx(2 * cost_constants.OVERSUBSCRIBED)
     assert full.slowdown == 1
     assert crowded.bandwidth_bytes_per_s / crowded.slowdown < full.bandwidth_bytes_per_s
 
@@ -100,15 +100,15 @@ def test_hosts_that_take_turns_on_cores_pay_for_switching_and_nothing_twice() ->
     for ranks, times in ((4, 1), (8, 2)):
         own = seat(cpu(), ranks)
         taking = dataclasses.replace(own, node=dataclasses.replace(own.node, turns=2.0))
-        assert own.slowdown == times * (constants.OVERSUBSCRIBED if times > 1 else 1)
-        assert taking.slowdown == times * constants.OVERSUBSCRIBED
+        assert own.slowdown == times * (cost_constants.OVERSUBSCRIBED if times > 1 else 1)
+        assert taking.slowdown == times * cost_constants.OVERSUBSCRIBED
 
 
 def test_data_sheet_rates_are_derated_and_say_so() -> None:
     who = worker_at(seat(gpu(), 1), "float32", "bfloat16")
     large = 2.0 * 16384**3
     reached = large / float(who.matrix.time(np.array([large]))[0])
-    assert reached == pytest.approx(constants.DATA_SHEET_EFFICIENCY * 100e12, rel=0.01)
+    assert reached == pytest.approx(cost_constants.DATA_SHEET_EFFICIENCY * 100e12, rel=0.01)
     assert who.evidence == "published"
     assert any("published bfloat16 peak" in sentence for sentence in who.assumptions)
     small = 2.0 * 256**3
@@ -136,12 +136,12 @@ def test_roofline_by_hand() -> None:
     )
     model = ModelSpec(name="m", modules=(ModuleSpec(name="a", kind="A", ops=ops),))
     who = worker_at(seat(cpu(kernel_overhead_s=1e-5), 1), "float32", "full")
-    ahead = compute.forward(op_table(model), who, 10, 1)
+    ahead = compute_cost.forward(op_table(model), who, 10, 1)
     # gemm: 640 MFLOP at 0.85 x 32 GFLOP/s + 1 call; norm: 40 MB at 20 GB/s = 2 ms + 2 calls; a call costs 5 x 10 us.
     gemm_s = 20e-3 / 0.85
     assert ahead.seconds[0] == pytest.approx(gemm_s + 2e-3 + 3 * 5e-5, rel=1e-12)
     assert (ahead.compute_s, ahead.memory_s) == (pytest.approx(gemm_s), pytest.approx(2e-3))
-    back = compute.backward(op_table(model), who, 10, 1)
+    back = compute_cost.backward(op_table(model), who, 10, 1)
     assert back.seconds[0] == pytest.approx(2 * gemm_s + 4e-3 + 6 * 5e-5, rel=1e-12)
 
 
@@ -162,7 +162,7 @@ def products(first: bool) -> OpCost:
 def test_products_go_over_their_weights_besides(first: bool, backward_ms: float) -> None:
     model = ModelSpec(name="m", modules=(ModuleSpec(name="a", kind="A", ops=(products(first),)),))
     who = worker_at(seat(cpu(weight_rates=(thin(2e9, 1e9),)), 1), "float32", "full")
-    ahead, back = (one(op_table(model), who, 3, 1) for one in (compute.forward, compute.backward))
+    ahead, back = (one(op_table(model), who, 3, 1) for one in (compute_cost.forward, compute_cost.backward))
     flops_s = 3e6 / (0.85 * 32e9)
     assert ahead.seconds[0] == pytest.approx(flops_s + 0.5e-3, rel=1e-12)
     assert back.seconds[0] == pytest.approx(flops_s * (1 if first else 2) + backward_ms * 1e-3, rel=1e-12)
@@ -177,7 +177,7 @@ def test_how_weights_are_gone_over_is_taken_from_what_is_most_alike() -> None:
     alone = worker_at(seat(cpu(weight_rates=(thin(2e9, 2e9, threads=2),)), 2), "float32", "full")
     assert alone.weights.forward_s == pytest.approx(1 / 2e9)
     unknown = worker_at(seat(device, 4), "float32", "full")
-    assert unknown.weights.forward_s == constants.WEIGHT_PASSES["cpu"] / unknown.bandwidth_bytes_per_s
+    assert unknown.weights.forward_s == cost_constants.WEIGHT_PASSES["cpu"] / unknown.bandwidth_bytes_per_s
     assert any("goes over its weights 3 times" in sentence for sentence in unknown.assumptions)
     assert worker_at(seat(gpu(), 1), "float32", "full").weights.forward_s == 0
 
@@ -190,7 +190,7 @@ def test_convolutions_go_over_their_weights_at_their_own_pace_where_it_was_measu
     assert alike.convolution_weights == alike.weights == own.weights
     ahead, back = (
         [way(op_table(model), who, 3, 1).memory_s for who in (alike, own)]
-        for way in (compute.forward, compute.backward)
+        for way in (compute_cost.forward, compute_cost.backward)
     )
     assert ahead == pytest.approx([1e6 / 8e9, 1e6 / 2e9])
     assert back == pytest.approx([2 * 1e6 / 8e9, 2 * 1e6 / 1e9])
@@ -206,7 +206,7 @@ def test_convolutions_have_the_rate_of_their_size() -> None:
     def compute_s(kind: OpKind, nbytes: float) -> float:
         op = dataclasses.replace(products(first=False), kind=kind, weight_nbytes=nbytes)
         model = ModelSpec(name="m", modules=(ModuleSpec(name="a", kind="A", ops=(op,)),))
-        return compute.forward(op_table(model), dataclasses.replace(who, weights=FREE, convolution_weights=FREE),
+        return compute_cost.forward(op_table(model), dataclasses.replace(who, weights=FREE, convolution_weights=FREE),
                                3000, 1).compute_s  # fmt: skip
 
     alone = 3e9 / 32e9
@@ -224,7 +224,7 @@ def test_convolutions_have_the_rate_of_their_images() -> None:
     def compute_s(pixels: int, kind: OpKind = "conv") -> float:
         op = dataclasses.replace(products(first=False), kind=kind, weight_nbytes=4000, flops_forward=2000.0 * pixels)
         model = ModelSpec(name="m", modules=(ModuleSpec(name="a", kind="A", ops=(op,)),))
-        return compute.forward(op_table(model), who, 6000 * 256 // pixels, 1).compute_s
+        return compute_cost.forward(op_table(model), who, 6000 * 256 // pixels, 1).compute_s
 
     alone = 6000 * 256 * 2000 / 32e9
     found = [compute_s(pixels) for pixels in (16, 64, 256, 4, 1024)]
@@ -242,14 +242,14 @@ def test_elements_of_slow_kinds_have_rates_of_each_pass() -> None:
         who = dataclasses.replace(worker_at(seat(device, 1), "float32", "full"), bandwidth_bytes_per_s=1e18)
         return [
             3e6 / way(op_table(model), who, 3, 1).compute_s / who.vector_rate
-            for way in (compute.forward, compute.backward)
+            for way in (compute_cost.forward, compute_cost.backward)
         ]
 
     measured = (VectorRate(kind="pool", forward=0.002, backward=0.03), VectorRate(kind="norm", forward=9, backward=9))
     assert rates(cpu(vector_rates=measured, efficiency={"pool": 0.5})) == pytest.approx([0.002, 0.03])
     assert rates(cpu(efficiency={"pool": 0.5})) == pytest.approx([0.5, 0.5])
-    assert rates(cpu()) == pytest.approx(constants.CPU_VECTORS["pool"])
-    assert rates(gpu()) == pytest.approx([constants.EFFICIENCY["pool"]] * 2)
+    assert rates(cpu()) == pytest.approx(cost_constants.CPU_VECTORS["pool"])
+    assert rates(gpu()) == pytest.approx([cost_constants.EFFICIENCY["pool"]] * 2)
 
 
 @pytest.mark.parametrize("changes", [{}, {"gemm": (), "peak_flops_per_s": {"float32": 40e9}}])
@@ -259,7 +259,7 @@ def test_random_numbers_are_drawn_by_one_thread_of_several(changes: dict[str, An
         model = ModelSpec(name="m", modules=(ModuleSpec(name="a", kind="A", ops=(op,)),))
         rank = dataclasses.replace(seat(cpu(**changes), 1), threads=threads)
         who = dataclasses.replace(worker_at(rank, "float32", "full"), bandwidth_bytes_per_s=1e18)
-        return compute.forward(op_table(model), who, 3, 1).compute_s
+        return compute_cost.forward(op_table(model), who, 3, 1).compute_s
 
     assert seconds("random", 1) == pytest.approx(seconds("random", 4), rel=1e-12)
     assert seconds("norm", 4) < 0.5 * seconds("norm", 1)
@@ -268,7 +268,7 @@ def test_random_numbers_are_drawn_by_one_thread_of_several(changes: dict[str, An
 def test_no_samples_no_time() -> None:
     model = mlp()
     who = worker_at(seat(cpu(), 1), "float32", "full")
-    assert not compute.forward(op_table(model), who, 0, len(model.modules)).seconds.any()
+    assert not compute_cost.forward(op_table(model), who, 0, len(model.modules)).seconds.any()
 
 
 def test_curve_of_no_flops_takes_no_time() -> None:
@@ -295,5 +295,7 @@ def test_more_of_any_cost_never_takes_less_time(field: str, factor: int) -> None
     for op in (cost, more):
         table = op_table(ModelSpec(name="m", modules=(ModuleSpec(name="a", kind="A", ops=(op,)),)))
         who = worker_at(seat(cpu(kernel_overhead_s=1e-5), 1), "float32", "full")
-        times.append(compute.forward(table, who, 4, 1).seconds[0] + compute.backward(table, who, 4, 1).seconds[0])
+        times.append(
+            compute_cost.forward(table, who, 4, 1).seconds[0] + compute_cost.backward(table, who, 4, 1).seconds[0]
+        )
     assert times[1] >= times[0]

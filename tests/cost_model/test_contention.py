@@ -13,12 +13,12 @@ from tutti.config.cluster import ClusterSpec
 from tutti.config.model import ModelSpec
 from tutti.config.plan import PipelinePlan, Plan, ShardingPlan, SyncPlan
 from tutti.config.prediction import Prediction
-from tutti.cost_model import constants, predict
+from tutti.cost_model import cost_constants, predict
+from tutti.cost_model.gradient_sync_cost import fused, summed
 from tutti.cost_model.overlap import Bucket, Exchange, exchange
-from tutti.cost_model.sharding import _hidden
-from tutti.cost_model.step import worked_out
-from tutti.cost_model.sync import fused, summed
-from tutti.cost_model.timeline import Setting, actions_of, line_work, passes_of
+from tutti.cost_model.sharding_cost import _hidden
+from tutti.cost_model.step_time import worked_out
+from tutti.cost_model.step_timeline import Setting, actions_of, line_work, passes_of
 from tutti.errors import PlanError
 
 
@@ -95,7 +95,7 @@ def with_links_of_their_own(model: ModelSpec, cluster: ClusterSpec, plan: Plan) 
         [bucket for bucket, _ in pairs],
         [one.group.all_reduce(bucket.nbytes) for bucket, one in pairs],
     )
-    loss = wires.network.group(*plan.mesh).all_reduce(constants.LOSS_NBYTES)
+    loss = wires.network.group(*plan.mesh).all_reduce(cost_constants.LOSS_NBYTES)
     return alone.exposed_s + float((one.waits.forward_s + one.waits.backward_s).sum()) + loss
 
 

@@ -14,7 +14,7 @@ from cost_model.examples import cluster, gpu, plan
 from cost_model.examples_mesh import meshed
 from harness import run_ranks
 from tutti.config.model import ModelSpec, ModuleSpec, OpCost
-from tutti.cost_model import constants, predict
+from tutti.cost_model import cost_constants, predict
 from tutti.trainer.host_memory import map_large_blocks
 
 
@@ -66,7 +66,7 @@ seen = pytest.mark.skipif(
 )
 def test_an_lstm_holds_ten_times_its_output(units: int, layers: int, samples: int, steps: int) -> None:
     held = run_ranks(peak_of_lstm, 1, units, layers, samples, steps)[0]
-    assert held == pytest.approx(constants.RECURRENT_PASSES, rel=0.15)
+    assert held == pytest.approx(cost_constants.RECURRENT_PASSES, rel=0.15)
 
 
 @seen
@@ -76,9 +76,9 @@ def test_an_lstm_holds_ten_times_its_output(units: int, layers: int, samples: in
 )
 def test_two_passes_over_input_and_output_are_held(inside: int, out: int, samples: int, shape: tuple[int, ...]) -> None:
     held = run_ranks(peak_in_backward, 1, inside, out, samples, shape)[0]
-    assert held <= 1.12 * constants.CONVOLUTION_PASSES
+    assert held <= 1.12 * cost_constants.CONVOLUTION_PASSES
     if torch.backends.cpu.get_cpu_capability() == "AVX512" or inside != 16:
-        assert held == pytest.approx(constants.CONVOLUTION_PASSES, rel=0.12)
+        assert held == pytest.approx(cost_constants.CONVOLUTION_PASSES, rel=0.12)
     else:  # in blocks of 8 channels oneDNN holds less: the prediction is a fifth too high there
         assert held == pytest.approx(1.58, rel=0.05)
 

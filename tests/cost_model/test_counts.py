@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cost_model.examples import plan
-from tutti.cost_model.counts import (
+from tutti.cost_model.rank_placement import (
     RingCounts,
     cut_sizes,
     global_batch_of,

@@ -20,12 +20,12 @@ from cost_model.examples import cluster, cpu, link
 from tutti.config.model import ModelSpec
 from tutti.config.plan import BatchPlan, Plan
 from tutti.cost_model import predict
-from tutti.cost_model.cuts import stages_of
+from tutti.cost_model.stage_cuts import stages_of
 from tutti.parallel.capabilities import with_capabilities
 from tutti.parallel.layout import Layout
 from tutti.parallel.mesh import Mesh
-from tutti.parallel.pipeline.build import cut_stages
-from tutti.parallel.pipeline.place import place
+from tutti.parallel.pipeline.stage_building import cut_stages
+from tutti.parallel.pipeline.stage_placement import place
 from tutti.parallel.preview import _fake_world
 from tutti.profile import describe_model
 

@@ -14,9 +14,9 @@ from tutti.config.cluster import ClusterSpec, NodeSpec
 from tutti.config.model import Loading, ModelSpec
 from tutti.config.plan import Plan
 from tutti.cost_model import predict
-from tutti.cost_model.data import Load
-from tutti.cost_model.step import load_of
-from tutti.cost_model.tracks import timeline
+from tutti.cost_model.loading_time import Load
+from tutti.cost_model.rank_tracks import timeline
+from tutti.cost_model.step_time import load_of
 from tutti.planner.scenarios import with_storage
 
 MEGA = 1e6

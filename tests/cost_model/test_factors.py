@@ -10,8 +10,8 @@ from cost_model.examples import cluster, cpu, link, mlp, plan
 from tutti.config.compression import factors_sent_nbytes, parse_compression, sum_sent_nbytes
 from tutti.config.plan import BatchPlan, Plan, SyncPlan
 from tutti.cost_model import predict
-from tutti.cost_model.factors import by_factors
-from tutti.cost_model.table import model_table
+from tutti.cost_model.gradient_sync_cost import by_factors
+from tutti.cost_model.module_costs import model_table
 from tutti.profile.model_profile import describe_model
 
 FACTORS = SyncPlan(compress=parse_compression("factors"))

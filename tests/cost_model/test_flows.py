@@ -17,11 +17,10 @@ from parallel import stage_subjects
 from tutti.config.model import ForwardedValues, ModelSpec
 from tutti.config.plan import LayoutRule, Plan
 from tutti.cost_model import predict
-from tutti.cost_model.cuts import stages_of
-from tutti.cost_model.division import division
-from tutti.cost_model.layout import recompute_regions
-from tutti.cost_model.memory import Kept, arrived, kept, kept_by_stage
-from tutti.cost_model.table import model_table
+from tutti.cost_model.memory_cost import Kept, arrived, kept, kept_by_stage
+from tutti.cost_model.module_costs import model_table
+from tutti.cost_model.stage_cuts import stages_of
+from tutti.cost_model.work_division import division, recompute_regions
 
 
 class Twice(nn.Module):

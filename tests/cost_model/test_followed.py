@@ -8,8 +8,8 @@ from cost_model.examples import cluster, cpu, link
 from cost_model.examples_mesh import meshed, part
 from tutti.config.model import ModelSpec, ModuleSpec, OpCost
 from tutti.config.plan import PipelinePlan, Plan
-from tutti.cost_model import constants, predict
-from tutti.cost_model.cuts import stages_of
+from tutti.cost_model import cost_constants, predict
+from tutti.cost_model.stage_cuts import stages_of
 
 
 def staged(stages: int) -> Plan:
@@ -45,6 +45,6 @@ def test_following_costs_a_cpu_its_calls_and_the_phases_add_up() -> None:
     machines = cluster(cpu(kernel_overhead_s=1e-6), (link("node", 1e-6, 1e11),), devices_per_node=2)
     known, plain = (predict(chain(kind), machines, plan) for kind in ("Model", "Sequential"))
     more = known.phases["forward"] - plain.phases["forward"]
-    assert more == pytest.approx(8 * 4 * constants.FOLLOWED_UNIT * 1e-6)
+    assert more == pytest.approx(8 * 4 * cost_constants.FOLLOWED_UNIT * 1e-6)
     assert known.step_time_s.value - plain.step_time_s.value == pytest.approx(9 / 8 * more, rel=1e-6)
     assert sum(known.phases.values()) == pytest.approx(known.step_time_s.value)

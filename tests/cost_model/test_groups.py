@@ -12,8 +12,8 @@ from cost_model.examples_mesh import machines, meshed, part
 from tutti.config.model import ModelSpec
 from tutti.config.plan import SyncPlan
 from tutti.cost_model import predict
-from tutti.cost_model.groups import Network, Span, network, span_of
-from tutti.cost_model.placement import place
+from tutti.cost_model.group_links import Network, Span, network, span_of
+from tutti.cost_model.rank_placement import place
 from tutti.errors import PlanError
 
 

@@ -6,22 +6,22 @@ import numpy as np
 import pytest
 
 from cost_model.examples import cluster, gpu
-from tutti.cost_model import compute, constants
-from tutti.cost_model.compute import Work
-from tutti.cost_model.placement import place
-from tutti.cost_model.worker import worker_at
+from tutti.cost_model import compute_cost, cost_constants
+from tutti.cost_model.compute_cost import Work
+from tutti.cost_model.rank_placement import place
+from tutti.cost_model.worker_speed import worker_at
 from tutti.profile.architectures import architecture
 
 
 def forward(samples: int, **device: Any) -> Work:
     model = architecture("gpt", {"layers": 2, "hidden": 1024, "heads": 16, "seq_len": 512, "vocab": 1000})
     worker = worker_at(place(cluster(gpu(**device)), 1)[0], model.dtype, "full")
-    return compute.forward(compute.op_table(model), worker, samples, len(model.modules))
+    return compute_cost.forward(compute_cost.op_table(model), worker, samples, len(model.modules))
 
 
 def test_small_work_takes_as_long_as_its_calls() -> None:
     slow = forward(1, kernel_overhead_s=1.0)
-    calls = slow.seconds / (1.0 * constants.CALL_FACTOR)
+    calls = slow.seconds / (1.0 * cost_constants.CALL_FACTOR)
     assert np.allclose(calls, np.round(calls))
     assert slow.seconds.sum() == pytest.approx(forward(2, kernel_overhead_s=1.0).seconds.sum())
 
@@ -44,7 +44,7 @@ def test_what_limits_adds_up() -> None:
 
 
 def test_what_a_device_says_of_a_kind_of_operator_replaces_what_is_assumed() -> None:
-    usual, slower = forward(64), forward(64, efficiency={"attention": constants.EFFICIENCY["attention"] / 2})
+    usual, slower = forward(64), forward(64, efficiency={"attention": cost_constants.EFFICIENCY["attention"] / 2})
     grown = slower.seconds - usual.seconds
     model = architecture("gpt", {"layers": 2, "hidden": 1024, "heads": 16, "seq_len": 512, "vocab": 1000})
     kinds = [module.kind for module in model.modules]

@@ -16,8 +16,8 @@ from tutti.config.plan import BatchPlan, LayoutRule, PipelinePlan, Plan, Shardin
 from tutti.config.prediction import Prediction
 from tutti.config.vocabulary import Precision
 from tutti.cost_model import predict
-from tutti.cost_model.step import loss_s, overhead_s, slowest_of, wait_s, worked_out
-from tutti.cost_model.timeline import line_work
+from tutti.cost_model.step_time import loss_s, overhead_s, slowest_of, wait_s, worked_out
+from tutti.cost_model.step_timeline import line_work
 from tutti.errors import PlanError
 from tutti.planner.scenarios import with_bandwidth, with_memory, with_speed
 from tutti.profile.architectures import ARCHITECTURES, architecture

@@ -10,9 +10,9 @@ from cost_model.examples import cluster, cpu, gpu, linear, mlp, plan
 from tutti.config.model import ModelSpec, ModuleSpec
 from tutti.config.plan import LayoutRule, Plan, SyncPlan
 from tutti.config.prediction import RankMemory
-from tutti.cost_model import constants, predict
-from tutti.cost_model.layout import recompute_regions
-from tutti.cost_model.memory import activation_nbytes
+from tutti.cost_model import cost_constants, predict
+from tutti.cost_model.memory_cost import activation_nbytes
+from tutti.cost_model.work_division import recompute_regions
 
 
 def memory(model: ModelSpec, intended: Plan) -> RankMemory:
@@ -29,7 +29,7 @@ def test_parts_by_hand() -> None:
     # 48 samples a slice, 24 on each rank: inputs kept, and the gradient of the largest output.
     assert held.activations == 24 * (4 * 100 + 4 * 50 + 4 * 50)
     assert held.communication == parameters  # one bucket holds all gradients
-    assert held.reserve == constants.RESERVE_NBYTES["cpu"]
+    assert held.reserve == cost_constants.RESERVE_NBYTES["cpu"]
     assert held.total == 5 * parameters + 7 + held.activations + held.reserve
 
 

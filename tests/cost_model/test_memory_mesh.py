@@ -10,7 +10,7 @@ from cost_model.examples_mesh import machines, meshed, transformer
 from tutti.config.model import ModelSpec
 from tutti.config.plan import LayoutRule, PipelinePlan, ShardingPlan
 from tutti.config.prediction import RankMemory
-from tutti.cost_model import constants, predict
+from tutti.cost_model import cost_constants, predict
 
 S, H, A = 64, 32, 4
 SH = S * H
@@ -84,7 +84,7 @@ def test_blocks_pass_through_a_rank_of_zero_3() -> None:
         memory(transformer(layers, s=S, h=H, a=A), 4, mesh={"shard": 4}, sharding=ShardingPlan(level=3)).communication
         for layers in (4, 8)
     )
-    assert few == more == pytest.approx(block * (3 + 1 + constants.SUMS_IN_FLIGHT * (1 + 1 / 4)))
+    assert few == more == pytest.approx(block * (3 + 1 + cost_constants.SUMS_IN_FLIGHT * (1 + 1 / 4)))
 
 
 def test_offload_leaves_the_device_what_is_computed_with() -> None:

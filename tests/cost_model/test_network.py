@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tutti.config.cluster import LinkSpec, scale_bandwidth
-from tutti.cost_model import network
-from tutti.cost_model.groups import Group, Span
-from tutti.cost_model.network import Link
+from tutti.cost_model import rank_placement
+from tutti.cost_model.group_links import Group, Span
+from tutti.cost_model.rank_placement import Link
 from tutti.errors import SpecError
 
 ALGORITHMS = [
-    network.ring_all_reduce,
-    network.ring_reduce_scatter,
-    network.tree_all_reduce,
+    rank_placement.ring_all_reduce,
+    rank_placement.ring_reduce_scatter,
+    rank_placement.tree_all_reduce,
 ]
 LINK = Link(latency_s=1e-3, bandwidth_bytes_per_s=1e6)
 Collective = Callable[[Link, float, int], float]
@@ -53,32 +53,36 @@ def test_more_bytes_or_latency_never_faster_more_bandwidth_never_slower(
 def test_ring_time_is_that_of_its_messages(ranks: int) -> None:
     elements = 5040
     chunk = 4 * elements / ranks
-    steps = sum(network.message(LINK, chunk) for _ in range(2 * (ranks - 1)))
-    assert network.ring_all_reduce(LINK, 4 * elements, ranks) == pytest.approx(steps, rel=1e-12)
+    steps = sum(rank_placement.message(LINK, chunk) for _ in range(2 * (ranks - 1)))
+    assert rank_placement.ring_all_reduce(LINK, 4 * elements, ranks) == pytest.approx(steps, rel=1e-12)
 
 
 def test_half_of_the_ring() -> None:
-    assert network.ring_reduce_scatter(LINK, 1000, 4) == pytest.approx(3 * 1e-3 + 0.75 * 1e-3, rel=1e-12)
+    assert rank_placement.ring_reduce_scatter(LINK, 1000, 4) == pytest.approx(3 * 1e-3 + 0.75 * 1e-3, rel=1e-12)
 
 
 def test_the_tree_by_hand() -> None:
-    assert network.tree_all_reduce(LINK, 1000, 9) == pytest.approx(8e-3 + 2e-3, rel=1e-12)
+    assert rank_placement.tree_all_reduce(LINK, 1000, 9) == pytest.approx(8e-3 + 2e-3, rel=1e-12)
 
 
 def test_hierarchical_is_its_parts_and_degenerates_to_either() -> None:
     outer = Link(latency_s=1e-2, bandwidth_bytes_per_s=1e5)
-    whole = network.hierarchical_all_reduce(LINK, outer, 8000, per_node=4, nodes=2)
-    scatter = 2 * network.ring_reduce_scatter(LINK, 8000, 4)
+    whole = rank_placement.hierarchical_all_reduce(LINK, outer, 8000, per_node=4, nodes=2)
+    scatter = 2 * rank_placement.ring_reduce_scatter(LINK, 8000, 4)
     between = 2 * 1e-2 + 2 / 2 * 2000 / (1e5 / 4)
     assert whole == pytest.approx(scatter + between, rel=1e-12)
-    assert network.hierarchical_all_reduce(LINK, outer, 8000, 4, 1) == network.ring_all_reduce(LINK, 8000, 4)
-    assert network.hierarchical_all_reduce(LINK, outer, 8000, 1, 4) == network.ring_all_reduce(outer, 8000, 4)
+    assert rank_placement.hierarchical_all_reduce(LINK, outer, 8000, 4, 1) == rank_placement.ring_all_reduce(
+        LINK, 8000, 4
+    )
+    assert rank_placement.hierarchical_all_reduce(LINK, outer, 8000, 1, 4) == rank_placement.ring_all_reduce(
+        outer, 8000, 4
+    )
 
 
 def test_hierarchical_beats_a_flat_ring_where_latency_between_hosts_counts() -> None:
     outer = Link(latency_s=1e-2, bandwidth_bytes_per_s=1e6)
-    flat = network.ring_all_reduce(outer, 100, 64)
-    assert network.hierarchical_all_reduce(LINK, outer, 100, 8, 8) < flat
+    flat = rank_placement.ring_all_reduce(outer, 100, 64)
+    assert rank_placement.hierarchical_all_reduce(LINK, outer, 100, 8, 8) < flat
     assert math.isfinite(flat)
 
 
@@ -99,7 +103,7 @@ def test_a_link_that_bends(nbytes: float, more: float, factor: float, large: flo
     )
 
     def time(spec: LinkSpec, nbytes: float) -> float:
-        return network.ring_all_reduce(network.link_of(spec), nbytes, 3)
+        return rank_placement.ring_all_reduce(rank_placement.link_of(spec), nbytes, 3)
 
     base = time(spec, nbytes)
     assert time(spec, nbytes * more) >= base * (1 - 1e-12)
@@ -119,7 +123,7 @@ def test_flows_share_both_parts_of_a_link_that_bends() -> None:
         large_nbytes=1000,
         large_bandwidth_bytes_per_s=5e8,
     )
-    one = network.link_of(spec)
+    one = rank_placement.link_of(spec)
     assert one.shared(4).carry(8000, 8000) == pytest.approx(4 * one.carry(8000, 8000), rel=1e-12)
     assert one.carry(8000, 8000) == pytest.approx(1000 / 1e9 + 7000 / 5e8, rel=1e-12)
     with pytest.raises(SpecError, match="one of large_nbytes and large_bandwidth_bytes_per_s"):
@@ -135,10 +139,10 @@ def test_no_exchange_is_quicker_than_the_wire_that_a_large_vector_sees() -> None
         large_nbytes=2**21,
         large_bandwidth_bytes_per_s=1.15e8,
     )
-    link, nbytes = network.link_of(wire), 2.0**27
+    link, nbytes = rank_placement.link_of(wire), 2.0**27
     group = Group(span=Span(ranks=2, hosts=2, per_host=1, meeting=1, leaving=1), network=link)
     least = nbytes / 1.25e8
-    assert network.message(link, nbytes) > least
+    assert rank_placement.message(link, nbytes) > least
     assert group.pass_on(nbytes) > least
     assert group.all_to_all(nbytes) > least / 2
     assert group.all_reduce(nbytes) > least

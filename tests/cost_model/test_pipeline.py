@@ -12,8 +12,8 @@ from tutti.config.model import ModelSpec, ModuleSpec
 from tutti.config.pipeline_schedule import COSTS, Action, build_schedule, needed_before, total_time
 from tutti.config.plan import PipelinePlan, Plan
 from tutti.cost_model import predict
-from tutti.cost_model.cuts import stages_of
-from tutti.cost_model.pipeline import Messages, ends, moments, most_held, order_of, play, shortened
+from tutti.cost_model.pipeline_cost import Messages, ends, moments, most_held, order_of, play, shortened
+from tutti.cost_model.stage_cuts import stages_of
 from tutti.errors import PlanError
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero-bubble", 1)]

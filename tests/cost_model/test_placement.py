@@ -10,8 +10,8 @@ from tutti.config.cluster import ClusterSpec, NodeSpec, slowest_link
 from tutti.config.compression import Compression
 from tutti.config.plan import SyncPlan
 from tutti.config.relaxed import Relaxed
-from tutti.cost_model import constants, predict
-from tutti.cost_model.placement import place, ring_link, ring_tier, seated_link
+from tutti.cost_model import cost_constants, predict
+from tutti.cost_model.rank_placement import place, ring_link, ring_tier, seated_link
 from tutti.errors import PlanError
 
 
@@ -63,7 +63,7 @@ def test_ranks_beyond_cores_take_as_much_longer_as_cores_are_lacking(cores: int,
         return predict(mlp(64), machines, plan(12 * ranks, ranks=ranks, sync=sync)).step_time_s.value
 
     (seat,) = place(cluster(cpu(cores=cores)), ranks)
-    assert seat.slowdown == pytest.approx(ranks / cores * constants.OVERSUBSCRIBED)
+    assert seat.slowdown == pytest.approx(ranks / cores * cost_constants.OVERSUBSCRIBED)
     assert step_s(cores) == pytest.approx(seat.slowdown * step_s(ranks), rel=1e-9)
 
 

@@ -14,10 +14,10 @@ from tutti.config.relaxed import PARAMETERS, REQUIRED
 from tutti.config.sync_words import parse_sync
 from tutti.config.vocabulary import SyncMode
 from tutti.cost_model import predict
-from tutti.cost_model.groups import network
-from tutti.cost_model.placement import place
-from tutti.cost_model.relaxed import EXCHANGES, Coded, Trained, _behind_updates, exchanged_apart, waited_parts
-from tutti.cost_model.tracks import timeline
+from tutti.cost_model.group_links import network
+from tutti.cost_model.rank_placement import place
+from tutti.cost_model.rank_tracks import timeline
+from tutti.cost_model.relaxed_sync_cost import EXCHANGES, Coded, Trained, _behind_updates, exchanged_apart, waited_parts
 from tutti.errors import PlanError
 from tutti.local_sgd import travel
 

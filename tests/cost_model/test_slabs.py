@@ -9,10 +9,10 @@ from cost_model.examples import cluster, cpu, link
 from cost_model.examples_mesh import meshed, part
 from tutti.config.model import ModelSpec
 from tutti.config.plan import Plan
-from tutti.cost_model import constants, predict
-from tutti.cost_model.step import worked_out
-from tutti.cost_model.timeline import passes_of
-from tutti.parallel.spatial import overlapped
+from tutti.cost_model import cost_constants, predict
+from tutti.cost_model.step_time import worked_out
+from tutti.cost_model.step_timeline import passes_of
+from tutti.parallel.spatial import spatial_convolution
 
 KEPT, OUT, PARAMETERS, FLOPS, BATCH = 4e6, 8e6, 1000, 1e9, 8
 FAST, MOVES = 1e10, 1e10
@@ -44,12 +44,12 @@ def test_rows_apart_move_more_and_slabs_are_slower() -> None:
     share = 2 * (halo / KEPT)  # of a rank's half: a halo on one side, padding on the other
     for direction, weights in (("forward", worker.weights.forward_s), ("backward", 2 * worker.weights.backward_s)):
         name = f"{direction}_s"
-        inside, out = constants.APART_PASSES[direction]
+        inside, out = cost_constants.APART_PASSES[direction]
         moved = (inside * KEPT + out * OUT) * BATCH / 2 / worker.bandwidth_bytes_per_s
         again = 2 * PARAMETERS * (weights + (3 / worker.bandwidth_bytes_per_s if direction == "backward" else 0.0))
-        calls = constants.APART_CALLS[direction] * worker.call_s
+        calls = cost_constants.APART_CALLS[direction] * worker.call_s
         before = float(getattr(whole, name)[0])
-        slower = before * share * (1 / constants.SLAB_EFFICIENCY[direction] - 1)
+        slower = before * share * (1 / cost_constants.SLAB_EFFICIENCY[direction] - 1)
         assert float(getattr(apart, name)[0]) - before == pytest.approx(moved + again + calls + slower)
     assert apart.limits.sum() == pytest.approx(float((apart.forward_s + apart.backward_s).sum()))
 
@@ -64,13 +64,13 @@ def test_without_halos_or_a_cut_nothing_is_apart() -> None:
 
 def test_where_less_of_a_part_needs_no_halo_all_of_it_waits() -> None:
     """The runtime's rule: nothing is apart then, and no halo is hidden."""
-    assert constants.LEAST_INTERIOR == overlapped.LEAST_INTERIOR
+    assert cost_constants.LEAST_INTERIOR == spatial_convolution.LEAST_INTERIOR
     plan = meshed(BATCH, 1, {"space": 2})
     whole, _ = passes(plan, model(0.0))
     (apart, _), (waiting, worker) = (passes(plan, model(share * KEPT)) for share in (0.125, 0.13))
     for direction in ("forward", "backward"):
         name = f"{direction}_s"
-        inside, calls = constants.HALO_PASSES[direction], constants.HALO_CALLS[direction]
+        inside, calls = cost_constants.HALO_PASSES[direction], cost_constants.HALO_CALLS[direction]
         more = inside * KEPT * BATCH / 2 / worker.bandwidth_bytes_per_s + calls * worker.call_s
         before = float(getattr(whole, name)[0])
         assert float(getattr(waiting, name)[0]) - before == pytest.approx(more)

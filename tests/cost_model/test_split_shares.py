@@ -15,8 +15,8 @@ from tutti.config.cluster import ClusterSpec, NodeSpec
 from tutti.config.model import ModelSpec
 from tutti.config.plan import Plan, ShardingPlan
 from tutti.cost_model import predict
-from tutti.cost_model.division import division, mean_division, parts
-from tutti.cost_model.tracks import timeline
+from tutti.cost_model.rank_tracks import timeline
+from tutti.cost_model.work_division import division, mean_division, parts
 from tutti.errors import PlanError
 from tutti.parallel.capabilities import with_capabilities
 from tutti.parallel.tensor import describe_split

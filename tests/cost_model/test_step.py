@@ -14,7 +14,7 @@ from tutti.config.model import ModelSpec
 from tutti.config.plan import BatchPlan, Plan, ShardingPlan, SyncPlan
 from tutti.config.prediction import Prediction
 from tutti.cost_model import predict
-from tutti.cost_model.words import disturbed
+from tutti.cost_model.cost_notes import disturbed
 from tutti.errors import PlanError
 
 ONE_LAYER = ModelSpec(name="one", modules=(linear("a", 1000, 1000),), optimizer="Adam")

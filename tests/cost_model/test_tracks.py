@@ -12,7 +12,7 @@ from tutti.config.cluster import ClusterSpec
 from tutti.config.plan import PipelinePlan, Plan
 from tutti.config.prediction import Timeline, Track
 from tutti.cost_model import predict
-from tutti.cost_model.tracks import ranks_in_words, timeline
+from tutti.cost_model.rank_tracks import ranks_in_words, timeline
 
 PLANS = {
     "one device": meshed(64, 1, {"replicate": 1}),

@@ -12,13 +12,11 @@ from cost_model.examples import cluster, cpu
 from cost_model.examples_mesh import meshed, transformer
 from cost_model.test_pipeline import SCHEDULES, equal, pipe, sent, silent
 from tutti.config.cluster import ClusterSpec
-from tutti.cost_model import constants, predict
-from tutti.cost_model.actions import Actions
-from tutti.cost_model.pipeline import moments, order_of
-from tutti.cost_model.tracks import timeline
-from tutti.cost_model.turns import Crowd
+from tutti.cost_model import cost_constants, predict
+from tutti.cost_model.pipeline_cost import Actions, Crowd, moments, order_of
+from tutti.cost_model.rank_tracks import timeline
 
-SLOWED = 2 * constants.OVERSUBSCRIBED
+SLOWED = 2 * cost_constants.OVERSUBSCRIBED
 """Two ranks on each core."""
 
 
@@ -63,11 +61,14 @@ def test_time_lies_between_that_of_a_core_each_and_of_cores_that_are_always_shar
 
 def test_two_stages_on_one_core_overlap_as_much_as_they_compute_together() -> None:
     """One microbatch: never. Two: forward 0 of stage 1 beside forward 1 of stage 0, and so back."""
-    for count, expected in ((1, 6.0), (2, 6.0 + 2 * constants.OVERSUBSCRIBED + 2 * 2 * constants.OVERSUBSCRIBED)):
+    for count, expected in (
+        (1, 6.0),
+        (2, 6.0 + 2 * cost_constants.OVERSUBSCRIBED + 2 * 2 * cost_constants.OVERSUBSCRIBED),
+    ):
         whole = actions(SLOWED * equal(2, count), silent(1, count), crowd([0, 0]))
         free, stretch = whole.ends(pipe("gpipe", 2, count))
         assert max(free) == pytest.approx(expected)
-        share = 1.0 / SLOWED if count == 1 else (1 + 2 * constants.OVERSUBSCRIBED) / 2 / SLOWED
+        share = 1.0 / SLOWED if count == 1 else (1 + 2 * cost_constants.OVERSUBSCRIBED) / 2 / SLOWED
         assert stretch == pytest.approx([share, share])
 
 

@@ -13,8 +13,8 @@ import pytest
 
 from lab.hosts import lab_or_skip, needs_labs
 from tutti.errors import LabError
-from tutti.lab import Lab, build
-from tutti.lab.record import LabRecord, Owner, locked, new_record, records, this_process, write
+from tutti.lab import Lab, lab_network
+from tutti.lab.lab_record import LabRecord, Owner, locked, new_record, records, this_process, write
 
 TUTTI = (sys.executable, "-m", "tutti.cli.main", "lab")
 OWNER = """
@@ -35,9 +35,9 @@ def lab() -> Iterator[Lab]:
 
 def remains(lab_id: str) -> list[str]:
     """Namespaces, processes and files of a lab."""
-    names = [name for name in build.namespaces() if lab_id in name]
+    names = [name for name in lab_network.namespaces() if lab_id in name]
     files = [str(path) for path in Path("/run/tutti-lab").glob(f"{lab_id}*")]
-    return [*names, *(str(pid) for name in names for pid in build.pids(name)), *files]
+    return [*names, *(str(pid) for name in names for pid in lab_network.pids(name)), *files]
 
 
 def tutti_lab(*words: str) -> subprocess.CompletedProcess[str]:
@@ -74,7 +74,7 @@ def test_the_machine_itself_has_no_part_in_the_labs_network(lab: Lab) -> None:
 
 
 def test_a_failure_on_one_host_ends_the_others(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tutti.lab.run.SETTLE_S", 0.2)
+    monkeypatch.setattr("tutti.lab.lab_run.SETTLE_S", 0.2)
     done = lab.run(lambda host: ("sh", "-c", "exit 3") if host else ("sleep", "600"))
     assert [one.code for one in done] == [-signal.SIGTERM, 3]
 
@@ -82,7 +82,7 @@ def test_a_failure_on_one_host_ends_the_others(lab: Lab, monkeypatch: pytest.Mon
 def test_what_takes_too_long_is_ended_with_its_descendants(lab: Lab) -> None:
     with pytest.raises(subprocess.TimeoutExpired):
         lab.run(("sh", "-c", "setsid sleep 600 & setsid sleep 600 & wait"), timeout_s=0.5)
-    assert not any(build.pids(name) for name in lab.record.namespaces)
+    assert not any(lab_network.pids(name) for name in lab.record.namespaces)
 
 
 def test_labs_side_by_side_do_not_see_each_other(lab: Lab) -> None:
@@ -137,7 +137,7 @@ def test_a_lab_half_made_is_removed_and_what_others_made_is_not() -> None:
     for name in (half.switch, foreign):
         subprocess.run(["ip", "netns", "add", name], check=True)
     try:
-        assert half in build.remove_stale()
+        assert half in lab_network.remove_stale()
         assert remains(half.id) == [foreign]
     finally:
         subprocess.run(["ip", "netns", "delete", foreign], check=True)
@@ -151,9 +151,9 @@ def test_no_name_takes_down_or_enters_a_lab_that_is_someones_block(lab: Lab) -> 
     assert lab.record in records()
     assert len(lab.run(("true",))) == 2
     with pytest.raises(LabError, match="names no lab"):
-        build.make((None,), ranks_per_host=1, name="", standing=True)
+        lab_network.make((None,), ranks_per_host=1, name="", standing=True)
     with pytest.raises(LabError, match="names no lab"):
-        build.make((None,), ranks_per_host=1, name="../evil", standing=False)
+        lab_network.make((None,), ranks_per_host=1, name="../evil", standing=False)
 
 
 def test_a_number_that_was_given_again_is_another_process() -> None:
@@ -196,7 +196,7 @@ def test_an_interrupted_command_ends_what_it_started() -> None:
             process.send_signal(signal.SIGTERM)
             assert process.wait(20) == 128 + signal.SIGTERM
         record = next(record for record in records() if record.name == name)
-        assert not any(build.pids(namespace) for namespace in record.namespaces)
+        assert not any(lab_network.pids(namespace) for namespace in record.namespaces)
     finally:
         tutti_lab("down", "--name", name)
 
@@ -215,30 +215,28 @@ def test_a_killed_command_leaves_nothing_running() -> None:
             process.kill()
         record = next(record for record in records() if record.name == name)
         end = time.monotonic() + 20
-        while any(build.pids(namespace) for namespace in record.namespaces) and time.monotonic() < end:
+        while any(lab_network.pids(namespace) for namespace in record.namespaces) and time.monotonic() < end:
             time.sleep(0.05)
-        assert not any(build.pids(namespace) for namespace in record.namespaces)
+        assert not any(lab_network.pids(namespace) for namespace in record.namespaces)
     finally:
         tutti_lab("down", "--name", name)
 
 
 def test_without_root_or_tools_one_sentence_says_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tutti.lab.build.sys.platform", "linux")
-    monkeypatch.setattr("tutti.lab.build.shutil.which", lambda tool: None if tool == "tc" else tool)
+    monkeypatch.setattr("tutti.lab.lab_network.sys.platform", "linux")
+    monkeypatch.setattr("tutti.lab.lab_network.shutil.which", lambda tool: None if tool == "tc" else tool)
     with pytest.raises(LabError, match=r"needs tc, .* apt install iproute2"):
-        build.check_possible()
-    monkeypatch.setattr("tutti.lab.build.shutil.which", lambda tool: tool)
-    monkeypatch.setattr("tutti.lab.build.os.geteuid", lambda: 1000)
+        lab_network.check_possible()
+    monkeypatch.setattr("tutti.lab.lab_network.shutil.which", lambda tool: tool)
+    monkeypatch.setattr("tutti.lab.lab_network.os.geteuid", lambda: 1000)
     with pytest.raises(LabError, match="needs root") as caught:
-        build.check_possible()
+        lab_network.check_possible()
     assert caught.value.exit_code == 2
 
 
 def test_who_waits_for_a_stopped_process_is_told_which() -> None:
     needs_labs()
-    holds = (
-        "import time; from tutti.lab.record import locked\nwith locked(): print('holds', flush=True); time.sleep(60)"
-    )
+    holds = "import time; from tutti.lab.lab_record import locked\nwith locked(): print('holds', flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", holds], stdout=subprocess.PIPE, text=True) as other:
         try:
             assert other.stdout is not None

@@ -5,10 +5,9 @@ import ipaddress
 import pytest
 
 from tutti.errors import LabError
-from tutti.lab.build import free_subnet
-from tutti.lab.rates import burst_nbytes, parse_rate, rate_words, rates_of
-from tutti.lab.record import check_name
-from tutti.lab.run import cores_of
+from tutti.lab.lab_network import burst_nbytes, free_subnet, parse_rate, rate_words, rates_of
+from tutti.lab.lab_record import check_name
+from tutti.lab.lab_run import cores_of
 
 
 @pytest.mark.parametrize(

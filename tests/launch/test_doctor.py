@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from launch_rig import SCRIPTS, TUTTI, running
 
-from tutti.launch import checks
+from tutti.launch import doctor_checks
 
 TRAIN = str(SCRIPTS / "train.py")
 
@@ -37,38 +37,38 @@ def test_problems_come_with_their_fix_and_exit_code_1(tmp_path: Path) -> None:
 
 
 def test_a_full_or_absent_shared_memory_is_found(tmp_path: Path) -> None:
-    finding = checks.shared_memory(tmp_path / "absent")
+    finding = doctor_checks.shared_memory(tmp_path / "absent")
     assert not finding.ok
     assert "mount" in finding.fix
 
 
 def test_a_folder_that_cannot_be_written_is_found(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert not checks.run_folder(Path("/proc/here")).ok
-    assert checks.run_folder(tmp_path / "deep" / "er").ok
+    assert not doctor_checks.run_folder(Path("/proc/here")).ok
+    assert doctor_checks.run_folder(tmp_path / "deep" / "er").ok
 
 
 def test_more_ranks_than_memory_are_found() -> None:
-    finding = checks.memory(10**6)
+    finding = doctor_checks.memory(10**6)
     assert not finding.ok
     assert "start at most" in finding.fix
 
 
 def test_an_old_or_absent_torch_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks.metadata, "version", lambda name: "2.5.1+cpu")
-    assert not checks.torch().ok
-    monkeypatch.setattr(checks.metadata, "version", lambda name: "2.13.0+cpu")
-    assert checks.torch().ok
+    monkeypatch.setattr(doctor_checks.metadata, "version", lambda name: "2.5.1+cpu")
+    assert not doctor_checks.torch().ok
+    monkeypatch.setattr(doctor_checks.metadata, "version", lambda name: "2.13.0+cpu")
+    assert doctor_checks.torch().ok
 
 
 @pytest.mark.parametrize(("source", "ok"), [("import tutti\n", True), ("import torch\n", False), ("x = (\n", False)])
 def test_a_script_is_read_and_not_run(tmp_path: Path, source: str, ok: bool) -> None:
     path = tmp_path / "script.py"
     path.write_text(source + "raise SystemExit('it was run')\n" if ok else source)
-    assert checks.script(path).ok is ok
+    assert doctor_checks.script(path).ok is ok
 
 
 def test_an_address_without_a_host_is_found() -> None:
-    finding = checks.rendezvous("no-such-host.invalid:29500")
+    finding = doctor_checks.rendezvous("no-such-host.invalid:29500")
     assert not finding.ok
     assert "no-such-host.invalid is not known" in finding.found

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from tutti.errors import CheckpointError, DataError
-from tutti.launch.base import ErrorKind, LaunchSpec, RankError
-from tutti.launch.failure import killed, primary, sentence
+from tutti.launch.launcher import ErrorKind, LaunchSpec, RankError
 from tutti.launch.rank_main import failure_of, is_peer_error
+from tutti.launch.supervisor import killed, primary, sentence
 
 
 def spec(*ranks_per_node: int) -> LaunchSpec:

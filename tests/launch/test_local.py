@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from tutti.errors import LaunchError
-from tutti.launch import environment, host
-from tutti.launch.base import LaunchSpec
-from tutti.launch.local import LocalLauncher
-from tutti.launch.script import run_folder
+from tutti.launch import launch_environment
+from tutti.launch.launcher import LaunchSpec
+from tutti.launch.local_launcher import LocalLauncher
+from tutti.launch.script_path import run_folder
 
 DEAF = """
 import pathlib, signal, time
@@ -52,7 +52,9 @@ def test_a_spec_that_cannot_be_started_is_refused(changed: dict[str, object], wo
 
 def test_what_ranks_find_in_their_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    one = environment.of_node(LaunchSpec(target="t", folder=Path("/r"), ranks_per_node=(2,), threads=3), tmp_path)
+    one = launch_environment.of_node(
+        LaunchSpec(target="t", folder=Path("/r"), ranks_per_node=(2,), threads=3), tmp_path
+    )
     assert one["TUTTI_RENDEZVOUS"] == f"file://{tmp_path}/store", "one node needs no port"
     assert (one["WORLD_SIZE"], one["LOCAL_WORLD_SIZE"], one["OMP_NUM_THREADS"]) == ("2", "2", "3")
     assert one["GLOO_SOCKET_IFNAME"] == "lo"
@@ -61,7 +63,7 @@ def test_what_ranks_find_in_their_environment(monkeypatch: pytest.MonkeyPatch, t
         environment={"TUTTI_PLAN": "/p.json"},
     )  # fmt: skip
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine0")
-    two = environment.of_node(spec, tmp_path)
+    two = launch_environment.of_node(spec, tmp_path)
     assert two["TUTTI_RENDEZVOUS"] == "tcp://127.0.0.1:29500"
     assert (two["WORLD_SIZE"], two["LOCAL_WORLD_SIZE"], two["NODE_RANK"]) == ("3", "1", "1")
     assert two["TUTTI_PLAN"] == "/p.json"
@@ -69,18 +71,18 @@ def test_what_ranks_find_in_their_environment(monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_threads_are_shared_out_unless_stated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "granted_cores", lambda: 8)
+    monkeypatch.setattr(launch_environment, "granted_cores", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert [host.threads_per_rank(ranks) for ranks in (1, 3, 8, 9)] == [8, 2, 1, 1]
+    assert [launch_environment.threads_per_rank(ranks) for ranks in (1, 3, 8, 9)] == [8, 2, 1, 1]
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert host.threads_per_rank(8) == 5
+    assert launch_environment.threads_per_rank(8) == 5
 
 
 @pytest.mark.parametrize(("text", "cores"), [("max 100000\n", None), ("250000 100000\n", 2.5), ("", None)])
 def test_the_control_group_bounds_the_cores(tmp_path: Path, text: str, cores: float | None) -> None:
     (tmp_path / "cpu.max").write_text(text)
-    assert host._cgroup_quota(tmp_path / "cpu.max") == cores
-    assert host._cgroup_quota(tmp_path / "absent") is None
+    assert launch_environment._cgroup_quota(tmp_path / "cpu.max") == cores
+    assert launch_environment._cgroup_quota(tmp_path / "absent") is None
 
 
 def test_a_resumed_run_goes_on_in_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tutti.launch.tail import LineTail, RowTail, Tail
+from tutti.launch.rank_watch import LineTail, RowTail, Tail
 
 
 @given(st.text(), st.lists(st.integers(1, 7)))

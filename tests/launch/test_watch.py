@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tutti.launch.base import LaunchSpec
-from tutti.launch.watch import LiveWatcher, Meter, PlainWatcher, watcher_for
+from tutti.launch.launcher import LaunchSpec
+from tutti.launch.rank_watch import LiveWatcher, Meter, PlainWatcher, watcher_for
 
 
 def step(number: int, **changed: object) -> dict[str, object]:

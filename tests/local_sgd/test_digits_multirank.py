@@ -10,8 +10,8 @@ import torch
 from harness import preload, run_ranks
 from trainer.digits import BATCH, Reached, momentum_sgd, reach
 from tutti.config.plan import BatchPlan, Plan
-from tutti.planner.choice import Request
-from tutti.planner.ways import WAYS, Way, samples_of
+from tutti.planner.plan_request import Request
+from tutti.planner.relaxed_strategies import WAYS, Way, samples_of
 
 preload("sklearn.datasets")
 

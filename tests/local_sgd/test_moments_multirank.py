@@ -12,7 +12,7 @@ from tutti.local_sgd.moments import MOST, Moments, check_moments
 from tutti.local_sgd.vectors import Replicas
 from tutti.parallel.layout import Layout
 from tutti.parallel.mesh import Mesh
-from tutti.planner.ways import CORRECTABLE
+from tutti.planner.relaxed_strategies import CORRECTABLE
 
 SIGNALS = (1.0, 0.3, 0.0)
 """Of one tensor each: what all replicas' gradients have in common, beside noise of 1."""

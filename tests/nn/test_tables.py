@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tutti.errors import ScriptError
-from tutti.nn.tables import EmbeddingTables, bags_of
+from tutti.nn.embedding_tables import EmbeddingTables, bags_of
 
 ROWS = torch.tensor([[[0, 1, 1], [2, 0, 3]], [[4, 4, 0], [1, 1, 1]]])
 

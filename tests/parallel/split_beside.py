@@ -12,7 +12,7 @@ from tutti.config.plan import BatchPlan, Plan
 from tutti.parallel.layout import Layout, gather_whole, local_tensors
 from tutti.parallel.mesh import Mesh
 from tutti.parallel.tensor import split_model
-from tutti.parallel.tensor.decide import decide
+from tutti.parallel.tensor.tensor_plan import decide
 
 
 def run_cases(

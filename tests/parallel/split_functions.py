@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from against_one import close
 from tutti.comm.world import join_world
 from tutti.parallel.mesh import Mesh
-from tutti.parallel.tensor.exchange import SplitGroup, take
-from tutti.parallel.tensor.parted import Parted, Place, parted, whole
-from tutti.parallel.tensor.spread import Spread, even, shared_heads
+from tutti.parallel.tensor.partition_ranges import Spread, even, shared_heads
+from tutti.parallel.tensor.tensor_activation import Parted, Place, parted, whole
+from tutti.parallel.tensor.tensor_collectives import SplitGroup, take
 
 Function = Callable[..., Any]
 LABELS = torch.tensor([[0, 3, -100, 5, 6], [6, 1, 2, -100, 0], [4, 4, 4, 0, 1], [2, 5, 6, 3, 3]])

@@ -13,9 +13,9 @@ from tutti.errors import ScriptError
 from tutti.parallel.layout import Layout
 from tutti.parallel.mesh import Mesh
 from tutti.parallel.tensor import split_model
-from tutti.parallel.tensor.exchange import SplitGroup
-from tutti.parallel.tensor.parted import Place, parted, whole
-from tutti.parallel.tensor.spread import even
+from tutti.parallel.tensor.partition_ranges import even
+from tutti.parallel.tensor.tensor_activation import Place, parted, whole
+from tutti.parallel.tensor.tensor_collectives import SplitGroup
 
 
 def draw() -> dict[str, Any]:

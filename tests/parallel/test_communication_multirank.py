@@ -13,7 +13,7 @@ from against_one import Subject, Trained
 from parallel.test_expert import top2
 from trainer.several import Case, on_ranks
 from tutti.config.plan import LayoutRule, PipelinePlan
-from tutti.parallel.spatial.foresee import halo_nbytes_of
+from tutti.parallel.spatial.apply_spatial_parallel import halo_nbytes_of
 from tutti.trainer.metrics import read_rows
 
 STEPS, BATCH, SIZE = 3, 4, 12

@@ -11,10 +11,10 @@ from torch.nn import functional as F
 from harness import run_ranks
 from tutti.comm.world import join_world
 from tutti.errors import ScriptError
-from tutti.parallel.context import tiles
-from tutti.parallel.context.attention import Attention
-from tutti.parallel.context.order import Order
-from tutti.parallel.context.ring import Ring
+from tutti.parallel.context import ring_attention
+from tutti.parallel.context.context_attention import Attention
+from tutti.parallel.context.ring_attention import Ring
+from tutti.parallel.context.sequence_order import Order
 
 BATCH, WIDTH = 2, 4
 
@@ -69,7 +69,7 @@ def compare(kind: str, length: int, tile: tuple[int, int] | None) -> dict[str, f
     """Largest difference of each case's output and gradients from the dense reference, on this rank."""
     torch.set_default_dtype(torch.float64)
     if tile:
-        tiles.TILE_COLUMNS, tiles.TILE_ELEMENTS = tile
+        ring_attention.TILE_COLUMNS, ring_attention.TILE_ELEMENTS = tile
     attention = attention_of(kind, length)
     order, gaps = attention.order, {}
     for name, case in cases(length, kind).items():

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tutti.parallel.context import fused, tiles
-from tutti.parallel.context.tiles import Block, Queries
+from tutti.parallel.context import ring_attention
+from tutti.parallel.context.ring_attention import Block, Queries
 
 SHAPES = {
     "one head": (1, 1, 1, 5, 5, 4),
@@ -37,16 +37,16 @@ def test_values_and_gradients_are_those_of_tiles(
     q, k, v, grad = made(SHAPES[name], dtype, strided)
     causal = q.shape[-2] == k.shape[-2]
     blocks = [(Block(scale=0.4, causal=causal), k, v), (Block(scale=0.4), 0.5 * v, k)]
-    assert all(fused.fits(block, q, keys, values) for block, keys, values in blocks)
+    assert all(ring_attention.fits(block, q, keys, values) for block, keys, values in blocks)
     seen, gradients = [], []
-    for way in (tiles, fused):
-        out, lse = tiles.empty_state(q, v.shape[-1])
+    for way in (ring_attention, ring_attention):
+        out, lse = ring_attention.empty_state(q, v.shape[-1])
         for block, keys, values in blocks:
             way.attend(block, q, keys, values, out, lse)
         seen.append((out, lse))
     out, lse = seen[0]
     delta = (grad.to(lse.dtype) * out).sum(-1)
-    for way in (tiles, fused):
+    for way in (ring_attention, ring_attention):
         sums = [torch.zeros_like(one, dtype=lse.dtype) for one in (q, k, v)]
         queries = Queries(q=q, out=out.to(dtype), lse=lse, grad_out=grad, delta=delta, grad_q=sums[0])
         for block, keys, values in blocks:
@@ -58,9 +58,9 @@ def test_values_and_gradients_are_those_of_tiles(
 
 def test_what_the_kernel_cannot_compute_goes_by_tiles() -> None:
     q, k, v, _ = made((1, 2, 1, 4, 6, 8), torch.float32, strided=False)
-    assert fused.fits(Block(scale=1.0), q, k, v)
-    assert not fused.fits(Block(scale=1.0, causal=True), q, k, v)
-    assert not fused.fits(Block(scale=1.0, mask=torch.ones(4, 6, dtype=torch.bool)), q, k, v)
-    assert not fused.fits(Block(scale=1.0, dropout=0.1), q, k, v)
-    assert not fused.fits(Block(scale=1.0), q, k, v[..., :4])
-    assert not fused.fits(Block(scale=1.0), q[..., :0, :], k, v)
+    assert ring_attention.fits(Block(scale=1.0), q, k, v)
+    assert not ring_attention.fits(Block(scale=1.0, causal=True), q, k, v)
+    assert not ring_attention.fits(Block(scale=1.0, mask=torch.ones(4, 6, dtype=torch.bool)), q, k, v)
+    assert not ring_attention.fits(Block(scale=1.0, dropout=0.1), q, k, v)
+    assert not ring_attention.fits(Block(scale=1.0), q, k, v[..., :4])
+    assert not ring_attention.fits(Block(scale=1.0), q[..., :0, :], k, v)

@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 
 from tutti.errors import PlanError
 from tutti.optim.large_batch import LAMB, LARS, NovoGrad, nvlamb
-from tutti.parallel.sharding.blocks import blocks_of
-from tutti.parallel.sharding.elementwise import check_takes_parts, is_by_norms, is_elementwise
-from tutti.parallel.sharding.pieces import Pieces, even_bounds
+from tutti.parallel.sharding.optimizer_state_sharding import check_takes_parts, is_by_norms, is_elementwise
+from tutti.parallel.sharding.parameter_sharding import blocks_of
+from tutti.parallel.sharding.sharded_unit import Pieces, even_bounds
 
 SHAPES = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3).map(torch.Size), min_size=1, max_size=4)
 

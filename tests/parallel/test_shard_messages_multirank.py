@@ -12,7 +12,7 @@ def exchanged(first: str) -> tuple[list[float], list[float]]:
 
     from tutti.comm.traffic import CommChannel, Traffic
     from tutti.comm.world import join_world
-    from tutti.parallel.sharding.exchange import Party, addends, gather, scatter_sum
+    from tutti.parallel.sharding.shard_collectives import Party, addends, gather, scatter_sum
 
     world = join_world()
     size = world.world_size

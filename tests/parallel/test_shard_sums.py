@@ -8,8 +8,8 @@ import pytest
 from tutti.comm.hierarchical import HierarchicalCommunicator
 from tutti.comm.shared_memory import SharedMemoryCommunicator
 from tutti.comm.traffic import untracked_channel
-from tutti.parallel.sharding.exchange import Exchange, Party
-from tutti.parallel.sharding.sums import Sums, _Flight
+from tutti.parallel.sharding.shard_collectives import Exchange, Party
+from tutti.parallel.sharding.sharded_gradients import Sums, _Flight
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 
-from tutti.parallel.sharding.wholes import LEAST_NBYTES, Memory, Pages, Resized, huge_pages, memory_of
+from tutti.parallel.sharding.gather_buffers import LEAST_NBYTES, Memory, Pages, Resized, huge_pages, memory_of
 
 CPU = torch.device("cpu")
 NUMEL = 3 * LEAST_NBYTES + 123
@@ -52,7 +52,7 @@ def test_nothing_is_resident_in_between() -> None:
 
 def test_what_has_gone_ends_who_reads_it() -> None:
     script = (
-        "import torch\nfrom tutti.parallel.sharding.wholes import Pages\nmemory = Pages(2**23, torch.float32)\n"
+        "import torch\nfrom tutti.parallel.sharding.gather_buffers import Pages\nmemory = Pages(2**23, torch.float32)\n"
         "memory.have()\nmemory.tensor.fill_(1)\nprint('there', flush=True)\nmemory.free()\nprint(memory.tensor.sum())\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
@@ -67,7 +67,7 @@ def test_large_ones_have_pages_of_their_own() -> None:
 
 def test_without_huge_pages_the_heap_has_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     setting = tmp_path / "enabled"
-    monkeypatch.setattr("tutti.parallel.sharding.wholes._HUGE_PAGES", setting)
+    monkeypatch.setattr("tutti.parallel.sharding.gather_buffers._HUGE_PAGES", setting)
     assert isinstance(memory_of(LEAST_NBYTES, torch.float32, CPU), Resized)
     setting.write_text("always madvise [never]\n")
     assert isinstance(memory_of(LEAST_NBYTES, torch.float32, CPU), Resized)

@@ -14,9 +14,9 @@ from tutti.comm.world import join_world
 from tutti.errors import PlanError
 from tutti.parallel.mesh import Mesh
 from tutti.parallel.spatial import whole
-from tutti.parallel.spatial.apply import HANDLING, open_space
-from tutti.parallel.spatial.exchange import Space
-from tutti.parallel.spatial.tensor import cut_whole
+from tutti.parallel.spatial.apply_spatial_parallel import HANDLING, open_space
+from tutti.parallel.spatial.halo_exchange import Space
+from tutti.parallel.spatial.spatial_tensor import cut_whole
 
 SHAPES = {1: (2, 4, 13), 2: (2, 4, 14, 11), 3: (2, 4, 13, 12, 9)}
 

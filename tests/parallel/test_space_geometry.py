@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from harness import run_ranks
 from tutti.comm.world import join_world
 from tutti.parallel.mesh import Mesh
-from tutti.parallel.spatial.apply import open_space
-from tutti.parallel.spatial.exchange import Route, Space
-from tutti.parallel.spatial.geometry import (
+from tutti.parallel.spatial.apply_spatial_parallel import open_space
+from tutti.parallel.spatial.halo_exchange import Route, Space
+from tutti.parallel.spatial.halo_geometry import (
     Fetch,
     Spread,
     Window,
@@ -28,8 +28,8 @@ from tutti.parallel.spatial.geometry import (
     receives,
     sends,
 )
-from tutti.parallel.spatial.overlapped import take_apart
-from tutti.parallel.spatial.tensor import cut_whole
+from tutti.parallel.spatial.spatial_convolution import take_apart
+from tutti.parallel.spatial.spatial_tensor import cut_whole
 
 small = st.integers(0, 4)
 windows = st.builds(

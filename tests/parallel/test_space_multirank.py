@@ -28,8 +28,7 @@ from tutti.errors import PlanError
 from tutti.parallel.data.batchnorm import BatchScope
 from tutti.parallel.layout import Layout
 from tutti.parallel.mesh import Mesh
-from tutti.parallel.spatial.apply import cut_space
-from tutti.parallel.spatial.foresee import halo_nbytes_of
+from tutti.parallel.spatial.apply_spatial_parallel import cut_space, halo_nbytes_of
 
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "2-D CNN in 2": (plain2d, {"mesh": {"space": 2}}),

@@ -12,7 +12,7 @@ from torch import nn
 from tutti.config.plan import LayoutRule
 from tutti.errors import PlanError
 from tutti.parallel.tensor import describe_split
-from tutti.parallel.tensor.decide import decide
+from tutti.parallel.tensor.tensor_plan import decide
 
 
 def roles(model: nn.Module, *layout: LayoutRule, degree: int = 2) -> dict[str, str]:

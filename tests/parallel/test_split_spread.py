@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tutti.parallel.tensor.spread import Spread, even, shared_heads, viewed
+from tutti.parallel.tensor.partition_ranges import Spread, even, shared_heads, viewed
 
 
 def positions(spread: Spread, rank: int) -> list[int]:

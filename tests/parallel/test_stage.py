@@ -17,13 +17,10 @@ from torch.nn import functional as F
 from parallel import stage_subjects as subjects
 from tutti.config.pipeline_schedule import Action, build_schedule, cut_balanced, max_activations, simulate, total_time
 from tutti.errors import PlanError
-from tutti.parallel.pipeline.cut import calls_of, named_starts
-from tutti.parallel.pipeline.halves import input_gradients
-from tutti.parallel.pipeline.place import place
-from tutti.parallel.pipeline.standin import StandIns
-from tutti.parallel.pipeline.trace import Tracer
-from tutti.parallel.pipeline.units import choose_units, open_for_cuts
-from tutti.parallel.pipeline.work import StageWork
+from tutti.parallel.pipeline.placeholders import StandIns
+from tutti.parallel.pipeline.stage_placement import calls_of, choose_units, named_starts, open_for_cuts, place
+from tutti.parallel.pipeline.stage_tracing import Tracer
+from tutti.parallel.pipeline.stage_work import StageWork, input_gradients
 
 CPU = torch.device("cpu")
 SHAPES = [(name, ranks, 1) for name in ("gpipe", "1f1b", "zero-bubble") for ranks in (2, 3, 4, 5)]

@@ -14,13 +14,11 @@ from parallel.test_stage import CPU, traced
 from tutti.config.plan import PipelinePlan, SyncPlan
 from tutti.errors import PlanError
 from tutti.parallel.data.buckets import Bucket
-from tutti.parallel.pipeline.build import Stages
-from tutti.parallel.pipeline.cut import calls_of
-from tutti.parallel.pipeline.forwards import Forwards
-from tutti.parallel.pipeline.place import Holders
-from tutti.parallel.pipeline.standin import is_unknown
-from tutti.parallel.pipeline.trace import Ending
-from tutti.parallel.pipeline.work import StageWork
+from tutti.parallel.pipeline.placeholders import is_unknown
+from tutti.parallel.pipeline.stage_building import Forwards, Stages
+from tutti.parallel.pipeline.stage_placement import Holders, calls_of
+from tutti.parallel.pipeline.stage_tracing import Ending
+from tutti.parallel.pipeline.stage_work import StageWork
 
 
 class Counting(nn.Linear):

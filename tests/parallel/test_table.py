@@ -17,9 +17,8 @@ from against_one import Subject, Trained, assert_agree
 from harness import run_ranks
 from trainer.several import Case, on_ranks, once, refusals
 from tutti.config.plan import LayoutRule
-from tutti.nn.tables import Bags, EmbeddingTables
-from tutti.parallel.embedding.lookup import request
-from tutti.parallel.embedding.place import Place, Table, place_tables
+from tutti.nn.embedding_tables import Bags, EmbeddingTables
+from tutti.parallel.embedding.table_lookup import Place, Table, place_tables, request
 
 SIZES = (50, 7, 23, 3, 11)
 

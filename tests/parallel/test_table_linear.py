@@ -15,7 +15,7 @@ from against_one import Subject, Trained, assert_agree, on_many
 from trainer.several import Case, on_ranks, once
 from tutti.config.plan import BatchPlan, LayoutRule, Plan, ShardingPlan
 from tutti.errors import PlanError
-from tutti.parallel.embedding.linear import DividedLinear
+from tutti.parallel.embedding.table_linear import DividedLinear
 from tutti.parallel.preview import explain_layout
 from tutti.trainer.metrics import read_rows
 

@@ -16,22 +16,21 @@ from tutti.config.model import Loading, ModelSpec
 from tutti.config.plan import LayoutRule, PipelinePlan, Plan
 from tutti.config.prediction import Prediction
 from tutti.config.vocabulary import AxisName, Precision
-from tutti.cost_model import compute, predict
-from tutti.cost_model.batch_statistics import at_least, taken_in_passes
-from tutti.cost_model.compute import op_table
-from tutti.cost_model.pipeline import most_held
-from tutti.cost_model.placement import place
-from tutti.cost_model.worker import worker_at
+from tutti.cost_model import compute_cost, predict
+from tutti.cost_model.compute_cost import op_table
+from tutti.cost_model.microbatch_cost import at_least, taken_in_passes
+from tutti.cost_model.pipeline_cost import most_held
+from tutti.cost_model.rank_placement import place
+from tutti.cost_model.worker_speed import worker_at
 from tutti.errors import PlanError
-from tutti.planner.bounds import Bounds, shape_bounds, variant_bounds
-from tutti.planner.build import plan_of
-from tutti.planner.choice import Request
-from tutti.planner.enumerate import CHUNKS, shapes, variants
-from tutti.planner.limits import limits_of
-from tutti.planner.mixed import improved
-from tutti.planner.room import Room, times_held
-from tutti.planner.tables import Array, Tables, paced
-from tutti.planner.words import plan_words
+from tutti.planner.candidates import limits_of
+from tutti.planner.cost_tables import Array, Tables, paced
+from tutti.planner.mesh_enumeration import CHUNKS, plan_of, shapes, variants
+from tutti.planner.mixed_hardware import improved
+from tutti.planner.plan_description import plan_words
+from tutti.planner.plan_request import Request
+from tutti.planner.plan_work import Room, times_held
+from tutti.planner.search_bounds import Bounds, shape_bounds, variant_bounds
 from tutti.profile.architectures import architecture
 
 ROUNDING = 1e-9
@@ -249,7 +248,7 @@ def test_bounds_of_memory_are_the_predictions_own_arithmetic(case: str) -> None:
 def test_bounds_of_time_are_near(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bound says little when it is far below: of half of the plans it is at most a fifth below the prediction. With
     interleaved schedules of one stage a rank more plans have stages, and on mixed devices it is no longer half."""
-    monkeypatch.setattr("tutti.planner.enumerate.CHUNKS", CHUNKS[1:])
+    monkeypatch.setattr("tutti.planner.mesh_enumeration.CHUNKS", CHUNKS[1:])
     bounds, _, rows = rows_of(case, 60)
     ratios = [bounds.step_s[row] / prediction.step_time_s.value for row, _, _, prediction in rows]
     assert np.median(ratios) > 0.8
@@ -321,7 +320,7 @@ def test_no_core_is_quicker_at_any_module_than_the_best_worker() -> None:
     model, machines = architecture("resnet", {"depth": 18}), unlike_hosts()
     tables, ops, count = Tables(model, machines, "full"), op_table(model), len(model.modules)
     best = tables.worker(tables.ground(8).best)
-    for way in (compute.forward, compute.backward):
+    for way in (compute_cost.forward, compute_cost.backward):
         least = way(ops, best, 4, count).seconds
         for seat in place(machines, 8):
             own = way(ops, worker_at(seat, model.dtype, "full"), 4, count).seconds
@@ -338,7 +337,7 @@ def test_parts_of_a_model_take_no_less_than_their_part_of_its_bound(parts: int, 
     best = tables.ground(1).best
     part = np.full(count, 1 / parts)
     own = ops.divided(part, part if along == "split" else np.ones(count))
-    for least, way in zip(tables.seconds(SAMPLES, best), (compute.forward, compute.backward), strict=True):
+    for least, way in zip(tables.seconds(SAMPLES, best), (compute_cost.forward, compute_cost.backward), strict=True):
         took = at_least(way, own, tables.worker(best), SAMPLES, count, weights=False).seconds.sum()
         assert least <= parts * took * (1 + ROUNDING)
 
@@ -347,7 +346,7 @@ def test_a_models_bound_is_that_of_the_quicker_batch_statistics() -> None:
     model, seconds = architecture("resnet", {"depth": 18}), []
     tables, ops, count = Tables(model, cluster(cpu()), "full"), op_table(model), len(model.modules)
     best = tables.ground(1).best
-    for way, least in zip((compute.forward, compute.backward), tables.seconds(6, best), strict=True):
+    for way, least in zip((compute_cost.forward, compute_cost.backward), tables.seconds(6, best), strict=True):
         for statistics in (ops, taken_in_passes(ops)):
             seconds.append(way(statistics, tables.worker(best), 6, count, weights=False).seconds.sum())
             assert least <= seconds[-1] * (1 + ROUNDING)

@@ -17,16 +17,15 @@ from tutti.config.prediction import Prediction
 from tutti.cost_model import predict
 from tutti.errors import PlanError
 from tutti.planner import Request, choose
-from tutti.planner.bounds import shape_bounds, variant_bounds
-from tutti.planner.build import plan_of
-from tutti.planner.enumerate import shapes, variants
-from tutti.planner.explore import Explorer
-from tutti.planner.limits import limits_of
-from tutti.planner.mixed import improved, orders
-from tutti.planner.room import Room
-from tutti.planner.search import TIE
-from tutti.planner.tables import Tables
-from tutti.planner.words import plan_words
+from tutti.planner.candidates import limits_of
+from tutti.planner.cost_tables import Tables
+from tutti.planner.exploration import Explorer
+from tutti.planner.mesh_enumeration import plan_of, shapes, variants
+from tutti.planner.mixed_hardware import improved, orders
+from tutti.planner.plan_description import plan_words
+from tutti.planner.plan_search import TIE
+from tutti.planner.plan_work import Room
+from tutti.planner.search_bounds import shape_bounds, variant_bounds
 from tutti.profile.architectures import architecture
 
 ROUNDING = 1e-9

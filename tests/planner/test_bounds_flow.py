@@ -12,8 +12,8 @@ from matrix import language, volumes
 from planner import test_bounds as bounds_of_plans
 from planner.machines import cards
 from tutti.config.cluster import ClusterSpec
-from tutti.cost_model.cuts import stages_of
-from tutti.planner.words import plan_words
+from tutti.cost_model.stage_cuts import stages_of
+from tutti.planner.plan_description import plan_words
 
 SUBJECTS: dict[str, tuple[Callable[[], Subject], ClusterSpec]] = {
     "gpt": (language.gpt, cluster(cpu(), count=4)),

@@ -13,13 +13,13 @@ from cost_model.examples import plan
 from planner.machines import cards
 from tutti.cli import plan as plan_command
 from tutti.cli import predict as predict_command
-from tutti.cli.contest import words_in_full
-from tutti.cli.outlook import SCENARIO_COLUMNS, Planned, scenario_rows
-from tutti.cli.plan_show import Differences, Scenarios
-from tutti.cli.quantities import DURATION, SIZE
+from tutti.cli.plan_options import DURATION, SIZE
+from tutti.cli.plan_trials import words_in_full
+from tutti.cli.plan_view import Differences, Scenarios
+from tutti.cli.prediction_view import SCENARIO_COLUMNS, Planned, scenario_rows
 from tutti.config import serialization
 from tutti.config.plan import Plan
-from tutti.cost_model.words import nbytes, seconds
+from tutti.cost_model.cost_notes import nbytes, seconds
 from tutti.errors import PlanError
 from tutti.planner import Choice, stamp
 from tutti.planner.objectives import money

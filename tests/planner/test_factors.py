@@ -8,9 +8,9 @@ from planner.test_relaxed import MODEL, hosts
 from tutti.config.compression import parse_compression
 from tutti.config.plan import BatchPlan, Plan, SyncPlan
 from tutti.planner import choose
-from tutti.planner.choice import Choice, Request
-from tutti.planner.explain import explain
-from tutti.planner.ways import WAYS
+from tutti.planner.plan_explanation import explain
+from tutti.planner.plan_request import Choice, Request
+from tutti.planner.relaxed_strategies import WAYS
 
 
 def chosen(mbit: float, batch: int = 64, **changes: Any) -> Choice:

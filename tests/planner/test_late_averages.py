@@ -3,7 +3,7 @@
 import pytest
 
 from tutti.config.sync_words import parse_sync
-from tutti.planner.ways import WAYS, Each
+from tutti.planner.relaxed_strategies import WAYS, Each
 
 BY_WORDS = {way.words: way for way in WAYS}
 

@@ -17,10 +17,9 @@ from tutti.config.vocabulary import AxisName, ScheduleName
 from tutti.cost_model import predict
 from tutti.errors import PlanError
 from tutti.planner import NoiseScale, Request, choose, explain, rows, samples_to_quality
-from tutti.planner.build import block_globs, plan_of
-from tutti.planner.enumerate import shapes, variants
-from tutti.planner.limits import limits_of
-from tutti.planner.quality import batches_to_try, steps_to_quality
+from tutti.planner.candidates import limits_of
+from tutti.planner.mesh_enumeration import block_globs, plan_of, shapes, variants
+from tutti.planner.plan_request import batches_to_try, steps_to_quality
 from tutti.planner.scenarios import with_bandwidth, with_memory, with_speed
 from tutti.profile.architectures import architecture
 

@@ -16,7 +16,7 @@ from tutti.config.plan import Plan
 from tutti.cost_model import predict
 from tutti.errors import PlanError
 from tutti.planner import Choice, NoiseScale, Objective, Request, choose
-from tutti.planner.mixed import orders
+from tutti.planner.mixed_hardware import orders
 
 BATCH = 60
 

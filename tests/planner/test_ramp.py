@@ -9,7 +9,7 @@ from tutti.config.plan import BatchPlan, Plan
 from tutti.cost_model import predict
 from tutti.planner import NoiseScale, Request, choose, samples_to_quality
 from tutti.planner.objectives import steps, totals
-from tutti.planner.ramp import sizes_of, sizes_to_quality, step_s
+from tutti.planner.plan_request import sizes_of, sizes_to_quality, step_s
 
 GROWS = BatchPlan(global_batch_size=1024, ramp=((10, 128), (30, 512)))
 STAYS = BatchPlan(global_batch_size=1024)

@@ -16,10 +16,10 @@ from tutti.config.vocabulary import AxisName
 from tutti.cost_model import predict
 from tutti.errors import PlanError
 from tutti.planner import Request, choose
-from tutti.planner.choice import Alternative
-from tutti.planner.explore import Costed
-from tutti.planner.reasons import _cause, _compute_cause, _one_device, remarks
-from tutti.planner.search import _best
+from tutti.planner.exploration import Costed
+from tutti.planner.loss_reasons import _cause, _compute_cause, _one_device, remarks
+from tutti.planner.plan_request import Alternative
+from tutti.planner.plan_search import _best
 
 REQUEST = Request(script=plan(64), scope="all")
 

@@ -15,9 +15,8 @@ from tutti.config.sync_words import parse_sync, way_in_words
 from tutti.cost_model import predict
 from tutti.errors import PlanError
 from tutti.planner import Choice, NoiseScale, Request, choose, explain, rows
-from tutti.planner.relaxed import _costed
-from tutti.planner.tried_ways import Tried
-from tutti.planner.ways import BEGINS, WAYS, WORTH, WORTH_IN_TURNS, Way, correctable, samples_of, ways
+from tutti.planner.relaxed_search import Tried, _costed
+from tutti.planner.relaxed_strategies import BEGINS, WAYS, WORTH, WORTH_IN_TURNS, Way, correctable, samples_of, ways
 
 MODEL = mlp(1826, 3)
 """10 M parameters."""

@@ -15,8 +15,8 @@ from tutti.config.model import ModelSpec
 from tutti.config.plan import LayoutRule, PipelinePlan, Plan
 from tutti.cost_model import predict
 from tutti.planner import Request, choose
-from tutti.planner.relief import Load, chosen, with_forms
-from tutti.planner.words import settings_words
+from tutti.planner.plan_description import settings_words
+from tutti.planner.plan_refinement import Load, chosen, with_forms
 from tutti.profile.architectures import architecture
 
 BLOCKS = 4

@@ -9,7 +9,7 @@ from cost_model.examples import mlp, plan
 from planner.machines import cards
 from tutti.errors import PlanError
 from tutti.planner import NoiseScale, Request, Scope, choose
-from tutti.planner.quality import batches_to_try
+from tutti.planner.plan_request import batches_to_try
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 0.0, -1.0])

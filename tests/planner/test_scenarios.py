@@ -11,8 +11,8 @@ from tutti.config.cluster import scale_bandwidth
 from tutti.cost_model import predict
 from tutti.errors import PlanError
 from tutti.planner import choose
+from tutti.planner.plan_description import plan_words
 from tutti.planner.scenarios import what_if, with_bandwidth
-from tutti.planner.words import plan_words
 
 MACHINES = with_bandwidth(cards(2, 2), "network", 1e9)
 

@@ -19,18 +19,15 @@ from tutti.config.vocabulary import AxisName
 from tutti.cost_model import predict
 from tutti.errors import PlanError
 from tutti.planner import Choice, Request, choose
-from tutti.planner.bounds import shape_bounds, variant_bounds
-from tutti.planner.build import plan_of
-from tutti.planner.difference import difference
-from tutti.planner.enumerate import shapes, variants
-from tutti.planner.explain import explain
-from tutti.planner.explore import Explorer
-from tutti.planner.limits import limits_of
-from tutti.planner.mixed import improved
-from tutti.planner.parts import Pace, together
-from tutti.planner.room import Room
-from tutti.planner.tables import Tables
-from tutti.planner.words import plan_words
+from tutti.planner.candidates import limits_of
+from tutti.planner.cost_tables import Tables
+from tutti.planner.exploration import Explorer
+from tutti.planner.mesh_enumeration import plan_of, shapes, variants
+from tutti.planner.mixed_hardware import Pace, improved, together
+from tutti.planner.plan_description import plan_words
+from tutti.planner.plan_explanation import difference, explain
+from tutti.planner.plan_work import Room
+from tutti.planner.search_bounds import shape_bounds, variant_bounds
 from tutti.profile.architectures import architecture
 
 GPT = {"layers": 6, "hidden": 1024, "heads": 16, "seq_len": 512, "vocab": 1000}

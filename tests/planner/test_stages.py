@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from cost_model.examples import linear
 from tutti.config.model import ModelSpec
-from tutti.planner.mixed import balanced
-from tutti.planner.stages import Blocks, blocks_of, cut, slowest
+from tutti.planner.mixed_hardware import Blocks, balanced, blocks_of, cut, slowest
 
 TIMES = st.lists(st.floats(0.1, 10), min_size=1, max_size=8)
 

@@ -11,11 +11,11 @@ from tutti.config.cluster import ClusterSpec
 from tutti.config.model import Loading, ModelSpec, TensorShape
 from tutti.config.plan import BatchPlan, Plan
 from tutti.cost_model import predict
-from tutti.cost_model.step import load_of
-from tutti.cost_model.words import seconds
+from tutti.cost_model.cost_notes import seconds
+from tutti.cost_model.step_time import load_of
 from tutti.planner import Request, choose
+from tutti.planner.loss_reasons import sample_nbytes, starved
 from tutti.planner.scenarios import what_if, with_storage
-from tutti.planner.storage import sample_nbytes, starved
 
 
 def of_pictures() -> ModelSpec:

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from planner.machines import cards, own_links
-from tutti.planner.relaxed import TIE, _better, _ranked
-from tutti.planner.tried_ways import Doubt, Tried
-from tutti.planner.ways import WAYS, WORTH
+from tutti.planner.relaxed_search import TIE, Doubt, Tried, _better, _ranked
+from tutti.planner.relaxed_strategies import WAYS, WORTH
 
 BY_WORDS = {way.words: way for way in WAYS}
 

@@ -13,11 +13,11 @@ from tutti.config.cluster import ClusterSpec
 from tutti.config.model import ModelSpec
 from tutti.config.plan import LayoutRule, Plan
 from tutti.cost_model import predict
-from tutti.cost_model.table import model_table
+from tutti.cost_model.module_costs import model_table
 from tutti.errors import PlanError
 from tutti.parallel.capabilities import with_capabilities
 from tutti.planner import Request, choose, explain
-from tutti.planner.wide import able_plans, wide_plans, wide_rules
+from tutti.planner.plan_refinement import able_plans, wide_plans, wide_rules
 from tutti.profile import describe_model
 
 LAYERS = ("4", "6", "8")

@@ -12,7 +12,7 @@ from tutti.config.model_fingerprint import _spread
 from tutti.config.plan import LayoutRule, PipelinePlan, Plan, ShardingPlan
 from tutti.errors import PlanError
 from tutti.planner import changed_modules, difference, stamp, what_if
-from tutti.planner.words import plan_words
+from tutti.planner.plan_description import plan_words
 
 
 def test_equal_plans_differ_in_nothing() -> None:

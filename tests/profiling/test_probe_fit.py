@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tutti.config.cluster import LinkPoint, LinkSpec
-from tutti.cost_model.network import link_of, ring_all_reduce
+from tutti.cost_model.rank_placement import link_of, ring_all_reduce
 from tutti.profile.probe.link_rates import Transfer, fit_bent, fit_link, unlengthened
 
 SIZES = (1024, 16384, 262144, 2097152, 16777216)

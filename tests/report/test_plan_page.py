@@ -8,11 +8,11 @@ import pytest
 from test_report_html import CHROMIUM, FLAGS, stands_alone
 
 from cost_model.examples_mesh import machines, meshed, transformer
-from tutti.cli.outlook import page_of_plan
+from tutti.cli.prediction_view import page_of_plan
 from tutti.config.plan import PipelinePlan, Plan
 from tutti.config.prediction import Estimate, MeasuredPoint, ScalingCurve, ScalingPoint, Trial, Trials
 from tutti.cost_model import predict
-from tutti.cost_model.tracks import timeline
+from tutti.cost_model.rank_tracks import timeline
 from tutti.report.plan_page import (
     PlanPage,
     Table,

@@ -11,7 +11,7 @@ from report.run_folders import Story, write_run
 from tutti.config import serialization
 from tutti.errors import PlanError, ReportError
 from tutti.planner import NoiseScale
-from tutti.planner.quality import samples_to_quality
+from tutti.planner.plan_request import samples_to_quality
 from tutti.report.build_report import build_report
 from tutti.report.html_report import boxes
 from tutti.report.quality_metrics import parse_target, samples_at_small_batches

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tutti.errors import ScriptError
-from tutti.parallel.sharding.shards import Shards
+from tutti.parallel.sharding.sharded_gradients import Shards
 from tutti.trainer import deferred_init as module
 from tutti.trainer.deferred_init import build_on_meta, materialize
 

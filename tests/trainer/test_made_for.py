@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import tutti
-from tutti.cli.common import capture_script
+from tutti.cli.options import capture_script
 from tutti.cli.planning import model_spec_of
 from tutti.config import serialization
 from tutti.config.plan import BatchPlan, Plan

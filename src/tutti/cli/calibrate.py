@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tutti.cli.common import cluster_for, console, emit
-from tutti.cli.options import json_option
+from tutti.cli.options import cluster_for, console, emit, json_option
 from tutti.config.cluster import ClusterSpec, Conditions, DeviceSpec
 from tutti.errors import ReportError
 

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tutti.cli.common import capture_script, console, emit
-from tutti.cli.named import named_model
-from tutti.cli.options import SCRIPT_CONTEXT, json_option, script_arguments
+from tutti.cli.named_inputs import named_model
+from tutti.cli.options import SCRIPT_CONTEXT, capture_script, console, emit, json_option, script_arguments
 from tutti.config import serialization
 from tutti.config.model import ModelSpec, ModuleSpec
 from tutti.errors import DataError, ScriptError
@@ -49,7 +48,7 @@ def command(
         return
     from rich.console import Console
 
-    from tutti.cost_model.data import loading_words
+    from tutti.cost_model.loading_time import loading_words
 
     out = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     out.print(table(model, depth=depth, every=every))

@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tutti.cli.common import console, emit
-from tutti.cli.options import json_option
+from tutti.cli.options import console, emit, json_option
 
 if TYPE_CHECKING:
-    from tutti.launch.checks import Finding
+    from tutti.launch.doctor_checks import Finding
 
 
 @click.command()
@@ -20,20 +19,20 @@ if TYPE_CHECKING:
 @click.argument("script", required=False, type=click.Path(path_type=Path))
 def command(script: Path | None, nproc: int | None, rendezvous: str | None, as_json: bool) -> None:
     """Find what would stop a launch (of SCRIPT) here. Exits 1 if anything would."""
-    from tutti.launch import checks
-    from tutti.launch.host import granted_cores
-    from tutti.launch.local import warm
+    from tutti.launch import doctor_checks
+    from tutti.launch.launch_environment import granted_cores
+    from tutti.launch.local_launcher import warm
 
     warm()
     findings: list[Finding] = []
-    for check in checks.all_checks(script, nproc or max(2, granted_cores()), rendezvous):
+    for check in doctor_checks.all_checks(script, nproc or max(2, granted_cores()), rendezvous):
         with console.status("looking"):
             findings.append(check())
         if not as_json:
             _show(findings[-1])
     problems = sum(not finding.ok for finding in findings)
     if as_json:
-        emit(checks.Diagnosis(ok=not problems, findings=tuple(findings)))
+        emit(doctor_checks.Diagnosis(ok=not problems, findings=tuple(findings)))
     else:
         verdict = "nothing would stop a launch here" if not problems else f"{problems} to fix, the first one first"
         print(verdict)

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import click
 
-from tutti.cli.common import console, emit
-from tutti.cli.options import json_option
+from tutti.cli.options import console, emit, json_option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,8 +16,8 @@ from tutti.cli.options import json_option
 from tutti.errors import LabError
 
 if TYPE_CHECKING:
-    from tutti.lab.record import LabRecord
-    from tutti.lab.run import Run, Sink, Stream
+    from tutti.lab.lab_record import LabRecord
+    from tutti.lab.lab_run import Run, Sink, Stream
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -31,7 +31,7 @@ def name_option(function: F) -> F:
     """--name: which lab, where several stand."""
 
     def checked(context: click.Context, option: click.Parameter, name: str) -> str:
-        from tutti.lab.record import check_name
+        from tutti.lab.lab_record import check_name
 
         return check_name(name)
 
@@ -55,12 +55,12 @@ def command() -> None:
 @json_option
 def up(hosts: int | None, rates: str, ranks_per_host: int, name: str, as_json: bool) -> None:
     """Make a lab, which stands until `tutti lab down`."""
-    from tutti.lab import build
-    from tutti.lab.rates import rates_of
+    from tutti.lab import lab_network
+    from tutti.lab.lab_network import rates_of
 
     words = rates.split(",")
     count = hosts or (len(words) if len(words) > 1 else 2)
-    record = build.make(rates_of(words, count), ranks_per_host=ranks_per_host, name=name, standing=True)
+    record = lab_network.make(rates_of(words, count), ranks_per_host=ranks_per_host, name=name, standing=True)
     _show([record], as_json)
 
 
@@ -69,13 +69,13 @@ def up(hosts: int | None, rates: str, ranks_per_host: int, name: str, as_json: b
 @json_option
 def down(name: str, as_json: bool) -> None:
     """Take a lab down: what runs inside is ended. Also removes what killed processes left of theirs."""
-    from tutti.lab import build
-    from tutti.lab.record import records
+    from tutti.lab import lab_network
+    from tutti.lab.lab_record import records
 
-    stale = build.remove_stale()
+    stale = lab_network.remove_stale()
     found = [record for record in records() if record.name == name]
     for record in found:
-        build.remove(record)
+        lab_network.remove(record)
     if as_json:
         print(json.dumps([asdict(record) for record in (*stale, *found)], indent=2))
         return
@@ -91,10 +91,10 @@ def down(name: str, as_json: bool) -> None:
 @json_option
 def status(as_json: bool) -> None:
     """Which labs stand, with their hosts, links and what runs inside."""
-    from tutti.lab import build
-    from tutti.lab.record import records
+    from tutti.lab import lab_network
+    from tutti.lab.lab_record import records
 
-    build.check_possible()
+    lab_network.check_possible()
     _show(records(), as_json)
 
 
@@ -106,7 +106,7 @@ def run(name: str, arguments: tuple[str, ...]) -> None:
 
     Without --folder, all hosts share a new runs/lab-TIME.
     """
-    from tutti.lab.run import Run, meeting_port, train_command
+    from tutti.lab.lab_run import Run, meeting_port, train_command
 
     if not arguments:
         raise LabError("no script was named; write `tutti lab run train.py`")
@@ -129,7 +129,7 @@ def execute(name: str, host: str, words: tuple[str, ...]) -> None:
     Its environment has NODE_RANK, NNODES, NPROC_PER_NODE, MASTER_ADDR and MASTER_PORT, the same port on all, so
     `tutti lab exec all -- sh -c 'torchrun --nnodes $NNODES --node-rank $NODE_RANK ...'` works.
     """
-    from tutti.lab.run import Run, inside, meeting_port, place
+    from tutti.lab.lab_run import Run, inside, meeting_port, place
 
     record = _standing(name)
     words = words[1:] if words[0] == "--" else words
@@ -143,10 +143,10 @@ def execute(name: str, host: str, words: tuple[str, ...]) -> None:
 
 def _standing(name: str) -> "LabRecord":
     """The lab of that name. Raises LabError where there is none."""
-    from tutti.lab import build
-    from tutti.lab.record import records
+    from tutti.lab import lab_network
+    from tutti.lab.lab_record import records
 
-    build.check_possible()
+    lab_network.check_possible()
     found = next((record for record in records() if record.name == name and not record.stale), None)
     if found is None:
         raise LabError(f"no lab named {name} is up; make it with `tutti lab up`")
@@ -199,7 +199,7 @@ def _refusals_once(sink: "Sink") -> "Sink":
 
 def _wait(start: "Callable[[], Run]") -> int:
     """To the end of a run, or to Ctrl-C or SIGTERM, which end it; the first failed host's exit code."""
-    from tutti.launch.supervise import interrupts
+    from tutti.launch.supervisor import interrupts
 
     with interrupts() as interrupted:
         started = start()
@@ -213,8 +213,8 @@ def _wait(start: "Callable[[], Run]") -> int:
 
 
 def _show(found: "list[LabRecord]", as_json: bool) -> None:
-    from tutti.lab import build
-    from tutti.lab.rates import rate_words
+    from tutti.lab import lab_network
+    from tutti.lab.lab_network import rate_words
 
     if as_json:
         rows = [asdict(record) | {"namespaces": record.namespaces, "stale": record.stale} for record in found]
@@ -228,5 +228,5 @@ def _show(found: "list[LabRecord]", as_json: bool) -> None:
         size = f"{len(record.rates)} hosts, {record.ranks_per_host} rank(s) each"
         print(f"lab {record.name or record.id}: {size}; {whose}")
         for host, rate in enumerate(record.rates):
-            inside = len(build.pids(record.namespace(host)))
+            inside = len(lab_network.pids(record.namespace(host)))
             print(f"  host{host}  {record.address(host)}  {rate_words(rate)}  {inside} processes")

@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tutti.cli.common import console
+from tutti.cli.options import console
 from tutti.config import serialization
 from tutti.config.cluster import ClusterSpec
 from tutti.config.model import ModelSpec
@@ -98,7 +98,7 @@ def barred(captured: "CapturedScript") -> dict[str, float | None]:
     """Ways to send less that the script's model cannot go, for `Request.samples`: no code is for sparse gradients."""
     from torch import nn
 
-    from tutti.planner.ways import WAYS
+    from tutti.planner.relaxed_strategies import WAYS
 
     modules = captured.model.modules()
     sparse = any(isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse for one in modules)

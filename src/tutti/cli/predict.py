@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tutti.cli.common import capture_script, cluster_for, console, emit
-from tutti.cli.options import SCRIPT_CONTEXT, json_option
+from tutti.cli.options import SCRIPT_CONTEXT, capture_script, cluster_for, console, emit, json_option
 from tutti.config import serialization
 from tutti.config.cluster import ClusterSpec
 from tutti.config.model import ModelSpec
@@ -58,9 +57,9 @@ def command(
     if as_json:
         emit(prediction)
         return
-    from tutti.cli.outlook import ROWS, standard_output
-    from tutti.cli.timeline_view import show_timeline
-    from tutti.cost_model.tracks import timeline
+    from tutti.cli.plan_view import show_timeline
+    from tutti.cli.prediction_view import ROWS, standard_output
+    from tutti.cost_model.rank_tracks import timeline
 
     out = standard_output()
     show(intended, prediction, out)
@@ -71,13 +70,13 @@ def command(
 
 def write_plan_page(model: ModelSpec, cluster: ClusterSpec, plan: Plan, path: Path) -> None:
     """The page of a plan that nobody searched for. Raises ReportError where it cannot be written."""
-    from tutti.cli import outlook
+    from tutti.cli import prediction_view
     from tutti.cost_model import predict
-    from tutti.cost_model.tracks import timeline
+    from tutti.cost_model.rank_tracks import timeline
 
-    found = timeline(model, cluster, plan, most_tracks=outlook.ROWS)
-    page = outlook.page_of_plan(f"{model.name} on {cluster.name}", plan, predict(model, cluster, plan), found)
-    outlook.write_page(page, path)
+    found = timeline(model, cluster, plan, most_tracks=prediction_view.ROWS)
+    page = prediction_view.page_of_plan(f"{model.name} on {cluster.name}", plan, predict(model, cluster, plan), found)
+    prediction_view.write_page(page, path)
     console.print(f"page written to {path}", soft_wrap=True, markup=False)
 
 
@@ -89,7 +88,7 @@ def _model(path: Path | None, target: tuple[str, ...], intended: Plan) -> ModelS
         raise ScriptError("name one model: --model FILE before the plan, or a script after it")
     if path is not None:
         return costed(serialization.load(ModelSpec, path))
-    from tutti.cli.named import named_model
+    from tutti.cli.named_inputs import named_model
 
     named = named_model(target)
     if named is not None:
@@ -105,7 +104,7 @@ def show(plan: Plan, prediction: "Prediction", out: "Console") -> None:
     """The prediction for a reader: two tables, and the rates."""
     from rich.table import Table
 
-    from tutti.cost_model.words import nbytes, seconds
+    from tutti.cost_model.cost_notes import nbytes, seconds
 
     time, memory = prediction.step_time_s, prediction.memory
     out.print(f"Predicted step: {seconds(time.value)} ({seconds(time.low)} to {seconds(time.high)})")

@@ -8,8 +8,7 @@ from typing import Any
 
 import click
 
-from tutti.cli.common import console, emit
-from tutti.cli.options import json_option
+from tutti.cli.options import console, emit, json_option
 from tutti.config import serialization
 from tutti.config.cluster import ClusterSpec
 from tutti.config.option_syntax import BYTES, parse_quantity
@@ -86,7 +85,7 @@ def _show_parts(options: Options) -> None:
     if options.as_json:
         emit(parts())
         return
-    from tutti.cli.cluster_table import parts_tables
+    from tutti.cli.cluster_view import parts_tables
 
     _print(parts_tables(parts().devices, parts().links))
 
@@ -171,13 +170,13 @@ def _finish(options: Options, cluster: ClusterSpec, output: Path) -> None:
         raise SpecError(f"{output} cannot be written ({error.strerror}); choose another --output") from None
     picture = None if options.no_plot or not _measured(cluster) else options.plot or output.with_suffix(".svg")
     if picture is not None:
-        from tutti.cli.cluster_plot import plot_cluster
+        from tutti.cli.cluster_view import plot_cluster
 
         plot_cluster(cluster, picture)
     if options.as_json:
         emit(cluster)
     else:
-        from tutti.cli.cluster_table import cluster_tables
+        from tutti.cli.cluster_view import cluster_tables
 
         _print(cluster_tables(cluster))
     console.print(f"written: {output}" + (f", {picture}" if picture is not None else ""), soft_wrap=True)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tutti.cli.asked import (
+from tutti.cli.options import SCRIPT_CONTEXT, bucket_option, compress_option, relax_option, sync_option
+from tutti.cli.run_options import (
     Options,
     check_nodes,
     check_relax,
@@ -18,15 +19,14 @@ from tutti.cli.asked import (
     rank_counts,
     ranks_per_node,
 )
-from tutti.cli.options import SCRIPT_CONTEXT, bucket_option, compress_option, relax_option, sync_option
 from tutti.errors import LaunchError, ScriptError, TuttiError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from tutti.cli.beside import Beside, Wanted
+    from tutti.cli.run_prediction import Beside, Wanted
     from tutti.config.plan import Plan
-    from tutti.launch.base import LaunchSpec
+    from tutti.launch.launcher import LaunchSpec
 
 _PLANNING = ("tutti.profile.probe", "tutti.cli.planning")
 """Loaded once, in the fork server, where a run is predicted or planned."""
@@ -67,8 +67,8 @@ def command(**given: Any) -> None:
 
 
 def _run(options: Options) -> int:
-    from tutti.launch.host import threads_per_rank
-    from tutti.launch.script import check_module, check_script
+    from tutti.launch.launch_environment import threads_per_rank
+    from tutti.launch.script_path import check_module, check_script
 
     if options.module:
         check_module(options.script)
@@ -76,11 +76,11 @@ def _run(options: Options) -> int:
         check_script(Path(options.script))
     check_relax(options)
     check_nodes(options)
-    from tutti.launch.local import warm
+    from tutti.launch.local_launcher import warm
 
     warm(
         threads_per_rank(own_count(options)),
-        preload=("tutti.cli.beside", *_PLANNING) if options.predict else ("tutti.cli.beside",),
+        preload=("tutti.cli.run_prediction", *_PLANNING) if options.predict else ("tutti.cli.run_prediction",),
     )
     from rich.console import Console
 
@@ -112,9 +112,9 @@ def _meet(options: Options, console: "Console") -> None:
 
 def _launch_spec(options: Options, nproc: tuple[int, ...] | None, console: "Console") -> "LaunchSpec":
     """Settle the run folder and, where `nproc` is still open, plan."""
-    from tutti.launch.base import LaunchSpec
-    from tutti.launch.host import threads_per_rank
-    from tutti.launch.script import run_folder
+    from tutti.launch.launch_environment import threads_per_rank
+    from tutti.launch.launcher import LaunchSpec
+    from tutti.launch.script_path import run_folder
 
     folder = run_folder(options.folder, options.resume, options.name, options.node_rank)
     plan = options.plan.resolve() if options.plan is not None else None
@@ -137,7 +137,7 @@ def _launch_spec(options: Options, nproc: tuple[int, ...] | None, console: "Cons
 
 def _planned(options: Options, folder: Path, console: "Console") -> "Plan":
     """The best plan for this script on this machine, made in a process beside this one."""
-    from tutti.cli.beside import Beside
+    from tutti.cli.run_prediction import Beside
     from tutti.config import serialization
     from tutti.config.plan import Plan
     from tutti.config.run_folder import RunFolder
@@ -156,7 +156,7 @@ def _planned(options: Options, folder: Path, console: "Console") -> "Plan":
 
 
 def _wanted(options: Options, folder: Path, world_size: int | None) -> "Wanted":
-    from tutti.cli.beside import Wanted
+    from tutti.cli.run_prediction import Wanted
     from tutti.config.mesh_words import parse_mesh
 
     return Wanted(
@@ -188,11 +188,11 @@ def _wait_ready(worker: "Beside", console: "Console") -> None:
 
 
 def _train(options: Options, spec: "LaunchSpec", console: "Console") -> int:
-    from tutti.cli.beside import beside
-    from tutti.cli.conclusion import conclude, header_time
-    from tutti.launch.local import LocalLauncher
-    from tutti.launch.supervise import interrupts, supervise
-    from tutti.launch.watch import watcher_for
+    from tutti.cli.run_conclusion import conclude, header_time
+    from tutti.cli.run_prediction import beside
+    from tutti.launch.local_launcher import LocalLauncher
+    from tutti.launch.rank_watch import watcher_for
+    from tutti.launch.supervisor import interrupts, supervise
 
     console.print(_announcement(spec), style="dim", soft_wrap=True)
     before = header_time(spec)
@@ -245,7 +245,7 @@ def _await_prediction(worker: "Beside", console: "Console") -> None:
 
 
 def _announcement(spec: "LaunchSpec") -> str:
-    from tutti.cli.conclusion import short
+    from tutti.cli.run_conclusion import short
 
     ranks = f"{spec.world_size} rank{'s' if spec.world_size > 1 else ''}"
     place = f" on {spec.nodes} nodes, this is node {spec.node_rank}" if spec.nodes > 1 else ""

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tutti.cli.common import console, emit
-from tutti.cli.options import json_option
+from tutti.cli.options import console, emit, json_option
 from tutti.errors import DataError
 
 if TYPE_CHECKING:

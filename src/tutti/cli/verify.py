@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tutti.cli.common import console, emit
-from tutti.cli.options import SCRIPT_CONTEXT, compress_option, json_option, script_arguments
+from tutti.cli.options import SCRIPT_CONTEXT, compress_option, console, emit, json_option, script_arguments
 from tutti.errors import PlanError, SpecError
 
 if TYPE_CHECKING:
@@ -80,8 +79,8 @@ def command(**given: Any) -> None:
 
 
 def _verdict(options: Options) -> "Verdict":
-    from tutti.launch.host import threads_per_rank
-    from tutti.launch.script import check_script
+    from tutti.launch.launch_environment import threads_per_rank
+    from tutti.launch.script_path import check_script
 
     check_script(options.script)
     if options.folder is not None and not options.folder.is_dir():
@@ -89,7 +88,7 @@ def _verdict(options: Options) -> "Verdict":
     plan, options, notes = _summed(_plan(options), options)
     plan, compress = _exact(plan, options)
     world_size = plan.world_size if plan is not None else _mesh_size(options) or options.nproc or 2
-    from tutti.launch.local import warm
+    from tutti.launch.local_launcher import warm
 
     warm(threads_per_rank(world_size), preload=("tutti.verify.recorder",))
     from tutti.verify.verification import VerificationRequest, verify
@@ -166,12 +165,12 @@ def _plan(options: Options) -> "Plan | None":
 def _runner(options: Options, question: "VerificationRequest", plan: "Plan | None", folder: Path) -> "Runner":
     """What runs the script once: ranks of this machine, watched in silence."""
     from tutti.config import serialization
-    from tutti.launch import failure as failures
-    from tutti.launch.base import LaunchSpec
-    from tutti.launch.host import threads_per_rank
-    from tutti.launch.local import LocalLauncher
-    from tutti.launch.supervise import interrupts, supervise
-    from tutti.launch.watch import Silent
+    from tutti.launch import supervisor as failures
+    from tutti.launch.launch_environment import threads_per_rank
+    from tutti.launch.launcher import LaunchSpec
+    from tutti.launch.local_launcher import LocalLauncher
+    from tutti.launch.rank_watch import Silent
+    from tutti.launch.supervisor import interrupts, supervise
     from tutti.verify.verification import on_one_device
 
     def run(trial: "VerificationTrial") -> str | None:

@@ -1,5 +1,5 @@
 """Pure cost functions: what a plan costs on a cluster. No torch, no clock, no files."""
 
-from tutti.cost_model.step import predict
+from tutti.cost_model.step_time import predict
 
 __all__ = ["predict"]

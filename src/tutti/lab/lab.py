@@ -7,10 +7,10 @@ from types import TracebackType
 from typing import Self
 
 from tutti.errors import LabError
-from tutti.lab import build
-from tutti.lab.rates import rates_of
-from tutti.lab.record import LabRecord
-from tutti.lab.run import Finished, Run, Stream, inside, meeting_port, train_command
+from tutti.lab import lab_network
+from tutti.lab.lab_network import rates_of
+from tutti.lab.lab_record import LabRecord
+from tutti.lab.lab_run import Finished, Run, Stream, inside, meeting_port, train_command
 
 Command = Sequence[str] | Callable[[int], Sequence[str]]
 """The same words on every host, or what makes them from the host's number."""
@@ -36,14 +36,14 @@ class Lab:
     def __enter__(self) -> Self:
         if self._record is not None:
             raise LabError("this lab is up already; make another Lab for another block")
-        self._record = build.make(self._rates, ranks_per_host=self._ranks_per_host, name="", standing=False)
+        self._record = lab_network.make(self._rates, ranks_per_host=self._ranks_per_host, name="", standing=False)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         record, self._record = self.record, None
-        build.remove(record)
+        lab_network.remove(record)
 
     @property
     def record(self) -> LabRecord:

@@ -24,8 +24,8 @@ from types import FrameType, TracebackType
 from tutti.config import serialization
 from tutti.config.run_folder import RunFolder
 from tutti.errors import TuttiError
-from tutti.launch.base import ErrorKind, RankError
-from tutti.launch.environment import become
+from tutti.launch.launch_environment import become
+from tutti.launch.launcher import ErrorKind, RankError
 
 TERMINATED = 128 + signal.SIGTERM
 

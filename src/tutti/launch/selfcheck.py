@@ -2,7 +2,7 @@
 
 from datetime import timedelta
 
-from tutti.launch.environment import place_and_rendezvous
+from tutti.launch.launch_environment import place_and_rendezvous
 
 if __name__ == "__main__":
     import torch

@@ -1,8 +1,8 @@
 """Model parts and marks that torch lacks; all of it runs on one device."""
 
+from tutti.nn.embedding_tables import EmbeddingTables
 from tutti.nn.mixture import MixtureOfExperts, auxiliary_loss
 from tutti.nn.sparse_attention import BlockPattern, BlockSparseSelfAttention, block_sparse_attention
-from tutti.nn.tables import EmbeddingTables
 
 __all__ = [
     "BlockPattern",

@@ -12,14 +12,13 @@ from tutti.config.model import ModelSpec, ModuleSpec, OpKind, SplitKind, block_o
 from tutti.config.plan import LayoutRule
 from tutti.errors import TuttiError
 from tutti.nn import MixtureOfExperts
-from tutti.parallel.embedding.linear import dividable_linears
-from tutti.parallel.expert.stacked import is_stacked
-from tutti.parallel.spatial.foresee import on_shapes
-from tutti.parallel.spatial.tensor import CutTensor, cut_whole
+from tutti.parallel.embedding.table_linear import dividable_linears
+from tutti.parallel.expert.expert_parallel import is_stacked
+from tutti.parallel.spatial.apply_spatial_parallel import on_shapes
+from tutti.parallel.spatial.spatial_tensor import CutTensor, cut_whole
 from tutti.parallel.tensor import describe_split
-from tutti.parallel.tensor.decisions import features, is_linear
-from tutti.parallel.tensor.describe import SplitModule
-from tutti.parallel.tensor.patterns import KEY, VALUE
+from tutti.parallel.tensor.layer_patterns import KEY, VALUE, features, is_linear
+from tutti.parallel.tensor.tensor_plan import SplitModule
 
 _KINDS: Mapping[str, SplitKind] = {
     "column": "column",

@@ -10,14 +10,14 @@ from torch.optim import Optimizer
 from tutti.config.plan import Plan
 from tutti.errors import PlanError, ScriptError
 from tutti.parallel.data.batchnorm import BatchScope, share_statistics
-from tutti.parallel.embedding.divide import divide_tables
-from tutti.parallel.expert.divide import divide_experts
+from tutti.parallel.embedding.apply_table_parallel import divide_tables
+from tutti.parallel.expert.expert_parallel import divide_experts
 from tutti.parallel.layout import Layout, TensorShard
-from tutti.parallel.pipeline.build import Stages
+from tutti.parallel.pipeline.stage_building import Stages
 from tutti.parallel.recompute import apply_chunks, apply_recompute
-from tutti.parallel.sharding.divide import shard
-from tutti.parallel.sharding.shards import Shards
-from tutti.parallel.spatial.apply import cut_space
+from tutti.parallel.sharding.parameter_sharding import shard
+from tutti.parallel.sharding.sharded_gradients import Shards
+from tutti.parallel.spatial.apply_spatial_parallel import cut_space
 from tutti.parallel.tensor import split_model
 
 IMPLEMENTED_AXES = ("replicate", "shard", "context", "expert", "table", "space", "split", "stage")

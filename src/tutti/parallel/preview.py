@@ -25,16 +25,16 @@ from tutti.errors import PlanError
 from tutti.nn import EmbeddingTables, MixtureOfExperts
 from tutti.parallel.compressed.compressor import compressed_words
 from tutti.parallel.data.batchnorm import BatchScope
-from tutti.parallel.embedding.linear import divided_linears
+from tutti.parallel.embedding.table_linear import divided_linears
 from tutti.parallel.layout import Layout, TensorShard, to_local
 from tutti.parallel.mesh import Mesh
 from tutti.parallel.parallelize import parallelize
-from tutti.parallel.pipeline.build import Sample, cut_stages
-from tutti.parallel.pipeline.infer import of_experts
-from tutti.parallel.pipeline.standin import StandIns
+from tutti.parallel.pipeline.placeholders import StandIns
+from tutti.parallel.pipeline.shape_inference import of_experts
+from tutti.parallel.pipeline.stage_building import Sample, cut_stages
 from tutti.parallel.tensor import describe_split, rules_for_others
-from tutti.parallel.tensor.decisions import features
-from tutti.parallel.tensor.describe import Exchange
+from tutti.parallel.tensor.layer_patterns import features
+from tutti.parallel.tensor.tensor_plan import Exchange
 
 MOST_RANKS = 16
 """At most so many ranks are previewed, evenly spread over the world."""

@@ -1,7 +1,9 @@
 """The planner: enumerate plans, cost them, choose one, and say why."""
 
 from tutti.planner.candidates import candidates
-from tutti.planner.choice import (
+from tutti.planner.plan_description import changed_modules, plan_words, stamp
+from tutti.planner.plan_explanation import Row, difference, explain, rows, whole_words
+from tutti.planner.plan_request import (
     Alternative,
     Choice,
     Coverage,
@@ -11,15 +13,11 @@ from tutti.planner.choice import (
     Request,
     Scope,
     Totals,
+    samples_to_quality,
 )
-from tutti.planner.difference import difference
-from tutti.planner.explain import Row, explain, rows, whole_words
-from tutti.planner.quality import samples_to_quality
-from tutti.planner.scaling import device_counts, scaling
+from tutti.planner.plan_search import choose
+from tutti.planner.scaling_search import device_counts, scaling
 from tutti.planner.scenarios import what_if
-from tutti.planner.search import choose
-from tutti.planner.stamp import changed_modules, stamp
-from tutti.planner.words import plan_words
 
 __all__ = [
     "Alternative",

@@ -9,12 +9,11 @@ from numpy.typing import NDArray
 from tutti.config.cluster import ClusterSpec, DeviceSpec
 from tutti.config.plan import Plan
 from tutti.config.prediction import Prediction
-from tutti.cost_model.placement import Seat, place
-from tutti.cost_model.words import nbytes, seconds
+from tutti.cost_model.cost_notes import nbytes, seconds
+from tutti.cost_model.rank_placement import Seat, place
 from tutti.errors import PlanError
-from tutti.planner import ramp
-from tutti.planner.choice import Request, Totals
-from tutti.planner.quality import steps_to_quality
+from tutti.planner import plan_request
+from tutti.planner.plan_request import Request, Totals, steps_to_quality
 
 Array = NDArray[np.float64]
 
@@ -58,8 +57,8 @@ def steps(request: Request, plan: Plan) -> int | None:
 def _sizes(request: Request, plan: Plan) -> list[tuple[int, int]] | None:
     """(size, steps) of a batch that grows; None where nobody said how long training is."""
     if request.noise is not None:
-        return ramp.sizes_to_quality(plan.batch, request.noise)
-    return None if request.train_samples is None else ramp.sizes_of(plan.batch, request.train_samples)
+        return plan_request.sizes_to_quality(plan.batch, request.noise)
+    return None if request.train_samples is None else plan_request.sizes_of(plan.batch, request.train_samples)
 
 
 def _time_s(request: Request, plan: Plan, prediction: Prediction) -> float:
@@ -69,7 +68,9 @@ def _time_s(request: Request, plan: Plan, prediction: Prediction) -> float:
     if sizes is None:
         return prediction.step_time_s.value * (count or 1) + _warmup_s(prediction, count)
     whole = plan.batch.global_batch_size
-    return sum(many * ramp.step_s(prediction, size, whole) for size, many in sizes) + _warmup_s(prediction, count)
+    return sum(many * plan_request.step_s(prediction, size, whole) for size, many in sizes) + _warmup_s(
+        prediction, count
+    )
 
 
 def _warmup_s(prediction: Prediction, count: int | None) -> float:

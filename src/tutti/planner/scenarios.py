@@ -11,12 +11,12 @@ from tutti.config.cluster import ClusterSpec, LinkSpec, LinkTier, NodeSpec, Weig
 from tutti.config.model import ModelSpec
 from tutti.config.option_syntax import BYTES, BYTES_PER_S, parse_quantity
 from tutti.cost_model import predict
-from tutti.cost_model.placement import place, seated_link
-from tutti.cost_model.words import bits_per_s, nbytes
+from tutti.cost_model.cost_notes import bits_per_s, nbytes
+from tutti.cost_model.rank_placement import place, seated_link
 from tutti.errors import PlanError, TuttiError
-from tutti.planner.choice import Request
-from tutti.planner.explore import Costed
-from tutti.planner.words import plan_words
+from tutti.planner.exploration import Costed
+from tutti.planner.plan_description import plan_words
+from tutti.planner.plan_request import Request
 
 _FACTORS = (2.0, 4.0, 8.0, 16.0)
 _RIVALS = 4

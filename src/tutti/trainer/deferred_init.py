@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tutti.data.seeds import preserved_generators
 from tutti.errors import RankMismatchError, ScriptError
-from tutti.parallel.sharding.shards import Shards
+from tutti.parallel.sharding.sharded_gradients import Shards
 
 _FILL_OPERATIONS = frozenset(
     {

@@ -44,15 +44,15 @@ from tutti.parallel.context import Sequences, sequences_of
 from tutti.parallel.data.batchnorm import BatchScope, batch_norms
 from tutti.parallel.data.bucket_sizes import BucketSizes
 from tutti.parallel.data.replicate import Replica
-from tutti.parallel.expert.tallies import mixtures_of
+from tutti.parallel.expert.expert_parallel import mixtures_of
 from tutti.parallel.layout import GRADIENT_AXES, Layout
 from tutti.parallel.mesh import Mesh
 from tutti.parallel.parallelize import parallelize, rebind
-from tutti.parallel.pipeline.build import Stages, cut_stages
-from tutti.parallel.pipeline.pipeline import Pipeline, make_pipeline
+from tutti.parallel.pipeline.pipeline_runner import Pipeline, make_pipeline
+from tutti.parallel.pipeline.stage_building import Stages, cut_stages
 from tutti.parallel.sharded_norms import bind_norms
-from tutti.parallel.sharding.shards import Shards
-from tutti.parallel.spatial.feed import feed_parts
+from tutti.parallel.sharding.sharded_gradients import Shards
+from tutti.parallel.spatial.apply_spatial_parallel import feed_parts
 from tutti.trainer.capture import CapturedScript, script_growth_nbytes
 from tutti.trainer.deferred_init import Tape, materialize
 from tutti.trainer.job_context import JobContext

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tutti.checkpoint.tensor_files import PendingCheckpoint
 
 if TYPE_CHECKING:
-    from tutti.parallel.pipeline.pipeline import Pipeline
+    from tutti.parallel.pipeline.pipeline_runner import Pipeline
 from torch.nn.modules.batchnorm import _NormBase
 
 Unpack = Callable[[Any], tuple[tuple[Any, ...], dict[str, Any], Any]]

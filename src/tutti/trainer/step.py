@@ -20,7 +20,7 @@ from tutti.data.seeds import derive_seed, seed_device
 from tutti.errors import ScriptError, TrainingError
 from tutti.nn.mixture import Tally
 from tutti.parallel.data.replicate import LossFunction
-from tutti.parallel.expert.tallies import WIDTH, read_tallies, write_tallies
+from tutti.parallel.expert.expert_parallel import WIDTH, read_tallies, write_tallies
 from tutti.trainer.losses import Weighted, as_weighted
 from tutti.trainer.precision import autocast, gradients_finite, nonfinite_loss_message
 from tutti.trainer.run_state import Run

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tutti.config.cluster import ClusterSpec, DeviceSpec, GemmRate, LinkSpec, scale_bandwidth
 from tutti.config.model import ModelSpec, OpKind
 from tutti.config.plan import Plan
-from tutti.cost_model import constants, predict
+from tutti.cost_model import cost_constants, predict
 from tutti.errors import PlanError
 
 Array = NDArray[np.float64]
@@ -223,16 +223,16 @@ def _device(device: DeviceSpec, factors: dict[str, float], source: str) -> Devic
         gemm = _faster(device.gemm, factors["rate"])
     else:
         half = HALF_SIZE * factors["half_size"]
-        best = constants.DATA_SHEET_EFFICIENCY * factors["rate"]
+        best = cost_constants.DATA_SHEET_EFFICIENCY * factors["rate"]
         gemm = tuple(
             GemmRate(dtype=dtype, n=size, flops_per_s=peak * best * size / (size + half))
             for dtype, peak in device.peak_flops_per_s.items()
             for size in _SIZES
         )
-    sheet = constants.DATA_SHEET_BANDWIDTH_EFFICIENCY if device.evidence != "measured" else 1.0
-    overhead = device.kernel_overhead_s or constants.KERNEL_OVERHEAD_S[device.kind]
+    sheet = cost_constants.DATA_SHEET_BANDWIDTH_EFFICIENCY if device.evidence != "measured" else 1.0
+    overhead = device.kernel_overhead_s or cost_constants.KERNEL_OVERHEAD_S[device.kind]
     kinds: tuple[OpKind, ...] = ("attention", "conv")
-    efficiency = {kind: device.efficiency.get(kind, constants.EFFICIENCY[kind]) * factors[kind] for kind in kinds}
+    efficiency = {kind: device.efficiency.get(kind, cost_constants.EFFICIENCY[kind]) * factors[kind] for kind in kinds}
     return replace(
         device,
         gemm=gemm,

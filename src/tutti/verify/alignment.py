@@ -12,10 +12,10 @@ import torch
 
 from tutti.config.vocabulary import DATA_AXES, AxisName
 from tutti.data.batches import MicrobatchShare
-from tutti.parallel.context.order import Order
+from tutti.parallel.context.sequence_order import Order
 from tutti.parallel.layout import TensorShard, to_local
-from tutti.parallel.spatial import tensor as space
-from tutti.parallel.tensor import parted as split
+from tutti.parallel.spatial import spatial_tensor as space
+from tutti.parallel.tensor import tensor_activation as split
 from tutti.trainer.run_state import Run
 from tutti.verify.matched_randomness import rows_of
 

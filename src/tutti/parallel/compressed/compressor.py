@@ -36,8 +36,8 @@ from tutti.parallel.compressed.parts import PartSum, Route
 from tutti.parallel.data.buckets import Bucket, Summing
 from tutti.parallel.layout import Layout
 from tutti.parallel.mesh import Mesh
-from tutti.parallel.sharding.shards import Shards
-from tutti.parallel.sharding.unit import Pack
+from tutti.parallel.sharding.sharded_gradients import Shards
+from tutti.parallel.sharding.sharded_unit import Pack
 
 COMPRESSED: frozenset[AxisName] = frozenset((*DATA_AXES, "context", "space"))
 """Axes over which sums are compressed: their ranks saw other samples, or parts of them. Other sums are exact."""

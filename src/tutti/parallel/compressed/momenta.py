@@ -23,7 +23,7 @@ from tutti.parallel.compressed.looks import Looks
 from tutti.parallel.data.buckets import Bucket
 from tutti.parallel.layout import Layout
 from tutti.parallel.sharded_norms import whole_norms
-from tutti.parallel.sharding.shards import Shards
+from tutti.parallel.sharding.sharded_gradients import Shards
 
 
 class Momenta:

@@ -18,8 +18,7 @@ from tutti.config.compression import Compression, flags_sent_nbytes, parts_sent_
 from tutti.parallel.compressed.courier import Courier
 from tutti.parallel.compressed.methods import make_exchange, make_scatter
 from tutti.parallel.layout import TensorShard
-from tutti.parallel.sharding.pieces import Piece
-from tutti.parallel.sharding.unit import Pack, Sharded
+from tutti.parallel.sharding.sharded_unit import Pack, Piece, Sharded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

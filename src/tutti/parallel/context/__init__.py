@@ -15,6 +15,6 @@ check.py      the comparison with one device
 parts.py      all of it around a microbatch
 """
 
-from tutti.parallel.context.parts import Sequences, sequences_of
+from tutti.parallel.context.context_parallel import Sequences, sequences_of
 
 __all__ = ["Sequences", "sequences_of"]

@@ -21,7 +21,7 @@ from tutti.parallel.compressed.factored import Factored
 from tutti.parallel.data.buckets import Bucket, Group, make_buckets
 from tutti.parallel.data.host_sums import quickest_sums
 from tutti.parallel.layout import Layout
-from tutti.parallel.sharding.shards import Shards
+from tutti.parallel.sharding.sharded_gradients import Shards
 from tutti.trainer.host_memory import WARMUP_UPDATES, long_lived_blocks
 
 LossFunction = Callable[[nn.Module, Any], Any]

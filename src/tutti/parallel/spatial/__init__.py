@@ -5,6 +5,6 @@ space axis the sum over ranks of their losses is `degree` times the loss, so eac
 1 / degree, every exchange's backward is its exact adjoint, and all gradients are summed over space like over data.
 """
 
-from tutti.parallel.spatial.tensor import CutTensor, whole
+from tutti.parallel.spatial.spatial_tensor import CutTensor, whole
 
 __all__ = ["CutTensor", "whole"]

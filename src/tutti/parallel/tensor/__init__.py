@@ -10,14 +10,13 @@ from torch import nn
 from tutti.comm.hierarchical import make_communicator
 from tutti.config.plan import Plan
 from tutti.parallel.layout import Layout
-from tutti.parallel.tensor import elementwise, normal, products, shapes
-from tutti.parallel.tensor.apply import apply_decisions, whole_parameter
-from tutti.parallel.tensor.decide import decide
-from tutti.parallel.tensor.describe import SplitModule, describe_split
-from tutti.parallel.tensor.exchange import SplitGroup
-from tutti.parallel.tensor.parted import whole
+from tutti.parallel.tensor import tensor_functions, tensor_reshapes
+from tutti.parallel.tensor.apply_tensor_parallel import apply_decisions, whole_parameter
+from tutti.parallel.tensor.tensor_activation import whole
+from tutti.parallel.tensor.tensor_collectives import SplitGroup
+from tutti.parallel.tensor.tensor_plan import SplitModule, decide, describe_split
 
-TABLES = (elementwise, normal, products, shapes)
+TABLES = (tensor_functions, tensor_functions, tensor_functions, tensor_reshapes)
 """The modules that fill the table of functions on parts when they are imported."""
 
 

@@ -1,0 +1,300 @@
+"""A ClusterSpec for people: tables of its devices, links and nodes, with the evidence of each."""
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tutti.config.cluster import ClusterSpec, CompressRate, DeviceSpec, GemmRate, LinkSpec, NodeSpec
+from tutti.cost_model.rank_placement import link_of, message, ring_all_reduce
+from tutti.errors import SpecError
+
+
+def cluster_tables(cluster: ClusterSpec) -> Iterator[RenderableType]:
+    """What to print, in order."""
+    yield Text(f"cluster {cluster.name}", style="bold")
+    yield _nodes(cluster.nodes)
+    for device in cluster.devices.values():
+        yield _device(device)
+        yield _gemm(device) if device.gemm else _peaks(device)
+        if device.compress_rates:
+            yield _codes(device.compress_rates)
+    if cluster.links:
+        yield _links(cluster.links)
+    for own in dict.fromkeys(node.links for node in cluster.nodes if node.links):
+        hosts = ", ".join(_named(node) for node in cluster.nodes if node.links == own)
+        yield _links(own, f"links of {hosts}, in place of the cluster's")
+    if cluster.conditions is not None:
+        seen = cluster.conditions
+        versions = ", ".join(f"{name} {version}" for name, version in seen.versions.items())
+        yield Text(
+            f"measured {seen.measured_utc}; {seen.cores_granted} cores granted; load {seen.load_at_start:.2f} at the "
+            f"start, {seen.load_at_end:.2f} at the end; {versions}"
+        )
+        for note in seen.notes:
+            yield Text(f"note: {note}", style="yellow")
+
+
+def _codes(rates: tuple[CompressRate, ...]) -> Table:
+    """Time a value by method and size."""
+    sizes = sorted({rate.numel for rate in rates})
+    known = {(rate.method, rate.numel): rate for rate in rates}
+    heads = [f"{size:,}" for size in sizes]
+    table = _table("gradients in fewer bytes: ns a value to write + read, by values", "method", *heads)
+    for method in dict.fromkeys(rate.method for rate in rates):
+        cells = []
+        for size in sizes:
+            rate = known.get((method, size))
+            cells.append("" if rate is None else " + ".join(
+                _significant(1e9 * each / size) for each in (rate.encode_s, rate.decode_s)
+            ))  # fmt: skip
+        table.add_row(method, *cells)
+    return table
+
+
+def parts_tables(devices: dict[str, DeviceSpec], links: dict[str, LinkSpec]) -> Iterator[RenderableType]:
+    """The catalog: names to use with --device, --node-link and --network."""
+    dtypes = ("float64", "float32", "tf32", "bfloat16", "float16", "float8")
+    table = _table("devices: dense peaks in TFLOP/s", "name", "GB", "GB/s", *dtypes, "year", "evidence")
+    for name, device in devices.items():
+        peaks = [
+            _significant(device.peak_flops_per_s[d] / 1e12) if d in device.peak_flops_per_s else "" for d in dtypes
+        ]
+        memory = f"{device.memory_nbytes / 1e9:.0f}", f"{device.memory_bandwidth_bytes_per_s / 1e9:.0f}"
+        table.add_row(name, *memory, *peaks, str(device.year or ""), device.evidence)
+    yield table
+    table = _table("links: one way", "name", "tier", "latency", "bandwidth", "evidence")
+    for name, link in links.items():
+        table.add_row(name, link.tier, time_text(link.latency_s), rate_text(link.bandwidth_bytes_per_s), link.evidence)
+    yield table
+
+
+def time_text(seconds: float) -> str:
+    """A time with its unit, to three digits."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= size:
+            return f"{_significant(seconds / size)} {unit}"
+    return f"{_significant(seconds / 1e-9)} ns"
+
+
+def rate_text(bytes_per_s: float) -> str:
+    """A bandwidth with its unit, to three digits."""
+    for unit, size in (("TB/s", 1e12), ("GB/s", 1e9), ("MB/s", 1e6)):
+        if bytes_per_s >= size:
+            return f"{_significant(bytes_per_s / size)} {unit}"
+    return f"{_significant(bytes_per_s / 1e3)} kB/s"
+
+
+def curves(rates: Iterable[GemmRate]) -> Iterator[tuple[tuple[str, int, int], list[GemmRate]]]:
+    """Rates grouped by (dtype, threads, processes at once), each in order of N."""
+
+    def key(rate: GemmRate) -> tuple[str, int, int]:
+        return rate.dtype, rate.threads, rate.concurrent
+
+    for name, group in groupby(sorted(rates, key=key), key=key):
+        yield name, sorted(group, key=lambda rate: rate.n)
+
+
+def _gemm(device: DeviceSpec) -> Table:
+    rates = (*device.gemm, *device.gemm_concurrent)
+    sizes = sorted({rate.n for rate in rates})
+    cpu = device.kind == "cpu"
+    heads = ("dtype", "threads", "processes") if cpu else ("dtype",)
+    table = _table("matrix products: GFLOP/s against N, of each process", *heads, *map(str, sizes))
+    for (dtype, threads, processes), curve in curves(rates):
+        found = {rate.n: _significant(rate.flops_per_s / 1e9) for rate in curve}
+        name = (dtype, str(threads), str(processes)) if cpu else (dtype,)
+        table.add_row(*name, *(found.get(n, "") for n in sizes))
+    return table
+
+
+def _peaks(device: DeviceSpec) -> Table:
+    table = _table(f"dense peak in TFLOP/s, {device.evidence}", *device.peak_flops_per_s)
+    table.add_row(*(_significant(peak / 1e12) for peak in device.peak_flops_per_s.values()))
+    return table
+
+
+def _device(device: DeviceSpec) -> Text:
+    lines = [
+        f"{device.name} ({device.evidence}): {device.memory_nbytes / 1e9:.3g} GB, "
+        f"{rate_text(device.memory_bandwidth_bytes_per_s)} memory bandwidth"
+    ]
+    for rate in device.memory_rates:
+        at_once = f", {rate.concurrent} processes at once" if rate.concurrent > 1 else ""
+        lines.append(
+            f"  copying on {rate.threads} thread{'s' * (rate.threads > 1)}{at_once}: {rate_text(rate.bytes_per_s)}"
+        )
+    if device.kernel_overhead_s:
+        lines.append(f"  one call of a tiny operator: {time_text(device.kernel_overhead_s)}")
+    lines.append(f"  {device.source}")
+    return Text("\n".join(lines))
+
+
+def _named(node: NodeSpec) -> str:
+    return f"{node.name} and {node.count - 1} more" if node.count > 1 else node.name
+
+
+def _links(links: tuple[LinkSpec, ...], title: str = "links") -> Table:
+    table = _table(
+        f"{title}: time = latency + bytes / bandwidth",
+        *("tier", "backend", "fitted to", "ranks", "latency", "bandwidth", "residual", "evidence"),
+    )
+    for link in links:
+        table.add_row(
+            link.tier,
+            link.backend,
+            link.fitted_to.replace("_", "-") or "data sheet",
+            str(link.ranks) if link.points else "",
+            time_text(link.latency_s),
+            _bandwidth_text(link),
+            f"{link.residual:.0%}" if link.points else "",
+            link.evidence,
+        )
+    return table
+
+
+def _bandwidth_text(link: LinkSpec) -> str:
+    if link.large_nbytes is None or link.large_bandwidth_bytes_per_s is None:
+        return rate_text(link.bandwidth_bytes_per_s)
+    beyond = f"{link.large_nbytes / 2**20:.3g} MiB"
+    return f"{rate_text(link.bandwidth_bytes_per_s)}, beyond {beyond} {rate_text(link.large_bandwidth_bytes_per_s)}"
+
+
+def _nodes(nodes: tuple[NodeSpec, ...]) -> Table:
+    turns = any(node.turns > 1 for node in nodes)
+    heads = ("first host", "count", "devices of each", "memory", "disk read", *(("hosts a core",) if turns else ()))
+    table = _table("nodes", *heads)
+    for node in nodes:
+        read = node.disk_read_bytes_per_s
+        table.add_row(
+            node.name,
+            str(node.count),
+            f"{node.devices_per_node} x {node.device}",
+            f"{node.memory_nbytes / 1e9:.3g} GB",
+            rate_text(read) if read else "not measured",
+            *((f"{node.turns:.3g}",) if turns else ()),
+        )
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="", pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index > 0)
+    return table
+
+
+def _significant(value: float) -> str:
+    """Three digits, without an exponent."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+COLOURS = {
+    "float64": "#7b3294",
+    "float32": "#0571b0",
+    "tf32": "#1b9e77",
+    "bfloat16": "#d95f02",
+    "float16": "#ca0020",
+    "float8": "#666666",
+}
+LINES = ("-", "--", "-.", ":")
+MARKS = ("o", "s", "^", "D", "v")
+
+
+def plot_cluster(cluster: ClusterSpec, path: Path) -> Path:
+    """Draw to `path` (.svg, .png or .pdf by its ending) and return it. Raises SpecError for another ending."""
+    if path.suffix not in (".svg", ".png", ".pdf"):
+        raise SpecError(f"{path}: a plot is written as .svg, .png or .pdf; change the ending")
+    devices = [device for device in cluster.devices.values() if device.gemm]
+    links = [link for link in cluster.links if link.points]
+    panels = len(devices) + bool(links)
+    if not panels:
+        raise SpecError(f"cluster {cluster.name!r} has no measured rates to plot; leave --plot out")
+    with mpl.rc_context(
+        {"svg.hashsalt": "tutti", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+    ):
+        figure = Figure(figsize=(5.6 * panels, 5.2), layout="constrained")
+        axes = [figure.add_subplot(1, panels, index + 1) for index in range(panels)]
+        for device, panel in zip(devices, axes, strict=False):
+            _products(panel, device)
+        if links:
+            _transfers(axes[-1], links)
+        measured = cluster.conditions.measured_utc if cluster.conditions else ""
+        figure.suptitle(f"{cluster.name}, measured {measured}", fontsize=10)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+    return path
+
+
+def _products(axes: Axes, device: DeviceSpec) -> None:
+    threads = sorted({rate.threads for rate in (*device.gemm, *device.gemm_concurrent)})
+    for (dtype, count, processes), rates in curves((*device.gemm, *device.gemm_concurrent)):
+        label = dtype
+        if device.kind == "cpu":
+            label += f", {count} thread{'s' * (count > 1)}"
+        if processes > 1:
+            label += f", each of {processes} at once"
+        axes.plot(
+            [rate.n for rate in rates],
+            [rate.flops_per_s / 1e9 for rate in rates],
+            color=COLOURS.get(dtype, "black"),
+            linestyle=":" if processes > 1 else LINES[threads.index(count) % 3],
+            marker="x" if processes > 1 else "o",
+            markersize=4,
+            linewidth=1.3,
+            label=label,
+        )
+    sizes = sorted({rate.n for rate in device.gemm})
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(sizes, [str(n) for n in sizes])
+    axes.minorticks_off()
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set(xlabel="N of an N x N matrix product", ylabel="GFLOP/s (2 N³ / time)", title=device.name)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2)
+
+
+def _transfers(axes: Axes, links: list[LinkSpec]) -> None:
+    """Times as points and the fitted line through them, by tier and kind of transfer."""
+    for index, link in enumerate(links):
+        sizes = [point.nbytes for point in link.points]
+        colour = f"C{index}"
+        axes.plot(sizes, [point.time_s for point in link.points], MARKS[index % len(MARKS)], color=colour, markersize=5)
+        between = [sizes[0] * (sizes[-1] / sizes[0]) ** (step / 60) for step in range(61)]
+        axes.plot(
+            between,
+            [_fitted_s(link, size) for size in between],
+            color=colour,
+            linewidth=1.2,
+            label=f"{link.tier}, {link.fitted_to.replace('_', '-')}, {link.ranks} ranks, {link.backend}: "
+            f"{time_text(link.latency_s)}, {rate_text(link.bandwidth_bytes_per_s)} (residual {link.residual:.0%})",
+        )
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.xaxis.set_major_formatter(lambda value, _: _nbytes_text(value))
+    axes.yaxis.set_major_formatter(lambda value, _: time_text(value))
+    axes.set(xlabel="size", ylabel="time", title="links between ranks: measured points, fitted lines")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=1)
+
+
+def _fitted_s(link: LinkSpec, nbytes: float) -> float:
+    """Seconds of the transfer itself, as fitted."""
+    one = link_of(link)
+    if link.fitted_to == "all_reduce":
+        return ring_all_reduce(one, nbytes, link.ranks)
+    return message(one, nbytes)
+
+
+def _nbytes_text(nbytes: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= size:
+            return f"{nbytes / size:g} {unit}"
+    return f"{nbytes:g} B"

@@ -1,0 +1,266 @@
+"""`tutti plan --try N`: the best plans really run for a few steps on this machine, and what that says of the choice."""
+
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+from tutti.cli.options import console
+from tutti.cli.run_conclusion import short
+from tutti.config import serialization
+from tutti.config.cluster import ClusterSpec
+from tutti.config.model import ModelSpec
+from tutti.config.prediction import Trial, Trials
+from tutti.config.run_folder import RunFolder
+from tutti.errors import PlanError, ReportError, ScriptError, TrainingError
+from tutti.planner import Alternative, Choice, stamp
+
+if TYPE_CHECKING:
+    from tutti.cli.plan_options import Options
+from collections.abc import Sequence
+
+from tutti.config.plan import Plan
+from tutti.cost_model.cost_notes import count, seconds
+from tutti.planner import Request, objectives, plan_words
+from tutti.planner.candidates import precisions
+from tutti.planner.plan_search import TIE
+from tutti.planner.relaxed_strategies import WAYS, samples_of
+
+TIMEOUT_S = 600.0
+"""How long the ranks of a trial wait for each other."""
+
+
+def try_plans(model: ModelSpec, cluster: ClusterSpec, choice: Choice, options: "Options") -> Trials:
+    """Run the best plans of a choice, each for some steps, the first ones left out of what is measured.
+
+    Raises PlanError where they cannot be run here, ScriptError where there is no script, TrainingError where none of
+    them ran: a plan that this machine is known not to run is no answer. One that fails is reported with the others.
+    """
+    check_here(cluster, options)
+    plans = to_try(model, cluster, choice, options.tries or 1)
+    from tutti.launch.launch_environment import granted_cores, threads_per_rank
+    from tutti.launch.local_launcher import warm
+    from tutti.profile.probe import host_facts
+
+    load = host_facts.load()
+    warm(threads_per_rank(plans[0].plan.world_size))
+    name = f"try-{Path(options.target[0]).stem}-{datetime.now(UTC).strftime('%Y%m%dT%H%M%SZ')}"
+    found = []
+    for index, one in enumerate(plans):
+        words = words_in_full(one.plan, choice.request)
+        with console.status(f"trying plan {index + 1} of {len(plans)}: {words}"):
+            folder = Path("runs") / f"{name}-{index + 1}"
+            found.append(_tried(one, _write(folder, model, cluster, one), options, words))
+    best = fastest(found, weights(model, cluster, choice, plans))
+    if best is None:
+        raise TrainingError(
+            f"{said(found, best)}; repair what failed (what ranks said: {short(Path(found[0].folder))}/ranks/), or "
+            "leave --try out"
+        )
+    return Trials(
+        trials=tuple(found),
+        best=best,
+        sentence=said(found, best, choice.request.objective),
+        unit=choice.best.batch.unit,
+        load=load,
+        cores=granted_cores(),
+    )
+
+
+def check_here(cluster: ClusterSpec, options: "Options") -> None:
+    """Raises where the plans of `cluster` cannot be run by this process' machine."""
+    from tutti.cli.named_inputs import named_model
+
+    if options.model is not None or not options.target or named_model(options.target) is not None:
+        raise ScriptError("--try runs plans, and a described model cannot run; name a script")
+    hosts = sum(node.count for node in cluster.nodes)
+    if hosts > 1:
+        raise PlanError(f"--try runs plans on this machine, but {cluster.name} has {hosts} hosts; leave --cluster out")
+    if any(cluster.devices[node.device].kind == "cuda" for node in cluster.nodes):
+        import torch
+
+        if torch.cuda.device_count() < cluster.device_count:
+            raise PlanError(
+                f"--try runs plans on this machine, which has {torch.cuda.device_count()} CUDA devices, but "
+                f"{cluster.name} has {cluster.device_count}; leave --cluster out"
+            )
+
+
+def _write(folder: Path, model: ModelSpec, cluster: ClusterSpec, one: Alternative) -> Path:
+    """The run folder of a trial, with all that its report needs. Raises ReportError where it cannot be written."""
+    files = RunFolder(folder.resolve())
+    try:
+        serialization.save(replace(one.plan, made_for=stamp(model)), files.plan)
+        serialization.save(cluster, files.cluster)
+        serialization.save(model, files.model)
+        serialization.save(one.prediction, files.prediction)
+    except OSError as error:
+        raise ReportError(f"{folder} cannot be written ({error.strerror}); run tutti plan in another folder") from None
+    return folder.resolve()
+
+
+def _tried(one: Alternative, folder: Path, options: "Options", words: str) -> Trial:
+    from tutti.launch import supervisor as failures
+    from tutti.launch.launch_environment import threads_per_rank
+    from tutti.launch.launcher import LaunchSpec
+    from tutti.launch.local_launcher import LocalLauncher
+    from tutti.launch.rank_watch import Silent
+    from tutti.launch.supervisor import interrupts, supervise
+
+    spec = LaunchSpec(
+        target=options.target[0],
+        arguments=options.target[1:],
+        folder=folder,
+        ranks_per_node=(one.plan.world_size,),
+        timeout_s=TIMEOUT_S,
+        threads=threads_per_rank(one.plan.world_size),
+        environment={
+            "TUTTI_PLAN": str(RunFolder(folder).plan),
+            "TUTTI_OBSERVER": "tutti.trainer.observer:stop_after_steps",
+            "TUTTI_STEPS": str(options.try_steps),
+        },
+    )
+    with interrupts() as interrupted:
+        outcome = supervise(lambda: LocalLauncher().start(spec), spec, Silent(), interrupted)
+    if outcome.status == "stopped":
+        raise KeyboardInterrupt
+    assert one.prediction is not None
+    found = Trial(
+        plan=one.plan,
+        words=words,
+        predicted=one.prediction.step_time_s,
+        predicted_throughput_per_s=one.prediction.throughput_per_s,
+        folder=str(folder),
+    )
+    if outcome.failure is not None:
+        short = replace(outcome.failure, traceback="")  # the reason alone: its whole output is in the run folder
+        return replace(found, failure=failures.sentence(spec, short))
+    return measured(found, folder)
+
+
+def measured(trial: Trial, folder: Path) -> Trial:
+    """The trial with what its run folder says of its steps; with a failure where it says nothing."""
+    from tutti.report.measurements import steady_steps, throughput
+    from tutti.report.run_records import read_records
+
+    try:
+        records = read_records(folder)
+    except ReportError as error:
+        return replace(trial, failure=str(error))
+    steps = sorted(value for row in steady_steps(records) if (value := row.number("wall_s")) is not None)
+    if not steps:
+        return replace(trial, failure="the script ended before its first step")
+    rate = throughput(records).value
+    return replace(
+        trial,
+        measured_s=median(steps),
+        least_s=steps[0],
+        most_s=steps[-1],
+        measured_throughput_per_s=None if rate is None else float(rate),
+        steps=len(steps),
+    )
+
+
+def seated(cluster: ClusterSpec, nodes: tuple[str, ...]) -> ClusterSpec:
+    """The cluster with its kinds of nodes in the order in which a choice seats ranks."""
+    order = {name: place for place, name in enumerate(nodes)}
+    return replace(cluster, nodes=tuple(sorted(cluster.nodes, key=lambda node: order.get(node.name, len(order)))))
+
+
+def words_in_full(plan: Plan, request: Request) -> str:
+    """The plan in one phrase, its precision where that is not the script's."""
+    words = plan_words(plan)
+    return words if plan.precision == request.script.precision else f"{words}, {plan.precision}"
+
+
+def to_try(model: ModelSpec, cluster: ClusterSpec, choice: Choice, most: int) -> list[Alternative]:
+    """The choice, then at most `most` - 1 others by the objective: those that fit, keep the request's limits, and
+    compute in a precision that it allows. Faster plans that a choice only shows are not among them."""
+    best = Alternative(plan=choice.best, prediction=choice.prediction, reason="chosen", totals=choice.totals)
+    machines, request = seated(cluster, choice.nodes), choice.request
+    allowed = precisions(model, machines, request)
+    others = [
+        one
+        for one in choice.alternatives
+        if one.plan.precision in allowed and one.plan != choice.best and _keeps_limits(machines, request, one)
+    ]
+    others.sort(key=lambda one: _value(model, machines, request, one))
+    return [best, *others][:most]
+
+
+def _keeps_limits(cluster: ClusterSpec, request: Request, one: Alternative) -> bool:
+    if one.prediction is None or not one.prediction.fits:
+        return False
+    totals = one.totals or objectives.totals(cluster, request, one.plan, one.prediction)
+    return not objectives.broken_limit(request, totals, one.prediction)
+
+
+def _value(model: ModelSpec, cluster: ClusterSpec, request: Request, one: Alternative) -> float:
+    """What the objective says of a plan, counted with the samples that its way to send less takes."""
+    assert one.prediction is not None
+    found = objectives.value(cluster, request, one.plan, one.prediction)
+    way = next((way for way in WAYS if way.of(one.plan) == one.plan), None)
+    if way is None or request.objective == "memory":
+        return found
+    return found * samples_of(way, request, one.plan, model.optimizer)[0]
+
+
+def weights(
+    model: ModelSpec, cluster: ClusterSpec, choice: Choice, plans: Sequence[Alternative]
+) -> tuple[float, ...] | None:
+    """What a second of each plan's step counts under the objective; None where time counts nothing."""
+    if choice.request.objective == "memory":
+        return None
+    machines = seated(cluster, choice.nodes)
+    return tuple(
+        _value(model, machines, choice.request, one) / one.prediction.step_time_s.value
+        for one in plans
+        if one.prediction is not None
+    )
+
+
+def fastest(trials: Sequence[Trial], counted: Sequence[float] | None = ()) -> int | None:
+    """The plan whose measured step counts least, if even its median counts less than every step of the choice; else
+    the choice: what lies within the spread of steps says nothing. None where none ran.
+
+    `counted`: what a second of each plan's step counts, all alike where it is empty; None: time counts nothing, and
+    the first that ran stands.
+    """
+    ran = {index: trial.measured_s for index, trial in enumerate(trials) if trial.measured_s is not None}
+    if not ran:
+        return None
+    if counted is None:
+        return min(ran)
+    unit = counted or (1.0,) * len(trials)
+    least = min(ran, key=lambda index: ran[index] * unit[index])
+    first = trials[0]
+    if first.measured_s is None or first.least_s is None:
+        return least
+    clearly = ran[least] * unit[least] < unit[0] * min(first.least_s, first.measured_s / (1 + TIE))
+    return least if clearly else 0
+
+
+def said(trials: Sequence[Trial], best: int | None, objective: str = "throughput") -> str:
+    """What the measurement says of the choice, in one sentence."""
+    if best is None:
+        reasons = dict.fromkeys(trial.failure for trial in trials)
+        return f"none of the plans that were tried ran, so nothing was measured: {'; '.join(reasons)}"
+    won, first = trials[best], trials[0]
+    by = "" if objective == "throughput" else f" by {objective}"
+    ran = f"{count(sum(one.measured_s is not None for one in trials), 'plan')} ran, and the choice{by}"
+    if best != 0:
+        lost = "did not run" if first.measured_s is None else f"measured {seconds(first.measured_s)}"
+        return (
+            f"{ran} changes to {won.words}: it measured {seconds(won.measured_s or 0.0)}; the predicted best, "
+            f"{first.words}, {lost}."
+        )
+    stands = f"{ran} stands: {won.words} measured {seconds(won.measured_s or 0.0)}"
+    quicker = [one for one in trials[1:] if one.measured_s is not None and one.measured_s < (won.measured_s or 0.0)]
+    if by:
+        return f"{stands}."
+    if not quicker:
+        return f"{stands}, and none was faster."
+    near = min(quicker, key=lambda one: one.measured_s or 0.0)
+    told = seconds(near.measured_s or 0.0)
+    return f"{stands}; {near.words} measured {told}, which the spread of its steps does not tell apart."

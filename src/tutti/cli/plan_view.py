@@ -1,0 +1,287 @@
+"""What `tutti plan` prints: the choice in words, a table of plans, other circumstances, the difference of two plans."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tutti.cli.options import console, emit
+from tutti.cli.prediction_view import (
+    SCENARIO_COLUMNS,
+    Scenario,
+    exposed_words,
+    scenario_rows,
+    show_curve,
+    show_trials,
+    standard_output,
+    trust_here,
+)
+from tutti.config import serialization
+from tutti.config.plan import Plan
+from tutti.planner import Choice, difference, explain, rows
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from tutti.cli.plan_options import Options
+    from tutti.cli.prediction_view import Planned
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from tutti.config.prediction import ACTIVITY_LABELS, Activity, Omission, RankMemory, Timeline, Track
+from tutti.cost_model.cost_notes import nbytes, seconds
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenarios:
+    """What --what-if answers: the choice now, and each changed one."""
+
+    now: Choice
+    scenarios: tuple[Scenario, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Differences:
+    """What --diff answers; no sentences where both plans mean the same."""
+
+    first: Plan
+    second: Plan
+    differences: tuple[str, ...]
+
+
+def show_choice(planned: "Planned", options: "Options") -> None:
+    """The choice in words, the table, its step as it falls, what the prediction stands on, and how to run the plan."""
+
+    choice, out = planned.choice, standard_output()
+    out.print(explain(choice), markup=False, soft_wrap=True)
+    out.print(table(choice, options.top))
+    hidden = len(choice.alternatives) - options.top
+    if hidden > 0:
+        out.print(f"{hidden} more were considered; --top N shows more, --json lists all", style="dim")
+    show_timeline(out, planned.timeline)
+    if planned.scenarios:
+        out.print(_scenarios(planned))
+    if planned.scaling is not None:
+        show_curve(out, planned.scaling)
+    if planned.trials is not None:
+        show_trials(out, planned.trials)
+    trust = trust_here(choice.cluster)
+    if trust:
+        out.print(f"{trust} (measured; tutti report --history)", markup=False, soft_wrap=True)
+    for note in choice.prediction.notes[1:]:
+        out.print(f"note: {note}", markup=False, soft_wrap=True, style="dim")
+    if options.output is None:
+        return
+    script = " ".join(options.target) or "SCRIPT"
+    console.print(f"plan written to {options.output}: tutti run --plan {options.output} {script}", soft_wrap=True)
+
+
+def table(choice: Choice, top: int) -> "Table":
+    """The chosen plan and the nearest others. All numbers are predicted."""
+    from rich.table import Table
+
+    found = rows(choice)[: top + 1]
+    shown = Table(title=f"Plans by predicted {_measure(choice)}", title_justify="left")
+    shown.add_column("ranks", justify="right", no_wrap=True)
+    shown.add_column("plan", overflow="fold")
+    shown.add_column("micro-\nbatches", justify="right", no_wrap=True)
+    shown.add_column("precision", no_wrap=True)
+    exposed = exposed_words((choice.best, *(one.plan for one in choice.alternatives[:top])))
+    for name in ("step", exposed.replace(" ", "\n", 1), "memory\na rank"):
+        shown.add_column(name, justify="right", no_wrap=True)
+    extra = choice.request.objective not in ("throughput", "memory")
+    if extra:
+        shown.add_column(choice.request.objective, justify="right", no_wrap=True)
+    shown.add_column("verdict", overflow="fold", ratio=2)
+    for row in found:
+        ranks = f"{row.ranks} by speed" if row.shares == "by speed" else str(row.ranks)
+        mesh = f"{row.mesh}\n{row.settings}" if row.settings else row.mesh
+        values = [ranks, mesh, str(row.microbatches), row.precision, row.step, row.exposed, row.memory]
+        values += [row.value] if extra else []
+        style = "bold green" if row.chosen else None if row.fits else "red"
+        shown.add_row(*values, row.reason, style=style)
+    return shown
+
+
+def _measure(choice: Choice) -> str:
+    names = {"throughput": "step time", "memory": "memory of a rank", "time-to-quality": "time to quality"}
+    return names.get(choice.request.objective, choice.request.objective)
+
+
+def document(planned: "Planned") -> "Choice | Scenarios | Planned":
+    """What --json prints: the choice, with the changed clusters' where they were asked for; all where there is more."""
+    if planned.scaling is not None or planned.trials is not None:
+        return planned
+    return Scenarios(now=planned.choice, scenarios=planned.scenarios) if planned.scenarios else planned.choice
+
+
+def _scenarios(planned: "Planned") -> "Table":
+    """The best plan now beside the best one in each changed cluster; the cost where there are prices."""
+    from rich.table import Table
+
+    found = scenario_rows(planned)
+    shown = Table(title="What if", title_justify="left")
+    kept = [at for at, name in enumerate(SCENARIO_COLUMNS) if name != "cost" or any(cells[at] for cells in found)]
+    for at in kept:
+        name = SCENARIO_COLUMNS[at]
+        text = name in ("cluster", "best plan", "against now")
+        shown.add_column(name, overflow="fold", justify="left" if text else "right", no_wrap=not text)
+    for cells in found:
+        shown.add_row(*(cells[at] for at in kept))
+    return shown
+
+
+def show_difference(first: Path, second: Path, *, as_json: bool) -> None:
+    """How two plan files differ, in plain words."""
+    plans = serialization.load(Plan, first), serialization.load(Plan, second)
+    found = difference(*plans, names=(first.name, second.name))
+    if as_json:
+        emit(Differences(first=plans[0], second=plans[1], differences=found))
+        return
+    out = standard_output()
+    for sentence in found or (f"{first.name} and {second.name} mean the same",):
+        out.print(sentence, markup=False, soft_wrap=True)
+
+
+LETTERS: dict[Activity, tuple[str, str]] = {
+    "data": ("d", "black on green"),
+    "forward": ("f", "white on blue"),
+    "backward": ("b", "black on bright_cyan"),
+    "weights": ("w", "black on cyan"),
+    "optimizer": ("u", "white on magenta"),
+    "communication": ("=", "black on yellow"),
+    "bubble": (".", "dim"),
+    "waiting": ("-", "dim"),
+    "other": ("o", "dim"),
+}
+"""A letter and a style for what a rank does."""
+
+HOLDERS: dict[str, tuple[str, str]] = {
+    "parameters": ("P", "white on blue"),
+    "gradients": ("G", "black on bright_cyan"),
+    "optimizer": ("O", "white on magenta"),
+    "activations": ("A", "black on green"),
+    "communication": ("C", "black on yellow"),
+    "buffers": ("B", "black on white"),
+    "reserve": ("R", "white on bright_black"),
+    "script": ("S", "black on bright_white"),
+}
+"""The same for what holds memory."""
+
+TOLD = 0.005
+"""Parts of a step below this are not told beside a track."""
+
+
+def show_timeline(out: "Console", found: Timeline) -> None:
+    """The step by tracks, and the memory of a rank of each against its limit. All of it is predicted."""
+    time = found.step_time_s
+    label = max(len(_name(track, found)) for track in found.tracks)
+    told = {id(track): _told(track, time.value) for track in found.tracks}
+    width = max(24, min(out.width, 160) - label - max(len(words) for words in told.values()) - 4)
+    left = "" if found.left_out is None else f"; // leaves out {found.left_out.microbatches} microbatches between"
+    out.print(
+        f"One step, predicted: {seconds(time.value)} ({seconds(time.low)} to {seconds(time.high)}){left}",
+        style="bold", markup=False, soft_wrap=True,
+    )  # fmt: skip
+    letters = ""
+    for track in found.tracks:
+        line = Text(f"{_name(track, found):<{label}}  ")
+        step = drawn(track, found.left_out, time.value, width)
+        letters += step.plain
+        out.print(line.append_text(step).append(f"  {told[id(track)]}"), soft_wrap=True)
+    out.print(
+        _legend({ACTIVITY_LABELS[doing]: look for doing, look in LETTERS.items() if look[0] in letters}), soft_wrap=True
+    )
+    if found.tracks_left_out:
+        out.print(f"{found.tracks_left_out} rows between these are not shown", style="dim")
+    out.print("Memory of a rank, predicted", style="bold")
+    seen = ""
+    for track in found.tracks:
+        line = Text(f"{_name(track, found):<{label}}  ")
+        line.append_text(held(track, width))
+        seen += line.plain[label:]
+        over = track.memory.total > track.memory_limit_nbytes
+        words = f"{nbytes(track.memory.total)} of {nbytes(track.memory_limit_nbytes)}" + (": too much" if over else "")
+        line.append(f"  {words}", style="red" if over else "")
+        out.print(line, soft_wrap=True)
+    out.print(_legend({name: look for name, look in HOLDERS.items() if look[0] in seen}), soft_wrap=True)
+
+
+def drawn(track: Track, left: Omission | None, step_s: float, width: int) -> Text:
+    """`width` letters for the step, // for what is left out. Each is something the track does in its time: what it did
+    most and has had the fewest letters for, so that letters are in proportion to seconds where bars are narrow."""
+    line = Text()
+    mark = 2 if left is not None else 0
+    away = left.end_s - left.start_s if left is not None else 0.0
+    each = (step_s - away) / (width - mark)
+    before = round(left.start_s / each) if left is not None else width
+    owed: dict[Activity, float] = {}
+    for cell in range(width - mark):
+        if cell == before:
+            line.append("/" * mark, style="dim")
+        later = away if cell >= before else 0.0
+        shares = _shares(track, cell * each + later, (cell + 1) * each + later)
+        for doing, share in shares.items():
+            owed[doing] = owed.get(doing, 0.0) + share / each
+        chosen = max(shares, key=lambda doing: owed[doing], default=None)
+        if chosen is None:
+            line.append(" ")
+            continue
+        owed[chosen] -= 1.0
+        letter, style = LETTERS[chosen]
+        line.append(letter, style=style)
+    return line
+
+
+def _shares(track: Track, start_s: float, end_s: float) -> dict[Activity, float]:
+    """Seconds of what the track does between two moments."""
+    shares: dict[Activity, float] = {}
+    for bar in track.bars:
+        shared = min(bar.end_s, end_s) - max(bar.start_s, start_s)
+        if shared > 0:
+            shares[bar.doing] = shares.get(bar.doing, 0.0) + shared
+    return shares
+
+
+def held(track: Track, width: int) -> Text:
+    """`width` letters for the larger of memory and limit, a letter for each part held, | where the limit is passed."""
+    line = Text()
+    whole = max(track.memory_limit_nbytes, track.memory.total)
+    limit = round(width * track.memory_limit_nbytes / whole)
+    total, end = 0.0, 0
+    for part in fields(RankMemory):
+        total += getattr(track.memory, part.name)
+        letter, style = HOLDERS[part.name]
+        for cell in range(end, round(width * total / whole)):
+            line.append("|" if cell == limit else letter, style="bold red" if cell == limit else style)
+        end = round(width * total / whole)
+    line.append("." * (width - end), style="dim")
+    return line
+
+
+def _name(track: Track, found: Timeline) -> str:
+    stages = {one.stage for one in found.tracks}
+    return track.ranks + (f" (stage {track.stage})" if len(stages) > 1 else "")
+
+
+def _told(track: Track, step_s: float) -> str:
+    """busy 74 %, exposed 5 %, bubble 20 %."""
+    parts = [("busy", track.busy_s)]
+    words: dict[Activity, str] = {
+        "data": "data", "communication": "exposed", "bubble": "bubble", "waiting": "waiting", "other": "other",
+        "hidden": "hidden",
+    }  # fmt: skip
+    parts += [(word, track.seconds.get(doing, 0.0)) for doing, word in words.items()]
+    return ", ".join(f"{word} {100 * lasts / step_s:.0f} %" for word, lasts in parts if lasts > TOLD * step_s)
+
+
+def _legend(entries: dict[str, tuple[str, str]]) -> Text:
+    line = Text("  ")
+    for name, (letter, style) in entries.items():
+        line.append(letter, style=style)
+        line.append(f" {name}   ", style="dim")
+    return line

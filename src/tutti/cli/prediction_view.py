@@ -1,0 +1,324 @@
+"""What `tutti plan` and `tutti predict` show of a plan beside the table: its step as it falls, scaling, its page."""
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tutti.cli.plan_trials import seated, words_in_full
+from tutti.cli.planning import SEARCH_S, search
+from tutti.config.cluster import ClusterSpec
+from tutti.config.model import ModelSpec
+from tutti.config.plan import Plan
+from tutti.config.prediction import Activity, MeasuredPoint, Prediction, ScalingCurve, Timeline, Trials
+from tutti.cost_model.cost_notes import nbytes, seconds
+from tutti.cost_model.rank_tracks import timeline
+from tutti.errors import PlanError, ReportError
+from tutti.planner import Choice, Request, device_counts, difference, explain, plan_words, rows, scaling, whole_words
+from tutti.planner.objectives import money
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from tutti.report.plan_page import KeyFigure, PlanPage, Table
+
+RECENT = 30
+"""Runs, the newest, that tell how far predictions for a cluster have been off here."""
+
+ROWS = 12
+"""Rows of ranks that are shown at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """A change of the cluster in words, and the best plan then; `reason` says why there is none."""
+
+    change: str
+    choice: Choice | None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """The choice with what else was asked for: what --json prints then."""
+
+    choice: Choice
+    timeline: Timeline
+    scaling: ScalingCurve | None = None
+    trials: Trials | None = None
+    scenarios: tuple[Scenario, ...] = ()
+
+
+def step_of(model: ModelSpec, cluster: ClusterSpec, choice: Choice, tracks: int = ROWS) -> Timeline:
+    """The chosen plan's step as it falls."""
+    return timeline(model, seated(cluster, choice.nodes), choice.best, most_tracks=tracks)
+
+
+def curve_of(model: ModelSpec, cluster: ClusterSpec, request: Request, limit_s: float | None) -> ScalingCurve:
+    """The best plan's speed against devices; the searches share the time of one and a half."""
+    counts = device_counts(cluster, request.max_devices)
+    each = max(1.0, 1.5 * (limit_s or SEARCH_S) / len(counts))
+    return scaling(request, counts, lambda one: search(model, cluster, one, each))
+
+
+def scenario(model: ModelSpec, cluster: ClusterSpec, words: str, request: Request, limit_s: float | None) -> Scenario:
+    """The best plan for a changed cluster, or why it has none."""
+    try:
+        return Scenario(change=words, choice=search(model, cluster, request, limit_s))
+    except PlanError as error:
+        return Scenario(change=words, choice=None, reason=str(error))
+
+
+def with_measured(curve: ScalingCurve, trials: Trials | None) -> ScalingCurve:
+    """The curve beside the fastest plan tried on each number of devices."""
+    found: dict[int, float] = {}
+    for trial in trials.trials if trials is not None else ():
+        rate = trial.measured_throughput_per_s
+        if rate is not None:
+            found[trial.plan.world_size] = max(rate, found.get(trial.plan.world_size, 0.0))
+    points = tuple(MeasuredPoint(devices=count, throughput_per_s=rate) for count, rate in sorted(found.items()))
+    return replace(curve, measured=points)
+
+
+SCENARIO_COLUMNS = ("cluster", "best plan", "step", "memory a rank", "cost", "against now")
+
+
+def scenario_rows(planned: Planned) -> list[tuple[str, ...]]:
+    """The columns of `SCENARIO_COLUMNS` as text, the cluster as it is first; the cost is empty without prices, of the
+    whole training or of one step where nobody said how long that is."""
+    found: list[tuple[str, ...]] = []
+    as_it_is = Scenario(change="as it is", choice=planned.choice)
+    for other in (as_it_is, *planned.scenarios):
+        one = other.choice
+        if one is None:
+            found.append((other.change, "none", "", "", "", other.reason))
+            continue
+        step, memory = one.prediction.step_time_s.value, one.prediction.memory.total
+        against = "" if one is planned.choice else _against(planned.choice, one)
+        found.append(
+            (other.change, words_in_full(one.best, one.request), seconds(step), nbytes(memory), _cost(one), against)
+        )
+    return found
+
+
+def _cost(choice: Choice) -> str:
+    totals = choice.totals
+    if totals is None or totals.cost is None:
+        return ""
+    return money(totals.cost) + ("" if totals.steps is not None else " a step")
+
+
+def _against(now: Choice, then: Choice) -> str:
+    """What the best plan gains or loses, and in what it is another one."""
+    parts = [f"{now.prediction.step_time_s.value / then.prediction.step_time_s.value:.2f}x as fast"]
+    pairs = {"memory": (now.prediction.memory.total, then.prediction.memory.total)}
+    if now.totals is not None and then.totals is not None:
+        pairs["cost"] = (now.totals.cost or 0.0, then.totals.cost or 0.0)
+    for what, (before, after) in pairs.items():
+        if before > 0 and after > 0 and f"{after / before:.2f}" != "1.00":
+            parts.append(f"{after / before:.2f}x the {what}")
+    changed = "; ".join(difference(now.best, then.best, ("now", "then"))) or "the same plan"
+    return f"{', '.join(parts)}; {changed}"
+
+
+def chosen_plan(choice: Choice, trials: Trials | None) -> Plan:
+    """The choice, or the plan that measured faster."""
+    return choice.best if trials is None or trials.best is None else trials.trials[trials.best].plan
+
+
+def trust_here(cluster: str, runs: Path = Path("runs")) -> str:
+    """How far predictions for this cluster have been off in the runs of a folder; empty where there are none."""
+    from tutti.report.prediction_history import build_history, run_folders, trust_in
+
+    if not runs.is_dir():
+        return ""
+    newest = sorted(run_folders([runs]), key=lambda folder: (folder / "run.json").stat().st_mtime_ns)[-RECENT:]
+    entries = [entry for entry in build_history(newest).entries if entry.cluster == cluster]
+    return f"So far in {runs}: {trust_in(entries, cluster).sentence}" if entries else ""
+
+
+def show_curve(out: "Console", curve: ScalingCurve) -> None:
+    """Speed against devices as a table with bars. All numbers are predicted."""
+    from rich.table import Table
+
+    most = max((point.throughput_per_s for point in curve.points), default=0.0)
+    shown = Table(title="Speed against devices, predicted", title_justify="left")
+    for name in ("devices", "used", "step", f"{curve.unit}/s", "worth of\none more"):
+        shown.add_column(name, justify="right", no_wrap=True)
+    shown.add_column("best plan", overflow="fold")
+    shown.add_column("", no_wrap=True)
+    for point in curve.points:
+        if point.step_time_s is None:
+            shown.add_row(str(point.devices), "", "", "", "", point.reason, "", style="red")
+            continue
+        worth = "" if point.worth is None else f"{100 * point.worth:.0f} %"
+        bar = "#" * max(1, round(20 * point.throughput_per_s / most))
+        cells = (str(point.used), seconds(point.step_time_s.value), f"{point.throughput_per_s:,.0f}", worth, point.plan)
+        style = "bold green" if point.devices == curve.pays_until else None
+        shown.add_row(str(point.devices), *cells, bar, style=style)
+    out.print(shown)
+    out.print(f"{curve.sentence[0].upper()}{curve.sentence[1:]}", markup=False, soft_wrap=True)
+
+
+def show_trials(out: "Console", trials: Trials) -> None:
+    """Predicted beside measured, the quickest first, and whether the choice stands."""
+    from rich.table import Table
+
+    shown = Table(title="Tried on this machine, the fastest first", title_justify="left")
+    shown.add_column("plan", overflow="fold")
+    for name in ("predicted", "measured", "steps", "error of the\nprediction"):
+        shown.add_column(name, justify="right", no_wrap=True)
+    shown.add_column("in the\ninterval", no_wrap=True)
+    order = sorted(range(len(trials.trials)), key=lambda at: trials.trials[at].measured_s or float("inf"))
+    for at in order:
+        one = trials.trials[at]
+        if one.measured_s is None or one.error is None:
+            shown.add_row(one.words, seconds(one.predicted.value), one.failure, "", "", "", style="red")
+            continue
+        style = "bold green" if at == trials.best else None
+        spread = f"{seconds(one.measured_s)}" + (f" ({_spread(one.least_s, one.most_s)})" if one.steps > 1 else "")
+        within = "yes" if one.within else "no"
+        error = f"{100 * one.error:+.0f} %"
+        shown.add_row(one.words, seconds(one.predicted.value), spread, str(one.steps), error, within, style=style)
+    out.print(shown)
+    out.print(trials.sentence, markup=False, soft_wrap=True)
+    if trials.load > 0.5 * trials.cores:
+        out.print(
+            f"note: other work ran beside it (load {trials.load:.1f} on {trials.cores} cores): what was measured is "
+            "worth little",
+            style="yellow", soft_wrap=True,
+        )  # fmt: skip
+
+
+def _spread(least: float | None, most: float | None) -> str:
+    return f"{seconds(least or 0.0)} to {seconds(most or 0.0)}"
+
+
+def page_of_choice(planned: Planned, top: int, command: str) -> "PlanPage":
+    """The page of a choice."""
+    from tutti.report.plan_page import PlanPage
+
+    choice = planned.choice
+    lead = explain(choice).splitlines()[0].partition(": ")[2]
+    return PlanPage(
+        name=f"{choice.model} on {choice.cluster}",
+        lead=". ".join((f"{lead[0].upper()}{lead[1:]}", *whole_words(choice.totals))) + ".",
+        keys=_keys(choice.best, choice.prediction, planned.timeline),
+        prediction=choice.prediction,
+        timeline=planned.timeline,
+        remarks=choice.remarks,
+        changes=choice.changes,
+        tables=(_alternatives(choice, top), *_scenario_table(planned)),
+        scaling=planned.scaling,
+        trials=planned.trials,
+        next_command=command,
+    )
+
+
+def page_of_plan(name: str, plan: Plan, prediction: Prediction, found: Timeline) -> "PlanPage":
+    """The page of one plan that was costed."""
+    from tutti.report.plan_page import PlanPage
+
+    batch = plan.batch
+    lead = f"{plan_words(plan)}, precision {plan.precision}, global batch {batch.global_batch_size} {batch.unit}."
+    return PlanPage(
+        name=name, lead=f"{lead[0].upper()}{lead[1:]}", keys=_keys(plan, prediction, found), prediction=prediction,
+        timeline=found,
+    )  # fmt: skip
+
+
+def _keys(plan: Plan, prediction: Prediction, found: Timeline) -> "tuple[KeyFigure, ...]":
+    from tutti.report.plan_page import KeyFigure
+
+    time, memory = prediction.step_time_s, prediction.memory_nbytes
+    tracks = sum(track.count for track in found.tracks)
+    who = "rows shown" if found.tracks_left_out else "ranks"
+
+    def idle(doing: Activity) -> str:
+        mean = sum(track.count * track.seconds.get(doing, 0.0) for track in found.tracks) / tracks
+        return f"{100 * mean / time.value:.1f} %"
+
+    return (
+        KeyFigure(name="Step time", value=seconds(time.value), also=f"{seconds(time.low)} to {seconds(time.high)}"),
+        KeyFigure(name="Throughput", value=f"{prediction.throughput_per_s:,.0f}", also=f"{plan.batch.unit}/s"),
+        KeyFigure(name="Memory of a rank", value=nbytes(memory.value), also="the fullest one, at its peak"),
+        KeyFigure(name="Exposed comm.", value=idle("communication"), also=f"of the step, mean of the {who}"),
+        KeyFigure(name="Bubbles", value=idle("bubble"), also=f"of the step, mean of the {who}"),
+        KeyFigure(name="Sent by a rank", value=nbytes(prediction.sent_nbytes_per_rank), also="a step, at most"),
+    )
+
+
+def exposed_words(plans: Iterable[Plan]) -> str:
+    """What heads the part of a step that predictions count as exposed: with stages, bubbles are in it."""
+    return "exposed comm. or bubble" if any(plan.degree("stage") > 1 for plan in plans) else "exposed comm."
+
+
+def _alternatives(choice: Choice, top: int) -> "Table":
+    from tutti.report.plan_page import Table, TableRow
+
+    found, objective = rows(choice), choice.request.objective
+    extra = [objective] if objective not in ("throughput", "memory") else []
+    columns = [
+        "ranks",
+        "plan",
+        "microbatches",
+        "precision",
+        "step",
+        exposed_words((choice.best, *(one.plan for one in choice.alternatives[:top]))),
+        "memory a rank",
+        *extra,
+        "verdict",
+    ]
+    shown = [
+        TableRow(
+            cells=(
+                str(row.ranks), f"{row.mesh}; {row.settings}" if row.settings else row.mesh, str(row.microbatches),
+                row.precision, row.step, row.exposed, row.memory, *([row.value] if extra else []), row.reason,
+            ),
+            kind="chosen" if row.chosen else "" if row.fits else "off",
+        )
+        for row in found[: top + 1]
+    ]  # fmt: skip
+    more = len(found) - len(shown)
+    return Table(
+        title="The alternatives",
+        under="The chosen plan and the nearest others." + (f" {more} more were considered." if more else ""),
+        columns=tuple(columns),
+        rows=tuple(shown),
+        right=frozenset({0, 2, 4, 5, 6, *([7] if extra else [])}),
+    )
+
+
+def _scenario_table(planned: Planned) -> "tuple[Table, ...]":
+    from tutti.report.plan_page import Table, TableRow
+
+    if not planned.scenarios:
+        return ()
+    return (
+        Table(
+            title="What if",
+            under="The best plan for each changed cluster.",
+            columns=SCENARIO_COLUMNS,
+            rows=tuple(TableRow(cells=cells) for cells in scenario_rows(planned)),
+            right=frozenset({2, 3, 4}),
+        ),
+    )
+
+
+def write_page(page: "PlanPage", path: Path) -> None:
+    """Write the page to a file of its own. Raises ReportError where that is impossible."""
+    from tutti.report.plan_page import plan_html
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(plan_html(page), encoding="utf-8")
+    except OSError as error:
+        raise ReportError(f"{path} cannot be written ({error.strerror}); name another file with --html") from None
+
+
+def standard_output() -> "Console":
+    """Where results for people go: as wide as the terminal, or as a wide page."""
+    from rich.console import Console
+
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 160)

@@ -1,0 +1,132 @@
+"""Numbers and findings in words: what a prediction's notes say."""
+
+from tutti.config.cluster import ClusterSpec
+from tutti.config.prediction import RankMemory
+from tutti.cost_model import cost_constants
+from tutti.cost_model.overlap import Exchange
+from tutti.cost_model.rank_placement import Link, Seat, ring_tier
+from tutti.cost_model.worker_speed import Worker
+
+
+def seconds(value: float) -> str:
+    """A duration with three digits and a fitting unit: 1.23 s, 45.6 ms, 789 us."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if abs(value) >= 0.9995 * size:
+            return f"{_digits(value / size)} {unit}"
+    return f"{_digits(value / 1e-9)} ns" if value else "0 s"
+
+
+def nbytes(value: float) -> str:
+    """Bytes in binary units: 31.0 GiB, 350 MiB."""
+    for unit, size in (("TiB", 2.0**40), ("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10)):
+        if abs(value) >= size:
+            return f"{value / size:.1f} {unit}"
+    return f"{value:.0f} B"
+
+
+def bits_per_s(bytes_per_s: float) -> str:
+    """A link's bandwidth as networks are named: 1 Gbit/s."""
+    value = 8 * bytes_per_s
+    for unit, size in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6)):
+        if value >= size:
+            return f"{_digits(value / size)} {unit}"
+    return f"{_digits(value / 1e3)} kbit/s"
+
+
+def count(number: int, word: str) -> str:
+    """1 rank, 2 ranks, 3 microbatches."""
+    plural = f"{word}es" if word.endswith("ch") else f"{word}s"
+    return f"{number} {word if number == 1 else plural}"
+
+
+def _digits(value: float) -> str:
+    return f"{value:.0f}" if abs(value) >= 99.95 else f"{value:.3g}"
+
+
+STAGES = "waiting for other stages"
+"""A pipeline's bubbles, with what messages between its stages take."""
+
+
+def time_notes(
+    seats: tuple[Seat, ...],
+    seat: Seat,
+    worker: Worker,
+    limits: dict[str, float],
+    exchanged: Exchange,
+    margin: float,
+    data_s: float,
+    link: Link | None,
+) -> tuple[str, ...]:
+    """What limits the step, where the ranks are, and which constants of the time are assumed. `link`: the slowest of
+    several ranks."""
+    ranks = sum(place.ranks for place in seats)
+    stages_s = limits.get(STAGES, 0.0)  # counted as exposed, but mostly idle: a faster link would not end it
+    exposed_s, total_s = max(0.0, exchanged.exposed_s - stages_s), max(0.0, exchanged.total_s - stages_s)
+    notes = [_limit_note({**limits, "communication": exposed_s, "loading of data": data_s})]
+    if seat.device.kind == "cpu" and seat.sharing > seat.device.cores:
+        notes.append(
+            f"{seat.sharing} ranks share {count(max(1, seat.device.cores), 'core')} of {seat.device.name}: "
+            f"each is {worker.slowdown:.2g}x slower than with a core of its own"
+        )
+    elif seat.device.kind == "cpu":
+        notes.append(
+            f"{count(seat.sharing, 'rank')} on {seat.device.name} with {count(seat.threads, 'thread')} each"
+            + (", sharing its memory bandwidth" if seat.sharing > 1 else "")
+        )
+    if seat.node.turns > 1:
+        notes.append(
+            f"{seat.node.turns:.2g} hosts take turns on each core of their machine, which is in their rates; what "
+            f"switching costs is assumed ({cost_constants.OVERSUBSCRIBED:.2g}x)"
+        )
+    if ranks > 1:
+        notes.append(
+            f"flat ring over {ranks} ranks on the {ring_tier(seats)} links, its slowest; "
+            f"{seconds(total_s)} of communication, {seconds(exposed_s)} of it exposed"
+            + (f", and {seconds(stages_s)} of {STAGES}" if stages_s else "")
+        )
+        if seat.device.kind == "cpu":
+            notes.append(_cores_note(link))
+    notes += [f"assumed: {sentence}" for sentence in worker.assumptions]
+    notes.append(f"time interval: a factor of {1 + margin:.2f} either way, from {worker.evidence} compute rates")
+    return tuple(notes)
+
+
+def _cores_note(link: Link | None) -> str:
+    """What exchanges take of the cores that compute, on the slowest links."""
+    if link is None or link.core_s_per_nbyte is None:
+        return "assumed: communication behind backward takes cores from it"
+    return f"communication behind backward takes cores from it: {link.core_s_per_nbyte * 1e9:.2g} ns a byte (measured)"
+
+
+def link_note(link: Link) -> str:
+    """The constants of the link a ring uses, with their evidence."""
+    return f"link: {seconds(link.latency_s)} latency, {bits_per_s(link.bandwidth_bytes_per_s)} ({link.evidence})"
+
+
+def memory_notes(memory: RankMemory, seat: Seat, when: str) -> tuple[str, ...]:
+    """Whether the fullest rank fits where it is, with the numbers, and when it is fullest."""
+    return (
+        f"memory: {nbytes(memory.total)} of {nbytes(seat.memory_nbytes)} for each rank on {seat.device.name}, "
+        f"most {when}; assumed: {nbytes(memory.reserve)} of it for interpreter, libraries and allocator"
+        + (f"; seen: {nbytes(memory.script)} for the script's own libraries and data" if memory.script else ""),
+    )
+
+
+def disturbed(cluster: ClusterSpec) -> tuple[str, ...]:
+    """A warning where the cluster was measured while other work ran on it: rates and choices may be far off."""
+    conditions = cluster.conditions
+    if conditions is None or conditions.load_at_start <= 0.5 * conditions.cores_granted:
+        return ()
+    return (
+        f"{cluster.name} was measured under a load of {conditions.load_at_start:.1f} on "
+        f"{count(conditions.cores_granted, 'core')}: its rates may be far too low; measure it again with tutti probe",
+    )
+
+
+def _limit_note(limits: dict[str, float]) -> str:
+    total = sum(limits.values())
+    if total <= 0:
+        return "limited by nothing that is predicted"
+    ordered = sorted(limits.items(), key=lambda item: -item[1])
+    parts = ", ".join(f"{name} {value / total:.0%}" for name, value in ordered if value > 0)
+    return f"limited by {ordered[0][0]} ({parts})"

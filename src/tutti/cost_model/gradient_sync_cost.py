@@ -1,0 +1,417 @@
+"""Sums of gradients over the ranks that saw other samples, and what the shard axis gathers: once a step."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+
+from tutti.config.cluster import DeviceKind
+from tutti.config.compression import FACTORS, ZERO_ONE, Compression, factors_pay, factors_sent_nbytes, sum_sent_nbytes
+from tutti.config.model import ModelSpec
+from tutti.config.plan import Plan
+from tutti.config.vocabulary import DATA_AXES, AxisName
+from tutti.cost_model import cost_constants, sharding_cost
+from tutti.cost_model.compressed_sync_cost import (
+    VALUE_NBYTES,
+    PartsWritten,
+    Written,
+    changes_written,
+    kept_nbytes,
+    kernel_s,
+    parts_written,
+    written,
+)
+from tutti.cost_model.group_links import Group, Network
+from tutti.cost_model.module_costs import Flags, ModelTable, model_table
+from tutti.cost_model.overlap import TIERS, Bucket, Exchange, Taken, buckets, exchange
+from tutti.cost_model.rank_placement import Seat
+from tutti.cost_model.relaxed_sync_cost import Coded, Trained, exchanged_apart, waited_parts
+from tutti.cost_model.sharding_cost import Costs
+from tutti.cost_model.work_division import Division
+from tutti.cost_model.worker_speed import Array, best_rate, rank_bandwidth
+
+SUMMED: tuple[AxisName, ...] = (*DATA_AXES, "context", "space")
+"""Axes over whose ranks a gradient differs, because they saw other samples or other parts of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowsOf:
+    """A linear layer's weight. `rows`: of its factors over all ranks in a step; `width`: bytes of their values."""
+
+    module: int
+    rows: float
+    out_features: float
+    in_features: float
+    ranks: int
+    width: int
+
+    @property
+    def nbytes(self) -> float:
+        """Of the weight's gradient."""
+        return self.out_features * self.in_features * _VALUE_NBYTES
+
+    @property
+    def sent_nbytes(self) -> float:
+        """Of one rank in a step, where all have as many rows."""
+        return factors_sent_nbytes(self.rows / self.ranks, self.out_features, self.in_features, self.ranks, self.width)
+
+    def sum_s(self, plan: Plan, group: Group, seat: Seat) -> tuple[float, float]:
+        """(seconds, seconds of one thread in them) in which `group` sums it: every rank gets all rows, and multiplies
+        those of the others beside its own."""
+        device = seat.device
+        share = min(1.0, seat.threads / max(1, device.cores)) if device.kind == "cpu" else 1.0
+        rate = (best_rate(device, "float32") or max(device.peak_flops_per_s.values(), default=0.0)) * share
+        others = self.rows * (self.ranks - 1) / self.ranks
+        product = seat.slowdown * 2 * others * self.out_features * self.in_features / rate if rate else 0.0
+        return self.wire_s(group) + product, product * (seat.threads if device.kind == "cpu" else 1)
+
+    def wire_s(self, group: Group) -> float:
+        """Seconds in which `group` exchanges rows, having told each other how many they are."""
+        values = self.rows * (self.out_features + self.in_features)
+        return group.all_to_all(8 * self.ranks) + group.all_to_all(values * self.width)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summed:
+    """Gradients that one group sums: bytes by module, the buckets they are fused in. `written`: by a code, None where
+    the plan has none for them; `factors`: of a linear layer's weight that goes by them."""
+
+    group: Group
+    nbytes: Array
+    buckets: tuple[Bucket, ...]
+    written: Written | None = None
+    factors: RowsOf | None = None
+
+    @property
+    def sent_nbytes(self) -> float:
+        """Of one rank in a step."""
+        if self.factors is not None:
+            return self.factors.sent_nbytes
+        if self.written is not None:
+            return self.written.sent_nbytes
+        return 2 * (self.group.ranks - 1) / self.group.ranks * float(self.nbytes.sum())
+
+
+def summed(
+    columns: ModelTable, part: Division, net: Network, plan: Plan, own: Flags, updates: int | None = None
+) -> list[Summed]:
+    """Gradients of the modules `own` (the others are left out) by the group that sums them, as they are written after
+    so many updates; none where a group has one rank."""
+    nbytes = (columns.gradients * part.weight)[own]
+    apart = {
+        "expert": columns.expert[own] & (plan.degree("expert") > 1),
+        "table": (columns.table | part.linear)[own] & (plan.degree("table") > 1),
+        "split": columns.sequence[own] & (plan.degree("split") > 1),
+    }
+    kinds: list[tuple[tuple[AxisName, ...], Flags]] = [
+        (tuple(axis for axis in SUMMED if axis != "expert"), apart["expert"]),
+        (tuple(axis for axis in SUMMED if axis != "table"), apart["table"]),
+        ((*SUMMED, "split"), apart["split"]),
+        (SUMMED, ~(apart["expert"] | apart["table"] | apart["split"])),
+    ]
+    found = []
+    for axes, mask in kinds:
+        group, own_nbytes = net.group(*axes), np.where(mask, nbytes, 0.0)
+        places = np.flatnonzero(own)
+        whole = (own_nbytes > 0) & (part.weight[own] == 1)
+        for rows in by_factors(columns, plan, group.ranks, axes, places[whole].tolist()):
+            place = int(np.flatnonzero(places == rows.module)[0])
+            own_nbytes[place] = max(0.0, own_nbytes[place] - rows.nbytes)
+            one = Bucket(nbytes=rows.nbytes, last=len(nbytes) - 1 - place)
+            alone = np.where(places == rows.module, rows.nbytes, 0.0)
+            found.append(Summed(group=group, nbytes=alone, buckets=(one,), factors=rows))
+        if group.ranks > 1 and own_nbytes.any():
+            some = buckets(own_nbytes.tolist(), plan.sync.bucket_nbytes)
+            how = written(plan, group, axes, own_nbytes, [bucket.nbytes for bucket in some], updates)
+            kept = tuple(replace(one, kept_nbytes=kept_nbytes(plan, how, one.nbytes)) for one in some) if how else some
+            found.append(Summed(group=group, nbytes=own_nbytes, buckets=kept, written=how))
+    return found
+
+
+def fused(sums: list[Summed]) -> list[tuple[Bucket, Summed]]:
+    """Buckets in the order in which backward fills them, each with what it is of."""
+    found = [(bucket, one) for one in sums for bucket in one.buckets]
+    return sorted(found, key=lambda pair: pair[0].last)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sync:
+    """What a rank of one stage exchanges once a step: times, bytes it sends, the buckets of gradients."""
+
+    exchange: Exchange
+    sent_nbytes: float
+    buckets: tuple[Bucket, ...]
+
+
+def synchronise(
+    columns: ModelTable,
+    part: Division,
+    net: Network,
+    plan: Plan,
+    own: Flags,
+    passes: tuple[Array, Array],
+    taken: Taken,
+    updates: int | None,
+    update_s: float,
+) -> Sync:
+    """The sums of the modules `own`, which begin in the last microbatch's backward, after so many `updates`. `passes`:
+    seconds by module of a microbatch's forward and backward, its exchanges included; `taken`: when those have the
+    links; `update_s`: seconds of the optimizers' update."""
+    kind, microbatches = net.seats[0].device.kind, plan.batch.num_microbatches
+    if plan.sync.mode != "synchronous":
+        return _apart(columns, net, plan, microbatches * float(passes[0].sum() + passes[1].sum()) + update_s)
+    taken = taken.in_turns(*passes, net.seats[0].node.turns)
+    if plan.degree("shard") > 1 and plan.sharding.level > 1:
+        return _divided(columns, part, net, plan, passes, microbatches, taken)
+    if step_alone(plan, updates):
+        ways = agreed(plan, net.group("replicate"), net.seats[0], float(columns.gradients[own].sum()))
+        kept = Bucket(nbytes=0.0, last=0, kept_nbytes=ways.kept_nbytes)
+        return Sync(exchange=ways.exchange, sent_nbytes=ways.sent_nbytes, buckets=(kept,))
+    sums = summed(columns, part, net, plan, own, updates)
+    pairs = fused(sums)
+    backward = passes[1][own][::-1]
+    busy = taken.backward[:, own][:, ::-1]
+    seat = net.seats[0]
+    different = {(bucket.nbytes, id(one)): one for bucket, one in pairs}  # equal blocks make equal buckets
+    times = {key: _sum_s(plan, one, seat, key[0]) for key, one in different.items()}
+    each = [times[bucket.nbytes, id(one)] for bucket, one in pairs]
+    on_cores = [_cores_s(one, seat, bucket.nbytes) for bucket, one in pairs]
+    done = exchange(
+        backward.tolist(),
+        [bucket for bucket, _ in pairs],
+        [seconds for seconds, _ in each],
+        cores_s=on_cores,
+        taken=[busy[TIERS.index(one.group.tier)] for _, one in pairs],
+        after=[float(taken.after[TIERS.index(one.group.tier)]) for _, one in pairs],
+    )
+    sent, kernels = sum(one.sent_nbytes for one in sums), sum(inside for _, inside in each)
+    gathered = _states(columns, part, net, plan, own, kind)
+    copied_s = gathered[0] + _fused_s(sums, seat)
+    taken_s = copied_s + _beside(done, kernels, 1 if kind == "cuda" else seat.threads)
+    return Sync(
+        exchange=Exchange(total_s=done.total_s + copied_s, exposed_s=done.exposed_s + taken_s),
+        sent_nbytes=sent + gathered[1],
+        buckets=tuple(bucket for bucket, _ in pairs),
+    )
+
+
+def _fused_s(sums: list[Summed], seat: Seat) -> float:
+    """Seconds in which a rank's cores read gradients and write them to their buckets, once a step. GPUs do so in their
+    own memory, far quicker than links."""
+    if seat.device.kind != "cpu":
+        return 0.0
+    return 2 * _pass_s(seat) * sum(float(one.nbytes.sum()) for one in sums if one.factors is None)
+
+
+def _sum_s(plan: Plan, one: Summed, seat: Seat, nbytes: float) -> tuple[float, float]:
+    """(seconds, those of them in kernels) in which a bucket is summed."""
+    if one.factors is not None:
+        return one.factors.sum_s(plan, one.group, seat)
+    if one.written is None:
+        return one.group.summed(nbytes), 0.0
+    return one.written.sum_s(plan, one.group, seat, nbytes)
+
+
+def _cores_s(one: Summed, seat: Seat, nbytes: float) -> float:
+    """Seconds that the exchange of a bucket takes of a rank's cores, without what kernels do."""
+    group = one.group.on_cores(seat)
+    if one.factors is not None:
+        return one.factors.wire_s(group)
+    return group.summed(nbytes) if one.written is None else one.written.wire_s(group, nbytes)
+
+
+def _beside(done: Exchange, kernels_s: float, cores: int) -> float:
+    """Seconds that kernels hidden behind backward take from it: of one thread's time, one of the rank's `cores`."""
+    return (done.total_s - done.exposed_s) * kernels_s / done.total_s / cores if kernels_s else 0.0
+
+
+def _apart(columns: ModelTable, net: Network, plan: Plan, behind_s: float) -> Sync:
+    """What replicas that differ exchange, none of it gradients."""
+    trained = Trained(
+        parameters=float(columns.gradients.sum()),
+        optimizer=float(columns.optimizer.sum()),
+        statistics=float(columns.buffers.sum()),
+    )
+    group, seat = net.group("replicate"), net.seats[0]
+    how, coded = changes_written(plan, group, columns.gradients), None
+    if how is not None:
+        seconds, kernels_s = how.sum_s(plan, group, seat, trained.parameters)
+        assert plan.sync.compress is not None
+        parts = waited_parts(plan.sync.compress, trained.parameters)
+        coded = Coded(
+            seconds=seconds,
+            kernels_s=kernels_s,
+            cores_s=how.wire_s(group.on_cores(seat), trained.parameters),
+            sent_nbytes=how.sent_nbytes,
+            parts=parts,
+        )
+    done = exchanged_apart(plan.sync, group, seat, trained, behind_s, coded)
+    return Sync(exchange=done.exchange, sent_nbytes=done.sent_nbytes, buckets=())
+
+
+def _states(
+    columns: ModelTable, part: Division, net: Network, plan: Plan, own: Flags, kind: DeviceKind
+) -> tuple[float, float]:
+    """(seconds, bytes sent) of gathering what a rank's part of the optimizer state has updated."""
+    group = net.group("shard")
+    if group.ranks == 1:
+        return 0.0, 0.0
+    nbytes = float((np.where(own, columns.gradients, 0.0) * part.weight).sum())  # of what is trained
+    loads = 2 * nbytes / group.ranks / cost_constants.HOST_LINK_BYTES_PER_S if _away(plan, kind) else 0.0
+    if kind == "cpu":  # packed and unpacked; in shared memory others' parts are the link's time
+        unpacked = (group.span.hosts if group.node is not None else group.ranks) / group.ranks
+        loads += 2 * (1 / group.ranks + unpacked) * nbytes * _pass_s(net.seats[0])
+    return group.divided(nbytes) + loads, (group.ranks - 1) / group.ranks * nbytes
+
+
+def _pass_s(seat: Seat) -> float:
+    """Seconds in which a rank's cores read or write a byte."""
+    return seat.slowdown / rank_bandwidth(seat)
+
+
+def _away(plan: Plan, kind: DeviceKind) -> bool:
+    return kind == "cuda" and plan.sharding.offload != "none"
+
+
+def _divided(
+    columns: ModelTable,
+    part: Division,
+    net: Network,
+    plan: Plan,
+    passes: tuple[Array, Array],
+    microbatches: int,
+    taken: Taken,
+) -> Sync:
+    kind = net.seats[0].device.kind
+    group = net.group("shard")
+    others = net.group(*(axis for axis in SUMMED if axis != "shard"))
+    busy = TIERS.index(group.tier)
+    work = sharding_cost.unit_work(columns, part, *passes, taken.forward[busy], taken.backward[busy])
+    load = 1 / cost_constants.HOST_LINK_BYTES_PER_S if _away(plan, kind) else 0.0
+    seat = net.seats[0]
+
+    def coded(nbytes: float) -> tuple[PartsWritten, float]:
+        how = parts_written(plan, group.ranks, others.ranks, nbytes)
+        return how, seat.slowdown * how.kernels_s(plan, seat.device, nbytes)
+
+    gathered, summed = sharding_cost.copied(group) if kind == "cpu" else (0.0, 0.0)
+    pass_s = _pass_s(net.seats[0])
+    costs = Costs(
+        group=group,
+        others=others,
+        load_s_per_nbyte=load,
+        gathered_s=gathered * pass_s,
+        summed_s=summed * pass_s,
+        coded=None if plan.sync.compress is None else coded,
+    )
+    level = plan.sharding.level
+    return Sync(
+        exchange=sharding_cost.parameters_step(work, costs, level, microbatches, seat),
+        sent_nbytes=sharding_cost.sent_nbytes(work.nbytes, costs, level, microbatches),
+        buckets=(),
+    )
+
+
+_VALUE_NBYTES = 4
+
+_NOT_OVER: tuple[AxisName, ...] = ("split", "stage", "space")
+"""Sums over these axes are of gradients (runtime.compressed.factored)."""
+
+
+def by_factors(
+    columns: ModelTable, plan: Plan, ranks: int, axes: tuple[AxisName, ...], modules: Iterable[int]
+) -> list[RowsOf]:
+    """Of `modules`, which so many ranks along `axes` sum, those whose weights go by factors under `plan`."""
+    how = plan.sync.compress
+    if how is None or how.method != FACTORS or ranks == 1:
+        return []
+    if any(plan.degree(axis) > 1 for axis in axes if axis in _NOT_OVER):
+        return []
+    samples = plan.batch.global_batch_size / (max(columns.tokens, 1) if plan.batch.unit == "tokens" else 1)
+    half = 2 if plan.precision in ("bfloat16", "float16") else _VALUE_NBYTES
+    found = []
+    for module in modules:
+        shape = _shape(columns, module)
+        if shape is None:
+            continue
+        rows, out_features, in_features = shape
+        if factors_pay(rows * samples, out_features, in_features, _VALUE_NBYTES, half):
+            found.append(
+                RowsOf(
+                    module=module,
+                    rows=rows * samples,
+                    out_features=out_features,
+                    in_features=in_features,
+                    ranks=ranks,
+                    width=half,
+                )
+            )
+    return found
+
+
+def may_pay(model: ModelSpec, plan: Plan) -> bool:
+    """Whether any layer's factors would be fewer bytes, on however many ranks."""
+    columns = model_table(model)
+    wanted = replace(plan, sync=replace(plan.sync, compress=Compression(method=FACTORS)), mesh={"replicate": 2})
+    return bool(by_factors(columns, wanted, 2, ("replicate",), range(len(columns))))
+
+
+def _shape(columns: ModelTable, module: int) -> tuple[float, float, float] | None:
+    """(rows a sample, out, in) of a linear layer whose weight is its own; None for others."""
+    gradient = columns.gradients[module] / _VALUE_NBYTES
+    outputs, flops = columns.outputs[module] / _VALUE_NBYTES, columns.flops[module]
+    if columns.classes[module] != "Linear" or min(gradient, outputs, flops) <= 0:
+        return None
+    if any(columns.classes[other] != "Linear" for other in (columns.owner == module).nonzero()[0]):
+        return None  # an embedding's has more than factors
+    in_features = flops / 2 / outputs
+    biased = gradient / (in_features + 1)
+    out_features = biased if abs(biased - round(biased)) < 1e-6 else gradient / in_features
+    return float(outputs / out_features), float(out_features), float(in_features)
+
+
+PASSES: Final = 14.0
+"""Bytes that pass through memory for a byte of ways, when ranks agree: ways, bases, parameters and momenta are read and
+written, and copied into one vector and back. Counted from the code."""
+
+OWN_PASSES: Final = 3.0
+"""The same in every update: the way is read and written, the momentum read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreed:
+    """Of a step on average, where ranks agree as rarely as they come to: nothing of it is hidden behind backward.
+    `kept_nbytes`: of ways, bases, and what one bit has lost, old and new.
+    """
+
+    exchange: Exchange
+    sent_nbytes: float
+    kept_nbytes: float
+
+
+def step_alone(plan: Plan, updates: int | None) -> bool:
+    """Whether ranks step alone after so many updates; None: once nothing changes any more."""
+    how = plan.sync.compress
+    return (
+        how is not None
+        and how.method == ZERO_ONE
+        and plan.degree("replicate") > 1
+        and (updates is None or updates >= (how.freeze_step or 0))
+    )
+
+
+def agreed(plan: Plan, group: Group, seat: Seat, nbytes: float) -> Agreed:
+    """What replicas along `group` exchange of `nbytes` of parameters."""
+    how = plan.sync.compress
+    assert how is not None
+    sent = sum_sent_nbytes(how, [(round(nbytes / VALUE_NBYTES),)], group.ranks, VALUE_NBYTES)
+    share = sent / (2 * (group.ranks - 1) / group.ranks * nbytes) if nbytes else 0.0
+    copies_s = seat.slowdown * nbytes / rank_bandwidth(seat)
+    kernels_s = seat.slowdown * kernel_s(plan, seat.device, group.ranks, share, nbytes)
+    together_s = kernels_s + PASSES * copies_s
+    longest = how.settings["longest"]
+    each_s = (group.all_reduce(nbytes * share) + together_s) / longest + OWN_PASSES * copies_s
+    return Agreed(
+        exchange=Exchange(total_s=each_s, exposed_s=each_s), sent_nbytes=sent / longest, kept_nbytes=4 * nbytes
+    )

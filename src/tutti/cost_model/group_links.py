@@ -1,0 +1,316 @@
+"""Groups of ranks along axes of the mesh: which links each uses, who shares them, and what collectives cost there.
+
+Ranks are numbered row-major over the mesh (outermost axis first) and seated in that order, so which hosts a group
+spans follows from the mesh's order. All groups along the same axes exchange at the same time: those that meet at one
+host share its connection to the network.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tutti.config.cluster import ClusterSpec, LinkTier
+from tutti.config.plan import Plan
+from tutti.config.vocabulary import AxisName
+from tutti.cost_model import cost_constants
+from tutti.cost_model.rank_placement import (
+    Link,
+    Seat,
+    hierarchical_all_reduce,
+    link_of,
+    message,
+    no_link,
+    ring_all_reduce,
+    ring_reduce_scatter,
+    seated_link,
+    tree_all_reduce,
+)
+
+Mesh = tuple[tuple[AxisName, int], ...]
+
+
+Hosts = tuple[tuple[int, int], ...]
+"""(hosts, ranks on each of them), in order of ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Where the groups along some axes lie. `ranks`: of a group; `hosts`: the most that one spans; `per_host`: the most
+    of its ranks on one host, `fewest`: the fewest; `meeting`: the most groups that cross one host's connection;
+    `leaving`: the most ranks of a host whose next neighbour along the axes is on another host.
+    """
+
+    ranks: int
+    hosts: int
+    per_host: int
+    meeting: int
+    leaving: int
+    fewest: int = 1
+
+
+@lru_cache(maxsize=4096)
+def span_of(mesh: Mesh, axes: tuple[AxisName, ...], hosts: Hosts) -> Span:
+    """The span of the groups along `axes`."""
+    rows = _members(mesh, axes, hosts)
+    ranks = rows.shape[1]
+    if ranks == 1:
+        return Span(ranks=1, hosts=1, per_host=1, meeting=1, leaving=0)
+    enters = np.concatenate([np.ones((len(rows), 1), dtype=bool), rows[:, 1:] != rows[:, :-1]], axis=1)
+    runs = enters.sum(axis=1)
+    crossing = runs > 1
+    begins = np.flatnonzero(enters)
+    lengths = np.diff(np.append(begins, rows.size))
+    met = rows[enters & crossing[:, None]]
+    away = rows != np.roll(rows, -1, axis=1)
+    return Span(
+        ranks=ranks,
+        hosts=int(runs.max()),
+        per_host=int(lengths.max()),
+        meeting=int(np.bincount(met).max()) if len(met) else 1,
+        leaving=int(np.bincount(rows[away]).max()) if away.any() else 0,
+        fewest=int(lengths.min()),
+    )
+
+
+def _members(mesh: Mesh, axes: tuple[AxisName, ...], hosts: Hosts) -> NDArray[np.intp]:
+    """(groups, ranks of a group) -> the host of each rank; hosts only grow along a group, as ranks do."""
+    ranks = np.repeat([each for _, each in hosts], [count for count, _ in hosts])
+    host = np.repeat(np.arange(len(ranks)), ranks).reshape([degree for _, degree in mesh])
+    inside = [place for place, (axis, _) in enumerate(mesh) if axis in axes]
+    outside = [place for place in range(len(mesh)) if place not in inside]
+    count = int(np.prod([mesh[place][1] for place in inside], dtype=int))
+    members: NDArray[np.intp] = host.transpose(outside + inside).reshape(-1, count)
+    return members
+
+
+def network(cluster: ClusterSpec, seats: tuple[Seat, ...], plan: Plan) -> Network:
+    """The links under `plan`."""
+    return Network(cluster=cluster, seats=seats, mesh=tuple(plan.mesh.items()), hosts=hosts_of(seats))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The ranks along some axes, with the links they use. `node`: within a host, None where nothing needs it;
+    `network`: what one group gets of a host's connection, None within a host; `chooses`: the library takes the
+    quickest of ring, tree and the hierarchical form (as NCCL does), else always a ring over all ranks (as Gloo does),
+    except for what the data-parallel axes and split exchange.
+    """
+
+    span: Span
+    node: Link | None = None
+    network: Link | None = None
+    chooses: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return self.span.ranks
+
+    @property
+    def tier(self) -> LinkTier:
+        return "network" if self.network is not None else "node"
+
+    @property
+    def link(self) -> Link:
+        """What a flat ring's slowest hop sees."""
+        link = self.network or self.node
+        assert link is not None
+        return link
+
+    def on_cores(self, seat: Seat) -> "Group":
+        """The group in seconds that an exchange hidden behind a rank's own work costs this work all the same, because
+        CPU cores do both: never more than the exchange takes, and no more where links are quicker. Of a core that
+        hosts take turns on, a rank has its turn's part."""
+        cores = max(1, seat.device.cores) / seat.sharing / seat.node.turns
+
+        def taken(link: Link | None, tier: LinkTier) -> Link | None:
+            if link is None or seat.device.kind == "cpu":
+                return link and link.on_cores(cores, cost_constants.CPU_COMMUNICATION_SHARE[tier])
+            return replace(link, core_s_per_nbyte=0.0).on_cores(cores, 0.0)
+
+        return replace(self, node=taken(self.node, "node"), network=taken(self.network, "network"))
+
+    def all_reduce(self, nbytes: float) -> float:
+        """Seconds to sum `nbytes` over the group; 0 for one rank, or for nothing."""
+        span = self.span
+        if span.ranks == 1 or nbytes <= 0:
+            return 0.0
+        flat = ring_all_reduce(self.link, nbytes, span.ranks)
+        if not self.chooses:
+            return flat
+        return min(flat, tree_all_reduce(self.link, nbytes, span.ranks), self._hierarchical(nbytes))
+
+    def summed(self, nbytes: float) -> float:
+        """Seconds to sum `nbytes` of a bucket of gradients, or of what split ranks pass on. Where hosts of CPU ranks
+        have several of them, they sum inside each host first, and each of them a part of it between hosts, as
+        `collectives.tiered_sum` and `collectives.tiered_desk` do."""
+        return self._hierarchical(nbytes) if self.tiers and nbytes > 0 else self.all_reduce(nbytes)
+
+    @property
+    def tiers(self) -> bool:
+        """Whether sums are made inside each host first: CPU ranks, several of them on some of several hosts."""
+        return not self.chooses and self.network is not None and self.node is not None
+
+    def tiered(self, nbytes: float, between: float) -> float:
+        """Seconds to sum `nbytes` in two tiers where they travel as `between` bytes from host to host."""
+        assert self.node is not None
+        assert self.network is not None
+        inside = ring_all_reduce(self.node, nbytes, self.span.per_host)
+        return inside + ring_all_reduce(self.network, between, self.span.hosts)
+
+    def scatter(self, nbytes: float) -> float:
+        """Seconds to sum `nbytes` of which each rank keeps its part, or to gather parts to `nbytes`."""
+        if self.span.ranks == 1 or nbytes <= 0:
+            return 0.0
+        flat = ring_reduce_scatter(self.link, nbytes, self.span.ranks)
+        return min(flat, self._hierarchical(nbytes) / 2) if self.chooses else flat
+
+    def divided(self, nbytes: float) -> float:
+        """As `scatter`, of what sharding and split divide: where hosts of CPU ranks have several of them, it crosses to
+        each host once, as `collectives.tiered_desk` does."""
+        return self._hierarchical(nbytes) / 2 if self.tiers and nbytes > 0 else self.scatter(nbytes)
+
+    def _hierarchical(self, nbytes: float) -> float:
+        if self.network is None or self.node is None:
+            return math.inf
+        return hierarchical_all_reduce(self.node, self.network, nbytes, self.span.per_host, self.span.hosts)
+
+    def all_to_all(self, nbytes: float) -> float:
+        """Seconds in which every rank sends `nbytes` away in equal parts, its own part among them."""
+        n, span = self.ranks, self.span
+        if n == 1 or nbytes <= 0:
+            return 0.0
+        inside = self.node.carry(nbytes * (span.per_host - 1) / n, nbytes) if self.node else 0.0
+        if self.network is None:
+            return (n - 1) * self.link.latency_s + inside
+        away = nbytes * (n - span.per_host) / n
+        outside = self.network.carry(away * span.per_host, nbytes)
+        return (n - 1) * self.network.latency_s + max(inside, outside)
+
+    def to_neighbours(self, nbytes: float) -> float:
+        """Seconds in which every rank sends `nbytes` to each of its neighbours, before and behind it along the axes: to
+        those of its host and of others at the same time."""
+        span = self.span
+        if nbytes <= 0:
+            return 0.0
+        away = message(self.network, min(2, span.hosts - 1) * nbytes) if self.network is not None else 0.0
+        here = message(self.node, min(2, span.per_host - 1) * nbytes) if self.node is not None else 0.0
+        return max(away, here)
+
+    def pass_on(self, nbytes: float) -> float:
+        """Seconds in which every rank sends `nbytes` to its next neighbour along the axes."""
+        span = self.span
+        if span.ranks == 1 or nbytes <= 0:
+            return 0.0
+        flows = span.leaving / span.meeting if self.network is not None else 1.0
+        return message(self.link, nbytes * max(flows, 1.0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """The links of a cluster under a plan's ranks: of each tier the slowest that a host with ranks has. `crowding`:
+    which part of the groups that meet at a host's connection a group has beside it, in the mean of the time it takes;
+    `known`: groups that were asked for."""
+
+    cluster: ClusterSpec
+    seats: tuple[Seat, ...]
+    mesh: Mesh
+    hosts: Hosts
+    crowding: float = 1.0
+    known: dict[tuple[AxisName, ...], Group] = field(default_factory=dict, compare=False)
+
+    def group(self, *axes: AxisName) -> Group:
+        """The group along `axes`. Raises PlanError where the cluster does not describe a link that it needs."""
+        named = tuple(axis for axis, degree in self.mesh if axis in axes and degree > 1)
+        if named not in self.known:
+            self.known[named] = self._group(named)
+        return self.known[named]
+
+    def of_stage(self, stage: int, nbytes: Sequence[float]) -> "Network":
+        """As a stage has it for what all of them exchange at the same time, so many bytes each: of those that share a
+        host the ones that have less are done before, and leave its connection to the others."""
+        together, own = sharing(self.mesh, self.hosts)[stage], nbytes[stage]
+        if not own:
+            return self
+        part = sum(min(nbytes[other], own) for other in together) / (len(together) * own)
+        return self if part == 1 else replace(self, crowding=part, known={})
+
+    def _group(self, axes: tuple[AxisName, ...]) -> Group:
+        return self._seated(span_of(self.mesh, axes, self.hosts))
+
+    def _seated(self, span: Span) -> Group:
+        """The groups of a span with the links they use."""
+        if span.ranks == 1:
+            return Group(span=span)
+        flows = max(1.0, self.crowding * span.meeting)
+        network = self._link("network").shared(flows) if span.hosts > 1 else None
+        node = self._link("node") if span.hosts == 1 or seated_link(self.cluster, self.seats, "node") else None
+        return Group(
+            span=span,
+            node=node if span.per_host > 1 else None,
+            network=network,
+            chooses=self.seats[0].device.kind == "cuda",
+        )
+
+    def along_grid(self, grid: Sequence[int], dim: int) -> Group:
+        """The group along one dim of the grid into which the space axis is folded, row-major."""
+        (place,) = [place for place, (axis, _) in enumerate(self.mesh) if axis == "space"]
+        folded = tuple((cast(AxisName, f"space {one}"), parts) for one, parts in enumerate(grid))
+        mesh = (*self.mesh[:place], *folded, *self.mesh[place + 1 :])
+        return self._seated(span_of(mesh, (folded[dim][0],), self.hosts))
+
+    def neighbours(self, axis: AxisName, at_once: int | None = None) -> tuple[Link, ...]:
+        """The link from each place along `axis` to the next, and from the last to the first. `at_once`: of a host's
+        ranks that send there, the most that do so at the same moment, if not all."""
+        flows = [
+            count if at_once is None else min(count, at_once) for count in crossings(self.mesh, (axis,), self.hosts)
+        ]
+        links = {count: self._link("network").shared(count) if count else self._link("node") for count in set(flows)}
+        return tuple(links[count] for count in flows)
+
+    def apart(self, axis: AxisName) -> tuple[bool, ...]:
+        """Whether each place along `axis`, the last too, sends to its next over a host's connection."""
+        return tuple(flows > 0 for flows in crossings(self.mesh, (axis,), self.hosts))
+
+    def _link(self, tier: LinkTier) -> Link:
+        spec = seated_link(self.cluster, self.seats, tier)
+        if spec is None:
+            raise no_link(self.cluster, self.seats, tier)
+        flows = 1.0
+        if tier == "node" and self.seats[0].device.kind == "cpu":
+            # all hops are copies by the same cores: beyond those and the ranks measured with, they share them
+            most = max(seat.ranks_per_host for seat in self.seats)
+            flows = max(1.0, most / max(spec.ranks, self.seats[0].device.cores, 1))
+        return link_of(spec, flows)
+
+
+def hosts_of(seats: tuple[Seat, ...]) -> Hosts:
+    """Ranks on the hosts, in order of ranks."""
+    return tuple((seat.hosts, seat.ranks_per_host) for seat in seats)
+
+
+def seat_of_ranks(seats: tuple[Seat, ...]) -> NDArray[np.intp]:
+    """The index of each rank's seat."""
+    return np.repeat(np.arange(len(seats)), [seat.ranks for seat in seats])
+
+
+@lru_cache(maxsize=4096)
+def sharing(mesh: Mesh, hosts: Hosts) -> tuple[tuple[int, ...], ...]:
+    """For each place on the stage axis, the places on it that have ranks on the same hosts, itself among them."""
+    rows = _members(mesh, ("stage",), hosts)
+    there = np.zeros((rows.shape[1], int(rows.max()) + 1), dtype=np.intp)
+    there[np.arange(rows.shape[1]), rows] = 1
+    return tuple(tuple(np.flatnonzero(one).tolist()) for one in there @ there.T)
+
+
+@lru_cache(maxsize=4096)
+def crossings(mesh: Mesh, axes: tuple[AxisName, ...], hosts: Hosts) -> tuple[int, ...]:
+    """For each neighbours along `axes`, the last and the first too: the most ranks of one host that send to another
+    host there; 0 where all neighbours share a host."""
+    rows = _members(mesh, axes, hosts)
+    away = rows != np.roll(rows, -1, axis=1)
+    return tuple(int(np.bincount(rows[here, place]).max()) if here.any() else 0 for place, here in enumerate(away.T))

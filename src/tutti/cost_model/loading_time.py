@@ -1,0 +1,194 @@
+"""Bringing a step's samples in: loaders and storage as one more stage, beside or before the rest of the step.
+
+A rank that loads itself does so between steps; its workers load whole batches ahead. Between two batches lies the time
+of the station that is busiest, as in a closed queueing network (Denning and Buzen 1978, "The operational analysis of
+queueing network models", asymptotic bounds): a rank's own loaders, its host's storage, storage that all hosts share,
+and the cores, on which workers and CPU ranks compute.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tutti.config.cluster import ClusterSpec, NodeSpec
+from tutti.config.model import Loading, ModelSpec
+from tutti.config.plan import Plan
+from tutti.config.vocabulary import DATA_AXES
+from tutti.cost_model import cost_constants
+from tutti.cost_model.cost_notes import count, nbytes, seconds
+from tutti.cost_model.rank_placement import Seat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """A rank's batch. Seconds from one batch to the next of its own loaders (`loaders_s`), its host's storage and
+    shared storage; `cores_s`: that all cores of the host take for its workers; `held`: the part of these cores that
+    ranks compute with. `ahead`: by workers, while the step before is computed."""
+
+    loaders_s: float = 0.0
+    storage_s: float = 0.0
+    cores_s: float = 0.0
+    held: float = 0.0
+    ahead: bool = False
+
+    @property
+    def batch_s(self) -> float:
+        """Seconds from one batch to the next where ranks do nothing else."""
+        return max(self.loaders_s, self.storage_s)
+
+    @property
+    def free(self) -> bool:
+        """Whether it costs nothing that is known."""
+        return not (self.batch_s > 0 or self.cores_s > 0)
+
+    def exposed_s(self, rest_s: float, idle_s: float) -> float:
+        """What the rest of a step, of `rest_s` of which a rank computes nothing for `idle_s`, does not hide."""
+        if not self.ahead:
+            return self.batch_s
+        beside = self.cores_s + self.held * (rest_s - idle_s) if self.cores_s > 0 else 0.0
+        return max(0.0, self.batch_s - rest_s, beside - rest_s)
+
+
+def most(loads: Iterable[Load]) -> Load:
+    """What no one of several ranks that go on together is quicker than."""
+    some = list(loads)
+    return Load(
+        loaders_s=max(one.loaders_s for one in some),
+        storage_s=max(one.storage_s for one in some),
+        cores_s=max(one.cores_s for one in some),
+        held=max(one.held for one in some),
+        ahead=any(one.ahead for one in some),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feed:
+    """How ranks of one seat load. By sample of a rank: `loader_s`, seconds of one of its loaders; `host_s`: of its
+    host's storage, for all ranks there; `cores_s`: of all cores of its host, for all workers there. `shared_s`: of
+    shared storage, for all hosts, a step. `whole`: samples that every rank reads, 0: its own."""
+
+    loader_s: float = 0.0
+    host_s: float = 0.0
+    shared_s: float = 0.0
+    cores_s: float = 0.0
+    held: float = 0.0
+    workers: int = 0
+    whole: int = 0
+
+    def load(self, samples: int) -> Load:
+        """Of a rank that has so many samples of a step."""
+        own = self.whole or samples
+        return Load(
+            loaders_s=own * self.loader_s / max(1, self.workers),
+            storage_s=max(own * self.host_s, self.shared_s),
+            cores_s=own * self.cores_s,
+            held=self.held,
+            ahead=self.workers > 0,
+        )
+
+
+def feeds(
+    model: ModelSpec, cluster: ClusterSpec, plan: Plan, seats: tuple[Seat, ...], samples: int
+) -> tuple[Feed, ...]:
+    """How ranks of each seat load a global batch of `samples`; for nothing where what a sample costs is not known."""
+    loading = model.loading
+    if loading is None:
+        return (Feed(),) * len(seats)
+    by_host, fullest = _sets(plan, seats, loading), dict[tuple[NodeSpec, int], int]()
+    kinds = [(replace(seat.node, name="", count=1), seat.ranks_per_host) for seat in seats]
+    for kind, sets in zip(kinds, by_host, strict=True):  # equal hosts are one kind, however they are listed
+        fullest[kind] = max(fullest.get(kind, 0), int(sets.max()))
+    part = 1 / plan.degree("space") if loading.parts else 1.0
+    read = float(sum(sets.sum() for sets in by_host)) * part
+    each = samples if loading.stream else samples / plan.data_parallel_degree
+    return tuple(
+        _feed(loading, _stored(model, seat), cluster, seat, part, fullest[kind], read * each, samples)
+        for seat, kind in zip(seats, kinds, strict=True)
+    )
+
+
+def _feed(
+    loading: Loading, stored: float, cluster: ClusterSpec, seat: Seat, part: float, sets: int, read: float, samples: int
+) -> Feed:
+    """`stored`: bytes of a sample that come from storage; `sets`: different samples that ranks of a host read at the
+    same time, of the hosts of its kind the one with most; `read`: samples that all hosts read in a step."""
+    shared = cluster.shared_read_bytes_per_s
+    disk = None if shared is not None else seat.node.disk_read_bytes_per_s  # the data lies in one of both
+    rate = shared or disk or float("inf")
+    cores, ranks = host_cores(seat), seat.ranks_per_host
+    crowd = max(1.0, ranks / cores) if cores and not loading.workers else 1.0
+    held = min(1.0, ranks * seat.threads / cores) if cores else 0.0
+    return Feed(
+        loader_s=part * (crowd * loading.core_s + loading.wait_s + stored / rate),
+        host_s=part * sets * stored / disk if disk is not None else 0.0,
+        shared_s=read * stored / shared if shared is not None else 0.0,
+        cores_s=part * ranks * loading.core_s / cores if cores and loading.workers else 0.0,
+        held=held,
+        workers=loading.workers,
+        whole=samples if loading.stream else 0,
+    )
+
+
+def host_cores(seat: Seat) -> int:
+    """Cores of a host; 0 where nobody knows."""
+    if seat.device.kind == "cpu":
+        return max(1, seat.device.cores) * seat.node.devices_per_node
+    return seat.node.cores
+
+
+def _stored(model: ModelSpec, seat: Seat) -> float:
+    """Bytes of a sample that are read from storage in every epoch: none where all of the data stays in memory."""
+    assert model.loading is not None
+    whole = model.loading.stored_nbytes * (model.dataset_samples or 0)
+    kept = 0 < whole <= cost_constants.FILES_IN_MEMORY * seat.node.memory_nbytes
+    return 0.0 if kept else model.loading.stored_nbytes
+
+
+def _sets(plan: Plan, seats: tuple[Seat, ...], loading: Loading) -> list[NDArray[np.intp]]:
+    """For each seat, (hosts,): different samples, or parts of them, that the ranks of a host read at the same time."""
+    if loading.stream:
+        return [np.ones(seat.hosts, dtype=np.intp) for seat in seats]
+    apart = [axis in DATA_AXES or (loading.parts and axis == "space") for axis in plan.mesh]
+    degrees = [degree if one else 1 for degree, one in zip(plan.mesh.values(), apart, strict=True)]
+    samples = np.arange(prod(degrees)).reshape(degrees)
+    of_ranks = np.broadcast_to(samples, list(plan.mesh.values())).reshape(-1)
+    found, first = [], 0
+    for seat in seats:
+        here = np.sort(of_ranks[first : first + seat.ranks].reshape(seat.hosts, -1), axis=1)
+        found.append(1 + (here[:, 1:] != here[:, :-1]).sum(axis=1))
+        first += seat.ranks
+    return found
+
+
+def loading_words(loading: Loading) -> str:
+    """What a sample costs, and who loads it."""
+    costs = [f"{seconds(loading.core_s)} of a core"]
+    costs += [f"{seconds(loading.wait_s)} of waiting"] if loading.wait_s > 0 else []
+    costs += [f"{nbytes(loading.stored_nbytes)} of storage"] if loading.stored_nbytes >= 0.5 else []
+    ahead = f"{count(loading.workers, 'worker')} of each rank load ahead"
+    how = ahead if loading.workers else "ranks load between steps"
+    return f"a sample takes {', '.join(costs)} ({loading.evidence}); {how}"
+
+
+def storage_known(cluster: ClusterSpec, seats: tuple[Seat, ...]) -> bool:
+    """Whether it is known how fast every host in use reads data."""
+    known = all(seat.node.disk_read_bytes_per_s is not None for seat in seats)
+    return known or cluster.shared_read_bytes_per_s is not None
+
+
+def data_note(cluster: ClusterSpec, model: ModelSpec, seats: tuple[Seat, ...], load: Load, data_s: float) -> str:
+    """What the wait for data is made of, or that it is not known."""
+    loading = model.loading
+    if loading is None:
+        return "what samples cost to load is not known and not predicted, nor is the script's own work between steps"
+    said = f"data: {loading_words(loading)}, a batch every {seconds(load.batch_s)}"
+    said += f", for which a step waits {seconds(data_s)}" if data_s > 0 else ", behind the rest of the step"
+    if loading.stored_nbytes >= 0.5:
+        if not any(_stored(model, seat) for seat in seats):
+            said += "; all of it is taken to stay in memory after the first epoch"
+        elif not storage_known(cluster, seats):
+            said += "; how fast storage is read is not known and not counted"
+    return said + "; the script's own work between steps is not predicted"

@@ -1,0 +1,308 @@
+"""Peak memory of a rank, by what holds it."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tutti.config.cluster import DeviceKind
+from tutti.config.model import ModelSpec
+from tutti.config.plan import BatchPlan, Plan
+from tutti.config.prediction import RankMemory
+from tutti.cost_model import compressed_sync_cost, cost_constants, relaxed_sync_cost
+from tutti.cost_model.module_costs import Flags, ModelTable, model_table
+from tutti.cost_model.overlap import Bucket
+from tutti.cost_model.pipeline_cost import Besides, most_held
+from tutti.cost_model.sharding_cost import units_of
+from tutti.cost_model.stage_cuts import Stages
+from tutti.cost_model.work_division import Division, Region, division, marks
+from tutti.cost_model.worker_speed import Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """Bytes of one sample by module. `always`: from forward to backward, the inputs of recomputed regions among them;
+    `within`: all that a region holds while its own backward runs, noted at its root; `output`: of a gradient. `after`:
+    of `always`, what each row of columns.flow.after says; `again`: modules that are recomputed.
+    """
+
+    always: Array
+    within: Array
+    output: Array
+    after: Array
+    again: Flags
+
+
+def kept(columns: ModelTable, part: Division, regions: tuple[Region, ...], *, half: bool) -> Kept:
+    """What is kept for backward. Autocast keeps the inputs of matrix products at half their size, approximately all
+    such a module keeps. A region that recomputes selectively keeps the outputs of its matrix products."""
+    low = np.where(columns.multiplies & half, 0.5, 1.0)
+    copied = np.where(part.linear, columns.linear * part.passed * np.where(part.by_outputs, part.holders, 1.0), 0.0)
+    inside = (columns.activations * part.saved + copied) * low
+    output = np.maximum(columns.outputs * part.work, _handed(columns, part) * low)
+    always, within, again = inside.copy(), np.zeros(len(columns)), np.zeros(len(columns), dtype=np.bool_)
+    containers = columns.flow.after[:, 0]
+    after = columns.flow.after_nbytes * (part.saved * low)[containers]
+    if regions:
+        found = marks(regions)
+        member, of = found.member, found.of
+        within[found.root] = np.bincount(of, weights=inside[member], minlength=len(regions)) / found.chunks
+        dear = columns.multiplies[member] & found.selective[of]
+        always[member] = np.where(dear, output[member] * (0.5 if half else 1.0), 0.0)
+        always[found.root] += columns.outputs[found.root] * part.passed[found.root]
+        again[member] = True
+        after = np.where(again[containers], 0.0, after)
+    return Kept(always=always, within=within, output=output, after=after, again=again)
+
+
+def _handed(columns: ModelTable, part: Division) -> Array:
+    """Bytes of one sample that backward of a linear layer divided over `table` has at once: gradients of all ranks'
+    rows, as they are sent and as they came: those of its inputs, or of its outputs."""
+    travels = np.where(part.by_outputs, columns.linear, columns.outputs)
+    return np.where(part.linear, 2.0 * part.holders * part.passed * travels, 0.0)
+
+
+def put_off(columns: ModelTable, stages: Stages, keeps: Kept) -> Array:
+    """(stages,): gradients of what modules with weights return, of one sample; the first stage puts off none."""
+    weights = np.where((columns.parameters > 0) & (stages.stage > 0), keeps.output, 0.0)
+    return np.bincount(stages.stage, weights=weights, minlength=stages.count).astype(np.float64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """Bytes by place on the stage axis, (places,): of parameters (`lower`: in the lower precision beside), gradients,
+    optimizer state, buffers. Of one sample's activations: `kept` by stage, (stages,), and once at a time by place,
+    `passing`, and on a host `copying`, where convolutions need more; with stages, `put_off` by stage: what is held more
+    while gradients of weights are put off, and `sent`, (boundaries,): of what they tell each other, `fixed` of a
+    microbatch whatever its samples. `fresh`: the
+    largest module's gradients; `temporary`: what the update of the largest parameter needs for a moment. `units`:
+    see sharding.units_of.
+    """
+
+    parameters: Array
+    lower: Array
+    gradients: Array
+    optimizer: Array
+    buffers: Array
+    kept: Array
+    passing: Array
+    copying: Array
+    put_off: Array
+    sent: Array
+    fixed: Array
+    fresh: Array
+    temporary: Array
+    units: tuple[float, ...]
+
+
+def held_by_stage(
+    columns: ModelTable, part: Division, stages: Stages, keeps: Kept, plan: Plan, temporaries: float
+) -> Held:
+    """What each place on the stage axis holds. Tied parameters are on every place that uses them. `temporaries`: what
+    an update of a parameter holds for a moment, of its size."""
+    places = plan.degree("stage")
+    place = stages.stage % places
+    again = {(int(place[index]), owner) for index, owner in stages.ties}
+
+    def total(nbytes: Array) -> Array:
+        sums = np.bincount(place, weights=nbytes, minlength=places).astype(np.float64)
+        for where, owner in again:
+            sums[where] += nbytes[owner]
+        return sums
+
+    def most(nbytes: Array) -> Array:
+        result = np.zeros(places)
+        np.maximum.at(result, place, nbytes)
+        return result
+
+    parameters = columns.parameters * part.weight
+    within = most(keeps.within)
+    half = plan.precision in ("bfloat16", "float16")
+    copying = convolving(columns, part, stages, keeps, space=plan.degree("space") > 1, half=half)
+    return Held(
+        parameters=total(parameters),
+        lower=total(np.where(columns.multiplies & half, parameters / 2, 0.0)),
+        gradients=total(columns.gradients * part.weight),
+        optimizer=total(columns.optimizer * part.weight),
+        buffers=total(columns.buffers),
+        kept=kept_by_stage(columns, stages, keeps),
+        passing=within + most(keeps.output),
+        copying=within + most(np.maximum(keeps.output, copying)),
+        put_off=put_off(columns, stages, keeps),
+        sent=stages.sent,
+        fixed=stages.fixed,
+        fresh=most(columns.gradients * part.weight),
+        temporary=temporaries * most(columns.gradients * part.weight),
+        units=tuple(units_of(columns, part)) if plan.degree("shard") > 1 else (),
+    )
+
+
+def kept_by_stage(columns: ModelTable, stages: Stages, keeps: Kept) -> Array:
+    """(stages,): bytes of one sample from forward to backward, copies of what other stages made among them. What a
+    container's own code keeps is where the last module that it needed is."""
+    moved, found = stages.stage[columns.flow.after], arrived(columns, stages, keeps)
+    found += np.bincount(stages.stage, weights=keeps.always, minlength=stages.count)
+    np.subtract.at(found, moved[:, 0], keeps.after)
+    np.add.at(found, moved[:, 1], keeps.after)
+    return found
+
+
+def arrived(columns: ModelTable, stages: Stages, keeps: Kept) -> Array:
+    """(stages,): bytes of one sample that came from stages before and that no module counts as its own: one that
+    returns what it keeps (an activation) counts it, and the stage after it holds a copy."""
+    if columns.flow.known:
+        return columns.flow.copies(stages.stage, stages.count, ~keeps.again)
+    found = np.zeros(stages.count)
+    for stage in range(1, stages.count):
+        mine = np.flatnonzero((stages.stage == stage) & (columns.outputs > 0))
+        if len(mine):
+            found[stage] = max(0.0, float(stages.sent[stage - 1] - keeps.always[mine[0]]))
+    return found
+
+
+def convolving(columns: ModelTable, part: Division, stages: Stages, keeps: Kept, *, space: bool, half: bool) -> Array:
+    """Bytes of one sample that a host holds in the backward of each module's convolution or recurrent layer beyond what
+    is kept at the start of backward: what later modules of its stage kept is gone by then. `space`: samples are cut
+    there."""
+    share = part.work * (0.5 if half else 1.0)
+    both = columns.convolved * share
+    held = cost_constants.CONVOLUTION_PASSES * both
+    if space:
+        cut = cost_constants.CUT_CONVOLUTION_PASSES * both + np.maximum(both - columns.outputs * share, 0.0)
+        held = np.where(columns.halo.any(axis=1), cut, held)
+    held = np.maximum(held, cost_constants.RECURRENT_PASSES * columns.recurred * share)
+    if stages.count > 1:  # gradients of what goes in and of what comes out
+        held = np.maximum(held, np.where(columns.multiplies, 1.0, 2.0) * keeps.output)
+    order = np.argsort(stages.stage, kind="stable")
+    ends = np.cumsum(np.bincount(stages.stage, weights=keeps.always, minlength=stages.count))
+    gone = np.empty(len(columns))
+    gone[order] = ends[stages.stage[order]] - np.cumsum(keeps.always[order])
+    return np.maximum(held - gone, 0.0)
+
+
+def rank_memory(
+    held: Held, plan: Plan, *, samples: list[int], stage: int, fused: tuple[Bucket, ...], kind: DeviceKind
+) -> tuple[RankMemory, str]:
+    """Peak bytes of a rank at place `stage` of the stage axis, and when it has them, in words.
+
+    `samples`: of each microbatch. Gradients are views of the buckets they are summed in, from the first microbatch on;
+    one more bucket is taken to arrive while one is filled. Peak is taken at the start of backward, with stages where
+    most microbatches are on their way, or, where that is higher on a host, in the backward of a convolution or in the
+    optimizer's update.
+    """
+    gradients = float(held.gradients[stage])
+    activations, when = _activations(held, plan, samples, stage, kind)
+    state = _State(
+        parameters=float(held.parameters[stage]),
+        lower=float(held.lower[stage]),
+        gradients=gradients,
+        optimizer=float(held.optimizer[stage]),
+        communication=max((one.nbytes for one in fused), default=0.0),
+    )
+    state = _sharded(state, held.units, plan, len(samples), kind)
+    update = _in_update(held, state, plan, stage)
+    if plan.degree("stage") > 1 and len(samples) > 1 and not fused:  # beside those that it is added to
+        state = replace(state, gradients=state.gradients + float(held.fresh[stage]))
+    gone = activations + state.lower + state.communication + state.gradients - update.communication - update.gradients
+    if kind == "cpu" and update.optimizer - state.optimizer > gone:
+        state, activations, when = update, 0.0, "in the optimizer's update"
+    tensors = state.parameters + state.lower + state.gradients + state.optimizer + activations + state.communication
+    others = plan.data_parallel_degree // plan.degree("shard")
+    parts = compressed_sync_cost.parts_kept_nbytes(
+        plan, gradients, others * plan.degree("context") * plan.degree("space")
+    )
+    apart = relaxed_sync_cost.apart_nbytes(plan.sync, plan.degree("replicate"), gradients)
+    memory = RankMemory(
+        parameters=state.parameters + state.lower,
+        gradients=state.gradients,
+        optimizer=state.optimizer,
+        activations=activations,
+        communication=state.communication + sum(one.kept_nbytes for one in fused) + parts + apart,
+        buffers=float(held.buffers[stage]),
+        reserve=cost_constants.RESERVE_NBYTES[kind] + cost_constants.FRAGMENTATION[kind] * tensors,
+    )
+    return memory, when
+
+
+def _activations(held: Held, plan: Plan, samples: list[int], stage: int, kind: DeviceKind) -> tuple[float, str]:
+    """Bytes at the peak, and when that is."""
+    ranks = plan.degree("stage")
+    copying = kind == "cpu" and held.copying[stage] > held.passing[stage]
+    once = max(samples) * float(held.copying[stage] if copying else held.passing[stage])
+    if ranks == 1:
+        when = "in a convolution's backward" if copying else "at the start of backward"
+        return max(samples) * float(held.kept.sum()) + once, when
+    sizes = np.array(samples, dtype=np.float64)
+    besides = Besides(put_off=held.put_off[:, None] * sizes, sent=held.sent[:, None] * sizes + held.fixed[:, None])
+    nbytes, count = most_held(plan, held.kept[:, None] * sizes, stage, besides)
+    return (
+        nbytes + once,
+        f"on stage {stage} of {ranks}, where {count} microbatch{'es are' if count != 1 else ' is'} held at once",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _State:
+    parameters: float
+    lower: float
+    gradients: float
+    optimizer: float
+    communication: float
+
+
+def _in_update(held: Held, state: _State, plan: Plan, stage: int) -> _State:
+    """The update's temporaries count as the optimizer's. What sharding exchanges in, it keeps for the next step."""
+    d = plan.degree("shard")
+    return _State(
+        parameters=state.parameters,
+        lower=0.0,
+        gradients=state.gradients,
+        optimizer=state.optimizer + float(held.temporary[stage]) / d,
+        communication=state.communication if d > 1 else 0.0,
+    )
+
+
+def _sharded(state: _State, units: tuple[float, ...], plan: Plan, microbatches: int, kind: DeviceKind) -> _State:
+    """What the shard axis leaves on a rank, and what passes through it (Rajbhandari et al. 2020, arXiv 1910.02054)."""
+    d, level = plan.degree("shard"), plan.sharding.level
+    if d == 1:
+        return state
+    away = kind == "cuda" and plan.sharding.offload != "none"
+    optimizer = 0.0 if away else state.optimizer / d
+    if level == 1:
+        gather = 2 * min(cost_constants.STATE_BUCKET_NBYTES, state.parameters)
+        return _State(
+            parameters=state.parameters,
+            lower=state.lower,
+            gradients=state.gradients,
+            optimizer=optimizer,
+            communication=state.communication + gather,
+        )
+    block, outside = max(units[1:], default=0.0), units[0]
+    # a sum on its way: what is sent, and what comes (its own part; on the host a part from every rank)
+    flight = 2.0 if kind == "cpu" else 1 + 1 / d
+    passing = cost_constants.SUMS_IN_FLIGHT * flight * block + block + outside
+    if level == 3:  # whole at once: what is outside of blocks, the block, the next one and its way into place
+        passing += outside + 3 * block
+    whole = state.parameters if level == 2 else 0.0
+    added = state.gradients if microbatches > 1 else 0.0  # whole ones, until the last microbatch sums them
+    rest = 0.0 if away else 1 / d
+    return _State(
+        parameters=whole + state.parameters * rest,
+        lower=state.lower if level == 2 else min(state.lower, block / 2 + outside / 2),
+        gradients=added + state.gradients * rest,
+        optimizer=optimizer,
+        communication=passing,
+    )
+
+
+def activation_nbytes(model: ModelSpec, regions: tuple[Region, ...], *, half: bool) -> float:
+    """Bytes of one sample that live at the start of backward on one device.
+
+    What modules keep for backward, plus the largest output's gradient. A recomputed region keeps only its input
+    (taken as large as its output) until its own backward, when it holds everything inside it: the largest region
+    counts in full.
+    """
+    columns = model_table(model)
+    alone = division(model, Plan(batch=BatchPlan(global_batch_size=1)))
+    found = kept(columns, alone, regions, half=half)
+    return float(found.always.sum() + found.within.max(initial=0.0) + found.output.max(initial=0.0))

@@ -1,0 +1,413 @@
+"""What divided modules exchange in a microbatch, module by module: seconds that are waited for, seconds in which links
+are taken, and bytes sent.
+
+split: sums of outputs in forward and of inputs in backward (Shoeybi et al. 2019, arXiv 1909.08053); as parts of the
+sequence they take as long (Korthikanti et al. 2022, arXiv 2205.05198). context: keys and values round a ring (Liu et
+al. 2023, arXiv 2310.01889), or heads for tokens (Jacobs et al. 2023, arXiv 2309.14509). expert: four all-to-alls a
+layer. table: vectors there, their gradients back; rows of divided linear layers there and back. space: halos.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from tutti.config.model import ModelSpec, ModuleSpec
+from tutti.config.plan import Plan
+from tutti.config.vocabulary import DATA_AXES
+from tutti.cost_model import compute_cost, cost_constants
+from tutti.cost_model.compute_cost import OpTable, Work
+from tutti.cost_model.group_links import Group, Network
+from tutti.cost_model.module_costs import Flags, ModelTable, remembered
+from tutti.cost_model.overlap import TIERS
+from tutti.cost_model.work_division import Division, Region, computed_apart, interior, marks
+from tutti.cost_model.worker_speed import KINDS, Array, Worker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchanged:
+    """Of one microbatch, by module: seconds waited and bytes sent, in forward and in backward; `forward_link_s`,
+    `backward_link_s`: (tiers, modules), seconds in which links of each of `overlap.TIERS` are taken, waited for or not.
+    """
+
+    forward_s: Array
+    backward_s: Array
+    forward_nbytes: Array
+    backward_nbytes: Array
+    forward_link_s: Array
+    backward_link_s: Array
+
+    def plus(self, other: "Exchanged") -> "Exchanged":
+        return Exchanged(
+            forward_s=self.forward_s + other.forward_s,
+            backward_s=self.backward_s + other.backward_s,
+            forward_nbytes=self.forward_nbytes + other.forward_nbytes,
+            backward_nbytes=self.backward_nbytes + other.backward_nbytes,
+            forward_link_s=self.forward_link_s + other.forward_link_s,
+            backward_link_s=self.backward_link_s + other.backward_link_s,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wires:
+    """What the exchanges of a plan depend on besides the samples."""
+
+    model: ModelSpec
+    plan: Plan
+    columns: ModelTable
+    division: Division
+    network: Network
+    half: bool
+    on_cpu: bool
+
+    def statistics_group(self) -> Group:
+        """The ranks whose batch statistics are one; of a rank alone where there are none."""
+        shared = self.model.batch_statistics and self.plan.sync.mode == "synchronous"
+        return self.network.group(*(*DATA_AXES, "space") if shared else ())
+
+    def hidden(self, group: Group, room: Array, seconds: Callable[[Group], Array]) -> Array:
+        """What of `seconds`, of exchanges of the group, is waited for where `room` of the rank's own work runs
+        meanwhile. Between ranks on the CPU, transfers take cores from that work."""
+        whole, on_cores = seconds(group), seconds(group.on_cores(self.network.seats[0]))
+        behind = np.minimum(whole, room)
+        return whole - behind + on_cores * behind / np.where(whole > 0, whole, 1.0)
+
+
+def exchanged(wires: Wires, samples: float, forward_s: Array, backward_s: Array) -> Exchanged:
+    """The exchanges of a microbatch of `samples`, beside which the modules' own work takes the given seconds."""
+    zero = np.zeros(len(wires.columns))
+    result = _waited(wires.network.group(), (zero, zero), (zero, zero))
+    plan = wires.plan
+    group = wires.statistics_group()
+    if group.ranks > 1:
+        result = _waited(group, statistics_s(wires.model, group), (zero, zero))
+    if plan.degree("split") > 1:
+        result = result.plus(_split(wires, samples))
+    if plan.degree("context") > 1:
+        form = _ring if plan.context == "ring" else _heads
+        result = result.plus(form(wires, samples, forward_s, backward_s))
+    if wires.columns.routed.any() and plan.data_parallel_degree > 1:
+        result = result.plus(_experts(wires, samples))
+    if plan.degree("table") > 1:
+        if wires.columns.table.any():
+            result = result.plus(_tables(wires, samples))
+        if wires.division.linear.any():
+            result = result.plus(_linears(wires, samples))
+    if plan.degree("space") > 1:
+        result = result.plus(_halos(wires, samples, forward_s, backward_s))
+    return result
+
+
+def _waited(group: Group, seconds: tuple[Array, Array], nbytes: tuple[Array, Array]) -> Exchanged:
+    """Exchanges of `group` that nothing hides, (in forward, in backward)."""
+    return Exchanged(
+        forward_s=seconds[0],
+        backward_s=seconds[1],
+        forward_nbytes=nbytes[0],
+        backward_nbytes=nbytes[1],
+        forward_link_s=_on(group, seconds[0]),
+        backward_link_s=_on(group, seconds[1]),
+    )
+
+
+def _on(group: Group, seconds: Array) -> Array:
+    """(tiers, modules): `seconds` on the links that the group crosses."""
+    return np.array([seconds if tier == group.tier else np.zeros(len(seconds)) for tier in TIERS])
+
+
+def each_of(seconds: Callable[[float], float], nbytes: Array) -> Array:
+    """`seconds` of every entry; most are equal or 0, which takes none."""
+    result = np.zeros(len(nbytes))
+    at = np.flatnonzero(nbytes)
+    if len(at):
+        different, back = np.unique(nbytes[at], return_inverse=True)
+        result[at] = np.array([seconds(float(one)) for one in different])[back]
+    return result
+
+
+def _split(wires: Wires, samples: float) -> Exchanged:
+    columns, division = wires.columns, wires.division
+    group = wires.network.group("split")
+    t = group.ranks
+    low = np.where(columns.multiplies & wires.half, 0.5, 1.0)
+    here = division.split
+    summed, recurrent = here & columns.summed, here & columns.gathered
+    out = samples * division.passed * columns.outputs * low
+    into = np.where(here, samples * division.passed * columns.inputs, 0.0)
+    sums, gathers = np.where(summed, out, 0.0), np.where(recurrent, out, 0.0)
+    if division.padded is None:
+        ahead = each_of(group.summed, sums) + each_of(group.divided, gathers)
+        back = each_of(group.summed, into) + each_of(group.divided, gathers)
+        sent = ((2 * sums + gathers) * (t - 1) / t, (2 * into + gathers) * (t - 1) / t)
+    else:  # unequal parts travel as long as the largest, and of their sums everyone gets the whole
+        padded = gathers * division.padded
+        ahead = each_of(group.summed, sums) + each_of(group.divided, padded)
+        back = each_of(group.summed, into) + each_of(group.summed, gathers)
+        sent = ((2 * sums + padded) * (t - 1) / t, 2 * (into + gathers) * (t - 1) / t)
+    return _waited(group, (ahead, back), sent)
+
+
+def _ring(wires: Wires, samples: float, forward_s: Array, backward_s: Array) -> Exchanged:
+    """A transfer runs while the block before it is computed; backward takes the gradients round too, in full width."""
+    group = wires.network.group("context")
+    c = group.ranks
+    full = samples * wires.division.work * wires.columns.key_value
+    part = full * (0.5 if wires.half else 1.0)
+    rounds = np.where(part > 0, (c - 1.0) / c, 0.0)
+
+    def ahead(over: Group) -> Array:
+        return (c - 1) * each_of(over.pass_on, part)
+
+    def back(over: Group) -> Array:
+        return ahead(over) + c * each_of(over.pass_on, full)
+
+    return Exchanged(
+        forward_s=wires.hidden(group, rounds * forward_s, ahead),
+        backward_s=wires.hidden(group, rounds * backward_s, back),
+        forward_nbytes=(c - 1) * part,
+        backward_nbytes=(c - 1) * part + c * full,
+        forward_link_s=_on(group, ahead(group)),
+        backward_link_s=_on(group, back(group)),
+    )
+
+
+def _heads(wires: Wires, samples: float, forward_s: Array, backward_s: Array) -> Exchanged:
+    """Queries, keys, values and results change hands, each in an exchange of its own."""
+    group = wires.network.group("context")
+    c = group.ranks
+    attends = wires.columns.key_value > 0
+    low = samples * wires.division.work * (0.5 if wires.half else 1.0)
+    keys = low * wires.columns.key_value / 2
+    queries = np.where(attends, low * wires.columns.outputs, 0.0)
+    seconds = 2 * each_of(group.all_to_all, keys) + 2 * each_of(group.all_to_all, queries)
+    sent = 2 * (keys + queries) * (c - 1) / c
+    return _waited(group, (seconds, seconds), (sent, sent))
+
+
+def _experts(wires: Wires, samples: float) -> Exchanged:
+    """Tokens there and back, twice; all ranks tell each other before how many tokens chose which expert."""
+    group, sharers = wires.network.group("expert"), wires.network.group(*DATA_AXES)
+    e = group.ranks
+    routed = samples * wires.division.passed * wires.columns.routed
+    sent = routed * (e - 1) / e * 2
+    counted = np.where(routed > 0, sharers.scatter(cost_constants.LOSS_NBYTES), 0.0)
+    seconds = 2 * each_of(group.all_to_all, routed) + counted
+    return _waited(group, (seconds, seconds + counted), (sent, sent))
+
+
+def _tables(wires: Wires, samples: float) -> Exchanged:
+    """Tables that follow each other share their exchanges: of sizes, of rows (both small), and of vectors."""
+    group = wires.network.group("table")
+    columns = wires.columns
+    vectors = np.where(columns.table, samples * wires.division.passed * columns.outputs, 0.0)
+    moved = np.flatnonzero(columns.table)
+    runs = np.split(moved, np.flatnonzero(np.diff(moved) > 1) + 1)
+    seconds, small = np.zeros(len(columns)), group.all_to_all(1.0)
+    for run in runs:
+        seconds[run[0]] = group.all_to_all(float(vectors[run].sum()))
+    sent = vectors * (group.ranks - 1) / group.ranks
+    asked = np.where(seconds > 0, 2 * small, 0.0)
+    return _waited(group, (seconds + asked, seconds), (sent, sent))
+
+
+def _linears(wires: Wires, samples: float) -> Exchanged:
+    """By columns, inputs go to all ranks and parts of outputs come back; by rows, parts of inputs go and all ranks'
+    terms of outputs come back; gradients take the same ways. Each rank says before how many rows it has."""
+    group, part = wires.network.group("table"), wires.division
+    columns, n = wires.columns, wires.network.group("table").ranks
+    values = np.where(part.linear, samples * part.passed * (0.5 if wires.half else 1.0), 0.0)
+    into = values * columns.linear * np.where(part.by_outputs, n, 1.0)
+    out = values * columns.outputs * np.where(part.by_outputs, 1.0, n)
+    trained = np.where(columns.first, 0.0, 1.0)
+    there, back = each_of(group.all_to_all, into), each_of(group.all_to_all, out)
+    said = np.where(part.linear, group.all_to_all(1.0), 0.0)
+    sent = ((into + out) * (n - 1) / n, (trained * into + out) * (n - 1) / n)
+    return _waited(group, (there + back + said, trained * there + back), sent)
+
+
+def _halos(wires: Wires, samples: float, forward_s: Array, backward_s: Array) -> Exchanged:
+    """A rank inside the grid sends to both sides of every cut dim. Where most of a part needs no halo, that is computed
+    while the first dim's halos travel, and its gradients while the last dim's return.
+
+    Dims follow each other, and each also carries the halos that came before it, or padding, so that corners arrive:
+    2 h rows beside a rank's N / parts, where 2 h / N is the halo's part of a module's input, taken as what it keeps.
+    """
+    group, columns = wires.network.group("space"), wires.columns
+    grid = wires.plan.space_grid or (wires.plan.degree("space"),)
+    sent, grown = np.zeros(len(columns)), np.ones(len(columns))
+    dims: list[tuple[Group, Array]] = []
+    whole = np.where(columns.activations > 0, columns.activations, np.inf)
+    for dim, parts in enumerate(grid[:3]):
+        if parts > 1:
+            others = group.ranks / parts  # the other dims are cut too, and with them the plane
+            halo = columns.halo[:, dim]
+            side = samples * halo / 2 / others * grown
+            grown = grown * (1 + parts * halo / whole)
+            dims.append((wires.network.along_grid(grid, dim), side))
+            sent += min(2, parts - 1) * side
+    inside = interior(columns, grid)
+    apart = np.where(inside >= cost_constants.LEAST_INTERIOR, inside, 0.0)
+    by_dim = [_sides(*one) for one in dims]
+    seconds = np.sum(by_dim, axis=0)
+    return Exchanged(
+        forward_s=seconds - by_dim[0] + wires.hidden(dims[0][0], apart * forward_s, partial(_sides, side=dims[0][1])),
+        backward_s=seconds
+        - by_dim[-1]
+        + wires.hidden(dims[-1][0], apart * backward_s, partial(_sides, side=dims[-1][1])),
+        forward_nbytes=sent,
+        backward_nbytes=sent,
+        forward_link_s=_on(group, seconds),
+        backward_link_s=_on(group, seconds),
+    )
+
+
+def _sides(group: Group, side: Array) -> Array:
+    """Seconds in which each rank sends so many bytes to its neighbours on both sides."""
+    return each_of(group.to_neighbours, side)
+
+
+_STATISTIC_NBYTES = 4  # float32
+_STATE_VALUES = 2  # running mean and variance of a channel
+_COUNTER_NBYTES = 8  # batches tracked
+
+
+def statistics_s(model: ModelSpec, group: Group) -> tuple[Array, Array]:
+    """Seconds of a microbatch's exchanges of statistics over `group`, by module, (in forward, in backward).
+
+    Forward gathers count, mean and squared deviations of every channel from all ranks; backward sums two vectors
+    over channels.
+    """
+    channels = _channels_of(model)
+    forward, backward = np.zeros(len(channels)), np.zeros(len(channels))
+    for index in np.flatnonzero(channels) if group.ranks > 1 else ():
+        gathered = group.ranks * (2 * channels[index] + 1) * _STATISTIC_NBYTES
+        forward[index] = group.scatter(gathered)  # an all-gather of as much takes as long
+        backward[index] = group.all_reduce(2 * channels[index] * _STATISTIC_NBYTES)
+    return forward, backward
+
+
+def taken_in_passes(ops: OpTable) -> OpTable:
+    """The operators of a rank on a CPU where statistics are those of several ranks: then a BatchNorm goes over its
+    values in passes as a norm of rows does, `SHARED_NORM` times as long."""
+    batch, rows = KINDS.index("batch_norm"), KINDS.index("norm")
+    those = ops.kind == batch
+    if not those.any():
+        return ops
+    longer = np.where(those, cost_constants.SHARED_NORM, 1.0)
+    return replace(
+        ops,
+        kind=np.where(those, rows, ops.kind),
+        flops_forward=ops.flops_forward * longer,
+        flops_backward=ops.flops_backward * longer,
+    )
+
+
+def at_least(
+    one: Callable[..., Work], ops: OpTable, worker: Worker, samples: int, modules: int, *, weights: bool = True
+) -> Work:
+    """The pass `one` (compute.forward or compute.backward), whether statistics are those of one rank or of several: of
+    each module the quicker."""
+    alone = one(ops, worker, samples, modules, weights=weights)
+    shared_ops = taken_in_passes(ops) if worker.gap_s is None else ops
+    if shared_ops is ops:
+        return alone
+    shared = one(shared_ops, worker, samples, modules, weights=weights)
+    limits = np.where(shared.seconds < alone.seconds, shared.limits, alone.limits)
+    return Work(seconds=np.minimum(shared.seconds, alone.seconds), limits=limits)
+
+
+@remembered(16)
+def _channels_of(model: ModelSpec) -> Array:
+    return np.array([_channels(module) if module.batch_statistics else 0.0 for module in model.modules])
+
+
+def _channels(module: ModuleSpec) -> float:
+    """Channels of a BatchNorm, from its running statistics, or its weight and bias where it keeps none."""
+    if module.buffer_nbytes:
+        return (module.buffer_nbytes - _COUNTER_NBYTES) / (_STATE_VALUES * _STATISTIC_NBYTES)
+    return module.parameters / 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passed:
+    """Seconds by module, recomputing in backward. `waits`: what is waited for and sent, the repeats of recomputing
+    among it; `limits`: (3, modules), the seconds of both passes by what limits them.
+    """
+
+    forward_s: Array
+    backward_s: Array
+    waits: Exchanged
+    limits: Array
+
+    @property
+    def total_s(self) -> float:
+        """Of all modules, there and back."""
+        return float((self.forward_s + self.backward_s + self.waits.forward_s + self.waits.backward_s).sum())
+
+
+def passed(wires: Wires, worker: Worker, regions: tuple[Region, ...], samples: int) -> Passed:
+    """A microbatch of `samples` samples on a rank that computes as `worker` does."""
+    ops, modules = wires.division.ops, len(wires.columns)
+    if wires.on_cpu and wires.statistics_group().ranks > 1:
+        ops = taken_in_passes(ops)
+    ahead = compute_cost.forward(ops, worker, samples, modules)
+    back = compute_cost.backward(ops, worker, samples, modules)
+    for chunks in {region.chunks for region in regions} - {1}:
+        inside = np.zeros(modules, dtype=np.bool_)
+        inside[[index for region in regions if region.chunks == chunks for index in region.members]] = True
+        part = -(-samples // chunks)
+        ahead = _chunked(ahead, compute_cost.forward(ops, worker, part, modules), inside, chunks)
+        back = _chunked(back, compute_cost.backward(ops, worker, part, modules), inside, chunks)
+    grid = (wires.plan.space_grid or (wires.plan.degree("space"),))[:3]
+    ahead, back = computed_apart(
+        wires.columns, wires.division, grid, worker, samples, (ahead, back), on_cpu=wires.on_cpu
+    )
+    again = repeats(wires, regions)
+    waits = exchanged(wires, samples, ahead.seconds, back.seconds)
+    if regions:
+        repeated = again * ~_last_sums(wires, regions)
+        waits = Exchanged(
+            forward_s=waits.forward_s,
+            backward_s=waits.backward_s + repeated * waits.forward_s,
+            forward_nbytes=waits.forward_nbytes,
+            backward_nbytes=waits.backward_nbytes + repeated * waits.forward_nbytes,
+            forward_link_s=waits.forward_link_s,
+            backward_link_s=waits.backward_link_s + repeated * waits.forward_link_s,
+        )
+    return Passed(
+        forward_s=ahead.seconds,
+        backward_s=back.seconds + again * ahead.seconds,
+        waits=waits,
+        limits=ahead.limits * (1.0 + again) + back.limits,
+    )
+
+
+def repeats(wires: Wires, regions: tuple[Region, ...]) -> Array:
+    """1 for modules whose forward is computed again in backward."""
+    again = np.zeros(len(wires.columns))
+    if regions:
+        found = marks(regions)
+        dear = wires.columns.multiplies[found.member] & found.selective[found.of]
+        again[found.member] = np.where(dear, 0.0, 1.0)
+    return again
+
+
+def _last_sums(wires: Wires, regions: tuple[Region, ...]) -> Flags:
+    """The last module of each region whose output is summed: backward needs nothing that comes after it, so the region
+    is not computed again so far."""
+    found = marks(regions)
+    summed = wires.division.split[found.member] & wires.columns.summed[found.member]
+    last = np.zeros(len(regions), dtype=np.intp) - 1
+    np.maximum.at(last, found.of[summed], found.member[summed])
+    result = np.zeros(len(wires.columns), dtype=np.bool_)
+    result[last[last >= 0]] = True
+    return result
+
+
+def _chunked(whole: compute_cost.Work, part: compute_cost.Work, inside: Flags, chunks: int) -> compute_cost.Work:
+    """`whole` where modules in the mask `inside` do `part` so many times."""
+    return compute_cost.Work(
+        seconds=np.where(inside, chunks * part.seconds, whole.seconds),
+        limits=np.where(inside, chunks * part.limits, whole.limits),
+    )

@@ -1,0 +1,521 @@
+"""A pipeline's time line: the schedule's actions one after another, with the real times of unequal stages.
+
+An action begins when its rank is free and what it needs has arrived. A message leaves when it has been made and the one
+before it on the same way, from one rank to another, is on it whole; it arrives its own time after that.
+Nothing is approximated but very long runs: a schedule becomes periodic, and what is beyond some periods is added
+period by period.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tutti.config.pipeline_schedule import Orders, build_orders
+from tutti.config.plan import Plan
+from tutti.config.vocabulary import DATA_AXES, ScheduleName
+from tutti.cost_model import cost_constants
+from tutti.cost_model.group_links import seat_of_ranks
+from tutti.cost_model.rank_placement import Seat, rank_samples
+from tutti.errors import PlanError
+
+Array = NDArray[np.float64]
+Places = NDArray[np.intp]
+
+PERIODS = 4
+"""Microbatches that are played out at most, in numbers of stages; the rest repeats the last of them."""
+
+MOST_PUT_OFF = 4096
+"""With weight gradients apart: so many microbatches times ranks are played out in any case."""
+
+_KIND = {"F": 0, "B": 1, "I": 2, "W": 3}
+_NOTHING, _NOT_YET = -1, -2
+_GROWS = (1, -1, 0, -1)
+_PUT_OFF = (0, 0, 1, -1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """A schedule's actions in an order in which each comes after what it needs. Of action i: its `rank`, `stage`,
+    `microbatch` and `kind` (0 forward, 1 backward, 2 and 3 its halves for inputs and weights); `after`: the action
+    whose result it needs, -1 for none; `way`: the number of the way between two ranks that its own result takes, -1 for
+    none; `crosses`: the boundary between stages that this result crosses.
+    """
+
+    rank: tuple[int, ...]
+    after: tuple[int, ...]
+    stage: Places
+    microbatch: Places
+    kind: Places
+    way: tuple[int, ...]
+    crosses: Places
+
+
+@lru_cache(maxsize=512)
+def order_of(name: ScheduleName, ranks: int, stages_per_rank: int, microbatches: int) -> Order:
+    """The runtime's schedule, ready to be played out."""
+    if name in ("1f1b", "gpipe"):
+        return _regular(name, ranks, microbatches)
+    return _walked(build_orders(name, ranks, stages_per_rank, microbatches), ranks * stages_per_rank, microbatches)
+
+
+def _regular(name: ScheduleName, ranks: int, count: int) -> Order:
+    """GPipe and 1F1B, whose actions begin at known times where all last equally long: in that order.
+
+    On place r of p forward m begins at r + m and, of 1F1B once p - r - 1 are ahead, at r + 2 m; backward m of 1F1B at
+    2 p - 1 - r + 2 m, and of GPipe as much later as all forwards take.
+    """
+    rank, m = np.divmod(np.arange(ranks * count), count)
+    if name == "gpipe":
+        ahead, back = rank + m, 2 * ranks + count - 1 - rank + m
+    else:
+        ahead, back = rank + np.where(m < ranks - rank - 1, m, 2 * m), 2 * ranks - 1 - rank + 2 * m
+    order = np.argsort(np.concatenate([ahead, back]), kind="stable")
+    at = np.empty(len(order), dtype=np.intp)
+    at[order] = np.arange(len(order))
+    forward, backward = at.reshape(2, ranks, count)
+    none = np.full((1, count), -1, dtype=np.intp)
+    after = np.concatenate([none, forward[:-1], backward[1:], none]).reshape(-1)[order]
+    kind = np.repeat([0, 1], ranks * count)[order]
+    stage, microbatch = np.tile(rank, 2)[order], np.tile(m, 2)[order]
+    link = np.where(after < 0, 0, stage - 1 + kind)
+    return _order(stage, after, stage, microbatch, kind, link)
+
+
+def _walked(orders: Orders, stages: int, count: int) -> Order:
+    """Any schedule: each rank's actions as soon as what they need is there. Raises PlanError where that never is."""
+    forward, gradient = [_NOT_YET] * (stages * count), [_NOT_YET] * (stages * count)
+    rows: list[tuple[int, int, int, int, int, int]] = []
+    waiting = [deque(order) for order in orders]
+    while any(waiting):
+        before = len(rows)
+        for rank, order in enumerate(waiting):
+            while order:
+                kind, stage, microbatch = _KIND[order[0].kind], order[0].stage, order[0].microbatch
+                at, after, link = stage * count + microbatch, _NOTHING, 0
+                if kind == 0 and stage:
+                    after, link = forward[at - count], stage - 1
+                elif kind in (1, 2) and stage < stages - 1:
+                    after, link = gradient[at + count], stage
+                if after == _NOT_YET:
+                    break
+                if kind == 0:
+                    forward[at] = len(rows)
+                elif kind < 3:
+                    gradient[at] = len(rows)
+                rows.append((rank, after, stage, microbatch, kind, link))
+                order.popleft()
+        if len(rows) == before:
+            raise PlanError("the pipeline's schedule deadlocks: no rank has an action that can begin")
+    return _order(*np.array(rows, dtype=np.intp).reshape(-1, 6).T)
+
+
+def _order(rank: Places, after: Places, stage: Places, microbatch: Places, kind: Places, link: Places) -> Order:
+    """`link`: the boundary that what each action needs has crossed."""
+    takers = np.flatnonzero(after >= 0)  # each result is taken once
+    makers, ranks = after[takers], int(rank.max(initial=0)) + 1
+    apart = rank[makers] != rank[takers]
+    way, crosses = np.full(len(rank), -1, dtype=np.intp), np.zeros(len(rank), dtype=np.intp)
+    way[makers] = np.where(apart, rank[makers] * ranks + rank[takers], -1)
+    crosses[makers] = link[takers]
+    return Order(
+        rank=tuple(rank.tolist()),
+        after=tuple(after.tolist()),
+        stage=stage,
+        microbatch=microbatch,
+        kind=kind,
+        way=tuple(way.tolist()),
+        crosses=crosses,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Messages:
+    """(boundaries, microbatches) each, in seconds. `arrive_s`: from when a message leaves until it has arrived;
+    `occupy_s`: until the next may leave on its way, which is less by the latency."""
+
+    arrive_s: Array
+    occupy_s: Array
+
+    def of(self, microbatches: Places | slice) -> "Messages":
+        return Messages(arrive_s=self.arrive_s[:, microbatches], occupy_s=self.occupy_s[:, microbatches])
+
+
+def play(order: Order, seconds: Array, messages: Messages) -> list[float]:
+    """When each rank has ended. `seconds`: (kinds, stages, microbatches)."""
+    return moments(order, seconds, messages)[0]
+
+
+def moments(order: Order, seconds: Array, messages: Messages) -> tuple[list[float], list[float]]:
+    """(when each rank has ended, when each action has); shapes as in `play`."""
+    ranks = max(order.rank) + 1
+    free, ended, arrived = [0.0] * ranks, [0.0] * len(order.rank), [0.0] * len(order.rank)
+    open_from = [0.0] * (ranks * ranks)
+    durations = seconds[order.kind, order.stage, order.microbatch].tolist()
+    arrive = messages.arrive_s[order.crosses, order.microbatch].tolist()
+    occupy = messages.occupy_s[order.crosses, order.microbatch].tolist()
+    rows = zip(order.rank, order.after, order.way, durations, strict=True)
+    for at, (rank, after, way, lasts) in enumerate(rows):
+        start = free[rank]
+        if after >= 0 and arrived[after] > start:
+            start = arrived[after]
+        end = start + lasts
+        free[rank] = ended[at] = arrived[at] = end
+        if way >= 0:
+            leaves = max(open_from[way], end)
+            open_from[way], arrived[at] = leaves + occupy[at], leaves + arrive[at]
+    return free, ended
+
+
+def ends(plan: Plan, seconds: Array, messages: Messages) -> list[float]:
+    """When each rank of the stage axis has done all its actions; shapes as in `play`, with all microbatches.
+
+    Long runs of equal microbatches are played out for some periods, and continued at the last one's pace.
+    """
+    pipeline, ranks = plan.pipeline, plan.degree("stage")
+    count = seconds.shape[2]
+    played = shortened(pipeline.schedule, count, ranks)
+    if played == count or not equal(seconds):
+        return play(order_of(pipeline.schedule, ranks, pipeline.stages_per_rank, count), seconds, messages)
+    early, late = (
+        np.array(
+            play(
+                order_of(pipeline.schedule, ranks, pipeline.stages_per_rank, some),
+                seconds[:, :, :some],
+                messages.of(slice(some)),
+            )
+        )
+        for some in (played - 2 * ranks, played)
+    )
+    pace = (late - early) / (2 * ranks)  # 1F1B may take turns of two microbatches, whatever the ranks
+    if pipeline.schedule != "gpipe":  # forward and backward take turns: not quicker than the busiest rank for long
+        work = _work(pipeline.schedule, seconds[:, :, 0])
+        pace = np.maximum(pace, max(work[rank::ranks].sum() for rank in range(ranks)))
+    continued: list[float] = (late + (count - played) * pace).tolist()
+    return continued
+
+
+def _work(name: ScheduleName, seconds: Array) -> Array:
+    """(stages,): seconds of all actions on one microbatch. `seconds`: (kinds, stages)."""
+    halves = name == "zero-bubble"
+    work: Array = seconds[0] + (seconds[2] + seconds[3] if halves else seconds[1])
+    return work
+
+
+def shortened(name: ScheduleName, microbatches: int, ranks: int) -> int:
+    """How many microbatches of a long run are played out: some periods, and what is left over."""
+    most = (PERIODS + 2) * ranks
+    if name == "zero-bubble":  # weight gradients are put off for long, and its order is not quite periodic
+        most = max(most, MOST_PUT_OFF // ranks)
+    if microbatches <= most:
+        return microbatches
+    return most - 2 * ranks + (microbatches - most) % (2 * ranks)
+
+
+def equal(seconds: Array) -> bool:
+    """Whether actions last equally long on all microbatches."""
+    return bool(np.all(seconds == seconds[:, :, :1]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Besides:
+    """What a rank holds of microbatches besides what it keeps for backward. `put_off`: (stages, microbatches), between
+    the halves of a backward, gradients of what modules with weights return; `sent`: (boundaries, microbatches), a
+    message, which is there while it is used, and one action before."""
+
+    put_off: Array
+    sent: Array
+
+    def reversed(self) -> "Besides":
+        return Besides(put_off=self.put_off[:, ::-1], sent=self.sent[:, ::-1])
+
+    def message(self, kind: int, stage: int, microbatch: int) -> float:
+        """Bytes that come for an action."""
+        boundary = {0: stage - 1, 1: stage, 2: stage}.get(kind, -1)
+        return float(self.sent[boundary, microbatch]) if 0 <= boundary < len(self.sent) else 0.0
+
+
+def most_held(plan: Plan, nbytes: Array, rank: int, besides: Besides | None = None) -> tuple[float, int]:
+    """The most bytes of activations that `rank` of the stage axis holds at once, and of how many microbatches.
+
+    `nbytes`: (stages, microbatches), what each stage keeps of each.
+    """
+    pipeline, ranks = plan.pipeline, plan.degree("stage")
+    own = range(rank, nbytes.shape[0], ranks)
+    count = nbytes.shape[1]
+    if pipeline.schedule == "gpipe":
+        coming = besides.sent[rank, -2:].sum() if besides is not None and rank < ranks - 1 else 0.0
+        return float(nbytes[list(own)].sum() + coming), count
+    played = shortened(pipeline.schedule, count, ranks)
+    kind, stage, microbatch = _growth(pipeline.schedule, ranks, pipeline.stages_per_rank, played, rank)
+    if played < count:  # the last microbatches are the largest
+        nbytes, besides = nbytes[:, ::-1], besides.reversed() if besides is not None else None
+    grows = np.array(_GROWS)[kind]
+    changes = grows * nbytes[stage, microbatch]
+    if besides is not None:
+        changes = changes + np.array(_PUT_OFF)[kind] * besides.put_off[stage, microbatch]
+    running = np.cumsum(changes)
+    peak = int(np.argmax(running)) if len(running) else 0
+    found = float(running[peak])
+    if besides is not None:  # the next action's, and the one's after it
+        after = range(peak + 1, min(peak + 3, len(kind)))
+        found += sum(besides.message(int(kind[at]), int(stage[at]), int(microbatch[at])) for at in after)
+    return found, int(grows[: peak + 1].sum())
+
+
+@lru_cache(maxsize=2048)
+def _growth(
+    name: ScheduleName, ranks: int, stages_per_rank: int, microbatches: int, rank: int
+) -> tuple[Places, Places, Places]:
+    order = order_of(name, ranks, stages_per_rank, microbatches)
+    own = np.flatnonzero(np.array(order.rank) == rank)
+    return order.kind[own], order.stage[own], order.microbatch[own]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crowd:
+    """Of each place on the stage axis: its `host`, the host's `cores`, how many `ranks` of the plan are there at this
+    place (they do the same at the same moment), and by how much the prediction has `slowed` its work, as if all ranks
+    of the host always computed."""
+
+    host: tuple[int, ...]
+    cores: tuple[int, ...]
+    ranks: tuple[int, ...]
+    slowed: tuple[float, ...]
+
+    @property
+    def alone(self) -> list[float]:
+        """By place, how many times as long its work takes when no other place's ranks compute."""
+        return [_slower(ranks / cores) for ranks, cores in zip(self.ranks, self.cores, strict=True)]
+
+    def speeds(self, computing: Iterable[int]) -> dict[int, float]:
+        """Of the places that compute now, beside one with a core of its own."""
+        wanted: dict[int, int] = {}
+        for place in computing:
+            wanted[self.host[place]] = wanted.get(self.host[place], 0) + self.ranks[place]
+        return {place: 1 / _slower(wanted[self.host[place]] / self.cores[place]) for place in computing}
+
+
+def _slower(ranks_per_core: float) -> float:
+    return ranks_per_core * cost_constants.OVERSUBSCRIBED if ranks_per_core > 1 else 1.0
+
+
+def crowd_of(seats: tuple[Seat, ...], where: Places) -> Crowd:
+    """`where`: (data-parallel ranks, places on the stage axis, others), the rank. Of the first of them."""
+    seat_at = seat_of_ranks(seats)
+    sizes = [seat.ranks_per_host for seat in seats for _ in range(seat.hosts)]
+    host_at = np.repeat(np.arange(len(sizes)), sizes)
+    first = where[0, :, 0]
+    return Crowd(
+        host=tuple(host_at[first].tolist()),
+        cores=tuple(_cores(seats[seat]) for seat in seat_at[first].tolist()),
+        ranks=tuple(int((host_at[where[:, place]] == host_at[rank]).sum()) for place, rank in enumerate(first)),
+        slowed=tuple(seats[seat].slowdown for seat in seat_at[first].tolist()),
+    )
+
+
+def _cores(seat: Seat) -> int:
+    return max(1, seat.device.cores) * seat.node.devices_per_node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """When each rank has ended, when each action began and ended; `busy_s`: of each rank, of its own work."""
+
+    free: list[float]
+    began: list[float]
+    ended: list[float]
+    busy_s: list[float]
+
+
+def in_turns(order: Order, work: Array, crowd: Crowd) -> Played:
+    """`work`: (kinds, stages, microbatches), seconds on a core of one's own."""
+    game = _Game(order, work, crowd)
+    while game.go_on():
+        pass
+    return Played(free=game.free, began=game.began, ended=game.ended, busy_s=game.busy_s)
+
+
+class _Game:
+    """The actions under way, from one's end to the next."""
+
+    def __init__(self, order: Order, work: Array, crowd: Crowd) -> None:
+        self._after, self._crowd = order.after, crowd
+        self._work = work[order.kind, order.stage, order.microbatch].tolist()
+        count, ranks = len(order.rank), max(order.rank) + 1
+        self.free, self.busy_s = [0.0] * ranks, [0.0] * ranks
+        self.began, self.ended = [0.0] * count, [0.0] * count
+        self._done = [False] * count
+        self._queue: list[list[int]] = [[] for _ in range(ranks)]
+        for at in range(count - 1, -1, -1):
+            self._queue[order.rank[at]].append(at)
+        self._now = 0.0
+        self._left: dict[int, float] = {}
+
+    def go_on(self) -> bool:
+        """Until the next action ends; False where nothing is left."""
+        for place, queue in enumerate(self._queue):
+            if queue and place not in self._left and (self._after[queue[-1]] < 0 or self._done[self._after[queue[-1]]]):
+                self.began[queue[-1]], self._left[place] = self._now, self._work[queue[-1]]
+        if not self._left:
+            return False
+        speeds = self._crowd.speeds(self._left)
+        step_s = min(left / speeds[place] for place, left in self._left.items())
+        self._now += step_s
+        for place, left in list(self._left.items()):
+            self.busy_s[place] += step_s
+            self._left[place] = left - step_s * speeds[place]
+            if self._left[place] <= 1e-12 * (left + self._now):
+                self._end(place)
+        return True
+
+    def _end(self, place: int) -> None:
+        at = self._queue[place].pop()
+        self.free[place] = self.ended[at] = self._now
+        self._done[at] = True
+        del self._left[place]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """Ranks with the same samples. `samples`: (of a microbatch, in how many), the last microbatch last; `seats`: for
+    each place on the stage axis, the kinds of its ranks (see kinds_of_ranks)."""
+
+    samples: tuple[tuple[int, int], ...]
+    seats: tuple[tuple[int, ...], ...]
+
+    @property
+    def microbatches(self) -> list[int]:
+        """Samples of each microbatch, in order."""
+        return [count for count, times in self.samples for _ in range(times)]
+
+
+def lines_of(plan: Plan, seats: tuple[Seat, ...], samples: int) -> list[Line]:
+    """The different lines of a plan. Equal shares count as the largest of them."""
+    return list({id(line): line for line in lines_by_share(plan, seats, samples)}.values())
+
+
+def lines_by_share(plan: Plan, seats: tuple[Seat, ...], samples: int) -> list[Line]:
+    """The line of each data-parallel rank, equal ones the same object."""
+    degree, stages = plan.data_parallel_degree, plan.degree("stage")
+    count = plan.batch.num_microbatches
+    if plan.shares:
+        counts = rank_samples(samples, count, degree, plan.shares)
+    else:
+        (whole,) = rank_samples(samples, count, 1)
+        counts = [tuple((-(-size // degree), times) for size, times in whole)] * degree
+    alike = len(seats) == 1 and not plan.split_weights
+    if alike and not plan.shares:
+        return [Line(samples=counts[0], seats=((0,),) * stages)] * degree
+    if alike:
+        alone = {one: Line(samples=one, seats=((0,),) * stages) for one in dict.fromkeys(counts)}
+        return [alone[one] for one in counts]
+    where = by_share_and_stage(plan, kinds_of_ranks(plan, seats))
+    rows, index = np.unique(where.reshape(degree, -1), axis=0, return_inverse=True)
+    kinds = [tuple(tuple(sorted(set(place))) for place in row.reshape(stages, -1).tolist()) for row in rows]
+    pairs = list(zip(counts, index.reshape(-1).tolist(), strict=True))
+    found = {pair: Line(samples=pair[0], seats=kinds[pair[1]]) for pair in dict.fromkeys(pairs)}
+    return [found[pair] for pair in pairs]
+
+
+def by_share_and_stage(plan: Plan, of_ranks: Places) -> Places:
+    """(data-parallel ranks, places on the stage axis, the others): what is said of each rank, in the mesh's order."""
+    axes = list(plan.mesh)
+    data = [place for place, axis in enumerate(axes) if axis in DATA_AXES]
+    stage = [place for place, axis in enumerate(axes) if axis == "stage"]
+    others = [place for place in range(len(axes)) if place not in (*data, *stage)]
+    where: Places = of_ranks.reshape(list(plan.mesh.values())).transpose(data + stage + others)
+    return where.reshape(plan.data_parallel_degree, plan.degree("stage"), -1)
+
+
+def kinds_of_ranks(plan: Plan, seats: tuple[Seat, ...]) -> Places:
+    """What tells ranks apart, in their order: the index of the seat, or, where parts are unequal along the split axis,
+    (seat, place along it), numbered row by row."""
+    at = seat_of_ranks(seats)
+    if not plan.split_weights:
+        return at
+    degrees = list(plan.mesh.values())
+    places = np.indices(degrees, dtype=np.intp)[list(plan.mesh).index("split")].reshape(-1)
+    found: Places = at * len(plan.split_weights) + places
+    return found
+
+
+def by_place(plan: Plan, seats: tuple[Seat, ...]) -> tuple[tuple[int, ...], ...]:
+    """The seats that ranks at each place along the split axis have."""
+    rows = np.moveaxis(seat_of_ranks(seats).reshape(list(plan.mesh.values())), list(plan.mesh).index("split"), 0)
+    return tuple(tuple(np.unique(row).tolist()) for row in rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Actions:
+    """`seconds`: (kinds, stages, microbatches), of it `waits` for other ranks at the same place of the stage axis;
+    `crowd`: ranks that share cores, None where each has its own."""
+
+    seconds: Array
+    waits: Array
+    messages: Messages
+    crowd: Crowd | None
+
+    def of(self, microbatches: Places | slice) -> "Actions":
+        """Those of some microbatches."""
+        seconds, waits = (one[:, :, microbatches] for one in (self.seconds, self.waits))
+        return replace(self, seconds=seconds, waits=waits, messages=self.messages.of(microbatches))
+
+    def played(self, order: Order) -> Played:
+        """One after another in a schedule's order, of as many microbatches as there are. Where ranks share cores, the
+        longer of two: in turns, with messages that take no time; and with messages, as if places of a host did not
+        meet on its cores."""
+        alone = self._alone(order)
+        if self.crowd is None:
+            return alone
+        turned = in_turns(order, self._work, self.crowd)
+        return turned if max(turned.free) > max(alone.free) * (1 + 1e-9) else alone
+
+    def ends(self, plan: Plan) -> tuple[list[float], list[float]]:
+        """(when each rank has done all its actions, how long its own work takes of what is predicted for it)."""
+        ranks, count, name = plan.degree("stage"), self.seconds.shape[2], plan.pipeline.schedule
+        alone = ends(plan, self._own, self.messages)
+        if self.crowd is None:
+            return alone, [1.0] * ranks
+        whole = shortened(name, count, ranks) if equal(self.seconds) else count
+        free, busy = self._turned(plan, whole)
+        if whole < count:  # what is beyond repeats the last period
+            early, worked = self._turned(plan, whole - 2 * ranks)
+            periods = (count - whole) / (2 * ranks)
+            free, busy = free + periods * (free - early), busy + periods * (busy - worked)
+        predicted = (self.seconds - self.waits)[[0, 2, 3] if name == "zero-bubble" else [0, 1]]
+        whole_s = np.array([predicted[:, rank::ranks].sum() for rank in range(ranks)])
+        return np.maximum(free, alone).tolist(), (busy / np.where(whole_s > 0, whole_s, 1.0)).tolist()
+
+    @property
+    def _work(self) -> Array:
+        """A rank's own work, on a core of its own."""
+        slowed = [1.0] if self.crowd is None else self.crowd.slowed
+        work: Array = (self.seconds - self.waits) / np.resize(slowed, self.seconds.shape[1])[:, None]
+        return work
+
+    @property
+    def _own(self) -> Array:
+        """What actions last where no other place's ranks compute."""
+        if self.crowd is None:
+            return self.seconds
+        own: Array = self._work * np.resize(self.crowd.alone, self.seconds.shape[1])[:, None] + self.waits
+        return own
+
+    def _alone(self, order: Order) -> Played:
+        free, ended = moments(order, self._own, self.messages)
+        picked = (order.kind, order.stage, order.microbatch)
+        lasts = self._own[picked]
+        busy = np.bincount(order.rank, weights=lasts - self.waits[picked], minlength=len(free))
+        return Played(free=free, began=(np.array(ended) - lasts).tolist(), ended=ended, busy_s=busy.tolist())
+
+    def _turned(self, plan: Plan, microbatches: int) -> tuple[Array, Array]:
+        """(when each rank has ended, its own work's seconds), of the first microbatches in turns."""
+        assert self.crowd is not None
+        pipe = plan.pipeline
+        order = order_of(pipe.schedule, plan.degree("stage"), pipe.stages_per_rank, microbatches)
+        played = in_turns(order, self._work[:, :, :microbatches], self.crowd)
+        return np.array(played.free), np.array(played.busy_s)

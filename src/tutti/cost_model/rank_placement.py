@@ -1,0 +1,317 @@
+"""Which device each rank of a plan computes on, and what it has there: cores, memory, its share of the links.
+
+Ranks are seated in order of the cluster's nodes, `devices_per_node` on each host. A cluster of CPU hosts takes more
+ranks than devices: they then share the cores, each host in proportion to its own.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
+
+from tutti.config.cluster import ClusterSpec, DeviceSpec, LinkSpec, LinkTier, NodeSpec, slowest_link
+from tutti.config.partitioning import cut
+from tutti.config.vocabulary import Evidence, LastBatch
+from tutti.cost_model import cost_constants
+from tutti.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """Consecutive ranks, on `hosts` equal hosts with `ranks_per_host` ranks each.
+
+    `sharing`: ranks on one device (1 on CUDA). `threads`: cores each rank computes with.
+    """
+
+    node: NodeSpec
+    device: DeviceSpec
+    hosts: int
+    ranks_per_host: int
+    sharing: int
+    threads: int
+
+    @property
+    def ranks(self) -> int:
+        return self.hosts * self.ranks_per_host
+
+    @property
+    def oversubscribed(self) -> float:
+        """Ranks for each core where there are more ranks than cores, else 1."""
+        cores = max(1, self.device.cores)
+        return max(1.0, self.sharing / cores) if self.device.kind == "cpu" else 1.0
+
+    @property
+    def slowdown(self) -> float:
+        """How many times as long the work of a rank's cores takes because ranks take turns on them: so many times as
+        there are ranks for a core, and what switching costs. Of hosts that take turns the first is in their rates."""
+        switching = self.oversubscribed > 1 or (self.device.kind == "cpu" and self.node.turns > 1)
+        return self.oversubscribed * (cost_constants.OVERSUBSCRIBED if switching else 1.0)
+
+    @property
+    def memory_nbytes(self) -> float:
+        """Memory that one rank may fill: a CUDA device's own; on CPU its part of the host's."""
+        if self.device.kind == "cuda":
+            return self.device.memory_nbytes
+        return self.node.memory_nbytes / self.ranks_per_host
+
+
+def place(cluster: ClusterSpec, ranks: int) -> tuple[Seat, ...]:
+    """Seat `ranks` ranks. Raises PlanError where there are too few CUDA devices."""
+    capacity = sum(node.count * node.devices_per_node for node in cluster.nodes)
+    if ranks > capacity:
+        return _sharing(cluster, ranks, capacity)
+    seats: list[Seat] = []
+    for node in cluster.nodes:
+        each = node.devices_per_node
+        hosts = min(node.count, ranks // each)
+        rest = min(ranks - hosts * each, each) if hosts < node.count else 0
+        seats += [_seat(cluster, node, count, many) for count, many in ((hosts, each), (1, rest)) if count and many]
+        ranks -= hosts * each + rest
+    return tuple(seats)
+
+
+def _sharing(cluster: ClusterSpec, ranks: int, capacity: int) -> tuple[Seat, ...]:
+    """More ranks than devices: they share the cores of the hosts, each host in proportion to its own."""
+    if any(cluster.devices[node.device].kind != "cpu" for node in cluster.nodes):
+        raise PlanError(
+            f"the plan has {ranks} ranks, but cluster {cluster.name!r} has {capacity} devices; "
+            f"set mesh.replicate to at most {capacity}"
+        )
+    cores = [
+        max(1, cluster.devices[node.device].cores) * node.devices_per_node
+        for node in cluster.nodes
+        for _ in range(node.count)
+    ]
+    seats: list[Seat] = []
+    sizes = iter(cut_sizes(ranks, len(cores), cores))
+    for node in cluster.nodes:
+        for each, alike in groupby(next(sizes) for _ in range(node.count)):
+            seats += [_seat(cluster, node, len(list(alike)), each)] if each else []
+    return tuple(seats)
+
+
+def _seat(cluster: ClusterSpec, node: NodeSpec, hosts: int, ranks_per_host: int) -> Seat:
+    device = cluster.devices[node.device]
+    sharing = -(-ranks_per_host // node.devices_per_node) if device.kind == "cpu" else 1
+    threads = max(1, device.cores // sharing) if device.kind == "cpu" else 1
+    return Seat(node=node, device=device, hosts=hosts, ranks_per_host=ranks_per_host, sharing=sharing, threads=threads)
+
+
+def ring_tier(seats: tuple[Seat, ...]) -> LinkTier:
+    """The slowest tier a flat ring over all ranks crosses: the network as soon as there are two hosts."""
+    return "network" if sum(seat.hosts for seat in seats) > 1 else "node"
+
+
+def seated_link(cluster: ClusterSpec, seats: tuple[Seat, ...], tier: LinkTier) -> LinkSpec | None:
+    """The link of a tier that groups of these seats' ranks use, whichever hosts they span: the slowest of all hosts
+    that have ranks. None where one that needs it has none. A host that cannot have two ranks needs none within it."""
+    nodes = [
+        seat.node for seat in seats if tier != "node" or seat.device.kind == "cpu" or seat.node.devices_per_node > 1
+    ]
+    links = [cluster.link_at(node, tier) for node in nodes] or [cluster.link(tier)]
+    known = [link for link in links if link is not None]
+    return slowest_link(known) if len(known) == len(links) else None
+
+
+def no_link(cluster: ClusterSpec, seats: tuple[Seat, ...], tier: LinkTier) -> PlanError:
+    """That a host which needs a link of a tier has none, and the remedy."""
+    have = ", ".join(dict.fromkeys(link.tier for link in cluster.every_link)) or "none"
+    return PlanError(
+        f"cluster {cluster.name!r} has no link of tier {tier!r} (it has: {have}), which "
+        f"{sum(seat.ranks for seat in seats)} ranks need; measure it with tutti probe or write it down in links"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """The constants of a link as one flow on it sees them, and where they come from. `large_s_per_nbyte`: what each
+    byte sent takes longer of the part of a vector beyond `large_nbytes`. `core_s_per_nbyte`: seconds of a core for each
+    byte that a rank sends, None where nobody measured it."""
+
+    latency_s: float
+    bandwidth_bytes_per_s: float
+    evidence: Evidence = "assumed"
+    large_nbytes: float = math.inf
+    large_s_per_nbyte: float = 0.0
+    core_s_per_nbyte: float | None = None
+
+    def carry(self, sent: float, nbytes: float) -> float:
+        """Seconds that `sent` bytes take on the wire, of the exchange of a vector of `nbytes`."""
+        if nbytes <= self.large_nbytes:
+            return sent / self.bandwidth_bytes_per_s
+        beyond = 1.0 - self.large_nbytes / nbytes
+        return sent / self.bandwidth_bytes_per_s + sent * beyond * self.large_s_per_nbyte
+
+    def shared(self, flows: float) -> "Link":
+        """What each of so many flows gets that meet on it."""
+        return replace(
+            self,
+            bandwidth_bytes_per_s=self.bandwidth_bytes_per_s / flows,
+            large_s_per_nbyte=self.large_s_per_nbyte * flows,
+        )
+
+    def on_cores(self, cores: float, assumed: float) -> "Link":
+        """The link in seconds that it takes of a rank's `cores`: of each byte what was measured, at most the time it is
+        on its way, and nothing of the latency, in which nobody computes; where nobody measured it, the part `assumed`
+        of all of the time."""
+        if self.core_s_per_nbyte is None:
+            lasts = (self.latency_s, 1 / self.bandwidth_bytes_per_s, self.large_s_per_nbyte)
+            latency_s, small_s, large_s = (assumed * one for one in lasts)
+        else:
+            each_s, lasts_s = self.core_s_per_nbyte / cores, 1 / self.bandwidth_bytes_per_s
+            latency_s, small_s = 0.0, min(lasts_s, each_s)
+            large_s = min(lasts_s + self.large_s_per_nbyte, each_s) - small_s
+        return replace(
+            self,
+            latency_s=latency_s,
+            bandwidth_bytes_per_s=1 / small_s if small_s else math.inf,
+            large_s_per_nbyte=large_s,
+        )
+
+
+def ring_link(cluster: ClusterSpec, seats: tuple[Seat, ...]) -> Link:
+    """The link that a flat ring's slowest hop sees. Raises PlanError where the cluster does not say.
+
+    A ring of consecutive ranks enters and leaves each host once, so the network is not shared among a host's ranks.
+    Between CPU ranks of one host all hops are copies by the same cores: beyond the ranks the link was measured
+    with, and beyond the cores, they share its bandwidth.
+    """
+    tier = ring_tier(seats)
+    spec = seated_link(cluster, seats, tier)
+    if spec is None:
+        raise no_link(cluster, seats, tier)
+    flows = 1.0
+    if tier == "node" and seats[0].device.kind == "cpu":
+        flows = max(1.0, seats[0].ranks / max(spec.ranks, seats[0].device.cores, 1))
+    return link_of(spec, flows)
+
+
+def link_of(spec: LinkSpec, flows: float = 1.0) -> Link:
+    """The link that `spec` describes, of which `flows` of its copies at once have to do with the same cores."""
+    large, bandwidth = spec.large_bandwidth_bytes_per_s, spec.bandwidth_bytes_per_s
+    return Link(
+        latency_s=spec.latency_s * flows,
+        bandwidth_bytes_per_s=bandwidth / flows,
+        evidence=spec.evidence,
+        large_nbytes=math.inf if spec.large_nbytes is None else float(spec.large_nbytes),
+        large_s_per_nbyte=0.0 if large is None else max(0.0, 1 / large - 1 / bandwidth) * flows,
+        core_s_per_nbyte=spec.core_s_per_nbyte,
+    )
+
+
+def message(link: Link, nbytes: float) -> float:
+    """One message between two ranks."""
+    return link.latency_s + link.carry(nbytes, nbytes)
+
+
+def ring_all_reduce(link: Link, nbytes: float, ranks: int) -> float:
+    """2 (n - 1) a + 2 (n - 1) / n S / b; zero for one rank."""
+    return 2 * (ranks - 1) * link.latency_s + link.carry(ring_sent_nbytes(nbytes, ranks), nbytes)
+
+
+def ring_reduce_scatter(link: Link, nbytes: float, ranks: int) -> float:
+    """(n - 1) a + (n - 1) / n S / b; an all-gather of S bytes in total takes as long."""
+    return ring_all_reduce(link, nbytes, ranks) / 2
+
+
+def tree_all_reduce(link: Link, nbytes: float, ranks: int) -> float:
+    """Pipelined binary tree, up and down: 2 ceil(log2 n) a + 2 S / b; zero for one rank."""
+    if ranks == 1:
+        return 0.0
+    return 2 * math.ceil(math.log2(ranks)) * link.latency_s + link.carry(2 * nbytes, nbytes)
+
+
+def hierarchical_all_reduce(inner: Link, outer: Link, nbytes: float, per_node: int, nodes: int) -> float:
+    """Reduce-scatter within each node, all-reduce of a 1/g part between nodes, all-gather within each node.
+
+    `outer` is a node's link to the network: its g ranks' simultaneous rings share it, so each gets 1/g of it.
+    """
+    return ring_all_reduce(inner, nbytes, per_node) + ring_all_reduce(outer.shared(per_node), nbytes / per_node, nodes)
+
+
+def iterations_per_epoch(samples: int, global_batch_size: int, last_batch: LastBatch = "keep") -> int:
+    """Steps of an epoch over `samples`: the short last batch counts as a step when it is kept."""
+    full, rest = divmod(samples, global_batch_size)
+    return full + (1 if rest and last_batch == "keep" else 0)
+
+
+def global_batch_of(local_batch_size: int, ranks: int, num_microbatches: int = 1) -> int:
+    """Samples of a step when every one of `ranks` takes `local_batch_size` in each microbatch."""
+    return local_batch_size * ranks * num_microbatches
+
+
+def cut_sizes(total: int, parts: int, weights: Sequence[float] = ()) -> tuple[int, ...]:
+    """Sizes of `parts` contiguous runs of `total` items in proportion to `weights` (none: equal ones).
+
+    They add up to `total`; equal runs differ by at most one.
+    """
+    return tuple(end - start for start, end in pairwise(cut(total, parts, weights)))
+
+
+def rank_samples(
+    samples: int, num_microbatches: int, ranks: int, shares: Sequence[float] = ()
+) -> list[tuple[tuple[int, int], ...]]:
+    """What each rank computes, as (samples, in how many microbatches); the last entry holds the last microbatch.
+
+    Slices have at most two sizes, the larger ones last among equals. A rank without a share still computes one
+    sample, with weight 0: it takes part in the collectives.
+    """
+    base, larger = divmod(samples, num_microbatches)
+    slices = [(size, times) for size, times in ((base, num_microbatches - larger), (base + 1, larger)) if times]
+    cuts = [(cut_sizes(size, ranks, shares), times) for size, times in slices]
+    return [tuple((max(1, sizes[rank]), times) for sizes, times in cuts) for rank in range(ranks)]
+
+
+def samples_of(size: int, unit: str, tokens_per_sample: int) -> int:
+    """The samples that a global batch of `size` units means, at least one. Raises PlanError for unknown tokens."""
+    if unit == "samples":
+        return size
+    if tokens_per_sample < 1:
+        raise PlanError(
+            f"global_batch_size = {size} tokens, but the model's tokens_per_sample is unknown; give the batch in "
+            "samples, or set tokens_per_sample in the model file"
+        )
+    return max(1, size // tokens_per_sample)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingCounts:
+    """What one all-reduce of N elements over a ring of P ranks takes, rank by rank.
+
+    `chunks`: elements of each chunk; `sent`: elements each rank sends; `additions`: elements each rank adds;
+    `messages`: messages each rank sends.
+    """
+
+    chunks: tuple[int, ...]
+    sent: tuple[int, ...]
+    additions: tuple[int, ...]
+    messages: int
+
+    @property
+    def total_sent(self) -> int:
+        return sum(self.sent)
+
+
+def ring_counts(elements: int, ranks: int) -> RingCounts:
+    """Counts of the ring all-reduce: P - 1 steps of reduce-scatter, then P - 1 of all-gather.
+
+    In reduce-scatter, rank r sends chunks r, r - 1, ..., r - P + 2 and adds into chunks r - 1, ..., r - P + 1; in
+    all-gather it sends the chunk it completed, r + 1, and passes on r, ..., r - P + 3 (all modulo P). So it sends
+    every chunk but one in each half: 2 (P - 1) / P N elements when P divides N (Patarasuk and Yuan 2009).
+    """
+    chunks = cut_sizes(elements, ranks)
+    if ranks == 1:
+        return RingCounts(chunks=chunks, sent=(0,), additions=(0,), messages=0)
+    sent = tuple(2 * elements - chunks[(rank + 1) % ranks] - chunks[(rank + 2) % ranks] for rank in range(ranks))
+    additions = tuple(elements - chunks[rank] for rank in range(ranks))
+    return RingCounts(chunks=chunks, sent=sent, additions=additions, messages=2 * (ranks - 1))
+
+
+def naive_all_reduce_sent(elements: int, ranks: int) -> int:
+    """Elements that cross links, over all ranks, when a root gathers, adds and sends back: 2 N (P - 1)."""
+    return 2 * elements * (ranks - 1)
+
+
+def ring_sent_nbytes(nbytes: float, ranks: int) -> float:
+    """Bytes each rank sends in a ring all-reduce of `nbytes`: 2 (n - 1) / n S."""
+    return 2 * (ranks - 1) / ranks * nbytes

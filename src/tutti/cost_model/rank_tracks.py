@@ -1,0 +1,333 @@
+"""The predicted step as it falls: what every rank does when, and what it holds. The sums are those of `predict`."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tutti.config.cluster import ClusterSpec
+from tutti.config.model import ModelSpec
+from tutti.config.plan import Plan
+from tutti.config.prediction import Activity, Bar, Omission, Prediction, Timeline, Track
+from tutti.cost_model import pipeline_cost
+from tutti.cost_model.pipeline_cost import Line, Order, Played, by_share_and_stage, lines_by_share
+from tutti.cost_model.step_time import Held, Slowest, Step, loss_s, memories, predict, slowest_of, wait_s, worked_out
+from tutti.cost_model.step_timeline import (
+    RankWork,
+    Setting,
+    actions_of,
+    added_s,
+    line_work,
+    passes_of,
+    ties_s,
+)
+from tutti.cost_model.worker_speed import Array
+
+MOST_DRAWN = 24
+"""Microbatches that are drawn of longer steps without stages: half of them first, half last."""
+
+MOST_BARS = 400
+"""Bars of a track without stages, about: what passes between exchanges is gathered until it is so long a part."""
+
+_KINDS: tuple[Activity, ...] = ("forward", "backward", "backward", "weights")
+
+Parts = list[Bar]
+
+
+def timeline(model: ModelSpec, cluster: ClusterSpec, plan: Plan, *, most_tracks: int = 16) -> Timeline:
+    """What `predict` sums up, spread out over the step. Raises PlanError as `predict` does.
+
+    Ranks that do the same are one track. Exchanges within a pass stand where they fall, gathered where they are short;
+    with stages, at the end of each action. Of long steps the middle is left out.
+    """
+    prediction = predict(model, cluster, plan)
+    step = worked_out(model, cluster, plan)
+    works = [work for line in step.lines for work in line_work(step.setting, line)]
+    slowest = slowest_of(step.setting, works)
+    drawing = _Drawing(
+        step=step,
+        slowest=slowest,
+        prediction=prediction,
+        held=memories(step.setting, step.lines, slowest.syncs),
+        ranks=_ranks(step, plan),
+    )
+    found = [(work, passes) for line in step.lines for work, passes in drawing.line(line)]
+    found.sort(key=lambda one: one[0].stage)
+    # of many, some evenly spread, the first and the last among them
+    places = sorted({round(at * (len(found) - 1) / max(1, most_tracks - 1)) for at in range(most_tracks)})
+    shown = [found[place] for place in places]
+    left = _left_out([passes for _, passes in shown])
+    return Timeline(
+        step_time_s=prediction.step_time_s,
+        world_size=plan.world_size,
+        num_microbatches=plan.batch.num_microbatches,
+        tracks=tuple(drawing.track(work, passes, left) for work, passes in shown),
+        tracks_left_out=len(found) - len(shown),
+        left_out=left,
+    )
+
+
+def _ranks(step: Step, plan: Plan) -> dict[tuple[Line, int], list[int]]:
+    """Ranks of each line, by place on the stage axis."""
+    lines = lines_by_share(plan, step.setting.wires.network.seats, step.samples)
+    where = by_share_and_stage(plan, np.arange(plan.world_size, dtype=np.intp))
+    found: dict[tuple[int, int], list[int]] = {}
+    for share, line in enumerate(lines):
+        for stage in range(where.shape[1]):
+            found.setdefault((id(line), stage), []).extend(where[share, stage].tolist())
+    known = {id(line): line for line in lines}
+    return {(known[line], stage): sorted(ranks) for (line, stage), ranks in found.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Passes:
+    """A track until its last backward ends. `idle`: seconds of exposed communication and of bubbles in what is drawn;
+    `calm`: from when to when nothing need be drawn, if so, and how many `microbatches` that leaves out; `data_s`: until
+    the batch is there."""
+
+    bars: Parts
+    idle: dict[Activity, float]
+    calm: tuple[float, float] | None = None
+    microbatches: int = 0
+    data_s: float = 0.0
+
+    def after(self, data_s: float) -> "_Passes":
+        """The same behind so long a wait for data."""
+        waits: Parts = []
+        _add(waits, 0.0, "data", data_s, "until the batch is there")
+        return replace(
+            self,
+            bars=[*waits, *(replace(bar, start_s=bar.start_s + data_s, end_s=bar.end_s + data_s) for bar in self.bars)],
+            calm=None if self.calm is None else (self.calm[0] + data_s, self.calm[1] + data_s),
+            data_s=data_s,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Drawing:
+    step: Step
+    slowest: Slowest
+    prediction: Prediction
+    held: dict[tuple[int, tuple[int, int], int], Held]
+    ranks: dict[tuple[Line, int], list[int]]
+
+    @property
+    def setting(self) -> Setting:
+        return self.step.setting
+
+    def line(self, line: Line) -> Iterator[tuple[RankWork, _Passes]]:
+        """Each place on the stage axis with its passes."""
+        works = line_work(self.setting, line)
+        found = _staged(self.setting, line) if len(works) > 1 else [_alone(self.setting, works[0])]
+        for work, passes in zip(works, found, strict=True):
+            exposed_s = self.slowest.syncs[work.stage].exchange.exposed_s
+            data_s = wait_s(self.setting, work, exposed_s)
+            yield work, passes.after(data_s) if data_s > 0 else passes
+
+    def track(self, work: RankWork, passes: _Passes, left: Omission | None) -> Track:
+        """The track of a line's place: its passes, the end of its step, and what it holds."""
+        sync, bars = self.slowest.syncs[work.stage].exchange, list(passes.bars)
+        end_s, ties = self.prediction.step_time_s.value, self._ties_s()
+        now = passes_end = bars[-1].end_s if bars else 0.0
+        ends: tuple[tuple[Activity, float, str], ...] = (
+            ("communication", ties, "gradients of tied parameters"),
+            ("communication", sync.exposed_s, "of gradients, once a step"),
+            ("communication", self._loss_s(), "of the loss"),
+            ("optimizer", work.optimizer_s, "update"),
+            ("other", self.prediction.phases["other"], "what a step costs besides"),
+        )
+        for doing, lasts_s, what in ends:
+            now = _add(bars, now, doing, lasts_s, what)
+        _add(bars, now, "waiting", end_s - now, "")
+        hidden_s = sync.total_s - sync.exposed_s
+        hidden = (
+            [Bar(doing="hidden", start_s=max(0.0, passes_end - hidden_s), end_s=passes_end)] if hidden_s > 0 else []
+        )
+        own = self.ranks[work.line, work.stage]
+        fullest = [self.held[work.stage, work.line.samples[-1], seat] for seat in work.line.seats[work.stage]]
+        memory, seat, when = min(fullest, key=lambda one: one[1].memory_nbytes - one[0].total)
+        return Track(
+            ranks=ranks_in_words(own),
+            count=len(own),
+            stage=work.stage,
+            bars=tuple(_clipped(bars, left)),
+            hidden=tuple(_clipped(hidden, left)),
+            seconds=self._seconds(work, passes),
+            memory=memory,
+            memory_limit_nbytes=seat.memory_nbytes,
+            full_when=when,
+        )
+
+    def _ties_s(self) -> float:
+        return ties_s(self.setting) if self.setting.plan.degree("stage") > 1 else 0.0
+
+    def _loss_s(self) -> float:
+        return loss_s(self.setting)
+
+    def _seconds(self, work: RankWork, passes: _Passes) -> dict[Activity, float]:
+        """Of the whole step. What is left out waits as what is drawn does."""
+        sync, ties = self.slowest.syncs[work.stage].exchange, self._ties_s()
+        lasts = {doing: sum(bar.lasts_s for bar in passes.bars if bar.doing == doing) for doing in _KINDS}
+        apart = lasts["weights"] / (lasts["weights"] + lasts["backward"] or 1.0)
+        waits, idle = max(0.0, work.waits_s - ties), sum(passes.idle.values())
+        sent = waits * passes.idle.get("communication", 0.0) / idle if idle > 0 else 0.0
+        found: dict[Activity, float] = {
+            "data": passes.data_s,
+            "forward": work.forward_s,
+            "backward": work.backward_s * (1 - apart),
+            "weights": work.backward_s * apart,
+            "optimizer": work.optimizer_s,
+            "communication": sent + ties + sync.exposed_s + self._loss_s(),
+            "bubble": waits - sent,
+            "other": self.prediction.phases["other"],
+        }
+        found["waiting"] = max(0.0, self.prediction.step_time_s.value - sum(found.values()))
+        found["hidden"] = sync.total_s - sync.exposed_s
+        least = 1e-9 * self.prediction.step_time_s.value  # rounding
+        return {doing: lasts_s for doing, lasts_s in found.items() if lasts_s > least}
+
+
+def _alone(setting: Setting, work: RankWork) -> _Passes:
+    """The passes of a rank without stages, one microbatch after another."""
+    known, counts = passes_of(setting, work.line), work.line.microbatches
+    added = added_s(setting, work.seat, setting.own(0))
+    lasts = {count: known[work.seat, count].total_s for count in dict.fromkeys(counts)}
+    ends = MOST_DRAWN // 2 if len(counts) > MOST_DRAWN else len(counts)
+    grain = work.total_s / MOST_BARS
+    bars: Parts = []
+    now, since = 0.0, 0.0
+    for index, count in enumerate(counts):
+        if ends <= index < len(counts) - ends:
+            since = since or now
+            now += lasts[count] + added
+            continue
+        one, name = known[work.seat, count], f"microbatch {index + 1} of {len(counts)}"
+        now = _pass(bars, now, "forward", (one.forward_s, one.waits.forward_s), grain, name)
+        now = _add(bars, now, "backward", added if index else 0.0, name)
+        now = _pass(bars, now, "backward", (one.backward_s[::-1], one.waits.backward_s[::-1]), grain, name)
+    idle: dict[Activity, float] = {"communication": work.waits_s}
+    if ends == len(counts):
+        return _Passes(bars=bars, idle=idle)
+    resumed = next(bar.start_s for bar in bars if bar.start_s >= since > 0)
+    return _Passes(bars=bars, idle=idle, calm=(since, resumed), microbatches=len(counts) - 2 * ends)
+
+
+def _add(bars: Parts, now: float, doing: Activity, lasts_s: float, what: str) -> float:
+    """One more bar, or a longer last one; returns its end."""
+    if lasts_s <= 0:
+        return now
+    last = bars[-1] if bars else None
+    if last is not None and last.doing == doing and last.what == what and last.end_s == now:
+        bars[-1] = replace(last, end_s=now + lasts_s)
+    else:
+        bars.append(Bar(doing=doing, start_s=now, end_s=now + lasts_s, what=what))
+    return now + lasts_s
+
+
+def _pass(bars: Parts, now: float, doing: Activity, by_module: tuple[Array, Array], grain: float, what: str) -> float:
+    """A pass over the modules: work, and after it what was waited for since, gathered until that is `grain` long."""
+    work_s = wait_s = 0.0
+    for work, wait in zip(by_module[0].tolist(), by_module[1].tolist(), strict=True):
+        work_s, wait_s = work_s + work, wait_s + wait
+        if wait_s >= grain:
+            now = _add(bars, now, doing, work_s, what)
+            now = _add(bars, now, "communication", wait_s, what)
+            work_s = wait_s = 0.0
+    now = _add(bars, now, doing, work_s, what)
+    return _add(bars, now, "communication", wait_s, what)
+
+
+def _staged(setting: Setting, line: Line) -> list[_Passes]:
+    """The actions of each place on the stage axis. Of long runs the first and the last microbatches are played, and
+    what comes after half of that time is moved to where it ends with the step."""
+    plan, known = setting.plan, passes_of(setting, line)
+    ranks = plan.degree("stage")
+    whole = actions_of(setting, line, known)
+    (ended, _), count = whole.ends(plan), whole.seconds.shape[2]
+    drawn = min(count, max(2 * ranks, MOST_DRAWN))
+    picked = np.r_[0 : drawn // 2, count - (drawn - drawn // 2) : count]
+    order = pipeline_cost.order_of(plan.pipeline.schedule, ranks, plan.pipeline.stages_per_rank, drawn)
+    drawn_ones = whole.of(picked)
+    played = drawn_ones.played(order)
+    free = played.free
+    middle = max(free) / 2 if drawn < count else float("inf")
+    actions = _Actions(
+        order=order,
+        played=played,
+        waits=drawn_ones.waits[order.kind, order.stage, order.microbatch].tolist(),
+        names=[f"microbatch {index + 1} of {count}" for index in picked],
+        stages_named=plan.pipeline.stages_per_rank > 1,
+    )
+    found = []
+    for rank in range(ranks):
+        late = max(0.0, ended[rank] - free[rank])
+        bars, idle = actions.of(rank, middle, late)
+        calm = (middle, middle + late) if drawn < count else None
+        found.append(_Passes(bars=bars, idle=idle, calm=calm, microbatches=count - drawn))
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Actions:
+    """A schedule that was played. `waits`: by action, its seconds of exchanges; `names` of microbatches."""
+
+    order: Order
+    played: Played
+    waits: list[float]
+    names: list[str]
+    stages_named: bool
+
+    def of(self, rank: int, middle: float, late: float) -> tuple[Parts, dict[Activity, float]]:
+        """The bars of a rank, those that begin after `middle` so much later, and how long it idles without that."""
+        bars: Parts = []
+        idle: dict[Activity, float] = {"communication": 0.0, "bubble": 0.0}
+        now, before = 0.0, 0.0
+        for at in (index for index, one in enumerate(self.order.rank) if one == rank):
+            begins, ends = self.played.began[at], self.played.ended[at]
+            lasts, waits = ends - begins, min(self.waits[at], ends - begins)
+            gap = max(0.0, begins - before)
+            after = self.order.after[at]
+            sent = min(gap, begins - self.played.ended[after]) if after >= 0 else 0.0  # under way, or in a queue
+            moved = begins + late if begins >= middle else begins
+            _add(bars, now, "bubble", moved - sent - now if gap > 0 or moved > begins else 0.0, "")
+            _add(bars, moved - sent, "communication", sent, "message between stages")
+            name = self.names[int(self.order.microbatch[at])]
+            if self.stages_named:
+                name += f", stage {int(self.order.stage[at])}"
+            now = _add(bars, moved, _KINDS[int(self.order.kind[at])], lasts - waits, name)
+            now = _add(bars, now, "communication", waits, name)
+            idle["communication"] += sent + waits
+            idle["bubble"] += gap - sent
+            before = ends
+        return bars, idle
+
+
+def _left_out(tracks: list[_Passes]) -> Omission | None:
+    """What no track draws."""
+    calm = [one.calm for one in tracks if one.calm is not None]
+    if not calm or len(calm) < len(tracks):
+        return None
+    start, end = min(one[0] for one in calm), max(one[1] for one in calm)
+    return Omission(start_s=start, end_s=end, microbatches=tracks[0].microbatches) if end > start else None
+
+
+def _clipped(bars: Parts, left: Omission | None) -> Iterator[Bar]:
+    """The bars without what lies in the part that is left out."""
+    for bar in bars:
+        if left is None or bar.end_s <= left.start_s or bar.start_s >= left.end_s:
+            yield bar
+            continue
+        if bar.start_s < left.start_s:
+            yield replace(bar, end_s=left.start_s)
+        if bar.end_s > left.end_s:
+            yield replace(bar, start_s=left.end_s)
+
+
+def ranks_in_words(ranks: list[int]) -> str:
+    """rank 3; ranks 0-7; ranks 0, 4, 8, 12; ranks 0, 4, 8 ... 1020."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    shown = ", ".join(map(str, ranks[:4])) if len(ranks) <= 4 else ", ".join(map(str, ranks[:3]))
+    return f"ranks {shown}" if len(ranks) <= 4 else f"ranks {shown} ... {ranks[-1]}"

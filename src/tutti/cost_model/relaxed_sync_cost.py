@@ -1,0 +1,328 @@
+"""Exchanges of replicas that may differ (spec.relaxed): bytes and seconds of a step, on average over a period; memory.
+
+One entry a mode in `EXCHANGES`; docs/consistency.md has the equations and papers that the bytes follow from. `n` is the
+bytes of the trained parameters, `p` the replicas. Halves are exchanged in their own width here, which is their least.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from tutti.config.compression import Compression
+from tutti.config.plan import Plan, SyncPlan
+from tutti.config.relaxed import settled
+from tutti.config.vocabulary import ALONE, SyncMode
+from tutti.cost_model.group_links import Group, Network
+from tutti.cost_model.overlap import Exchange
+from tutti.cost_model.rank_placement import Seat, message
+from tutti.cost_model.worker_speed import rank_bandwidth
+from tutti.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchanging:
+    """What replicas of one mode do when they meet.
+
+    `sent`: vectors of n bytes that one of p replicas sends; `seconds`: on the wire, of n bytes; `behind`: it travels
+    while the next step computes; `skips`: what is not over by then is not waited for, so fewer are made. `passes`: how
+    often the rank reads or writes n bytes beside, counted in runtime.consistency; `held`: vectors of n bytes kept
+    between steps; `passing`: more of them during an exchange.
+    """
+
+    sent: Callable[[int], float]
+    seconds: Callable[[Group, float], float]
+    behind: bool = False
+    skips: bool = False
+    passes: Callable[[int], float]
+    held: int = 0
+    passing: int = 2
+
+
+def _ring_share(p: int) -> float:
+    return 2 * (p - 1) / p
+
+
+def _sum_s(group: Group, nbytes: float) -> float:
+    return group.all_reduce(nbytes)
+
+
+def _partners(p: int) -> int:
+    return min(2, p - 1)
+
+
+def _neighbours_s(group: Group, nbytes: float) -> float:
+    """To both neighbours on a ring; two replicas are each other's only one."""
+    return _partners(group.ranks) * group.pass_on(nbytes)
+
+
+def _at_distance_s(group: Group, nbytes: float, distance: int) -> float:
+    """Every replica sends to the one `distance` further on: so many of a host's ranks send away at once."""
+    span = group.span
+    if group.network is None:
+        return message(group.link, nbytes)
+    away = min(distance, span.per_host)
+    outside = message(group.network, nbytes * away)
+    return max(outside, message(group.node, nbytes)) if group.node is not None and away < span.per_host else outside
+
+
+def _distances(p: int) -> list[int]:
+    """1, 2, 4, ... below p."""
+    return [1 << power for power in range((p - 1).bit_length())]
+
+
+def _other_half_s(group: Group, nbytes: float) -> float:
+    """To a partner in the other half of the replicas, for hosts in whole halves on another host."""
+    return _at_distance_s(group, nbytes, group.ranks // 2)
+
+
+def _push_s(group: Group, nbytes: float) -> float:
+    times = [_at_distance_s(group, nbytes, distance) for distance in _distances(group.ranks)]
+    return sum(times) / len(times)
+
+
+def _adasum_rounds(p: int) -> list[int]:
+    """Distances of the rounds of a replica that takes part in all; beyond a power of two, one before and one after."""
+    whole = 1 << (p.bit_length() - 1)
+    return [*_distances(whole), *([whole] * 2 if p > whole else [])]
+
+
+def _adasum_s(group: Group, nbytes: float) -> float:
+    return sum(_at_distance_s(group, nbytes, distance) for distance in _adasum_rounds(group.ranks))
+
+
+def _adasum_sent(p: int) -> float:
+    whole = 1 << (p.bit_length() - 1)
+    return float(len(_distances(whole)) + (p > whole))
+
+
+def _served_s(group: Group, nbytes: float) -> float:
+    """Parts of a change to the ranks that serve them, and parameters back."""
+    return 2 * group.all_to_all(nbytes)
+
+
+def _pairs_sent(p: int) -> float:
+    """Replicas of even number ask once, the others answer as often as they are asked: with an odd number of replicas
+    more than once."""
+    return max(1.0, -(-p // 2) / max(p // 2, 1))
+
+
+def _pairs_s(group: Group, nbytes: float) -> float:
+    """There and back between any two: half of a host's ranks ask at once, and as many answer."""
+    if group.network is None:
+        return 2 * message(group.link, nbytes)
+    return 2 * message(group.network, nbytes * max(1.0, group.span.per_host / 2))
+
+
+_AVERAGED = Exchanging(sent=_ring_share, seconds=_sum_s, passes=lambda p: 6.0, passing=1)
+
+_SERVED = Exchanging(sent=_ring_share, seconds=_served_s, passes=lambda p: 14.0, held=2)
+
+_NOTHING = Exchanging(sent=lambda p: 0.0, seconds=lambda group, nbytes: 0.0, passes=lambda p: 0.0, passing=0)
+
+EXCHANGES: Mapping[SyncMode, Exchanging] = {
+    "local": _AVERAGED,
+    "post-local": _AVERAGED,
+    "one-shot": _AVERAGED,
+    "diloco": Exchanging(sent=_ring_share, seconds=_sum_s, passes=lambda p: 10.0, held=2, passing=1),
+    "adasum": Exchanging(
+        sent=_adasum_sent, seconds=_adasum_s, passes=lambda p: 12.0 + 25.0 * len(_adasum_rounds(p)), held=1, passing=4
+    ),
+    "ring": Exchanging(
+        sent=_partners, seconds=_neighbours_s, behind=True, passes=lambda p: 6.0 + 6.0 * _partners(p), held=3
+    ),
+    "shift-one": Exchanging(
+        sent=lambda p: 1.0, seconds=_other_half_s, behind=True, passes=lambda p: 12.0, held=2
+    ),
+    "push": Exchanging(sent=lambda p: 1.0, seconds=_push_s, passes=lambda p: 18.0, held=1, passing=3),
+    "elastic": Exchanging(sent=_ring_share, seconds=_sum_s, behind=True, passes=lambda p: 19.0, held=3),
+    "stale": _SERVED,
+    "asynchronous": _SERVED,
+    "ad-psgd": Exchanging(
+        sent=_pairs_sent, seconds=_pairs_s, behind=True, skips=True, passes=lambda p: 41.0, held=2, passing=7
+    ),
+    "hogwild": _NOTHING,
+    "ensemble": _NOTHING,
+}  # fmt: skip
+"""What is known of each mode in which replicas differ."""
+
+CODED_PASSES, RENEWED_PASSES = 1.0, 2.0
+"""What the mean of coded changes takes more: what was equal is read to take them from, and, where a mode does not do
+so anyway, read again to add them to and written."""
+
+WAITED_PARTS, LEAST_PART_NBYTES = 8, 4 * 2**16
+"""In how many parts a sum in a code goes that is waited for, and how large they are at least: as travel.py has them."""
+
+CORRECTED_PASSES = 3.0
+"""What correcting second moments takes in every step: gradients are read, moments read and written."""
+
+DELAYED_PASSES, DELAYED_CODED_PASSES = 2.0, 6.0
+"""What a mean takes more than one that is waited for if it is taken in later: what it began from is kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """Bytes on a rank of what is trained, of the optimizer's state, and of running statistics."""
+
+    parameters: float
+    optimizer: float
+    statistics: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coded:
+    """What one sum of replicas' changes takes in a code, how much of it in kernels, what the rest takes of a rank's
+    cores, and what a rank sends for it. `parts`: in which it goes where it is waited for, so that one is written or
+    read while another travels."""
+
+    seconds: float
+    kernels_s: float
+    cores_s: float
+    sent_nbytes: float
+    parts: int = 1
+
+    @property
+    def meanwhile_s(self) -> float:
+        """Seconds of a sum that is waited for in which kernels work and a part travels, less what travelling takes of
+        their core."""
+        travels_s = self.seconds - self.kernels_s
+        together_s = (1 - 1 / self.parts) * min(self.kernels_s, travels_s)
+        return together_s * (1 - self.cores_s / travels_s) if travels_s > 0 else 0.0
+
+
+def waited_parts(how: Compression, nbytes: float) -> int:
+    """The parts of a sum of `nbytes` in a code: one where the code must see it whole."""
+    if how.method == "powersgd" or how.settings.get("sparse"):
+        return 1
+    return max(1, min(WAITED_PARTS, int(nbytes // LEAST_PART_NBYTES)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Apart:
+    """What replicas that differ exchange in a step, on average: time, and bytes a rank sends."""
+
+    exchange: Exchange
+    sent_nbytes: float
+
+
+def exchanged_apart(
+    sync: SyncPlan, group: Group, seat: Seat, trained: Trained, behind_s: float, coded: Coded | None = None
+) -> Apart:
+    """The exchanges of a step on average, of replicas along `group` on `seat`; `behind_s`: seconds of a step's passes
+    and update, behind which some modes' exchanges travel, on the CPU taking cores from it, and delayed averages behind
+    those of several. Of modes that begin in step, later on.
+    `coded`: how what they tell each other is written, None as it is.
+    """
+    if group.ranks == 1:
+        return Apart(exchange=Exchange(total_s=0.0, exposed_s=0.0), sent_nbytes=0.0)
+    how, told, period = EXCHANGES[sync.mode], settled(sync.mode, sync.relaxed), _period(sync)
+    if period is None:
+        return Apart(exchange=Exchange(total_s=0.0, exposed_s=0.0), sent_nbytes=0.0)
+    n, statistics = trained.parameters, 0.0 if sync.mode in ALONE else trained.statistics
+    state = trained.optimizer if told.optimizer_state == "averaged" else 0.0
+    behind_s *= _behind_updates(sync, seat)
+    passes = how.passes(group.ranks) + _more_passes(how, bool(told.delay), coded is not None)
+    copies_s = seat.slowdown * passes * n / rank_bandwidth(seat)
+    wire_s, kernels_s = (how.seconds(group, n), 0.0) if coded is None else (coded.seconds, coded.kernels_s)
+    besides_s = group.all_reduce(state) + group.all_reduce(statistics)  # waited for in every mode
+    cores_s = how.seconds(group.on_cores(seat), n) if coded is None else coded.cores_s
+    waited_s, often = wire_s, 1.0
+    if how.skips:
+        often = min(1.0, behind_s / wire_s) if wire_s else 1.0
+        wire_s, cores_s = often * wire_s, often * cores_s
+        waited_s = wire_s
+    if how.behind or told.delay:
+        travels_s = wire_s - kernels_s
+        if coded is not None and threaded(sync, seat):  # a part travels while another is written, read or sent
+            behind_s += (1 - 1 / coded.parts) * (kernels_s + cores_s)
+        hidden_s = min(travels_s, behind_s)
+        waited_s = wire_s - hidden_s + (cores_s * hidden_s / travels_s if travels_s > 0 else 0.0)
+    elif coded is not None:
+        waited_s -= coded.meanwhile_s
+    own = often * how.sent(group.ranks) * n if coded is None else coded.sent_nbytes
+    sent = own + _ring_share(group.ranks) * (state + statistics)
+    corrected_s = 0.0
+    if told.optimizer_state == "corrected":  # in every step; what is seen of gradients is as small as losses
+        corrected_s = seat.slowdown * CORRECTED_PASSES * n / rank_bandwidth(seat)
+    done = Exchange(
+        total_s=(wire_s + besides_s + copies_s) / period + corrected_s,
+        exposed_s=(waited_s + besides_s + copies_s) / period + corrected_s,
+    )
+    return Apart(exchange=done, sent_nbytes=sent / period)
+
+
+def threaded(sync: SyncPlan, seat: Seat) -> bool:
+    """Whether averages travel in a thread of their own (runtime.consistency.travel)."""
+    return sync.compress is not None and sync.compress.by_pairs and seat.device.kind == "cpu"
+
+
+def _behind_updates(sync: SyncPlan, seat: Seat) -> int:
+    """How many updates' passes an average travels behind: where it goes on at fixed updates, the last part arrives in
+    the last of them; in a thread of its own it has them all."""
+    delay = sync.relaxed.delay or 1
+    return delay if threaded(sync, seat) else max(1, delay - 1)
+
+
+def _more_passes(how: Exchanging, delayed: bool, coded: bool) -> float:
+    if delayed:
+        return DELAYED_CODED_PASSES if coded else DELAYED_PASSES
+    return CODED_PASSES + (0.0 if how.held else RENEWED_PASSES) if coded else 0.0
+
+
+def check_apart(plan: Plan, network: Network) -> None:
+    """Raise PlanError for replicas that cannot be where the cluster puts them."""
+    if plan.sync.mode != "hogwild" or plan.degree("replicate") == 1:
+        return
+    remedy = 'use ranks of one host, or sync.mode = "asynchronous"'
+    kind = network.seats[0].device.kind
+    if kind != "cpu":
+        raise PlanError(f'sync.mode = "hogwild" with {kind} devices: their memory is their own; {remedy}')
+    if network.group("replicate").network is not None:
+        raise PlanError(
+            f'sync.mode = "hogwild" with {plan.degree("replicate")} ranks on several hosts of cluster '
+            f"{network.cluster.name!r}: they have no memory in common; {remedy}"
+        )
+
+
+def _period(sync: SyncPlan) -> int | None:
+    """Updates between two exchanges; None where none are made before training ends."""
+    if sync.mode in ("one-shot", "ensemble"):
+        return None
+    return settled(sync.mode, sync.relaxed).period or 1
+
+
+def apart_nbytes(sync: SyncPlan, replicas: int, parameters_nbytes: float) -> float:
+    """Memory of a rank's copies of `parameters_nbytes`: those it keeps and those of an exchange. In a code also what
+    was equal, which DiLoCo has anyway, and twice what is kept back; delayed, what the average began from."""
+    how = EXCHANGES.get(sync.mode)
+    if how is None or replicas == 1:
+        return 0.0
+    copies = how.held + how.passing + (1 if sync.relaxed.delay else 0)
+    if sync.compress is not None:
+        copies += max(0, 1 - how.held) + (2 if sync.compress.keeps else 0)
+    return copies * parameters_nbytes
+
+
+def apart_notes(sync: SyncPlan) -> tuple[str, ...]:
+    """What a prediction of such a plan says besides."""
+    how = EXCHANGES.get(sync.mode)
+    if how is None:
+        return ()
+    told = settled(sync.mode, sync.relaxed)
+    notes = ["assumed: that replicas differ changes no number of samples; what is computed is another algorithm"]
+    period = _period(sync)
+    if period is None:
+        notes.append("no step exchanges parameters")
+    elif period > 1:
+        notes.append(f"a step on average: replicas exchange in one of {period} steps")
+    if told.delay:
+        notes.append(f"averages travel while {told.delay} updates are made, and are taken in then")
+    if told.optimizer_state == "corrected":
+        notes.append("second moments are corrected after every update")
+    if how.skips:
+        notes.append("at most one exchange a step, and fewer where one takes longer than a step's passes")
+    if sync.mode == "hogwild":
+        notes.append("assumed: that ranks write to one memory slows none of them")
+    if sync.mode in ALONE:
+        notes.append("the step of the slowest rank: others do not wait for it")
+    if told.after:
+        notes.append(f"the first {told.after} updates are synchronous, and not in these numbers")
+    return tuple(notes)

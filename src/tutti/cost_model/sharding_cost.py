@@ -1,0 +1,198 @@
+"""What the shard axis exchanges in a step, and what of it is waited for.
+
+Level 1: after the update parts of parameters are gathered. Levels 2 and 3: a unit (a block, or what lies outside of
+blocks) is gathered before its turn while the one before computes, and gradients are summed into parts behind backward.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tutti.cost_model.compressed_sync_cost import PartsWritten
+from tutti.cost_model.group_links import Group
+from tutti.cost_model.module_costs import ModelTable
+from tutti.cost_model.overlap import Exchange
+from tutti.cost_model.rank_placement import Seat
+from tutti.cost_model.work_division import Division
+from tutti.cost_model.worker_speed import Array
+
+
+def units_of(columns: ModelTable, part: Division) -> list[float]:
+    """Bytes of the parameters that are gathered together: first what lies outside of blocks or is tied between them,
+    then block by block."""
+    nbytes = columns.parameters * part.weight
+    tied = columns.owner[columns.owner >= 0]
+    inside = columns.block.copy()
+    inside[tied] = False
+    blocks = np.bincount(columns.unit[inside], weights=nbytes[inside], minlength=columns.units)
+    return [float(nbytes[~inside].sum()), *blocks[blocks > 0].tolist()]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitWork:
+    """By unit, as `units_of` counts them: bytes of parameters, seconds of a microbatch's passes, and of them those in
+    which the shard axis' links carry something else."""
+
+    nbytes: tuple[float, ...]
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    forward_link_s: tuple[float, ...]
+    backward_link_s: tuple[float, ...]
+
+
+def unit_work(
+    columns: ModelTable,
+    part: Division,
+    forward_s: Array,
+    backward_s: Array,
+    forward_link_s: Array,
+    backward_link_s: Array,
+) -> UnitWork:
+    """The work of each unit; what is outside of blocks counts as the first in forward."""
+    nbytes = columns.parameters * part.weight
+    tied = columns.owner[columns.owner >= 0]
+    inside = columns.block.copy()
+    inside[tied] = False
+    weights = np.bincount(columns.unit[inside], weights=nbytes[inside], minlength=columns.units)
+    there = weights > 0
+
+    def by_unit(values: Array) -> tuple[float, ...]:
+        sums = np.bincount(columns.unit[columns.block], weights=values[columns.block], minlength=columns.units)[there]
+        return (float(values.sum() - sums.sum()), *sums.tolist())
+
+    return UnitWork(
+        nbytes=(float(nbytes[~inside].sum()), *weights[there].tolist()),
+        forward_s=by_unit(forward_s),
+        backward_s=by_unit(backward_s),
+        forward_link_s=by_unit(np.minimum(forward_link_s, forward_s)),
+        backward_link_s=by_unit(np.minimum(backward_link_s, backward_s)),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Of the shard axis: its group, the one over which parts are summed besides, and seconds a byte of a part takes
+    from the host, where it lives there. `coded`: where sums are in fewer bytes, by the bytes of a unit: how, and the
+    seconds in kernels. `gathered_s`, `summed_s`: in which a rank's cores copy a byte of a unit into its whole
+    parameters, and of its gradients into what is sent and what came into their sum: none of it behind other work."""
+
+    group: Group
+    others: Group
+    load_s_per_nbyte: float = 0.0
+    gathered_s: float = 0.0
+    summed_s: float = 0.0
+    coded: Callable[[float], tuple[PartsWritten, float]] | None = None
+
+    def gather(self, nbytes: float) -> float:
+        return self.group.divided(nbytes) + nbytes / self.group.ranks * self.load_s_per_nbyte
+
+    def on_cores(self, seat: Seat) -> "Costs":
+        """The same in seconds that exchanges take of the cores of a rank on `seat`: kernels are one thread's."""
+        coded = self.coded
+
+        def written(nbytes: float) -> tuple[PartsWritten, float]:
+            assert coded is not None
+            how, kernels_s = coded(nbytes)
+            return how, kernels_s / seat.threads if seat.device.kind == "cpu" else 0.0
+
+        return Costs(
+            group=self.group.on_cores(seat),
+            others=self.others.on_cores(seat),
+            coded=None if coded is None else written,
+        )
+
+    def sum(self, nbytes: float) -> float:
+        part = nbytes / self.group.ranks
+        loads = part * self.load_s_per_nbyte
+        if self.coded is None:
+            return self.group.divided(nbytes) + self.others.summed(part) + loads
+        how, kernels = self.coded(nbytes)
+        to_ranks = self.group.all_to_all(nbytes * how.there)  # codes go from each rank to each other
+        return to_ranks + self.others.all_reduce(part * how.across) + kernels + loads
+
+
+def copied(group: Group) -> tuple[float, float]:
+    """How often a CPU rank's cores read or write the bytes of a unit when it is gathered and when its gradients
+    are summed, as parallel/sharding does: what is gathered is read and written, to pages the system clears; gradients
+    are read and written to what is sent, then the ranks' rows of a part are read and their sum is written. In memory
+    that ranks share, what comes from others is read where it lies: that is the link's time; of several hosts a rank
+    has, beside its part, what it brought from the others, and adds up a row from each. GPUs copy in their own memory,
+    far quicker than links."""
+    if group.tier == "node":
+        return 1 + 2 / group.ranks, 2.0
+    if group.tiers:
+        hosts = group.span.hosts
+        return 1 + 2 * hosts / group.ranks, 2 + (hosts + 1) / group.ranks
+    return 3.0, 3 + 1 / group.ranks
+
+
+def parameters_step(work: UnitWork, costs: Costs, level: int, microbatches: int, seat: Seat) -> Exchange:
+    """Levels 2 and 3: the exchanges of a step of a rank on `seat`, whose cores do some of what is hidden, too."""
+    gathers = [costs.gather(nbytes) for nbytes in work.nbytes]
+    sums = [costs.sum(nbytes) for nbytes in work.nbytes]
+    # What is outside of blocks works before and after them, and stays from forward to backward; with level 2 all does,
+    # through all microbatches.
+    taken = _around(work.forward_link_s), _around([work.backward_link_s[0], *work.backward_link_s[:0:-1]])
+    ahead = _hidden([*gathers, 0.0], _around(work.forward_s), taken[0])
+    again = [0.0, *(gathers[:0:-1] if level == 3 else [0.0] * len(gathers[1:])), 0.0]
+    back = _around([work.backward_s[0], *work.backward_s[:0:-1]])
+    before = _hidden(again, back, taken[1])
+    last = _hidden(again, back, taken[1], [0.0, *sums[:0:-1], sums[0]])
+    times = microbatches if level == 3 else 1
+    passes = [(times, ahead), (times - 1, before), (1, last)]
+    total = sum(count * one[0] for count, one in passes)
+    waited = min(sum(count * one[1] for count, one in passes), total)
+    cores = costs.on_cores(seat)
+    on_cores = [cores.gather(nbytes) for nbytes in work.nbytes]
+    taken_s = times * (sum(on_cores) + (sum(on_cores[1:]) if level == 3 else 0.0)) + sum(map(cores.sum, work.nbytes))
+    hidden = (total - waited) / total if total > 0 else 0.0
+    copies_s = costs.gathered_s * _gathered(work.nbytes, level, microbatches) + costs.summed_s * sum(work.nbytes)
+    return Exchange(total_s=total + copies_s, exposed_s=waited + taken_s * hidden + copies_s)
+
+
+def sent_nbytes(nbytes: Sequence[float], costs: Costs, level: int, microbatches: int) -> float:
+    """Bytes a rank sends in a step at levels 2 and 3: gathers, sums into parts, sums of parts."""
+    d, r = costs.group.ranks, costs.others.ranks
+    gathered = _gathered(nbytes, level, microbatches)
+    ways = [(one, PartsWritten(ranks=d, others=r) if costs.coded is None else costs.coded(one)[0]) for one in nbytes]
+    there, across = sum(one * how.there for one, how in ways), sum(one * how.across for one, how in ways)
+    return (d - 1) / d * (gathered + there) + 2 * (r - 1) / r * across / d
+
+
+def _gathered(nbytes: Sequence[float], level: int, microbatches: int) -> float:
+    """Bytes of parameters that become whole in a step."""
+    return sum(nbytes) if level == 2 else microbatches * (2 * sum(nbytes) - nbytes[0])
+
+
+def _around(seconds: Sequence[float]) -> list[float]:
+    """Units in order, the first of which works half before and half after the others."""
+    return [seconds[0] / 2, *seconds[1:], seconds[0] / 2]
+
+
+def _hidden(
+    gathers: Sequence[float], work: Sequence[float], taken: Sequence[float], sums: Sequence[float] = ()
+) -> tuple[float, float]:
+    """(seconds of exchanges, seconds waited): each unit's gather starts with the unit before; sums leave behind each
+    unit. All share one link, in the order in which they come; what units exchange while they work has it first, for
+    the seconds `taken`."""
+    link = now = 0.0
+    arrived: list[float] = []
+
+    def launch(at: int) -> None:
+        nonlocal link
+        if at < len(gathers):
+            link = max(link, now) + gathers[at] if gathers[at] else link
+            arrived.append(link if gathers[at] else 0.0)
+
+    launch(0)
+    for at, seconds in enumerate(work):
+        now = max(now, arrived[at])
+        if taken[at]:
+            link = max(link, now) + taken[at]
+        launch(at + 1)
+        now += seconds
+        if at < len(sums):
+            link = max(link, now) + sums[at]
+    total = float(sum(gathers) + sum(sums))
+    return total, max(0.0, max(now, link) - float(sum(work))) if sums else max(0.0, now - float(sum(work)))

@@ -1,0 +1,331 @@
+"""predict: what one plan costs on one cluster. Pure: three values in, one value out."""
+
+from dataclasses import dataclass, field, replace
+
+from tutti.config import serialization
+from tutti.config.cluster import ClusterSpec
+from tutti.config.model import ModelSpec
+from tutti.config.plan import Plan
+from tutti.config.prediction import Estimate, Phase, Prediction, RankMemory, WarmupSpan
+from tutti.config.refusals import check_plan
+from tutti.config.vocabulary import ALONE
+from tutti.cost_model import cost_constants
+from tutti.cost_model.compressed_sync_cost import kernel_notes, phases
+from tutti.cost_model.compute_cost import update_temporaries
+from tutti.cost_model.cost_notes import disturbed, link_note, memory_notes, time_notes
+from tutti.cost_model.gradient_sync_cost import Sync, synchronise
+from tutti.cost_model.group_links import Group, network
+from tutti.cost_model.loading_time import Load, data_note, feeds, most
+from tutti.cost_model.memory_cost import held_by_stage, kept, rank_memory
+from tutti.cost_model.microbatch_cost import Wires
+from tutti.cost_model.module_costs import model_table
+from tutti.cost_model.overlap import Bucket, Exchange
+from tutti.cost_model.pipeline_cost import Line, lines_of
+from tutti.cost_model.rank_placement import Link, Seat, place, samples_of
+from tutti.cost_model.relaxed_sync_cost import apart_notes, check_apart
+from tutti.cost_model.stage_cuts import stages_of
+from tutti.cost_model.step_timeline import RankWork, Setting, line_load, line_work, workers_of
+from tutti.cost_model.work_division import division, parts, recompute_regions
+from tutti.cost_model.worker_speed import Worker
+from tutti.errors import PlanError
+
+
+def predict(model: ModelSpec, cluster: ClusterSpec, plan: Plan) -> Prediction:
+    """Estimate the step time and memory of `plan`, and the steps of its warm-up where they exchange something else.
+
+    Raises PlanError where the plan cannot be costed: axes that do not go together, that divide nothing of the model or
+    not evenly, more ranks than CUDA devices, a precision or a link that the cluster does not describe, a batch in
+    tokens of unknown number.
+    """
+    found = _predict(model, cluster, plan, None)
+    first = []
+    for until, now, updates in _warmup(plan):
+        one = _predict(model, cluster, now, updates)
+        sent = one.sent_nbytes_per_rank
+        first.append(WarmupSpan(until=until, step_time_s=one.step_time_s.value, sent_nbytes_per_rank=sent))
+    return replace(found, first=tuple(first)) if first else found
+
+
+def _warmup(plan: Plan) -> list[tuple[int, Plan, int | None]]:
+    """(until after how many updates, what plan is in force, after how many updates it is looked at), in order."""
+    if plan.sync.relaxed.after and plan.world_size > 1:
+        return [(plan.sync.relaxed.after, replace(plan, sync=plan.sync.at_first), None)]
+    return [(until, plan, until - 1) for until in phases(plan)]
+
+
+def _predict(model: ModelSpec, cluster: ClusterSpec, plan: Plan, updates: int | None) -> Prediction:
+    """Of a step after so many updates; None: once no warm-up is left."""
+    step = worked_out(model, cluster, plan, updates)
+    setting, samples, seats = step.setting, step.samples, step.setting.wires.network.seats
+    slowest = slowest_of(setting, [work for line in step.lines for work in line_work(setting, line)])
+    worker, work, sync = setting.workers[slowest.work.seat], slowest.work, slowest.sync
+    everyone = setting.wires.network.group(*plan.mesh)
+    beside_s = work.waits_s + loss_s(setting)
+    exchange = Exchange(total_s=sync.exchange.total_s + beside_s, exposed_s=sync.exchange.exposed_s + beside_s)
+    memory, seat, when = min(
+        memories(setting, step.lines, slowest.syncs).values(), key=lambda one: one[1].memory_nbytes - one[0].total
+    )
+    other_s = overhead_s(setting, work)
+    data_s = wait_s(setting, work, sync.exchange.exposed_s)
+    step_s = data_s + work.forward_s + work.backward_s + work.optimizer_s + exchange.exposed_s + other_s
+    link = everyone.link if everyone.ranks > 1 else None
+    margin = _margin(cluster, worker, link, exchange.exposed_s / step_s)
+    units = plan.batch.global_batch_size if plan.batch.unit == "tokens" else samples
+    return Prediction(
+        plan_digest=serialization.digest(plan),
+        step_time_s=_estimate(step_s, margin),
+        phases=_phases(data_s, work, exchange, other_s),
+        memory_nbytes=_estimate(memory.total, cost_constants.MEMORY_MARGIN),
+        memory=memory,
+        fits=memory.total <= seat.memory_nbytes,
+        sent_nbytes_per_rank=slowest.sent_nbytes,
+        throughput_per_s=units / step_s,
+        model_flops_per_s=setting.wires.columns.sample_flops * samples / step_s,
+        devices=plan.world_size,
+        notes=(
+            *time_notes(seats, setting.seats[work.seat], worker, work.limits, exchange, margin, data_s, link),
+            data_note(cluster, model, seats, work.load, data_s),
+            *apart_notes(plan.sync),
+            *kernel_notes(plan, setting.seats[work.seat].device),
+            *_axes_notes(setting),
+            *((link_note(link),) if link else ()),
+            *memory_notes(memory, seat, when),
+            *disturbed(cluster),
+            *model.notes,
+        ),
+    )
+
+
+def loss_s(setting: Setting) -> float:
+    """Seconds of the sum of the ranks' losses; where ranks do not wait for each other there is none."""
+    if setting.plan.sync.mode in ALONE:
+        return 0.0
+    return setting.wires.network.group(*setting.plan.mesh).all_reduce(cost_constants.LOSS_NBYTES)
+
+
+def overhead_s(setting: Setting, work: RankWork) -> float:
+    """Seconds of a rank's step outside of operators."""
+    worker = setting.workers[work.seat]
+    cpu = setting.seats[work.seat].device.kind == "cpu"
+    return worker.slowdown * (
+        cost_constants.STEP_CALLS * worker.kernel_overhead_s if cpu else cost_constants.STEP_OVERHEAD_S
+    )
+
+
+def wait_s(setting: Setting, work: RankWork, exposed_s: float) -> float:
+    """Seconds that a rank waits for its batch, where it waits `exposed_s` for what is exchanged once a step."""
+    if work.load.free:
+        return 0.0
+    idle_s = work.waits_s + exposed_s + loss_s(setting)
+    computes_s = work.forward_s + work.backward_s + work.optimizer_s + overhead_s(setting, work)
+    return work.load.exposed_s(computes_s + idle_s, idle_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A step before it is costed. `samples`: of a global batch; `lines`: the different ones."""
+
+    setting: Setting
+    samples: int
+    lines: list[Line]
+
+
+def worked_out(model: ModelSpec, cluster: ClusterSpec, plan: Plan, updates: int | None = None) -> Step:
+    """Who computes what of a step after so many updates, with what. Raises PlanError as `predict` does."""
+    check_plan(plan)
+    samples = _samples(model, plan)
+    seats = place(cluster, plan.world_size)
+    setting = replace(_setting(model, cluster, plan, seats, samples), updates=updates)
+    check_apart(plan, setting.wires.network)
+    return Step(setting=setting, samples=samples, lines=lines_of(plan, seats, samples))
+
+
+def load_of(model: ModelSpec, cluster: ClusterSpec, plan: Plan) -> Load:
+    """What brings the samples of a step in, on the ranks that load most. Raises PlanError as `predict` does."""
+    step = worked_out(model, cluster, plan)
+    return most(line_load(step.setting, line) for line in step.lines)
+
+
+def _samples(model: ModelSpec, plan: Plan) -> int:
+    samples = samples_of(plan.batch.global_batch_size, plan.batch.unit, model.tokens_per_sample)
+    if plan.batch.num_microbatches > samples:
+        raise PlanError(
+            f"num_microbatches = {plan.batch.num_microbatches} exceeds the {samples} samples of a global batch; "
+            f"set batch.num_microbatches to at most {samples}"
+        )
+    return samples
+
+
+def _setting(model: ModelSpec, cluster: ClusterSpec, plan: Plan, seats: tuple[Seat, ...], samples: int) -> Setting:
+    wires = Wires(
+        model=model,
+        plan=plan,
+        columns=model_table(model),
+        division=division(model, plan),
+        network=network(cluster, seats, plan),
+        half=plan.precision in ("bfloat16", "float16"),
+        on_cpu=seats[0].device.kind == "cpu",
+    )
+    own, feeding = parts(model, plan), feeds(model, cluster, plan, seats, samples)
+    return Setting(
+        model=model,
+        plan=plan,
+        seats=tuple(seat for seat in seats for _ in own),
+        workers=tuple(worker for worker in workers_of(model, plan, seats) for _ in own),
+        parts=own * len(seats),
+        wires=wires,
+        stages=stages_of(model, plan),
+        regions=recompute_regions(model, plan),
+        feeds=tuple(feed for feed in feeding for _ in own),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slowest:
+    """The rank that ends last. `syncs`: by stage; `sent_nbytes`: of the rank that sends most."""
+
+    work: RankWork
+    sync: Sync
+    syncs: dict[int, Sync]
+    sent_nbytes: float
+
+
+def slowest_of(setting: Setting, works: list[RankWork]) -> Slowest:
+    """Of the ranks' works, the one that ends last with what it exchanges once a step."""
+
+    def lasts_s(work: RankWork, exposed_s: float = 0.0) -> float:
+        return work.total_s + exposed_s + overhead_s(setting, work) + wait_s(setting, work, exposed_s)
+
+    longest: dict[tuple[int, int], RankWork] = {}
+    for work in works:  # of the ranks of a seat the one with most work, as more of it hides no more than itself
+        key = work.stage, work.seat
+        if key not in longest or lasts_s(work) > lasts_s(longest[key]):
+            longest[key] = work
+    found: dict[int, tuple[float, RankWork, Sync]] = {}
+    once = _Once(setting=setting)
+    for work in sorted(longest.values(), key=lasts_s, reverse=True):
+        least_s, _, sync = found.get(work.stage, (-1.0, None, None))
+        if sync is None or lasts_s(work) + sync.exchange.total_s > least_s:
+            sync = once.of(work)
+            end_s = lasts_s(work, sync.exchange.exposed_s)
+            if end_s > least_s:
+                found[work.stage] = end_s, work, sync
+    _, last, sync = max(found.values(), key=lambda one: one[0])
+    syncs = {stage: one for stage, (_, _, one) in found.items()}
+    return Slowest(
+        work=last,
+        sync=sync,
+        syncs=syncs,
+        sent_nbytes=max(work.sent_nbytes + syncs[work.stage].sent_nbytes for work in works),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Once:
+    """What ranks exchange once a step. `known`: of stages of equal blocks, which exchange alike."""
+
+    setting: Setting
+    known: dict[object, Sync] = field(default_factory=dict)
+
+    def of(self, work: RankWork) -> Sync:
+        setting, wires = self.setting, self.setting.wires
+        columns, own = wires.columns, setting.own(work.stage)
+        weights = columns.gradients * wires.division.weight
+        nbytes = [float(weights[setting.own(stage)].sum()) for stage in range(setting.plan.degree("stage"))]
+        net = wires.network.of_stage(work.stage, nbytes)
+        like = (columns.gradients, columns.expert, columns.table, columns.sequence, *work.passes, *work.taken.backward)
+        key = (*(column[own].tobytes() for column in like), work.taken.after.tobytes(), work.optimizer_s, net.crowding)
+        if key not in self.known:
+            self.known[key] = synchronise(
+                columns,
+                wires.division,
+                net,
+                setting.plan,
+                own,
+                work.passes,
+                work.taken,
+                setting.updates,
+                work.optimizer_s,
+            )
+        return self.known[key]
+
+
+def _axes_notes(setting: Setting) -> tuple[str, ...]:
+    """Where the groups of each axis exchange, for meshes of several axes or other than replicas."""
+    named = [axis for axis, degree in setting.plan.mesh.items() if degree > 1]
+    if named in ([], ["replicate"]):
+        return ()
+    said = [f"{axis} {setting.plan.mesh[axis]} {_where(setting.wires.network.group(axis))}" for axis in named]
+    return ("groups: " + ", ".join(said),)
+
+
+def _where(group: Group) -> str:
+    span = group.span
+    if span.hosts == 1:
+        return "within a host"
+    return f"over {span.hosts} hosts" + (
+        f" ({span.meeting} groups share a host's connection)" if span.meeting > 1 else ""
+    )
+
+
+def _margin(cluster: ClusterSpec, worker: Worker, link: Link | None, exposed: float) -> float:
+    """Half-width of the time's interval: that of compute and that of links, by their parts of the step.
+
+    Rates that were measured beside other work are worth no more than assumptions.
+    """
+    if disturbed(cluster):
+        return cost_constants.STEP_MARGIN["assumed"]
+    links = cost_constants.STEP_MARGIN[link.evidence] if link else 0.0
+    return (1 - exposed) * cost_constants.STEP_MARGIN[worker.evidence] + exposed * links
+
+
+def _phases(data_s: float, work: RankWork, exchanged: Exchange, other_s: float) -> dict[Phase, float]:
+    return {
+        "data": data_s,
+        "forward": work.forward_s,
+        "backward": work.backward_s,
+        "exposed_communication": exchanged.exposed_s,
+        "optimizer": work.optimizer_s,
+        "evaluation": 0.0,
+        "other": other_s,
+    }
+
+
+Held = tuple[RankMemory, Seat, str]
+"""The memory of a rank, its seat, and when it is fullest."""
+
+
+def memories(
+    setting: Setting, lines: list[Line], syncs: dict[int, Sync]
+) -> dict[tuple[int, tuple[int, int], int], Held]:
+    """What ranks hold, by (place on the stage axis, (samples, how often) of the line's last microbatches, seat)."""
+    wires, plan = setting.wires, setting.plan
+    models = {
+        id(part): held_by_stage(
+            wires.columns,
+            part,
+            setting.stages,
+            kept(wires.columns, part, setting.regions, half=wires.half),
+            plan,
+            update_temporaries(wires.model),
+        )
+        for part in setting.parts
+    }
+    found: dict[tuple[int, tuple[int, int], int], Held] = {}
+    for line in lines:
+        for stage, some in enumerate(line.seats):
+            fused: tuple[Bucket, ...] = syncs[stage].buckets
+            samples = line.microbatches
+            for seat in some:
+                key = (stage, line.samples[-1], seat)
+                if key not in found:
+                    kind, model = setting.seats[seat].device.kind, models[id(setting.parts[seat])]
+                    memory, when = rank_memory(model, plan, samples=samples, stage=stage, fused=fused, kind=kind)
+                    if kind == "cpu":
+                        memory = replace(memory, script=wires.model.script_nbytes)
+                    found[key] = (memory, setting.seats[seat], when)
+    return found
+
+
+def _estimate(value: float, margin: float) -> Estimate:
+    return Estimate(value=value, low=value / (1 + margin), high=value * (1 + margin))

@@ -1,0 +1,337 @@
+"""The step of one line of ranks: those that compute one share of the batch together, stage by stage."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tutti.config.model import ModelSpec
+from tutti.config.plan import Plan
+from tutti.cost_model import cost_constants
+from tutti.cost_model.compute_cost import update_calls, update_nbytes
+from tutti.cost_model.cost_notes import STAGES
+from tutti.cost_model.loading_time import Feed, Load, most
+from tutti.cost_model.microbatch_cost import Passed, Wires, each_of, passed
+from tutti.cost_model.module_costs import Flags
+from tutti.cost_model.overlap import TIERS, Taken
+from tutti.cost_model.pipeline_cost import Actions, Crowd, Line, Messages, by_share_and_stage, crowd_of
+from tutti.cost_model.rank_placement import Seat, message
+from tutti.cost_model.stage_cuts import Stages
+from tutti.cost_model.work_division import Division, Region
+from tutti.cost_model.worker_speed import Array, Worker, worker_at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What all lines of a plan share. By kind of rank (lines.kinds_of_ranks): `seats`; `workers`: what it computes
+    with; `parts`: what it has of each module, of which `wires` has the largest; `feeds`: how it loads its samples.
+    `updates`: made before the step, None: more than any warm-up has."""
+
+    model: ModelSpec
+    plan: Plan
+    seats: tuple[Seat, ...]
+    workers: tuple[Worker, ...]
+    parts: tuple[Division, ...]
+    wires: Wires
+    stages: Stages
+    regions: tuple[Region, ...]
+    feeds: tuple[Feed, ...]
+    updates: int | None = None
+
+    def own(self, stage: int) -> Flags:
+        """The modules on one place of the stage axis."""
+        mine: Flags = self.stages.stage % self.plan.degree("stage") == stage
+        return mine
+
+    def wires_of(self, seat: int) -> Wires:
+        """What the exchanges of a kind of rank depend on."""
+        return replace(self.wires, division=self.parts[seat]) if self.plan.split_weights else self.wires
+
+    def gradients(self, seat: int) -> Array:
+        """Bytes by module of the gradients that a kind of rank has."""
+        nbytes: Array = self.wires.columns.gradients * self.parts[seat].weight
+        return nbytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankWork:
+    """Seconds of a step on one rank. `waits_s`: for other ranks, in exchanges and for the pipeline; `passes`: seconds
+    by module of the last microbatch's forward and backward, exchanges included; `limits`: seconds by what limits the
+    rank's own work, and of `waits_s` those for other stages; `sent_nbytes`: by its microbatches; `taken`: when links
+    carry what its passes exchange; `load`: what brings its line's samples in.
+    """
+
+    line: Line
+    stage: int
+    seat: int
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+    waits_s: float
+    passes: tuple[Array, Array]
+    limits: dict[str, float]
+    sent_nbytes: float
+    taken: Taken
+    load: Load
+
+    @property
+    def total_s(self) -> float:
+        """Without the wait for data."""
+        return self.forward_s + self.backward_s + self.optimizer_s + self.waits_s
+
+    def stretched(self, factor: float) -> "RankWork":
+        """The same where forward and backward take so many times as long."""
+        if factor == 1.0:
+            return self
+        return replace(self, forward_s=factor * self.forward_s, backward_s=factor * self.backward_s)
+
+
+def line_work(setting: Setting, line: Line) -> list[RankWork]:
+    """The work of a line, one entry for each place on the stage axis: of the seat there that ends last."""
+    known = passes_of(setting, line)
+    places = [[_own_work(setting, line, stage, seat, known) for seat in some] for stage, some in enumerate(line.seats)]
+    if len(places) > 1:
+        ended, stretch = actions_of(setting, line, known).ends(setting.plan)
+        rows = zip(places, ended, stretch, _sent_nbytes(setting, line), strict=True)
+        places = [
+            [_among(setting, one.stretched(factor), end, nbytes) for one in some] for some, end, factor, nbytes in rows
+        ]
+    return [max(some, key=lambda one: one.total_s) for some in places]
+
+
+def _among(setting: Setting, one: RankWork, end: float, nbytes: float) -> RankWork:
+    """A rank's work in a pipeline, where it has done all its actions at `end` and sends `nbytes` to other places."""
+    waits_s = max(0.0, end - one.forward_s - one.backward_s)
+    limits = {**one.limits, STAGES: max(0.0, waits_s - one.waits_s)}
+    return replace(one, waits_s=waits_s + ties_s(setting), limits=limits, sent_nbytes=one.sent_nbytes + nbytes)
+
+
+def passes_of(setting: Setting, line: Line) -> dict[tuple[int, int], Passed]:
+    """A line's microbatches by (seat, samples)."""
+    return {
+        (seat, count): passed(setting.wires_of(seat), setting.workers[seat], setting.regions, count)
+        for seat in {seat for some in line.seats for seat in some}
+        for count, _ in line.samples
+    }
+
+
+def _own_work(setting: Setting, line: Line, stage: int, seat: int, known: dict[tuple[int, int], Passed]) -> RankWork:
+    """A rank's passes one after another, as if it never waited for another stage."""
+    own = setting.own(stage)
+    forward_s = backward_s = waits_s = sent = 0.0
+    limits = np.zeros(3)
+    followed = followed_s(setting, seat)
+    for count, times in line.samples:
+        one = known[seat, count]
+        forward_s += times * (float(one.forward_s[own].sum()) + followed)
+        backward_s += times * float(one.backward_s[own].sum())
+        waits_s += times * float((one.waits.forward_s + one.waits.backward_s)[own].sum())
+        sent += times * float((one.waits.forward_nbytes + one.waits.backward_nbytes)[own].sum())
+        limits += times * one.limits[:, own].sum(axis=1)
+        limits[2] += times * followed
+    last = known[seat, line.samples[-1][0]]
+    traffic_s, calls_s = _update_s(setting, seat, own)
+    again = (setting.plan.batch.num_microbatches - 1) * added_s(setting, seat, own)
+    return RankWork(
+        line=line,
+        stage=stage,
+        seat=seat,
+        forward_s=forward_s,
+        backward_s=backward_s + again,
+        optimizer_s=traffic_s + calls_s,
+        waits_s=waits_s,
+        passes=(last.forward_s + last.waits.forward_s, last.backward_s + last.waits.backward_s),
+        limits={
+            "compute": float(limits[0]),
+            "memory traffic": float(limits[1]) + again + traffic_s,
+            "operator calls": float(limits[2]) + calls_s,
+        },
+        sent_nbytes=sent,
+        taken=Taken(
+            forward=last.waits.forward_link_s,
+            backward=last.waits.backward_link_s,
+            after=_last_message(setting, line, stage),
+        ),
+        load=line_load(setting, line),
+    )
+
+
+def line_load(setting: Setting, line: Line) -> Load:
+    """What brings a line's samples in: each of its ranks loads them all, whatever it computes of them."""
+    samples = sum(max(1, size) * times for size, times in line.samples)
+    return most(setting.feeds[seat].load(samples) for seat in {seat for some in line.seats for seat in some})
+
+
+def added_s(setting: Setting, seat: int, own: Flags) -> float:
+    """From the second microbatch on, gradients are read, added to and written."""
+    nbytes, worker = float(setting.gradients(seat)[own].sum()), setting.workers[seat]
+    return 3 * nbytes / worker.bandwidth_bytes_per_s * worker.slowdown
+
+
+def _sent_nbytes(setting: Setting, line: Line) -> list[float]:
+    """What each place sends to others."""
+    plan, stages, ranks = setting.plan, setting.stages, setting.plan.degree("stage")
+    samples = np.array(line.microbatches, dtype=np.float64) / plan.degree("context")
+    sent = stages.by_rank[0] * samples.sum() + stages.by_rank[1] * len(samples)
+    tied = setting.wires.columns.gradients * setting.wires.division.weight
+    for index, owner in stages.ties:  # summed over the two ranks: each sends as much as there is
+        sent[[stages.stage[index] % ranks, stages.stage[owner] % ranks]] += tied[owner]
+    found: list[float] = sent.tolist()
+    return found
+
+
+def actions_of(setting: Setting, line: Line, known: dict[tuple[int, int], Passed]) -> Actions:
+    """The actions of a line with several places on the stage axis."""
+    stages = setting.stages
+    ranks, counts = setting.plan.degree("stage"), line.microbatches
+    times: dict[int, Array] = {}
+    for count, _ in line.samples:
+        per_seat = {
+            seat: np.stack([stage_seconds(setting, known[seat, count], seat), _waits(setting, known[seat, count])])
+            for seat in {s for some in line.seats for s in some}
+        }
+        slowest = [
+            _slowest([per_seat[seat][:, :, stage] for seat in line.seats[stage % ranks]])
+            for stage in range(stages.count)
+        ]
+        times[count] = np.stack(slowest, axis=2)
+    seconds, waits = np.stack([times[count] for count in counts], axis=3)
+    return Actions(
+        seconds=seconds,
+        waits=waits,
+        messages=_messages(setting, line, known),
+        crowd=_crowd(setting),
+    )
+
+
+def _crowd(setting: Setting) -> Crowd | None:
+    """Who shares cores with whom, if there are not enough."""
+    if all(seat.oversubscribed <= 1 for seat in setting.seats):
+        return None
+    return crowd_of(setting.wires.network.seats, by_share_and_stage(setting.plan, np.arange(setting.plan.world_size)))
+
+
+def _slowest(seats: list[Array]) -> Array:
+    """(seconds and waits, kinds): of each kind of action, those of the seat that takes longest."""
+    some = np.stack(seats)
+    return np.asarray(np.take_along_axis(some, some[:, :1].argmax(axis=0)[None], axis=0)[0], dtype=np.float64)
+
+
+def _waits(setting: Setting, one: Passed) -> Array:
+    """(kinds, stages): of the actions' seconds, those of exchanges."""
+    stages = setting.stages
+    ahead, back = (
+        np.bincount(stages.stage, weights=seconds, minlength=stages.count)
+        for seconds in (one.waits.forward_s, one.waits.backward_s)
+    )
+    halves = not any(rule.recompute for rule in setting.plan.layout)
+    return np.array([ahead, back, *((back / 2, back / 2) if halves else (back, np.zeros(stages.count)))])
+
+
+def _messages(setting: Setting, line: Line, known: dict[tuple[int, int], Passed]) -> Messages:
+    """A message that meets on its link what the sender exchanges in its next pass gets half of the link for so long: it
+    takes longer by that, at most as long again. Replicas that take turns on cores do not send at the same moment: each
+    message has the link for itself, and what follows it waits for those of all."""
+    stages, ranks = setting.stages, setting.plan.degree("stage")
+    counts = np.array(line.microbatches)
+    alone = _alone_s(setting, counts)
+    away = np.array(setting.wires.network.apart("stage"), dtype=np.intp)
+    meets: dict[int, Array] = {}
+    for count, _ in line.samples:
+        by_stage = np.zeros((len(TIERS), stages.count))
+        for (_, samples), one in known.items():
+            if samples == count:
+                rows = [np.bincount(stages.stage, row, minlength=stages.count) for row in one.waits.forward_link_s]
+                by_stage = np.maximum(by_stage, rows)
+        meets[count] = by_stage
+    senders = np.arange(stages.count - 1)
+    met = np.stack([meets[count][away[senders % ranks], senders] for count in line.microbatches], axis=1)
+    besides = np.minimum(alone, met)
+    links = setting.wires.network.neighbours("stage")
+    latency = np.array([links[sender % ranks].latency_s for sender in senders])
+    own = alone if _crowd(setting) is None else _alone_s(setting, counts, in_turns=True)
+    return Messages(arrive_s=own + besides, occupy_s=np.maximum(0.0, alone + besides - latency[:, None]))
+
+
+def _alone_s(setting: Setting, counts: NDArray[np.intp], *, in_turns: bool = False) -> Array:
+    """(boundaries, microbatches): seconds of messages of `counts` samples that meet only those of other ranks at their
+    place; `in_turns`: only of those that exchange within passes, and so do the same at the same moment."""
+    stages, ranks, plan = setting.stages, setting.plan.degree("stage"), setting.plan
+    in_step = plan.world_size // plan.data_parallel_degree // ranks
+    links = setting.wires.network.neighbours("stage", in_step if in_turns else None)
+    samples = counts / plan.degree("context")  # each sends its part of the sequences
+    nbytes = stages.sent[:, None] * samples + stages.fixed[:, None]
+    alone = [each_of(partial(message, links[stage % ranks]), row) for stage, row in enumerate(nbytes)]
+    return np.array(alone).reshape(nbytes.shape)
+
+
+def _last_message(setting: Setting, line: Line, place: int) -> Array:
+    """(tiers,): seconds of the gradient that a place on the stage axis sends back at the end of its last backward."""
+    found = np.zeros(len(TIERS))
+    if place > 0:
+        alone = _alone_s(setting, np.array([line.samples[-1][0]]))
+        found[int(setting.wires.network.apart("stage")[place - 1])] = alone[place - 1, 0]
+    return found
+
+
+def stage_seconds(setting: Setting, one: Passed, seat: int) -> Array:
+    """(kinds of action, stages): seconds of a microbatch's forward, backward, and the halves of backward."""
+    stages, plan, count = setting.stages, setting.plan, setting.stages.count
+    ahead = np.bincount(stages.stage, weights=one.forward_s + one.waits.forward_s, minlength=count)
+    back = np.bincount(stages.stage, weights=one.backward_s + one.waits.backward_s, minlength=count)
+    worker = setting.workers[seat]
+    added = 3 * setting.gradients(seat) / worker.bandwidth_bytes_per_s * worker.slowdown
+    m = plan.batch.num_microbatches
+    back = back + (m - 1) / m * np.bincount(stages.stage, weights=added, minlength=count)
+    ahead = ahead + np.where(np.arange(count) < plan.degree("stage"), followed_s(setting, seat), 0.0)
+    if any(rule.recompute for rule in plan.layout):  # backward is not taken apart then
+        return np.array([ahead, back, back, np.zeros(count)])
+    return np.array([ahead, back, back / 2, back / 2])
+
+
+def followed_s(setting: Setting, seat: int) -> float:
+    """Seconds in which a rank on a CPU follows the model on shapes, to know what its stages do with a microbatch."""
+    units, calls = setting.stages.followed
+    if setting.seats[seat].device.kind != "cpu":
+        return 0.0
+    worker = setting.workers[seat]
+    bare = cost_constants.FOLLOWED_UNIT * units + cost_constants.FOLLOWED_CALL * calls
+    return bare * worker.kernel_overhead_s * worker.slowdown
+
+
+def ties_s(setting: Setting) -> float:
+    """Tied parameters on several stages: their gradients are summed after the pipeline."""
+    if not setting.stages.ties:
+        return 0.0
+    columns, weight = setting.wires.columns, setting.wires.division.weight
+    links = setting.wires.network.neighbours("stage")
+    latency = max(link.latency_s for link in links)
+    nbytes = float(sum(columns.gradients[owner] * weight[owner] for _, owner in setting.stages.ties))
+    return 2 * latency * len(setting.stages.ties) + max(link.carry(nbytes, nbytes) for link in links)
+
+
+def _update_s(setting: Setting, seat: int, own: Flags) -> tuple[float, float]:
+    """Seconds of memory traffic and of operator calls of one optimizer update of the modules `own`. On CUDA one
+    multi-tensor kernel takes many tensors; with a shard axis a rank updates its part of every tensor."""
+    columns, plan, worker, kind = (
+        setting.wires.columns,
+        setting.plan,
+        setting.workers[seat],
+        setting.seats[seat].device.kind,
+    )
+    gradients, states = setting.gradients(seat), columns.optimizer * setting.parts[seat].weight
+    trained = own & (columns.gradients > 0)
+    nbytes = update_nbytes(setting.model, gradients[trained], states[trained], on_cpu=kind == "cpu")
+    traffic = float(nbytes.sum()) / plan.degree("shard")
+    per_tensor = update_calls(setting.model, on_cpu=kind == "cpu")
+    tensors = cost_constants.TENSORS_PER_MODULE * int(trained.sum())
+    groups = -(-tensors // cost_constants.FUSED_TENSORS) if kind == "cuda" else tensors
+    away = kind == "cuda" and plan.degree("shard") > 1 and plan.sharding.offload != "none"
+    bandwidth = cost_constants.HOST_UPDATE_BYTES_PER_S if away else worker.bandwidth_bytes_per_s
+    return worker.slowdown * traffic / bandwidth, worker.slowdown * per_tensor * groups * worker.kernel_overhead_s
+
+
+def workers_of(model: ModelSpec, plan: Plan, seats: tuple[Seat, ...]) -> tuple[Worker, ...]:
+    """What a rank of each seat computes with. Raises PlanError for a precision that a device has no rate for."""
+    return tuple(worker_at(seat, model.dtype, plan.precision) for seat in seats)

@@ -1,0 +1,358 @@
+"""What part of each module one rank has: of its work, its parameters and its activations."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tutti.config.model import ModelSpec
+from tutti.config.partitioning import cut, cut_units
+from tutti.config.plan import LayoutRule, Plan, by_columns, find_chunks, find_placement, find_recompute
+from tutti.config.refusals import check_parts_not_empty, check_width
+from tutti.cost_model import cost_constants
+from tutti.cost_model.compute_cost import OpTable, Work
+from tutti.cost_model.module_costs import Flags, ModelTable, model_table, remembered
+from tutti.cost_model.worker_speed import Array, Worker
+from tutti.errors import PlanError
+
+Weights = tuple[float, ...]
+"""Of the parts along the split axis; empty where they are equal."""
+
+Degrees = tuple[int, int, int, int, int]
+"""Of split, context, expert, table and space."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Division:
+    """Factors by module. `work`: of a sample's operators; `saved`: of what is kept of it for backward; `weight`: of
+    parameters, and so of gradients and optimizer state; `passed`: of the whole values that travel between modules;
+    `split`: divided over the split axis; `linear`: a linear layer divided over the table axis, `by_outputs` or by its
+    inputs; `holders`: ranks of the table axis; `ops`: the operators that are left; `padded`: how many times its bytes
+    a module's output travels when it is gathered over split, None where parts are equal.
+    """
+
+    work: Array
+    saved: Array
+    weight: Array
+    passed: Array
+    split: Flags
+    linear: Flags
+    by_outputs: Flags
+    holders: int
+    ops: OpTable
+    padded: Array | None = None
+
+
+def division(model: ModelSpec, plan: Plan) -> Division:
+    """How `plan` divides `model`: the largest part of each module that a rank has. Raises PlanError for an axis that
+    divides nothing of it, or not evenly."""
+    return _division(model, _degrees(plan), plan.layout, plan.split_weights, LARGEST)
+
+
+def parts(model: ModelSpec, plan: Plan) -> tuple[Division, ...]:
+    """What the rank at each place along the split axis has, where these are unequal; else the one division."""
+    places = range(len(plan.split_weights)) if plan.split_weights else (LARGEST,)
+    return tuple(_division(model, _degrees(plan), plan.layout, plan.split_weights, place) for place in places)
+
+
+def mean_division(model: ModelSpec, plan: Plan) -> Division:
+    """What ranks along the split axis have in the mean, however unequal their parts are."""
+    return _division(model, _degrees(plan), plan.layout, (), MEAN)
+
+
+def _degrees(plan: Plan) -> Degrees:
+    split, context, expert, table, space = (
+        plan.degree(axis) for axis in ("split", "context", "expert", "table", "space")
+    )
+    return split, context, expert, table, space
+
+
+LARGEST, MEAN = -1, -2
+"""In the place of a place along the split axis."""
+
+
+@remembered(128)
+def _division(
+    model: ModelSpec, degrees: Degrees, layout: tuple[LayoutRule, ...], weights: Weights, place: int
+) -> Division:
+    split, context, expert, table, space = degrees
+    columns = model_table(model)
+    placements = _placements(columns, layout)
+    whole = np.array([name == "replicate" for name in placements], dtype=np.bool_)
+    linear, by_outputs = _linears(columns, placements, apart=table > 1 and split == 1)
+    _check(model, columns, degrees, bool(linear.any()))
+    _check_widths(model, columns, linear, by_outputs, table)
+    has = np.array([bool(kind) for kind in columns.kinds], dtype=np.bool_)
+    divided = has & ~whole if split > 1 else np.zeros(len(columns), dtype=np.bool_)
+    if split > 1 and not divided.any():
+        raise PlanError(
+            f"mesh.split = {split}, but the model file says of no module how it is divided (ModuleSpec.split); "
+            "describe the model again, or use another axis"
+        )
+    _check_heads(columns, divided, split, weights)
+    passed = np.full(len(columns), 1.0 / context)
+    passed = np.where(columns.spatial, passed / space, passed)
+    part = np.full(len(columns), 1.0 / split) if place == MEAN else _split_part(columns, split, weights, place)
+    work = np.where(divided, passed * part, np.where(columns.sequence & (split > 1), passed / split, passed))
+    weight = np.where(divided, part, 1.0)
+    weight = np.where(columns.expert & ~whole, weight / expert, weight)
+    weight = np.where((columns.table & ~whole) | linear, weight / table, weight)
+    # a layer that is divided by its outputs keeps its whole input, unless that is kept as parts of the sequence
+    column = np.array([kind == "column" for kind in columns.kinds], dtype=np.bool_) & (columns.parameters > 0)
+    saved = np.where(divided & column, passed, work) if not columns.sequence.any() else work
+    # a look-up, an expert and a linear layer over `table` do as much as before: each rank for the samples of all, with
+    # its part of the weights
+    return Division(
+        work=work,
+        saved=np.where(linear, 0.0, saved),
+        weight=weight,
+        passed=passed,
+        split=divided,
+        linear=linear,
+        by_outputs=by_outputs,
+        holders=table,
+        ops=columns.ops.divided(work, weight),
+        padded=split * _split_part(columns, split, weights, LARGEST) if weights else None,
+    )
+
+
+def divided_linears(model: ModelSpec, layout: tuple[LayoutRule, ...]) -> Flags:
+    """Which linear layers of `model` the rules of `layout` divide, where there is a table axis and no split axis."""
+    columns = model_table(model)
+    return _linears(columns, _placements(columns, layout), apart=True)[0]
+
+
+def _linears(columns: ModelTable, placements: list[str], *, apart: bool) -> tuple[Flags, Flags]:
+    """Which linear layers are divided over the table axis, and which of them by their outputs."""
+    none = np.zeros(len(columns), dtype=np.bool_)
+    if not apart or all(name in ("auto", "replicate") for name in placements):
+        return none, none
+    said = np.array([name not in ("auto", "replicate") for name in placements], dtype=np.bool_)
+    linear = said & (columns.linear > 0)
+    pairs = zip(placements, columns.linear.tolist(), columns.outputs.tolist(), strict=True)
+    return linear, linear & np.array([by_columns(name, a, b) for name, a, b in pairs], dtype=np.bool_)  # type: ignore[arg-type]
+
+
+def _split_part(columns: ModelTable, split: int, weights: Weights = (), place: int = LARGEST) -> Array:
+    """The part of each module that the rank at `place` has, or the largest that any has: heads and units that do not
+    divide evenly leave some more."""
+    limit = np.maximum(columns.limit, 1)
+    if not weights:
+        return np.where(columns.limit > 0, -(-limit // split) / limit, 1.0 / split)
+    kinds, back = np.unique(np.stack([columns.limit, columns.groups]), axis=1, return_inverse=True)
+    found = np.array([_sizes(int(limit), int(groups), weights) for limit, groups in kinds.T])
+    found = found.max(axis=1) if place == LARGEST else found[:, place]
+    return np.asarray(found[back.reshape(-1)], dtype=np.float64)
+
+
+def _sizes(limit: int, groups: int, weights: Weights) -> list[float]:
+    """The part that each place along the split axis has of a module of so many heads or units, in groups that stay
+    whole as long as there is one for everybody; by the runtime's rule (parallel/tensor/spread.py)."""
+    for units in (groups, limit):
+        sizes = [end - start for start, end in pairwise(cut_units(units, len(weights), weights))]
+        if units and (0 not in sizes or units == limit):
+            return [size / units for size in sizes]
+    return [weight / sum(weights) for weight in weights]
+
+
+def _placements(columns: ModelTable, layout: tuple[LayoutRule, ...]) -> list[str]:
+    if all(rule.placement == "auto" for rule in layout):
+        return ["auto"] * len(columns)
+    return [find_placement(layout, name) for name in columns.names]
+
+
+def _check(model: ModelSpec, columns: ModelTable, degrees: Degrees, linear: bool) -> None:
+    _, context, expert, table, space = degrees
+    attends = columns.key_value.any() or any(op.kind == "attention" for module in model.modules for op in module.ops)
+    asked = (
+        ("context", context, attends or model.tokens_per_sample > 0, "no attention, whose sequences could be cut"),
+        ("expert", expert, columns.expert.any(), "no experts to divide"),
+        ("table", table, columns.table.any() or linear, "no embedding tables to divide, nor linear layers named so"),
+        ("space", space, columns.spatial.any(), "no convolution whose input could be cut in space"),
+    )
+    for axis, degree, there, lacking in asked:
+        if degree > 1 and not there:
+            raise PlanError(f"mesh.{axis} = {degree}, but the model has {lacking}; use another axis")
+
+
+def _check_widths(model: ModelSpec, columns: ModelTable, linear: Flags, by_outputs: Flags, table: int) -> None:
+    """Refuse layers of fewer outputs, or inputs, than ranks divide them: as the runtime does."""
+    for index in np.flatnonzero(linear):
+        parameters, into, out = model.modules[index].parameters, columns.linear[index], columns.outputs[index]
+        found = _features(parameters, float(into), float(out))
+        if found is not None:
+            columns_cut = bool(by_outputs[index])
+            check_width(columns.names[index], found[columns_cut], columns=columns_cut, degree=table)
+
+
+def _features(parameters: int, into: float, out: float) -> tuple[int, int] | None:
+    """(inputs, outputs) of a linear layer with so many parameters, a bias among them or not, whose input and output
+    are `into` and `out` bytes; None where no whole numbers are so. With a given ratio of both, no two pairs are."""
+    ratio = into / out if out > 0 else 0.0
+    for bias in (1, 0) if ratio > 0 else ():
+        outputs = round((math.sqrt(bias + 4 * ratio * parameters) - bias) / (2 * ratio))
+        inputs = round(ratio * outputs)
+        if outputs * (inputs + bias) == parameters and math.isclose(inputs * out, outputs * into):
+            return inputs, outputs
+    return None
+
+
+def _check_heads(columns: ModelTable, divided: Flags, split: int, weights: Weights) -> None:
+    for index in np.flatnonzero(divided & (columns.limit > 0)):
+        limit = int(columns.limit[index])
+        if weights:
+            sizes = [end - start for start, end in pairwise(cut(limit, split, weights))]
+            what = "attention heads" if columns.kinds[index] == "heads" else "units"
+            check_parts_not_empty(columns.names[index], sizes, weights, what)
+            continue
+        if limit % split and columns.kinds[index] == "heads":
+            raise PlanError(
+                f"module {columns.names[index]!r} has {limit} attention heads, which mesh.split = {split} does not "
+                f"divide ({limit} % {split} = {limit % split}); use a degree that divides {limit}"
+            )
+        if limit < split:
+            raise PlanError(
+                f"module {columns.names[index]!r} divides among {limit} ranks at most, but mesh.split = {split}; use a "
+                f"degree of at most {limit}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """A module whose activations are dropped after forward, and with it all modules inside: indices into modules.
+
+    `selective`: what is dear to compute keeps its outputs; `chunks`: parts of the batch that are run, and computed
+    again, one after another.
+    """
+
+    root: int
+    members: tuple[int, ...]
+    selective: bool = False
+    chunks: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Marks:
+    """Regions as columns. `member`: modules in regions, and `of` which each is; `root`, `selective`, `chunks`: by
+    region."""
+
+    member: NDArray[np.intp]
+    of: NDArray[np.intp]
+    root: NDArray[np.intp]
+    selective: NDArray[np.bool_]
+    chunks: NDArray[np.intp]
+
+
+@lru_cache(maxsize=64)
+def marks(regions: tuple[Region, ...]) -> Marks:
+    """The columns of `regions`."""
+    return Marks(
+        member=np.array([index for region in regions for index in region.members], dtype=np.intp),
+        of=np.array([at for at, region in enumerate(regions) for _ in region.members], dtype=np.intp),
+        root=np.array([region.root for region in regions], dtype=np.intp),
+        selective=np.array([region.selective for region in regions], dtype=np.bool_),
+        chunks=np.array([region.chunks for region in regions], dtype=np.intp),
+    )
+
+
+def recompute_regions(model: ModelSpec, plan: Plan) -> tuple[Region, ...]:
+    """The outermost modules that recompute or run in chunks, each with everything inside it.
+
+    The model itself is no region: a rule for "*" means every module directly inside it.
+    """
+    if not any(rule.recompute or (rule.chunks or 1) > 1 for rule in plan.layout):
+        return ()
+    return _regions(model, plan.layout)
+
+
+@remembered(64)
+def _regions(model: ModelSpec, layout: tuple[LayoutRule, ...]) -> tuple[Region, ...]:
+    names = [module.name for module in model.modules]
+    how = {name: (find_recompute(layout, name), find_chunks(layout, name)) for name in names if name}
+    asked = {name for name, (again, chunks) in how.items() if again or chunks > 1}
+    roots = [name for name in names if name in asked and not any(parent in asked for parent in _parents(name))]
+    members: dict[str, list[int]] = {root: [] for root in roots}
+    for index, name in enumerate(names):
+        for candidate in (name, *_parents(name)):
+            if candidate in members:
+                members[candidate].append(index)
+                break
+    return tuple(
+        Region(
+            root=names.index(root),
+            members=tuple(members[root]),
+            selective=how[root] == ("selective", 1),
+            chunks=how[root][1],
+        )
+        for root in roots
+    )
+
+
+def _parents(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)]
+
+
+def computed_apart(
+    columns: ModelTable,
+    part: Division,
+    grid: Sequence[int],
+    worker: Worker,
+    samples: int,
+    passes: tuple[Work, Work],
+    *,
+    on_cpu: bool,
+    least: bool = False,
+) -> tuple[Work, Work]:
+    """Forward and backward of a microbatch of `samples`, as parallel/spatial/overlapped.py does it: inputs, outputs and
+    their gradients are read and written some times more; where the interior is computed while halos travel, every slab
+    goes over the weights anew, and its few rows take longer than as many rows of a larger part. `grid`: parts along
+    each dim; `least`: what that takes in any grid of as many parts."""
+    ahead, back = passes
+    cut = (columns.halo > 0).any(axis=1) & (columns.outputs > 0)
+    if max(grid) == 1 or not cut.any() or not samples:
+        return ahead, back
+    inside = _least_interior(columns, max(grid)) if least else interior(columns, grid)
+    apart = cut & (inside >= cost_constants.LEAST_INTERIOR)
+    inputs = np.where(cut, samples * part.passed * columns.activations, 0.0)
+    outputs = np.where(apart, samples * part.passed * columns.outputs, 0.0)
+    slabs = 1 if least else sum(min(2, parts - 1) for parts in grid)
+    weights = np.where(apart, columns.parameters * part.weight, 0.0) * slabs
+    share = np.where(apart & (not least), 1 - inside, 0.0)
+    moved_s = 1 / worker.bandwidth_bytes_per_s
+
+    def longer(work: Work, direction: Literal["forward", "backward"], over_weights_s: float) -> Work:
+        (of_inputs, of_outputs), calls = cost_constants.APART_PASSES[direction], cost_constants.APART_CALLS[direction]
+        slow = 1 / cost_constants.SLAB_EFFICIENCY[direction] - 1 if on_cpu else 0.0
+        of_inputs_here = np.where(apart, of_inputs, cost_constants.HALO_PASSES[direction])
+        traffic = moved_s * (of_inputs_here * inputs + of_outputs * outputs) + over_weights_s * weights
+        each_s = worker.call_s if worker.gap_s is None else worker.gap_s  # a GPU's host is ahead of it
+        calls_here = np.where(apart, calls, cost_constants.HALO_CALLS[direction])
+        called = worker.slowdown * each_s * np.where(cut, calls_here, 0.0)
+        more = np.stack([share * slow * work.seconds, worker.slowdown * traffic, called])
+        return Work(seconds=work.seconds + more.sum(axis=0), limits=work.limits + more)
+
+    pace = worker.convolution_weights
+    return longer(ahead, "forward", pace.forward_s), longer(back, "backward", 2 * pace.backward_s + 3 * moved_s)
+
+
+def interior(columns: ModelTable, grid: Sequence[int]) -> Array:
+    """(modules,): the part of a rank's rows that needs nothing beside what the rank has: no halo, and at the ends no
+    padding, which is put there as halos are; 0 where each needs some."""
+    whole = np.where(columns.activations > 0, columns.activations, np.inf)
+    inside = np.ones(len(columns))
+    for dim, parts in enumerate(grid[:3]):
+        if parts > 1:
+            inside *= 1 - np.minimum(parts * columns.halo[:, dim] / whole, 1.0)
+    return inside
+
+
+def _least_interior(columns: ModelTable, parts: int) -> Array:
+    """The least of any grid of so many parts: all along one dim."""
+    least: Array = np.min([interior(columns, (*(1,) * dim, parts)) for dim in range(3)], axis=0)
+    return least

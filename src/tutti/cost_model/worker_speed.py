@@ -1,0 +1,314 @@
+"""What a rank computes with: how long a matrix product takes there, how fast memory is, what a call costs.
+
+Measured rates come first: of the rank's threads, beside as many neighbours as it has.
+Data sheets give less certain ones.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tutti.config.cluster import DeviceSpec, GemmRate, WeightKind
+from tutti.config.model import OpKind
+from tutti.config.vocabulary import Evidence, Precision
+from tutti.cost_model import cost_constants
+from tutti.cost_model.rank_placement import Seat
+from tutti.errors import PlanError
+
+Array = NDArray[np.float64]
+
+KINDS: tuple[OpKind, ...] = tuple(cost_constants.EFFICIENCY)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """Seconds of one matrix product against its FLOPs, through known points: straight lines in logarithms.
+
+    Beyond the points the rate stays that of the nearest one; `ramp_s` is added to each product. More FLOPs never
+    take less time.
+    """
+
+    flops: Array
+    seconds: Array
+    ramp_s: float = 0.0
+    evidence: Evidence = "measured"
+
+    @property
+    def best_rate(self) -> float:
+        return float(np.max(self.flops / self.seconds))
+
+    def time(self, flops: Array) -> Array:
+        """Seconds of products of `flops` FLOPs each; 0 for none."""
+        inside = np.clip(flops, self.flops[0], self.flops[-1])
+        at = np.exp(np.interp(np.log(inside), np.log(self.flops), np.log(self.seconds)))
+        at = np.where(flops <= self.flops[0], self.seconds[0], at)
+        at = np.where(flops >= self.flops[-1], self.seconds[-1], at)
+        seconds: Array = np.where(flops > 0, at * flops / inside + self.ramp_s, 0.0)
+        return seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """Seconds in which matrix products go over a byte of their weights: forward's, and each of backward's two."""
+
+    forward_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BySize:
+    """A part of a rate by some size of an operator: straight against its logarithm between known points, beyond them as
+    at the nearest."""
+
+    sizes: Array
+    part: Array
+
+    def at(self, sizes: Array) -> Array:
+        return np.interp(np.log(np.maximum(sizes, 1.0)), np.log(self.sizes), self.part)
+
+    @property
+    def rising(self) -> "BySize":
+        """At each size the most of any up to it: what no part of an operator is quicker than."""
+        return replace(self, part=np.maximum.accumulate(self.part))
+
+
+def best_of(some: Sequence[BySize]) -> BySize:
+    """At each size the most of any."""
+    sizes = np.unique(np.concatenate([one.sizes for one in some]))
+    return BySize(sizes=sizes, part=np.max([one.at(sizes) for one in some], axis=0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Efficiency:
+    """(kinds,) each: the rate of a pass relative to that of a square product, for the kinds in `KINDS`."""
+
+    forward: Array
+    backward: Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worker:
+    """What one rank computes with: `matrix` for matrix operators in the plan's precision and `weights` for what they do
+    besides with those, convolutions with theirs at their own pace, `vector_rate` for others.
+
+    `kernel_overhead_s`: of a bare operator call; `call_s`: of one in a model, with all that is around it; `gap_s`: None
+    where that is the worker's own time, else what lies between two kernels while another, the host, makes the calls.
+    `efficiency`: of each operator kind; `convolutions`, `images`: the part of that which convolutions reach by the
+    bytes of their weights, and by the pixels of what they make.
+    `slowdown` multiplies all its work (more ranks than cores). `half`: autocast in a 2-byte type.
+    """
+
+    matrix: Curve
+    weights: Pace
+    convolution_weights: Pace
+    vector_rate: float
+    bandwidth_bytes_per_s: float
+    efficiency: Efficiency
+    convolutions: BySize
+    images: BySize
+    kernel_overhead_s: float
+    call_s: float
+    gap_s: float | None
+    slowdown: float
+    half: bool
+    assumptions: tuple[str, ...]
+    evidence: Evidence
+
+
+def matrix_dtype(model_dtype: str, precision: Precision) -> str:
+    """The dtype that matrix operators run in under a plan's precision."""
+    return model_dtype if precision == "full" else precision
+
+
+def supports(device: DeviceSpec, dtype: str) -> bool:
+    """Whether the device's spec says how fast it multiplies in `dtype`."""
+    return dtype in device.peak_flops_per_s or any(rate.dtype == dtype for rate in device.gemm)
+
+
+def best_rate(device: DeviceSpec, dtype: str) -> float:
+    """The highest rate the device's spec gives for products in `dtype`, measured before published; 0 for none."""
+    measured = [rate.flops_per_s for rate in device.gemm if rate.dtype == dtype]
+    return max(measured, default=device.peak_flops_per_s.get(dtype, 0.0))
+
+
+def worker_at(seat: Seat, model_dtype: str, precision: Precision) -> Worker:
+    """What one rank of `seat` computes with. Raises PlanError for a precision the device has no rate for."""
+    device = seat.device
+    dtype = matrix_dtype(model_dtype, precision)
+    if precision == "tf32" and model_dtype != "float32":
+        raise PlanError(f"precision tf32 needs a float32 model, this one is {model_dtype}; use precision full")
+    matrix, said = _curve(seat, dtype)
+    base, _ = _curve(seat, model_dtype) if supports(device, model_dtype) else (matrix, ())
+    assumptions = list(said)
+    overhead = device.kernel_overhead_s
+    if overhead <= 0 and not device.gemm:
+        overhead = cost_constants.KERNEL_OVERHEAD_S[device.kind]
+        assumptions.append(f"{overhead * 1e6:.0f} us for each operator call on {device.name}")
+    pace, assumed = _pace(seat, dtype)
+    convolutions, _ = _pace(seat, dtype, "conv")
+    assumptions += assumed
+    return Worker(
+        matrix=matrix,
+        weights=pace,
+        convolution_weights=convolutions,
+        vector_rate=base.best_rate,
+        bandwidth_bytes_per_s=rank_bandwidth(seat),
+        efficiency=_efficiency(device, _of_one_thread(seat, model_dtype)),
+        convolutions=_by_size((float(rate.weight_nbytes), rate.relative) for rate in device.convolution_rates),
+        images=_by_size((float(rate.pixels), rate.relative) for rate in device.image_rates),
+        kernel_overhead_s=overhead,
+        call_s=overhead * cost_constants.CALL_FACTOR,
+        gap_s=cost_constants.KERNEL_GAP_S if device.kind == "cuda" else None,
+        slowdown=seat.slowdown,
+        half=precision in ("bfloat16", "float16"),
+        assumptions=tuple(assumptions),
+        evidence=matrix.evidence,
+    )
+
+
+def _curve(seat: Seat, dtype: str) -> tuple[Curve, tuple[str, ...]]:
+    """The curve of `dtype` for one rank of `seat`, and in words what it assumes."""
+    device = seat.device
+    rates = [rate for rate in device.gemm if rate.dtype == dtype]
+    if rates:
+        return _measured(seat, rates), ()
+    if dtype not in device.peak_flops_per_s:
+        have = sorted(device.peak_flops_per_s.keys() | {rate.dtype for rate in device.gemm})
+        raise PlanError(
+            f"device {device.name!r} has no rate for {dtype} (it has {', '.join(have) or 'none'}); use another "
+            "precision, or measure the device with tutti probe"
+        )
+    share = seat.threads / max(1, device.cores) if device.kind == "cpu" else 1.0
+    rate = device.peak_flops_per_s[dtype] * cost_constants.DATA_SHEET_EFFICIENCY * min(1.0, share)
+    curve = Curve(
+        flops=np.array([1.0]),
+        seconds=np.array([1.0 / rate]),
+        ramp_s=cost_constants.MATRIX_RAMP_S[device.kind],
+        evidence="assumed" if device.evidence == "assumed" else "published",
+    )
+    return curve, (
+        f"matrix products reach {cost_constants.DATA_SHEET_EFFICIENCY:.0%} of {device.name}'s published {dtype} peak",
+    )
+
+
+def _measured(seat: Seat, rates: list[GemmRate]) -> Curve:
+    """Rates for the rank's threads, lowered where its neighbours' products slow it down.
+
+    By how much is taken from products measured at once, as many as the ranks that compute at once, each on the
+    rank's threads. Without those, ranks cannot together beat one product on all their threads: that limit is read
+    off the largest size, where a product has enough to do for every thread. Without either, they do not disturb.
+    """
+    alone = _at_threads(rates, seat.threads)
+    cores = max(1, seat.device.cores)
+    at_once, all_threads = min(seat.sharing, cores), min(seat.threads * seat.sharing, cores)
+    if at_once == 1:
+        return alone
+    together = [
+        rate
+        for rate in seat.device.gemm_concurrent
+        if (rate.dtype, rate.concurrent, rate.threads) == (rates[0].dtype, at_once, seat.threads)
+    ]
+    if together:
+        shared = _points(together, 1.0)
+        slower = np.maximum(1.0, shared.seconds / alone.time(shared.flops))
+        factor = np.interp(np.log(alone.flops), np.log(shared.flops), slower)
+        return Curve(flops=alone.flops, seconds=np.maximum.accumulate(alone.seconds * factor))
+    if all_threads > max(rate.threads for rate in rates):
+        return alone
+    whole = _at_threads(rates, all_threads)
+    largest = np.array([max(alone.flops[-1], whole.flops[-1])])
+    gained = float(alone.time(largest)[0] / whole.time(largest)[0])
+    return Curve(flops=alone.flops, seconds=alone.seconds * max(1.0, at_once / gained))
+
+
+def _of_one_thread(seat: Seat, dtype: str) -> float:
+    """The part of the rank's rate of products that one of its threads has."""
+    if seat.device.kind != "cpu" or seat.threads <= 1:
+        return 1.0
+    rates = [rate for rate in seat.device.gemm if rate.dtype == dtype]
+    if not rates:
+        return 1.0 / min(seat.threads, max(1, seat.device.cores))
+    return min(1.0, _at_threads(rates, 1).best_rate / _at_threads(rates, seat.threads).best_rate)
+
+
+def _efficiency(device: DeviceSpec, of_one_thread: float) -> Efficiency:
+    """As measured of elements, else as `efficiency` says, else as assumed of its kind of device. Relative to products
+    on as many threads; what one thread does alone, whatever the others do, has its part of their pace."""
+    known = {kind: (one, one) for kind, one in cost_constants.EFFICIENCY.items()}
+    if device.kind == "cpu":
+        known |= cost_constants.CPU_VECTORS
+    known |= {kind: (one, one) for kind, one in device.efficiency.items()}
+    known |= {rate.kind: (rate.forward, rate.backward) for rate in device.vector_rates}
+    for kind in cost_constants.ON_ONE_THREAD:
+        known[kind] = (of_one_thread * known[kind][0], of_one_thread * known[kind][1])
+    forward, backward = np.array([known[kind] for kind in KINDS]).T
+    return Efficiency(forward=forward, backward=backward)
+
+
+def _by_size(points: Iterable[tuple[float, float]]) -> BySize:
+    """Of (size, part); without any the whole of all."""
+    sizes, parts = np.array(sorted(points) or [(1.0, 1.0)]).T
+    return BySize(sizes=sizes, part=parts)
+
+
+def _pace(seat: Seat, dtype: str, kind: WeightKind = "gemm") -> tuple[Pace, list[str]]:
+    """How a rank of `seat` goes over weights in `dtype`, and in words what that assumes.
+
+    Measured on the rank's threads while its neighbours did so too, or alone; else at the bandwidth of memory.
+    Convolutions of which nothing was measured have the pace of other products.
+    """
+    device, passes = seat.device, cost_constants.WEIGHT_PASSES[seat.device.kind]
+    at_once = min(seat.sharing, max(1, device.cores))
+    measured = {rate.kind for rate in device.weight_rates if rate.dtype == dtype}
+    alike = [rate for rate in device.weight_rates if rate.kind == (kind if kind in measured else "gemm")]
+    rates = {(rate.dtype, rate.threads, rate.concurrent): rate for rate in alike}
+    found = rates.get((dtype, seat.threads, at_once)) or rates.get((dtype, seat.threads, 1))
+    if found is not None:
+        backward = (1 / found.input_gradient + 1 / found.weight_gradient) / 2
+        return Pace(forward_s=1 / found.forward, backward_s=backward), []
+    each = passes / rank_bandwidth(seat)
+    said = [f"each product goes over its weights {passes:.0f} times besides"] if passes and device.gemm else []
+    return Pace(forward_s=each, backward_s=each), said
+
+
+def rank_bandwidth(seat: Seat) -> float:
+    """Bytes a second that one rank of `seat` moves while its neighbours do so too, were there a core for each.
+
+    Measured at once where it was; else what one process moves, at most its part of the device's bandwidth.
+    """
+    device = seat.device
+    share = device.memory_bandwidth_bytes_per_s / min(seat.sharing, max(1, device.cores))
+    if device.evidence != "measured":
+        return share * cost_constants.DATA_SHEET_BANDWIDTH_EFFICIENCY
+    at_once = min(seat.sharing, max(1, device.cores))
+    rates = {(rate.concurrent, rate.threads): rate.bytes_per_s for rate in device.memory_rates}
+    if (at_once, seat.threads) in rates:
+        return rates[at_once, seat.threads]
+    return min(share, rates.get((1, seat.threads), share))
+
+
+def _at_threads(rates: list[GemmRate], threads: int) -> Curve:
+    """The curve for a number of threads: between measured numbers the rate is interpolated, beyond the most
+    it does not rise, below the fewest it falls in proportion."""
+    known = sorted({rate.threads for rate in rates})
+    if threads in known or threads > known[-1]:
+        return _points([rate for rate in rates if rate.threads == min(threads, known[-1])], 1.0)
+    if threads < known[0]:
+        return _points([rate for rate in rates if rate.threads == known[0]], threads / known[0])
+    low = max(count for count in known if count < threads)
+    high = min(count for count in known if count > threads)
+    slow, fast = (_points([rate for rate in rates if rate.threads == count], 1.0) for count in (low, high))
+    flops = np.unique(np.concatenate([slow.flops, fast.flops]))
+    weight = (threads - low) / (high - low)
+    rate = (1 - weight) * flops / slow.time(flops) + weight * flops / fast.time(flops)
+    return Curve(flops=flops, seconds=np.maximum.accumulate(flops / rate))
+
+
+def _points(rates: list[GemmRate], factor: float) -> Curve:
+    """A curve through measured rates, each times `factor`. A larger product never takes less time."""
+    ordered = sorted(rates, key=lambda rate: rate.n)
+    flops = np.array([2.0 * rate.n**3 for rate in ordered])
+    seconds = np.array([2.0 * rate.n**3 / (rate.flops_per_s * factor) for rate in ordered])
+    return Curve(flops=flops, seconds=np.maximum.accumulate(seconds))

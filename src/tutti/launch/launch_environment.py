@@ -1,0 +1,101 @@
+"""The environment of ranks: what the launcher writes there and `tutti.environment` reads in each of them."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from tutti.launch.launcher import LaunchSpec
+from tutti.launch.network import interface_towards, loopback
+
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+_ALLOCATOR = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=1"}
+"""With its caches of small blocks per thread glibc's malloc cannot fit a large tensor where one like it was freed:
+slivers of 32 to 96 bytes beside it stay there. The heap of a pipeline grew by 100 MB a step (docs/architecture.md)."""
+
+
+def stated_threads() -> int | None:
+    """Threads per rank if the user's environment says, else None."""
+    text = os.environ.get("OMP_NUM_THREADS", "")
+    return int(text) if text.isdigit() and int(text) > 0 else None
+
+
+@contextlib.contextmanager
+def loading_defaults(threads: int) -> Iterator[None]:
+    """For processes started meanwhile: what libraries that read their settings when loaded shall use, where the user's
+    environment does not say: numbers of threads, and the C library's allocator."""
+    wanted = dict.fromkeys(_THREAD_VARIABLES, str(threads)) | _ALLOCATOR
+    values = {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            os.environ.pop(name, None)
+
+
+def of_node(spec: LaunchSpec, meeting: Path) -> dict[str, str]:
+    """What every rank of this node finds in its environment besides its own numbers.
+
+    `meeting`: a private folder of this node, where the ranks of a single node meet without any port.
+    """
+    if spec.rendezvous is None:
+        rendezvous, interface = f"file://{meeting}/store", loopback()
+    else:
+        rendezvous, interface = f"tcp://{spec.rendezvous}", interface_towards(spec.rendezvous)
+    environment = {
+        "WORLD_SIZE": str(spec.world_size),
+        "LOCAL_WORLD_SIZE": str(spec.local_world_size),
+        "NODE_RANK": str(spec.node_rank),
+        "TUTTI_RENDEZVOUS": rendezvous,
+        "TUTTI_TIMEOUT_S": str(spec.timeout_s),
+        "TUTTI_RUN_FOLDER": str(spec.folder),
+        "TUTTI_SUPERVISED": "1",
+        "OMP_NUM_THREADS": str(spec.threads),
+    }
+    if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
+        environment["GLOO_SOCKET_IFNAME"] = interface
+    return environment | spec.environment
+
+
+def of_rank(rank: int, local_rank: int) -> dict[str, str]:
+    """One rank's own numbers."""
+    return {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+
+
+def become(environment: dict[str, str]) -> None:
+    """Add to this process' own environment: what a forked rank does before anything else reads it.
+
+    A plan or a resume that was meant for another run, around this one, is not inherited.
+    """
+    for name in ("TUTTI_PLAN", "TUTTI_RESUME"):
+        os.environ.pop(name, None)
+    os.environ.update(environment)
+
+
+def place_and_rendezvous() -> tuple[int, int, str, float]:
+    """What `of_node` and `of_rank` wrote for this rank: rank, world size, where to meet, seconds to wait."""
+    read = os.environ
+    return int(read["RANK"]), int(read["WORLD_SIZE"]), read["TUTTI_RENDEZVOUS"], float(read["TUTTI_TIMEOUT_S"])
+
+
+def granted_cores() -> int:
+    """Processor cores this process may use: its affinity, bounded by the control group's quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _cgroup_quota(Path("/sys/fs/cgroup/cpu.max"))
+    return max(1, min(cores, int(quota))) if quota is not None else cores
+
+
+def _cgroup_quota(path: Path) -> float | None:
+    """Cores granted by a cgroup v2 quota file ("max 100000" or "200000 100000"), or None without a bound."""
+    try:
+        quota, period = path.read_text(encoding="ascii").split()
+        return None if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError):
+        return None
+
+
+def threads_per_rank(ranks: int) -> int:
+    """How many threads each of `ranks` ranks of this host computes with: the user's word, else an equal share."""
+    return stated_threads() or max(1, granted_cores() // ranks)

@@ -1,0 +1,241 @@
+"""What a person sees of a run: rank 0's output as it comes, and one live line of progress beneath it."""
+
+import codecs
+import json
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from tutti.config.run_folder import RunFolder
+from tutti.launch.launcher import LaunchSpec
+
+
+class Watcher(Protocol):
+    """Shows what ranks do while they run. A context: entered before they start, left after they ended."""
+
+    def __enter__(self) -> "Watcher": ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
+    def update(self) -> None:
+        """Show what is new."""
+        ...
+
+
+class Silent:
+    """Shows nothing."""
+
+    def __enter__(self) -> "Silent":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def update(self) -> None:
+        """Show nothing."""
+
+
+def watcher_for(spec: LaunchSpec, *, stdout: TextIO, console: Console) -> Watcher:
+    """Rank 0's output on its own node, else that of the node's first rank; with a bar if a person watches."""
+    if console.is_terminal:
+        return LiveWatcher(spec, stdout=stdout, console=console)
+    return PlainWatcher(spec, stdout=stdout, stderr=console.file)
+
+
+class PlainWatcher:
+    """Passes the first rank's output on, unchanged."""
+
+    def __init__(self, spec: LaunchSpec, *, stdout: TextIO, stderr: Any) -> None:
+        folder = RunFolder(spec.folder).rank(spec.first_rank)
+        self._pairs = ((Tail(folder / "stdout.log"), stdout), (Tail(folder / "stderr.log"), stderr))
+
+    def __enter__(self) -> "PlainWatcher":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.update()
+
+    def update(self) -> None:
+        """Pass on what is new."""
+        for tail, stream in self._pairs:
+            text = tail.read()
+            if text:
+                stream.write(text)
+                stream.flush()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progressed:
+    """Where training stands: the newest step, and the mean rate of the last steps."""
+
+    step: int
+    total_steps: int | None
+    loss: float | None
+    rate_per_s: float | None
+    unit: str
+    left_s: float | None
+
+    @property
+    def words(self) -> str:
+        """Loss, throughput and time left, as far as they are known."""
+        parts = []
+        if self.loss is not None:
+            parts.append(f"loss {self.loss:.4g}")
+        if self.rate_per_s is not None:
+            parts.append(f"{self.rate_per_s:,.4g} {self.unit}/s")
+        if self.left_s is not None:
+            minutes, seconds = divmod(round(self.left_s), 60)
+            hours, minutes = divmod(minutes, 60)
+            parts.append(f"{hours}:{minutes:02}:{seconds:02} left" if hours else f"{minutes}:{seconds:02} left")
+        return ", ".join(parts)
+
+
+class Meter:
+    """Progress from rows of metrics, averaged over the last `window` steps."""
+
+    def __init__(self, window: int = 20) -> None:
+        self._steps: deque[dict[str, Any]] = deque(maxlen=window)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Take a row into account if it is a step's."""
+        if row.get("kind") == "step":
+            self._steps.append(row)
+
+    def now(self) -> Progressed | None:
+        """Where training stands, or None before the first step."""
+        if not self._steps:
+            return None
+        newest = self._steps[-1]
+        unit = "tokens" if newest.get("tokens") else "samples"
+        wall_s = sum(float(row.get("wall_s") or 0) for row in self._steps)
+        amount = sum(float(row.get(unit) or 0) for row in self._steps)
+        total = newest.get("total_steps")
+        left = max(0, total - newest["step"]) * wall_s / len(self._steps) if total else None
+        return Progressed(
+            step=newest["step"],
+            total_steps=total,
+            loss=newest.get("loss"),
+            rate_per_s=amount / wall_s if wall_s > 0 else None,
+            unit=unit,
+            left_s=left,
+        )
+
+
+class LiveWatcher:
+    """The first rank's lines above one live line: bar, steps, loss, throughput, time left."""
+
+    def __init__(self, spec: LaunchSpec, *, stdout: TextIO, console: Console) -> None:
+        folder = RunFolder(spec.folder)
+        rank = folder.rank(spec.first_rank)
+        self._stdout = stdout
+        self._out = LineTail(rank / "stdout.log")
+        self._err = LineTail(rank / "stderr.log")
+        self._rows = RowTail(folder.metrics)
+        self._meter = Meter()
+        self._console = console
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[words]}"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        ranks = f"{spec.world_size} rank{'s' if spec.world_size > 1 else ''}"
+        self._task = self._progress.add_task(f"{ranks} starting", total=None, words="")
+        self._ranks = ranks
+
+    def __enter__(self) -> "LiveWatcher":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._show(self._out.flush(), self._err.flush())
+        self._progress.stop()
+
+    def update(self) -> None:
+        """Show new lines and where training stands."""
+        self._show(self._out.read(), self._err.read())
+        for row in self._rows.read():
+            self._meter.add(row)
+        at = self._meter.now()
+        if at is not None:
+            self._progress.update(
+                self._task, description=self._ranks, completed=at.step, total=at.total_steps, words=at.words
+            )
+
+    def _show(self, out: list[str], err: list[str]) -> None:
+        if not self._stdout.isatty():
+            self._stdout.writelines(line + "\n" for line in out)
+            self._stdout.flush()
+            out = []
+        for line in [*out, *err]:
+            # A bar drawn with carriage returns is shown as it last stood.
+            self._console.print(Text.from_ansi(line.rstrip("\r").rpartition("\r")[2]), soft_wrap=True)
+
+
+class Tail:
+    """New text of one file, each time it is asked. The file need not exist yet."""
+
+    def __init__(self, path: Path, *, from_end: bool = True) -> None:
+        """`from_end`: skip what the file holds already (an earlier run's output)."""
+        self._path = path
+        self._offset = path.stat().st_size if from_end and path.exists() else 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def read(self) -> str:
+        """What was appended since the last call; "" when nothing was."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except OSError:
+            return ""
+        self._offset += len(data)
+        return self._decoder.decode(data)
+
+
+class LineTail:
+    """New whole lines of one file, each time it is asked."""
+
+    def __init__(self, path: Path, *, from_end: bool = True) -> None:
+        self._tail = Tail(path, from_end=from_end)
+        self._rest = ""
+
+    def read(self) -> list[str]:
+        """The lines completed since the last call, without their ends."""
+        *lines, self._rest = (self._rest + self._tail.read()).split("\n")
+        return lines
+
+    def flush(self) -> list[str]:
+        """What remains without an end, as a last line, after reading on."""
+        lines = [*self.read(), self._rest]
+        self._rest = ""
+        return [line for line in lines if line] if not lines[-1] else lines
+
+
+class RowTail:
+    """New rows of a JSON lines file, each time it is asked; a line that is not a JSON object is left out."""
+
+    def __init__(self, path: Path, *, from_end: bool = True) -> None:
+        self._lines = LineTail(path, from_end=from_end)
+
+    def read(self) -> list[dict[str, Any]]:
+        rows = []
+        for line in self._lines.read():
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if isinstance(row, dict):
+                rows.append(row)
+        return rows

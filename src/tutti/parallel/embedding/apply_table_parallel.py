@@ -1,0 +1,133 @@
+"""The `table` axis: embedding tables and wide linear layers divided over its ranks, which compute different samples.
+
+A holder sees the rows that all ranks of the axis ask for, so a table's gradient is not summed over `table`. Vectors go
+to where they were asked for, and the layers that follow are data parallel (Naumov et al. 2019, DLRM, section 4). Linear
+layers that a rule names are divided in the same sense (`linear.py`).
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from tutti.config.plan import LayoutRule, find_placement
+from tutti.errors import PlanError
+from tutti.nn.embedding_tables import Bags, EmbeddingTables, bags_of
+from tutti.parallel.embedding.table_linear import divide_linear, wanted_linears
+from tutti.parallel.embedding.table_lookup import AnyTable, DividedLookup, Peers, Place, Table, place_tables
+from tutti.parallel.layout import Layout
+
+
+def divide_tables(model: nn.Module, rules: Sequence[LayoutRule], layout: Layout) -> None:
+    """Divide the nn.EmbeddingBag and nn.Embedding modules of `model` over the `table` axis.
+
+    Whole tables go to ranks, the largest first; what is too large for balance, and what a layout rule places `split`
+    or `row`, is cut along its rows; `replicate` keeps a table whole on every rank. Tables within an EmbeddingTables
+    share one exchange, others have one each. Linear layers are divided where a rule says `column`, `row` or `split`.
+    Raises PlanError where there is nothing to divide, or something cannot be.
+    """
+    mesh = layout.mesh
+    if mesh.degree("table") == 1:
+        return
+    found = {name: m for name, m in model.named_modules() if isinstance(m, nn.EmbeddingBag | nn.Embedding)}
+    wanted = [table for name in found if (table := _table(name, found[name], rules, layout)) is not None]
+    linears = wanted_linears(model, rules, layout)
+    if not wanted and not linears:
+        raise PlanError(
+            f"mesh.table = {mesh.degree('table')}, but the model has no embedding table to divide and no layout rule "
+            "names a linear layer; use tutti.nn.EmbeddingTables, nn.EmbeddingBag or nn.Embedding, say 'split' of a "
+            "linear layer, or make these ranks replicate"
+        )
+    places = place_tables(wanted, mesh.degree("table"))
+    group = mesh.new_group("table")
+    peers = Peers(
+        group=group,
+        size=mesh.degree("table"),
+        own=mesh.index("table"),
+        vectors=layout.channel("vectors", "table"),
+        indices=layout.channel("indices", "table"),
+    )
+    together = _together(model)
+    for name, place in places.items():
+        module = found[name]
+        lookup = DividedLookup({module: place}, module.weight.dtype, peers)
+        if module not in together:
+            module.forward = Divided(module, lookup)  # type: ignore[method-assign]
+        elif isinstance(before := together[module].lookup, DividedLookup):
+            before.places[module] = place
+        else:
+            together[module].lookup = lookup
+        _take_part(module, name, place, peers.own, layout)
+    for name, columns in linears.items():
+        divide_linear(model, name, columns, peers, layout)
+
+
+def _together(model: nn.Module) -> dict[nn.Module, EmbeddingTables]:
+    """Which tables are looked up together, by which module."""
+    owners = [module for module in model.modules() if isinstance(module, EmbeddingTables)]
+    return {table: owner for owner in owners for table in owner.tables.values()}
+
+
+def _table(name: str, module: AnyTable, rules: Sequence[LayoutRule], layout: Layout) -> Table | None:
+    """What is to be placed, or None for a table that stays whole. Raises PlanError for one that cannot be divided."""
+    placement = find_placement(rules, name)
+    if placement == "column":
+        raise PlanError(f"layout: table {name!r} cannot be cut by columns; use 'split' (along rows) or 'replicate'")
+    if placement == "replicate":
+        return None
+    weight = f"{name}.weight" if name else "weight"
+    tied = next((names for names in layout.tied if weight in names), None)
+    if tied:
+        if placement == "auto":
+            return None
+        raise PlanError(f"{' and '.join(tied)} are one tensor, so {name!r} cannot be divided; place it 'replicate'")
+    for setting in ("max_norm", "scale_grad_by_freq"):
+        if getattr(module, setting):
+            raise PlanError(
+                f"table {name!r} has {setting}, which looks at all rows that a batch asks for; leave it out, or place "
+                "the table 'replicate'"
+            )
+    if placement != "auto" and module.num_embeddings < layout.mesh.degree("table"):
+        raise PlanError(
+            f"table {name!r} has {module.num_embeddings} rows, fewer than mesh.table = {layout.mesh.degree('table')}; "
+            "place it 'auto' or 'replicate'"
+        )
+    nbytes = module.weight.numel() * module.weight.element_size()
+    return Table(name=name, rows=module.num_embeddings, nbytes=nbytes, by_rows=placement != "auto")
+
+
+def _take_part(module: AnyTable, name: str, place: Place, own: int, layout: Layout) -> None:
+    weight, full = module.weight, f"{name}.weight" if name else "weight"
+    layout.set_reduce_axes(full, [axis for axis in layout.shard_of(full).sums if axis != "table"])
+    if place.owner is None:
+        begin, end = place.bounds[own : own + 2]
+        layout.cut(full, 0, (begin, end))
+        module.weight = nn.Parameter(weight.detach()[begin:end].clone(), requires_grad=weight.requires_grad)
+    elif place.owner != own:
+        module._parameters["weight"] = None
+
+
+class Divided:
+    """The forward of one nn.EmbeddingBag or nn.Embedding whose rows are on several ranks, or on another one."""
+
+    def __init__(self, module: AnyTable, lookup: DividedLookup) -> None:
+        self.module, self.lookup = module, lookup
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial, (type(self.module).forward, self.module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Divided":
+        return Divided(memo.get(id(self.module), self.module), self.lookup.__deepcopy__(memo))
+
+    def __call__(
+        self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+    ) -> Tensor:
+        if isinstance(self.module, nn.Embedding):
+            rows = input.reshape(-1).long()
+            found = self.lookup.start([self.module], [Bags(rows=rows, count=len(rows))])()[0]
+            return found.reshape(*input.shape, found.shape[-1])
+        if per_sample_weights is not None and self.module.mode != "sum":
+            raise ValueError(f"per_sample_weights need mode='sum', not {self.module.mode!r}")
+        bags = bags_of(input, offsets, per_sample_weights, include_last=bool(self.module.include_last_offset))
+        return self.lookup.start([self.module], [bags])()[0]

@@ -1,0 +1,294 @@
+"""Looking up tables that are divided over ranks: what a rank asks for goes to the holders, vectors come back.
+
+A table that one rank has whole is asked for bags, and the holder pools them. A table cut along its rows (and every
+nn.Embedding) is asked for distinct rows, and the asking rank pools them. All tables of a call share three exchanges:
+sizes, rows asked for (both small), and vectors; backward has one, of the vectors' gradients.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tutti.comm.traffic import CommChannel
+from tutti.config.partitioning import cut
+from tutti.nn.embedding_tables import Bags, Here, pooled
+from tutti.parallel.all_to_all import Route, exchange, land, launch, plain_exchange
+
+AnyTable = nn.Embedding | nn.EmbeddingBag
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peers:
+    """The ranks over which tables are divided. `own`: this rank's place in their `group`; `vectors`, `indices`: where
+    what they send is counted.
+    """
+
+    group: Any
+    size: int
+    own: int
+    vectors: CommChannel
+    indices: CommChannel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a table's rows are: rank i has bounds[i] .. bounds[i + 1] - 1. `owner`: the rank that has all of them."""
+
+    bounds: tuple[int, ...]
+    owner: int | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Request:
+    """What this rank asks of one table. `bags`: as the model asks; `asked[i]`: rows asked of rank i, counted from its
+    first one; `distinct`: for the asking rank to pool, where each of the bags' rows is among the rows that come back.
+    """
+
+    table: AnyTable
+    place: Place | None
+    bags: Bags
+    asked: list[Tensor] = field(default_factory=list)
+    distinct: Tensor | None = None
+    padding: int | None = None
+
+    @property
+    def pooled_there(self) -> bool:
+        return self.place is not None and self.distinct is None
+
+    def sizes(self, rank: int) -> list[int]:
+        """What announces the request to `rank`: rows, bags, and whether the bags' lengths are sent too."""
+        there = self.pooled_there and self.place is not None and self.place.owner == rank
+        bags = self.bags.count if there else 0
+        return [len(self.asked[rank]), bags, int(there and self.bags.lengths is not None)]
+
+    def answers(self, rank: int) -> int:
+        """How many vectors come back from `rank`."""
+        rows, bags, _ = self.sizes(rank)
+        return bags if self.pooled_there else rows
+
+
+def request(table: AnyTable, place: Place | None, bags: Bags, size: int) -> Request:
+    """Sort out who is asked for what. Raises IndexError for rows that the table does not have, as torch does."""
+    made = Request(table=table, place=place, bags=bags)
+    if place is None:  # whole on every rank
+        made.asked = [bags.rows[:0]] * size
+        return made
+    rows, count = bags.rows, table.num_embeddings
+    if place.owner is not None and isinstance(table, nn.EmbeddingBag):
+        low, high = (int(one) for one in rows.aminmax()) if len(rows) else (0, 0)
+        made.asked = [rows if rank == place.owner else rows[:0] for rank in range(size)]
+    else:
+        rows, made.distinct = torch.unique(rows, return_inverse=True)
+        low, high = (int(rows[0]), int(rows[-1])) if len(rows) else (0, 0)
+        ends = torch.searchsorted(rows, torch.tensor(place.bounds, device=rows.device)).tolist()
+        made.asked = [rows[ends[i] : ends[i + 1]] - place.bounds[i] for i in range(size)]
+        if table.padding_idx is not None:
+            found = (rows == table.padding_idx).nonzero()
+            made.padding = int(found[0]) if len(found) else None
+    if low < 0 or high >= count:
+        raise IndexError(f"rows {low} to {high} were asked of an embedding table that has rows 0 to {count - 1}")
+    return made
+
+
+class DividedLookup:
+    """`tutti.nn.embedding_tables.Lookup` over ranks. `places`: of each table; one that is not there is whole on every rank."""
+
+    def __init__(self, places: dict[nn.Module, Place], dtype: torch.dtype, peers: Peers) -> None:
+        self.places, self.dtype, self.peers = places, dtype, peers
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DividedLookup":
+        places = {memo.get(id(table), table): place for table, place in self.places.items()}
+        return DividedLookup(places, self.dtype, self.peers)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A pickled model stands alone: the ranks are not part of it."""
+        return Here, ()
+
+    def start(self, tables: Sequence[AnyTable], bags: Sequence[Bags]) -> Callable[[], list[Tensor]]:
+        """Ask, and answer what others ask; the result waits for this rank's answers. All peers must call it alike."""
+        peers = self.peers
+        mine = [request(t, self.places.get(t), b, peers.size) for t, b in zip(tables, bags, strict=True)]
+        theirs = _ask(mine, peers)
+        _send_weights(mine, theirs, peers)
+        nothing = torch.empty(0, tables[0].embedding_dim, dtype=self.dtype, device=bags[0].rows.device)
+        answers, send = _answer(mine, theirs, nothing, peers)
+        receive = [sum(one.answers(rank) for one in mine) for rank in range(peers.size)]
+        route = Route(peers.group, peers.own, send, receive, peers.vectors)
+        travelling = launch(answers, route)
+        return lambda: _pool(mine, land(travelling, route), peers.size)
+
+
+@dataclass(slots=True, kw_only=True)
+class Asked:
+    """What one peer asks of one table here: its bags' `rows`, whose `lengths` are empty where all are the same."""
+
+    rows: Tensor
+    count: int
+    lengths: Tensor
+    weights: Tensor | None = None
+
+    @property
+    def sizes(self) -> Tensor:
+        """(count,), how many rows each bag has."""
+        if len(self.lengths) or not self.count:
+            return self.lengths
+        return self.rows.new_full((self.count,), len(self.rows) // self.count)
+
+
+def _ask(mine: list[Request], peers: Peers) -> list[list[Asked]]:
+    """[peer][table]: what every peer asks of this rank, after it was asked what `mine` says."""
+    device = mine[0].bags.rows.device
+    sizes = torch.tensor([[one.sizes(rank) for one in mine] for rank in range(peers.size)], dtype=torch.int64)
+    each = [1] * peers.size
+    announced = plain_exchange(sizes.to(device), Route(peers.group, peers.own, each, each, peers.indices)).tolist()
+    parts: list[Tensor] = []
+    send = []
+    for rank in range(peers.size):
+        own = [one.bags.lengths if one.sizes(rank)[2] else None for one in mine]
+        pairs = [(one.asked[rank], lengths) for one, lengths in zip(mine, own, strict=True)]
+        of_rank = [part for pair in pairs for part in pair if part is not None]
+        send.append(sum(len(part) for part in of_rank))
+        parts += of_rank
+    pieces = [(rows, bags * ragged) for peer in announced for rows, bags, ragged in peer]
+    receive = [sum(rows + bags * ragged for rows, bags, ragged in peer) for peer in announced]
+    came = plain_exchange(torch.cat(parts), Route(peers.group, peers.own, send, receive, peers.indices))
+    split = iter(torch.split(came, [size for pair in pieces for size in pair]))
+    return [[Asked(rows=next(split), count=bags, lengths=next(split)) for _, bags, _ in peer] for peer in announced]
+
+
+def _send_weights(mine: list[Request], theirs: list[list[Asked]], peers: Peers) -> None:
+    """Where bags that are pooled elsewhere weigh their rows: weights go along, and their gradients come back."""
+    weighted = [number for number, one in enumerate(mine) if one.pooled_there and one.bags.weights is not None]
+    if not weighted:
+        return
+    parts, send = [], []
+    for rank in range(peers.size):
+        for number in weighted:
+            weights = mine[number].bags.weights
+            assert weights is not None
+            parts.append(weights[: len(mine[number].asked[rank])])
+        send.append(sum(len(mine[number].asked[rank]) for number in weighted))
+    sizes = [[len(peer[number].rows) for number in weighted] for peer in theirs]
+    route = Route(peers.group, peers.own, send, [sum(peer) for peer in sizes], peers.vectors)
+    pieces = iter(torch.split(exchange(torch.cat(parts), route), [size for peer in sizes for size in peer]))
+    for peer in theirs:
+        for number in weighted:
+            peer[number].weights = next(pieces)
+
+
+def _answer(mine: list[Request], theirs: list[list[Asked]], nothing: Tensor, peers: Peers) -> tuple[Tensor, list[int]]:
+    """Vectors for all peers, in their order and that of the tables, and how many each gets. `nothing`: (0, width)."""
+    found: list[list[Tensor]] = [[] for _ in theirs]
+    for number, one in enumerate(mine):
+        asked = [peer[number] for peer in theirs]
+        place = one.place
+        if place is None or place.bounds[peers.own] == place.bounds[peers.own + 1]:
+            continue
+        if one.pooled_there:
+            assert isinstance(one.table, nn.EmbeddingBag)
+            weighted = [each.weights for each in asked if each.weights is not None]
+            weights = torch.cat(weighted) if weighted else None
+            lengths = torch.cat([each.sizes for each in asked])
+            rows = torch.cat([each.rows for each in asked])
+            vectors = pooled(one.table, Bags(rows=rows, count=len(lengths), lengths=lengths, weights=weights))
+            counts = [each.count for each in asked]
+        else:
+            vectors = _rows(one.table, torch.cat([each.rows for each in asked]), place.bounds[peers.own])
+            counts = [len(each.rows) for each in asked]
+        for answers, piece in zip(found, torch.split(vectors, counts), strict=True):
+            answers.append(piece)
+    result = torch.cat([piece for answers in found for piece in (nothing, *answers)])
+    for peer in theirs:  # weights get their gradients back also where no vector depends on them
+        result = result + sum(each.weights[:0].sum() for each in peer if each.weights is not None)
+    if torch.is_grad_enabled() and not result.requires_grad:
+        result.requires_grad_()  # backward must pass on all ranks, also on those that hold no table
+    return result, [sum(len(piece) for piece in answers) for answers in found]
+
+
+def _rows(table: AnyTable, rows: Tensor, first: int) -> Tensor:
+    """(n, width): rows of this rank's part of a table, which begins at row `first` of the whole."""
+    padding = None if table.padding_idx is None else table.padding_idx - first
+    if padding is not None and not 0 <= padding < len(table.weight):
+        padding = None
+    return F.embedding(rows, table.weight, padding_idx=padding, sparse=table.sparse)
+
+
+def _pool(mine: list[Request], vectors: Tensor, size: int) -> list[Tensor]:
+    """(bags, width) for each table, from the `vectors` that came, in order of peers and tables."""
+    counts = [one.answers(rank) for rank in range(size) for one in mine]
+    pieces = torch.split(vectors, counts)
+    results = []
+    for number, one in enumerate(mine):
+        came = torch.cat(pieces[number :: len(mine)])
+        table, bags = one.table, one.bags
+        if one.pooled_there:
+            results.append(came)
+        elif one.distinct is None:
+            results.append(pooled(table, bags) if isinstance(table, nn.EmbeddingBag) else _rows(table, bags.rows, 0))
+        elif isinstance(table, nn.EmbeddingBag):
+            results.append(
+                F.embedding_bag(
+                    one.distinct,
+                    came,
+                    bags.offsets,
+                    mode=table.mode,
+                    per_sample_weights=bags.weights,
+                    padding_idx=one.padding,
+                )
+            )
+        else:
+            results.append(F.embedding(one.distinct, came, padding_idx=one.padding))
+    return results
+
+
+BALANCED = 1.2
+"""A rank may hold this many times its fair share of bytes before a large table is cut along its rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A table to be placed. `by_rows`: cut along rows whatever balance needs."""
+
+    name: str
+    rows: int
+    nbytes: int
+    by_rows: bool = False
+
+
+def place_tables(tables: Sequence[Table], ranks: int) -> dict[str, Place]:
+    """Places for all tables: as few as balance needs are cut along their rows, the largest first; the others go whole
+    to the rank that has least, the largest first. A rank's load is its part of all bytes plus its part of all lookups,
+    a table's lookups counting alike.
+    """
+    divisible = sorted((t for t in tables if not t.by_rows and t.rows >= ranks), key=lambda t: -t.nbytes)
+    forced = {t.name for t in tables if t.by_rows}
+    best: tuple[float, dict[str, Place]] | None = None
+    for count in range(len(divisible) + 1):
+        chosen = forced | {t.name for t in divisible[:count]}
+        places, excess = _place(tables, chosen, ranks)
+        if best is None or excess < best[0]:
+            best = (excess, places)
+        if excess <= BALANCED:
+            break
+    return best[1] if best else {}
+
+
+def _place(tables: Sequence[Table], by_rows: set[str], ranks: int) -> tuple[dict[str, Place], float]:
+    """Places with these tables cut by rows, and the most bytes a rank holds over the fair share."""
+    total = max(sum(table.nbytes for table in tables), 1)
+    loads, held, places = [0.0] * ranks, [0.0] * ranks, {}
+    for table in sorted(tables, key=lambda t: (-t.nbytes, t.name)):
+        if table.name in by_rows:
+            places[table.name] = Place(bounds=tuple(cut(table.rows, ranks)))
+            held = [nbytes + table.nbytes / ranks for nbytes in held]
+            continue
+        owner = min(range(ranks), key=loads.__getitem__)
+        bounds = (0,) * (owner + 1) + (table.rows,) * (ranks - owner)
+        places[table.name] = Place(bounds=bounds, owner=owner)
+        loads[owner] += table.nbytes / total + 1 / len(tables)
+        held[owner] += table.nbytes
+    return places, max(held) * ranks / total

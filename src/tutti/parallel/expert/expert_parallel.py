@@ -1,0 +1,364 @@
+"""A mixture's exchange with the ranks that share its microbatch slice: who chose what, and rows sent to their experts.
+
+Capacity, the order in which tokens are dropped and the load-balancing loss are those of the whole slice, so they do not
+depend on the number of ranks. One gather a layer tells every rank all counts; the sizes of the all-to-alls follow.
+"""
+
+import functools
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from tutti.comm.point_to_point import ring_all_reduce_nbytes
+from tutti.comm.traffic import CommChannel, untracked_channel
+from tutti.config.partitioning import cut
+from tutti.config.plan import LayoutRule, find_placement
+from tutti.errors import PlanError
+from tutti.nn.mixture import Alone, Experts, MixtureOfExperts, Routing, Tally, take_tallies
+from tutti.parallel.all_to_all import Route, exchange, land, launch
+from tutti.parallel.data.batchnorm import BatchScope
+from tutti.parallel.layout import GRADIENT_AXES, Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharers:
+    """The ranks that share every slice. `group`: of all of them; `rank`: this rank's place in it; `scope`: whether this
+    rank's samples count in the pass that is running; `channel`: where what they tell each other is counted.
+    """
+
+    size: int
+    rank: int
+    group: Any
+    scope: BatchScope
+    channel: CommChannel = field(default_factory=untracked_channel)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holders:
+    """The ranks over which experts are divided. `group`: theirs; `places`: their places among the sharers, in order;
+    `bounds`: holder i has experts bounds[i] .. bounds[i + 1] - 1; `own`: this rank's place among the holders.
+    """
+
+    group: Any
+    places: tuple[int, ...]
+    bounds: tuple[int, ...]
+    own: int
+
+    @property
+    def experts(self) -> tuple[int, int]:
+        """This rank's experts, (start, stop)."""
+        return self.bounds[self.own], self.bounds[self.own + 1]
+
+
+class OwnSlice(Alone):
+    """One rank computes the whole slice: nothing is exchanged, but forward may run again within backward."""
+
+    def __init__(self, scope: BatchScope) -> None:
+        self.scope = scope
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "OwnSlice":
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Alone, ()
+
+    @property
+    def recomputing(self) -> bool:
+        return self.scope.recomputing
+
+
+class SharedSlice:
+    """`tutti.nn.mixture.Exchange` over ranks. Without holders every rank has all experts, and no row travels."""
+
+    def __init__(self, sharers: Sharers, holders: Holders | None, channel: CommChannel) -> None:
+        self.sharers, self.holders, self.channel = sharers, holders, channel
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SharedSlice":
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A pickled model stands alone: the ranks are not part of it."""
+        return Alone, ()
+
+    @property
+    def recomputing(self) -> bool:
+        return self.sharers.scope.recomputing
+
+    def agree(self, counts: Tensor, mass: Tensor, *, training: bool) -> Routing:
+        """Every rank's counts and the mass of all; in evaluation without holders a rank needs no other."""
+        if not self.sharers.scope.counts:
+            counts, mass = torch.zeros_like(counts), mass * 0.0
+        if not training and self.holders is None:
+            return Routing(counts=counts.cpu()[None], rank=0, mass=mass)
+        total, everyone = _Gather.apply(mass, counts, self.sharers)  # type: ignore[no-untyped-call]
+        return Routing(counts=everyone, rank=self.sharers.rank, mass=total)
+
+    def compute(self, experts: Experts, rows: Tensor, kept: Tensor) -> Tensor:
+        """Rows for experts that are here are computed while the others travel, in backward too."""
+        if self.holders is None:
+            here = kept[self.sharers.rank if len(kept) > 1 else 0]
+            return experts.run_experts(rows, here.tolist())
+        return self.divided(experts, rows, kept[list(self.holders.places)], self.holders)
+
+    def divided(self, experts: Experts, rows: Tensor, kept: Tensor, holders: Holders) -> Tensor:
+        """`kept`: (holders, experts), what each holder's tokens ask of every expert."""
+        own, (first, last) = holders.own, holders.experts
+        asked = [int(kept[own, a:b].sum()) for a, b in pairwise(holders.bounds)]
+        answered = kept[:, first:last].clone()
+        mine = answered[own].tolist()
+        answered[own] = 0
+        begin, end = sum(asked[:own]), sum(asked[: own + 1])
+        asked[own] = 0
+        route = Route(holders.group, own, asked, answered.sum(1).tolist(), self.channel)
+        travelling = launch(torch.cat([rows[:begin], rows[end:]]), route)
+        stayed = experts.run_experts(rows[begin:end], mine)
+        arrived = land(travelling, route)
+        order = _by_expert(answered).to(rows.device)
+        results = experts.run_experts(arrived.index_select(0, order), answered.sum(0).tolist())
+        returned = exchange(results.index_select(0, torch.argsort(order)), route.back())
+        return torch.cat([returned[:begin], stayed, returned[begin:]])
+
+
+class _Gather(torch.autograd.Function):
+    """(sum of every rank's mass, every rank's counts on the CPU). Each rank's loss has a part in the sum's gradient,
+    so backward adds the parts up."""
+
+    @staticmethod
+    def forward(ctx: Any, mass: Tensor, counts: Tensor, sharers: Sharers) -> tuple[Tensor, Tensor]:
+        ctx.sharers = sharers
+        mine = torch.cat([counts.reshape(-1).double(), mass.double()])
+        everyone = [torch.empty_like(mine) for _ in range(sharers.size)]
+        with sharers.channel.waiting((sharers.size - 1) * mine.numel() * mine.element_size()):
+            dist.all_gather(everyone, mine, group=sharers.group)
+        table = torch.stack(everyone)
+        theirs = table[:, : counts.numel()].round().long().cpu().reshape(sharers.size, *counts.shape)
+        ctx.mark_non_differentiable(theirs)
+        return table[:, counts.numel() :].sum(0).to(mass.dtype), theirs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> Any:
+        total, sharers = gradient.contiguous().clone(), ctx.sharers
+        with sharers.channel.waiting(ring_all_reduce_nbytes(total, sharers.size)):
+            dist.all_reduce(total, group=sharers.group)
+        return total, None, None
+
+
+def _by_expert(sizes: Tensor) -> Tensor:
+    """Order that makes rows that lie by sender, then by expert, lie by expert. `sizes`: (senders, experts)."""
+    expert = torch.arange(sizes.shape[1]).repeat(len(sizes))
+    return torch.argsort(expert.repeat_interleave(sizes.reshape(-1)), stable=True)
+
+
+def sizes_of(bounds: Sequence[int]) -> list[int]:
+    """Sizes of the runs between boundaries."""
+    return [stop - start for start, stop in pairwise(bounds)]
+
+
+_ARGUMENTS = ["hidden_states", "top_k_index", "top_k_weights"]
+
+
+def is_stacked(module: nn.Module) -> bool:
+    """Whether `module` is a layer of stacked experts: its parameters' first dim is the expert, its forward takes
+    (rows, chosen experts, their weights)."""
+    count = getattr(module, "num_experts", None)
+    own = [parameter for parameter in module._parameters.values() if parameter is not None]
+    if not isinstance(count, int) or not own or any(p.dim() < 2 or p.shape[0] != count for p in own):
+        return False
+    return list(inspect.signature(module.forward).parameters)[:3] == _ARGUMENTS
+
+
+def travel_to_experts(module: nn.Module, holders: Holders, sizes: Sequence[int], layout: Layout) -> None:
+    """Make `module`, which has this rank's experts by now, send rows to the ranks that have the others'.
+
+    `sizes`: how many experts each rank has.
+    """
+    module.forward = Travelling(
+        module, holders, layout.channel("tokens", "expert"), layout.channel("routing", "expert")
+    )
+    setattr(module, "num_experts", sizes[holders.own])  # noqa: B010 (an attribute that nn.Module does not declare)
+
+
+class Travelling:
+    """The forward of one layer of stacked experts over a group of ranks."""
+
+    def __init__(self, module: nn.Module, holders: Holders, channel: CommChannel, routing: CommChannel) -> None:
+        self.module, self.holders, self.channel, self.routing = module, holders, channel, routing
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Travelling":
+        return Travelling(memo.get(id(self.module), self.module), self.holders, self.channel, self.routing)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial, (type(self.module).forward, self.module)
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """(n, width), (n, k), (n, k) -> (n, width)."""
+        chosen, holders = top_k_index.reshape(-1), self.holders
+        counts = torch.bincount(chosen, minlength=holders.bounds[-1])
+        everyone = [torch.empty_like(counts) for _ in range(len(holders.bounds) - 1)]
+        with self.routing.waiting((len(everyone) - 1) * counts.numel() * counts.element_size()):
+            dist.all_gather(everyone, counts, group=holders.group)
+        slots = torch.argsort(chosen, stable=True)
+        tokens = slots.div(top_k_index.shape[1], rounding_mode="floor")
+        alone = Sharers(size=1, rank=0, group=None, scope=BatchScope())
+        slice = SharedSlice(alone, holders, self.channel)
+        results = slice.divided(self, hidden_states.index_select(0, tokens), torch.stack(everyone).cpu(), holders)
+        weighted = results * top_k_weights.reshape(-1).index_select(0, slots).unsqueeze(1)
+        return torch.zeros_like(hidden_states).index_add(0, tokens, weighted.to(hidden_states.dtype))
+
+    def run_experts(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Results of rows that are ordered by expert, `sizes[i]` for the i-th one here."""
+        expert = torch.arange(len(sizes), device=rows.device)
+        chosen = expert.repeat_interleave(torch.tensor(sizes, device=rows.device)).unsqueeze(1)
+        results: Tensor = type(self.module).forward(self.module, rows, chosen, rows.new_ones(len(rows), 1))
+        if len(rows) == 0:  # forward loops over rows: gradients are to be 0, not absent, and backward must pass here
+            linked = [rows, *(p.reshape(-1)[:1] for p in self.module.parameters(recurse=False))]
+            results = results + sum(one.sum() for one in linked) * 0.0
+        return results
+
+
+STACKS = ("input_weight", "input_bias", "output_weight", "output_bias")
+"""A mixture's parameters whose first dim is the expert."""
+
+
+def divide_experts(model: nn.Module, rules: Sequence[LayoutRule], layout: Layout, scope: BatchScope) -> None:
+    """Share every mixture's slice over the ranks that compute it, and divide its experts over `expert`.
+
+    Experts are divided in order, uneven where they do not divide; `replicate` in a layout rule keeps a mixture whole.
+    Recognised: tutti.nn.MixtureOfExperts, and experts in stacked parameters as transformers has them (Mixtral, Qwen).
+    Raises PlanError where there are no experts to divide, fewer than ranks, or weights that other modules share.
+    """
+    mesh = layout.mesh
+    found = {name: module for name, module in model.named_modules() if isinstance(module, MixtureOfExperts)}
+    stacked = {name: module for name, module in model.named_modules() if is_stacked(module)}
+    divided = [name for name in (*found, *stacked) if mesh.degree("expert") > 1 and _divides(rules, name)]
+    _check(model, found, stacked, divided, layout)
+    sharing = mesh.degree(*GRADIENT_AXES)
+    if sharing == 1:
+        for module in found.values():
+            module.exchange = OwnSlice(scope)
+    if not (found or stacked) or sharing == 1:
+        return
+    sharers = Sharers(
+        size=sharing,
+        rank=mesh.index(*GRADIENT_AXES),
+        group=mesh.new_group(*GRADIENT_AXES),
+        scope=scope,
+        channel=layout.channel("routing", *GRADIENT_AXES),
+    )
+    group = mesh.new_group("expert") if divided else None
+    members, all_ranks = mesh.ranks("expert"), mesh.ranks(*GRADIENT_AXES)
+    for name, module in (found | stacked).items():
+        holders = None
+        if name in divided:
+            count = module.experts if isinstance(module, MixtureOfExperts) else module.num_experts
+            bounds = tuple(cut(int(count), len(members)))
+            places = tuple(all_ranks.index(rank) for rank in members)
+            holders = Holders(group=group, places=places, bounds=bounds, own=mesh.index("expert"))
+            _take_part(module, name, holders.experts, layout)
+        if isinstance(module, MixtureOfExperts):
+            module.exchange = SharedSlice(sharers, holders, layout.channel("tokens", "expert"))
+        elif holders is not None:
+            travel_to_experts(module, holders, sizes_of(holders.bounds), layout)
+
+
+def _divides(rules: Sequence[LayoutRule], name: str) -> bool:
+    placement = find_placement(rules, name)
+    if placement in ("column", "row"):
+        raise PlanError(f"layout: experts of {name!r} cannot be placed {placement!r}; use 'split' or 'replicate'")
+    return placement != "replicate"
+
+
+def _take_part(module: nn.Module, name: str, experts: tuple[int, int], layout: Layout) -> None:
+    """Replace the stacked parameters by this rank's experts."""
+    keys = STACKS if isinstance(module, MixtureOfExperts) else tuple(module._parameters)
+    for key in keys:
+        whole = module._parameters[key]
+        if whole is None:
+            continue
+        part = whole.detach()[slice(*experts)].clone()
+        module._parameters[key] = nn.Parameter(part, requires_grad=whole.requires_grad)
+        full = f"{name}.{key}" if name else key
+        layout.cut(full, 0, experts)
+        layout.set_reduce_axes(full, [axis for axis in layout.shard_of(full).sums if axis != "expert"])
+
+
+def _check(
+    model: nn.Module,
+    found: dict[str, MixtureOfExperts],
+    stacked: dict[str, nn.Module],
+    divided: list[str],
+    layout: Layout,
+) -> None:
+    degree, context = layout.mesh.degree("expert"), layout.mesh.degree("context")
+    if degree > 1 and not divided:
+        raise PlanError(
+            f"mesh.expert = {degree}, but the model has no experts to divide; use tutti.nn.MixtureOfExperts, or make "
+            "these ranks replicate"
+        )
+    for name in divided:
+        module = found.get(name) or stacked[name]
+        count = getattr(module, "experts" if name in found else "num_experts")
+        if count < degree:
+            raise PlanError(f"mesh.expert = {degree}, but {name!r} has {count} experts; lower it to {count}")
+        own = {f"{name}.{key}" if name else key for key in module._parameters}
+        tied = next((names for names in layout.tied if own & set(names) and _of_modules(model, names) > 1), None)
+        if tied:
+            raise PlanError(f"{' and '.join(tied)} are one tensor, so {name!r} cannot be divided; place it 'replicate'")
+    for name, mixture in found.items():
+        if context > 1 and mixture.capacity_factor is not None:
+            raise PlanError(
+                f"mesh.context = {context}: the tokens of {name!r} lie on several ranks, so which ones exceed an "
+                "expert's capacity is not defined as on one device; set capacity_factor=None"
+            )
+    routed = getattr(getattr(model, "config", None), "output_router_logits", False)
+    if stacked and routed and layout.mesh.degree(*GRADIENT_AXES) > 1:
+        raise PlanError(
+            f"{type(model).__name__} computes its load-balancing loss from each rank's own tokens, which is not the "
+            "global batch's; set config.output_router_logits=False, or use tutti.nn.MixtureOfExperts"
+        )
+
+
+def _of_modules(model: nn.Module, names: list[str]) -> int:
+    """How many modules share the tensor that has these names."""
+    return len({id(model.get_submodule(name.rpartition(".")[0])) for name in names})
+
+
+WIDTH = 4
+"""Numbers a mixture needs: choices, dropped ones, passes, and the sum of its load-balancing losses."""
+
+
+def mixtures_of(model: nn.Module) -> tuple[str, ...]:
+    """Names of the mixtures of experts, of a model that is still whole: the same on every rank."""
+    return tuple(name for name, module in model.named_modules() if isinstance(module, MixtureOfExperts))
+
+
+def write_tallies(model: nn.Module, names: Sequence[str], numbers: torch.Tensor, copies: int) -> None:
+    """Add what this rank has counted since the last time to `numbers`, (len(names) * WIDTH).
+
+    A mixture counts what all ranks that share its slice see, so `copies` ranks add the same.
+    """
+    tallies = take_tallies(model)
+    for position, name in enumerate(names):
+        one = tallies.get(name)
+        if one is not None and one.passes:
+            part = numbers[position * WIDTH : (position + 1) * WIDTH]
+            part += torch.tensor([one.assigned, one.dropped, one.passes, 0], dtype=part.dtype, device=part.device)
+            part[3] += one.balance
+            part /= copies
+
+
+def read_tallies(names: Sequence[str], numbers: Sequence[float]) -> dict[str, Tally]:
+    """By mixture, from the sum of all ranks' numbers."""
+    rows = [numbers[start : start + WIDTH] for start in range(0, len(names) * WIDTH, WIDTH)]
+    return {
+        name: Tally(assigned=round(assigned), dropped=round(dropped), passes=round(passes), balance=balance)
+        for name, (assigned, dropped, passes, balance) in zip(names, rows, strict=True)
+    }

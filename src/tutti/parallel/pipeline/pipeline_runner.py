@@ -1,0 +1,263 @@
+"""The pipeline at work: this rank's actions of a schedule, one after another."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tutti.comm.rendezvous import make_local_group
+from tutti.config.pipeline_schedule import Action, Orders, build_schedule
+from tutti.config.plan import Plan
+from tutti.config.vocabulary import DATA_AXES
+from tutti.data.batches import to_device
+from tutti.data.seeds import derive_seed, seed_device
+from tutti.errors import PlanError
+from tutti.parallel.layout import Layout
+from tutti.parallel.mesh import Mesh
+from tutti.parallel.pipeline.stage_building import Forwards, Stages
+from tutti.parallel.pipeline.stage_links import Links, Session, Ties, given, groups_at, wanted
+from tutti.parallel.pipeline.stage_placement import Placement
+from tutti.parallel.pipeline.stage_program import Value
+from tutti.parallel.pipeline.stage_tracing import Ending
+from tutti.parallel.pipeline.stage_work import StageWork
+from tutti.trainer.precision import autocast
+from tutti.trainer.run_state import Run
+
+LossRoot = Callable[[int, Any], torch.Tensor]
+"""(microbatch, what the user's function returned) -> the scalar whose gradients are wanted."""
+
+
+AHEAD = 2
+"""While a rank waits for its first message it follows the forwards of so many microbatches for every rank."""
+
+
+class Pipeline:
+    """Runs forward and backward of this rank's stages. `is_last`: whether outputs and losses appear here."""
+
+    def __init__(self, stages: Stages, plan: Plan, layout: Layout, device: torch.device) -> None:
+        mesh, channel = layout.mesh, layout.channel("messages", "stage")
+        self.stages, self.plan, self.device = stages, plan, device
+        self.is_last = stages.position == (stages.count - 1) % stages.ranks
+        self.splits_backward = plan.pipeline.schedule == "zero-bubble" and not any(
+            rule.recompute for rule in plan.layout
+        )
+        local_group = make_local_group(mesh.group("stage"))
+        self._links = Links(mesh.ranks("stage"), stages.position, _groups(mesh), device, channel, local_group)
+        self._ties = Ties(stages.shared, layout)
+        self.forwards = Forwards(stages)
+        self._until_model: dict[Any, Ending | None] = {}
+        self._orders: dict[int, Orders] = {}
+        self._endings: dict[int, dict[int, list[nn.Parameter]]] = {}
+
+    def forward_backward(
+        self,
+        run: Run,
+        function: Callable[[Any, Any], Any],
+        pieces: Sequence[Any],
+        root: LossRoot,
+        forwards_done: Callable[[], None],
+    ) -> None:
+        """Gradients of every microbatch, added up in the `grad` of this rank's parameters; tied ones are summed over
+        the stages that hold them. Sums over data-parallel ranks start as soon as a stage's last backward does.
+        `forwards_done` is called after this rank's last forward.
+        """
+        step = _Step(self, run, function, pieces, root)
+        orders = self._orders_for(len(pieces))
+        session = self._links.session(orders, step.placement)
+        step.run(orders[self.stages.position], session, forwards_done)
+        run.clock.enter("exposed_communication")
+        self._links.settle()
+        self._ties.sum(run.model)
+
+    def forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the model returns, on ranks where `is_last`; None elsewhere. Without gradients."""
+        stages = self.stages
+        placement = self.forwards.place(lambda: model(*args, **kwargs), Ending())
+        orders = [[Action("F", s, 0) for s in range(r, stages.count, stages.ranks)] for r in range(stages.ranks)]
+        session = self._links.session(orders, lambda _: placement)
+        output = None
+        for action in orders[stages.position]:
+            messages = wanted(action, placement)
+            session.post(messages)
+            received = {message.key: session.take(message) for message in messages}
+            work = StageWork(placement, action.stage, model, self.device)
+            values = work.forward(received)
+            for message in given(action, placement):
+                session.give(message, work.outgoing(message.key))
+            if action.stage == stages.count - 1:
+                output = work.output(values)
+                for (name, attribute), tensor in work.kept(values).items():
+                    setattr(model.get_submodule(name), attribute, tensor)
+        self._links.settle()
+        return output
+
+    def until_model(self, function: Callable[[Any, Any], Any], model: Any, batch: Any) -> Ending | None:
+        """Whether a loss function calls the model once, and only that; found at its first use."""
+        key = getattr(function, "__code__", function)
+        if key not in self._until_model:
+            self._until_model[key] = self.stages.tracer.ends_with_model(lambda: function(model, batch))
+        return self._until_model[key]
+
+    def endings(self, order: Sequence[Action], model: nn.Module) -> dict[int, list[nn.Parameter]]:
+        """By place in this rank's order: the parameters to which that action is the last to add a gradient."""
+        key = len(order)
+        if key not in self._endings:
+            named = dict(model.named_parameters())
+            found = self.stages.endings(order, splits=self.splits_backward)
+            self._endings[key] = {place: [named[name] for name in names] for place, names in found.items()}
+        return self._endings[key]
+
+    def _orders_for(self, microbatches: int) -> Orders:
+        if microbatches not in self._orders:
+            pipeline = self.plan.pipeline
+            orders = build_schedule(pipeline.schedule, self.stages.ranks, pipeline.stages_per_rank, microbatches)
+            self._orders[microbatches] = orders
+        return self._orders[microbatches]
+
+
+class _Step:
+    """One global batch on its way through this rank's stages."""
+
+    def __init__(
+        self, pipeline: Pipeline, run: Run, function: Callable[[Any, Any], Any], pieces: Sequence[Any], root: LossRoot
+    ) -> None:
+        self.pipeline, self.stages, self.plan, self.device = pipeline, pipeline.stages, run.plan, pipeline.device
+        self._run, self._function, self._root = run, function, root
+        prepared = [run.sequences.prepare(to_device(piece, self.device)) for piece in pieces]
+        self._pieces, self._around = [part for part, _ in prepared], [around for _, around in prepared]
+        self._placements: list[Placement] = []
+        self._works: dict[tuple[int, int], StageWork] = {}
+        self._left = [len(range(self.stages.position, self.stages.count, self.stages.ranks))] * len(pieces)
+
+    def placement(self, microbatch: int) -> Placement:
+        """The microbatch's program; traced in order of microbatches, alike on all ranks of the stage axis."""
+        while len(self._placements) <= microbatch:
+            self._placements.append(self._trace(len(self._placements)))
+        return self._placements[microbatch]
+
+    def run(self, actions: Sequence[Action], session: Session, forwards_done: Callable[[], None]) -> None:
+        """All of this rank's actions; what the next one needs is being received while one computes."""
+        clock, replica = self._run.clock, self._run.replica
+        endings = self.pipeline.endings(actions, self._run.model)
+        last_forward = max(place for place, action in enumerate(actions) if action.kind == "F")
+        waited = False
+        for place, (action, following) in enumerate(itertools.zip_longest(actions, actions[1:])):
+            placement = self.placement(action.microbatch)
+            messages = wanted(action, placement)
+            session.post(messages)
+            if following is not None:
+                session.post(wanted(following, self.placement(following.microbatch)))
+            if messages and not waited:  # others compute meanwhile
+                self.placement(min(action.microbatch + AHEAD * self.stages.ranks, len(self._pieces) - 1))
+                waited = True
+            replica.last_of(endings.get(place, ()))
+            clock.enter("forward" if action.kind == "F" else "backward")
+            received: dict[int, torch.Tensor] = {}
+            for message in messages:
+                tensor = session.take(message)
+                received[message.key] = received[message.key] + tensor if message.key in received else tensor
+            work = self._do(action, placement, received)
+            for message in given(action, placement):
+                session.give(message, work.gradient(message.key) if message.gradient else work.outgoing(message.key))
+            if action.kind == "F":
+                work.let_go()
+            if place == last_forward:
+                forwards_done()
+
+    def _do(self, action: Action, placement: Placement, received: dict[int, torch.Tensor]) -> StageWork:
+        stage, microbatch = action.stage, action.microbatch
+        if action.kind == "F":
+            work = StageWork(placement, stage, self._run.model, self.device)
+            self._works[stage, microbatch] = work
+            self._forward(work, stage, microbatch, received)
+            return work
+        work = self._works[stage, microbatch]
+        self._enter(microbatch)
+        splits = self.pipeline.splits_backward
+        with self._around[microbatch](within=True):
+            if action.kind == "B" or (action.kind == "I" and not splits):
+                work.backward(received)
+            elif action.kind == "I":
+                work.backward_inputs(received)
+            elif splits:
+                work.backward_weights()
+        if action.kind in ("B", "W"):
+            del self._works[stage, microbatch]
+        return work
+
+    def _forward(self, work: StageWork, stage: int, microbatch: int, received: dict[int, torch.Tensor]) -> None:
+        self._enter(microbatch)
+        seed_device(self._seed(microbatch, "stage", stage), self.device)
+        with autocast(self.plan.precision, self.device):
+            with self._around[microbatch](within=True):
+                values = work.forward(received)
+            if stage == self.stages.count - 1:
+                with self._around[microbatch]():
+                    value = self._value(work, values, microbatch)
+                work.loss = self._root(microbatch, value)
+
+    def _value(self, work: StageWork, values: dict[int, torch.Tensor], microbatch: int) -> Any:
+        """What the user's function returns, once the model's part of it is computed."""
+        run, batch, output = self._run, self._pieces[microbatch], work.output(values)
+        if not self.pipeline.until_model(self._function, run.model, batch):
+            return output
+        tracer, program = self.stages.tracer, self.placement(microbatch).program
+        kept = work.kept(values)
+        for slot, value in program.hidden.items():
+            if not isinstance(value, Value):
+                kept[slot] = value
+                continue
+            outline = program.outlines[value.key]
+            stride = torch.empty(outline.shape, device="meta").stride()
+            kept[slot] = tracer.stand_ins.empty(outline.shape, stride, outline.dtype, self.device)
+        return tracer.finish(lambda: self._function(run.model, batch), output, kept)
+
+    def _trace(self, microbatch: int) -> Placement:
+        run, batch = self._run, self._pieces[microbatch]
+        seed_device(self._seed(microbatch), self.device)
+        self._enter(microbatch)
+        with self._around[microbatch](), autocast(self.plan.precision, self.device):
+            ending = self.pipeline.until_model(self._function, run.model, batch)
+            return self.pipeline.forwards.place(lambda: self._function(run.model, batch), ending)
+
+    def _enter(self, microbatch: int) -> None:
+        """Batch statistics count this microbatch's samples."""
+        share = self._run.loader.share
+        assert share is not None
+        self._run.scope.counts = share.parts[microbatch].count > 0
+
+    def _seed(self, microbatch: int, *purpose: int | str) -> int:
+        run = self._run
+        place = run.mesh.index(*DATA_AXES, "context")
+        return derive_seed(run.settings.seed, "dropout", run.progress.step, microbatch, place, *purpose)
+
+
+def _groups(mesh: Mesh) -> Callable[[int, int], Any]:
+    """The group for messages from one position to another. On Gloo one for each direction: a receiver's word that it is
+    ready then never waits behind a message that goes the same way (comm/pairs.py). On NCCL, where messages of a
+    group wait for each other, one for each direction of each pair.
+    """
+    if dist.get_backend() != "nccl":
+        ahead, back = mesh.new_group("stage"), mesh.new_group("stage")
+        return lambda source, target: ahead if source < target else back
+    pairs = list(itertools.permutations(range(mesh.degree("stage")), 2))
+    groups = dict(zip(pairs, groups_at(mesh, pairs), strict=True))
+    return lambda source, target: groups[source, target]
+
+
+def make_pipeline(stages: Stages | None, plan: Plan, layout: Layout, device: torch.device) -> Pipeline | None:
+    """The pipeline of a model that was cut into stages. Collective."""
+    if stages is None:
+        return None
+    if plan.precision == "float16":
+        for groups in layout.states.groups:
+            names = {name for group in groups for name in group}
+            if any(not stages.trains(position, names) for position in range(stages.ranks)):
+                raise PlanError(
+                    "precision = float16 with a stage in which an optimizer has nothing to train: loss scaling cannot "
+                    "be kept equal; use bfloat16, or name other pipeline.cuts"
+                )
+    return Pipeline(stages, plan, layout, device)

@@ -1,0 +1,310 @@
+"""Build: a model is cut into stages, and this rank keeps what its own stages hold."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as modules
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from tutti.config.pipeline_schedule import Action
+from tutti.config.plan import Plan
+from tutti.errors import PlanError
+from tutti.parallel.layout import Layout
+from tutti.parallel.pipeline.placeholders import HOOKS, StandIns, is_unknown
+from tutti.parallel.pipeline.shape_inference import signature
+from tutti.parallel.pipeline.stage_placement import (
+    Call,
+    Holders,
+    Placement,
+    Units,
+    automatic_starts,
+    calls_of,
+    choose_units,
+    heaviest_to_open,
+    named_starts,
+    open_for_cuts,
+    place,
+)
+from tutti.parallel.pipeline.stage_program import Argument, Copied, Program, flatten
+from tutti.parallel.pipeline.stage_tracing import Ending, Tracer
+
+Sample = Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
+"""Positional and keyword arguments of the model for a few samples."""
+
+MOST_OPENED = 64
+"""So many units are taken apart at most in search of balanced stages."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stages:
+    """Where a model is cut; stage s is on position s mod `ranks` of the stage axis. `starts`: the first calls of stages
+    1, 2, ...; `tracer` follows each forward; `first`: names of tensors -> the first name of the same tensor; `shared`:
+    parameters held at several positions, by those; `trained`: parameters that require a gradient.
+    """
+
+    ranks: int
+    position: int
+    starts: tuple[Call, ...]
+    tracer: Tracer
+    holders: Holders
+    first: dict[str, str]
+    shared: dict[tuple[int, ...], list[str]]
+    trained: frozenset[str]
+
+    @property
+    def count(self) -> int:
+        return len(self.starts) + 1
+
+    def place(self, program: Program) -> Placement:
+        """A forward's program on these stages."""
+        return place(program, self.starts, self.holders)
+
+    def trains(self, position: int, names: Iterable[str]) -> bool:
+        """Whether any of the parameters called `names` is trained at a position of the stage axis."""
+        stages = set(range(position, self.count, self.ranks))
+        return any(self.holders.parameters[name] & stages for name in self.trained.intersection(names))
+
+    def tied_here(self, model: nn.Module) -> list[str]:
+        """Names of parameters that this rank and others of the stage axis train: the ends of stages tie them."""
+        shared = [name for positions, names in self.shared.items() if self.position in positions for name in names]
+        own = {name for name, _ in model.named_parameters()}
+        return [name for name in shared if name in own]
+
+    def endings(self, order: Sequence[Action], *, splits: bool) -> dict[int, list[str]]:
+        """By place in this rank's `order`: names of the parameters to which that action is the last to add a
+        gradient; not of those that are tied to other ranks'. `splits`: whether weights' gradients are a half of
+        their own.
+        """
+        tied = {name for names in self.shared.values() for name in names}
+        kinds = ("B", "W") if splits else ("B", "I")
+        last = {action.stage: place for place, action in enumerate(order) if action.kind in kinds}
+        found: dict[int, list[str]] = defaultdict(list)
+        for name in sorted(self.trained - tied):
+            places = [last[stage] for stage in self.holders.parameters[name] if stage in last]
+            if places:
+                found[max(places)].append(name)
+        return found
+
+    def keep_own(self, model: nn.Module, layout: Layout) -> None:
+        """Take away the parameters and buffers of modules that this rank does not compute; memory follows."""
+        mine = set(range(self.position, self.count, self.ranks))
+        units = [unit + "." for unit, stages in self.holders.units.items() if stages & mine]
+        kept = {self.first[name] for name, _ in _buffers(model) if _in_any(name, units)}
+        kept |= {
+            self.first[name]
+            for name, _ in _buffers(model)
+            if not _in_any(name, [u + "." for u in self.tracer.units.names])
+        }
+        kept |= {name for name, stages in self.holders.parameters.items() if stages & mine}
+        for prefix, module in model.named_modules():
+            for tensors in (module._parameters, module._buffers):
+                for key, tensor in list(tensors.items()):
+                    name = f"{prefix}.{key}" if prefix else key
+                    if tensor is not None and self.first.get(name, name) not in kept:
+                        tensors[key] = None
+            if isinstance(module, nn.RNNBase):  # its own list of its parameters
+                module._flat_weights = [module._parameters.get(key) for key in module._flat_weights_names]
+        for name in layout.names:  # what is on other ranks only must not be taken for whole here
+            layout.set_reduce_axes(name, layout.shard_of(name).sums)
+
+
+def cut_stages(model: nn.Module, plan: Plan, layout: Layout, sample: Sample) -> Stages | None:
+    """Find out where `model` is cut, without changing it; None where the mesh has no stages.
+
+    Raises PlanError where the model cannot be cut so.
+    """
+    ranks = layout.mesh.degree("stage")
+    if ranks == 1:
+        return None
+    count = ranks * plan.pipeline.stages_per_rank
+    args, kwargs = sample()
+    device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
+    stand_ins = StandIns(model)
+
+    def traced(units: Units) -> tuple[Tracer, Program]:
+        tracer = Tracer(model, units, stand_ins, device)
+        tracer.shapes.counting = True
+        program = tracer.trace(lambda: model(*args, **kwargs))
+        tracer.shapes.counting = False
+        return tracer, program
+
+    if plan.pipeline.cuts:
+        tracer, program = traced(open_for_cuts(model, plan.pipeline.cuts))
+        starts = named_starts(calls_of(program), plan.pipeline.cuts, count)
+    else:
+        tracer, program = _opened(model, count, traced)
+        costs = [node.cost for node in program.nodes if node.unit]
+        starts = automatic_starts(calls_of(program), costs, count)
+    placements = [place(program, starts, None)]
+    if model.training:
+        placements += _in_evaluation(model, tracer, starts, args, kwargs)
+    holders = _holders(model, tracer.units, placements, count)
+    _check_statistics(model, holders)
+    position = layout.mesh.index("stage")
+    shared = _shared(model, holders, ranks)
+    return Stages(
+        ranks=ranks,
+        position=position,
+        starts=starts,
+        tracer=tracer,
+        holders=holders,
+        first=_first_names(model),
+        shared=shared,
+        trained=frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad),
+    )
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    first: dict[int, str] = {}
+    tensors = [*model.named_parameters(remove_duplicate=False), *_buffers(model)]
+    return {name: first.setdefault(id(tensor), name) for name, tensor in tensors}
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    return model.named_buffers(remove_duplicate=False)
+
+
+def _in_any(name: str, prefixes: list[str]) -> bool:
+    return any(name.startswith(prefix) for prefix in prefixes)
+
+
+def _opened(model: nn.Module, count: int, traced: Callable[[Units], tuple[Tracer, Program]]) -> tuple[Tracer, Program]:
+    """Units small enough for `count` stages of about the same cost."""
+    tracer, program = traced(choose_units(model))
+    closed: set[str] = set()
+    for _ in range(MOST_OPENED):
+        costs: dict[str, float] = defaultdict(float)
+        for node in program.nodes:
+            if node.unit:
+                costs[node.unit] += node.cost
+        name = heaviest_to_open(model, costs, count, closed)
+        if name is None:
+            break
+        try:
+            tracer, program = traced(tracer.units.opened(model, name))
+        except PlanError:
+            closed.add(name)  # its own code cannot be followed: it stays whole
+    return tracer, program
+
+
+def _in_evaluation(
+    model: nn.Module, tracer: Tracer, starts: tuple[Call, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Placement]:
+    """The forward in evaluation mode, which may call other modules; none if it cannot be followed now."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        return [place(tracer.trace(lambda: model(*args, **kwargs)), starts, None)]
+    except PlanError:
+        return []
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _holders(model: nn.Module, units: Units, placements: list[Placement], count: int) -> Holders:
+    """Stages of all units and parameters; what is never used goes where its neighbour is."""
+    where: dict[str, set[int]] = defaultdict(set)
+    direct: dict[str, set[int]] = defaultdict(set)
+    for placement in placements:
+        for node, stage in zip(placement.program.nodes, placement.stages, strict=True):
+            if node.unit:
+                where[node.unit].add(stage)
+            for name in node.parameters:
+                direct[name].add(stage)
+    current = 0
+    for name in units.names:
+        current = min(where[name] or {current})
+        where[name].add(current)
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    parameters: dict[str, set[int]] = defaultdict(set, direct)
+    for unit, stages in where.items():
+        for parameter in model.get_submodule(unit).parameters():
+            parameters[first[id(parameter)]] |= stages
+    for name in first.values():
+        parameters[name] = parameters[name] or {0}
+    return Holders(
+        units={unit: frozenset(stages) for unit, stages in where.items()},
+        parameters={name: frozenset(stages) for name, stages in parameters.items()},
+    )
+
+
+def _check_statistics(model: nn.Module, holders: Holders) -> None:
+    for unit, stages in holders.units.items():
+        inside = model.get_submodule(unit).modules()
+        if len(stages) > 1 and any(isinstance(part, _BatchNorm) and part.track_running_stats for part in inside):
+            raise PlanError(
+                f"mesh.stage: {unit} has batch statistics and is called on stages {sorted(stages)}; name pipeline.cuts "
+                "such that all its calls fall into one stage"
+            )
+
+
+def _shared(model: nn.Module, holders: Holders, ranks: int) -> dict[tuple[int, ...], list[str]]:
+    shared: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters():
+        positions = tuple(sorted({stage % ranks for stage in holders.parameters[name]}))
+        if len(positions) > 1 and parameter.requires_grad:
+            shared[positions].append(name)
+    return dict(sorted(shared.items()))
+
+
+class Forwards:
+    """Places the forwards of one model."""
+
+    def __init__(self, stages: Stages) -> None:
+        self._stages, self._tracer = stages, stages.tracer
+        self._placed: dict[Any, Placement] = {}
+
+    def place(self, function: Callable[[], Any], ending: Ending | None) -> Placement:
+        """What `function()`, which calls the model, does on which stage; see Tracer.trace."""
+        call = self._tracer.call_of(function) if ending and self._is_plain() else None
+        leaves, form = flatten(call)
+        described = None if call is None else signature(leaves)
+        if call is None or described is None or any(map(is_unknown, leaves)):
+            return self._stages.place(self._tracer.trace(function, ending))
+        key = (described, form.count, form.names, str(form.spec), ending, *self._surroundings())
+        if key not in self._placed:
+            args, kwargs = call
+            model = self._tracer.model
+            program, known = self._tracer.traced(lambda: model(*args, **kwargs), ending)
+            if not known or not _serves_again(program, leaves):
+                return self._stages.place(program)
+            self._placed[key] = self._stages.place(program)
+        return replace(self._placed[key], arguments=tuple(leaves))
+
+    def _is_plain(self) -> bool:
+        """Whether nothing but torch's own Sequential decides which units are called, and with what."""
+        if modules._global_forward_hooks or modules._global_forward_pre_hooks:
+            return False
+        return all(map(_is_bare_sequential, self._glue()))
+
+    def _glue(self) -> list[nn.Module]:
+        return [self._tracer.model.get_submodule(name) for name in sorted(self._tracer.units.glue)]
+
+    def _surroundings(self) -> tuple[Any, ...]:
+        children = [(name, id(child)) for module in self._glue() for name, child in module._modules.items()]
+        return self._tracer.stand_ins.modes(), tuple(children)
+
+
+def _is_bare_sequential(module: nn.Module) -> bool:
+    own = module.__dict__
+    hooked = any(own[key] for key in (*HOOKS, "_backward_hooks", "_backward_pre_hooks"))
+    return type(module) is nn.Sequential and "forward" not in own and not hooked
+
+
+def _serves_again(program: Program, leaves: list[Any]) -> bool:
+    """Put `Argument`s in place of the tensors that the model was called with; False where others are in the program,
+    or one is written to."""
+    places = {id(leaf): at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+
+    def bound(leaf: Any) -> Any:
+        return Argument(places[id(leaf)]) if id(leaf) in places else leaf
+
+    program.nodes = [replace(node, leaves=tuple(map(bound, node.leaves))) for node in program.nodes]
+    program.output = tuple(map(bound, program.output))
+    rest = [*program.output, *(leaf for node in program.nodes for leaf in node.leaves)]
+    return not any(isinstance(leaf, torch.Tensor | Copied) for leaf in rest)

@@ -1,0 +1,123 @@
+"""Memory of a unit's whole parameters, which comes and goes many times in a step, always at one place.
+
+On a GPU, and for small units, it is a storage that is resized: torch's allocator has it in between. Large ones on the
+host have pages of their own. In the heap, activations would take the place of one that has gone, so that the next does
+not fit there: a GPT at level 3 on 4 ranks held a third more. Huge pages make it cheap to ask the system for memory
+again and again: without them that takes several times as long (docs/measurements.md, "Memory").
+"""
+
+import ctypes
+import mmap
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+HUGE_NBYTES = 2**21
+LEAST_NBYTES = 2 * HUGE_NBYTES
+"""Units from this size on have pages of their own."""
+
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+class Memory(Protocol):
+    """`tensor`: flat; it may be used between `have` and `free`, and views of it come back with it."""
+
+    tensor: torch.Tensor
+
+    def have(self) -> None:
+        """Have memory, with anything in it."""
+
+    def free(self) -> None:
+        """Give it back; who reaches for it ends the process, rather than compute with what is not there."""
+
+
+def memory_of(numel: int, dtype: torch.dtype, device: torch.device) -> Memory:
+    """Memory for `numel` values, none of it there yet."""
+    nbytes = numel * dtype.itemsize
+    if device.type == "cpu" and nbytes >= LEAST_NBYTES and huge_pages():
+        try:
+            return Pages(nbytes, dtype)
+        except OSError:
+            pass  # a system that does not give such memory
+    return Resized(nbytes, dtype, device)
+
+
+class Resized:
+    """A storage that is empty in between."""
+
+    def __init__(self, nbytes: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.tensor = torch.empty(0, dtype=dtype, device=device)
+        self._nbytes = rounded(nbytes)  # so that equal units ask for equal amounts
+
+    def have(self) -> None:
+        self.tensor.untyped_storage().resize_(self._nbytes)
+
+    def free(self) -> None:
+        self.tensor.untyped_storage().resize_(0)
+
+
+class Pages:
+    """A range of addresses, huge pages in it as far as they fit, and no pages in between. Raises OSError where the
+    system does not give that.
+    """
+
+    def __init__(self, nbytes: int, dtype: torch.dtype) -> None:
+        self._nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._memory = mmap.mmap(-1, self._nbytes + HUGE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._offset = -start % HUGE_NBYTES
+        self._start = start + self._offset
+        self._memory.madvise(mmap.MADV_HUGEPAGE, self._offset, self._nbytes)
+        self.tensor = torch.frombuffer(
+            self._memory, dtype=dtype, count=self._nbytes // dtype.itemsize, offset=self._offset
+        )
+
+    def have(self) -> None:
+        self._protect(mmap.PROT_READ | mmap.PROT_WRITE)
+
+    def free(self) -> None:
+        self._memory.madvise(mmap.MADV_DONTNEED, self._offset, self._nbytes)
+        self._protect(0)
+
+    def _protect(self, what: int) -> None:
+        library = ctypes.CDLL(None, use_errno=True)
+        if library.mprotect(ctypes.c_void_p(self._start), ctypes.c_size_t(self._nbytes), what):
+            raise OSError(ctypes.get_errno(), "memory could not be protected")
+
+
+def huge_pages() -> bool:
+    """Whether the system gives huge pages to who asks for them."""
+    try:
+        return "[never]" not in _HUGE_PAGES.read_text()
+    except OSError:
+        return False
+
+
+class Rooms:
+    """Flat buffers of any size and dtype; one that is given back serves the next of about its size."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[torch.Tensor]] = {}
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A buffer with anything in it."""
+        if device.type != "cpu":
+            return torch.empty(numel, dtype=dtype, device=device)
+        nbytes = rounded(numel * dtype.itemsize)
+        free = self._free.get(nbytes)
+        memory = free.pop() if free else torch.empty(nbytes, dtype=torch.uint8)
+        return memory.view(dtype)[:numel]
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """A buffer from `take`, or a view of all of it, is no longer used."""
+        if buffer.device.type == "cpu":
+            storage = buffer.untyped_storage()
+            memory = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
+            self._free.setdefault(storage.nbytes(), []).append(memory)
+
+
+def rounded(nbytes: int) -> int:
+    """Up to the next 32nd part of a power of two, so that equal blocks ask for equal amounts."""
+    step = max(1 << max(max(nbytes - 1, 1).bit_length() - 5, 6), 64)
+    return -(-nbytes // step) * step

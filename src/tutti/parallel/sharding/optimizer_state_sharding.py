@@ -1,0 +1,322 @@
+"""Level 1: every rank updates its part of the parameters, so it alone keeps that part's optimizer state.
+
+An optimizer that treats elements one by one is given parts of all parameters; any other, and sparse gradients, whole
+parameters, spread so that ranks have about as much. Parameters and gradients stay whole on every rank; after an
+optimizer's step the parts are exchanged. Checkpoints find the parts by `layout.state_of` and `layout.states.stand_ins`.
+"""
+
+import copy
+import inspect
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tutti.comm.traffic import CommHandle
+from tutti.config.plan import ShardingPlan
+from tutti.errors import PlanError
+from tutti.optim.large_batch import LAMB, ByNorms
+from tutti.parallel.layout import Layout
+from tutti.parallel.sharding.shard_collectives import Party, gather
+from tutti.parallel.sharding.sharded_gradients import Shards
+from tutti.parallel.sharding.sharded_unit import Loads, Piece, Pieces, even_bounds
+
+BUCKET_NBYTES = 25 * 2**20
+"""Parameters are exchanged in buckets of about this size, so that little is held beside them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Part:
+    """What an optimizer updates here in place of `whole`: a view of its `piece`, or a copy on the host."""
+
+    whole: nn.Parameter
+    piece: Piece | None
+    own: nn.Parameter
+
+    @property
+    def target(self) -> torch.Tensor:
+        return self.whole.data if self.piece is None else self.piece.of(self.whole.data)
+
+    def take_gradient(self) -> None:
+        gradient = self.whole.grad
+        if self.own is not self.whole:
+            mine = gradient if gradient is None or self.piece is None else self.piece.of(gradient)
+            self.own.grad = None if mine is None else mine.to(self.own.device)
+
+    def give(self) -> None:
+        """Write the updated values into the parameter."""
+        if self.own.device != self.whole.device:
+            self.target.copy_(self.own.data)
+        if self.own is not self.whole:
+            self.own.grad = None
+
+    def follow(self) -> None:
+        """Take the parameter's values, which someone has set."""
+        if self.own.device != self.whole.device:
+            self.own.data.copy_(self.target)
+
+
+@dataclass(slots=True, eq=False)
+class Divided:
+    """One optimizer's parts. `buckets`: parameters cut among all ranks; `owned`: those that one rank updates."""
+
+    given: list[list[nn.Parameter]]
+    parts: list[Part]
+    buckets: list[tuple[list[nn.Parameter], Pieces]]
+    owned: list[tuple[nn.Parameter, int]]
+
+
+class States(Shards):
+    """Optimizer state divided among the ranks of `shard`."""
+
+    def __init__(self, model: nn.Module, layout: Layout, sharding: ShardingPlan) -> None:
+        self._model, self._layout = model, layout
+        self._host = torch.device("cpu") if sharding.offload == "optimizer" else None
+        self._degree, self._rank = layout.mesh.degree("shard"), layout.mesh.index("shard")
+        self._ranks = layout.mesh.ranks("shard")
+        self._party = Party.meet(layout.mesh.new_group("shard"), layout.channel("parameters", "shard"))
+        self._loads = Loads(layout.mesh)
+        self._divided: dict[Optimizer, Divided] = {}
+        self._sent_nbytes = 0
+
+    @property
+    def sent_nbytes(self) -> int:
+        return self._sent_nbytes
+
+    def bind(self, optimizers: Iterable[Optimizer]) -> None:
+        for optimizer in optimizers:
+            self._divided[optimizer] = self._divide(optimizer)
+            optimizer.register_step_pre_hook(self._before_step)
+            optimizer.register_step_post_hook(self._after_step)
+
+    def clear(self) -> None:
+        self._sent_nbytes = 0
+        for divided in self._divided.values():
+            for parameter in (p for group in divided.given for p in group):
+                parameter.grad = None
+
+    @contextmanager
+    def whole_gradients(self, optimizer: Optimizer) -> Iterator[None]:
+        own = [group["params"] for group in optimizer.param_groups]
+        for group, given in zip(optimizer.param_groups, self._divided[optimizer].given, strict=True):
+            group["params"] = given
+        try:
+            yield
+        finally:
+            for group, params in zip(optimizer.param_groups, own, strict=True):
+                group["params"] = params
+
+    @torch.no_grad()
+    def wholes(
+        self, optimizer: Optimizer, of: Callable[[nn.Parameter], torch.Tensor | None]
+    ) -> dict[nn.Parameter, torch.Tensor]:
+        divided = self._divided[optimizer]
+        cut = [parameter for parameters, _ in divided.buckets for parameter in parameters]
+        found = {p: torch.zeros_like(p.data) for p in (*cut, *(p for p, _ in divided.owned))}
+        for part in divided.parts:
+            mine, whole = of(part.own), found[part.whole]
+            if mine is not None:
+                (whole if part.piece is None else part.piece.of(whole)).copy_(mine)
+        self._complete(divided, found.__getitem__)
+        return found
+
+    def _divide(self, optimizer: Optimizer) -> Divided:
+        """Decide who updates what, and give the optimizer this rank's part."""
+        given = [list(group["params"]) for group in optimizer.param_groups]
+        names = {parameter: name for name, parameter in self._model.named_parameters()}
+        sparse = _sparse(self._model)
+        everything = [p for group in given for p in group if "shard" in self._layout.shard_of(names[p]).sums]
+        may_cut = is_elementwise(optimizer)
+        cut = [p for p in everything if may_cut and p.dim() and p.numel() and p not in sparse]
+        whole = [p for p in everything if p not in set(cut) and (p.dim() or not may_cut)]
+        loads = {p: self._loads.beside(self._layout.shard_of(names[p]).sums) for p in everything}
+        buckets = [(some, self._pieces(some, loads)) for some in _buckets(cut)]
+        owned = _spread(whole, loads)
+        mine = [(some, pieces.ranks[self._rank]) for some, pieces in buckets]
+        parts = [self._part(p, piece) for some, ours in mine for p, piece in zip(some, ours, strict=True)]
+        parts += [self._part(p, None) for p, owner in owned if owner == self._rank]
+        own = {part.whole: part for part in parts if part.own.numel()}
+        for part in own.values():
+            self._note(names[part.whole], part)
+        everywhere = set(everything) - set(cut) - set(whole)
+        for group, params in zip(optimizer.param_groups, given, strict=True):
+            kept = [p for p in params if p in own or p in everywhere or p not in set(everything)]
+            group["params"] = [own[p].own if p in own else p for p in kept]
+        return Divided(given, list(own.values()), buckets, owned)
+
+    def _part(self, whole: nn.Parameter, piece: Piece | None) -> Part:
+        target = whole.data if piece is None else piece.of(whole.data)
+        if self._host is not None and self._host != whole.device:
+            target = target.to(self._host)
+        elif piece is None:
+            return Part(whole=whole, piece=None, own=whole)
+        own = nn.Parameter(target, requires_grad=whole.requires_grad)
+        own.__dict__.update(whole.__dict__)
+        return Part(whole=whole, piece=piece, own=own)
+
+    def _note(self, name: str, part: Part) -> None:
+        if part.piece is not None:
+            self._layout.cut_state_of(name, part.piece.dim, (part.piece.start, part.piece.stop))
+        if part.own is not part.whole:
+            self._layout.states.substitutes[part.own] = name
+            self._layout.states.after_load.append(part.follow)
+
+    def _pieces(self, parameters: list[nn.Parameter], loads: Mapping[nn.Parameter, list[int]]) -> Pieces:
+        bounds = [even_bounds(p.shape, loads[p]) for p in parameters]
+        return Pieces.cut([p.shape for p in parameters], bounds, self._degree)
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for part in self._divided[optimizer].parts:
+            part.take_gradient()
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Exchange what was updated."""
+        divided = self._divided[optimizer]
+        for part in divided.parts:
+            part.give()
+        self._complete(divided, lambda parameter: parameter.data)
+
+    def _complete(self, divided: Divided, of: Callable[[nn.Parameter], torch.Tensor]) -> None:
+        """Make tensors whole, shaped as the parameters, of which every rank has its part: one bucket travels while the
+        one before is unpacked.
+        """
+        waiting: list[Callable[[], None]] = []
+        for parameters, pieces in divided.buckets:
+            waiting.append(self._gather([of(parameter) for parameter in parameters], pieces))
+            if len(waiting) > 1:
+                waiting.pop(0)()
+        for parameter, owner in divided.owned:
+            waiting.append(self._broadcast(of(parameter), owner))
+        for finish in waiting:
+            finish()
+
+    def _gather(self, wholes: list[torch.Tensor], pieces: Pieces) -> Callable[[], None]:
+        communicator = self._party.communicator
+        empty = partial(torch.empty, dtype=wholes[0].dtype, device=wholes[0].device)
+        mine = empty(pieces.size) if communicator is None else communicator.borrow(pieces.size, wholes[0].dtype)
+        ours = pieces.ranks[self._rank]
+        mine[sum(piece.numel for piece in ours) :].zero_()  # what makes segments equal, and is read by nobody
+        for piece, whole in zip(ours, wholes, strict=True):
+            piece.within(mine).copy_(piece.of(whole))
+        self._sent_nbytes += (self._degree - 1) * mine.numel() * mine.element_size()
+        rows = partial(empty, self._degree, pieces.size)
+        return gather(mine, self._party, rows, partial(pieces.scatter, wholes=wholes)).wait
+
+    def _broadcast(self, whole: torch.Tensor, owner: int) -> Callable[[], None]:
+        values = whole.contiguous()
+        work = dist.broadcast(values, src=self._ranks[owner], group=self._party.handle, async_op=True)
+        nbytes = (self._degree - 1) * values.numel() * values.element_size() if owner == self._rank else 0
+        self._sent_nbytes += nbytes
+        return partial(_take, self._party.channel.start([work], nbytes), values, whole)
+
+
+def _spread(parameters: list[nn.Parameter], loads: Mapping[nn.Parameter, list[int]]) -> list[tuple[nn.Parameter, int]]:
+    """The owner of each whole parameter: the largest first, each to the rank that has least so far."""
+    owners: dict[nn.Parameter, int] = {}
+    for parameter in sorted(parameters, key=lambda p: -p.numel()):
+        so_far = loads[parameter]
+        owners[parameter] = owner = so_far.index(min(so_far))
+        so_far[owner] += parameter.numel()
+    return [(p, owners[p]) for p in parameters]
+
+
+def _take(work: CommHandle, values: torch.Tensor, whole: torch.Tensor) -> None:
+    work.wait()
+    if values.data_ptr() != whole.data_ptr():
+        whole.copy_(values)
+
+
+def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Parameters of one dtype and device, about BUCKET_NBYTES together."""
+    open_ones: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        key = (parameter.dtype, parameter.device)
+        open_ones.setdefault(key, []).append(parameter)
+        if sum(p.numel() * p.element_size() for p in open_ones[key]) >= BUCKET_NBYTES:
+            yield open_ones.pop(key)
+    yield from open_ones.values()
+
+
+def _sparse(model: nn.Module) -> set[nn.Parameter]:
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
+    return {cast(nn.Parameter, module.weight) for module in embeddings if module.sparse}
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Tried out: a fresh optimizer of the same kind and settings steps on a small matrix, and on its halves.
+
+    One that cannot be made anew from its settings counts as not elementwise.
+    """
+    tried = _tried(optimizer)
+    return tried is not None and torch.equal(*tried)
+
+
+def is_by_norms(optimizer: Optimizer) -> bool:
+    """Whether norms of whole tensors (see ByNorms) are all that it must be told to update parts of parameters.
+
+    Tried out like the other: a subclass may do what only whole parameters allow.
+    """
+    tried = _tried(optimizer, told=True) if isinstance(optimizer, ByNorms) else None
+    # parts' squares add up in another order
+    return tried is not None and torch.allclose(*tried, rtol=1e-10, atol=1e-12)
+
+
+def check_takes_parts(optimizer: Optimizer) -> None:
+    """Raises PlanError for an optimizer that needs whole parameters (row means, factors, norms of its own)."""
+    if not is_elementwise(optimizer) and not is_by_norms(optimizer):
+        raise PlanError(
+            f"{type(optimizer).__name__} does not treat the elements of a parameter one by one, so it cannot update "
+            "parts of parameters; use sharding level 1, which gives every rank whole parameters to update, an "
+            "elementwise optimizer such as AdamW or SGD, or one of tutti.optim.large_batch, whose norms are known"
+        )
+
+
+def _tried(optimizer: Optimizer, *, told: bool = False) -> tuple[Tensor, Tensor] | None:
+    """A small matrix after some steps of a fresh optimizer of the same kind and settings, taken whole and in halves;
+    None where it cannot be made anew. `told`: norms, too, are those of the whole.
+    """
+    kind = type(optimizer)
+    known = set(inspect.signature(kind.__init__).parameters) - {"params"}
+    settings: dict[str, Any] = {key: value for key, value in optimizer.defaults.items() if key in known}
+    if isinstance(optimizer, LAMB) and "normalise" in known:
+        settings["normalise"] = optimizer.normalise
+    try:
+        return _trained(kind, settings, [(0, 6)], told), _trained(kind, settings, [(0, 3), (3, 6)], told)
+    except Exception:
+        return None
+
+
+def _trained(kind: type[Optimizer], settings: dict[str, Any], ranges: list[tuple[int, int]], told: bool) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(6, 4, dtype=torch.float64, generator=generator)
+    gradients = torch.randn(3, 6, 4, dtype=torch.float64, generator=generator)
+    parts = [nn.Parameter(start[low:high].clone()) for low, high in ranges]
+    optimizer = kind(parts, **copy.deepcopy(settings))
+    if told and isinstance(optimizer, ByNorms):
+        optimizer.over_parts = _of_all_parts
+    if told and isinstance(optimizer, LAMB):
+        optimizer.global_norm = _global_norm
+    for gradient in gradients:
+        for part, (low, high) in zip(parts, ranges, strict=True):
+            part.grad = gradient[low:high].clone()
+        optimizer.step()
+    return torch.cat([part.detach() for part in parts])
+
+
+def _of_all_parts(squares: Tensor, parameters: Sequence[nn.Parameter]) -> Tensor:
+    """See large_batch.OverParts: where all parameters are parts of one tensor."""
+    parts = len(set(parameters))
+    return squares.view(-1, parts).sum(1).repeat_interleave(parts)
+
+
+def _global_norm(parameters: Sequence[nn.Parameter]) -> float:
+    """See large_batch.GlobalNorm."""
+    return math.sqrt(sum(float(p.grad.square().sum()) for p in parameters if p.grad is not None))

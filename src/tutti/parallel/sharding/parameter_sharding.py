@@ -1,0 +1,453 @@
+"""Levels 2 and 3: parameters, gradients and optimizer state divided among the ranks of `shard`."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import Variable
+from torch.optim import Optimizer
+
+from tutti.comm.traffic import untracked_channel
+from tutti.config.plan import ShardingPlan
+from tutti.config.vocabulary import AxisName
+from tutti.errors import PlanError, ScriptError
+from tutti.parallel.layout import Layout
+from tutti.parallel.sharding.gather_buffers import Rooms
+from tutti.parallel.sharding.optimizer_state_sharding import States, check_takes_parts
+from tutti.parallel.sharding.shard_collectives import Party
+from tutti.parallel.sharding.sharded_gradients import Coded, Shards, Sums
+from tutti.parallel.sharding.sharded_unit import Loads, Pack, Place, Unit
+
+
+class Parameters(Shards):
+    """Divided parameters: whole while a block computes, see Passes; their gradients are summed into parts, see Sums."""
+
+    def __init__(self, model: nn.Module, layout: Layout, sharding: ShardingPlan) -> None:
+        mesh = layout.mesh
+        home = torch.device("cpu") if sharding.offload != "none" else None
+        units, blocks = make_units(model, layout, home)
+        self.layout, self.units = layout, units
+        self._packs = [pack for unit in units for pack in unit.packs]  # `units` will change its order
+        self._sent_nbytes = 0
+        self._learned = False
+        self._passes = Passes(model, units, blocks, keep=sharding.level == 2)
+        self._passes.party = Party.meet(mesh.new_group("shard"), layout.channel("parameters", "shard"))
+        self._sums = Sums(self._sending_order(), self._parties())
+
+    @property
+    def sent_nbytes(self) -> int:
+        return self._sent_nbytes
+
+    def memory(self) -> list[torch.Tensor]:
+        return [pack.flat for unit in self.units for pack in unit.packs if pack.flat.is_meta]
+
+    def materialise(self, real: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> None:
+        for unit in self.units:
+            for pack in unit.packs:
+                if pack.flat.is_meta:
+                    pack.materialise(real(pack.flat), device)
+            unit.show("shard")
+
+    def packs(self) -> list[Pack]:
+        return self._packs
+
+    def sum_by(self, coded: Mapping[Pack, Coded]) -> None:
+        self._sums.coded = coded
+
+    def bind(self, optimizers: Iterable[Optimizer]) -> None:
+        for optimizer in optimizers:
+            check_takes_parts(optimizer)
+
+    def begin(self) -> None:
+        if not self._learned and self._devices:
+            self._learn(self._devices[0])
+        self._sums.open()
+        self._passes.complete = self._sums.complete
+
+    def send(self) -> None:
+        self._passes.complete = None
+        self._passes.release()
+        for unit in self.units:
+            for one in unit.parameters:
+                if one.shard.grad is not None:
+                    raise ScriptError(
+                        f"the loss uses parameter {one.name!r} outside of the modules' forward, where a rank sees only "
+                        "its part; use the optimizer's weight decay instead of a penalty, or sharding level 1"
+                    )
+        self._sums.send()
+
+    def finish(self) -> None:
+        self._sums.finish()
+        self._passes.party.settle()  # who is behind may still read what the update will change
+        self._sent_nbytes = self._passes.sent_nbytes + self._sums.sent_nbytes
+        self._passes.sent_nbytes = self._sums.sent_nbytes = 0
+
+    @property
+    def _devices(self) -> list[torch.device]:
+        return [pack.device for unit in self.units for pack in unit.packs]
+
+    def _parties(self) -> dict[tuple[AxisName, ...], Party]:
+        """Who sums gradients: the shards, and for each pack's other axes those; all ranks meet them in one order."""
+        layout, mesh = self.layout, self.layout.mesh
+        parties: dict[tuple[AxisName, ...], Party] = {}
+        parties[("shard",)] = Party.meet(mesh.new_group("shard"), layout.channel("gradients", "shard"))
+        for axes in sorted({pack.others for unit in self.units for pack in unit.packs if pack.others}):
+            parties[axes] = Party.meet(mesh.group(*axes), layout.channel("gradients", *axes))
+        return parties
+
+    def _sending_order(self) -> list[Unit]:
+        """What backward reaches first leaves first; what lies outside of blocks is complete last."""
+        return [*self._passes.units[:0:-1], self._passes.units[0]]
+
+    def _learn(self, device: torch.device) -> None:
+        """After the first forward: take the order in which the first of all ranks that exchange has run its units."""
+        mesh, count = self.layout.mesh, len(self.units)
+        others = {axis for unit in self.units for pack in unit.packs for axis in pack.others}
+        group, first = mesh.group("shard", *others), mesh.ranks("shard", *others)[0]
+        order = torch.tensor(self._passes.seen())
+        repeats = torch.tensor([unit.repeats for unit in self._passes.units], dtype=torch.int64)
+        both = torch.cat([order, repeats]).to(device)
+        dist.broadcast(both[:count], src=first, group=group)
+        dist.all_reduce(both[count:], dist.ReduceOp.MAX, group=group)
+        self._passes.reorder(both[:count].tolist(), [bool(flag) for flag in both[count:].tolist()])
+        self._sums.order = self._sending_order()
+        self._learned = True
+
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList)
+
+
+def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The repeated parts: elements of lists and sequences of modules, outermost first, that have parameters.
+
+    An element that is itself a list or a sequence with more than leaves in it is looked into.
+    """
+    return list(_blocks(model, "", within=False, seen=set()))
+
+
+def make_units(
+    model: nn.Module, layout: Layout, device: torch.device | None
+) -> tuple[list[Unit], dict[nn.Module, Unit]]:
+    """Divide the model's parameters among the shard axis, and write into `layout` what this rank holds.
+
+    Returns the units, the first of which has what lies outside of blocks or is tied between them, and the unit of
+    every block. Parameters whose gradients are not summed along `shard`, without dims or without elements stay whole.
+    `device`: where shards lie (None: where the parameters are). Raises PlanError for sparse embeddings.
+    """
+    blocks = blocks_of(model)
+    home = {module: index for index, (_, block) in enumerate(blocks, 1) for module in block.modules()}
+    members: list[dict[str, list[Place]]] = [{} for _ in range(len(blocks) + 1)]
+    for name, places in _places(model).items():
+        parameter = getattr(*places[0])
+        if "shard" in layout.shard_of(name).sums and parameter.dim() and parameter.numel():
+            _check_dense(name, places)
+            homes = {home.get(module, 0) for module, _ in places}
+            members[homes.pop() if len(homes) == 1 else 0][name] = places
+    loads, rooms = Loads(layout.mesh), Rooms()
+    units = [Unit(name="", packs=_packs(members[0], layout, device, loads, rooms))]
+    of_block = {}
+    for (name, block), inside in zip(blocks, members[1:], strict=True):
+        if inside:
+            of_block[block] = Unit(name=name, packs=_packs(inside, layout, device, loads, rooms))
+            units.append(of_block[block])
+    for unit in units:
+        unit.show("shard")
+    return units, of_block
+
+
+def _blocks(module: nn.Module, name: str, *, within: bool, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    for key, child in module.named_children():
+        path = f"{name}.{key}" if name else key
+        if id(child) in seen or not any(True for _ in child.parameters()):
+            continue
+        listed = isinstance(module, _CONTAINERS)
+        if listed and not _holds_blocks(child):
+            seen.add(id(child))
+            yield path, child
+        else:
+            yield from _blocks(child, path, within=listed, seen=seen)
+
+
+def _holds_blocks(module: nn.Module) -> bool:
+    return isinstance(module, _CONTAINERS) and any(True for child in module.children() for _ in child.children())
+
+
+def _places(model: nn.Module) -> dict[str, list[Place]]:
+    """Where every parameter is, by its first name."""
+    first: dict[nn.Parameter, str] = {}
+    places: dict[str, list[Place]] = {}
+    for path, module in model.named_modules():
+        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            name = first.setdefault(parameter, f"{path}.{key}" if path else key)
+            places.setdefault(name, []).append((module, key))
+    return places
+
+
+def _packs(
+    members: dict[str, list[Place]], layout: Layout, device: torch.device | None, loads: Loads, rooms: Rooms
+) -> list[Pack]:
+    kinds: dict[tuple[torch.dtype, tuple[AxisName, ...]], list[tuple[str, list[Place]]]] = {}
+    for name, places in members.items():
+        others = loads.others(layout.shard_of(name).sums)
+        kinds.setdefault((getattr(*places[0]).dtype, others), []).append((name, places))
+    packs = []
+    for (_, others), named in kinds.items():
+        rank = layout.mesh.index("shard")
+        pack = Pack(named, loads=loads.beside(others), rooms=rooms, rank=rank, others=others, home=device)
+        for one, piece in zip(pack.parameters, pack.mine, strict=True):
+            one.held = layout.shard_of(one.name)
+            layout.cut(one.name, piece.dim, *([(piece.start, piece.stop)] if piece.numel else []))
+            layout.set_reduce_axes(one.name, ())
+        packs.append(pack)
+    return packs
+
+
+def _check_dense(name: str, places: list[Place]) -> None:
+    for module, _ in places:
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise PlanError(
+                f"{name!r} has sparse gradients, which sharding levels 2 and 3 do not divide; make the embedding with "
+                "sparse=False, or use sharding level 1"
+            )
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One way through `units`, in the order of gathering, of which `next` have had their turn. `hold`: of a forward
+    with gradients; `done`: units gathered in this pass, which may be on several ways.
+    """
+
+    units: list[Unit]
+    hold: bool
+    done: set[Unit] = field(default_factory=set)
+    next: int = 0
+    depth: int = 0
+
+
+class Passes:
+    """Hooks on a model's modules that gather units while they compute.
+
+    `units[0]` is what lies outside of blocks; it stays from forward to backward. `keep`: so do all others (level 2);
+    else each is freed after its block's forward and gathered again for backward (level 3). `complete` is called with
+    every unit whose gradients one backward has computed. `sent_nbytes` grows by what this rank sends.
+    """
+
+    def __init__(self, model: nn.Module, units: list[Unit], blocks: Mapping[nn.Module, Unit], *, keep: bool):
+        self.units, self.keep, self.party = units, keep, Party(None, untracked_channel())
+        self.sent_nbytes = 0
+        self.complete: Callable[[Unit], None] | None = None
+        self._seen: dict[Unit, None] = {}
+        self._call: Call | None = None
+        self._backward: dict[Call, Call] | None = None
+        self._under = _under(model, units, blocks)
+        self._blocks = blocks
+        for module in self._under:
+            module.register_forward_pre_hook(self._enter, prepend=True)
+            module.register_forward_hook(self._leave, always_call=True)
+        for block, unit in blocks.items():
+            for name, inner in block.named_modules():
+                if name and any(True for _ in inner.parameters(recurse=False)):
+                    inner.register_forward_pre_hook(_Guard(f"{unit.name}.{name}", unit), prepend=True)
+
+    def release(self) -> None:
+        """Free all that is gathered: the parameters are about to change."""
+        for unit in self.units:
+            if unit.whole or unit.launched:
+                unit.drop("shard")
+
+    def seen(self) -> list[int]:
+        """Positions of the units in the order in which this rank has run them; those it has not run come last."""
+        run = [self.units.index(unit) for unit in self._seen]
+        return list(dict.fromkeys([0, *run, *range(len(self.units))]))
+
+    def reorder(self, order: list[int], repeats: list[bool]) -> None:
+        """From the next pass on gather in this order; `repeats`: units that run several times in one pass."""
+        for unit, repeated in zip(self.units, repeats, strict=True):
+            unit.repeats = repeated
+        place = {self.units[position]: rank for rank, position in reversed(list(enumerate(order)))}
+        self.units.sort(key=place.__getitem__)
+        for under in self._under.values():
+            under.sort(key=place.__getitem__)
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if self._call is None:
+            self._call = Call(self._under[module], hold=torch.is_grad_enabled())
+            for unit in self._call.units:
+                if not unit.whole:
+                    unit.show("absent")
+        self._call.depth += 1
+        for unit in _direct(self._under[module], self._blocks.get(module), self.units[0]):
+            unit.entered += 1
+            self._seen.setdefault(unit)
+            self._need(self._call, unit)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        call = self._call
+        assert call is not None
+        call.depth -= 1
+        for unit in _direct(self._under[module], self._blocks.get(module), self.units[0]):
+            unit.entered -= 1
+            if torch.is_grad_enabled() and (module in self._blocks or not call.depth):
+                self._watch(call, unit, output)
+            stays = unit.held or unit.repeats or (call.hold and (self.keep or unit is self.units[0]))
+            if not unit.entered and not stays:
+                unit.drop("absent")
+                torch.clear_autocast_cache()  # it would keep the whole weights in lower precision
+        if not call.depth:
+            self._call = None
+            self._close(call, failed=output is None)
+
+    def _need(self, call: Call, unit: Unit) -> None:
+        """Let every unit of the call have its turn up to this one, have this one whole, and start the next."""
+        again = unit in call.done and not unit.whole and not unit.launched
+        self._advance(call, call.units.index(unit) + 1)
+        if again:
+            unit.repeats = unit.repeats or call is self._call
+            self._launch(unit)
+        unit.fill(partial(self._arrived, unit))
+        self._advance(call, call.next + 1)
+
+    def _advance(self, call: Call, stop: int) -> None:
+        """Gather the units whose turn it is, each once a pass: whether it is there already is alike on all ranks."""
+        for unit in call.units[call.next : stop]:
+            if unit not in call.done:
+                call.done.add(unit)
+                self._launch(unit)
+        call.next = max(call.next, min(stop, len(call.units)))
+
+    def _launch(self, unit: Unit) -> None:
+        self.sent_nbytes += unit.launch(self.party)
+
+    def _close(self, call: Call, *, failed: bool) -> None:
+        """The outermost module has returned: take part in what is left of the pass, free, remember what stays."""
+        if not failed:
+            self._advance(call, len(call.units))
+        for unit in call.units:
+            if unit.held:
+                continue
+            if call.hold and not failed and (self.keep or unit is self.units[0]):
+                unit.fill(partial(self._arrived, unit))
+                unit.held = True
+            else:
+                unit.drop("shard")
+        if not call.hold:
+            self.party.settle()  # parameters may change before the next pass: at a load, say
+
+    def _watch(self, call: Call, unit: Unit, output: Any) -> None:
+        """Have backward gather the unit before it enters the module through `output`."""
+        found = list(_tensors(output, 0))
+        if output is not None and not found:
+            raise ScriptError(
+                f"{unit.name or 'the model'!r} returns {type(output).__name__}, in which no tensor is found; return "
+                "tensors, or tuples, lists, dicts or dataclasses of them, or use sharding level 1"
+            )
+        for tensor in found:
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._before, call, unit))  # type: ignore[no-untyped-call]
+
+    def _before(self, call: Call, unit: Unit, gradient: torch.Tensor) -> None:
+        """Backward has reached a module's output."""
+        self._open_backward()
+        assert self._backward is not None
+        if call not in self._backward:
+            first = [one for one in call.units if one is self.units[0]]
+            rest = [one for one in call.units[::-1] if one is not self.units[0]]
+            done = next((way.done for way in self._backward.values()), set())
+            self._backward[call] = Call([*first, *rest], hold=True, done=done)
+        self._need(self._backward[call], unit)
+        unit.held = True
+
+    def _open_backward(self) -> None:
+        if self._backward is None:
+            self._backward = {}
+            Variable._execution_engine.queue_callback(self._end_backward)
+            for unit in self.units:
+                unit.missing = sum(one.shard.requires_grad for one in unit.parameters)
+
+    def _arrived(self, unit: Unit, whole: torch.Tensor) -> None:
+        """One parameter's gradient is there, so all of this backward that uses the parameter has run."""
+        self._open_backward()
+        unit.missing -= 1
+        if unit.missing == 0:
+            if not self.keep or self.complete is not None:
+                unit.drop("shard")
+            if self.complete is not None:
+                self.complete(unit)
+
+    def _end_backward(self) -> None:
+        """Backward is through: take part in what is left of it, and free."""
+        assert self._backward is not None
+        for call in self._backward.values():
+            self._advance(call, len(call.units))
+        for unit in self.units:
+            if self.keep and self.complete is None:
+                if unit.launched:
+                    unit.fill(partial(self._arrived, unit))
+                unit.held = unit.whole
+            elif unit.whole or unit.launched:
+                unit.drop("shard")
+        self._backward = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Guard:
+    """Refuses a call of a module inside a block whose parameters are not gathered."""
+
+    name: str
+    unit: Unit
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if not self.unit.whole:
+            raise ScriptError(
+                f"module {self.name!r} was called from outside of its block {self.unit.name!r}, whose parameters are "
+                "divided among ranks; call the block or the model, or use sharding level 1"
+            )
+
+
+def _direct(under: list[Unit], own: Unit | None, outside: Unit) -> list[Unit]:
+    """Of the units under a module those whose parameters it may use itself: its block's, and those of no block."""
+    return [unit for unit in under if unit is own or unit is outside]
+
+
+def _under(model: nn.Module, units: list[Unit], blocks: Mapping[nn.Module, Unit]) -> dict[nn.Module, list[Unit]]:
+    """Blocks and modules outside of blocks, each with the units whose parameters lie under it."""
+    inside = {inner for block in blocks for inner in block.modules() if inner is not block}
+    owners = {unit: {module for one in unit.parameters for module, _ in one.places} for unit in units}
+    under = {}
+    for module in model.modules():
+        if module not in inside:
+            below = set(module.modules())
+            under[module] = [unit for unit in units if owners[unit] & below]
+    return under
+
+
+def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
+    """All tensors in what a module returns."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth > 8 or value is None or isinstance(value, str | int | float | bool):
+        return
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from _tensors(one, depth + 1)
+    elif isinstance(value, list | tuple | set):
+        for one in value:
+            yield from _tensors(one, depth + 1)
+    elif is_dataclass(value):
+        for one in fields(value):
+            yield from _tensors(getattr(value, one.name), depth + 1)
+    elif hasattr(value, "__dict__"):
+        yield from _tensors(vars(value), depth + 1)
+
+
+def shard(model: nn.Module, sharding: ShardingPlan, layout: Layout) -> Shards:
+    """Divide what the plan says among the ranks of the `shard` axis; call it when all else is in place."""
+    if layout.mesh.degree("shard") == 1:
+        return Shards()
+    if sharding.level == 1:
+        return States(model, layout, sharding)
+    return Parameters(model, layout, sharding)

@@ -1,0 +1,153 @@
+"""The cut tensor: behaves as the whole one, holds this rank's part, and refuses what it cannot do exactly."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tutti.errors import PlanError
+from tutti.parallel.spatial.halo_exchange import Space, fetch
+from tutti.parallel.spatial.halo_geometry import Rows, bounds_of, owned
+
+
+@dataclass(frozen=True, slots=True)
+class Along:
+    """How a dim is cut: along `axis` of the grid, at `bounds`."""
+
+    axis: int
+    bounds: tuple[int, ...]
+
+    @property
+    def extent(self) -> int:
+        return self.bounds[-1]
+
+    @property
+    def parts(self) -> int:
+        return len(self.bounds) - 1
+
+
+Where = tuple[Along | None, ...]
+"""For each dim of a tensor, how it is cut; None: whole on this rank."""
+
+Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""fn(function, args, kwargs) -> result; runs with the subclass switched off, so that torch sees plain tensors."""
+
+HANDLERS: dict[str, Handler] = {}
+"""What a cut tensor can do, by the name of torch's function. Properties are named "get:property"."""
+
+
+class CutTensor(torch.Tensor):
+    """A part of a tensor whose dims `where_of(x)` says are cut among the ranks of `space_of(x)`.
+
+    `shape`, `size` and `numel` are the whole tensor's. Raises PlanError for a function that is not in HANDLERS.
+    """
+
+    _tutti_where: Where
+    _tutti_space: Space
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = name_of(func)
+        handler = HANDLERS.get(name)
+        if handler is None:
+            raise PlanError(
+                f"{name} on a tensor that mesh.space cuts: not known to be right on parts; compute it on the whole "
+                "tensor, tutti.parallel.spatial.whole(x), or take space out of the mesh"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return handler(func, args, kwargs or {})
+
+
+def handles(*names: str) -> Callable[[Handler], Handler]:
+    """Register a handler for these functions."""
+
+    def register(handler: Handler) -> Handler:
+        for name in names:
+            HANDLERS[name] = handler
+        return handler
+
+    return register
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """A function's name as HANDLERS has it."""
+    name = getattr(function, "__name__", str(function))
+    if name in ("__get__", "__set__", "__delete__"):
+        return f"{name.strip('_')}:{getattr(getattr(function, '__self__', None), '__name__', '')}"
+    return name
+
+
+def where_of(value: Any) -> Where:
+    """How a tensor is cut: all None for a plain one."""
+    if isinstance(value, CutTensor):
+        where: Where = value._tutti_where
+        return where
+    return (None,) * int(value.dim())
+
+
+def space_of(values: Iterable[Any]) -> Space:
+    """The space of the first cut tensor among `values`."""
+    return next(value._tutti_space for value in values if isinstance(value, CutTensor))
+
+
+def local(value: torch.Tensor) -> torch.Tensor:
+    """This rank's part, as a plain tensor."""
+    return value.as_subclass(torch.Tensor) if isinstance(value, CutTensor) else value
+
+
+def cut(part: torch.Tensor, where: Where, space: Space) -> torch.Tensor:
+    """The whole tensor of which `part` is here; `part` itself where no dim is cut."""
+    if not any(where):
+        return local(part)
+    result = part.as_subclass(CutTensor)
+    result._tutti_where, result._tutti_space = where, space
+    return result
+
+
+def rows_of(along: Along, space: Space) -> Rows:
+    """The rows this rank owns."""
+    return owned(along.bounds, space.place[along.axis])
+
+
+def narrowed(tensor: torch.Tensor, dim: int, along: Along, space: Space) -> torch.Tensor:
+    """This rank's rows of a plain tensor that is whole along `dim`."""
+    start, stop = rows_of(along, space)
+    return tensor.narrow(dim, start, stop - start)
+
+
+def cut_whole(tensor: torch.Tensor, first: int, space: Space) -> torch.Tensor:
+    """Cut a tensor that is whole here along its dims `first` and after, as the grid says."""
+    where: list[Along | None] = [None] * tensor.dim()
+    for axis, parts in enumerate(space.grid):
+        extent = tensor.shape[first + axis]
+        if parts > 1:
+            if extent < parts:
+                raise PlanError(
+                    f"space_grid = {list(space.grid)} cuts dim {first + axis} of an input of shape "
+                    f"{tuple(tensor.shape)} into more parts than it has rows; use a smaller grid"
+                )
+            where[first + axis] = Along(axis, bounds_of(extent, parts))
+            tensor = narrowed(tensor, first + axis, where[first + axis], space)  # type: ignore[arg-type]
+    return cut(tensor, tuple(where), space)
+
+
+def whole(tensor: torch.Tensor, dims: Iterable[int] | None = None) -> torch.Tensor:
+    """The whole tensor, on every rank: cut dims (of `dims`; none named: all) are fetched from those who own them.
+
+    A plain tensor is returned as it is, so a script may call this on any number of devices.
+    """
+    if not isinstance(tensor, CutTensor):
+        return tensor
+    with torch._C.DisableTorchFunctionSubclass():
+        where, space = list(tensor._tutti_where), tensor._tutti_space
+        part = local(tensor)
+        for dim in range(len(where)) if dims is None else dims:
+            along = where[dim]
+            if along is not None:
+                needs = ((0, along.extent),) * along.parts
+                part = fetch(part, dim, along.axis, along.bounds, needs, 0.0, space)
+                where[dim] = None
+        return cut(part, tuple(where), space)

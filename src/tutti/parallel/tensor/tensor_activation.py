@@ -1,0 +1,217 @@
+"""Parted: an activation of which every split rank has its part, and which behaves as the whole one.
+
+It is a plain local tensor that knows which ranges of which dim it holds. It reports the whole shape, and every
+function of torch that is called with it goes through a table: what can be computed on parts is, with the same result;
+whatever is not in the table gets the gathered, whole tensor. So a model's own code runs unchanged, and where its
+layout was guessed badly it is slower, never wrong. What would write into a gathered copy is refused.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch.utils import _pytree as pytree
+
+from tutti.errors import ScriptError
+from tutti.parallel.tensor.partition_ranges import Spread
+from tutti.parallel.tensor.tensor_collectives import SplitGroup, copy, gather, pieces, take
+
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""fn(torch function, args, kwargs) -> result, or NotImplemented for what it cannot do on parts. It runs with torch's
+dispatch to subclasses off, so a Parted among its arguments is the local tensor."""
+
+HANDLERS: dict[Any, Handler] = {}
+"""torch function -> how it is computed on parts; filled when the modules of this package are imported."""
+
+H = TypeVar("H", bound=Handler)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a part lies in its whole tensor: along which `dim` (counted from the front), which ranges."""
+
+    dim: int
+    spread: Spread
+    group: SplitGroup
+
+
+class Parted(torch.Tensor):
+    """A part of a whole tensor; `place` says which. Made by `parted`."""
+
+    place: Place
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if not torch.is_grad_enabled():
+                _refuse_custom_function(args)
+            handler = HANDLERS.get(func)
+            if handler is not None:
+                if not args and "input" in kwargs:
+                    args, kwargs = (kwargs["input"],), {key: value for key, value in kwargs.items() if key != "input"}
+                result = handler(func, args, kwargs)
+                if result is not NotImplemented:
+                    return result
+            return on_whole(func, args, kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        with torch._C.DisableTorchFunctionSubclass():
+            held = self.place.spread.parts[self.place.group.rank]
+            return f"Parted(whole {whole_shape(self)}, dim {self.place.dim} at {held}, local {local(self)!r})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return whole(self).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return parted(local(self).clone(), self.place)
+
+
+def handles(*functions: Any) -> Callable[[H], H]:
+    """Enter a handler into the table for these functions."""
+
+    def enter(handler: H) -> H:
+        HANDLERS.update(dict.fromkeys(functions, handler))
+        return handler
+
+    return enter
+
+
+def named(words: str) -> list[Any]:
+    """What these names stand for in torch, torch.Tensor, torch.nn.functional and torch.special."""
+    spaces = (torch, torch.Tensor, torch.nn.functional, torch.special, torch._C._nn)
+    names = words.split()
+    found = [getattr(space, name) for name in names for space in spaces if hasattr(space, name)]
+    missing = [name for name in names if not any(hasattr(space, name) for space in spaces)]
+    assert not missing, missing
+    return found
+
+
+def properties(words: str) -> list[Any]:
+    """What torch dispatches when these properties of a tensor are read."""
+    return [getattr(torch.Tensor, name).__get__ for name in words.split()]
+
+
+def parted(tensor: torch.Tensor, place: Place) -> torch.Tensor:
+    """`tensor`, which is this rank's part, as the whole tensor's part. A fresh tensor becomes it without a copy."""
+    if isinstance(tensor, Parted):
+        if tensor.place == place:
+            return tensor
+        tensor = local(tensor)
+    elif type(tensor) is not torch.Tensor:
+        tensor = tensor.as_subclass(torch.Tensor)
+    tensor.__class__ = Parted
+    tensor.place = place  # type: ignore[attr-defined]
+    return tensor
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part as a plain tensor."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(torch.Tensor)
+
+
+def whole(value: Any) -> Any:
+    """The whole tensor, gathered if `value` is a part; anything else as it is."""
+    if not isinstance(value, Parted):
+        return value
+    place = value.place
+    with torch._C.DisableTorchFunctionSubclass():
+        return gather(value, place.dim, place.spread, place.group)
+
+
+def all_whole(tree: Any) -> Any:
+    """`whole` of every leaf of a nested structure."""
+    if not any(isinstance(leaf, Parted) for leaf in pytree.tree_leaves(tree)):
+        return tree
+    return pytree.tree_map(whole, tree)
+
+
+def whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape of the whole tensor; called where dispatch to subclasses is off."""
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, Parted):
+        return shape
+    place = tensor.place
+    return (*shape[: place.dim], place.spread.size, *shape[place.dim + 1 :])
+
+
+def on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call with whole tensors. Raises ScriptError for a function that would change a gathered copy in place."""
+    name = getattr(func, "__name__", str(func))
+    inplace = (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__", "__delitem__")
+    inplace = inplace or name in ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__")
+    first = args[0] if args else None
+    if (inplace and isinstance(first, Parted)) or isinstance(kwargs.get("out"), Parted):
+        raise ScriptError(
+            f"{name} writes into an activation that is divided over the split axis, in a way that is not supported; "
+            "write it without changing the tensor in place, or keep the layer that makes it whole: "
+            "LayoutRule(modules=..., placement='replicate')"
+        )
+    return func(*all_whole(args), **all_whole(kwargs))
+
+
+def fit(tensor: Any, back: int, spread: Spread, group: SplitGroup) -> Any:
+    """An operand made fit to meet parts of `spread` along dim `back` (negative: counted from the end).
+
+    A part that holds what is needed is narrowed; other parts are gathered; of a whole tensor the part is taken, or,
+    where it broadcasts along the dim, a copy whose gradient is summed.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        return tensor
+    if isinstance(tensor, Parted):
+        place, dims = tensor.place, tensor.ndim
+        if place.dim - dims == back and place.spread.contains(spread):
+            if place.spread == spread:
+                return tensor
+            return pieces(tensor, place.dim, place.spread.inside(group.rank, spread))
+        tensor = whole(tensor)
+    if tensor.ndim < -back or tensor.shape[back] == 1 != spread.size:
+        return copy(tensor, group)
+    return take(tensor, tensor.ndim + back, spread, group)
+
+
+def lead(tensors: list[Any], forced: Parted | None = None) -> tuple[int, Spread, SplitGroup] | None:
+    """Along which dim (negative) and spread an elementwise function of `tensors` is computed on parts; None: not.
+
+    The spread that others contain is chosen, so that most operands need no exchange; or that of `forced`.
+    """
+    parts = [t for t in tensors if isinstance(t, Parted)] if forced is None else [forced]
+    if not parts:
+        return None
+    dims = [t.place.dim - t.ndim for t in parts]
+    chosen = min(range(len(parts)), key=lambda i: sum(parts[i].place.spread.local(r) for r in range(_size(parts[i]))))
+    back, spread = dims[chosen], parts[chosen].place.spread
+    if any(isinstance(t, torch.Tensor) and not _meets(t, back, spread.size) for t in tensors):
+        return None
+    return back, spread, parts[chosen].place.group
+
+
+def _size(tensor: Parted) -> int:
+    return tensor.place.group.size
+
+
+def _meets(tensor: torch.Tensor, back: int, size: int) -> bool:
+    """Whether the tensor has that size along the dim, or broadcasts to it."""
+    shape = whole_shape(tensor)
+    return len(shape) < -back or shape[back] in (1, size)
+
+
+def _refuse_custom_function(args: tuple[Any, ...]) -> None:
+    """A custom autograd function gets its arguments past the table, and its backward would see only a part."""
+    if not any(isinstance(arg, Parted) and arg.requires_grad for arg in args):
+        return
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        code = frame.f_code
+        first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if isinstance(first, torch.autograd.function.FunctionCtx):
+            raise ScriptError(
+                f"the autograd function {type(first).__name__.removesuffix('Backward')} got an activation that is "
+                "divided over the split axis; keep the layer that makes it whole: LayoutRule(modules=..., "
+                "placement='replicate')"
+            )
+        frame = frame.f_back

@@ -1,0 +1,413 @@
+"""The table's elementwise functions, what is asked of a tensor, and dropout."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+from tutti.parallel.tensor.tensor_activation import (
+    Parted,
+    Place,
+    fit,
+    handles,
+    lead,
+    named,
+    parted,
+    properties,
+    whole,
+    whole_shape,
+)
+from tutti.parallel.tensor.tensor_collectives import SplitGroup, add, copy, draws_whole, own_stream, take
+
+_UNARY = """
+    abs neg negative positive exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square sin cos tan asin acos atan
+    sinh cosh tanh asinh acosh atanh erf erfc sigmoid logit relu relu_ sigmoid_ tanh_ gelu silu mish softplus
+    softsign logsigmoid elu celu selu relu6 leaky_relu hardtanh hardswish hardsigmoid tanhshrink softshrink
+    hardshrink threshold floor ceil round trunc frac sign sgn reciprocal nan_to_num isnan isinf isfinite
+    logical_not bitwise_not zeros_like ones_like full_like empty_like detach clone contiguous float double half
+    bfloat16 long int bool to type type_as cpu cuda requires_grad_ detach_ zero_ fill_ exp_ sqrt_ rsqrt_ neg_
+    abs_ elu_ silu_ expit __neg__ __abs__ __invert__ __pos__ alias_copy
+"""
+_BINARY = """
+    add sub subtract rsub mul multiply div divide true_divide floor_divide remainder fmod pow float_power
+    maximum minimum fmax fmin atan2 hypot eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and
+    bitwise_or bitwise_xor where masked_fill lerp addcmul addcdiv xlogy clamp clip clamp_min clamp_max clamp_
+    add_ sub_ mul_ div_ pow_ masked_fill_ lerp_ addcmul_ addcdiv_ __add__ __radd__ __iadd__ __sub__ __rsub__
+    __isub__ __mul__ __rmul__ __imul__ __truediv__ __rtruediv__ __itruediv__ __floordiv__ __pow__ __rpow__
+    __mod__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__ copysign ldexp
+"""
+_ASKED = """
+    dim size numel nelement __len__ is_floating_point is_complex element_size get_device register_hook
+    retain_grad is_contiguous data_ptr untyped_storage
+"""
+_PROPERTIES = """
+    dtype device layout requires_grad grad_fn is_leaf is_cuda is_cpu is_sparse is_nested is_quantized is_meta
+    is_mps is_xpu _version output_nr retains_grad itemsize
+"""
+
+
+@handles(*named(_UNARY))
+def _unary(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One tensor in, one of its shape out. In `x.to(y)` the part may be `y` alone: then only its dtype counts."""
+    first = args[0] if args else kwargs.get("input")
+    result = func(*args, **kwargs)
+    if not isinstance(first, Parted):
+        return result
+    return result if result is first else parted(result, first.place)
+
+
+@handles(*named(_BINARY))
+def _binary(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Operands that broadcast against each other, each fitted to the parts of the one that leads."""
+    if "out" in kwargs or (func in _WHERE and len(args) + len(kwargs) < 3):
+        return NotImplemented
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    inplace = _in_place(func)
+    if inplace and not isinstance(args[0], Parted):
+        return NotImplemented
+    found = lead(leaves, args[0] if inplace else None)
+    if found is None:
+        return NotImplemented
+    back, spread, group = found
+    dims = max(leaf.ndim for leaf in leaves if isinstance(leaf, torch.Tensor))
+    fitted = [fit(leaf, back, spread, group) for leaf in leaves]
+    args, kwargs = pytree.tree_unflatten(fitted, structure)
+    result = func(*args, **kwargs)
+    return result if inplace else parted(result, Place(dim=dims + back, spread=spread, group=group))
+
+
+def _in_place(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name != "__invert__")
+
+
+_WHERE = set(named("where"))
+
+
+@handles(*named(_ASKED), *properties(_PROPERTIES))
+def _ask(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Questions: about sizes the whole tensor answers, about the rest the part."""
+    name, shape = getattr(func, "__name__", ""), whole_shape(args[0])
+    if name == "size":
+        dim = args[1] if len(args) > 1 else kwargs.get("dim")
+        return torch.Size(shape) if dim is None else shape[dim]
+    if name == "__len__":
+        return shape[0]
+    if name in ("numel", "nelement"):
+        return torch.Size(shape).numel()
+    return func(*args, **kwargs)
+
+
+@handles(*properties("shape"))
+def _shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return torch.Size(whole_shape(args[0]))
+
+
+@handles(*properties("ndim"))
+def _ndim(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return len(args[0].shape)
+
+
+@handles(*properties("data"))
+def _data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return parted(func(*args), args[0].place)
+
+
+@handles(torch.numel)
+def _numel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return torch.Size(whole_shape(args[0])).numel()
+
+
+@handles(F.dropout, torch.dropout)
+def _dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Draws of a part's own: parts are different units, so their masks differ. Without dropout nothing is drawn."""
+    first = args[0] if args else kwargs.get("input")
+    rate = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+    training = args[2] if len(args) > 2 else kwargs.get("training", kwargs.get("train", True))
+    if not isinstance(first, Parted):
+        return NotImplemented
+    if not training or rate == 0.0:
+        return first
+    if draws_whole():
+        return NotImplemented
+    with own_stream(first.device, first.place.group):
+        result = func(*args, **kwargs)
+    return result if result is first else parted(result, first.place)
+
+
+class _LogSoftmax(torch.autograd.Function):
+    """log softmax over the last dim, of which every rank has a part."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, group: SplitGroup) -> torch.Tensor:
+        lowest = torch.finfo(logits.dtype).min
+        top = logits.amax(-1) if logits.shape[-1] else logits.new_full(logits.shape[:-1], lowest)
+        top = group.sum(top.contiguous(), dist.ReduceOp.MAX)
+        shifted = logits - top.unsqueeze(-1)
+        total = group.sum(shifted.exp().sum(-1))
+        result = shifted.sub_(total.log_().unsqueeze(-1))
+        ctx.save_for_backward(result)
+        ctx.group = group
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (result,) = ctx.saved_tensors
+        total = ctx.group.sum(grad.sum(-1))
+        return grad - result.exp() * total.unsqueeze(-1), None
+
+
+def log_softmax(logits: torch.Tensor, dim: int, group: SplitGroup) -> torch.Tensor:
+    """log softmax along `dim`, of which every rank has a part; returns this rank's part. As autocast would have it,
+    low precision is raised to float32 where autocast is on."""
+    if torch.is_autocast_enabled(logits.device.type) and logits.dtype in (torch.bfloat16, torch.float16):
+        logits = logits.float()
+    result = _LogSoftmax.apply(logits.movedim(dim, -1), group)  # type: ignore[no-untyped-call]
+    return result.movedim(-1, dim)  # type: ignore[no-any-return]
+
+
+@handles(*named("softmax log_softmax"))
+def _softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    given = dict(zip(("input", "dim"), args, strict=False)) | kwargs
+    first, dim = given["input"], given.get("dim")
+    if dim is None or len(args) > 2:
+        return NotImplemented
+    if dim % first.ndim != first.place.dim:
+        return parted(func(*args, **kwargs), first.place)
+    dtype = kwargs.get("dtype")
+    first, place = (first if dtype is None else first.to(dtype)), first.place
+    result = log_softmax(first, place.dim, place.group)
+    return parted(result if "log" in func.__name__ else result.exp(), place)
+
+
+@handles(F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm)
+def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Rows that are parts; weights are copied, their gradients summed."""
+    first = args[0] if args else kwargs.get("input")
+    if not isinstance(first, Parted):
+        return NotImplemented
+    shape = args[1] if len(args) > 1 else kwargs["normalized_shape"]
+    if first.place.dim >= first.ndim - len(shape):
+        return NotImplemented
+    group = first.place.group
+
+    def copied(value: Any) -> Any:
+        return copy(value, group) if isinstance(value, torch.Tensor) else value
+
+    args = (*args[:2], *(copied(value) for value in args[2:]))
+    kwargs = {key: value if key == "input" else copied(value) for key, value in kwargs.items()}
+    return parted(func(*args, **kwargs), first.place)
+
+
+@handles(*named("sum mean amax amin logsumexp argmax argmin all any var std norm"))
+def _reduced(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Reductions over dims that are not cut."""
+    first, keep = args[0], kwargs.get("keepdim", False)
+    dims = args[1] if len(args) > 1 else kwargs.get("dim")
+    odd = len(args) > 2 or "norm" in func.__name__ or kwargs.keys() - {"dim", "keepdim", "dtype"}
+    if odd or dims is None or isinstance(dims, bool) or (isinstance(dims, list | tuple) and not dims):
+        return NotImplemented
+    gone = {dim % first.ndim for dim in ((dims,) if isinstance(dims, int) else dims)}
+    place = first.place
+    if place.dim in gone:
+        return NotImplemented
+    dim = place.dim if keep else place.dim - sum(one < place.dim for one in gone)
+    return parted(func(*args, **kwargs), Place(dim=dim, spread=place.spread, group=place.group))
+
+
+@handles(F.cross_entropy)
+def _cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Cross-entropy of logits (rows, classes, ...) whose classes are divided; targets are class indices."""
+    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+    given: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
+    logits, target = given["input"], given["target"]
+    old = given.get("size_average") is not None or given.get("reduce") is not None
+    if not isinstance(logits, Parted) or isinstance(target, Parted) or target.is_floating_point() or old:
+        return NotImplemented
+    classes = 0 if logits.ndim == 1 else 1
+    shape = whole_shape(logits)
+    if logits.place.dim != classes or tuple(target.shape) != shape[:classes] + shape[classes + 1 :]:
+        return NotImplemented
+    group, spread = logits.place.group, logits.place.spread
+    log_p = log_softmax(logits, classes, group).movedim(classes, -1)
+    weight = given.get("weight")
+    return _negative_log_likelihood(
+        log_p,
+        target,
+        None if weight is None else (weight, take(weight, 0, spread, group)),
+        _positions(target, logits.place),
+        given.get("ignore_index", -100),
+        given.get("reduction", "mean"),
+        given.get("label_smoothing", 0.0),
+        logits.place,
+    )
+
+
+def _positions(target: torch.Tensor, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
+    """(local position of each target, whether this rank holds it)."""
+    local, held, offset = torch.zeros_like(target), torch.zeros_like(target, dtype=torch.bool), 0
+    for start, stop in place.spread.parts[place.group.rank]:
+        inside = (target >= start) & (target < stop)
+        local = torch.where(inside, target - start + offset, local)
+        held, offset = held | inside, offset + stop - start
+    return local, held
+
+
+def _negative_log_likelihood(
+    log_p: torch.Tensor,
+    target: torch.Tensor,
+    weights: tuple[torch.Tensor, torch.Tensor] | None,
+    positions: tuple[torch.Tensor, torch.Tensor],
+    ignored: int,
+    reduction: str,
+    smoothing: float,
+    place: Place,
+) -> torch.Tensor:
+    """From this rank's log probabilities (..., classes of its own) to the loss, as torch defines it."""
+    local, held = positions
+    counted = target != ignored
+    classes = place.spread.size
+    known = ~counted | ((target >= 0) & (target < classes))
+    torch._assert_async(known.all(), f"a target is not among the {classes} classes")
+    if log_p.shape[-1] == 0:
+        log_p = torch.cat([log_p, log_p.new_zeros((*log_p.shape[:-1], 1))], -1)
+    picked = log_p.gather(-1, local.unsqueeze(-1)).squeeze(-1) * (held & counted)
+    scale = counted.to(log_p.dtype)
+    if weights is not None:
+        scale = scale * weights[0][target.clamp(0, classes - 1)]
+    loss = -add(picked, place.group) * scale
+    if smoothing > 0:
+        even = log_p if weights is None else log_p * weights[1]
+        smooth = -add(even.sum(-1), place.group) * counted
+        loss = (1 - smoothing) * loss + smoothing / classes * smooth
+    if reduction == "none":
+        return loss
+    return loss.sum() if reduction == "sum" else loss.sum() / scale.sum()
+
+
+@handles(F.linear)
+def _linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Rows (samples, tokens, heads) that are parts: weights are copied, their gradients summed."""
+    given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+    x, weight, bias = given["input"], given["weight"], given.get("bias")
+    if isinstance(bias, Parted):
+        return NotImplemented
+    if isinstance(weight, Parted):  # as a user's own code applies a divided matrix: outputs are parts
+        if isinstance(x, Parted) or weight.place.dim != 0 or bias is not None or weight.ndim != 2:
+            return NotImplemented
+        place = weight.place
+        result = F.linear(copy(x, place.group), weight)
+        return parted(result, Place(dim=result.ndim - 1, spread=place.spread, group=place.group))
+    if not isinstance(x, Parted) or x.place.dim == x.ndim - 1:
+        return NotImplemented
+    group = x.place.group
+    return parted(F.linear(x, copy(weight, group), None if bias is None else copy(bias, group)), x.place)
+
+
+@handles(*named("matmul __matmul__ bmm mm"))
+def _matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if len(args) != 2 or kwargs or min(args[0].ndim, args[1].ndim) < 2:
+        return NotImplemented
+    a, b = args
+    cuts = [t.place.dim - t.ndim if isinstance(t, Parted) else None for t in args]
+    if cuts == [-1, -2] and a.place.spread == b.place.spread:  # summed over: every rank has a term
+        return add(torch.matmul(a, b), a.place.group)
+    if cuts in ([-2, None], [None, -1]):  # rows of one side, columns of the other
+        lead = a if cuts[0] is not None else b
+        group, spread = lead.place.group, lead.place.spread
+        result = torch.matmul(*(t if t is lead else copy(t, group) for t in args))
+        return parted(result, Place(dim=result.ndim + lead.place.dim - lead.ndim, spread=spread, group=group))
+    return _batched(func, args, [t for t in args if isinstance(t, Parted)])
+
+
+@handles(*named("baddbmm"))
+def _baddbmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if len(args) != 3 or args[0].ndim != 3:
+        return NotImplemented
+    return _batched(func, args, [t for t in args if isinstance(t, Parted)], kwargs)
+
+
+def _batched(func: Any, args: tuple[Any, ...], parts: list[Parted], kwargs: dict[str, Any] | None = None) -> Any:
+    """Parts along a batch dim (heads): the other operands are fitted to the first."""
+    place, back = parts[0].place, parts[0].place.dim - parts[0].ndim
+    dims = [t.place.dim - t.ndim for t in parts]
+    if back > -3 or any(dim != back for dim in dims):
+        return NotImplemented
+    smallest = min(parts, key=lambda t: sum(t.place.spread.local(r) for r in range(place.group.size)))
+    spread, group = smallest.place.spread, place.group
+    if any(t.ndim >= -back and whole_shape(t)[back] not in (1, spread.size) for t in args):
+        return NotImplemented
+    result = func(*(fit(t, back, spread, group) for t in args), **(kwargs or {}))
+    return parted(result, Place(dim=result.ndim + back, spread=spread, group=group))
+
+
+@handles(torch.einsum)
+def _einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Parts along a letter that the result keeps; operands without the letter are copied."""
+    equation, operands = args[0], args[1:]
+    if len(operands) == 1 and isinstance(operands[0], list | tuple):
+        operands = tuple(operands[0])
+    if not isinstance(equation, str) or "..." in equation or "->" not in equation:
+        return NotImplemented
+    left, right = equation.replace(" ", "").split("->")
+    terms = left.split(",")
+    parts = [(term, t) for term, t in zip(terms, operands, strict=True) if isinstance(t, Parted)]
+    letter, place = parts[0][0][parts[0][1].place.dim], parts[0][1].place
+    spread, group = place.spread, place.group
+    if letter not in right or any(term.count(letter) > 1 for term in terms):
+        return NotImplemented
+    if any(term[t.place.dim] != letter or t.place.spread != spread for term, t in parts):
+        return NotImplemented
+    fitted = [
+        fit(t, term.index(letter) - len(term), spread, group) if letter in term else copy(whole(t), group)
+        for term, t in zip(terms, operands, strict=True)
+    ]
+    return parted(torch.einsum(equation, *fitted), Place(dim=right.index(letter), spread=spread, group=group))
+
+
+@handles(F.scaled_dot_product_attention)
+def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Heads (or any batch dim) of the query that are parts; keys and values are fitted to them."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+    given: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
+    query, mask = given["query"], given.get("attn_mask")
+    random = given.get("dropout_p", 0.0) > 0
+    if not isinstance(query, Parted) or query.place.dim > query.ndim - 3 or (random and draws_whole()):
+        return NotImplemented
+    place, back = query.place, query.place.dim - query.ndim
+    spread, group = place.spread, place.group
+    ratio = whole_shape(query)[-3] // whole_shape(given["key"])[-3] if given.get("enable_gqa") else 1
+    keys = [given["key"], given["value"]]
+    if ratio > 1 and not (back == -3 and all(_grouped(t, query, ratio) for t in keys)):
+        keys = [_repeated(t, ratio) for t in keys]
+        given["enable_gqa"] = False
+    if not given.get("enable_gqa"):
+        keys = [fit(t, back, spread, group) for t in keys]
+    given.update(key=keys[0], value=keys[1], attn_mask=fit(mask, back, spread, group))
+    if random:
+        with own_stream(query.device, group):
+            result = func(**given)
+    else:
+        result = func(**given)
+    return parted(result, Place(dim=result.ndim + back, spread=spread, group=group))
+
+
+def _grouped(key: Any, query: Parted, ratio: int) -> bool:
+    """Whether this rank's, and every rank's, query heads are whole groups of the key heads it holds."""
+    return isinstance(key, Parted) and key.place.dim == key.ndim - 3 and (
+        key.place.spread.scaled(ratio) == query.place.spread
+    )  # fmt: skip
+
+
+def _repeated(key: Any, ratio: int) -> Any:
+    """Every key head, `ratio` times one behind another."""
+    if not isinstance(key, Parted):
+        return torch.repeat_interleave(key, ratio, -3)
+    place = key.place
+    at_heads = place.dim == key.ndim - 3
+    spread = place.spread.scaled(ratio) if at_heads else place.spread
+    return parted(torch.repeat_interleave(key, ratio, -3), Place(dim=place.dim, spread=spread, group=place.group))

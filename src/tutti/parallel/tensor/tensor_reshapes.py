@@ -1,0 +1,269 @@
+"""The table's functions that change the shape: views, permutations, cuts and joins."""
+
+import itertools
+import operator
+from typing import Any
+
+import torch
+
+from tutti.parallel.tensor.partition_ranges import viewed
+from tutti.parallel.tensor.tensor_activation import Parted, Place, handles, named, parted, properties, whole_shape
+from tutti.parallel.tensor.tensor_collectives import take
+
+_T = properties("T")
+
+
+def _moved(tensor: torch.Tensor, place: Place, dim: int) -> torch.Tensor:
+    return parted(tensor, Place(dim=dim, spread=place.spread, group=place.group))
+
+
+def _sizes(values: tuple[Any, ...]) -> tuple[int, ...]:
+    """Sizes given one by one or as one sequence."""
+    flat = values[0] if len(values) == 1 and not isinstance(values[0], int | torch.Tensor) else values
+    return tuple(operator.index(value) for value in flat)
+
+
+@handles(*named("view reshape"))
+def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    first, rest = args[0], args[1:] or tuple(kwargs.values())
+    if not isinstance(first, Parted) or not rest or isinstance(rest[0], torch.dtype):
+        return NotImplemented
+    return _as_shape(first, _sizes(rest), func is torch.Tensor.view)
+
+
+@handles(torch.Tensor.view_as, torch.Tensor.reshape_as)
+def _view_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not isinstance(args[0], Parted):
+        return args[0].reshape(whole_shape(args[1]))
+    return _as_shape(args[0], whole_shape(args[1]), func is torch.Tensor.view_as)
+
+
+@handles(*named("flatten"))
+def _flatten(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    shape = whole_shape(args[0])
+    start = args[1] if len(args) > 1 else kwargs.get("start_dim", 0)
+    end = args[2] if len(args) > 2 else kwargs.get("end_dim", -1)
+    start, end = start % len(shape), end % len(shape)
+    middle = torch.Size(shape[start : end + 1]).numel()
+    return _as_shape(args[0], (*shape[:start], middle, *shape[end + 1 :]), False)
+
+
+@handles(*named("unflatten"))
+def _unflatten(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if len(args) != 3:
+        return NotImplemented
+    shape, dim = whole_shape(args[0]), args[1] % len(args[0].shape)
+    sizes = _filled(_sizes((args[2],)), shape[dim])
+    return _as_shape(args[0], (*shape[:dim], *sizes, *shape[dim + 1 :]), False)
+
+
+def _filled(sizes: tuple[int, ...], numel: int) -> tuple[int, ...]:
+    """Sizes whose -1 is worked out."""
+    known = torch.Size(size for size in sizes if size != -1).numel()
+    return tuple(numel // max(known, 1) if size == -1 else size for size in sizes)
+
+
+def _as_shape(first: Any, sizes: tuple[int, ...], only_view: bool) -> Any:
+    place, shape = first.place, whole_shape(first)
+    target = _filled(sizes, torch.Size(shape).numel())
+    found = viewed(shape, place.dim, place.spread, target)
+    if found is None:
+        return NotImplemented
+    dim, spread = found
+    mine = list(target)
+    mine[dim] = spread.local(place.group.rank)
+    if only_view and not first.is_contiguous():
+        try:
+            result = torch.Tensor.view(first, mine)
+        except RuntimeError:  # a view of the whole exists, of the part it may not
+            result = first.reshape(mine)
+    else:
+        result = first.reshape(mine)
+    return parted(result, Place(dim=dim, spread=spread, group=place.group))
+
+
+@handles(*named("permute"))
+def _permute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    dims = [dim % args[0].ndim for dim in _sizes(args[1:] or tuple(kwargs.values()))]
+    return _moved(torch.permute(args[0], dims), args[0].place, dims.index(args[0].place.dim))
+
+
+@handles(*named("transpose swapaxes swapdims"))
+def _transpose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    a, b = (dim % args[0].ndim for dim in (*args[1:], *kwargs.values()))
+    return _moved(torch.transpose(args[0], a, b), args[0].place, {a: b, b: a}.get(args[0].place.dim, args[0].place.dim))
+
+
+@handles(*_T, *properties("mT"), *named("t"))
+def _matrix_transpose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    dims = args[0].ndim
+    if dims < 2 or (dims > 2 and func in _T):
+        return NotImplemented
+    return _transpose(torch.transpose, (args[0], dims - 2, dims - 1), {})
+
+
+@handles(*named("unsqueeze"))
+def _unsqueeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    dim = (args[1] if len(args) > 1 else kwargs["dim"]) % (args[0].ndim + 1)
+    return _moved(torch.unsqueeze(args[0], dim), args[0].place, args[0].place.dim + (dim <= args[0].place.dim))
+
+
+@handles(*named("squeeze"))
+def _squeeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    place, shape = args[0].place, whole_shape(args[0])
+    given = args[1:] or tuple(kwargs.values())
+    dims = [dim % len(shape) for dim in _sizes(given)] if given else range(len(shape))
+    gone = [dim for dim in dims if shape[dim] == 1]
+    if place.dim in gone:
+        return NotImplemented
+    return _moved(torch.squeeze(args[0], tuple(gone)), place, place.dim - sum(dim < place.dim for dim in gone))
+
+
+@handles(*named("expand broadcast_to") if hasattr(torch, "expand") else [torch.Tensor.expand, torch.broadcast_to])
+def _expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    first, place = args[0], args[0].place
+    sizes = list(_sizes(args[1:] or tuple(kwargs.values())))
+    dim = place.dim + len(sizes) - first.ndim
+    if sizes[dim] not in (-1, place.spread.size):
+        return NotImplemented
+    sizes[dim] = place.spread.local(place.group.rank)
+    return _moved(first.expand(sizes), place, dim)
+
+
+@handles(torch.Tensor.expand_as)
+def _expand_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not isinstance(args[0], Parted):
+        return args[0].expand(whole_shape(args[1]))
+    return _expand(torch.Tensor.expand, (args[0], *whole_shape(args[1])), {})
+
+
+@handles(*named("repeat_interleave"))
+def _repeat_interleave(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    given = dict(zip(("input", "repeats", "dim"), args, strict=False)) | kwargs
+    first, times, dim = given.get("input"), given.get("repeats"), given.get("dim")
+    if not isinstance(first, Parted) or not isinstance(times, int) or dim is None or "output_size" in given:
+        return NotImplemented
+    place, dim = first.place, dim % first.ndim
+    result = torch.repeat_interleave(first, times, dim)
+    spread = place.spread.scaled(times) if dim == place.dim else place.spread
+    return parted(result, Place(dim=place.dim, spread=spread, group=place.group))
+
+
+def narrow(first: Any, dim: int, start: int, stop: int) -> Any:
+    """Positions start .. stop - 1 (of the whole) along `dim`."""
+    place = first.place
+    if dim != place.dim:
+        return parted(torch.narrow(first, dim, start, stop - start), place)
+    spread, rank = place.spread.narrowed(start, stop), place.group.rank
+    result = torch.narrow(first, dim, place.spread.before(rank, start), spread.local(rank))
+    return parted(result, Place(dim=dim, spread=spread, group=place.group))
+
+
+@handles(*named("narrow"))
+def _narrow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if len(args) != 4 or not all(isinstance(arg, int) for arg in args[1:]):
+        return NotImplemented
+    first, dim, start, length = args
+    dim = dim % first.ndim
+    start = start % whole_shape(first)[dim] if start < 0 else start
+    return narrow(first, dim, start, start + length)
+
+
+@handles(*named("split split_with_sizes"))
+def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    names = ("tensor", "split_size_or_sections", "dim")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    size: Any = given.get("split_size_or_sections", given.get("split_size", given.get("split_sizes")))
+    first, dim = given["tensor"], given.get("dim", 0) % given["tensor"].ndim
+    total = whole_shape(first)[dim]
+    lengths = [min(size, total - at) for at in range(0, total, size)] if isinstance(size, int) else list(size)
+    return tuple(_cut(first, dim, lengths))
+
+
+@handles(*named("chunk"))
+def _chunk(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    given = dict(zip(("input", "chunks", "dim"), args, strict=False)) | kwargs
+    first, dim = given["input"], given.get("dim", 0) % given["input"].ndim
+    total = whole_shape(first)[dim]
+    size = -(-total // given["chunks"])
+    return tuple(_cut(first, dim, [min(size, total - at) for at in range(0, total, max(size, 1))]))
+
+
+def _cut(first: Any, dim: int, lengths: list[int]) -> list[Any]:
+    bounds = [sum(lengths[:count]) for count in range(len(lengths) + 1)]
+    return [narrow(first, dim, a, b) for a, b in itertools.pairwise(bounds)]
+
+
+@handles(*named("unbind"))
+def _unbind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % args[0].ndim
+    place = args[0].place
+    if dim == place.dim:
+        return NotImplemented
+    return tuple(_moved(one, place, place.dim - (dim < place.dim)) for one in torch.unbind(args[0], dim))
+
+
+@handles(*named("select"))
+def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if len(args) != 3 or args[1] % args[0].ndim == args[0].place.dim:
+        return NotImplemented
+    dim, place = args[1] % args[0].ndim, args[0].place
+    return _moved(torch.select(args[0], dim, args[2]), place, place.dim - (dim < place.dim))
+
+
+@handles(torch.Tensor.__getitem__)
+def _getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Slices, None, an ellipsis, and integers off the cut dim."""
+    first, index = args
+    if not isinstance(first, Parted):
+        return NotImplemented
+    index = index if isinstance(index, tuple) else (index,)
+    plain = all(one is None or one is Ellipsis or isinstance(one, slice | int) for one in index)
+    if not plain or any(isinstance(one, bool) for one in index):
+        return NotImplemented
+    used = sum(one is not None and one is not Ellipsis for one in index)
+    if Ellipsis not in index:
+        index = (*index, Ellipsis)
+    at = index.index(Ellipsis)
+    index = (*index[:at], *[slice(None)] * (first.ndim - used), *index[at + 1 :])
+    source = target = 0
+    result, place = first, first.place
+    own: list[Any] = []
+    new_dim = place.dim
+    for one in index:
+        if source == place.dim and one is not None:
+            if not isinstance(one, slice) or one.step not in (None, 1):
+                return NotImplemented
+            start, stop, _ = one.indices(place.spread.size)
+            result, new_dim, one = narrow(first, place.dim, start, max(start, stop)), target, slice(None)
+        own.append(one)
+        source += one is not None
+        target += one is None or isinstance(one, slice)
+    return _moved(torch.Tensor.__getitem__(result, tuple(own)), result.place, new_dim)
+
+
+@handles(*named("cat concat concatenate"))
+def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    given = dict(zip(("tensors", "dim"), args, strict=False)) | kwargs
+    return _joined(torch.cat, list(given["tensors"]), given.get("dim", 0), 0)
+
+
+@handles(*named("stack"))
+def _stack(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    given = dict(zip(("tensors", "dim"), args, strict=False)) | kwargs
+    return _joined(torch.stack, list(given["tensors"]), given.get("dim", 0), 1)
+
+
+def _joined(func: Any, tensors: list[Any], dim: int, new: int) -> Any:
+    """Join along a dim that is not cut; all parts must be cut alike, of whole members the part is taken."""
+    place = next(t.place for t in tensors if isinstance(t, Parted))
+    if not new:
+        tensors = [t for t in tensors if whole_shape(t) != (0,)]  # torch lets cat ignore them; caches begin so
+    dims = tensors[0].ndim
+    dim = dim % (dims + new)
+    at = place.dim + (new and dim <= place.dim)
+    alike = all(t.ndim == dims > place.dim and whole_shape(t)[place.dim] == place.spread.size for t in tensors)
+    if not alike or (not new and dim == place.dim) or any(t.place != place for t in tensors if isinstance(t, Parted)):
+        return NotImplemented
+    parts = [t if isinstance(t, Parted) else take(t, place.dim, place.spread, place.group) for t in tensors]
+    return _moved(func(parts, dim), place, at)

@@ -1,0 +1,310 @@
+"""Totals of a model by the degrees that divide it, looked up row by row: what bounds and estimates are made of."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from tutti.config.cluster import ClusterSpec, LinkSpec, LinkTier, NodeSpec
+from tutti.config.model import ModelSpec, ModuleSpec
+from tutti.config.plan import LayoutRule
+from tutti.config.vocabulary import Precision
+from tutti.cost_model import compute_cost
+from tutti.cost_model.group_links import Group, Span
+from tutti.cost_model.microbatch_cost import at_least, each_of
+from tutti.cost_model.rank_placement import Link, Seat, place, seated_link
+from tutti.cost_model.work_division import divided_linears
+from tutti.cost_model.worker_speed import Curve, Efficiency, Pace, Worker, best_of, worker_at
+from tutti.errors import PlanError
+
+Array = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+_TIERS: tuple[LinkTier, ...] = ("node", "network")
+
+
+def by_kind(columns: tuple[Ints, ...], function: Callable[..., tuple[float, ...]]) -> tuple[Array, ...]:
+    """`function(*row)` for each row of `columns`, called once for equal rows; its values as columns."""
+    key = np.zeros(len(columns[0]), dtype=np.int64)
+    for column in columns:
+        known, place = np.unique(column, return_inverse=True)
+        key = key * len(known) + place.reshape(-1)
+    _, first, where = np.unique(key, return_index=True, return_inverse=True)
+    kinds = zip(*(column[first].tolist() for column in columns), strict=True)
+    values = np.array([function(*kind) for kind in kinds], dtype=np.float64)
+    return tuple(np.ascontiguousarray(column) for column in values[where.reshape(-1)].T)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ground:
+    """What a number of ranks stands on. `best`: which worker is as good as the best seat in every respect, by which
+    links are known, too, as other kinds of hosts make another; `speed`:
+    mean speed of the ranks as a part of that, at most; `memory_nbytes`: of the roomiest rank; `least_nbytes`: of the
+    tightest; `hosts`; `speeds`: (ranks, speed of each), in order of ranks."""
+
+    best: int
+    speed: float
+    memory_nbytes: float
+    least_nbytes: float
+    hosts: int
+    speeds: tuple[tuple[int, float], ...]
+
+
+class Tables:
+    """Totals of one model on one cluster in one precision, with the script's `layout`. Everything is per sample unless
+    it says otherwise."""
+
+    def __init__(
+        self, model: ModelSpec, cluster: ClusterSpec, precision: Precision, layout: tuple[LayoutRule, ...] = ()
+    ) -> None:
+        self.model, self.cluster, self.precision = model, cluster, precision
+        self.half = precision in ("bfloat16", "float16")
+        self._table = compute_cost.op_table(model)
+        self._bests: dict[object, int] = {}
+        self._workers: list[Worker] = []
+        self._wires: list[dict[LinkTier, LinkSpec | None]] = []
+        self._worlds: dict[int, Ground] = {}
+        self._linear = divided_linears(model, layout).tolist()
+        self._owners = {module.tied_to for module in model.modules if module.tied_to is not None}
+        self.width = 0.5 if self.half else 1.0
+        each = [ranks_of_node(cluster, node) for node in cluster.nodes]
+        self.per_node, self.unequal, self.mixed = max(each), len(set(each)) > 1, is_mixed(cluster)
+        kinds = {cluster.devices[node.device].kind for node in cluster.nodes}
+        joined = all(cluster.link_at(node, tier) is not None for node in cluster.nodes for tier in _TIERS)
+        self.aligned = not self.unequal and kinds == {"cuda"} and joined
+
+    def ground(self, world: int) -> Ground:
+        """What `world` ranks stand on. Raises PlanError where the cluster has too few devices."""
+        if world not in self._worlds:
+            seats = place(self.cluster, world)
+            self._worlds[world] = self._of_seats(seats)
+        return self._worlds[world]
+
+    def _of_seats(self, seats: tuple[Seat, ...]) -> Ground:
+        key = tuple((seat.device.name, seat.node.name, seat.sharing, seat.threads, seat.ranks) for seat in seats)
+        alike = tuple(dict.fromkeys(part[:4] for part in key))
+        workers = [worker_at(seat, self.model.dtype, self.precision) for seat in _first(seats)]
+        if alike not in self._bests:
+            self._bests[alike] = len(self._workers)
+            self._workers.append(_best(workers))
+            self._wires.append({tier: seated_link(self.cluster, seats, tier) for tier in _TIERS})
+        best = self._workers[self._bests[alike]]
+        of = {kind: min(1.0, _relative(worker, best)) for kind, worker in zip(alike, workers, strict=True)}
+        ranks = sum(seat.ranks for seat in seats)
+        memory = [seat.memory_nbytes for seat in seats]
+        return Ground(
+            best=self._bests[alike],
+            speed=sum(of[part[:4]] * part[4] for part in key) / ranks,
+            memory_nbytes=max(memory),
+            least_nbytes=min(memory),
+            hosts=sum(seat.hosts for seat in seats),
+            speeds=tuple((part[4], of[part[:4]]) for part in key),
+        )
+
+    def facts(self, world: int) -> tuple[float, float, float]:
+        """(which best worker, mean speed, hosts) of `world` ranks."""
+        ground = self.ground(world)
+        return float(ground.best), ground.speed, float(ground.hosts)
+
+    def pace(self, world: int, stage: int, inner: int, split: int, microbatches: int) -> tuple[float]:
+        """How fast lines of `stage` places of `inner` times `split` ranks each are in the mean, at most, as a part of
+        what the best worker would be that never waits. Unequal ranks along split may have parts in proportion to their
+        speeds. `microbatches`: 0 where nothing is known of what comes before."""
+        speeds = np.concatenate([np.full(count, speed) for count, speed in self.ground(world).speeds])
+        grid = speeds.reshape(stage, -1, inner, split)
+        places = (grid.mean(axis=3) if uneven(self, world, split)[0] else grid.min(axis=3)).min(axis=2)
+        return (paced(places, microbatches) if microbatches else float(places.mean()),)
+
+    def worker(self, best: int) -> Worker:
+        """One of the best workers."""
+        return self._workers[best]
+
+    def seconds(self, samples: int, best: int) -> tuple[float, float]:
+        """(forward, backward) of one microbatch of `samples` samples, undivided, without weights and calls, which are
+        fewer where the model is divided."""
+        own = self._workers[best]
+        worker = replace(own, call_s=0.0, convolutions=own.convolutions.rising, images=own.images.rising)
+        passes, count = (compute_cost.forward, compute_cost.backward), len(self.model.modules)
+        ahead, back = (at_least(one, self._table, worker, samples, count, weights=False) for one in passes)
+        return float(ahead.seconds.sum()), float(back.seconds.sum())
+
+    def ring(self, best: int, degree: int, inside: int) -> Callable[[Array], Array]:
+        """Seconds at least of sums of so many bytes over an axis with `inside` ranks in the axes within it."""
+        if degree == 1:
+            return np.zeros_like
+        near = self.per_node % (degree * inside) == 0
+        if inside == 1 and degree % self.per_node == 0 and self.aligned and not near:
+            return self._across(best, degree)
+        least, bandwidth = self.link(best, "node") if near else (0.0, self.fastest(best)[1])
+        latency = 2 * math.ceil(math.log2(degree)) * least
+        return lambda nbytes: np.where(nbytes > 0, latency + 2 * (degree - 1) / degree * nbytes / bandwidth, 0.0)
+
+    def _across(self, best: int, degree: int) -> Callable[[Array], Array]:
+        """The same for groups that have some hosts for themselves: what the prediction says."""
+        span = Span(ranks=degree, hosts=degree // self.per_node, per_host=self.per_node, meeting=1, leaving=1)
+        both = (self.link(best, tier) for tier in _TIERS)
+        node, network = (Link(latency_s=latency, bandwidth_bytes_per_s=bandwidth) for latency, bandwidth in both)
+        group = Group(span=span, node=node if self.per_node > 1 else None, network=network, chooses=True)
+        return lambda nbytes: each_of(group.all_reduce, nbytes)
+
+    def exchange(self, best: int, degree: int, inside: int) -> Callable[[Array], Array]:
+        """Seconds at least of an all-to-all of so many bytes from every rank of an axis."""
+        if degree == 1:
+            return np.zeros_like
+        if self.per_node % (degree * inside) == 0:
+            return lambda nbytes: (degree - 1) / degree * nbytes / self.link(best, "node")[1]
+        if self.per_node % inside or self.unequal:
+            return np.zeros_like
+        here = self.per_node // inside
+        return lambda nbytes: max(0, degree - here) / degree * nbytes * self.per_node / self.link(best, "network")[1]
+
+    def link(self, best: int, tier: LinkTier) -> tuple[float, float]:
+        """(latency, bandwidth) of a tier under the ranks that have this best worker: none, and the best bandwidth of
+        any link, where it has none."""
+        found = self._wires[best][tier]
+        if found is not None:
+            return found.latency_s, found.bandwidth_bytes_per_s
+        return 0.0, max((link.bandwidth_bytes_per_s for link in self.cluster.every_link), default=1e9)
+
+    def fastest(self, best: int) -> tuple[float, float]:
+        """(latency, bandwidth) that no link of these ranks is better than."""
+        latency = min((link.latency_s for link in self.cluster.every_link), default=0.0)
+        return latency, max(self.link(best, tier)[1] for tier in _TIERS)
+
+    def apart(self, best: int) -> tuple[float, float]:
+        """(latency, bandwidth) of a rank's messages where all ranks of its host send to another one."""
+        latency, bandwidth = self.link(best, "network")
+        return latency, bandwidth / self.per_node
+
+    def links_of(self, best: int) -> tuple[float, float, float, float]:
+        """(bandwidth within hosts, between them, latency of a message between hosts, the least of any link)."""
+        between, network = self.link(best, "network")
+        return self.link(best, "node")[1], network, between, self.fastest(best)[0]
+
+    def state(self, split: int, expert: int, table: int) -> tuple[float, float, float, float]:
+        """Bytes of (parameters, gradients, optimizer state), whole, for one rank of these axes; of the parameters
+        outside of blocks or tied."""
+        totals = [0.0] * 4
+        for module, linear in zip(self.model.modules, self._linear, strict=True):
+            if module.parameter_nbytes:
+                over = table if module.table or (linear and split == 1) else 1
+                part = 1.0 / (split_of(module, split) * (expert if module.expert else 1) * over)
+                totals[0] += part * module.parameter_nbytes
+                totals[1] += part * module.gradient_nbytes
+                totals[2] += part * module.optimizer_nbytes
+                totals[3] += part * module.parameter_nbytes if module.block < 0 or module.name in self._owners else 0.0
+        return totals[0], totals[1], totals[2], totals[3]
+
+
+def paced(speeds: ArrayLike, microbatches: int) -> float:
+    """The mean over lines of: work done in a second, as a part of what places of speed 1 that never wait would do,
+    however the work is cut. `speeds`: (places, lines).
+
+    With t_q the seconds of place q in a microbatch, a step lasts at least m t_p and all t_q before p, for every p (see
+    Work.step), and so the sum of these with weights l_p that add up to 1. With m l_q as large as place q's speed less
+    all l_p after q, t_q counts with its speed or more, before the weights are scaled: the sum is the work, over them.
+    """
+    places = np.asarray(speeds, dtype=np.float64)
+    weights = np.zeros(places.shape[1])
+    for speed in places[::-1]:
+        weights = weights + np.maximum(0.0, speed - weights) / microbatches
+    return float(weights.mean()) * microbatches / len(places)
+
+
+def uneven(tables: Tables, world: int, split: int) -> tuple[float]:
+    """1 where places along split have ranks of unequal speed or memory, and so may get unequal parts, else 0."""
+    if split == 1 or not tables.mixed:
+        return (0.0,)
+    kinds = [
+        (seat.device.name, seat.node.memory_nbytes, seat.ranks_per_host, seat.sharing, seat.threads)
+        for seat in place(tables.cluster, world)
+        for _ in range(seat.ranks)
+    ]
+    return (float(len({frozenset(kinds[at::split]) for at in range(split)}) > 1),)
+
+
+def is_mixed(cluster: ClusterSpec) -> bool:
+    """Whether ranks may differ in speed or memory."""
+    return len({(node.device, node.devices_per_node, node.memory_nbytes) for node in cluster.nodes}) > 1
+
+
+def ranks_of_node(cluster: ClusterSpec, node: NodeSpec) -> int:
+    """How many ranks one host takes without making cores serve two."""
+    device = cluster.devices[node.device]
+    return node.devices_per_node * (max(1, device.cores) if device.kind == "cpu" else 1)
+
+
+def split_of(module: ModuleSpec, degree: int) -> int:
+    """Into how many parts at most a module is divided over `degree` split ranks."""
+    if not module.split:
+        return 1
+    return degree if module.split_limit == 0 else min(degree, module.split_limit)
+
+
+def _first(seats: tuple[Seat, ...]) -> list[Seat]:
+    found: dict[object, Seat] = {}
+    for seat in seats:
+        found.setdefault((seat.device.name, seat.node.name, seat.sharing, seat.threads), seat)
+    return list(found.values())
+
+
+def _best(workers: list[Worker]) -> Worker:
+    """A worker whose every rate is the best of any: no work takes it longer than any of them.
+
+    Its matrix rate never falls with size, so that a part of some work never takes less than its part of the time.
+    """
+    if not workers:
+        raise PlanError("a plan has 1 rank or more")
+    flops = np.unique(np.concatenate([worker.matrix.flops for worker in workers]))
+    seconds = np.min([worker.matrix.time(flops) - worker.matrix.ramp_s for worker in workers], axis=0)
+    rate = np.maximum.accumulate(flops / seconds)
+    curve = Curve(flops=flops, seconds=flops / rate, ramp_s=min(worker.matrix.ramp_s for worker in workers))
+    return replace(
+        workers[0],
+        matrix=curve,
+        weights=_quickest([worker.weights for worker in workers]),
+        convolution_weights=_quickest([worker.convolution_weights for worker in workers]),
+        vector_rate=max(worker.vector_rate for worker in workers),
+        bandwidth_bytes_per_s=max(worker.bandwidth_bytes_per_s for worker in workers),
+        efficiency=_most([worker.efficiency for worker in workers]),
+        convolutions=best_of([worker.convolutions for worker in workers]),
+        images=best_of([worker.images for worker in workers]),
+        kernel_overhead_s=min(worker.kernel_overhead_s for worker in workers),
+        call_s=min(worker.call_s for worker in workers),
+        slowdown=min(worker.slowdown for worker in workers),
+        half=all(worker.half for worker in workers),
+    )
+
+
+def _most(some: list[Efficiency]) -> Efficiency:
+    forward, backward = (np.max([getattr(one, way) for one in some], axis=0) for way in ("forward", "backward"))
+    return Efficiency(forward=forward, backward=backward)
+
+
+def _quickest(paces: list[Pace]) -> Pace:
+    return Pace(forward_s=min(pace.forward_s for pace in paces), backward_s=min(pace.backward_s for pace in paces))
+
+
+def _relative(worker: Worker, best: Worker) -> float:
+    """How fast a worker is beside the best one at what it does best."""
+    at = best.matrix.flops
+    ratios = [
+        float(np.max(best.matrix.time(at) / np.maximum(worker.matrix.time(at), 1e-300))),
+        worker.vector_rate / best.vector_rate,
+        worker.bandwidth_bytes_per_s / best.bandwidth_bytes_per_s,
+    ]
+    if worker.call_s > 0:
+        ratios.append(best.call_s / worker.call_s)
+    if worker.matrix.ramp_s > 0:
+        ratios.append(best.matrix.ramp_s / worker.matrix.ramp_s)
+    for own, quickest in (
+        (worker.weights, best.weights),
+        (worker.convolution_weights, best.convolution_weights),
+    ):
+        if own.forward_s > 0:
+            ratios.append(quickest.forward_s / own.forward_s)
+        if own.backward_s > 0:
+            ratios.append(quickest.backward_s / own.backward_s)
+    return max(ratios) * best.slowdown / worker.slowdown

@@ -1,0 +1,374 @@
+"""The search: meshes in order of their bounds, their variants in order of corrected estimates, until nothing that is
+left can be better, or time is up. What was ruled out was ruled out by bounds that no prediction is below.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tutti.config.cluster import ClusterSpec
+from tutti.config.model import ModelSpec
+from tutti.config.plan import Plan
+from tutti.config.prediction import Prediction
+from tutti.config.vocabulary import Precision
+from tutti.cost_model import predict
+from tutti.errors import PlanError
+from tutti.planner import objectives
+from tutti.planner.candidates import Limits, limits_of
+from tutti.planner.cost_tables import Array, Tables, by_kind, uneven
+from tutti.planner.mesh_enumeration import Shapes, plan_of, shapes, variants
+from tutti.planner.mixed_hardware import improved
+from tutti.planner.plan_request import Alternative, Coverage, Request
+from tutti.planner.plan_work import Room
+from tutti.planner.search_bounds import Lesson, Pool, plainness, shape_bounds, takes_long, variant_bounds
+
+Clock = Callable[[], float]
+
+_CHUNK = 300
+"""Meshes whose variants are made at once."""
+
+_AT_ONCE = 12
+"""Plans costed between two looks at the order."""
+
+_PATIENCE = 150
+"""The search ends when so many plans in a row brought nothing and more than that are left."""
+
+_QUIET = 0.125
+"""Where time is limited, nothing must have come for this part of it either: what plans are left may be better, and the
+time was given to look at them."""
+
+_EACH = 4
+"""Plans that a mesh whose variants were not made yet counts for."""
+
+_SURE = 6
+"""Plans that are predicted however short the time is."""
+
+_UNTIL_ONE = 3.0
+"""How many times the limit a search may take until it has found any plan that fits."""
+
+_HOPELESS = 60
+"""The same as long as nothing fits at all."""
+
+_FIRST, _SEARCH = 0.5, 0.85
+"""Parts of the time after which the first look and the search end; the rest is for neighbours of the best."""
+
+_GAIN = 0.002
+"""What counts as better."""
+
+_FAMILIES = 24
+"""Kinds of plans of which the first meshes' best is costed in any case, so that every kind is judged once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costed:
+    """A plan, what it is predicted to cost on which order of nodes, and what the objective says of it."""
+
+    plan: Plan
+    prediction: Prediction
+    cluster: ClusterSpec
+    value: float
+    broken: str = ""
+
+    @property
+    def good(self) -> bool:
+        """Whether it fits, keeps every limit of the request and has a value that can be compared."""
+        return self.prediction.fits and not self.broken and math.isfinite(self.value)
+
+
+@dataclass(slots=True, kw_only=True)
+class Lane:
+    """The meshes of one order of nodes and one precision. `waiting`: rows whose variants were not made yet, the most
+    promising first; `least`: the objective's bound by row."""
+
+    cluster: ClusterSpec
+    precision: Precision
+    tables: Tables
+    room: Room
+    shapes: Shapes
+    least: Array
+    waiting: NDArray[np.intp]
+    pool: Pool
+
+
+class Explorer:
+    """One search. `clock` and `limit_s` end it early; without them it ends by itself. `offload`: of plans that keep
+    state in the host's memory."""
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        clusters: tuple[ClusterSpec, ...],
+        request: Request,
+        precisions: list[Precision],
+        clock: Clock | None = None,
+        limit_s: float = math.inf,
+        *,
+        offload: bool = False,
+    ) -> None:
+        self.model, self.request, self._offload = model, request, offload
+        self.limits: Limits = limits_of(model, clusters[0], request)
+        self.samples = self.limits.samples
+        self._clock, self._limit_s = clock, limit_s
+        self._began, self._until_one = _now(self._clock), _UNTIL_ONE
+        self.costed: list[Costed] = []
+        self.impossible: dict[str, Alternative] = {}
+        self._lessons: dict[int, Lesson] = {}
+        self._counts = {"considered": 0, "too_large": 0, "too_slow": 0, "refused": 0}
+        self.best = math.inf
+        found = shapes(self.limits, request)
+        self.lanes = [
+            lane for cluster in clusters for precision in precisions if (lane := self._lane(cluster, precision, found))
+        ]
+
+    def run(self, *, than: float | None = None) -> None:
+        """Search until nothing left can be better, nothing came for long, or time is up. `than`: only what is better is
+        wanted, so that it gets no more time where it finds nothing at all."""
+        if than is not None:
+            self.best, self._until_one = min(self.best, than), 1.0
+        self._prune()
+        self._first()
+        idle, gained_s = 0, _now(self._clock)
+        while not self.over(_SEARCH):
+            self._prune()
+            before, costed = self.best, self._cost_next()
+            grown = self._expand()
+            if not costed and not grown:
+                break
+            if grown:  # costing some in between lets better plans rule out meshes that were not looked at yet
+                continue
+            better = self.best < before * (1 - _GAIN)
+            idle, gained_s = (0, _now(self._clock)) if better else (idle + _AT_ONCE, gained_s)
+            if _enough(self, idle, gained_s):
+                break
+        self._prune()
+
+    def coverage(self) -> Coverage:
+        """How far the search got."""
+        left, least = 0, math.inf
+        for lane in self.lanes:
+            left += len(lane.pool) + len(lane.waiting)
+            waiting = lane.least[lane.waiting]
+            least = min(
+                least, float(np.min(lane.pool.least, initial=math.inf)), float(np.min(waiting, initial=math.inf))
+            )
+        gap = max(0.0, 1 - least / self.best) if left and math.isfinite(self.best) else 0.0
+        return Coverage(**self._counts, costed=len(self.costed), left=left, gap=gap if math.isfinite(gap) else 0.0)
+
+    def cost(self, plan: Plan, cluster: ClusterSpec) -> Costed | None:
+        """Predict one plan; None, with its reason kept, where it cannot be costed."""
+        try:
+            prediction = predict(self.model, cluster, plan)
+        except PlanError as error:
+            self.impossible.setdefault(str(error), Alternative(plan=plan, prediction=None, reason=str(error)))
+            self._counts["refused"] += 1
+            return None
+        found = objectives.totals(cluster, self.request, plan, prediction)
+        one = Costed(
+            plan=plan,
+            prediction=prediction,
+            cluster=cluster,
+            value=objectives.value(cluster, self.request, plan, prediction),
+            broken=objectives.broken_limit(self.request, found, prediction),
+        )
+        self.costed.append(one)
+        if one.good:
+            self.best = min(self.best, one.value)
+        return one
+
+    def add(self, found: Costed | None) -> None:
+        """Take in a plan that was costed elsewhere."""
+        if found is not None:
+            self.cost(found.plan, found.cluster)
+
+    def _lane(self, cluster: ClusterSpec, precision: Precision, found: Shapes) -> Lane | None:
+        try:
+            tables = Tables(self.model, cluster, precision, self.request.script.layout)
+            seconds, memory = shape_bounds(tables, found, self.samples, offload=self._offload)
+        except PlanError as error:
+            nothing = Alternative(plan=self.request.script, prediction=None, reason=str(error))
+            self.impossible.setdefault(str(error), nothing)
+            return None
+        # where parts along split may be unequal, a prediction may show the memory of a rank with little of the model
+        (apart,) = by_kind((found.world, found.split), partial(uneven, tables))
+        shown = np.where(apart > 0, 0.0, memory)
+        least = objectives.bound(cluster, self.request, seconds, found.world, shown)
+        fits = memory <= self._room(tables, found)
+        self._counts["considered"] += len(found)
+        self._counts["too_large"] += int((~fits).sum())
+        rows = np.flatnonzero(fits)
+        return Lane(
+            cluster=cluster,
+            precision=precision,
+            tables=tables,
+            room=Room(tables, self.request.script),
+            shapes=found,
+            least=least,
+            waiting=rows[np.argsort(least[rows], kind="stable")],
+            pool=Pool(),
+        )
+
+    def _room(self, tables: Tables, found: Shapes, *, tightest: bool = False) -> Array:
+        """Bytes that each row's roomiest (or tightest) rank has."""
+
+        def room(world: int) -> tuple[float]:
+            ground = tables.ground(world)
+            return (ground.least_nbytes if tightest else ground.memory_nbytes,)
+
+        (own,) = by_kind((found.world,), room)
+        return np.minimum(own, self.request.memory_nbytes or math.inf)
+
+    def over(self, part: float = 1.0) -> bool:
+        """Whether this part of the time is used up; while no plan fits yet, several times as much."""
+        if self._clock is None:
+            return False
+        patience = 1.0 if math.isfinite(self.best) else self._until_one
+        return self._clock() >= self._began + patience * part * self._limit_s
+
+    def _first(self) -> None:
+        """Look at a sample of all meshes and cost the best of every kind of plan: that gives a plan to beat, and says
+        how far estimates are off for each kind."""
+        for lane in self.lanes:
+            world, rows = lane.shapes.world[lane.waiting], lane.waiting
+            if not len(rows):
+                continue
+            simple = np.flatnonzero((lane.shapes.data[rows] == world) | (world == 1))
+            step = max(1, len(rows) // _CHUNK)
+            picked = np.unique(np.concatenate([np.arange(0, len(rows), step)[:_CHUNK], simple[: _CHUNK // 4]]))
+            self._make(lane, rows[picked])
+            lane.waiting = np.delete(rows, picked)
+            for number, row in enumerate(_best_of_families(lane.pool, self._lessons)):
+                if self.over(_FIRST) and number >= _SURE:
+                    break
+                self._cost_rows(lane, np.array([row], dtype=np.intp), keep=True)
+            lane.pool.drop(lane.pool.done)
+
+    def _expand(self) -> bool:
+        """Make the variants of the next meshes that may still be better; whether there were any."""
+        lane = min(
+            (lane for lane in self.lanes if len(lane.waiting)),
+            key=lambda lane: float(lane.least[lane.waiting[0]]),
+            default=None,
+        )
+        if lane is None:
+            return False
+        self._make(lane, lane.waiting[:_CHUNK])
+        lane.waiting = lane.waiting[_CHUNK:]
+        return True
+
+    def _make(self, lane: Lane, rows: NDArray[np.intp]) -> None:
+        ways = variants(self.limits, lane.shapes, rows, offload=self._offload)
+        if not len(ways):
+            return
+        bounds = variant_bounds(lane.room, lane.shapes, ways, self.samples)
+        world = lane.shapes.world[ways.shape]
+        # On unequal devices a prediction shows the memory of the tightest rank, which may not be the fullest.
+        shown = bounds.least_memory if lane.tables.mixed else bounds.memory
+        least = objectives.bound(lane.cluster, self.request, bounds.step_s, world, shown)
+        likely = objectives.bound(lane.cluster, self.request, bounds.likely_s, world, bounds.memory)
+        room = self._room(lane.tables, lane.shapes)[ways.shape]
+        tight = self._room(lane.tables, lane.shapes, tightest=True)[ways.shape]
+        fits, quick = bounds.memory <= room, least < self.best
+        self._counts["considered"] += len(ways) - len(rows)
+        self._counts["too_large"] += int((~fits).sum())
+        self._counts["too_slow"] += int((fits & ~quick).sum())
+        lane.pool.add(lane.shapes, ways, fits & quick, least, likely, bounds, tight)
+
+    def _prune(self) -> None:
+        """Forget what cannot be better than the best so far."""
+        for lane in self.lanes:
+            slow = lane.pool.least >= self.best
+            late = lane.least[lane.waiting] >= self.best
+            self._counts["too_slow"] += int(slow.sum()) + int(late.sum())
+            if slow.any():
+                lane.pool.drop(slow)
+            lane.waiting = lane.waiting[~late]
+
+    def _cost_next(self) -> bool:
+        """Cost the most promising plans; whether there were any."""
+        orders = [lane.pool.corrected(self._lessons) for lane in self.lanes]
+        lane_of = np.concatenate([np.full(len(order), index) for index, order in enumerate(orders)] or [np.empty(0)])
+        row_of = np.concatenate([np.arange(len(order)) for order in orders] or [np.empty(0, dtype=np.intp)])
+        score = np.concatenate(orders or [np.empty(0)])
+        usable = np.flatnonzero(np.isfinite(score))
+        if not len(usable):
+            return False
+        picked = usable[np.argsort(score[usable], kind="stable")[:_AT_ONCE]]
+        for index, lane in enumerate(self.lanes):
+            self._cost_rows(lane, row_of[picked[lane_of[picked] == index]].astype(np.intp))
+        return True
+
+    def _cost_rows(self, lane: Lane, rows: NDArray[np.intp], *, keep: bool = False) -> None:
+        """Predict these rows of a lane's pool and learn from them; `keep`: only mark them as done."""
+        pool = lane.pool
+        for row in rows.tolist():
+            if self.over(_SEARCH) and not keep:
+                break
+            pool.done[row] = True
+            ways, at = pool.ways[int(pool.part[row])], int(pool.row[row])
+            plan = plan_of(self.model, self.request, lane.shapes, ways, at, lane.precision)
+            lesson = self._lessons.setdefault(int(pool.family[row]), Lesson())
+            found = self._cost_all(lane, plan)
+            if not found:
+                lesson.refused += 1
+                continue
+            best = min(found, key=lambda one: (not one.good, one.value))
+            lesson.count += 1
+            lesson.time += math.log(max(best.value, 1e-300) / max(float(pool.likely[row]), 1e-300))
+            lesson.memory += math.log(best.prediction.memory.total / max(float(pool.memory[row]), 1.0))
+        if not keep:
+            pool.drop(pool.done)
+
+    def _cost_all(self, lane: Lane, plan: Plan) -> list[Costed]:
+        """The plan itself and, on unequal devices, the same with shares and cuts by speed."""
+        whole = self.cost(plan, lane.cluster)
+        if whole is None:
+            return []
+        others: list[Plan] = []
+        if lane.tables.mixed and plan.world_size > 1:
+            others = improved(lane.room, lane.cluster, plan, whole.prediction, self.samples)
+        return [whole, *[one for each in others if (one := self.cost(each, lane.cluster)) is not None]]
+
+
+def _now(clock: Clock | None) -> float:
+    return clock() if clock is not None else 0.0
+
+
+def _timed(explorer: Explorer) -> bool:
+    return explorer._clock is not None and math.isfinite(explorer._limit_s)
+
+
+def _enough(explorer: Explorer, idle: int, gained_s: float) -> bool:
+    """Whether nothing came in so many plans, and since then, that more are not worth their time."""
+    if not math.isfinite(explorer.best):
+        return idle >= _HOPELESS and not any(one.prediction.fits for one in explorer.costed)
+    waited = not _timed(explorer) or _now(explorer._clock) >= gained_s + _QUIET * explorer._limit_s
+    return idle >= _PATIENCE and waited and not _in_time(explorer)
+
+
+def _in_time(explorer: Explorer) -> bool:
+    """Whether the plans that are left can all be predicted in the time that is left."""
+    left = sum(len(lane.pool) + _EACH * len(lane.waiting) for lane in explorer.lanes)
+    return left <= _PATIENCE or (
+        _timed(explorer) and not explorer.over(_SEARCH / (1 + left / max(1, len(explorer.costed))))
+    )
+
+
+def _best_of_families(pool: Pool, lessons: dict[int, Lesson]) -> list[int]:
+    """The most promising row of each family: the plainest families first, those probably too large and those that take
+    long to predict last."""
+    order = pool.corrected(lessons)
+    kinds, at = np.unique(pool.family, return_inverse=True)
+    firsts = np.full(len(kinds), -1, dtype=np.int64)
+    ranked = np.argsort(order, kind="stable")[::-1]
+    firsts[at.reshape(-1)[ranked]] = ranked
+    hopeful = [
+        (int(kind), int(first)) for kind, first in zip(kinds, firsts, strict=True) if math.isfinite(order[first])
+    ]
+    hopeful.sort(key=lambda one: order[one[1]])
+    plain = sorted(hopeful[: 3 * _FAMILIES], key=lambda one: (plainness(one[0]), order[one[1]]))
+    chosen = [*hopeful[:4], *[one for one in plain if one not in hopeful[:4]]][:_FAMILIES]
+    return [first for _, first in sorted(chosen, key=lambda one: takes_long(one[0]))]

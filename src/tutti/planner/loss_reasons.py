@@ -1,0 +1,424 @@
+"""Why a plan lost, and what a choice means, in words with numbers."""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tutti.config.cluster import ClusterSpec
+from tutti.config.model import Loading, ModelSpec
+from tutti.config.plan import PipelinePlan, Plan
+from tutti.config.prediction import Prediction
+from tutti.config.vocabulary import DATA_AXES
+from tutti.cost_model import predict
+from tutti.cost_model.cost_notes import bits_per_s, count, nbytes, seconds
+from tutti.cost_model.loading_time import Load, host_cores, storage_known
+from tutti.cost_model.rank_placement import Seat, place, ring_link, ring_tier
+from tutti.cost_model.step_time import load_of, predict
+from tutti.errors import PlanError
+from tutti.planner import objectives
+from tutti.planner.exploration import Costed
+from tutti.planner.plan_description import axes_of, mesh_words, plan_words, recompute_words, settings_words
+from tutti.planner.plan_refinement import wide_remark
+from tutti.planner.plan_request import Alternative, Request
+
+_MOST = {
+    "device-hours": "to take the fewest device-hours",
+    "cost": "to cost the least",
+    "energy": "to take the least energy",
+    "memory": "to need the least memory",
+    "time-to-quality": "to reach the quality first",
+}
+
+
+def why(request: Request, loser: Costed, best: Costed) -> str:
+    """Why `loser` was not chosen over `best`, in one phrase."""
+    plan, prediction = loser.plan, loser.prediction
+    if not prediction.fits:
+        return (
+            f"does not fit: needs {nbytes(prediction.memory.total)} for each rank ({_largest_part(prediction)}), "
+            f"there are {nbytes(objectives.room_nbytes(loser.cluster, plan))}"
+        )
+    if loser.broken:
+        return f"not allowed: {loser.broken}"
+    ratio = loser.value / best.value
+    if ratio <= 1.02:
+        return _tie(loser, best, ratio)
+    if request.objective == "throughput":
+        return f"{ratio:.2f}x slower: {_cause(loser, best)}"
+    own, chosen = (
+        objectives.shown_value(
+            request, objectives.totals(one.cluster, request, one.plan, one.prediction), one.prediction
+        )
+        for one in (loser, best)
+    )
+    steps = f"a step takes {seconds(prediction.step_time_s.value)}, not {seconds(best.prediction.step_time_s.value)}"
+    return f"{ratio:.2f}x as much: {own} against {chosen}; {steps}"
+
+
+def _tie(loser: Costed, best: Costed, ratio: float) -> str:
+    same = "as good within 2 %" if ratio >= 0.995 else f"{1 - ratio:.1%} better, which is within the error"
+    plan, chosen = loser.plan, best.plan
+    own, least = loser.prediction.step_time_s.value, best.prediction.step_time_s.value
+    if own > 1.02 * least and abs(own / least - ratio) > 0.02:  # time is not the objective
+        return f"{same}, but a step takes {seconds(own)}, not {seconds(least)}"
+    if plan.world_size > chosen.world_size:
+        return f"{same}, but takes {plan.world_size} devices instead of {chosen.world_size}"
+    if plan.precision != chosen.precision:
+        return f"{same}, but computes in {plan.precision}"
+    if len(axes_of(plan)) > len(axes_of(chosen)):
+        return f"{same}, but divides the model in more ways"
+    if settings_words(plan) != settings_words(chosen) and recompute_words(plan) != "none":
+        return f"{same}, but needs {settings_words(plan)}"
+    if plan.batch.num_microbatches > chosen.batch.num_microbatches:
+        return f"{same}, but needs {plan.batch.num_microbatches} microbatches"
+    return f"{ratio - 1:.1%} worse" if ratio > 1 else same
+
+
+def _cause(loser: Costed, best: Costed) -> str:
+    """The part of the step that makes the largest difference."""
+    slow, fast = loser.prediction, best.prediction
+    own = {
+        "compute": _compute_s(slow) - _compute_s(fast),
+        "communication": slow.phases["exposed_communication"] - fast.phases["exposed_communication"],
+        "data": slow.phases["data"] - fast.phases["data"],
+        "optimizer": slow.phases["optimizer"] - fast.phases["optimizer"],
+        "other": slow.phases["other"] - fast.phases["other"],
+    }
+    part = max(own, key=lambda name: own[name])
+    if part == "communication":
+        return _communication_cause(loser.cluster, loser.plan, slow)
+    if part == "optimizer":
+        took = f"the optimizer takes {seconds(slow.phases['optimizer'])} against {seconds(fast.phases['optimizer'])}"
+        crowd = max(_sharing_memory(place(loser.cluster, loser.plan.world_size)))
+        if set(axes_of(loser.plan)) <= {"replicate"} and crowd > 1:
+            return f"{crowd} ranks that share a memory update all parameters each: {took}"
+        return took
+    if part == "data":
+        return f"{seconds(slow.phases['data'])} of loading data against {seconds(fast.phases['data'])}"
+    if part == "other":
+        return f"{seconds(slow.phases['other'])} of waiting against {seconds(fast.phases['other'])}"
+    return _compute_cause(loser, best)
+
+
+def _sharing_memory(seats: tuple[Seat, ...]) -> list[int]:
+    """Ranks of a host that have one memory, seat by seat: of cards each has its own."""
+    return [seat.ranks_per_host if seat.device.kind == "cpu" else 1 for seat in seats]
+
+
+def _compute_cause(loser: Costed, best: Costed) -> str:
+    plan, chosen = loser.plan, best.plan
+    against = f"{seconds(_compute_s(loser.prediction))} of compute against {seconds(_compute_s(best.prediction))}"
+    seats = place(loser.cluster, plan.world_size)
+    crowded = [seat for seat in seats if seat.oversubscribed > 1]
+    if crowded:
+        return f"{crowded[0].sharing} ranks share {count(crowded[0].device.cores, 'core')}; {against}"
+    if plan.precision != chosen.precision:
+        return f"{plan.precision} is slower on {seats[0].device.name}; {against}"
+    if plan.world_size < chosen.world_size:
+        one = plan.world_size == 1
+        who = "one rank computes all samples" if one else f"each of {plan.world_size} ranks computes more"
+        return f"{who}; {against}"
+    if (again := recompute_words(plan)) != recompute_words(chosen) and again != "none":
+        return f"{'forward' if again == 'full' else 'a part of forward'} is computed twice; {against}"
+    if plan.shares != chosen.shares and not plan.shares and plan.data_parallel_degree > 1:
+        slowest = {seat.device.name for seat in seats}
+        return f"equal shares on unequal devices ({', '.join(sorted(slowest))}); {against}"
+    if chosen.split_shares and not plan.split_shares and plan.degree("split") > 1:
+        unequal = {seat.device.name for seat in seats}
+        return f"equal parts of layers on unequal devices ({', '.join(sorted(unequal))}); {against}"
+    if plan.degree("split", "space") > chosen.degree("split", "space"):
+        return f"operators cut in {plan.degree('split', 'space')} parts are smaller, less efficient; {against}"
+    if plan.batch.num_microbatches > chosen.batch.num_microbatches:
+        return f"{plan.batch.num_microbatches} microbatches of smaller, less efficient operators; {against}"
+    idle = seats[0].device.cores - seats[0].sharing * seats[0].threads if seats[0].device.kind == "cpu" else 0
+    if idle > 0:
+        return f"{count(plan.world_size, 'rank')} leave {count(idle, 'core')} idle; {against}"
+    if max(_sharing_memory(seats)) > 1 and set(axes_of(plan)) <= set(DATA_AXES):
+        return f"ranks share cores and memory bandwidth; {against}"
+    return against
+
+
+def _communication_cause(cluster: ClusterSpec, plan: Plan, slow: Prediction) -> str:
+    seats = place(cluster, plan.world_size)
+    link = ring_link(cluster, seats)
+    over = "" if set(axes_of(plan)) <= {"replicate"} else f" over {mesh_words(plan)}"
+    return (
+        f"{seconds(slow.phases['exposed_communication'])} of exposed communication{over} at "
+        f"{bits_per_s(link.bandwidth_bytes_per_s)} ({ring_tier(seats)})"
+    )
+
+
+def _compute_s(prediction: Prediction) -> float:
+    return prediction.phases["forward"] + prediction.phases["backward"]
+
+
+def _largest_part(prediction: Prediction) -> str:
+    memory = prediction.memory
+    parts = {
+        "parameters": memory.parameters,
+        "gradients": memory.gradients,
+        "optimizer state": memory.optimizer,
+        "activations": memory.activations,
+        "libraries": memory.reserve,
+        "the script's own data": memory.script,
+    }
+    ordered = sorted(parts.items(), key=lambda item: -item[1])[:2]
+    return ", ".join(f"{name} {nbytes(value)}" for name, value in ordered)
+
+
+def remarks(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    request: Request,
+    best: Costed,
+    alternatives: Sequence[Alternative],
+) -> tuple[str, ...]:
+    """What the choice means, in sentences: how many devices and why no more, what limits, what was held fixed."""
+    plan, prediction = best.plan, best.prediction
+    said = [
+        _mesh_remark(model, request, best) if request.mesh is not None else _devices_remark(request, best, alternatives)
+    ]
+    said.append(prediction.notes[0][0].upper() + prediction.notes[0][1:])
+    if slow := starved(model, best.cluster, plan, prediction):
+        said.append(slow)
+    if wide := wide_remark(model, plan):
+        said.append(wide)
+    said += _held_remarks(model, request, plan, alternatives)
+    idle = cluster.device_count - plan.world_size
+    used = {seat.device.kind for seat in place(best.cluster, plan.world_size)}
+    if idle > 0 and used == {"cuda"} and request.degree is None and request.scope != "data":
+        gained = _with_more(request, best, alternatives)
+        said.append(
+            f"{count(idle, 'device')} of {cluster.device_count} {'stays' if idle == 1 else 'stay'} idle: "
+            + (
+                f"with more of them it is only {gained:.1%} better"
+                if gained >= 0.001
+                else "no plan with them was found better"
+            )
+        )
+    if plan.shares:
+        said.append("Shares follow the devices' speeds, as far as their memory allows, so that all finish together")
+    if plan.split_shares:
+        said.append(
+            "Parts of layers along split follow the devices' speeds, as far as their memory allows, so that all finish "
+            "together"
+        )
+    if best.cluster.nodes != cluster.nodes:
+        names = ", ".join(node.name for node in best.cluster.nodes)
+        said.append(f"Start the nodes in this order, which is not the cluster file's: {names}")
+    if plan.batch.global_batch_size != request.script.batch.global_batch_size:
+        own = request.script.batch
+        said.append(
+            f"The global batch is {plan.batch.global_batch_size} instead of {own.global_batch_size} "
+            f"{own.unit}, because quality is then reached sooner: this changes what is computed"
+        )
+    return tuple(said)
+
+
+def _with_more(request: Request, best: Costed, alternatives: Sequence[Alternative]) -> float:
+    """By which part the best plan on more devices is better; those within the error may be. 0 where none is."""
+    values = [
+        objectives.value(best.cluster, request, other.plan, other.prediction)
+        for other in alternatives
+        if other.prediction is not None
+        and other.totals is not None
+        and other.prediction.fits
+        and other.plan.world_size > best.plan.world_size
+        and not objectives.broken_limit(request, other.totals, other.prediction)
+    ]
+    return max(0.0, 1 - min(values, default=best.value) / best.value)
+
+
+def _held_remarks(model: ModelSpec, request: Request, plan: Plan, alternatives: Sequence[Alternative]) -> list[str]:
+    """What stays as the script has it, and what changed although results do not."""
+    said = []
+    if request.precision == "script" and plan.precision == "full":
+        faster = [a for a in alternatives if a.prediction and a.plan.precision != "full" and a.prediction.fits]
+        said.append(
+            "Precision stays as the script has it (full), because another changes the numbers"
+            + ("; --precision auto would allow a faster one" if faster else "")
+        )
+    if request.precision == "auto" and plan.precision not in ("full", request.script.precision):
+        said.append(
+            f"Matrix products are computed in {plan.precision}, which changes the numbers; --precision full keeps the "
+            "model's own"
+        )
+    if request.keep_microbatches:
+        said.append(f"The number of microbatches stays {plan.batch.num_microbatches}, as asked")
+    elif model.batch_statistics and not request.allow_microbatches:
+        said.append(
+            f"The number of microbatches stays {plan.batch.num_microbatches}, because this model normalises over "
+            "the batch and would compute something else; --allow-microbatches lifts that"
+        )
+    elif plan.batch.num_microbatches != request.script.batch.num_microbatches:
+        said.append(
+            f"The batch is cut into {count(plan.batch.num_microbatches, 'microbatch')} instead of "
+            f"{request.script.batch.num_microbatches}: the same sum of gradients, other memory and speed"
+        )
+    return said
+
+
+def _mesh_remark(model: ModelSpec, request: Request, best: Costed) -> str:
+    """That the mesh is the user's, and what one device would do, which the search then does not look at."""
+    said = f"The mesh is {mesh_words(best.plan)}, as asked"
+    alone = _alone(model, request, best) if best.plan.world_size > 1 else None
+    if alone is None:
+        return said
+    if not alone.good:
+        return f"{said}; one device {'is ' if alone.prediction.fits else ''}{why(request, alone, best)}"
+    if request.objective != "throughput":
+        own = objectives.totals(alone.cluster, request, alone.plan, alone.prediction)
+        return f"{said}; one device would take {objectives.shown_value(request, own, alone.prediction)}"
+    ratio = alone.value / best.value
+    words = f"{ratio:.2f}x slower" if ratio >= 1 else f"{1 / ratio:.2f}x as fast"
+    return f"{said}; one device would be {words}{_doubt(best.prediction, alone.prediction)}"
+
+
+def _alone(model: ModelSpec, request: Request, best: Costed) -> Costed | None:
+    """The better of the script's own plan on one device and the same with the microbatches of `best`; None where none
+    can be costed."""
+    script, found = request.script, []
+    for many in {script.batch.num_microbatches, best.plan.batch.num_microbatches}:
+        batch = replace(best.plan.batch, num_microbatches=many)
+        plan = replace(
+            script,
+            batch=batch,
+            mesh={"replicate": 1},
+            shares=(),
+            split_shares=(),
+            precision=best.plan.precision,
+            pipeline=PipelinePlan(),
+        )
+        try:
+            prediction = predict(model, best.cluster, plan)
+        except PlanError:
+            continue
+        value = objectives.value(best.cluster, request, plan, prediction)
+        broken = objectives.broken_limit(
+            request, objectives.totals(best.cluster, request, plan, prediction), prediction
+        )
+        found.append(Costed(plan=plan, prediction=prediction, cluster=best.cluster, value=value, broken=broken))
+    return min(found, key=lambda one: (not one.good, one.value), default=None)
+
+
+def _doubt(best: Prediction, other: Prediction) -> str:
+    """What is to be said where another plan's step lies in the interval of the best one's; empty where it does not."""
+    time = best.step_time_s
+    if not time.low <= other.step_time_s.value <= time.high:
+        return ""
+    return (
+        f"; that is less than the prediction's interval ({seconds(time.low)} to {seconds(time.high)}), so measure both"
+    )
+
+
+def _one_device(request: Request, chosen: Costed, more: Alternative) -> str:
+    """That one device was chosen, and what the nearest plan of more would be."""
+    ranks, best = more.plan.world_size, _MOST.get(request.objective, "to be the fastest")
+    if more.prediction is None or not more.prediction.fits or more.reason.startswith("not allowed"):
+        return f"One device is predicted {best}; {ranks} ranks: {more.reason}"
+    ratio = objectives.value(chosen.cluster, request, more.plan, more.prediction) / chosen.value
+    if ratio <= 1.02:  # it was chosen for being one, not for being better
+        return (
+            f"One device is taken, for more are no better than predictions are: with {ranks} ranks it is {more.reason}"
+        )
+    return f"One device is predicted {best}; {ranks} ranks would be {more.reason}"
+
+
+def _devices_remark(request: Request, chosen: Costed, alternatives: Sequence[Alternative]) -> str:
+    plan = chosen.plan
+    if request.degree is not None and set(axes_of(plan)) <= {"replicate"}:
+        return f"{count(plan.world_size, 'rank')}, as asked"
+    more = [a for a in alternatives if a.prediction and a.plan.world_size > plan.world_size]
+    if plan.world_size == 1:
+        if not more:
+            return "One device: no more were to be considered"
+        return _one_device(request, chosen, more[0])
+    fewer = [
+        a for a in alternatives if a.prediction and a.plan.world_size == 1 and a.plan.precision == plan.precision
+    ]  # in another one it would be precision that is compared
+    text = f"{count(plan.world_size, 'rank')}, data parallel"
+    if not set(axes_of(plan)) <= {"replicate"}:
+        text = f"{count(plan.world_size, 'rank')} as {plan_words(plan)}"
+    if not fewer:
+        return text
+    alone = fewer[0]
+    fits = alone.prediction is not None and alone.prediction.fits and request.objective == "throughput"
+    doubt = _doubt(chosen.prediction, alone.prediction) if fits and alone.prediction is not None else ""
+    return f"{text}; one device would be {alone.reason}{doubt}"
+
+
+_TOLD = 0.02
+"""Waits below this part of a step are not told."""
+
+_WORTH = 0.95
+"""More workers are advised where a step with them takes less than this part."""
+
+_MOST_WORKERS = 16
+"""More workers of a rank are not advised; and as many cores a host counts as having where nobody knows."""
+
+
+def sample_nbytes(model: ModelSpec) -> float:
+    """Bytes of one sample as the model takes it; stored ones may be fewer (compressed) or more."""
+    return float(sum(math.prod(each.shape) * _width(each.dtype) for each in model.inputs))
+
+
+def _width(dtype: str) -> float:
+    """Bytes of a value by its type's name: float32, int64, bool."""
+    bits = re.search(r"\d+", dtype)
+    return int(bits.group()) / 8 if bits else 1.0
+
+
+def starved(model: ModelSpec, cluster: ClusterSpec, plan: Plan, prediction: Prediction) -> str:
+    """One sentence where a step waits for data, or might where nobody knows what samples cost; else empty."""
+    if model.loading is None:
+        return _perhaps(model, cluster, plan, prediction)
+    step_s, data_s = prediction.step_time_s.value, prediction.phases["data"]
+    if data_s <= _TOLD * step_s:
+        return ""
+    load, rest_s = load_of(model, cluster, plan), step_s - data_s
+    why = _because(model.loading, load, rest_s)
+    return f"A step waits {seconds(data_s)} for data ({data_s / step_s:.0%} of it): {why}" + _with_more_loaders(
+        model, cluster, plan, load, rest_s
+    )
+
+
+def _perhaps(model: ModelSpec, cluster: ClusterSpec, plan: Plan, prediction: Prediction) -> str:
+    """Of samples that are stored as the model takes them, loaded ahead by workers that need no time."""
+    as_taken = Loading(stored_nbytes=sample_nbytes(model), workers=1)
+    batch_s = load_of(replace(model, loading=as_taken), cluster, plan).batch_s
+    if not storage_known(cluster, place(cluster, plan.world_size)) or batch_s <= prediction.step_time_s.value:
+        return ""
+    return (
+        f"Storage may be slower than that: to read a step's samples takes {seconds(batch_s)} at the hosts' rates, as "
+        f"the model takes them ({nbytes(sample_nbytes(model))} each); the prediction holds for data in memory"
+    )
+
+
+def _because(loading: Loading, load: Load, rest_s: float) -> str:
+    """Which station is slower than the rest of the step."""
+    if load.storage_s >= max(load.loaders_s, rest_s):
+        return f"storage gives a batch every {seconds(load.storage_s)}; quicker storage or smaller files would help"
+    if not load.ahead:
+        return "ranks load between steps"
+    if load.loaders_s > rest_s and loading.stream:
+        return "every rank reads the whole stream; a data set with __len__ and __getitem__ is shared"
+    if load.loaders_s > rest_s:
+        return f"a rank's workers give a batch every {seconds(load.loaders_s)}"
+    return "loaders' workers and ranks share the same cores; samples that cost less to decode would help"
+
+
+def _with_more_loaders(model: ModelSpec, cluster: ClusterSpec, plan: Plan, load: Load, rest_s: float) -> str:
+    """What as many workers as would keep up, or as there are cores for, make of the step; empty where it is little."""
+    assert model.loading is not None
+    seats = place(cluster, plan.world_size)
+    most = min((host_cores(seat) or _MOST_WORKERS) // seat.ranks_per_host for seat in seats)
+    now = max(1, model.loading.workers)
+    workers = 1 if model.loading.stream else max(1, min(math.ceil(now * load.loaders_s / rest_s), most, _MOST_WORKERS))
+    if workers <= model.loading.workers:
+        return ""
+    ahead = replace(model, loading=replace(model.loading, workers=workers))
+    now_s, then_s = (predict(one, cluster, plan).step_time_s.value for one in (model, ahead))
+    return (
+        f"; with prepare(..., num_workers={workers}) it would take {seconds(then_s)}" if then_s < _WORTH * now_s else ""
+    )

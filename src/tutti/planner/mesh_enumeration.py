@@ -1,0 +1,325 @@
+"""Every plan worth costing, as columns of numbers: meshes first, then for each mesh the ways to run it.
+
+A `Shapes` row says the degree of every axis (replicate and shard together) and the microbatches; a `Variants` row says
+for one such row how it is sharded, scheduled and recomputed. Both are made by vector operations, so that hundreds of
+thousands of rows cost less than a second.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tutti.config.model import ModelSpec
+from tutti.config.plan import LayoutRule, PipelinePlan, Plan, ShardingPlan
+from tutti.config.vocabulary import AxisName, ContextKind, Offload, Precision, ScheduleName, ShardLevel
+from tutti.errors import PlanError
+from tutti.planner.candidates import Limits
+from tutti.planner.plan_request import Request
+
+Ints = NDArray[np.int64]
+
+SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "interleaved", "zero-bubble", "gpipe")
+RECOMPUTE = ("none", "selective", "full")
+CONTEXTS: tuple[ContextKind, ...] = ("ring", "all-to-all")
+OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "parameters")
+
+SMALL = 64
+"""Up to so many ranks every degree is tried, beyond only powers of two, divisors of the batch and the most."""
+
+CHUNKS = (1, 2, 3, 4, 6, 8)
+"""Stages per rank of interleaved schedules that are tried. With one it is 1F1B with up to twice as many microbatches
+under way, which hides slow messages."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shapes:
+    """Columns of equal length. `copies`: replicate times shard."""
+
+    split: Ints
+    stage: Ints
+    context: Ints
+    expert: Ints
+    table: Ints
+    space: Ints
+    copies: Ints
+    microbatches: Ints
+
+    def __len__(self) -> int:
+        return len(self.split)
+
+    @property
+    def data(self) -> Ints:
+        """The data-parallel degree."""
+        return self.copies * self.expert * self.table
+
+    @property
+    def world(self) -> Ints:
+        return self.data * self.split * self.stage * self.context * self.space
+
+    def take(self, rows: NDArray[np.intp]) -> "Shapes":
+        return Shapes(**{field.name: getattr(self, field.name)[rows] for field in dataclasses.fields(self)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variants:
+    """Columns of equal length: `shape` is the row in `Shapes`; the words are indices into the tuples above.
+
+    `level`: 0 without sharding; `chunks`: stages per rank.
+    """
+
+    shape: NDArray[np.intp]
+    shard: Ints
+    level: Ints
+    schedule: Ints
+    chunks: Ints
+    recompute: Ints
+    context_kind: Ints
+    offload: Ints
+
+    def __len__(self) -> int:
+        return len(self.shape)
+
+    def take(self, rows: NDArray[np.intp]) -> "Variants":
+        return Variants(**{field.name: getattr(self, field.name)[rows] for field in dataclasses.fields(self)})
+
+
+def shapes(limits: Limits, request: Request) -> Shapes:
+    """All meshes for a request. Raises PlanError where a mesh that was asked for cannot be had."""
+    parts = []
+    for inner in product(limits.splits, limits.stages, limits.contexts, limits.experts, limits.tables, limits.spaces):
+        _, stage, context, _, _, space = inner
+        if request.mesh is None and (stage > 1) + (context > 1) + (space > 1) > 1:
+            continue  # refusals.check_plan: these axes exclude each other
+        parts.append(_of_inner(limits, request, inner))
+    if limits.alone:
+        parts.append(_of_inner(dataclasses.replace(limits, most_ranks=1, must_shard=False), request, (1,) * 6))
+    rows = np.concatenate([part for part in parts if len(part)] or [np.empty((0, 8), dtype=np.int64)])
+    if not len(rows):
+        raise PlanError(
+            f"no mesh of {limits.least_ranks} to {limits.most_ranks} ranks serves a global batch of {limits.samples} "
+            "samples as asked; ask for other ranks or another global_batch_size"
+        )
+    names = [field.name for field in dataclasses.fields(Shapes)]
+    return Shapes(**{name: np.ascontiguousarray(rows[:, column]) for column, name in enumerate(names)})
+
+
+def _of_inner(limits: Limits, request: Request, inner: tuple[int, ...]) -> NDArray[np.int64]:
+    """Rows of (inner degrees, copies, microbatches) for one setting of the inner axes."""
+    split, stage, context, expert, table, space = inner
+    whole = split * stage * context * space
+    rows = [
+        (*inner, copies, slices)
+        for copies in _copies(limits, whole, expert * table)
+        for slices in _slices(limits, copies * expert * table, stage)
+    ]
+    return np.array(rows, dtype=np.int64).reshape(-1, 8)
+
+
+def _copies(limits: Limits, whole: int, divided: int) -> list[int]:
+    """Degrees of replicate times shard, where `divided` more data-parallel ranks are along expert and table."""
+    each = whole * divided
+    most = min(limits.most_ranks // each, limits.samples // divided)
+    least = max(2 if limits.must_shard else 1, -(-limits.least_ranks // each))
+    if most < least:
+        return []
+    if limits.least_ranks == limits.most_ranks:
+        return [most] if most * each == limits.most_ranks else []
+    wanted = {most} | {2**power for power in range(most.bit_length())}
+    if limits.most_ranks <= SMALL:
+        wanted |= set(range(1, most + 1))
+    even = next((many for many in range(most, 0, -1) if limits.samples % (many * divided) == 0), 1)
+    node = limits.per_node * (most * each // limits.per_node) // each  # whole nodes
+    wanted |= {even, max(1, node), max(1, min(most, limits.devices // each))}
+    if limits.axes is not None:
+        wanted = {many for many in wanted if many == limits.axes.get("copies", many)}
+    return sorted(many for many in wanted if least <= many <= most)
+
+
+def _slices(limits: Limits, data: int, stages: int) -> list[int]:
+    """Numbers of microbatches for a data-parallel degree."""
+    if limits.microbatches is not None:
+        # one microbatch keeps one stage busy and all others waiting
+        return [limits.microbatches] if limits.microbatches > 1 or stages == 1 or limits.staged else []
+    each = limits.samples // data
+    wanted = {2**power for power in range(each.bit_length())}
+    if limits.samples % data == 0:
+        wanted |= set(_thinned([count for count in range(1, min(each, 4096) + 1) if each % count == 0]))
+        wanted.add(each)
+    if limits.own_microbatches <= each:
+        wanted.add(limits.own_microbatches)
+    return sorted(count for count in wanted if count <= each and (stages == 1 or count > 1 or each == 1))
+
+
+def _thinned(counts: list[int]) -> list[int]:
+    """Of increasing numbers those at least a quarter larger than the one before."""
+    kept: list[int] = []
+    for count in counts:
+        if not kept or count >= 1.25 * kept[-1]:
+            kept.append(count)
+    return kept
+
+
+def variants(limits: Limits, found: Shapes, rows: NDArray[np.intp], *, offload: bool = False) -> Variants:
+    """All ways to run the meshes in `rows` of `found`."""
+    parts: list[NDArray[np.int64]] = []
+    if not len(rows):
+        return _variants(np.empty((0, 8), dtype=np.int64))
+    keys = np.stack([found.stage[rows], found.copies[rows], found.context[rows]], axis=1)
+    kinds, where = np.unique(keys, axis=0, return_inverse=True)
+    order = np.argsort(where.reshape(-1), kind="stable")
+    ends = np.cumsum(np.bincount(where.reshape(-1), minlength=len(kinds)))
+    for kind, members in zip(kinds.tolist(), np.split(rows[order], ends[:-1]), strict=True):
+        ways = _ways(limits, tuple(kind), offload=offload)
+        block = np.empty((len(members), len(ways), 8), dtype=np.int64)
+        block[:, :, 0] = members[:, None]
+        block[:, :, 1:] = ways[None, :, :]
+        parts.append(block.reshape(-1, 8))
+    return _variants(np.concatenate(parts))
+
+
+def _variants(table: NDArray[np.int64]) -> Variants:
+    return Variants(
+        shape=table[:, 0].astype(np.intp),
+        shard=table[:, 1],
+        level=table[:, 2],
+        schedule=table[:, 3],
+        chunks=table[:, 4],
+        recompute=table[:, 5],
+        context_kind=table[:, 6],
+        offload=table[:, 7],
+    )
+
+
+def _ways(limits: Limits, kind: tuple[int, ...], *, offload: bool) -> NDArray[np.int64]:
+    stage, copies, context = kind
+    sharding = [one for one in _shardings(limits, copies) if stage == 1 or one[1] <= 1]
+    recompute = limits.recompute
+    contexts = range(len(CONTEXTS)) if context > 1 else (0,)
+    offloads = (1, 2) if offload else (0,)
+    rows = [
+        (shard, level, schedule, chunks, again, how, where)
+        for (shard, level), (schedule, chunks), again, how, where in product(
+            sharding, _pipelines(limits, stage), recompute, contexts, offloads
+        )
+        if where == 0 or (level > 0 and (where == 1 or level == 3))
+    ]
+    return np.array(rows, dtype=np.int64).reshape(-1, 7)
+
+
+def _shardings(limits: Limits, copies: int) -> list[tuple[int, int]]:
+    """(shard degree, level): over all copies, within a node, and for level 3 at degrees between."""
+    found = [] if limits.must_shard else [(1, 0)]
+    if copies == 1 or not limits.may_shard:
+        return [(1, 0)]
+    degrees = {copies} | {2**power for power in range(1, copies.bit_length()) if copies % 2**power == 0}
+    near = {copies, max((many for many in degrees if many <= limits.per_node), default=copies)}
+    for level in limits.levels:
+        found += [(many, level) for many in sorted(degrees if level == 3 else near)]
+    if limits.axes is not None and "shard" in limits.axes:
+        found = [(many, level) for many, level in found if many == limits.axes["shard"]]
+        if not found:
+            found = [(limits.axes["shard"], level) for level in (limits.levels if limits.axes["shard"] > 1 else (0,))]
+    return found
+
+
+def _pipelines(limits: Limits, stage: int) -> list[tuple[int, int]]:
+    """(schedule, stages per rank) of all that run. GPipe and interleaved schedules hold more than 1F1B, but wait less
+    for slow messages."""
+    if stage == 1:
+        return [(0, 1)]
+    own = limits.pipeline
+    if own is not None:
+        return [(SCHEDULES.index(own.schedule), own.stages_per_rank)]
+    found = [(index, 1) for index, name in enumerate(SCHEDULES) if name != "interleaved"]
+    chunks = [many for many in CHUNKS if many == 1 or (stage * many <= limits.blocks and limits.cuts == 0)]
+    return found + [(SCHEDULES.index("interleaved"), many) for many in chunks]
+
+
+ORDER: tuple[AxisName, ...] = ("stage", "replicate", "shard", "table", "expert", "context", "space", "split")
+"""Axes by how much their ranks exchange, least first. The outermost lie across nodes, the innermost within one: a split
+rank sums activations in every layer, a stage hands on one activation in each microbatch."""
+
+_LEVELS: dict[int, ShardLevel] = {1: 1, 2: 2, 3: 3}
+
+
+def plan_of(model: ModelSpec, request: Request, shapes: Shapes, ways: Variants, row: int, precision: Precision) -> Plan:
+    """The plan that a row of `ways` means."""
+    at, script = int(ways.shape[row]), request.script
+    shard = int(ways.shard[row])
+    degrees: dict[AxisName, int] = {
+        "stage": int(shapes.stage[at]),
+        "replicate": int(shapes.copies[at]) // shard,
+        "shard": shard,
+        "table": int(shapes.table[at]),
+        "expert": int(shapes.expert[at]),
+        "context": int(shapes.context[at]),
+        "space": int(shapes.space[at]),
+        "split": int(shapes.split[at]),
+    }
+    level, stage = int(ways.level[row]), degrees["stage"]
+    sharding, pipeline = script.sharding, script.pipeline
+    if level:
+        sharding = ShardingPlan(level=_LEVELS[level], offload=OFFLOADS[int(ways.offload[row])])
+    if stage > 1:
+        pipeline = PipelinePlan(
+            schedule=SCHEDULES[int(ways.schedule[row])],
+            stages_per_rank=int(ways.chunks[row]),
+            cuts=script.pipeline.cuts,
+        )
+    return dataclasses.replace(
+        script,
+        batch=dataclasses.replace(script.batch, num_microbatches=int(shapes.microbatches[at])),
+        mesh=mesh_of(request, degrees),
+        layout=(*script.layout, *recompute_rules(model, RECOMPUTE[int(ways.recompute[row])])),
+        shares=(),
+        split_shares=(),
+        precision=precision,
+        sharding=sharding,
+        pipeline=pipeline,
+        context=CONTEXTS[int(ways.context_kind[row])] if degrees["context"] > 1 else script.context,
+        space_grid=script.space_grid if request.mesh is not None else (),
+    )
+
+
+def mesh_of(request: Request, degrees: dict[AxisName, int]) -> dict[AxisName, int]:
+    """The axes above one in their order; a mesh that was asked for as it was written."""
+    if request.mesh is not None:
+        return dict(request.mesh)
+    return {axis: degrees[axis] for axis in ORDER if degrees[axis] > 1} or {"replicate": 1}
+
+
+def recompute_rules(model: ModelSpec, how: str) -> tuple[LayoutRule, ...]:
+    """Layout rules that make every block recompute, or every module right in the model where it has no blocks."""
+    if how == "none":
+        return ()
+    return tuple(
+        LayoutRule(modules=glob, recompute=True if how == "full" else "selective") for glob in block_globs(model)
+    )
+
+
+def block_globs(model: ModelSpec) -> tuple[str, ...]:
+    """Globs over the names of the model's repeated blocks: layers.* for layers.0, layers.1, ...; "*" without blocks."""
+    roots = block_roots(model)
+    return tuple(dict.fromkeys(f"{root.rpartition('.')[0]}.*" if "." in root else "*" for root in roots.values())) or (
+        "*",
+    )
+
+
+def block_roots(model: ModelSpec) -> dict[int, str]:
+    """Block -> the dotted name that all of its modules have in common."""
+    members: dict[int, list[list[str]]] = {}
+    for module in model.modules:
+        if module.block >= 0:
+            members.setdefault(module.block, []).append(module.name.split("."))
+    roots = {}
+    for block, names in members.items():
+        common = []
+        for parts in zip(*names, strict=False):
+            if len(set(parts)) > 1:
+                break
+            common.append(parts[0])
+        roots[block] = ".".join(common)
+    return roots

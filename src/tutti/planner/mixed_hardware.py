@@ -1,0 +1,390 @@
+"""Devices of unequal speed and memory: who computes how many samples, where a pipeline is cut, who sits first."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from functools import reduce
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tutti.config.cluster import ClusterSpec, DeviceSpec, NodeSpec
+from tutti.config.model import Loading, ModelSpec
+from tutti.config.plan import Plan
+from tutti.config.prediction import Prediction, RankMemory
+from tutti.config.refusals import check_split
+from tutti.config.vocabulary import DATA_AXES, AxisName
+from tutti.cost_model import compute_cost
+from tutti.cost_model.compute_cost import update_nbytes
+from tutti.cost_model.memory_cost import kept
+from tutti.cost_model.module_costs import ModelTable
+from tutti.cost_model.pipeline_cost import by_place
+from tutti.cost_model.rank_placement import Seat, place
+from tutti.cost_model.work_division import Division, parts, recompute_regions
+from tutti.cost_model.worker_speed import worker_at
+from tutti.errors import PlanError
+from tutti.planner.candidates import ROUNDS, listed, speeds
+from tutti.planner.cost_tables import Array, Tables, is_mixed
+from tutti.planner.mesh_enumeration import block_roots
+from tutti.planner.plan_request import Objective
+from tutti.planner.plan_work import Room, times_held
+
+MOST_ORDERS = 6
+MOST_SHARES = 4096
+"""Data-parallel ranks beyond which shares are not listed one by one."""
+
+
+def orders(
+    cluster: ClusterSpec, loading: Loading | None = None, objective: Objective = "throughput"
+) -> tuple[ClusterSpec, ...]:
+    """The cluster with its nodes in the orders worth trying: the fastest first, what loads its data quickest first,
+    what has the quickest network first, for cost and energy what computes most for its price or power first, the
+    roomiest first, every kind first once, and the slowest first. Ranks are seated in this order, so first ones get the
+    first stages and the last are left idle.
+
+    They do not depend on the order in which the cluster has its nodes.
+    """
+    feeding = [_feeding(node, loading) for node in cluster.nodes]
+    network = [cluster.link_at(node, "network") for node in cluster.nodes]
+    joined = [0.0 if link is None else link.bandwidth_bytes_per_s for link in network]
+    fed_alike, joined_alike = len(set(feeding)) == 1, len(set(joined)) == 1
+    if fed_alike and joined_alike and not is_mixed(cluster):
+        return (cluster,)
+    kinds = [_kind(cluster, node) for node in cluster.nodes]
+    own = sorted(range(len(kinds)), key=lambda i: (kinds[i], feeding[i], -joined[i], cluster.nodes[i].name))
+    wanted = [own]
+    if not fed_alike:
+        wanted.append(sorted(own, key=lambda i: feeding[i], reverse=True))
+    if not joined_alike:
+        wanted.append(sorted(own, key=lambda i: -joined[i]))
+    paid = [_paid(cluster, node, objective) for node in cluster.nodes]
+    wanted.append(sorted(own, key=lambda i: paid[i]))
+    wanted.append(sorted(own, key=lambda i: -cluster.devices[cluster.nodes[i].device].memory_nbytes))
+    for kind in dict.fromkeys(kinds[i] for i in wanted[-2]):
+        wanted.append(sorted(own, key=lambda i: kinds[i] != kind))
+    wanted.append(own[::-1])
+    distinct = list(dict.fromkeys(map(tuple, wanted)))[:MOST_ORDERS]
+    return tuple(dataclasses.replace(cluster, nodes=tuple(cluster.nodes[i] for i in order)) for order in distinct)
+
+
+def _peak(device: DeviceSpec) -> float:
+    return max([*device.peak_flops_per_s.values(), *(rate.flops_per_s for rate in device.gemm)], default=0.0)
+
+
+def _kind(cluster: ClusterSpec, node: NodeSpec) -> tuple[float | str, ...]:
+    """What tells kinds of nodes apart, the fastest first."""
+    device = cluster.devices[node.device]
+    paid = (device.price_per_device_hour or 0.0, device.power_w or 0.0)
+    return (-_peak(device), -device.memory_nbytes, *paid, -node.devices_per_node, -node.memory_nbytes, node.device)
+
+
+def _paid(cluster: ClusterSpec, node: NodeSpec, objective: Objective) -> float:
+    """Price or power for each FLOP/s under an objective that counts it, else 0."""
+    device = cluster.devices[node.device]
+    own = {"cost": device.price_per_device_hour, "energy": device.power_w}.get(objective)
+    return (own or 0.0) / max(_peak(device), 1.0)
+
+
+def _feeding(node: NodeSpec, loading: Loading | None) -> tuple[float, int]:
+    """What a host brings samples in with, where they need it: its disk's rate, and its cores."""
+    stored = loading is not None and loading.stored_nbytes > 0
+    worked = loading is not None and loading.core_s > 0 and loading.workers > 0
+    return (node.disk_read_bytes_per_s or math.inf) if stored else 0.0, node.cores if worked else 0
+
+
+def by_axes(values: Array, plan: Plan, keep: tuple[AxisName, ...], how: np.ufunc) -> Array:
+    """Values of all ranks, reduced by `how` over all axes but `keep`; row-major in the mesh's order."""
+    axes = list(plan.mesh)
+    grid = values.reshape([plan.mesh[axis] for axis in axes])
+    gone = tuple(position for position, axis in enumerate(axes) if axis not in keep)
+    reduced = reduce(lambda left, axis: how.reduce(left, axis=axis, keepdims=True), gone, grid)
+    return np.asarray(reduced, dtype=np.float64).reshape(-1)
+
+
+def improved(room: Room, cluster: ClusterSpec, one: Plan, prediction: Prediction, samples: int) -> list[Plan]:
+    """The plan with shares and parts of layers by speed and with stages cut by speed and memory, where these change
+    anything. `prediction`: of the plan as it is."""
+    seats, plan = place(cluster, one.world_size), one
+    each = max(1, round(samples / plan.batch.num_microbatches / plan.data_parallel_degree))
+    rates = speeds(room.tables.model, seats, room.tables.precision, np.full(plan.world_size, float(each)))
+    found: list[Plan] = []
+    if plan.mesh.get("stage", 1) > 1 and not plan.pipeline.cuts:
+        cuts = uneven_cuts(room, plan, seats, rates, each)
+        if cuts:
+            plan = dataclasses.replace(plan, pipeline=dataclasses.replace(plan.pipeline, cuts=cuts))
+            found.append(plan)
+    share = shares(room.tables, plan, prediction.memory, seats, samples)
+    if share:
+        found.append(dataclasses.replace(plan, shares=share))
+    own = split_shares(room, plan, prediction.memory, seats, each)
+    if own:
+        plan = dataclasses.replace(plan, split_shares=own)
+        share = shares(room.tables, plan, prediction.memory, seats, samples)
+        found += [plan, dataclasses.replace(plan, shares=share)] if share else [plan]
+    return found
+
+
+def shares(tables: Tables, plan: Plan, memory: RankMemory, seats: tuple[Seat, ...], samples: int) -> tuple[float, ...]:
+    """A share for each data-parallel rank such that all finish together, clipped where memory ends; empty if equal.
+
+    Its room is its tightest device's. `memory`: of the tightest rank at equal shares, of which only activations grow
+    with samples.
+    """
+    degree = plan.data_parallel_degree
+    if degree == 1 or degree > MOST_SHARES:
+        return ()
+    slices = samples / plan.batch.num_microbatches
+    free = by_axes(_memory(seats), plan, DATA_AXES, np.minimum) - (memory.total - memory.activations)
+    most = np.floor(free / max(memory.activations / np.ceil(slices / degree), 1.0))
+    loads = np.full(degree, slices / degree)
+    apart = [plan.mesh[axis] if axis in DATA_AXES else 1 for axis in plan.mesh]
+    for _ in range(ROUNDS):
+        each = np.broadcast_to(loads.reshape(apart), list(plan.mesh.values())).reshape(-1)
+        rates = _together(plan, speeds(tables.model, seats, tables.precision, each))
+        # cutting a slice into whole samples may give a rank one more than its share
+        loads = balanced(rates, np.maximum(1.0, most - 1), slices)
+    return listed(loads)
+
+
+def _together(plan: Plan, rates: Array) -> Array:
+    """The speed of each data-parallel rank: if it is itself several devices, of its slowest, or, along stages and parts
+    of layers that are cut by speed, their mean."""
+    if plan.split_weights:
+        grid, at = rates.reshape(list(plan.mesh.values())), list(plan.mesh).index("split")
+        rates = np.broadcast_to(grid.mean(axis=at, keepdims=True), grid.shape).reshape(-1)
+    own = by_axes(rates, plan, (*DATA_AXES, "stage"), np.minimum)
+    if plan.mesh.get("stage", 1) == 1:
+        return own
+    axes = tuple(axis for axis in plan.mesh if axis in (*DATA_AXES, "stage"))
+    grid, over = own.reshape([plan.mesh[axis] for axis in axes]), axes.index("stage")
+    return np.asarray((grid.mean(axis=over) if plan.pipeline.cuts else grid.min(axis=over)).reshape(-1))
+
+
+def balanced(rates: Array, room: Array, total: float) -> Array:
+    """Loads in proportion to `rates` that sum to `total`, none above its `room`.
+
+    What one cannot hold goes to the others in proportion, so always to those least loaded for their speed that have
+    room. Where all together have too little room, loads are in proportion to it.
+    """
+    if room.sum() <= total:
+        return np.asarray(room * (total / room.sum()), dtype=np.float64)
+    loads, full = np.zeros(len(rates)), np.zeros(len(rates), dtype=bool)
+    while True:
+        rest = total - room[full].sum()
+        loads = np.where(full, room, rates * (rest / rates[~full].sum()))
+        over = ~full & (loads > room)
+        if not over.any():
+            return np.asarray(loads, dtype=np.float64)
+        full |= over
+
+
+def uneven_cuts(room: Room, plan: Plan, seats: tuple[Seat, ...], rates: Array, samples: int) -> tuple[str, ...]:
+    """Names at which stages begin, cut by the stages' speeds and memory; empty where it cannot be cut so."""
+    degree, chunks = plan.mesh["stage"], plan.pipeline.stages_per_rank
+    tables, columns = room.tables, room.work.columns
+    degrees = tuple(plan.degree(axis) for axis in ("split", "context", "expert", "table", "space"))
+    part = room.work.part(degrees)
+    keeps = kept(columns, part, recompute_regions(tables.model, plan), half=tables.half)
+    passes = room.work.passes((*degrees, samples, tables.ground(plan.world_size).best))
+    if passes is None:
+        return ()
+    blocks = blocks_of(tables.model, passes.ahead + passes.back, state_of(columns, part, plan), samples * keeps.always)
+    passing = samples * (keeps.within.max(initial=0.0) + keeps.output.max(initial=0.0))
+    memory = by_axes(_memory(seats), plan, ("stage",), np.minimum)
+    free = (memory - room.reserve) / (1 + room.fragments) - passing
+    live = times_held(plan.pipeline.schedule, chunks, degree, plan.batch.num_microbatches).reshape(-1)
+    own = by_axes(rates, plan, ("stage",), np.minimum)
+    starts = cut(blocks, np.tile(own, chunks), np.tile(free / chunks, chunks), live) if len(blocks.names) > 1 else None
+    return tuple(blocks.names[start] for start in starts or ())
+
+
+def state_of(columns: ModelTable, part: Division, plan: Plan) -> Array:
+    """Bytes of parameters, gradients and optimizer state of each module that a rank keeps."""
+    shard = plan.mesh.get("shard", 1)
+    level = plan.sharding.level if shard > 1 else 0
+    own, summed, updated = (1.0 / shard if level >= least else 1.0 for least in (3, 2, 1))
+    return part.weight * (own * columns.parameters + summed * columns.gradients + updated * columns.optimizer)
+
+
+def _memory(seats: tuple[Seat, ...]) -> Array:
+    return np.array([seat.memory_nbytes for seat in seats for _ in range(seat.ranks)])
+
+
+_HALVINGS = 60
+
+
+def split_shares(
+    room: Room, plan: Plan, memory: RankMemory, seats: tuple[Seat, ...], samples: int
+) -> tuple[float, ...]:
+    """A part of the divided layers for each place along the split axis such that all finish together, clipped where
+    memory ends, each with a head or unit at least; empty where places are alike, or parts must be.
+
+    A place is as quick and as roomy as the least of its ranks. `memory`: of the tightest rank at equal parts;
+    `samples`: of a microbatch.
+    """
+    degree = plan.mesh.get("split", 1)
+    if degree == 1 or len(seats) == 1:
+        return ()
+    paces = [_pace(room, plan, seat, samples) for seat in seats]
+    of_places = by_place(plan, seats)
+    slowest = [max((paces[seat] for seat in some), key=lambda one: one.total_s(1 / degree)) for some in of_places]
+    free = np.array([min(seats[seat].memory_nbytes for seat in some) for some in of_places], dtype=np.float64)
+    if len(set(slowest)) == 1 and len(set(free.tolist())) == 1:
+        return ()
+    growing = max(1.0, _growing(room, plan, memory))
+    least, most = _least(room, plan), np.maximum(0.0, 1 + (free - memory.total) / growing) / degree
+    whole = np.floor(most / least) * least  # a part is cut to the nearest head, which may be one more
+    found = listed(together(slowest, whole if whole.sum() > 1 else most, least))
+    if not found or min(found) <= 0:
+        return ()
+    divided = dataclasses.replace(plan, split_shares=found)
+    try:
+        check_split(divided)
+        parts(room.tables.model, divided)
+    except PlanError:
+        return ()
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Seconds that a microbatch takes a rank: whatever its part is, and in proportion to its part."""
+
+    whole_s: float
+    part_s: float
+
+    def total_s(self, part: float) -> float:
+        return self.whole_s + part * self.part_s
+
+
+def together(paces: list[Pace], most: Array, least: float) -> Array:
+    """Parts that add up to 1, none above its `most`, with which all places that have room take the same time; one that
+    is late with less than `least` gets that. Where all have too little room, parts are in proportion to it.
+
+    (T - a) / b within these limits, with a and b the seconds that do not and that do grow with a part; their sum grows
+    with T, which is found by halving.
+    """
+    if most.sum() <= 1:
+        return np.asarray(most / max(most.sum(), 1e-300), dtype=np.float64)
+    a = np.array([one.whole_s for one in paces])
+    b = np.maximum(np.array([one.part_s for one in paces]), 1e-300)
+    low, high = float(a.min()), float((a + b).max())
+
+    def within(until_s: float) -> Array:
+        return np.asarray(np.minimum(np.maximum((until_s - a) / b, least), most), dtype=np.float64)
+
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if within(middle).sum() > 1 else (middle, high)
+    found = within(high)
+    return np.asarray(found / found.sum(), dtype=np.float64)
+
+
+def _growing(room: Room, plan: Plan, memory: RankMemory) -> float:
+    """Bytes of `memory` that are in proportion to a rank's part: a layer that is divided by its outputs keeps its whole
+    input all the same."""
+    columns, part = room.work.columns, room.work.part(_degrees(plan))
+    state = (columns.parameters + columns.gradients + columns.optimizer) * part.weight
+    keeps = kept(columns, part, recompute_regions(room.tables.model, plan), half=room.tables.half).always
+    ours, kept_in_part = part.split, part.split & (part.saved < part.passed)
+    held = memory.parameters + memory.gradients + memory.optimizer
+    of_state, of_kept = state[ours].sum() / max(1.0, state.sum()), keeps[kept_in_part].sum() / max(1.0, keeps.sum())
+    return (1 + room.fragments) * float(held * of_state + memory.activations * of_kept)
+
+
+def _least(room: Room, plan: Plan) -> float:
+    """The part with which a rank has one of the fewest heads or units; little where nothing is said of them."""
+    limits = room.work.columns.limit[room.work.part(_degrees(plan)).split]
+    return 1.0 / int(limits[limits > 0].min(initial=1000 * plan.degree("split")))
+
+
+def _degrees(plan: Plan) -> tuple[int, ...]:
+    return tuple(plan.degree(axis) for axis in ("split", "context", "expert", "table", "space"))
+
+
+def _pace(room: Room, plan: Plan, seat: Seat, samples: int) -> Pace:
+    """Of a rank on `seat`: passes, and its part of the update, which comes once in a step."""
+    model, columns = room.tables.model, room.work.columns
+    part, worker = room.work.part(_degrees(plan)), worker_at(seat, model.dtype, plan.precision)
+    ahead, back = (
+        one(part.ops, worker, samples, len(columns)) for one in (compute_cost.forward, compute_cost.backward)
+    )
+    updated = update_nbytes(model, columns.gradients, columns.optimizer, on_cpu=seat.device.kind == "cpu")
+    updated = updated * part.weight / plan.degree("shard")
+    times = plan.batch.num_microbatches
+    seconds = ahead.seconds + back.seconds + worker.slowdown / worker.bandwidth_bytes_per_s * updated / times
+    divided = float(seconds[part.split].sum())
+    return Pace(float(seconds.sum()) - divided, divided * plan.degree("split"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocks:
+    """What can be cut apart, in order: the first entry has all that comes before the first block, the last all after
+    the last one. `names`: of the module with which each begins; `seconds`, `state` and `kept` bytes of each.
+    """
+
+    names: tuple[str, ...]
+    seconds: Array
+    state: Array
+    kept: Array
+
+
+def blocks_of(model: ModelSpec, seconds: Array, state: Array, kept: Array) -> Blocks:
+    """The model's blocks with the sums of what their modules have; columns are by module."""
+    roots = block_roots(model)
+    order = list(dict.fromkeys(module.block for module in model.modules if module.block >= 0))
+    place, current = [], 0
+    for module in model.modules:
+        if module.block >= 0:
+            current = order.index(module.block)
+        place.append(current)
+    where = np.array(place, dtype=np.intp)
+
+    def summed(values: Array) -> Array:
+        return np.bincount(where, weights=values, minlength=max(1, len(order))).astype(np.float64)
+
+    return Blocks(
+        names=tuple(roots[block] for block in order),
+        seconds=summed(seconds),
+        state=summed(state),
+        kept=summed(kept),
+    )
+
+
+def cut(blocks: Blocks, speeds: Array, room: Array, live: Array) -> tuple[int, ...] | None:
+    """The first block of stages 1, 2, ... such that the slowest stage is as fast as it can be; None if none fits.
+
+    `speeds`: of each stage's ranks; `room`: bytes each has for state and activations; `live`: how many microbatches'
+    activations each holds. Every stage has a block. Min-max over contiguous cuts:
+    best[s][j] = min over i of max(best[s - 1][i], time(i..j) / speed_s).
+    """
+    count, stages = len(blocks.seconds), len(speeds)
+    if stages > count:
+        return None
+    time, state, kept = (np.concatenate([[0.0], np.cumsum(one)]) for one in (blocks.seconds, blocks.state, blocks.kept))
+    best = np.full(count + 1, np.inf)
+    best[0] = 0.0
+    begins: list[NDArray[np.intp]] = []
+    for stage in range(stages):
+        own = (time[None, :] - time[:, None]) / speeds[stage]
+        held = (state[None, :] - state[:, None]) + live[stage] * (kept[None, :] - kept[:, None])
+        valid = (np.arange(count + 1)[None, :] > np.arange(count + 1)[:, None]) & (held <= room[stage])
+        reached = np.where(valid, np.maximum(best[:, None], own), np.inf)
+        begins.append(np.argmin(reached, axis=0))
+        best = np.min(reached, axis=0)
+    if not np.isfinite(best[count]):
+        return None
+    starts, end = [], count
+    for stage in range(stages - 1, 0, -1):
+        end = int(begins[stage][end])
+        starts.append(end)
+    return tuple(reversed(starts))
+
+
+def slowest(blocks: Blocks, speeds: Array, starts: tuple[int, ...]) -> float:
+    """Time of the slowest stage for cuts at `starts`."""
+    edges = [0, *starts, len(blocks.seconds)]
+    return max(
+        float(blocks.seconds[first:last].sum() / speed)
+        for first, last, speed in zip(edges[:-1], edges[1:], speeds, strict=True)
+    )

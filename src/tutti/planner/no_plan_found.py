@@ -1,0 +1,245 @@
+"""One sentence for a model that no plan can hold: what it needs, what there is, and what would fit."""
+
+import dataclasses
+
+import numpy as np
+
+from tutti.config.cluster import ClusterSpec, LinkSpec
+from tutti.config.model import ModelSpec
+from tutti.config.plan import ShardingPlan
+from tutti.config.prediction import Prediction
+from tutti.config.refusals import check_plan
+from tutti.config.vocabulary import Precision
+from tutti.cost_model import predict
+from tutti.cost_model.cost_notes import count, nbytes
+from tutti.cost_model.rank_placement import place
+from tutti.errors import PlanError
+from tutti.planner import objectives
+from tutti.planner.candidates import limits_of
+from tutti.planner.cost_tables import Tables
+from tutti.planner.exploration import Costed
+from tutti.planner.mesh_enumeration import plan_of, shapes, variants
+from tutti.planner.plan_description import plan_words
+from tutti.planner.plan_request import Request
+from tutti.planner.plan_work import Room
+from tutti.planner.search_bounds import shape_bounds, variant_bounds
+
+_MOST_RANKS = 2**20
+"""Clusters larger than this are not suggested."""
+
+_MESHES = 3000
+_PREDICTED = 6
+_REFUSALS = 5
+"""After so many refusals a combination of axes is not tried again."""
+
+
+def smallest(model: ModelSpec, cluster: ClusterSpec, request: Request) -> Costed | None:
+    """The plan that needs the least memory of its fullest rank, of those that fit one first; None if none can be
+    costed. The most promising by their estimated memory are predicted."""
+    precision: Precision = request.script.precision
+    if request.precision != "script" and request.precision != "auto":
+        precision = request.precision
+    try:
+        limits = limits_of(model, cluster, request)
+        found, tables = shapes(limits, request), Tables(model, cluster, precision, request.script.layout)
+        _, least = shape_bounds(tables, found, limits.samples)
+    except PlanError:
+        return None
+    each = np.maximum(1, limits.samples // found.data)
+    rows = np.flatnonzero((found.microbatches == 1) | (found.microbatches >= each))  # what lies between needs no less
+    order = rows[np.argsort(least[rows], kind="stable")][:_MESHES]
+    levels = tuple(sorted({limits.levels[0], limits.levels[-1]}))
+    ways = variants(dataclasses.replace(limits, recompute=limits.recompute[-1:], levels=levels, blocks=0), found, order)
+    if not len(ways):
+        return None
+    sizes = variant_bounds(Room(tables, request.script), found, ways, limits.samples).memory
+    costed: list[Costed] = []
+    refused: dict[tuple[str, ...], int] = {}
+    for row in np.argsort(sizes, kind="stable").tolist():
+        plan = plan_of(model, request, found, ways, row, precision)
+        kind = tuple(sorted(axis for axis, degree in plan.mesh.items() if degree > 1))
+        if refused.get(kind, 0) >= _REFUSALS:
+            continue
+        try:
+            prediction = predict(model, cluster, plan)
+        except PlanError:
+            refused[kind] = refused.get(kind, 0) + 1
+            continue
+        value = prediction.memory.total
+        costed.append(Costed(plan=plan, prediction=prediction, cluster=cluster, value=value))
+        if len(costed) == _PREDICTED or prediction.fits:
+            break
+    return min(costed, key=lambda one: (not one.prediction.fits, one.value), default=None)
+
+
+def nothing_good(model: ModelSpec, cluster: ClusterSpec, request: Request, costed: list[Costed]) -> str:
+    """The sentence for a search whose plans are all too large, break a limit, or are predicted to take for ever."""
+    fitting = [one for one in costed if one.prediction.fits]
+    if not fitting:
+        return no_fit(model, cluster, request, costed)
+    if any(one.broken for one in fitting):
+        return nothing_keeps(request, fitting)
+    return _not_finite(model, cluster, request, fitting[0])
+
+
+def no_fit(model: ModelSpec, cluster: ClusterSpec, request: Request, costed: list[Costed]) -> str:
+    """The sentence that refuses a model no candidate can hold: its smallest need against what there is."""
+    one = min(
+        costed,
+        key=lambda one: one.prediction.memory.total - objectives.room_nbytes(one.cluster, one.plan),
+        default=None,
+    )
+    wide = request.scope == "all"
+    if wide:
+        found = smallest(model, cluster, request)
+        if found is not None and (one is None or found.prediction.memory.total < one.prediction.memory.total):
+            one = found
+    if one is None:
+        return _refused(model, cluster, request) or (
+            f"model {model.name!r} does not fit on cluster {cluster.name!r}, and no plan of it can be costed"
+        )
+    plan, memory, room = one.plan, one.prediction.memory, objectives.room_nbytes(one.cluster, one.plan)
+    device = place(one.cluster, plan.world_size)[0].device.name
+    if not wide:
+        return (
+            f"model {model.name!r} does not fit on cluster {cluster.name!r}: the smallest plan "
+            f"({count(plan.world_size, 'rank')}, {count(plan.batch.num_microbatches, 'microbatch')}) needs "
+            f"{_need(one.prediction)}, but {device} has {nbytes(room)}; {_remedy(one, room)}"
+        )
+    state = sum(module.parameter_nbytes + module.gradient_nbytes + module.optimizer_nbytes for module in model.modules)
+    return (
+        f"model {model.name!r} does not fit on cluster {cluster.name!r}: it needs {gigabytes(state)} for parameters, "
+        f"gradients and {model.optimizer or 'the optimizer'}'s state; the smallest plan of "
+        f"{count(plan.world_size, 'rank')} ({plan_words(plan)}) needs {gigabytes(memory.total)} a rank "
+        f"({_parts(one.prediction)}), {device} has {gigabytes(room)}; {what_fits(model, cluster, request, one)}"
+    )
+
+
+def _refused(model: ModelSpec, cluster: ClusterSpec, request: Request) -> str:
+    """Why what was asked for excludes itself, or cannot be had of this model; empty where neither is so."""
+    script = request.script
+    asked = request.mesh or {axis: max(2, degree) for axis, degree in request.demanded.items()} or script.mesh
+    sharding = script.sharding
+    if "shard" in asked and "stage" in asked and sharding == ShardingPlan():
+        sharding = ShardingPlan(level=1)  # what the search tries, too
+    try:
+        plan = dataclasses.replace(script, mesh=asked, shares=(), sharding=sharding)
+        check_plan(plan)
+        predict(model, cluster, plan)
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def _need(prediction: Prediction) -> str:
+    memory = prediction.memory
+    return (
+        f"{nbytes(memory.total)} for each rank (parameters {nbytes(memory.parameters)}, gradients "
+        f"{nbytes(memory.gradients)}, optimizer state {nbytes(memory.optimizer)}, activations "
+        f"{nbytes(memory.activations)})"
+    )
+
+
+def _parts(prediction: Prediction) -> str:
+    memory = prediction.memory
+    state = memory.parameters + memory.gradients + memory.optimizer
+    parts = {
+        "state": state,
+        "activations": memory.activations,
+        "exchanges": memory.communication,
+        "libraries and allocator": memory.reserve,
+        "the script's own data": memory.script,
+    }
+    ordered = sorted(parts.items(), key=lambda item: -item[1])[:2]
+    return ", ".join(f"{name} {gigabytes(value)}" for name, value in ordered)
+
+
+def _remedy(one: Costed, room: float) -> str:
+    memory = one.prediction.memory
+    if memory.parameters + memory.gradients + memory.optimizer > room:
+        keeps = "data parallelism keeps a copy of all of that on every rank"
+        return f"{keeps}; use devices with more memory or a smaller model"
+    return "use a smaller global_batch_size, more microbatches, recompute in the layout, or devices with more memory"
+
+
+def what_fits(model: ModelSpec, cluster: ClusterSpec, request: Request, least: Costed) -> str:
+    """The smallest number of nodes of this kind that holds the model, by which plan, and the memory that would do."""
+    memory = f"on these {least.plan.world_size} with {gigabytes(least.prediction.memory.total)} each"
+    if least.plan.world_size == 1:
+        memory = f"on one rank with {gigabytes(least.prediction.memory.total)}"
+    found = enough(model, cluster, request)
+    if found is None:
+        return (
+            f"no number of ranks of this kind holds it with a global batch of {request.script.batch.global_batch_size} "
+            f"{request.script.batch.unit}; it would fit {memory}"
+        )
+    grown, one = found
+    nodes = sum(node.count for node in grown.nodes)
+    ranks = f"{one.plan.world_size} or more ranks of this kind"
+    where = f" ({nodes} nodes)" if nodes > 1 and nodes != one.plan.world_size else ""
+    return f"it would fit on {ranks}{where} as {plan_words(one.plan)}, or {memory}"
+
+
+def enough(model: ModelSpec, cluster: ClusterSpec, request: Request) -> tuple[ClusterSpec, Costed] | None:
+    """The cluster grown by whole nodes until some plan fits: found by doubling, then by halving the interval."""
+    free = dataclasses.replace(
+        request, degree=None, max_devices=None, mesh=None, demanded={}, scope="all", objective="memory"
+    )
+
+    def fits(factor: int) -> tuple[ClusterSpec, Costed] | None:
+        devices = factor * cluster.device_count  # on the CPU, more ranks than these would share the hosts' memory
+        free_of = dataclasses.replace(free, max_devices=devices)
+        nodes = tuple(dataclasses.replace(node, count=node.count * factor) for node in cluster.nodes)
+        grown = dataclasses.replace(cluster, nodes=nodes, links=_links(cluster))
+        one = smallest(model, grown, free_of)
+        return (grown, one) if one is not None and one.prediction.fits else None
+
+    high = 1
+    while (found := fits(high)) is None:
+        high *= 2
+        if high * cluster.device_count > _MOST_RANKS:
+            return None
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        one = fits(middle)
+        low, high, found = (low, middle, one) if one is not None else (middle, high, found)
+    return found
+
+
+def _links(cluster: ClusterSpec) -> tuple[LinkSpec, ...]:
+    """The links, with a network like the nodes' own link where there was one node only: memory is what is asked."""
+    if any(link.tier == "network" for link in cluster.every_link) or not cluster.links:
+        return cluster.links
+    return (*cluster.links, dataclasses.replace(cluster.links[0], tier="network"))
+
+
+def nothing_keeps(request: Request, costed: list[Costed]) -> str:
+    """The sentence for plans that fit but all break a limit of the request: the nearest of them."""
+    fitting = [one for one in costed if one.broken]
+
+    def over(one: Costed) -> float:
+        found = objectives.totals(one.cluster, request, one.plan, one.prediction)
+        return objectives.over_limits(request, found, one.prediction)
+
+    best = min(fitting, key=over)
+    found = objectives.totals(best.cluster, request, best.plan, best.prediction)
+    return (
+        f"no plan keeps the limits: the nearest ({plan_words(best.plan)}, {objectives.duration(found.time_s)}) "
+        f"{best.broken}; relax that, or allow other devices"
+    )
+
+
+def _not_finite(model: ModelSpec, cluster: ClusterSpec, request: Request, one: Costed) -> str:
+    return (
+        f"no plan of model {model.name!r} on cluster {cluster.name!r} has a {request.objective} that can be compared "
+        f"(the first, {plan_words(one.plan)}, has {one.value}): a rate, size or price is beyond what can be counted "
+        "with; correct the cluster file or the model"
+    )
+
+
+def gigabytes(value: float) -> str:
+    """Bytes in decimal units as data sheets count them: 1,120 GB, 9.85 GB, 350 MB."""
+    if value >= 1e9:
+        return f"{value / 1e9:,.0f} GB" if value >= 99.5e9 else f"{value / 1e9:.3g} GB"
+    return f"{value / 1e6:,.0f} MB"

@@ -1,0 +1,103 @@
+"""Plans in words: what a mesh is made of, how it is sharded, scheduled and recomputed."""
+
+from tutti.config.compression import compression_in_words
+from tutti.config.model import ModelSpec
+from tutti.config.model_fingerprint import describe_module, differences, merge_siblings
+from tutti.config.plan import Plan
+from tutti.config.sync_words import way_in_words
+from tutti.config.vocabulary import AxisName
+from tutti.cost_model.cost_notes import count
+
+_ZERO = {1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
+
+
+def mesh_words(plan: Plan) -> str:
+    """replicate 4 x split 2; split 2 (1:0.5) where its parts are unequal; "1 rank" where nothing is divided."""
+    axes = {axis: degree for axis, degree in plan.mesh.items() if degree > 1}
+    parts = {"split": f" ({parts_words(plan)})"} if plan.split_weights else {}
+    return " x ".join(f"{axis} {degree}{parts.get(axis, '')}" for axis, degree in axes.items()) or "1 rank"
+
+
+def parts_words(plan: Plan) -> str:
+    """The parts of layers along the split axis: equal, or 1:0.5:0.5; the first of many."""
+    if not plan.split_weights:
+        return "equal"
+    shown = ":".join(f"{share:g}" for share in plan.split_weights[:8])
+    return shown + (":..." if len(plan.split_weights) > 8 else "")
+
+
+def settings_words(plan: Plan) -> str:
+    """What the mesh alone does not say: ZeRO-3, 1f1b, recompute; empty where there is nothing."""
+    found = []
+    if plan.mesh.get("shard", 1) > 1:
+        found.append(_ZERO[plan.sharding.level])
+        if plan.sharding.offload != "none":
+            found.append(f"{plan.sharding.offload} on the host")
+    if plan.mesh.get("stage", 1) > 1:
+        many = f" x{plan.pipeline.stages_per_rank}" if plan.pipeline.stages_per_rank > 1 else ""
+        found.append(plan.pipeline.schedule + many + (", cut unevenly" if plan.pipeline.cuts else ""))
+    if plan.mesh.get("context", 1) > 1:
+        found.append(f"{plan.context} attention")
+    if plan.mesh.get("space", 1) > 1 and plan.space_grid:
+        found.append("space " + "x".join(map(str, plan.space_grid)))
+    wide = wide_layers(plan)
+    if wide:
+        found.append(" and ".join((*wide[:3], *([f"{len(wide) - 3} more"] if len(wide) > 3 else []))) + " over table")
+    if plan.sync.mode == "synchronous" and plan.sync.gradient_code is not None:
+        found.append(f"gradients as {compression_in_words(plan.sync.gradient_code)}")
+    if plan.sync.mode != "synchronous":
+        found.append(f"replicas {way_in_words(plan.sync)}")
+    again = recompute_words(plan)
+    if again != "none":
+        of = [rule.modules for rule in plan.layout if rule.recompute]
+        some = "" if any("*" in glob for glob in of) else f" of {count(len(of), 'block')}"
+        found.append(("recompute" if again == "full" else f"{again} recompute") + some)
+    return ", ".join(found)
+
+
+def plan_words(plan: Plan) -> str:
+    """The whole plan in one phrase: shard 8 with ZeRO-3, recompute, 4 microbatches."""
+    settings = settings_words(plan)
+    words = mesh_words(plan) + (f" with {settings}" if settings else "")
+    return f"{words}, {count(plan.batch.num_microbatches, 'microbatch')}"
+
+
+def recompute_words(plan: Plan) -> str:
+    """none, selective or full: the most that the layout recomputes."""
+    found = [rule.recompute for rule in plan.layout if rule.recompute]
+    if not found:
+        return "none"
+    return "full" if True in found else "selective"
+
+
+def wide_layers(plan: Plan) -> tuple[str, ...]:
+    """What the layout's rules name to be divided over `table`."""
+    if plan.degree("table") == 1 or plan.degree("split") > 1:
+        return ()
+    return tuple(rule.modules for rule in plan.layout if rule.placement not in ("auto", "replicate"))
+
+
+def axes_of(plan: Plan) -> tuple[AxisName, ...]:
+    """The axes that a plan uses."""
+    return tuple(axis for axis, degree in plan.mesh.items() if degree > 1)
+
+
+def stamp(model: ModelSpec) -> dict[str, str]:
+    """Every module with parameters: its kind and how many; equal numbered siblings as one: layers.0-11.query."""
+    return merge_siblings(_entries(model))
+
+
+def _entries(model: ModelSpec) -> dict[str, str]:
+    return {
+        module.name or "(model)": describe_module(module.kind, module.parameters)
+        for module in model.modules
+        if module.parameters
+    }
+
+
+def changed_modules(plan: Plan, model: ModelSpec) -> str:
+    """What is new, gone or other in `model` since the plan was made; empty where nothing is, or nobody knows."""
+    found = differences(plan.made_for, _entries(model))
+    if not found:
+        return ""
+    return f"this plan ({mesh_words(plan)}) was made for another model: {found}; plan again with tutti plan"

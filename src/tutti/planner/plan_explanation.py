@@ -1,0 +1,305 @@
+"""A Choice for a reader: sentences, and the rows of a table."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from tutti.config.compression import compression_in_words
+from tutti.config.plan import LayoutRule, Plan, SyncPlan
+from tutti.config.sync_words import way_in_words
+from tutti.config.vocabulary import AxisName
+from tutti.cost_model.cost_notes import count, nbytes, seconds
+from tutti.planner.objectives import duration, money, shown_value
+from tutti.planner.plan_description import mesh_words, parts_words, recompute_words, settings_words
+from tutti.planner.plan_request import Alternative, Choice, Coverage, Totals
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of the table of plans. Empty texts where there is no prediction.
+
+    `mesh` and `settings`: the plan in words; `value`: what the objective compares, in words.
+    """
+
+    chosen: bool
+    ranks: int
+    mesh: str
+    settings: str
+    microbatches: int
+    precision: str
+    shares: str
+    step: str
+    exposed: str
+    memory: str
+    value: str
+    fits: bool
+    reason: str
+
+
+def rows(choice: Choice) -> tuple[Row, ...]:
+    """The chosen plan, then the others in the order of the choice."""
+    chosen = Alternative(plan=choice.best, prediction=choice.prediction, reason="chosen", totals=choice.totals)
+    return (
+        _row(choice, chosen, chosen=True),
+        *(_row(choice, other, chosen=False) for other in choice.alternatives),
+    )
+
+
+def _row(choice: Choice, one: Alternative, *, chosen: bool) -> Row:
+    plan, prediction = one.plan, one.prediction
+    value = shown_value(choice.request, one.totals, prediction) if one.totals and prediction else ""
+    return Row(
+        chosen=chosen,
+        ranks=plan.world_size,
+        mesh=mesh_words(plan),
+        settings=settings_words(plan),
+        microbatches=plan.batch.num_microbatches,
+        precision=plan.precision,
+        shares="by speed" if plan.shares or plan.split_shares else "equal",
+        step=seconds(prediction.step_time_s.value) if prediction else "",
+        exposed=seconds(prediction.phases["exposed_communication"]) if prediction else "",
+        memory=nbytes(prediction.memory.total) if prediction else "",
+        value=value,
+        fits=prediction.fits if prediction else False,
+        reason=one.reason,
+    )
+
+
+def explain(choice: Choice) -> str:
+    """The choice in plain words: what was chosen, what it is predicted to cost, and what the remarks say."""
+    plan, prediction = choice.best, choice.prediction
+    time = prediction.step_time_s
+    batch = plan.batch
+    lines = [
+        f"{choice.model} on {choice.cluster}: {_ranks(plan)}, "
+        f"{count(batch.num_microbatches, 'microbatch')}, precision {plan.precision}, global batch "
+        f"{batch.global_batch_size} {batch.unit}",
+        f"Predicted step {seconds(time.value)} ({seconds(time.low)} to {seconds(time.high)}), "
+        f"{prediction.throughput_per_s:,.0f} {batch.unit}/s; memory {nbytes(prediction.memory.total)} "
+        f"{_of_ranks(plan)}",
+        *whole_words(choice.totals),
+        *choice.remarks,
+        *choice.changes,
+        *([_searched(choice.coverage)] if choice.coverage is not None and choice.coverage.left else []),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _of_ranks(plan: Plan) -> str:
+    """Whose memory a prediction's is: of stages, or of ranks with unequal shares or parts, that of the fullest one."""
+    unequal = plan.shares or plan.split_weights or plan.degree("stage") > 1
+    return "on the fullest rank" if unequal else "for each rank"
+
+
+def _ranks(plan: Plan) -> str:
+    settings, mesh = settings_words(plan), mesh_words(plan)
+    if mesh in ("1 rank", f"replicate {plan.world_size}"):
+        return count(plan.world_size, "rank") + (f" ({settings})" if plan.sync != SyncPlan() and settings else "")
+    return f"{count(plan.world_size, 'rank')} as {mesh}" + (f" ({settings})" if settings else "")
+
+
+def whole_words(totals: Totals | None) -> tuple[str, ...]:
+    """The whole training in one sentence; one step where nobody said how long training is, and prices or powers are
+    known; else nothing."""
+    if totals is None or (totals.steps is None and totals.cost is None and totals.energy_kwh is None):
+        return ()
+    parts = [f"{totals.device_hours:,.4g} device-hours"]
+    if totals.steps is not None:
+        parts.insert(0, f"{duration(totals.time_s)} for {count(totals.steps, 'step')}")
+    if totals.cost is not None:
+        parts.append(f"a cost of {money(totals.cost)}")
+    if totals.energy_kwh is not None:
+        parts.append(f"{totals.energy_kwh:,.4g} kWh at the devices' full power")
+    said = {"predicted": "", "measured": "; the number of steps follows from a run's measured noise scale"}
+    note = said.get(totals.evidence, f"; the number of steps is {totals.evidence}")
+    if totals.steps is None:
+        return (f"A step: {', '.join(parts)}; --samples or --epochs say how long training is",)
+    return (f"The whole training: {', '.join(parts)}{note}",)
+
+
+def _searched(coverage: Coverage) -> str:
+    """What the search left open."""
+    return (
+        f"{coverage.costed:,} plans were predicted, {coverage.too_slow + coverage.too_large:,} ruled out by bounds, "
+        f"{coverage.left:,} left: none of those can be better by more than {coverage.gap:.0%}"
+    )
+
+
+_SHOWN = 8
+"""Entries of a list that are shown."""
+
+
+def difference(first: Plan, second: Plan, names: tuple[str, str] = ("A", "B")) -> tuple[str, ...]:
+    """What differs between two plans, a sentence each; empty where they mean the same.
+
+    What has no effect in either plan (how an axis runs that it does not have) is not told where anything else is.
+    """
+    said = _told(first, second, *names)
+    return said or tuple(_unsaid(_leaves(first), _leaves(second), *names))
+
+
+def _told(first: Plan, second: Plan, a: str, b: str) -> tuple[str, ...]:
+    said = []
+    if first.world_size != second.world_size:
+        said.append(f"Ranks: {first.world_size} in {a}, {second.world_size} in {b}")
+    axes: tuple[AxisName, ...] = get_args(AxisName)
+    for axis in axes:
+        one, other = first.mesh.get(axis, 1), second.mesh.get(axis, 1)
+        if one != other:
+            said.append(f"{axis.capitalize()}: {_degree(one)} in {a}, {_degree(other)} in {b}")
+    shared = [axis for axis in first.mesh if first.mesh[axis] > 1 and second.mesh.get(axis, 1) > 1]
+    turned = [axis for axis in second.mesh if axis in shared]
+    if shared != turned:
+        said.append(f"Order of axes, outermost first: {', '.join(shared)} in {a}, {', '.join(turned)} in {b}")
+    said += _batches(first, second, a, b)
+    said += _ways(first, second, a, b)
+    if first.shares != second.shares:
+        said.append(f"Shares of the data-parallel ranks: {_shares(first)} in {a}, {_shares(second)} in {b}")
+    if first.split_weights != second.split_weights:
+        said.append(f"Parts of layers along split: {parts_words(first)} in {a}, {parts_words(second)} in {b}")
+    if _replicas(first) != _replicas(second):
+        said.append(f"Replicas: {_replicas(first)} in {a}, {_replicas(second)} in {b}")
+    if first.sync.gradient_code != second.sync.gradient_code:
+        said.append(f"Gradients are summed {_written(first)} in {a}, {_written(second)} in {b}")
+    if _buckets(first) != _buckets(second):
+        said.append(f"Gradients are fused into buckets of {_buckets(first)} in {a}, {_buckets(second)} in {b}")
+    return (*said, *_rules(first, second, a, b), *_models(first, second, a, b))
+
+
+def _buckets(plan: Plan) -> str:
+    measured = " at first, then as is measured to be quickest" if plan.sync.bucket_sizes == "measured" else ""
+    return f"{plan.sync.bucket_nbytes:,} bytes{measured}"
+
+
+def _replicas(plan: Plan) -> str:
+    return plan.sync.mode if plan.sync.mode == "synchronous" else way_in_words(plan.sync)
+
+
+def _written(plan: Plan) -> str:
+    code = plan.sync.gradient_code
+    return "exactly" if code is None else f"as {compression_in_words(code)}"
+
+
+def _degree(degree: int) -> str:
+    return str(degree) if degree > 1 else "none"
+
+
+def _batches(first: Plan, second: Plan, a: str, b: str) -> list[str]:
+    said = []
+    for field, words in (
+        ("global_batch_size", "The global batch"),
+        ("unit", "The batch counts"),
+        ("num_microbatches", "Microbatches"),
+        ("last_batch", "A short last batch"),
+    ):
+        one, other = getattr(first.batch, field), getattr(second.batch, field)
+        if one != other:
+            changes = ": this changes what is computed" if field != "num_microbatches" else ""
+            said.append(f"{words}: {one} in {a}, {other} in {b}{changes}")
+    if first.batch.ramp != second.batch.ramp:
+        said.append(f"The batch grows: {_ramp(first)} in {a}, {_ramp(second)} in {b}: this changes what is computed")
+    return said
+
+
+def _ramp(plan: Plan) -> str:
+    sizes = [f"{size} until batch {until}" for until, size in plan.batch.ramp[:_SHOWN]]
+    return ", ".join([*sizes, *(["..."] if len(plan.batch.ramp) > _SHOWN else [])]) or "never"
+
+
+def _ways(first: Plan, second: Plan, a: str, b: str) -> list[str]:
+    """What the mesh does not say, where it matters for both or either."""
+    said = []
+    if first.precision != second.precision:
+        said.append(f"Precision: {first.precision} in {a}, {second.precision} in {b}: this changes the numbers")
+    if recompute_words(first) != recompute_words(second):
+        said.append(f"Recompute: {recompute_words(first)} in {a}, {recompute_words(second)} in {b}")
+    both = first.degree("shard") > 1 and second.degree("shard") > 1
+    if (both or first.sharding.offload != second.sharding.offload) and first.sharding != second.sharding:
+        said.append(f"Sharding: {_words(first.sharding)} in {a}, {_words(second.sharding)} in {b}")
+    if first.degree("stage") > 1 and second.degree("stage") > 1 and first.pipeline != second.pipeline:
+        said.append(f"Pipeline: {_words(first.pipeline)} in {a}, {_words(second.pipeline)} in {b}")
+    if first.degree("context") > 1 and second.degree("context") > 1 and first.context != second.context:
+        said.append(f"Attention over the context axis: {first.context} in {a}, {second.context} in {b}")
+    if first.space_grid != second.space_grid:
+        said.append(f"Space is cut as {list(first.space_grid)} in {a}, {list(second.space_grid)} in {b}")
+    lone = [
+        (plan, name)
+        for plan, other, name in ((first, second, a), (second, first, b))
+        if settings_words(plan) and {axis for axis, degree in plan.mesh.items() if degree > 1}
+        != {axis for axis, degree in other.mesh.items() if degree > 1}
+    ]  # fmt: skip
+    return said + [f"{name} runs as {settings_words(plan)}" for plan, name in lone]
+
+
+def _words(value: Any) -> str:
+    parts = []
+    for field in dataclasses.fields(value):
+        own = getattr(value, field.name)
+        if own not in ((), "none"):
+            shown = ", ".join(own) if isinstance(own, tuple) else own
+            parts.append(f"{field.name.replace('_', ' ')} {shown}")
+    return "; ".join(parts)
+
+
+def _shares(plan: Plan) -> str:
+    if not plan.shares:
+        return "equal"
+    shown = ", ".join(f"{share:.12g}" for share in plan.shares[:_SHOWN])
+    return shown + (", ..." if len(plan.shares) > _SHOWN else "")
+
+
+def _rules(first: Plan, second: Plan, a: str, b: str) -> list[str]:
+    """Layout rules that only one of the plans has; recompute of whole plans may be said above already."""
+    above = recompute_words(first) != recompute_words(second)
+    pairs = ((first, second, a), (second, first, b))
+    said = [
+        f"Only {name} says of modules {rule.modules}: {', '.join(parts)}"
+        for plan, other, name in pairs
+        for rule in plan.layout
+        if rule not in other.layout and (parts := _opinions(rule, recompute=not above))
+    ]
+    if not said and not above:
+        rules = [[rule for rule in plan.layout if _opinions(rule, recompute=True)] for plan in (first, second)]
+        if rules[0] != rules[1]:
+            said.append(f"Rules of the layout, of which the last that matches counts, stand otherwise in {a} and {b}")
+    return said
+
+
+def _opinions(rule: LayoutRule, *, recompute: bool) -> list[str]:
+    """What a rule says of its modules."""
+    parts = [f"chunks {rule.chunks}"] if rule.chunks is not None else []
+    parts += [rule.placement] if rule.placement != "auto" else []
+    if recompute and rule.recompute is not None:
+        parts.append({True: "recompute", False: "no recompute", "selective": "selective recompute"}[rule.recompute])
+    return parts
+
+
+def _models(first: Plan, second: Plan, a: str, b: str) -> list[str]:
+    """For which models they were made, where these are not the same."""
+    if first.made_for == second.made_for:
+        return []
+    only = [_modules(one.made_for, other.made_for) for one, other in ((first, second), (second, first))]
+    return [f"Made for different models: only in {a} {only[0]}; only in {b} {only[1]}"]
+
+
+def _modules(own: dict[str, str], other: dict[str, str]) -> str:
+    found = [f"{name} ({words})" for name, words in own.items() if other.get(name) != words]
+    return ", ".join(found[:_SHOWN]) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "") or "none"
+
+
+def _leaves(value: Any, name: str = "") -> dict[str, Any]:
+    """Fields by dotted names, without the mesh and parts along split, of which all is said that means anything."""
+    if not dataclasses.is_dataclass(value):
+        return {name: value}
+    fields = [field.name for field in dataclasses.fields(value) if field.name not in ("mesh", "split_shares")]
+    found = [_leaves(getattr(value, field), f"{name}.{field}" if name else field) for field in fields]
+    return {leaf: each for part in found for leaf, each in part.items()}
+
+
+def _unsaid(first: dict[str, Any], second: dict[str, Any], a: str, b: str) -> list[str]:
+    names = [*first, *(name for name in second if name not in first)]
+    return [
+        f"{name}: {first.get(name)} in {a}, {second.get(name)} in {b}"
+        for name in names
+        if name != "layout" and first.get(name) != second.get(name)
+    ]

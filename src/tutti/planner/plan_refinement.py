@@ -1,0 +1,392 @@
+"""Small changes to the best plans that enumeration leaves out: the order of axes, cuts, microbatches between powers,
+blocks that need not recompute.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tutti.config.cluster import ClusterSpec
+from tutti.config.model import ModelSpec
+from tutti.config.plan import LayoutRule, Plan, by_columns, find_placement
+from tutti.config.vocabulary import AxisName
+from tutti.cost_model.cost_notes import nbytes
+from tutti.cost_model.group_links import network
+from tutti.cost_model.memory_cost import kept
+from tutti.cost_model.module_costs import ModelTable, model_table
+from tutti.cost_model.rank_placement import place, samples_of
+from tutti.cost_model.work_division import division
+from tutti.errors import PlanError
+from tutti.planner.cost_tables import Array
+from tutti.planner.exploration import Costed, Explorer
+from tutti.planner.mesh_enumeration import RECOMPUTE, block_roots
+from tutti.planner.mixed_hardware import state_of
+from tutti.planner.plan_work import Room, times_held
+
+_BEST = 4
+"""Plans whose neighbours are costed."""
+
+_ROUNDS = 3
+
+_RELIEVED = 6
+"""Meshes of which it is tried how few blocks may recompute."""
+
+
+def polish(explorer: Explorer) -> None:
+    """Cost data-parallel plans with wide layers divided, then the neighbours of the best plans, and theirs again, while
+    that brings anything."""
+    widen(explorer)
+    seen = {_key(one.plan) for one in explorer.costed}
+    for _ in range(_ROUNDS):
+        good = sorted((one for one in explorer.costed if one.good), key=lambda one: one.value)[:_BEST]
+        before = good[0].value if good else 0.0
+        for one in good:
+            for plan in neighbours(one, explorer):
+                if _key(plan) not in seen and not explorer.over():
+                    seen.add(_key(plan))
+                    explorer.cost(plan, one.cluster)
+        if not good or min(one.value for one in explorer.costed if one.good) >= before:
+            break
+    _relieve(explorer)
+
+
+def _relieve(explorer: Explorer) -> None:
+    """Of the best plans that recompute all blocks, those with which only some do, where without any they would win."""
+    if len(explorer.limits.recompute) == 1:
+        return
+    again = [one for one in explorer.costed if one.good and any(rule.recompute for rule in one.plan.layout)]
+    ranked = sorted(again, key=lambda one: one.value)
+    meshes = {tuple(one.plan.mesh.items()): one for one in reversed(ranked)}  # the best of each mesh
+    for one in sorted(meshes.values(), key=lambda one: one.value)[:_RELIEVED]:
+        best = min(each.value for each in explorer.costed if each.good)
+        bare = explorer.cost(dataclasses.replace(one.plan, layout=explorer.request.script.layout), one.cluster)
+        if bare is None or bare.value >= best or explorer.over():
+            continue
+
+        def fits(plan: Plan, cluster: ClusterSpec = one.cluster) -> bool:
+            found = None if explorer.over() else explorer.cost(plan, cluster)
+            return found is not None and found.good
+
+        alike = (lane for lane in explorer.lanes if lane.precision == one.plan.precision)
+        room = next((lane.room for lane in alike if lane.cluster is one.cluster), None)
+        if room is not None:  # what a part of the cluster computes in, all of it may not
+            relieve(room, one.plan, explorer.samples, fits)
+
+
+def _key(plan: Plan) -> tuple[object, ...]:
+    """What tells plans apart, the order of the mesh's axes too."""
+    return (tuple(plan.mesh.items()), plan.batch, plan.layout, plan.shares, plan.split_shares,
+            plan.precision, plan.sharding,
+            plan.pipeline, plan.space_grid, plan.context)  # fmt: skip
+
+
+def neighbours(one: Costed, explorer: Explorer) -> Iterator[Plan]:
+    """Plans that differ in one thing."""
+    plan = one.plan
+    if explorer.limits.microbatches is None:
+        most = explorer.samples // plan.data_parallel_degree
+        own = plan.batch.num_microbatches
+        wanted = {own + plan.mesh.get("stage", 1), 2 * own, own // 2, own * 3 // 2, own * 3 // 4}
+        for count in sorted(count for count in wanted if 1 <= count <= most and count != own):
+            yield dataclasses.replace(plan, batch=dataclasses.replace(plan.batch, num_microbatches=count))
+    if explorer.request.mesh is None:
+        for mesh in _orders(plan.mesh):
+            yield dataclasses.replace(plan, mesh=mesh)
+    yield from (dataclasses.replace(plan, space_grid=grid) for grid in _grids(plan, explorer))
+
+
+def _orders(mesh: dict[AxisName, int]) -> Iterator[dict[AxisName, int]]:
+    """The mesh with two neighbouring axes changed about."""
+    axes = list(mesh)
+    for at in range(len(axes) - 1):
+        changed = [*axes[:at], axes[at + 1], axes[at], *axes[at + 2 :]]
+        yield {axis: mesh[axis] for axis in changed}
+
+
+def _grids(plan: Plan, explorer: Explorer) -> Iterator[tuple[int, ...]]:
+    """Ways to cut space in two or three dims at once."""
+    degree = plan.mesh.get("space", 1)
+    dims = max((len(module.halo_nbytes_by_dim) for module in explorer.model.modules), default=0)
+    if plan.space_grid or degree < 4 or dims < 2:
+        return
+    for first in range(2, degree):
+        if degree % first == 0:
+            rest = degree // first
+            yield (first, rest) + (1,) * (dims - 2)
+            if dims == 3:
+                yield from ((first, second, rest // second) for second in range(2, rest) if rest % second == 0)
+
+
+_UNITS = 400
+"""Parts of a budget in which bytes are counted; what a block keeps is rounded up."""
+
+_TRIES = 7
+"""Halvings of the interval in which the budget lies."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What blocks keep and cost by form, (forms, blocks): `nbytes` at their place's peak, `within` while one is
+    computed again, `seconds` of that. `place`: of each block; by place: `fixed` bytes whatever the forms are.
+    """
+
+    names: tuple[str, ...]
+    nbytes: Array
+    within: Array
+    seconds: Array
+    place: NDArray[np.intp]
+    fixed: Array
+
+    def needed(self, form: int) -> Array:
+        """Bytes of each place where all of its blocks have the form."""
+        sums = self.fixed.copy()
+        np.add.at(sums, self.place, self.nbytes[form])
+        most = np.zeros(len(sums))
+        np.maximum.at(most, self.place, self.within[form])
+        return np.asarray(sums + most, dtype=np.float64)
+
+
+def relieve(room: Room, plan: Plan, samples: int, fits: Callable[[Plan], bool]) -> None:
+    """Offer plans to `fits` that recompute less than `plan` does, the largest budget found last.
+
+    Nothing is offered where the model has no blocks, or a block lies on several places.
+    """
+    load = load_of(room, plan, samples)
+    if load is None:
+        return
+    low, high = float(load.needed(len(RECOMPUTE) - 1).min()), float(load.needed(0).max())
+    seen: set[tuple[int, ...]] = set()
+    for _ in range(_TRIES):
+        budget = (low + high) / 2
+        forms = chosen(load, np.full(len(load.fixed), budget))
+        if forms is None:
+            low = budget
+            continue
+        key = tuple(forms.tolist())
+        if key not in seen and not fits(with_forms(plan, load.names, key)):
+            high = budget
+        else:
+            low = budget
+        seen.add(key)
+
+
+def load_of(room: Room, plan: Plan, samples: int) -> Load | None:
+    """The blocks of the model under the mesh and schedule of `plan`."""
+    model, work = room.tables.model, room.work
+    roots, stage, chunks = block_roots(model), plan.degree("stage"), plan.pipeline.stages_per_rank
+    chunks = chunks if stage > 1 else 1
+    found = work.stages(stage, chunks)
+    degrees = tuple(plan.degree(axis) for axis in ("split", "context", "expert", "table", "space"))
+    count = plan.batch.num_microbatches
+    each = max(1, -(-(samples // count) // plan.data_parallel_degree))
+    passes = work.passes((*degrees, each, room.tables.ground(plan.world_size).best))
+    block = np.array([list(roots).index(one.block) if one.block >= 0 else -1 for one in model.modules], dtype=np.intp)
+    if not roots or found is None or passes is None or plan.pipeline.cuts or all(not name for name in roots.values()):
+        return None
+    inside, place = np.flatnonzero(block >= 0), found.stage % stage
+    first = np.array([place[np.flatnonzero(block == one)[0]] for one in range(len(roots))], dtype=np.intp)
+    if (first[block[inside]] != place[inside]).any():
+        return None
+    part = work.part(degrees)
+    often = times_held(plan.pipeline.schedule, chunks, stage, count).reshape(-1)[found.stage] * each
+    keeps = [kept(work.columns, part, regions, half=room.tables.half) for regions in work.regions]
+    beside = np.where(block < 0, often * keeps[0].always, 0.0) + state_of(work.columns, part, plan)
+    fixed = np.bincount(place, weights=beside, minlength=stage)
+    most = np.zeros(stage)
+    np.maximum.at(most, place, each * keeps[0].output)
+
+    def by_block(values: Array) -> Array:
+        return np.bincount(block[inside], weights=values[inside], minlength=len(roots)).astype(np.float64)
+
+    return Load(
+        names=tuple(roots.values()),
+        nbytes=np.stack([by_block(often * one.always) for one in keeps]),
+        within=np.stack([by_block(each * one.within) for one in keeps]),
+        seconds=np.stack([by_block(count * again) for again in passes.again]),
+        place=first,
+        fixed=np.asarray(fixed + most, dtype=np.float64),
+    )
+
+
+def chosen(load: Load, budget: Array) -> NDArray[np.intp] | None:
+    """The form of each block such that every place keeps at most its `budget` of bytes and least is computed again;
+    None where nothing does."""
+    forms = np.zeros(len(load.names), dtype=np.intp)
+    for place, most in enumerate(budget.tolist()):
+        mine = np.flatnonzero(load.place == place)
+        free = most - float(load.fixed[place])
+        if float(load.nbytes[0, mine].sum() + load.within[0, mine].max(initial=0.0)) <= free:
+            continue
+        picked = _knapsack(load.nbytes[:, mine], load.seconds[:, mine], free - float(load.within[:, mine].max()))
+        if picked is None:
+            return None
+        forms[mine] = picked
+    return forms
+
+
+def _knapsack(nbytes: Array, seconds: Array, capacity: float) -> NDArray[np.intp] | None:
+    """One form for each block, (forms, blocks), with the least seconds within the capacity; None where there is none.
+
+    best[j] after block b is the least of best[j - size] + seconds over b's forms, for j units of the capacity.
+    """
+    if capacity <= 0:
+        return None
+    sizes = np.ceil(nbytes / (capacity / _UNITS) - 1e-9).astype(np.int64)
+    best, picks = np.zeros(_UNITS + 1), []
+    for block in range(nbytes.shape[1]):
+        options = np.full((len(nbytes), _UNITS + 1), np.inf)
+        for form, size in enumerate(sizes[:, block].tolist()):
+            if size <= _UNITS:
+                options[form, size:] = best[: _UNITS + 1 - size] + seconds[form, block]
+        picks.append(options.argmin(axis=0))
+        best = options.min(axis=0)
+    if not np.isfinite(best[-1]):
+        return None
+    found, left = np.zeros(nbytes.shape[1], dtype=np.intp), _UNITS
+    for block in range(nbytes.shape[1] - 1, -1, -1):
+        found[block] = picks[block][left]
+        left -= int(sizes[found[block], block])
+    return found
+
+
+def with_forms(plan: Plan, names: tuple[str, ...], forms: tuple[int, ...]) -> Plan:
+    """The plan with one rule for every block that recomputes, in place of those that named all blocks."""
+    own = tuple(rule for rule in plan.layout if rule.recompute is None)
+    rules = tuple(
+        LayoutRule(modules=name, recompute=True if RECOMPUTE[form] == "full" else "selective")
+        for name, form in zip(names, forms, strict=True)
+        if RECOMPUTE[form] != "none"
+    )
+    return dataclasses.replace(plan, layout=(*own, *rules))
+
+
+MOST_TABLE = 64
+MOST_LAYERS = 32
+"""Layers that one plan divides, those that gain most."""
+
+_BASES = 4
+"""Data-parallel plans that were costed and are tried so, besides one for every power of two of ranks."""
+
+_WAITS = 5
+"""Exchanges of a divided layer in a microbatch: two each way, and of how many rows there are."""
+
+
+def widen(explorer: Explorer) -> None:
+    """Cost data-parallel plans with their wide linear layers divided, where that may send less."""
+    request = explorer.request
+    columns = model_table(explorer.model)
+    if request.mesh is not None or request.demanded or not (columns.linear > 0).any():
+        return
+    if any((rule.chunks or 1) > 1 for rule in request.script.layout):
+        return
+    for plan, cluster in list(_bases(explorer)):
+        for degree in _degrees(plan.degree("replicate"), explorer.limits.per_node):
+            for one in able_plans(plan, cluster, columns, explorer.samples, degree):
+                if explorer.over():
+                    return
+                explorer.cost(one, cluster)
+
+
+def able_plans(base: Plan, cluster: ClusterSpec, columns: ModelTable, samples: int, degree: int) -> list[Plan]:
+    """`wide_plans`; none where the cluster does not describe a link that they need."""
+    try:
+        return list(wide_plans(base, cluster, columns, samples, degree))
+    except PlanError:
+        return []
+
+
+def wide_plans(base: Plan, cluster: ClusterSpec, columns: ModelTable, samples: int, degree: int) -> Iterator[Plan]:
+    """`base` (replicas only) with the layers that gain divided over `degree` of its ranks: all of them, and the one
+    that gains most."""
+    ranks = base.degree("replicate")
+    mesh: dict[AxisName, int] = {"replicate": ranks // degree, "table": degree} if degree < ranks else {"table": degree}
+    plan = dataclasses.replace(base, mesh=mesh)
+    rules = wide_rules(plan, cluster, columns, samples)
+    for count in sorted({len(rules), min(len(rules), 1)} - {0}):
+        yield dataclasses.replace(plan, layout=(*plan.layout, *rules[:count]))
+
+
+def wide_rules(plan: Plan, cluster: ClusterSpec, columns: ModelTable, samples: int) -> tuple[LayoutRule, ...]:
+    """Rules for the linear layers that would send less over the plan's `table` axis than their gradients are, what they
+    gain most first. An exchange more that is waited for counts as the bytes which its link could send meanwhile."""
+    group = network(cluster, place(cluster, plan.world_size), plan).group("table")
+    waits = _WAITS * plan.batch.num_microbatches * group.all_to_all(1.0) * group.link.bandwidth_bytes_per_s
+    found = []
+    for index in (columns.linear * columns.gradients).nonzero()[0].tolist():
+        name = columns.names[index]
+        if find_placement(plan.layout, name) != "auto" or columns.parameters[index] < (4 * plan.degree("table")) ** 2:
+            continue
+        by_outputs = by_columns("split", columns.linear[index], columns.outputs[index])
+        sent, spared = _traffic(columns, index, plan, samples, by_outputs=by_outputs)
+        if spared > sent + waits:
+            rule = LayoutRule(modules=name, placement="column" if by_outputs else "row")
+            found.append((spared - sent, rule))
+    found.sort(key=lambda pair: -pair[0])
+    return tuple(rule for _, rule in found[:MOST_LAYERS])
+
+
+def _traffic(columns: ModelTable, index: int, plan: Plan, samples: int, *, by_outputs: bool) -> tuple[float, float]:
+    """Bytes that a rank sends in a step for a divided layer's rows, and those of its gradient that it need not send."""
+    n, ranks = plan.degree("table"), plan.data_parallel_degree
+    here = samples / ranks * (0.5 if plan.precision in ("bfloat16", "float16") else 1.0)
+    into, out = float(columns.linear[index]), float(columns.outputs[index])
+    sent = 2 * here * (n - 1) * (into + out / n if by_outputs else into / n + out)
+    rest = ranks // n
+    spared = 2 * float(columns.gradients[index]) * ((ranks - 1) / ranks - (rest - 1) / rest / n)
+    return sent, spared
+
+
+def wide_remark(model: ModelSpec, plan: Plan) -> str:
+    """What a plan that divides linear layers over `table` gains by it, in a sentence; empty for others."""
+    if plan.degree("table") == 1:
+        return ""
+    columns, part = model_table(model), division(model, plan)
+    samples = samples_of(plan.batch.global_batch_size, plan.batch.unit, model.tokens_per_sample)
+    layers = part.linear.nonzero()[0].tolist()
+    if not layers:
+        return ""
+    pairs = [_traffic(columns, i, plan, samples, by_outputs=bool(part.by_outputs[i])) for i in layers]
+    sent, spared = (sum(values) for values in zip(*pairs, strict=True))
+    named = [repr(columns.names[i]) for i in layers[:3]] + ([f"{len(layers) - 3} more"] if len(layers) > 3 else [])
+    names = " and ".join([", ".join(named[:-1]), named[-1]] if len(named) > 1 else named)
+    return (
+        f"{names} {'has' if len(layers) == 1 else 'have'} large weights and small activations: each rank keeps a part "
+        f"of the weights and sends activations, {nbytes(sent)} in a step instead of {nbytes(spared)} of gradients"
+    )
+
+
+def _degrees(ranks: int, per_node: int) -> list[int]:
+    """Degrees of `table` that divide `ranks`: all, those of a host, two."""
+    return sorted({one for one in (ranks, per_node, 2) if 1 < one <= MOST_TABLE and ranks % one == 0}, reverse=True)
+
+
+def _bases(explorer: Explorer) -> Iterator[tuple[Plan, ClusterSpec]]:
+    """Plans of replicas: the best that were costed, and one for each power of two of ranks that none was costed for."""
+    alike = sorted((one for one in explorer.costed if set(one.plan.mesh) == {"replicate"}), key=_rank)
+    best: dict[int, Costed] = {}
+    for one in alike:
+        best.setdefault(one.plan.degree("replicate"), one)
+    known = [one for degree, one in best.items() if degree > 1]
+    yield from ((one.plan, one.cluster) for one in known[:_BASES])
+    limits, lane = explorer.limits, next(iter(explorer.lanes), None)
+    most = min(limits.most_ranks, limits.samples)
+    wanted = {most} | {2**power for power in range(1, most.bit_length())}
+    tried = {one.plan.degree("replicate") for one in known[:_BASES]}
+    for degree in sorted(one for one in wanted - tried if max(2, limits.least_ranks) <= one and lane is not None):
+        assert lane is not None
+        count = limits.microbatches or max(1, min(limits.own_microbatches, limits.samples // degree))
+        script = explorer.request.script
+        batch = dataclasses.replace(script.batch, num_microbatches=count)
+        yield (
+            dataclasses.replace(
+                script, batch=batch, mesh={"replicate": degree}, shares=(), split_shares=(), precision=lane.precision
+            ),
+            lane.cluster,
+        )
+
+
+def _rank(one: Costed) -> tuple[bool, float]:
+    return not one.good, one.value

@@ -1,0 +1,422 @@
+"""choose: cost what may be best, take the best that fits, and keep for each other one why it lost."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+
+from tutti.config.cluster import ClusterSpec
+from tutti.config.compression import MOMENTA
+from tutti.config.model import ModelSpec
+from tutti.config.plan import Plan
+from tutti.config.vocabulary import Precision
+from tutti.cost_model import predict
+from tutti.cost_model.gradient_sync_cost import may_pay
+from tutti.cost_model.rank_placement import place
+from tutti.cost_model.worker_speed import best_rate, matrix_dtype
+from tutti.errors import PlanError
+from tutti.planner import objectives
+from tutti.planner.candidates import LOWER, candidates, possible, precisions
+from tutti.planner.cost_tables import is_mixed, ranks_of_node
+from tutti.planner.exploration import Clock, Costed, Explorer
+from tutti.planner.loss_reasons import remarks, why
+from tutti.planner.mixed_hardware import orders
+from tutti.planner.no_plan_found import nothing_good, smallest
+from tutti.planner.plan_refinement import polish
+from tutti.planner.plan_request import Alternative, Choice, Coverage, Objective, Request, batches_to_try
+from tutti.planner.relaxed_search import open_dial
+from tutti.planner.scenarios import changes
+
+TIE = 0.02
+"""Plans within this part of the best count as equal: then the one that asks for least is taken."""
+
+CHANGES = 0.1
+"""Part of a search's time, besides, for looking at what would have to change for other plans to win."""
+
+SHOWN_FAMILIES = 12
+"""Kinds of plans of which the best is among the alternatives, besides the nearest ones."""
+
+
+def choose(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    request: Request,
+    *,
+    clock: Clock | None = None,
+    limit_s: float = math.inf,
+) -> Choice:
+    """The plan with the least of the request's objective among those that fit in memory and keep its limits; exact, or
+    going a way that the request's dial allows (plan.relaxed).
+
+    Among plans within 2 % of it, the fastest where time is not the objective, then the one with the fewest devices,
+    then the script's own precision, then the fewest mechanisms and microbatches. `clock` (seconds) and `limit_s` end a
+    long search early; what that leaves open is in the choice's coverage. Raises PlanError where nothing fits or nothing
+    can be costed, with the numbers.
+    """
+    choice = _exact_choice(model, cluster, dataclasses.replace(request, relax="exact"), clock, limit_s)
+    plain = _is_plain(request.script) and len(cluster.devices) == 1
+    if request.relax == "exact" and not (plain and may_pay(model, choice.best)):
+        return choice
+    opened = open_dial(model, cluster, request, choice, clock, limit_s / 2)
+    if request.relax == "exact" and not (opened.dial is not None and opened.dial.chosen):
+        return choice  # ways that lose nothing are spoken of only where one is taken
+    return opened
+
+
+def _is_plain(script: Plan) -> bool:
+    """Whether it says nothing of how gradients are summed."""
+    return script.sync.compress is None and script.sync.mode == "synchronous"
+
+
+def _exact_choice(
+    model: ModelSpec, cluster: ClusterSpec, request: Request, clock: Clock | None, limit_s: float
+) -> Choice:
+    """The best plan whose sums are as the script has them."""
+    objectives.check(cluster, request)
+    if request.scope == "all" or request.mesh is not None or request.demanded:
+        return _search(model, cluster, request, clock, limit_s)
+    found = _data_parallel(model, cluster, request)
+    if isinstance(found, Choice):
+        return found
+    if request.scope == "data":
+        raise PlanError(found)
+    wider = dataclasses.replace(request, scope="all")
+    choice = _search(model, cluster, wider, clock, limit_s)
+    sentence = "Data parallelism alone does not fit, so the model is divided: " + found.partition("; ")[0]
+    return dataclasses.replace(choice, request=request, remarks=(*choice.remarks, sentence))
+
+
+def _data_parallel(model: ModelSpec, cluster: ClusterSpec, request: Request) -> Choice | str:
+    """The best of all data-parallel plans, every one costed, or why none can be had."""
+    costed, impossible = _cost(model, cluster, request, candidates(model, cluster, request))
+    if not costed:
+        return impossible[0].reason
+    if not any(one.good for one in costed):
+        return nothing_good(model, cluster, request, costed)
+    coverage = Coverage(
+        considered=len(costed) + len(impossible), too_large=0, too_slow=0, costed=len(costed),
+        refused=len(impossible), left=0, gap=0.0,
+    )  # fmt: skip
+    return _choice(model, cluster, request, costed, impossible, coverage)
+
+
+def _search(model: ModelSpec, cluster: ClusterSpec, request: Request, clock: Clock | None, limit_s: float) -> Choice:
+    """The best of all meshes. The global batch is tried in several sizes where the objective lets it change."""
+    given = precisions(model, cluster, request)
+    requests = [request]
+    batch = request.script.batch
+    if request.objective == "time-to-quality" and request.noise is not None and not batch.ramp:  # a ramp is a choice
+        sizes = batches_to_try(batch.global_batch_size, request.noise, cluster.device_count)
+        requests = [_with_batch(request, size) for size in sizes]
+    costed: list[Costed] = []
+    impossible: list[Alternative] = []
+    parts: list[Coverage] = []
+    whole_s, seatings = limit_s, orders(cluster, model.loading, request.objective)
+    for index, one in enumerate(requests):
+        remaining = limit_s / (len(requests) - index) if math.isfinite(limit_s) else limit_s
+        began = clock() if clock is not None else 0.0
+        try:
+            explorer = Explorer(model, seatings, one, given, clock, remaining)
+        except PlanError as error:
+            if len(requests) == 1:
+                raise
+            impossible.append(Alternative(plan=one.script, prediction=None, reason=str(error)))
+            continue
+        search_parts(explorer, seatings, clock, remaining)
+        explorer.run()
+        if not any(each.prediction.fits for each in explorer.costed) and explorer.limits.may_shard:
+            remaining -= clock() - began if clock is not None else 0.0
+            remaining = max(remaining, 0.3 * limit_s)
+            explorer = Explorer(model, seatings, one, given, clock, remaining, offload=True)
+            explorer.run()
+        if not any(each.good for each in explorer.costed):
+            # The search looks for what has least of the objective: is there a plan that has least of what is limited?
+            explorer.add(_frugal(model, cluster, one, given, clock, remaining))
+        polish(explorer)
+        costed += explorer.costed
+        impossible += explorer.impossible.values()
+        parts.append(explorer.coverage())
+        limit_s -= clock() - began if clock is not None else 0.0
+    if not costed and impossible and not any(part.too_large for part in parts):
+        raise PlanError(impossible[0].reason)
+    if not any(one.good for one in costed):
+        raise PlanError(nothing_good(model, cluster, request, costed))
+    over = _ending(clock, CHANGES * whole_s)
+    return _choice(model, cluster, request, costed, impossible, _together(parts), over)
+
+
+def _ending(clock: Clock | None, seconds: float) -> Callable[[], bool]:
+    """Whether so many seconds from now have passed."""
+    if clock is None:
+        return lambda: False
+    end = clock() + seconds
+    return lambda: clock() >= end
+
+
+def _frugal(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    request: Request,
+    given: list[Precision],
+    clock: Clock | None,
+    limit_s: float,
+) -> Costed | None:
+    """The plan with the least of what a limit restricts: price, time, or memory."""
+    if request.budget is None and request.deadline_s is None:
+        return smallest(model, cluster, request)
+    objective: Objective = "cost" if request.budget is not None else "throughput"
+    free = dataclasses.replace(request, objective=objective, budget=None, deadline_s=None)
+    explorer = Explorer(model, orders(cluster, model.loading, objective), free, given, clock, limit_s)
+    explorer.run()
+    return min((one for one in explorer.costed if one.good), key=lambda one: one.value, default=None)
+
+
+def _with_batch(request: Request, size: int) -> Request:
+    batch = dataclasses.replace(request.script.batch, global_batch_size=size)
+    return dataclasses.replace(request, script=dataclasses.replace(request.script, batch=batch))
+
+
+def _together(parts: Sequence[Coverage]) -> Coverage:
+    names = [field.name for field in dataclasses.fields(Coverage) if field.name != "gap"]
+    counts = {name: sum(getattr(part, name) for part in parts) for name in names}
+    return Coverage(**counts, gap=max((part.gap for part in parts), default=0.0))
+
+
+def _choice(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    request: Request,
+    costed: list[Costed],
+    impossible: Sequence[Alternative],
+    coverage: Coverage,
+    over: Callable[[], bool] = lambda: False,
+) -> Choice:
+    best = _as_written(cluster, _best([one for one in costed if one.good], request))
+    wide = request.scope != "data" or request.mesh is not None
+    others = _families(costed, best) if wide else _representatives(costed, best)
+    lost = [
+        Alternative(
+            plan=one.plan,
+            prediction=one.prediction,
+            reason=why(request, one, best),
+            totals=objectives.totals(one.cluster, request, one.plan, one.prediction),
+        )
+        for one in sorted(others, key=lambda one: (not one.good, not one.prediction.fits, one.value))
+    ]
+    alternatives = (*lost, *_not_allowed(model, cluster, request, best), *impossible)
+    nodes = tuple(node.name for node in best.cluster.nodes)
+    return Choice(
+        model=model.name,
+        cluster=cluster.name,
+        request=request,
+        best=best.plan,
+        prediction=best.prediction,
+        alternatives=alternatives,
+        remarks=remarks(model, cluster, request, best, alternatives),
+        totals=objectives.totals(best.cluster, request, best.plan, best.prediction),
+        changes=changes(model, best, [one for one in others if one.good], request, over) if wide else (),
+        coverage=coverage,
+        nodes=() if best.cluster.nodes == cluster.nodes else nodes,
+    )
+
+
+def _cost(
+    model: ModelSpec, cluster: ClusterSpec, request: Request, plans: list[Plan]
+) -> tuple[list[Costed], list[Alternative]]:
+    """Predictions of all plans, and those that have none with the reason, one for each reason."""
+    costed: list[Costed] = []
+    impossible: dict[str, Alternative] = {}
+    for plan in plans:
+        try:
+            prediction = predict(model, cluster, plan)
+        except PlanError as error:
+            impossible.setdefault(str(error), Alternative(plan=plan, prediction=None, reason=str(error)))
+            continue
+        found = objectives.totals(cluster, request, plan, prediction)
+        costed.append(
+            Costed(
+                plan=plan,
+                prediction=prediction,
+                cluster=cluster,
+                value=objectives.value(cluster, request, plan, prediction),
+                broken=objectives.broken_limit(request, found, prediction),
+            )
+        )
+    return costed, list(impossible.values())
+
+
+def _best(good: list[Costed], request: Request) -> Costed:
+    least = min(one.value for one in good)
+    equal = [one for one in good if one.value <= least * (1 + TIE)]
+    if request.objective not in ("throughput", "time-to-quality"):  # many devices may cost what few do, in less time
+        fastest = min(one.prediction.step_time_s.value for one in equal)
+        equal = [one for one in equal if one.prediction.step_time_s.value <= fastest * (1 + TIE)]
+    script = request.script
+
+    def modesty(one: Costed) -> tuple[object, ...]:
+        return (
+            one.plan.world_size,
+            one.plan.precision != script.precision,
+            mechanisms(one.plan),
+            one.plan.degree("replicate") < one.plan.world_size,  # copies ask nothing of a model
+            one.plan.batch.num_microbatches,
+            len(one.plan.shares) + len(one.plan.split_shares),
+            len(one.plan.layout),
+            one.value,
+        )
+
+    return min(equal, key=modesty)
+
+
+def _as_written(cluster: ClusterSpec, best: Costed) -> Costed:
+    """The best plan on the nodes in the cluster's own order, where that seats its ranks on the same ones."""
+    if best.cluster.nodes == cluster.nodes:
+        return best
+    world = best.plan.world_size
+    same = place(cluster, world) == place(best.cluster, world)
+    return dataclasses.replace(best, cluster=cluster) if same else best
+
+
+def mechanisms(plan: Plan) -> int:
+    """How many axes and settings a plan combines."""
+    axes = sum(degree > 1 for degree in plan.mesh.values())
+    extra = plan.mesh.get("stage", 1) > 1 and plan.pipeline.schedule != "1f1b"
+    recompute = any(rule.recompute for rule in plan.layout)
+    return axes + extra + recompute + (plan.sharding.offload != "none") + bool(plan.pipeline.cuts)
+
+
+def _representatives(costed: list[Costed], best: Costed) -> list[Costed]:
+    """The losers worth a line: the best of each degree, precision and kind of shares; of the chosen such group, the
+    numbers of microbatches that do not fit and the two fastest that do."""
+
+    def group(one: Costed) -> tuple[int, str, bool]:
+        return (one.plan.world_size, one.plan.precision, bool(one.plan.shares))
+
+    chosen = _firsts([one for one in costed if group(one) != group(best)], group)
+    same = sorted((one for one in costed if group(one) == group(best) and one is not best), key=_rank)
+    too_large = [one for one in same if not one.prediction.fits]
+    return [*chosen, *too_large, *[one for one in same if one.prediction.fits][:2]]
+
+
+def _families(costed: list[Costed], best: Costed) -> list[Costed]:
+    """The losers worth a line: the nearest with other meshes, and the best of each kind, one device among them."""
+
+    def mesh(one: Costed) -> object:
+        by_speed = bool(one.plan.shares or one.plan.split_shares)
+        return (tuple(one.plan.mesh.items()), _level(one.plan), one.plan.precision, by_speed)
+
+    def kind(one: Costed) -> object:
+        axes = tuple(sorted(axis for axis, degree in one.plan.mesh.items() if degree > 1))
+        return (axes, _level(one.plan), one.plan.precision if one.plan.precision != best.plan.precision else "")
+
+    meshes = [one for one in _firsts(costed, mesh) if mesh(one) != mesh(best)]
+    nearest = sorted(meshes, key=_rank)[:SHOWN_FAMILIES]
+    kinds = sorted(_firsts([one for one in meshes if one not in nearest], kind), key=_rank)
+    simple = sorted(kinds, key=lambda one: (mechanisms(one.plan), _rank(one)))[:SHOWN_FAMILIES]
+    same = [one for one in costed if mesh(one) == mesh(best) and one is not best and one.plan != best.plan]
+    return [*nearest, *simple, *sorted(same, key=_rank)[:2]]
+
+
+def _firsts(costed: Sequence[Costed], key: Callable[[Costed], object]) -> list[Costed]:
+    """The best of each group."""
+    chosen: dict[object, Costed] = {}
+    for one in costed:
+        rival = chosen.get(key(one))
+        if rival is None or _rank(one) < _rank(rival):
+            chosen[key(one)] = one
+    return list(chosen.values())
+
+
+def _level(plan: Plan) -> int:
+    return plan.sharding.level if plan.mesh.get("shard", 1) > 1 else 0
+
+
+def _rank(one: Costed) -> tuple[bool, bool, float]:
+    """Order within a group: fitting ones by value, then the others by how much memory they need."""
+    fits = one.prediction.fits
+    return (not fits, bool(one.broken), one.value if fits else one.prediction.memory.total)
+
+
+def _not_allowed(model: ModelSpec, cluster: ClusterSpec, request: Request, best: Costed) -> tuple[Alternative, ...]:
+    """Faster plans of lower precision that the request rules out: shown, so that the choice is the user's."""
+    if request.precision != "script" or best.plan.precision != "full":
+        return ()
+    shown = []
+    for precision in LOWER:
+        code = best.plan.sync.compress
+        scaled = precision == "float16" and code is not None and code.method in MOMENTA  # which bear no loss scale
+        if scaled or not possible(model, cluster, precision):
+            continue
+        plan = dataclasses.replace(best.plan, precision=precision)
+        prediction = predict(model, best.cluster, plan)
+        gain = best.prediction.step_time_s.value / prediction.step_time_s.value
+        if gain > 1.05 and prediction.fits:
+            reason = f"{gain:.1f}x faster, but changes the numbers: --precision auto allows it"
+            shown.append(Alternative(plan=plan, prediction=prediction, reason=reason))
+    return tuple(shown)
+
+
+_TIME = 0.35
+"""Part of the time that the first of them is searched for, at most; each other has half of what the one before had."""
+
+_MOST = 4
+"""Parts that are searched."""
+
+_TAKEN = 6
+"""Plans of each part that the search of the whole begins with."""
+
+
+def search_parts(whole: Explorer, clusters: tuple[ClusterSpec, ...], clock: Clock | None, limit_s: float) -> None:
+    """Give a search of `limit_s`, before it runs, the best plans of the parts of its `clusters` (its orders of nodes).
+
+    A part may compute in a precision that not all devices have; only its quickest is looked at.
+    """
+    model, request, share_s = whole.model, whole.request, limit_s * _TIME
+    for cluster, part in islice(parts(clusters, request), _MOST):
+        try:
+            explorer = Explorer(model, (part,), request, [_quickest(model, part, request)], clock, share_s)
+        except PlanError:  # nothing of it serves the request
+            continue
+        explorer.run(than=whole.best)
+        polish(explorer)
+        good = sorted((one for one in explorer.costed if one.good), key=lambda one: one.value)
+        for one in good[:_TAKEN]:
+            whole.cost(one.plan, cluster)
+        share_s /= 2
+
+
+def _quickest(model: ModelSpec, part: ClusterSpec, request: Request) -> Precision:
+    """Of the precisions that may be chosen, the one in which the slowest device has the highest rate."""
+    devices = [part.devices[node.device] for node in part.nodes]
+
+    def rate(precision: Precision) -> float:
+        return min(best_rate(device, matrix_dtype(model.dtype, precision)) for device in devices)
+
+    given = precisions(model, part, request)
+    return max(given, key=rate) if len(given) > 1 else given[0]
+
+
+def parts(clusters: tuple[ClusterSpec, ...], request: Request) -> Iterator[tuple[ClusterSpec, ClusterSpec]]:
+    """(cluster, its first nodes alone), where these are fewer kinds than all and the request lets others be idle: of
+    the first order the first kind, then two, four ...; of the others the first."""
+    if request.degree is not None or request.mesh is not None:
+        return
+    seen = set[frozenset[str]]()
+    for index, cluster in enumerate(clusters):
+        ends = _ends(cluster)
+        for many in (2**power for power in range(len(ends).bit_length())) if index == 0 else (1,):
+            nodes = cluster.nodes[: ends[many - 1]] if many < len(ends) else ()
+            names = frozenset(node.name for node in nodes)
+            ranks = sum(node.count * ranks_of_node(cluster, node) for node in nodes)
+            if nodes and names not in seen and ranks < (request.max_devices or math.inf):
+                seen.add(names)
+                yield cluster, dataclasses.replace(cluster, nodes=nodes)
+
+
+def _ends(cluster: ClusterSpec) -> list[int]:
+    """Up to where the first nodes are of one kind, of two, ..."""
+    nodes, starts = cluster.nodes, [0]
+    for at in range(1, len(nodes)):
+        if is_mixed(dataclasses.replace(cluster, nodes=nodes[starts[-1] : at + 1])):
+            starts.append(at)
+    return [*starts[1:], len(nodes)]

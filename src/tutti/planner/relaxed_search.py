@@ -1,0 +1,396 @@
+"""The dial: from the best exact plan to one that sends less, where that pays by more than predictions may be wrong.
+
+Every way of plan.ways is costed on the plans that would be quickest if nothing had to be sent. The best of them is
+chosen only if, counted with the samples it may take more, it is still quicker than every exact plan when links are as
+much faster, and its kernels as much slower, as the prediction's own margins say. So on a fast network, or where a link
+was measured as too slow, sums stay exact.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from tutti.config.cluster import ClusterSpec, scale_bandwidth
+from tutti.config.model import ModelSpec
+from tutti.config.plan import Plan
+from tutti.config.prediction import Prediction
+from tutti.config.vocabulary import Evidence, Relaxation
+from tutti.cost_model import cost_constants, predict
+from tutti.cost_model.compressed_sync_cost import kernel_margin, slowed
+from tutti.cost_model.cost_notes import disturbed, seconds
+from tutti.cost_model.group_links import network
+from tutti.cost_model.rank_placement import place
+from tutti.errors import PlanError
+from tutti.planner import objectives
+from tutti.planner.candidates import candidates, precisions
+from tutti.planner.exploration import Clock, Costed
+from tutti.planner.plan_request import Alternative, Choice, Dial, Request, Totals
+from tutti.planner.relaxed_strategies import DIALS, WORTH, WORTH_IN_TURNS, Way, correctable, samples_of, ways
+
+BASES = 8
+"""Exact plans whose relaxed forms are costed: those that would take least if nothing were waited for, and all whose
+ranks are copies of each other, for many ways are for copies alone."""
+
+TIE = 0.02
+"""Ways within this part of the best count as equal: then the one that changes least is taken."""
+
+RUNNERS_UP = 6
+"""Ways that were not chosen and are shown."""
+
+
+def open_dial(
+    model: ModelSpec, cluster: ClusterSpec, request: Request, exact: Choice, clock: Clock | None, limit_s: float
+) -> Choice:
+    """`exact`, or a plan that goes one of the ways that the request allows; what was weighed is in `dial`."""
+    best = _costed(_in_order(cluster, exact), request, exact.best, exact.prediction)
+    if request.objective == "memory":
+        return _exact(request, exact, best, [], "no way to send less takes less memory")
+    trial = _Trial(model, request, clock, limit_s)
+    plans = [best, *trial.exact_plans(best, exact)]
+    bases = sorted((one for one in plans if one.plan.data_parallel_degree > 1 and _floor(one) < best.value), key=_floor)
+    tried = _ranked(trial.all_ways([*bases[:BASES], *filter(_copies, bases[BASES:])]))
+    for one in _better(tried, best.value):
+        doubt = _doubt(one.one)
+        if trial.value(one, doubt) < min(trial.doubted(plan, doubt) for plan in _near(plans, best, doubt)):
+            return _relaxed(request, exact, best, one, doubt, tried)
+    if not bases:
+        several = any(one.plan.data_parallel_degree > 1 for one in plans)
+        quick = "no plan of several ranks would be quicker even if nothing had to be sent"
+        return _exact(request, exact, best, [], quick if several else "one rank sends nothing")
+    return _exact(request, exact, best, tried, "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """A plan that goes a way, counted with `samples` times the samples of exact training; `counted`: the objective's
+    value with them."""
+
+    way: Way
+    one: Costed
+    samples: float
+    evidence: Evidence
+    totals: Totals
+
+    @property
+    def counted(self) -> float:
+        return self.one.value * self.samples
+
+    @property
+    def worth(self) -> float:
+        """The part by which it must beat exact sums."""
+        if self.way.dial == "exact":
+            return 0.0
+        if self.way.compress is None:
+            return WORTH  # it computes nothing more than exact sums do
+        seats = place(self.one.cluster, self.one.plan.world_size)
+        in_turns = any(seat.slowdown > 1 for seat in seats)
+        return WORTH + (WORTH_IN_TURNS - WORTH) / (self.way.relaxed.period or 1) if in_turns else WORTH
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Doubt:
+    """How far a prediction may be wrong in a way's favour: links so many times faster, its kernels so many slower."""
+
+    links: float
+    kernels: float
+
+    def of(self, cluster: ClusterSpec) -> ClusterSpec:
+        """The cluster where both are so."""
+        devices = {name: slowed(device, self.kernels) for name, device in cluster.devices.items()}
+        return replace(cluster, devices=devices).relinked(
+            lambda link: replace(scale_bandwidth(link, self.links), latency_s=link.latency_s / self.links)
+        )
+
+
+class _Trial:
+    """Costs plans of one request until time is up."""
+
+    def __init__(self, model: ModelSpec, request: Request, clock: Clock | None, limit_s: float) -> None:
+        self.model, self.request, self._clock = model, request, clock
+        self._until = clock() + limit_s if clock is not None else math.inf
+
+    def exact_plans(self, best: Costed, exact: Choice) -> Iterator[Costed]:
+        """Other plans whose sums are exact: those that the search kept, and of every data-parallel degree the two that
+        compute and wait for other things least, and the two such of copies. The search rules out what waits long for
+        gradients, these may not be.
+        """
+        known = [best.plan]
+        allowed = precisions(self.model, best.cluster, self.request)  # others are shown, and not to be chosen
+        for other in exact.alternatives:
+            if other.prediction is not None and other.plan.precision in allowed:
+                known.append(other.plan)
+                yield _costed(best.cluster, self.request, other.plan, other.prediction)
+        # whatever gives every rank a part of each sum can go no way that gives all of it to all
+        for plan in known if self.request.mesh is not None else ():
+            if plan.degree("shard") > 1 and plan.sharding.level > 1:
+                one = self._cost(replace(plan, sharding=replace(plan.sharding, level=1)), best.cluster)
+                if one is not None and one.good:
+                    yield one
+        if self.request.mesh is not None or self.request.demanded:
+            return
+        by_degree: dict[int, list[Costed]] = {}
+        for plan in candidates(self.model, best.cluster, self.request):
+            if plan.data_parallel_degree > 1 and (one := self._cost(plan, best.cluster)) is not None and one.good:
+                by_degree.setdefault(plan.data_parallel_degree, []).append(one)
+        for same in by_degree.values():
+            least = sorted(same, key=_floor)
+            yield from least[:2]
+            yield from [one for one in filter(_copies, least) if one not in least[:2]][:2]
+
+    def all_ways(self, bases: Sequence[Costed]) -> Iterator[Tried]:
+        """Every way on every base that can go it, fits, and keeps the request's limits."""
+        corrected = correctable(self.model)
+        for base in bases:
+            for way in ways(self.request, objectives.steps(self.request, base.plan), corrected=corrected):
+                if way.dial == "exact" and len(base.cluster.devices) > 1:
+                    continue  # every rank makes the sums itself, and unlike devices round them differently
+                one = self._cost(way.of(base.plan), base.cluster)
+                if one is None or not one.prediction.fits:
+                    continue
+                samples, evidence = samples_of(way, self.request, one.plan, self.model.optimizer)
+                totals = _times(objectives.totals(one.cluster, self.request, one.plan, one.prediction), samples)
+                if not objectives.broken_limit(self.request, totals, one.prediction):
+                    yield Tried(way=way, one=one, samples=samples, evidence=evidence, totals=totals)
+
+    def value(self, tried: Tried, doubt: Doubt) -> float:
+        """What the way is counted with if the doubt is right."""
+        return self.doubted(tried.one, doubt) * tried.samples
+
+    def doubted(self, one: Costed, doubt: Doubt) -> float:
+        """The objective's value of a plan if the doubt is right."""
+        cluster = doubt.of(one.cluster)
+        return _value(one.cluster, self.request, one.plan, predict(self.model, cluster, one.plan))
+
+    def _cost(self, plan: Plan, cluster: ClusterSpec) -> Costed | None:
+        if self._clock is not None and self._clock() >= self._until:
+            return None
+        try:
+            return _costed(cluster, self.request, plan, predict(self.model, cluster, plan))
+        except PlanError:
+            return None  # the way does not go with this plan
+
+
+def _costed(cluster: ClusterSpec, request: Request, plan: Plan, prediction: Prediction) -> Costed:
+    found = objectives.totals(cluster, request, plan, prediction)
+    return Costed(
+        plan=plan,
+        prediction=prediction,
+        cluster=cluster,
+        value=_value(cluster, request, plan, prediction),
+        broken=objectives.broken_limit(request, found, prediction),
+    )
+
+
+def _value(cluster: ClusterSpec, request: Request, plan: Plan, prediction: Prediction) -> float:
+    """The objective's value, not memory, with what a training's first steps take beyond its others."""
+    return objectives.value(cluster, request, plan, prediction) * objectives.begun(request, plan, prediction)
+
+
+def _in_order(cluster: ClusterSpec, choice: Choice) -> ClusterSpec:
+    """The cluster with its nodes as the choice seats ranks."""
+    if not choice.nodes:
+        return cluster
+    return replace(cluster, nodes=tuple(sorted(cluster.nodes, key=lambda node: choice.nodes.index(node.name))))
+
+
+def _floor(one: Costed) -> float:
+    """The objective's value if no communication were waited for: no way brings less."""
+    step = one.prediction.step_time_s.value
+    return one.value * (1 - one.prediction.phases["exposed_communication"] / step) if step else one.value
+
+
+def _copies(one: Costed) -> bool:
+    """Whether every rank has the whole model and optimizer."""
+    return one.plan.degree("replicate") == one.plan.world_size
+
+
+def _near(plans: Sequence[Costed], best: Costed, doubt: Doubt) -> list[Costed]:
+    """Exact plans that might be the best if links were faster: no plan gains more than all its waiting."""
+    return [one for one in plans if one is best or (one.good and one.value < doubt.links * best.value)]
+
+
+def _ranked(tried: Iterator[Tried]) -> list[Tried]:
+    """The best plan of each way, those counted least first; of ways as good as the first, what changes least."""
+    found: dict[str, Tried] = {}
+    for one in tried:
+        rival = found.get(one.way.words)
+        if rival is None or one.counted < rival.counted:
+            found[one.way.words] = one
+    order = sorted(found.values(), key=lambda one: one.counted)
+    equal = [one for one in order if _equal(one.counted, order[0].counted) == order[0].counted]
+    return [*sorted(equal, key=_changes), *order[len(equal) :]]
+
+
+def _better(tried: Sequence[Tried], exact: float) -> list[Tried]:
+    """Those of `_ranked` that take less than exact sums by what changing training must bring. What is counted as equal
+    to the best of its dial is no worse: else a code that takes a thousandth less is taken where nothing else brings
+    enough.
+    """
+    least: dict[Relaxation, float] = {}
+    for one in tried:
+        least[one.way.dial] = min(one.counted, least.get(one.way.dial, one.counted))
+    return [one for one in tried if _equal(one.counted, least[one.way.dial]) < (1 - one.worth) * exact]
+
+
+def _equal(counted: float, least: float) -> float:
+    """`least`, if what is counted with so much is equal to it."""
+    return least if counted <= (1 + TIE) * least else counted
+
+
+def _changes(one: Tried) -> tuple[float, ...]:
+    """Less of a way that changes less."""
+    told = one.way.relaxed
+    coded = one.way.compress is not None
+    return DIALS.index(one.way.dial), one.samples, coded, -(told.after or 0), told.period or 1, one.counted
+
+
+def _doubt(one: Costed) -> Doubt:
+    """The margins of what a way's prediction stands on."""
+    group = network(one.cluster, place(one.cluster, one.plan.world_size), one.plan).group(*one.plan.mesh)
+    evidence: Evidence = "assumed" if disturbed(one.cluster) else group.link.evidence
+    device = place(one.cluster, one.plan.world_size)[0].device
+    return Doubt(links=1 + cost_constants.STEP_MARGIN[evidence], kernels=1 + kernel_margin(device, one.plan))
+
+
+def _times(totals: Totals, samples: float) -> Totals:
+    """The whole training with so many times the steps; of one step nothing changes."""
+    if totals.steps is None:
+        return totals
+    return replace(
+        totals,
+        steps=math.ceil(totals.steps * samples),
+        time_s=totals.time_s * samples,
+        device_hours=totals.device_hours * samples,
+        cost=None if totals.cost is None else totals.cost * samples,
+        energy_kwh=None if totals.energy_kwh is None else totals.energy_kwh * samples,
+        evidence="assumed" if totals.evidence != "measured" else totals.evidence,
+    )
+
+
+def _relaxed(request: Request, exact: Choice, best: Costed, one: Tried, doubt: Doubt, tried: Sequence[Tried]) -> Choice:
+    """The choice that goes the way of `one`."""
+    sentence = chosen_words(request, best, one, doubt)
+    first = Alternative(
+        plan=exact.best, prediction=exact.prediction, reason=why_exact_lost(best, one), totals=exact.totals
+    )
+    others = tuple(replace(each, reason=f"against the best exact plan: {each.reason}") for each in exact.alternatives)
+    return replace(
+        exact,
+        request=request,
+        best=one.one.plan,
+        prediction=one.one.prediction,
+        totals=one.totals,
+        alternatives=(first, *_runners_up([each for each in tried if each is not one], one.counted), *others),
+        remarks=(sentence, *(f"With exact sums: {remark}" for remark in exact.remarks)),
+        changes=tuple(f"With exact sums: {each}" for each in exact.changes),
+        dial=replace(_dial(request, best, one, sentence, doubt), chosen=True),
+    )
+
+
+def _exact(request: Request, exact: Choice, best: Costed, tried: Sequence[Tried], why: str) -> Choice:
+    """The exact choice, with what it was weighed against."""
+    near = tried[0] if tried else None
+    doubt = _doubt(near.one) if near is not None else None
+    sentence = exact_words(request, best, near, doubt, why)
+    return replace(
+        exact,
+        request=request,
+        alternatives=(*_runners_up(tried, best.value), *exact.alternatives),
+        remarks=(*exact.remarks, sentence),
+        dial=_dial(request, best, near, sentence, doubt),
+    )
+
+
+def _runners_up(tried: Sequence[Tried], chosen: float) -> tuple[Alternative, ...]:
+    return tuple(
+        Alternative(
+            plan=one.one.plan, prediction=one.one.prediction, reason=why_way_lost(one, chosen), totals=one.totals
+        )
+        for one in tried[:RUNNERS_UP]
+    )
+
+
+def _dial(request: Request, best: Costed, one: Tried | None, sentence: str, doubt: Doubt | None) -> Dial:
+    step_s = best.prediction.step_time_s.value
+    if one is None or doubt is None:
+        return Dial(relax=request.relax, exact_step_s=step_s, step_s=step_s, sentence=sentence)
+    return Dial(
+        relax=request.relax,
+        way=one.way.words,
+        exact_step_s=step_s,
+        step_s=one.one.prediction.step_time_s.value,
+        samples=one.samples,
+        evidence=one.evidence,
+        links=doubt.links,
+        kernels=doubt.kernels,
+        sentence=sentence,
+    )
+
+
+def chosen_words(request: Request, best: Costed, one: Tried, doubt: Doubt) -> str:
+    """Why a plan that sends less was chosen, and what that changes."""
+    counted = counted_words(one.samples, one.evidence)
+    if one.way.dial == "exact":
+        return (
+            f"{_way(one)}, which are fewer bytes and lose nothing: a step takes {_step(one.one)} instead of "
+            f"{_step(best)} with sums of gradients. That pays even if {doubt_words(one, doubt)}"
+        )
+    return (
+        f"{_way(one)}, as --relax {request.relax} allows: a step takes {_step(one.one)} instead of {_step(best)} with "
+        f"exact sums. Counted with {counted}, that pays even if {doubt_words(one, doubt)}. It computes something else "
+        "than one device: compare its quality with an exact run's"
+    )
+
+
+def exact_words(request: Request, best: Costed, near: Tried | None, doubt: Doubt | None, why: str) -> str:
+    """Why sums stay exact although the dial is open."""
+    begin = f"Sums stay exact, although --relax {request.relax} allows others: "
+    if near is None or doubt is None:
+        return begin + (why or "no way to send less goes with these plans")
+    told = f"{_way(near, small=True)} would take {_step(near.one)} a step instead of {_step(best)}"
+    counted = counted_words(near.samples, near.evidence)
+    if near.one.value >= best.value:
+        return f"{begin}the best of them is no quicker; {told}"
+    if near.counted >= best.value:
+        return f"{begin}{told}, but counted with {counted} that is no gain"
+    gain = 1 - near.counted / best.value
+    if gain < near.worth:
+        return f"{begin}{told}, counted with {counted} a gain of {gain:.0%}, too small to change training for"
+    return f"{begin}{told}, which, counted with {counted}, is no sure gain: none if {doubt_words(near, doubt)}"
+
+
+def doubt_words(one: Tried, doubt: Doubt) -> str:
+    """The margins in words."""
+    links = f"links are {doubt.links:.2g} times as fast as predicted"
+    return f"{links} and its kernels {doubt.kernels:.2g} times as slow" if doubt.kernels > 1 else links
+
+
+def counted_words(samples: float, evidence: Evidence) -> str:
+    """How a way's samples are counted."""
+    if abs(samples - 1) < 0.005:
+        return "as many samples" + ("" if evidence == "measured" else f" ({evidence})")
+    return f"{samples:.3g} times the samples ({evidence})"
+
+
+def why_exact_lost(best: Costed, one: Tried) -> str:
+    """Why the best exact plan was not taken."""
+    return f"exact sums; {best.value / one.counted:.2f}x as long as {one.way.words}, with all it is counted with"
+
+
+def why_way_lost(one: Tried, chosen: float) -> str:
+    """Why a way was not taken, `chosen` being what the one that was is counted with."""
+    ratio, counted = one.counted / chosen, counted_words(one.samples, one.evidence)
+    if ratio < 1:
+        return f"{1 - ratio:.0%} less, counted with {counted}, which is within the prediction's error"
+    return f"{ratio:.2f}x as long, counted with {counted}"
+
+
+def _way(one: Tried, *, small: bool = False) -> str:
+    said = (
+        f"gradients go as {one.way.words}" if one.way.mode == "synchronous" else f"replicas are kept as {one.way.words}"
+    )
+    return said if small else said[0].upper() + said[1:]
+
+
+def _step(one: Costed) -> str:
+    return seconds(one.prediction.step_time_s.value)

@@ -1,0 +1,100 @@
+"""How the best plan's speed grows with the devices at hand, and where more of them stop paying."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from tutti.config.cluster import ClusterSpec
+from tutti.config.prediction import ScalingCurve, ScalingPoint
+from tutti.errors import PlanError
+from tutti.planner.candidates import seats
+from tutti.planner.plan_description import plan_words
+from tutti.planner.plan_request import Choice, Request
+
+LEAST_WORTH = 0.5
+"""Assumed: a device pays as long as it brings half of what each device before it brings on average."""
+
+
+def device_counts(cluster: ClusterSpec, most: int | None = None) -> tuple[int, ...]:
+    """1, 2, 4 ... and as many devices as there are, or `most`. Of a CPU each core counts: there is room for so many
+    ranks, and so many may be planned."""
+    limit = min(seats(cluster), most or seats(cluster))
+    counts = [1]
+    while counts[-1] * 2 < limit:
+        counts.append(counts[-1] * 2)
+    return tuple(dict.fromkeys([*counts, limit]))
+
+
+def scaling(request: Request, counts: Sequence[int], search: Callable[[Request], Choice]) -> ScalingCurve:
+    """The fastest plan with at most so many devices, for each of `counts`, ascending.
+
+    Raises PlanError where the request says exactly how many ranks there are.
+    """
+    if request.degree is not None or request.mesh is not None:
+        raise PlanError("a scaling curve varies the number of ranks, and --nproc or --mesh say it; leave them out")
+    points: list[ScalingPoint] = []
+    for count in counts:
+        one = _point(count, dataclasses.replace(request, objective="throughput", max_devices=count, noise=None), search)
+        before = max(points, key=lambda point: point.throughput_per_s, default=one)
+        if one.throughput_per_s < before.throughput_per_s:  # a search in limited time: what fewer do, more can leave
+            one = dataclasses.replace(before, devices=count)
+        points.append(dataclasses.replace(one, worth=_worth(points, one)))
+    until = pays_until(points)
+    return ScalingCurve(
+        unit=request.script.batch.unit,
+        points=tuple(points),
+        pays_until=until,
+        least_worth=LEAST_WORTH,
+        sentence=_sentence(points, until),
+    )
+
+
+def _point(count: int, request: Request, search: Callable[[Request], Choice]) -> ScalingPoint:
+    try:
+        choice = search(request)
+    except PlanError as error:
+        return ScalingPoint(devices=count, reason=str(error))
+    return ScalingPoint(
+        devices=count,
+        used=choice.best.world_size,
+        plan=plan_words(choice.best),
+        step_time_s=choice.prediction.step_time_s,
+        throughput_per_s=choice.prediction.throughput_per_s,
+    )
+
+
+def _worth(before: list[ScalingPoint], one: ScalingPoint) -> float | None:
+    """What each added device brings, of what each one brings at the last point that has a plan."""
+    known = [point for point in before if point.throughput_per_s]
+    if not known or not one.throughput_per_s:
+        return None
+    gained = one.throughput_per_s / known[-1].throughput_per_s - 1
+    return gained / (one.devices / known[-1].devices - 1)
+
+
+def pays_until(points: Sequence[ScalingPoint]) -> int:
+    """The devices of the last point before the first one that is not worth its devices; 0 without any plan."""
+    until = 0
+    for point in points:
+        if not point.throughput_per_s or (point.worth is not None and point.worth < LEAST_WORTH):
+            if until:
+                break
+            continue
+        until = point.devices
+    return until
+
+
+def _sentence(points: Sequence[ScalingPoint], until: int) -> str:
+    if not until:
+        return "no number of these devices has a plan: " + (points[-1].reason if points else "there is none")
+    at = next(point for point in points if point.devices == until)
+    after = next((point for point in points if point.devices > until), None)
+    if after is None:
+        return f"more devices pay up to all {until}: none of them brings less than half of what one before it does"
+    if after.worth is None:
+        return f"beyond {until} devices there is no plan: {after.reason}"
+    if after.throughput_per_s <= at.throughput_per_s:
+        return f"more devices stop paying at {until}: {after.devices} are not faster"
+    return (
+        f"more devices stop paying at {until}: up to {after.devices} each one more brings {after.worth:.0%} of what "
+        "one before does"
+    ).replace("%", " %")
