@@ -13,7 +13,7 @@ from tutti.config.cluster import ConvolutionRate, DeviceSpec, GemmRate, ImageRat
 from tutti.config.model import ModelSpec, ModuleSpec, OpCost, OpKind
 from tutti.cost_model import compute_cost, cost_constants
 from tutti.cost_model.compute_cost import op_table
-from tutti.cost_model.rank_placement import Seat, place
+from tutti.cost_model.rank_placement import Seat, place_ranks
 from tutti.cost_model.worker_speed import Curve, Pace, Worker, worker_at
 from tutti.errors import PlanError
 
@@ -21,7 +21,7 @@ FREE = Pace(forward_s=0.0, backward_s=0.0)
 
 
 def seat(device: DeviceSpec, ranks: int) -> Seat:
-    return place(cluster(device), ranks)[0]
+    return place_ranks(cluster(device), ranks)[0]
 
 
 def product_s(who: Worker, n: int) -> float:

@@ -13,14 +13,14 @@ from tutti.config.model import ModelSpec
 from tutti.config.plan import SyncPlan
 from tutti.cost_model import predict
 from tutti.cost_model.group_links import Network, Span, network, span_of
-from tutti.cost_model.rank_placement import place
+from tutti.cost_model.rank_placement import place_ranks
 from tutti.errors import PlanError
 
 
 def net(mesh: Any, machine: Any = None) -> Network:
     plan = meshed(64, mesh=mesh)
     machine = machine or machines(hosts=4, per_host=8)
-    return network(machine, place(machine, plan.world_size), plan)
+    return network(machine, place_ranks(machine, plan.world_size), plan)
 
 
 def test_the_mesh_order_says_which_axis_stays_within_a_host() -> None:
@@ -55,7 +55,7 @@ def test_cards_take_the_quickest_way_and_gloo_the_ring() -> None:
     assert small < 2 * 31 * 5e-6  # a tree has fewer hops
     assert large < ring  # within hosts first, then an eighth over each connection's share
     hosts = cluster(count=4)
-    ranks = network(hosts, place(hosts, 4), meshed(64, mesh={"replicate": 4})).group("replicate")
+    ranks = network(hosts, place_ranks(hosts, 4), meshed(64, mesh={"replicate": 4})).group("replicate")
     assert ranks.all_reduce(1e6) == pytest.approx(6 * 1e-3 + 1.5 * 1e6 / 1.25e8)
 
 
@@ -77,7 +77,7 @@ def test_what_exchanges_take_of_a_ranks_cores(core_ns: float | None, ranks: int,
     all of the time."""
     each = None if core_ns is None else core_ns * 1e-9
     machine = cluster(count=2, links=(link("node"), link("network", 1e-3, 1.25e8, core_s_per_nbyte=each)))
-    seats = place(machine, ranks)
+    seats = place_ranks(machine, ranks)
     inside = {"replicate": 2, "split": ranks // 2}
     plan = meshed(64, mesh=inside if ranks > 2 else {"replicate": 2})
     group = network(machine, seats, plan).group("replicate")
@@ -91,7 +91,7 @@ def test_of_a_core_that_hosts_take_turns_on_a_rank_has_its_part() -> None:
     taken = []
     for turns in (1.0, 2.0):
         shared = replace(machine, nodes=tuple(replace(node, turns=turns) for node in machine.nodes))
-        seats = place(shared, 2)
+        seats = place_ranks(shared, 2)
         group = network(shared, seats, meshed(64, mesh={"replicate": 2})).group("replicate")
         taken.append(group.on_cores(seats[0]).all_reduce(1e6))
     assert taken == pytest.approx([1e6 * 4e-9 / 4, 1e6 * 4e-9 / 2])
@@ -108,7 +108,7 @@ def test_quicker_links_take_no_more_of_the_cores(
         spec = link("network", 1e-3, small, core_s_per_nbyte=core_ns * 1e-9, large_nbytes=2**20,
                     large_bandwidth_bytes_per_s=beyond)  # fmt: skip
         machine = cluster(count=2, links=(spec,))
-        seats = place(machine, 2)
+        seats = place_ranks(machine, 2)
         group = network(machine, seats, meshed(64, mesh={"replicate": 2})).group("replicate")
         return group.all_reduce(nbytes), group.on_cores(seats[0]).all_reduce(nbytes)
 
@@ -128,7 +128,7 @@ def test_a_prediction_says_whether_what_exchanges_take_was_measured(each: float 
 
 def test_cards_exchange_beside_their_work() -> None:
     machine = machines(hosts=2, per_host=1)
-    seats = place(machine, 2)
+    seats = place_ranks(machine, 2)
     group = network(machine, seats, meshed(64, mesh={"replicate": 2})).group("replicate")
     assert group.on_cores(seats[0]).all_reduce(1e9) == 0
 
@@ -137,15 +137,15 @@ def test_gradients_of_hosts_with_several_cpu_ranks_are_summed_in_two_tiers() -> 
     """As in `collectives.tiered_sum`: a host sends what a rank of a ring of hosts sends, however many ranks it has."""
     links = (link("node", 1e-5, 1e9), link("network", 1e-3, 1e8))
     hosts = cluster(count=2, links=links)
-    four = network(hosts, place(hosts, 4), meshed(64, mesh={"replicate": 4})).group("replicate")
+    four = network(hosts, place_ranks(hosts, 4), meshed(64, mesh={"replicate": 4})).group("replicate")
     assert four.all_reduce(1e6) == pytest.approx(6 * 1e-3 + 1.5 * 1e6 / 1e8)
     inside = 2 * 1e-5 + 1e6 / 1e9
     assert four.summed(1e6) == pytest.approx(inside + 2 * 1e-3 + 1e6 / 1e8)
     assert four.summed(0) == 0
-    two = network(hosts, place(hosts, 2), meshed(64, mesh={"replicate": 2})).group("replicate")
+    two = network(hosts, place_ranks(hosts, 2), meshed(64, mesh={"replicate": 2})).group("replicate")
     assert two.summed(1e6) == two.all_reduce(1e6) == pytest.approx(2 * 1e-3 + 1e6 / 1e8)
     # two groups of one rank a host each: nothing to sum inside, and they share the connection
-    crossed = network(hosts, place(hosts, 4), meshed(64, mesh={"replicate": 2, "split": 2})).group("replicate")
+    crossed = network(hosts, place_ranks(hosts, 4), meshed(64, mesh={"replicate": 2, "split": 2})).group("replicate")
     assert crossed.summed(1e6) == crossed.all_reduce(1e6) == pytest.approx(2 * 1e-3 + 1e6 / 0.5e8)
 
 
@@ -153,25 +153,25 @@ def test_what_sharding_divides_crosses_to_each_host_of_several_cpu_ranks_once() 
     """As in `collectives.tiered_desk`: of 1 MB a host of two gets half from the other, and half of that a rank reads
     from its neighbour. Other gathers are rings over all ranks."""
     hosts = cluster(count=2, links=(link("node", 1e-5, 1e9), link("network", 1e-3, 1e8)))
-    four = network(hosts, place(hosts, 4), meshed(64, mesh={"shard": 4})).group("shard")
+    four = network(hosts, place_ranks(hosts, 4), meshed(64, mesh={"shard": 4})).group("shard")
     assert four.divided(1e6) == pytest.approx(1e-5 + 0.5e6 / 1e9 + 1e-3 + 0.5e6 / 1e8)
     assert four.divided(0) == 0
     assert four.scatter(1e6) == pytest.approx(3 * 1e-3 + 0.75e6 / 1e8)
-    two = network(hosts, place(hosts, 2), meshed(64, mesh={"shard": 2})).group("shard")
+    two = network(hosts, place_ranks(hosts, 2), meshed(64, mesh={"shard": 2})).group("shard")
     assert two.divided(1e6) == two.scatter(1e6) == pytest.approx(1e-3 + 0.5e6 / 1e8)
 
 
 def test_a_stage_with_more_to_send_has_the_connection_alone_once_the_others_are_done() -> None:
     """Two stages in each of two hosts, 1 and 3 MB: both at half the rate until 2 MB have gone, then the rest of 2."""
     hosts = cluster(count=2, links=(link("node", 1e-5, 1e9), link("network", 1e-3, 1e8)))
-    crossed = network(hosts, place(hosts, 4), meshed(64, mesh={"replicate": 2, "stage": 2}))
+    crossed = network(hosts, place_ranks(hosts, 4), meshed(64, mesh={"replicate": 2, "stage": 2}))
     uneven = [crossed.of_stage(stage, (1e6, 3e6)).group("replicate") for stage in range(2)]
     assert uneven[0].all_reduce(1e6) == pytest.approx(2 * 1e-3 + 2e6 / 1e8)
     assert uneven[1].all_reduce(3e6) == pytest.approx(2 * 1e-3 + 4e6 / 1e8)
     assert all(crossed.of_stage(stage, (3e6, 3e6)) is crossed for stage in range(2))
     assert crossed.of_stage(0, (0.0, 3e6)).group("replicate").all_reduce(0) == 0
     # stages on hosts of their own have nobody to wait for
-    apart = network(hosts, place(hosts, 4), meshed(64, mesh={"stage": 2, "replicate": 2}))
+    apart = network(hosts, place_ranks(hosts, 4), meshed(64, mesh={"stage": 2, "replicate": 2}))
     assert apart.of_stage(1, (1e6, 3e6)) is apart
     small, large = (part(name, flops=1.0, parameters=count) for name, count in (("small", 10**6), ("large", 3 * 10**6)))
     done = predict(ModelSpec(name="m", modules=(small, large)), hosts, meshed(64, 2, mesh={"replicate": 2, "stage": 2}))
@@ -191,14 +191,14 @@ def test_dims_of_a_grid_have_links_of_their_own() -> None:
     """Two hosts of two: of a grid of 2 x 2 both columns cross at once and rows stay inside; of a row of four only the
     middle crosses, while those inside send to one neighbour there."""
     hosts = cluster(count=2, links=(link("node", 1e-5, 1e9), link("network", 1e-3, 1e8)))
-    along = network(hosts, place(hosts, 4), meshed(64, mesh={"space": 4})).along_grid
+    along = network(hosts, place_ranks(hosts, 4), meshed(64, mesh={"space": 4})).along_grid
     assert along((2, 2), 0).to_neighbours(1e6) == pytest.approx(1e-3 + 2 * 1e6 / 1e8)
     assert along((2, 2), 1).to_neighbours(1e6) == pytest.approx(1e-5 + 1e6 / 1e9)
     assert along((1, 4), 1).to_neighbours(1e6) == pytest.approx(1e-3 + 1e6 / 1e8)
     assert along((1, 4), 0).to_neighbours(1e6) == along((4,), 0).to_neighbours(0) == 0
     # inside a row of four on four hosts a rank sends to both sides
     alone = cluster(count=4, links=(link("network", 1e-3, 1e8),))
-    row = network(alone, place(alone, 4), meshed(64, mesh={"space": 4})).along_grid((4,), 0)
+    row = network(alone, place_ranks(alone, 4), meshed(64, mesh={"space": 4})).along_grid((4,), 0)
     assert row.to_neighbours(1e6) == pytest.approx(1e-3 + 2 * 1e6 / 1e8)
 
 

@@ -16,7 +16,7 @@ from tutti.config.plan import LayoutRule, PipelinePlan, Plan, ShardingPlan
 from tutti.config.prediction import Prediction
 from tutti.cost_model import cost_constants, predict
 from tutti.cost_model.group_links import network
-from tutti.cost_model.rank_placement import place
+from tutti.cost_model.rank_placement import place_ranks
 from tutti.errors import PlanError
 from tutti.parallel.spatial.halo_geometry import Fetch, Window, halo_nbytes
 
@@ -119,7 +119,7 @@ def test_sums_of_a_split_between_hosts_of_several_cpu_ranks_are_made_in_two_tier
     layer = part("layer", flops=1e3, parameters=100, input_nbytes=8.0, output_nbytes=8.0, split="column")
     model, plan = ModelSpec(name="m", modules=(layer,)), meshed(8, mesh={"split": 4})
     hosts = cluster(count=2, links=(link("node", 1e-5, 1e9), link("network", 1e-3, 1e8)))
-    group = network(hosts, place(hosts, 4), plan).group("split")
+    group = network(hosts, place_ranks(hosts, 4), plan).group("split")
     losses = group.all_reduce(cost_constants.LOSS_NBYTES)
     exposed = predict(model, hosts, plan).phases["exposed_communication"]
     assert exposed - losses == pytest.approx(2 * 1e-5 + 64 / 1e9 + 2 * 1e-3 + 64 / 1e8)

@@ -11,7 +11,7 @@ from tutti.config.compression import Compression
 from tutti.config.plan import SyncPlan
 from tutti.config.relaxed import Relaxed
 from tutti.cost_model import cost_constants, predict
-from tutti.cost_model.rank_placement import place, ring_link, ring_tier, seated_link
+from tutti.cost_model.rank_placement import place_ranks, ring_link, ring_tier, seated_link
 from tutti.errors import PlanError
 
 
@@ -20,21 +20,21 @@ def cards(count: int = 2, per_node: int = 4) -> ClusterSpec:
 
 
 def test_cuda_ranks_fill_hosts_in_order() -> None:
-    seats = place(cards(), 6)
+    seats = place_ranks(cards(), 6)
     assert [(seat.hosts, seat.ranks_per_host) for seat in seats] == [(1, 4), (1, 2)]
-    assert place(cards(), 8)[0].hosts == 2
-    assert ring_tier(place(cards(), 4)) == "node"
-    assert ring_tier(place(cards(), 5)) == "network"
+    assert place_ranks(cards(), 8)[0].hosts == 2
+    assert ring_tier(place_ranks(cards(), 4)) == "node"
+    assert ring_tier(place_ranks(cards(), 5)) == "network"
 
 
 def test_more_ranks_than_cuda_devices_are_refused() -> None:
     with pytest.raises(PlanError, match=r"9 ranks, .* has 8 devices; set mesh.replicate to at most 8"):
-        place(cards(), 9)
+        place_ranks(cards(), 9)
 
 
 @pytest.mark.parametrize(("ranks", "threads", "sharing"), [(1, 4, 1), (2, 2, 2), (3, 1, 3), (4, 1, 4), (8, 1, 8)])
 def test_ranks_of_a_cpu_host_share_its_cores(ranks: int, threads: int, sharing: int) -> None:
-    (seat,) = place(cluster(), ranks)
+    (seat,) = place_ranks(cluster(), ranks)
     assert (seat.threads, seat.sharing, seat.ranks) == (threads, sharing, ranks)
     assert seat.oversubscribed == max(1, ranks / 4)
     assert seat.memory_nbytes == 16 * 2**30 / ranks
@@ -59,18 +59,18 @@ def test_ranks_beyond_cores_take_as_much_longer_as_cores_are_lacking(cores: int,
         rates: dict[str, Any] = {"peak_flops_per_s": {"float32": 1e9 * cores}, "gemm": ()}
         device = cpu(cores=cores, memory_bandwidth_bytes_per_s=1e9 * cores, **rates)
         machines = cluster(device, (link("node", 0.0, 1e21),))
-        assert place(machines, ranks)[0].threads == 1
+        assert place_ranks(machines, ranks)[0].threads == 1
         return predict(mlp(64), machines, plan(12 * ranks, ranks=ranks, sync=sync)).step_time_s.value
 
-    (seat,) = place(cluster(cpu(cores=cores)), ranks)
+    (seat,) = place_ranks(cluster(cpu(cores=cores)), ranks)
     assert seat.slowdown == pytest.approx(ranks / cores * cost_constants.OVERSUBSCRIBED)
     assert step_s(cores) == pytest.approx(seat.slowdown * step_s(ranks), rel=1e-9)
 
 
 def test_cpu_hosts_take_one_rank_each_before_they_share() -> None:
     hosts = cluster(count=2)
-    assert [(seat.hosts, seat.ranks_per_host, seat.threads) for seat in place(hosts, 2)] == [(2, 1, 4)]
-    assert [(seat.hosts, seat.ranks_per_host, seat.threads) for seat in place(hosts, 4)] == [(2, 2, 2)]
+    assert [(seat.hosts, seat.ranks_per_host, seat.threads) for seat in place_ranks(hosts, 2)] == [(2, 1, 4)]
+    assert [(seat.hosts, seat.ranks_per_host, seat.threads) for seat in place_ranks(hosts, 4)] == [(2, 2, 2)]
 
 
 def test_unequal_cpu_hosts_take_ranks_by_their_cores() -> None:
@@ -83,26 +83,26 @@ def test_unequal_cpu_hosts_take_ranks_by_their_cores() -> None:
         ),
         links=(link("network"),),
     )
-    assert [(seat.node.name, seat.ranks_per_host) for seat in place(machines, 8)] == [("a", 2), ("b", 6)]
+    assert [(seat.node.name, seat.ranks_per_host) for seat in place_ranks(machines, 8)] == [("a", 2), ("b", 6)]
 
 
 def test_ring_takes_the_link_of_its_slowest_tier() -> None:
     both = cluster(count=2)
-    assert ring_link(both, place(both, 4)).bandwidth_bytes_per_s == 1.25e8
+    assert ring_link(both, place_ranks(both, 4)).bandwidth_bytes_per_s == 1.25e8
     one = cluster()
-    assert ring_link(one, place(one, 4)).bandwidth_bytes_per_s == 1e9
+    assert ring_link(one, place_ranks(one, 4)).bandwidth_bytes_per_s == 1e9
 
 
 def test_copies_between_more_ranks_than_cores_share_the_cores() -> None:
     one = cluster()
-    crowded = ring_link(one, place(one, 8))
+    crowded = ring_link(one, place_ranks(one, 8))
     assert (crowded.bandwidth_bytes_per_s, crowded.latency_s) == (0.5e9, 2e-4)
 
 
 def test_a_missing_link_is_named_with_the_remedy() -> None:
     alone = cluster(links=())
     with pytest.raises(PlanError, match=r"no link of tier 'node' \(it has: none\), which 2 ranks need; measure it"):
-        ring_link(alone, place(alone, 2))
+        ring_link(alone, place_ranks(alone, 2))
 
 
 def test_of_the_hosts_in_use_the_slowest_link_counts_in_each_respect() -> None:
@@ -112,15 +112,15 @@ def test_of_the_hosts_in_use_the_slowest_link_counts_in_each_respect() -> None:
     other = dataclasses.replace(node, name="thin", links=(thin, *near))
     idle = dataclasses.replace(node, name="single", devices_per_node=1, links=())
     machines = ClusterSpec(name="three", devices={"d": gpu()}, nodes=(node, other, idle), links=())
-    assert seated_link(machines, place(machines, 2), "network") == far
-    both = seated_link(machines, place(machines, 4), "network")
+    assert seated_link(machines, place_ranks(machines, 2), "network") == far
+    both = seated_link(machines, place_ranks(machines, 4), "network")
     assert both is not None
     assert (both.latency_s, both.bandwidth_bytes_per_s) == (1e-3, 1e8)
     assert (both.evidence, both.ranks) == ("published", 2)
-    assert seated_link(machines, place(machines, 5), "network") is None
-    assert seated_link(machines, place(machines, 5), "node") == near[0]  # one device alone needs none
+    assert seated_link(machines, place_ranks(machines, 5), "network") is None
+    assert seated_link(machines, place_ranks(machines, 5), "node") == near[0]  # one device alone needs none
     with pytest.raises(PlanError, match="no link of tier 'network'"):
-        ring_link(machines, place(machines, 5))
+        ring_link(machines, place_ranks(machines, 5))
 
 
 def test_a_bend_of_one_link_counts_where_another_is_straight() -> None:

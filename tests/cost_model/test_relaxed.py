@@ -15,7 +15,7 @@ from tutti.config.sync_words import parse_sync
 from tutti.config.vocabulary import SyncMode
 from tutti.cost_model import predict
 from tutti.cost_model.group_links import network
-from tutti.cost_model.rank_placement import place
+from tutti.cost_model.rank_placement import place_ranks
 from tutti.cost_model.rank_tracks import timeline
 from tutti.cost_model.relaxed_sync_cost import EXCHANGES, Coded, Trained, _behind_updates, exchanged_apart, waited_parts
 from tutti.errors import PlanError
@@ -117,7 +117,7 @@ def test_delayed_averages_travel_behind_so_many_steps(delay: int) -> None:
 
 def test_codes_of_pairs_travel_behind_all_of_the_steps() -> None:
     """In a thread of their own; sums of thin matrices, and what is in order on a GPU, behind one less."""
-    seat = place(hosts(4, 4e7, 1e-3), 4)[0]
+    seat = place_ranks(hosts(4, 4e7, 1e-3), 4)[0]
     gpu = replace(seat, device=replace(seat.device, kind="cuda"))
     sync = parse_sync("local:period=8,delay=4")
     for code, behind in (("qsgd", 4), ("one-bit", 4), ("powersgd", 3), ("terngrad", 3)):
@@ -129,7 +129,7 @@ def test_codes_of_pairs_travel_behind_all_of_the_steps() -> None:
 @pytest.mark.parametrize(("kind", "more_s"), [("cpu", 7 / 8 * 2.5), ("cuda", 0.0)])
 def test_a_thread_sends_one_part_while_it_codes_or_hands_on_another(kind: DeviceKind, more_s: float) -> None:
     sync = replace(parse_sync("local:period=5,delay=1"), compress=parse_compression("qsgd,bits=4"))
-    seats = place(hosts(4), 4)
+    seats = place_ranks(hosts(4), 4)
     seat = replace(seats[0], device=replace(seats[0].device, kind=kind))
     nothing = Trained(parameters=0.0, optimizer=0.0, statistics=0.0)
     coded = Coded(seconds=10.0, kernels_s=2.0, cores_s=0.5, sent_nbytes=0.0, parts=8)

@@ -236,7 +236,10 @@ def test_without_root_or_tools_one_sentence_says_what_is_needed(monkeypatch: pyt
 
 def test_who_waits_for_a_stopped_process_is_told_which() -> None:
     needs_labs()
-    holds = "import time; from tutti.lab.lab_record import locked\nwith locked(): print('holds', flush=True); time.sleep(60)"
+    holds = (
+        "import time; from tutti.lab.lab_record import locked\n"
+        "with locked(): print('holds', flush=True); time.sleep(60)"
+    )
     with subprocess.Popen([sys.executable, "-c", holds], stdout=subprocess.PIPE, text=True) as other:
         try:
             assert other.stdout is not None

@@ -20,7 +20,7 @@ from tutti.cost_model import compute_cost, predict
 from tutti.cost_model.compute_cost import op_table
 from tutti.cost_model.microbatch_cost import at_least, taken_in_passes
 from tutti.cost_model.pipeline_cost import most_held
-from tutti.cost_model.rank_placement import place
+from tutti.cost_model.rank_placement import place_ranks
 from tutti.cost_model.worker_speed import worker_at
 from tutti.errors import PlanError
 from tutti.planner.candidates import limits_of
@@ -154,7 +154,7 @@ def rows_of(
 def test_no_prediction_is_below_its_bounds(case: str, offload: bool) -> None:
     bounds, (coarse_s, coarse_nbytes), rows = rows_of(case, 60, offload=offload)
     machines = CASES[case][1]
-    most = max(seat.memory_nbytes for seat in place(machines, machines.device_count))
+    most = max(seat.memory_nbytes for seat in place_ranks(machines, machines.device_count))
     assert len(rows) >= 30
     for row, mesh, intended, prediction in rows:
         step_s, nbytes = prediction.step_time_s.value * (1 + ROUNDING), prediction.memory.total * (1 + ROUNDING)
@@ -322,7 +322,7 @@ def test_no_core_is_quicker_at_any_module_than_the_best_worker() -> None:
     best = tables.worker(tables.ground(8).best)
     for way in (compute_cost.forward, compute_cost.backward):
         least = way(ops, best, 4, count).seconds
-        for seat in place(machines, 8):
+        for seat in place_ranks(machines, 8):
             own = way(ops, worker_at(seat, model.dtype, "full"), 4, count).seconds
             assert np.all(least <= own * (1 + ROUNDING))
 

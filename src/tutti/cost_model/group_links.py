@@ -88,11 +88,6 @@ def _members(mesh: Mesh, axes: tuple[AxisName, ...], hosts: Hosts) -> NDArray[np
     return members
 
 
-def network(cluster: ClusterSpec, seats: tuple[Seat, ...], plan: Plan) -> Network:
-    """The links under `plan`."""
-    return Network(cluster=cluster, seats=seats, mesh=tuple(plan.mesh.items()), hosts=hosts_of(seats))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
     """The ranks along some axes, with the links they use. `node`: within a host, None where nothing needs it;
@@ -286,6 +281,11 @@ class Network:
             most = max(seat.ranks_per_host for seat in self.seats)
             flows = max(1.0, most / max(spec.ranks, self.seats[0].device.cores, 1))
         return link_of(spec, flows)
+
+
+def network(cluster: ClusterSpec, seats: tuple[Seat, ...], plan: Plan) -> Network:
+    """The links under `plan`."""
+    return Network(cluster=cluster, seats=seats, mesh=tuple(plan.mesh.items()), hosts=hosts_of(seats))
 
 
 def hosts_of(seats: tuple[Seat, ...]) -> Hosts:

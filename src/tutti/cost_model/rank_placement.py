@@ -55,7 +55,7 @@ class Seat:
         return self.node.memory_nbytes / self.ranks_per_host
 
 
-def place(cluster: ClusterSpec, ranks: int) -> tuple[Seat, ...]:
+def place_ranks(cluster: ClusterSpec, ranks: int) -> tuple[Seat, ...]:
     """Seat `ranks` ranks. Raises PlanError where there are too few CUDA devices."""
     capacity = sum(node.count * node.devices_per_node for node in cluster.nodes)
     if ranks > capacity:

@@ -21,7 +21,7 @@ from tutti.cost_model.microbatch_cost import Wires
 from tutti.cost_model.module_costs import model_table
 from tutti.cost_model.overlap import Bucket, Exchange
 from tutti.cost_model.pipeline_cost import Line, lines_of
-from tutti.cost_model.rank_placement import Link, Seat, place, samples_of
+from tutti.cost_model.rank_placement import Link, Seat, place_ranks, samples_of
 from tutti.cost_model.relaxed_sync_cost import apart_notes, check_apart
 from tutti.cost_model.stage_cuts import stages_of
 from tutti.cost_model.step_timeline import RankWork, Setting, line_load, line_work, workers_of
@@ -134,7 +134,7 @@ def worked_out(model: ModelSpec, cluster: ClusterSpec, plan: Plan, updates: int 
     """Who computes what of a step after so many updates, with what. Raises PlanError as `predict` does."""
     check_plan(plan)
     samples = _samples(model, plan)
-    seats = place(cluster, plan.world_size)
+    seats = place_ranks(cluster, plan.world_size)
     setting = replace(_setting(model, cluster, plan, seats, samples), updates=updates)
     check_apart(plan, setting.wires.network)
     return Step(setting=setting, samples=samples, lines=lines_of(plan, seats, samples))

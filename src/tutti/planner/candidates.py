@@ -12,7 +12,7 @@ from tutti.config.plan import PipelinePlan, Plan, ShardingPlan
 from tutti.config.vocabulary import AxisName, Precision
 from tutti.cost_model import compute_cost
 from tutti.cost_model.module_costs import model_table
-from tutti.cost_model.rank_placement import Seat, place, samples_of
+from tutti.cost_model.rank_placement import Seat, place_ranks, samples_of
 from tutti.cost_model.worker_speed import best_rate, matrix_dtype, supports, worker_at
 from tutti.errors import PlanError
 from tutti.planner.cost_tables import Array, ranks_of_node
@@ -352,7 +352,7 @@ def proportional_shares(
 
     `samples`: of one slice.
     """
-    seats, loads = place(cluster, ranks), np.full(ranks, samples / ranks)
+    seats, loads = place_ranks(cluster, ranks), np.full(ranks, samples / ranks)
     for _ in range(ROUNDS):
         rates = speeds(model, seats, precision, loads)
         loads = rates / rates.sum() * samples

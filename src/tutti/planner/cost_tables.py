@@ -14,7 +14,7 @@ from tutti.config.vocabulary import Precision
 from tutti.cost_model import compute_cost
 from tutti.cost_model.group_links import Group, Span
 from tutti.cost_model.microbatch_cost import at_least, each_of
-from tutti.cost_model.rank_placement import Link, Seat, place, seated_link
+from tutti.cost_model.rank_placement import Link, Seat, place_ranks, seated_link
 from tutti.cost_model.work_division import divided_linears
 from tutti.cost_model.worker_speed import Curve, Efficiency, Pace, Worker, best_of, worker_at
 from tutti.errors import PlanError
@@ -78,7 +78,7 @@ class Tables:
     def ground(self, world: int) -> Ground:
         """What `world` ranks stand on. Raises PlanError where the cluster has too few devices."""
         if world not in self._worlds:
-            seats = place(self.cluster, world)
+            seats = place_ranks(self.cluster, world)
             self._worlds[world] = self._of_seats(seats)
         return self._worlds[world]
 
@@ -219,7 +219,7 @@ def uneven(tables: Tables, world: int, split: int) -> tuple[float]:
         return (0.0,)
     kinds = [
         (seat.device.name, seat.node.memory_nbytes, seat.ranks_per_host, seat.sharing, seat.threads)
-        for seat in place(tables.cluster, world)
+        for seat in place_ranks(tables.cluster, world)
         for _ in range(seat.ranks)
     ]
     return (float(len({frozenset(kinds[at::split]) for at in range(split)}) > 1),)

@@ -10,10 +10,9 @@ from tutti.config.model import Loading, ModelSpec
 from tutti.config.plan import PipelinePlan, Plan
 from tutti.config.prediction import Prediction
 from tutti.config.vocabulary import DATA_AXES
-from tutti.cost_model import predict
 from tutti.cost_model.cost_notes import bits_per_s, count, nbytes, seconds
 from tutti.cost_model.loading_time import Load, host_cores, storage_known
-from tutti.cost_model.rank_placement import Seat, place, ring_link, ring_tier
+from tutti.cost_model.rank_placement import Seat, place_ranks, ring_link, ring_tier
 from tutti.cost_model.step_time import load_of, predict
 from tutti.errors import PlanError
 from tutti.planner import objectives
@@ -90,7 +89,7 @@ def _cause(loser: Costed, best: Costed) -> str:
         return _communication_cause(loser.cluster, loser.plan, slow)
     if part == "optimizer":
         took = f"the optimizer takes {seconds(slow.phases['optimizer'])} against {seconds(fast.phases['optimizer'])}"
-        crowd = max(_sharing_memory(place(loser.cluster, loser.plan.world_size)))
+        crowd = max(_sharing_memory(place_ranks(loser.cluster, loser.plan.world_size)))
         if set(axes_of(loser.plan)) <= {"replicate"} and crowd > 1:
             return f"{crowd} ranks that share a memory update all parameters each: {took}"
         return took
@@ -109,7 +108,7 @@ def _sharing_memory(seats: tuple[Seat, ...]) -> list[int]:
 def _compute_cause(loser: Costed, best: Costed) -> str:
     plan, chosen = loser.plan, best.plan
     against = f"{seconds(_compute_s(loser.prediction))} of compute against {seconds(_compute_s(best.prediction))}"
-    seats = place(loser.cluster, plan.world_size)
+    seats = place_ranks(loser.cluster, plan.world_size)
     crowded = [seat for seat in seats if seat.oversubscribed > 1]
     if crowded:
         return f"{crowded[0].sharing} ranks share {count(crowded[0].device.cores, 'core')}; {against}"
@@ -140,7 +139,7 @@ def _compute_cause(loser: Costed, best: Costed) -> str:
 
 
 def _communication_cause(cluster: ClusterSpec, plan: Plan, slow: Prediction) -> str:
-    seats = place(cluster, plan.world_size)
+    seats = place_ranks(cluster, plan.world_size)
     link = ring_link(cluster, seats)
     over = "" if set(axes_of(plan)) <= {"replicate"} else f" over {mesh_words(plan)}"
     return (
@@ -186,7 +185,7 @@ def remarks(
         said.append(wide)
     said += _held_remarks(model, request, plan, alternatives)
     idle = cluster.device_count - plan.world_size
-    used = {seat.device.kind for seat in place(best.cluster, plan.world_size)}
+    used = {seat.device.kind for seat in place_ranks(best.cluster, plan.world_size)}
     if idle > 0 and used == {"cuda"} and request.degree is None and request.scope != "data":
         gained = _with_more(request, best, alternatives)
         said.append(
@@ -387,7 +386,7 @@ def _perhaps(model: ModelSpec, cluster: ClusterSpec, plan: Plan, prediction: Pre
     """Of samples that are stored as the model takes them, loaded ahead by workers that need no time."""
     as_taken = Loading(stored_nbytes=sample_nbytes(model), workers=1)
     batch_s = load_of(replace(model, loading=as_taken), cluster, plan).batch_s
-    if not storage_known(cluster, place(cluster, plan.world_size)) or batch_s <= prediction.step_time_s.value:
+    if not storage_known(cluster, place_ranks(cluster, plan.world_size)) or batch_s <= prediction.step_time_s.value:
         return ""
     return (
         f"Storage may be slower than that: to read a step's samples takes {seconds(batch_s)} at the hosts' rates, as "
@@ -411,7 +410,7 @@ def _because(loading: Loading, load: Load, rest_s: float) -> str:
 def _with_more_loaders(model: ModelSpec, cluster: ClusterSpec, plan: Plan, load: Load, rest_s: float) -> str:
     """What as many workers as would keep up, or as there are cores for, make of the step; empty where it is little."""
     assert model.loading is not None
-    seats = place(cluster, plan.world_size)
+    seats = place_ranks(cluster, plan.world_size)
     most = min((host_cores(seat) or _MOST_WORKERS) // seat.ranks_per_host for seat in seats)
     now = max(1, model.loading.workers)
     workers = 1 if model.loading.stream else max(1, min(math.ceil(now * load.loaders_s / rest_s), most, _MOST_WORKERS))

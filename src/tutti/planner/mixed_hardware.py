@@ -19,7 +19,7 @@ from tutti.cost_model.compute_cost import update_nbytes
 from tutti.cost_model.memory_cost import kept
 from tutti.cost_model.module_costs import ModelTable
 from tutti.cost_model.pipeline_cost import by_place
-from tutti.cost_model.rank_placement import Seat, place
+from tutti.cost_model.rank_placement import Seat, place_ranks
 from tutti.cost_model.work_division import Division, parts, recompute_regions
 from tutti.cost_model.worker_speed import worker_at
 from tutti.errors import PlanError
@@ -104,7 +104,7 @@ def by_axes(values: Array, plan: Plan, keep: tuple[AxisName, ...], how: np.ufunc
 def improved(room: Room, cluster: ClusterSpec, one: Plan, prediction: Prediction, samples: int) -> list[Plan]:
     """The plan with shares and parts of layers by speed and with stages cut by speed and memory, where these change
     anything. `prediction`: of the plan as it is."""
-    seats, plan = place(cluster, one.world_size), one
+    seats, plan = place_ranks(cluster, one.world_size), one
     each = max(1, round(samples / plan.batch.num_microbatches / plan.data_parallel_degree))
     rates = speeds(room.tables.model, seats, room.tables.precision, np.full(plan.world_size, float(each)))
     found: list[Plan] = []

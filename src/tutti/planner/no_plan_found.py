@@ -12,7 +12,7 @@ from tutti.config.refusals import check_plan
 from tutti.config.vocabulary import Precision
 from tutti.cost_model import predict
 from tutti.cost_model.cost_notes import count, nbytes
-from tutti.cost_model.rank_placement import place
+from tutti.cost_model.rank_placement import place_ranks
 from tutti.errors import PlanError
 from tutti.planner import objectives
 from tutti.planner.candidates import limits_of
@@ -99,7 +99,7 @@ def no_fit(model: ModelSpec, cluster: ClusterSpec, request: Request, costed: lis
             f"model {model.name!r} does not fit on cluster {cluster.name!r}, and no plan of it can be costed"
         )
     plan, memory, room = one.plan, one.prediction.memory, objectives.room_nbytes(one.cluster, one.plan)
-    device = place(one.cluster, plan.world_size)[0].device.name
+    device = place_ranks(one.cluster, plan.world_size)[0].device.name
     if not wide:
         return (
             f"model {model.name!r} does not fit on cluster {cluster.name!r}: the smallest plan "

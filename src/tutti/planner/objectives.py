@@ -10,7 +10,7 @@ from tutti.config.cluster import ClusterSpec, DeviceSpec
 from tutti.config.plan import Plan
 from tutti.config.prediction import Prediction
 from tutti.cost_model.cost_notes import nbytes, seconds
-from tutti.cost_model.rank_placement import Seat, place
+from tutti.cost_model.rank_placement import Seat, place_ranks
 from tutti.errors import PlanError
 from tutti.planner import plan_request
 from tutti.planner.plan_request import Request, Totals, steps_to_quality
@@ -96,7 +96,7 @@ def totals(cluster: ClusterSpec, request: Request, plan: Plan, prediction: Predi
     Devices that the plan leaves idle are not paid for; a device that is used is counted for all of the time, at its
     full power. Steps of a batch that grows take what its sizes do.
     """
-    used = place(cluster, plan.world_size)
+    used = place_ranks(cluster, plan.world_size)
     count = steps(request, plan)
     time_s = _time_s(request, plan, prediction)
     hours = time_s / 3600.0
@@ -114,7 +114,7 @@ def totals(cluster: ClusterSpec, request: Request, plan: Plan, prediction: Predi
 
 def room_nbytes(cluster: ClusterSpec, plan: Plan) -> float:
     """Memory that each rank of a plan may fill, on its smallest device."""
-    return min(seat.memory_nbytes for seat in place(cluster, plan.world_size))
+    return min(seat.memory_nbytes for seat in place_ranks(cluster, plan.world_size))
 
 
 def devices_of(seat: Seat) -> int:
@@ -148,7 +148,7 @@ def factor(cluster: ClusterSpec, request: Request, world: int) -> float:
     """What a second of a step of `world` ranks counts under the objective. Not for the objective memory."""
     if request.objective in ("throughput", "time-to-quality", "memory"):
         return 1.0
-    used = place(cluster, world)
+    used = place_ranks(cluster, world)
     if request.objective == "device-hours":
         return float(sum(map(devices_of, used))) / 3600.0
     name = "price_per_device_hour" if request.objective == "cost" else "power_w"

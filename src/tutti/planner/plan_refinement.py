@@ -17,7 +17,7 @@ from tutti.cost_model.cost_notes import nbytes
 from tutti.cost_model.group_links import network
 from tutti.cost_model.memory_cost import kept
 from tutti.cost_model.module_costs import ModelTable, model_table
-from tutti.cost_model.rank_placement import place, samples_of
+from tutti.cost_model.rank_placement import place_ranks, samples_of
 from tutti.cost_model.work_division import division
 from tutti.errors import PlanError
 from tutti.planner.cost_tables import Array
@@ -130,7 +130,7 @@ _TRIES = 7
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
     """What blocks keep and cost by form, (forms, blocks): `nbytes` at their place's peak, `within` while one is
-    computed again, `seconds` of that. `place`: of each block; by place: `fixed` bytes whatever the forms are.
+    computed again, `seconds` of that. `place_ranks`: of each block; by place: `fixed` bytes whatever the forms are.
     """
 
     names: tuple[str, ...]
@@ -312,7 +312,7 @@ def wide_plans(base: Plan, cluster: ClusterSpec, columns: ModelTable, samples: i
 def wide_rules(plan: Plan, cluster: ClusterSpec, columns: ModelTable, samples: int) -> tuple[LayoutRule, ...]:
     """Rules for the linear layers that would send less over the plan's `table` axis than their gradients are, what they
     gain most first. An exchange more that is waited for counts as the bytes which its link could send meanwhile."""
-    group = network(cluster, place(cluster, plan.world_size), plan).group("table")
+    group = network(cluster, place_ranks(cluster, plan.world_size), plan).group("table")
     waits = _WAITS * plan.batch.num_microbatches * group.all_to_all(1.0) * group.link.bandwidth_bytes_per_s
     found = []
     for index in (columns.linear * columns.gradients).nonzero()[0].tolist():

@@ -12,7 +12,7 @@ from tutti.config.plan import Plan
 from tutti.config.vocabulary import Precision
 from tutti.cost_model import predict
 from tutti.cost_model.gradient_sync_cost import may_pay
-from tutti.cost_model.rank_placement import place
+from tutti.cost_model.rank_placement import place_ranks
 from tutti.cost_model.worker_speed import best_rate, matrix_dtype
 from tutti.errors import PlanError
 from tutti.planner import objectives
@@ -273,7 +273,7 @@ def _as_written(cluster: ClusterSpec, best: Costed) -> Costed:
     if best.cluster.nodes == cluster.nodes:
         return best
     world = best.plan.world_size
-    same = place(cluster, world) == place(best.cluster, world)
+    same = place_ranks(cluster, world) == place_ranks(best.cluster, world)
     return dataclasses.replace(best, cluster=cluster) if same else best
 
 

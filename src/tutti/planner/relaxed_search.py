@@ -19,7 +19,7 @@ from tutti.cost_model import cost_constants, predict
 from tutti.cost_model.compressed_sync_cost import kernel_margin, slowed
 from tutti.cost_model.cost_notes import disturbed, seconds
 from tutti.cost_model.group_links import network
-from tutti.cost_model.rank_placement import place
+from tutti.cost_model.rank_placement import place_ranks
 from tutti.errors import PlanError
 from tutti.planner import objectives
 from tutti.planner.candidates import candidates, precisions
@@ -82,7 +82,7 @@ class Tried:
             return 0.0
         if self.way.compress is None:
             return WORTH  # it computes nothing more than exact sums do
-        seats = place(self.one.cluster, self.one.plan.world_size)
+        seats = place_ranks(self.one.cluster, self.one.plan.world_size)
         in_turns = any(seat.slowdown > 1 for seat in seats)
         return WORTH + (WORTH_IN_TURNS - WORTH) / (self.way.relaxed.period or 1) if in_turns else WORTH
 
@@ -246,9 +246,9 @@ def _changes(one: Tried) -> tuple[float, ...]:
 
 def _doubt(one: Costed) -> Doubt:
     """The margins of what a way's prediction stands on."""
-    group = network(one.cluster, place(one.cluster, one.plan.world_size), one.plan).group(*one.plan.mesh)
+    group = network(one.cluster, place_ranks(one.cluster, one.plan.world_size), one.plan).group(*one.plan.mesh)
     evidence: Evidence = "assumed" if disturbed(one.cluster) else group.link.evidence
-    device = place(one.cluster, one.plan.world_size)[0].device
+    device = place_ranks(one.cluster, one.plan.world_size)[0].device
     return Doubt(links=1 + cost_constants.STEP_MARGIN[evidence], kernels=1 + kernel_margin(device, one.plan))
 
 

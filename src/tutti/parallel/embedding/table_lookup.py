@@ -95,7 +95,8 @@ def request(table: AnyTable, place: Place | None, bags: Bags, size: int) -> Requ
 
 
 class DividedLookup:
-    """`tutti.nn.embedding_tables.Lookup` over ranks. `places`: of each table; one that is not there is whole on every rank."""
+    """`tutti.nn.embedding_tables.Lookup` over ranks. `places`: of each table; one without a place is whole on every
+    rank."""
 
     def __init__(self, places: dict[nn.Module, Place], dtype: torch.dtype, peers: Peers) -> None:
         self.places, self.dtype, self.peers = places, dtype, peers

@@ -37,21 +37,6 @@ HEADS = "num_heads num_attention_heads n_heads n_head heads nhead nheads"
 HEAD_SIZE = "head_dim attention_head_size key_value_proj_dim head_size d_head dim_head d_kv"
 
 
-def groups(model: nn.Module) -> Iterator[Group]:
-    """All groups that are recognised; no module is in two of them."""
-    taken: set[str] = set()
-    for find in (_torch_heads, _attention, _bert_mlp, _mlp):
-        for name, module in model.named_modules():
-            for group in find(name, module, taken):
-                if not taken & set(group.members):
-                    taken.update(group.members)
-                    yield group
-    for group in _vocabularies(model):
-        if not taken & set(group.members):
-            taken.update(group.members)
-            yield group
-
-
 Role = Literal["column", "shared", "row", "vocabulary", "heads", "units", "tokens", "samples"]
 """column: a linear layer by its outputs; shared: the same, but parameters are whole and ranks use overlapping parts;
 row: by its inputs; vocabulary: an embedding by its rows; heads: nn.MultiheadAttention; units: LSTM, GRU, RNN by hidden
@@ -86,6 +71,21 @@ class Group:
     members: tuple[str, ...]
     decide: Callable[[Among], list[Decision]]
     consumer: str | None = None
+
+
+def groups(model: nn.Module) -> Iterator[Group]:
+    """All groups that are recognised; no module is in two of them."""
+    taken: set[str] = set()
+    for find in (_torch_heads, _attention, _bert_mlp, _mlp):
+        for name, module in model.named_modules():
+            for group in find(name, module, taken):
+                if not taken & set(group.members):
+                    taken.update(group.members)
+                    yield group
+    for group in _vocabularies(model):
+        if not taken & set(group.members):
+            taken.update(group.members)
+            yield group
 
 
 def child(name: str, *path: str) -> str:
