@@ -18,9 +18,9 @@ from harness import run_ranks
 from pays_loops import TuttiLoop
 from pays_methods import Method
 from pays_work import WORKS, Work
-from tutti.config.compression import compression_in_words
+from tutti.config.compression import format_compression
 from tutti.config.plan import SyncPlan
-from tutti.config.sync_words import sync_in_words
+from tutti.config.sync_notation import format_sync
 from tutti.planner.relaxed_strategies import CORRECTABLE, WAYS, Way
 
 KNOWN = OTHERS | WORKS
@@ -88,9 +88,9 @@ def words_of(way: Way) -> tuple[tuple[str, str], ...]:
     """What a launcher would set."""
     said = []
     if way.compress is not None:
-        said.append(("TUTTI_COMPRESS", compression_in_words(way.compress)))
+        said.append(("TUTTI_COMPRESS", format_compression(way.compress)))
     if way.mode != "synchronous":
-        said.append(("TUTTI_SYNC", sync_in_words(SyncPlan(mode=way.mode, relaxed=way.relaxed))))
+        said.append(("TUTTI_SYNC", format_sync(SyncPlan(mode=way.mode, relaxed=way.relaxed))))
     return tuple(said)
 
 

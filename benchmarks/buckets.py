@@ -46,7 +46,7 @@ def measure(sizes: Sizes) -> dict[str, Any]:
 def measure_on_rank(name: str, sizes: Sizes) -> tuple[dict[str, list[float]], dict[str, Any]]:
     """Seconds of steps by size, and the row that says what the run chose (on rank 0)."""
     import tutti
-    from tutti.parallel.data import bucket_sizes
+    from tutti.parallel.data import bucket_size_tuner
     from tutti.trainer.metrics import read_rows
 
     os.environ |= {"TUTTI_BUCKET_MB": "auto", "TUTTI_RUN_FOLDER": str(Path.cwd() / "run")}
@@ -57,14 +57,16 @@ def measure_on_rank(name: str, sizes: Sizes) -> tuple[dict[str, list[float]], di
     _, _, loader = job.prepare(model, optimizer, data, workload.loss)
     run = job._prepared
     assert run is not None
-    choosing = bucket_sizes.WARM_UP + bucket_sizes.ROUNDS * (bucket_sizes.TIMED + 1) * (len(bucket_sizes.TRIED) + 1)
+    choosing = bucket_size_tuner.WARM_UP + bucket_size_tuner.ROUNDS * (bucket_size_tuner.TIMED + 1) * (
+        len(bucket_size_tuner.TRIED) + 1
+    )
     batches = (batch for _ in job.epochs(10**6) for batch in loader)
     for _ in range(choosing):
         job.step(next(batches))
     times: dict[str, list[float]] = {size: [] for size in sizes.mib}
     for _ in range(sizes.repeats):
         for size, found in times.items():
-            run.replica.restore(run.replica.order, None, int(float(size) * MIB))
+            run.replica.rebuild_buckets(run.replica.order, None, int(float(size) * MIB))
             job.step(next(batches))
             for _ in range(sizes.steps):
                 batch = next(batches)

@@ -14,15 +14,14 @@ from typing import Any
 import torch
 from torch.utils.benchmark import Timer
 
+from tutti.compression.bucketed_top_k import TOP16_Q4
 from tutti.compression.bytegrad import ByteGrad
 from tutti.compression.cast import Cast
 from tutti.compression.codec import Codec
 from tutti.compression.dgc import DGC
-from tutti.compression.levels import Levels
-from tutti.compression.onebit import OneBit
-from tutti.compression.qsgd import qsgd
-from tutti.compression.sparcml import TOP16_Q4
-from tutti.compression.topk import TopK
+from tutti.compression.one_bit import OneBit
+from tutti.compression.qsgd import Levels, qsgd
+from tutti.compression.top_k import TopK
 
 CODECS: dict[str, tuple[Codec, float | None]] = {
     "bf16": (Cast(), None),

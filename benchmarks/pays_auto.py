@@ -14,7 +14,7 @@ from tutti.config.cluster import ClusterSpec
 from tutti.config.compression import parse_compression
 from tutti.config.mesh_words import mesh_in_words
 from tutti.config.plan import Plan
-from tutti.config.sync_words import parse_sync, way_in_words, with_mode
+from tutti.config.sync_notation import format_relaxation, parse_sync, with_mode
 from tutti.errors import PlanError
 from tutti.lab import Lab
 from tutti.planner import Request
@@ -70,7 +70,7 @@ def name_of(plan: Plan, script: Plan, hosts: int) -> str:
     for method in METHODS.values():
         if method.side == "tutti" and alike(plan, by_hand(method.name, script, hosts)):
             return method.name
-    way = way_in_words(plan.sync) or plan.sync.mode
+    way = format_relaxation(plan.sync) or plan.sync.mode
     slices = plan.batch.num_microbatches
     return f"tutti {mesh_in_words(plan.mesh)}, {way}" + (f", {slices} microbatches" if slices > 1 else "")
 

@@ -21,7 +21,7 @@ _starting = threading.Lock()
 _wanted = [
     "tutti.launch.preload",
     "tutti.verify.recorder",
-    "tutti.compression.kernels.build",
+    "tutti.compression.cpu_kernels",
     "pytest",
     "against_one",
     "runtime.training",

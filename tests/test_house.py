@@ -17,7 +17,7 @@ SIZE_EXCEPTIONS: dict[str, str] = {}
 
 ENVIRONMENT_FILES: dict[str, str] = {
     "src/tutti/environment.py": "the one reader",
-    "src/tutti/launch/environment.py": "composes the environment that a rank is started with",
+    "src/tutti/launch/launch_environment.py": "composes the environment that a rank is started with",
     "src/tutti/profile/probe/host_facts.py": "the user's cache folder, and the interface the probe's ranks meet on",
 }
 """File -> why it touches the environment. Readers of a run's meaning are env.py alone."""
@@ -139,11 +139,11 @@ def test_public_names_are_frozen() -> None:
 @pytest.mark.parametrize(
     ("module", "source", "count"),
     [
-        ("tutti.cost_model.time", "from tutti.config.plan import Plan\nimport numpy as np\nimport math", 0),
-        ("tutti.cost_model.time", "import torch", 1),
-        ("tutti.cost_model.time", "def f():\n    import torch.nn as nn", 1),
-        ("tutti.cost_model.time", "import time", 1),
-        ("tutti.cost_model.time", "from pathlib import Path", 1),
+        ("tutti.cost_model.step_time", "from tutti.config.plan import Plan\nimport numpy as np\nimport math", 0),
+        ("tutti.cost_model.step_time", "import torch", 1),
+        ("tutti.cost_model.step_time", "def f():\n    import torch.nn as nn", 1),
+        ("tutti.cost_model.step_time", "import time", 1),
+        ("tutti.cost_model.step_time", "from pathlib import Path", 1),
         ("tutti.planner.plan_search", "from pathlib import Path", 0),
         ("tutti.planner.plan_search", "from tutti.cost_model import memory", 0),
         ("tutti.config.plan", "from tutti import trainer", 1),

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from tutti.config.run_report import RunReport
     from tutti.errors import TuttiError
     from tutti.nn.annotations import replicate, shard, split, stage
-    from tutti.optim.lr_rule import LRRule
+    from tutti.optim.learning_rate import LRRule
     from tutti.trainer.job import Job
     from tutti.trainer.losses import Weighted
 
 _HOMES = {
     "ClusterSpec": "tutti.config.cluster",
     "Job": "tutti.trainer.job",
-    "LRRule": "tutti.optim.lr_rule",
+    "LRRule": "tutti.optim.learning_rate",
     "ModelSpec": "tutti.config.model",
     "Plan": "tutti.config.plan",
     "Prediction": "tutti.config.prediction",

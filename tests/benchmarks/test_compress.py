@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tutti.compression.onebit import OneBit
+from tutti.compression.one_bit import OneBit
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -280,8 +280,8 @@ def test_links_are_limited_as_the_lab_limits_them(pays: ModuleType, monkeypatch:
 
 def test_a_chosen_plan_has_the_name_of_the_method_that_it_is() -> None:
     from tutti.config.compression import Compression
+    from tutti.config.consistency_modes import Relaxed
     from tutti.config.plan import BatchPlan, Plan, SyncPlan
-    from tutti.config.relaxed import Relaxed
 
     auto, methods = importlib.import_module("pays_auto"), importlib.import_module("pays_methods")
     script = Plan(batch=BatchPlan(global_batch_size=8))

@@ -16,8 +16,8 @@ from harness import run_ranks
 from tutti.comm.point_to_point import all_gather, all_reduce_small, all_to_all, reduce_scatter, start_messages
 from tutti.comm.traffic import untracked_channel
 from tutti.comm.world import join_world
-from tutti.compression.exchange import Wire
-from tutti.local_sgd.vectors import Replicas
+from tutti.compression.reducer import CountedCollectives
+from tutti.local_sgd.replica_group import ReplicaGroup
 from tutti.parallel.context.ring_attention import Ring
 from tutti.parallel.mesh import Mesh
 from tutti.parallel.pipeline.pipeline_runner import _groups
@@ -112,7 +112,7 @@ def test_sums_of_little(ranks: int) -> None:
 
 def as_partners() -> None:
     me = dist.get_rank()
-    for work in Wire().swap(torch.empty(3), torch.ones(3), 1 - me):
+    for work in CountedCollectives().swap(torch.empty(3), torch.ones(3), 1 - me):
         work.wait()
 
 
@@ -123,7 +123,7 @@ def as_ring() -> None:
 
 def as_replicas() -> None:
     me = dist.get_rank()
-    replicas = Replicas(me, 2, (0, 1), None, untracked_channel(), untracked_channel())
+    replicas = ReplicaGroup(me, 2, (0, 1), None, untracked_channel(), untracked_channel())
     replicas.start_swap([torch.ones(3)], [1 - me], [[torch.empty(3)]], [1 - me]).wait()
 
 

@@ -5,16 +5,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from tutti.compression.bucketed_top_k import TOP16_Q4, BucketedTopK
 from tutti.compression.bytegrad import ByteGrad
 from tutti.compression.cast import Cast
 from tutti.compression.codec import Codec
 from tutti.compression.dgc import DGC
-from tutti.compression.levels import Levels
-from tutti.compression.onebit import OneBit
-from tutti.compression.qsgd import qsgd
-from tutti.compression.sparcml import TOP16_Q4, BucketTopK
+from tutti.compression.one_bit import OneBit
+from tutti.compression.qsgd import Levels, qsgd
 from tutti.compression.terngrad import TernGrad
-from tutti.compression.topk import TopK
+from tutti.compression.top_k import TopK
 
 FEEDBACK: dict[str, Codec] = {
     "onebit": OneBit(),
@@ -28,7 +27,7 @@ FEEDBACK: dict[str, Codec] = {
     "topk": TopK(0.01),
     "topk-third": TopK(0.34),
     "top16-q4": TOP16_Q4,
-    "top5of32": BucketTopK(32, 5),
+    "top5of32": BucketedTopK(32, 5),
 }
 """By name, those that keep what they do not send."""
 

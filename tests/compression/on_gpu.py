@@ -17,10 +17,9 @@ import pytest
 import torch
 
 from compression.codecs import gradient
-from tutti.compression.codec import Codec
-from tutti.compression.device import _trial
-from tutti.compression.levels import Levels, _by_triton
-from tutti.compression.topk import TopK
+from tutti.compression.codec import Codec, _trial
+from tutti.compression.qsgd import Levels, _by_triton
+from tutti.compression.top_k import TopK
 
 Arrays = dict[str, np.ndarray]
 Call = Callable[..., Any]
@@ -58,14 +57,14 @@ def step(codec: Codec, values: np.ndarray, old: Arrays, count: int = 0, given: n
 
 def searched(codec: TopK, values: np.ndarray, old: Arrays) -> np.ndarray | None:
     """The places that the search finds, None where it gives up."""
-    from tutti.compression.gpu import search
+    from tutti.compression.gpu_kernels import sparse_kernels
 
     flat = torch.from_numpy(values)
     state = codec.state(flat.numel(), dtype=flat.dtype)
     for name, kept in old.items():
         state.old[name].copy_(torch.from_numpy(kept))
     count, momentum = codec.count(flat.numel()), codec._momentum(flat, state)
-    places = search.largest_sums(flat, state.old["residual"], state.new["residual"], momentum, count)
+    places = sparse_kernels.largest_sums(flat, state.old["residual"], state.new["residual"], momentum, count)
     return None if places is None else places.numpy()
 
 
@@ -123,26 +122,26 @@ def compiled(codec: Codec, dtype: str, numel: int, target: tuple[str, int | str,
     """
     import triton
 
-    from tutti.compression.gpu import buckets, build, top
+    from tutti.compression.gpu_kernels import launching, sparse_kernels
 
     triton.runtime.driver.set_active(Driver(*target))
     found: list[Compiled] = []
 
     def compile_only(kernel: Any, programs: int, like: Any, *args: Any, warps: int = 4, **constants: Any) -> None:
         for _ in range(2):  # the second one finds it, and looks whether it still holds
-            made = kernel.warmup(*args, **constants, grid=(programs,), num_warps=warps, **build.ROUNDING)
+            made = kernel.warmup(*args, **constants, grid=(programs,), num_warps=warps, **launching.ROUNDING)
         binary, ptx = made.asm["cubin" if target[0] == "cuda" else "hsaco"], made.asm.get("ptx", "")
         name = f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}"
         found.append((name, len(binary), sorted(set(INEXACT.findall(ptx)))))
 
-    build.launch = buckets.launch = compile_only
+    launching.launch = sparse_kernels.launch = compile_only
     real = getattr(torch, dtype)
     state = codec.state(numel, dtype=real)
     message, flat = torch.zeros(codec.nbytes(numel), dtype=torch.uint8), torch.zeros(numel, dtype=real)
     codec.encode_by_triton(flat, state, message)
     if isinstance(codec, TopK):  # without a device the search finds nothing, so there is nothing to take
         places = torch.arange(codec.count(numel))
-        top.take(places, flat, state.new.get("momentum", flat[:0]), *codec.pairs(message, numel))
+        sparse_kernels.take_values(places, flat, state.new.get("momentum", flat[:0]), *codec.pairs(message, numel))
     codec.decode_add_by_triton(message, flat)
     return found
 

@@ -9,46 +9,52 @@ from torch import Tensor
 from compression.codecs import CODECS, FEEDBACK, gradient
 from compression.transport import sent_nbytes
 from tutti.comm.world import join_world
-from tutti.compression.by_tensor import keep, kept_of
+from tutti.compression.bucketed_top_k import TOP16_Q4
 from tutti.compression.cast import Cast
-from tutti.compression.exchange import Exchange, InOrder, all_finite, wait
-from tutti.compression.factors import Factors, FactorSum, linear
-from tutti.compression.gravac import Gravac
-from tutti.compression.levels import Levels
-from tutti.compression.powersgd import PowerSGD
-from tutti.compression.sparcml import TOP16_Q4
-from tutti.compression.sparse import SparseSum
-from tutti.compression.topk import TopK
-from tutti.compression.two_phase import Gathered, TwoPhase
+from tutti.compression.dense_reducers import AllGatherReducer, TwoPhaseReducer
+from tutti.compression.gravac import GravacReducer
+from tutti.compression.powersgd import PowerSGDReducer
+from tutti.compression.qsgd import Levels
+from tutti.compression.reducer import (
+    GradientReducer,
+    RoundScheduler,
+    all_finite,
+    load_states_by_tensor,
+    states_by_tensor,
+    wait_all,
+)
+from tutti.compression.sparse_reducer import SparseReducer
+from tutti.compression.sufficient_factors import FactorReducer, Factors, linear
+from tutti.compression.top_k import TopK
 from tutti.config.compression import factors_sent_nbytes
 
 SHAPES = [(12, 10), (7,), (9, 4, 5), (3, 2)]
 
 
-def exchanges(numel: int, dtype: torch.dtype = torch.float64) -> dict[str, Exchange]:
+def exchanges(numel: int, dtype: torch.dtype = torch.float64) -> dict[str, GradientReducer]:
     """By name; all ranks make them alike."""
-    made: dict[str, Exchange] = {
-        f"two-phase {name}": TwoPhase(codec, numel, dtype=dtype)
+    made: dict[str, GradientReducer] = {
+        f"two-phase {name}": TwoPhaseReducer(codec, numel, dtype=dtype)
         for name, codec in FEEDBACK.items()
         if "top" not in name
     }
-    made["top16-q4 and q4"] = TwoPhase(TOP16_Q4, numel, back=Levels(4, feedback=True), dtype=dtype)
-    made["gathered topk"] = Gathered(TopK(0.05), numel, dtype=dtype)
-    made["gravac"] = Gravac(TopK(0.01), [(numel,)], gain=0.5, window=3, dtype=dtype)
-    made["split topk"] = SparseSum(TopK(0.05), numel, dtype=dtype)
-    made["split dense"] = SparseSum(TopK(0.7), numel, dtype=dtype)
-    made["split q4"] = SparseSum(TopK(0.7), numel, dtype=dtype, back=Levels(4, feedback=True))
-    made["doubling topk"] = SparseSum(TopK(0.05), numel, dtype=dtype, algorithm="doubling")
-    made["doubling dense"] = SparseSum(TopK(0.3), numel, dtype=dtype, algorithm="doubling")
+    made["top16-q4 and q4"] = TwoPhaseReducer(TOP16_Q4, numel, back=Levels(4, feedback=True), dtype=dtype)
+    made["gathered topk"] = AllGatherReducer(TopK(0.05), numel, dtype=dtype)
+    made["gravac"] = GravacReducer(TopK(0.01), [(numel,)], gain=0.5, window=3, dtype=dtype)
+    made["split topk"] = SparseReducer(TopK(0.05), numel, dtype=dtype)
+    made["split dense"] = SparseReducer(TopK(0.7), numel, dtype=dtype)
+    made["split q4"] = SparseReducer(TopK(0.7), numel, dtype=dtype, back=Levels(4, feedback=True))
+    made["doubling topk"] = SparseReducer(TopK(0.05), numel, dtype=dtype, algorithm="doubling")
+    made["doubling dense"] = SparseReducer(TopK(0.3), numel, dtype=dtype, algorithm="doubling")
     return made
 
 
-def plain_exchanges(numel: int, dtype: torch.dtype = torch.float32) -> dict[str, Exchange]:
+def plain_exchanges(numel: int, dtype: torch.dtype = torch.float32) -> dict[str, GradientReducer]:
     """Those that keep nothing, or more than the rest of a sum."""
     return {
-        name: TwoPhase(CODECS[name], numel, dtype=dtype)
+        name: TwoPhaseReducer(CODECS[name], numel, dtype=dtype)
         for name in ("qsgd", "qsgd-2", "terngrad", "bytegrad-plain", "fp16-plain", "bf16-plain")
-    } | {"dgc": Gathered(CODECS["dgc"], numel, dtype=dtype)}
+    } | {"dgc": AllGatherReducer(CODECS["dgc"], numel, dtype=dtype)}
 
 
 def all_of(value: Any) -> list[Any]:
@@ -76,9 +82,9 @@ def telescoping(sizes: tuple[int, ...], steps: int) -> None:
                 total += flat
                 exchange.run(flat)
                 out += flat
-                exchange.settle(all_finite(flat))
+                exchange.finish_step(all_finite(flat))
             same_everywhere(out, f"{name} {numel}")
-            kept = sum(one["residual"] for one in all_of(kept_of(exchange, [numel])[0]))
+            kept = sum(one["residual"] for one in all_of(states_by_tensor(exchange, [numel])[0]))
             expected = sum(all_of(total))
             error = float((out + kept - expected).abs().max())
             assert error <= 1e-12, f"{name} {numel}: {error}"
@@ -97,7 +103,7 @@ def not_finite(numel: int) -> None:
                 exchange.run(flat)
                 finite = all_finite(flat)
                 assert finite == (kind == "normal"), f"{name} {kind}"
-                exchange.settle(finite)
+                exchange.finish_step(finite)
                 if finite:
                     same_everywhere(flat, name)
                     continue
@@ -116,11 +122,11 @@ def bytes_sent(numel: int) -> dict[str, tuple[int, int, int]]:
     join_world()
     found = {}
     made = exchanges(numel, torch.float32) | plain_exchanges(numel)
-    made["powersgd"] = PowerSGD([(numel // 100, 100)], rank=2)
+    made["powersgd"] = PowerSGDReducer([(numel // 100, 100)], rank=2)
     for name, exchange in made.items():
         flat = of_rank("normal", numel if name != "powersgd" else numel // 100 * 100, torch.float32, 0)
         exchange.run(flat.clone())
-        counted = exchange.wire.sent_nbytes
+        counted = exchange.collectives.sent_nbytes
         dist.barrier()
         before = sent_nbytes()
         for _ in range(4):
@@ -129,7 +135,7 @@ def bytes_sent(numel: int) -> dict[str, tuple[int, int, int]]:
         after = sent_nbytes()
         found[name] = (
             4 * getattr(exchange, "step_nbytes", counted),
-            exchange.wire.sent_nbytes - counted,
+            exchange.collectives.sent_nbytes - counted,
             after - before,
         )
     return found
@@ -144,14 +150,14 @@ def several_at_once(numel: int) -> None:
         for name, exchange in alone.items():
             expected[name] = of_rank("normal", numel, torch.float64, step)
             exchange.run(expected[name])
-            exchange.settle(True)
-        order = InOrder(ahead=1 + step)
+            exchange.finish_step(True)
+        order = RoundScheduler(ahead=1 + step)
         for name, exchange in together.items():
             got[name] = of_rank("normal", numel, torch.float64, step)
             order.start(exchange.rounds(got[name]))
         order.finish()
         for name, exchange in together.items():
-            exchange.settle(True)
+            exchange.finish_step(True)
             assert torch.equal(got[name], expected[name]), name
 
 
@@ -163,17 +169,19 @@ def checkpointed(numel: int) -> None:
     for name, exchange in one.items():
         for step in range(3):
             exchange.run(of_rank("normal", numel, torch.float64, step))
-            exchange.settle(True)
+            exchange.finish_step(True)
         other[name].load({key: tensor.clone() for key, tensor in exchange.tensors().items()})
         flats = [of_rank("normal", numel, torch.float64, 9) for _ in range(2)]
         exchange.run(flats[0])
         other[name].run(flats[1])
         assert torch.equal(*flats), name
-        exchange.settle(True)
-        (kept,) = kept_of(exchange, [numel])
+        exchange.finish_step(True)
+        (kept,) = states_by_tensor(exchange, [numel])
         count = exchange.states["worker"].count
-        keep(fresh[name], [numel], [{what: sum(all_of(value)) / ranks for what, value in kept.items()}], count)
-        (again,) = kept_of(fresh[name], [numel])
+        load_states_by_tensor(
+            fresh[name], [numel], [{what: sum(all_of(value)) / ranks for what, value in kept.items()}], count
+        )
+        (again,) = states_by_tensor(fresh[name], [numel])
         for what, value in kept.items():
             torch.testing.assert_close(sum(all_of(again[what])), sum(all_of(value)), rtol=1e-13, atol=1e-15)
         assert fresh[name].states["worker"].count == count == 4
@@ -198,7 +206,7 @@ def sparse_sums(numel: int) -> list[tuple[str, float, int, bool]]:
                 flat[own] = torch.randint(-50, 0, (len(own),), generator=draw).float()
                 expected = sum(all_of(flat.clone()))
                 assert isinstance(expected, Tensor)
-                exchange = SparseSum(TopK(max(count, 1) / numel), numel, algorithm=algorithm)  # type: ignore[arg-type]
+                exchange = SparseReducer(TopK(max(count, 1) / numel), numel, algorithm=algorithm)  # type: ignore[arg-type]
                 exchange.run(flat)
                 assert torch.equal(flat, expected), (algorithm, share, overlap)
                 found.append((algorithm, overlap, common + ranks * (count - common), exchange.switched))
@@ -209,9 +217,9 @@ def power(steps: int) -> dict[str, Any]:
     """PowerSGD of all ranks beside one rank with the sum; and how the workers' errors go."""
     join_world()
     numel = sum(torch.Size(shape).numel() for shape in SHAPES)
-    exchange = PowerSGD(SHAPES, rank=2, min_rate=1, dtype=torch.float64, seed=4)
+    exchange = PowerSGDReducer(SHAPES, rank=2, min_rate=1, dtype=torch.float64, seed=4)
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
-    single = PowerSGD(SHAPES, rank=2, min_rate=1, dtype=torch.float64, seed=4, group=alone)
+    single = PowerSGDReducer(SHAPES, rank=2, min_rate=1, dtype=torch.float64, seed=4, group=alone)
     worst, total, out = 0.0, torch.zeros(numel).double(), torch.zeros(numel).double()
     for step in range(steps):
         flat = of_rank("normal", numel, torch.float64, step)
@@ -223,8 +231,8 @@ def power(steps: int) -> dict[str, Any]:
         worst = max(worst, float((flat - everyone).abs().max()))
         same_everywhere(flat, "powersgd")
         out += flat
-        exchange.settle(True)
-        single.settle(True)
+        exchange.finish_step(True)
+        single.finish_step(True)
     error = exchange.states["worker"].old["residual"]
     kept = sum(all_of(error))
     assert isinstance(kept, Tensor)
@@ -240,14 +248,14 @@ def power(steps: int) -> dict[str, Any]:
 def power_not_finite() -> None:
     """A step that does not count leaves Q and the errors; zero gradients do not end the method."""
     join_world()
-    exchange = PowerSGD([(12, 10), (5,)], rank=2, min_rate=1)
+    exchange = PowerSGDReducer([(12, 10), (5,)], rank=2, min_rate=1)
     for kind in ("normal", "nan", "zeros", "zeros", "normal"):
         before = {key: tensor.clone() for key, tensor in exchange.tensors().items()}
         flat = of_rank(kind if dist.get_rank() == 0 or kind != "nan" else "normal", 125, torch.float32, 1)
         exchange.run(flat)
         finite = all_finite(flat)
         assert finite == (kind != "nan")
-        exchange.settle(finite)
+        exchange.finish_step(finite)
         if not finite:
             assert all(torch.equal(tensor, before[key]) for key, tensor in exchange.tensors().items())
     assert flat[:120].norm() > 0
@@ -258,16 +266,16 @@ def precision_of_casts(numel: int) -> None:
     join_world()
     ranks = dist.get_world_size()
     flat = torch.full((numel,), 1e5) / ranks
-    TwoPhase(Cast("float16"), numel).run(flat / 2)
+    TwoPhaseReducer(Cast("float16"), numel).run(flat / 2)
     small = torch.full((numel,), 5e-8 * 1000)
-    TwoPhase(Cast("bfloat16"), numel).run(small)
+    TwoPhaseReducer(Cast("bfloat16"), numel).run(small)
     torch.testing.assert_close(small, torch.full((numel,), 5e-5 * ranks), rtol=1e-2, atol=0)
 
 
 def terngrad_sums(numel: int) -> None:
     """With the scales shared over ranks, the way back is exact: the sum is that of the ranks' codes."""
     join_world()
-    exchange = TwoPhase(CODECS["terngrad"], numel)
+    exchange = TwoPhaseReducer(CODECS["terngrad"], numel)
     flat = of_rank("normal", numel, torch.float32, 0)
     exchange.run(flat)
     for chunk in flat.split(exchange.length):
@@ -291,7 +299,7 @@ def factor_sums(out_features: int, in_features: int, beside: bool) -> dict[str, 
     start = torch.randn(out_features, in_features, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     weight = start.t().contiguous().t().requires_grad_()  # transposed in memory
     bias = torch.zeros(out_features, dtype=torch.float64, requires_grad=True)
-    kept, everything = Factors(), FactorSum()
+    kept, everything = Factors(), FactorReducer()
     dense = torch.zeros_like(weight)
     for rows in [(2, 3), (rank,)][: 1 + rank]:
         inputs = torch.randn(*rows, in_features, dtype=torch.float64, generator=draw).requires_grad_()
@@ -305,7 +313,7 @@ def factor_sums(out_features: int, in_features: int, beside: bool) -> dict[str, 
     other = torch.ones_like(weight) if beside and rank == ranks - 1 else None
     out = torch.empty_like(weight)
     for works in everything.rounds(kept, out, other):
-        wait(works)
+        wait_all(works)
     same_everywhere(out, "factors")
     error = float((out - sum(all_of(dense if other is None else dense + other))).abs().max())
     exact = 2 * (ranks - 1) * weight.numel() * 8 // ranks + 8 * (ranks - 1)
@@ -313,7 +321,7 @@ def factor_sums(out_features: int, in_features: int, beside: bool) -> dict[str, 
     return {
         "error": error,
         "formula": exact if everything.dense else factors_sent_nbytes(rows, out_features, in_features, ranks, 8),
-        "counted": everything.wire.sent_nbytes,
+        "counted": everything.collectives.sent_nbytes,
         "dense": everything.dense,
         "used": everything.used,
     }

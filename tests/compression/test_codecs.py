@@ -10,15 +10,14 @@ from hypothesis import strategies as st
 
 from compression.codecs import CODECS, DGCS, FEEDBACK, KINDS, WITHOUT, gradient, same_bits, two_steps
 from tutti.compression.blocks import steps
+from tutti.compression.bucketed_top_k import TOP16_Q4, BucketedTopK
 from tutti.compression.bytegrad import ByteGrad
 from tutti.compression.cast import Cast
 from tutti.compression.dgc import DGC, clip_locally
-from tutti.compression.levels import Levels
-from tutti.compression.onebit import OneBit
-from tutti.compression.qsgd import qsgd
-from tutti.compression.sparcml import TOP16_Q4, BucketTopK
+from tutti.compression.one_bit import OneBit
+from tutti.compression.qsgd import Levels, qsgd
 from tutti.compression.terngrad import TernGrad
-from tutti.compression.topk import TopK, largest
+from tutti.compression.top_k import TopK, largest
 from tutti.errors import CheckpointError, PlanError
 
 SIZES = (1, 7, 31, 32, 33, 511, 2048, 2053)
@@ -272,8 +271,8 @@ def test_settings_that_cannot_work_are_refused() -> None:
         lambda: ByteGrad(100),
         lambda: Levels(3),  # type: ignore[arg-type]
         lambda: TopK(0.0),
-        lambda: BucketTopK(512, 513),
-        lambda: BucketTopK(2**16, 1),
+        lambda: BucketedTopK(512, 513),
+        lambda: BucketedTopK(2**16, 1),
     ):
         with pytest.raises(PlanError):
             make()

@@ -8,21 +8,15 @@ from compression import on_gpu
 from compression.codecs import CODECS
 
 AMPERE, HOPPER, INSTINCT = ("cuda", 80, 32), ("cuda", 90, 32), ("hip", "gfx942", 64)
-KERNELS = {name: codec for name, codec in CODECS.items() if codec.in_triton}
+KERNELS = {name: codec for name, codec in CODECS.items() if codec.has_triton_kernels}
 NAMES = {
-    "signs.encode_blocks",
-    "signs.decode_values",
-    "levels.encode_blocks",
-    "levels.decode_values",
-    "ranges.encode_blocks",
-    "ranges.decode_values",
-    "top.sample_values",
-    "top.collect_values",
-    "top.take_values",
-    "top.decode_values",
-    "buckets.choose_values",
-    "buckets.write_values",
-    "buckets.decode_values",
+    *(
+        f"dense_kernels._{what}_{codec}_kernel"
+        for what in ("encode", "decode")
+        for codec in ("signs", "levels", "min_max")
+    ),
+    *(f"sparse_kernels._{what}_kernel" for what in ("sample", "collect", "take", "decode_pairs")),
+    *(f"sparse_kernels._{what}_buckets_kernel" for what in ("choose", "write", "decode")),
 }
 
 

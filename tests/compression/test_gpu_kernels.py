@@ -8,20 +8,20 @@ import torch
 
 from compression import on_gpu
 from compression.codecs import CODECS, FEEDBACK, KINDS, gradient, same_bits
-from tutti.compression import device
+from tutti.compression import codec as codec_module
+from tutti.compression.bucketed_top_k import TOP16_Q4, BucketedTopK
 from tutti.compression.bytegrad import ByteGrad
 from tutti.compression.cast import Cast
 from tutti.compression.codec import Codec
+from tutti.compression.codec_state import CodecState
 from tutti.compression.dgc import DGC
-from tutti.compression.levels import Levels, _by_torch
-from tutti.compression.onebit import OneBit
-from tutti.compression.sparcml import TOP16_Q4, BucketTopK
-from tutti.compression.state import State
+from tutti.compression.one_bit import OneBit
+from tutti.compression.qsgd import Levels, _by_torch
 from tutti.compression.terngrad import TernGrad
-from tutti.compression.topk import SAMPLE, TopK, largest
+from tutti.compression.top_k import SAMPLE, TopK, largest
 
 DTYPES = (torch.float32, torch.float64)
-KERNELS = {name: codec for name, codec in CODECS.items() if codec.in_triton}
+KERNELS = {name: codec for name, codec in CODECS.items() if codec.has_triton_kernels}
 SUMMED = {name: c for name, c in KERNELS.items() if isinstance(c, OneBit) or (isinstance(c, Levels) and c.norm == "l2")}
 """Those with a sum over a block for a scale: Triton's order is another, and the scale may differ in its last bits."""
 EXACT = {name: codec for name, codec in KERNELS.items() if name not in SUMMED}
@@ -35,7 +35,7 @@ def triton() -> Iterator[on_gpu.Call]:
         yield call
 
 
-def state_of(codec: Codec, values: torch.Tensor, old: on_gpu.Arrays, count: int = 0) -> State:
+def state_of(codec: Codec, values: torch.Tensor, old: on_gpu.Arrays, count: int = 0) -> CodecState:
     state = codec.state(values.numel(), dtype=values.dtype, seed=3)
     state.count = count
     for name, kept in old.items():
@@ -68,8 +68,8 @@ def differences(one: on_gpu.Arrays, other: on_gpu.Arrays) -> list[str]:
 
 def cases(codec: Codec) -> list[tuple[str, torch.dtype, int]]:
     """Kinds, dtypes and sizes; buckets, whose search for a bound the interpreter is slow at, get fewer."""
-    sizes = (17, 530) if isinstance(codec, BucketTopK) else (1, 17, 513, 4100)
-    wide = () if isinstance(codec, BucketTopK) else ("heavy", "infinite", "negative zero")
+    sizes = (17, 530) if isinstance(codec, BucketedTopK) else (1, 17, 513, 4100)
+    wide = () if isinstance(codec, BucketedTopK) else ("heavy", "infinite", "negative zero")
     return [
         *((KINDS[0], dtype, numel) for numel in sizes for dtype in DTYPES),
         *((kind, torch.float32, 530) for kind in KINDS[1:]),
@@ -84,7 +84,7 @@ def steps_differ(triton: on_gpu.Call, codec: Codec, kind: str, dtype: torch.dtyp
         values = gradient(kind, numel, dtype, count)
         one = triton(on_gpu.step, codec, values.numpy(), old, count)
         found += differences(one, reference(codec, values, old, count))
-        old = {name: one[name] for name in codec.keeps}
+        old = {name: one[name] for name in codec.state_names}
     return found
 
 
@@ -130,18 +130,18 @@ def test_sums_are_near_and_all_else_is_exact_given_them(triton: on_gpu.Call, nam
             torch.testing.assert_close(scales, wanted, rtol=TOLERANCE, atol=0, equal_nan=True)
             given = written_with(codec, values, old, count, scales)
             assert not differences(one, given), (kind, dtype, numel, count)
-            old = {kept: one[kept] for kept in codec.keeps}
+            old = {kept: one[kept] for kept in codec.state_names}
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_sums_of_whole_numbers_are_exact_so_all_is(triton: on_gpu.Call, name: str) -> None:
-    """Also a GPU's own trial (`device`), which has to tell kernels that are right from others."""
+    """Also a GPU's own trial (`codec`), which has to tell kernels that are right from others."""
     codec = KERNELS[name]
     for dtype in DTYPES:
         values = (torch.arange(3001) * 7919 % 251 - 125).to(dtype)
-        old = {kept: (torch.arange(3001) * 101 % 23 - 11).to(dtype).numpy() for kept in codec.keeps}
+        old = {kept: (torch.arange(3001) * 101 % 23 - 11).to(dtype).numpy() for kept in codec.state_names}
         assert not differences(triton(on_gpu.step, codec, values.numpy(), old), reference(codec, values, old)), dtype
-    by_torch = device._trial(type(codec)(), torch.device("cpu"), "torch")
+    by_torch = codec_module._trial(type(codec)(), torch.device("cpu"), "torch")
     assert all(np.array_equal(a, b) for a, b in zip(triton(on_gpu.trial, type(codec)()), by_torch, strict=True))
 
 
@@ -186,7 +186,12 @@ def test_scales_that_are_given(triton: on_gpu.Call, bits: int) -> None:
 
 
 def test_a_block_that_is_no_power_of_two_and_a_large_one(triton: on_gpu.Call) -> None:
-    for codec in (Levels(4, block=48), ByteGrad(block=8192), BucketTopK(336, 7), Levels(2, block=4096, feedback=True)):
+    for codec in (
+        Levels(4, block=48),
+        ByteGrad(block=8192),
+        BucketedTopK(336, 7),
+        Levels(2, block=4096, feedback=True),
+    ):
         values = gradient("normal", 9000)
         assert not differences(triton(on_gpu.step, codec, values.numpy(), {}), reference(codec, values, {}))
 
@@ -212,7 +217,7 @@ def test_the_search_finds_by_itself_also_where_momentum_decides(triton: on_gpu.C
     for codec in (TopK(0.003), DGC(0.003, momentum=0.5)):
         values = gradient("normal", 20000)
         sizes = {"residual": 9, "momentum": 9000}
-        old = {name: gradient("normal", 20000, seed=7).numpy() * np.float32(sizes[name]) for name in codec.keeps}
+        old = {name: gradient("normal", 20000, seed=7).numpy() * np.float32(sizes[name]) for name in codec.state_names}
         sums = old["residual"] + (np.float32(0.5) * old["momentum"] if "momentum" in old else 0) + values.numpy()
         wanted = largest(torch.from_numpy(sums), codec.count(20000))
         found = triton(on_gpu.searched, codec, values.numpy(), old)
@@ -224,7 +229,7 @@ def test_values_that_differ_in_their_last_bits_only(triton: on_gpu.Call) -> None
     for dtype, whole in ((torch.float32, torch.int32), (torch.float64, torch.int64)):
         last = torch.randint(0, 4, (1030,), dtype=whole, generator=torch.Generator().manual_seed(0))
         values = (torch.full((1030,), -0.7, dtype=dtype).view(whole) + last).view(dtype)
-        for codec in (TOP16_Q4, BucketTopK(32, 5), TopK(0.1)):
+        for codec in (TOP16_Q4, BucketedTopK(32, 5), TopK(0.1)):
             assert not differences(triton(on_gpu.step, codec, values.numpy(), {}), reference(codec, values, {}))
 
 
@@ -254,8 +259,10 @@ def test_an_index_that_comes_twice_adds_twice(triton: on_gpu.Call) -> None:
 # Who computes
 
 
-def way(codec: Codec, name: str) -> str:
-    return device.way(codec, torch.device(name), by_numba="numba", by_triton="triton", by_torch="torch")
+def implementation(codec: Codec, name: str) -> str:
+    return codec_module.implementation(
+        codec, torch.device(name), by_numba="numba", by_triton="triton", by_torch="torch"
+    )
 
 
 def test_triton_computes_where_it_has_shown_that_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,29 +274,29 @@ def test_triton_computes_where_it_has_shown_that_it_can(monkeypatch: pytest.Monk
             raise RuntimeError("Failed to find C compiler")
         return [torch.tensor([float(isinstance(codec, TopK) and by == "triton")])]
 
-    monkeypatch.setattr(device, "_trial", trial)
-    monkeypatch.setattr(device, "find_spec", lambda name: name)
-    device._shown.cache_clear()
-    assert [way(OneBit(), name) for name in ("cpu", "cuda:0", "cuda:0", "mps")] == [
+    monkeypatch.setattr(codec_module, "_trial", trial)
+    monkeypatch.setattr(codec_module, "find_spec", lambda name: name)
+    codec_module._triton_verified.cache_clear()
+    assert [implementation(OneBit(), name) for name in ("cpu", "cuda:0", "cuda:0", "mps")] == [
         "numba",
         "triton",
         "triton",
         "torch",
     ]
     assert tried == [(OneBit, "triton"), (OneBit, "torch")]
-    assert way(OneBit(block=8192), "cuda:0") == "triton"
-    assert way(OneBit(block=16384), "cuda:0") == way(Cast(), "cuda:0") == "torch"
+    assert implementation(OneBit(block=8192), "cuda:0") == "triton"
+    assert implementation(OneBit(block=16384), "cuda:0") == implementation(Cast(), "cuda:0") == "torch"
     with pytest.warns(RuntimeWarning, match=r"ByteGrad on cuda:0.*Failed to find C compiler"):
-        assert way(ByteGrad(), "cuda:0") == "torch"
+        assert implementation(ByteGrad(), "cuda:0") == "torch"
     with pytest.warns(RuntimeWarning, match="not what torch computes"):
-        assert way(TopK(), "cuda:0") == "torch"
-    monkeypatch.setattr(device, "find_spec", lambda name: None)
-    device._shown.cache_clear()
-    assert way(OneBit(), "cuda:0") == way(OneBit(), "mps") == "torch"
-    device._shown.cache_clear()
+        assert implementation(TopK(), "cuda:0") == "torch"
+    monkeypatch.setattr(codec_module, "find_spec", lambda name: None)
+    codec_module._triton_verified.cache_clear()
+    assert implementation(OneBit(), "cuda:0") == implementation(OneBit(), "mps") == "torch"
+    codec_module._triton_verified.cache_clear()
 
 
 def test_every_kind_of_codec_can_be_tried_with_its_defaults() -> None:
     kinds = {type(codec) for codec in KERNELS.values()}
     assert kinds == {OneBit, ByteGrad, Levels, TernGrad, TopK, DGC, type(TOP16_Q4)}
-    assert all(kind() in (kind(),) and kind().in_triton for kind in kinds)
+    assert all(kind() in (kind(),) and kind().has_triton_kernels for kind in kinds)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from tutti.compression.gravac import Gravac
-from tutti.compression.topk import TopK
+from tutti.compression.gravac import GravacReducer
+from tutti.compression.top_k import TopK
 
 N, LEAST, GAIN = 4000, 0.004, 0.6
 
@@ -45,24 +45,24 @@ def by_hand(gradients: list[torch.Tensor], window: int) -> list[float]:
 def test_the_density_follows_the_gain(window: int) -> None:
     """Down to its least while a few values are all, up again when they are not."""
     gradients = [sharp(step) for step in range(10 * window)] + [flat(step) for step in range(10 * window)]
-    exchange = Gravac(TopK(LEAST), [(N,)], gain=GAIN, window=window, dtype=torch.float64)
+    exchange = GravacReducer(TopK(LEAST), [(N,)], gain=GAIN, window=window, dtype=torch.float64)
     densities = []
     for gradient in gradients:
         densities.append(exchange.density)
         exchange.run(gradient.clone())
-        exchange.settle(True)
+        exchange.finish_step(True)
     assert densities == by_hand(gradients, window)
     assert min(densities) == LEAST
     assert densities[-1] > 2 * LEAST
 
 
 def test_steps_that_do_not_count_and_zeros_move_nothing() -> None:
-    exchange = Gravac(TopK(LEAST), [(N,)], gain=GAIN, window=2, dtype=torch.float64)
+    exchange = GravacReducer(TopK(LEAST), [(N,)], gain=GAIN, window=2, dtype=torch.float64)
     for gradient, finite in ((sharp(0), False), (sharp(0) * float("nan"), False), (torch.zeros(N).double(), True)):
         exchange.run(gradient.clone())
-        exchange.settle(finite)
+        exchange.finish_step(finite)
     assert exchange.shared["ladder"].tolist() == [0.25, 1, 0, 0, 0]
     for _ in range(3):
         exchange.run(torch.zeros(N).double())
-        exchange.settle(True)
+        exchange.finish_step(True)
     assert exchange.density == 0.25

@@ -17,12 +17,13 @@ from filelock import FileLock
 from compression.codecs import gradient
 from harness import run_ranks
 from tutti.comm.world import join_world
-from tutti.compression.onebit import OneBit
+from tutti.compression.one_bit import OneBit
 
 
 def test_importing_tutti_or_a_codec_loads_no_numba_and_no_triton() -> None:
     code = (
-        "import sys, tutti, tutti.compression.onebit, tutti.compression.two_phase, tutti.compression.sparse; "
+        "import sys, tutti, tutti.compression.one_bit, tutti.compression.dense_reducers; "
+        "import tutti.compression.sparse_reducer; "
         "sys.exit(not sys.modules.keys().isdisjoint({'numba', 'triton'}))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
@@ -53,7 +54,7 @@ def test_kernels_work_in_a_process_forked_after_they_were_used() -> None:
 
 def made_of(path: Path) -> Any:
     """A kernel of a file, whose folder keeps what is compiled."""
-    from tutti.compression.kernels.build import kernel
+    from tutti.compression.cpu_kernels import kernel
 
     sys.path.insert(0, str(path.parent))
     return kernel(importlib.import_module(path.stem).summed)
@@ -83,9 +84,9 @@ def test_one_process_compiles_and_the_others_wait_for_it(fresh: Path) -> None:
 
 
 def test_a_lock_that_is_never_given_back_stops_nobody(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tutti.compression.kernels import build
+    from tutti.compression import cpu_kernels
 
-    monkeypatch.setattr(build, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(cpu_kernels, "PATIENCE_S", 0.05)
     monkeypatch.setattr(sys, "path", [*sys.path])
     made = made_of(fresh)
     with FileLock(Path(made.stats.cache_path) / "never_compiled.summed.lock"):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from compression.codecs import gradient
-from tutti.compression.powersgd import PowerSGD, orthogonalise
+from tutti.compression.powersgd import PowerSGDReducer, orthogonalise
 from tutti.config.compression import factors_pay
 from tutti.errors import PlanError
 
@@ -22,7 +22,7 @@ def test_columns_become_orthonormal_and_dependent_ones_zero() -> None:
 
 def test_a_matrix_of_low_rank_comes_out_whole() -> None:
     matrix = gradient("normal", 24, torch.float64).view(12, 2) @ gradient("normal", 20, torch.float64, 1).view(2, 10)
-    exchange = PowerSGD([(12, 10)], rank=2, dtype=torch.float64)
+    exchange = PowerSGDReducer([(12, 10)], rank=2, dtype=torch.float64)
     flat = matrix.flatten().clone()
     exchange.run(flat)
     torch.testing.assert_close(flat.view(12, 10), matrix)
@@ -30,7 +30,7 @@ def test_a_matrix_of_low_rank_comes_out_whole() -> None:
 
 
 def test_vectors_and_small_matrices_are_sent_as_they_are() -> None:
-    exchange = PowerSGD([(100, 50), (50,), (3, 3), ()], rank=2)
+    exchange = PowerSGDReducer([(100, 50), (50,), (3, 3), ()], rank=2)
     assert [(m.rows, m.columns) for m in exchange.matrices] == [(100, 50)]
     assert exchange.plain == [(5000, 5050), (5050, 5059), (5059, 5060)]
     flat = gradient("normal", exchange.numel)
@@ -39,7 +39,7 @@ def test_vectors_and_small_matrices_are_sent_as_they_are() -> None:
     assert torch.equal(flat[5000:], expected[5000:])
     assert not torch.equal(flat[:5000], expected[:5000])
     with pytest.raises(PlanError, match="rank"):
-        PowerSGD([(3, 3)], rank=0)
+        PowerSGDReducer([(3, 3)], rank=0)
 
 
 def test_warm_start_finds_a_fixed_matrix() -> None:
@@ -47,11 +47,11 @@ def test_warm_start_finds_a_fixed_matrix() -> None:
     matrix = gradient("normal", 30 * 20, torch.float64).view(30, 20)
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
     best = (left[:, :3] * values[:3]) @ right[:3]
-    exchange = PowerSGD([(30, 20)], rank=3, min_rate=1, dtype=torch.float64)
+    exchange = PowerSGDReducer([(30, 20)], rank=3, min_rate=1, dtype=torch.float64)
     for _ in range(200):
         flat = matrix.flatten().clone()
         exchange.run(flat)
-        exchange.settle(True)
+        exchange.finish_step(True)
         exchange.states["worker"].old["residual"].zero_()
     torch.testing.assert_close(flat.view(30, 20), best, rtol=0, atol=1e-6)
 

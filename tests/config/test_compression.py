@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tutti.config import serialization
-from tutti.config.compression import Compression, bucket_sent_nbytes, compression_in_words, parse_compression
+from tutti.config.compression import Compression, bucket_sent_nbytes, format_compression, parse_compression
 from tutti.config.plan import BatchPlan, Plan, ShardingPlan, SyncPlan
 from tutti.config.refusals import check_plan
 from tutti.errors import TuttiError
@@ -32,7 +32,7 @@ BATCH = BatchPlan(global_batch_size=8)
 )
 def test_words_are_read_back_and_travel_in_plans(words: str) -> None:
     how = parse_compression(words)
-    assert compression_in_words(how) == words
+    assert format_compression(how) == words
     plan = Plan(batch=BATCH).compressed(how)
     assert plan.sync.compress == how
     assert serialization.loads(Plan, serialization.dumps(plan)) == plan

@@ -1,16 +1,15 @@
 """Modes of consistency in plans and in words: what is told, what is refused, and why."""
 
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
 from tutti.config import serialization
+from tutti.config.consistency_modes import CONSISTENCY_MODES, Relaxed, with_mode_defaults
 from tutti.config.plan import BatchPlan, Plan, SyncPlan
 from tutti.config.refusals import check_plan
-from tutti.config.relaxed import PARAMETERS, Relaxed, settled
-from tutti.config.sync_words import parse_sync, sync_in_words, with_mode
-from tutti.config.vocabulary import ALONE, SyncMode
+from tutti.config.sync_notation import format_sync, parse_sync, with_mode
 from tutti.errors import PlanError
 
 SAID = [
@@ -38,7 +37,7 @@ SAID = [
 @pytest.mark.parametrize("text", SAID)
 def test_words_and_plans_round_trip(text: str) -> None:
     sync = parse_sync(text)
-    assert sync_in_words(sync) == text
+    assert format_sync(sync) == text
     plan = Plan(batch=BatchPlan(global_batch_size=8), mesh={"replicate": 2}, sync=sync)
     assert serialization.loads(Plan, serialization.dumps(plan)) == plan
     check_plan(plan)
@@ -47,7 +46,7 @@ def test_words_and_plans_round_trip(text: str) -> None:
 
 
 def test_every_mode_is_said_and_has_parameters() -> None:
-    assert {parse_sync(text).mode for text in SAID} == set(PARAMETERS) == set(get_args(SyncMode))
+    assert {parse_sync(text).mode for text in SAID} == set(CONSISTENCY_MODES)
 
 
 def test_values_without_a_name_come_in_order() -> None:
@@ -57,9 +56,9 @@ def test_values_without_a_name_come_in_order() -> None:
 
 
 def test_what_nobody_says_is_the_modes_own() -> None:
-    assert settled("diloco", Relaxed(period=500)) == Relaxed(period=500, outer_rate=0.7, outer_momentum=0.9)
-    assert settled("local", Relaxed(period=3)).optimizer_state == "own"
-    assert settled("elastic", Relaxed(pull=0.5)) == Relaxed(period=1, pull=0.5)
+    assert with_mode_defaults("diloco", Relaxed(period=500)) == Relaxed(period=500, outer_rate=0.7, outer_momentum=0.9)
+    assert with_mode_defaults("local", Relaxed(period=3)).optimizer_state == "own"
+    assert with_mode_defaults("elastic", Relaxed(pull=0.5)) == Relaxed(period=1, pull=0.5)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +119,7 @@ def test_what_replicas_that_differ_exclude(fields: dict[str, Any], words: str) -
         check_plan(plan)
 
 
-@pytest.mark.parametrize("mode", ALONE)
+@pytest.mark.parametrize("mode", [mode.name for mode in CONSISTENCY_MODES.values() if mode.asynchronous])
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -131,7 +130,7 @@ def test_what_replicas_that_differ_exclude(fields: dict[str, Any], words: str) -
         ({"mesh": {"space": 2}}, "mesh.space"),
     ],
 )
-def test_what_modes_without_waiting_exclude(mode: SyncMode, fields: dict[str, Any], words: str) -> None:
+def test_what_modes_without_waiting_exclude(mode: str, fields: dict[str, Any], words: str) -> None:
     relaxed = Relaxed(bound=2) if mode == "stale" else Relaxed()
     plan = Plan(batch=BatchPlan(global_batch_size=8), sync=SyncPlan(mode=mode, relaxed=relaxed), **fields)
     with pytest.raises(PlanError, match=words) as caught:

@@ -7,9 +7,9 @@ import pytest
 
 from cost_model.examples import cluster, cpu, link, plan
 from tutti.config.cluster import VectorRate
+from tutti.config.consistency_modes import Relaxed
 from tutti.config.model import ModelSpec, ModuleSpec, OpCost, OpKind
 from tutti.config.plan import Plan, SyncPlan
-from tutti.config.relaxed import Relaxed
 from tutti.cost_model import cost_constants, predict
 from tutti.cost_model.group_links import Group, Span
 from tutti.cost_model.microbatch_cost import statistics_s

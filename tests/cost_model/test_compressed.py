@@ -9,7 +9,7 @@ from cost_model.examples import cluster, cpu, link, mlp, plan
 from tutti.config.cluster import CompressRate
 from tutti.config.compression import bucket_sent_nbytes, parse_compression
 from tutti.config.plan import Plan, SyncPlan
-from tutti.config.sync_words import parse_sync
+from tutti.config.sync_notation import parse_sync
 from tutti.cost_model import predict
 from tutti.cost_model.compressed_sync_cost import kernel_s, slowed
 from tutti.planner import objectives

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from cost_model.examples import cluster, cpu, link, mlp, plan
-from tutti.config.compression import factors_sent_nbytes, parse_compression, sum_sent_nbytes
+from tutti.config.compression import all_reduce_sent_nbytes, factors_sent_nbytes, parse_compression
 from tutti.config.plan import BatchPlan, Plan, SyncPlan
 from tutti.cost_model import predict
 from tutti.cost_model.gradient_sync_cost import by_factors
@@ -66,7 +66,7 @@ def test_zero_one_adam_sends_its_ways_every_so_many_updates() -> None:
     how = parse_compression("zero-one-adam,freeze_step=100,longest=8")
     model, numel = mlp(512, 3), 3 * 512 * 512
     done = predict(model, cluster(), plan(ranks=4, sync=SyncPlan(compress=how)))
-    assert done.sent_nbytes_per_rank == pytest.approx(sum_sent_nbytes(how, [(numel,)], 4, 4) / 8)
+    assert done.sent_nbytes_per_rank == pytest.approx(all_reduce_sent_nbytes(how, [(numel,)], 4, 4) / 8)
     often = replace(how, longest=1)
     assert (
         done.step_time_s.value

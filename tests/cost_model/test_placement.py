@@ -8,8 +8,8 @@ import pytest
 from cost_model.examples import cluster, cpu, gpu, link, mlp, plan
 from tutti.config.cluster import ClusterSpec, NodeSpec, slowest_link
 from tutti.config.compression import Compression
+from tutti.config.consistency_modes import Relaxed
 from tutti.config.plan import SyncPlan
-from tutti.config.relaxed import Relaxed
 from tutti.cost_model import cost_constants, predict
 from tutti.cost_model.rank_placement import place_ranks, ring_link, ring_tier, seated_link
 from tutti.errors import PlanError

@@ -2,24 +2,22 @@
 
 from dataclasses import replace
 from itertools import pairwise
-from typing import get_args
 
 import pytest
 
 from cost_model.examples import cluster, gpu, link, mlp, plan
 from tutti.config.cluster import ClusterSpec, DeviceKind
-from tutti.config.compression import parse_compression, sum_sent_nbytes
+from tutti.config.compression import all_reduce_sent_nbytes, parse_compression
+from tutti.config.consistency_modes import CONSISTENCY_MODES
 from tutti.config.prediction import Prediction
-from tutti.config.relaxed import PARAMETERS, REQUIRED
-from tutti.config.sync_words import parse_sync
-from tutti.config.vocabulary import SyncMode
+from tutti.config.sync_notation import parse_sync
 from tutti.cost_model import predict
 from tutti.cost_model.group_links import network
 from tutti.cost_model.rank_placement import place_ranks
 from tutti.cost_model.rank_tracks import timeline
-from tutti.cost_model.relaxed_sync_cost import EXCHANGES, Coded, Trained, _behind_updates, exchanged_apart, waited_parts
+from tutti.cost_model.relaxed_sync_cost import Coded, Trained, _behind_updates, _traffic, exchanged_apart, waited_parts
 from tutti.errors import PlanError
-from tutti.local_sgd import travel
+from tutti.local_sgd import delayed_reduction
 
 N = 4.0 * 3 * 512 * 512
 """Bytes of the example's parameters."""
@@ -80,7 +78,7 @@ def test_changes_in_a_code_take_its_bytes_its_kernels_and_some_copies(words: str
     sync = parse_sync(words)
     plain, coded = (predict(mlp(), machines, plan(64, 4, sync=one)) for one in (sync, replace(sync, compress=how)))
     values = int(N) // 4
-    sent = sum_sent_nbytes(how, [(values,)], 4, 4)
+    sent = all_reduce_sent_nbytes(how, [(values,)], 4, 4)
     assert coded.sent_nbytes_per_rank == pytest.approx(sent / 5, rel=1e-12)
     assert any("kernels of qsgd" in note for note in coded.notes)
     kernels_s = values * 8e-9 * (0.5 + 0.25 + 0.5 / 4 + 0.25)  # assumed: written, added up, a part again, read
@@ -146,7 +144,7 @@ def test_kernels_of_delayed_averages_are_waited_for() -> None:
     plain, delayed = (
         predict(mlp(), machines, plan(64, 4, sync=replace(parse_sync(one), compress=how))) for one in words
     )
-    wire_s = sum_sent_nbytes(how, [(int(N) // 4,)], 4, 4) / 1e10
+    wire_s = all_reduce_sent_nbytes(how, [(int(N) // 4,)], 4, 4) / 1e10
     saved_s = plain.step_time_s.value - delayed.step_time_s.value
     assert saved_s == pytest.approx((0.7 * wire_s / PARTS - 3 * N / 20e9) / 5, rel=1e-6)
 
@@ -160,14 +158,16 @@ def test_sums_that_are_waited_for_go_in_the_runtimes_parts(code: str, nbytes: fl
     assert waited_parts(how, nbytes) == parts
     values = int(nbytes) // 4
     if not how.settings.get("sparse") and how.method != "powersgd":
-        assert len(travel.parts_of(values, travel.WAITED)) == parts
+        assert len(delayed_reduction.split_into_chunks(values, delayed_reduction.BLOCKING_CHUNKS)) == parts
 
 
 def test_every_mode_is_predicted() -> None:
-    modes = [mode for mode in get_args(SyncMode) if mode != "synchronous"]
-    assert set(EXCHANGES) == set(modes)
+    modes = [mode for mode in CONSISTENCY_MODES if mode != "synchronous"]
+    assert all(CONSISTENCY_MODES[mode].traffic is not None for mode in modes)
     for mode in modes:
-        words = ",".join(f"{name}=4" for name, value in PARAMETERS[mode].items() if value is REQUIRED)
+        words = ",".join(
+            f"{name}=4" for name, parameter in CONSISTENCY_MODES[mode].parameters.items() if parameter.default is None
+        )
         assert costed(f"{mode}:{words}" if words else mode, machines=cluster()).fits
 
 
@@ -212,7 +212,7 @@ def test_the_wire_takes_what_arithmetic_says() -> None:
 
 @pytest.mark.parametrize(("words", "messages"), [("ring", 2), ("shift-one", 1), ("elastic", 6)])
 def test_what_travels_behind_a_step_is_waited_for_only_beyond_it(words: str, messages: int) -> None:
-    copies_s = EXCHANGES[parse_sync(words).mode].passes(4) * N / 20e9
+    copies_s = _traffic(parse_sync(words).mode).passes(4) * N / 20e9
     for bandwidth, beyond in ((1e9, False), (1e5, True)):
         own, free = (costed(one, machines=hosts(4, bandwidth), batch=4096) for one in (words, "one-shot"))
         passes_s = passed_s(free)
@@ -231,7 +231,7 @@ def test_laws(words: str) -> None:
     rounding = 1 + 1e-15  # ad-psgd waits equally long on all links that are too slow for one exchange a step
     assert all(quick <= slow * rounding for slow, quick in pairwise(times))
     often = words.partition(":")[0]
-    if "period" in PARAMETERS[parse_sync(words).mode]:
+    if "period" in CONSISTENCY_MODES[parse_sync(words).mode].parameters:
         periods = [costed(f"{often}:{period}").step_time_s.value for period in (1, 2, 8, 32)]
         assert periods == sorted(periods, reverse=True)
     assert costed(words, 1).step_time_s.value == pytest.approx(predict(mlp(), hosts(1), plan()).step_time_s.value)

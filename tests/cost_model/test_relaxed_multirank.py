@@ -15,7 +15,7 @@ from cost_model.examples import cluster, mlp, plan
 from harness import run_ranks
 from tutti.config import serialization
 from tutti.config.plan import BatchPlan, Plan
-from tutti.config.sync_words import parse_sync
+from tutti.config.sync_notation import parse_sync
 from tutti.cost_model import predict
 
 STEPS, WIDTH, LAYERS = 8, 32, 3

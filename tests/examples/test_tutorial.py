@@ -29,7 +29,7 @@ def test_the_shown_main_is_the_examples_main(block: int, name: str) -> None:
 
 
 def test_the_learning_rate_rule_gives_the_rates_that_are_said() -> None:
-    from tutti.optim.lr_rule import learning_rate
+    from tutti.optim.learning_rate import learning_rate
 
     given = re.search(r"lr_rule=(.*),\n", PYTHON[2])
     assert given is not None

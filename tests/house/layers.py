@@ -4,7 +4,7 @@ import sys
 
 from house.tree import imports
 
-COUPLED = frozenset({"parallel", "local_sgd", "checkpoint", "trainer"})
+COUPLED = frozenset({"parallel", "local_sgd", "async_sgd", "checkpoint", "trainer"})
 """Layers that still import each other."""
 _BASE = frozenset({"errors", "machine", "environment", "config", "comm", "compression", "optim", "data", "nn"})
 
@@ -24,6 +24,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "nn": frozenset({"errors", "config"}),
     "parallel": _BASE | COUPLED,
     "local_sgd": _BASE | COUPLED,
+    "async_sgd": _BASE | COUPLED,
     "checkpoint": _BASE | COUPLED,
     "trainer": _BASE | COUPLED,
     "verify": _BASE | COUPLED | {"profile"},

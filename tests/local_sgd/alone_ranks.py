@@ -13,11 +13,11 @@ from torch import nn
 
 import tutti
 from trainer import training
+from tutti.async_sgd import asynchronous_replicas
 from tutti.config import serialization
 from tutti.config.plan import BatchPlan, Plan
-from tutti.config.sync_words import parse_sync
+from tutti.config.sync_notation import parse_sync
 from tutti.errors import TuttiError
-from tutti.local_sgd import wire
 from tutti.trainer.run_state import Run
 
 PATIENCE_S = 60.0
@@ -59,7 +59,7 @@ def values(model: nn.Module) -> torch.Tensor:
 def met(run: Run) -> None:
     """All ranks come together, and this one leaves."""
     run.consistency.finish(run)
-    run.consistency.left(run)
+    run.consistency.on_exit(run)
 
 
 def stalled_server(sync: str, count: int) -> dict[str, Any]:
@@ -180,32 +180,32 @@ def ending_badly(sync: str, dies: int) -> str:
             if number > 2:
                 time.sleep(0.02)
     except TuttiError as error:
-        job._finalizer.failed = True  # type: ignore[union-attr]
+        job._ending.failed = True  # type: ignore[union-attr]
         return f"{type(error).__name__}, {type(error.__cause__).__name__}: {error}"
     return "never"
 
 
 def ending_unheard(sync: str, dies: int) -> str:
     """The same where Gloo tells nobody who waits for what goes to the killed rank, as it sometimes does."""
-    start = wire.Wire.start_send
+    start = asynchronous_replicas.Transport.start_send
 
-    def unheard(one: wire.Wire, *message: Any) -> Callable[[], None]:
+    def unheard(one: asynchronous_replicas.Transport, *message: Any) -> Callable[[], None]:
         arrived = start(one, *message)
 
         def wait() -> None:
             try:
                 arrived()
-            except wire.Unreachable:
+            except asynchronous_replicas.Unreachable:
                 time.sleep(60)
 
         return wait
 
-    with mock.patch.object(wire.Wire, "start_send", unheard):
+    with mock.patch.object(asynchronous_replicas.Transport, "start_send", unheard):
         return ending_badly(sync, dies)
 
 
 def on_two_hosts() -> str:
-    from tutti.local_sgd import hogwild
+    from tutti.async_sgd import hogwild
 
     hogwild.host_identity = lambda: os.environ["RANK"]  # type: ignore[assignment]
     try:

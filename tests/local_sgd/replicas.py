@@ -15,7 +15,7 @@ from trainer import training
 from tutti.config import serialization
 from tutti.config.compression import parse_compression
 from tutti.config.plan import BatchPlan, Plan, SyncPlan
-from tutti.config.sync_words import parse_sync, with_mode
+from tutti.config.sync_notation import parse_sync, with_mode
 from tutti.parallel.layout import local_tensors
 
 
@@ -148,7 +148,7 @@ def train(told: Told, world_size: int, resume: str | None = None) -> Seen:
         return seen
     seen.evaluation = job.evaluate(data())
     run.consistency.finish(run)
-    run.consistency.left(run)
+    run.consistency.on_exit(run)
     seen.after = {name: tensor.detach().clone() for name, tensor in local_tensors(model)}
     rows = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()] if run.world.is_main else []
     seen.rows = [row for row in rows if row["kind"] == "step"]

@@ -11,7 +11,7 @@ from torch.utils.data import default_collate
 
 from local_sgd.replicas import MODELS as SUBJECTS
 from local_sgd.replicas import Seen, Told, plan_of
-from tutti.config.relaxed import settled
+from tutti.config.consistency_modes import with_mode_defaults
 from tutti.data.batches import share_of
 from tutti.data.seeds import derive_seed
 from tutti.parallel.layout import local_tensors
@@ -104,7 +104,7 @@ class Mode:
 
     def __init__(self, told: Told, models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> None:
         sync = plan_of(told, len(models)).sync
-        self.told = settled(sync.mode, sync.relaxed)
+        self.told = with_mode_defaults(sync.mode, sync.relaxed)
         self.models, self.optimizers, self.steps, self.rounds = models, optimizers, 0, 0
         self.start()
 

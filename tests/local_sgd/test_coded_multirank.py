@@ -10,13 +10,13 @@ from harness import run_ranks
 from local_sgd.replicas import MODELS, Seen, Told, train_all
 from local_sgd.simulated import assert_follow, doubles
 from tutti.comm.world import join_world
-from tutti.config.compression import parse_compression, sum_sent_nbytes
+from tutti.config.compression import all_reduce_sent_nbytes, parse_compression
 from tutti.config.plan import BatchPlan, Plan
 from tutti.config.refusals import check_plan
-from tutti.config.sync_words import parse_sync, way_in_words
+from tutti.config.sync_notation import format_relaxation, parse_sync
 from tutti.errors import PlanError
-from tutti.local_sgd.coded import CodedSums
-from tutti.local_sgd.vectors import Replicas, Vectors
+from tutti.local_sgd.delayed_reduction import CompressedReplicaSum
+from tutti.local_sgd.replica_group import FlatTensors, ReplicaGroup
 from tutti.parallel.layout import Layout
 from tutti.parallel.mesh import Mesh
 
@@ -108,7 +108,7 @@ def test_bytes_are_those_of_the_formula(size: int, code: str) -> None:
         shapes = [p.shape for p in MODELS["mlp"][0]().parameters()]
     channels = [channel for row in trained(size)[0][code].rows for channel in row["communication"]]
     sent = sum(channel["nbytes"] for channel in channels if channel["carried"] == "parameters")
-    assert sent == 3 * sum_sent_nbytes(parse_compression(code), shapes, size, 8)
+    assert sent == 3 * all_reduce_sent_nbytes(parse_compression(code), shapes, size, 8)
 
 
 @SIZES
@@ -133,11 +133,11 @@ def what_went_in(size: int, code: str, rows: int, parts: int) -> tuple[torch.Ten
     torch.set_default_dtype(torch.float64)
     world = join_world()
     layout = Layout.of(torch.nn.Linear(1, 1), Mesh({"replicate": size}, world.rank), ())
-    replicas = Replicas.of(
+    replicas = ReplicaGroup.of(
         layout.mesh, layout.channel("parameters", "replicate"), layout.channel("scalars", "replicate")
     )
-    vectors = Vectors([("a", torch.zeros(rows, 5)), ("b", torch.zeros(3))])
-    sums = CodedSums(replicas, parse_compression(code), vectors, 0)
+    vectors = FlatTensors([("a", torch.zeros(rows, 5)), ("b", torch.zeros(3))])
+    sums = CompressedReplicaSum(replicas, parse_compression(code), vectors, 0)
     assert len(sums.exchanges) == parts
     generator = torch.Generator().manual_seed(world.rank)
     came, went = torch.zeros(5 * rows + 3), torch.zeros(5 * rows + 3)
@@ -146,10 +146,10 @@ def what_went_in(size: int, code: str, rows: int, parts: int) -> tuple[torch.Ten
         went += flat
         sums.sum([flat])
         came += flat
-    kept = sums.held()
+    kept = sums.saved_tensors()
     assert sums.count == 5
     assert layout.channel("parameters", "replicate").take().nbytes == sum(
-        one.wire.sent_nbytes for one in sums.exchanges
+        one.collectives.sent_nbytes for one in sums.exchanges
     )
     went -= torch.cat([kept[f"worker-residual-{part}"][0] for part in range(parts)])
     return came, went
@@ -200,4 +200,4 @@ def test_what_does_not_go_together_is_refused_with_the_reason(sync: str, code: s
 )
 def test_in_words(sync: str, code: str, words: str) -> None:
     plan = Plan(batch=BatchPlan(global_batch_size=4), sync=parse_sync(sync))
-    assert way_in_words(plan.compressed(parse_compression(code) if code else None).sync) == words
+    assert format_relaxation(plan.compressed(parse_compression(code) if code else None).sync) == words

@@ -12,11 +12,9 @@ from local_sgd.simulated import tree
 from tutti.comm.traffic import Traffic
 from tutti.comm.world import join_world
 from tutti.local_sgd.adasum import adasum, combine
-from tutti.local_sgd.average import DiLoCo
-from tutti.local_sgd.elastic import Elastic
-from tutti.local_sgd.gossip import Mixed, Push, one_peer, ring, shift_one
-from tutti.local_sgd.measure import from_mean, from_sample
-from tutti.local_sgd.vectors import Replicas, Vectors
+from tutti.local_sgd.averaging import DiLoCo
+from tutti.local_sgd.mixing import ElasticAveraging, GossipMixing, StochasticGradientPush, one_peer, ring, shift_one
+from tutti.local_sgd.replica_group import FlatTensors, ReplicaGroup, distance_from_mean, distance_from_sampled_mean
 from tutti.parallel.mesh import Mesh
 
 SIZES = range(1, 13)
@@ -99,30 +97,30 @@ def test_the_outer_update_is_nesterov_momentum() -> None:
     start, moves = torch.randn(5, generator=generator), torch.randn(6, 5, generator=generator)
     parameter = torch.nn.Parameter(start.clone())
     optimizer = torch.optim.SGD([parameter], lr=0.7, momentum=0.9, nesterov=True)
-    mode, model = DiLoCo(Replicas(), 1, rate=0.7, momentum=0.9), start.clone()
-    mode.vectors = Vectors([("x", model)])
+    mode, model = DiLoCo(ReplicaGroup(), 1, rate=0.7, momentum=0.9), start.clone()
+    mode.vectors = FlatTensors([("x", model)])
     mode.restart()
     for move in moves:
         model += move
         parameter.grad = parameter.detach() - (parameter.detach() + move)
         optimizer.step()
-        (ending,) = mode.ending()
+        (final_parameters,) = mode.final_parameters()
         mode.average()
         torch.testing.assert_close(model, parameter.detach())
-        torch.testing.assert_close(ending, model, rtol=0, atol=0)
+        torch.testing.assert_close(final_parameters, model, rtol=0, atol=0)
 
 
 def test_distances_from_the_mean_are_relative_to_its_length() -> None:
     own, mean = [torch.tensor([3.0, 4.0])], [torch.tensor([3.0, 1.0])]
-    assert from_mean(own, mean, Replicas())["max"] == pytest.approx(3 / math.sqrt(10))
-    assert from_sample(own, Replicas()) == {"max": 0.0, "mean": 0.0, "parameters": 2}
-    assert from_sample([torch.zeros(100_000)], Replicas())["parameters"] <= 4096
+    assert distance_from_mean(own, mean, ReplicaGroup())["max"] == pytest.approx(3 / math.sqrt(10))
+    assert distance_from_sampled_mean(own, ReplicaGroup()) == {"max": 0.0, "mean": 0.0, "parameters": 2}
+    assert distance_from_sampled_mean([torch.zeros(100_000)], ReplicaGroup())["parameters"] <= 4096
 
 
 def test_vectors_give_back_what_they_read() -> None:
     wide = torch.arange(12.0).reshape(3, 4).t()
     tensors = {"a": wide, "b": torch.ones(3, dtype=torch.float16), "c": torch.zeros(()), "d": torch.ones(0)}
-    vectors = Vectors(tensors.items())
+    vectors = FlatTensors(tensors.items())
     flats = vectors.read()
     assert sorted(str(flat.dtype) for flat in flats) == ["torch.float32", "torch.float32"]
     assert vectors.nbytes == 4 * 13 + 4 * 3
@@ -137,36 +135,36 @@ def exchange_all(size: int) -> dict[str, Any]:
     world = join_world()
     mesh, traffic = Mesh({"replicate": size}, world.rank), Traffic()
     channel = traffic.channel("parameters", ("replicate",))
-    replicas = Replicas.of(mesh, channel, traffic.channel("scalars"))
+    replicas = ReplicaGroup.of(mesh, channel, traffic.channel("scalars"))
     found: dict[str, Any] = {}
     flats = [values(world.rank), values(world.rank)[:3].float()]
-    parts = Vectors([("a", torch.zeros(4, dtype=torch.float64)), ("b", torch.zeros(3, dtype=torch.float64)),
+    parts = FlatTensors([("a", torch.zeros(4, dtype=torch.float64)), ("b", torch.zeros(3, dtype=torch.float64)),
                      ("c", torch.zeros(3))]).parts  # fmt: skip
     found["adasum"] = adasum(flats, replicas, parts)
     found["adasum nbytes"] = channel.take().nbytes
     found["mean"] = replicas.mean([values(world.rank)])[0]
     found["mean nbytes"] = channel.take().nbytes
-    for name, mode in (("push", Push(replicas, 1, star)), ("ring", Mixed(replicas, 1, ring))):
+    for name, mode in (("push", StochasticGradientPush(replicas, 1, star)), ("ring", GossipMixing(replicas, 1, ring))):
         model, sums = values(world.rank), []
-        mode.vectors, mode.buffers = Vectors([("x", model)]), Nothing()  # type: ignore[assignment]
+        mode.vectors, mode.buffers = FlatTensors([("x", model)]), Nothing()  # type: ignore[assignment]
         mode.restart()
         for _ in range(8):
             mode.counts["since"] += 1
             mode.exchange(None)  # type: ignore[arg-type]
-            biased = mode._biased()[0] if isinstance(mode, Push) else model
-            weight = float(mode.held["weight"][0]) if isinstance(mode, Push) else 1.0
+            biased = mode._biased()[0] if isinstance(mode, StochasticGradientPush) else model
+            weight = float(mode.saved_vectors["weight"][0]) if isinstance(mode, StochasticGradientPush) else 1.0
             sums.append((replicas.mean([biased.clone()])[0], weight))
         mode.restart()
         found[name] = (model, sums)
     model, kept = values(world.rank), []
-    elastic = Elastic(replicas, 1, 0.9)
-    elastic.vectors, elastic.buffers = Vectors([("x", model)]), Nothing()  # type: ignore[assignment]
+    elastic = ElasticAveraging(replicas, 1, 0.9)
+    elastic.vectors, elastic.buffers = FlatTensors([("x", model)]), Nothing()  # type: ignore[assignment]
     elastic.restart()
-    elastic.held["centre"] = [torch.zeros(7, dtype=torch.float64)]
+    elastic.saved_vectors["centre"] = [torch.zeros(7, dtype=torch.float64)]
     for _ in range(8):
         elastic.counts["since"] += 1
         elastic.exchange(None)  # type: ignore[arg-type]
-        kept.append(size * replicas.mean([model.clone()])[0] + elastic.held["centre"][0])
+        kept.append(size * replicas.mean([model.clone()])[0] + elastic.saved_vectors["centre"][0])
     elastic.restart()
     found["elastic"] = kept
     return found

@@ -8,8 +8,8 @@ from torch import nn
 
 from harness import run_ranks
 from tutti.comm.world import join_world
-from tutti.local_sgd.moments import MOST, Moments, check_moments
-from tutti.local_sgd.vectors import Replicas
+from tutti.local_sgd.replica_group import ReplicaGroup
+from tutti.local_sgd.second_moments import MOST, SecondMomentCorrection, check_correctable
 from tutti.parallel.layout import Layout
 from tutti.parallel.mesh import Mesh
 from tutti.planner.relaxed_strategies import CORRECTABLE
@@ -25,12 +25,12 @@ def moments_of(size: int) -> list[tuple[float, float, float]]:
     torch.set_default_dtype(torch.float64)
     world = join_world()
     layout = Layout.of(nn.Linear(1, 1), Mesh({"replicate": size}, world.rank), ())
-    replicas = Replicas.of(
+    replicas = ReplicaGroup.of(
         layout.mesh, layout.channel("parameters", "replicate"), layout.channel("scalars", "replicate")
     )
     mine, exact = ([nn.Parameter(torch.zeros(40, 50)) for _ in SIGNALS] for _ in range(2))
     own, whole = torch.optim.Adam(mine, betas=(0.9, 0.98)), torch.optim.Adam(exact, betas=(0.9, 0.98))
-    moments = Moments(replicas, (own,), mine)
+    moments = SecondMomentCorrection(replicas, (own,), mine)
     noise = torch.Generator().manual_seed(7)
     for _ in range(STEPS):
         moments.start()
@@ -41,7 +41,7 @@ def moments_of(size: int) -> list[tuple[float, float, float]]:
         whole.step()
         moments.updated()
     ratios = moments.ratios
-    moments.drop()
+    moments.cancel()
     both = zip(mine, exact, strict=True)
     values = [(own.state[p]["exp_avg_sq"].mean(), whole.state[q]["exp_avg_sq"].mean()) for p, q in both]
     return [(ratio, float(a), float(b)) for ratio, (a, b) in zip(ratios, values, strict=True)]
@@ -60,7 +60,7 @@ def test_large_tensors_are_looked_at_in_turns() -> None:
     """Few values a step, and each of them once in as many steps as its stride."""
     p = nn.Parameter(torch.zeros(7, 211, dtype=torch.float64))
     optimizer = torch.optim.AdamW([p])
-    moments = Moments(Replicas(), (optimizer,), [p])
+    moments = SecondMomentCorrection(ReplicaGroup(), (optimizer,), [p])
     gradient = torch.arange(1.0, 1 + p.numel(), dtype=torch.float64).view_as(p)
     stride = math.ceil(p.numel() / MOST)
     seen: list[float] = []
@@ -69,9 +69,9 @@ def test_large_tensors_are_looked_at_in_turns() -> None:
         p.grad = gradient.clone()
         optimizer.step()
         moments.updated()
-        values = moments.kept[1][:-1]
+        values = moments.sums[1][:-1]
         assert len(values) == p.numel() // stride
-        assert float(moments.kept[1][-1]) == float(values.square().sum())
+        assert float(moments.sums[1][-1]) == float(values.square().sum())
         seen += values.tolist()
     assert sorted(seen) == gradient.flatten()[: len(seen)].tolist()
 
@@ -79,14 +79,14 @@ def test_large_tensors_are_looked_at_in_turns() -> None:
 def test_an_update_that_was_left_out_corrects_nothing() -> None:
     p = nn.Parameter(torch.ones(5))
     optimizer = torch.optim.AdamW([p])
-    moments = Moments(Replicas(), (optimizer,), [p])
+    moments = SecondMomentCorrection(ReplicaGroup(), (optimizer,), [p])
     p.grad = torch.ones(5)
     moments.updated()  # no step was made
     assert not optimizer.state
-    assert not moments.kept[1].any()
+    assert not moments.sums[1].any()
 
 
 def test_the_planner_offers_it_for_optimizers_that_can() -> None:
     p = nn.Parameter(torch.ones(5))
     for name in CORRECTABLE:
-        check_moments(getattr(torch.optim, name)([p]))
+        check_correctable(getattr(torch.optim, name)([p]))

@@ -13,10 +13,9 @@ from harness import run_ranks
 from local_sgd.replicas import MODELS, Seen, Told, train, train_all
 from local_sgd.simulated import doubles, simulate
 from tutti.config import serialization
+from tutti.config.consistency_modes import CONSISTENCY_MODES
 from tutti.config.plan import BatchPlan, Plan
-from tutti.config.relaxed import PARAMETERS
-from tutti.config.sync_words import parse_sync
-from tutti.config.vocabulary import ALONE, SyncMode
+from tutti.config.sync_notation import parse_sync
 
 STEPS = 6
 RUNS = {
@@ -85,7 +84,8 @@ def test_bytes_are_those_of_the_formula(size: int, mode: str) -> None:
 
 
 def test_every_mode_runs_here() -> None:
-    assert {*RUNS, *ALONE} == set(PARAMETERS) == set(SyncMode.__args__)
+    asynchronous = {mode.name for mode in CONSISTENCY_MODES.values() if mode.asynchronous}
+    assert {*RUNS, *asynchronous} == set(CONSISTENCY_MODES)
 
 
 def test_drift_and_staleness_are_in_the_rows() -> None:

@@ -5,13 +5,13 @@ import threading
 import pytest
 import torch
 
-from tutti.local_sgd.served import Served
+from tutti.async_sgd.parameter_servers import ParameterShard
 
 SOON = 60.0
 
 
-def served(workers: int, bound: int | None, timeout_s: float = SOON) -> Served:
-    one = Served(workers, bound, timeout_s)
+def served(workers: int, bound: int | None, timeout_s: float = SOON) -> ParameterShard:
+    one = ParameterShard(workers, bound, timeout_s)
     one.restart([torch.zeros(3, dtype=torch.float64)])
     return one
 
@@ -20,7 +20,7 @@ def ones(value: float) -> list[torch.Tensor]:
     return [torch.full((3,), value, dtype=torch.float64)]
 
 
-def waits(one: Served, worker: int) -> bool:
+def waits(one: ParameterShard, worker: int) -> bool:
     """Whether the worker could not go on at this moment; asks nothing of the server."""
     return worker in one._waiting
 

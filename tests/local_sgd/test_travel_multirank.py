@@ -8,8 +8,8 @@ import torch
 from harness import run_ranks
 from local_sgd.replicas import Seen, Told, train, train_twice
 from local_sgd.simulated import assert_follow
-from tutti.local_sgd import travel
-from tutti.local_sgd.travel import EVEN, LEAST, parts_of
+from tutti.local_sgd import delayed_reduction
+from tutti.local_sgd.delayed_reduction import CHUNK_MULTIPLE, MIN_CHUNK_NUMEL, split_into_chunks
 
 MOMENTUM = {"momentum": 0.9}
 SPREAD = {
@@ -32,7 +32,7 @@ SIZES = pytest.mark.parametrize(
 def train_in_parts(size: int) -> tuple[dict[str, Seen], dict[str, tuple[Seen, Seen]], Seen]:
     """The last one has one part, as models of a test's size have."""
     whole = train(SPREAD["as they are"], size)
-    travel.LEAST, travel.EVEN = 8, 2
+    delayed_reduction.MIN_CHUNK_NUMEL, delayed_reduction.CHUNK_MULTIPLE = 8, 2
     return {name: train(told, size) for name, told in SPREAD.items()}, train_twice(RESUMED, size), whole
 
 
@@ -79,17 +79,17 @@ def test_a_run_resumed_between_parts_goes_on_bit_for_bit(size: int, name: str) -
             assert all(torch.equal(rest.states[step][key], value) for key, value in expected.items())
 
 
-@pytest.mark.parametrize("numel", [0, 1, LEAST - 1, 3 * LEAST, 10_018_795])
+@pytest.mark.parametrize("numel", [0, 1, MIN_CHUNK_NUMEL - 1, 3 * MIN_CHUNK_NUMEL, 10_018_795])
 @pytest.mark.parametrize("most", [1, 7, 8])
 def test_parts_are_whole_and_about_equal(numel: int, most: int) -> None:
-    parts = parts_of(numel, most)
+    parts = split_into_chunks(numel, most)
     assert [index for part in parts for index in (part.start, part.stop)] == sorted(
         index for part in parts for index in (part.start, part.stop)
     )
     assert sum(part.stop - part.start for part in parts) == numel
     assert len(parts) <= most
     lengths = [part.stop - part.start for part in parts]
-    assert all(length % EVEN == 0 for length in lengths[:-1])
-    if numel >= 2 * LEAST and most > 1:
+    assert all(length % CHUNK_MULTIPLE == 0 for length in lengths[:-1])
+    if numel >= 2 * MIN_CHUNK_NUMEL and most > 1:
         assert len(parts) > 1
-        assert max(lengths) < 1.2 * numel / min(most, numel // LEAST)
+        assert max(lengths) < 1.2 * numel / min(most, numel // MIN_CHUNK_NUMEL)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tutti.local_sgd.travel import InTurns
+from tutti.local_sgd.delayed_reduction import ReductionInRounds
 
 
 class Part:
@@ -30,7 +30,7 @@ def test_a_part_begins_before_those_on_their_way_are_waited_for(turns: int, orde
     """What is sent travels while another is read. The number is of rounds that are left; 0: the last is waited for."""
     said: list[str] = []
     parts: Any = [Part(name, turns, said) for name in "abc"]
-    InTurns(parts, turns, 1).land()
+    ReductionInRounds(parts, turns, 1).finish()
     assert " ".join(said) == order
 
 
@@ -48,11 +48,11 @@ def test_turns_are_at_even_distances_of_updates(parts: str, updates: int, order:
     """A round has an update's time before it is waited for. The last entry: when the sums are taken in."""
     said: list[str] = []
     legs: Any = [Part(name, 2, said) for name in parts]
-    travel = InTurns(legs, 2, updates)
+    travel = ReductionInRounds(legs, 2, updates)
     found = []
     for update in range(1, updates + 1):
-        travel.go_on(update)
+        travel.advance(update)
         found.append(" ".join(said))
         said.clear()
-    travel.land()
+    travel.finish()
     assert [*found, " ".join(said)] == order

@@ -8,11 +8,15 @@ import torch
 
 from harness import run_ranks
 from tutti.comm.traffic import Traffic
-from tutti.compression.exchange import Rounds, Wire
+from tutti.compression.reducer import CountedCollectives, Rounds
 from tutti.config.compression import parse_compression
-from tutti.local_sgd.coded import CodedSums
-from tutti.local_sgd.travel import InThread, InTurns, threaded_parts
-from tutti.local_sgd.vectors import Replicas, Vectors
+from tutti.local_sgd.delayed_reduction import (
+    CompressedReplicaSum,
+    ReductionInRounds,
+    ReductionInThread,
+    threaded_chunks,
+)
+from tutti.local_sgd.replica_group import FlatTensors, ReplicaGroup
 
 N = 600_001
 """Values: parts of unequal length."""
@@ -28,7 +32,7 @@ N = 600_001
 def test_parts_grow_in_number_up_to_a_most_and_the_shorter_a_code_the_larger_they_are(
     numel: int, nbytes: float, parts: int
 ) -> None:
-    assert threaded_parts(numel, nbytes) == parts
+    assert threaded_chunks(numel, nbytes) == parts
 
 
 def test_what_goes_wrong_is_raised_where_it_is_waited_for() -> None:
@@ -37,11 +41,13 @@ def test_what_goes_wrong_is_raised_where_it_is_waited_for() -> None:
         raise RuntimeError("the peer is gone")
 
     traffic = Traffic()
-    travel = InThread([(Wire(lone=True), rounds())], 1, traffic.channel("parameters", ("replicate",)))
+    travel = ReductionInThread(
+        [(CountedCollectives(lone=True), rounds())], 1, traffic.channel("parameters", ("replicate",))
+    )
     travel._thread.join()
-    travel.go_on(1)
+    travel.advance(1)
     with pytest.raises(RuntimeError, match="the peer is gone"):
-        travel.land()
+        travel.finish()
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -63,16 +69,18 @@ def travelled(code: str) -> bool:
     size, rank, how = dist.get_world_size(), dist.get_rank(), parse_compression(code)
     traffic = Traffic()
     channel = traffic.channel("parameters", ("replicate",))
-    replicas = Replicas(rank, size, tuple(range(size)), None, channel, channel)
-    sums = CodedSums(replicas, how, Vectors([("a", torch.zeros(N, dtype=torch.float64))]), 4)
+    replicas = ReplicaGroup(rank, size, tuple(range(size)), None, channel, channel)
+    sums = CompressedReplicaSum(replicas, how, FlatTensors([("a", torch.zeros(N, dtype=torch.float64))]), 4)
     flat = torch.linspace(-1.0, 1.0, N, dtype=torch.float64) * (rank + 1)
     ones = torch.ones_like(flat)
     means = torch.full_like(flat, torch.nan)
     travel: Any = sums.start([flat + ones], [ones], [means], 4)
-    arrived = isinstance(travel, InThread) and all_see(travel, time.monotonic() + 30.0)
-    assert arrived or isinstance(travel, InTurns)
-    travel.land()
-    assert sum(total.nbytes for total in traffic.take()) == sum(one.wire.sent_nbytes for one in sums.exchanges) > 0
+    arrived = isinstance(travel, ReductionInThread) and all_see(travel, time.monotonic() + 30.0)
+    assert arrived or isinstance(travel, ReductionInRounds)
+    travel.finish()
+    assert (
+        sum(total.nbytes for total in traffic.take()) == sum(one.collectives.sent_nbytes for one in sums.exchanges) > 0
+    )
     if code == "float64":
         whole = 1 + torch.linspace(-1.0, 1.0, N, dtype=torch.float64) * ((size + 1) / 2)
         torch.testing.assert_close(means, whole, rtol=1e-12, atol=1e-12)
@@ -82,7 +90,7 @@ def travelled(code: str) -> bool:
     return arrived
 
 
-def all_see(travel: InThread, until: float) -> bool:
+def all_see(travel: ReductionInThread, until: float) -> bool:
     """Whether all ranks see by then that it has arrived, while others are summed in the same group."""
     import torch.distributed as dist
 

@@ -7,29 +7,38 @@ import pytest
 import torch
 from torch import nn
 
-from tutti.config.compression import LOOKS
-from tutti.optim.cancelling import CHANCE, PARTS, SUM, excess, remember, squares_of
-from tutti.optim.frozen import Frozen, FrozenAdam, FrozenLAMB
+from tutti.config.compression import STATISTICS_UPDATES
+from tutti.optim.frozen_second_moment import (
+    CHANCE_MARGIN,
+    PARTS,
+    SUM,
+    FrozenAdam,
+    FrozenLAMB,
+    FrozenSecondMoment,
+    accumulate_squares,
+    cancellation_excess,
+    squared_norms,
+)
 from tutti.optim.large_batch import LAMB
-from tutti.optim.zero_one import ZeroOne
+from tutti.optim.zero_one_adam import ZeroOneAdam
 
 
 def test_parts_in_excess_of_their_sum_are_counted_beyond_chance_only() -> None:
-    assert excess({}) == excess({PARTS: 0.0, SUM: 0.0}) == 1
-    assert excess({PARTS: CHANCE**2, SUM: 1.0}) == 1
-    assert math.isclose(excess({PARTS: (30 * CHANCE) ** 2, SUM: 1.0}), 30)
-    assert 1e15 < excess({PARTS: 4.0, SUM: 0.0}) < math.inf
+    assert cancellation_excess({}) == cancellation_excess({PARTS: 0.0, SUM: 0.0}) == 1
+    assert cancellation_excess({PARTS: CHANCE_MARGIN**2, SUM: 1.0}) == 1
+    assert math.isclose(cancellation_excess({PARTS: (30 * CHANCE_MARGIN) ** 2, SUM: 1.0}), 30)
+    assert 1e15 < cancellation_excess({PARTS: 4.0, SUM: 0.0}) < math.inf
 
 
 def test_what_is_not_finite_is_not_remembered() -> None:
     w = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.Adam([w])
-    remember({w: (1.0, 1.0)}, optimizer)
+    accumulate_squares({w: (1.0, 1.0)}, optimizer)
     assert not optimizer.state[w], "Adam begins with an empty state"
     w.grad = torch.ones(2)
     optimizer.step()
     for squares in ((1.0, 2.0), (math.inf, 1.0), (1.0, math.nan), (3.0, 4.0)):
-        remember({w: squares}, optimizer)
+        accumulate_squares({w: squares}, optimizer)
     assert (optimizer.state[w][PARTS], optimizer.state[w][SUM]) == (4.0, 6.0)
 
 
@@ -43,11 +52,11 @@ def trained(kind: Any, rule: Any, length: float, steps: int = 12) -> tuple[Any, 
         total, apart = (torch.randn(50, generator=draw, dtype=torch.float64) for _ in range(2))
         parts = [1e-6 * total / 2 + sign * length * apart for sign in (1, -1)]
         w.grad = sum(parts)  # type: ignore[assignment]
-        if made.looks:
-            own = float(sum(squares_of([part]) for part in parts))
-            made.seen = {w: (own, float(squares_of([w.grad])))}  # type: ignore[list-item]
-        elif isinstance(made, Frozen):
-            assert step < 12 - LOOKS or made.stands
+        if made.wants_statistics:
+            own = float(sum(squared_norms([part]) for part in parts))
+            made.observed_norms = {w: (own, float(squared_norms([w.grad])))}  # type: ignore[list-item]
+        elif isinstance(made, FrozenSecondMoment):
+            assert step < 12 - STATISTICS_UPDATES or made.frozen
         optimizer.step()
     return made, optimizer, w
 
@@ -58,12 +67,12 @@ def test_no_part_is_longer_than_twenty_times_what_it_is_divided_by(length: float
     rules = [
         (torch.optim.Adam, lambda optimizer: FrozenAdam(optimizer, 12)),
         (LAMB, lambda optimizer: FrozenLAMB(optimizer, 12)),
-        (torch.optim.Adam, lambda optimizer: ZeroOne(optimizer, 13, 13)),
+        (torch.optim.Adam, lambda optimizer: ZeroOneAdam(optimizer, 13, 13)),
     ]
     for kind, rule in rules:
         made, optimizer, w = trained(kind, rule, length)
-        moment = None if isinstance(made, ZeroOne) else made.moment(w)
-        divisor = made.divisor(w) if isinstance(made, ZeroOne) else made._divisor(w)
+        moment = None if isinstance(made, ZeroOneAdam) else made.moment(w)
+        divisor = made.divisor(w) if isinstance(made, ZeroOneAdam) else made._divisor(w)
         v = optimizer.state[w]["exp_avg_sq"] / (1 - 0.999**12)
         rms = float(v.mean().sqrt())
         if length == 1e-6:
@@ -84,6 +93,6 @@ def test_where_nobody_has_looked_all_is_as_it_was() -> None:
     for value in (1.0, 2.0):
         w.grad = torch.full((4,), value)
         optimizer.step()
-    assert rule.stands
-    assert not rule.looks
-    assert excess(optimizer.state[w]) == 1
+    assert rule.frozen
+    assert not rule.wants_statistics
+    assert cancellation_excess(optimizer.state[w]) == 1

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tutti.errors import PlanError
-from tutti.optim.frozen import LEARNED, Frozen, FrozenAdam, FrozenLAMB
+from tutti.optim.frozen_second_moment import FROZEN_AFTER, FrozenAdam, FrozenLAMB, FrozenSecondMoment
 from tutti.optim.large_batch import LAMB
 
 SHAPES = ((3, 4), (5,), (2, 2))
@@ -41,7 +41,7 @@ def test_adam_is_torchs_until_its_second_moment_stands_and_goes_on_with_it(kind:
     frozen = FrozenAdam(optimizer, 5)
     m, v = ([torch.zeros(shape).double() for shape in SHAPES] for _ in range(2))
     for step in range(1, 13):
-        assert frozen.stands == (step > 5)
+        assert frozen.frozen == (step > 5)
         for place, (p, q) in enumerate(zip(live, plain, strict=True)):
             p.grad, q.grad = gradient(step, place), gradient(step, place)
         optimizer.step()
@@ -75,7 +75,7 @@ def test_lambs_ratios_follow_the_second_moment_that_goes_on() -> None:
     m, v, fresh = ([torch.zeros(shape).double() for shape in SHAPES] for _ in range(3))
     ratios, factors = [0.0] * 3, [1.0] * 3
     for step in range(1, 21):
-        assert frozen.stands == (step > 6)
+        assert frozen.frozen == (step > 6)
         for place, p in enumerate(live):
             p.grad = gradient(step, place) * (3.0 if step > 12 else 1.0)
         optimizer.step()
@@ -108,7 +108,7 @@ def test_momenta_of_layers_are_sent_in_one_magnitude() -> None:
         for place, p in enumerate(live):
             p.grad = gradient(step, place) * 10.0 ** (-3 * place)
         optimizer.step()
-    assert frozen.stands
+    assert frozen.frozen
     for p in live:
         moment = frozen.moment(p)
         assert moment is not None
@@ -130,7 +130,7 @@ def test_what_had_no_gradient_has_no_moment_and_stays_where_it_is() -> None:
 
 
 @pytest.mark.parametrize(("kind", "rule"), [(torch.optim.Adam, FrozenAdam), (LAMB, FrozenLAMB)])
-def test_whether_it_stands_goes_with_the_optimizers_state(kind: Any, rule: type[Frozen]) -> None:
+def test_whether_it_stands_goes_with_the_optimizers_state(kind: Any, rule: type[FrozenSecondMoment]) -> None:
     live = weights()
     optimizer = kind(live, lr=0.01)
     rule(optimizer, 2)
@@ -142,8 +142,8 @@ def test_whether_it_stands_goes_with_the_optimizers_state(kind: Any, rule: type[
     other = kind(again, lr=0.01)
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     later = rule(other, 100)
-    assert later.stands
-    assert all(other.state[p][LEARNED] == 2 for p in again)
+    assert later.frozen
+    assert all(other.state[p][FROZEN_AFTER] == 2 for p in again)
     for p, q in zip(live, again, strict=True):
         q.data.copy_(p.data)
     for step in range(9, 12):

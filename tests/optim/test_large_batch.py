@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tutti.errors import PlanError, ScriptError
-from tutti.optim.large_batch import LAMB, LARS, NovoGrad, groups_of, nvlamb
+from tutti.optim.large_batch import LAMB, LARS, NovoGrad, nvlamb, parameter_groups
 
 GENTLE, STEEP = [[0.6, 0.8], [0.8, -0.6]], [[6.0, 8.0], [0.8, -0.6]]
 MAKE: dict[str, Callable[[Any], Any]] = {
@@ -130,7 +130,7 @@ def test_parts_of_tensors_give_what_whole_tensors_give(name: str) -> None:
 def test_bias_and_norm_are_neither_adapted_nor_decayed() -> None:
     torch.manual_seed(0)
     model = Net()
-    groups = groups_of(model, 0.1)
+    groups = parameter_groups(model, 0.1)
     assert [len(group["params"]) for group in groups] == [2, 3]
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer = LARS(groups, 0.5, momentum=0.0)
@@ -184,7 +184,7 @@ class Experts(nn.Module):
 )
 def test_normalisations_and_biases_of_any_dims_are_left_out(model: nn.Module, adapted: list[str]) -> None:
     names = {parameter: name for name, parameter in model.named_parameters()}
-    first, second = groups_of(model, 0.1)
+    first, second = parameter_groups(model, 0.1)
     assert [names[parameter] for parameter in first["params"]] == adapted
     assert [names[parameter] for parameter in second["params"]] == [n for n in names.values() if n not in adapted]
     assert (first["weight_decay"], first["adapt"], second["weight_decay"], second["adapt"]) == (0.1, True, 0.0, False)

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tutti.errors import PlanError
-from tutti.optim.lr_rule import LRRule, factor, learning_rate, warmup_length
+from tutti.optim.learning_rate import LRRule, learning_rate, learning_rate_factor, warmup_length
 from worked.examples import EXAMPLES
 
 
 def test_importing_the_rule_loads_no_torch() -> None:
-    code = "import sys, tutti.optim.lr_rule; sys.exit('torch' in sys.modules)"
+    code = "import sys, tutti.optim.learning_rate; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
@@ -74,7 +74,7 @@ def test_closed_form_equals_a_loop_at_every_step(
     for step in range(total):
         rate = learning_rate(rule, 0.1, step, global_batch_size=batch, steps_per_epoch=steps_per_epoch)
         assert rate == pytest.approx(expected[step], rel=1e-12, abs=1e-15), step
-        scaled = factor(rule, 0.1, step, global_batch_size=batch, steps_per_epoch=steps_per_epoch)
+        scaled = learning_rate_factor(rule, 0.1, step, global_batch_size=batch, steps_per_epoch=steps_per_epoch)
         assert scaled * 0.1 == pytest.approx(expected[step], rel=1e-12, abs=1e-15), step
 
 
@@ -119,7 +119,7 @@ def test_linear_and_square_root_scale_as_named(base: float, batch: int, k: int, 
 @given(positive, positive, st.integers(0, 40))
 def test_without_base_lr_the_factor_does_not_depend_on_the_optimizers_rate(a: float, b: float, step: int) -> None:
     rule = LRRule(base_batch_size=64, warmup="gradual", warmup_steps=20)
-    factors = [factor(rule, rate, step, global_batch_size=512, steps_per_epoch=None) for rate in (a, b)]
+    factors = [learning_rate_factor(rule, rate, step, global_batch_size=512, steps_per_epoch=None) for rate in (a, b)]
     assert factors[0] == pytest.approx(factors[1])
 
 
@@ -156,4 +156,4 @@ def test_epochs_of_unknown_length_and_a_rate_of_zero_are_refused() -> None:
     with pytest.raises(PlanError, match="give warmup_steps instead"):
         learning_rate(rule, 0.1, 0, global_batch_size=64, steps_per_epoch=None)
     with pytest.raises(PlanError, match="a rate above 0"):
-        factor(rule, 0.0, 0, global_batch_size=64, steps_per_epoch=3)
+        learning_rate_factor(rule, 0.0, 0, global_batch_size=64, steps_per_epoch=3)

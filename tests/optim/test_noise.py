@@ -5,14 +5,14 @@ import math
 import numpy as np
 import pytest
 
-from tutti.optim.noise import DECAY, Averages, Estimate, adascale_gain, estimate
+from tutti.optim.gradient_noise_scale import DECAY, NoiseAverages, NoiseEstimate, adascale_gain, estimate_noise
 
 
-def of_parts(gradients: list[np.ndarray]) -> Estimate:
+def of_parts(gradients: list[np.ndarray]) -> NoiseEstimate:
     """The estimate from gradients of single units, (units, parameters) for each part."""
     whole = np.concatenate(gradients)
     within = sum(len(part) * float((part.mean(0) ** 2).sum()) for part in gradients)
-    found = estimate(within, float((whole.mean(0) ** 2).sum()), len(whole), len(gradients))
+    found = estimate_noise(within, float((whole.mean(0) ** 2).sum()), len(whole), len(gradients))
     assert found is not None
     return found
 
@@ -45,40 +45,40 @@ def test_unbiased_with_unequal_parts() -> None:
 def test_averages_are_divided_last() -> None:
     """The ratio of means is 500; single ratios, whose denominators come near 0, would not average to it."""
     draw = np.random.default_rng(3)
-    averages = Averages()
+    averages = NoiseAverages()
     for _ in range(3000):
-        averages.add(Estimate(square=1.0 + draw.normal(0, 0.8), variance=500.0 + draw.normal(0, 50)))
+        averages.add(NoiseEstimate(square=1.0 + draw.normal(0, 0.8), variance=500.0 + draw.normal(0, 50)))
     assert averages.scale == pytest.approx(500, rel=0.25)
     assert averages.count == 3000
 
 
 def test_averages_begin_unbiased_and_forget() -> None:
-    averages = Averages()
-    averages.add(Estimate(square=2.0, variance=6.0))
+    averages = NoiseAverages()
+    averages.add(NoiseEstimate(square=2.0, variance=6.0))
     assert (averages.square, averages.variance, averages.scale) == pytest.approx((2.0, 6.0, 3.0))
-    averages.add(Estimate(square=4.0, variance=6.0))
+    averages.add(NoiseEstimate(square=4.0, variance=6.0))
     assert averages.square == pytest.approx((2.0 * DECAY + 4.0) / (DECAY + 1))
-    assert Averages().scale is None
-    lost = Averages()
-    lost.add(Estimate(square=-1.0, variance=6.0))
+    assert NoiseAverages().scale is None
+    lost = NoiseAverages()
+    lost.add(NoiseEstimate(square=-1.0, variance=6.0))
     assert lost.scale is None, "the mean gradient does not stand out of the noise"
 
 
 def test_what_cannot_be_estimated() -> None:
-    assert estimate(1.0, 1.0, 8, 1) is None
-    assert estimate(math.inf, 1.0, 8, 2) is None
-    assert estimate(1.0, math.nan, 8, 2) is None
+    assert estimate_noise(1.0, 1.0, 8, 1) is None
+    assert estimate_noise(math.inf, 1.0, 8, 2) is None
+    assert estimate_noise(1.0, math.nan, 8, 2) is None
 
 
 def test_gain_of_adascale() -> None:
     """(4, 1) at 8 times the batch: 5 / (4 / 8 + 1); between 1 (no noise) and the ratio (nothing but noise)."""
-    averages = Averages()
-    averages.add(Estimate(square=1.0, variance=4.0 * 16))
+    averages = NoiseAverages()
+    averages.add(NoiseEstimate(square=1.0, variance=4.0 * 16))
     assert adascale_gain(averages, 128, 16) == pytest.approx(10 / 3, rel=1e-12)
     assert adascale_gain(averages, 16, 16) == 1.0
-    still, loud = Averages(), Averages()
-    still.add(Estimate(square=1.0, variance=0.0))
-    loud.add(Estimate(square=-0.5, variance=9.0))
+    still, loud = NoiseAverages(), NoiseAverages()
+    still.add(NoiseEstimate(square=1.0, variance=0.0))
+    loud.add(NoiseEstimate(square=-0.5, variance=9.0))
     assert adascale_gain(still, 128, 16) == 1.0
     assert adascale_gain(loud, 128, 16) == 8.0
-    assert adascale_gain(Averages(), 128, 16) == 1.0
+    assert adascale_gain(NoiseAverages(), 128, 16) == 1.0

@@ -14,14 +14,14 @@ from optim.test_own_loop_multirank import STEPS, batches, gradients, loops, star
 from tutti.comm.world import join_world
 from tutti.compression.bytegrad import ByteGrad
 from tutti.compression.cast import Cast
-from tutti.optim.frozen import Frozen, FrozenAdam, FrozenLAMB
+from tutti.optim.frozen_second_moment import FrozenAdam, FrozenLAMB, FrozenSecondMoment
 from tutti.optim.large_batch import LAMB
 
 preload("sklearn.datasets")
 
 FREEZE, RANKS = 5, 3
 
-KINDS: dict[str, tuple[Any, type[Frozen]]] = {
+KINDS: dict[str, tuple[Any, type[FrozenSecondMoment]]] = {
     "adam": (torch.optim.Adam, FrozenAdam),
     "adamw": (torch.optim.AdamW, FrozenAdam),
     "lamb": (LAMB, FrozenLAMB),
@@ -39,11 +39,11 @@ def text(kind: str, freeze_step: int, code: str = "OneBit()", dtype: str = "floa
     for shown, here, times in (
         ("freeze_step=500", f"freeze_step={freeze_step}", 1),
         ("FrozenAdam", KINDS[kind][1].__name__, 2),
-        ("TwoPhase(OneBit(), ", f"TwoPhase({code}, ", 1),
+        ("TwoPhaseReducer(OneBit(), ", f"TwoPhaseReducer({code}, ", 1),
     ):
         assert found.count(shown) == times
         found = found.replace(shown, here)
-    found = re.sub(r"(TwoPhase\(.*)\)\n", rf"\1, dtype=torch.{dtype})\n", found)
+    found = re.sub(r"(TwoPhaseReducer\(.*)\)\n", rf"\1, dtype=torch.{dtype})\n", found)
     before, loop = found.split("for x, y in batches", 1)
     return before, "for x, y in batches" + loop
 
@@ -96,7 +96,7 @@ def alone(kind: str) -> Tensor:
     optimizer = made(kind, parameters)
     rule = KINDS[kind][1](optimizer, FREEZE)
     for step in range(STEPS):
-        assert rule.stands == (step >= FREEZE)
+        assert rule.frozen == (step >= FREEZE)
         own = nn.utils.parameters_to_vector(parameters).detach()
         mean = gradients(step, [own] * RANKS).mean(0)
         for p, part in zip(parameters, mean.split([12, 3]), strict=True):

@@ -62,8 +62,8 @@ def looped(lossless: bool) -> list[torch.Tensor]:
     code = text()
     if lossless:
         names["Lossless"] = Cast
-        code = code.replace("TwoPhase(OneBit(), ", 'TwoPhase(Lossless("float64"), ')
-    code = re.sub(r"(TwoPhase\(.*)\)\n", r"\1, dtype=torch.float64)\n", code)
+        code = code.replace("TwoPhaseReducer(OneBit(), ", 'TwoPhaseReducer(Lossless("float64"), ')
+    code = re.sub(r"(TwoPhaseReducer\(.*)\)\n", r"\1, dtype=torch.float64)\n", code)
     with torch.enable_grad():
         exec(code, names)
     return [*seen[1:], vector_of(model)]

@@ -6,7 +6,7 @@ from torch import nn
 
 from tutti.errors import PlanError
 from tutti.optim.large_batch import LARS
-from tutti.optim.lr_rule import factor
+from tutti.optim.learning_rate import learning_rate_factor
 from tutti.optim.recipes import recipe_named
 
 
@@ -21,7 +21,9 @@ def test_rates_of_90_epochs(ranks: int, each: int, steps: int) -> None:
     for epoch in range(90):
         for index in range(steps):
             step = epoch * steps + index
-            times = factor(recipe.lr_rule, 0.1, step, global_batch_size=ranks * each, steps_per_epoch=steps)
+            times = learning_rate_factor(
+                recipe.lr_rule, 0.1, step, global_batch_size=ranks * each, steps_per_epoch=steps
+            )
             got.append(optimizer.param_groups[0]["lr"] * times)
             rate = 0.1 + (target - 0.1) * min(step / (5 * steps), 1.0)
             expected.append(rate * 0.1 ** sum(epoch >= end for end in (30, 60, 80)))

@@ -7,8 +7,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, MultiStepLR
 
 from tutti.errors import PlanError
-from tutti.optim.lr_rule import LRRule, factor
-from tutti.optim.scaling import initial_learning_rate, scaled_learning_rate
+from tutti.optim.learning_rate import LRRule, initial_learning_rate, learning_rate_factor, scaled_learning_rate
 from worked.examples import EXAMPLES
 
 
@@ -36,7 +35,7 @@ def test_sedonas_schedule_composes_with_a_multistep_decay() -> None:
         decay = next((by for since, by in reversed(entry["multistep"]) if epoch >= since), 1.0)
         expected = decay * (start + (target - start) * step / warm if step < warm else target)
         before = weight.item()
-        by = factor(
+        by = learning_rate_factor(
             rule,
             initial_learning_rate(optimizer),
             step,
@@ -64,7 +63,7 @@ def test_k_small_steps_at_the_same_weights_equal_one_large_step() -> None:
     at_same_weights = start - sum(eta * gradient(start, inputs[i], targets[i]) for i in range(k))
     weight = nn.Parameter(start.clone())
     optimizer = SGD([weight], lr=eta)
-    by = factor(LRRule(base_batch_size=n), eta, 0, global_batch_size=k * n, steps_per_epoch=None)
+    by = learning_rate_factor(LRRule(base_batch_size=n), eta, 0, global_batch_size=k * n, steps_per_epoch=None)
     step_sgd(weight, optimizer, gradient(start, inputs.reshape(-1, 3), targets.reshape(-1)), by)
     torch.testing.assert_close(weight.data, at_same_weights, rtol=1e-13, atol=1e-13)
 

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from tutti.config.compression import parse_compression
-from tutti.config.zero_one import learns, local_updates
+from tutti.config.zero_one_schedule import learns, local_updates
 from tutti.errors import PlanError
-from tutti.optim.zero_one import ZeroOne, zero_one_of
+from tutti.optim.zero_one_adam import ZeroOneAdam, zero_one_adam_of
 
 RANKS, FREEZE, KAPPA = 3, 7, 2
 
@@ -32,7 +32,7 @@ def test_while_the_second_moment_always_learns_it_is_adam() -> None:
         w = nn.Parameter(start.clone())
         optimizer = torch.optim.AdamW([w], lr=0.1)
         if rule:
-            ZeroOne(optimizer, 6, 6)
+            ZeroOneAdam(optimizer, 6, 6)
         for gradient in given:
             w.grad = gradient.clone()
             optimizer.step()
@@ -104,12 +104,12 @@ def test_ranks_that_step_alone_are_the_equations(kind: Any) -> None:
     given[:, :, 2] = 0
     weights = [nn.Parameter(start.clone()) for _ in range(RANKS)]
     optimizers = [kind([w], lr=0.1, weight_decay=0.05) for w in weights]
-    rules = [ZeroOne(optimizer, FREEZE, KAPPA) for optimizer in optimizers]
-    assert zero_one_of(optimizers[1]) is rules[1]
+    rules = [ZeroOneAdam(optimizer, FREEZE, KAPPA) for optimizer in optimizers]
+    assert zero_one_adam_of(optimizers[1]) is rules[1]
     since = agreed = 0
     for step, gradients in enumerate(given):
         assert all(rule.exact == (step < FREEZE and learns(step, KAPPA)) for rule in rules)
-        assert all(rule.stands == (step >= FREEZE) for rule in rules)
+        assert all(rule.frozen == (step >= FREEZE) for rule in rules)
         if step == FREEZE:
             for rule in rules:
                 rule.rebase()
@@ -140,4 +140,4 @@ def test_settings_that_make_no_sense_are_refused() -> None:
     with pytest.raises(PlanError, match="kappa is a setting of zero-one-adam"):
         parse_compression("one-bit,kappa=3")
     with pytest.raises(PlanError, match="SGD is not Adam's"):
-        ZeroOne(torch.optim.SGD([nn.Parameter(torch.zeros(2))]), 3, 1)
+        ZeroOneAdam(torch.optim.SGD([nn.Parameter(torch.zeros(2))]), 3, 1)

@@ -15,9 +15,9 @@ from parallel.test_momenta_multirank import FREEZE, exactly, made
 from parallel.test_momenta_multirank import STEPS as MANY
 from trainer.several import Case, once, train_cases
 from tutti.comm import shared_segment
-from tutti.compression.exchange import Wire
-from tutti.config.compression import flags_sent_nbytes, parse_compression, sum_sent_nbytes
-from tutti.parallel.compressed.between import BetweenHosts
+from tutti.compression.reducer import CountedCollectives
+from tutti.config.compression import all_reduce_sent_nbytes, flags_sent_nbytes, parse_compression
+from tutti.parallel.compressed.compressor import BetweenHostsReducer
 
 Hosts = tuple[int, ...]
 
@@ -31,8 +31,8 @@ def name_hosts(hosts: Hosts) -> None:
 def seen(run: Any) -> dict[str, Any]:
     exchanges = run.replica.compressor.exchanges
     return {
-        "ways": run.replica.ways,
-        "between": [isinstance(one, BetweenHosts) for one in exchanges.values()],
+        "ways": run.replica.transports,
+        "between": [isinstance(one, BetweenHostsReducer) for one in exchanges.values()],
         "state": {name: value.clone() for name, value in run.model.state_dict().items()},
     }
 
@@ -110,11 +110,11 @@ def counted(hosts: Hosts, words: str) -> tuple[list[int], list[list[int]]]:
     def look(run: Any) -> dict[str, Any]:
         for bucket, exchange in run.replica.compressor.exchanges.items():
             numel = exchange.inner.numel if exchange.inner is not None else 0
-            formula = sum_sent_nbytes(parse_compression(words), [(numel,)], len(hosts), 8) if numel else 0
+            formula = all_reduce_sent_nbytes(parse_compression(words), [(numel,)], len(hosts), 8) if numel else 0
             flags = flags_sent_nbytes(len(bucket.parameters), sum(hosts), 8)
             assert bucket.sent_nbytes == formula + flags
-            assert exchange.wire.sent_nbytes in (3 * formula, 4 * formula)  # some are new after the first step
-            nbytes.append((formula, exchange.wire.sent_nbytes))
+            assert exchange.collectives.sent_nbytes in (3 * formula, 4 * formula)  # some are new after the first step
+            nbytes.append((formula, exchange.collectives.sent_nbytes))
         return {}
 
     train_cases({"run": case(words, mesh={"replicate": sum(hosts)})}, 4, look)
@@ -125,7 +125,7 @@ def counted(hosts: Hosts, words: str) -> tuple[list[int], list[list[int]]]:
 def test_only_codes_of_a_hosts_sum_travel_between_hosts() -> None:
     found = run_ranks(counted, 4, (2, 2), "one-bit")
     assert sum(found[0][0]) > 0
-    assert Wire(lone=True).size == 1
+    assert CountedCollectives(lone=True).size == 1
 
 
 def resumed(hosts: Hosts, calls: list[tuple[Any, ...]]) -> list[Any]:

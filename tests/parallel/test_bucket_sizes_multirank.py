@@ -15,8 +15,8 @@ from tutti.config.option_syntax import with_bucket_size
 from tutti.config.plan import BatchPlan, Plan
 from tutti.config.refusals import check_plan
 from tutti.errors import PlanError
-from tutti.parallel.data import bucket_sizes
-from tutti.parallel.data.bucket_sizes import MIB, quickest, sizes_to_try
+from tutti.parallel.data import bucket_size_tuner
+from tutti.parallel.data.bucket_size_tuner import MIB, fastest_size, sizes_to_try
 
 KIB = 2**10
 PLAN = Plan(batch=BatchPlan(global_batch_size=8), mesh={"replicate": 2})
@@ -31,8 +31,8 @@ def test_sizes_that_cut_alike_are_tried_once() -> None:
 
 
 def test_the_stated_size_stays_unless_another_is_clearly_quicker() -> None:
-    assert quickest({25: 1.0, 2: 0.99, 8: 1.5}, 25) == 25
-    assert quickest({25: 1.0, 2: 0.97, 8: 0.9}, 25) == 8
+    assert fastest_size({25: 1.0, 2: 0.99, 8: 1.5}, 25) == 25
+    assert fastest_size({25: 1.0, 2: 0.97, 8: 0.9}, 25) == 8
 
 
 def test_words() -> None:
@@ -58,7 +58,7 @@ def train(settings: dict[str, str], clocks: list[dict[int, float]], steps: int) 
     import tutti
 
     os.environ.update(settings)
-    bucket_sizes.TRIED = (4 * KIB, 16 * KIB, 64 * KIB)
+    bucket_size_tuner.TRIED = (4 * KIB, 16 * KIB, 64 * KIB)
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(8)], nn.BatchNorm1d(32), nn.Linear(32, 4))
     model.register_parameter("unused", nn.Parameter(torch.ones(5)))
@@ -75,7 +75,7 @@ def train(settings: dict[str, str], clocks: list[dict[int, float]], steps: int) 
             now[0] += clocks[job.rank].get(run.replica._cap, 1.0)
         return now[0]
 
-    bucket_sizes._now = clock
+    bucket_size_tuner._now = clock
     caps, losses = [], []
     for _ in job.epochs(1):
         for batch in loader:

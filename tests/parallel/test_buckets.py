@@ -13,12 +13,12 @@ from harness import run_ranks
 from tutti.comm.world import World, join_world
 from tutti.config.plan import BatchPlan, Plan, SyncPlan
 from tutti.errors import ScriptError
-from tutti.parallel.data.buckets import Bucket, Group, make_buckets
+from tutti.parallel.data.buckets import Bucket, ReductionGroup, make_buckets
 from tutti.parallel.data.replicate import Replica
 from tutti.parallel.layout import Layout
 from tutti.parallel.mesh import Mesh
 
-ALONE = Group(None, 1)
+ALONE = ReductionGroup(None, 1)
 
 
 class Net(nn.Module):

@@ -8,7 +8,7 @@ import torch
 
 from harness import preload, run_ranks
 from trainer.digits import Reached, reach
-from tutti.compression.state import State
+from tutti.compression.codec_state import CodecState
 from tutti.optim.large_batch import LAMB
 
 preload("sklearn.datasets")
@@ -47,12 +47,12 @@ TOLD_BY_LOSS = ["top-k", "top16-q4", "powersgd", "dgc,density=0.01", "one-bit"]
 def reach_with(methods: list[str], *, feedback: bool = True) -> dict[str, Reached]:
     """What is reached with every method; without `feedback`, with nothing kept of what a step did not send."""
     if not feedback:
-        State.commit = forgetting(State.commit)  # type: ignore[method-assign]
+        CodecState.commit = forgetting(CodecState.commit)  # type: ignore[method-assign]
     return {words: reach(words, optimizer=optimizer_of(words), TUTTI_COMPRESS=words) for words in methods}
 
 
-def forgetting(commit: Callable[[State], None]) -> Callable[[State], None]:
-    def forget(state: State) -> None:
+def forgetting(commit: Callable[[CodecState], None]) -> Callable[[CodecState], None]:
+    def forget(state: CodecState) -> None:
         commit(state)
         if "residual" in state.old:
             state.old["residual"].zero_()

@@ -19,7 +19,7 @@ from against_one import Subject, Trained, assert_agree
 from harness import run_ranks
 from trainer.several import Case, on_ranks
 from trainer.training import Mlp
-from tutti.compression.by_tensor import kept_of
+from tutti.compression.reducer import states_by_tensor
 from tutti.config import serialization
 from tutti.config.compression import parse_compression
 from tutti.config.plan import BatchPlan, Plan, SyncPlan
@@ -43,7 +43,7 @@ def tied() -> Subject:
 def look(run: Any) -> dict[str, Any]:
     steps = [row for row in read_rows(run.folder.metrics) if row["kind"] == "step"] if run.world.is_main else []
     compressor = run.replica.compressor
-    wires = [] if compressor is None else [one.wire.sent_nbytes for one in compressor.exchanges.values()]
+    wires = [] if compressor is None else [one.collectives.sent_nbytes for one in compressor.exchanges.values()]
     state = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
     return {"steps": steps, "wires": wires, "state": state}
 
@@ -120,7 +120,7 @@ def trained(
     kept = {}
     names = {p: name for name, p in model.named_parameters()}
     for bucket, exchange in run.replica.compressor.exchanges.items():
-        for p, one in zip(bucket.parameters, kept_of(exchange, sizes_of(bucket)), strict=True):
+        for p, one in zip(bucket.parameters, states_by_tensor(exchange, sizes_of(bucket)), strict=True):
             kept[names[p]] = one
     job.save()
     return {name: value.clone() for name, value in model.state_dict().items()}, kept

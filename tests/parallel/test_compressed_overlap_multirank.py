@@ -12,11 +12,11 @@ from torch.utils.data import TensorDataset
 
 import tutti
 from harness import run_ranks
-from tutti.compression.exchange import Wire
+from tutti.compression.reducer import CountedCollectives
 from tutti.config import serialization
 from tutti.config.compression import parse_compression
 from tutti.config.plan import BatchPlan, Plan, SyncPlan
-from tutti.parallel.compressed.courier import Parcel
+from tutti.parallel.compressed.comm_thread import RoundsWork
 
 LAYERS = 6
 PATIENCE_S = 20.0
@@ -54,18 +54,18 @@ class Deep(nn.Module):
 def overlapping(words: str) -> list[tuple[bool, bool]]:
     """By step: whether codes had been sent, and a sum was over, before the first layer had its gradient."""
     sent, over = threading.Event(), threading.Event()
-    swap, finish = Wire.swap, Parcel.over
+    swap, finish = CountedCollectives.swap, RoundsWork.over
 
-    def swapped(self: Wire, *arguments: Any) -> Any:
+    def swapped(self: CountedCollectives, *arguments: Any) -> Any:
         works = swap(self, *arguments)
         sent.set()
         return works
 
-    def ended(self: Parcel, error: BaseException | None = None) -> None:
+    def ended(self: RoundsWork, error: BaseException | None = None) -> None:
         finish(self, error)
         over.set()
 
-    Wire.swap, Parcel.over = swapped, ended  # type: ignore[method-assign]
+    CountedCollectives.swap, RoundsWork.over = swapped, ended  # type: ignore[method-assign]
     found: list[tuple[bool, bool]] = []
     plan = Plan(
         batch=BatchPlan(global_batch_size=8),

@@ -18,8 +18,8 @@ from parallel.test_compressed_plans_multirank import attending, branching, clipp
 from parallel.test_expert import top2
 from trainer.several import Case, assert_refused, on_ranks, once, refusals
 from tutti.checkpoint.rank_state import _buckets
-from tutti.compression.by_tensor import divided_by_tensor
-from tutti.compression.scatter import ScatterSum
+from tutti.compression.dense_reducers import ReduceScatterReducer
+from tutti.compression.reducer import split_by_tensor
 from tutti.config import serialization
 from tutti.config.compression import parse_compression
 from tutti.config.plan import BatchPlan, Plan, ShardingPlan, SyncPlan
@@ -78,16 +78,16 @@ LOSSY += ["top16-q4", "powersgd", "top-k,density=0.1,sparse=true"]
 def accounted(words: list[str], world_size: int) -> list[dict[str, Any]]:
     """By method: what went into the sums over `shard` and came out, what is kept, bytes, and the parameters."""
     found = []
-    write, send = ScatterSum.write, ScatterSum.send
+    write, send = ReduceScatterReducer.write, ReduceScatterReducer.send
     for one in words:
         went: dict[int, Any] = {}
         came: dict[int, Any] = {}
 
-        def follow(self: ScatterSum, flat: torch.Tensor, went: dict[int, Any] = went) -> None:
+        def follow(self: ReduceScatterReducer, flat: torch.Tensor, went: dict[int, Any] = went) -> None:
             went[id(self)] = went.get(id(self), 0) + flat
             write(self, flat)
 
-        def arrive(self: ScatterSum, part: torch.Tensor, came: dict[int, Any] = came) -> Any:
+        def arrive(self: ReduceScatterReducer, part: torch.Tensor, came: dict[int, Any] = came) -> Any:
             yield from send(self, part)
             came[id(self)] = came.get(id(self), 0) + part
 
@@ -96,19 +96,19 @@ def accounted(words: list[str], world_size: int) -> list[dict[str, Any]]:
             for part in run.replica.compressor.parts:
                 there = part.there
                 sent.append((part._counted, part.sent_nbytes, len(part.pack.parameters) + 1))
-                if isinstance(there, ScatterSum):
+                if isinstance(there, ReduceScatterReducer):
                     kept = there.states["worker"].old.get("residual")
-                    sums.append((went[id(there)], came[id(there)], kept, there.own))
+                    sums.append((went[id(there)], came[id(there)], kept, there.local_span))
             return {"sums": sums, "sent": sent}
 
-        ScatterSum.write, ScatterSum.send = follow, arrive  # type: ignore[method-assign]
+        ReduceScatterReducer.write, ReduceScatterReducer.send = follow, arrive  # type: ignore[method-assign]
         try:
             mesh = {"shard": world_size} if world_size < 4 else {"replicate": 2, "shard": 2}
             torch.manual_seed(0)
             case: Case = (descending, divided(one, 2, **mesh))
             trained = train(*case, 6, torch.float64, look)
         finally:
-            ScatterSum.write, ScatterSum.send = write, send  # type: ignore[method-assign]
+            ReduceScatterReducer.write, ReduceScatterReducer.send = write, send  # type: ignore[method-assign]
         found.append({**trained.facts, "state": trained.state})
     return found
 
@@ -141,7 +141,7 @@ def kept_by_name(run: Any) -> dict[str, torch.Tensor]:
     wholes: dict[str, torch.Tensor] = {}
     for one in _buckets(run, run.replica.compressor):
         sizes = [torch.Size(row.shape).numel() for row in one.rows]
-        kept = divided_by_tensor(one.exchange.tensors(), one.exchange.spans, one.exchange.places, sizes)
+        kept = split_by_tensor(one.exchange.tensors(), one.exchange.spans, one.exchange.shared_spans, sizes)
         for row, values in zip(one.rows, kept, strict=True):
             whole = wholes.setdefault(row.name, torch.zeros(row.held.shape))
             if "residual" in values:

@@ -20,11 +20,11 @@ from parallel.test_communication_multirank import images, sequences
 from parallel.test_expert import top2
 from trainer.several import Case, assert_refused, on_ranks, once, refusals
 from trainer.training import Mlp
-from tutti.compression.by_tensor import kept_of
+from tutti.compression.reducer import states_by_tensor
 from tutti.config import serialization
 from tutti.config.compression import Compression, bucket_sent_nbytes, parse_compression
 from tutti.config.plan import BatchPlan, PipelinePlan, Plan, ShardingPlan, SyncPlan
-from tutti.parallel.compressed.compressor import CompressedSum, sizes_of
+from tutti.parallel.compressed.compressor import CompressedBucketReducer, sizes_of
 from tutti.trainer.metrics import read_rows
 
 
@@ -154,7 +154,7 @@ class Followed:
     def kept(self) -> dict[str, Any]:
         found = {}
         for bucket, exchange in self.run.replica.compressor.exchanges.items():
-            for p, one in zip(bucket.parameters, kept_of(exchange, sizes_of(bucket)), strict=True):
+            for p, one in zip(bucket.parameters, states_by_tensor(exchange, sizes_of(bucket)), strict=True):
                 found[self.names[p]] = {what: value for what, value in one.items() if value.numel()}
         return found
 
@@ -164,17 +164,17 @@ def follow(words: str, steps: int, poison: int | None = None) -> dict[str, Any]:
     torch.set_default_dtype(torch.float64)
     how = parse_compression(words)
     this = Followed(how, f"{words}-{poison}")
-    begin = CompressedSum.start
+    begin = CompressedBucketReducer.start
 
-    def start(self: CompressedSum, bucket: Any) -> Any:
+    def start(self: CompressedBucketReducer, bucket: Any) -> Any:
         for p, view in zip(bucket.parameters, bucket.views, strict=True):
             this.went[this.names[p]] = this.went[this.names[p]] + view
         return begin(self, bucket)
 
-    CompressedSum.start = start  # type: ignore[method-assign]
+    CompressedBucketReducer.start = start  # type: ignore[method-assign]
     for batch in this.batches(steps):
         this.step(batch, poisoned=this.run.progress.step == poison)
-    CompressedSum.start = begin  # type: ignore[method-assign]
+    CompressedBucketReducer.start = begin  # type: ignore[method-assign]
     exchanges = this.run.replica.compressor.exchanges
     shapes = [[tuple(p.shape) for p in bucket.parameters] for bucket in exchanges]
     rows = read_rows(this.run.folder.metrics) if this.run.world.is_main else []
@@ -183,7 +183,7 @@ def follow(words: str, steps: int, poison: int | None = None) -> dict[str, Any]:
         "came": this.came,
         "kept": {name: one.get("residual") for name, one in this.kept().items()},
         "state": {name: value.clone() for name, value in this.model.state_dict().items()},
-        "wires": [exchange.wire.sent_nbytes for exchange in exchanges.values()],
+        "wires": [exchange.collectives.sent_nbytes for exchange in exchanges.values()],
         "formula": [bucket_sent_nbytes(how, some, this.world, 8) for some in shapes],
         "flags": [2 * (this.world - 1) * len(some) * 8 // this.world for some in shapes],
         "sent": [row["sent_nbytes"] for row in rows if row["kind"] == "step"],
@@ -220,8 +220,10 @@ def test_bytes_in_the_row_are_the_formula_and_those_of_the_wire(world_size: int)
     for rank, found in enumerate(run_ranks(followed, world_size, [(one, 4) for one in words], timeout_s=110)):
         for one, got in zip(words, found, strict=True):
             rest = [formula - flags for formula, flags in zip(got["formula"], got["flags"], strict=True)]
-            for wire, nbytes in zip(got["wires"], rest, strict=True):  # some buckets are new after the first step
-                assert wire in (3 * nbytes, 4 * nbytes), one
+            for collectives, nbytes in zip(
+                got["wires"], rest, strict=True
+            ):  # some buckets are new after the first step
+                assert collectives in (3 * nbytes, 4 * nbytes), one
             if rank == 0:
                 assert got["sent"][-1] == sum(got["formula"]), one
 
@@ -234,7 +236,7 @@ def look_at_sums(run: Any) -> dict[str, Any]:
         "sent": [row["sent_nbytes"] for row in rows if row["kind"] == "step"],
         "shapes": shapes,
         "dense": [getattr(exchange, "switched", None) for exchange in exchanges.values()],
-        "wires": sum(exchange.wire.sent_nbytes for exchange in exchanges.values()),
+        "wires": sum(exchange.collectives.sent_nbytes for exchange in exchanges.values()),
     }
 
 

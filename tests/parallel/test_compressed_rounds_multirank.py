@@ -7,12 +7,12 @@ import torch
 
 from harness import run_ranks
 from tutti.comm.world import join_world
-from tutti.compression.exchange import wait
+from tutti.compression.codec_state import rank_seed
+from tutti.compression.codecs import make_reducer, round_count
+from tutti.compression.dense_reducers import AllGatherReducer, TwoPhaseReducer
 from tutti.compression.qsgd import qsgd
-from tutti.compression.state import rank_seed
-from tutti.compression.two_phase import Gathered, TwoPhase
-from tutti.config.compression import parse_compression, sum_sent_nbytes
-from tutti.parallel.compressed.methods import make_exchange, turns_of
+from tutti.compression.reducer import wait_all
+from tutti.config.compression import all_reduce_sent_nbytes, parse_compression
 
 WORDS = (
     "float64", "bfloat16", "bytegrad,feedback=true", "qsgd,bits=4", "terngrad", "one-bit", "top-k,density=0.1",
@@ -23,7 +23,7 @@ NUMEL, SEED = 1111, 5
 
 def made(words: str) -> Any:
     like = {"group": None, "dtype": torch.float64, "device": torch.device("cpu")}
-    return make_exchange(parse_compression(words), [(101, 11)], **like, seed=SEED)  # type: ignore[arg-type]
+    return make_reducer(parse_compression(words), [(101, 11)], **like, seed=SEED)  # type: ignore[arg-type]
 
 
 def values(rank: int) -> torch.Tensor:
@@ -34,9 +34,9 @@ def exchanged(words: str) -> tuple[str, int, int, torch.Tensor]:
     """(kind, rounds, bytes sent, sum)."""
     flat, exchange, rounds = values(join_world().rank), made(words), 0
     for works in exchange.rounds(flat):
-        wait(works)
+        wait_all(works)
         rounds += 1
-    return type(exchange).__name__, rounds, exchange.wire.sent_nbytes, flat
+    return type(exchange).__name__, rounds, exchange.collectives.sent_nbytes, flat
 
 
 def all_exchanged() -> dict[str, tuple[str, int, int, torch.Tensor]]:
@@ -49,11 +49,11 @@ def test_rounds_and_bytes_are_those_that_are_said(size: int) -> None:
     for words in WORDS:
         how = parse_compression(words)
         _, rounds, sent, flat = ranks[0][words]
-        assert rounds == turns_of(how, size), words
+        assert rounds == round_count(how, size), words
         assert all(torch.equal(flat, rank[words][3]) for rank in ranks), words
         if not how.settings.get("sparse"):  # how many bytes, the values say
-            assert sent == sum_sent_nbytes(how, [(101, 11)], size, 8), words
-    kind = Gathered if size == 2 else TwoPhase
+            assert sent == all_reduce_sent_nbytes(how, [(101, 11)], size, 8), words
+    kind = AllGatherReducer if size == 2 else TwoPhaseReducer
     assert {ranks[0][words][0] for words in ("one-bit", "qsgd,bits=4", "bytegrad,feedback=true")} == {kind.__name__}
 
 

@@ -17,7 +17,7 @@ import tutti
 from harness import run_ranks
 from parallel.test_compressed_multirank import case, data
 from parallel.test_compressed_plans_multirank import halves
-from tutti.compression.by_tensor import Kept, kept_of
+from tutti.compression.reducer import TensorStates, states_by_tensor
 from tutti.config import serialization
 from tutti.config.plan import BatchPlan, Plan, ShardingPlan
 from tutti.parallel.compressed.compressor import sizes_of
@@ -56,7 +56,7 @@ class Run:
 
     states: list[dict[str, torch.Tensor]]
     scales: list[float]
-    kept: dict[str, Kept] = field(default_factory=dict)
+    kept: dict[str, TensorStates] = field(default_factory=dict)
 
 
 def trained(
@@ -90,7 +90,7 @@ def trained(
     compressor = run.replica.compressor
     names = {p: name for name, p in model.named_parameters()}
     for bucket, exchange in ({} if compressor is None else compressor.exchanges).items():
-        for p, one in zip(bucket.parameters, kept_of(exchange, sizes_of(bucket)), strict=True):
+        for p, one in zip(bucket.parameters, states_by_tensor(exchange, sizes_of(bucket)), strict=True):
             made.kept[names[p]] = one
     job.save()
     return made

@@ -19,7 +19,7 @@ from against_one import Subject, Trained, assert_agree
 from harness import run_ranks
 from parallel.test_compressed_multirank import case
 from trainer.several import Case, on_ranks, refusals, train_cases
-from tutti.compression.factors import FactoredLinear
+from tutti.compression.sufficient_factors import FactoredLinear
 from tutti.config import serialization
 from tutti.config.compression import factors_pay, factors_sent_nbytes, parse_compression
 from tutti.config.plan import BatchPlan, PipelinePlan, Plan, ShardingPlan, SyncPlan
@@ -79,17 +79,17 @@ def look(run: Any) -> dict[str, Any]:
     names = {p: name for name, p in run.model.named_parameters()}
     weights = sorted(names[p] for p in run.replica.factored.weights)
     rows = [row for row in read_rows(run.folder.metrics) if row["kind"] == "step"] if run.world.is_main else []
-    plain = sum(bucket.sent_nbytes for bucket in run.replica._buckets if not bucket.group.summing.alone)
+    plain = sum(bucket.sent_nbytes for bucket in run.replica._buckets if not bucket.group.bucket_reducer.one_per_bucket)
     copied = copy.deepcopy(run.model)
     left = [module for module in copied.modules() if isinstance(module, FactoredLinear)]
     assert left
     assert not any(module.factors.collecting for module in left)
     share = sum(part.count for part in run.loader.share.parts)
-    return {"weights": weights, "rows": rows, "plain": plain, "ways": run.replica.ways, "share": share}
+    return {"weights": weights, "rows": rows, "plain": plain, "ways": run.replica.transports, "share": share}
 
 
 @functools.cache
-def alone(microbatches: int = 1) -> Trained:
+def one_per_bucket(microbatches: int = 1) -> Trained:
     subject = {"one": (uses, {"batch": {"num_microbatches": microbatches}})}
     return on_ranks(subject, 1, steps=STEPS)[0]["one"]
 
@@ -106,7 +106,7 @@ def test_factors_are_one_devices_run_in_fewer_bytes(world_size: int) -> None:
     """What goes by factors is decided by bytes, after a first step in which all are tried; bytes are the formula's."""
     mesh = {"replicate": world_size}
     found = on_ranks({"run": factors(mesh=mesh)}, world_size, steps=STEPS, look=look if world_size > 1 else None)
-    assert_agree(alone(), [rank["run"] for rank in found])
+    assert_agree(one_per_bucket(), [rank["run"] for rank in found])
     first = found[0]["run"].state
     assert all(torch.equal(rank["run"].state[name], value) for rank in found for name, value in first.items())
     if world_size == 1:
@@ -136,7 +136,7 @@ def test_beside_other_parts_of_a_plan_it_is_that_too() -> None:
     }
     for rank in on_ranks(cases, 2, steps=STEPS):
         for name, got in rank.items():
-            assert_agree(alone(2), [got])
+            assert_agree(one_per_bucket(2), [got])
             assert name
 
 

@@ -14,9 +14,8 @@ from harness import run_ranks
 from parallel.test_compressed_multirank import case, data, in_turn, look, tied
 from parallel.test_compressed_plans_multirank import Followed, branching, clipped, plain
 from trainer.several import Case, assert_refused, refusals, train_cases
-from tutti.compression.by_tensor import kept_of
-from tutti.compression.exchange import Exchange
-from tutti.compression.two_phase import Gathered, TwoPhase
+from tutti.compression.dense_reducers import AllGatherReducer, TwoPhaseReducer
+from tutti.compression.reducer import GradientReducer, states_by_tensor
 from tutti.config.compression import Compression, bucket_sent_nbytes, flags_sent_nbytes, parse_compression
 from tutti.config.plan import PipelinePlan, ShardingPlan
 from tutti.optim.large_batch import LAMB
@@ -42,12 +41,12 @@ def made(method: str, make: Any = None, freeze_step: int = FREEZE, **plan: Any) 
 
 def exactly(cases: dict[str, Case]) -> dict[str, Trained]:
     """Trainings whose sums lose nothing: float64 in the code's place."""
-    code = compressor.make_exchange
-    compressor.make_exchange = lambda how, *rest, **more: code(Compression(method="float64"), *rest, **more)
+    code = compressor.make_reducer
+    compressor.make_reducer = lambda how, *rest, **more: code(Compression(method="float64"), *rest, **more)
     try:
         return train_cases(cases, STEPS, None)
     finally:
-        compressor.make_exchange = code
+        compressor.make_reducer = code
 
 
 ONE = {"replicate": 1}
@@ -98,17 +97,17 @@ def frozen_early(trained: Trained, start: dict[str, torch.Tensor], freeze_step: 
     rate, decay, b1, b2 = 0.01, 0.01, 0.9, 0.999
     w, m, v, count, learned = dict(start), {}, {}, {}, {}
     for gradients in trained.gradients:
-        stands = bool(learned)
+        frozen = bool(learned)
         for name, g in gradients.items():
             m[name] = b1 * m.get(name, 0) + (1 - b1) * g
             count[name] = count.get(name, 0) + 1
-            if not stands:
+            if not frozen:
                 v[name] = b2 * v.get(name, 0) + (1 - b2) * g * g
             root = (v[name] / (1 - b2 ** learned.get(name, count[name]))).sqrt()
-            if stands:
+            if frozen:
                 root = root.clamp(min=0.1 * float(root.square().mean().sqrt()))
             w[name] = w[name] * (1 - rate * decay) - rate * m[name] / (1 - b1 ** count[name]) / (root + 1e-8)
-        if not stands and max(count.values()) == freeze_step:
+        if not frozen and max(count.values()) == freeze_step:
             learned = dict(count)
     return w
 
@@ -161,10 +160,10 @@ def followed(words: str, world_size: int) -> dict[str, Any]:
     """A run whose sums of momenta are added up: what went in, came out and is kept, by bucket."""
     went: dict[int, Any] = {}
     came: dict[int, Any] = {}
-    kind: type[Exchange] = Gathered if world_size == 2 else TwoPhase
+    kind: type[GradientReducer] = AllGatherReducer if world_size == 2 else TwoPhaseReducer
     rounds = kind.rounds
 
-    def follow(self: Exchange, flat: torch.Tensor) -> Any:
+    def follow(self: GradientReducer, flat: torch.Tensor) -> Any:
         went[id(self)] = went.get(id(self), 0) + flat
         yield from rounds(self, flat)
         came[id(self)] = came.get(id(self), 0) + flat
@@ -172,7 +171,7 @@ def followed(words: str, world_size: int) -> dict[str, Any]:
     def keep(run: Any) -> dict[str, Any]:
         kept = {}
         for bucket, exchange in run.replica.compressor.exchanges.items():
-            values = [one["residual"] for one in kept_of(exchange, sizes_of(bucket))]
+            values = [one["residual"] for one in states_by_tensor(exchange, sizes_of(bucket))]
             kept[id(exchange)] = torch.cat(values)
         order = [id(one) for one in run.replica.compressor.exchanges.values()]
         shapes = [[tuple(p.shape) for p in bucket.parameters] for bucket in run.replica.compressor.exchanges]
@@ -270,7 +269,7 @@ def poisoned(words: str) -> dict[str, torch.Tensor]:
         if spoilt:
             assert all(torch.equal(this.run.optimizers[0].state[p]["exp_avg"], value) for p, value in before.items())
             assert all(torch.equal(p, value) for p, value in weights.items())
-    assert this.run.replica.compressor.momenta.stand_in
+    assert this.run.replica.compressor.momentum_compression.compresses_next
     return {name: value.clone() for name, value in this.model.state_dict().items()}
 
 

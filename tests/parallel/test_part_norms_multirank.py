@@ -15,7 +15,7 @@ from harness import run_ranks
 from tutti.config import serialization
 from tutti.config.plan import BatchPlan, Plan, ShardingPlan
 from tutti.nn import MixtureOfExperts
-from tutti.optim.large_batch import LAMB, LARS, NovoGrad, groups_of, nvlamb
+from tutti.optim.large_batch import LAMB, LARS, NovoGrad, nvlamb, parameter_groups
 from tutti.parallel.layout import gather_whole
 
 MAKE: dict[str, Any] = {
@@ -83,7 +83,7 @@ def train(plan: Plan | None, names: list[str], experts: bool) -> dict[str, dict[
         draw = torch.Generator().manual_seed(1)
         x = torch.randn(24, 5, 6, generator=draw, dtype=torch.float64)
         data = TensorDataset(x, torch.randint(0, 3, (24, 5), generator=draw))
-        optimizer = MAKE[name](groups_of(model, 0.01))
+        optimizer = MAKE[name](parameter_groups(model, 0.01))
         model, optimizer, loader = job.prepare(
             model, optimizer, data, lambda output, target: F.cross_entropy(output.flatten(0, 1), target.flatten())
         )

@@ -17,7 +17,7 @@ from harness import run_ranks
 from parallel.shard_subjects import Branching, Tied, words
 from tutti.config import serialization
 from tutti.config.plan import BatchPlan, Plan, ShardingPlan
-from tutti.optim.large_batch import LAMB, LARS, NovoGrad, groups_of, nvlamb
+from tutti.optim.large_batch import LAMB, LARS, NovoGrad, nvlamb, parameter_groups
 from tutti.parallel.layout import gather_whole, local_tensors
 
 MAKE: dict[str, Any] = {
@@ -51,7 +51,7 @@ def train(plan: Plan, folder: Path, resume: Path | None = None) -> States:
             begin = None if resume is None else resume / name / "checkpoints" / f"step-{SAVED_AT:08d}"
             job = tutti.Job(global_batch_size=8, seed=2, keep_checkpoints=0, resume=begin, clip_norm=5.0)
             model: torch.nn.Module = make()
-            optimizer = MAKE[kind](groups_of(model, 0.01))
+            optimizer = MAKE[kind](parameter_groups(model, 0.01))
             scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
             model, optimizer, loader = job.prepare(model, optimizer, words(), F.cross_entropy, scheduler=scheduler)
             run = job._run()

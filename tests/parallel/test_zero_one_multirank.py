@@ -18,19 +18,19 @@ from parallel.test_compressed_plans_multirank import clipped
 from parallel.test_momenta_multirank import late
 from trainer.digits import Reached, reach
 from trainer.several import Case, assert_refused, refusals, train_cases
-from tutti.compression.exchange import Exchange
-from tutti.compression.two_phase import Gathered, TwoPhase
+from tutti.compression.dense_reducers import AllGatherReducer, TwoPhaseReducer
+from tutti.compression.reducer import GradientReducer
 from tutti.config.compression import (
     Compression,
+    all_reduce_sent_nbytes,
     bucket_sent_nbytes,
     flags_sent_nbytes,
     parse_compression,
-    sum_sent_nbytes,
 )
 from tutti.config.partitioning import cut
 from tutti.config.plan import ShardingPlan
-from tutti.config.zero_one import local_updates
-from tutti.local_sgd import coded
+from tutti.config.zero_one_schedule import local_updates
+from tutti.local_sgd import delayed_reduction
 from tutti.parallel.compressed import compressor
 
 preload("sklearn.datasets")
@@ -46,16 +46,16 @@ def made(words: str = WORDS, make: Any = tied, **plan: Any) -> Case:
 
 def exactly(cases: dict[str, Case], look: Any = None) -> dict[str, Trained]:
     """Trainings whose sums lose nothing: float64 in the code's place."""
-    code = compressor.make_exchange
+    code = compressor.make_reducer
 
     def lossless(how: Compression, *rest: Any, **more: Any) -> Any:
         return code(Compression(method="float64"), *rest, **more)
 
-    compressor.make_exchange = coded.make_exchange = lossless
+    compressor.make_reducer = delayed_reduction.make_reducer = lossless
     try:
         return train_cases(cases, STEPS, look)
     finally:
-        compressor.make_exchange = coded.make_exchange = code
+        compressor.make_reducer = delayed_reduction.make_reducer = code
 
 
 def without_gradients(trained: Trained) -> Trained:
@@ -117,7 +117,7 @@ def test_what_enters_the_optimizer_is_clipped_as_by_the_equations_in_one_process
         torch.testing.assert_close(got, one, rtol=1e-12, atol=1e-13)
 
 
-def kept_in(exchange: Exchange) -> torch.Tensor:
+def kept_in(exchange: GradientReducer) -> torch.Tensor:
     """What a rank keeps back, as worker and, where sums are written anew, as server."""
     kept = exchange.states["worker"].old["residual"].clone()
     for begin, end in exchange.spans.get("server", ()):
@@ -127,10 +127,10 @@ def kept_in(exchange: Exchange) -> torch.Tensor:
 
 def followed(world_size: int) -> dict[str, Any]:
     """A run with one bit: what went into sums of ways, came out and is kept, and parameters of all ranks then."""
-    kind: type[Exchange] = Gathered if world_size == 2 else TwoPhase
+    kind: type[GradientReducer] = AllGatherReducer if world_size == 2 else TwoPhaseReducer
     rounds, seen = kind.rounds, []
 
-    def follow(self: Exchange, flat: torch.Tensor) -> Any:
+    def follow(self: GradientReducer, flat: torch.Tensor) -> Any:
         before = flat.clone()
         yield from rounds(self, flat)
         seen.append((self, before, flat.clone()))
@@ -186,12 +186,12 @@ def test_ways_that_came_out_and_are_kept_are_those_that_went_in(world_size: int)
     for step in range(STEPS):
         if step < FREEZE:
             some, code = found[0]["shapes"], how.at(step)
-            looks = sum(flags_sent_nbytes(len(one), world_size, 8) for one in some) if code is None else 0
-            expected.append(looks + sum(bucket_sent_nbytes(code, one, world_size, 8) for one in some))
+            wants_statistics = sum(flags_sent_nbytes(len(one), world_size, 8) for one in some) if code is None else 0
+            expected.append(wants_statistics + sum(bucket_sent_nbytes(code, one, world_size, 8) for one in some))
             continue
         since += 1
         due = since == local_updates(agreed, 2, 4)
-        ways = sum_sent_nbytes(how, [(found[0]["went"][0].numel(),)], world_size, 8) if due else 0
+        ways = all_reduce_sent_nbytes(how, [(found[0]["went"][0].numel(),)], world_size, 8) if due else 0
         expected.append(ways)
         since, agreed = (0, agreed + 1) if due else (since, agreed)
     sent = [row["sent_nbytes"] for row in found[0]["steps"][-STEPS:]]

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tutti.config.compression import Compression
+from tutti.config.consistency_modes import Relaxed
 from tutti.config.plan import BatchPlan, LayoutRule, PipelinePlan, Plan, ShardingPlan, SyncPlan
-from tutti.config.relaxed import Relaxed
 from tutti.planner import difference
 
 BASE = Plan(

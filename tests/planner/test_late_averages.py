@@ -2,7 +2,7 @@
 
 import pytest
 
-from tutti.config.sync_words import parse_sync
+from tutti.config.sync_notation import parse_sync
 from tutti.planner.relaxed_strategies import WAYS, Each
 
 BY_WORDS = {way.words: way for way in WAYS}
@@ -26,7 +26,7 @@ BY_WORDS = {way.words: way for way in WAYS}
 )
 def test_the_later_averages_are_taken_in_the_more_samples_count(words: str, each: Each) -> None:
     assert BY_WORDS[words].each == each
-    assert BY_WORDS[words].relaxed.told() == parse_sync(words).relaxed.told()
+    assert BY_WORDS[words].relaxed.stated() == parse_sync(words).relaxed.stated()
 
 
 def test_changes_in_two_bits_count_for_a_little_more_and_are_no_code_of_gradients() -> None:

@@ -11,7 +11,7 @@ from tutti.config import serialization
 from tutti.config.cluster import ClusterSpec, CompressRate
 from tutti.config.compression import Compression, parse_compression
 from tutti.config.plan import BatchPlan, Plan, SyncPlan
-from tutti.config.sync_words import parse_sync, way_in_words
+from tutti.config.sync_notation import format_relaxation, parse_sync
 from tutti.cost_model import predict
 from tutti.errors import PlanError
 from tutti.planner import Choice, NoiseScale, Request, choose, explain, rows
@@ -50,7 +50,7 @@ def chosen(mbit: float, relax: Any = "relaxed", **changes: Any) -> Choice:
 
 
 def way_of(choice: Choice) -> str:
-    return way_in_words(choice.best.sync) or choice.best.sync.mode
+    return format_relaxation(choice.best.sync) or choice.best.sync.mode
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tutti.config.compression import compression_in_words, parse_compression
-from tutti.parallel.compressed.methods import make_exchange
+from tutti.compression.codecs import make_reducer
+from tutti.config.compression import format_compression, parse_compression
 from tutti.profile.probe import FULL, codec_rates
 
 SMALL = replace(FULL, repeats=1, codes_numel=(5000,), codes_budget_s=60.0)
@@ -15,8 +15,8 @@ SMALL = replace(FULL, repeats=1, codes_numel=(5000,), codes_budget_s=60.0)
 @pytest.mark.parametrize("words", list(codec_rates.CODECS))
 def test_what_is_timed_is_what_a_run_sums_with(words: str) -> None:
     how = parse_compression(words)
-    assert compression_in_words(how) == words
-    made = make_exchange(how, [(64,)], group=None, dtype=torch.float32, device=torch.device("cpu"), seed=0)
+    assert format_compression(how) == words
+    made = make_reducer(how, [(64,)], group=None, dtype=torch.float32, device=torch.device("cpu"), seed=0)
     assert made.codec == codec_rates.CODECS[words]  # type: ignore[attr-defined]
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from report.run_folders import Story, write_run
 from tutti.config import serialization
 from tutti.config.plan import Plan
-from tutti.config.sync_words import parse_sync, with_mode
+from tutti.config.sync_notation import parse_sync, with_mode
 from tutti.report.build_report import build_report
 from tutti.report.html_report import boxes
 from tutti.report.terminal_report import report_table

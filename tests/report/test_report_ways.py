@@ -10,7 +10,7 @@ from tutti.config import serialization
 from tutti.config.compression import parse_compression
 from tutti.config.plan import BatchPlan, Plan, SyncPlan
 from tutti.config.run_folder import RunFolder
-from tutti.config.sync_words import parse_sync
+from tutti.config.sync_notation import parse_sync
 from tutti.errors import ReportError
 from tutti.report.quality_metrics import parse_target, samples_by_way
 from tutti.report.run_records import Records, read_records

@@ -14,8 +14,8 @@ import tutti
 from harness import run_ranks
 from trainer.training import Mlp, vectors
 from tutti.errors import PlanError
-from tutti.optim.noise import Averages, adascale_gain
-from tutti.optim.noise import Estimate as One
+from tutti.optim.gradient_noise_scale import NoiseAverages, adascale_gain
+from tutti.optim.gradient_noise_scale import NoiseEstimate as One
 
 
 def train(folder: str, epochs: int, resume: str | None = None) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def whole_and_resumed() -> list[dict[str, Any]]:
 def test_the_gain_is_that_of_the_steps_before(world_size: int) -> None:
     ranks = run_ranks(whole_and_resumed, world_size)
     whole, first, rest = ranks[0]
-    averages, done = Averages(), 0.0
+    averages, done = NoiseAverages(), 0.0
     for row in whole["rows"]:
         if "noise" in row:
             averages.add(One(square=row["noise"]["square"], variance=row["noise"]["variance"]))

@@ -16,7 +16,7 @@ from harness import run_ranks
 from tutti.config import serialization
 from tutti.config.compression import parse_compression
 from tutti.config.plan import BatchPlan, Plan, ShardingPlan, SyncPlan
-from tutti.config.sync_words import parse_sync
+from tutti.config.sync_notation import parse_sync
 from tutti.parallel.layout import gather_whole, local_tensors, to_local
 
 STEPS, SPOILT = 4, 2
@@ -106,7 +106,7 @@ def trained(case: Case, on_nonfinite: str = "skip") -> Seen:
 
     def look() -> None:
         parts = {name: to_local(tensor).clone() for name, tensor in local_tensors(built)}
-        seen.states.append(parts if run.consistency.apart else gather_whole(run.layout, run.world, parts))
+        seen.states.append(parts if run.consistency.diverged else gather_whole(run.layout, run.world, parts))
         compressor = run.replica.compressor
         exchanges = [] if compressor is None else [*compressor.exchanges.values()]
         exchanges += [one for part in compressor.parts for one in part._exchanges()] if compressor else []
@@ -124,7 +124,7 @@ def trained(case: Case, on_nonfinite: str = "skip") -> Seen:
         job.update()
         look()
     run.consistency.finish(run)
-    run.consistency.left(run)
+    run.consistency.on_exit(run)
     return seen
 
 
@@ -155,13 +155,13 @@ def test_no_rank_makes_an_update_from_a_gradient_that_is_not_finite(size: int) -
             assert all(torch.equal(value, stopped.states[SPOILT][key]) for key, value in stopped.states[-1].items())
 
 
-def apart(sync: str) -> Seen:
+def diverged(sync: str) -> Seen:
     return trained(Case(sync=sync))
 
 
 @pytest.mark.parametrize("sync", ["local:100", "ensemble"])
 def test_a_replica_of_its_own_leaves_out_its_own_update(sync: str) -> None:
-    first, second = run_ranks(apart, 2, sync)
+    first, second = run_ranks(diverged, 2, sync)
     for step in range(STEPS):
         for rank, seen in enumerate((first, second)):
             before, after = seen.states[step : step + 2]

@@ -16,7 +16,7 @@ from trainer.training import Mlp, Tagger, vectors
 from tutti.config import serialization
 from tutti.config.plan import BatchPlan, Plan
 from tutti.data.batches import share_of
-from tutti.optim.noise import estimate
+from tutti.optim.gradient_noise_scale import estimate_noise
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def by_hand(case: Case, plan: Plan, indices: list[int]) -> tuple[float, float]:
                 within += float((totals[mine].sum(0) / count).square().sum()) * count
                 parts += 1
     whole = float((totals.sum(0) / units).square().sum())
-    found = estimate(within, whole, units, parts)
+    found = estimate_noise(within, whole, units, parts)
     assert found is not None
     return found.square, found.variance * len(indices) / units
 

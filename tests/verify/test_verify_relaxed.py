@@ -7,7 +7,7 @@ import pytest
 from tutti.cli.verify import Options, _summed
 from tutti.config.compression import parse_compression
 from tutti.config.plan import BatchPlan, Plan, SyncPlan
-from tutti.config.sync_words import parse_sync, with_mode
+from tutti.config.sync_notation import parse_sync, with_mode
 from tutti.errors import PlanError
 
 PLAN = Plan(batch=BatchPlan(global_batch_size=8), mesh={"replicate": 2}, sync=SyncPlan(bucket_nbytes=1000))

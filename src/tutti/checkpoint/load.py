@@ -21,7 +21,7 @@ from tutti.checkpoint.rank_state import load_replica_state, load_residuals
 from tutti.checkpoint.sources import Source, Target, open_checkpoint, shared_source, transfer
 from tutti.checkpoint.tensor_files import parse_dtype
 from tutti.errors import CheckpointError
-from tutti.optim.noise import Averages
+from tutti.optim.gradient_noise_scale import NoiseAverages
 from tutti.parallel.layout import Layout, to_local
 from tutti.trainer.run_state import Run
 
@@ -44,7 +44,7 @@ def load_checkpoint(run: Run, path: Path) -> None:
             module.set_extra_state(state["extra_state"][name])
     if run.scheduler is not None and state["scheduler"] is not None:
         run.scheduler.load_state_dict(state["scheduler"])
-    run.noise.averages = Averages(**state["noise"])
+    run.noise.averages = NoiseAverages(**state["noise"])
     run.loader.epoch, run.loader.position, run.loader.before = state["epoch"], state["position"], state["before"]
     for name in ("step", "samples_seen", "tokens_seen", "base_steps"):
         setattr(run.progress, name, state[name])

@@ -14,11 +14,18 @@ from tutti.checkpoint.contribution import Collected
 from tutti.checkpoint.index import RANK_STATE
 from tutti.checkpoint.sources import Source, Target, transfer
 from tutti.checkpoint.tensor_files import parse_dtype
-from tutti.compression.by_tensor import divided_by_tensor, keep
-from tutti.config.compression import FACTORS, MOMENTA, ZERO_ONE, Compression, compression_in_words, parse_compression
-from tutti.local_sgd.mode import Kept
+from tutti.compression.reducer import load_states_by_tensor, split_by_tensor
+from tutti.config.compression import (
+    FACTORS,
+    MOMENTUM_CODECS,
+    ZERO_ONE,
+    Compression,
+    format_compression,
+    parse_compression,
+)
+from tutti.local_sgd.consistency import ReplicaState
 from tutti.parallel.compressed.compressor import Compressor
-from tutti.parallel.compressed.parts import Keeping, Row
+from tutti.parallel.compressed.sharded_reduction import FlatTensorRow, ReducerContents
 from tutti.parallel.layout import Cut, TensorShard
 from tutti.trainer.run_state import Run
 
@@ -41,7 +48,7 @@ def collect_residuals(run: Run, collected: Collected) -> None:
                 _add_whole(collected, f"{run.world.rank}/{number}", name, tensor)
 
 
-def collect_replica_state(run: Run, state: Kept, collected: Collected) -> None:
+def collect_replica_state(run: Run, state: ReplicaState, collected: Collected) -> None:
     """Add the tensors and values of this rank's diverged replica to what it writes."""
     collected.contribution.replica = state.values
     for name, tensor in state.tensors.items():
@@ -68,7 +75,7 @@ def load_replica_state(run: Run, source: Source) -> None:
         return
     owner = f"{run.world.rank}/replica"
     transfer(run.world, source, [Target(key=(RANK_STATE, owner, name), out=out) for name, out in wanted.items()])
-    run.consistency.resumed(run, wanted)
+    run.consistency.on_resumed(run, wanted)
 
 
 def load_residuals(run: Run, source: Source) -> None:
@@ -78,18 +85,18 @@ def load_residuals(run: Run, source: Source) -> None:
         _restore_unfactored(run, saved)
         saved = []
     compressor = run.replica.compressor
-    if compressor is not None and compressor.momenta is not None:
-        compressor.momenta.loaded()
+    if compressor is not None and compressor.momentum_compression is not None:
+        compressor.momentum_compression.loaded()
     if not any(saved):
         return
-    how = run.plan.sync.gradient_code
-    if compressor is not None and how is not None and _in_other_units(how, saved):
+    compression = run.plan.sync.gradient_code
+    if compressor is not None and compression is not None and _in_other_units(compression, saved):
         run.screen.say(
             "what compression kept back in the checkpoint's run is dropped: one of the two runs sums gradients, the "
             "other momenta"
         )
         return
-    if compressor is None or how is None or not how.keeps:
+    if compressor is None or compression is None or not compression.keeps:
         if any(key for key in source.tensors if key[0] == RANK_STATE and not key[2].startswith("shared.")):
             run.screen.say("what compression kept back in the checkpoint's run is dropped: this run keeps nothing back")
         if compressor is None:
@@ -98,7 +105,7 @@ def load_residuals(run: Run, source: Source) -> None:
     if all(run.world.gather(fits)):
         _load_same_buckets(run, compressor, source, saved[run.world.rank])
     else:
-        run.replica.restore(None, [])
+        run.replica.rebuild_buckets(None, [])
         _load_equal_shares(run, compressor, source, saved)
     scale, before = run.scaler.get_scale(), source.run_state["scaler"].get("scale", 1.0)
     if scale != before:
@@ -109,28 +116,28 @@ def _restore_unfactored(run: Run, saved: list[dict[str, Any] | None]) -> None:
     """Weights whose factors took more bytes than their gradients are sent as gradients in this run, too."""
     names = {name for description in saved if description for name in description["exactly"]}
     run.replica.factored.leave([p for p, name in _names(run).items() if name in names])
-    run.replica.restore(None, [])
+    run.replica.rebuild_buckets(None, [])
 
 
-def _in_other_units(how: Compression, saved: list[dict[str, Any] | None]) -> bool:
+def _in_other_units(compression: Compression, saved: list[dict[str, Any] | None]) -> bool:
     """Whether one of the two runs sends gradients and the other momenta."""
     before = next(description["method"] for description in saved if description)
-    momenta = {*MOMENTA} - {ZERO_ONE}
-    return (parse_compression(before).method in momenta) != (how.method in momenta)
+    momentum_compression = {*MOMENTUM_CODECS} - {ZERO_ONE}
+    return (parse_compression(before).method in momentum_compression) != (compression.method in momentum_compression)
 
 
 def _describe(run: Run, compressor: Compressor) -> dict[str, Any]:
     """How this rank's buckets are made up, in plain values."""
     name_of = _names(run)
     return {
-        "method": compression_in_words(compressor.how),
+        "method": format_compression(compressor.compression),
         "order": [name_of[p] for p in run.replica.order],
         "arrived": None if run.replica.arrived is None else [name_of[p] for p in run.replica.arrived],
         "buckets": [_describe_bucket(bucket) for bucket in _buckets(run, compressor)],
     }
 
 
-def _describe_bucket(bucket: Keeping) -> dict[str, Any]:
+def _describe_bucket(bucket: ReducerContents) -> dict[str, Any]:
     exchange = bucket.exchange
     return {
         "names": [row.name for row in bucket.rows],
@@ -138,18 +145,22 @@ def _describe_bucket(bucket: Keeping) -> dict[str, Any]:
         "strides": [list(row.strides) for row in bucket.rows],
         "cuts": [[[cut.dim, [list(r) for r in cut.ranges]] for cut in row.held.cuts] for row in bucket.rows],
         "spans": {side: [list(span) for span in spans] for side, spans in exchange.spans.items()},
-        "places": {name: [list(place) for place in places] for name, places in exchange.places.items()},
+        "places": {
+            name: [list(place) for place in shared_spans] for name, shared_spans in exchange.shared_spans.items()
+        },
         "counts": {side: state.count for side, state in exchange.states.items()},
     }
 
 
-def _buckets(run: Run, compressor: Compressor) -> list[Keeping]:
+def _buckets(run: Run, compressor: Compressor) -> list[ReducerContents]:
     """All buckets of this rank with the tensors in them: those of whole gradients, then those of sharded ones."""
     name_of, buckets = _names(run), []
     for bucket, exchange in compressor.exchanges.items():
         named = zip((name_of[p] for p in bucket.parameters), bucket.views, strict=True)
-        rows = [Row(name, tuple(view.shape), view.stride(), run.layout.shard_of(name)) for name, view in named]
-        buckets.append(Keeping(exchange, rows, exchange.holders))
+        rows = [
+            FlatTensorRow(name, tuple(view.shape), view.stride(), run.layout.shard_of(name)) for name, view in named
+        ]
+        buckets.append(ReducerContents(exchange, rows, exchange.contributors))
     return buckets + [bucket for part in compressor.parts for bucket in part.keeping()]
 
 
@@ -165,7 +176,7 @@ def _rebuild_buckets(run: Run, compressor: Compressor, saved: dict[str, Any] | N
     arrived = saved["arrived"]
     order = [by_name[name] for name in saved["order"]]
     if {*map(id, order)} == {*map(id, run.replica.order)}:
-        run.replica.restore(order, None if arrived is None else [by_name[name] for name in arrived])
+        run.replica.rebuild_buckets(order, None if arrived is None else [by_name[name] for name in arrived])
     return _without_counts(_describe(run, compressor)) == _without_counts(saved)
 
 
@@ -193,9 +204,9 @@ def _load_equal_shares(run: Run, compressor: Compressor, source: Source, saved: 
             _add_bucket(run, totals, buckets[number], tensors, here)
     counts = [max(bucket["counts"].values()) for one in saved if one is not None for bucket in one["buckets"]]
     for bucket in _buckets(run, compressor):
-        shares = [_share(row, totals.get(row.name, {}), bucket.holders) for row in bucket.rows]
+        shares = [_share(row, totals.get(row.name, {}), bucket.contributors) for row in bucket.rows]
         sizes = [torch.Size(row.shape).numel() for row in bucket.rows]
-        keep(bucket.exchange, sizes, shares, max(counts, default=0))
+        load_states_by_tensor(bucket.exchange, sizes, shares, max(counts, default=0))
 
 
 def _add_bucket(
@@ -204,7 +215,7 @@ def _add_bucket(
     """Add a saved bucket's residuals to `totals`, by parameter; state that ranks share is taken once."""
     shapes = bucket["shapes"]
     sizes = [torch.Size(shape).numel() for shape in shapes]
-    by_tensor = divided_by_tensor(tensors, bucket["spans"], bucket["places"], sizes)
+    by_tensor = split_by_tensor(tensors, bucket["spans"], bucket["places"], sizes)
     rows = zip(bucket["names"], shapes, bucket["strides"], bucket["cuts"], by_tensor, strict=True)
     for name, shape, strides, cuts, residuals in rows:
         if name not in here:
@@ -224,16 +235,16 @@ def _add_bucket(
             into += addend
 
 
-def _share(row: Row, total: Residuals, holders: int) -> Residuals:
+def _share(row: FlatTensorRow, total: Residuals, contributors: int) -> Residuals:
     """This rank's share of one tensor's residuals, flat, as the tensor lies in memory; empty without holders."""
     share: Residuals = {}
     for kind, values in total.items():
         if kind.startswith("shared."):
             share[kind] = values
-        elif holders:
+        elif contributors:
             flat = values.new_empty(torch.Size(row.shape).numel())
             torch.as_strided(flat, row.shape, row.strides).copy_(row.held.take(values))
-            share[kind] = flat / holders
+            share[kind] = flat / contributors
     return share
 
 

@@ -40,7 +40,7 @@ from tutti.checkpoint.tensor_files import (
 )
 from tutti.comm.world import World
 from tutti.errors import CheckpointError
-from tutti.local_sgd.mode import Kept
+from tutti.local_sgd.consistency import ReplicaState
 from tutti.parallel.layout import TensorShard
 from tutti.trainer.host_memory import long_lived_blocks
 from tutti.trainer.run_state import Run
@@ -146,13 +146,13 @@ def _begin(run: Run, *, background: bool) -> PendingCheckpoint:
         started_s=started,
         background=background,
     )
-    with run.consistency.shown(run, saving=True) as replica_state:
+    with run.consistency.averaged_model(run, saving=True) as replica_state:
         _contribute(run, pending, replica_state)
     pending.blocked_s = time.perf_counter() - started
     return pending
 
 
-def _contribute(run: Run, pending: PendingCheckpoint, replica_state: Kept) -> None:
+def _contribute(run: Run, pending: PendingCheckpoint, replica_state: ReplicaState) -> None:
     """Collect this rank's state, agree with the others, and start writing. Collective."""
     try:
         collected = collect(run)

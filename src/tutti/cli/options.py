@@ -73,7 +73,7 @@ bucket_option = _worded(
 
 
 def _sync(text: str) -> Any:
-    from tutti.config.sync_words import parse_sync
+    from tutti.config.sync_notation import parse_sync
 
     return parse_sync(text)
 

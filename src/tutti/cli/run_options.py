@@ -119,7 +119,7 @@ def given_plan(options: Options) -> "Plan | None":
     from tutti.config import serialization
     from tutti.config.plan import Plan
     from tutti.config.refusals import check_plan
-    from tutti.config.sync_words import with_mode
+    from tutti.config.sync_notation import with_mode
 
     plan = with_mode(serialization.load(Plan, options.plan).compressed(options.compress), options.sync)
     check_plan(plan)
@@ -171,13 +171,13 @@ def environment(options: Options, plan: Path | None) -> dict[str, str]:
     elif options.mesh is not None:
         told["TUTTI_MESH"] = options.mesh
     if options.compress is not None:
-        from tutti.config.compression import compression_in_words
+        from tutti.config.compression import format_compression
 
-        told["TUTTI_COMPRESS"] = compression_in_words(options.compress)
+        told["TUTTI_COMPRESS"] = format_compression(options.compress)
     if options.sync is not None:
-        from tutti.config.sync_words import sync_in_words
+        from tutti.config.sync_notation import format_sync
 
-        told["TUTTI_SYNC"] = sync_in_words(options.sync)
+        told["TUTTI_SYNC"] = format_sync(options.sync)
     if options.bucket_mb is not None:
         told["TUTTI_BUCKET_MB"] = options.bucket_mb
     if options.resume is not None:

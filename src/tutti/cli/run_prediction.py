@@ -18,7 +18,7 @@ from tutti.config import serialization
 from tutti.config.compression import Compression
 from tutti.config.plan import Plan, SyncPlan
 from tutti.config.run_folder import RunFolder
-from tutti.config.sync_words import with_mode
+from tutti.config.sync_notation import with_mode
 from tutti.config.vocabulary import AxisName, Relaxation
 from tutti.errors import LaunchError, ScriptError, TuttiError
 from tutti.launch.local_launcher import forked

@@ -112,12 +112,13 @@ def _summed(plan: "Plan | None", options: Options) -> tuple["Plan | None", Optio
         return plan, options, ()
     from tutti.config.plan import SyncPlan
     from tutti.config.refusals import check_plan
-    from tutti.config.sync_words import way_in_words, with_mode
+    from tutti.config.sync_notation import format_relaxation, with_mode
 
     plan = plan.compressed(options.compress)
     check_plan(plan)
     note = (
-        f"replicas may differ by this plan (sync {way_in_words(plan.sync)}), so that no step of one device is theirs; "
+        f"replicas may differ by this plan (sync {format_relaxation(plan.sync)}), so that no step of one device is "
+        "theirs; "
         "compared with gradients summed in every step: shares of the data, losses, gradients and updates. Not "
         "compared: how replicas are brought together, and what steps of their own give"
     )
@@ -127,14 +128,14 @@ def _summed(plan: "Plan | None", options: Options) -> tuple["Plan | None", Optio
 
 def _exact(plan: "Plan | None", options: Options) -> tuple["Plan | None", str | None]:
     """The plan with exact sums, and how they are compressed by it or by the command line, in words."""
-    from tutti.config.compression import compression_in_words
+    from tutti.config.compression import format_compression
     from tutti.config.refusals import check_plan
 
     how = options.compress or (plan.sync.compress if plan is not None else None)
     if plan is not None and how is not None:
         check_plan(plan.compressed(how))
         plan = replace(plan, sync=replace(plan.sync, compress=None))
-    return plan, None if how is None else compression_in_words(how)
+    return plan, None if how is None else format_compression(how)
 
 
 def _mesh_size(options: Options) -> int | None:

@@ -1,6 +1,6 @@
-"""Flat values in blocks, each with a scale of its own: what the references of all block codes share.
+"""Flat values in blocks with a scale each: what the references of all block codecs share.
 
-A block stands where the papers have a layer, a column or a bucket: it is never coarser.
+Where the papers use one scale for a layer, a column or a bucket, a block is never coarser.
 """
 
 import torch
@@ -10,22 +10,23 @@ from tutti.errors import PlanError
 
 LANES = 16
 SMALLEST_SCALE = 2.0**-100
-"""Blocks whose scale is below it are sent as zeros: its inverse would not be finite. Error feedback keeps them."""
+"""Blocks with a smaller scale are sent as zeros, since the scale's inverse would not be finite. Error feedback keeps
+them."""
 
 
 def check_block(block: int, most: int = 2**20) -> None:
-    """Blocks must be whole bytes of code and whole rows of lanes."""
+    """Raise PlanError unless blocks are whole bytes of code and whole rows of lanes."""
     if block < LANES or block % LANES or block > most:
         raise PlanError(f"block = {block}; a block is a multiple of {LANES}, at most {most}")
 
 
 def count(numel: int, block: int) -> int:
-    """Blocks of `numel` values."""
+    """Number of blocks of `numel` values."""
     return -(-numel // block)
 
 
 def in_blocks(flat: Tensor, block: int) -> Tensor:
-    """(blocks, block): the values, with zeros behind the last."""
+    """(blocks, block) values, padded with zeros."""
     rows = count(flat.numel(), block)
     padded = flat.new_zeros(rows * block)
     padded[: flat.numel()] = flat
@@ -33,27 +34,27 @@ def in_blocks(flat: Tensor, block: int) -> Tensor:
 
 
 def sizes(numel: int, block: int, like: Tensor) -> Tensor:
-    """(blocks,) how many values each has, in the dtype of `like`."""
+    """(blocks,) number of values of each block, in the dtype of `like`."""
     rows = count(numel, block)
-    found = torch.full((rows,), float(block), dtype=like.dtype, device=like.device)
+    counts = torch.full((rows,), float(block), dtype=like.dtype, device=like.device)
     if rows:
-        found[-1] = numel - (rows - 1) * block
-    return found
+        counts[-1] = numel - (rows - 1) * block
+    return counts
 
 
 def quotient(x: Tensor, y: int) -> Tensor:
-    """x / y, rounded once; by a number, torch on a GPU multiplies with the number's inverse."""
+    """x / y, rounded once. torch on a GPU would multiply with the inverse of a Python number."""
     return x / torch.full_like(x, y)
 
 
 def steps(scale: Tensor, levels: int) -> tuple[Tensor, Tensor]:
-    """(what a level is worth, levels of one), each rounded once; 0 where the scale is 0 or NaN."""
+    """(value of a level, levels per unit), each rounded once; 0 where the scale is 0 or NaN."""
     usable, zero, most = scale > 0, torch.zeros_like(scale), torch.full_like(scale, levels)
     return torch.where(usable, scale / most, zero), torch.where(usable, most / scale, zero)
 
 
 def lane_sum(x: Tensor) -> Tensor:
-    """(blocks,) sums of the rows of (blocks, block): `LANES` running sums, added up in a tree."""
+    """(blocks,) sums over the rows of (blocks, block): `LANES` running sums, added up in a tree."""
     rows = x.view(x.shape[0], -1, LANES)
     lanes = x.new_zeros(x.shape[0], LANES)
     for row in range(rows.shape[1]):

@@ -1,7 +1,7 @@
-"""ByteGrad (Bagua): 8 bits a value between the smallest and the largest of its block.
+"""ByteGrad (Bagua): 8 bits a value between the smallest and the largest value of its block.
 
-The original adds 1e-7 to every range and uses one range for a whole chunk: small gradients vanish, and one outlier
-coarsens all. Here a block has its own range, whatever its size.
+The original adds 1e-7 to every range and uses one range for a whole chunk, so small gradients vanish and one outlier
+coarsens all. Here each block has its own range, whatever its size.
 """
 
 from dataclasses import dataclass
@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 
 from tutti.compression import blocks
-from tutti.compression.codec import Codec, arrays, parts, residuals, up_to_4
-from tutti.compression.gpu.build import fits
-from tutti.compression.state import State
+from tutti.compression.codec import Codec, arrays, parts, residuals
+from tutti.compression.codec_state import CodecState
+from tutti.compression.gpu_kernels.launching import fits
+from tutti.config.codec_registry import up_to_4
+from tutti.config.compression import Compression
 
 
 @dataclass(frozen=True, slots=True)
 class ByteGrad(Codec):
-    """1 + 8/block bytes a value; rounded to nearest, so biased by less than range/510. `feedback`: keep the rest."""
+    """1 + 8/block bytes a value, rounded to nearest, so biased by less than range/510. `feedback`: keep the error."""
 
     block: int = 2048
     feedback: bool = False
@@ -26,13 +28,13 @@ class ByteGrad(Codec):
         blocks.check_block(self.block)
 
     @property
-    def keeps(self) -> tuple[str, ...]:
+    def state_names(self) -> tuple[str, ...]:
         return ("residual",) if self.feedback else ()
 
     def nbytes(self, numel: int) -> int:
         return 8 * blocks.count(numel, self.block) + up_to_4(numel)
 
-    def encode_by_torch(self, values: Tensor, state: State, message: Tensor) -> None:
+    def encode_by_torch(self, values: Tensor, state: CodecState, message: Tensor) -> None:
         old, new = residuals(state, values)
         scales, codes = self._parts(message, values.numel())
         x = values + old if self.feedback else values
@@ -47,8 +49,8 @@ class ByteGrad(Codec):
         level = ((rows - base) * inverse + 0.5).clamp(max=255).clamp(min=0).floor().masked_fill(bad[:, None], 0)
         codes.copy_(level.flatten()[: x.numel()].to(torch.uint8))
         if self.feedback:
-            kept = torch.where(bad[:, None], rows, rows - (base + level * step))
-            new.copy_(kept.flatten()[: x.numel()])
+            residual = torch.where(bad[:, None], rows, rows - (base + level * step))
+            new.copy_(residual.flatten()[: x.numel()])
 
     def decode_add_by_torch(self, message: Tensor, into: Tensor) -> None:
         scales, codes = self._parts(message, into.numel())
@@ -56,36 +58,36 @@ class ByteGrad(Codec):
         rows = blocks.in_blocks(codes.to(into.dtype), self.block)
         into += (base + rows * step).flatten()[: into.numel()]
 
-    def encode_by_numba(self, values: Tensor, state: State, message: Tensor) -> None:
-        from tutti.compression.kernels import ranges
-        from tutti.compression.kernels.build import room
+    def encode_by_numba(self, values: Tensor, state: CodecState, message: Tensor) -> None:
+        from tutti.compression import cpu_kernels
+        from tutti.compression.cpu_kernels import block_buffers
 
         views = arrays(values, *residuals(state, values), *self._parts(message, values.numel()))
-        ranges.encode(*views, self.block, *room(self.block, views[0].dtype))
+        cpu_kernels.encode_min_max(*views, self.block, *block_buffers(self.block, views[0].dtype))
 
     def decode_add_by_numba(self, message: Tensor, into: Tensor) -> None:
-        from tutti.compression.kernels import ranges
+        from tutti.compression import cpu_kernels
 
-        ranges.decode_add(*arrays(*self._parts(message, into.numel()), into), self.block)
+        cpu_kernels.decode_add_min_max(*arrays(*self._parts(message, into.numel()), into), self.block)
 
     @property
-    def in_triton(self) -> bool:
+    def has_triton_kernels(self) -> bool:
         return fits(self.block)
 
-    def encode_by_triton(self, values: Tensor, state: State, message: Tensor) -> None:
-        from tutti.compression.gpu import ranges
+    def encode_by_triton(self, values: Tensor, state: CodecState, message: Tensor) -> None:
+        from tutti.compression.gpu_kernels import dense_kernels
 
         scales, codes = self._parts(message, values.numel())
-        ranges.encode(values, *residuals(state, values), scales, codes, self.block)
+        dense_kernels.encode_min_max(values, *residuals(state, values), scales, codes, self.block)
 
     def decode_add_by_triton(self, message: Tensor, into: Tensor) -> None:
-        from tutti.compression.gpu import ranges
+        from tutti.compression.gpu_kernels import dense_kernels
 
         scales, codes = self._parts(message, into.numel())
-        ranges.decode_add(scales, codes, into, self.block)
+        dense_kernels.decode_add_min_max(scales, codes, into, self.block)
 
     def _parts(self, message: Tensor, numel: int) -> list[Tensor]:
-        """(blocks, 2) low and high, then a byte a value."""
+        """(blocks, 2) low and high, then one byte a value."""
         rows = blocks.count(numel, self.block)
         scales, codes = parts(message, (torch.float32, 2 * rows), (torch.uint8, numel))
         return [scales.view(rows, 2), codes]
@@ -95,3 +97,8 @@ def _base_and_step(scales: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     low, high = (scales[:, side, None].to(dtype) for side in (0, 1))
     step = blocks.quotient(high, 255) - blocks.quotient(low, 255)
     return low, step.masked_fill(step <= blocks.SMALLEST_SCALE, 0)
+
+
+def from_compression(compression: Compression) -> ByteGrad:
+    """ByteGrad as a plan states it."""
+    return ByteGrad(feedback=bool(compression.settings["feedback"]))

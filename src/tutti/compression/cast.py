@@ -1,7 +1,7 @@
-"""Casts: every value as float16 or bfloat16, 2 bytes, or as wide as it is or wider, which loses nothing.
+"""Casts to float16 or bfloat16 (2 bytes), or to the gradient's own width or a wider one, which loses nothing.
 
-Sums are formed in the gradient's own precision: values are cast before they travel and after they are added up, never
-in between. What is too large for float16 becomes infinite, which every rank sees.
+Sums are formed in the gradient's own precision: values are cast before they are sent and added after they arrive.
+Values too large for float16 become infinite, which every rank sees.
 """
 
 from dataclasses import dataclass
@@ -10,8 +10,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tutti.compression.codec import Codec, parts, residuals, up_to_4
-from tutti.compression.state import State
+from tutti.compression.codec import Codec, parts, residuals
+from tutti.compression.codec_state import CodecState
+from tutti.config.codec_registry import up_to_4
+from tutti.config.compression import Compression
 
 _DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -22,25 +24,25 @@ _DTYPES = {
 
 
 AT_ONCE = 1 << 16
-"""Values that are worked on at once on a CPU, where several passes over them follow one another: they stay in a core's
-cache. Halves converted so and then added take 0.6 ns each, where a sum of two dtypes takes 2.3."""
+"""Values processed at once on a CPU where several passes follow one another, so that they stay in a core's cache.
+Converting halves this way before adding takes 0.6 ns a value; a sum of two dtypes takes 2.3."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cast(Codec):
-    """As many bytes a value as `to` has. `feedback`: what rounding takes away is kept."""
+    """As many bytes a value as `to` has. `feedback`: keep the rounding error."""
 
     to: Literal["bfloat16", "float16", "float32", "float64"] = "bfloat16"
     feedback: bool = False
 
     @property
-    def keeps(self) -> tuple[str, ...]:
+    def state_names(self) -> tuple[str, ...]:
         return ("residual",) if self.feedback else ()
 
     def nbytes(self, numel: int) -> int:
         return up_to_4(_DTYPES[self.to].itemsize * numel)
 
-    def encode_by_torch(self, values: Tensor, state: State, message: Tensor) -> None:
+    def encode_by_torch(self, values: Tensor, state: CodecState, message: Tensor) -> None:
         old, new = residuals(state, values)
         (half,) = self._parts(message, values.numel())
         if self.feedback:
@@ -60,3 +62,8 @@ class Cast(Codec):
 
     def _parts(self, message: Tensor, numel: int) -> list[Tensor]:
         return parts(message, (_DTYPES[self.to], numel))
+
+
+def from_compression(compression: Compression) -> Cast:
+    """The cast that a plan names by its dtype."""
+    return Cast(compression.method, feedback=bool(compression.settings.get("feedback")))  # type: ignore[arg-type]

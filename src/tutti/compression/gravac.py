@@ -1,7 +1,7 @@
-"""Top-k that grows thinner while enough of the gradient is sent (GraVAC: Tyagi, Swany 2023, arXiv 2305.12201).
+"""Top-k whose density falls while enough of the gradient is sent (GraVAC: Tyagi, Swany 2023, arXiv 2305.12201).
 
-A code's gain is the part of what is to be sent that it sends, |C(g + e)|^2 / |g + e|^2, over all ranks. Where half the
-density would still have the gain that is asked for, it is halved; where this one has less, it is doubled.
+The gain of a code is the share that it sends of what is to be sent, |C(g + e)|^2 / |g + e|^2, over all ranks. The
+density is halved if half of it would still have the wanted gain, and doubled if the present one has less.
 """
 
 from collections.abc import Sequence
@@ -12,20 +12,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tutti.compression.exchange import Place, Rounds
-from tutti.compression.topk import TopK
-from tutti.compression.two_phase import Gathered
-from tutti.config.compression import FIRST_DENSITY, GAIN_NBYTES
+from tutti.compression.dense_reducers import AllGatherReducer
+from tutti.compression.reducer import GradientReducer, Rounds, SharedSpan
+from tutti.compression.sparse_reducer import SparseReducer
+from tutti.compression.top_k import TopK
+from tutti.config.codec_registry import GAIN_NBYTES
+from tutti.config.compression import FIRST_DENSITY, Compression
+from tutti.config.registry import load_factory
 
 
-class Gravac(Gathered):
-    """Sums a flat gradient of tensors of `shapes` by a top-k whose density lies between a quarter, with which it
-    begins, and `codec`'s. `gain`: as above, 0 to 1; `window`: steps whose sums of squares are looked at together.
+class GravacReducer(AllGatherReducer):
+    """Sums a flat gradient of tensors of `shapes` by a top-k whose density lies between a quarter and `codec`'s.
 
-    Every message begins with its rank's |g + e|^2, |C(g + e)|^2 and that of half the density, so all ranks judge by the
-    same numbers, and none is sent for it beside the sum. The paper compares gains of a least and a larger compression
-    and sends the whole where neither is enough; here a quarter of the values is the most that is sent, for with their
-    places more would be longer than an exact sum.
+    Training begins with a quarter. Every message begins with its rank's |g + e|^2, |C(g + e)|^2 and that of half the
+    density, so all ranks judge by the same numbers without another collective. The paper compares gains of a least and
+    a larger compression and sends everything where neither is enough. Here at most a quarter of the values is sent:
+    with their places, more would be longer than an exact sum.
+
+    Args:
+        codec: with the least density.
+        shapes: of the tensors in the flat gradient.
+        gain: wanted gain, 0 to 1.
+        window: steps whose sums of squares are judged together.
+        group: process group, None for all ranks.
+        dtype: of the gradient.
+        device: of the gradient.
+        seed: of the codec's random numbers.
     """
 
     def __init__(
@@ -53,21 +65,21 @@ class Gravac(Gathered):
         return float(self.shared["ladder"][0])
 
     @property
-    def places(self) -> dict[str, list[Place]]:
+    def shared_spans(self) -> dict[str, list[SharedSpan]]:
         """Every tensor has all of it."""
         return {"ladder": [(start, 0, self.shared["ladder"].numel()) for start in self._starts]}
 
     @property
     def step_nbytes(self) -> int:
-        return (self.wire.size - 1) * (GAIN_NBYTES + self._at(self.density).nbytes(self.numel))
+        return (self.collectives.size - 1) * (GAIN_NBYTES + self._at(self.density).nbytes(self.numel))
 
     def write(self, flat: Tensor) -> Tensor:
         codec, state = self._at(self.density), self.states["worker"]
         message = torch.zeros(GAIN_NBYTES + codec.nbytes(self.numel), dtype=torch.uint8, device=flat.device)
         codec.encode(flat, state, message[GAIN_NBYTES:])
-        found = codec.pairs(message[GAIN_NBYTES:], self.numel)[1]
-        fewer = found.abs().topk(self._at(self._thinner(self.density)).count(self.numel)).values
-        sent = _square(found)
+        picked = codec.pairs(message[GAIN_NBYTES:], self.numel)[1]
+        fewer = picked.abs().topk(self._at(self._thinner(self.density)).count(self.numel)).values
+        sent = _square(picked)
         squares = torch.stack([_square(state.new["residual"]) + sent, sent, _square(fewer)])
         message[:GAIN_NBYTES].view(torch.float64).copy_(squares)
         return message
@@ -81,10 +93,10 @@ class Gravac(Gathered):
         yield from super().rounds(flat)
         self._next = self._judged()
 
-    def settle(self, finite: bool) -> None:
+    def finish_step(self, finite: bool) -> None:
         if finite:
             self.shared["ladder"].copy_(self._next)
-        super().settle(finite)
+        super().finish_step(finite)
 
     def rescale(self, factor: float) -> None:
         super().rescale(factor)
@@ -92,7 +104,7 @@ class Gravac(Gathered):
             ladder[2:] *= factor**2
 
     def _judged(self) -> Tensor:
-        """What is in force after this step."""
+        """Density, steps and squares after this step."""
         ladder = self.shared["ladder"].clone()
         ladder[1] += 1
         ladder[2:] += self._seen
@@ -114,3 +126,19 @@ class Gravac(Gathered):
 
 def _square(values: Tensor) -> Tensor:
     return torch.dot(values, values).double()
+
+
+def make_top_k_reducer(
+    compression: Compression, shapes: Sequence[Sequence[int]], **where: Any
+) -> GradientReducer | None:
+    """The reducer of top-k or dgc with `sparse` or `gain`; None: the usual ones serve.
+
+    `where`: group, dtype, device and seed.
+    """
+    assert compression.entry.make_codec is not None
+    codec, settings = load_factory(compression.entry.make_codec)(compression), compression.settings
+    if settings["sparse"]:
+        return SparseReducer(codec, sum(torch.Size(shape).numel() for shape in shapes), **where)
+    if settings.get("gain"):
+        return GravacReducer(codec, shapes, gain=settings["gain"], window=int(settings["window"]), **where)
+    return None

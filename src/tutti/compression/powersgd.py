@@ -1,8 +1,8 @@
 """PowerSGD (Vogels et al. 2019): every matrix of the gradient as a product of two thin ones.
 
-M = gradient + error, P = sum of M Q, orthogonal columns, Q = sum of M^T P, sum of M ~ P Q^T; the next step begins
-with this Q. What is kept back is the paper's: M - P Q_own^T with this rank's own Q before the sum, for compressed
-tensors only. So the workers' errors add up to the error of the sum, and do not grow with the number of steps.
+M = gradient + error, P = sum of M Q, orthogonal columns, Q = sum of M^T P, sum of M ~ P Q^T; the next step begins with
+this Q. The error is the paper's: M - P Q_own^T with this rank's own Q before the sum, for compressed tensors only.
+So the workers' errors add up to the error of the sum, and do not grow with the number of steps.
 """
 
 from collections.abc import Sequence
@@ -12,16 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tutti.compression.draw import key_of
-from tutti.compression.exchange import Exchange, Place, Rounds, Span, Wire
-from tutti.compression.state import State, rank_seed
+from tutti.compression.codec_state import CodecState, rank_seed, stream_key
+from tutti.compression.reducer import CountedCollectives, GradientReducer, Rounds, SharedSpan, Span
+from tutti.config.codec_registry import MIN_RATE
+from tutti.config.compression import Compression
 from tutti.errors import PlanError
 
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """A tensor of the flat gradient as a matrix: its place, rows and columns, and its places in the flat P and Q, where
-    P and Q lie column by column: thin products take half the time so."""
+    """A tensor of the flat gradient as a matrix: its place, rows and columns, and its places in the flat P and Q.
+
+    P and Q are stored column by column, which halves the time of thin products.
+    """
 
     start: int
     rows: int
@@ -30,12 +33,12 @@ class _Matrix:
     q: int
 
 
-class PowerSGD(Exchange):
-    """Sums a flat gradient of tensors of `shapes`, one behind the other, over a group, in two all-reduces.
+class PowerSGDReducer(GradientReducer):
+    """Sums a flat gradient of consecutive tensors of `shapes` over a group, in two all-reduces.
 
-    A tensor becomes (first dim, rest). Where rank (rows + columns) >= rows columns / min_rate it is not compressed: it
-    rides along with P as it is. A zero column of P stays zero, and a zero column of Q begins anew. `lone`: over no
-    group, whatever ranks there are.
+    A tensor becomes a matrix (first dim, rest). If rank (rows + columns) >= rows columns / min_rate, it is not
+    compressed but sent with P as it is. A zero column of P stays zero; a zero column of Q is drawn anew. `lone`: no
+    other rank takes part.
     """
 
     def __init__(
@@ -52,32 +55,34 @@ class PowerSGD(Exchange):
     ) -> None:
         if rank < 1:
             raise PlanError(f"rank = {rank}; PowerSGD needs matrices of rank 1 or more")
-        wire = Wire(group, lone=lone)
+        collectives = CountedCollectives(group, lone=lone)
         self.rank, self.seed = rank, seed
         self.matrices, self.plain, self.numel = _places(shapes, rank, min_rate)
         self._p = sum(matrix.rows * rank for matrix in self.matrices)
         q = sum(matrix.columns * rank for matrix in self.matrices)
         compressed = sum(matrix.rows * matrix.columns for matrix in self.matrices)
-        kept = torch.float64 if dtype is torch.float64 else torch.float32
-        state = State.zeros(("residual",), compressed, dtype=dtype, device=device, seed=rank_seed(seed, wire.rank))
-        self._next_q = torch.zeros(q, dtype=kept, device=device)
+        factor_dtype = torch.float64 if dtype is torch.float64 else torch.float32
+        state = CodecState.zeros(
+            ("residual",), compressed, dtype=dtype, device=device, seed=rank_seed(seed, collectives.rank)
+        )
+        self._next_q = torch.zeros(q, dtype=factor_dtype, device=device)
         begun, drawn = torch.zeros_like(self._next_q), _normal(q, seed, 0).to(self._next_q)
         for m in self.matrices:
             self._q(begun, m).copy_(drawn[m.q : m.q + m.columns * rank].view(m.columns, rank))
-        super().__init__(wire, {"worker": state}, {"q": begun})
+        super().__init__(collectives, {"worker": state}, {"q": begun})
 
     @property
     def spans(self) -> dict[str, list[Span]]:
         return {"worker": [(m.start, m.start + m.rows * m.columns) for m in self.matrices]}
 
     @property
-    def places(self) -> dict[str, list[Place]]:
+    def shared_spans(self) -> dict[str, list[SharedSpan]]:
         return {"q": [(m.start, m.q, m.q + m.columns * self.rank) for m in self.matrices]}
 
     @property
     def step_nbytes(self) -> int:
         """Bytes a rank sends in a step, as a ring does: 2 (p - 1)/p of P, the plain tensors and Q."""
-        ends, size, width = 2 * (self.wire.size - 1), self.wire.size, self.shared["q"].element_size()
+        ends, size, width = 2 * (self.collectives.size - 1), self.collectives.size, self.shared["q"].element_size()
         plain = sum(stop - start for start, stop in self.plain)
         return ends * (self._p + plain) * width // size + ends * self.shared["q"].numel() * width // size
 
@@ -93,7 +98,7 @@ class PowerSGD(Exchange):
             offset += size
         if self.plain:
             torch.cat([flat[start:stop] for start, stop in self.plain], out=first[self._p :])
-        yield [self.wire.all_reduce(first)]
+        yield [self.collectives.all_reduce(first)]
         offset = 0
         for m in self.matrices:
             size = m.rows * m.columns
@@ -102,7 +107,7 @@ class PowerSGD(Exchange):
             left, right = self._of_p(first, m), self._q(q, m)
             new[offset : offset + size].view(m.rows, -1).sub_(left @ right.t())
             offset += size
-        yield [self.wire.all_reduce(q)]
+        yield [self.collectives.all_reduce(q)]
         self._next_q = q
         for m in self.matrices:
             into = flat[m.start : m.start + m.rows * m.columns].view(m.rows, -1)
@@ -116,19 +121,19 @@ class PowerSGD(Exchange):
             flat[start:stop] = first[offset : offset + stop - start]
             offset += stop - start
 
-    def undo(self, start: int, stop: int) -> None:
-        super().undo(start, stop)
-        for at, begin, end in self.places["q"]:
+    def revert(self, start: int, stop: int) -> None:
+        super().revert(start, stop)
+        for at, begin, end in self.shared_spans["q"]:
             if start <= at < stop:
                 self._next_q[begin:end] = self.shared["q"][begin:end]
 
-    def settle(self, finite: bool) -> None:
+    def finish_step(self, finite: bool) -> None:
         if finite:
             self.shared["q"].copy_(self._next_q)
-        super().settle(finite)
+        super().finish_step(finite)
 
     def _begun(self) -> Tensor:
-        """The last step's Q, with fresh columns, the same on all ranks, where it has zeros only."""
+        """The last step's Q, with fresh columns, the same on all ranks, where it has only zeros."""
         q = self.shared["q"].clone()
         for m in self.matrices:
             zero = (self._q(q, m) == 0).all(dim=0)
@@ -145,7 +150,8 @@ class PowerSGD(Exchange):
 
 
 def orthogonalise(p: Tensor) -> None:
-    """Columns orthonormal, in place, by Gram-Schmidt; one that depends on those before it becomes zero."""
+    """Make the columns orthonormal, in place, by Gram-Schmidt; a column that depends on those before it becomes
+    zero."""
     tiny = torch.finfo(p.dtype).tiny
     for column in range(p.shape[1]):
         here = p[:, column]
@@ -163,7 +169,7 @@ def orthogonalise(p: Tensor) -> None:
 def _places(
     shapes: Sequence[Sequence[int]], rank: int, min_rate: float
 ) -> tuple[list[_Matrix], list[tuple[int, int]], int]:
-    """(matrices, ranges of what is not compressed, size of all)."""
+    """(matrices, ranges that are not compressed, size of the whole gradient)."""
     matrices: list[_Matrix] = []
     plain: list[tuple[int, int]] = []
     offset = p = q = 0
@@ -181,6 +187,11 @@ def _places(
 
 
 def _normal(numel: int, seed: int, place: int) -> Tensor:
-    """Normal numbers, the same on every rank."""
-    low, high = key_of(seed, place)
+    """Normal random numbers, the same on every rank."""
+    low, high = stream_key(seed, place)
     return torch.randn(numel, generator=torch.Generator().manual_seed(low | high >> 1 << 32), dtype=torch.float64)
+
+
+def make_powersgd_reducer(compression: Compression, shapes: Sequence[Sequence[int]], **where: Any) -> PowerSGDReducer:
+    """PowerSGD as a plan states it; `where`: group, dtype, device and seed."""
+    return PowerSGDReducer(shapes, rank=int(compression.settings["rank"]), min_rate=MIN_RATE, **where)

@@ -1,4 +1,4 @@
-"""TernGrad (Wen et al. 2017): -1, 0 or 1 times a scale that all ranks share, drawn so that the mean is right.
+"""TernGrad (Wen et al. 2017): -1, 0 or 1 times a scale that all ranks share, drawn without bias.
 
 Values beyond 2.5 standard deviations of their block are clipped; the scale is the largest magnitude over all ranks
 after that. With shared scales a sum over ranks is a whole number of scales, so the way back loses nothing more.
@@ -10,20 +10,22 @@ import torch
 from torch import Tensor
 
 from tutti.compression import blocks
-from tutti.compression.levels import Levels
-from tutti.compression.state import State
+from tutti.compression.codec_state import CodecState
+from tutti.compression.qsgd import Levels
+from tutti.config.compression import Compression
 
 
 @dataclass(frozen=True, slots=True)
 class TernGrad(Levels):
-    """1/4 + 4/block bytes a value, and 4/block for the scales before. Its `levels` is 1: sign and Bernoulli(|x|/s)."""
+    """1/4 + 4/block bytes a value, and 4/block for the shared scales. Its only level is 1: sign and
+    Bernoulli(|x|/s)."""
 
     bits: int = 2  # type: ignore[assignment]
     block: int = 2048
     deviations: float = 2.5
 
     def clipped(self, values: Tensor) -> Tensor:
-        """The values with magnitudes of at most `deviations` standard deviations of their block about its mean."""
+        """The values, clipped to `deviations` standard deviations of their block."""
         rows = blocks.in_blocks(values, self.block)
         count = blocks.sizes(values.numel(), self.block, values)
         mean = rows.sum(dim=1) / count
@@ -33,17 +35,22 @@ class TernGrad(Levels):
         limit = torch.where(usable, limit, torch.full_like(limit, torch.inf))
         return rows.clamp(min=-limit, max=limit).flatten()[: values.numel()]
 
-    def encode_by_torch(self, values: Tensor, state: State, message: Tensor) -> None:
+    def encode_by_torch(self, values: Tensor, state: CodecState, message: Tensor) -> None:
         Levels.encode_by_torch(self, self.clipped(values), state, message)
 
-    def encode_by_numba(self, values: Tensor, state: State, message: Tensor) -> None:
+    def encode_by_numba(self, values: Tensor, state: CodecState, message: Tensor) -> None:
         Levels.encode_by_numba(self, self.clipped(values), state, message)
 
-    def encode_by_triton(self, values: Tensor, state: State, message: Tensor) -> None:
+    def encode_by_triton(self, values: Tensor, state: CodecState, message: Tensor) -> None:
         Levels.encode_by_triton(self, self.clipped(values), state, message)
 
-    def way_back(self, ranks: int) -> Levels:
-        """What sums of codes of so many ranks are written with: exact up to 127 ranks, unbiased beyond."""
+    def return_codec(self, ranks: int) -> Levels:
+        """The codec for sums over `ranks` ranks: exact up to 127 ranks, unbiased beyond."""
         if ranks <= 7:
             return Levels(bits=4, block=self.block, rounding="nearest")
         return Levels(bits=8, block=self.block, rounding="nearest" if ranks <= 127 else "unbiased")
+
+
+def from_compression(compression: Compression) -> TernGrad:
+    """TernGrad; a plan states nothing about it."""
+    return TernGrad()

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from itertools import pairwise
 
 from tutti.config.compression import Compression
-from tutti.config.relaxed import Relaxed, check_mode
+from tutti.config.consistency_modes import Relaxed, check_mode_parameters
 from tutti.config.vocabulary import (
     DATA_AXES,
     AxisName,
@@ -20,7 +20,6 @@ from tutti.config.vocabulary import (
     Recompute,
     ScheduleName,
     ShardLevel,
-    SyncMode,
     Unit,
 )
 from tutti.errors import PlanError
@@ -141,7 +140,7 @@ class SyncPlan:
         relaxed: parameters of the mode.
     """
 
-    mode: SyncMode = "synchronous"
+    mode: str = "synchronous"
     bucket_nbytes: int = 25 * 2**20
     bucket_sizes: BucketSizes = "stated"
     compress: Compression | None = None
@@ -149,7 +148,7 @@ class SyncPlan:
 
     def __post_init__(self) -> None:
         _positive(self.bucket_nbytes, "bucket_nbytes")
-        check_mode(self.mode, self.relaxed)
+        check_mode_parameters(self.mode, self.relaxed)
 
     @property
     def gradient_code(self) -> Compression | None:

@@ -1,10 +1,11 @@
 """Combinations in a plan that no model can run under: one table for the runtime and the planner."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from tutti.config.compression import FACTORS, MOMENTA, ZERO_ONE, Compression, compression_in_words
+from tutti.config.compression import Compression, format_compression
+from tutti.config.consistency_modes import CONSISTENCY_MODES
 from tutti.config.plan import Plan
-from tutti.config.vocabulary import ALONE, AxisName, SyncMode
+from tutti.config.vocabulary import AxisName
 from tutti.errors import PlanError
 
 
@@ -86,35 +87,36 @@ def check_sharding(plan: Plan) -> None:
 
 def check_compression(plan: Plan) -> None:
     """What compressed reductions exclude."""
-    if plan.sync.compress is None:
+    compress = plan.sync.compress
+    if compress is None:
         return
-    words = f"sync.compress = {compression_in_words(plan.sync.compress)!r}"
-    if plan.sync.compress.method == FACTORS:
-        _check_factors(plan, words)
+    words = f"sync.compress = {format_compression(compress)!r}"
+    _check_exclusions(plan, compress.entry.excludes, words)
+    if compress.entry.exact:
         return
-    if plan.sync.compress.method == ZERO_ONE:
-        _check_zero_one(plan, words)
     if plan.sync.bucket_sizes == "measured":
         raise PlanError(
-            f'{words} with sync.bucket_sizes = "measured": what a code keeps and loses depends on the buckets, so that '
+            f'{words} with sync.bucket_sizes = "measured": what a codec keeps and loses depends on the buckets, so '
             "sizes that follow a clock would change values; state a size"
         )
     if plan.degree("shard") > 1 and plan.sharding.level > 1:
-        _check_parts(plan, plan.sync.compress, words)
-    if plan.precision == "float16" and plan.sync.compress.method in MOMENTA:
-        raise PlanError(
-            f'{words} with precision = "float16": gradients come times a loss scale that changes, and are added to a '
-            f'momentum that is not; use precision = "bfloat16", or compress gradients: {plan.sync.compress.code.method}'
-        )
+        _check_parts(plan, compress, words)
+
+
+def _check_exclusions(plan: Plan, excludes: Mapping[str, str], words: str) -> None:
+    """Raise PlanError for the first condition of the plan that a codec's entry excludes."""
+    level, precision = plan.sharding.level, plan.precision
+    stated = {f"mesh.{axis}": f"mesh.{axis} = {degree}" for axis, degree in plan.mesh.items() if degree > 1}
+    if plan.degree("shard") > 1 and level > 1:
+        stated["sharding.level"] = f"sharding.level = {level}"
+    stated[f"precision.{precision}"] = f'precision = "{precision}"'
+    for condition, reason in excludes.items():
+        if condition in stated:
+            raise PlanError(f"{words} with {stated[condition]}: {reason}")
 
 
 def _check_parts(plan: Plan, compress: Compression, words: str) -> None:
     """What a compressed reduce-scatter excludes."""
-    if compress.method in MOMENTA:
-        raise PlanError(
-            f"{words} with sharding.level = {plan.sharding.level}: every rank needs the whole momentum to send its "
-            "share of it, and gets its part only; use sharding.level = 1, or compress gradients: one-bit"
-        )
     if compress.gain is not None:
         raise PlanError(
             f"{words} with sharding.level = {plan.sharding.level}: ranks judge by what every message says, and each "
@@ -127,46 +129,19 @@ def _check_parts(plan: Plan, compress: Compression, words: str) -> None:
         )
 
 
-def _check_factors(plan: Plan, words: str) -> None:
-    """What sufficient factors exclude. They lose nothing and have no residual."""
-    if plan.degree("stage") > 1:
-        raise PlanError(
-            f"{words} with mesh.stage = {plan.degree('stage')}: a stage's backward may come in halves, of which "
-            "the one for weights makes gradients; leave compress out, or use replicate in the place of stages"
-        )
-    if plan.degree("shard") > 1 and plan.sharding.level > 1:
-        raise PlanError(
-            f"{words} with sharding.level = {plan.sharding.level}: every rank gets only its part of a sum there, and "
-            "factors give all of it to all; use sharding.level = 1, or leave compress out"
-        )
-
-
-def _check_zero_one(plan: Plan, words: str) -> None:
-    """What 0/1 Adam, whose ranks step on their own, excludes."""
-    for axis in (*_TOGETHER, *_INSIDE):
-        if plan.degree(axis) > 1:
-            raise PlanError(
-                f"{words} with mesh.{axis} = {plan.degree(axis)}: ranks step alone between the moments in which they "
-                "agree, and each needs the whole model and its optimizer's state; use replicate, or one-bit-adam"
-            )
-
-
-AVERAGING_MODES: tuple[SyncMode, ...] = ("local", "post-local", "diloco")
-"""Modes whose replicas may send their changes in a codec."""
-
-
 def _check_coded(plan: Plan) -> None:
     """What a codec for the changes of diverged replicas excludes."""
     how, mode = plan.sync.compress, plan.sync.mode
     if how is None:
         return
-    words = f'sync.compress = {compression_in_words(how)!r} with sync.mode = "{mode}"'
-    if mode not in AVERAGING_MODES:
+    words = f'sync.compress = {format_compression(how)!r} with sync.mode = "{mode}"'
+    averaged = [entry.name for entry in CONSISTENCY_MODES.values() if entry.compresses_changes]
+    if mode not in averaged:
         raise PlanError(
             f"{words}: replicas sum nothing that could be written so; leave one out, or use one of the modes "
-            f"{', '.join(AVERAGING_MODES)}, whose replicas sum their changes"
+            f"{', '.join(averaged)}, whose replicas sum their changes"
         )
-    if how.method in (*MOMENTA, FACTORS, "dgc"):
+    if how.entry.per_step_only:
         raise PlanError(
             f"{words}: {how.method} is made for gradients of every step, and what replicas sum here are changes of "
             "parameters over several; use another code, such as qsgd, or leave one out"
@@ -209,12 +184,13 @@ def check_relaxed(plan: Plan) -> None:
                 'each in this version; use replicate alone, or sync.mode = "synchronous"'
             )
     _check_coded(plan)
-    if mode == "shift-one" and plan.degree("replicate") % 2 and plan.degree("replicate") > 1:
+    entry, replicas = CONSISTENCY_MODES[mode], plan.degree("replicate")
+    if entry.pairs_of_replicas and replicas % 2 and replicas > 1:
         raise PlanError(
-            f'sync.mode = "shift-one" with mesh.replicate = {plan.degree("replicate")}: replicas meet in pairs; use an '
+            f'sync.mode = "{mode}" with mesh.replicate = {plan.degree("replicate")}: replicas meet in pairs; use an '
             'even number of them, or sync.mode = "ring"'
         )
-    if mode in ALONE and plan.precision == "float16":
+    if entry.asynchronous and plan.precision == "float16":
         raise PlanError(
             f'sync.mode = "{mode}" with precision = "float16": ranks agree on the loss scale in every step, and here '
             'no rank waits for the others; use precision = "bfloat16"'

@@ -72,60 +72,8 @@ Precision = Literal["full", "tf32", "bfloat16", "float16"]
 - bfloat16, float16: autocast over parameters in their own dtype (the master weights); float16 with loss scaling.
 """
 
-CompressMethod = Literal[
-    "float64",
-    "float32",
-    "bfloat16",
-    "float16",
-    "bytegrad",
-    "qsgd",
-    "terngrad",
-    "one-bit",
-    "top-k",
-    "dgc",
-    "top16-q4",
-    "powersgd",
-    "factors",
-    "one-bit-adam",
-    "byte-adam",
-    "one-bit-lamb",
-    "zero-one-adam",
-]
-"""How gradients are written on their way between ranks. float64 to float16: cast, summed in their own precision;
-bytegrad: 8 bits a value; qsgd, terngrad: unbiased levels; one-bit: signs; top-k, dgc: the largest few; top16-q4: 16 of
-every 512 in 4 bits; powersgd: products of thin matrices; one-bit-adam, byte-adam, one-bit-lamb: the momentum of Adam or
-LAMB in signs or bytes, once its second moment stands."""
-
 BucketSizes = Literal["stated", "measured"]
 """Whether buckets have the size that the plan states, or the fastest of several that the first steps measure."""
-
-SyncMode = Literal[
-    "synchronous",
-    "local",
-    "post-local",
-    "one-shot",
-    "diloco",
-    "adasum",
-    "ring",
-    "shift-one",
-    "push",
-    "elastic",
-    "stale",
-    "asynchronous",
-    "ad-psgd",
-    "hogwild",
-    "ensemble",
-]
-"""How far replicas may differ. synchronous: never, gradients are summed in every step; local: averaged every so often;
-post-local: synchronous first; one-shot: averaged at the end; diloco: an outer optimizer takes the averaged change;
-adasum: changes are added as far as they are orthogonal; ring, shift-one, push: mixed with neighbours on a ring, with a
-partner that changes, with what others push; elastic: drawn to a centre that is drawn to them. In the rest ranks do not
-wait for each other's steps: stale, asynchronous: ranks serve parts of the parameters, the first with a bound on how far
-one may be ahead; ad-psgd: pairs are averaged while others compute; hogwild: one memory for all ranks of a host;
-ensemble: members that never meet, whose predictions are averaged."""
-
-ALONE: tuple[SyncMode, ...] = ("stale", "asynchronous", "ad-psgd", "hogwild", "ensemble")
-"""Modes in which a rank does not wait for the others in every step: it knows only its own loss."""
 
 Relaxation = Literal["exact", "reduced", "relaxed"]
 """How far the planner may leave what one device computes, in order to send less.

@@ -7,27 +7,26 @@ is the least that its thin matrices can be.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final, get_args
+from typing import Final
 
 import numpy as np
 
 from tutti.config.cluster import CompressRate, DeviceKind, DeviceSpec
+from tutti.config.codec_registry import CODECS
 from tutti.config.compression import (
     FACTORS,
-    LOOK_NBYTES,
-    LOOKS,
-    MOMENTA,
+    STATISTICS_NBYTES,
+    STATISTICS_UPDATES,
     ZERO_ONE,
     Compression,
-    compression_in_words,
+    all_reduce_sent_nbytes,
     flags_sent_nbytes,
-    gathered,
-    parse_compression,
-    parts_sent_nbytes,
-    sum_sent_nbytes,
+    format_compression,
+    gathers_messages,
+    reduce_scatter_sent_nbytes,
 )
 from tutti.config.plan import Plan
-from tutti.config.vocabulary import AxisName, CompressMethod
+from tutti.config.vocabulary import AxisName
 from tutti.cost_model.group_links import Group
 from tutti.cost_model.rank_placement import Seat
 from tutti.cost_model.worker_speed import Array
@@ -40,10 +39,6 @@ KERNEL_S_PER_VALUE: Final[dict[DeviceKind, float]] = {"cpu": 8e-9, "cuda": 1.5e-
 device. Assumed: one-bit with error feedback was timed at 3.5 to 4.1 ns and decoding at 1.4 to 2.2 on one CPU core; CUDA
 from memory passes."""
 
-SLOWER: Final[dict[CompressMethod, float]] = {"powersgd": 2.5}
-"""Methods that take more than that on the CPU, where it is assumed: products of thin matrices by torch took 16 to 33 ns
-a value of one busy core's time."""
-
 KERNEL_MARGIN: Final = {"measured": 0.5, "assumed": 1.0}
 """Half-width of the interval of time in the kernels, relative. Measured ones are of a process alone: backward and other
 ranks take bandwidth from them."""
@@ -51,14 +46,8 @@ ranks take bandwidth from them."""
 _EXACT: Final[tuple[AxisName, ...]] = ("split", "stage")
 """Sums over these axes are exact (runtime.compressed)."""
 
-_BACK: Final[dict[CompressMethod, str]] = {"top16-q4": "qsgd"}
-"""What sums are written with on the way back, where that is another code."""
-
 _SIZE: Final = 2**20
 """Values of a message whose time is assumed."""
-
-_SPARSE: Final[tuple[CompressMethod, ...]] = ("top-k", "dgc")
-"""Methods that take their time to write."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,11 +86,11 @@ def written(
     if how.between == "hosts" and group.network is None:
         return None  # on one host nothing is between hosts
     tiers, span = how.between != "ranks" and group.tiers, group.span
-    parts = span.fewest if tiers and how.method != "powersgd" else 1  # matrices stay whole
+    parts = span.fewest if tiers and not how.entry.whole_tensors else 1  # matrices stay whole
     holders = span.hosts if tiers else span.ranks
     now = how if updates is None else how.at(updates)
     codes, gradients = _codes_nbytes(how, now, nbytes, sizes, holders, parts), int((nbytes > 0).sum())
-    flag_nbytes = VALUE_NBYTES + (LOOK_NBYTES if _looks(how, updates) else 0)
+    flag_nbytes = VALUE_NBYTES + (STATISTICS_NBYTES if _looks(how, updates) else 0)
     return Written(
         holders=holders,
         parts=parts,
@@ -117,7 +106,7 @@ def phases(plan: Plan) -> tuple[int, ...]:
     if how is None or plan.world_size == 1:
         return ()
     if how.freeze_step is not None:
-        looking = (how.freeze_step - LOOKS,) if how.method != ZERO_ONE else ()
+        looking = (how.freeze_step - STATISTICS_UPDATES,) if how.method != ZERO_ONE else ()
         return (*(at for at in looking if at > 0), how.freeze_step)
     count = how.warmup_steps or 0
     at = [updates for updates in (math.ceil(quarter * count / 4) for quarter in range(1, 5)) if updates]
@@ -128,7 +117,7 @@ def _looks(how: Compression, updates: int | None) -> bool:
     """Whether ranks see in the next sum how far their parts cancel."""
     if how.freeze_step is None or updates is None or how.at(updates) is not None:
         return False
-    return how.method == ZERO_ONE or updates >= how.freeze_step - LOOKS
+    return how.method == ZERO_ONE or updates >= how.freeze_step - STATISTICS_UPDATES
 
 
 def changes_written(plan: Plan, group: Group, nbytes: Array) -> Written | None:
@@ -145,12 +134,12 @@ def _codes_nbytes(
 ) -> float:
     """What one of `holders` sends to sum its part of `nbytes` by module, in buckets of `sizes`: by `how`, which is
     `now` in force."""
-    if how.method == "powersgd":
+    if how.entry.whole_tensors:
         sides = [math.isqrt(math.ceil(one / VALUE_NBYTES)) for one in nbytes.tolist() if one > 0]
         messages: list[list[tuple[int, ...]]] = [[(side, side) for side in sides]]
     else:
         messages = [[(math.ceil(math.ceil(size / VALUE_NBYTES) / parts),)] for size in sizes]
-    return float(sum(sum_sent_nbytes(now, shapes, holders, VALUE_NBYTES) for shapes in messages))
+    return float(sum(all_reduce_sent_nbytes(now, shapes, holders, VALUE_NBYTES) for shapes in messages))
 
 
 def _exact_nbytes(nbytes: float, holders: int) -> float:
@@ -168,19 +157,19 @@ def kernel_s(plan: Plan, device: DeviceSpec, ranks: int, written: float, nbytes:
     numel = nbytes / VALUE_NBYTES
     there = rates_of(device, how) or _assumed(device.kind, how.method)
     encode, decode = _seconds(there, numel)
-    if how.method == "powersgd":
+    if how.entry.whole_tensors:
         return encode + decode
-    if how.method in _SPARSE or gathered(how, ranks):
+    if how.entry.short_messages or gathers_messages(how, ranks):
         return encode + ranks * decode
-    back = _BACK.get(how.method)
-    again = rates_of(device, parse_compression(back)) if back is not None else ()
+    back = how.entry.kernel_cost.return_codec
+    again = rates_of(device, Compression(method=back)) if back is not None else ()
     encode_back, decode_back = _seconds(again or there, numel)
     return encode + decode + encode_back / ranks + decode_back
 
 
 def rates_of(device: DeviceSpec, how: Compression) -> tuple[CompressRate, ...]:
     """What is known of a method on a device, by size: of its very settings, else of the method with others."""
-    words = compression_in_words(how)
+    words = format_compression(how)
     exactly = tuple(rate for rate in device.compress_rates if rate.method == words)
     if exactly:
         return exactly
@@ -199,9 +188,7 @@ def kernel_margin(device: DeviceSpec, plan: Plan) -> float:
 def slowed(device: DeviceSpec, factor: float) -> DeviceSpec:
     """The device with kernels that take `factor` times as long, what is assumed of them too."""
     known = {rate.method.partition(",")[0] for rate in device.compress_rates}
-    assumed = [
-        rate for method in get_args(CompressMethod) if method not in known for rate in _assumed(device.kind, method)
-    ]
+    assumed = [rate for method in CODECS if method not in known for rate in _assumed(device.kind, method)]
     rates = tuple(
         replace(rate, encode_s=rate.encode_s * factor, decode_s=rate.decode_s * factor)
         for rate in (*device.compress_rates, *assumed)
@@ -237,8 +224,8 @@ def kept_nbytes(plan: Plan, how: Written | None, nbytes: float) -> float:
     compress = plan.sync.compress
     if how is None or compress is None or not compress.keeps:
         return 0.0
-    kept = 2 * (2 if compress.method == "dgc" else 1) * nbytes / how.parts
-    return kept + (nbytes * (2 if plan.degree("shard") > 1 else 1) if compress.method in MOMENTA else 0.0)
+    kept = 2 * compress.entry.residuals * nbytes / how.parts
+    return kept + (nbytes * (2 if plan.degree("shard") > 1 else 1) if compress.sends_momentum else 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,11 +254,13 @@ def parts_written(plan: Plan, ranks: int, others: int, nbytes: float) -> PartsWr
     if how is None or not numel:
         return PartsWritten(ranks=ranks, others=others)
     longest, side = -(-numel // ranks), math.isqrt(numel)
-    if how.method == "powersgd":
-        there, mine = sum_sent_nbytes(how, [(side, side)], ranks, VALUE_NBYTES), (-(-side // ranks), side)
+    if how.entry.whole_tensors:
+        there, mine = all_reduce_sent_nbytes(how, [(side, side)], ranks, VALUE_NBYTES), (-(-side // ranks), side)
     else:
-        there, mine = parts_sent_nbytes(how, longest, ranks), (longest,)  # type: ignore[assignment]
-    across = sum_sent_nbytes(how, [mine], others, VALUE_NBYTES) / (2 * (others - 1) / others * nbytes / ranks or 1.0)
+        there, mine = reduce_scatter_sent_nbytes(how, longest, ranks), (longest,)  # type: ignore[assignment]
+    across = all_reduce_sent_nbytes(how, [mine], others, VALUE_NBYTES) / (
+        2 * (others - 1) / others * nbytes / ranks or 1.0
+    )
     return PartsWritten(
         there=there / ((ranks - 1) / ranks * nbytes), across=across if others > 1 else 1.0, ranks=ranks, others=others
     )
@@ -283,19 +272,20 @@ def parts_kept_nbytes(plan: Plan, gradients: float, others: int) -> float:
     how, ranks = plan.sync.compress, plan.degree("shard")
     if how is None or not how.keeps or ranks == 1 or plan.sharding.level == 1:
         return 0.0
-    return 2 * (2 if how.method == "dgc" else 1) * gradients * (1 + (1 / ranks if others > 1 else 0))
+    return 2 * how.entry.residuals * gradients * (1 + (1 / ranks if others > 1 else 0))
 
 
-def _assumed_s(kind: DeviceKind, method: CompressMethod) -> float:
+def _assumed_s(kind: DeviceKind, method: str) -> float:
     """Seconds a value that nobody measured."""
-    return KERNEL_S_PER_VALUE[kind] * (SLOWER.get(method, 1.0) if kind == "cpu" else 1.0)
+    return KERNEL_S_PER_VALUE[kind] * (CODECS[method].kernel_cost.cpu_factor if kind == "cpu" else 1.0)
 
 
-def _assumed(kind: DeviceKind, method: CompressMethod) -> tuple[CompressRate, ...]:
+def _assumed(kind: DeviceKind, method: str) -> tuple[CompressRate, ...]:
     """The same as rates: a method's time goes half into writing, or nearly all where messages are short."""
     whole = _assumed_s(kind, method) * _SIZE
-    write, read = (0.98, 0.01) if method in _SPARSE else (1.0, 0.0) if method == "powersgd" else (0.5, 0.25)
-    return (CompressRate(method=method, numel=_SIZE, encode_s=write * whole, decode_s=read * whole),)
+    cost = CODECS[method].kernel_cost
+    encode_s, decode_s = cost.encode_share * whole, cost.decode_share * whole
+    return (CompressRate(method=method, numel=_SIZE, encode_s=encode_s, decode_s=decode_s),)
 
 
 def _seconds(rates: tuple[CompressRate, ...], numel: float) -> tuple[float, float]:

@@ -7,7 +7,14 @@ from typing import Final
 import numpy as np
 
 from tutti.config.cluster import DeviceKind
-from tutti.config.compression import FACTORS, ZERO_ONE, Compression, factors_pay, factors_sent_nbytes, sum_sent_nbytes
+from tutti.config.compression import (
+    FACTORS,
+    ZERO_ONE,
+    Compression,
+    all_reduce_sent_nbytes,
+    factors_pay,
+    factors_sent_nbytes,
+)
 from tutti.config.model import ModelSpec
 from tutti.config.plan import Plan
 from tutti.config.vocabulary import DATA_AXES, AxisName
@@ -405,7 +412,7 @@ def agreed(plan: Plan, group: Group, seat: Seat, nbytes: float) -> Agreed:
     """What replicas along `group` exchange of `nbytes` of parameters."""
     how = plan.sync.compress
     assert how is not None
-    sent = sum_sent_nbytes(how, [(round(nbytes / VALUE_NBYTES),)], group.ranks, VALUE_NBYTES)
+    sent = all_reduce_sent_nbytes(how, [(round(nbytes / VALUE_NBYTES),)], group.ranks, VALUE_NBYTES)
     share = sent / (2 * (group.ranks - 1) / group.ranks * nbytes) if nbytes else 0.0
     copies_s = seat.slowdown * nbytes / rank_bandwidth(seat)
     kernels_s = seat.slowdown * kernel_s(plan, seat.device, group.ranks, share, nbytes)

@@ -1,16 +1,25 @@
 """Exchanges of replicas that may differ (spec.relaxed): bytes and seconds of a step, on average over a period; memory.
 
-One entry a mode in `EXCHANGES`; docs/consistency.md has the equations and papers that the bytes follow from. `n` is the
-bytes of the trained parameters, `p` the replicas. Halves are exchanged in their own width here, which is their least.
+A mode's entry has its traffic (config.consistency_modes); docs/consistency.md has the equations and papers that the
+bytes follow from. `n` is the bytes of the trained parameters, `p` the replicas. Halves are exchanged in their own width
+here, which is their least.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from tutti.config.compression import Compression
+from tutti.config.consistency_modes import (
+    CONSISTENCY_MODES,
+    ReplicaTraffic,
+    TrafficPattern,
+    adasum_distances,
+    doubling_distances,
+    ring_neighbours,
+    ring_share,
+    with_mode_defaults,
+)
 from tutti.config.plan import Plan, SyncPlan
-from tutti.config.relaxed import settled
-from tutti.config.vocabulary import ALONE, SyncMode
 from tutti.cost_model.group_links import Group, Network
 from tutti.cost_model.overlap import Exchange
 from tutti.cost_model.rank_placement import Seat, message
@@ -18,40 +27,13 @@ from tutti.cost_model.worker_speed import rank_bandwidth
 from tutti.errors import PlanError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exchanging:
-    """What replicas of one mode do when they meet.
-
-    `sent`: vectors of n bytes that one of p replicas sends; `seconds`: on the wire, of n bytes; `behind`: it travels
-    while the next step computes; `skips`: what is not over by then is not waited for, so fewer are made. `passes`: how
-    often the rank reads or writes n bytes beside, counted in runtime.consistency; `held`: vectors of n bytes kept
-    between steps; `passing`: more of them during an exchange.
-    """
-
-    sent: Callable[[int], float]
-    seconds: Callable[[Group, float], float]
-    behind: bool = False
-    skips: bool = False
-    passes: Callable[[int], float]
-    held: int = 0
-    passing: int = 2
-
-
-def _ring_share(p: int) -> float:
-    return 2 * (p - 1) / p
-
-
 def _sum_s(group: Group, nbytes: float) -> float:
     return group.all_reduce(nbytes)
 
 
-def _partners(p: int) -> int:
-    return min(2, p - 1)
-
-
 def _neighbours_s(group: Group, nbytes: float) -> float:
     """To both neighbours on a ring; two replicas are each other's only one."""
-    return _partners(group.ranks) * group.pass_on(nbytes)
+    return ring_neighbours(group.ranks) * group.pass_on(nbytes)
 
 
 def _at_distance_s(group: Group, nbytes: float, distance: int) -> float:
@@ -64,45 +46,23 @@ def _at_distance_s(group: Group, nbytes: float, distance: int) -> float:
     return max(outside, message(group.node, nbytes)) if group.node is not None and away < span.per_host else outside
 
 
-def _distances(p: int) -> list[int]:
-    """1, 2, 4, ... below p."""
-    return [1 << power for power in range((p - 1).bit_length())]
-
-
 def _other_half_s(group: Group, nbytes: float) -> float:
     """To a partner in the other half of the replicas, for hosts in whole halves on another host."""
     return _at_distance_s(group, nbytes, group.ranks // 2)
 
 
 def _push_s(group: Group, nbytes: float) -> float:
-    times = [_at_distance_s(group, nbytes, distance) for distance in _distances(group.ranks)]
+    times = [_at_distance_s(group, nbytes, distance) for distance in doubling_distances(group.ranks)]
     return sum(times) / len(times)
 
 
-def _adasum_rounds(p: int) -> list[int]:
-    """Distances of the rounds of a replica that takes part in all; beyond a power of two, one before and one after."""
-    whole = 1 << (p.bit_length() - 1)
-    return [*_distances(whole), *([whole] * 2 if p > whole else [])]
-
-
 def _adasum_s(group: Group, nbytes: float) -> float:
-    return sum(_at_distance_s(group, nbytes, distance) for distance in _adasum_rounds(group.ranks))
-
-
-def _adasum_sent(p: int) -> float:
-    whole = 1 << (p.bit_length() - 1)
-    return float(len(_distances(whole)) + (p > whole))
+    return sum(_at_distance_s(group, nbytes, distance) for distance in adasum_distances(group.ranks))
 
 
 def _served_s(group: Group, nbytes: float) -> float:
     """Parts of a change to the ranks that serve them, and parameters back."""
     return 2 * group.all_to_all(nbytes)
-
-
-def _pairs_sent(p: int) -> float:
-    """Replicas of even number ask once, the others answer as often as they are asked: with an odd number of replicas
-    more than once."""
-    return max(1.0, -(-p // 2) / max(p // 2, 1))
 
 
 def _pairs_s(group: Group, nbytes: float) -> float:
@@ -112,37 +72,25 @@ def _pairs_s(group: Group, nbytes: float) -> float:
     return 2 * message(group.network, nbytes * max(1.0, group.span.per_host / 2))
 
 
-_AVERAGED = Exchanging(sent=_ring_share, seconds=_sum_s, passes=lambda p: 6.0, passing=1)
+_SECONDS: Mapping[TrafficPattern, Callable[[Group, float], float]] = {
+    "all-reduce": _sum_s,
+    "neighbours": _neighbours_s,
+    "other-half": _other_half_s,
+    "exponential": _push_s,
+    "adasum": _adasum_s,
+    "parameter-servers": _served_s,
+    "pairs": _pairs_s,
+    "none": lambda group, nbytes: 0.0,
+}
+"""Seconds of an exchange of so many bytes, by who sends to whom."""
 
-_SERVED = Exchanging(sent=_ring_share, seconds=_served_s, passes=lambda p: 14.0, held=2)
 
-_NOTHING = Exchanging(sent=lambda p: 0.0, seconds=lambda group, nbytes: 0.0, passes=lambda p: 0.0, passing=0)
+def _traffic(mode: str) -> ReplicaTraffic:
+    """What is known of a mode in which replicas differ."""
+    traffic = CONSISTENCY_MODES[mode].traffic
+    assert traffic is not None
+    return traffic
 
-EXCHANGES: Mapping[SyncMode, Exchanging] = {
-    "local": _AVERAGED,
-    "post-local": _AVERAGED,
-    "one-shot": _AVERAGED,
-    "diloco": Exchanging(sent=_ring_share, seconds=_sum_s, passes=lambda p: 10.0, held=2, passing=1),
-    "adasum": Exchanging(
-        sent=_adasum_sent, seconds=_adasum_s, passes=lambda p: 12.0 + 25.0 * len(_adasum_rounds(p)), held=1, passing=4
-    ),
-    "ring": Exchanging(
-        sent=_partners, seconds=_neighbours_s, behind=True, passes=lambda p: 6.0 + 6.0 * _partners(p), held=3
-    ),
-    "shift-one": Exchanging(
-        sent=lambda p: 1.0, seconds=_other_half_s, behind=True, passes=lambda p: 12.0, held=2
-    ),
-    "push": Exchanging(sent=lambda p: 1.0, seconds=_push_s, passes=lambda p: 18.0, held=1, passing=3),
-    "elastic": Exchanging(sent=_ring_share, seconds=_sum_s, behind=True, passes=lambda p: 19.0, held=3),
-    "stale": _SERVED,
-    "asynchronous": _SERVED,
-    "ad-psgd": Exchanging(
-        sent=_pairs_sent, seconds=_pairs_s, behind=True, skips=True, passes=lambda p: 41.0, held=2, passing=7
-    ),
-    "hogwild": _NOTHING,
-    "ensemble": _NOTHING,
-}  # fmt: skip
-"""What is known of each mode in which replicas differ."""
 
 CODED_PASSES, RENEWED_PASSES = 1.0, 2.0
 """What the mean of coded changes takes more: what was equal is read to take them from, and, where a mode does not do
@@ -190,7 +138,7 @@ class Coded:
 
 def waited_parts(how: Compression, nbytes: float) -> int:
     """The parts of a sum of `nbytes` in a code: one where the code must see it whole."""
-    if how.method == "powersgd" or how.settings.get("sparse"):
+    if how.entry.whole_vectors(how.settings):
         return 1
     return max(1, min(WAITED_PARTS, int(nbytes // LEAST_PART_NBYTES)))
 
@@ -213,23 +161,23 @@ def exchanged_apart(
     """
     if group.ranks == 1:
         return Apart(exchange=Exchange(total_s=0.0, exposed_s=0.0), sent_nbytes=0.0)
-    how, told, period = EXCHANGES[sync.mode], settled(sync.mode, sync.relaxed), _period(sync)
+    how, told, period = _traffic(sync.mode), with_mode_defaults(sync.mode, sync.relaxed), _period(sync)
     if period is None:
         return Apart(exchange=Exchange(total_s=0.0, exposed_s=0.0), sent_nbytes=0.0)
-    n, statistics = trained.parameters, 0.0 if sync.mode in ALONE else trained.statistics
+    n, statistics = trained.parameters, 0.0 if CONSISTENCY_MODES[sync.mode].asynchronous else trained.statistics
     state = trained.optimizer if told.optimizer_state == "averaged" else 0.0
     behind_s *= _behind_updates(sync, seat)
     passes = how.passes(group.ranks) + _more_passes(how, bool(told.delay), coded is not None)
     copies_s = seat.slowdown * passes * n / rank_bandwidth(seat)
-    wire_s, kernels_s = (how.seconds(group, n), 0.0) if coded is None else (coded.seconds, coded.kernels_s)
+    wire_s, kernels_s = (_SECONDS[how.pattern](group, n), 0.0) if coded is None else (coded.seconds, coded.kernels_s)
     besides_s = group.all_reduce(state) + group.all_reduce(statistics)  # waited for in every mode
-    cores_s = how.seconds(group.on_cores(seat), n) if coded is None else coded.cores_s
+    cores_s = _SECONDS[how.pattern](group.on_cores(seat), n) if coded is None else coded.cores_s
     waited_s, often = wire_s, 1.0
-    if how.skips:
+    if how.skipped_when_late:
         often = min(1.0, behind_s / wire_s) if wire_s else 1.0
         wire_s, cores_s = often * wire_s, often * cores_s
         waited_s = wire_s
-    if how.behind or told.delay:
+    if how.overlapped or told.delay:
         travels_s = wire_s - kernels_s
         if coded is not None and threaded(sync, seat):  # a part travels while another is written, read or sent
             behind_s += (1 - 1 / coded.parts) * (kernels_s + cores_s)
@@ -237,8 +185,8 @@ def exchanged_apart(
         waited_s = wire_s - hidden_s + (cores_s * hidden_s / travels_s if travels_s > 0 else 0.0)
     elif coded is not None:
         waited_s -= coded.meanwhile_s
-    own = often * how.sent(group.ranks) * n if coded is None else coded.sent_nbytes
-    sent = own + _ring_share(group.ranks) * (state + statistics)
+    own = often * how.sent_vectors(group.ranks) * n if coded is None else coded.sent_nbytes
+    sent = own + ring_share(group.ranks) * (state + statistics)
     corrected_s = 0.0
     if told.optimizer_state == "corrected":  # in every step; what is seen of gradients is as small as losses
         corrected_s = seat.slowdown * CORRECTED_PASSES * n / rank_bandwidth(seat)
@@ -251,7 +199,7 @@ def exchanged_apart(
 
 def threaded(sync: SyncPlan, seat: Seat) -> bool:
     """Whether averages travel in a thread of their own (runtime.consistency.travel)."""
-    return sync.compress is not None and sync.compress.by_pairs and seat.device.kind == "cpu"
+    return sync.compress is not None and sync.compress.pairwise and seat.device.kind == "cpu"
 
 
 def _behind_updates(sync: SyncPlan, seat: Seat) -> int:
@@ -261,7 +209,7 @@ def _behind_updates(sync: SyncPlan, seat: Seat) -> int:
     return delay if threaded(sync, seat) else max(1, delay - 1)
 
 
-def _more_passes(how: Exchanging, delayed: bool, coded: bool) -> float:
+def _more_passes(how: ReplicaTraffic, delayed: bool, coded: bool) -> float:
     if delayed:
         return DELAYED_CODED_PASSES if coded else DELAYED_PASSES
     return CODED_PASSES + (0.0 if how.held else RENEWED_PASSES) if coded else 0.0
@@ -269,33 +217,33 @@ def _more_passes(how: Exchanging, delayed: bool, coded: bool) -> float:
 
 def check_apart(plan: Plan, network: Network) -> None:
     """Raise PlanError for replicas that cannot be where the cluster puts them."""
-    if plan.sync.mode != "hogwild" or plan.degree("replicate") == 1:
+    if not CONSISTENCY_MODES[plan.sync.mode].shares_memory or plan.degree("replicate") == 1:
         return
     remedy = 'use ranks of one host, or sync.mode = "asynchronous"'
     kind = network.seats[0].device.kind
     if kind != "cpu":
-        raise PlanError(f'sync.mode = "hogwild" with {kind} devices: their memory is their own; {remedy}')
+        raise PlanError(f'sync.mode = "{plan.sync.mode}" with {kind} devices: their memory is their own; {remedy}')
     if network.group("replicate").network is not None:
         raise PlanError(
-            f'sync.mode = "hogwild" with {plan.degree("replicate")} ranks on several hosts of cluster '
+            f'sync.mode = "{plan.sync.mode}" with {plan.degree("replicate")} ranks on several hosts of cluster '
             f"{network.cluster.name!r}: they have no memory in common; {remedy}"
         )
 
 
 def _period(sync: SyncPlan) -> int | None:
     """Updates between two exchanges; None where none are made before training ends."""
-    if sync.mode in ("one-shot", "ensemble"):
+    if CONSISTENCY_MODES[sync.mode].never_exchanges:
         return None
-    return settled(sync.mode, sync.relaxed).period or 1
+    return with_mode_defaults(sync.mode, sync.relaxed).period or 1
 
 
 def apart_nbytes(sync: SyncPlan, replicas: int, parameters_nbytes: float) -> float:
     """Memory of a rank's copies of `parameters_nbytes`: those it keeps and those of an exchange. In a code also what
     was equal, which DiLoCo has anyway, and twice what is kept back; delayed, what the average began from."""
-    how = EXCHANGES.get(sync.mode)
+    how = CONSISTENCY_MODES[sync.mode].traffic
     if how is None or replicas == 1:
         return 0.0
-    copies = how.held + how.passing + (1 if sync.relaxed.delay else 0)
+    copies = how.held + how.transient + (1 if sync.relaxed.delay else 0)
     if sync.compress is not None:
         copies += max(0, 1 - how.held) + (2 if sync.compress.keeps else 0)
     return copies * parameters_nbytes
@@ -303,10 +251,10 @@ def apart_nbytes(sync: SyncPlan, replicas: int, parameters_nbytes: float) -> flo
 
 def apart_notes(sync: SyncPlan) -> tuple[str, ...]:
     """What a prediction of such a plan says besides."""
-    how = EXCHANGES.get(sync.mode)
+    how = CONSISTENCY_MODES[sync.mode].traffic
     if how is None:
         return ()
-    told = settled(sync.mode, sync.relaxed)
+    told = with_mode_defaults(sync.mode, sync.relaxed)
     notes = ["assumed: that replicas differ changes no number of samples; what is computed is another algorithm"]
     period = _period(sync)
     if period is None:
@@ -317,11 +265,11 @@ def apart_notes(sync: SyncPlan) -> tuple[str, ...]:
         notes.append(f"averages travel while {told.delay} updates are made, and are taken in then")
     if told.optimizer_state == "corrected":
         notes.append("second moments are corrected after every update")
-    if how.skips:
+    if how.skipped_when_late:
         notes.append("at most one exchange a step, and fewer where one takes longer than a step's passes")
-    if sync.mode == "hogwild":
+    if CONSISTENCY_MODES[sync.mode].shares_memory:
         notes.append("assumed: that ranks write to one memory slows none of them")
-    if sync.mode in ALONE:
+    if CONSISTENCY_MODES[sync.mode].asynchronous:
         notes.append("the step of the slowest rank: others do not wait for it")
     if told.after:
         notes.append(f"the first {told.after} updates are synchronous, and not in these numbers")

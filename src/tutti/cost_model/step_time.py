@@ -4,11 +4,11 @@ from dataclasses import dataclass, field, replace
 
 from tutti.config import serialization
 from tutti.config.cluster import ClusterSpec
+from tutti.config.consistency_modes import CONSISTENCY_MODES
 from tutti.config.model import ModelSpec
 from tutti.config.plan import Plan
 from tutti.config.prediction import Estimate, Phase, Prediction, RankMemory, WarmupSpan
 from tutti.config.refusals import check_plan
-from tutti.config.vocabulary import ALONE
 from tutti.cost_model import cost_constants
 from tutti.cost_model.compressed_sync_cost import kernel_notes, phases
 from tutti.cost_model.compute_cost import update_temporaries
@@ -98,7 +98,7 @@ def _predict(model: ModelSpec, cluster: ClusterSpec, plan: Plan, updates: int | 
 
 def loss_s(setting: Setting) -> float:
     """Seconds of the sum of the ranks' losses; where ranks do not wait for each other there is none."""
-    if setting.plan.sync.mode in ALONE:
+    if CONSISTENCY_MODES[setting.plan.sync.mode].asynchronous:
         return 0.0
     return setting.wires.network.group(*setting.plan.mesh).all_reduce(cost_constants.LOSS_NBYTES)
 

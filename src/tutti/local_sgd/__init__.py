@@ -1,1 +1,1 @@
-"""Modes of consistency: how far replicas may differ, and how they are brought together."""
+"""Replicas that differ between synchronisations: local SGD, DiLoCo, Adasum, gossip, elastic averaging."""

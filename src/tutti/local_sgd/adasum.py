@@ -1,7 +1,7 @@
-"""Adasum: what replicas changed is added as far as it is orthogonal and averaged as far as it is parallel.
+"""Adasum: replicas' changes are added as far as they are orthogonal and averaged as far as they are parallel.
 
 Maleki et al. 2020 (arXiv 2006.02924): a (1 - a.b / 2|a|^2) + b (1 - a.b / 2|b|^2), tensor by tensor, pairs of replicas
-first, then pairs of pairs. As Horovod does it, what is combined is the change that each replica's optimizer made.
+first, then pairs of pairs. As in Horovod, the change that each replica's optimizer made is combined.
 """
 
 import math
@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from tutti.local_sgd.apart import Apart
-from tutti.local_sgd.measure import MEASURED, from_sample
-from tutti.local_sgd.vectors import Flats, Replicas
+from tutti.local_sgd.consistency import ModeArguments
+from tutti.local_sgd.diverged_replicas import DivergedReplicas
+from tutti.local_sgd.replica_group import MEASURED_EVERY, FlatVectors, ReplicaGroup, distance_from_sampled_mean
 from tutti.trainer.run_state import Run
 
 TINY = math.sqrt(sys.float_info.min)
-"""Squared lengths below it are zero: such a vector is added as it is."""
+"""Smaller squared lengths count as zero: such a vector is added as it is."""
 
 
 def combine(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -28,25 +28,32 @@ def combine(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a * keep_a + b * keep_b
 
 
-def adasum(flats: Flats, replicas: Replicas, parts: Callable[[Flats], Sequence[torch.Tensor]]) -> Flats:
-    """Adasum of `flats` over the replicas, the same bits on all of them. `parts`: views of the tensors in vectors.
+def adasum(
+    flats: FlatVectors, replicas: ReplicaGroup, parts: Callable[[FlatVectors], Sequence[torch.Tensor]]
+) -> FlatVectors:
+    """Adasum of `flats` over the replicas, the same bits on all of them.
 
-    Replicas beyond the largest power of two give theirs to one below it first, and get the result at the end.
+    Replicas beyond the largest power of two hand theirs to one below it first, and get the result at the end.
+
+    Args:
+        flats: this replica's vectors.
+        replicas: the group.
+        parts: views of the tensors in vectors.
     """
     whole = 1 << (replicas.size.bit_length() - 1)
-    mine, index = [flat.clone() for flat in flats], replicas.index
+    combined_flats, index = [flat.clone() for flat in flats], replicas.index
     other = [torch.empty_like(flat) for flat in flats]
 
     def meet(partner: int, *, sends: bool, receives: bool) -> None:
         handle = replicas.start_swap(
-            mine, [partner] if sends else [], [other] if receives else [], [partner] if receives else []
+            combined_flats, [partner] if sends else [], [other] if receives else [], [partner] if receives else []
         )
         handle.wait()
 
     def add(partner: int) -> None:
-        for own, theirs in zip(parts(mine), parts(other), strict=True):
-            first, second = (own, theirs) if index < partner else (theirs, own)
-            own.copy_(combine(first, second))
+        for local, theirs in zip(parts(combined_flats), parts(other), strict=True):
+            first, second = (local, theirs) if index < partner else (theirs, local)
+            local.copy_(combine(first, second))
 
     if index >= whole:
         meet(index - whole, sends=True, receives=False)
@@ -62,31 +69,36 @@ def adasum(flats: Flats, replicas: Replicas, parts: Callable[[Flats], Sequence[t
         meet(index + whole, sends=True, receives=False)
     elif index >= whole:
         meet(index - whole, sends=False, receives=True)
-        mine = other
-    return mine
+        combined_flats = other
+    return combined_flats
 
 
-class Adasum(Apart):
+class Adasum(DivergedReplicas):
     """x <- x_before + adasum(x - x_before) every `period` updates; optimizers' states stay each replica's own."""
 
-    def __init__(self, replicas: Replicas, period: int) -> None:
+    def __init__(self, replicas: ReplicaGroup, period: int) -> None:
         super().__init__(replicas, period)
         self.counts["rounds"] = 0
 
     def restart(self) -> None:
-        self.held = {"reference": self.vectors.read()}
+        self.saved_vectors = {"reference": self.vectors.read()}
 
     def exchange(self, run: Run) -> None:
         if self.counts["since"] < self.period:
             return
-        if self.counts["rounds"] % MEASURED == 0:
-            self.disagreement = from_sample(self.vectors.read(), self.replicas)
+        if self.counts["rounds"] % MEASURED_EVERY == 0:
+            self.disagreement = distance_from_sampled_mean(self.vectors.read(), self.replicas)
         self.counts["rounds"] += 1
-        self.vectors.write(self.ending())
+        self.vectors.write(self.final_parameters())
         self.buffers.agree()
         self._alike()
 
-    def ending(self) -> Flats:
-        change = list(torch._foreach_sub(self.vectors.read(), self.held["reference"]))
+    def final_parameters(self) -> FlatVectors:
+        change = list(torch._foreach_sub(self.vectors.read(), self.saved_vectors["reference"]))
         combined = adasum(change, self.replicas, self.vectors.parts)
-        return list(torch._foreach_add(self.held["reference"], combined))
+        return list(torch._foreach_add(self.saved_vectors["reference"], combined))
+
+
+def make_adasum(replicas: ReplicaGroup, arguments: ModeArguments) -> Adasum:
+    """Adasum as a plan states it."""
+    return Adasum(replicas, arguments.period)

@@ -3,7 +3,7 @@
 Where ranks hold parts of tensors, `over_parts` makes their norms those of the whole: it is given the squared norms of
 all parts at once and adds up those of parts of one tensor. NVLAMB needs the norm of all gradients of all ranks, too:
 `global_norm`. A group with `adapt` False (biases, normalisations: see
-`groups_of`) takes the plain step. A ratio of norms is 1 where one of them is 0.
+`parameter_groups`) takes the plain step. A ratio of norms is 1 where one of them is 0.
 """
 
 import math
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from tutti.errors import PlanError, ScriptError
 
-OverParts = Callable[[Tensor, Sequence[nn.Parameter]], Tensor]
+SumOverShards = Callable[[Tensor, Sequence[nn.Parameter]], Tensor]
 """(squared norms, the parameters they are of, both (n,)) -> the squared norms of the whole tensors."""
 
 GlobalNorm = Callable[[Sequence[nn.Parameter]], float]
@@ -29,7 +29,7 @@ _NORM = re.compile(r"Norm(\d+d)?$")
 _BIAS = re.compile(r"^bias_|bias$")
 
 
-def groups_of(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Two groups: what is adapted and decays, and biases and normalisations, which neither do nor are.
 
     The second: parameters of fewer than two dims; those of a normalisation's own, of any dims (torch's, and modules
@@ -56,10 +56,10 @@ def _normalises(module: nn.Module) -> bool:
     return isinstance(module, _NORMS) or _NORM.search(type(module).__name__) is not None
 
 
-class ByNorms(Optimizer):
+class NormScaledOptimizer(Optimizer):
     """What they share: the loop over parameters with a gradient, and squared norms in one tensor."""
 
-    over_parts: OverParts | None = None
+    over_parts: SumOverShards | None = None
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         for name, least in (("lr", 0.0), ("weight_decay", 0.0), ("eps", 0.0)):
@@ -108,7 +108,7 @@ class ByNorms(Optimizer):
         return [math.sqrt(square) for square in squares.tolist()]
 
 
-class LARS(ByNorms):
+class LARS(NormScaledOptimizer):
     """Layer-wise rates (You et al. 2017): l = trust ||w|| / (||g|| + wd ||w||), v = mu v + lr l (g + wd w), w -= v.
 
     The rate is inside the momentum, so a rate that changes acts on new gradients only; with `momentum_correction`
@@ -151,7 +151,7 @@ class LARS(ByNorms):
             parameter.sub_(velocity * group["momentum"] + step if group["nesterov"] else velocity)
 
 
-class LAMB(ByNorms):
+class LAMB(NormScaledOptimizer):
     """Adam's step with the norm of the weights (You et al. 2020): r = m / (sqrt(v) + eps) + wd w, both corrected for
     their start; w -= lr (||w|| / ||r||) r. With `normalise` (NVLAMB) all gradients are divided by their global norm.
     `ratios`: ||w|| / ||r|| of the last update.
@@ -210,7 +210,7 @@ def nvlamb(params: Iterable[Any], lr: float, **settings: Any) -> LAMB:
     return LAMB(params, lr, normalise=True, **settings)
 
 
-class NovoGrad(ByNorms):
+class NovoGrad(NormScaledOptimizer):
     """A second moment for a whole tensor (Ginsburg et al. 2019): v = ||g||^2 at first, then b2 v + (1 - b2) ||g||^2;
     m = b1 m + g / (sqrt(v) + eps) + wd w, w -= lr m. `adapt` False leaves g as it is.
     """

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import MultiStepLR
 
 from tutti.errors import PlanError
-from tutti.optim.large_batch import LARS, groups_of
-from tutti.optim.lr_rule import LRRule
+from tutti.optim.large_batch import LARS, parameter_groups
+from tutti.optim.learning_rate import LRRule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class LarsRecipe:
     def optimizer(self, model: nn.Module) -> LARS:
         """For a model that nothing has taken apart yet."""
         return LARS(
-            groups_of(model, self.weight_decay),
+            parameter_groups(model, self.weight_decay),
             self.base_lr,
             momentum=self.momentum,
             trust=self.trust,

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from tutti.comm.point_to_point import ring_all_reduce_nbytes
 from tutti.comm.world import World
-from tutti.optim.large_batch import LAMB, ByNorms
+from tutti.optim.large_batch import LAMB, NormScaledOptimizer
 from tutti.parallel.layout import Layout, to_local
 
 _TURNS = 2
@@ -74,7 +74,7 @@ def bind_norms(optimizers: Sequence[Optimizer], model: nn.Module, layout: Layout
     """
     known = layout.state_names(model, optimizers)
     for number, optimizer in enumerate(optimizers):
-        if not isinstance(optimizer, ByNorms):
+        if not isinstance(optimizer, NormScaledOptimizer):
             continue
         norms = whole_norms(known[number], layout, world)
         if norms is None:

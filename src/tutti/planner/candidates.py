@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tutti.config.cluster import ClusterSpec
-from tutti.config.compression import MOMENTA
+from tutti.config.compression import MOMENTUM_CODECS
 from tutti.config.model import ModelSpec
 from tutti.config.plan import PipelinePlan, Plan, ShardingPlan
 from tutti.config.vocabulary import AxisName, Precision
@@ -83,7 +83,7 @@ def precisions(model: ModelSpec, cluster: ClusterSpec, request: Request) -> list
         if all(best_rate(device, "bfloat16") >= best_rate(device, "float16") for device in devices):
             found.remove("float16")
     code = request.script.sync.compress
-    if code is not None and code.method in MOMENTA and "float16" in found:
+    if code is not None and code.method in MOMENTUM_CODECS and "float16" in found:
         found.remove("float16")
     return ["full", *found]
 

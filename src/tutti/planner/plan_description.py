@@ -1,10 +1,10 @@
 """Plans in words: what a mesh is made of, how it is sharded, scheduled and recomputed."""
 
-from tutti.config.compression import compression_in_words
+from tutti.config.compression import format_compression
 from tutti.config.model import ModelSpec
 from tutti.config.model_fingerprint import describe_module, differences, merge_siblings
 from tutti.config.plan import Plan
-from tutti.config.sync_words import way_in_words
+from tutti.config.sync_notation import format_relaxation
 from tutti.config.vocabulary import AxisName
 from tutti.cost_model.cost_notes import count
 
@@ -44,9 +44,9 @@ def settings_words(plan: Plan) -> str:
     if wide:
         found.append(" and ".join((*wide[:3], *([f"{len(wide) - 3} more"] if len(wide) > 3 else []))) + " over table")
     if plan.sync.mode == "synchronous" and plan.sync.gradient_code is not None:
-        found.append(f"gradients as {compression_in_words(plan.sync.gradient_code)}")
+        found.append(f"gradients as {format_compression(plan.sync.gradient_code)}")
     if plan.sync.mode != "synchronous":
-        found.append(f"replicas {way_in_words(plan.sync)}")
+        found.append(f"replicas {format_relaxation(plan.sync)}")
     again = recompute_words(plan)
     if again != "none":
         of = [rule.modules for rule in plan.layout if rule.recompute]

@@ -4,9 +4,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from tutti.config.compression import compression_in_words
+from tutti.config.compression import format_compression
 from tutti.config.plan import LayoutRule, Plan, SyncPlan
-from tutti.config.sync_words import way_in_words
+from tutti.config.sync_notation import format_relaxation
 from tutti.config.vocabulary import AxisName
 from tutti.cost_model.cost_notes import count, nbytes, seconds
 from tutti.planner.objectives import duration, money, shown_value
@@ -172,12 +172,12 @@ def _buckets(plan: Plan) -> str:
 
 
 def _replicas(plan: Plan) -> str:
-    return plan.sync.mode if plan.sync.mode == "synchronous" else way_in_words(plan.sync)
+    return plan.sync.mode if plan.sync.mode == "synchronous" else format_relaxation(plan.sync)
 
 
 def _written(plan: Plan) -> str:
     code = plan.sync.gradient_code
-    return "exactly" if code is None else f"as {compression_in_words(code)}"
+    return "exactly" if code is None else f"as {format_compression(code)}"
 
 
 def _degree(degree: int) -> str:

@@ -8,7 +8,7 @@ from typing import Literal
 from tutti.config.mesh_words import mesh_in_words
 from tutti.config.plan import BatchPlan, Plan
 from tutti.config.prediction import Prediction
-from tutti.config.sync_words import way_in_words
+from tutti.config.sync_notation import format_relaxation
 from tutti.config.vocabulary import AxisName, Evidence, Precision, Relaxation
 from tutti.errors import PlanError
 
@@ -133,7 +133,7 @@ class Request:
         if self.relax != "exact" and (sync.mode != "synchronous" or sync.compress is not None):
             raise PlanError(
                 f"the dial is at {self.relax}, which chooses how gradients and replicas are kept together, and "
-                f"{way_in_words(sync)} says how; leave one out"
+                f"{format_relaxation(sync)} says how; leave one out"
             )
         for words, factor in self.samples.items():
             if factor is not None and not factor > 0:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 from tutti.config.cluster import ClusterSpec
-from tutti.config.compression import MOMENTA
+from tutti.config.compression import MOMENTUM_CODECS
 from tutti.config.model import ModelSpec
 from tutti.config.plan import Plan
 from tutti.config.vocabulary import Precision
@@ -344,7 +344,9 @@ def _not_allowed(model: ModelSpec, cluster: ClusterSpec, request: Request, best:
     shown = []
     for precision in LOWER:
         code = best.plan.sync.compress
-        scaled = precision == "float16" and code is not None and code.method in MOMENTA  # which bear no loss scale
+        scaled = (
+            precision == "float16" and code is not None and code.method in MOMENTUM_CODECS
+        )  # which bear no loss scale
         if scaled or not possible(model, cluster, precision):
             continue
         plan = dataclasses.replace(best.plan, precision=precision)

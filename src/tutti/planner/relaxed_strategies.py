@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from tutti.config.compression import Compression
+from tutti.config.consistency_modes import Relaxed
 from tutti.config.model import ModelSpec
 from tutti.config.plan import Plan, SyncPlan
-from tutti.config.relaxed import Relaxed
-from tutti.config.sync_words import way_in_words
-from tutti.config.vocabulary import Evidence, Relaxation, SyncMode
+from tutti.config.sync_notation import format_relaxation
+from tutti.config.vocabulary import Evidence, Relaxation
 from tutti.planner.plan_request import Request
 
 DIALS: tuple[Relaxation, ...] = ("exact", "reduced", "relaxed")
@@ -144,7 +144,7 @@ class Way:
 
     dial: Relaxation
     compress: Compression | None = None
-    mode: SyncMode = "synchronous"
+    mode: str = "synchronous"
     relaxed: Relaxed = field(default_factory=Relaxed)
     variance: float | None = None
     samples: float = 1.0
@@ -158,7 +158,7 @@ class Way:
     @property
     def words(self) -> str:
         """As a user types it after --compress or --sync, or after both."""
-        return way_in_words(SyncPlan(mode=self.mode, relaxed=self.relaxed, compress=self.compress))
+        return format_relaxation(SyncPlan(mode=self.mode, relaxed=self.relaxed, compress=self.compress))
 
     def of(self, plan: Plan) -> Plan:
         """The plan that exchanges so."""
@@ -170,7 +170,7 @@ def _code(method: str, variance: float | None = None, samples: float = 1.0, **se
     return Way(dial="reduced", compress=how, variance=variance, samples=samples)
 
 
-def _apart(mode: SyncMode, period: int) -> Way:
+def _apart(mode: str, period: int) -> Way:
     return Way(dial="relaxed", mode=mode, relaxed=Relaxed(period=period), samples=APART, each=LOCAL)
 
 
@@ -183,7 +183,7 @@ def _local(
     relaxed = Relaxed(
         period=period, delay=delay or None, after=after or None, optimizer_state="corrected" if corrected else None
     )
-    mode: SyncMode = "post-local" if after else "local"
+    mode: str = "post-local" if after else "local"
     return Way(dial="relaxed", mode=mode, relaxed=relaxed, compress=how, samples=samples, each=each)
 
 

@@ -7,7 +7,7 @@ from typing import Any, cast, get_args
 
 from tutti.config.prediction import Phase
 from tutti.config.run_report import CommunicationReport, ExpertsReport, Quantity, TimeReport
-from tutti.config.sync_words import way_in_words
+from tutti.config.sync_notation import format_relaxation
 from tutti.config.vocabulary import TrafficKind
 from tutti.report.run_records import Records, Row, finite
 
@@ -251,4 +251,4 @@ def replicas_report(records: Records) -> dict[str, Quantity]:
 def mode_text(records: Records) -> str:
     """The plan's mode in words, nothing where replicas are equal."""
     plan = records.plan
-    return "" if plan is None or plan.sync.mode == "synchronous" else f"replicas {way_in_words(plan.sync)}"
+    return "" if plan is None or plan.sync.mode == "synchronous" else f"replicas {format_relaxation(plan.sync)}"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import mean, median
 
 from tutti.config.run_report import MetricCurve, NoiseReport, QualityReport, Quantity, Split, TargetReport
-from tutti.config.sync_words import way_in_words
+from tutti.config.sync_notation import format_relaxation
 from tutti.errors import ReportError
 from tutti.report.formatting import higher_is_better
 from tutti.report.measurements import seen
@@ -263,7 +263,7 @@ def _way(records: Records) -> str:
     """How the run exchanged, in words; empty for an exact one."""
     if records.plan is None:
         raise ReportError(f"run {records.header.name!r} has no plan.json; name a run that has one")
-    return way_in_words(records.plan.sync)
+    return format_relaxation(records.plan.sync)
 
 
 def _samples(records: Records, target: Target) -> float | None:

@@ -41,7 +41,7 @@ def evaluate(
             batch = to_device(batch, run.world.device)
             with run.sequences.part(batch) as part, autocast(run.plan.precision, run.world.device):
                 args, kwargs, target = run.unpack(part)
-                output = run.consistency.predicted(run.forward(*args, **kwargs))
+                output = run.consistency.combine_predictions(run.forward(*args, **kwargs))
                 if not counts or not run.gives_output:
                     continue
                 size = _batch_size(batch)
@@ -57,7 +57,7 @@ def evaluate(
                 kept.append(pytree.tree_map(_to_cpu, (output, target)))
     run.world.sum(sums)
     evaluated = int(run.world.sum(torch.tensor([int(run.gives_output)], device=run.world.device))[0])
-    copies = evaluated // run.consistency.evaluates(run)[1]  # ranks that gave the same samples' outputs
+    copies = evaluated // run.consistency.evaluation_share(run)[1]  # ranks that gave the same samples' outputs
     counted = int(run.world.sum(torch.tensor([samples], device=run.world.device))[0]) // copies
     values = {name: float(total / count) for name, (total, count) in zip(table, sums.tolist(), strict=True) if count}
     values.update(_whole_set_metrics(run, kept, whole))
@@ -84,7 +84,7 @@ def _evaluation_batches(run: Run, source: DataSource, batch_size: int) -> Iterat
     """This rank's batches: a contiguous share of a map data set, or every world_size-th batch of a stream; and whether
     they count. Where forward meets other data-parallel ranks, those with fewer batches take part with ones that do not.
     """
-    rank, size = run.consistency.evaluates(run)
+    rank, size = run.consistency.evaluation_share(run)
     together = run.mesh.degree("shard", "expert", "table") > 1
     if source.is_stream:
         number, batch = 0, None
@@ -148,7 +148,7 @@ def _to_cpu(leaf: Any) -> Any:
 def _whole_set_metrics(run: Run, kept: list[Any], whole: Mapping[str, Metric]) -> dict[str, float]:
     if not whole:
         return {}
-    everyone = run.world.gather((run.consistency.evaluates(run)[0], kept))
+    everyone = run.world.gather((run.consistency.evaluation_share(run)[0], kept))
     parts = [part for _, rank_parts in sorted(dict(everyone).items()) for part in rank_parts]
     leaves, structure = zip(*(pytree.tree_flatten(part) for part in parts), strict=True)
     joined = [

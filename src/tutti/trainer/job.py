@@ -23,7 +23,7 @@ from tutti.data.seeds import derive_seed, seed_everything
 from tutti.data.share_loader import ShareLoader
 from tutti.environment import read_launch_options
 from tutti.errors import ScriptError, TuttiError
-from tutti.optim.lr_rule import LRRule
+from tutti.optim.learning_rate import LRRule
 from tutti.parallel.data.replicate import LossFunction
 from tutti.trainer import capture
 from tutti.trainer.deferred_init import Tape, build_on_meta, build_with_memory
@@ -287,7 +287,7 @@ class Job:
         source = read_source(dataset, shuffle=False, tokens=None, arguments=arguments)
         run.clock.enter("evaluation")
         size = batch_size or samples_at_once(run)
-        with run.consistency.shown(run):
+        with run.consistency.averaged_model(run):
             values, samples = evaluate(run, source, metrics or {}, whole or {}, size)
         write_evaluation_row(run, source, name, values, samples)
         return values
@@ -333,7 +333,7 @@ class RunFinalizer:
             self._last_rows(self.run)
         if not self.failed:
             if self.run is not None:
-                self.run.consistency.left(self.run)
+                self.run.consistency.on_exit(self.run)
             leave_world()
 
     def _last_rows(self, run: Run) -> None:
@@ -364,7 +364,7 @@ class RunFinalizer:
         if not isinstance(error, TuttiError):
             sys.__excepthook__(kind, error, trace)
             return
-        if self.world.is_main or (self.run is not None and self.run.consistency.alone):
+        if self.world.is_main or (self.run is not None and self.run.consistency.asynchronous):
             print(f"tutti: {error}", file=sys.stderr)
         atexit._run_exitfuncs()
         sys.stdout.flush()

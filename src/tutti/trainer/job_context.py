@@ -12,7 +12,7 @@ from tutti.config import serialization
 from tutti.config.mesh_words import mesh_in_words
 from tutti.config.option_syntax import with_bucket_size
 from tutti.config.plan import BatchPlan, Plan
-from tutti.config.sync_words import with_mode
+from tutti.config.sync_notation import with_mode
 from tutti.config.vocabulary import Precision
 from tutti.data.seeds import derive_seed
 from tutti.environment import LaunchOptions, RankEnvironment

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from tutti.comm.world import World
 from tutti.config.plan import Plan
-from tutti.optim.noise import Averages, Estimate, estimate
+from tutti.optim.gradient_noise_scale import NoiseAverages, NoiseEstimate, estimate_noise
 
 NUM_SUMS = 2
 """Numbers that travel with the losses: the sum of n_j |g_j|^2, and how many parts had samples."""
@@ -54,9 +54,9 @@ class NoiseMeter:
     """Measures every `every` steps (None: never). All ranks call the same methods in the same steps."""
 
     def __init__(self, every: int | None, device: torch.device) -> None:
-        self.averages = Averages()
+        self.averages = NoiseAverages()
         self.every = every
-        self._latest: tuple[int, Estimate] | None = None
+        self._latest: tuple[int, NoiseEstimate] | None = None
         self._device = device
         self._sums: Tensor | None = None
         self._pending: _PendingMeasurement | None = None
@@ -142,10 +142,10 @@ class NoiseMeter:
             return
         # n_j |g_j|^2 is |sum over the part|^2 / n_j.
         within, parts = totals[-NUM_SUMS] * pending.factor**2, round(totals[-1])
-        found = estimate(within, pending.whole, pending.counted, parts)
+        found = estimate_noise(within, pending.whole, pending.counted, parts)
         if found is None:
             return
-        found = Estimate(square=found.square, variance=found.variance * pending.units / pending.counted)
+        found = NoiseEstimate(square=found.square, variance=found.variance * pending.units / pending.counted)
         self.averages.add(found)
         self._latest = (pending.step, found)
 

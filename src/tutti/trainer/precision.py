@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tutti.comm.point_to_point import ring_all_reduce_nbytes
 from tutti.config.vocabulary import AxisName, Precision
 from tutti.errors import PlanError, TrainingError
-from tutti.parallel.data.replicate import unjudged_gradients
+from tutti.parallel.data.replicate import unchecked_gradients
 from tutti.parallel.layout import to_local
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def gradients_finite(run: "Run") -> bool:
         return True
     # Where ranks of one host sum, each has looked at its parts while in the cache, 0.6 to 0.9 ms of a step of 70
     # (MLP of 10 M parameters, 2 ranks); over all buckets again takes 1.4.
-    finite = _sums_finite(unjudged_gradients(run.replica)) or _first_nonfinite(run) is None
+    finite = _sums_finite(unchecked_gradients(run.replica)) or _first_nonfinite(run) is None
     if run.world.world_size > 1 and not (_skips_independently(run) or _gradients_identical(run)):
         flag = torch.tensor(float(not finite), device=run.world.device)
         with run.layout.channel("scalars").waiting(ring_all_reduce_nbytes(flag, run.world.world_size)):
@@ -120,14 +120,14 @@ def _parameters_as_after(step: int) -> str:
 
 def _skips_independently(run: "Run") -> bool:
     """Whether this rank leaves out an update alone: telling the others would be a wait in every step."""
-    return run.consistency.apart and not run.consistency.together
+    return run.consistency.diverged and not run.consistency.skip_together
 
 
 def _gradients_identical(run: "Run") -> bool:
     """Whether all ranks have the same gradients to judge by. Products of factors are each rank's own."""
     others = [axis for axis in run.mesh.degrees if axis not in _IDENTICAL_AXES]
     whole = not run.layout.shards and run.mesh.degree(*others) == 1
-    return whole and not run.consistency.apart and not run.replica.factored.weights
+    return whole and not run.consistency.diverged and not run.replica.factored.weights
 
 
 def _sums_finite(tensors: Iterable[torch.Tensor]) -> bool:
@@ -140,8 +140,8 @@ def _sums_finite(tensors: Iterable[torch.Tensor]) -> bool:
     else:
         numbers = [torch.sum(one, dtype=torch.float32) if one.itemsize < 4 else one.sum() for one in some]
     kinds = {(one.device, one.dtype) for one in numbers}
-    together = (torch.stack([one for one in numbers if (one.device, one.dtype) == kind]) for kind in kinds)
-    return all(bool(some_of.isfinite().all()) for some_of in together)
+    skip_together = (torch.stack([one for one in numbers if (one.device, one.dtype) == kind]) for kind in kinds)
+    return all(bool(some_of.isfinite().all()) for some_of in skip_together)
 
 
 def _first_nonfinite(run: "Run") -> tuple[str, bool] | None:

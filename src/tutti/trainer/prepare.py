@@ -22,7 +22,7 @@ from tutti.comm.shared_memory import make_shared_memory_communicator
 from tutti.comm.traffic import CommChannel
 from tutti.comm.world import World, deprioritise_gloo_threads
 from tutti.config import serialization
-from tutti.config.compression import compression_in_words
+from tutti.config.compression import format_compression
 from tutti.config.mesh_words import mesh_in_words
 from tutti.config.model_fingerprint import describe_module, differences
 from tutti.config.plan import Plan
@@ -34,15 +34,15 @@ from tutti.data.loading_cost import measure_loading
 from tutti.data.samples import DataSource
 from tutti.data.share_loader import ShareLoader, first_samples
 from tutti.errors import PlanError, RankMismatchError, ScriptError
-from tutti.local_sgd.make import make_consistency
-from tutti.local_sgd.mode import Consistency
-from tutti.optim.scaling import initial_learning_rate
+from tutti.local_sgd.consistency import Consistency
+from tutti.local_sgd.modes import make_consistency
+from tutti.optim.learning_rate import initial_learning_rate
 from tutti.parallel.annotated_plan import with_annotations
 from tutti.parallel.compressed.compressor import make_compressor
-from tutti.parallel.compressed.factored import make_factored
+from tutti.parallel.compressed.factor_buckets import make_factored
 from tutti.parallel.context import Sequences, sequences_of
 from tutti.parallel.data.batchnorm import BatchScope, batch_norms
-from tutti.parallel.data.bucket_sizes import BucketSizes
+from tutti.parallel.data.bucket_size_tuner import BucketSizeTuner
 from tutti.parallel.data.replicate import Replica
 from tutti.parallel.expert.expert_parallel import mixtures_of
 from tutti.parallel.layout import GRADIENT_AXES, Layout
@@ -111,7 +111,7 @@ class TrainingLoop:
     scaler: torch.amp.GradScaler
     noise: NoiseMeter
     consistency: Consistency
-    sizes: BucketSizes
+    sizes: BucketSizeTuner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +206,7 @@ def build_loop(context: JobContext, arguments: PrepareArguments, trained: Traine
         scaler=loss_scaler(plan.precision, device),
         noise=_noise_meter(context, plan),
         consistency=make_consistency(plan.sync, layout, context.settings.seed),
-        sizes=BucketSizes(plan),
+        sizes=BucketSizeTuner(plan),
     )
 
 
@@ -368,7 +368,7 @@ def _resume(run: Run, path: Path | None, weights: Path | None) -> Path | None:
 
 
 def _write_header(run: Run, context: JobContext, resumed: Path | None) -> None:
-    ranks = run.world.gather(this_rank(run.world, run.replica.ways))
+    ranks = run.world.gather(this_rank(run.world, run.replica.transports))
     if not run.world.is_main:
         return
     data = describe_data(run.loader.source.dataset, run.settings.seed, "train")
@@ -391,7 +391,9 @@ def _write_header(run: Run, context: JobContext, resumed: Path | None) -> None:
 
 def _recipe(run: Run) -> Recipe:
     rule, compressor, sync = run.settings.lr_rule, run.replica.compressor, run.plan.sync
-    how = sync.compress if sync.mode != "synchronous" else None if compressor is None else compressor.how
+    compression = (
+        sync.compress if sync.mode != "synchronous" else None if compressor is None else compressor.compression
+    )
     return Recipe(
         optimizer=" + ".join(type(optimizer).__name__ for optimizer in run.optimizers),
         learning_rate=run.initial_rates[0],
@@ -405,7 +407,7 @@ def _recipe(run: Run) -> Recipe:
         learning_rate_rule=None if rule is None else asdict(rule),
         scheduler=None if run.scheduler is None else type(run.scheduler).__name__,
         batch_ramp=run.plan.batch.ramp,
-        compress=None if how is None else compression_in_words(how),
+        compress=None if compression is None else format_compression(compression),
     )
 
 

@@ -14,11 +14,11 @@ from tutti.config.plan import Plan
 from tutti.config.run_folder import RunFolder
 from tutti.data.share_loader import ShareLoader
 from tutti.errors import PlanError
-from tutti.local_sgd.mode import Consistency
-from tutti.optim.lr_rule import LRRule
+from tutti.local_sgd.consistency import Consistency
+from tutti.optim.learning_rate import LRRule
 from tutti.parallel.context import Sequences
 from tutti.parallel.data.batchnorm import BatchScope
-from tutti.parallel.data.bucket_sizes import BucketSizes
+from tutti.parallel.data.bucket_size_tuner import BucketSizeTuner
 from tutti.parallel.data.replicate import Replica
 from tutti.parallel.layout import Layout
 from tutti.parallel.mesh import Mesh
@@ -130,7 +130,7 @@ class Run:
     observer: Observer
     noise: NoiseMeter
     consistency: Consistency
-    sizes: BucketSizes
+    sizes: BucketSizeTuner
     progress: Progress = field(default_factory=Progress)
     throughput: Throughput = field(default_factory=Throughput)
     data_facts: dict[str, tuple[Any, dict[str, Any]]] = field(default_factory=dict)

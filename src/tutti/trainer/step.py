@@ -67,7 +67,7 @@ def forward_backward(run: Run, function: LossFunction, batch: Any) -> StepResult
     run.clock.enter("other")
     result = _step_result(run, share, totals.tolist())
     finite = result.finite and gradients_finite(run)
-    run.replica.settle(finite)
+    run.replica.finish_step(finite)
     if not run.scaler.is_enabled():  # which leaves out the update itself
         result = replace(result, finite=finite)
     if not result.finite:
@@ -151,7 +151,7 @@ def _backward_root(run: Run, share: BatchShare, index: int, value: Any, totals: 
     run.noise.counted(loss.count)
     _accumulate_loss(totals, loss, part, run)
     own = share.batch_size * run.mesh.degree("space")  # ranks along space sum their gradients of one loss
-    return run.scaler.scale(loss.total / (own / run.consistency.gain))
+    return run.scaler.scale(loss.total / (own / run.consistency.gradient_scale))
 
 
 def _weighted_part(loss: Any, part: MicrobatchShare, sequence_parts: int) -> Weighted:
@@ -201,7 +201,7 @@ def _finish_gradients(run: Run, factor: float) -> None:
             if not found:  # nothing of this optimizer's has a gradient on this rank
                 found[str(run.world.device)] = torch.zeros((), device=run.world.device)
             if (
-                run.layout.shards or run.consistency.apart
+                run.layout.shards or run.consistency.diverged
             ):  # ranks hold different gradients: one that overflows stops all
                 for value in found.values():
                     with run.layout.channel("scalars").waiting(ring_all_reduce_nbytes(value, run.world.world_size)):

@@ -20,9 +20,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from tutti.environment import read_launch_options
 from tutti.errors import TrainingError
-from tutti.optim.lr_rule import factor
-from tutti.optim.noise import adascale_gain
-from tutti.optim.scaling import scaled_learning_rate
+from tutti.optim.gradient_noise_scale import adascale_gain
+from tutti.optim.learning_rate import learning_rate_factor, scaled_learning_rate
 from tutti.parallel.layout import to_local
 from tutti.trainer.host_memory import keep_memory_when_steady, limit_heap_growth
 from tutti.trainer.precision import never_finite_message
@@ -53,12 +52,12 @@ def update(run: Run, optimizers: tuple[Optimizer, ...], *, finite: bool) -> Upda
     rate_factor = _rate_factor(run, gain or 1.0)
     rate = float(optimizers[0].param_groups[0]["lr"]) * rate_factor
     if not finite:
-        if run.consistency.apart:  # others may make theirs, and rates stay alike
+        if run.consistency.diverged:  # others may make theirs, and rates stay alike
             _advance_schedule(run, gain or 1.0)
         return UpdateResult(learning_rate=rate, gain=gain, grad_norm=None, skipped=True)
     norm = _clip_gradients(run)
     scale = run.scaler.get_scale() if run.scaler.is_enabled() else 1.0
-    own_factor = rate_factor * run.consistency.pace
+    own_factor = rate_factor * run.consistency.learning_rate_scale
     with ExitStack() as stack:
         if own_factor != 1.0:
             for optimizer in optimizers:
@@ -104,7 +103,7 @@ def _rate_factor(run: Run, gain: float) -> float:
     rule = run.settings.lr_rule
     if rule is None:
         return 1.0
-    return factor(
+    return learning_rate_factor(
         rule,
         run.initial_rates[0],
         run.progress.step,

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from tutti.config.compression import FACTORS, ZERO_ONE, compression_in_words, parse_compression
+from tutti.config.compression import FACTORS, ZERO_ONE, format_compression, parse_compression
 from tutti.config.plan import Plan
 from tutti.config.verdict import Cause, TensorDifference, Verdict
 from tutti.errors import ScriptError
@@ -150,9 +150,9 @@ def _frozen_reference(compress: str, one: VerificationTrial) -> VerificationTria
     if how.freeze_step is None:
         return None
     if how.method == ZERO_ONE:  # sums go on, and the second moment learns in the first step and then rarely
-        words = compression_in_words(replace(how, freeze_step=_NEVER, kappa=1))
+        words = format_compression(replace(how, freeze_step=_NEVER, kappa=1))
     else:
-        words = compression_in_words(replace(how, freeze_step=1))
+        words = format_compression(replace(how, freeze_step=1))
     return replace(one, folder=one.folder.with_suffix(".frozen"), compress=words)
 
 

@@ -1,1 +1,1 @@
-"""Gradients summed in fewer bytes: what a plan's `sync.compress` says, made to run over the buckets of a replica."""
+"""Compressed gradient reduction: a plan's `sync.compress`, applied to the buckets of a replica."""

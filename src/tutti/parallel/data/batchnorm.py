@@ -1,8 +1,8 @@
 """BatchNorm whose statistics are those of the whole microbatch slice, over all ranks that share it.
 
 torch's SyncBatchNorm refuses CPU tensors. Each rank sends (count, mean, sum of squared deviations) per channel once;
-they are combined by Chan, Golub and LeVeque's formula (1979), which does not cancel where the mean is large. Backward
-sums two vectors over ranks (Ioffe and Szegedy 2015, arXiv 1502.03167, section 3).
+they are combined by the formula of Chan, Golub and LeVeque (1979), which does not cancel where the mean is large.
+Backward sums two vectors over ranks (Ioffe and Szegedy 2015, arXiv 1502.03167, section 3).
 """
 
 import functools
@@ -26,35 +26,38 @@ from tutti.errors import ScriptError
 
 @dataclass(slots=True)
 class BatchScope:
-    """Over which ranks statistics are taken, and the state of the pass that is running.
+    """The ranks over which statistics are taken, and the state of the running pass.
 
-    `apart`: whether this rank is a replica of its own, with statistics of its own samples. `counts`: whether this
-    rank's samples count (False for a rank that only takes part); `recomputing`: whether forward runs a second time
-    inside backward, when running statistics must stay; `channel`: where exchanges are counted; `communicator`: where
-    they are
-    made, if the ranks share memory.
+    Attributes:
+        world_size: number of ranks.
+        group: their process group.
+        diverged: whether this rank is a replica of its own, with statistics of its own samples.
+        counts: whether this rank's samples count; False for a rank that only takes part.
+        recomputing: whether forward runs a second time inside backward, when running statistics must not change.
+        lane: accounting of the traffic.
+        desk: shared-memory communicator, if the ranks share memory.
     """
 
     world_size: int = 1
     group: Any = None
-    apart: bool = False
+    diverged: bool = False
     counts: bool = True
     recomputing: bool = field(default=False)
     channel: CommChannel = field(default_factory=untracked_channel)
     communicator: SharedMemoryCommunicator | None = None
 
-    def gather(self, mine: torch.Tensor) -> torch.Tensor:
-        """Every rank's `mine`, (ranks, values)."""
-        everyone = mine.new_empty(self.world_size, mine.numel())
-        with self.channel.waiting((self.world_size - 1) * mine.numel() * mine.element_size()):
+    def gather(self, local: torch.Tensor) -> torch.Tensor:
+        """Every rank's tensor, (ranks, values)."""
+        everyone = local.new_empty(self.world_size, local.numel())
+        with self.channel.waiting((self.world_size - 1) * local.numel() * local.element_size()):
             if self.communicator is not None:
-                self.communicator.gather(everyone, mine).wait()
+                self.communicator.gather(everyone, local).wait()
             else:
-                dist.all_gather(list(everyone), mine, group=self.group)
+                dist.all_gather(list(everyone), local, group=self.group)
         return everyone
 
     def sum(self, values: torch.Tensor) -> None:
-        """Sum over the ranks, in place."""
+        """All-reduce in place."""
         with self.channel.waiting(ring_all_reduce_nbytes(values, self.world_size)):
             if self.communicator is not None:
                 self.communicator.reduce(values)
@@ -79,7 +82,8 @@ def batch_norms(model: nn.Module) -> list[_BatchNorm]:
 
 
 def share_statistics(model: nn.Module, scope: BatchScope) -> None:
-    """Give every BatchNorm of `model` statistics over `scope`. Modules, parameters and buffers stay the same."""
+    """Give every BatchNorm of `model` statistics over `scope`. Modules, parameters and buffers stay the same
+    objects."""
     for module in batch_norms(model):
         module.forward = GlobalForward(module, scope)  # type: ignore[method-assign]
 
@@ -92,13 +96,13 @@ class GlobalForward:
         self.scope = scope
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A pickled model gets its plain forward back: the ranks are not part of it."""
+        """A pickled model gets its plain forward back, since the ranks are not part of it."""
         return functools.partial, (type(self.module).forward, self.module)
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         module, scope = self.module, self.scope
         batch_statistics = module.training or (module.running_mean is None and module.running_var is None)
-        if batch_statistics and scope.apart and scope.counts and input.numel() == input.shape[1]:
+        if batch_statistics and scope.diverged and scope.counts and input.numel() == input.shape[1]:
             return _by_running(module, input)
         if not batch_statistics or (scope.world_size == 1 and not scope.recomputing and scope.counts):
             return type(module).forward(module, input)
@@ -119,9 +123,8 @@ class GlobalForward:
 
 
 def _by_running(module: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
-    """A replica's slice with one value a channel, of which there is no variance: normalised as in evaluation, and
-    running statistics stay.
-    """
+    """Normalise as in evaluation a replica's slice with one value a channel, which has no variance; running statistics
+    stay."""
     module._check_input_dim(input)  # type: ignore[no-untyped-call]
     if module.running_mean is None or module.running_var is None:
         raise ScriptError(
@@ -133,19 +136,19 @@ def _by_running(module: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
 
 
 def _again(module: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
-    """The plain forward once more; with momentum 0, because checkpoint wants the same operator, not another one."""
+    """The plain forward once more, with momentum 0: checkpoint requires the same operator."""
     tracked = module.track_running_stats
     mean, var = (module.running_mean, module.running_var) if tracked else (None, None)
     return F.batch_norm(input, mean, var, module.weight, module.bias, True, 0.0, module.eps)
 
 
 def _global_statistics(input: torch.Tensor, scope: BatchScope) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Mean and biased variance per channel over all ranks, and the number of values a channel has."""
+    """Mean and biased variance per channel over all ranks, and the number of values of a channel."""
     count = input.numel() / input.shape[1] if scope.counts else 0.0
     variance, mean = _moments(input)
     if scope.world_size > 1:
-        mine = torch.cat([mean, variance * count, mean.new_tensor([count])])
-        stacked = scope.gather(mine)
+        local = torch.cat([mean, variance * count, mean.new_tensor([count])])
+        stacked = scope.gather(local)
         counts, channels = stacked[:, -1:], mean.shape[0]
         total = counts.sum()
         means = stacked[:, :channels]
@@ -160,12 +163,15 @@ def _global_statistics(input: torch.Tensor, scope: BatchScope) -> tuple[torch.Te
 
 def _moments(input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Biased variance and mean per channel, in two passes with the correction of Chan, Golub and LeVeque (1983, eq.
-    1.7). On a CPU torch.var_mean goes value by value: 6.7 ns for each, where this takes 0.6."""
+    1.7).
+
+    On a CPU torch.var_mean takes 6.7 ns a value, this 0.6.
+    """
     dims = [dim for dim in range(input.dim()) if dim != 1]
     mean = input.mean(dims)
-    apart = input - mean.view(1, -1, *[1] * (input.dim() - 2))
-    left = apart.mean(dims)
-    return apart.square_().mean(dims) - left**2, mean + left
+    deviation = input - mean.view(1, -1, *[1] * (input.dim() - 2))
+    rest = deviation.mean(dims)
+    return deviation.square_().mean(dims) - rest**2, mean + rest
 
 
 def _update_running(module: _BatchNorm, mean: torch.Tensor, variance: torch.Tensor, count: float) -> None:

@@ -1,5 +1,9 @@
-"""Gradients fused into buckets; each leaves for its all-reduce once its gradients are there, in one agreed order."""
+"""Gradients fused into buckets. Each bucket is reduced once its gradients are complete, in one order on all ranks.
 
+Where the ranks of a host share memory, a bucket lies where all of them reach it (`fastest_bucket_reducer`).
+"""
+
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -9,7 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tutti.comm.hierarchical import CommThread, HierarchicalAllReduce
+from tutti.comm.local_group import LocalGroup
 from tutti.comm.point_to_point import ring_all_reduce_nbytes
+from tutti.comm.rendezvous import HostHierarchy, make_local_group_or_hierarchy
+from tutti.comm.shared_memory import SharedMemoryAllReduce
 from tutti.comm.traffic import CommChannel, CommHandle, untracked_channel
 from tutti.errors import ScriptError
 
@@ -17,40 +25,43 @@ FIRST_NBYTES = 2**20
 """The first bucket closes at this size, so that the link is busy early in backward."""
 
 
-class Summing(ABC):
-    """How the buckets of a group are summed over its ranks; all ranks start them in the same order. `way`: what they
-    go through, in words; `alone`: a bucket holds one gradient.
+class BucketReducer(ABC):
+    """How the buckets of a group are reduced over its ranks. All ranks start them in the same order.
+
+    Attributes:
+        transport: what the data go through, for messages and reports.
+        one_per_bucket: whether a bucket holds one gradient only.
     """
 
-    way = "process group"
-    alone = False
+    transport = "process group"
+    one_per_bucket = False
 
-    def bucket(self, parameters: list[nn.Parameter], group: "Group") -> "Bucket":
-        """A bucket that is summed so."""
+    def bucket(self, parameters: list[nn.Parameter], group: "ReductionGroup") -> "Bucket":
+        """A bucket that is reduced this way."""
         return Bucket(parameters, group)
 
-    def follow(self, parameter: nn.Parameter, ready: Callable[[nn.Parameter], None]) -> Any:
-        """Call `ready` whenever backward has made a parameter's gradient, until what is returned is removed."""
+    def add_hook(self, parameter: nn.Parameter, ready: Callable[[nn.Parameter], None]) -> Any:
+        """Call `ready` whenever backward has made a parameter's gradient, until the returned handle is removed."""
         return parameter.register_post_accumulate_grad_hook(ready)  # type: ignore[no-untyped-call]
 
-    def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """The memory of a bucket: zeros."""
         return torch.zeros(numel, dtype=dtype, device=device)
 
     @abstractmethod
     def start(self, bucket: "Bucket") -> CommHandle:
-        """Begin to sum `bucket.flat` in place; the sums are there when the flight has been waited for."""
+        """Start to reduce `bucket.flat` in place; the sums are there once the handle has been waited for."""
 
     def poll(self, handle: CommHandle) -> bool:
-        """Do what this rank can do now for a sum under way, where it needs this rank to; returns whether it is over."""
+        """Advance a reduction in flight where it needs this rank to; returns whether it is over."""
         return True
 
-    def finite(self, bucket: "Bucket") -> bool:
-        """Whether the sums, which are there, are surely finite; False where nobody has looked."""
+    def known_finite(self, bucket: "Bucket") -> bool:
+        """Whether the sums, which are there, are known to be finite; False where nobody has checked."""
         return False
 
 
-class AllReduce(Summing):
+class AllReduceBuckets(BucketReducer):
     """The process group's own all-reduce."""
 
     def start(self, bucket: "Bucket") -> CommHandle:
@@ -60,16 +71,20 @@ class AllReduce(Summing):
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """The ranks over which a gradient is summed. `handle`: their process group, None for all ranks; `channel`: where
-    the
-    sums are counted; `summing`: how.
+class ReductionGroup:
+    """The ranks over which a gradient is summed.
+
+    Attributes:
+        handle: their process group, None for all ranks.
+        size: number of ranks.
+        lane: accounting of the traffic.
+        bucket_reducer: how buckets are reduced.
     """
 
     handle: Any
     size: int
     channel: CommChannel = field(default_factory=untracked_channel, compare=False)
-    summing: Summing = field(default_factory=AllReduce, compare=False)
+    bucket_reducer: BucketReducer = field(default_factory=AllReduceBuckets, compare=False)
 
 
 class Bucket:
@@ -78,29 +93,29 @@ class Bucket:
     `views[i]`: the part of `flat` that is the gradient of `parameters[i]`, in the parameter's shape and strides.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], group: "Group") -> None:
+    def __init__(self, parameters: list[nn.Parameter], group: "ReductionGroup") -> None:
         first, numel = parameters[0], sum(p.numel() for p in parameters)
         self.parameters = parameters
         self.group = group
-        self.flat = group.summing.room(numel + len(parameters), first.dtype, first.device)
+        self.flat = group.bucket_reducer.allocate(numel + len(parameters), first.dtype, first.device)
         self.views = [_view(part, p) for part, p in zip(self._parts(), parameters, strict=True)]
         self.flags = self.flat[numel:]
         self.filled = [False] * len(parameters)
         self.missing = len(parameters)
         self.sent_nbytes = ring_all_reduce_nbytes(self.flat[:numel], group.size)
         self.work: CommHandle | None = None
-        self.landed = False
+        self.reduced = False
 
     def open(self) -> None:
         """Begin a step: nothing is filled."""
         self.filled = [False] * len(self.parameters)
         self.missing = len(self.parameters)
-        self.work, self.landed = None, False
+        self.work, self.reduced = None, False
         self.flags.fill_(1)
 
     def take(self, index: int) -> None:
-        """Take the gradient of parameter `index` over; the parameter's `grad` is a view of the bucket from here on, and
-        what later microbatches give is added there.
+        """Take over the gradient of parameter `index`. Its `grad` is a view of the bucket from here on, to which later
+        microbatches add.
         """
         parameter, view = self.parameters[index], self.views[index]
         if self.work is not None:
@@ -114,7 +129,7 @@ class Bucket:
             parameter.grad = view
 
     def fill(self, index: int) -> None:
-        """Take the gradient of parameter `index` over; it is complete on this rank."""
+        """Take over the gradient of parameter `index`, which is complete on this rank."""
         self.take(index)
         if not self.filled[index]:
             self.filled[index] = True
@@ -133,13 +148,13 @@ class Bucket:
         self.missing = 0
 
     def launch(self) -> None:
-        """Start the sum."""
-        self.work = self.group.summing.start(self)
+        """Start the reduction."""
+        self.work = self.group.bucket_reducer.start(self)
 
     def poll(self) -> None:
-        """Do what can be done now for a sum that is under way."""
-        if self.work is not None and not self.landed:
-            self.landed = self.group.summing.poll(self.work)
+        """Advance a reduction in flight."""
+        if self.work is not None and not self.reduced:
+            self.reduced = self.group.bucket_reducer.poll(self.work)
 
     def wait(self) -> None:
         """Wait for the sums; a parameter that no rank used keeps None for a gradient."""
@@ -155,31 +170,101 @@ class Bucket:
 
 
 def make_buckets(
-    parameters: Iterable[nn.Parameter], group_of: Callable[[nn.Parameter], Group], cap_nbytes: int
+    parameters: Iterable[nn.Parameter], group_of: Callable[[nn.Parameter], ReductionGroup], cap_nbytes: int
 ) -> list[Bucket]:
     """Buckets of about `cap_nbytes` over `parameters`, given in the order in which backward reaches them.
 
-    A bucket closes once it has reached its cap; one holds a single group, dtype and device.
+    A bucket closes once it has reached its cap; it holds a single group, dtype and device.
     """
     buckets: list[Bucket] = []
-    closed: set[tuple[Group, torch.dtype, torch.device]] = set()
-    open_ones: dict[tuple[Group, torch.dtype, torch.device], list[nn.Parameter]] = {}
+    closed: set[tuple[ReductionGroup, torch.dtype, torch.device]] = set()
+    open_ones: dict[tuple[ReductionGroup, torch.dtype, torch.device], list[nn.Parameter]] = {}
     for parameter in parameters:
         key = (group_of(parameter), parameter.dtype, parameter.device)
-        if key[0].summing.alone:
-            buckets.append(key[0].summing.bucket([parameter], key[0]))
+        if key[0].bucket_reducer.one_per_bucket:
+            buckets.append(key[0].bucket_reducer.bucket([parameter], key[0]))
             continue
         members = open_ones.setdefault(key, [])
         members.append(parameter)
         cap = cap_nbytes if key in closed else min(cap_nbytes, FIRST_NBYTES)
         if sum(p.numel() * p.element_size() for p in members) >= cap:
-            buckets.append(key[0].summing.bucket(open_ones.pop(key), key[0]))
+            buckets.append(key[0].bucket_reducer.bucket(open_ones.pop(key), key[0]))
             closed.add(key)  # caps look at no other kind: the ranks of a group may differ in those
-    return buckets + [key[0].summing.bucket(members, key[0]) for key, members in open_ones.items()]
+    return buckets + [key[0].bucket_reducer.bucket(members, key[0]) for key, members in open_ones.items()]
 
 
 def _view(part: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
-    """Strided like the parameter (channels last, say), which autograd's gradients are, too."""
+    """A view strided like the parameter (channels last, say), as autograd's gradients are."""
     if torch.ops.aten.is_non_overlapping_and_dense(parameter):
         return part.as_strided(parameter.shape, parameter.stride())
     return part.view(parameter.shape)
+
+
+def fastest_bucket_reducer(group: Any) -> BucketReducer:
+    """The fastest reducer for the buckets of a process group. Collective.
+
+    Shared memory where its ranks are on one host, two tiers where hosts have several of them, else the group's
+    all-reduce.
+    """
+    found = make_local_group_or_hierarchy(group)
+    if isinstance(found, LocalGroup):
+        return SharedMemoryBuckets(found)
+    return AllReduceBuckets() if found is None else HierarchicalBuckets(found)
+
+
+class _SharedBuckets(BucketReducer):
+    """Buckets in buffers that the ranks of a host share."""
+
+    def __init__(self, local_group: LocalGroup) -> None:
+        self.local_group = local_group
+        self.buffer_numbers: dict[int, int] = {}
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory that the other ranks reach."""
+        number, segment = self.local_group.new_segment(numel * dtype.itemsize)
+        flat = segment.tensor(dtype, numel)
+        self.buffer_numbers[flat.data_ptr()] = number
+        return flat
+
+
+class SharedMemoryBuckets(_SharedBuckets):
+    """One host: each rank reduces its slice when polled, and unclaimed slices while it waits."""
+
+    transport = "shared memory"
+
+    def __init__(self, local_group: LocalGroup) -> None:
+        super().__init__(local_group)
+        self._sums: dict[int, SharedMemoryAllReduce] = {}
+
+    def start(self, bucket: Bucket) -> CommHandle:
+        """Announce that this rank's bucket is full."""
+        flat = bucket.flat
+        buffer = self.buffer_numbers[flat.data_ptr()]
+        work = self._sums[buffer] = SharedMemoryAllReduce(
+            self.local_group, buffer, flat.numel(), flat.dtype, probed=True
+        )
+        return bucket.group.channel.start([work], bucket.sent_nbytes)
+
+    def known_finite(self, bucket: Bucket) -> bool:
+        return self._sums[self.buffer_numbers[bucket.flat.data_ptr()]].finite
+
+    def poll(self, handle: CommHandle) -> bool:
+        return handle.poll()
+
+
+class HierarchicalBuckets(_SharedBuckets):
+    """Several hosts: a thread makes the reductions, one after another."""
+
+    transport = "shared memory inside hosts, process group between them"
+
+    def __init__(self, hierarchy: HostHierarchy) -> None:
+        super().__init__(hierarchy.local_group)
+        self._hierarchy, self._worker = hierarchy, CommThread()
+        weakref.finalize(self, self._worker.end)
+
+    def start(self, bucket: Bucket) -> CommHandle:
+        """Ask for the bucket's reduction."""
+        work = HierarchicalAllReduce(
+            self._hierarchy, self._worker, self.buffer_numbers[bucket.flat.data_ptr()], bucket.flat
+        )
+        return bucket.group.channel.start([work], bucket.sent_nbytes)

@@ -1,8 +1,8 @@
-"""Data parallel: replicas whose gradients are summed in buckets while backward still runs.
+"""Data parallelism: replicas whose gradients are all-reduced in buckets while backward still runs.
 
-The sum is tutti's own and not torch's DistributedDataParallel, which must choose between waiting for an extra
-all-reduce in every step (find_unused_parameters) and hanging where one rank leaves a parameter unused. Here a flag
-travels with each gradient. Losses are weighted by samples first, so gradients are summed, not averaged.
+torch's DistributedDataParallel must choose between waiting for an extra all-reduce in every step
+(find_unused_parameters) and hanging where one rank leaves a parameter unused. Here a flag is sent with each gradient
+instead. Losses are weighted by samples first, so gradients are summed, not averaged.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,9 +17,8 @@ from tutti.config.plan import Plan
 from tutti.config.vocabulary import AxisName
 from tutti.errors import ScriptError
 from tutti.parallel.compressed.compressor import Compressor
-from tutti.parallel.compressed.factored import Factored
-from tutti.parallel.data.buckets import Bucket, Group, make_buckets
-from tutti.parallel.data.host_sums import quickest_sums
+from tutti.parallel.compressed.factor_buckets import FactoredLayers
+from tutti.parallel.data.buckets import Bucket, ReductionGroup, fastest_bucket_reducer, make_buckets
 from tutti.parallel.layout import Layout
 from tutti.parallel.sharding.sharded_gradients import Shards
 from tutti.trainer.host_memory import WARMUP_UPDATES, long_lived_blocks
@@ -29,16 +28,27 @@ LossFunction = Callable[[nn.Module, Any], Any]
 
 
 _ALIKE: tuple[AxisName, ...] = ("replicate", "context", "stage")
-"""Axes that leave ranks which sum a gradient with the same parameters."""
+"""Axes along which ranks that sum a gradient have the same parameters."""
 
 
 class Replica:
     """This rank's replica: between `begin` and `finish`, gradients that backward computes are summed over ranks.
 
-    `parameters`: those that require a gradient; `late`: names of those whose gradient is complete only at `finish`.
-    `order`: in which buckets are filled; `arrived`: in which gradients have come so far, None once that is settled.
-    `apart`: axes along which replicas keep gradients of their own; `restore` makes it count. `ways`: what sums go
-    through, in words.
+    Attributes:
+        parameters: those that require a gradient.
+        order: order in which buckets are filled.
+        arrived: order in which gradients have come so far; None once the order is settled.
+        diverged_axes: axes along which replicas keep gradients of their own; `rebuild_buckets` applies it.
+        transports: what sums go through, for reports.
+
+    Args:
+        model: the model.
+        layout: the run's.
+        plan: the run's.
+        shards: divided parameters.
+        late: names of parameters whose gradient is complete only at `finish`.
+        compressor: of compressed sums.
+        factored: linear layers that use sufficient factors.
     """
 
     def __init__(
@@ -49,16 +59,16 @@ class Replica:
         shards: Shards | None = None,
         late: Iterable[str] = (),
         compressor: Compressor | None = None,
-        factored: Factored | None = None,
+        factored: FactoredLayers | None = None,
     ) -> None:
-        self.compressor, self.factored = compressor, factored or Factored()
+        self.compressor, self.factored = compressor, factored or FactoredLayers()
         self.parameters: list[nn.Parameter] = []
         self._late = {model.get_parameter(name) for name in late}
         self._last: set[nn.Parameter] | None = None
         self._model, self._layout, self._cap = model, layout, plan.sync.bucket_nbytes
         self.shards = shards or Shards()
-        self.apart: tuple[AxisName, ...] = ()
-        self._groups: dict[nn.Parameter, Group] = {}
+        self.diverged_axes: tuple[AxisName, ...] = ()
+        self._groups: dict[nn.Parameter, ReductionGroup] = {}
         self._places: dict[nn.Parameter, tuple[Bucket, int]] = {}
         self._buckets: list[Bucket] = []
         self._sparse: list[nn.Parameter] = []
@@ -74,13 +84,16 @@ class Replica:
 
     @property
     def sent_nbytes(self) -> int:
-        """Bytes this rank sends for its gradients in a step, and for divided parameters."""
+        """Bytes this rank sends in a step for its gradients and for divided parameters."""
         sparse = sum(ring_all_reduce_nbytes(p, self._groups[p].size) for p in self._sparse)
         return self.shards.sent_nbytes + sparse + sum(bucket.sent_nbytes for bucket in self._buckets)
 
     def begin(self, *, piecewise: bool = False) -> None:
-        """The backward that comes is the step's only one: sum gradients from here on. `piecewise`: several come, whose
-        gradients are added up in the buckets; `last_of` says for which parameters one is the last.
+        """Begin a step; gradients are summed from here on.
+
+        Args:
+            piecewise: several backwards come, whose gradients add up in the buckets; `last_of` says which is the last
+                for which parameters. Otherwise the next backward is the only one.
         """
         self._last = set() if piecewise else None
         trainable = _trainable(self._model)
@@ -97,7 +110,7 @@ class Replica:
         self._next, self._summing = 0, True
 
     def last_of(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """The backward that comes is the last that reaches `parameters` (None: any): their sums may start in it."""
+        """The next backward is the last that reaches `parameters` (None: any), so their sums may start in it."""
         if parameters is None:
             self._last = None
         elif self._last is not None and self._places:
@@ -116,22 +129,26 @@ class Replica:
             bucket.wait()
         self.shards.finish()
 
-    def restore(
+    def rebuild_buckets(
         self, order: list[nn.Parameter] | None, arrived: list[nn.Parameter] | None, cap_nbytes: int | None = None
     ) -> None:
-        """Buckets in an order that a checkpoint knows; None: as at the start. `arrived`: see the attribute. Of
-        `cap_nbytes`, if that is given. Collective.
+        """Rebuild the buckets in the order of a checkpoint; None: as at the start. Collective.
+
+        Args:
+            order: order in which backward reaches parameters.
+            arrived: see the attribute.
+            cap_nbytes: new size of buckets, if given.
         """
         self.arrived, self._cap = arrived, cap_nbytes or self._cap
         self._build(self.parameters, order)
 
-    def settle(self, finite: bool) -> None:
-        """All ranks have agreed whether the update may be made: what compression keeps back counts, or not."""
+    def finish_step(self, finite: bool) -> None:
+        """All ranks have agreed whether the update may be made: residuals of compression are committed or discarded."""
         if self.compressor is not None:
-            self.compressor.settle(finite)
+            self.compressor.finish_step(finite)
 
     def updated(self, optimizers: int) -> bool:
-        """One of the optimizers has made an update; returns whether from now on all that lasts is there."""
+        """An optimizer has made an update; returns whether all lasting memory is allocated from now on."""
         self._updates += 1
         return self._updates == WARMUP_UPDATES * optimizers
 
@@ -145,36 +162,40 @@ class Replica:
             hook.remove()
         self.parameters, self._hooks, self._buckets, self._places = parameters, [], [], {}
         self._groups = self._summed(parameters)
-        self.ways = tuple(sorted({group.summing.way for group in self._groups.values()}))
+        self.transports = tuple(sorted({group.bucket_reducer.transport for group in self._groups.values()}))
         sparse = _sparse(self._model)
         self._sparse = [p for p in self._groups if p in sparse]
         dense = [p for p in order or parameters[::-1] if p in self._groups and p not in sparse]
         self.order = dense
         early, late = [p for p in dense if p not in self._late], [p for p in dense if p in self._late]
         self._buckets = [
-            bucket for some in (early, late) for bucket in make_buckets(some, self._groups.__getitem__, self._cap)
+            bucket
+            for parameters_of_phase in (early, late)
+            for bucket in make_buckets(parameters_of_phase, self._groups.__getitem__, self._cap)
         ]
         self._places = {p: (bucket, i) for bucket in self._buckets for i, p in enumerate(bucket.parameters)}
-        self._hooks = [self._groups[p].summing.follow(p, self._hook) for p in dense]
+        self._hooks = [self._groups[p].bucket_reducer.add_hook(p, self._hook) for p in dense]
         if self.compressor is not None:
             self.compressor.rebuild(self._buckets)
 
-    def _summed(self, parameters: list[nn.Parameter]) -> dict[nn.Parameter, Group]:
-        """The ranks each gradient is summed over; parameters whose gradient concerns this rank alone are left out."""
+    def _summed(self, parameters: list[nn.Parameter]) -> dict[nn.Parameter, ReductionGroup]:
+        """The ranks over which each gradient is summed, without parameters whose gradient concerns this rank alone."""
         mesh, wanted = self._layout.mesh, set(parameters)
         named = [(parameter, self._layout.shard_of(name).sums) for name, parameter in self._model.named_parameters()]
-        summed = [(p, tuple(axis for axis in axes if axis not in self.apart)) for p, axes in named if p in wanted]
+        summed = [
+            (p, tuple(axis for axis in axes if axis not in self.diverged_axes)) for p, axes in named if p in wanted
+        ]
         axes_of = {p: axes for p, axes in summed if mesh.degree(*axes) > 1}
         groups = {axes: self._group(axes) for axes in sorted(set(axes_of.values()))}  # met in one order on all ranks
         found = {parameter: groups[axes] for parameter, axes in axes_of.items()}
         return {p: self.factored.group(p, axes_of[p], group) for p, group in found.items()}
 
-    def _group(self, axes: tuple[AxisName, ...]) -> Group:
+    def _group(self, axes: tuple[AxisName, ...]) -> ReductionGroup:
         mesh = self._layout.mesh
         handle = mesh.group(*axes)
-        summing = None if self.compressor is None else self.compressor.summing(axes)
+        bucket_reducer = None if self.compressor is None else self.compressor.bucket_reducer(axes)
         channel = self._layout.channel("gradients", *axes)
-        return Group(handle, mesh.degree(*axes), channel, summing or quickest_sums(handle))
+        return ReductionGroup(handle, mesh.degree(*axes), channel, bucket_reducer or fastest_bucket_reducer(handle))
 
     def _hook(self, parameter: nn.Parameter) -> None:
         """A gradient is there: fill its bucket, and start every bucket whose turn has come."""
@@ -194,12 +215,12 @@ class Replica:
             bucket.poll()
 
     def _alike(self) -> bool:
-        """Whether ranks that sum gradients have the same parameters, all of them summed over the same ranks."""
+        """Whether ranks that sum gradients have the same parameters, all summed over the same ranks."""
         mesh = self._layout.mesh
         return not self._layout.shards or mesh.degree(*mesh.degrees) == mesh.degree(*_ALIKE)
 
     def _reorder(self) -> None:
-        """After the first step: the buckets' order becomes the one in which the first rank's gradients arrived."""
+        """After the first step: order buckets as the first rank's gradients arrived."""
         number = {p: position for position, p in enumerate(self.parameters)}
         order = dict.fromkeys([number[p] for p in self.arrived or ()] + [*range(len(self.parameters))[::-1]])
         tensor = torch.tensor(list(order), device=self.parameters[0].device)
@@ -209,14 +230,17 @@ class Replica:
         self._build(self.parameters, [self.parameters[position] for position in tensor.tolist()])
 
 
-def unjudged_gradients(replica: Replica) -> list[torch.Tensor]:
-    """The gradients after `finish` that nobody knows to be finite, in as few tensors as hold them: buckets with their
-    flags, and single ones.
+def unchecked_gradients(replica: Replica) -> list[torch.Tensor]:
+    """Gradients after `finish` that nobody has checked to be finite, in as few tensors as hold them: buckets with their
+    flags, and single gradients.
     """
     lie = {p: bucket.views[i] for p, (bucket, i) in replica._places.items()}
     there = _trainable(replica._model)  # divided ones: `parameters` may have the wholes of forward
     single = [p.grad for p in there if p.grad is not None and p.grad is not lie.get(p)]
-    return [*(bucket.flat for bucket in replica._buckets if not bucket.group.summing.finite(bucket)), *single]
+    return [
+        *(bucket.flat for bucket in replica._buckets if not bucket.group.bucket_reducer.known_finite(bucket)),
+        *single,
+    ]
 
 
 def _trainable(model: nn.Module) -> list[nn.Parameter]:
@@ -229,14 +253,14 @@ def _sparse(model: nn.Module) -> set[nn.Parameter]:
     return {cast(nn.Parameter, module.weight) for module in embeddings if module.sparse}
 
 
-def _sum_sparse(parameter: nn.Parameter, group: Group) -> None:
+def _sum_sparse(parameter: nn.Parameter, group: ReductionGroup) -> None:
     """Sum one sparse gradient over ranks; one that no rank has stays None."""
-    mine = parameter.grad
-    if mine is None:
-        mine = torch.zeros_like(parameter, layout=torch.sparse_coo)
+    gradient = parameter.grad
+    if gradient is None:
+        gradient = torch.zeros_like(parameter, layout=torch.sparse_coo)
     flag = torch.tensor(float(parameter.grad is not None), device=parameter.device)
-    mine = mine.coalesce()
+    gradient = gradient.coalesce()
     with group.channel.waiting(ring_all_reduce_nbytes(parameter, group.size)):
         dist.all_reduce(flag, group=group.handle)
-        dist.all_reduce(mine, group=group.handle)
-    parameter.grad = mine if float(flag) else None
+        dist.all_reduce(gradient, group=group.handle)
+    parameter.grad = gradient if float(flag) else None

@@ -17,7 +17,7 @@ from tutti.comm.point_to_point import ring_all_reduce_nbytes
 from tutti.comm.shared_memory import MessageReceiver, MessageSender
 from tutti.comm.traffic import CommChannel, CommHandle
 from tutti.config.pipeline_schedule import Action, Orders
-from tutti.parallel.data.buckets import Group
+from tutti.parallel.data.buckets import ReductionGroup
 from tutti.parallel.layout import Layout
 from tutti.parallel.mesh import Mesh
 from tutti.parallel.pipeline.stage_placement import Placement
@@ -185,7 +185,7 @@ class Ties:
     def __init__(self, shared: Mapping[tuple[int, ...], Sequence[str]], layout: Layout) -> None:
         mesh, channel = layout.mesh, layout.channel("gradients", "stage")
         self._shared = [
-            (names, Group(group, len(positions), channel))
+            (names, ReductionGroup(group, len(positions), channel))
             for (positions, names), group in zip(shared.items(), groups_at(mesh, shared), strict=True)
             if mesh.index("stage") in positions
         ]
@@ -198,7 +198,7 @@ class Ties:
                 _sum([parameter for parameter in parameters if parameter.dtype == dtype], group)
 
 
-def _sum(parameters: list[nn.Parameter], group: Group) -> None:
+def _sum(parameters: list[nn.Parameter], group: ReductionGroup) -> None:
     flags = [float(parameter.grad is not None) for parameter in parameters]
     parts = [
         (torch.zeros_like(parameter) if parameter.grad is None else parameter.grad).to_dense().flatten()

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from tutti.comm.traffic import CommHandle
 from tutti.config.plan import ShardingPlan
 from tutti.errors import PlanError
-from tutti.optim.large_batch import LAMB, ByNorms
+from tutti.optim.large_batch import LAMB, NormScaledOptimizer
 from tutti.parallel.layout import Layout
 from tutti.parallel.sharding.shard_collectives import Party, gather
 from tutti.parallel.sharding.sharded_gradients import Shards
@@ -264,7 +264,7 @@ def is_by_norms(optimizer: Optimizer) -> bool:
 
     Tried out like the other: a subclass may do what only whole parameters allow.
     """
-    tried = _tried(optimizer, told=True) if isinstance(optimizer, ByNorms) else None
+    tried = _tried(optimizer, told=True) if isinstance(optimizer, NormScaledOptimizer) else None
     # parts' squares add up in another order
     return tried is not None and torch.allclose(*tried, rtol=1e-10, atol=1e-12)
 
@@ -300,7 +300,7 @@ def _trained(kind: type[Optimizer], settings: dict[str, Any], ranges: list[tuple
     gradients = torch.randn(3, 6, 4, dtype=torch.float64, generator=generator)
     parts = [nn.Parameter(start[low:high].clone()) for low, high in ranges]
     optimizer = kind(parts, **copy.deepcopy(settings))
-    if told and isinstance(optimizer, ByNorms):
+    if told and isinstance(optimizer, NormScaledOptimizer):
         optimizer.over_parts = _of_all_parts
     if told and isinstance(optimizer, LAMB):
         optimizer.global_norm = _global_norm

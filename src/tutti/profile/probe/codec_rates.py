@@ -9,15 +9,15 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from tutti.compression.bucketed_top_k import TOP16_Q4
 from tutti.compression.bytegrad import ByteGrad
 from tutti.compression.cast import Cast
 from tutti.compression.codec import Codec
-from tutti.compression.onebit import OneBit
-from tutti.compression.powersgd import PowerSGD
+from tutti.compression.one_bit import OneBit
+from tutti.compression.powersgd import PowerSGDReducer
 from tutti.compression.qsgd import qsgd
-from tutti.compression.sparcml import TOP16_Q4
 from tutti.compression.terngrad import TernGrad
-from tutti.compression.topk import TopK
+from tutti.compression.top_k import TopK
 from tutti.config.cluster import CompressRate
 from tutti.profile.probe import probe_timing
 from tutti.profile.probe.probe_timing import Effort
@@ -89,7 +89,7 @@ def _of_powersgd(rank: int, values: torch.Tensor) -> Callable[[int], Calls]:
 
     def calls(numel: int) -> Calls:
         side = math.isqrt(numel)
-        exchange = PowerSGD([(side, side)], rank=rank, lone=True, device=values.device)
+        exchange = PowerSGDReducer([(side, side)], rank=rank, lone=True, device=values.device)
         flat = values[: side * side].clone()
 
         def run() -> None:

@@ -1,0 +1,1 @@
+"""Replicas that step asynchronously: parameter servers, stale-synchronous, AD-PSGD, Hogwild and ensembles."""

@@ -1,0 +1,224 @@
+"""AD-PSGD: pairs of replicas are averaged while replicas compute (Lian et al. 2018, arXiv 1710.06952).
+
+A replica's x is stored beside the model that computes. The update is added to x, and the model gets x. Replicas of even
+number are active: while a step computes, a thread sends x to a passive replica, drawn at random, which answers with the
+mean of both. Passive replicas ask nobody, so no circle of ranks waits for itself (the paper's bipartite graph), and the
+sum of all x does not change.
+"""
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from tutti.async_sgd.asynchronous_replicas import (
+    AsynchronousReplicas,
+    Transport,
+    Unreachable,
+    peer_ended_error,
+    peer_late_error,
+)
+from tutti.data.seeds import derive_seed
+from tutti.local_sgd.consistency import ModeArguments
+from tutti.local_sgd.replica_group import FlatVectors, ReplicaGroup, distance_from_mean
+from tutti.trainer.run_state import Run
+
+MEAN, LEAVE = range(2)
+"""Requests of an active replica: the mean with what follows; nothing any more."""
+
+_ASK, _VALUES, _ANSWER = 1000, 2000, 3000
+"""Tags of a request, of the parameters that go with it, of those that come back."""
+
+
+class AdPsgd(AsynchronousReplicas):
+    """x <- (x + x of another) / 2 at any moment between two updates.
+
+    Attributes:
+        others: replicas that this one may be averaged with.
+        exchanges: number of exchanges that it took part in.
+    """
+
+    def __init__(self, replicas: ReplicaGroup, transport: Transport, seed: int) -> None:
+        super().__init__(replicas)
+        self.transport = transport
+        self.active = replicas.index % 2 == 0
+        self.others = list(range(1 - replicas.index % 2, replicas.size, 2))
+        self.exchanges = 0
+        self._random = random.Random(derive_seed(seed, "pairs", replicas.index))
+        self._changed = threading.Condition()
+        self._x: FlatVectors = []
+        self._found: FlatVectors = []
+        self._mixed = False
+        self._sent_nbytes = 0
+        self._wanted, self._resting, self._over = False, True, False
+        self._problem: Unreachable | None = None
+        self._distance = 0.0
+        self._threads: list[threading.Thread] = []
+
+    def begin(self, run: Run) -> None:
+        super().begin(run)
+        if self.active and self.others:
+            self._threads = [threading.Thread(target=self._ask, name="tutti-pairs", daemon=True)]
+        elif not self.active:
+            self._threads = [
+                threading.Thread(target=self._serve, args=(peer,), name=f"tutti-pairs-{peer}", daemon=True)
+                for peer in self.others
+            ]
+        for thread in self._threads:
+            thread.start()
+
+    def restart(self) -> None:
+        with self._changed:
+            self._found = self.vectors.read()
+            self._x = [flat.cpu().clone() for flat in self._found]
+            self._mixed = False
+
+    def exchange(self, run: Run) -> None:
+        """Add the update to x, take x, and let the next exchange begin."""
+        after = self.vectors.read()
+        with self._changed:
+            self._check()
+            nbytes, self._sent_nbytes = self._sent_nbytes, 0
+            if self._mixed:
+                change = [flat.cpu() for flat in torch._foreach_sub(after, self._found)]
+                torch._foreach_add_(self._x, change)
+                self._take_x()
+                self.staleness = 1
+                self.disagreement = {"max": self._distance, "mean": self._distance, "parameters": _numel(self._x)}
+            else:
+                for mine, new in zip(self._x, after, strict=True):
+                    mine.copy_(new)
+                self._found = after
+            if not self.others:
+                self.staleness = 0
+            self._wanted = True
+            self._changed.notify_all()
+        if nbytes:
+            with self.replicas.channel.waiting(nbytes):
+                pass  # a thread has sent them meanwhile
+
+    def final_parameters(self) -> FlatVectors:
+        return self.replicas.mean(self.vectors.read())
+
+    @contextmanager
+    def quiesced(self, run: Run) -> Iterator[None]:
+        with self._changed:
+            self._wanted = False
+            while not self._resting and self._problem is None:
+                self._changed.wait()
+            self._check()
+        self.barrier()
+        with self._changed:
+            if self._mixed:
+                self._take_x()
+        if not self.equal:
+            local = self.vectors.read()
+            self.last_disagreement = distance_from_mean(
+                local, self.replicas.mean([flat.clone() for flat in local]), self.replicas
+            )
+        yield
+        self.barrier()
+
+    def on_exit(self, run: Run) -> None:
+        """A passive replica answers until the last of the active has left."""
+        with self._changed:
+            if self._over:
+                return
+            self._over = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _take_x(self) -> None:
+        self.vectors.write(self._x)
+        self._found, self._mixed = self.vectors.read(), False
+
+    def _check(self) -> None:
+        if self._problem is not None:
+            rank = self.replicas.ranks[self._problem.peer]
+            raise (
+                peer_late_error("ad-psgd", rank, self.transport.timeout_s)
+                if self._problem.late
+                else peer_ended_error("ad-psgd", rank)
+            )
+
+    def _ask(self) -> None:
+        """An active replica's thread: at most one exchange a step."""
+        try:
+            while True:
+                with self._changed:
+                    while not self._wanted and not self._over:
+                        self._changed.wait()
+                    if self._over:
+                        break
+                    self._wanted, self._resting = False, False
+                    sent = [flat.clone() for flat in self._x]
+                self._average(self._random.choice(self.others), sent)
+                with self._changed:
+                    self._resting = True
+                    self._changed.notify_all()
+            for peer in self.others:
+                self.transport.send(peer, [torch.tensor([LEAVE])], _ASK)
+        except Unreachable as problem:
+            self._failed(problem)
+
+    def _average(self, peer: int, sent: FlatVectors) -> None:
+        mean = [torch.empty_like(flat) for flat in sent]
+        coming = self.transport.start_receive(peer, mean, _ANSWER)
+        asking = self.transport.start_send(peer, [torch.tensor([MEAN])], _ASK)
+        telling = self.transport.start_send(peer, sent, _VALUES)
+        for flight in (coming, asking, telling):
+            flight()
+        moved = torch._foreach_sub(mean, sent)
+        with self._changed:
+            torch._foreach_add_(self._x, moved)
+            self._note(sent, mean)
+
+    def _serve(self, peer: int) -> None:
+        """A passive replica's thread: answer one active replica until it leaves."""
+        asked = torch.zeros(1, dtype=torch.int64)
+        going: list[Callable[[], None]] = []
+        try:
+            while True:
+                self.transport.receive(peer, [asked], _ASK)
+                while going:  # it asks again: it has its answer
+                    going.pop()()
+                if int(asked) == LEAVE:
+                    return
+                theirs = [torch.empty_like(flat) for flat in self._x]
+                self.transport.receive(peer, theirs, _VALUES)
+                with self._changed:
+                    torch._foreach_add_(theirs, self._x)
+                    torch._foreach_mul_(theirs, 0.5)
+                    before = self._x
+                    self._x = [flat.clone() for flat in theirs]
+                    self._note(before, theirs)
+                going.append(self.transport.start_send(peer, theirs, _ANSWER))
+        except Unreachable as problem:
+            self._failed(problem)
+
+    def _note(self, before: FlatVectors, mean: FlatVectors) -> None:
+        """An exchange is over: x was `before`, and both replicas have the mean."""
+        self._mixed = True
+        self.exchanges += 1
+        self._sent_nbytes += sum(flat.numel() * flat.element_size() for flat in mean)
+        squares = sum(float((a - b).double().square().sum()) for a, b in zip(before, mean, strict=True))
+        length = sum(float(b.double().square().sum()) for b in mean)
+        self._distance = float((squares / max(length, 1e-300)) ** 0.5)
+
+    def _failed(self, problem: Unreachable) -> None:
+        with self._changed:
+            self._problem = problem
+            self._resting = True
+            self._changed.notify_all()
+
+
+def _numel(flats: FlatVectors) -> int:
+    return sum(flat.numel() for flat in flats)
+
+
+def make_ad_psgd(replicas: ReplicaGroup, arguments: ModeArguments) -> AdPsgd:
+    """AD-PSGD; a plan states nothing about it."""
+    return AdPsgd(replicas, Transport(replicas), arguments.seed)

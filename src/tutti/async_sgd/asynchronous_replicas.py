@@ -1,0 +1,177 @@
+"""The base of modes in which ranks do not wait for each other in steps, and their messages.
+
+Ranks come together to evaluate, to save, to go on with other parameters, and at the end. Between these moments their
+messages bypass the process groups of training: they use a group of their own, under Gloo on host memory, so that any
+thread may send and receive and no message is confused with the exchanges of training, evaluation or checkpoints.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tutti.comm.traffic import CommHandle
+from tutti.environment import read_launch_options
+from tutti.errors import TrainingError
+from tutti.local_sgd.consistency import ReplicaState
+from tutti.local_sgd.diverged_replicas import DivergedReplicas
+from tutti.local_sgd.replica_group import FlatVectors, ReplicaGroup
+from tutti.trainer.run_state import Run
+
+
+class AsynchronousReplicas(DivergedReplicas):
+    """Replicas that step asynchronously. `last_disagreement`: how far they differed when they last came together."""
+
+    asynchronous = True
+
+    def __init__(self, replicas: ReplicaGroup) -> None:
+        super().__init__(replicas, 1)
+        self.last_disagreement: dict[str, float | int] | None = None
+        self._last = torch.full((2,), torch.nan, dtype=torch.float64)
+
+    @abstractmethod
+    def quiesced(self, run: Run) -> AbstractContextManager[None]:
+        """All ranks have come and nothing is in flight; inside, nothing begins. Collective."""
+
+    def start_losses(self, run: Run, totals: torch.Tensor) -> CommHandle | None:
+        """Nothing is summed: a rank's loss is that of its own samples, which stand for the whole global batch."""
+        share = run.loader.share
+        assert share is not None
+        own = sum(part.count for part in share.parts)
+        totals[:2] *= share.batch_size / max(own, 1)
+        if own == 0:  # its loss stays what it was
+            totals[0], totals[1] = float(self._last[0] / self._last[1]) * share.batch_size, share.batch_size
+        else:
+            self._last = totals[:2].clone()
+        return None
+
+    def updated(self, run: Run) -> None:
+        self.disagreement = None
+        self.counts["since"] += 1
+        self.staleness += 1
+        self.equal = False
+        self.exchange(run)
+        if run.replica.parameters is not self._trained:
+            with self.quiesced(run):
+                self._retrain(run)
+
+    def finish(self, run: Run) -> None:
+        with self.quiesced(run):
+            super().finish(run)
+
+    @contextmanager
+    def averaged_model(self, run: Run, *, saving: bool = False) -> Iterator[ReplicaState]:
+        with self.quiesced(run), super().averaged_model(run, saving=saving) as kept:
+            yield kept
+
+    def on_resumed(self, run: Run, tensors: dict[str, torch.Tensor]) -> None:
+        super().on_resumed(run, tensors)
+        self.restart()
+        self.barrier()
+
+    def evaluation_row(self) -> dict[str, Any]:
+        return {} if self.last_disagreement is None else {"replicas": {"disagreement": self.last_disagreement}}
+
+    def barrier(self) -> None:
+        """Wait until all replicas have called it."""
+        self.replicas.gather(torch.zeros(1, device=self.device))
+
+    @property
+    def device(self) -> torch.device:
+        return self._trained[0].device
+
+
+_PATIENCE = timedelta(days=365)
+"""Time-out of what comes when the other rank likes. A rank that has ended is noticed at once all the same."""
+
+
+class Transport:
+    """This replica's messages with the others, by their numbers. Collective to make."""
+
+    def __init__(self, replicas: ReplicaGroup) -> None:
+        self._ranks = replicas.ranks
+        self.timeout_s = read_launch_options().timeout_s
+        self._group: Any = None
+        if replicas.size > 1:
+            timeout = timedelta(seconds=self.timeout_s)
+            self._group = dist.new_group([*replicas.ranks], timeout=timeout, backend="gloo")
+
+    def start_send(self, peer: int, tensors: FlatVectors, tag: int) -> Callable[[], None]:
+        """Start to send; returns a function that waits until `tensors` may be changed. Uses `tag` and the tags that
+        follow.
+
+        Wait for the answer to a message before waiting for the message. If the other rank ends, Gloo reports it at once
+        to whoever receives from it, but not always to whoever sends to it, who then waits for the time-out
+        (gloo/transport/tcp/pair.cc, `signalException` passes over unbound buffers in `tx_`).
+        """
+        works = self._start(dist.isend, peer, tensors, tag)
+        return lambda: _wait(peer, works)
+
+    def start_receive(self, peer: int, tensors: FlatVectors, tag: int, *, patient: bool = False) -> Callable[[], None]:
+        """Start to receive; returns a function that waits for it. `patient`: without the time-out."""
+        works = self._start(dist.irecv, peer, tensors, tag)
+        return lambda: _wait(peer, works, _PATIENCE if patient else None)
+
+    def send(self, peer: int, tensors: FlatVectors, tag: int) -> None:
+        """Send and wait until it is on its way."""
+        self.start_send(peer, tensors, tag)()
+
+    def receive(self, peer: int, tensors: FlatVectors, tag: int) -> None:
+        """Wait for something that comes when the other rank likes."""
+        self.start_receive(peer, tensors, tag, patient=True)()
+
+    def _start(self, begin: Callable[..., Any], peer: int, tensors: FlatVectors, tag: int) -> list[Any]:
+        try:
+            return [
+                begin(one, self._ranks[peer], group=self._group, tag=tag + place)
+                for place, one in enumerate(tensors)
+                if one.numel()
+            ]
+        except (RuntimeError, ValueError):  # its connection is closed, or this rank has left the world
+            raise Unreachable(peer, late=False) from None
+
+
+class Unreachable(Exception):
+    """A message could not be sent or received. `late`: the other rank exists, but did not come in time."""
+
+    def __init__(self, peer: int, late: bool) -> None:
+        super().__init__(peer)
+        self.peer, self.late = peer, late
+
+
+def peer_ended_error(mode: str, rank: int) -> TrainingError:
+    """The error of a rank that cannot go on because another has ended."""
+    return _because(
+        f"Connection closed by peer: rank {rank}",
+        f'rank {rank} has ended while others train with it (sync.mode = "{mode}"); look at what it said, and resume '
+        "from the last checkpoint",
+    )
+
+
+def peer_late_error(mode: str, rank: int, timeout_s: float) -> TrainingError:
+    """The error of a rank that has waited too long for another."""
+    return _because(
+        f"Timed out waiting for rank {rank}",
+        f'rank {rank} did not come within {timeout_s:g} s (sync.mode = "{mode}"); see what it waits for, or give ranks '
+        "more time to wait for each other (--timeout, TUTTI_TIMEOUT_S)",
+    )
+
+
+def _because(cause: str, words: str) -> TrainingError:
+    """The error with its cause, from which a launcher sees that another rank failed."""
+    error = TrainingError(words)
+    error.__cause__ = RuntimeError(cause)
+    return error
+
+
+def _wait(peer: int, works: list[Any], patience: timedelta | None = None) -> None:
+    try:
+        while works:
+            work = works.pop(0)
+            work.wait() if patience is None else work.wait(patience)
+    except RuntimeError as error:
+        raise Unreachable(peer, late="Timed out" in str(error)) from None

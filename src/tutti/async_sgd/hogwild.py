@@ -1,0 +1,168 @@
+"""Hogwild: the ranks of one host train one model in shared memory, without locks (Niu et al. 2011, arXiv 1106.5730).
+
+Parameters are the same memory on all ranks from the start, the optimizers' state from the moment at which every rank
+has made its first update. A replica's learning rate is divided by the replicas: each makes its own update for every
+global batch, and together they go as far as one.
+"""
+
+import os
+import select
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import torch
+
+from tutti.async_sgd.asynchronous_replicas import AsynchronousReplicas, peer_ended_error
+from tutti.comm.shared_segment import SharedSegment, attach_segment, host_identity
+from tutti.errors import PlanError
+from tutti.local_sgd.consistency import ModeArguments
+from tutti.local_sgd.diverged_replicas import average_optimizer_states
+from tutti.local_sgd.replica_group import FlatVectors, ReplicaGroup
+from tutti.trainer.run_state import Run
+
+_LINE = 64
+"""Tensors begin at multiples of this many bytes."""
+
+_REMEDY = 'use ranks of one host that run as one user, or sync.mode = "asynchronous"'
+
+
+class Hogwild(AsynchronousReplicas):
+    """All ranks write to one x.
+
+    Attributes:
+        counted: updates that each rank has made, visible to all.
+        leaves: ranks that ended well.
+    """
+
+    def __init__(self, replicas: ReplicaGroup) -> None:
+        super().__init__(replicas)
+        self.learning_rate_scale = 1 / replicas.size
+        self.counts["rounds"] = 0
+        self._rooms: list[SharedSegment] = []
+        self._handles: dict[int, int] = {}
+        self._seen = 0
+        self._shared: dict[int, torch.Tensor] = {}
+        self.counted = self.leaves = torch.zeros(0, dtype=torch.int64)
+
+    def begin(self, run: Run) -> None:
+        self._check_host(run)
+        super().begin(run)
+        self._share(list(run.model.parameters()), run)
+        self._take(run)
+        table = torch.zeros(2, self.replicas.size, dtype=torch.int64)
+        self._share([table], run)
+        self.counted, self.leaves = table
+
+    def restart(self) -> None:
+        pass
+
+    def exchange(self, run: Run) -> None:
+        index = self.replicas.index
+        self.counted[index] += 1
+        total = self._of_others()
+        self.staleness, self._seen = total - self._seen, total
+        if not self.counts["rounds"]:
+            with self.quiesced(run):
+                pass
+        self.counts["rounds"] += 1
+        self._watch()
+
+    def final_parameters(self) -> FlatVectors:
+        return self.vectors.read()
+
+    @contextmanager
+    def quiesced(self, run: Run) -> Iterator[None]:
+        self.barrier()
+        self._share_states(run)
+        self._seen = self._of_others()
+        yield
+        self.barrier()
+
+    def on_resumed(self, run: Run, tensors: dict[str, torch.Tensor]) -> None:
+        super().on_resumed(run, tensors)
+        self._share_states(run)
+
+    def on_exit(self, run: Run) -> None:
+        if self.leaves.numel():
+            self.leaves[self.replicas.index] = 1
+        while self._handles:
+            os.close(self._handles.popitem()[1])
+
+    def _of_others(self) -> int:
+        """Updates that the other replicas have made."""
+        return int(self.counted.sum()) - int(self.counted[self.replicas.index])
+
+    def _check_host(self, run: Run) -> None:
+        """Raise PlanError, on all ranks, where they cannot share memory."""
+        if self.replicas.size == 1:
+            return
+        if run.world.device.type != "cpu":
+            kind = run.world.device.type
+            raise PlanError(f'sync.mode = "hogwild" with {kind} devices: their memory is their own; {_REMEDY}')
+        hosts = run.world.gather(host_identity())
+        if "" in hosts or len(set(hosts)) > 1:
+            raise PlanError(f'sync.mode = "hogwild" on several hosts: they have no memory in common; {_REMEDY}')
+
+    def _share(self, tensors: list[torch.Tensor], run: Run) -> None:
+        """Move tensors, alike on all ranks, into memory of replica 0, whose values count. Collective."""
+        if self.replicas.size == 1 or not tensors:
+            return
+        places, nbytes = [], 0
+        for tensor in tensors:
+            places.append(nbytes)
+            nbytes += -(-tensor.numel() * tensor.element_size() // _LINE) * _LINE
+        segment = SharedSegment(nbytes) if self.replicas.index == 0 else None
+        table = run.world.gather((os.getpid(), segment.file if segment is not None else -1))
+        self._handles = self._handles or {
+            peer: os.pidfd_open(process) for peer, (process, _) in enumerate(table) if peer != self.replicas.index
+        }
+        if segment is not None:
+            self._rooms.append(segment)
+        memory = segment.memory if segment is not None else None
+        with suppress(OSError):
+            memory = memory or attach_segment(*table[0], nbytes)
+        seen = all(run.world.gather(memory is not None))
+        if memory is None or not seen:
+            raise PlanError(f'sync.mode = "hogwild": a rank may not see the memory of another; {_REMEDY}')
+        for tensor, place in zip(tensors, places, strict=True):
+            if not tensor.numel():
+                continue
+            flat = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=place)
+            view = flat.as_strided(tensor.shape, torch.empty_like(tensor).stride())
+            if segment is not None:
+                view.copy_(tensor.detach())
+            tensor.data = view
+        self.barrier()
+
+    def _share_states(self, run: Run) -> None:
+        """Share the optimizers' state that all ranks have, beginning with its mean. Collective."""
+        local_states = {}
+        for number, names in run.layout.state_names(run.model, run.optimizers).items():
+            for parameter, name in names.items():
+                for key, value in run.optimizers[number].state.get(parameter, {}).items():
+                    if isinstance(value, torch.Tensor) and value.is_floating_point() and id(value) not in self._shared:
+                        local_states[f"optimizer-{number}/{name}/{key}"] = value
+        everyone = run.world.gather([(name, tuple(value.shape), value.dtype) for name, value in local_states.items()])
+        common = set(everyone[0]).intersection(*everyone[1:])
+        tensors = [local_states[one[0]] for one in everyone[0] if one in common]
+        if not tensors:
+            return
+        if not self._shared:
+            average_optimizer_states(run, self.replicas)
+        self._share(tensors, run)
+        self._shared.update((id(one), one) for one in tensors)
+
+    def _watch(self) -> None:
+        """Raise TrainingError if another rank's process has ended badly."""
+        poll = select.poll()
+        for handle in self._handles.values():
+            poll.register(handle, select.POLLIN)
+        over = {handle for handle, _ in poll.poll(0)}
+        for peer, handle in self._handles.items():
+            if handle in over and not int(self.leaves[peer]):
+                raise peer_ended_error("hogwild", self.replicas.ranks[peer])
+
+
+def make_hogwild(replicas: ReplicaGroup, arguments: ModeArguments) -> Hogwild:
+    """Hogwild; a plan states nothing about it."""
+    return Hogwild(replicas)

@@ -1,0 +1,306 @@
+"""Reducers of compressed gradients: rounds of collectives, issued in one order on all ranks.
+
+A reducer is written as a generator that yields, between two rounds, the works it waits for. `RoundScheduler` runs
+several reducers at once. When it issues a collective depends only on the calls made to it, which are the same on all
+ranks.
+
+The state of a reducer can be split by the tensors of the gradient (`states_by_tensor`), so that it outlives the
+reducer: a tensor may move to another bucket, and the next run may have another number of ranks. Residuals of workers
+and servers are by meaning terms of one sum over ranks. A server's residual therefore becomes its own rank's residual;
+nothing is lost and nothing is sent."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tutti.comm.point_to_point import all_gather, all_to_all, ring_all_reduce_nbytes, start_messages
+from tutti.compression.codec_state import CodecState
+from tutti.errors import CheckpointError
+
+Rounds = Generator[list[Any], None, None]
+"""Yields the works to wait for before the next round."""
+
+
+Span = tuple[int, int]
+"""(start, stop) in a flat gradient."""
+
+SharedSpan = tuple[int, int, int]
+"""(start of a tensor in the flat gradient, start and stop of its part of a shared tensor)."""
+
+
+class CountedCollectives:
+    """Collectives over one process group that count the bytes this rank sends.
+
+    Args:
+        group: None for all ranks.
+        lone: no other rank takes part, whatever ranks there are.
+    """
+
+    def __init__(self, group: Any = None, *, lone: bool = False) -> None:
+        self.group = group
+        joined = dist.is_initialized() and not lone
+        self.size = dist.get_world_size(group) if joined else 1
+        self.rank = dist.get_rank(group) if joined else 0
+        self.sent_nbytes = 0
+
+    def all_to_all(self, received: Tensor, sent: Tensor, counts: tuple[list[int], list[int]] | None = None) -> Any:
+        """Send rows to their ranks; `counts`: rows (from, to) each rank, equal if not given."""
+        if self.size == 1:
+            received.copy_(sent)
+            return None
+        rows = sent.shape[0] - (counts[1][self.rank] if counts else sent.shape[0] // self.size)
+        self.sent_nbytes += rows * (sent.element_size() * sent[:1].numel())
+        return all_to_all(received, sent, self.group, counts)
+
+    def all_gather(self, received: Tensor, sent: Tensor) -> Any:
+        """Gather (size,) tensors into a flat (ranks * size,)."""
+        if self.size == 1:
+            received.copy_(sent)
+            return None
+        self.sent_nbytes += (self.size - 1) * sent.numel() * sent.element_size()
+        return all_gather(received, sent, self.group)
+
+    def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Any:
+        """All-reduce in place, counted as a ring sends it."""
+        if self.size == 1:
+            return None
+        self.sent_nbytes += ring_all_reduce_nbytes(tensor, self.size)
+        return dist.all_reduce(tensor, op=op, group=self.group, async_op=True)
+
+    def swap(self, received: Tensor | None, sent: Tensor | None, partner: int) -> list[Any]:
+        """Send one tensor to a rank of the group and receive another from it.
+
+        The receive comes first in the list of works, which must be waited for in order: Gloo reports that a peer has
+        ended to whoever receives, and not always to whoever sends.
+        """
+        comes = [] if received is None else [(partner, received)]
+        goes = [] if sent is None else [(partner, sent)]
+        self.sent_nbytes += sum(entry.numel() * entry.element_size() for _, entry in goes)
+        return start_messages(comes, goes, self.group)
+
+
+class GradientReducer(ABC):
+    """All-reduces one flat gradient over a group, step after step, with the state it keeps between steps.
+
+    `finish_step` ends a step. With True the new residuals count. With False everything is as before the step, which is
+    skipped because some rank's values were not finite. All ranks must pass the same; `all_finite` of the sum is the
+    same on all ranks.
+    """
+
+    numel: int
+
+    def __init__(
+        self, collectives: CountedCollectives, states: dict[str, CodecState], shared: dict[str, Tensor] | None = None
+    ) -> None:
+        self.collectives, self.states, self.shared = collectives, states, shared or {}
+
+    @property
+    def density(self) -> float | None:
+        """Density of the next message, where the reducer chooses it from what it sees; the same on all ranks of the
+        group."""
+        return None
+
+    @property
+    def spans(self) -> dict[str, list[Span]]:
+        """By state: the ranges of the flat gradient that its tensors cover, one after another."""
+        return {"worker": [(0, self.numel)]}
+
+    @property
+    def shared_spans(self) -> dict[str, list[SharedSpan]]:
+        """By shared tensor: which of its parts belongs to which tensor of the gradient."""
+        return {}
+
+    @property
+    def contributors(self) -> int:
+        """Number of ranks that keep a residual of each value."""
+        return self.collectives.size
+
+    @abstractmethod
+    def rounds(self, flat: Tensor) -> Rounds:
+        """Leave the sum over the group in `flat`, bit for bit the same on all ranks."""
+
+    def exact_rounds(self, flat: Tensor) -> Rounds:
+        """Sum the values as they are."""
+        yield [self.collectives.all_reduce(flat)]
+
+    def run(self, flat: Tensor) -> None:
+        """All rounds at once."""
+        for works in self.rounds(flat):
+            wait_all(works)
+
+    def finish_step(self, finite: bool) -> None:
+        """Commit or discard the step's residuals."""
+        for state in self.states.values():
+            if finite:
+                state.commit()
+            else:
+                state.discard()
+
+    def revert(self, start: int, stop: int) -> None:
+        """Before `finish_step`: the sum of elements start:stop is not used, so nothing of them counts as sent."""
+        for who, spans in self.spans.items():
+            state, offset = self.states[who], 0
+            for begin, end in spans:
+                low, high = max(begin, start), min(end, stop)
+                if low < high:
+                    part = slice(offset + low - begin, offset + high - begin)
+                    for name, old in state.old.items():
+                        state.new[name][part] = old[part]
+                offset += end - begin
+
+    def rescale(self, factor: float) -> None:
+        """Values are `factor` times as large from now on; residuals are scaled alike."""
+        for state in self.states.values():
+            for tensor in (*state.old.values(), *state.new.values()):
+                tensor.mul_(factor)
+
+    def reset(self) -> None:
+        """Set residuals to zero, because the unit of what is sent changes."""
+        for state in self.states.values():
+            for tensor in (*state.old.values(), *state.new.values()):
+                tensor.zero_()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that a checkpoint of this rank needs, by name; `split_by_tensor` splits them."""
+        result = {f"{who}.{name}": t for who, state in self.states.items() for name, t in state.tensors().items()}
+        return result | {f"shared.{name}": tensor for name, tensor in self.shared.items()}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over `tensors` of a reducer with the same settings, on the same rank of as many."""
+        for who, state in self.states.items():
+            begin = f"{who}."
+            state.load({name[len(begin) :]: t for name, t in tensors.items() if name.startswith(begin)})
+        for name, tensor in self.shared.items():
+            if f"shared.{name}" not in tensors:
+                raise CheckpointError(
+                    f"the checkpoint has no {name} of the compressor; use the method it was made with"
+                )
+            tensor.copy_(tensors[f"shared.{name}"])
+
+
+class RoundScheduler:
+    """Reducers in flight. Each `start` first advances by one round those begun `ahead` starts before, or earlier."""
+
+    def __init__(self, ahead: int = 2) -> None:
+        self.ahead = ahead
+        self._flying: list[tuple[int, Rounds, list[Any]]] = []
+        self._started = 0
+
+    def start(self, rounds: Rounds) -> None:
+        """Start one more: its first collectives are issued now."""
+        self._started += 1
+        self._move(self._started - self.ahead)
+        self._flying.append((self._started, rounds, []))
+        self._move(self._started, since=self._started)
+
+    def finish(self) -> None:
+        """Run all rounds of all reducers, in turns."""
+        while self._flying:
+            self._move(self._started)
+
+    def _move(self, last: int, since: int = 0) -> None:
+        """One round of the reducers that were started as number `since` to `last`."""
+        still = []
+        for number, rounds, works in self._flying:
+            if since <= number <= last:
+                wait_all(works)
+                following = next(rounds, None)
+                if following is None:
+                    continue
+                works = following
+            still.append((number, rounds, works))
+        self._flying = still
+
+
+def wait_all(works: list[Any]) -> None:
+    """Wait for all works."""
+    for work in works:
+        if work is not None:
+            work.wait()
+
+
+def all_finite(flat: Tensor) -> bool:
+    """Whether all values are finite; the same on all ranks for the same values."""
+    if not flat.numel():
+        return True
+    low, high = torch.aminmax(flat)  # NaN goes through
+    return bool(low.isfinite() & high.isfinite())
+
+
+TensorStates = dict[str, Tensor]
+"""State of one tensor of the gradient: flat values of its size by name (residual, momentum), and its part of what ranks
+share (shared.q)."""
+
+
+def states_by_tensor(exchange: GradientReducer, sizes: Sequence[int]) -> list[TensorStates]:
+    """Copies of the reducer's state, one entry for each tensor of `sizes` in the flat gradient."""
+    return split_by_tensor(exchange.tensors(), exchange.spans, exchange.shared_spans, sizes)
+
+
+def load_states_by_tensor(
+    exchange: GradientReducer, sizes: Sequence[int], saved: Iterable[Mapping[str, Tensor]], count: int = 0
+) -> None:
+    """Load saved states, by tensor, into a new reducer. Entries that the reducer has no use for are ignored.
+
+    Args:
+        exchange: the new reducer.
+        sizes: of the tensors in its flat gradient.
+        saved: states of these tensors.
+        count: steps that counted so far, so that no random number is drawn twice.
+    """
+    rows = [row for row in zip(_starts(sizes), sizes, saved, strict=True) if row[1]]
+    for state in exchange.states.values():
+        state.count = count
+    worker = exchange.states["worker"]
+    for name, old in worker.old.items():
+        whole = old.new_zeros(exchange.numel)
+        for start, size, entry in rows:
+            if name in entry:
+                whole[start : start + size] = entry[name]
+        parts = [whole[begin:end] for begin, end in exchange.spans["worker"]]
+        if parts:
+            old.copy_(torch.cat(parts))
+            worker.new[name].copy_(old)
+    by_start = {start: entry for start, _, entry in rows}
+    for name, shared_spans in exchange.shared_spans.items():
+        for start, begin, end in shared_spans:
+            part = by_start[start].get(f"shared.{name}")
+            if part is not None and part.numel() == end - begin:
+                exchange.shared[name][begin:end] = part
+
+
+def split_by_tensor(
+    tensors: Mapping[str, Tensor],
+    spans: Mapping[str, Sequence[Span]],
+    shared_spans: Mapping[str, Sequence[SharedSpan]],
+    sizes: Sequence[int],
+) -> list[TensorStates]:
+    """The tensors of a reducer (`GradientReducer.tensors`), split by the tensors of the gradient."""
+    numel, result = sum(sizes), [TensorStates() for _ in sizes]
+    for key, tensor in tensors.items():
+        who, _, name = key.partition(".")
+        if who == "shared":
+            at = {start: tensor[begin:end] for start, begin, end in shared_spans[name]}
+            for entry, start, size in zip(result, _starts(sizes), sizes, strict=True):
+                if size and start in at:
+                    entry[key] = at[start].clone()
+        elif name != "count":
+            whole, offset = tensor.new_zeros(numel), 0
+            for begin, end in spans[who]:
+                whole[begin:end] = tensor[offset : offset + end - begin]
+                offset += end - begin
+            for entry, part in zip(result, torch.split(whole, list(sizes)), strict=True):
+                entry[name] = entry[name] + part if name in entry else part.clone()
+    return result
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    starts, at = [], 0
+    for size in sizes:
+        starts.append(at)
+        at += size
+    return starts

@@ -1,0 +1,154 @@
+"""Sufficient factors (Xie et al. 2014): the weight gradient of a linear layer as a sum of few outer products.
+
+With T rows over all p ranks, a rank sends T (p - 1)/p (M + N) numbers on average, instead of 2 (p - 1)/p M N. Every row
+that the layer sees counts: tokens, not sequences.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tutti.compression.reducer import CountedCollectives, Rounds
+from tutti.config.compression import factors_pay
+from tutti.errors import ScriptError
+
+_DENSE, _USED, _WIDE = 1, 2, 4
+"""What a rank says of its factors beside their number of rows: part of its gradient is none, there is one at all, and
+they are as wide as the gradient."""
+
+
+class Factors:
+    """This rank's factors of one weight in a step: rows of the output's gradient beside rows of the input.
+
+    Args:
+        most: rows that are kept. Rows beyond it become a gradient, and so do all rows while it is not `collecting`.
+    """
+
+    def __init__(self, most: int | None = None) -> None:
+        self.rows: list[Tensor] = []
+        self.count, self.most, self.collecting = 0, most, True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Factors":
+        copy = Factors()
+        copy.collecting = False  # whoever copies a model has no part in its sums
+        return copy
+
+    def takes(self, rows: int) -> bool:
+        """Whether this many more rows are kept."""
+        return self.collecting and (self.most is None or self.count + rows <= self.most)
+
+    def add(self, gradient: Tensor, inputs: Tensor) -> None:
+        """Add (K, M) rows of the output's gradient and (K, N) rows of the input."""
+        self.rows.append(torch.cat([gradient, inputs], dim=1))
+        self.count += len(gradient)
+
+    def take(self, width: int, like: Tensor) -> Tensor:
+        """(K, M + N) rows added since the last call; K may be 0."""
+        rows, self.rows, self.count = self.rows, [], 0
+        return torch.cat(rows) if rows else like.new_zeros(0, width)
+
+
+def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None, factors: Factors) -> Tensor:
+    """`torch.nn.functional.linear` whose backward puts the weight's gradient into `factors` and leaves `weight.grad`
+    None."""
+    rows = inputs.reshape(-1, inputs.shape[-1])
+    if torch.is_autocast_enabled(inputs.device.type):
+        rows = rows.to(torch.get_autocast_dtype(inputs.device.type))
+    out = _Linear.apply(rows, weight, bias, factors)  # type: ignore[no-untyped-call]
+    return out.view(*inputs.shape[:-1], weight.shape[0])  # type: ignore[no-any-return]
+
+
+class FactoredLinear(nn.Linear):
+    """A linear layer whose weight has `factors`. A layer becomes one by changing its class; nothing else of it
+    changes."""
+
+    factors: Factors
+
+    def forward(self, input: Tensor) -> Tensor:
+        """As in nn.Linear. Plain tensors use factors, tensor subclasses do not."""
+        if type(input) not in (Tensor, nn.Parameter) or not self.weight.requires_grad or not torch.is_grad_enabled():
+            return super().forward(input)
+        return linear(input, self.weight, self.bias, self.factors)
+
+
+class FactorReducer:
+    """Sums a weight's gradient over a group by its factors. All ranks make it alike; their numbers of rows may differ.
+
+    Args:
+        group: process group, None for all ranks.
+        half: dtype of rows under mixed precision, in which they are sent.
+
+    Attributes:
+        dense: whether the last sum was one of gradients, because that took fewer bytes or a rank had a gradient
+            besides.
+        used: ranks that had a gradient at all.
+    """
+
+    def __init__(self, group: Any = None, half: torch.dtype | None = None) -> None:
+        self.collectives, self.half = CountedCollectives(group), half
+        self.dense, self.used = False, 0
+
+    def rounds(self, factors: Factors, into: Tensor, dense: Tensor | None = None) -> Rounds:
+        """Leave the sum, (M, N), in `into`. It is bit for bit the same on all ranks, since each computes it from all
+        rows.
+
+        Args:
+            factors: this rank's.
+            into: the sum.
+            dense: this rank's gradient besides the factors, if there is one.
+        """
+        size, (out_features, in_features) = self.collectives.size, into.shape
+        local_rows = factors.take(out_features + in_features, into)
+        if local_rows.shape[1] != out_features + in_features:
+            raise ScriptError(
+                f"factors of width {local_rows.shape[1]} do not make a weight of shape {tuple(into.shape)}; "
+                "give each weight its own Factors"
+            )
+        marks = (dense is not None) * _DENSE | (dense is not None or len(local_rows) > 0) * _USED
+        marks |= (self.half is None or (len(local_rows) > 0 and local_rows.dtype != self.half)) * _WIDE
+        header = torch.tensor([len(local_rows) << 3 | marks], dtype=torch.int64, device=into.device)
+        everyone = header.new_empty(size)
+        yield [self.collectives.all_gather(everyone, header)]
+        headers = everyone.tolist()
+        rows, self.used = [word >> 3 for word in headers], sum(bool(word & _USED) for word in headers)
+        wide = any(word & _WIDE for word in headers)
+        row_dtype = into.dtype if wide or self.half is None else self.half
+        pays = factors_pay(sum(rows), out_features, in_features, into.element_size(), row_dtype.itemsize)
+        self.dense = any(word & _DENSE for word in headers) or not pays
+        if self.dense:
+            local_gradient = product(local_rows, into) if len(local_rows) else torch.zeros_like(into)
+            into.copy_(local_gradient if dense is None else local_gradient.add_(dense))
+            yield [self.collectives.all_reduce(into if into.is_contiguous() else into.t())]
+            return
+        everything = into.new_empty(sum(rows), local_rows.shape[1], dtype=row_dtype)
+        to_each = local_rows.to(row_dtype).repeat(size, 1)
+        yield [self.collectives.all_to_all(everything, to_each, (rows, [len(local_rows)] * size))]
+        into.copy_(product(everything, into))
+
+
+def product(rows: Tensor, like: Tensor) -> Tensor:
+    """The gradient (M, N) of factor rows, in the dtype of `like`."""
+    gradient, inputs = torch.split(rows.to(like.dtype), list(like.shape), dim=1)
+    return gradient.t() @ inputs
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, factors: Factors) -> Tensor:
+        ctx.save_for_backward(inputs, weight)
+        ctx.factors, ctx.biased = factors, None if bias is None else bias.dtype
+        low = None if bias is None else bias.to(inputs.dtype)
+        return torch.nn.functional.linear(inputs, weight.to(inputs.dtype), low)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, weight = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        whole = None
+        if torch.is_grad_enabled() or not ctx.factors.takes(len(gradient)):  # a gradient of gradients needs it too
+            whole = (gradient.t() @ inputs).to(weight.dtype) if needs[1] else None
+        elif needs[1]:
+            ctx.factors.add(gradient, inputs)
+        first = gradient @ weight.to(gradient.dtype) if needs[0] else None
+        return first, whole, gradient.sum(0).to(ctx.biased) if needs[2] else None, None

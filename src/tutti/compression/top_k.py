@@ -1,0 +1,182 @@
+"""Top-k with error feedback: the k values of largest magnitude, with their places.
+
+The choice is exact, and of equal magnitudes the first places win. A sample only gives a threshold to start from.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tutti.compression.codec import Codec, arrays, parts
+from tutti.compression.codec_state import CodecState
+from tutti.config.compression import Compression
+from tutti.errors import PlanError
+
+SAMPLE = 16384
+"""Size of the sample that gives the threshold."""
+
+Momentum = tuple[float, Tensor, Tensor]
+"""(m, old u, new u) of u = m u + values; the tensors are empty without momentum."""
+
+
+@dataclass(frozen=True, slots=True)
+class TopK(Codec):
+    """8 bytes each for k = ceil(density n) values: a place of 32 bits and a float32, in rising order of places."""
+
+    density: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not 0 < self.density <= 1:
+            raise PlanError(f"density = {self.density}; a share of the values that are sent, above 0 and at most 1")
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        return ("residual",)
+
+    def count(self, numel: int) -> int:
+        """Number of values that are sent out of `numel`."""
+        return min(numel, math.ceil(self.density * numel))
+
+    def nbytes(self, numel: int) -> int:
+        return 8 * self.count(numel)
+
+    def pairs(self, message: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        """(places, values) of a message of `numel` values: int32 and float32 views."""
+        indices, picked = parts(message, *((dtype, self.count(numel)) for dtype in (torch.int32, torch.float32)))
+        return indices, picked
+
+    def encode_by_torch(self, values: Tensor, state: CodecState, message: Tensor) -> None:
+        residual = state.new["residual"]
+        torch.add(state.old["residual"], values, out=residual)
+        self._take_by_torch(residual, residual[:0], message)
+
+    def encode_by_numba(self, values: Tensor, state: CodecState, message: Tensor) -> None:
+        from tutti.compression import cpu_kernels
+
+        new, (factor, old_u, new_u) = state.new["residual"], self._momentum(values, state)
+        one_pass = arrays(values, state.old["residual"], new)
+        real = one_pass[0].dtype.type
+        places = _search(one_pass, (real(factor), *arrays(old_u, new_u)), self.count(values.numel()))
+        if places is None:
+            self._take_by_torch(new, new_u, message)
+        else:
+            cpu_kernels.take_values(places, *arrays(new, new_u, *self.pairs(message, values.numel())))
+
+    @property
+    def has_triton_kernels(self) -> bool:
+        return True
+
+    def encode_by_triton(self, values: Tensor, state: CodecState, message: Tensor) -> None:
+        from tutti.compression.gpu_kernels import sparse_kernels
+
+        new, momentum = state.new["residual"], self._momentum(values, state)
+        places = sparse_kernels.largest_sums(values, state.old["residual"], new, momentum, self.count(values.numel()))
+        if places is None:
+            self._take_by_torch(new, momentum[2], message)
+        else:
+            sparse_kernels.take_values(places, new, momentum[2], *self.pairs(message, values.numel()))
+
+    def decode_add_by_torch(self, message: Tensor, into: Tensor) -> None:
+        indices, picked = self.pairs(message, into.numel())
+        into.index_add_(0, indices, picked.to(into.dtype))
+
+    def decode_add_by_numba(self, message: Tensor, into: Tensor) -> None:
+        from tutti.compression import cpu_kernels
+
+        cpu_kernels.decode_add_pairs(*arrays(*self.pairs(message, into.numel()), into))
+
+    def decode_add_by_triton(self, message: Tensor, into: Tensor) -> None:
+        from tutti.compression.gpu_kernels import sparse_kernels
+
+        sparse_kernels.decode_add_pairs(*self.pairs(message, into.numel()), into)
+
+    def _momentum(self, values: Tensor, state: CodecState) -> Momentum:
+        """The momentum correction of the values, which top-k does not have."""
+        return 0.0, values[:0], values[:0]
+
+    def _take_by_torch(self, residual: Tensor, momentum: Tensor, message: Tensor) -> None:
+        """Move the k largest of `residual` into the message; momentum, where it has a size, becomes 0 there."""
+        indices, picked = self.pairs(message, residual.numel())
+        places = largest(residual, indices.numel())
+        indices.copy_(places)
+        picked.copy_(residual[places])
+        residual[places] -= picked.to(residual.dtype)
+        if momentum.numel():
+            momentum[places] = 0
+
+
+def largest(x: Tensor, count: int) -> Tensor:
+    """The places of the `count` largest magnitudes, rising; of equal ones the first. NaN is larger than infinity."""
+    whole, magnitude = (torch.int32, 2**31 - 1) if x.dtype is torch.float32 else (torch.int64, 2**63 - 1)
+    keys = x.view(whole) & magnitude
+    order = torch.sort(keys, descending=True, stable=True).indices
+    return order[:count].sort().values
+
+
+def threshold_ranks(expected: float) -> list[int]:
+    """Ranks in a sample of thresholds that enough values should exceed, if `expected` values of the sample belong to
+    the k."""
+    return [math.ceil(expected + spread * math.sqrt(expected) + 2) for spread in (3, 12)]
+
+
+def most_above(numel: int, count: int) -> int:
+    """Buffer size for places above a threshold; if there are more, the sample was misleading."""
+    return min(numel, 4 * count + numel // 64 + 4096)
+
+
+def _search(one_pass: list[Any], momentum: tuple[Any, ...], count: int) -> Any:
+    """Places of the `count` largest, rising, by a threshold from a sample; None if the sample was misleading."""
+    import numpy as np
+
+    from tutti.compression import cpu_kernels
+    from tutti.compression.cpu_kernels import block_buffers
+
+    values, n = one_pass[0], one_pass[0].size
+    x, bits_of_x, _, magnitude = block_buffers(1024, values.dtype)
+    sample = np.sort(_sampled(one_pass, momentum) & magnitude)
+    equal = np.empty(count, np.int64)
+    above = np.empty(most_above(n, count) + x.size, np.int64)
+    for rank in threshold_ranks(count / n * sample.size):
+        threshold = sample[-rank] if rank <= sample.size else bits_of_x.dtype.type(-1)
+        over, same = cpu_kernels.collect_above(*one_pass, *momentum, threshold, above, equal, x, bits_of_x, magnitude)
+        if over < 0:
+            return None
+        if over + same >= count:
+            return _chosen(above[:over], equal[:same], count, one_pass[2].view(bits_of_x.dtype), magnitude)
+    return None
+
+
+def _sampled(one_pass: list[Any], momentum: tuple[Any, ...]) -> Any:
+    """The sums that the pass will form at some places, as integers."""
+    import numpy as np
+
+    values, old, _ = one_pass
+    factor, old_u, _ = momentum
+    n = values.size
+    at = np.arange(min(n, SAMPLE), dtype=np.uint64)
+    if n > SAMPLE:
+        at = ((at * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(11)) % np.uint64(n)
+    x = old[at] + (factor * old_u[at] + values[at] if old_u.size else values[at])
+    return x.view(np.int32 if x.itemsize == 4 else np.int64)
+
+
+def _chosen(above: Any, equal: Any, count: int, residual: Any, magnitude: Any) -> Any:
+    """The places of the `count` largest, rising, from those above a threshold and the first ones equal to it."""
+    import numpy as np
+
+    if above.size <= count:
+        return np.sort(np.concatenate([above, equal[: count - above.size]]))
+    keys = residual[above] & magnitude
+    least = np.partition(keys, keys.size - count)[keys.size - count]
+    ties = np.flatnonzero(keys == least)
+    take = keys > least
+    take[ties[: count - np.count_nonzero(take)]] = True
+    return above[take]
+
+
+def from_compression(compression: Compression) -> TopK:
+    """Top-k as a plan states it."""
+    return TopK(compression.settings["density"])

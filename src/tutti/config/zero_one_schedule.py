@@ -1,0 +1,35 @@
+"""The schedule of 0/1 Adam (Lu et al. 2022, arXiv 2202.06009), shared by ranks, plans and predictions."""
+
+from functools import lru_cache
+
+
+@lru_cache(maxsize=64)
+def _learning(kappa: int, until: int) -> frozenset[int]:
+    """Of the first `until` updates, those in which the second moment learns."""
+    found, interval, learned = set(), 1, 0
+    for count in range(until):
+        if count % interval == 0:
+            found.add(count)
+            learned += 1
+            if learned == kappa:
+                interval, learned = 2 * interval, 0
+    return frozenset(found)
+
+
+def learns(count: int, kappa: int) -> bool:
+    """Whether the second moment learns, from an exact sum of gradients, in the update after `count` others.
+
+    It learns in all of the first `kappa` updates, then in every second one `kappa` times, then in every fourth, and so
+    on.
+    """
+    until = 1 << max(count + 1, 1024).bit_length()
+    return count in _learning(kappa, until)
+
+
+def local_updates(agreed: int, local_steps: int, longest: int) -> int:
+    """Updates of a rank's own until ranks agree again, after they have agreed `agreed` times.
+
+    It doubles after every `local_steps` agreements, up to `longest`.
+    """
+    doubled = agreed // local_steps
+    return longest if doubled >= longest.bit_length() else min(1 << doubled, longest)

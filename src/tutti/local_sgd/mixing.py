@@ -1,0 +1,238 @@
+"""Replicas that mix their parameters with few others, or with a centre: elastic averaging, D-PSGD, gradient push.
+
+EASGD (Zhang et al. 2015, arXiv 1412.6651), equations 2 and 3, synchronous: d = a (x - c) of the parameters before an
+update; x <- x + update(x) - d; c <- c + sum of d over the replicas. With Nesterov momentum in the optimizer it is
+EAMSGD: the pull acts on the point at which the gradient is taken, which torch's SGD keeps as parameters.
+
+Ring and shift-one follow D-PSGD (Lian et al. 2017, arXiv 1705.09056): x <- W x + update(x). The parameters before the
+update are mixed, so that the exchange runs while the next step computes. The pairs are those of Bagua's shift-one. Push
+follows stochastic gradient push (Assran et al. 2018, arXiv 1811.10792, algorithm 1): every replica has x and a weight
+w; the model computes at z = x / w; the update is added to x; x and w then go in equal shares to the replica itself and
+to those it pushes to. The mean of the replicas moves as in synchronous training.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+
+from tutti.comm.traffic import CommHandle
+from tutti.local_sgd.consistency import ModeArguments
+from tutti.local_sgd.diverged_replicas import DivergedReplicas
+from tutti.local_sgd.replica_group import MEASURED_EVERY, FlatVectors, ReplicaGroup, distance_from_sampled_mean
+from tutti.trainer.run_state import Run
+
+
+class OverlappedExchange(DivergedReplicas):
+    """An exchange begins every `period` updates and is received after the next one.
+
+    A resumed run starts the exchange again from the parameters that were saved.
+    """
+
+    def __init__(self, replicas: ReplicaGroup, period: int) -> None:
+        super().__init__(replicas, period)
+        self._work: CommHandle | None = None
+
+    @abstractmethod
+    def begin_exchange(self) -> CommHandle:
+        """Start to exchange the present parameters."""
+
+    @abstractmethod
+    def receive(self) -> None:
+        """The exchange is over: take in what came."""
+
+    def restart(self) -> None:
+        self._wait_for_exchange()
+
+    def on_resumed(self, run: Run, tensors: dict[str, torch.Tensor]) -> None:
+        super().on_resumed(run, tensors)
+        self._begin_if_due()
+
+    def exchange(self, run: Run) -> None:
+        if self._wait_for_exchange():
+            self.receive()
+            self.staleness = 1
+        self._begin_if_due()
+
+    def _wait_for_exchange(self) -> bool:
+        """Wait for the exchange in flight; returns whether there was one."""
+        flight, self._work = self._work, None
+        if flight is not None:
+            flight.wait()
+        return flight is not None
+
+    def _begin_if_due(self) -> None:
+        since = self.counts["since"]
+        if since > 0 and since % self.period == 0:
+            self._work = self.begin_exchange()
+
+
+class ElasticAveraging(OverlappedExchange):
+    """EASGD: replicas are drawn to a centre, and the centre to them.
+
+    The sum of d is in flight while the next step computes. Every rank has the same centre, which is the model that is
+    evaluated, saved and left at the end. `pull`: replicas times a, so that c moves this far to the replicas' mean.
+    """
+
+    def __init__(self, replicas: ReplicaGroup, period: int, pull: float) -> None:
+        super().__init__(replicas, period)
+        self.counts["rounds"] = 0
+        self.alpha = pull / replicas.size
+        self._own: FlatVectors = []
+        self._sum: FlatVectors = []
+
+    def restart(self) -> None:
+        super().restart()
+        self.saved_vectors = {"centre": self.vectors.read()}
+
+    def begin_exchange(self) -> CommHandle:
+        self._own = list(
+            torch._foreach_mul(torch._foreach_sub(self.vectors.read(), self.saved_vectors["centre"]), self.alpha)
+        )
+        self._sum = [flat.clone() for flat in self._own]
+        return self.replicas.start_sum(self._sum)
+
+    def receive(self) -> None:
+        now = list(torch._foreach_sub(self.vectors.read(), self._own))
+        self.vectors.write(now)
+        torch._foreach_add_(self.saved_vectors["centre"], self._sum)
+        if self.counts["rounds"] % MEASURED_EVERY == 0:
+            self.disagreement = distance_from_sampled_mean(now, self.replicas)
+        self.counts["rounds"] += 1
+        self.buffers.agree()
+
+    def final_parameters(self) -> FlatVectors:
+        return [flat.clone() for flat in self.saved_vectors["centre"]]
+
+
+Partners = Callable[[int, int, int], dict[int, float]]
+"""(mixing, replica, replicas) -> weight of every replica that is mixed in; the rest is the replica's own weight."""
+
+Graph = Callable[[int, int, int], tuple[Sequence[int], Sequence[int]]]
+"""(mixing, replica, replicas) -> replicas that it pushes to, and replicas that push to it."""
+
+
+def ring(mixing: int, index: int, size: int) -> dict[int, float]:
+    """A third of both neighbours; with two replicas half of the other."""
+    if size <= 2:
+        return {1 - index: 0.5} if size == 2 else {}
+    return {(index - 1) % size: 1 / 3, (index + 1) % size: 1 / 3}
+
+
+def shift_one(mixing: int, index: int, size: int) -> dict[int, float]:
+    """Half of one partner in the other half of the replicas, which shifts by one each time. `size`: even, or 1."""
+    half = size // 2
+    if not half:
+        return {}
+    if index < half:
+        return {half + (index + mixing) % half: 0.5}
+    return {(index - half - mixing) % half: 0.5}
+
+
+class DecentralisedReplicas(DivergedReplicas):
+    """Replicas that mix every `period` updates and are equal only in the mean."""
+
+    def __init__(self, replicas: ReplicaGroup, period: int) -> None:
+        super().__init__(replicas, period)
+        self.counts["mixings"] = 0
+
+    def mixed(self, now: FlatVectors) -> None:
+        """A mixing is done and gave the parameters `now`."""
+        self.vectors.write(now)
+        if self.counts["mixings"] % MEASURED_EVERY == 0:
+            self.disagreement = distance_from_sampled_mean(now, self.replicas)
+        self.counts["mixings"] += 1
+        self.buffers.agree()
+
+
+class GossipMixing(OverlappedExchange, DecentralisedReplicas):
+    """Every `period` updates a replica's parameters are mixed with its partners', with symmetric weights."""
+
+    def __init__(self, replicas: ReplicaGroup, period: int, partners: Partners) -> None:
+        super().__init__(replicas, period)
+        self._partners = partners
+        self._sent: FlatVectors = []
+        self._received: list[FlatVectors] = []
+
+    def begin_exchange(self) -> CommHandle:
+        self._sent = self.vectors.read()
+        partners = list(self._weights())
+        self._received = [[torch.empty_like(flat) for flat in self._sent] for _ in partners]
+        return self.replicas.start_swap(self._sent, partners, self._received, partners)
+
+    def receive(self) -> None:
+        now = self.vectors.read()
+        for weight, theirs in zip(self._weights().values(), self._received, strict=True):
+            torch._foreach_add_(now, torch._foreach_sub(theirs, self._sent), alpha=weight)
+        self.mixed(now)
+
+    def final_parameters(self) -> FlatVectors:
+        return self.replicas.mean(self.vectors.read())
+
+    def _weights(self) -> dict[int, float]:
+        return self._partners(self.counts["mixings"], self.replicas.index, self.replicas.size)
+
+
+class StochasticGradientPush(DecentralisedReplicas):
+    """Every `period` updates x and w go in equal shares to the replica itself and to the neighbours in `graph`."""
+
+    def __init__(self, replicas: ReplicaGroup, period: int, graph: Graph) -> None:
+        super().__init__(replicas, period)
+        self._graph = graph
+
+    def restart(self) -> None:
+        zeros = [torch.zeros_like(flat) for flat in self.vectors.read()]
+        weight = torch.ones(1, dtype=torch.float64, device=zeros[0].device)
+        self.saved_vectors = {"excess": zeros, "weight": [weight]}
+
+    def exchange(self, run: Run) -> None:
+        if self.counts["since"] % self.period:
+            return
+        to, frm = self._graph(self.counts["mixings"], self.replicas.index, self.replicas.size)
+        share = 1 / (len(to) + 1)
+        pushed = list(torch._foreach_mul([*self._biased(), *self.saved_vectors["weight"]], share))
+        received = [[torch.empty_like(flat) for flat in pushed] for _ in frm]
+        self.replicas.start_swap(pushed, to, received, frm).wait()
+        for theirs in received:
+            torch._foreach_add_(pushed, theirs)
+        weight = pushed.pop()
+        now = [flat / weight.to(flat.dtype) for flat in pushed]
+        self.saved_vectors = {"excess": list(torch._foreach_sub(pushed, now)), "weight": [weight]}
+        self.mixed(now)
+        self.staleness = 0
+
+    def final_parameters(self) -> FlatVectors:
+        return self.replicas.mean(self._biased())
+
+    def _biased(self) -> FlatVectors:
+        """x, which an update moves as far as it moves z."""
+        return list(torch._foreach_add(self.vectors.read(), self.saved_vectors["excess"]))
+
+
+def one_peer(mixing: int, index: int, size: int) -> tuple[Sequence[int], Sequence[int]]:
+    """(to, from) on the one-peer exponential graph: distances 1, 2, 4, ... below `size`, in turn."""
+    if size == 1:
+        return (), ()
+    distance = 1 << (mixing % (size - 1).bit_length())
+    return ((index + distance) % size,), ((index - distance) % size,)
+
+
+def make_ring(replicas: ReplicaGroup, arguments: ModeArguments) -> GossipMixing:
+    """Mixing with both neighbours on a ring."""
+    return GossipMixing(replicas, arguments.period, ring)
+
+
+def make_shift_one(replicas: ReplicaGroup, arguments: ModeArguments) -> GossipMixing:
+    """Mixing with a partner that shifts by one each time."""
+    return GossipMixing(replicas, arguments.period, shift_one)
+
+
+def make_push(replicas: ReplicaGroup, arguments: ModeArguments) -> StochasticGradientPush:
+    """Stochastic gradient push on the one-peer exponential graph."""
+    return StochasticGradientPush(replicas, arguments.period, one_peer)
+
+
+def make_elastic(replicas: ReplicaGroup, arguments: ModeArguments) -> ElasticAveraging:
+    """Elastic averaging as a plan states it."""
+    assert arguments.relaxed.pull is not None
+    return ElasticAveraging(replicas, arguments.period, arguments.relaxed.pull)

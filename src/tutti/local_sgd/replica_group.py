@@ -1,0 +1,200 @@
+"""The replicas of a model: their tensors as few flat vectors, means and exchanges of these, and how far replicas
+differ."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tutti.comm.point_to_point import ring_all_reduce_nbytes, start_messages
+from tutti.comm.traffic import CommChannel, CommHandle, untracked_channel
+from tutti.compression.cast import AT_ONCE
+from tutti.parallel.mesh import Mesh
+
+FlatVectors = list[torch.Tensor]
+"""One vector for each dtype and device."""
+
+
+class FlatTensors:
+    """Named tensors that are read into flat vectors and written back from them.
+
+    Halves are computed and exchanged in float32, integers in int64.
+    """
+
+    def __init__(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        self.names: list[str] = []
+        for name, tensor in named:
+            self.names.append(name)
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+        self._kinds = list(kinds.values())
+
+    @property
+    def kinds(self) -> list[tuple[torch.dtype, torch.device]]:
+        """By vector: its dtype and its device."""
+        return [(_work(tensors[0].dtype), tensors[0].device) for tensors in self._kinds]
+
+    @property
+    def shapes(self) -> list[list[torch.Size]]:
+        """By vector: the tensors' shapes, in their order there."""
+        return [[t.shape for t in tensors] for tensors in self._kinds]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the vectors."""
+        return sum(sum(t.numel() for t in tensors) * _work(tensors[0].dtype).itemsize for tensors in self._kinds)
+
+    def read(self) -> FlatVectors:
+        """The values, copied."""
+        return [torch.cat([t.reshape(-1) for t in tensors]).to(_work(tensors[0].dtype)) for tensors in self._kinds]
+
+    def empty(self) -> FlatVectors:
+        """Uninitialised vectors of these sizes."""
+        return [
+            tensors[0].new_empty(sum(t.numel() for t in tensors), dtype=_work(tensors[0].dtype))
+            for tensors in self._kinds
+        ]
+
+    def write(self, flats: FlatVectors) -> None:
+        """Set the tensors to the values of `flats`."""
+        for tensors, flat in zip(self._kinds, flats, strict=True):
+            for tensor, part in zip(tensors, self._parts(tensors, flat), strict=True):
+                tensor.copy_(part.view(tensor.shape))
+
+    def pieces(self, *vectors: FlatVectors) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Pieces of a tensor and the same pieces of each of `vectors`, all as views.
+
+        A piece is small enough to stay in a core's cache while it is worked on, unless a tensor is not contiguous.
+        """
+        for place, tensors in enumerate(self._kinds):
+            local = (self._parts(tensors, flats[place]) for flats in vectors)
+            for tensor, *parts in zip(tensors, *local, strict=True):
+                if tensor.is_contiguous():
+                    yield from zip(*(torch.split(one, AT_ONCE) for one in (tensor.view(-1), *parts)), strict=True)
+                else:
+                    yield tensor, *(part.view(tensor.shape) for part in parts)
+
+    def parts(self, flats: FlatVectors) -> list[torch.Tensor]:
+        """The part of every tensor, as views of `flats`, in their order there."""
+        return [part for tensors, flat in zip(self._kinds, flats, strict=True) for part in self._parts(tensors, flat)]
+
+    def _parts(self, tensors: list[torch.Tensor], flat: torch.Tensor) -> Sequence[torch.Tensor]:
+        return torch.split(flat, [t.numel() for t in tensors])
+
+
+def _work(dtype: torch.dtype) -> torch.dtype:
+    if not dtype.is_floating_point:
+        return torch.int64
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaGroup:
+    """The replicas of a model, this one among them. With one replica every exchange does nothing.
+
+    Attributes:
+        index: of this replica.
+        size: number of replicas.
+        ranks: global rank of each.
+        group: their process group.
+        channel: accounting of what they exchange.
+        figures: accounting of single numbers.
+    """
+
+    index: int = 0
+    size: int = 1
+    ranks: tuple[int, ...] = (0,)
+    group: Any = None
+    channel: CommChannel = field(default_factory=untracked_channel, compare=False)
+    figures: CommChannel = field(default_factory=untracked_channel, compare=False)
+
+    @classmethod
+    def of(cls, mesh: Mesh, channel: CommChannel, figures: CommChannel) -> "ReplicaGroup":
+        """The ranks along `replicate`. `channel`: for what they exchange; `figures`: for single numbers."""
+        size = mesh.degree("replicate")
+        group = mesh.group("replicate") if size > 1 else None
+        return cls(mesh.index("replicate"), size, tuple(mesh.ranks("replicate")), group, channel, figures)
+
+    def start_sum(self, flats: FlatVectors, channel: CommChannel | None = None) -> CommHandle:
+        """Start to sum `flats` over the replicas, in place; `channel`: for traffic that is no exchange of replicas."""
+        channel = channel or self.channel
+        if self.size == 1:
+            return CommHandle(channel, [])
+        works = [dist.all_reduce(flat, group=self.group, async_op=True) for flat in flats]
+        return channel.start(works, sum(ring_all_reduce_nbytes(flat, self.size) for flat in flats))
+
+    def mean(self, flats: FlatVectors) -> FlatVectors:
+        """The mean of `flats` over the replicas, in place; the same bits on every replica."""
+        if not flats:
+            return flats
+        self.start_sum(flats).wait()
+        torch._foreach_div_(flats, float(self.size))
+        return flats
+
+    def start_swap(
+        self, send: FlatVectors, to: Sequence[int], receive: Sequence[FlatVectors], frm: Sequence[int]
+    ) -> CommHandle:
+        """Start to send `send` to the replicas `to`, and to receive `receive[i]` from replica `frm[i]`."""
+        comes = [(peer, flat) for flats, peer in zip(receive, frm, strict=True) for flat in flats]
+        works = start_messages(comes, [(peer, flat) for peer in to for flat in send], self.group)
+        return self.channel.start(works, len(to) * sum(flat.numel() * flat.element_size() for flat in send))
+
+    def gather(self, figures: torch.Tensor) -> torch.Tensor:
+        """`figures` of every replica, stacked in their order."""
+        if self.size == 1:
+            return figures[None]
+        everyone = [torch.empty_like(figures) for _ in range(self.size)]
+        with self.figures.waiting((self.size - 1) * figures.numel() * figures.element_size()):
+            dist.all_gather(everyone, figures, group=self.group)
+        return torch.stack(everyone)
+
+
+MEASURED_EVERY = 10
+"""Where the mean is not known anyway, every so many-th exchange is measured."""
+
+SAMPLED_PARAMETERS = 4096
+"""Parameters that are compared there."""
+
+
+class Drift:
+    """Distance of this replica from the mean, of values that are added piece by piece."""
+
+    def __init__(self) -> None:
+        self._squares, self._length = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+        self._numel = 0
+
+    def add(self, gap: torch.Tensor, mean: torch.Tensor) -> None:
+        """Add a piece's distances from the mean, and the mean."""
+        gap, mean = gap.reshape(-1), mean.reshape(-1)
+        self._squares, self._length = self._squares + gap.dot(gap), self._length + mean.dot(mean)
+        self._numel += gap.numel()
+
+    def figures(self, replicas: ReplicaGroup) -> dict[str, float | int]:
+        """Largest and mean distance of a replica from the mean, relative to the mean's length. Collective."""
+        return _figures(replicas.gather(self._squares.reshape(1)), self._length, self._numel)
+
+
+def distance_from_mean(local: FlatVectors, mean: FlatVectors, replicas: ReplicaGroup) -> dict[str, float | int]:
+    """Largest and mean distance of a replica from `mean`, relative to the mean's length, over all parameters."""
+    drift = Drift()
+    for one, other in zip(local, mean, strict=True):
+        for a, b in zip(*(torch.split(flat.reshape(-1), AT_ONCE) for flat in (one, other)), strict=True):
+            drift.add(a.to(b.dtype) - b, b)
+    return drift.figures(replicas)
+
+
+def distance_from_sampled_mean(local: FlatVectors, replicas: ReplicaGroup) -> dict[str, float | int]:
+    """The same over at most `SAMPLED_PARAMETERS` parameters at even distances."""
+    numel = sum(flat.numel() for flat in local)
+    stride = -(-numel // SAMPLED_PARAMETERS)
+    sample = torch.cat([flat[::stride].double() for flat in local])
+    everyone = replicas.gather(sample)
+    mean = everyone.mean(0)
+    return _figures((everyone - mean).square().sum(1), mean.square().sum(), sample.numel())
+
+
+def _figures(squares: torch.Tensor, length: torch.Tensor, numel: int) -> dict[str, float | int]:
+    relative = (squares.reshape(-1) / length.clamp_min(1e-300)).sqrt()
+    return {"max": float(relative.max()), "mean": float(relative.mean()), "parameters": numel}

@@ -1,0 +1,158 @@
+"""Second moments as in exact training, where every replica steps on a gradient of its own.
+
+Adam divides by the root of v, a moving average of squared gradients. The gradient of a replica's part of a batch has p
+times the noise of the mean over p replicas: E g_i^2 = S + N, E mean(g)^2 = S + N / p. So v is up to p times as large as
+in exact training and steps are up to sqrt(p) times as short, however often replicas are averaged (the square root rule
+of Malladi et al. 2022, arXiv 2205.10287, in reverse). Here a tensor's v is made of r g_i^2, with
+
+    r = E |mean(g)|^2 / E |g_i|^2, at least 1 / p and at most 1,
+
+both from the same few of its values, others in each step, over about the last ten steps. Their sums travel with the
+losses of the next step. This is tutti's own; docs/consistency.md has its effect.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.optim import Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
+
+from tutti.comm.traffic import CommHandle
+from tutti.errors import PlanError
+from tutti.local_sgd.replica_group import FlatVectors, ReplicaGroup
+from tutti.parallel.layout import to_local
+
+SAMPLED, MOST = 4096, 256
+"""Values that are observed in a step, about: of all tensors, and of one at most."""
+
+DECAY = 0.9
+"""Share of the previous sums that is left after a step."""
+
+_MOMENT: Final[dict[type[Optimizer], str]] = {
+    Adam: "exp_avg_sq",
+    AdamW: "exp_avg_sq",
+    NAdam: "exp_avg_sq",
+    RAdam: "exp_avg_sq",
+    RMSprop: "square_avg",
+}
+"""Name of the second moment by whose root each optimizer divides."""
+
+
+class SecondMomentCorrection:
+    """Corrects the second moments of `optimizers` for gradients of parts of a batch.
+
+    All replicas call the same methods in the same steps. `sums`, saved in checkpoints: [sums of |mean(g)|^2 and of
+    |g_i|^2 by tensor; observations that are not summed yet; number of observed updates].
+    """
+
+    def __init__(self, replicas: ReplicaGroup, optimizers: tuple[Optimizer, ...], trained: list[nn.Parameter]) -> None:
+        self._replicas = replicas
+        self._owners = {p: o for o in optimizers for group in o.param_groups for p in group["params"]}
+        self._trained = [p for p in trained if p in self._owners]
+        wanted = min(MOST, max(1, SAMPLED // max(1, len(self._trained))))
+        self._strides = [-(-p.numel() // wanted) for p in self._trained]
+        self._counts = [p.numel() // stride for p, stride in zip(self._trained, self._strides, strict=True)]
+        double = any(p.dtype is torch.float64 for p in self._trained)
+        dtype, device = torch.float64 if double else torch.float32, self._trained[0].device
+        self.sums: FlatVectors = [
+            torch.zeros(2, len(self._trained), dtype=torch.float64, device=device),
+            torch.zeros(sum(self._counts) + len(self._trained), dtype=dtype, device=device),
+            torch.zeros(1, dtype=torch.int64),
+        ]
+        self._stepped: set[Optimizer] = set()
+        self._hooks = [o.register_step_post_hook(lambda o, args, kwargs: self._stepped.add(o)) for o in optimizers]
+        self._work: CommHandle | None = None
+        self._seen: torch.Tensor | None = None
+
+    def cancel(self) -> None:
+        """Another object takes over."""
+        self._land()
+        for hook in self._hooks:
+            hook.remove()
+
+    def start(self) -> None:
+        """Start to sum the last observations over the replicas."""
+        self._land()
+        self._seen = self.sums[1].clone()
+        self._work = self._replicas.start_sum([self._seen], self._replicas.figures)
+
+    def updated(self) -> None:
+        """Optimizers have made an update, or skipped it on this replica: correct it, and observe its gradients."""
+        self._land()
+        stepped = [p for p in self._trained if p.grad is not None and self._owners[p] in self._stepped]
+        self._correct(stepped)
+        self._stepped.clear()
+        self._look({*stepped})
+
+    @property
+    def ratios(self) -> list[float]:
+        """r by tensor; 1 where nothing is known."""
+        whole, own = self.sums[0]
+        r = torch.where(own > 0, whole / own.clamp_min(1e-300), 1.0)
+        known: list[float] = r.clamp(1 / self._replicas.size, 1.0).tolist()
+        return known
+
+    def _land(self) -> None:
+        """Take in the summed observations."""
+        if self._work is None or self._seen is None:
+            return
+        self._work.wait()
+        values, squares = self._halves(self._seen.double())
+        means = torch.stack([part.square().sum() for part in self._parts(values / self._replicas.size)])
+        self.sums[0].mul_(DECAY).add_(torch.stack([means, squares / self._replicas.size]))
+        self.sums[1].zero_()
+        self._work = self._seen = None
+
+    def _correct(self, stepped: list[nn.Parameter]) -> None:
+        ratio = dict(zip(self._trained, self.ratios, strict=True))
+        weight = {p: _weight(group) for o in self._stepped for group in o.param_groups for p in group["params"]}
+        moments: list[torch.Tensor] = []
+        gradients: list[torch.Tensor] = []
+        factors: list[float] = []
+        for p in (p for p in stepped if ratio[p] < 1.0):
+            optimizer = self._owners[p]
+            assert p.grad is not None
+            moments.append(to_local(optimizer.state[p][_MOMENT[type(optimizer)]]))
+            gradients.append(to_local(p.grad))
+            factors.append((ratio[p] - 1.0) * weight[p])
+        if moments:
+            torch._foreach_addcmul_(moments, gradients, gradients, factors)
+
+    def _look(self, stepped: set[nn.Parameter]) -> None:
+        """Observe every so many-th value of each gradient, others each time, and the sums of their squares."""
+        count = int(self.sums[2])
+        self.sums[2] += 1
+        values, squares = self._halves(self.sums[1])
+        for place, (p, part) in enumerate(zip(self._trained, self._parts(values), strict=True)):
+            if p not in stepped or p.grad is None:
+                continue
+            stride = self._strides[place]
+            part.copy_(to_local(p.grad).reshape(-1)[count % stride :: stride][: part.numel()])
+            squares[place] = part.square().sum()
+
+    def _halves(self, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The observed values, and the sums of their squares by tensor."""
+        return seen[: sum(self._counts)], seen[sum(self._counts) :]
+
+    def _parts(self, values: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The values by tensor."""
+        return torch.split(values, self._counts)
+
+
+def check_correctable(optimizer: Optimizer) -> None:
+    """Raise PlanError for an optimizer whose second moments cannot be corrected."""
+    name = _MOMENT.get(type(optimizer))
+    settings = [key for key in ("amsgrad", "centered") if any(group.get(key) for group in optimizer.param_groups)]
+    if name is None or settings:
+        words = type(optimizer).__name__ + "".join(f" with {key}=True" for key in settings)
+        raise PlanError(
+            f'sync.relaxed.optimizer_state = "corrected" with {words}: it does not divide by the root of a moving '
+            f"average of squared gradients alone, as {', '.join(one.__name__ for one in _MOMENT)} do; use one of them, "
+            'or optimizer_state = "own"'
+        )
+
+
+def _weight(group: dict[str, Any]) -> float:
+    """Weight of a new square in the moving average."""
+    return 1.0 - float(group["betas"][1] if "betas" in group else group["alpha"])

@@ -1,0 +1,72 @@
+"""Replicas that step alone under 0/1 Adam and agree now and then on displacements sent in one bit
+(optim/zero_one_adam.py)."""
+
+import torch
+
+from tutti.config.compression import Compression
+from tutti.config.zero_one_schedule import local_updates
+from tutti.local_sgd.delayed_reduction import CompressedReplicaSum
+from tutti.local_sgd.diverged_replicas import DivergedReplicas
+from tutti.local_sgd.replica_group import FlatTensors, FlatVectors, ReplicaGroup, distance_from_mean
+from tutti.optim.zero_one_adam import zero_one_adam_of
+from tutti.trainer.run_state import Run
+
+
+class ZeroOneReplicas(DivergedReplicas):
+    """Synchronous until the second moment is frozen; from then on ranks agree every `local_updates` updates.
+
+    The residual of their displacements is kept and sent the next time.
+    """
+
+    skip_together = True  # a momentum is a way by the rates gone on it: these must be the same on all ranks
+
+    def __init__(self, replicas: ReplicaGroup, compression: Compression) -> None:
+        super().__init__(replicas, 1)
+        self.compression, self.counts["agreed"] = compression, 0
+        self._sums: CompressedReplicaSum | None = None
+
+    def begin(self, run: Run) -> None:
+        self.rule = zero_one_adam_of(run.optimizers[0])
+        if self.rule.frozen:
+            super().begin(run)
+
+    def updated(self, run: Run) -> None:
+        if self.diverged:
+            super().updated(run)
+        elif self.rule.frozen:
+            super().begin(run)
+
+    def restart(self) -> None:
+        self.rule.rebase()
+        self._sums = (
+            CompressedReplicaSum(self.replicas, self.compression, self._ways()) if self.replicas.size > 1 else None
+        )
+        self._hold()
+
+    def exchange(self, run: Run) -> None:
+        settings = self.compression.settings
+        due = local_updates(self.counts["agreed"], int(settings["local_steps"]), int(settings["longest"]))
+        if self.counts["since"] < due:
+            return
+        local, ways = self.vectors.read(), self._ways()
+        flats = ways.read()
+        torch._foreach_div_(flats, float(self.replicas.size))
+        if self._sums is not None:
+            self._sums.sum(flats)
+        ways.write(flats)
+        self.rule.agree()
+        self.disagreement = distance_from_mean(local, self.vectors.read(), self.replicas)
+        self.buffers.agree()
+        self._hold()
+        self.counts["agreed"] += 1
+        self.counts["since"], self.staleness, self.equal = 0, 0, True
+
+    def final_parameters(self) -> FlatVectors:
+        return self.replicas.mean(self.vectors.read())
+
+    def _ways(self) -> FlatTensors:
+        return FlatTensors((str(place), state["way"]) for place, (_, _, state) in enumerate(self.rule.learned()))
+
+    def _hold(self) -> None:
+        """What is kept back, for checkpoints."""
+        self.saved_vectors = {} if self._sums is None else self._sums.saved_tensors()

@@ -1,0 +1,92 @@
+"""A thread that carries compressed sums through their rounds while backward goes on.
+
+Backward may not wait in its hooks: another rank may have left out a parameter, and sends its bucket only when its own
+backward is over. So this thread drives the rounds. When it issues a collective depends only on the order in which sums
+were started within their group, which is the same on all ranks. No other thread uses these groups.
+"""
+
+import queue
+import threading
+
+import torch
+
+from tutti.compression.reducer import Rounds, RoundScheduler
+
+
+class RoundsWork:
+    """One sum in flight, as a work to wait for."""
+
+    __slots__ = ("_comm_thread", "_over", "error")
+
+    def __init__(self, comm_thread: "CommThread") -> None:
+        self._comm_thread, self._over = comm_thread, threading.Event()
+        self.error: BaseException | None = None
+
+    def wait(self) -> None:
+        """Wait until it is over; raises what made it fail. All sums of this step must have been started."""
+        if not self._over.is_set():
+            self._comm_thread.finish()
+            self._over.wait()
+        if self.error is not None:
+            raise self.error
+
+    def is_completed(self) -> bool:
+        """Whether it is over, without waiting."""
+        return self._over.is_set()
+
+    def over(self, error: BaseException | None = None) -> None:
+        """Called by the communication thread."""
+        self.error = error
+        self._over.set()
+
+
+class CommThread:
+    """Sums of one rank over any number of groups. If one fails, all sums in flight fail with it."""
+
+    def __init__(self) -> None:
+        self._todo: queue.SimpleQueue[tuple[int, Rounds, RoundsWork] | None] = queue.SimpleQueue()
+        self._open: list[RoundsWork] = []
+        self._orders: dict[int, RoundScheduler] = {}
+        self._failure: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self, group: int, rounds: Rounds) -> RoundsWork:
+        """Start a sum over the group of this number."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="tutti-comm-thread", daemon=True)
+            self._thread.start()
+        parcel = RoundsWork(self)
+        self._todo.put((group, rounds, parcel))
+        return parcel
+
+    def finish(self) -> None:
+        """No further sum is started in this step: complete those in flight."""
+        self._todo.put(None)
+
+    def _work(self) -> None:
+        with torch.no_grad():
+            while True:
+                task = self._todo.get()
+                if task is not None:
+                    self._open.append(task[2])
+                try:
+                    self._do(task)
+                except BaseException as error:  # whatever it is, whoever waits must hear of it
+                    self._failure = error
+                    while self._open:
+                        self._open.pop().over(error)
+
+    def _do(self, task: tuple[int, Rounds, RoundsWork] | None) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if task is None:
+            for order in self._orders.values():
+                order.finish()
+        else:
+            group, rounds, parcel = task
+            self._orders.setdefault(group, RoundScheduler()).start(self._told(rounds, parcel))
+
+    def _told(self, rounds: Rounds, parcel: RoundsWork) -> Rounds:
+        yield from rounds
+        self._open.remove(parcel)
+        parcel.over()

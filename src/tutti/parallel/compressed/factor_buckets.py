@@ -1,0 +1,198 @@
+"""Sufficient factors in place of weight gradients: which linear layers use them, and the buckets that sum them.
+
+Nothing is lost. In every step all ranks decide alike, from the number of rows and by bytes, whether a weight is summed
+by factors or exactly. A weight that was summed exactly in the first step joins ordinary buckets from then on.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tutti.comm.traffic import CommHandle
+from tutti.compression.reducer import Rounds
+from tutti.compression.sufficient_factors import FactoredLinear, FactorReducer, Factors
+from tutti.config.compression import FACTORS, factors_pay
+from tutti.config.plan import Plan
+from tutti.config.vocabulary import DATA_AXES, AxisName, Precision
+from tutti.parallel.compressed.comm_thread import CommThread
+from tutti.parallel.data.buckets import Bucket, BucketReducer, ReductionGroup
+from tutti.parallel.layout import Layout
+from tutti.parallel.mesh import Mesh
+
+Axes = tuple[AxisName, ...]
+
+FACTORED_AXES: frozenset[AxisName] = frozenset((*DATA_AXES, "context"))
+"""Axes over which weight gradients may be summed by factors: their ranks saw other samples, or other tokens."""
+
+_HALVES: dict[Precision, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class FactorBucket(Bucket):
+    """One weight whose gradient is made of factors, and the gradient that it has besides."""
+
+    def __init__(self, parameters: list[nn.Parameter], group: ReductionGroup, factors: Factors) -> None:
+        super().__init__(parameters, group)
+        self.factors, self.dense = factors, False
+
+    def open(self) -> None:
+        super().open()
+        self.dense = False
+        self.factors.take(0, self.flat)  # of a backward that did not end
+
+    def take(self, index: int) -> None:
+        self.dense = self.dense or self.parameters[0].grad is not None
+        if self.dense or self.work is not None:
+            super().take(index)
+
+    def complete(self) -> None:
+        """Backward may have left the weight out; then it has no factors either."""
+        if not self.filled[0] and self.parameters[0].grad is not None:
+            self.fill(0)
+
+    def wait(self) -> None:
+        """Set the gradient if any rank had one."""
+        assert self.work is not None
+        self.work.wait()
+        self.group.channel.correct_nbytes(self.sent_nbytes)
+        self.parameters[0].grad = self.views[0] if float(self.flags[0]) > 0 else None
+
+
+class FactorBucketReducer(BucketReducer):
+    """Reduces the weights of one group of ranks, each in a bucket of its own."""
+
+    transport = "sufficient factors of linear layers"
+    one_per_bucket = True
+
+    def __init__(self, factored: "FactoredLayers", number: int, group: Any) -> None:
+        self._factored, self._number, self.group = factored, number, group
+        self._nodes: dict[nn.Parameter, Any] = {}
+
+    def bucket(self, parameters: list[nn.Parameter], group: ReductionGroup) -> Bucket:
+        return FactorBucket(parameters, group, self._factored.weights[parameters[0]])
+
+    def add_hook(self, parameter: nn.Parameter, ready: Callable[[nn.Parameter], None]) -> Any:
+        """Call `ready` once all uses of the weight have had their backward, even if they leave no gradient.
+
+        The hook sits on autograd's own node of the parameter.
+        """
+        node = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        self._nodes[parameter] = node
+        return node.register_hook(lambda *_: ready(parameter))  # type: ignore[union-attr]
+
+    def start(self, bucket: Bucket) -> CommHandle:
+        assert isinstance(bucket, FactorBucket)
+        parcel = self._factored.comm_thread.start(self._number, self._rounds(bucket))
+        return bucket.group.channel.start([parcel])
+
+    def _rounds(self, bucket: FactorBucket) -> Rounds:
+        parameter, view = bucket.parameters[0], bucket.views[0]
+        sum_of = self._factored.sums.setdefault(parameter, FactorReducer(self.group, self._factored.half))
+        before = sum_of.collectives.sent_nbytes
+        yield from sum_of.rounds(bucket.factors, view, view.clone() if bucket.dense else None)
+        bucket.flags[0] = sum_of.used
+        bucket.sent_nbytes = sum_of.collectives.sent_nbytes - before
+
+
+class FactoredLayers:
+    """The weights that may be summed by factors.
+
+    Args:
+        mesh: the run's.
+        modules: the layers.
+        groups: by the mesh's axes, in their order, a process group that nothing else uses.
+        half: dtype of mixed precision.
+
+    Attributes:
+        weights: weights that still use factors.
+        left: weights that did before.
+        sums: how each weight was summed last.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh | None = None,
+        modules: Sequence[FactoredLinear] = (),
+        groups: dict[Axes, Any] | None = None,
+        half: torch.dtype | None = None,
+    ) -> None:
+        self._mesh, self._modules, self.half = mesh, list(modules), half
+        self.weights = {cast(nn.Parameter, module.weight): module.factors for module in modules}
+        self.sums: dict[nn.Parameter, FactorReducer] = {}
+        self.left: list[nn.Parameter] = []
+        self.comm_thread = CommThread()
+        numbered = enumerate((groups or {}).items())
+        self._ways = {axes: FactorBucketReducer(self, number, group) for number, (axes, group) in numbered}
+
+    def group(self, parameter: nn.Parameter, axes: Axes, like: ReductionGroup) -> ReductionGroup:
+        """The group in which a parameter is summed over `axes`: `like`, or one that sums by factors."""
+        if self._mesh is None or parameter not in self.weights:
+            return like
+        return replace(like, bucket_reducer=self._ways[_ordered(self._mesh, axes)])
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Inside, backward's gradients are those of the step."""
+        for factors in self.weights.values():
+            factors.collecting = True
+        try:
+            yield
+        finally:
+            for factors in self.weights.values():
+                factors.collecting = False
+
+    def exactly(self) -> list[nn.Parameter]:
+        """Weights whose factors took more bytes than their gradients, now or before."""
+        return [*self.left, *(p for p, one in self.sums.items() if one.dense and p in self.weights)]
+
+    def choose(self) -> None:
+        """Leave the weights that were summed exactly to other buckets, alike on all ranks of a group."""
+        self.leave(self.exactly())
+
+    def leave(self, parameters: Iterable[nn.Parameter]) -> None:
+        """These weights do not use factors any more; buckets must be rebuilt."""
+        self.left += [parameter for parameter in parameters if self.weights.pop(parameter, None) is not None]
+        for module in self._modules:
+            if module.weight not in self.weights:
+                module.__class__ = nn.Linear  # type: ignore[assignment]
+                del module.factors
+        self._modules = [module for module in self._modules if module.weight in self.weights]
+
+
+def make_factored(plan: Plan, layout: Layout, model: nn.Module) -> FactoredLayers:
+    """Make the model's linear layers collect factors, if the plan says so and one row a sample takes fewer bytes.
+    Collective."""
+    mesh = layout.mesh
+    if plan.sync.compress is None or plan.sync.compress.method != FACTORS or mesh.world_size == 1:
+        return FactoredLayers()
+    half = _HALVES.get(plan.precision)
+    least = 1 if plan.batch.unit == "tokens" else plan.batch.global_batch_size
+    chosen: dict[nn.Parameter, tuple[Axes, Factors]] = {}
+    modules: list[FactoredLinear] = []
+    for name, module in model.named_modules():
+        if type(module) is not nn.Linear or "forward" in vars(module) or "weight" not in module._parameters:
+            continue  # weight_norm and its like make the weight anew in every forward
+        weight, axes = cast(nn.Parameter, module.weight), layout.shard_of(f"{name}.weight" if name else "weight").sums
+        axes = tuple(axis for axis in axes if mesh.degree(axis) > 1)
+        width = weight.element_size() if half is None else half.itemsize
+        worth = factors_pay(least, weight.shape[0], weight.shape[1], weight.element_size(), width)
+        if not axes or not FACTORED_AXES.issuperset(axes) or not worth:
+            continue
+        most = 2 * weight.numel() * weight.element_size() // (sum(weight.shape) * width)
+        chosen.setdefault(weight, (_ordered(mesh, axes), Factors(most)))
+        module.__class__ = FactoredLinear
+        modules.append(cast(FactoredLinear, module))
+        modules[-1].factors = chosen[weight][1]
+        modules[-1].factors.collecting = False
+    everyone: list[Any] = [None] * mesh.world_size
+    dist.all_gather_object(everyone, {axes for axes, _ in chosen.values()})
+    groups = {axes: mesh.new_group(*axes) for axes in sorted(set().union(*everyone))}
+    return FactoredLayers(mesh, modules, groups, half)
+
+
+def _ordered(mesh: Mesh, axes: Iterable[AxisName]) -> Axes:
+    return tuple(axis for axis in mesh.degrees if axis in axes and mesh.degree(axis) > 1)
