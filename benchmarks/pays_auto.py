@@ -12,7 +12,7 @@ from tutti.cli.planning import demanded, model_spec_of, search
 from tutti.config import serialization
 from tutti.config.cluster import ClusterSpec
 from tutti.config.compression import parse_compression
-from tutti.config.mesh_words import mesh_in_words
+from tutti.config.mesh_axes import format_mesh
 from tutti.config.plan import Plan
 from tutti.config.sync_notation import format_relaxation, parse_sync, with_mode
 from tutti.errors import PlanError
@@ -72,7 +72,7 @@ def name_of(plan: Plan, script: Plan, hosts: int) -> str:
             return method.name
     way = format_relaxation(plan.sync) or plan.sync.mode
     slices = plan.batch.num_microbatches
-    return f"tutti {mesh_in_words(plan.mesh)}, {way}" + (f", {slices} microbatches" if slices > 1 else "")
+    return f"tutti {format_mesh(plan.mesh)}, {way}" + (f", {slices} microbatches" if slices > 1 else "")
 
 
 def by_hand(name: str, script: Plan, hosts: int) -> Plan:

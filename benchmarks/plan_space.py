@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from tutti.config.cluster import ClusterSpec
-from tutti.config.mesh_words import mesh_in_words
+from tutti.config.mesh_axes import format_mesh
 from tutti.config.model import ModelSpec
 from tutti.config.pipeline_schedule import build_orders
 from tutti.config.plan import LayoutRule, Plan
@@ -195,7 +195,7 @@ def divided(model: ModelSpec, cluster: ClusterSpec, plans: Iterable[Plan], ranks
 
 def name_of(plan: Plan) -> str:
     """Words for a plan by what tells it from the others: its mesh, and how it is run."""
-    words = [mesh_in_words(plan.mesh)]
+    words = [format_mesh(plan.mesh)]
     if plan.degree("shard") > 1:
         words.append(f"level {plan.sharding.level}")
     if plan.degree("stage") > 1:

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Iterable
 from typing import Any
 
-from tutti.config.mesh_words import parse_mesh
+from tutti.config.mesh_axes import parse_mesh
 
 Row = dict[str, Any]
 

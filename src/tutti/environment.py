@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tutti.config.compression import Compression, parse_compression
-from tutti.config.mesh_words import parse_mesh
+from tutti.config.mesh_axes import parse_mesh
 from tutti.config.plan import SyncPlan
 from tutti.config.sync_notation import parse_sync
 from tutti.config.vocabulary import AxisName

@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 import tutti
-from tutti.config.mesh_words import mesh_in_words, parse_mesh
+from tutti.config.mesh_axes import format_mesh, parse_mesh
 from tutti.config.plan import BatchPlan, LayoutRule, PipelinePlan, Plan, find_placement, find_recompute
 from tutti.errors import PlanError
 from tutti.parallel.annotated_plan import with_annotations
@@ -99,7 +99,7 @@ def test_stages_that_do_not_fit_are_refused() -> None:
 
 def test_a_mesh_in_words() -> None:
     assert parse_mesh("replicate=2, split=4") == {"replicate": 2, "split": 4}
-    assert mesh_in_words(parse_mesh("stage=2,shard=3")) == "stage=2,shard=3"
+    assert format_mesh(parse_mesh("stage=2,shard=3")) == "stage=2,shard=3"
 
 
 @pytest.mark.parametrize(

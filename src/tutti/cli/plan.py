@@ -190,7 +190,7 @@ def asked(options: Options) -> tuple[ModelSpec, "Request"]:
 
 
 def _request(options: Options, script: Plan, model: ModelSpec) -> "Request":
-    from tutti.config.mesh_words import parse_mesh
+    from tutti.config.mesh_axes import parse_mesh
     from tutti.planner import Request
 
     return Request(
@@ -332,7 +332,7 @@ def show_layout(options: "Options", plan: "Plan") -> None:
 def _plan(options: "Options", captured: "CapturedScript", name: str) -> "Plan":
     from tutti.cli.planning import plan_for
     from tutti.config import serialization
-    from tutti.config.mesh_words import parse_mesh
+    from tutti.config.mesh_axes import parse_mesh
     from tutti.config.plan import Plan
     from tutti.parallel.annotated_plan import with_annotations
 

@@ -42,8 +42,9 @@ PREDICTION_WAIT_S = 20.0
 @click.option("--rendezvous", metavar="HOST:PORT", help="Where nodes meet: a free port of node 0.")
 @click.option("--timeout", "timeout_s", type=click.FloatRange(min=0.1), default=600.0, show_default=True,
               metavar="SECONDS", help="How long ranks wait for each other.")  # fmt: skip
+@click.option("--on", "launcher", metavar="NAME", default="local", show_default=True, help="What starts the ranks.")
 @click.option("--plan", type=click.Path(path_type=Path), help="Run exactly this plan.")
-@click.option("--mesh", metavar="AXIS=N,...", help="The ranks as a grid, such as replicate=2,split=2.")
+@click.option("--mesh", metavar="AXIS=N,...", help="The ranks as a grid, such as replicate=2,split=2 (or dp=2,tp=2).")
 @compress_option
 @sync_option
 @bucket_option
@@ -157,7 +158,7 @@ def _planned(options: Options, folder: Path, console: "Console") -> "Plan":
 
 def _wanted(options: Options, folder: Path, world_size: int | None) -> "Wanted":
     from tutti.cli.run_prediction import Wanted
-    from tutti.config.mesh_words import parse_mesh
+    from tutti.config.mesh_axes import parse_mesh
 
     return Wanted(
         script=Path(options.script),
@@ -190,10 +191,11 @@ def _wait_ready(worker: "Beside", console: "Console") -> None:
 def _train(options: Options, spec: "LaunchSpec", console: "Console") -> int:
     from tutti.cli.run_conclusion import conclude, header_time
     from tutti.cli.run_prediction import beside
-    from tutti.launch.local_launcher import LocalLauncher
+    from tutti.launch.launcher_registry import launcher_for
     from tutti.launch.rank_watch import watcher_for
     from tutti.launch.supervisor import interrupts, supervise
 
+    launcher = launcher_for(options.launcher)
     console.print(_announcement(spec), style="dim", soft_wrap=True)
     before = header_time(spec)
     watcher = watcher_for(spec, stdout=sys.stderr if options.as_json else sys.stdout, console=console)
@@ -201,7 +203,7 @@ def _train(options: Options, spec: "LaunchSpec", console: "Console") -> int:
     with interrupts() as interrupted, beside(wanted) as worker:
         worker = _started(worker, console)
         outcome = supervise(
-            lambda: LocalLauncher().start(spec),
+            lambda: launcher.start(spec),
             spec,
             watcher,
             interrupted,

@@ -28,6 +28,7 @@ class Options:
     node_rank: int
     rendezvous: str | None
     timeout_s: float
+    launcher: str
     plan: Path | None
     mesh: str | None
     compress: "Compression | None"
@@ -132,7 +133,7 @@ def given_mesh(options: Options) -> int | None:
         return None
     if options.plan is not None:
         raise LaunchError("--mesh and --plan both say how ranks are arranged; give one (a plan file has a mesh)")
-    from tutti.config.mesh_words import parse_mesh
+    from tutti.config.mesh_axes import parse_mesh
 
     return math.prod(parse_mesh(options.mesh).values())
 

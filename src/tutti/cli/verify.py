@@ -44,7 +44,9 @@ class Options:
 )
 @click.option("--steps", type=click.IntRange(1), default=3, show_default=True, help="Steps to compare.")
 @click.option("--plan", type=click.Path(path_type=Path), help="Verify this plan: its ranks, microbatches and shares.")
-@click.option("--mesh", metavar="AXIS=N,...", help="Verify ranks in this grid, such as replicate=2,split=2.")
+@click.option(
+    "--mesh", metavar="AXIS=N,...", help="Verify ranks in this grid, such as dp=2,tp=2."
+)
 @compress_option
 @click.option(
     "--arithmetic",
@@ -141,7 +143,7 @@ def _exact(plan: "Plan | None", options: Options) -> tuple["Plan | None", str | 
 def _mesh_size(options: Options) -> int | None:
     if options.mesh is None:
         return None
-    from tutti.config.mesh_words import parse_mesh
+    from tutti.config.mesh_axes import parse_mesh
 
     size = math.prod(parse_mesh(options.mesh).values())
     if options.plan is not None or options.nproc not in (None, size):

@@ -5,9 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
+from typing import Annotated
+
+from pydantic import BeforeValidator
 
 from tutti.config.compression import Compression
 from tutti.config.consistency_modes import Relaxed, check_mode_parameters
+from tutti.config.mesh_axes import without_aliases
 from tutti.config.vocabulary import (
     DATA_AXES,
     AxisName,
@@ -216,7 +220,9 @@ class Plan:
     """
 
     batch: BatchPlan
-    mesh: dict[AxisName, int] = field(default_factory=lambda: {"replicate": 1})
+    mesh: Annotated[dict[AxisName, int], BeforeValidator(without_aliases)] = field(
+        default_factory=lambda: {"replicate": 1}
+    )
     layout: tuple[LayoutRule, ...] = (LayoutRule(),)
     shares: tuple[float, ...] = ()
     split_shares: tuple[float, ...] = ()

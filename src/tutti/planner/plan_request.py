@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tutti.config.mesh_words import mesh_in_words
+from tutti.config.mesh_axes import format_mesh
 from tutti.config.plan import BatchPlan, Plan
 from tutti.config.prediction import Prediction
 from tutti.config.sync_notation import format_relaxation
@@ -112,7 +112,7 @@ class Request:
         said = {name: many for name, many in asked.items() if many is not None}
         if len(set(said.values())) > 1:
             raise PlanError(
-                f"degree (--nproc) asks for exactly {self.degree} ranks, but mesh = {mesh_in_words(self.mesh or {})} "
+                f"degree (--nproc) asks for exactly {self.degree} ranks, but mesh = {format_mesh(self.mesh or {})} "
                 f"has {said['mesh']}; make them agree, or leave one out"
             )
         for name, many in said.items():
@@ -124,7 +124,7 @@ class Request:
         beyond = [axis for axis, degree in (self.mesh or {}).items() if degree > 1 and axis != "replicate"]
         if self.scope == "data" and beyond:
             raise PlanError(
-                f"only data parallelism is to be considered, but mesh = {mesh_in_words(self.mesh or {})} divides the "
+                f"only data parallelism is to be considered, but mesh = {format_mesh(self.mesh or {})} divides the "
                 f"model along {beyond[0]}; leave one out, or ask for replicate alone"
             )
 

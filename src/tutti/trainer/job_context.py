@@ -9,7 +9,7 @@ from typing import Any
 from tutti.comm.clock import PhaseClock
 from tutti.comm.world import World, join_world
 from tutti.config import serialization
-from tutti.config.mesh_words import mesh_in_words
+from tutti.config.mesh_axes import format_mesh
 from tutti.config.option_syntax import with_bucket_size
 from tutti.config.plan import BatchPlan, Plan
 from tutti.config.sync_notation import with_mode
@@ -106,7 +106,7 @@ def resolve_plan(
         mesh = launch_options.mesh or {"replicate": world.world_size}
         if not is_capturing() and math.prod(mesh.values()) != world.world_size:
             raise PlanError(
-                f"the mesh {mesh_in_words(mesh)} has {math.prod(mesh.values())} ranks, but {world.world_size} were "
+                f"the mesh {format_mesh(mesh)} has {math.prod(mesh.values())} ranks, but {world.world_size} were "
                 "started; make them agree"
             )
         return Plan(batch=batch, mesh=mesh, precision=precision or "full")

@@ -23,7 +23,7 @@ from tutti.comm.traffic import CommChannel
 from tutti.comm.world import World, deprioritise_gloo_threads
 from tutti.config import serialization
 from tutti.config.compression import format_compression
-from tutti.config.mesh_words import mesh_in_words
+from tutti.config.mesh_axes import format_mesh
 from tutti.config.model_fingerprint import describe_module, differences
 from tutti.config.plan import Plan
 from tutti.config.refusals import check_plan
@@ -523,5 +523,5 @@ def model_mismatch_warning(plan: Plan, model: nn.Module) -> str:
     found = differences(plan.made_for, now, shared)
     if not found:
         return ""
-    mesh = mesh_in_words(plan.mesh)
+    mesh = format_mesh(plan.mesh)
     return f"warning: this plan ({mesh}) was made for another model: {found}; plan again with tutti plan"

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from tutti.comm.world import World
-from tutti.config.mesh_words import mesh_in_words
+from tutti.config.mesh_axes import format_mesh
 from tutti.config.run_folder import DatasetInfo, RankInfo, Recipe, RunFolder, RunHeader
 from tutti.config.vocabulary import AxisName
 from tutti.environment import SHARED_MEMORY_OFF, SHARED_MEMORY_VARIABLE, LaunchOptions, shared_memory_setting
@@ -111,7 +111,7 @@ def _command(world: World, script: Path, mesh: dict[AxisName, int]) -> str:
     plain = set(mesh) <= {"replicate"}
     start = {
         "tutti": ["tutti", "run", "--nproc", str(world.local_world_size)]
-        + ([] if plain else ["--mesh", mesh_in_words(mesh)]),
+        + ([] if plain else ["--mesh", format_mesh(mesh)]),
         "torchrun": ["torchrun", "--nproc-per-node", str(world.local_world_size)],
         "srun": ["srun", "-n", str(world.world_size), "python"],
         "mpirun": ["mpirun", "-n", str(world.world_size), "python"],
