@@ -21,7 +21,7 @@ from pays_work import WORKS, Work
 from tutti.config.compression import format_compression
 from tutti.config.plan import SyncPlan
 from tutti.config.sync_notation import format_sync
-from tutti.planner.relaxed_strategies import CORRECTABLE, WAYS, Way
+from tutti.planner.relaxed_strategies import CORRECTABLE, RELAXED_STRATEGIES, RelaxedStrategy
 
 KNOWN = OTHERS | WORKS
 EXACT = "exact sums"
@@ -34,15 +34,15 @@ PATIENCE = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """`ways`: in words, none for all that stand on readings. `replicas`: how many ranks."""
+    """`strategies`: in words, none for all that stand on readings. `replicas`: how many ranks."""
 
     models: tuple[str, ...] = tuple(OTHERS)
     replicas: tuple[str, ...] = ("2", "4", "8")
-    ways: tuple[str, ...] = ()
+    strategies: tuple[str, ...] = ()
     seeds: int = 4
 
 
-QUICK = Sizes(models=("table",), replicas=("2",), ways=("local:period=8",), seeds=1)
+QUICK = Sizes(models=("table",), replicas=("2",), strategies=("local:period=8",), seeds=1)
 
 
 def measure(sizes: Sizes) -> dict[str, Any]:
@@ -57,12 +57,12 @@ def measure(sizes: Sizes) -> dict[str, Any]:
     return {"steps": steps, "summary": summary(steps)}
 
 
-def read(sizes: Sizes) -> list[Way]:
+def read(sizes: Sizes) -> list[RelaxedStrategy]:
     """The ways that are trained."""
-    if sizes.ways:
-        known = {way.words: way for way in WAYS}
-        return [known[words] for words in sizes.ways]
-    return [way for way in WAYS if way.variance is None]
+    if sizes.strategies:
+        known = {strategy.words: strategy for strategy in RELAXED_STRATEGIES}
+        return [known[words] for words in sizes.strategies]
+    return [strategy for strategy in RELAXED_STRATEGIES if strategy.variance is None]
 
 
 def _train_all(model: str, sizes: Sizes) -> dict[str, list[int | None]]:
@@ -76,21 +76,21 @@ def _train_all(model: str, sizes: Sizes) -> dict[str, list[int | None]]:
     most = PATIENCE * max(steps or work.most for steps in found[EXACT])
     longer = replace(work, most=most)
     optimizer = type(work.optimizer(work.model())).__name__
-    for way in read(sizes):
-        if way.corrects and optimizer not in CORRECTABLE:
+    for strategy in read(sizes):
+        if strategy.corrects and optimizer not in CORRECTABLE:
             continue  # it has no second moments
-        found[way.words] = [train(longer, words_of(way), seed, most) for seed in range(sizes.seeds)]
+        found[strategy.words] = [train(longer, words_of(strategy), seed, most) for seed in range(sizes.seeds)]
     leave_world()
     return found
 
 
-def words_of(way: Way) -> tuple[tuple[str, str], ...]:
+def words_of(strategy: RelaxedStrategy) -> tuple[tuple[str, str], ...]:
     """What a launcher would set."""
     said = []
-    if way.compress is not None:
-        said.append(("TUTTI_COMPRESS", format_compression(way.compress)))
-    if way.mode != "synchronous":
-        said.append(("TUTTI_SYNC", format_sync(SyncPlan(mode=way.mode, relaxed=way.relaxed))))
+    if strategy.compress is not None:
+        said.append(("TUTTI_COMPRESS", format_compression(strategy.compress)))
+    if strategy.mode != "synchronous":
+        said.append(("TUTTI_SYNC", format_sync(SyncPlan(mode=strategy.mode, relaxed=strategy.relaxed))))
     return tuple(said)
 
 

@@ -30,7 +30,7 @@ from tutti.comm.shared_segment import attached_resident_nbytes  # noqa: E402
 from tutti.config import serialization  # noqa: E402
 from tutti.config.plan import BatchPlan, Plan, ShardingPlan  # noqa: E402
 from tutti.parallel.preview import explain_layout  # noqa: E402
-from tutti.parallel.sharding.sharded_gradients import IN_FLIGHT  # noqa: E402
+from tutti.parallel.sharding.sharded_gradients import MAX_PENDING_SUMS  # noqa: E402
 from tutti.trainer.deferred_init import build_on_meta  # noqa: E402
 
 CONTEXT, SAMPLES = 64, 8
@@ -54,7 +54,7 @@ def beside(block_nbytes: int) -> int:
     """Bytes beside the divided states at the worst moment, backward of a block: the block, the one that is being
     gathered and its way into place, the gradients, and the sums in flight, sent and received.
     """
-    return block_nbytes * (1 + 2 + 1 + 2 * IN_FLIGHT)
+    return block_nbytes * (1 + 2 + 1 + 2 * MAX_PENDING_SUMS)
 
 
 def predicted(layers: int, width: int, ranks: int) -> dict[str, int]:

@@ -28,7 +28,7 @@ from tutti.config.plan import Plan
 from tutti.config.vocabulary import AxisName
 from tutti.cost_model import predict
 from tutti.lab import Lab
-from tutti.planner import Request, choose
+from tutti.planner import PlanRequest, choose
 
 RANK = Path(__file__).with_name("mixed_rank.py")
 BATCHES = {"mlp": 512, "cnn": 32, "gpt": 16}
@@ -96,7 +96,7 @@ def run_case(lab: Lab, folder: Path, name: str, axis: AxisName, sizes: Sizes) ->
     if len(cluster.devices) != 2:
         raise SystemExit(f"the probe did not tell the slow host from the quick one: {list(cluster.devices)}")
     model, script = described(name, BATCHES[name])
-    choice = choose(model, cluster, Request(script=script, degree=2, mesh={axis: 2}, scope="all"))
+    choice = choose(model, cluster, PlanRequest(script=script, degree=2, mesh={axis: 2}, scope="all"))
     by_name = {node.name: node for node in cluster.nodes}
     ordered = replace(cluster, nodes=tuple(by_name[node] for node in choice.nodes or by_name))
     even = replace(choice.best, shares=(), split_shares=(), pipeline=replace(choice.best.pipeline, cuts=()))
@@ -140,7 +140,7 @@ def run_capped(lab: Lab, folder: Path, equal: ClusterSpec, sizes: Sizes) -> dict
     node = equal.nodes[0]
     nodes = (replace(node, name="roomy", count=1), replace(node, name="small", count=1, memory_nbytes=cap))
     cluster = replace(equal, name="capped", nodes=nodes)
-    request = Request(script=script, degree=2, mesh={"replicate": 2}, scope="all", keep_microbatches=True)
+    request = PlanRequest(script=script, degree=2, mesh={"replicate": 2}, scope="all", keep_microbatches=True)
     choice = choose(model, cluster, request)
     order = list(choice.nodes or ("roomy", "small"))
     rows = steps_of(lab, folder / "run", CAPPED, CAPPED_BATCH, {"even": even, "balanced": choice.best}, sizes,

@@ -46,36 +46,39 @@ def measure(sizes: Sizes) -> dict[str, Any]:
         launches = [
             run_ranks(measure_on_rank, sizes.ranks, name, sizes, n, timeout_s=600)[0] for n in range(sizes.launches)
         ]
-        samples[name] = {way: [row for one in launches for row in one[way]] for way in WAYS[name]}
-    summaries = {name: {way: summary(found) for way, found in ways.items()} for name, ways in samples.items()}
+        samples[name] = {strategy: [row for one in launches for row in one[strategy]] for strategy in WAYS[name]}
+    summaries = {
+        name: {strategy: summary(found) for strategy, found in strategies.items()}
+        for name, strategies in samples.items()
+    }
     return {"samples": samples, "summary": summaries}
 
 
 def summary(found: Rows) -> dict[str, Any]:
     """Medians over steps; `hidden`: the part of the time under way in which rank 0 did not wait."""
-    lanes: dict[str, list[dict[str, Any]]] = {}
+    branches: dict[str, list[dict[str, Any]]] = {}
     for row in found:
         for entry in row["communication"]:
-            lanes.setdefault(entry["carried"], []).append(entry)
+            branches.setdefault(entry["carried"], []).append(entry)
     return {
         "step_s": statistics.median(row["wall_s"] for row in found),
-        "lanes": {carried: _lane(entries) for carried, entries in lanes.items() if _timed(entries)},
+        "lanes": {carried: _branch(entries) for carried, entries in branches.items() if _timed(entries)},
     }
 
 
 def _timed(entries: Rows) -> bool:
-    return all(entry["under_way_s"] is not None for entry in entries)
+    return all(entry["in_progress_s"] is not None for entry in entries)
 
 
-def _lane(entries: Rows) -> dict[str, Any]:
-    under_way = statistics.median(entry["under_way_s"] for entry in entries)
+def _branch(entries: Rows) -> dict[str, Any]:
+    in_progress = statistics.median(entry["in_progress_s"] for entry in entries)
     exposed = statistics.median(sum(entry["exposed_s"].values()) for entry in entries)
     return {
         "exchanges": statistics.median(entry["count"] for entry in entries),
         "nbytes": statistics.median(entry["nbytes"] for entry in entries),
-        "under_way_s": under_way,
+        "in_progress_s": in_progress,
         "exposed_s": exposed,
-        "hidden": max(0.0, 1 - exposed / under_way) if under_way else 0.0,
+        "hidden": max(0.0, 1 - exposed / in_progress) if in_progress else 0.0,
     }
 
 
@@ -91,19 +94,21 @@ def measure_on_rank(name: str, sizes: Sizes, launch: int) -> dict[str, Rows]:
     os.environ |= {"TUTTI_MESH": f"{name}={sizes.ranks}", "TUTTI_RUN_FOLDER": str(folder)}
     model, loop = LOOPS[name]()
     _block(loop, sizes.warmup)
-    ways = WAYS[name]
+    strategies = WAYS[name]
     order: list[str] = []
     for repeat in range(sizes.repeats):
-        for way in ways if (repeat + launch) % 2 else ways[::-1]:
+        for strategy in strategies if (repeat + launch) % 2 else strategies[::-1]:
             if name == "space":
-                model.forward.space.overlap = way == ways[0]  # type: ignore[union-attr, assignment]
+                model.forward.space.overlap = strategy == strategies[0]  # type: ignore[union-attr, assignment]
             _block(loop, sizes.steps)
-            order += [way] * sizes.steps
+            order += [strategy] * sizes.steps
     if world.rank:
-        return {way: [] for way in ways}
+        return {strategy: [] for strategy in strategies}
     steps = [row for row in read_rows(folder / "metrics.jsonl") if row["kind"] == "step"][-len(order) :]
     kept = [{key: row[key] for key in ("wall_s", "phases", "communication")} for row in steps]
-    return {way: [row for row, taken in zip(kept, order, strict=True) if taken == way] for way in ways}
+    return {
+        strategy: [row for row, taken in zip(kept, order, strict=True) if taken == strategy] for strategy in strategies
+    }
 
 
 # The models
@@ -165,19 +170,19 @@ def _job(model: nn.Module, data: TensorDataset, batch: int) -> tuple[nn.Module, 
 def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """The table: header and rows, times of a step in milliseconds."""
     table = []
-    for ways in result["summary"].values():
-        for way, one in ways.items():
-            table.append([way, f"{1e3 * one['step_s']:.1f}", "", "", "", "", ""])
+    for strategies in result["summary"].values():
+        for strategy, one in strategies.items():
+            table.append([strategy, f"{1e3 * one['step_s']:.1f}", "", "", "", "", ""])
             table += [
                 [
                     f"  {carried}",
                     "",
-                    f"{lane['exchanges']:g}",
-                    f"{lane['nbytes'] / 1e3:.1f}",
-                    f"{1e3 * lane['under_way_s']:.2f}",
-                    f"{1e3 * lane['exposed_s']:.2f}",
-                    f"{lane['hidden']:.0%}",
+                    f"{branch['exchanges']:g}",
+                    f"{branch['nbytes'] / 1e3:.1f}",
+                    f"{1e3 * branch['in_progress_s']:.2f}",
+                    f"{1e3 * branch['exposed_s']:.2f}",
+                    f"{branch['hidden']:.0%}",
                 ]
-                for carried, lane in one["lanes"].items()
+                for carried, branch in one["lanes"].items()
             ]
     return ["way", "step ms", "exchanges", "kB", "under way ms", "exposed ms", "hidden"], table

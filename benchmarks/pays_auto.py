@@ -17,7 +17,7 @@ from tutti.config.plan import Plan
 from tutti.config.sync_notation import format_relaxation, parse_sync, with_mode
 from tutti.errors import PlanError
 from tutti.lab import Lab
-from tutti.planner import Request
+from tutti.planner import PlanRequest
 
 SCRIPT = Path(__file__).with_name("pays_rank.py")
 DIAL = "relaxed"
@@ -28,7 +28,7 @@ def choice(model: str, hosts: int, rate: str, listed: str, folder: Path) -> dict
     it was predicted to take and what is said of it; or why it chose nothing."""
     captured = capture_script(SCRIPT, (f"--work={model}",))
     work = WORKS[model]
-    request = Request(
+    request = PlanRequest(
         script=captured.plan,
         degree=hosts,
         scope=AUTOS[listed],
@@ -41,12 +41,12 @@ def choice(model: str, hosts: int, rate: str, listed: str, folder: Path) -> dict
         found = search(model_spec_of(captured, name=model), cluster_at(hosts, rate, folder), request)
     except PlanError as error:
         return {**row, "failed": str(error)}
-    plan, dial = found.best, found.dial
+    plan, relaxation = found.best, found.relaxation
     name = name_of(plan, captured.plan, hosts)
     return {
         **row,
         "name": name,
-        "says": dial.sentence if dial is not None else " ".join(found.remarks),
+        "says": relaxation.sentence if relaxation is not None else " ".join(found.remarks),
         "predicted_step_s": found.prediction.step_time_s.value,
         "exact": plan.sync.compress is None and plan.sync.mode == "synchronous",
         "period": plan.sync.relaxed.period or 1,
@@ -70,9 +70,9 @@ def name_of(plan: Plan, script: Plan, hosts: int) -> str:
     for method in METHODS.values():
         if method.side == "tutti" and alike(plan, by_hand(method.name, script, hosts)):
             return method.name
-    way = format_relaxation(plan.sync) or plan.sync.mode
+    strategy = format_relaxation(plan.sync) or plan.sync.mode
     slices = plan.batch.num_microbatches
-    return f"tutti {format_mesh(plan.mesh)}, {way}" + (f", {slices} microbatches" if slices > 1 else "")
+    return f"tutti {format_mesh(plan.mesh)}, {strategy}" + (f", {slices} microbatches" if slices > 1 else "")
 
 
 def by_hand(name: str, script: Plan, hosts: int) -> Plan:

@@ -116,8 +116,8 @@ class TorchLoop:
             )
             replica.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         elif name == "ddp post-local":
-            alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
-            post = post_localSGD_hook.PostLocalSGDState(None, alone, POST_LOCAL_START)
+            uncontended = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+            post = post_localSGD_hook.PostLocalSGDState(None, uncontended, POST_LOCAL_START)
             replica.register_comm_hook(post, post_localSGD_hook.post_localSGD_hook)
             averager = PeriodicModelAverager(period=PERIOD, warmup_steps=POST_LOCAL_START)
             self._optimizer = PostLocalSGDOptimizer(self._optimizer, averager)

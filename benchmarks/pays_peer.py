@@ -43,7 +43,7 @@ def main() -> None:
     dist.init_process_group("gloo", init_method=meet, rank=int(os.environ["RANK"]), world_size=unit["hosts"])
     wire, output, work = Wire(unit["limits"]), Output(args.output), WORKS[args.work]
     wire.limit("unlimited")
-    steps = {"floor": alone(work, share(work, args.data)), args.peer: PEERS[args.peer](work, args, unit)}
+    steps = {"floor": uncontended(work, share(work, args.data)), args.peer: PEERS[args.peer](work, args, unit)}
     periods = {"floor": 1, args.peer: unit["period"]}
     for name, step in steps.items():
         for _ in range(warm_steps(periods[name])):
@@ -67,7 +67,7 @@ def share(work: Work, data: Path) -> Batches:
             yield inputs[begin : begin + part], target[begin : begin + part]
 
 
-def alone(work: Work, batches: Batches, optimizer_of: Callable[..., Any] = lambda model, own: own) -> Step:
+def uncontended(work: Work, batches: Batches, optimizer_of: Callable[..., Any] = lambda model, own: own) -> Step:
     """The plain step; `optimizer_of` may wrap its optimizer."""
     model = fresh(work, 0)
     optimizer = optimizer_of(model, work.optimizer(model))
@@ -108,7 +108,7 @@ def horovod(work: Work, args: argparse.Namespace, unit: dict[str, Any]) -> Step:
     import horovod.torch as hvd
 
     hvd.init()
-    return alone(
+    return uncontended(
         work,
         share(work, args.data),
         lambda model, own: hvd.DistributedOptimizer(own, named_parameters=model.named_parameters()),
@@ -161,7 +161,7 @@ def hivemind(work: Work, args: argparse.Namespace, unit: dict[str, Any]) -> Step
     if rank:
         dht = DHT(host_maddrs=listen, initial_peers=found[0], start=True)
     count, models = [0], []
-    plain = alone(work, share(work, args.data), lambda model, own: models.append(model) or own)
+    plain = uncontended(work, share(work, args.data), lambda model, own: models.append(model) or own)
     averager = DecentralizedAverager(
         [parameter.detach().clone() for parameter in models[0].parameters()],
         dht,

@@ -31,7 +31,7 @@ from tutti.config.plan import Plan
 from tutti.cost_model import predict
 from tutti.errors import PlanError
 from tutti.lab import Lab
-from tutti.planner import Request, choose
+from tutti.planner import PlanRequest, choose
 from tutti.planner.scenarios import with_speed
 
 __all__ = ["QUICK", "RESUMABLE", "Sizes", "measure", "rows"]
@@ -213,7 +213,7 @@ def predicted_at_pace(case: Case, plan: Plan, found: Mapping[str, Any]) -> dict[
 
 def chosen(case: Case) -> tuple[Plan | None, str]:
     """The planner's choice among all meshes of exactly these ranks, and what it says of it."""
-    request = Request(script=case.script, degree=case.ranks, scope="all")
+    request = PlanRequest(script=case.script, degree=case.ranks, scope="all")
     try:
         choice = choose(case.model, case.cluster, request)
     except Exception as error:  # as above

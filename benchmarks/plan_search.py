@@ -11,7 +11,7 @@ from typing import Any
 from tutti.cli.planning import search
 from tutti.config.cluster import ClusterSpec, NodeSpec
 from tutti.config.plan import BatchPlan, Plan
-from tutti.planner import Request
+from tutti.planner import PlanRequest
 from tutti.planner.plan_description import plan_words
 from tutti.profile import catalog
 from tutti.profile.architectures import architecture
@@ -82,7 +82,7 @@ def _measured(case: Case, repeats: int) -> dict[str, Any]:
     for _ in range(repeats):
         model = architecture(case.model, dict(case.sizes))  # a new one: nothing is remembered of it
         began, used = time.perf_counter(), time.process_time()
-        choice = search(model, machines, Request(script=script, scope="all"))
+        choice = search(model, machines, PlanRequest(script=script, scope="all"))
         wall.append(time.perf_counter() - began)
         cpu.append(time.process_time() - used)
     assert choice.coverage is not None

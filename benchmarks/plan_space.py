@@ -25,7 +25,7 @@ from tutti.cost_model import predict
 from tutti.cost_model.module_costs import model_table
 from tutti.cost_model.rank_placement import samples_of
 from tutti.errors import PlanError
-from tutti.planner import Request
+from tutti.planner import PlanRequest
 from tutti.planner.candidates import limits_of
 from tutti.planner.mesh_enumeration import plan_of, shapes, variants
 from tutti.planner.plan_refinement import wide_plans
@@ -103,12 +103,12 @@ def _ranks(mesh: dict[AxisName, int]) -> int:
 
 def enumerated(model: ModelSpec, cluster: ClusterSpec, script: Plan, ranks: int) -> Iterator[Plan]:
     """Every plan of exactly these ranks that the planner's enumeration has, feasible or not."""
-    request = Request(script=script, degree=ranks, scope="all")
+    request = PlanRequest(script=script, degree=ranks, scope="all")
     limits = limits_of(model, cluster, request)
     meshes = shapes(limits, request)
-    ways = variants(limits, meshes, np.arange(len(meshes)))
-    for row in range(len(ways)):
-        yield plan_of(model, request, meshes, ways, row, script.precision)
+    strategies = variants(limits, meshes, np.arange(len(meshes)))
+    for row in range(len(strategies)):
+        yield plan_of(model, request, meshes, strategies, row, script.precision)
 
 
 def feasible(model: ModelSpec, cluster: ClusterSpec, plans: Iterable[Plan]) -> tuple[list[Plan], dict[str, int]]:
@@ -146,10 +146,10 @@ def fold(plans: Iterable[Plan]) -> list[Measured]:
 
 def chosen_counts(plan: Plan, counts: set[int]) -> list[int]:
     """The numbers of microbatches that are measured of a family: `plan` is one of it, `counts` all it has."""
-    stages, ordered, alone = plan.degree("stage"), sorted(counts), len(plan.mesh) == 1
+    stages, ordered, uncontended = plan.degree("stage"), sorted(counts), len(plan.mesh) == 1
     if stages == 1:
-        return ordered[: 2 if alone and "shard" not in plan.mesh else 1]
-    wanted = STAGE_MICROBATCHES if alone and plan.pipeline.schedule == "1f1b" else STAGE_MICROBATCHES[1:2]
+        return ordered[: 2 if uncontended and "shard" not in plan.mesh else 1]
+    wanted = STAGE_MICROBATCHES if uncontended and plan.pipeline.schedule == "1f1b" else STAGE_MICROBATCHES[1:2]
     near = {min(ordered, key=lambda own: abs(own - each * stages)) for each in wanted}
     return sorted(near)
 

@@ -82,9 +82,9 @@ def _at_pace(rows: list[Row], planner: str | None) -> Row:
 
 def kind_of(plan_name: str) -> str:
     """The axes of a plan, and what runs them: what predictions of equal kind have in common."""
-    mesh, _, ways = plan_name.partition(", ")
+    mesh, _, strategies = plan_name.partition(", ")
     axes = " x ".join(parse_mesh(mesh))
-    words = [word for word in ways.split(", ") if word and "microbatches" not in word]
+    words = [word for word in strategies.split(", ") if word and "microbatches" not in word]
     return ", ".join([axes, *(word.partition(" of ")[0] for word in words)])
 
 
@@ -113,9 +113,9 @@ def by_kind(cases: list[Row]) -> dict[str, Row]:
 def summary(cases: list[Row]) -> Row:
     """Over all cases: regrets, and errors of all plans together; the same of those with a core for every rank."""
     found = _total(cases)
-    alone = [case for case in cases if not case.get("ranks_beyond_cores")]
-    if alone and len(alone) < len(cases):
-        found["with_a_core_for_each_rank"] = _total(alone)
+    uncontended = [case for case in cases if not case.get("ranks_beyond_cores")]
+    if uncontended and len(uncontended) < len(cases):
+        found["with_a_core_for_each_rank"] = _total(uncontended)
     return found | {"by_kind": by_kind(cases)}
 
 
@@ -165,10 +165,10 @@ def rows(result: Row) -> tuple[list[str], list[list[str]]]:
     header += ["|error| at its pace", "loss at one pace"]
     total = result["summary"]
     table = [list(_cells(case)) for case in result["cases"]]
-    alone = total.get("with_a_core_for_each_rank")
+    uncontended = total.get("with_a_core_for_each_rank")
     table += [_last("median loss, mean error", total)]
-    if alone is not None:
-        table += [_last(f"the same without {BEYOND} (more ranks than cores)", alone)]
+    if uncontended is not None:
+        table += [_last(f"the same without {BEYOND} (more ranks than cores)", uncontended)]
     return header, table
 
 

@@ -28,7 +28,7 @@ from pays_wire import Output, Wire, in_turns  # noqa: E402
 from pays_work import WORKS  # noqa: E402
 from record import spread  # noqa: E402
 from tutti.lab import Lab  # noqa: E402
-from tutti.lab.lab_run import meeting_port  # noqa: E402
+from tutti.lab.lab_run import rendezvous_port  # noqa: E402
 
 HOSTS, RANKS_PER_HOST = 2, 2
 BUCKET_NBYTES = 25 * 2**20
@@ -67,7 +67,7 @@ def measure(sizes: Sizes) -> dict[str, Any]:
             "warmup": sizes.warmup,
             "block_s": 0.3,
         }
-        meet = (f"--master-addr={lab.address(0)}", f"--master-port={meeting_port()}")
+        meet = (f"--master-addr={lab.address(0)}", f"--master-port={rendezvous_port()}")
         words = (*meet, __file__, f"--given={json.dumps(given)}", f"--output={output}")
         done = lab.run(
             lambda host: [*TORCHRUN, f"--node-rank={host}", *words],

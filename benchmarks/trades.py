@@ -120,7 +120,7 @@ def measure(sizes: Sizes) -> dict[str, Any]:
     return {
         "works": {name: work.says for name, work in (("text", TEXT), ("digits", DIGITS))},
         "trainings": trainings,
-        "summary": {claim: summary(ways) for claim, ways in trainings.items()},
+        "summary": {claim: summary(strategies) for claim, strategies in trainings.items()},
     }
 
 
@@ -183,10 +183,10 @@ def sent_nbytes(loop: TuttiLoop) -> list[int]:
     return [row["sent_nbytes"] for row in rows if row["kind"] == "step"]
 
 
-def summary(ways: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+def summary(strategies: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """Medians over the seeds, beside those of the first way."""
     found: dict[str, Any] = {}
-    for name, runs in ways.items():
+    for name, runs in strategies.items():
         reached = [run["steps"] for run in runs if run["steps"] is not None]
         one: dict[str, Any] = {
             "steps": [run["steps"] for run in runs],
@@ -236,7 +236,7 @@ def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
             f"{one['step_s'] * 1e3:.1f}",
             f"{one['sooner']:.2f}" if "sooner" in one else "-",
         ]
-        for claim, ways in result["summary"].items()
-        for name, one in ways.items()
+        for claim, strategies in result["summary"].items()
+        for name, one in strategies.items()
     ]
     return header, lines

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from tutti.planner.relaxed_strategies import WAYS
+from tutti.planner.relaxed_strategies import RELAXED_STRATEGIES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,11 +40,13 @@ def test_a_way_is_judged_beside_exact_sums_and_not_where_a_seed_was_given_up(all
 def test_what_is_trained_is_what_a_launcher_would_set(allowances: ModuleType) -> None:
     """All ways that stand on readings, and none that is worked out from a variance."""
     read = allowances.read(allowances.Sizes())
-    assert {way.words for way in read} == {way.words for way in WAYS if way.variance is None}
-    by_words = {way.words: dict(allowances.words_of(way)) for way in read}
+    assert {strategy.words for strategy in read} == {
+        strategy.words for strategy in RELAXED_STRATEGIES if strategy.variance is None
+    }
+    by_words = {strategy.words: dict(allowances.words_of(strategy)) for strategy in read}
     assert by_words["powersgd,rank=1"] == {"TUTTI_COMPRESS": "powersgd,rank=1"}
     assert by_words["local:period=8,delay=8 in qsgd,bits=4"] == {
         "TUTTI_COMPRESS": "qsgd,bits=4",
         "TUTTI_SYNC": "local:period=8,delay=8",
     }
-    assert [way.words for way in allowances.read(allowances.QUICK)] == ["local:period=8"]
+    assert [strategy.words for strategy in allowances.read(allowances.QUICK)] == ["local:period=8"]

@@ -109,16 +109,16 @@ def test_the_timed_models_have_the_stated_sizes_and_take_their_data(name: str, m
 
 
 def test_what_compute_hides_is_a_ratio_of_medians_and_lanes_without_a_start_are_left_out() -> None:
-    def row(under_way_s: float, exposed_s: float) -> dict[str, Any]:
-        halos = {"carried": "halos", "count": 2, "nbytes": 100, "under_way_s": under_way_s}
-        scalars = {"carried": "scalars", "count": 1, "nbytes": 8, "under_way_s": None, "exposed_s": {}}
+    def row(in_progress_s: float, exposed_s: float) -> dict[str, Any]:
+        halos = {"carried": "halos", "count": 2, "nbytes": 100, "in_progress_s": in_progress_s}
+        scalars = {"carried": "scalars", "count": 1, "nbytes": 8, "in_progress_s": None, "exposed_s": {}}
         halves = {"forward": exposed_s / 2, "backward": exposed_s / 2}
         return {"wall_s": 1.0, "communication": [{**halos, "exposed_s": halves}, scalars]}
 
     result = module("overlap").summary([row(0.4, 0.1), row(0.4, 0.1), row(9.0, 9.0)])
     assert result == {
         "step_s": 1.0,
-        "lanes": {"halos": {"exchanges": 2, "nbytes": 100, "under_way_s": 0.4, "exposed_s": 0.1, "hidden": 0.75}},
+        "lanes": {"halos": {"exchanges": 2, "nbytes": 100, "in_progress_s": 0.4, "exposed_s": 0.1, "hidden": 0.75}},
     }
     header, table = module("overlap").rows({"summary": {"space": {"interior while halos travel": result}}})
     assert table[1] == ["  halos", "", "2", "0.1", "400.00", "100.00", "75%"]

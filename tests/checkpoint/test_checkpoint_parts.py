@@ -19,7 +19,7 @@ from tutti.checkpoint.index import (
     overlaps,
     parse_index,
 )
-from tutti.checkpoint.sources import Source, Target, transfer
+from tutti.checkpoint.sources import LoadTarget, Source, transfer
 from tutti.checkpoint.tensor_files import TensorFiles, tensor_to_write, write_tensors
 from tutti.comm.world import World
 from tutti.errors import CheckpointError
@@ -109,7 +109,7 @@ def test_any_parts_are_made_of_any_others(
     whole = torch.arange(torch.Size(shape).numel()).reshape(shape).to(getattr(torch, dtype))
     source = stored_in(tmp_path_factory.mktemp("parts"), whole, stored, dtype)
     targets = [
-        Target(key=(MODEL, "x", ""), out=torch.empty(held.local_shape, dtype=whole.dtype), cuts=held.cuts)
+        LoadTarget(key=(MODEL, "x", ""), out=torch.empty(held.local_shape, dtype=whole.dtype), cuts=held.cuts)
         for held in wanted
     ]
     transfer(ALONE, source, targets)
@@ -123,17 +123,17 @@ def test_only_what_is_asked_for_is_read(tmp_path: Path) -> None:
     source = stored_in(tmp_path, whole, parts, "float32")
     (tmp_path / "1.safetensors").unlink()
     held = TensorShard(shape=(6, 4)).cut(0, (1, 3)).cut(1, (0, 1), (3, 4))
-    target = Target(key=(MODEL, "x", ""), out=torch.empty(2, 2), cuts=held.cuts)
+    target = LoadTarget(key=(MODEL, "x", ""), out=torch.empty(2, 2), cuts=held.cuts)
     transfer(ALONE, source, [target])
     assert torch.equal(target.out, held.take(whole))
     with pytest.raises(CheckpointError, match=r"1\.safetensors cannot be read"):
-        transfer(ALONE, source, [Target(key=(MODEL, "x", ""), out=torch.empty(6, 4))])
+        transfer(ALONE, source, [LoadTarget(key=(MODEL, "x", ""), out=torch.empty(6, 4))])
 
 
 def test_parts_may_overlap_and_none_may_be_missing(tmp_path: Path) -> None:
     whole, held = torch.arange(10.0), TensorShard(shape=(10,))
     source = stored_in(tmp_path, whole, [held.cut(0, (0, 7)), held.cut(0, (4, 10))], "float32")
-    target = Target(key=(MODEL, "x", ""), out=torch.empty(10))
+    target = LoadTarget(key=(MODEL, "x", ""), out=torch.empty(10))
     transfer(ALONE, source, [target])
     assert torch.equal(target.out, whole)
     for lacking in ([held.cut(0, (0, 7))], [held.cut(0, (0, 5)), held.cut(0, (0, 5))]):

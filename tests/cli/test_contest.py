@@ -15,7 +15,7 @@ from tutti.config.plan import BatchPlan, Plan
 from tutti.config.prediction import Estimate, Trial
 from tutti.errors import TrainingError
 from tutti.launch.supervisor import Failure, Outcome
-from tutti.planner import Choice, Objective, Request, choose
+from tutti.planner import Choice, Objective, PlanRequest, choose
 
 MODEL = mlp(8192)
 MACHINES = cards(price_per_device_hour=2.0, power_w=400.0)
@@ -23,7 +23,7 @@ MACHINES = cards(price_per_device_hour=2.0, power_w=400.0)
 
 def chosen(**wishes: Any) -> Choice:
     script = Plan(batch=BatchPlan(global_batch_size=8192))
-    return choose(MODEL, MACHINES, Request(script=script, train_samples=8192e3, **wishes))
+    return choose(MODEL, MACHINES, PlanRequest(script=script, train_samples=8192e3, **wishes))
 
 
 def trial(words: str, step_s: float | None, failure: str = "") -> Trial:
@@ -72,7 +72,7 @@ def test_no_plan_is_tried_that_breaks_a_limit() -> None:
 
 def test_words_say_a_precision_that_is_not_the_scripts() -> None:
     plan = Plan(batch=BatchPlan(global_batch_size=8))
-    request = Request(script=plan)
+    request = PlanRequest(script=plan)
     assert words_in_full(plan, request) == "1 rank, 1 microbatch"
     assert words_in_full(replace(plan, precision="bfloat16"), request) == "1 rank, 1 microbatch, bfloat16"
 

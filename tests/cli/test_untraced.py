@@ -10,7 +10,7 @@ import pytest
 
 from cost_model.examples import cluster, mlp
 from tutti.cli.main import main
-from tutti.cli.run_prediction import Wanted, _work_out
+from tutti.cli.run_prediction import PredictionRequest, _work_out
 from tutti.config import serialization
 from tutti.config.model import ModelSpec
 from tutti.config.plan import BatchPlan, Plan
@@ -108,7 +108,7 @@ def test_the_layout_of_a_plan_is_explained_without_costs(
 
 
 def test_a_run_goes_on_without_a_prediction(script: Files, tmp_path: Path) -> None:
-    wanted = Wanted(script=script(ALONE), arguments=(), folder=tmp_path / "run", cluster=None)
+    wanted = PredictionRequest(script=script(ALONE), arguments=(), folder=tmp_path / "run", cluster=None)
     said: list[str] = []
     _work_out(replace(wanted, plans=True), cluster(), said.append)
     folder = RunFolder(tmp_path / "run")

@@ -49,7 +49,7 @@ def lane_on(clock: HandClock, carried: Any = "halos") -> CommChannel:
 
 def total(channel: CommChannel) -> tuple[int, int, float | None, dict[str, float]]:
     taken = channel.take()
-    return taken.count, taken.nbytes, taken.under_way_s, taken.exposed_s
+    return taken.count, taken.nbytes, taken.in_progress_s, taken.exposed_s
 
 
 def test_exchanges_that_overlap_are_under_way_once_and_exposed_while_waited_for() -> None:

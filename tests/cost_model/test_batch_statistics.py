@@ -11,7 +11,7 @@ from tutti.config.consistency_modes import Relaxed
 from tutti.config.model import ModelSpec, ModuleSpec, OpCost, OpKind
 from tutti.config.plan import Plan, SyncPlan
 from tutti.cost_model import cost_constants, predict
-from tutti.cost_model.group_links import Group, Span
+from tutti.cost_model.group_links import RankGroup, Span
 from tutti.cost_model.microbatch_cost import statistics_s
 from tutti.cost_model.rank_placement import Link
 
@@ -20,8 +20,8 @@ NORM = ModuleSpec(name="norm", kind="BatchNorm2d", parameters=64, buffer_nbytes=
 MODEL = ModelSpec(name="m", modules=(NORM, ModuleSpec(name="plain", kind="LayerNorm", parameters=64)))
 
 
-def group(ranks: int) -> Group:
-    return Group(span=Span(ranks=ranks, hosts=1, per_host=ranks, meeting=1, leaving=0), node=LINK)
+def group(ranks: int) -> RankGroup:
+    return RankGroup(span=Span(ranks=ranks, hosts=1, per_host=ranks, sharing_groups=1, leaving=0), node=LINK)
 
 
 def test_by_hand_for_32_channels_on_4_ranks() -> None:

@@ -13,7 +13,7 @@ from tutti.config.sync_notation import parse_sync
 from tutti.cost_model import predict
 from tutti.cost_model.compressed_sync_cost import kernel_s, slowed
 from tutti.planner import objectives
-from tutti.planner.plan_request import Request
+from tutti.planner.plan_request import PlanRequest
 
 METHODS = ("bfloat16", "bytegrad", "qsgd", "terngrad", "one-bit", "top-k", "dgc", "top16-q4", "powersgd")
 
@@ -137,7 +137,7 @@ def test_a_training_is_as_long_as_its_phases_are(sync: SyncPlan, first: dict[int
             expected += (min(until, steps) - done) * costed(each)[1]
             done = min(until, steps)
         expected += (steps - done) * later_s
-        request = Request(script=whole, train_samples=64.0 * steps)
+        request = PlanRequest(script=whole, train_samples=64.0 * steps)
         found = objectives.totals(hosts, request, whole, prediction)
         assert found.time_s == pytest.approx(expected, rel=1e-9)
         assert found.steps == steps

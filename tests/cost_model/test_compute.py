@@ -13,14 +13,14 @@ from tutti.config.cluster import ConvolutionRate, DeviceSpec, GemmRate, ImageRat
 from tutti.config.model import ModelSpec, ModuleSpec, OpCost, OpKind
 from tutti.cost_model import compute_cost, cost_constants
 from tutti.cost_model.compute_cost import op_table
-from tutti.cost_model.rank_placement import Seat, place_ranks
-from tutti.cost_model.worker_speed import Curve, Pace, Worker, worker_at
+from tutti.cost_model.rank_placement import HostGroup, place_ranks
+from tutti.cost_model.worker_speed import Curve, WeightPassTime, Worker, worker_at
 from tutti.errors import PlanError
 
-FREE = Pace(forward_s=0.0, backward_s=0.0)
+FREE = WeightPassTime(forward_s=0.0, backward_s=0.0)
 
 
-def seat(device: DeviceSpec, ranks: int) -> Seat:
+def host_group(device: DeviceSpec, ranks: int) -> HostGroup:
     return place_ranks(cluster(device), ranks)[0]
 
 
@@ -33,7 +33,7 @@ def rates(**by_n: float) -> tuple[GemmRate, ...]:
 
 
 def test_measured_sizes_are_met_and_those_between_lie_between() -> None:
-    who = worker_at(seat(cpu(gemm=rates(n100=1e9, n1000=8e9)), 1), "float32", "full")
+    who = worker_at(host_group(cpu(gemm=rates(n100=1e9, n1000=8e9)), 1), "float32", "full")
     assert product_s(who, 100) == pytest.approx(2e6 / 1e9, rel=1e-12)
     assert product_s(who, 1000) == pytest.approx(2e9 / 8e9, rel=1e-12)
     assert 1e9 < 2 * 300**3 / product_s(who, 300) < 8e9
@@ -52,23 +52,23 @@ def test_more_flops_never_take_less_time_whatever_was_measured(
 ) -> None:
     by_n = dict(points)
     device = cpu(gemm=tuple(GemmRate(dtype="float32", n=n, flops_per_s=rate) for n, rate in by_n.items()))
-    curve = worker_at(seat(device, 1), "float32", "full").matrix
+    curve = worker_at(host_group(device, 1), "float32", "full").matrix
     few, many = curve.time(np.array([flops, flops * factor]))
     assert many >= few * (1 - 1e-12)
 
 
 def test_threads_between_and_beyond_the_measured_ones() -> None:
-    one, two, three, four = (worker_at(seat(cpu(cores=c), 1), "float32", "full") for c in (1, 2, 3, 4))
+    one, two, three, four = (worker_at(host_group(cpu(cores=c), 1), "float32", "full") for c in (1, 2, 3, 4))
     assert [round(2e9 / product_s(who, 1000) / 1e9, 9) for who in (one, two, three, four)] == [10, 20, 26, 32]
-    eight = worker_at(seat(cpu(cores=8), 1), "float32", "full")
+    eight = worker_at(host_group(cpu(cores=8), 1), "float32", "full")
     assert product_s(eight, 1000) == product_s(four, 1000)
-    half = worker_at(seat(cpu(gemm=cpu().gemm[1:2], cores=1), 1), "float32", "full")
+    half = worker_at(host_group(cpu(gemm=cpu().gemm[1:2], cores=1), 1), "float32", "full")
     assert product_s(half, 1000) == pytest.approx(2e9 / 10e9)
 
 
 def test_ranks_at_once_do_not_beat_all_threads_together() -> None:
     # Two ranks of two threads: 20 GFLOP/s alone, 32 for all four threads, so 16 each.
-    assert 2e9 / product_s(worker_at(seat(cpu(), 2), "float32", "full"), 1000) == pytest.approx(16e9)
+    assert 2e9 / product_s(worker_at(host_group(cpu(), 2), "float32", "full"), 1000) == pytest.approx(16e9)
 
 
 def test_rates_measured_at_once_are_preferred() -> None:
@@ -81,15 +81,15 @@ def test_rates_measured_at_once_are_preferred() -> None:
             MemoryRate(threads=1, bytes_per_s=3e9),
         ),
     )
-    who = worker_at(seat(device, 2), "float32", "full")
+    who = worker_at(host_group(device, 2), "float32", "full")
     assert 2e9 / product_s(who, 1000) == pytest.approx(14e9)
     assert who.bandwidth_bytes_per_s == 9e9
-    assert worker_at(seat(device, 4), "float32", "full").bandwidth_bytes_per_s == 3e9  # one alone cannot more
-    assert worker_at(seat(device, 1), "float32", "full").bandwidth_bytes_per_s == 20e9
+    assert worker_at(host_group(device, 4), "float32", "full").bandwidth_bytes_per_s == 3e9  # one alone cannot more
+    assert worker_at(host_group(device, 1), "float32", "full").bandwidth_bytes_per_s == 20e9
 
 
 def test_more_ranks_than_cores_are_slower_than_with_a_core_each() -> None:
-    crowded, full = (worker_at(seat(cpu(), ranks), "float32", "full") for ranks in (8, 4))
+    crowded, full = (worker_at(host_group(cpu(), ranks), "float32", "full") for ranks in (8, 4))
     assert crowded.slowdown == pytest.approx(2 * cost_constants.OVERSUBSCRIBED)
     assert full.slowdown == 1
     assert crowded.bandwidth_bytes_per_s / crowded.slowdown < full.bandwidth_bytes_per_s
@@ -98,14 +98,14 @@ def test_more_ranks_than_cores_are_slower_than_with_a_core_each() -> None:
 def test_hosts_that_take_turns_on_cores_pay_for_switching_and_nothing_twice() -> None:
     """A laboratory's hosts may be more than its machine's cores: their measured rates are those of a turn's part."""
     for ranks, times in ((4, 1), (8, 2)):
-        own = seat(cpu(), ranks)
+        own = host_group(cpu(), ranks)
         taking = dataclasses.replace(own, node=dataclasses.replace(own.node, turns=2.0))
         assert own.slowdown == times * (cost_constants.OVERSUBSCRIBED if times > 1 else 1)
         assert taking.slowdown == times * cost_constants.OVERSUBSCRIBED
 
 
 def test_data_sheet_rates_are_derated_and_say_so() -> None:
-    who = worker_at(seat(gpu(), 1), "float32", "bfloat16")
+    who = worker_at(host_group(gpu(), 1), "float32", "bfloat16")
     large = 2.0 * 16384**3
     reached = large / float(who.matrix.time(np.array([large]))[0])
     assert reached == pytest.approx(cost_constants.DATA_SHEET_EFFICIENCY * 100e12, rel=0.01)
@@ -117,14 +117,14 @@ def test_data_sheet_rates_are_derated_and_say_so() -> None:
 
 def test_precision_without_a_rate_is_refused_with_what_there_is() -> None:
     with pytest.raises(PlanError, match=r"no rate for bfloat16 \(it has float32\)"):
-        worker_at(seat(cpu(), 1), "float32", "bfloat16")
+        worker_at(host_group(cpu(), 1), "float32", "bfloat16")
     with pytest.raises(PlanError, match="tf32 needs a float32 model"):
-        worker_at(seat(gpu(), 1), "float64", "tf32")
+        worker_at(host_group(gpu(), 1), "float64", "tf32")
 
 
 def test_bfloat16_uses_its_own_measured_rates() -> None:
     slow = GemmRate(dtype="bfloat16", n=1000, threads=4, flops_per_s=2e9)
-    who = worker_at(seat(cpu(gemm=(*cpu().gemm, slow)), 1), "float32", "bfloat16")
+    who = worker_at(host_group(cpu(gemm=(*cpu().gemm, slow)), 1), "float32", "bfloat16")
     assert 2e9 / product_s(who, 1000) == pytest.approx(2e9)
     assert who.vector_rate == pytest.approx(32e9)
 
@@ -135,7 +135,7 @@ def test_roofline_by_hand() -> None:
         OpCost(kind="norm", flops_forward=1e3, flops_backward=2e3, nbytes_forward=4e6, nbytes_backward=8e6, calls=2),
     )
     model = ModelSpec(name="m", modules=(ModuleSpec(name="a", kind="A", ops=ops),))
-    who = worker_at(seat(cpu(kernel_overhead_s=1e-5), 1), "float32", "full")
+    who = worker_at(host_group(cpu(kernel_overhead_s=1e-5), 1), "float32", "full")
     ahead = compute_cost.forward(op_table(model), who, 10, 1)
     # gemm: 640 MFLOP at 0.85 x 32 GFLOP/s + 1 call; norm: 40 MB at 20 GB/s = 2 ms + 2 calls; a call costs 5 x 10 us.
     gemm_s = 20e-3 / 0.85
@@ -161,7 +161,7 @@ def products(first: bool) -> OpCost:
 @pytest.mark.parametrize(("first", "backward_ms"), [(True, 1.0), (False, 2.0)])
 def test_products_go_over_their_weights_besides(first: bool, backward_ms: float) -> None:
     model = ModelSpec(name="m", modules=(ModuleSpec(name="a", kind="A", ops=(products(first),)),))
-    who = worker_at(seat(cpu(weight_rates=(thin(2e9, 1e9),)), 1), "float32", "full")
+    who = worker_at(host_group(cpu(weight_rates=(thin(2e9, 1e9),)), 1), "float32", "full")
     ahead, back = (one(op_table(model), who, 3, 1) for one in (compute_cost.forward, compute_cost.backward))
     flops_s = 3e6 / (0.85 * 32e9)
     assert ahead.seconds[0] == pytest.approx(flops_s + 0.5e-3, rel=1e-12)
@@ -172,21 +172,23 @@ def test_products_go_over_their_weights_besides(first: bool, backward_ms: float)
 def test_how_weights_are_gone_over_is_taken_from_what_is_most_alike() -> None:
     beside = thin(1e9, 1e9, threads=2, concurrent=2)
     device = cpu(weight_rates=(thin(4e9, 4e9), thin(2e9, 2e9, threads=2), beside))
-    assert worker_at(seat(device, 1), "float32", "full").weights.forward_s == pytest.approx(1 / 4e9)
-    assert worker_at(seat(device, 2), "float32", "full").weights.forward_s == pytest.approx(1 / 1e9)
-    alone = worker_at(seat(cpu(weight_rates=(thin(2e9, 2e9, threads=2),)), 2), "float32", "full")
-    assert alone.weights.forward_s == pytest.approx(1 / 2e9)
-    unknown = worker_at(seat(device, 4), "float32", "full")
+    assert worker_at(host_group(device, 1), "float32", "full").weights.forward_s == pytest.approx(1 / 4e9)
+    assert worker_at(host_group(device, 2), "float32", "full").weights.forward_s == pytest.approx(1 / 1e9)
+    uncontended = worker_at(host_group(cpu(weight_rates=(thin(2e9, 2e9, threads=2),)), 2), "float32", "full")
+    assert uncontended.weights.forward_s == pytest.approx(1 / 2e9)
+    unknown = worker_at(host_group(device, 4), "float32", "full")
     assert unknown.weights.forward_s == cost_constants.WEIGHT_PASSES["cpu"] / unknown.bandwidth_bytes_per_s
     assert any("goes over its weights 3 times" in sentence for sentence in unknown.assumptions)
-    assert worker_at(seat(gpu(), 1), "float32", "full").weights.forward_s == 0
+    assert worker_at(host_group(gpu(), 1), "float32", "full").weights.forward_s == 0
 
 
 def test_convolutions_go_over_their_weights_at_their_own_pace_where_it_was_measured() -> None:
     one = dataclasses.replace(products(first=False), kind="conv")
     model = ModelSpec(name="m", modules=(ModuleSpec(name="a", kind="A", ops=(one,)),))
     gemm, conv = thin(8e9, 8e9), dataclasses.replace(thin(2e9, 1e9), kind="conv")
-    alike, own = (worker_at(seat(cpu(weight_rates=rates), 1), "float32", "full") for rates in ((gemm,), (gemm, conv)))
+    alike, own = (
+        worker_at(host_group(cpu(weight_rates=rates), 1), "float32", "full") for rates in ((gemm,), (gemm, conv))
+    )
     assert alike.convolution_weights == alike.weights == own.weights
     ahead, back = (
         [way(op_table(model), who, 3, 1).memory_s for who in (alike, own)]
@@ -201,7 +203,7 @@ def test_convolutions_have_the_rate_of_their_size() -> None:
     convolution does not ask."""
     sizes = tuple(ConvolutionRate(weight_nbytes=n, relative=part) for n, part in ((100e6, 1.25), (1e4, 0.75)))
     device = cpu(efficiency={"conv": 0.5, "gemm": 0.85}, convolution_rates=sizes)
-    who = worker_at(seat(device, 1), "float32", "full")
+    who = worker_at(host_group(device, 1), "float32", "full")
 
     def compute_s(kind: OpKind, nbytes: float) -> float:
         op = dataclasses.replace(products(first=False), kind=kind, weight_nbytes=nbytes)
@@ -209,16 +211,16 @@ def test_convolutions_have_the_rate_of_their_size() -> None:
         return compute_cost.forward(op_table(model), dataclasses.replace(who, weights=FREE, convolution_weights=FREE),
                                3000, 1).compute_s  # fmt: skip
 
-    alone = 3e9 / 32e9
+    uncontended = 3e9 / 32e9
     found = [compute_s("conv", nbytes) for nbytes in (1e6, 1e4, 10.0, 100e6, 200e6)]
-    assert found == pytest.approx([alone / (0.5 * part) for part in (1.0, 0.75, 0.75, 1.25, 1.25)])
-    assert compute_s("gemm", 1e4) == pytest.approx(alone / 0.85)
+    assert found == pytest.approx([uncontended / (0.5 * part) for part in (1.0, 0.75, 0.75, 1.25, 1.25)])
+    assert compute_s("gemm", 1e4) == pytest.approx(uncontended / 0.85)
 
 
 def test_convolutions_have_the_rate_of_their_images() -> None:
     """1000 values of weights, 2000 FLOPs a pixel: halfway between 4 x 4 and 16 x 16 is 8 x 8."""
     images = tuple(ImageRate(pixels=n, relative=part) for n, part in ((256, 1.0), (16, 1.25)))
-    who = worker_at(seat(cpu(efficiency={"conv": 0.5}, image_rates=images), 1), "float32", "full")
+    who = worker_at(host_group(cpu(efficiency={"conv": 0.5}, image_rates=images), 1), "float32", "full")
     who = dataclasses.replace(who, weights=FREE, convolution_weights=FREE)
 
     def compute_s(pixels: int, kind: OpKind = "conv") -> float:
@@ -226,9 +228,9 @@ def test_convolutions_have_the_rate_of_their_images() -> None:
         model = ModelSpec(name="m", modules=(ModuleSpec(name="a", kind="A", ops=(op,)),))
         return compute_cost.forward(op_table(model), who, 6000 * 256 // pixels, 1).compute_s
 
-    alone = 6000 * 256 * 2000 / 32e9
+    uncontended = 6000 * 256 * 2000 / 32e9
     found = [compute_s(pixels) for pixels in (16, 64, 256, 4, 1024)]
-    assert found == pytest.approx([alone / (0.5 * part) for part in (1.25, 1.125, 1.0, 1.25, 1.0)])
+    assert found == pytest.approx([uncontended / (0.5 * part) for part in (1.25, 1.125, 1.0, 1.25, 1.0)])
     assert compute_s(16, "gemm") == pytest.approx(compute_s(256, "gemm"))
 
 
@@ -239,7 +241,7 @@ def test_elements_of_slow_kinds_have_rates_of_each_pass() -> None:
     model = ModelSpec(name="m", modules=(ModuleSpec(name="a", kind="A", ops=(op,)),))
 
     def rates(device: DeviceSpec) -> list[float]:
-        who = dataclasses.replace(worker_at(seat(device, 1), "float32", "full"), bandwidth_bytes_per_s=1e18)
+        who = dataclasses.replace(worker_at(host_group(device, 1), "float32", "full"), bandwidth_bytes_per_s=1e18)
         return [
             3e6 / way(op_table(model), who, 3, 1).compute_s / who.vector_rate
             for way in (compute_cost.forward, compute_cost.backward)
@@ -257,7 +259,7 @@ def test_random_numbers_are_drawn_by_one_thread_of_several(changes: dict[str, An
     def seconds(kind: OpKind, threads: int) -> float:
         op = dataclasses.replace(products(first=False), kind=kind, flops_forward=1e6)
         model = ModelSpec(name="m", modules=(ModuleSpec(name="a", kind="A", ops=(op,)),))
-        rank = dataclasses.replace(seat(cpu(**changes), 1), threads=threads)
+        rank = dataclasses.replace(host_group(cpu(**changes), 1), threads=threads)
         who = dataclasses.replace(worker_at(rank, "float32", "full"), bandwidth_bytes_per_s=1e18)
         return compute_cost.forward(op_table(model), who, 3, 1).compute_s
 
@@ -267,7 +269,7 @@ def test_random_numbers_are_drawn_by_one_thread_of_several(changes: dict[str, An
 
 def test_no_samples_no_time() -> None:
     model = mlp()
-    who = worker_at(seat(cpu(), 1), "float32", "full")
+    who = worker_at(host_group(cpu(), 1), "float32", "full")
     assert not compute_cost.forward(op_table(model), who, 0, len(model.modules)).seconds.any()
 
 
@@ -294,7 +296,7 @@ def test_more_of_any_cost_never_takes_less_time(field: str, factor: int) -> None
     times = []
     for op in (cost, more):
         table = op_table(ModelSpec(name="m", modules=(ModuleSpec(name="a", kind="A", ops=(op,)),)))
-        who = worker_at(seat(cpu(kernel_overhead_s=1e-5), 1), "float32", "full")
+        who = worker_at(host_group(cpu(kernel_overhead_s=1e-5), 1), "float32", "full")
         times.append(
             compute_cost.forward(table, who, 4, 1).seconds[0] + compute_cost.backward(table, who, 4, 1).seconds[0]
         )

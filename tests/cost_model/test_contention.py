@@ -15,16 +15,16 @@ from tutti.config.plan import PipelinePlan, Plan, ShardingPlan, SyncPlan
 from tutti.config.prediction import Prediction
 from tutti.cost_model import cost_constants, predict
 from tutti.cost_model.gradient_sync_cost import fused, summed
-from tutti.cost_model.overlap import Bucket, Exchange, exchange
+from tutti.cost_model.overlap import BucketCost, CommCost, exchange
 from tutti.cost_model.sharding_cost import _hidden
 from tutti.cost_model.step_time import worked_out
 from tutti.cost_model.step_timeline import Setting, actions_of, line_work, passes_of
 from tutti.errors import PlanError
 
 
-def done(backward: Sequence[float], bucket_s: Sequence[float], taken: Sequence[float], after: float = 0.0) -> Exchange:
+def done(backward: Sequence[float], bucket_s: Sequence[float], taken: Sequence[float], after: float = 0.0) -> CommCost:
     """One bucket for each module."""
-    fused = [Bucket(nbytes=1.0, last=index) for index in range(len(backward))]
+    fused = [BucketCost(nbytes=1.0, last=index) for index in range(len(backward))]
     every = [np.array(taken)] * len(fused)
     return exchange(backward, fused, bucket_s, taken=every, after=[after] * len(fused))
 
@@ -39,7 +39,7 @@ def test_buckets_have_the_link_for_the_rest_of_the_time() -> None:
     # taken for all of the time
     assert done([2.0, 2.0, 2.0], [3.0, 0.0, 0.0], [0.0, 2.0, 2.0]).exposed_s == 3.0
     # a message of a quarter of a second leaves when backward has ended, beside the last bucket
-    assert done([2.0, 2.0, 2.0], [1.0, 0.5, 1.0], [0.0, 1.0, 1.0], 0.25) == Exchange(total_s=2.75, exposed_s=1.25)
+    assert done([2.0, 2.0, 2.0], [1.0, 0.5, 1.0], [0.0, 1.0, 1.0], 0.25) == CommCost(total_s=2.75, exposed_s=1.25)
     assert done([2.0, 2.0, 2.0], [1.0, 0.5, 0.25], [0.0, 1.0, 1.0], 9.0).exposed_s == 0.5  # at most as long again
 
 
@@ -54,11 +54,11 @@ def test_what_takes_the_link_delays_by_no_more_than_it_takes(
     backward: list[float], bucket_s: list[float], part_: list[float], less: float
 ) -> None:
     taken = [share * lasts for share, lasts in zip(part_, backward, strict=True)]
-    alone, shared = done(backward, bucket_s, [0.0] * 6), done(backward, bucket_s, taken)
+    uncontended, shared = done(backward, bucket_s, [0.0] * 6), done(backward, bucket_s, taken)
     some = done(backward, bucket_s, [less * one for one in taken])
-    assert alone.exposed_s - 1e-9 <= some.exposed_s <= shared.exposed_s + 1e-9
-    assert shared.exposed_s <= min(shared.total_s, alone.exposed_s + sum(taken)) + 1e-9
-    assert shared.total_s == alone.total_s
+    assert uncontended.exposed_s - 1e-9 <= some.exposed_s <= shared.exposed_s + 1e-9
+    assert shared.exposed_s <= min(shared.total_s, uncontended.exposed_s + sum(taken)) + 1e-9
+    assert shared.total_s == uncontended.total_s
 
 
 def mixture() -> ModelSpec:
@@ -90,13 +90,13 @@ def with_links_of_their_own(model: ModelSpec, cluster: ClusterSpec, plan: Plan) 
     (one,) = passes_of(step.setting, step.lines[0]).values()
     sums = summed(wires.columns, wires.division, wires.network, plan, np.ones(len(model.modules), dtype=np.bool_))
     pairs = fused(sums)
-    alone = exchange(
+    uncontended = exchange(
         (one.backward_s + one.waits.backward_s)[::-1].tolist(),
         [bucket for bucket, _ in pairs],
         [one.group.all_reduce(bucket.nbytes) for bucket, one in pairs],
     )
     loss = wires.network.group(*plan.mesh).all_reduce(cost_constants.LOSS_NBYTES)
-    return alone.exposed_s + float((one.waits.forward_s + one.waits.backward_s).sum()) + loss
+    return uncontended.exposed_s + float((one.waits.forward_s + one.waits.backward_s).sum()) + loss
 
 
 @pytest.mark.parametrize(
@@ -134,11 +134,11 @@ def messages(mesh: Any, per_host: int, model: ModelSpec = LANGUAGE) -> tuple[Set
 def test_a_message_between_stages_meets_what_its_sender_exchanges() -> None:
     setting, found, links = messages({"stage": 2, "split": 4}, 2)  # split over two hosts, as stages are
     (link,) = {setting.wires.network.neighbours("stage")[0]}
-    alone = link.latency_s + setting.stages.sent[0] * 8 / link.bandwidth_bytes_per_s
+    uncontended = link.latency_s + setting.stages.sent[0] * 8 / link.bandwidth_bytes_per_s
     first = links[1][setting.stages.stage == 0].sum()
     assert links[0].sum() == 0
     assert first > 0
-    assert found == pytest.approx(alone + min(alone, first))
+    assert found == pytest.approx(uncontended + min(uncontended, first))
     setting, found, links = messages({"stage": 2, "split": 4}, 4)  # split within hosts: another link
     (link,) = {setting.wires.network.neighbours("stage")[0]}
     assert found == pytest.approx(link.latency_s + setting.stages.sent[0] * 8 / link.bandwidth_bytes_per_s)

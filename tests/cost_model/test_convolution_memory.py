@@ -122,9 +122,9 @@ def test_the_last_convolution_counts_whole_and_earlier_ones_less_what_is_gone_by
 
 
 def test_cut_in_space_the_views_of_the_interior_are_copied() -> None:
-    alone = convolution("c", 4e6, 2e6, 4e6, halo=1e4)
-    assert activations(layers(alone)) == 4 * (4e6 + 2 * 6e6)
-    assert activations(layers(alone), space=2) == 4 * (2e6 + 3 * 3e6 + 2e6)
+    uncontended = convolution("c", 4e6, 2e6, 4e6, halo=1e4)
+    assert activations(layers(uncontended)) == 4 * (4e6 + 2 * 6e6)
+    assert activations(layers(uncontended), space=2) == 4 * (2e6 + 3 * 3e6 + 2e6)
     without = convolution("c", 4e6, 2e6, 4e6)
     assert activations(layers(without), space=2) == 4 * (2e6 + 2 * 3e6)
 

@@ -14,7 +14,7 @@ from tutti.config.cluster import ClusterSpec, NodeSpec
 from tutti.config.model import Loading, ModelSpec
 from tutti.config.plan import Plan
 from tutti.cost_model import predict
-from tutti.cost_model.loading_time import Load
+from tutti.cost_model.loading_time import BatchLoad
 from tutti.cost_model.rank_tracks import timeline
 from tutti.cost_model.step_time import load_of
 from tutti.planner.scenarios import with_storage
@@ -258,9 +258,9 @@ def test_of_hosts_that_read_unequally_many_samples_the_fullest_counts() -> None:
 
 
 def test_a_batch_is_there_when_its_slowest_station_is_through() -> None:
-    alone = Load(loaders_s=3.0, storage_s=5.0)
-    assert alone.exposed_s(10.0, 0.0) == 5.0
-    ahead = Load(loaders_s=3.0, storage_s=5.0, cores_s=1.0, held=0.5, ahead=True)
+    uncontended = BatchLoad(loaders_s=3.0, storage_s=5.0)
+    assert uncontended.exposed_s(10.0, 0.0) == 5.0
+    ahead = BatchLoad(loaders_s=3.0, storage_s=5.0, cores_s=1.0, held=0.5, ahead=True)
     assert ahead.exposed_s(10.0, 0.0) == 0.0  # 5 s of the cores are the ranks'
     assert ahead.exposed_s(4.0, 0.0) == 1.0
     assert dataclasses.replace(ahead, held=1.0).exposed_s(10.0, 0.0) == 1.0  # all cores: workers' second comes on top

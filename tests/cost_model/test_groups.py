@@ -25,26 +25,30 @@ def net(mesh: Any, machine: Any = None) -> Network:
 
 def test_the_mesh_order_says_which_axis_stays_within_a_host() -> None:
     inner = net({"replicate": 4, "split": 8})
-    assert inner.group("split").span == Span(ranks=8, hosts=1, per_host=8, meeting=1, leaving=0, fewest=8)
+    assert inner.group("split").span == Span(ranks=8, hosts=1, per_host=8, sharing_groups=1, leaving=0, fewest=8)
     # every card of a host has replicas on the other hosts: 8 groups meet at each host's connection
-    assert inner.group("replicate").span == Span(ranks=4, hosts=4, per_host=1, meeting=8, leaving=8)
+    assert inner.group("replicate").span == Span(ranks=4, hosts=4, per_host=1, sharing_groups=8, leaving=8)
     outer = net({"split": 8, "replicate": 4})
-    assert outer.group("split").span == Span(ranks=8, hosts=4, per_host=2, meeting=4, leaving=4, fewest=2)
+    assert outer.group("split").span == Span(ranks=8, hosts=4, per_host=2, sharing_groups=4, leaving=4, fewest=2)
     assert outer.group("replicate").span.hosts == 1
-    assert inner.group("replicate", "split").span == Span(ranks=32, hosts=4, per_host=8, meeting=1, leaving=1, fewest=8)
+    assert inner.group("replicate", "split").span == Span(
+        ranks=32, hosts=4, per_host=8, sharing_groups=1, leaving=1, fewest=8
+    )
 
 
 def test_groups_that_straddle_hosts_count_where_they_meet() -> None:
     # 3 ranks a group on hosts of 4: groups 1 and 2 straddle, and meet none on the first host's connection but one
     span = span_of((("replicate", 4), ("split", 3)), ("split",), ((3, 4),))
-    assert (span.ranks, span.hosts, span.per_host, span.meeting) == (3, 2, 3, 2)
+    assert (span.ranks, span.hosts, span.per_host, span.sharing_groups) == (3, 2, 3, 2)
 
 
 def test_shared_connections_divide_the_bandwidth() -> None:
-    alone, shared = net({"replicate": 4}, machines(4, 1)), net({"replicate": 4, "split": 8})
-    assert shared.group("replicate").pass_on(1e9) == pytest.approx(8 * alone.group("replicate").pass_on(1e9), rel=1e-3)
+    uncontended, shared = net({"replicate": 4}, machines(4, 1)), net({"replicate": 4, "split": 8})
+    assert shared.group("replicate").pass_on(1e9) == pytest.approx(
+        8 * uncontended.group("replicate").pass_on(1e9), rel=1e-3
+    )
     assert shared.group("replicate").all_to_all(1e9) == pytest.approx(
-        8 * alone.group("replicate").all_to_all(1e9), rel=1e-3
+        8 * uncontended.group("replicate").all_to_all(1e9), rel=1e-3
     )
 
 
@@ -77,12 +81,12 @@ def test_what_exchanges_take_of_a_ranks_cores(core_ns: float | None, ranks: int,
     all of the time."""
     each = None if core_ns is None else core_ns * 1e-9
     machine = cluster(count=2, links=(link("node"), link("network", 1e-3, 1.25e8, core_s_per_nbyte=each)))
-    seats = place_ranks(machine, ranks)
+    host_groups = place_ranks(machine, ranks)
     inside = {"replicate": 2, "split": ranks // 2}
     plan = meshed(64, mesh=inside if ranks > 2 else {"replicate": 2})
-    group = network(machine, seats, plan).group("replicate")
+    group = network(machine, host_groups, plan).group("replicate")
     sent_s = group.all_reduce(1e6) - (0 if core_ns is None else 2 * 1e-3)
-    assert group.on_cores(seats[0]).all_reduce(1e6) == pytest.approx(share * sent_s)
+    assert group.on_cores(host_groups[0]).all_reduce(1e6) == pytest.approx(share * sent_s)
 
 
 def test_of_a_core_that_hosts_take_turns_on_a_rank_has_its_part() -> None:
@@ -91,9 +95,9 @@ def test_of_a_core_that_hosts_take_turns_on_a_rank_has_its_part() -> None:
     taken = []
     for turns in (1.0, 2.0):
         shared = replace(machine, nodes=tuple(replace(node, turns=turns) for node in machine.nodes))
-        seats = place_ranks(shared, 2)
-        group = network(shared, seats, meshed(64, mesh={"replicate": 2})).group("replicate")
-        taken.append(group.on_cores(seats[0]).all_reduce(1e6))
+        host_groups = place_ranks(shared, 2)
+        group = network(shared, host_groups, meshed(64, mesh={"replicate": 2})).group("replicate")
+        taken.append(group.on_cores(host_groups[0]).all_reduce(1e6))
     assert taken == pytest.approx([1e6 * 4e-9 / 4, 1e6 * 4e-9 / 2])
 
 
@@ -108,9 +112,9 @@ def test_quicker_links_take_no_more_of_the_cores(
         spec = link("network", 1e-3, small, core_s_per_nbyte=core_ns * 1e-9, large_nbytes=2**20,
                     large_bandwidth_bytes_per_s=beyond)  # fmt: skip
         machine = cluster(count=2, links=(spec,))
-        seats = place_ranks(machine, 2)
-        group = network(machine, seats, meshed(64, mesh={"replicate": 2})).group("replicate")
-        return group.all_reduce(nbytes), group.on_cores(seats[0]).all_reduce(nbytes)
+        host_groups = place_ranks(machine, 2)
+        group = network(machine, host_groups, meshed(64, mesh={"replicate": 2})).group("replicate")
+        return group.all_reduce(nbytes), group.on_cores(host_groups[0]).all_reduce(nbytes)
 
     lasts_s, cores_s = taken(bandwidth, large * bandwidth)
     assert cores_s <= min(lasts_s, core_ns * 1e-9 * nbytes / 4) * (1 + 1e-9)
@@ -128,9 +132,9 @@ def test_a_prediction_says_whether_what_exchanges_take_was_measured(each: float 
 
 def test_cards_exchange_beside_their_work() -> None:
     machine = machines(hosts=2, per_host=1)
-    seats = place_ranks(machine, 2)
-    group = network(machine, seats, meshed(64, mesh={"replicate": 2})).group("replicate")
-    assert group.on_cores(seats[0]).all_reduce(1e9) == 0
+    host_groups = place_ranks(machine, 2)
+    group = network(machine, host_groups, meshed(64, mesh={"replicate": 2})).group("replicate")
+    assert group.on_cores(host_groups[0]).all_reduce(1e9) == 0
 
 
 def test_gradients_of_hosts_with_several_cpu_ranks_are_summed_in_two_tiers() -> None:
@@ -197,8 +201,8 @@ def test_dims_of_a_grid_have_links_of_their_own() -> None:
     assert along((1, 4), 1).to_neighbours(1e6) == pytest.approx(1e-3 + 1e6 / 1e8)
     assert along((1, 4), 0).to_neighbours(1e6) == along((4,), 0).to_neighbours(0) == 0
     # inside a row of four on four hosts a rank sends to both sides
-    alone = cluster(count=4, links=(link("network", 1e-3, 1e8),))
-    row = network(alone, place_ranks(alone, 4), meshed(64, mesh={"space": 4})).along_grid((4,), 0)
+    uncontended = cluster(count=4, links=(link("network", 1e-3, 1e8),))
+    row = network(uncontended, place_ranks(uncontended, 4), meshed(64, mesh={"space": 4})).along_grid((4,), 0)
     assert row.to_neighbours(1e6) == pytest.approx(1e-3 + 2 * 1e6 / 1e8)
 
 

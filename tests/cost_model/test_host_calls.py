@@ -7,13 +7,13 @@ import pytest
 
 from cost_model.examples import cluster, gpu
 from tutti.cost_model import compute_cost, cost_constants
-from tutti.cost_model.compute_cost import Work
+from tutti.cost_model.compute_cost import PassCost
 from tutti.cost_model.rank_placement import place_ranks
 from tutti.cost_model.worker_speed import worker_at
 from tutti.profile.architectures import architecture
 
 
-def forward(samples: int, **device: Any) -> Work:
+def forward(samples: int, **device: Any) -> PassCost:
     model = architecture("gpt", {"layers": 2, "hidden": 1024, "heads": 16, "seq_len": 512, "vocab": 1000})
     worker = worker_at(place_ranks(cluster(gpu(**device)), 1)[0], model.dtype, "full")
     return compute_cost.forward(compute_cost.op_table(model), worker, samples, len(model.modules))

@@ -84,7 +84,7 @@ def test_blocks_pass_through_a_rank_of_zero_3() -> None:
         memory(transformer(layers, s=S, h=H, a=A), 4, mesh={"shard": 4}, sharding=ShardingPlan(level=3)).communication
         for layers in (4, 8)
     )
-    assert few == more == pytest.approx(block * (3 + 1 + cost_constants.SUMS_IN_FLIGHT * (1 + 1 / 4)))
+    assert few == more == pytest.approx(block * (3 + 1 + cost_constants.PENDING_SUMS * (1 + 1 / 4)))
 
 
 def test_offload_leaves_the_device_what_is_computed_with() -> None:
@@ -123,10 +123,10 @@ def test_stages_hold_their_own_layers_and_tied_weights_twice() -> None:
 def test_no_axis_makes_a_rank_hold_more_state_or_activations(axis: Any, degree: int, microbatches: int) -> None:
     model = transformer(8, s=S, h=H, a=A)
     pipeline = PipelinePlan(schedule="1f1b")
-    alone = memory(model, 16, microbatches)
+    uncontended = memory(model, 16, microbatches)
     held = memory(model, 16, microbatches, {axis: degree}, pipeline=pipeline)
-    assert held.parameters <= alone.parameters
-    assert held.optimizer <= alone.optimizer
+    assert held.parameters <= uncontended.parameters
+    assert held.optimizer <= uncontended.optimizer
     messages = 2 * 2 * SH * 16 / microbatches if axis == "stage" else 0.0  # one that is used, one that has come
-    most = max(alone.activations, min(microbatches, degree) * alone.activations / degree + 1)
+    most = max(uncontended.activations, min(microbatches, degree) * uncontended.activations / degree + 1)
     assert held.activations <= most + messages

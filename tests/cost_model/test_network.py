@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tutti.config.cluster import LinkSpec, scale_bandwidth
 from tutti.cost_model import rank_placement
-from tutti.cost_model.group_links import Group, Span
+from tutti.cost_model.group_links import RankGroup, Span
 from tutti.cost_model.rank_placement import Link
 from tutti.errors import SpecError
 
@@ -140,7 +140,7 @@ def test_no_exchange_is_quicker_than_the_wire_that_a_large_vector_sees() -> None
         large_bandwidth_bytes_per_s=1.15e8,
     )
     link, nbytes = rank_placement.link_of(wire), 2.0**27
-    group = Group(span=Span(ranks=2, hosts=2, per_host=1, meeting=1, leaving=1), network=link)
+    group = RankGroup(span=Span(ranks=2, hosts=2, per_host=1, sharing_groups=1, leaving=1), network=link)
     least = nbytes / 1.25e8
     assert rank_placement.message(link, nbytes) > least
     assert group.pass_on(nbytes) > least

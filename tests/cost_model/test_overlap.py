@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tutti.cost_model.overlap import Bucket, buckets, exchange
+from tutti.cost_model.overlap import BucketCost, buckets, exchange
 
 durations = st.lists(st.floats(0, 10), min_size=1, max_size=30)
 
@@ -40,7 +40,7 @@ def test_exposed_is_never_more_than_all_communication(seconds: list[float], data
 
 
 def test_recurrence_by_hand() -> None:
-    fused = (Bucket(nbytes=1, last=0), Bucket(nbytes=1, last=1), Bucket(nbytes=1, last=2))
+    fused = (BucketCost(nbytes=1, last=0), BucketCost(nbytes=1, last=1), BucketCost(nbytes=1, last=2))
     # Ready at 1, 2, 4; on the link 1..4, 4..5, 5..6; backward ends at 4.
     done = exchange([1.0, 1.0, 2.0], fused, [3.0, 1.0, 1.0])
     assert (done.total_s, done.exposed_s) == (5.0, 2.0)
@@ -51,7 +51,7 @@ def test_recurrence_by_hand() -> None:
 
 def test_one_bucket_hides_nothing() -> None:
     fused = buckets([5.0, 5.0], 1e9)
-    assert fused == (Bucket(nbytes=10.0, last=1),)
+    assert fused == (BucketCost(nbytes=10.0, last=1),)
     assert exchange([1.0, 1.0], fused, [0.5]).exposed_s == 0.5
 
 

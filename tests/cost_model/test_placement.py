@@ -20,8 +20,8 @@ def cards(count: int = 2, per_node: int = 4) -> ClusterSpec:
 
 
 def test_cuda_ranks_fill_hosts_in_order() -> None:
-    seats = place_ranks(cards(), 6)
-    assert [(seat.hosts, seat.ranks_per_host) for seat in seats] == [(1, 4), (1, 2)]
+    host_groups = place_ranks(cards(), 6)
+    assert [(host_group.hosts, host_group.ranks_per_host) for host_group in host_groups] == [(1, 4), (1, 2)]
     assert place_ranks(cards(), 8)[0].hosts == 2
     assert ring_tier(place_ranks(cards(), 4)) == "node"
     assert ring_tier(place_ranks(cards(), 5)) == "network"
@@ -34,10 +34,10 @@ def test_more_ranks_than_cuda_devices_are_refused() -> None:
 
 @pytest.mark.parametrize(("ranks", "threads", "sharing"), [(1, 4, 1), (2, 2, 2), (3, 1, 3), (4, 1, 4), (8, 1, 8)])
 def test_ranks_of_a_cpu_host_share_its_cores(ranks: int, threads: int, sharing: int) -> None:
-    (seat,) = place_ranks(cluster(), ranks)
-    assert (seat.threads, seat.sharing, seat.ranks) == (threads, sharing, ranks)
-    assert seat.oversubscribed == max(1, ranks / 4)
-    assert seat.memory_nbytes == 16 * 2**30 / ranks
+    (host_group,) = place_ranks(cluster(), ranks)
+    assert (host_group.threads, host_group.sharing, host_group.ranks) == (threads, sharing, ranks)
+    assert host_group.oversubscribed == max(1, ranks / 4)
+    assert host_group.memory_nbytes == 16 * 2**30 / ranks
 
 
 @pytest.mark.parametrize(("cores", "ranks"), [(1, 2), (1, 5), (2, 3), (2, 4), (4, 6)])
@@ -62,15 +62,19 @@ def test_ranks_beyond_cores_take_as_much_longer_as_cores_are_lacking(cores: int,
         assert place_ranks(machines, ranks)[0].threads == 1
         return predict(mlp(64), machines, plan(12 * ranks, ranks=ranks, sync=sync)).step_time_s.value
 
-    (seat,) = place_ranks(cluster(cpu(cores=cores)), ranks)
-    assert seat.slowdown == pytest.approx(ranks / cores * cost_constants.OVERSUBSCRIBED)
-    assert step_s(cores) == pytest.approx(seat.slowdown * step_s(ranks), rel=1e-9)
+    (host_group,) = place_ranks(cluster(cpu(cores=cores)), ranks)
+    assert host_group.slowdown == pytest.approx(ranks / cores * cost_constants.OVERSUBSCRIBED)
+    assert step_s(cores) == pytest.approx(host_group.slowdown * step_s(ranks), rel=1e-9)
 
 
 def test_cpu_hosts_take_one_rank_each_before_they_share() -> None:
     hosts = cluster(count=2)
-    assert [(seat.hosts, seat.ranks_per_host, seat.threads) for seat in place_ranks(hosts, 2)] == [(2, 1, 4)]
-    assert [(seat.hosts, seat.ranks_per_host, seat.threads) for seat in place_ranks(hosts, 4)] == [(2, 2, 2)]
+    assert [
+        (host_group.hosts, host_group.ranks_per_host, host_group.threads) for host_group in place_ranks(hosts, 2)
+    ] == [(2, 1, 4)]
+    assert [
+        (host_group.hosts, host_group.ranks_per_host, host_group.threads) for host_group in place_ranks(hosts, 4)
+    ] == [(2, 2, 2)]
 
 
 def test_unequal_cpu_hosts_take_ranks_by_their_cores() -> None:
@@ -83,7 +87,10 @@ def test_unequal_cpu_hosts_take_ranks_by_their_cores() -> None:
         ),
         links=(link("network"),),
     )
-    assert [(seat.node.name, seat.ranks_per_host) for seat in place_ranks(machines, 8)] == [("a", 2), ("b", 6)]
+    assert [(host_group.node.name, host_group.ranks_per_host) for host_group in place_ranks(machines, 8)] == [
+        ("a", 2),
+        ("b", 6),
+    ]
 
 
 def test_ring_takes_the_link_of_its_slowest_tier() -> None:
@@ -100,9 +107,9 @@ def test_copies_between_more_ranks_than_cores_share_the_cores() -> None:
 
 
 def test_a_missing_link_is_named_with_the_remedy() -> None:
-    alone = cluster(links=())
+    uncontended = cluster(links=())
     with pytest.raises(PlanError, match=r"no link of tier 'node' \(it has: none\), which 2 ranks need; measure it"):
-        ring_link(alone, place_ranks(alone, 2))
+        ring_link(uncontended, place_ranks(uncontended, 2))
 
 
 def test_of_the_hosts_in_use_the_slowest_link_counts_in_each_respect() -> None:

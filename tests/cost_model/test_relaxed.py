@@ -15,7 +15,14 @@ from tutti.cost_model import predict
 from tutti.cost_model.group_links import network
 from tutti.cost_model.rank_placement import place_ranks
 from tutti.cost_model.rank_tracks import timeline
-from tutti.cost_model.relaxed_sync_cost import Coded, Trained, _behind_updates, _traffic, exchanged_apart, waited_parts
+from tutti.cost_model.relaxed_sync_cost import (
+    CompressedExchange,
+    Trained,
+    _behind_updates,
+    _traffic,
+    diverged_exchange,
+    waited_parts,
+)
 from tutti.errors import PlanError
 from tutti.local_sgd import delayed_reduction
 
@@ -115,24 +122,24 @@ def test_delayed_averages_travel_behind_so_many_steps(delay: int) -> None:
 
 def test_codes_of_pairs_travel_behind_all_of_the_steps() -> None:
     """In a thread of their own; sums of thin matrices, and what is in order on a GPU, behind one less."""
-    seat = place_ranks(hosts(4, 4e7, 1e-3), 4)[0]
-    gpu = replace(seat, device=replace(seat.device, kind="cuda"))
+    host_group = place_ranks(hosts(4, 4e7, 1e-3), 4)[0]
+    gpu = replace(host_group, device=replace(host_group.device, kind="cuda"))
     sync = parse_sync("local:period=8,delay=4")
     for code, behind in (("qsgd", 4), ("one-bit", 4), ("powersgd", 3), ("terngrad", 3)):
         coded = replace(sync, compress=parse_compression(code))
-        assert (_behind_updates(coded, seat), _behind_updates(coded, gpu)) == (behind, 3)
-    assert _behind_updates(sync, seat) == 3
+        assert (_behind_updates(coded, host_group), _behind_updates(coded, gpu)) == (behind, 3)
+    assert _behind_updates(sync, host_group) == 3
 
 
 @pytest.mark.parametrize(("kind", "more_s"), [("cpu", 7 / 8 * 2.5), ("cuda", 0.0)])
 def test_a_thread_sends_one_part_while_it_codes_or_hands_on_another(kind: DeviceKind, more_s: float) -> None:
     sync = replace(parse_sync("local:period=5,delay=1"), compress=parse_compression("qsgd,bits=4"))
-    seats = place_ranks(hosts(4), 4)
-    seat = replace(seats[0], device=replace(seats[0].device, kind=kind))
+    host_groups = place_ranks(hosts(4), 4)
+    host_group = replace(host_groups[0], device=replace(host_groups[0].device, kind=kind))
     nothing = Trained(parameters=0.0, optimizer=0.0, statistics=0.0)
-    coded = Coded(seconds=10.0, kernels_s=2.0, cores_s=0.5, sent_nbytes=0.0, parts=8)
-    group = network(hosts(4, latency_s=0.0), seats, plan(64, 4)).group("replicate")
-    found = exchanged_apart(sync, group, seat, nothing, 1.0, coded)
+    coded = CompressedExchange(seconds=10.0, kernels_s=2.0, cores_s=0.5, sent_nbytes=0.0, parts=8)
+    group = network(hosts(4, latency_s=0.0), host_groups, plan(64, 4)).group("replicate")
+    found = diverged_exchange(sync, group, host_group, nothing, 1.0, coded)
     hidden_s = 1.0 + more_s
     assert found.exchange.exposed_s == pytest.approx((10.0 - hidden_s + 0.5 * hidden_s / 8.0) / 5, rel=1e-9)
 

@@ -44,10 +44,10 @@ def test_rows_apart_move_more_and_slabs_are_slower() -> None:
     share = 2 * (halo / KEPT)  # of a rank's half: a halo on one side, padding on the other
     for direction, weights in (("forward", worker.weights.forward_s), ("backward", 2 * worker.weights.backward_s)):
         name = f"{direction}_s"
-        inside, out = cost_constants.APART_PASSES[direction]
+        inside, out = cost_constants.PIECEWISE_PASSES[direction]
         moved = (inside * KEPT + out * OUT) * BATCH / 2 / worker.bandwidth_bytes_per_s
         again = 2 * PARAMETERS * (weights + (3 / worker.bandwidth_bytes_per_s if direction == "backward" else 0.0))
-        calls = cost_constants.APART_CALLS[direction] * worker.call_s
+        calls = cost_constants.PIECEWISE_CALLS[direction] * worker.call_s
         before = float(getattr(whole, name)[0])
         slower = before * share * (1 / cost_constants.SLAB_EFFICIENCY[direction] - 1)
         assert float(getattr(apart, name)[0]) - before == pytest.approx(moved + again + calls + slower)
@@ -55,8 +55,8 @@ def test_rows_apart_move_more_and_slabs_are_slower() -> None:
 
 
 def test_without_halos_or_a_cut_nothing_is_apart() -> None:
-    alone, copies = meshed(BATCH), meshed(2 * BATCH, 1, {"replicate": 2})
-    for plan in (alone, copies):
+    uncontended, copies = meshed(BATCH), meshed(2 * BATCH, 1, {"replicate": 2})
+    for plan in (uncontended, copies):
         with_halos, without = (passes(plan, model(halo))[0] for halo in (KEPT / 16, 0.0))
         assert with_halos.forward_s == pytest.approx(without.forward_s)
         assert with_halos.backward_s == pytest.approx(without.backward_s)

@@ -147,5 +147,5 @@ def test_what_limits_a_pipeline_is_told_as_its_tracks_tell_it() -> None:
     assert told["waiting for other stages"] == pytest.approx(slowest["bubble"] / limited_s, abs=0.02)
     assert told["communication"] == pytest.approx(slowest["communication"] / limited_s, abs=0.02)
     assert prediction.notes[0].startswith("limited by waiting for other stages")
-    alone = predict(transformer(), machines(1, 4), meshed(64, 2, {"replicate": 4}))
-    assert "other stages" not in " ".join(alone.notes)
+    uncontended = predict(transformer(), machines(1, 4), meshed(64, 2, {"replicate": 4}))
+    assert "other stages" not in " ".join(uncontended.notes)

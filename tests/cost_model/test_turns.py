@@ -13,20 +13,20 @@ from cost_model.examples_mesh import meshed, transformer
 from cost_model.test_pipeline import SCHEDULES, equal, pipe, sent, silent
 from tutti.config.cluster import ClusterSpec
 from tutti.cost_model import cost_constants, predict
-from tutti.cost_model.pipeline_cost import Actions, Crowd, moments, order_of
+from tutti.cost_model.pipeline_cost import Actions, Oversubscription, moments, order_of
 from tutti.cost_model.rank_tracks import timeline
 
 SLOWED = 2 * cost_constants.OVERSUBSCRIBED
 """Two ranks on each core."""
 
 
-def crowd(hosts: list[int], cores: int = 1, ranks: int = 1, slowed: float = SLOWED) -> Crowd:
+def oversubscription(hosts: list[int], cores: int = 1, ranks: int = 1, slowed: float = SLOWED) -> Oversubscription:
     count = len(hosts)
-    return Crowd(host=tuple(hosts), cores=(cores,) * count, ranks=(ranks,) * count, slowed=(slowed,) * count)
+    return Oversubscription(host=tuple(hosts), cores=(cores,) * count, ranks=(ranks,) * count, slowed=(slowed,) * count)
 
 
-def actions(seconds: Any, messages: Any, who: Crowd | None, waits: Any = 0.0) -> Actions:
-    return Actions(seconds=seconds, waits=seconds * waits, messages=messages, crowd=who)
+def actions(seconds: Any, messages: Any, who: Oversubscription | None, waits: Any = 0.0) -> Actions:
+    return Actions(seconds=seconds, waits=seconds * waits, messages=messages, oversubscription=who)
 
 
 @settings(deadline=None, max_examples=60)
@@ -40,23 +40,27 @@ def test_time_lies_between_that_of_a_core_each_and_of_cores_that_are_always_shar
     seconds = equal(stages, count) * np.array(factors)[None, :, None]
     messages = sent(np.full((stages - 1, count), data.draw(st.floats(0.0, 2.0))))
     order = order_of(name, ranks, chunks, count)
-    alone = moments(order, seconds, messages)
+    uncontended = moments(order, seconds, messages)
     slow = moments(order, SLOWED * seconds, messages)
     hosts = [rank // 2 for rank in range(ranks)]
-    for enough in (crowd(list(range(ranks))), crowd([0] * ranks, cores=ranks), crowd(hosts, cores=2)):
+    for enough in (
+        oversubscription(list(range(ranks))),
+        oversubscription([0] * ranks, cores=ranks),
+        oversubscription(hosts, cores=2),
+    ):
         played = actions(SLOWED * seconds, messages, enough).played(order)
-        np.testing.assert_allclose(played.free, alone[0], rtol=1e-9)
-        np.testing.assert_allclose(played.ended, alone[1], rtol=1e-9)
+        np.testing.assert_allclose(played.free, uncontended[0], rtol=1e-9)
+        np.testing.assert_allclose(played.ended, uncontended[1], rtol=1e-9)
         assert sum(played.busy_s) == pytest.approx(
             sum(seconds[order.kind[at], order.stage[at], order.microbatch[at]] for at in range(len(order.rank)))
         )
-    twice = actions(SLOWED * seconds, messages, crowd(list(range(ranks)), ranks=2)).played(order)
+    twice = actions(SLOWED * seconds, messages, oversubscription(list(range(ranks)), ranks=2)).played(order)
     np.testing.assert_allclose(twice.ended, slow[1], rtol=1e-9)
-    shared = actions(SLOWED * seconds, messages, crowd(hosts)).played(order)
+    shared = actions(SLOWED * seconds, messages, oversubscription(hosts)).played(order)
     work = np.zeros(2)
     for at, rank in enumerate(order.rank):
         work[hosts[rank]] += seconds[order.kind[at], order.stage[at], order.microbatch[at]]
-    assert max(*work, *alone[0]) * (1 - 1e-9) <= max(shared.free) <= max(slow[0]) * (1 + 1e-9)
+    assert max(*work, *uncontended[0]) * (1 - 1e-9) <= max(shared.free) <= max(slow[0]) * (1 + 1e-9)
 
 
 def test_two_stages_on_one_core_overlap_as_much_as_they_compute_together() -> None:
@@ -65,7 +69,7 @@ def test_two_stages_on_one_core_overlap_as_much_as_they_compute_together() -> No
         (1, 6.0),
         (2, 6.0 + 2 * cost_constants.OVERSUBSCRIBED + 2 * 2 * cost_constants.OVERSUBSCRIBED),
     ):
-        whole = actions(SLOWED * equal(2, count), silent(1, count), crowd([0, 0]))
+        whole = actions(SLOWED * equal(2, count), silent(1, count), oversubscription([0, 0]))
         free, stretch = whole.ends(pipe("gpipe", 2, count))
         assert max(free) == pytest.approx(expected)
         share = 1.0 / SLOWED if count == 1 else (1 + 2 * cost_constants.OVERSUBSCRIBED) / 2 / SLOWED
@@ -75,10 +79,10 @@ def test_two_stages_on_one_core_overlap_as_much_as_they_compute_together() -> No
 def test_what_an_action_waits_for_takes_no_core() -> None:
     """Two stages that wait for half of each action: what they compute together is less than they wait for."""
     seconds = equal(2, 2)
-    alone = max(moments(order_of("gpipe", 2, 1, 2), seconds, silent(1, 2))[0])
+    uncontended = max(moments(order_of("gpipe", 2, 1, 2), seconds, silent(1, 2))[0])
     slowed = seconds / 2 * SLOWED + seconds / 2
-    one = Actions(seconds=slowed, waits=seconds / 2, messages=silent(1, 2), crowd=crowd([0, 0]))
-    assert max(one.ends(pipe("gpipe", 2, 2))[0]) == pytest.approx(alone)
+    one = Actions(seconds=slowed, waits=seconds / 2, messages=silent(1, 2), oversubscription=oversubscription([0, 0]))
+    assert max(one.ends(pipe("gpipe", 2, 2))[0]) == pytest.approx(uncontended)
 
 
 @settings(deadline=None, max_examples=40)
@@ -91,7 +95,12 @@ def test_quicker_messages_and_cores_are_never_slower(kind: Any, count: int, data
 
     def end(speed: float, links: float) -> float:
         messages = sent(np.full((4 * chunks - 1, count), message / links))
-        whole = Actions(seconds=seconds / speed, waits=seconds * 0, messages=messages, crowd=crowd([0, 0, 1, 1]))
+        whole = Actions(
+            seconds=seconds / speed,
+            waits=seconds * 0,
+            messages=messages,
+            oversubscription=oversubscription([0, 0, 1, 1]),
+        )
         return max(whole.ends(pipe(name, 4, count, chunks))[0])
 
     assert max(end(more, 1.0), end(1.0, more)) <= end(1.0, 1.0) * (1 + 1e-9)
@@ -101,7 +110,7 @@ def test_quicker_messages_and_cores_are_never_slower(kind: Any, count: int, data
 def test_long_runs_continue_as_if_played_out(name: Any, chunks: int) -> None:
     ranks, count = 2, 41
     seconds = SLOWED * equal(ranks * chunks, count) * np.array([1.0, 0.6] * chunks)[None, :, None]
-    whole = actions(seconds, silent(ranks * chunks - 1, count), crowd([0, 0]))
+    whole = actions(seconds, silent(ranks * chunks - 1, count), oversubscription([0, 0]))
     free, stretch = whole.ends(pipe(name, ranks, count, chunks))
     played = whole.played(order_of(name, ranks, chunks, count))
     assert free == pytest.approx(played.free, rel=0.02)

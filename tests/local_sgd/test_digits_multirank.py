@@ -10,14 +10,16 @@ import torch
 from harness import preload, run_ranks
 from trainer.digits import BATCH, Reached, momentum_sgd, reach
 from tutti.config.plan import BatchPlan, Plan
-from tutti.planner.plan_request import Request
-from tutti.planner.relaxed_strategies import WAYS, Way, samples_of
+from tutti.planner.plan_request import PlanRequest
+from tutti.planner.relaxed_strategies import RELAXED_STRATEGIES, RelaxedStrategy, samples_of
 
 preload("sklearn.datasets")
 
 RANKS, SEEDS = 4, (1, 2, 3)
 
-APART = sorted((way for way in WAYS if way.mode != "synchronous"), key=lambda way: way.relaxed.period or 1)
+APART = sorted(
+    (way for way in RELAXED_STRATEGIES if way.mode != "synchronous"), key=lambda way: way.relaxed.period or 1
+)
 
 LONGEST = {way.words: way for way in {(way.mode, way.compress, way.each): way for way in APART}.values()}
 """By its words: of each mode and code, waited for or taken in a quarter, half or all of a period later, that with the
@@ -29,7 +31,7 @@ def reach_with(ways: list[str]) -> dict[str, list[Reached]]:
     return {words: [reached(LONGEST[words], seed) for seed in SEEDS] for words in ways}
 
 
-def reached(way: Way, seed: int) -> Reached:
+def reached(way: RelaxedStrategy, seed: int) -> Reached:
     """With Adam where its moments are corrected."""
     chosen = adam if way.corrects else momentum_sgd
     return reach(f"{way.words}-{seed}", optimizer=chosen, plan_of=way.of, seed=seed, times=counted(way))
@@ -39,10 +41,10 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=0.003)
 
 
-def counted(way: Way) -> float:
+def counted(way: RelaxedStrategy) -> float:
     """How many times the steps of exact sums."""
     plan = Plan(batch=BatchPlan(global_batch_size=BATCH), mesh={"replicate": RANKS})
-    return samples_of(way, Request(script=plan, relax="relaxed"), plan, "Adam" if way.corrects else "SGD")[0]
+    return samples_of(way, PlanRequest(script=plan, relax="relaxed"), plan, "Adam" if way.corrects else "SGD")[0]
 
 
 @pytest.mark.timeout(600)

@@ -89,9 +89,9 @@ def equations(
         rates += lr / (1 - b1**t)
         if since == local_updates(agreed, 2, 4):
             mean = torch.stack(own).mean(0)
-            way = base * (1 - lr * decay if decoupled else 1) ** since - mean
+            displacement = base * (1 - lr * decay if decoupled else 1) ** since - mean
             base, own = mean, [mean.clone() for _ in range(RANKS)]
-            momenta = [way * d / rates for _ in range(RANKS)]
+            momenta = [displacement * d / rates for _ in range(RANKS)]
             since, agreed, rates = 0, agreed + 1, 0.0
     return own
 
@@ -119,10 +119,10 @@ def test_ranks_that_step_alone_are_the_equations(kind: Any) -> None:
             assert w.grad is not None
         since += step >= FREEZE
         if since == local_updates(agreed, 2, 4):
-            ways = [optimizer.state[w]["way"] for w, optimizer in zip(weights, optimizers, strict=True)]
+            ways = [optimizer.state[w]["displacement"] for w, optimizer in zip(weights, optimizers, strict=True)]
             mean = torch.stack(ways).mean(0)
-            for way, rule in zip(ways, rules, strict=True):
-                way.copy_(mean)
+            for displacement, rule in zip(ways, rules, strict=True):
+                displacement.copy_(mean)
                 rule.agree()
             since, agreed = 0, agreed + 1
             assert all(torch.equal(w, weights[0]) for w in weights)

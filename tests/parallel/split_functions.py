@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from against_one import close
 from tutti.comm.world import join_world
 from tutti.parallel.mesh import Mesh
-from tutti.parallel.tensor.partition_ranges import Spread, even, shared_heads
-from tutti.parallel.tensor.tensor_activation import Parted, Place, parted, whole
+from tutti.parallel.tensor.partition_ranges import RankRanges, even, shared_heads
+from tutti.parallel.tensor.tensor_activation import Parted, PartPlacement, parted, whole
 from tutti.parallel.tensor.tensor_collectives import SplitGroup, take
 
 Function = Callable[..., Any]
@@ -73,7 +73,7 @@ ATTENTION: dict[str, Function] = {
 }
 
 
-def compare(words: str, function: Function, tensors: list[torch.Tensor], places: list[Place | None]) -> None:
+def compare(words: str, function: Function, tensors: list[torch.Tensor], places: list[PartPlacement | None]) -> None:
     """`function` of whole tensors, and of the same with those that have a place parted."""
     wholes = [t.clone().requires_grad_() for t in tensors]
     leaves = [t.clone().requires_grad_() for t in tensors]
@@ -108,14 +108,16 @@ def check_all() -> list[str]:
     group = SplitGroup(handle=mesh.new_group("split"), rank=world.rank, size=world.world_size)
     failures: list[str] = []
 
-    def attempt(words: str, function: Function, tensors: list[torch.Tensor], places: list[Place | None]) -> None:
+    def attempt(
+        words: str, function: Function, tensors: list[torch.Tensor], places: list[PartPlacement | None]
+    ) -> None:
         try:
             compare(words, function, tensors, places)
         except Exception:
             failures.append(f"{words}: {traceback.format_exc(limit=-3)}")
 
-    def place(dim: int, spread: Spread) -> Place:
-        return Place(dim=dim, spread=spread, group=group)
+    def place(dim: int, spread: RankRanges) -> PartPlacement:
+        return PartPlacement(dim=dim, spread=spread, group=group)
 
     tensors = [torch.randn(4, 6, 5), torch.randn(4, 6, 5), torch.randn(6, 5), torch.randn(5)]
     for name, function in EVERYWHERE.items():
@@ -123,7 +125,7 @@ def check_all() -> list[str]:
             own, other = even(size, group.size), even(size, group.size)
             if dim == 1:  # another cut of the same dim, in two ranges a rank
                 other = even(3, group.size).repeated(2)
-            ways: list[list[Place | None]] = [[place(dim, own), None], [place(dim, own), place(dim, other)]]
+            ways: list[list[PartPlacement | None]] = [[place(dim, own), None], [place(dim, own), place(dim, other)]]
             ways.append([place(dim, own), place((dim + 1) % 3, even((4, 6, 5)[(dim + 1) % 3], group.size))])
             for number, way in enumerate(ways):
                 attempt(f"{name}, dim {dim}, way {number}", function, tensors, [*way, None, None])

@@ -14,7 +14,7 @@ from tutti.parallel.layout import Layout
 from tutti.parallel.mesh import Mesh
 from tutti.parallel.tensor import split_model
 from tutti.parallel.tensor.partition_ranges import even
-from tutti.parallel.tensor.tensor_activation import Place, parted, whole
+from tutti.parallel.tensor.tensor_activation import PartPlacement, parted, whole
 from tutti.parallel.tensor.tensor_collectives import SplitGroup
 
 
@@ -23,7 +23,7 @@ def draw() -> dict[str, Any]:
     world = join_world()
     mesh = Mesh({"split": world.world_size}, world.rank)
     group = SplitGroup(handle=mesh.new_group("split"), rank=world.rank, size=world.world_size)
-    place = Place(dim=1, spread=even(6, group.size), group=group)
+    place = PartPlacement(dim=1, spread=even(6, group.size), group=group)
     torch.manual_seed(5)
     before = F.dropout(torch.ones(64), 0.5)
     ones = parted(torch.ones(4, place.spread.local(group.rank), 32), place)

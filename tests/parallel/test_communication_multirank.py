@@ -138,11 +138,11 @@ def test_phases_add_up_and_waiting_is_exposed_communication(name: str) -> None:
         ]
         assert 0 < sum(exposed) <= row["phases"]["exposed_communication"] + 1e-5
         for entry in row["communication"]:
-            if entry["under_way_s"] is None:
+            if entry["in_progress_s"] is None:
                 assert entry["carried"] in ("messages", "scalars")
             else:
-                assert 0 < sum(entry["exposed_s"].values()) <= entry["under_way_s"] + 1e-6
-                assert entry["under_way_s"] <= row["wall_s"] + 1e-6
+                assert 0 < sum(entry["exposed_s"].values()) <= entry["in_progress_s"] + 1e-6
+                assert entry["in_progress_s"] <= row["wall_s"] + 1e-6
 
 
 @pytest.mark.parametrize(("name", "both_ways"), [("split", "activations"), ("heads", "heads"), ("stage", "messages")])

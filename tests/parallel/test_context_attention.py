@@ -14,7 +14,7 @@ from tutti.errors import ScriptError
 from tutti.parallel.context import ring_attention
 from tutti.parallel.context.context_attention import Attention
 from tutti.parallel.context.ring_attention import Ring
-from tutti.parallel.context.sequence_order import Order
+from tutti.parallel.context.sequence_order import SequenceOrder
 
 BATCH, WIDTH = 2, 4
 
@@ -61,7 +61,7 @@ def cases(length: int, kind: str) -> dict[str, dict[str, Any]]:
 
 def attention_of(kind: str, length: int) -> Attention:
     world = join_world()
-    order = Order(kind=kind, degree=world.world_size, index=world.rank)  # type: ignore[arg-type]
+    order = SequenceOrder(kind=kind, degree=world.world_size, index=world.rank)  # type: ignore[arg-type]
     return Attention(ring=Ring(order=order, group=dist.new_group()), length=length)
 
 
@@ -195,7 +195,7 @@ def test_under_autocast_sums_are_kept_in_float32() -> None:
 @pytest.mark.parametrize(("kind", "degree"), [("ring", 3), ("all-to-all", 4)])
 def test_parts_lie_in_order_and_join_again(kind: str, degree: int) -> None:
     whole = torch.arange(48).reshape(2, 24)
-    orders = [Order(kind=kind, degree=degree, index=rank) for rank in range(degree)]  # type: ignore[arg-type]
+    orders = [SequenceOrder(kind=kind, degree=degree, index=rank) for rank in range(degree)]  # type: ignore[arg-type]
     parts = [order.take(whole, 1) for order in orders]
     assert torch.equal(orders[0].join(parts, 1), whole)
     assert all(torch.equal(order.positions(24, "cpu"), part[0]) for order, part in zip(orders, parts, strict=True))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tutti.parallel.context import ring_attention
-from tutti.parallel.context.ring_attention import Block, Queries
+from tutti.parallel.context.ring_attention import AttentionBlock, Queries
 
 SHAPES = {
     "one head": (1, 1, 1, 5, 5, 4),
@@ -36,7 +36,7 @@ def test_values_and_gradients_are_those_of_tiles(
     """Of two blocks that are merged, so that each one's backward takes what both have seen."""
     q, k, v, grad = made(SHAPES[name], dtype, strided)
     causal = q.shape[-2] == k.shape[-2]
-    blocks = [(Block(scale=0.4, causal=causal), k, v), (Block(scale=0.4), 0.5 * v, k)]
+    blocks = [(AttentionBlock(scale=0.4, causal=causal), k, v), (AttentionBlock(scale=0.4), 0.5 * v, k)]
     assert all(ring_attention.fits(block, q, keys, values) for block, keys, values in blocks)
     seen, gradients = [], []
     for way in (ring_attention, ring_attention):
@@ -58,9 +58,9 @@ def test_values_and_gradients_are_those_of_tiles(
 
 def test_what_the_kernel_cannot_compute_goes_by_tiles() -> None:
     q, k, v, _ = made((1, 2, 1, 4, 6, 8), torch.float32, strided=False)
-    assert ring_attention.fits(Block(scale=1.0), q, k, v)
-    assert not ring_attention.fits(Block(scale=1.0, causal=True), q, k, v)
-    assert not ring_attention.fits(Block(scale=1.0, mask=torch.ones(4, 6, dtype=torch.bool)), q, k, v)
-    assert not ring_attention.fits(Block(scale=1.0, dropout=0.1), q, k, v)
-    assert not ring_attention.fits(Block(scale=1.0), q, k, v[..., :4])
-    assert not ring_attention.fits(Block(scale=1.0), q[..., :0, :], k, v)
+    assert ring_attention.fits(AttentionBlock(scale=1.0), q, k, v)
+    assert not ring_attention.fits(AttentionBlock(scale=1.0, causal=True), q, k, v)
+    assert not ring_attention.fits(AttentionBlock(scale=1.0, mask=torch.ones(4, 6, dtype=torch.bool)), q, k, v)
+    assert not ring_attention.fits(AttentionBlock(scale=1.0, dropout=0.1), q, k, v)
+    assert not ring_attention.fits(AttentionBlock(scale=1.0), q, k, v[..., :4])
+    assert not ring_attention.fits(AttentionBlock(scale=1.0), q[..., :0, :], k, v)

@@ -14,7 +14,7 @@ from tutti.errors import PlanError
 from tutti.optim.large_batch import LAMB, LARS, NovoGrad, nvlamb
 from tutti.parallel.sharding.optimizer_state_sharding import check_takes_parts, is_by_norms, is_elementwise
 from tutti.parallel.sharding.parameter_sharding import blocks_of
-from tutti.parallel.sharding.sharded_unit import Pieces, even_bounds
+from tutti.parallel.sharding.sharded_unit import ShardPieces, even_bounds
 
 SHAPES = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3).map(torch.Size), min_size=1, max_size=4)
 
@@ -27,7 +27,7 @@ def cuts(shapes: list[torch.Size], degree: int) -> list[tuple[int, tuple[int, ..
 @settings(deadline=None, max_examples=60)
 @given(SHAPES, st.integers(1, 6))
 def test_pieces_cover_every_tensor_once(shapes: list[torch.Size], degree: int) -> None:
-    pieces = Pieces.cut(shapes, cuts(shapes, degree), degree)
+    pieces = ShardPieces.cut(shapes, cuts(shapes, degree), degree)
     wholes = [torch.randn(shape) for shape in shapes]
     segments = torch.zeros(degree, pieces.size)
     pieces.collect(segments, list(wholes))
@@ -44,7 +44,7 @@ def test_pieces_cover_every_tensor_once(shapes: list[torch.Size], degree: int) -
 
 def test_a_missing_tensor_is_zeros() -> None:
     shapes = [torch.Size([4]), torch.Size([3, 2])]
-    pieces = Pieces.cut(shapes, cuts(shapes, 2), 2)
+    pieces = ShardPieces.cut(shapes, cuts(shapes, 2), 2)
     segments = torch.full((2, pieces.size), torch.nan)
     pieces.collect(segments, [None, torch.ones(3, 2)])
     back = [torch.empty(shape) for shape in shapes]

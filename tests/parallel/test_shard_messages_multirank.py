@@ -12,12 +12,12 @@ def exchanged(first: str) -> tuple[list[float], list[float]]:
 
     from tutti.comm.traffic import CommChannel, Traffic
     from tutti.comm.world import join_world
-    from tutti.parallel.sharding.shard_collectives import Party, addends, gather, scatter_sum
+    from tutti.parallel.sharding.shard_collectives import ShardGroup, addends, gather, scatter_sum
 
     world = join_world()
     size = world.world_size
-    party = Party(dist.group.WORLD, CommChannel(Traffic()))
-    assert party.rows
+    shard_group = ShardGroup(dist.group.WORLD, CommChannel(Traffic()))
+    assert shard_group.rows
     mine = torch.full((2,), float(world.rank))
     segments, received = torch.zeros(size, 2), torch.zeros(size, 3)
     buffer = torch.arange(3.0 * size).reshape(size, 3) + 100 * world.rank
@@ -25,11 +25,11 @@ def exchanged(first: str) -> tuple[list[float], list[float]]:
 
     def begin_gather() -> None:
         begun.append(
-            gather(mine, party, lambda: segments, lambda rows: found.extend(torch.stack(list(rows)).flatten()))
+            gather(mine, shard_group, lambda: segments, lambda rows: found.extend(torch.stack(list(rows)).flatten()))
         )
 
     def begin_sum() -> None:
-        begun.append(scatter_sum(buffer, received, party))
+        begun.append(scatter_sum(buffer, received, shard_group))
 
     begun: list[object] = []
     order = [begin_gather, begin_sum] if (first == "gather") == (world.rank == 0) else [begin_sum, begin_gather]
@@ -37,7 +37,7 @@ def exchanged(first: str) -> tuple[list[float], list[float]]:
         begin()
     for one in begun:
         one.wait()  # type: ignore[attr-defined]
-    added = torch.stack(list(addends(buffer, received, party)))
+    added = torch.stack(list(addends(buffer, received, shard_group)))
     assert len(added) == size
     return [float(value) for value in found], added.sum(0).tolist()
 

@@ -8,8 +8,8 @@ import pytest
 from tutti.comm.hierarchical import HierarchicalCommunicator
 from tutti.comm.shared_memory import SharedMemoryCommunicator
 from tutti.comm.traffic import untracked_channel
-from tutti.parallel.sharding.shard_collectives import Exchange, Party
-from tutti.parallel.sharding.sharded_gradients import Sums, _Flight
+from tutti.parallel.sharding.shard_collectives import ShardExchange, ShardGroup
+from tutti.parallel.sharding.sharded_gradients import Sums, _PendingSum
 
 
 @pytest.mark.parametrize(
@@ -26,11 +26,11 @@ def test_in_memory_of_all_ranks_a_sum_goes_on_before_the_next_begins(
     """What waits for a network has two on their way."""
     said: list[str] = []
 
-    def start(sums: Sums, pack: Any) -> _Flight:
+    def start(sums: Sums, pack: Any) -> _PendingSum:
         said.append(f"start {pack.number}")
-        return _Flight(pack, [], [], Exchange(None))
+        return _PendingSum(pack, [], [], ShardExchange(None))
 
-    def land(sums: Sums, handle: _Flight) -> None:
+    def land(sums: Sums, handle: _PendingSum) -> None:
         said.append(f"land {handle.pack.number}")  # type: ignore[attr-defined]
         handle.landed = True
 
@@ -41,7 +41,7 @@ def test_in_memory_of_all_ranks_a_sum_goes_on_before_the_next_begins(
         SimpleNamespace(packs=[SimpleNamespace(number=number, parameters=[trained])]) for number in range(4)
     ]
     communicator = None if kind is None else object.__new__(kind)
-    sums = Sums(units, {("shard",): Party(None, untracked_channel(), communicator)})
+    sums = Sums(units, {("shard",): ShardGroup(None, untracked_channel(), communicator)})
     sums.open()
     sums.send()
     assert ", ".join(said) == expected

@@ -15,20 +15,20 @@ from tutti.errors import PlanError
 from tutti.parallel.mesh import Mesh
 from tutti.parallel.spatial import whole
 from tutti.parallel.spatial.apply_spatial_parallel import HANDLING, open_space
-from tutti.parallel.spatial.halo_exchange import Space
+from tutti.parallel.spatial.halo_exchange import SpatialGroup
 from tutti.parallel.spatial.spatial_tensor import cut_whole
 
 SHAPES = {1: (2, 4, 13), 2: (2, 4, 14, 11), 3: (2, 4, 13, 12, 9)}
 
 
-def space_on(grid: tuple[int, ...]) -> Space:
+def space_on(grid: tuple[int, ...]) -> SpatialGroup:
     torch.set_default_dtype(torch.float64)
     assert HANDLING
     world = join_world()
     return open_space(Mesh({"space": world.world_size}, world.rank), grid)
 
 
-def difference(op: Op, shape: tuple[int, ...], space: Space) -> float:
+def difference(op: Op, shape: tuple[int, ...], space: SpatialGroup) -> float:
     """Largest difference, over values, input gradient and parameter gradients, relative to their largest value."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     results = []

@@ -13,10 +13,10 @@ from harness import run_ranks
 from tutti.comm.world import join_world
 from tutti.parallel.mesh import Mesh
 from tutti.parallel.spatial.apply_spatial_parallel import open_space
-from tutti.parallel.spatial.halo_exchange import Route, Space
+from tutti.parallel.spatial.halo_exchange import HaloRoute, SpatialGroup
 from tutti.parallel.spatial.halo_geometry import (
     Fetch,
-    Spread,
+    TransposedWindow,
     Window,
     bounds_of,
     count,
@@ -28,7 +28,7 @@ from tutti.parallel.spatial.halo_geometry import (
     receives,
     sends,
 )
-from tutti.parallel.spatial.spatial_convolution import take_apart
+from tutti.parallel.spatial.spatial_convolution import divide_into_pieces
 from tutti.parallel.spatial.spatial_tensor import cut_whole
 
 small = st.integers(0, 4)
@@ -102,7 +102,7 @@ def test_spread_covers_its_rows_and_all_that_adds_to_them(
     size: int, kernel: int, stride: int, dilation: int, padding: int, data: st.DataObject
 ) -> None:
     extra = data.draw(st.integers(0, max(stride, dilation) - 1))
-    spread = Spread(kernel=kernel, stride=stride, dilation=dilation, padding=padding, extra=extra)
+    spread = TransposedWindow(kernel=kernel, stride=stride, dilation=dilation, padding=padding, extra=extra)
     extent = spread.extent(size)
     if extent < 1:
         return
@@ -168,7 +168,7 @@ LAYERS = {
     "conv": (lambda: nn.Conv3d(2, 3, 3, padding=1), lambda: Window(kernel=3, before=1, after=1)),
     "strided": (lambda: nn.Conv3d(2, 3, 5, 2, 2), lambda: Window(kernel=5, stride=2, before=2, after=2)),
     "pool": (lambda: nn.MaxPool3d(2), lambda: Window(kernel=2, stride=2)),
-    "transposed": (lambda: nn.ConvTranspose3d(2, 3, 3, 2, 1), lambda: Spread(kernel=3, stride=2, padding=1)),
+    "transposed": (lambda: nn.ConvTranspose3d(2, 3, 3, 2, 1), lambda: TransposedWindow(kernel=3, stride=2, padding=1)),
 }
 
 
@@ -176,7 +176,7 @@ def sent_and_predicted(grid: tuple[int, ...]) -> list[tuple[str, int, int, int, 
     """For each layer: bytes that this rank sent forward and backward, and what was predicted."""
     torch.set_default_dtype(torch.float64)
     world = join_world()
-    space: Space = open_space(Mesh({"space": world.world_size}, world.rank), grid)
+    space: SpatialGroup = open_space(Mesh({"space": world.world_size}, world.rank), grid)
     sizes, found = (13, 12, 10), []
     for name, (make, window) in LAYERS.items():
         x = cut_whole(torch.randn(2, 2, *sizes, requires_grad=True), 2, space)
@@ -220,14 +220,14 @@ def test_a_part_is_taken_apart_where_most_of_it_needs_no_halo(
     rows: int, grid: tuple[int, int], place: tuple[int, int], apart: bool
 ) -> None:
     window = Window(kernel=3, stride=1, dilation=1, before=1, after=1)
-    space = Space(grid=grid, place=place, group=None, sums={}, scopes={})
+    space = SpatialGroup(grid=grid, place=place, group=None, sums={}, scopes={})
     bounds = [bounds_of(rows, parts) for parts in grid]
     needs = [
         tuple(window.needs(owned(one, part)) for part in range(parts)) for one, parts in zip(bounds, grid, strict=True)
     ]
-    routes = [Route(dim=2 + i, axis=i, bounds=bounds[i], needs=needs[i]) for i in range(2) if grid[i] > 1]
+    routes = [HaloRoute(dim=2 + i, axis=i, bounds=bounds[i], needs=needs[i]) for i in range(2) if grid[i] > 1]
     own = [owned(one, at) for one, at in zip(bounds, place, strict=True)]
-    pieces = take_apart((window, window), own, (0, 0), 1, routes, space)
+    pieces = divide_into_pieces((window, window), own, (0, 0), 1, routes, space)
     assert (pieces.interior is not None) == apart
     counted = [box for box in (pieces.interior, *pieces.slabs) if box is not None]
     area = sum(math.prod(r[1] - r[0] for r in box if r is not None) for box in counted)

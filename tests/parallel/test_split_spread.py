@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tutti.parallel.tensor.partition_ranges import Spread, even, shared_heads, viewed
+from tutti.parallel.tensor.partition_ranges import RankRanges, even, shared_heads, viewed
 
 
-def positions(spread: Spread, rank: int) -> list[int]:
+def positions(spread: RankRanges, rank: int) -> list[int]:
     return [p for a, b in spread.parts[rank] for p in range(a, b)]
 
 

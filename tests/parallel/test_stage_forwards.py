@@ -15,8 +15,8 @@ from tutti.config.plan import PipelinePlan, SyncPlan
 from tutti.errors import PlanError
 from tutti.parallel.data.buckets import Bucket
 from tutti.parallel.pipeline.placeholders import is_unknown
-from tutti.parallel.pipeline.stage_building import Forwards, Stages
-from tutti.parallel.pipeline.stage_placement import Holders, calls_of
+from tutti.parallel.pipeline.stage_building import Forwards, StagePartition
+from tutti.parallel.pipeline.stage_placement import StageHolders, calls_of
 from tutti.parallel.pipeline.stage_tracing import Ending
 from tutti.parallel.pipeline.stage_work import StageWork
 
@@ -44,8 +44,8 @@ def forwards_of(model: nn.Module, x: torch.Tensor) -> tuple[Forwards, Callable[[
     starts = (calls_of(program)[1],)
     units = {node.unit: frozenset({stage}) for node, stage in zip(program.nodes, (0, 1, 1), strict=False)}
     names = {name: frozenset(units[name.partition(".")[0]]) for name, _ in model.named_parameters()}
-    holders = Holders(units=units, parameters=names)
-    stages = Stages(
+    holders = StageHolders(units=units, parameters=names)
+    stages = StagePartition(
         ranks=2, position=0, starts=starts, tracer=tracer, holders=holders, first={}, shared={}, trained=frozenset()
     )
     forwards = Forwards(stages)

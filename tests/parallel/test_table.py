@@ -18,7 +18,7 @@ from harness import run_ranks
 from trainer.several import Case, on_ranks, once, refusals
 from tutti.config.plan import LayoutRule
 from tutti.nn.embedding_tables import Bags, EmbeddingTables
-from tutti.parallel.embedding.table_lookup import Place, Table, place_tables, request
+from tutti.parallel.embedding.table_lookup import PlaceableTable, TablePlacement, place_tables, request
 
 SIZES = (50, 7, 23, 3, 11)
 
@@ -164,16 +164,18 @@ def test_fewer_bytes_travel_when_rows_asked_twice_are_asked_once() -> None:
     generator = torch.Generator().manual_seed(0)
     bags = Bags(rows=torch.randint(0, 3, (300,), generator=generator), count=100)
     table = nn.EmbeddingBag(3, 4)
-    asked = request(table, Place(bounds=(0, 1, 3)), bags, 2)
+    asked = request(table, TablePlacement(bounds=(0, 1, 3)), bags, 2)
     assert [len(rows) for rows in asked.asked] == [1, 2]
-    whole = request(table, Place(bounds=(0, 0, 3), owner=1), bags, 2)
+    whole = request(table, TablePlacement(bounds=(0, 0, 3), owner=1), bags, 2)
     assert [len(rows) for rows in whole.asked] == [0, 300]
     assert [whole.answers(rank) for rank in range(2)] == [0, 100]
 
 
-@pytest.mark.parametrize("place", [Place(bounds=(0, 2, 3)), Place(bounds=(0, 3, 3), owner=0)], ids=str)
+@pytest.mark.parametrize(
+    "place", [TablePlacement(bounds=(0, 2, 3)), TablePlacement(bounds=(0, 3, 3), owner=0)], ids=str
+)
 @pytest.mark.parametrize("wrong", [3, -1])
-def test_rows_that_a_table_does_not_have_are_named(place: Place, wrong: int) -> None:
+def test_rows_that_a_table_does_not_have_are_named(place: TablePlacement, wrong: int) -> None:
     with pytest.raises(IndexError, match="rows 0 to 2"):
         request(nn.EmbeddingBag(3, 4), place, Bags(rows=torch.tensor([0, wrong]), count=2), 2)
 
@@ -188,7 +190,7 @@ def test_every_row_of_every_table_has_one_place_and_loads_are_balanced(
     sizes: list[int], ranks: int, by_rows: bool
 ) -> None:
     tables = [
-        Table(name=str(i), rows=rows, nbytes=rows * 8, by_rows=by_rows and i == 0 and rows >= ranks)
+        PlaceableTable(name=str(i), rows=rows, nbytes=rows * 8, by_rows=by_rows and i == 0 and rows >= ranks)
         for i, rows in enumerate(sizes)
     ]
     places = place_tables(tables, ranks)
@@ -214,12 +216,12 @@ def test_every_row_of_every_table_has_one_place_and_loads_are_balanced(
 def test_as_few_tables_as_balance_needs_are_cut() -> None:
     """Sizes of the Criteo tables that MLPerf uses: on 8 ranks the four of 40 million rows are cut, or fewer."""
     rows = [40_000_000] * 4 + [40_790_948, 3_067_956, 590_152, 405_282, 39_060, 20_265, 17_295, 12_973, 976, 155, 3]
-    tables = [Table(name=str(i), rows=count, nbytes=count * 512) for i, count in enumerate(rows)]
+    tables = [PlaceableTable(name=str(i), rows=count, nbytes=count * 512) for i, count in enumerate(rows)]
     for ranks, most in ((2, 1), (4, 2), (8, 5)):
         places = place_tables(tables, ranks)
         cut = [name for name, place in places.items() if place.owner is None]
         assert len(cut) <= most, ranks
-    equal = [Table(name=str(i), rows=100, nbytes=800) for i in range(8)]
+    equal = [PlaceableTable(name=str(i), rows=100, nbytes=800) for i in range(8)]
     owners = [place.owner for place in place_tables(equal, 4).values()]
     assert sorted(owners) == [0, 0, 1, 1, 2, 2, 3, 3]
 

@@ -28,7 +28,7 @@ from tutti.planner.cost_tables import Array, Tables, paced
 from tutti.planner.mesh_enumeration import CHUNKS, plan_of, shapes, variants
 from tutti.planner.mixed_hardware import improved
 from tutti.planner.plan_description import plan_words
-from tutti.planner.plan_request import Request
+from tutti.planner.plan_request import PlanRequest
 from tutti.planner.plan_work import Room, times_held
 from tutti.planner.search_bounds import Bounds, shape_bounds, variant_bounds
 from tutti.profile.architectures import architecture
@@ -134,18 +134,18 @@ def rows_of(
     model, machines, batch, precision = CASES.get(case) or (wide(8192, 6), cluster(cpu(), count=6), 96, "full")
     mesh, layout = SAID.get(case, (None, ()))
     script = dataclasses.replace(plan(batch), precision=precision, layout=layout)
-    request = Request(script=script, scope="all", allow_microbatches=True, mesh=mesh)
+    request = PlanRequest(script=script, scope="all", allow_microbatches=True, mesh=mesh)
     limits = limits_of(model, machines, request)
     found, tables = shapes(limits, request), Tables(model, machines, precision, layout)
     generator = np.random.default_rng(len(case))
     picked = np.unique(generator.integers(0, len(found), meshes))
-    ways = variants(limits, found, picked, offload=offload)
-    bounds = variant_bounds(Room(tables, script), found, ways, batch)
+    variant_rows = variants(limits, found, picked, offload=offload)
+    bounds = variant_bounds(Room(tables, script), found, variant_rows, batch)
     rows = []
-    for row in generator.permutation(len(ways))[:60].tolist():
-        intended = plan_of(model, request, found, ways, row, precision)
+    for row in generator.permutation(len(variant_rows))[:60].tolist():
+        intended = plan_of(model, request, found, variant_rows, row, precision)
         with contextlib.suppress(PlanError):
-            rows.append((row, int(ways.shape[row]), intended, predict(model, machines, intended)))
+            rows.append((row, int(variant_rows.shape[row]), intended, predict(model, machines, intended)))
     return bounds, shape_bounds(tables, found, batch, offload=offload), rows
 
 
@@ -154,7 +154,7 @@ def rows_of(
 def test_no_prediction_is_below_its_bounds(case: str, offload: bool) -> None:
     bounds, (coarse_s, coarse_nbytes), rows = rows_of(case, 60, offload=offload)
     machines = CASES[case][1]
-    most = max(seat.memory_nbytes for seat in place_ranks(machines, machines.device_count))
+    most = max(host_group.memory_nbytes for host_group in place_ranks(machines, machines.device_count))
     assert len(rows) >= 30
     for row, mesh, intended, prediction in rows:
         step_s, nbytes = prediction.step_time_s.value * (1 + ROUNDING), prediction.memory.total * (1 + ROUNDING)
@@ -188,11 +188,13 @@ def test_what_the_script_holds_is_in_the_bounds_of_ranks_on_hosts(machines: Clus
     least = []
     for nbytes in (0.0, 5e8):
         model, script = dataclasses.replace(mlp(512, 4), script_nbytes=nbytes), plan(40)
-        request = Request(script=script, scope="all")
+        request = PlanRequest(script=script, scope="all")
         limits = limits_of(model, machines, request)
         found = shapes(limits, request)
-        ways = variants(limits, found, np.arange(len(found)))
-        least.append(variant_bounds(Room(Tables(model, machines, "full"), script), found, ways, 40).least_memory)
+        variant_rows = variants(limits, found, np.arange(len(found)))
+        least.append(
+            variant_bounds(Room(Tables(model, machines, "full"), script), found, variant_rows, 40).least_memory
+        )
     np.testing.assert_allclose(least[1] - least[0], more, rtol=1e-9)
 
 
@@ -200,22 +202,22 @@ def test_what_the_script_holds_is_in_the_bounds_of_ranks_on_hosts(machines: Clus
 def test_shares_and_cuts_by_speed_are_not_below_their_bounds(machines: ClusterSpec) -> None:
     model = architecture("gpt", {"layers": 12, "hidden": 512, "heads": 8, "seq_len": 1024, "vocab": 1000})
     script = plan(40)
-    request = Request(script=script, scope="all")
+    request = PlanRequest(script=script, scope="all")
     limits = limits_of(model, machines, request)
     found, tables = shapes(limits, request), Tables(model, machines, "full")
     room = Room(tables, script)
     meshes = np.flatnonzero(found.world == machines.device_count)
     picked = np.random.default_rng(3).permutation(meshes)[:60]
-    ways = variants(limits, found, picked)
-    bounds, (coarse_s, _) = variant_bounds(room, found, ways, 40), shape_bounds(tables, found, 40)
+    variant_rows = variants(limits, found, picked)
+    bounds, (coarse_s, _) = variant_bounds(room, found, variant_rows, 40), shape_bounds(tables, found, 40)
     checked = 0
-    for row in np.random.default_rng(4).permutation(len(ways))[:60].tolist():
-        intended = plan_of(model, request, found, ways, row, "full")
+    for row in np.random.default_rng(4).permutation(len(variant_rows))[:60].tolist():
+        intended = plan_of(model, request, found, variant_rows, row, "full")
         with contextlib.suppress(PlanError):
             for better in improved(room, machines, intended, predict(model, machines, intended), 40):
                 step_s = predict(model, machines, better).step_time_s.value * (1 + ROUNDING)
                 assert bounds.step_s[row] <= step_s, plan_words(better)
-                assert coarse_s[int(ways.shape[row])] <= step_s, plan_words(better)
+                assert coarse_s[int(variant_rows.shape[row])] <= step_s, plan_words(better)
                 checked += 1
     assert checked >= 20
 
@@ -263,11 +265,11 @@ def test_bounds_of_time_are_near(case: str, monkeypatch: pytest.MonkeyPatch) -> 
         ("gpt on mixed devices", 0.9, 0.6),  # a cut may be anywhere in a bound, and only between blocks in a plan
     ],
 )
-def test_bounds_of_time_are_near_with_stages_and_without(case: str, alone: float, staged: float | None) -> None:
+def test_bounds_of_time_are_near_with_stages_and_without(case: str, uncontended: float, staged: float | None) -> None:
     """A bound says little when it is far below the prediction: how near it is for half of the plans, by whether they
     have stages."""
     bounds, _, rows = rows_of(case, 60)
-    for stages, near in ((False, alone), (True, staged)):
+    for stages, near in ((False, uncontended), (True, staged)):
         ratios = [
             bounds.step_s[row] / prediction.step_time_s.value
             for row, _, intended, prediction in rows
@@ -303,14 +305,14 @@ def test_what_places_hold_is_never_more_than_the_schedule_says(
 
 def test_every_row_is_a_plan_of_its_ranks_and_batch() -> None:
     model, machines, batch, precision = CASES["moe"]
-    request = Request(script=plan(batch), scope="all")
+    request = PlanRequest(script=plan(batch), scope="all")
     limits = limits_of(model, machines, request)
     found = shapes(limits, request)
-    ways = variants(limits, found, np.arange(len(found), dtype=np.intp))
+    variant_rows = variants(limits, found, np.arange(len(found), dtype=np.intp))
     assert int(found.world.max()) <= machines.device_count
-    for row in range(0, len(ways), 41):
-        intended = plan_of(model, request, found, ways, row, precision)
-        shape = int(ways.shape[row])
+    for row in range(0, len(variant_rows), 41):
+        intended = plan_of(model, request, found, variant_rows, row, precision)
+        shape = int(variant_rows.shape[row])
         assert intended.world_size == found.world[shape]
         assert intended.data_parallel_degree * intended.batch.num_microbatches <= batch
         assert list(intended.mesh)[-1] == "split" or intended.mesh.get("split", 1) == 1
@@ -320,10 +322,10 @@ def test_no_core_is_quicker_at_any_module_than_the_best_worker() -> None:
     model, machines = architecture("resnet", {"depth": 18}), unlike_hosts()
     tables, ops, count = Tables(model, machines, "full"), op_table(model), len(model.modules)
     best = tables.worker(tables.ground(8).best)
-    for way in (compute_cost.forward, compute_cost.backward):
-        least = way(ops, best, 4, count).seconds
-        for seat in place_ranks(machines, 8):
-            own = way(ops, worker_at(seat, model.dtype, "full"), 4, count).seconds
+    for strategy in (compute_cost.forward, compute_cost.backward):
+        least = strategy(ops, best, 4, count).seconds
+        for host_group in place_ranks(machines, 8):
+            own = strategy(ops, worker_at(host_group, model.dtype, "full"), 4, count).seconds
             assert np.all(least <= own * (1 + ROUNDING))
 
 
@@ -337,8 +339,10 @@ def test_parts_of_a_model_take_no_less_than_their_part_of_its_bound(parts: int, 
     best = tables.ground(1).best
     part = np.full(count, 1 / parts)
     own = ops.divided(part, part if along == "split" else np.ones(count))
-    for least, way in zip(tables.seconds(SAMPLES, best), (compute_cost.forward, compute_cost.backward), strict=True):
-        took = at_least(way, own, tables.worker(best), SAMPLES, count, weights=False).seconds.sum()
+    for least, strategy in zip(
+        tables.seconds(SAMPLES, best), (compute_cost.forward, compute_cost.backward), strict=True
+    ):
+        took = at_least(strategy, own, tables.worker(best), SAMPLES, count, weights=False).seconds.sum()
         assert least <= parts * took * (1 + ROUNDING)
 
 
@@ -346,8 +350,8 @@ def test_a_models_bound_is_that_of_the_quicker_batch_statistics() -> None:
     model, seconds = architecture("resnet", {"depth": 18}), []
     tables, ops, count = Tables(model, cluster(cpu()), "full"), op_table(model), len(model.modules)
     best = tables.ground(1).best
-    for way, least in zip((compute_cost.forward, compute_cost.backward), tables.seconds(6, best), strict=True):
+    for strategy, least in zip((compute_cost.forward, compute_cost.backward), tables.seconds(6, best), strict=True):
         for statistics in (ops, taken_in_passes(ops)):
-            seconds.append(way(statistics, tables.worker(best), 6, count, weights=False).seconds.sum())
+            seconds.append(strategy(statistics, tables.worker(best), 6, count, weights=False).seconds.sum())
             assert least <= seconds[-1] * (1 + ROUNDING)
     assert len({*seconds}) == 4

@@ -16,7 +16,7 @@ from tutti.config.plan import Plan
 from tutti.config.prediction import Prediction
 from tutti.cost_model import predict
 from tutti.errors import PlanError
-from tutti.planner import Request, choose
+from tutti.planner import PlanRequest, choose
 from tutti.planner.candidates import limits_of
 from tutti.planner.cost_tables import Tables
 from tutti.planner.exploration import Explorer
@@ -130,11 +130,11 @@ class Seen:
         return self.prediction.step_time_s.value
 
 
-def asked(of: str) -> Request:
-    return Request(script=plan(BATCH[of]), scope="all", allow_microbatches=True)
+def asked(of: str) -> PlanRequest:
+    return PlanRequest(script=plan(BATCH[of]), scope="all", allow_microbatches=True)
 
 
-def every(model: ModelSpec, machines: ClusterSpec, request: Request) -> list[Seen]:
+def every(model: ModelSpec, machines: ClusterSpec, request: PlanRequest) -> list[Seen]:
     """All plans of a space, on all orders of the hosts, and the same with shares and cuts by speed."""
     found: list[Seen] = []
     samples = request.script.batch.global_batch_size
@@ -142,10 +142,10 @@ def every(model: ModelSpec, machines: ClusterSpec, request: Request) -> list[See
         limits = limits_of(model, order, request)
         meshes, tables = shapes(limits, request), Tables(model, order, "full")
         room = Room(tables, request.script)
-        ways = variants(limits, meshes, np.arange(len(meshes), dtype=np.intp))
-        bounds, coarse = variant_bounds(room, meshes, ways, samples), shape_bounds(tables, meshes, samples)[0]
-        for row in range(len(ways)):
-            whole = plan_of(model, request, meshes, ways, row, "full")
+        strategies = variants(limits, meshes, np.arange(len(meshes), dtype=np.intp))
+        bounds, coarse = variant_bounds(room, meshes, strategies, samples), shape_bounds(tables, meshes, samples)[0]
+        for row in range(len(strategies)):
+            whole = plan_of(model, request, meshes, strategies, row, "full")
             plans, count = [whole], 0
             while count < len(plans):
                 with contextlib.suppress(PlanError):
@@ -153,7 +153,7 @@ def every(model: ModelSpec, machines: ClusterSpec, request: Request) -> list[See
                         plan=plans[count],
                         prediction=predict(model, order, plans[count]),
                         bound=float(bounds.step_s[row]),
-                        of_mesh=float(coarse[int(ways.shape[row])]),
+                        of_mesh=float(coarse[int(strategies.shape[row])]),
                     )
                     found.append(seen)
                     if not count and tables.mixed and whole.world_size > 1:

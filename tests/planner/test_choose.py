@@ -16,11 +16,11 @@ from tutti.config.model import ModelSpec
 from tutti.config.plan import LayoutRule
 from tutti.cost_model import predict
 from tutti.errors import PlanError
-from tutti.planner import Alternative, Choice, Request, candidates, choose, explain, rows
+from tutti.planner import Alternative, Choice, PlanRequest, candidates, choose, explain, rows
 
 
-def ask(batch: int = 64, **wishes: Any) -> Request:
-    return Request(script=plan(batch), **wishes)
+def ask(batch: int = 64, **wishes: Any) -> PlanRequest:
+    return PlanRequest(script=plan(batch), **wishes)
 
 
 def cards(count: int = 1, per_node: int = 4, bandwidth: float = 1e11, **device: Any) -> ClusterSpec:
@@ -132,7 +132,7 @@ def test_float16_is_tried_and_shown_only_with_codes_of_gradients(method: str, tr
     volta = cards(peak_flops_per_s={"float32": 15e12, "bfloat16": 15e12, "float16": 125e12})
     freeze_step = 5 if method == "one-bit-adam" else None
     coded = plan(8192).compressed(Compression(method=method, freeze_step=freeze_step))
-    kept, free = Request(script=coded), Request(script=coded, precision="auto")
+    kept, free = PlanRequest(script=coded), PlanRequest(script=coded, precision="auto")
     assert ("float16" in {p.precision for p in candidates(mlp(8192), volta, free)}) == tried
     assert ("float16" in {one.plan.precision for one in choose(mlp(8192), volta, kept).alternatives}) == tried
 
@@ -146,12 +146,12 @@ def test_a_precision_no_device_has_is_refused() -> None:
 def test_batch_statistics_hold_the_microbatches() -> None:
     layer = linear("norm", 512, 512, batch_statistics=True)
     model = ModelSpec(name="bn", modules=(layer,), optimizer="SGD")
-    held = Request(script=plan(64, microbatches=4))
+    held = PlanRequest(script=plan(64, microbatches=4))
     assert {p.batch.num_microbatches for p in candidates(model, cluster(), held)} == {4}
     assert "normalises over the batch" in explain(choose(model, cluster(), held))
     free = dataclasses.replace(held, allow_microbatches=True)
     assert {p.batch.num_microbatches for p in candidates(model, cluster(), free)} > {1, 2, 4}
-    asked = Request(script=plan(64, microbatches=4), keep_microbatches=True)
+    asked = PlanRequest(script=plan(64, microbatches=4), keep_microbatches=True)
     assert {p.batch.num_microbatches for p in candidates(mlp(), cluster(), asked)} == {4}
     assert "stays 4, as asked" in explain(choose(mlp(), cluster(), asked))
 
@@ -216,7 +216,7 @@ def test_unequal_devices_get_shares_by_their_speed() -> None:
 
 def test_the_scripts_layout_and_sync_are_kept() -> None:
     script = plan(64, layout=(LayoutRule(modules="layers.*", recompute=True),))
-    choice = choose(mlp(), cards(), Request(script=script))
+    choice = choose(mlp(), cards(), PlanRequest(script=script))
     assert choice.best.layout == script.layout
     assert choice.best.sync == script.sync
     assert choice.best.batch.global_batch_size == 64

@@ -117,20 +117,23 @@ def test_what_if_says_what_else_changes_of_the_best_plan(machines: str) -> None:
     """Fewer devices: another mesh, more memory on each, another price; a row each."""
     what_if = ("--what-if", "devices=1", "--what-if", "link=1gbit")
     found = serialization.from_data(Scenarios, json.loads(ask(machines, "--json", *what_if).stdout))
-    alone = found.scenarios[0].choice
-    assert alone is not None
+    uncontended = found.scenarios[0].choice
+    assert uncontended is not None
     lines = scenario_rows(Planned(choice=found.now, timeline=None, scenarios=found.scenarios))  # type: ignore[arg-type]
     assert [len(cells) for cells in lines] == [len(SCENARIO_COLUMNS)] * 3
     now, (_, words, step, memory, cost, against), _ = lines
     assert now[5] == ""
-    assert (words, step) == (words_in_full(alone.best, alone.request), seconds(alone.prediction.step_time_s.value))
-    assert memory == nbytes(alone.prediction.memory.total)
-    assert alone.totals is not None
-    assert alone.totals.cost is not None
-    assert cost == f"{money(alone.totals.cost)} a step"
+    assert (words, step) == (
+        words_in_full(uncontended.best, uncontended.request),
+        seconds(uncontended.prediction.step_time_s.value),
+    )
+    assert memory == nbytes(uncontended.prediction.memory.total)
+    assert uncontended.totals is not None
+    assert uncontended.totals.cost is not None
+    assert cost == f"{money(uncontended.totals.cost)} a step"
     ratios = {
-        "memory": alone.prediction.memory.total / found.now.prediction.memory.total,
-        "cost": alone.totals.cost / found.now.totals.cost,  # type: ignore[union-attr, operator]
+        "memory": uncontended.prediction.memory.total / found.now.prediction.memory.total,
+        "cost": uncontended.totals.cost / found.now.totals.cost,  # type: ignore[union-attr, operator]
     }
     for what, ratio in ratios.items():
         assert f"{ratio:.2f}x the {what}" in against

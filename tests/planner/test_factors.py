@@ -9,23 +9,25 @@ from tutti.config.compression import parse_compression
 from tutti.config.plan import BatchPlan, Plan, SyncPlan
 from tutti.planner import choose
 from tutti.planner.plan_explanation import explain
-from tutti.planner.plan_request import Choice, Request
-from tutti.planner.relaxed_strategies import WAYS
+from tutti.planner.plan_request import Choice, PlanRequest
+from tutti.planner.relaxed_strategies import RELAXED_STRATEGIES
 
 
 def chosen(mbit: float, batch: int = 64, **changes: Any) -> Choice:
     script = Plan(batch=BatchPlan(global_batch_size=batch))
-    return choose(MODEL, hosts(mbit), Request(**{"script": script, "degree": 4, **changes}))
+    return choose(MODEL, hosts(mbit), PlanRequest(**{"script": script, "degree": 4, **changes}))
 
 
 @pytest.mark.parametrize("relax", ["exact", "reduced"])
 def test_they_are_taken_on_a_slow_network_where_rows_are_few(relax: Any) -> None:
-    others: dict[str, float | None] = {way.words: None for way in WAYS if way.dial != "exact"}
+    others: dict[str, float | None] = {
+        strategy.words: None for strategy in RELAXED_STRATEGIES if strategy.relaxation != "exact"
+    }
     best = chosen(300, relax=relax, samples=others)
     assert best.best.sync.compress == parse_compression("factors")
-    assert best.dial is not None
-    assert best.dial.chosen
-    assert (best.dial.way, best.dial.samples) == ("factors", 1.0)
+    assert best.relaxation is not None
+    assert best.relaxation.chosen
+    assert (best.relaxation.strategy, best.relaxation.samples) == ("factors", 1.0)
     assert "lose nothing" in best.remarks[0]
     assert "something else" not in explain(best)
 
@@ -35,7 +37,7 @@ def test_elsewhere_the_exact_choice_is_as_it_was(mbit: float, batch: int) -> Non
     """On a fast network, and where rows are as many bytes as gradients."""
     best = chosen(mbit, batch)
     assert best.best.sync == SyncPlan()
-    assert best.dial is None
+    assert best.relaxation is None
 
 
 def test_they_leave_alone_what_a_script_says() -> None:

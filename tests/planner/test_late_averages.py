@@ -3,9 +3,9 @@
 import pytest
 
 from tutti.config.sync_notation import parse_sync
-from tutti.planner.relaxed_strategies import WAYS, Each
+from tutti.planner.relaxed_strategies import RELAXED_STRATEGIES, Each
 
-BY_WORDS = {way.words: way for way in WAYS}
+BY_WORDS = {strategy.words: strategy for strategy in RELAXED_STRATEGIES}
 
 
 @pytest.mark.parametrize(
@@ -32,5 +32,5 @@ def test_the_later_averages_are_taken_in_the_more_samples_count(words: str, each
 def test_changes_in_two_bits_count_for_a_little_more_and_are_no_code_of_gradients() -> None:
     counted = {bits: BY_WORDS[f"local:period=8,delay=2 in qsgd,bits={bits}"].samples for bits in (8, 4, 2)}
     assert counted == {8: 1.0, 4: 1.0, 2: 1.02}
-    two = [way for way in WAYS if way.compress is not None and way.compress.bits == 2]
-    assert {way.mode for way in two} == {"local"}
+    two = [strategy for strategy in RELAXED_STRATEGIES if strategy.compress is not None and strategy.compress.bits == 2]
+    assert {strategy.mode for strategy in two} == {"local"}

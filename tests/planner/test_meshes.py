@@ -16,7 +16,7 @@ from tutti.config.plan import LayoutRule, PipelinePlan
 from tutti.config.vocabulary import AxisName, ScheduleName
 from tutti.cost_model import predict
 from tutti.errors import PlanError
-from tutti.planner import NoiseScale, Request, choose, explain, rows, samples_to_quality
+from tutti.planner import NoiseScale, PlanRequest, choose, explain, rows, samples_to_quality
 from tutti.planner.candidates import limits_of
 from tutti.planner.mesh_enumeration import block_globs, plan_of, shapes, variants
 from tutti.planner.plan_request import batches_to_try, steps_to_quality
@@ -29,19 +29,19 @@ def gpt(layers: int = 4, **sizes: Any) -> ModelSpec:
     return architecture("gpt", {"layers": layers, **given})
 
 
-def ask(batch: int = 16, **wishes: Any) -> Request:
-    return Request(script=plan(batch), **{"scope": "all", **wishes})
+def ask(batch: int = 16, **wishes: Any) -> PlanRequest:
+    return PlanRequest(script=plan(batch), **{"scope": "all", **wishes})
 
 
-def everything(model: ModelSpec, machines: ClusterSpec, request: Request) -> float:
+def everything(model: ModelSpec, machines: ClusterSpec, request: PlanRequest) -> float:
     """The least predicted step of every plan that is enumerated and fits."""
     limits = limits_of(model, machines, request)
     found = shapes(limits, request)
-    ways = variants(limits, found, np.arange(len(found), dtype=np.intp))
+    strategies = variants(limits, found, np.arange(len(found), dtype=np.intp))
     steps = []
-    for row in range(len(ways)):
+    for row in range(len(strategies)):
         try:
-            prediction = predict(model, machines, plan_of(model, request, found, ways, row, "full"))
+            prediction = predict(model, machines, plan_of(model, request, found, strategies, row, "full"))
         except PlanError:
             continue
         if prediction.fits:
@@ -116,7 +116,7 @@ def test_a_model_too_large_for_one_rank_is_divided() -> None:
     model = gpt(8, hidden=1024)  # about 1.7 GB of state
     machines = cards(1, 4, memory_nbytes=16 * 10**8)
     with pytest.raises(PlanError, match="data parallelism keeps a copy"):
-        choose(model, machines, Request(script=plan(16)))
+        choose(model, machines, PlanRequest(script=plan(16)))
     choice = choose(model, machines, ask(16, scope="prefer-data"))
     assert any(choice.best.mesh.get(axis, 1) > 1 for axis in ("shard", "split", "stage"))
     assert "Data parallelism alone does not fit" in explain(choice)
@@ -141,7 +141,7 @@ def test_annotations_are_demands() -> None:
     assert choice.best.mesh.get("split", 1) == 2 or choice.best.world_size == 1
     assert all(a.plan.mesh.get("split", 1) == 2 or a.plan.world_size == 1 for a in choice.alternatives if a.prediction)
     script = dataclasses.replace(plan(16), pipeline=PipelinePlan(cuts=("blocks.1",)))
-    staged = choose(gpt(), cards(1, 4), Request(script=script, scope="all", demanded={"stage": 2}))
+    staged = choose(gpt(), cards(1, 4), PlanRequest(script=script, scope="all", demanded={"stage": 2}))
     assert staged.best.mesh.get("stage", 1) == 2 or staged.best.world_size == 1
     assert staged.best.pipeline.cuts == ("blocks.1",)
 
@@ -162,11 +162,11 @@ def test_of_a_mesh_that_is_asked_for_it_is_said_what_one_device_would_do() -> No
         return choice.remarks[0]
 
     near, machines = gpt(), cards(1, 4)
-    alone = choose(near, machines, ask(16, mesh={"replicate": 1}))
+    uncontended = choose(near, machines, ask(16, mesh={"replicate": 1}))
     staged = choose(near, machines, ask(16, mesh={"stage": 4}))
-    ratio = alone.prediction.step_time_s.value / staged.prediction.step_time_s.value
+    ratio = uncontended.prediction.step_time_s.value / staged.prediction.step_time_s.value
     step = staged.prediction.step_time_s
-    inside = step.low <= alone.prediction.step_time_s.value <= step.high
+    inside = step.low <= uncontended.prediction.step_time_s.value <= step.high
     words = said(near, machines, {"stage": 4})
     assert words.startswith("The mesh is stage 4, as asked; one device would be ")
     assert (f"{ratio:.2f}x slower" if ratio >= 1 else f"{1 / ratio:.2f}x as fast") in words
@@ -182,7 +182,7 @@ def test_of_a_mesh_that_is_asked_for_it_is_said_what_one_device_would_do() -> No
 
 def test_recompute_of_the_script_is_not_changed() -> None:
     script = plan(16, layout=(LayoutRule(modules="blocks.*", recompute=True),))
-    choice = choose(gpt(), cards(1, 4), Request(script=script, scope="all"))
+    choice = choose(gpt(), cards(1, 4), PlanRequest(script=script, scope="all"))
     assert choice.best.layout == script.layout
 
 

@@ -15,7 +15,7 @@ from tutti.config.model import ModelSpec
 from tutti.config.plan import Plan
 from tutti.cost_model import predict
 from tutti.errors import PlanError
-from tutti.planner import Choice, NoiseScale, Objective, Request, choose
+from tutti.planner import Choice, NoiseScale, Objective, PlanRequest, choose
 from tutti.planner.mixed_hardware import orders
 
 BATCH = 60
@@ -40,7 +40,7 @@ def shared(model: ModelSpec, machines: ClusterSpec) -> Choice:
     return choose(
         model,
         machines,
-        Request(script=plan(BATCH), scope="all", mesh={"replicate": ranks}, keep_microbatches=True),
+        PlanRequest(script=plan(BATCH), scope="all", mesh={"replicate": ranks}, keep_microbatches=True),
     )
 
 
@@ -82,7 +82,7 @@ def test_shares_end_where_memory_ends_and_the_rest_goes_to_the_other(faster: flo
 def test_slow_devices_stay_idle_where_they_would_only_delay() -> None:
     slow = {"peak_flops_per_s": {"float32": 1e9}, "memory_bandwidth_bytes_per_s": 1e9}
     machines = two(slow, {}, each=2)
-    choice = choose(mlp(2048, 2), machines, Request(script=plan(BATCH), scope="all"))
+    choice = choose(mlp(2048, 2), machines, PlanRequest(script=plan(BATCH), scope="all"))
     assert choice.best.world_size <= 2
     assert choice.nodes == ("second", "first")
     seated = dataclasses.replace(machines, nodes=machines.nodes[::-1])
@@ -106,7 +106,7 @@ def three() -> ClusterSpec:
 @pytest.mark.parametrize("objective", get_args(Objective))
 def test_the_answer_does_not_depend_on_the_order_of_nodes_in_the_file(objective: Objective) -> None:
     noise = NoiseScale(critical_batch=6, least_samples=1e4)
-    request = Request(
+    request = PlanRequest(
         script=plan(12), scope="all", objective=objective, noise=noise, keep_microbatches=True, max_devices=4
     )
     found, tried = [], set()
@@ -125,7 +125,7 @@ def test_the_answer_does_not_depend_on_the_order_of_nodes_in_the_file(objective:
 def test_what_is_cheapest_for_its_work_is_used_alone_wherever_it_stands(objective: Objective) -> None:
     """It is neither the quickest nor the roomiest."""
     for nodes in (three().nodes, three().nodes[::-1]):
-        request = Request(script=plan(12), scope="all", objective=objective, keep_microbatches=True)
+        request = PlanRequest(script=plan(12), scope="all", objective=objective, keep_microbatches=True)
         choice = choose(mlp(1024, 2), dataclasses.replace(three(), nodes=nodes), request)
         assert choice.nodes[0] == "b"
         assert choice.best.world_size <= 2
@@ -155,7 +155,7 @@ def test_more_kinds_of_devices_are_never_planned_slower_than_the_quickest_alone(
 
     def step_s(**wishes: Any) -> float:
         looks = itertools.count()  # time is how often the clock was looked at
-        request = Request(script=plan(64), scope="all", **wishes)
+        request = PlanRequest(script=plan(64), scope="all", **wishes)
         choice = choose(gpt(8, hidden=1024), machines, request, clock=lambda: float(next(looks)), limit_s=150)
         return choice.prediction.step_time_s.value
 

@@ -7,7 +7,7 @@ import pytest
 from cost_model.examples import cluster, link, mlp
 from tutti.config.plan import BatchPlan, Plan
 from tutti.cost_model import predict
-from tutti.planner import NoiseScale, Request, choose, samples_to_quality
+from tutti.planner import NoiseScale, PlanRequest, choose, samples_to_quality
 from tutti.planner.objectives import steps, totals
 from tutti.planner.plan_request import sizes_of, sizes_to_quality, step_s
 
@@ -33,21 +33,21 @@ def test_to_a_quality_small_batches_count_nearly_whole() -> None:
     assert 10_000 <= done < 10_000 + 1024 / (1 + 1024 / 500)
     samples = sum(size * many for size, many in found)
     assert samples < samples_to_quality(1024, noise) + 1024
-    ((_, alone),) = sizes_to_quality(STAYS, noise)
-    assert alone == steps(Request(script=Plan(batch=STAYS), noise=noise), Plan(batch=STAYS))
+    ((_, uncontended),) = sizes_to_quality(STAYS, noise)
+    assert uncontended == steps(PlanRequest(script=Plan(batch=STAYS), noise=noise), Plan(batch=STAYS))
 
 
 def test_the_time_is_the_sum_over_sizes() -> None:
     machines, plan = cluster(), Plan(batch=GROWS)
-    request = Request(script=plan, train_samples=1280 + 10_240 + 10 * 1024)
+    request = PlanRequest(script=plan, train_samples=1280 + 10_240 + 10 * 1024)
     whole = predict(mlp(), machines, plan)
     found = totals(machines, request, plan, whole)
     assert found.steps == 40
     assert found.time_s == pytest.approx(10 * step_s(whole, 128, 1024) + 20 * step_s(whole, 512, 1024)
                                          + 10 * whole.step_time_s.value)  # fmt: skip
     for size in (128, 512):
-        apart = predict(mlp(), machines, replace(plan, batch=BatchPlan(global_batch_size=size)))
-        assert step_s(whole, size, 1024) == pytest.approx(apart.step_time_s.value, rel=0.25)
+        across_hosts = predict(mlp(), machines, replace(plan, batch=BatchPlan(global_batch_size=size)))
+        assert step_s(whole, size, 1024) == pytest.approx(across_hosts.step_time_s.value, rel=0.25)
     assert choose(mlp(), machines, request).totals == found
 
 

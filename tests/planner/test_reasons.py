@@ -15,13 +15,13 @@ from tutti.config.plan import LayoutRule, Plan
 from tutti.config.vocabulary import AxisName
 from tutti.cost_model import predict
 from tutti.errors import PlanError
-from tutti.planner import Request, choose
+from tutti.planner import PlanRequest, choose
 from tutti.planner.exploration import Costed
 from tutti.planner.loss_reasons import _cause, _compute_cause, _one_device, remarks
 from tutti.planner.plan_request import Alternative
 from tutti.planner.plan_search import _best
 
-REQUEST = Request(script=plan(64), scope="all")
+REQUEST = PlanRequest(script=plan(64), scope="all")
 
 
 def costed(machines: ClusterSpec, intended: Plan, **phases: float) -> Costed:
@@ -37,8 +37,8 @@ def test_only_ranks_of_one_host_without_cards_share_a_memory() -> None:
     assert _cause(costed(cluster(cpu()), plan(64, 4), **slow), one).startswith("4 ranks that share a memory update")
     hosts = cluster(cpu(), count=2)
     assert _cause(costed(hosts, plan(64, 4), **slow), one).startswith("2 ranks that share a memory update")
-    alone = costed(cards(2, 2), plan(64, 1))
-    assert _cause(costed(cards(2, 2), plan(64, 4), **slow), alone).startswith("the optimizer takes ")
+    uncontended = costed(cards(2, 2), plan(64, 1))
+    assert _cause(costed(cards(2, 2), plan(64, 4), **slow), uncontended).startswith("the optimizer takes ")
 
 
 def test_one_rank_shares_nothing_and_recomputes_a_part() -> None:

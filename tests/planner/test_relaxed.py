@@ -14,9 +14,18 @@ from tutti.config.plan import BatchPlan, Plan, SyncPlan
 from tutti.config.sync_notation import format_relaxation, parse_sync
 from tutti.cost_model import predict
 from tutti.errors import PlanError
-from tutti.planner import Choice, NoiseScale, Request, choose, explain, rows
+from tutti.planner import Choice, NoiseScale, PlanRequest, choose, explain, rows
 from tutti.planner.relaxed_search import Tried, _costed
-from tutti.planner.relaxed_strategies import BEGINS, WAYS, WORTH, WORTH_IN_TURNS, Way, correctable, samples_of, ways
+from tutti.planner.relaxed_strategies import (
+    BEGINS,
+    RELAXED_STRATEGIES,
+    WORTH,
+    WORTH_IN_TURNS,
+    RelaxedStrategy,
+    correctable,
+    samples_of,
+    strategies,
+)
 
 MODEL = mlp(1826, 3)
 """10 M parameters."""
@@ -27,9 +36,9 @@ MBIT = 1.25e5
 """Bytes a second."""
 
 KERNELS = tuple(
-    CompressRate(method=way.words, numel=numel, encode_s=3e-9 * numel, decode_s=1e-9 * numel)
-    for way in WAYS
-    if way.compress is not None
+    CompressRate(method=strategy.words, numel=numel, encode_s=3e-9 * numel, decode_s=1e-9 * numel)
+    for strategy in RELAXED_STRATEGIES
+    if strategy.compress is not None
     for numel in (2**14, 2**22)
 )
 """Kernels that take about 7 ns a value, measured."""
@@ -41,8 +50,8 @@ def hosts(mbit: float, count: int = 4, **changes: Any) -> ClusterSpec:
     return cluster(device, wires, devices_per_node=1, count=count)
 
 
-def asked(relax: Any = "relaxed", **changes: Any) -> Request:
-    return Request(**{"script": SCRIPT, "degree": 4, "relax": relax, **changes})
+def asked(relax: Any = "relaxed", **changes: Any) -> PlanRequest:
+    return PlanRequest(**{"script": SCRIPT, "degree": 4, "relax": relax, **changes})
 
 
 def chosen(mbit: float, relax: Any = "relaxed", **changes: Any) -> Choice:
@@ -68,14 +77,14 @@ def way_of(choice: Choice) -> str:
 def test_an_mlp_of_ten_million_on_three_networks(optimizer: str, mbit: float, reduced: str, relaxed: str) -> None:
     model = replace(MODEL, optimizer=optimizer)
     exact = choose(model, hosts(mbit), asked("exact"))
-    assert exact.dial is None
+    assert exact.relaxation is None
     assert exact.best.sync == SCRIPT.sync
     for relax, expected in (("reduced", reduced), ("relaxed", relaxed)):
         choice = choose(model, hosts(mbit), asked(relax))
         assert way_of(choice) == expected
-        assert choice.dial is not None
-        assert choice.dial.chosen == (expected != "synchronous")
-        assert choice.dial.exact_step_s == exact.prediction.step_time_s.value
+        assert choice.relaxation is not None
+        assert choice.relaxation.chosen == (expected != "synchronous")
+        assert choice.relaxation.exact_step_s == exact.prediction.step_time_s.value
         assert serialization.loads(Choice, serialization.dumps(choice)) == choice
 
 
@@ -87,9 +96,9 @@ def at_every_rate() -> tuple[tuple[float, Choice], ...]:
 def test_more_bandwidth_never_makes_it_more_attractive() -> None:
     gains, still = [], []
     for _, choice in at_every_rate():
-        assert choice.dial is not None
-        gains.append(choice.dial.exact_step_s / choice.dial.step_s)
-        still.append(choice.dial.chosen)
+        assert choice.relaxation is not None
+        gains.append(choice.relaxation.exact_step_s / choice.relaxation.step_s)
+        still.append(choice.relaxation.chosen)
     assert gains == sorted(gains, reverse=True)
     assert still == sorted(still, reverse=True)
     assert still[0]
@@ -98,21 +107,25 @@ def test_more_bandwidth_never_makes_it_more_attractive() -> None:
 
 def test_what_is_chosen_is_quicker_also_where_links_and_kernels_are_in_the_exact_plans_favour() -> None:
     for mbit, choice in at_every_rate():
-        assert choice.dial is not None
-        if not choice.dial.chosen:
+        assert choice.relaxation is not None
+        if not choice.relaxation.chosen:
             continue
-        quick = hosts(mbit * choice.dial.links)
+        quick = hosts(mbit * choice.relaxation.links)
         device = quick.devices["d"]
         slow = tuple(
-            replace(rate, encode_s=rate.encode_s * choice.dial.kernels, decode_s=rate.decode_s * choice.dial.kernels)
+            replace(
+                rate,
+                encode_s=rate.encode_s * choice.relaxation.kernels,
+                decode_s=rate.decode_s * choice.relaxation.kernels,
+            )
             for rate in device.compress_rates
         )
         worst = replace(quick, devices={"d": replace(device, compress_rates=slow)})
         worst = replace(
-            worst, links=tuple(replace(one, latency_s=one.latency_s / choice.dial.links) for one in worst.links)
+            worst, links=tuple(replace(one, latency_s=one.latency_s / choice.relaxation.links) for one in worst.links)
         )
         exact = choose(MODEL, worst, asked("exact")).prediction.step_time_s.value
-        assert predict(MODEL, worst, choice.best).step_time_s.value * choice.dial.samples < exact
+        assert predict(MODEL, worst, choice.best).step_time_s.value * choice.relaxation.samples < exact
 
 
 @pytest.mark.parametrize(
@@ -125,9 +138,9 @@ def test_a_gain_that_is_small_or_within_the_predictions_error_is_not_taken(
     """Between what pays and what does not there are rates at which a way is quicker: not surely, where nobody timed its
     kernels, or by less than training is changed for."""
     choice = choose(MODEL, hosts(mbit, compress_rates=rates), asked("reduced"))
-    assert choice.dial is not None
-    assert choice.dial.step_s * choice.dial.samples < (1 - least) * choice.dial.exact_step_s
-    assert not choice.dial.chosen
+    assert choice.relaxation is not None
+    assert choice.relaxation.step_s * choice.relaxation.samples < (1 - least) * choice.relaxation.exact_step_s
+    assert not choice.relaxation.chosen
     assert choice.best.sync == SCRIPT.sync
     assert words in explain(choice)
 
@@ -135,12 +148,12 @@ def test_a_gain_that_is_small_or_within_the_predictions_error_is_not_taken(
 def test_where_hosts_take_turns_on_cores_a_gain_must_be_larger() -> None:
     own = hosts(2000)
     shared = replace(own, nodes=tuple(replace(node, turns=2.0) for node in own.nodes))
-    alone, in_turns = (choose(MODEL, machines, asked("reduced")) for machines in (own, shared))
-    assert alone.dial is not None
-    assert in_turns.dial is not None
-    assert alone.dial.chosen
-    assert not in_turns.dial.chosen
-    gain = 1 - in_turns.dial.step_s * in_turns.dial.samples / in_turns.dial.exact_step_s
+    uncontended, in_turns = (choose(MODEL, machines, asked("reduced")) for machines in (own, shared))
+    assert uncontended.relaxation is not None
+    assert in_turns.relaxation is not None
+    assert uncontended.relaxation.chosen
+    assert not in_turns.relaxation.chosen
+    gain = 1 - in_turns.relaxation.step_s * in_turns.relaxation.samples / in_turns.relaxation.exact_step_s
     assert WORTH < gain < WORTH_IN_TURNS
     assert "too small to change training for" in explain(in_turns)
 
@@ -149,14 +162,14 @@ def test_where_hosts_take_turns_a_way_that_computes_nothing_more_needs_no_larger
     """Averages as they are: nothing is written or read that could cost more than was predicted."""
     own = hosts(2000)
     shared = replace(own, nodes=tuple(replace(node, turns=2.0) for node in own.nodes))
-    (rare,) = [way for way in WAYS if way.words == "local:period=8"]
+    (rare,) = [strategy for strategy in RELAXED_STRATEGIES if strategy.words == "local:period=8"]
     exact = choose(MODEL, shared, asked("exact"))
     one = _costed(shared, asked(), exact.best, exact.prediction)
     coded = replace(rare, compress=Compression(method="qsgd", bits=8))
-    (often,) = [way for way in WAYS if way.words == "qsgd,bits=8"]
+    (often,) = [strategy for strategy in RELAXED_STRATEGIES if strategy.words == "qsgd,bits=8"]
     worth = {
-        way.words: Tried(way=way, one=one, samples=1.0, evidence="assumed", totals=exact.totals).worth
-        for way in (rare, coded, often)
+        strategy.words: Tried(strategy=strategy, one=one, samples=1.0, evidence="assumed", totals=exact.totals).worth
+        for strategy in (rare, coded, often)
     }
     assert worth[rare.words] == WORTH
     assert worth[often.words] == WORTH_IN_TURNS
@@ -166,9 +179,11 @@ def test_where_hosts_take_turns_a_way_that_computes_nothing_more_needs_no_larger
 def counted_with(optimizer: str) -> dict[tuple[str, int], float]:
     """By words and replicas."""
     return {
-        (way.words, replicas): samples_of(way, asked(), replace(SCRIPT, mesh={"replicate": replicas}), optimizer)[0]
-        for way in WAYS
-        if way.mode == "local"
+        (strategy.words, replicas): samples_of(
+            strategy, asked(), replace(SCRIPT, mesh={"replicate": replicas}), optimizer
+        )[0]
+        for strategy in RELAXED_STRATEGIES
+        if strategy.mode == "local"
         for replicas in (1, 2, 4)
     }
 
@@ -198,12 +213,25 @@ def test_moments_are_corrected_of_optimizers_that_have_them() -> None:
     assert not correctable(replace(MODEL, optimizer="AdamW", modules=third))  # amsgrad
     averages = ("local", "post-local")
     for corrected in (True, False):
-        assert {way.corrects for way in ways(asked(), 1000, corrected=corrected) if way.mode in averages} == {corrected}
-    past = ways(asked(samples={"local:period=8": 1.1}), 1000, corrected=True)
-    assert not any(way.corrects for way in ways(asked(samples={"local:period=8,optimizer_state=corrected": 1.0}), 1000))
-    assert [way.words for way in past if way.mode in averages and not way.corrects] == ["local:period=8"]
+        assert {
+            strategy.corrects
+            for strategy in strategies(asked(), 1000, corrected=corrected)
+            if strategy.mode in averages
+        } == {corrected}
+    past = strategies(asked(samples={"local:period=8": 1.1}), 1000, corrected=True)
+    assert not any(
+        strategy.corrects
+        for strategy in strategies(asked(samples={"local:period=8,optimizer_state=corrected": 1.0}), 1000)
+    )
+    assert [strategy.words for strategy in past if strategy.mode in averages and not strategy.corrects] == [
+        "local:period=8"
+    ]
     four = replace(SCRIPT, mesh={"replicate": 4})
-    own = {way.words: samples_of(way, asked(), four, "AdamW")[0] for way in WAYS if way.mode in averages}
+    own = {
+        strategy.words: samples_of(strategy, asked(), four, "AdamW")[0]
+        for strategy in RELAXED_STRATEGIES
+        if strategy.mode in averages
+    }
     for words, samples in own.items():
         if ",optimizer_state=corrected" in words:
             assert samples < own[words.replace(",optimizer_state=corrected", "")]
@@ -211,8 +239,8 @@ def test_moments_are_corrected_of_optimizers_that_have_them() -> None:
 
 def test_kernels_that_nobody_measured_are_doubted_more() -> None:
     bare = hosts(1000, compress_rates=())
-    assert choose(MODEL, hosts(1000), asked("reduced")).dial.kernels == 1.5  # type: ignore[union-attr]
-    assert choose(MODEL, bare, asked("reduced")).dial.kernels == 2.0  # type: ignore[union-attr]
+    assert choose(MODEL, hosts(1000), asked("reduced")).relaxation.kernels == 1.5  # type: ignore[union-attr]
+    assert choose(MODEL, bare, asked("reduced")).relaxation.kernels == 2.0  # type: ignore[union-attr]
 
 
 def test_the_mesh_is_chosen_with_the_way() -> None:
@@ -231,9 +259,9 @@ def test_among_all_meshes_nothing_is_missed_that_copies_would_do(mbit: float, sa
     request = asked(script=Plan(batch=BatchPlan(global_batch_size=samples)), degree=8)
     wide, copies = (choose(MODEL, hosts(mbit, 8), replace(request, scope=scope)) for scope in ("all", "data"))
     assert copies.best.mesh == {"replicate": 8}
-    assert wide.dial is not None
-    assert copies.dial is not None
-    assert wide.dial.step_s * wide.dial.samples <= copies.dial.step_s * copies.dial.samples
+    assert wide.relaxation is not None
+    assert copies.relaxation is not None
+    assert wide.relaxation.step_s * wide.relaxation.samples <= copies.relaxation.step_s * copies.relaxation.samples
 
 
 def test_a_mesh_that_was_asked_for_stays() -> None:
@@ -244,9 +272,9 @@ def test_a_mesh_that_was_asked_for_stays() -> None:
 
 
 def test_one_rank_and_the_objective_memory_stay_exact_and_say_so() -> None:
-    alone = chosen(100, degree=1)
-    assert alone.best.sync == SCRIPT.sync
-    assert "one rank sends nothing" in explain(alone)
+    uncontended = chosen(100, degree=1)
+    assert uncontended.best.sync == SCRIPT.sync
+    assert "one rank sends nothing" in explain(uncontended)
     least = chosen(100, objective="memory")
     assert least.best.sync == SCRIPT.sync
     assert "no way to send less takes less memory" in explain(least)
@@ -254,7 +282,7 @@ def test_one_rank_and_the_objective_memory_stay_exact_and_say_so() -> None:
 
 def test_runners_up_are_in_the_table_with_what_they_are_counted_with() -> None:
     choice = chosen(100)
-    assert choice.dial is not None
+    assert choice.relaxation is not None
     found = rows(choice)
     assert found[0].chosen
     assert found[0].settings == "replicas local:period=16,optimizer_state=corrected in qsgd,bits=4"
@@ -263,7 +291,7 @@ def test_runners_up_are_in_the_table_with_what_they_are_counted_with() -> None:
     assert any(row.settings.startswith("replicas local") for row in found)
     text = explain(choice)
     assert "even if links are 1.4 times as fast as predicted" in text
-    assert f"Counted with {choice.dial.samples:.3g} times the samples (assumed)" in text
+    assert f"Counted with {choice.relaxation.samples:.3g} times the samples (assumed)" in text
 
 
 def test_time_to_quality_counts_more_samples() -> None:
@@ -271,12 +299,12 @@ def test_time_to_quality_counts_more_samples() -> None:
     for mbit in (100, 1000):
         exact = chosen(mbit, "exact", objective="time-to-quality", noise=noise)
         choice = chosen(mbit, objective="time-to-quality", noise=noise)
-        assert choice.dial is not None
+        assert choice.relaxation is not None
         assert choice.totals is not None
         assert exact.totals is not None
-        if choice.dial.chosen:
+        if choice.relaxation.chosen:
             assert choice.totals.time_s < exact.totals.time_s
-    unbiased = next(way for way in WAYS if way.words == "qsgd,bits=4")
+    unbiased = next(strategy for strategy in RELAXED_STRATEGIES if strategy.words == "qsgd,bits=4")
     factor, evidence = samples_of(unbiased, asked(noise=noise), SCRIPT, "Adam")
     assert factor == pytest.approx((2048 + 1.04 * 2000) / (2048 + 2000))
     assert evidence == "measured"
@@ -285,35 +313,35 @@ def test_time_to_quality_counts_more_samples() -> None:
 
 def test_what_past_runs_measured_counts_instead_of_what_is_assumed() -> None:
     best = chosen(100)
-    assert best.dial is not None
-    dear = {way.words: 100.0 for way in WAYS if way.compress is not None}
+    assert best.relaxation is not None
+    dear = {strategy.words: 100.0 for strategy in RELAXED_STRATEGIES if strategy.compress is not None}
     other = chosen(100, samples=dear)
-    assert other.dial is not None
-    assert way_of(other) == other.dial.way == "local:period=16,optimizer_state=corrected,delay=8"
+    assert other.relaxation is not None
+    assert way_of(other) == other.relaxation.strategy == "local:period=16,optimizer_state=corrected,delay=8"
     told = chosen(100, samples={"local:period=16": 0.9, **dear})  # without corrected moments, as that run was
-    assert told.dial is not None
-    assert (told.dial.samples, told.dial.evidence) == (0.9, "measured")
+    assert told.relaxation is not None
+    assert (told.relaxation.samples, told.relaxation.evidence) == (0.9, "measured")
     failed = chosen(100, samples={"local:period=16": None, **dear})
-    assert failed.dial is not None
-    assert failed.dial.chosen
-    assert failed.dial.way != "local:period=16"
+    assert failed.relaxation is not None
+    assert failed.relaxation.chosen
+    assert failed.relaxation.strategy != "local:period=16"
 
 
 @pytest.mark.parametrize("words", ["top-k,density=0.01", "top16-q4", "powersgd,rank=2", "local:period=4"])
 def test_a_way_is_chosen_only_where_it_saves_more_than_its_factor(words: str) -> None:
     """Of one way alone, at falling rates: first it saves less than it may cost, in the end more."""
     model = replace(MODEL, optimizer="Adagrad")  # whose moments are not corrected
-    (way,) = (one for one in WAYS if one.words == words)
-    others: dict[str, float | None] = {one.words: None for one in WAYS if one is not way}
-    factor, _ = samples_of(way, asked(), replace(SCRIPT, mesh={"replicate": 4}), MODEL.optimizer)
+    (strategy,) = (one for one in RELAXED_STRATEGIES if one.words == words)
+    others: dict[str, float | None] = {one.words: None for one in RELAXED_STRATEGIES if one is not strategy}
+    factor, _ = samples_of(strategy, asked(), replace(SCRIPT, mesh={"replicate": 4}), MODEL.optimizer)
     saved, taken = [], []
     for mbit in (5000, 4000, 1500, 700, 400, 250, 100, 30):
-        dial = choose(model, hosts(mbit), asked(samples=others)).dial
-        assert dial is not None
-        saved.append(dial.exact_step_s / dial.step_s)
-        taken.append(dial.chosen)
-        if dial.chosen:
-            assert dial.samples == factor
+        relaxation = choose(model, hosts(mbit), asked(samples=others)).relaxation
+        assert relaxation is not None
+        saved.append(relaxation.exact_step_s / relaxation.step_s)
+        taken.append(relaxation.chosen)
+        if relaxation.chosen:
+            assert relaxation.samples == factor
             assert saved[-1] > factor
     assert any(1 < gain < factor for gain in saved)
     assert taken[-1]
@@ -321,33 +349,46 @@ def test_a_way_is_chosen_only_where_it_saves_more_than_its_factor(words: str) ->
 
 
 def test_a_way_that_keeps_more_back_is_counted_with_no_fewer_samples() -> None:
-    factors = {way.words: way.samples for way in WAYS if way.compress is not None and way.variance is None}
+    factors = {
+        strategy.words: strategy.samples
+        for strategy in RELAXED_STRATEGIES
+        if strategy.compress is not None and strategy.variance is None
+    }
     assert factors["powersgd,rank=4"] <= factors["powersgd,rank=2"] <= factors["powersgd,rank=1"]
     assert max(factors["powersgd,rank=1"], factors["top-k,density=0.01"]) < factors["top16-q4"]
-    text = explain(chosen(100, samples={way.words: None for way in WAYS if way.words != "top-k,density=0.01"}))
+    text = explain(
+        chosen(
+            100,
+            samples={strategy.words: None for strategy in RELAXED_STRATEGIES if strategy.words != "top-k,density=0.01"},
+        )
+    )
     assert "2.3 times the samples (assumed)" in text
 
 
 def test_periods_stay_within_the_root_of_the_steps() -> None:
     def longest(steps: int | None) -> int:
-        return max(way.relaxed.period or 1 for way in ways(asked(), steps))
+        return max(strategy.relaxed.period or 1 for strategy in strategies(asked(), steps))
 
     assert (longest(None), longest(10_000), longest(100), longest(70)) == (16, 16, 8, 8)
     assert (longest(20), longest(3)) == (4, 1)
-    short = chosen(100, samples={way.words: 10.0 for way in WAYS if way.compress}, train_samples=2048.0 * 40)
+    short = chosen(
+        100,
+        samples={strategy.words: 10.0 for strategy in RELAXED_STRATEGIES if strategy.compress},
+        train_samples=2048.0 * 40,
+    )
     assert short.best.sync.relaxed.period == 4
 
 
 def test_what_first_updates_take_counts_and_where_it_counts_for_little_replicas_begin_alike() -> None:
     """Replicas that begin alike change less; where there are few steps, exact ones at first are dear."""
-    assert not any(way.relaxed.after for way in ways(asked(), None))
-    begun = [way for way in ways(asked(), 1000) if way.relaxed.after]
-    assert {way.relaxed.after for way in begun} == {BEGINS}
+    assert not any(strategy.relaxed.after for strategy in strategies(asked(), None))
+    begun = [strategy for strategy in strategies(asked(), 1000) if strategy.relaxed.after]
+    assert {strategy.relaxed.after for strategy in begun} == {BEGINS}
     model = replace(MODEL, optimizer="SGD")
     short, long = (choose(model, hosts(100), asked(train_samples=2048.0 * steps)) for steps in (40, 4000))
     assert (short.best.sync.relaxed.after, long.best.sync.mode) == (None, "post-local")
-    (way,) = (way for way in begun if way.of(SCRIPT).sync == long.best.sync)
-    plan = way.of(replace(SCRIPT, mesh={"replicate": 4}))
+    (strategy,) = (strategy for strategy in begun if strategy.of(SCRIPT).sync == long.best.sync)
+    plan = strategy.of(replace(SCRIPT, mesh={"replicate": 4}))
     prediction = predict(MODEL, hosts(100), plan)
     for steps in (3, 40, 4000):
         request = asked(train_samples=2048.0 * steps)
@@ -360,25 +401,29 @@ def test_what_first_updates_take_counts_and_where_it_counts_for_little_replicas_
 def test_the_dial_and_a_stated_way_exclude_each_other() -> None:
     for sync in (SyncPlan(compress=parse_compression("bytegrad")), parse_sync("local:8")):
         script = replace(SCRIPT, sync=sync)
-        Request(script=script)
+        PlanRequest(script=script)
         with pytest.raises(PlanError, match="leave one out"):
-            Request(script=script, relax="reduced")
+            PlanRequest(script=script, relax="reduced")
     with pytest.raises(PlanError, match="above 0"):
         asked(samples={"bytegrad": 0.0})
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.words)
-def test_words_of_a_way_are_what_a_user_types(way: Way) -> None:
-    mode, _, code = way.words.rpartition(" in ") if way.mode != "synchronous" and way.compress else ("", "", way.words)
-    if way.mode != "synchronous":
-        assert parse_sync(mode or way.words) == SyncPlan(mode=way.mode, relaxed=way.relaxed)
-        assert way.dial == "relaxed"
-    if way.compress is not None:
-        assert parse_compression(code) == way.compress
-    if way.mode == "synchronous":
-        assert way.compress is not None
-        assert way.dial == ("exact" if way.compress.method == "factors" else "reduced")
-    assert (way.variance is None) == (way.samples > 1 or way.each.others > 0)
+@pytest.mark.parametrize("way", RELAXED_STRATEGIES, ids=lambda strategy: strategy.words)
+def test_words_of_a_way_are_what_a_user_types(strategy: RelaxedStrategy) -> None:
+    mode, _, code = (
+        strategy.words.rpartition(" in ")
+        if strategy.mode != "synchronous" and strategy.compress
+        else ("", "", strategy.words)
+    )
+    if strategy.mode != "synchronous":
+        assert parse_sync(mode or strategy.words) == SyncPlan(mode=strategy.mode, relaxed=strategy.relaxed)
+        assert strategy.relaxation == "relaxed"
+    if strategy.compress is not None:
+        assert parse_compression(code) == strategy.compress
+    if strategy.mode == "synchronous":
+        assert strategy.compress is not None
+        assert strategy.relaxation == ("exact" if strategy.compress.method == "factors" else "reduced")
+    assert (strategy.variance is None) == (strategy.samples > 1 or strategy.each.others > 0)
 
 
 def test_ways_go_on_plans_of_the_scripts_precision_where_a_lower_one_would_be_quicker() -> None:

@@ -14,16 +14,16 @@ from tutti.config.cluster import ClusterSpec
 from tutti.config.model import ModelSpec
 from tutti.config.plan import LayoutRule, PipelinePlan, Plan
 from tutti.cost_model import predict
-from tutti.planner import Request, choose
+from tutti.planner import PlanRequest, choose
 from tutti.planner.plan_description import settings_words
-from tutti.planner.plan_refinement import Load, chosen, with_forms
+from tutti.planner.plan_refinement import BlockLoad, chosen, with_forms
 from tutti.profile.architectures import architecture
 
 BLOCKS = 4
 
 
-def load(nbytes: list[list[float]], seconds: list[list[float]], place: list[int]) -> Load:
-    return Load(
+def load(nbytes: list[list[float]], seconds: list[list[float]], place: list[int]) -> BlockLoad:
+    return BlockLoad(
         names=tuple(f"blocks.{index}" for index in range(len(place))),
         nbytes=np.array(nbytes),
         within=np.zeros((3, len(place))),
@@ -86,7 +86,7 @@ def test_some_blocks_recompute_where_that_is_all_that_memory_asks(mesh: dict[str
     machines = cards(1, 2, memory_nbytes=int(0.4 * bare + 0.6 * full))
     every = steps(model, machines, intended)
     assert (0,) * BLOCKS not in every
-    request = Request(script=intended, scope="all", mesh=mesh, keep_microbatches=True)
+    request = PlanRequest(script=intended, scope="all", mesh=mesh, keep_microbatches=True)
     choice = choose(model, machines, request)
     assert choice.prediction.fits
     assert choice.prediction.step_time_s.value <= 1.02 * min(every.values())
@@ -97,5 +97,5 @@ def test_some_blocks_recompute_where_that_is_all_that_memory_asks(mesh: dict[str
 
 def test_a_layout_that_the_script_wrote_stays() -> None:
     script = dataclasses.replace(plan(16), layout=(LayoutRule(modules="blocks.1", recompute=True),))
-    choice = choose(gpt(), cards(1, 1), Request(script=script, scope="all"))
+    choice = choose(gpt(), cards(1, 1), PlanRequest(script=script, scope="all"))
     assert choice.best.layout == script.layout

@@ -8,7 +8,7 @@ import pytest
 from cost_model.examples import mlp, plan
 from planner.machines import cards
 from tutti.errors import PlanError
-from tutti.planner import NoiseScale, Request, Scope, choose
+from tutti.planner import NoiseScale, PlanRequest, Scope, choose
 from tutti.planner.plan_request import batches_to_try
 
 
@@ -24,7 +24,7 @@ from tutti.planner.plan_request import batches_to_try
 )
 def test_numbers_are_finite_and_above_0(name: str, meaning: str, value: float) -> None:
     with pytest.raises(PlanError, match=f"^{name} = {value}, .*{meaning}.*; give a finite number above 0$"):
-        Request(script=plan(), **{name: value})  # type: ignore[arg-type]
+        PlanRequest(script=plan(), **{name: value})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan, 0.0])
@@ -53,10 +53,10 @@ def test_however_large_the_critical_batch_few_sizes_are_tried() -> None:
 )
 def test_wishes_that_contradict_each_other_are_refused(wishes: dict[str, Any], words: str) -> None:
     with pytest.raises(PlanError, match=words):
-        Request(script=plan(), **{"scope": "all", **wishes})
+        PlanRequest(script=plan(), **{"scope": "all", **wishes})
 
 
 @pytest.mark.parametrize("scope", get_args(Scope))
 def test_wishes_that_agree_are_kept(scope: Any) -> None:
-    request = Request(script=plan(), scope=scope, degree=2, max_devices=2, mesh={"replicate": 2})
+    request = PlanRequest(script=plan(), scope=scope, degree=2, max_devices=2, mesh={"replicate": 2})
     assert choose(mlp(64, 1), cards(), request).best.world_size == 2

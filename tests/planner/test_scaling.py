@@ -11,17 +11,17 @@ from tutti.cli.planning import search
 from tutti.config.plan import BatchPlan, Plan
 from tutti.config.prediction import Estimate, ScalingCurve
 from tutti.errors import PlanError
-from tutti.planner import Choice, Request, device_counts, scaling
+from tutti.planner import Choice, PlanRequest, device_counts, scaling
 from tutti.planner.scenarios import with_bandwidth
 
-REQUEST = Request(script=Plan(batch=BatchPlan(global_batch_size=4096)), scope="all")
+REQUEST = PlanRequest(script=Plan(batch=BatchPlan(global_batch_size=4096)), scope="all")
 
 
 def curve_of(rates: dict[int, float | None]) -> ScalingCurve:
     """The curve of devices -> samples a second; None where no plan fits."""
     known = search(mlp(256, 2), cards(), dataclasses.replace(REQUEST, scope="data", max_devices=1))
 
-    def answer(request: Request) -> Choice:
+    def answer(request: PlanRequest) -> Choice:
         rate = rates[request.max_devices or 0]
         if rate is None:
             raise PlanError("nothing fits; buy more memory")

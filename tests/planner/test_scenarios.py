@@ -56,5 +56,5 @@ def test_slow_hosts_that_a_choice_leaves_idle_change_nothing_of_it() -> None:
     slow = dataclasses.replace(quick, name="idle", links=tuple(scale_bandwidth(one, 1e-3) for one in MACHINES.links))
     machines = dataclasses.replace(MACHINES, nodes=(quick, slow), links=())
     request = dataclasses.replace(ask(), mesh={"replicate": 4})
-    both, alone = (choose(gpt(), where, request) for where in (machines, MACHINES))
-    assert both.prediction == alone.prediction
+    both, uncontended = (choose(gpt(), where, request) for where in (machines, MACHINES))
+    assert both.prediction == uncontended.prediction

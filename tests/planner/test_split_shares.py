@@ -18,12 +18,12 @@ from tutti.config.plan import Plan
 from tutti.config.vocabulary import AxisName
 from tutti.cost_model import predict
 from tutti.errors import PlanError
-from tutti.planner import Choice, Request, choose
+from tutti.planner import Choice, PlanRequest, choose
 from tutti.planner.candidates import limits_of
 from tutti.planner.cost_tables import Tables
 from tutti.planner.exploration import Explorer
 from tutti.planner.mesh_enumeration import plan_of, shapes, variants
-from tutti.planner.mixed_hardware import Pace, improved, together
+from tutti.planner.mixed_hardware import MicrobatchTime, improved, together
 from tutti.planner.plan_description import plan_words
 from tutti.planner.plan_explanation import difference, explain
 from tutti.planner.plan_work import Room
@@ -42,7 +42,7 @@ def faster(times: float, **changes: Any) -> ClusterSpec:
 
 
 def chosen(machines: ClusterSpec, mesh: dict[AxisName, int], batch: int = 8) -> Choice:
-    request = Request(script=plan(batch), scope="all", mesh=mesh, keep_microbatches=True)
+    request = PlanRequest(script=plan(batch), scope="all", mesh=mesh, keep_microbatches=True)
     return choose(model(), machines, request)
 
 
@@ -157,24 +157,24 @@ BOUNDED = {
 @pytest.mark.parametrize("case", BOUNDED)
 def test_bounds_are_not_above_plans_of_unequal_parts(case: str) -> None:
     own, machines, times = BOUNDED[case]
-    request, batch = Request(script=plan(96), scope="all"), 96
+    request, batch = PlanRequest(script=plan(96), scope="all"), 96
     limits = limits_of(own, machines, request)
     found, tables = shapes(limits, request), Tables(own, machines, "full")
     room, checked = Room(tables, plan(batch)), 0
-    (lane,) = Explorer(own, (machines,), dataclasses.replace(request, objective="memory"), ["full"]).lanes
-    ways = variants(limits, found, np.flatnonzero(found.split > 1))
-    bounds, (coarse_s, _) = variant_bounds(room, found, ways, batch), shape_bounds(tables, found, batch)
-    for row in np.random.default_rng(4).permutation(len(ways))[:40].tolist():
-        intended = plan_of(own, request, found, ways, row, "full")
+    (branch,) = Explorer(own, (machines,), dataclasses.replace(request, objective="memory"), ["full"]).branches
+    strategies = variants(limits, found, np.flatnonzero(found.split > 1))
+    bounds, (coarse_s, _) = variant_bounds(room, found, strategies, batch), shape_bounds(tables, found, batch)
+    for row in np.random.default_rng(4).permutation(len(strategies))[:40].tolist():
+        intended = plan_of(own, request, found, strategies, row, "full")
         for share in (times, times**2, 1.0001, 1 / times) if intended.context == "ring" else ():
             unequal = dataclasses.replace(intended, split_shares=(1.0, share) * (intended.degree("split") // 2))
             with contextlib.suppress(PlanError):  # too few heads
                 done = predict(own, machines, unequal)
                 step_s = done.step_time_s.value * (1 + 1e-9)
                 assert bounds.step_s[row] <= step_s, plan_words(unequal)
-                assert coarse_s[int(ways.shape[row])] <= step_s, plan_words(unequal)
+                assert coarse_s[int(strategies.shape[row])] <= step_s, plan_words(unequal)
                 assert bounds.least_memory[row] <= done.memory.total, plan_words(unequal)
-                assert lane.least[ways.shape[row]] <= done.memory.total, plan_words(unequal)
+                assert branch.least[strategies.shape[row]] <= done.memory.total, plan_words(unequal)
                 checked += 1
     assert checked >= 60
 
@@ -182,10 +182,10 @@ def test_bounds_are_not_above_plans_of_unequal_parts(case: str) -> None:
 def test_bounds_of_memory_leave_room_for_little_parts() -> None:
     """The tightest rank, of which a prediction speaks, may have a sixteenth of a model that is nearly all state."""
     own, machines = model(layers=24, hidden=4096), alternating(gpu(), quicker(3.0))
-    request = Request(script=plan(2), scope="all", mesh={"split": 2}, objective="memory")
-    (lane,) = Explorer(own, (machines,), request, ["full"]).lanes
+    request = PlanRequest(script=plan(2), scope="all", mesh={"split": 2}, objective="memory")
+    (branch,) = Explorer(own, (machines,), request, ["full"]).branches
     little = dataclasses.replace(plan(2), mesh={"split": 2}, split_shares=(1.0, 15.0))
-    assert lane.least.max() <= predict(own, machines, little).memory.total
+    assert branch.least.max() <= predict(own, machines, little).memory.total
 
 
 @given(
@@ -196,14 +196,14 @@ def test_bounds_of_memory_leave_room_for_little_parts() -> None:
 def test_parts_add_up_and_all_with_room_finish_together(
     whole: list[float], part: list[float], most: list[float]
 ) -> None:
-    paces = [Pace(a, b) for a, b in zip(whole, part, strict=False)]
+    paces = [MicrobatchTime(a, b) for a, b in zip(whole, part, strict=False)]
     room, least = np.array(most[: len(paces)]), 0.01
     found = together(paces, room, least)
     assert found.sum() == pytest.approx(1.0)
     if room.sum() <= 1:
         return
     free = (found > least * (1 + 1e-9)) & (found < room * (1 - 1e-9))
-    ends = [pace.total_s(share) for pace, share in zip(paces, found, strict=True)]
+    ends = [relative_speed.total_s(share) for relative_speed, share in zip(paces, found, strict=True)]
     if free.any():
         together_s = [end for end, one in zip(ends, free, strict=True) if one]
         assert max(together_s) == pytest.approx(min(together_s))

@@ -13,7 +13,7 @@ from tutti.config.plan import BatchPlan, Plan
 from tutti.cost_model import predict
 from tutti.cost_model.cost_notes import seconds
 from tutti.cost_model.step_time import load_of
-from tutti.planner import Request, choose
+from tutti.planner import PlanRequest, choose
 from tutti.planner.loss_reasons import sample_nbytes, starved
 from tutti.planner.scenarios import what_if, with_storage
 
@@ -35,7 +35,7 @@ def test_hosts_read_together_what_a_step_takes(unit: str) -> None:
     slow = with_storage(cards(2, 2), 1e9)
     size = 64 if unit == "samples" else 640
     script = Plan(batch=BatchPlan(global_batch_size=size, unit=unit))  # type: ignore[arg-type]
-    choice = choose(model, slow, Request(script=script, degree=4))
+    choice = choose(model, slow, PlanRequest(script=script, degree=4))
     took = 64 * (12e6 + 47) / 2e9  # both hosts
     as_taken = dataclasses.replace(model, loading=Loading(stored_nbytes=sample_nbytes(model), workers=1))
     assert load_of(as_taken, slow, choice.best).storage_s == pytest.approx(took)
@@ -43,16 +43,16 @@ def test_hosts_read_together_what_a_step_takes(unit: str) -> None:
     assert any(
         "Storage may be slower than that: to read a step's samples takes 384 ms" in one for one in choice.remarks
     )
-    alone = choose(model, slow, Request(script=script, degree=1)).best
-    assert load_of(as_taken, slow, alone).storage_s == pytest.approx(2 * took)
+    uncontended = choose(model, slow, PlanRequest(script=script, degree=1)).best
+    assert load_of(as_taken, slow, uncontended).storage_s == pytest.approx(2 * took)
     # and that is what is predicted where it is known
-    known = choose(as_taken, slow, Request(script=script, degree=4))
+    known = choose(as_taken, slow, PlanRequest(script=script, degree=4))
     assert known.prediction.step_time_s.value == pytest.approx(took)
 
 
 def test_nothing_is_said_where_storage_is_quick_or_unknown() -> None:
     model, machines = of_pictures(), cards(2, 2)
-    choice = choose(model, machines, Request(script=Plan(batch=BatchPlan(global_batch_size=64))))
+    choice = choose(model, machines, PlanRequest(script=Plan(batch=BatchPlan(global_batch_size=64))))
     for each in (machines, with_storage(machines, 1e15)):
         assert starved(model, each, choice.best, choice.prediction) == ""
 
@@ -107,7 +107,7 @@ def test_what_if_storage_were_quicker() -> None:
 
 def test_a_search_that_waits_for_data_says_why_others_lost() -> None:
     model = dataclasses.replace(mlp(256, 2), loading=Loading(core_s=1e-3))
-    choice = choose(model, cards(1, 4), Request(script=plan(64)))
+    choice = choose(model, cards(1, 4), PlanRequest(script=plan(64)))
     assert choice.best.world_size == 4
     assert choice.prediction.phases["data"] == pytest.approx(16e-3)
     assert any("of loading data against 16 ms" in one.reason for one in choice.alternatives)

@@ -7,14 +7,14 @@ import pytest
 
 from planner.machines import cards, own_links
 from tutti.planner.relaxed_search import TIE, Doubt, Tried, _better, _ranked
-from tutti.planner.relaxed_strategies import WAYS, WORTH
+from tutti.planner.relaxed_strategies import RELAXED_STRATEGIES, WORTH
 
-BY_WORDS = {way.words: way for way in WAYS}
+BY_WORDS = {strategy.words: strategy for strategy in RELAXED_STRATEGIES}
 
 
 def tried(words: str, value: float, samples: float = 1.0) -> Tried:
     some: Any = SimpleNamespace(value=value, cluster=cards(2, 2), plan=SimpleNamespace(world_size=4))
-    return Tried(way=BY_WORDS[words], one=some, samples=samples, evidence="assumed", totals=some)
+    return Tried(strategy=BY_WORDS[words], one=some, samples=samples, evidence="assumed", totals=some)
 
 
 @pytest.mark.parametrize(
@@ -29,8 +29,8 @@ def tried(words: str, value: float, samples: float = 1.0) -> Tried:
 )
 def test_the_one_that_changes_least_is_first(least: str, rival: str) -> None:
     within, beyond = 1 + 0.9 * TIE, 1 + 1.1 * TIE
-    assert [one.way.words for one in _ranked(iter([tried(rival, 1.0), tried(least, within)]))] == [least, rival]
-    assert [one.way.words for one in _ranked(iter([tried(rival, 1.0), tried(least, beyond)]))] == [rival, least]
+    assert [one.strategy.words for one in _ranked(iter([tried(rival, 1.0), tried(least, within)]))] == [least, rival]
+    assert [one.strategy.words for one in _ranked(iter([tried(rival, 1.0), tried(least, beyond)]))] == [rival, least]
 
 
 def test_fewer_samples_go_before_all_but_the_dial() -> None:

@@ -16,7 +16,7 @@ from tutti.cost_model import predict
 from tutti.cost_model.module_costs import model_table
 from tutti.errors import PlanError
 from tutti.parallel.capabilities import with_capabilities
-from tutti.planner import Request, choose, explain
+from tutti.planner import PlanRequest, choose, explain
 from tutti.planner.plan_refinement import able_plans, wide_plans, wide_rules
 from tutti.profile import describe_model
 
@@ -58,8 +58,8 @@ def test_no_choice_of_layers_is_quicker_than_the_one_by_gain(batch: int, bandwid
     tried = [replicas, *wide_plans(replicas, machines, model_table(cnn()), batch, 4)]
     best = min(seconds(one, machines) for one in tried)
     some = chain.from_iterable(combinations(LAYERS[:2], count) for count in (1, 2))
-    ways = [divided(batch, *(LayoutRule(modules=name, placement="split") for name in names)) for names in some]
-    assert best <= 1.02 * min(seconds(one, machines) for one in (replicas, *ways))
+    strategies = [divided(batch, *(LayoutRule(modules=name, placement="split") for name in names)) for names in some]
+    assert best <= 1.02 * min(seconds(one, machines) for one in (replicas, *strategies))
 
 
 def test_the_larger_a_rank_s_batch_the_fewer_layers_are_divided() -> None:
@@ -84,7 +84,7 @@ def test_what_the_script_says_of_a_layer_stays() -> None:
 
 
 def test_the_search_divides_the_classifier_where_links_are_slow_and_says_so() -> None:
-    request = Request(script=plan(64), scope="all")
+    request = PlanRequest(script=plan(64), scope="all")
     choice = choose(cnn(), hosts(1.25e8), request)
     assert choice.best.degree("table") > 1
     assert [rule.modules for rule in choice.best.layout if rule.placement != "auto"] == ["4", "6"]
@@ -109,7 +109,7 @@ def test_a_mesh_that_the_user_gives_is_found_where_it_fits_only_with_layers_divi
     """Whole, a rank's state of the two wide layers takes 150 MB; divided over four ranks, a quarter of it."""
     rules = tuple(LayoutRule(modules=name, placement="split") for name in LAYERS[:2])
     script = dataclasses.replace(plan(16), layout=rules)
-    request = Request(script=script, scope="all", mesh={"table": 4}, memory_nbytes=420e6)
+    request = PlanRequest(script=script, scope="all", mesh={"table": 4}, memory_nbytes=420e6)
     choice = choose(cnn(), hosts(1e8), request)
     assert choice.best.mesh == {"table": 4}
     assert choice.prediction.memory.total < 420e6

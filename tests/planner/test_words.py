@@ -98,8 +98,8 @@ def test_clusters_are_changed_as_asked() -> None:
     host, _ = what_if(cluster(cpu()), "memory=64GiB")
     assert host.nodes[0].memory_nbytes == 64 * 2**30
     assert what_if(cluster(cpu()), "memory=64gb")[0].nodes[0].memory_nbytes == 64 * 10**9
-    alone = cluster(cpu(), (link("node"),))
-    assert what_if(alone, "link=1gbit")[0].link("node").bandwidth_bytes_per_s == 1.25e8  # type: ignore[union-attr]
+    uncontended = cluster(cpu(), (link("node"),))
+    assert what_if(uncontended, "link=1gbit")[0].link("node").bandwidth_bytes_per_s == 1.25e8  # type: ignore[union-attr]
 
 
 def test_devices_of_several_kinds_change_in_proportion() -> None:

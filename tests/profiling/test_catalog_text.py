@@ -4,7 +4,7 @@ import pytest
 
 from tutti.errors import SpecError
 from tutti.profile.catalog import parts, with_ports
-from tutti.profile.catalog.text import cluster_from_text, is_cluster_text
+from tutti.profile.catalog.text_models import cluster_from_text, is_cluster_text
 
 
 def test_one_line_says_nodes_devices_and_links() -> None:

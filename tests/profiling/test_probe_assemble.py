@@ -215,15 +215,19 @@ def test_more_hosts_than_cores_of_one_machine_are_crowded() -> None:
 
 
 def test_of_hosts_that_measured_at_once_the_slowest_products_count_and_else_the_middle() -> None:
-    def rates(pace: float, *more: int) -> DeviceRates:
-        gemm = tuple(GemmRate(dtype="float32", n=n, flops_per_s=pace * n) for n in (256, *more))
-        passed = WeightRate(dtype="float32", forward=pace, input_gradient=5.0 - pace, weight_gradient=1.0)
-        code = CompressRate(method="qsgd", numel=8, encode_s=1 / pace, decode_s=0.1)
-        return replace(RATES, gemm=gemm, memory=(MemoryRate(bytes_per_s=pace),), weights=(passed,), codes=(code,),
-                       kernel_overhead_s=1 / pace, efficiency={"conv": pace},
-                       convolutions=(ConvolutionRate(weight_nbytes=1000, relative=pace),),
-                       images=(ImageRate(pixels=16, relative=pace),),
-                       vectors=(VectorRate(kind="pool", forward=pace, backward=10 * pace),))  # fmt: skip
+    def rates(relative_speed: float, *more: int) -> DeviceRates:
+        gemm = tuple(GemmRate(dtype="float32", n=n, flops_per_s=relative_speed * n) for n in (256, *more))
+        passed = WeightRate(
+            dtype="float32", forward=relative_speed, input_gradient=5.0 - relative_speed, weight_gradient=1.0
+        )
+        code = CompressRate(method="qsgd", numel=8, encode_s=1 / relative_speed, decode_s=0.1)
+        return replace(RATES, gemm=gemm, memory=(MemoryRate(bytes_per_s=relative_speed),), weights=(passed,),
+                       codes=(code,),
+                       kernel_overhead_s=1 / relative_speed, efficiency={"conv": relative_speed},
+                       convolutions=(ConvolutionRate(weight_nbytes=1000, relative=relative_speed),),
+                       images=(ImageRate(pixels=16, relative=relative_speed),),
+                       vectors=(VectorRate(kind="pool", forward=relative_speed,
+                                           backward=10 * relative_speed),))  # fmt: skip
 
     found = slowest({"a": rates(2.0, 512), "b": rates(1.0), "c": rates(2.2, 512)})
     assert [(rate.n, rate.flops_per_s) for rate in found.gemm] == [(256, 256.0)]  # b skipped N = 512

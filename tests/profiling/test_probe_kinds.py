@@ -59,9 +59,11 @@ def test_sizes_of_convolutions_are_told_from_all_of_them(monkeypatch: pytest.Mon
 
 def test_small_images_are_told_from_the_largest_of_as_many_channels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 4 x 4 and 2 x 2: in half of its time, and in four times as much; 16 x 16 is what they are told from."""
-    pace = {16: 0.5, 4: 4.0}
+    relative_speed = {16: 0.5, 4: 4.0}
     monkeypatch.setattr(compute_rates, "product_s", lambda flops, *_: flops)
-    monkeypatch.setattr(compute_rates, "_there_and_back_s", lambda one, *_: 6 * one.flops * pace.get(one.pixels, 1.0))
+    monkeypatch.setattr(
+        compute_rates, "_there_and_back_s", lambda one, *_: 6 * one.flops * relative_speed.get(one.pixels, 1.0)
+    )
     found = compute_rates.measure_operator_rates(CPU, QUICK)
     assert [(rate.pixels, rate.relative) for rate in found.images] == [(256, 1.0), (16, 2.0), (4, 0.25)]
     assert [rate.relative for rate in found.convolutions] == pytest.approx([1.0] * 4)

@@ -14,8 +14,8 @@ from tutti.config.prediction import Estimate, MeasuredPoint, ScalingCurve, Scali
 from tutti.cost_model import predict
 from tutti.cost_model.rank_tracks import timeline
 from tutti.report.plan_page import (
+    PageTable,
     PlanPage,
-    Table,
     TableRow,
     held_plot,
     plan_html,
@@ -53,7 +53,7 @@ def page_for(plan: Plan) -> PlanPage:
     found = timeline(model, cards, plan)
     page = page_of_plan("<transformer> & more", plan, predict(model, cards, plan), found)
     rows = (TableRow(cells=("2", "replicate 2"), kind="chosen"), TableRow(cells=("4", "too <large>"), kind="off"))
-    table = Table(title="Others", under="They lost.", columns=("ranks", "plan"), rows=rows, right=frozenset({0}))
+    table = PageTable(title="Others", under="They lost.", columns=("ranks", "plan"), rows=rows, right=frozenset({0}))
     return replace(
         page, remarks=("Because of <this>",), changes=("At 1 bit/s all changes",), tables=(table,), scaling=curve(),
         trials=trials(), next_command="tutti run",

@@ -14,13 +14,13 @@ from tutti.report.html_report import report_html
 from tutti.report.terminal_report import as_text, report_table
 
 
-def entry(carried: str, nbytes: int, under_way_s: float | None, **exposed_s: float) -> dict[str, Any]:
+def entry(carried: str, nbytes: int, in_progress_s: float | None, **exposed_s: float) -> dict[str, Any]:
     return {
         "axes": "replicate+space" if carried == "gradients" else "space",
         "carried": carried,
         "count": 4,
         "nbytes": nbytes,
-        "under_way_s": under_way_s,
+        "in_progress_s": in_progress_s,
         "exposed_s": exposed_s,
     }
 
@@ -36,7 +36,7 @@ def with_communication(story: Story) -> list[dict[str, Any]]:
                 entry("halos", 7000, 0.002 * slow, forward=0.0003 * slow, backward=0.0002 * slow),
                 entry("gradients", 36_392, 0.001 * slow, exposed_communication=0.0004 * slow),
                 entry("scalars", 32, None, exposed_communication=1e-5 * slow),
-                {"axes": "space", "carried": "pigeons", "count": 1, "nbytes": 1, "under_way_s": 1.0, "exposed_s": {}},
+                {"axes": "space", "carried": "pigeons", "count": 1, "nbytes": 1, "in_progress_s": 1.0, "exposed_s": {}},
             ]
     return told
 
@@ -68,14 +68,14 @@ def test_lanes_are_medians_of_the_steady_steps_and_what_is_not_exposed_is_hidden
     assert (gradients.axes, halos.axes) == ("replicate+space", "space")
     assert halos.sent.value == 7000
     assert halos.exchanges.value == 4
-    assert halos.under_way.value == pytest.approx(0.002)
+    assert halos.in_progress.value == pytest.approx(0.002)
     assert halos.exposed.value == pytest.approx(0.0005)
     assert {phase: q.value for phase, q in halos.exposed_in.items()} == pytest.approx(
         {"forward": 0.0003, "backward": 0.0002}
     )
     assert halos.hidden.value == pytest.approx(0.75)
     assert gradients.hidden.value == pytest.approx(0.6)
-    assert scalars.under_way.value is None
+    assert scalars.in_progress.value is None
     assert scalars.hidden.value is None
     assert scalars.exposed.value == pytest.approx(1e-5)
     assert serialization.from_data(RunReport, serialization.to_data(report)) == report
@@ -88,7 +88,7 @@ def test_a_lane_that_most_steps_do_not_use_is_nothing_in_a_typical_step(tmp_path
         if row["kind"] == "step" and row["step"] == 7:
             row["communication"] = [entry("halos", 100, 0.1, forward=0.1)]
     (lane,) = build_report(write_run(tmp_path / "run", story, metrics=told)).communication
-    assert (lane.sent.value, lane.under_way.value, lane.exposed.value, lane.hidden.value) == (0, 0, 0, None)
+    assert (lane.sent.value, lane.in_progress.value, lane.exposed.value, lane.hidden.value) == (0, 0, 0, None)
 
 
 def test_steps_that_a_gpu_did_not_time_are_left_out(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_steps_that_a_gpu_did_not_time_are_left_out(tmp_path: Path) -> None:
         if row["kind"] == "step" and row["step"] % 10:
             row["timed"] = False
     halos = next(one for one in build_report(write_run(tmp_path / "run", story, metrics=told)).communication)
-    assert halos.under_way.value == pytest.approx(0.05)  # only the slow ones were timed
+    assert halos.in_progress.value == pytest.approx(0.05)  # only the slow ones were timed
 
 
 def test_bytes_sent_are_gradients_and_activations_of_the_rank_that_sends_most(folder: Path, tmp_path: Path) -> None:

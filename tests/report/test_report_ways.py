@@ -12,7 +12,7 @@ from tutti.config.plan import BatchPlan, Plan, SyncPlan
 from tutti.config.run_folder import RunFolder
 from tutti.config.sync_notation import parse_sync
 from tutti.errors import ReportError
-from tutti.report.quality_metrics import parse_target, samples_by_way
+from tutti.report.quality_metrics import parse_target, samples_by_strategy
 from tutti.report.run_records import Records, read_records
 
 TARGET = parse_target("test.accuracy=0.93")
@@ -37,7 +37,7 @@ def test_means_over_runs_of_one_way(tmp_path: Path) -> None:
     told = [(SyncPlan(), EXACT), (SyncPlan(), LATE), (POWERS, LATE), (LOCAL, EXACT), (LOCAL, NEVER)]
     runs = [run(tmp_path / str(number), *one) for number, one in enumerate(told)]
     # exact ones after 3 and 4 epochs
-    assert samples_by_way(runs, TARGET) == {"powersgd,rank=1": pytest.approx(4 / 3.5), "local:period=8": None}
+    assert samples_by_strategy(runs, TARGET) == {"powersgd,rank=1": pytest.approx(4 / 3.5), "local:period=8": None}
 
 
 def test_what_does_not_compare_is_refused(tmp_path: Path) -> None:
@@ -46,12 +46,12 @@ def test_what_does_not_compare_is_refused(tmp_path: Path) -> None:
         for number, one in enumerate([(SyncPlan(), EXACT), (LOCAL, LATE), (LOCAL, EXACT)])
     )
     with pytest.raises(ReportError, match=r"no exact run reached accuracy 0\.99"):
-        samples_by_way([exact, late], parse_target("test.accuracy=0.99"))
+        samples_by_strategy([exact, late], parse_target("test.accuracy=0.99"))
     with pytest.raises(ReportError, match="no exact run"):
-        samples_by_way([late, other], TARGET)
+        samples_by_strategy([late, other], TARGET)
     with pytest.raises(ReportError, match="all runs named are exact"):
-        samples_by_way([exact], TARGET)
+        samples_by_strategy([exact], TARGET)
     with pytest.raises(ReportError, match="global batches of 32, 64"):
-        samples_by_way([exact, run(tmp_path / "small", LOCAL, LATE, batch=32)], TARGET)
+        samples_by_strategy([exact, run(tmp_path / "small", LOCAL, LATE, batch=32)], TARGET)
     with pytest.raises(ReportError, match=r"no plan\.json"):
-        samples_by_way([exact, replace(late, plan=None)], TARGET)
+        samples_by_strategy([exact, replace(late, plan=None)], TARGET)

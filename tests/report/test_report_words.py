@@ -5,7 +5,7 @@ import pytest
 from tutti.config.run_report import Quantity
 from tutti.errors import ReportError
 from tutti.report.formatting import duration, higher_is_better, number, prefixed, show, signed_percent, split_unit
-from tutti.report.quality_metrics import Target, parse_target
+from tutti.report.quality_metrics import QualityTarget, parse_target
 
 
 @pytest.mark.parametrize(
@@ -59,8 +59,8 @@ def test_direction_of_a_metric(metric: str, up: bool) -> None:
 
 
 def test_targets() -> None:
-    assert parse_target("test.accuracy=0.9") == Target(name="test", metric="accuracy", value=0.9)
-    assert parse_target("loss<=2") == Target(name=None, metric="loss", value=2.0)
+    assert parse_target("test.accuracy=0.9") == QualityTarget(name="test", metric="accuracy", value=0.9)
+    assert parse_target("loss<=2") == QualityTarget(name=None, metric="loss", value=2.0)
     for text in ("accuracy", "=0.9", "test.accuracy=high", "test.accuracy=nan"):
         with pytest.raises(ReportError, match=r"NAME\.METRIC=VALUE"):
             parse_target(text)

@@ -10,12 +10,12 @@ from click.testing import CliRunner
 from tutti.cli.validate import command
 from tutti.errors import DataError
 from tutti.validate.published_rows import load_rows
-from tutti.validate.validation import Wanted, validate
+from tutti.validate.validation import CalibrationShare, validate
 
 
 def test_families_are_scored_apart_and_nothing_is_dropped() -> None:
     rows = [row for row in load_rows(None) if row.family in ("sc21t1", "meg2020", "korthikmem", "titan")]
-    result = validate(rows, {"meg2020": Wanted(count=3)})
+    result = validate(rows, {"meg2020": CalibrationShare(count=3)})
     assert [family.family for family in result.families] == ["sc21t1", "meg2020", "korthikmem", "titan"]
     for family in result.families:
         parts = [found for score in family.scores for found in (score.calibration, score.test) if found]
@@ -28,7 +28,8 @@ def test_families_are_scored_apart_and_nothing_is_dropped() -> None:
 def test_which_rows_calibrate_does_not_depend_on_their_order() -> None:
     rows = [row for row in load_rows(None) if row.family == "meg2020"]
     tested = [
-        {row.row_id for row in validate(order, {"meg2020": Wanted(count=3)}).scored} for order in (rows, rows[::-1])
+        {row.row_id for row in validate(order, {"meg2020": CalibrationShare(count=3)}).scored}
+        for order in (rows, rows[::-1])
     ]
     assert tested[0] == tested[1]
 

@@ -9,7 +9,7 @@ from tutti.config.cluster import GemmRate
 from tutti.config.plan import BatchPlan, Plan
 from tutti.cost_model import predict
 from tutti.profile.architectures import architecture
-from tutti.profile.catalog.text import cluster_from_text
+from tutti.profile.catalog.text_models import cluster_from_text
 from tutti.validate.cluster_fit import (
     NAMES,
     NOISE,

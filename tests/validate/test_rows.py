@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 
 from tutti.errors import DataError
-from tutti.validate.published_rows import Row, Uncosted, load_rows
+from tutti.validate.published_rows import PublishedRow, Uncosted, load_rows
 from tutti.validate.row_specs import cluster_of
 from tutti.validate.scoring import case_of
 
 ROWS = {row.row_id: row for row in load_rows(None)}
 
 
-def changed(row_id: str, **cells: str) -> Row:
-    return Row(cells={**ROWS[row_id].cells, **cells})
+def changed(row_id: str, **cells: str) -> PublishedRow:
+    return PublishedRow(cells={**ROWS[row_id].cells, **cells})
 
 
 def test_the_shipped_rows_are_many_and_each_says_where_it_is_from() -> None:
@@ -66,7 +66,7 @@ def test_selective_recomputing_drops_the_core_of_attention_only() -> None:
     ],
 )
 def test_printed_networks(text: str, gpu: str, bytes_per_s: float) -> None:
-    row = Row(cells={"gpu": gpu, "n_gpus": "16", "gpus_per_node": "8", "inter_net": text})
+    row = PublishedRow(cells={"gpu": gpu, "n_gpus": "16", "gpus_per_node": "8", "inter_net": text})
     network = cluster_of(row).link("network")
     assert network is not None
     assert network.bandwidth_bytes_per_s == bytes_per_s
@@ -77,7 +77,7 @@ def test_printed_networks(text: str, gpu: str, bytes_per_s: float) -> None:
     ["3x p3.8xlarge(4xV100) + 1x g4dn.12xlarge(4xT4)", "3x(4xV100)+ 1x(4xT4)", "3x p3.8xlarge and g4dn.12xlarge"],
 )
 def test_mixed_nodes_are_two_kinds_of_devices(gpu: str) -> None:
-    row = Row(
+    row = PublishedRow(
         cells={
             "gpu": gpu, "n_gpus": "16", "gpus_per_node": "4",
             "intra_net": "170Gb/s (P3) 50Gb/s (G4)", "inter_net": "10Gb/s (P3) 50Gb/s (G4)",

@@ -4,7 +4,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from tutti.cli.verify import Options, _summed
+from tutti.cli.verify import VerifyOptions, _summed
 from tutti.config.compression import parse_compression
 from tutti.config.plan import BatchPlan, Plan, SyncPlan
 from tutti.config.sync_notation import parse_sync, with_mode
@@ -13,7 +13,7 @@ from tutti.errors import PlanError
 PLAN = Plan(batch=BatchPlan(global_batch_size=8), mesh={"replicate": 2}, sync=SyncPlan(bucket_nbytes=1000))
 
 
-OPTIONS = Options(**{field.name: None for field in fields(Options)})
+OPTIONS = VerifyOptions(**{field.name: None for field in fields(VerifyOptions)})
 
 
 def test_replicas_that_differ_are_compared_with_summed_gradients() -> None:

@@ -169,8 +169,8 @@ class AdPsgd(AsynchronousReplicas):
         coming = self.transport.start_receive(peer, mean, _ANSWER)
         asking = self.transport.start_send(peer, [torch.tensor([MEAN])], _ASK)
         telling = self.transport.start_send(peer, sent, _VALUES)
-        for flight in (coming, asking, telling):
-            flight()
+        for finish in (coming, asking, telling):
+            finish()
         moved = torch._foreach_sub(mean, sent)
         with self._changed:
             torch._foreach_add_(self._x, moved)

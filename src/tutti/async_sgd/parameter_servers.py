@@ -283,8 +283,8 @@ class ParameterServers(AsynchronousReplicas):
             self.served.push(own, self._part(change, own), self._drift)
             answers = [self.served.answer(own)]
             self._check(answers[0])
-            for flight in [*coming, *going]:
-                flight()
+            for finish in [*coming, *going]:
+                finish()
         except Unreachable as problem:
             error = self._sentence(problem.peer, problem.late)
             raise error from error.__cause__
@@ -314,8 +314,8 @@ class ParameterServers(AsynchronousReplicas):
             going = [self.transport.start_send(peer, [asked], _ASK) for peer in self.others]
             for peer in self.others if what == AWAY else ():
                 self.transport.start_receive(peer, [says], _SAY)()
-            for flight in going:
-                flight()
+            for finish in going:
+                finish()
         except Unreachable as problem:
             error = self._sentence(problem.peer, problem.late)
             raise error from error.__cause__

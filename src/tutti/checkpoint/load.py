@@ -18,7 +18,7 @@ from tutti.checkpoint.contribution import (
 from tutti.checkpoint.index import MODEL
 from tutti.checkpoint.plain_state import is_dcp, open_weights, with_tied_names
 from tutti.checkpoint.rank_state import load_replica_state, load_residuals
-from tutti.checkpoint.sources import Source, Target, open_checkpoint, shared_source, transfer
+from tutti.checkpoint.sources import LoadTarget, Source, open_checkpoint, shared_source, transfer
 from tutti.checkpoint.tensor_files import parse_dtype
 from tutti.errors import CheckpointError
 from tutti.optim.gradient_noise_scale import NoiseAverages
@@ -80,12 +80,12 @@ def _open_weights(path: Path) -> Source:
 
 def load_model(run: Run, source: Source) -> None:
     """Give parameters and buffers the values of a source that fits. Collective."""
-    targets: dict[int, Target] = {}
+    targets: dict[int, LoadTarget] = {}
     for name, _, tensor in named_tensors(run.model, run.layout):
         key = source.model_key(name)
         if key is not None and id(tensor) not in targets:
             part = to_local(tensor.detach())
-            targets[id(tensor)] = Target(key=key, out=part, cuts=shard_here(run.layout, name, part).cuts)
+            targets[id(tensor)] = LoadTarget(key=key, out=part, cuts=shard_here(run.layout, name, part).cuts)
     transfer(run.world, source, list(targets.values()))
     for update_copies in run.layout.states.after_load:
         update_copies()
@@ -183,7 +183,7 @@ def _state_shape_mismatch(run: Run, source: Source) -> str | None:
 def _load_optimizers(run: Run, source: Source) -> None:
     """Give this rank's shards of the state to each optimizer's own load_state_dict. Collective."""
     names = run.layout.state_names(run.model, run.optimizers)
-    targets: list[Target] = []
+    targets: list[LoadTarget] = []
     state_dicts: list[dict[str, Any]] = []
     for number, optimizer in enumerate(run.optimizers):
         now, saved = optimizer.state_dict(), source.run_state["optimizers"][number]
@@ -204,7 +204,7 @@ def _load_optimizers(run: Run, source: Source) -> None:
 
 
 def _parameter_state(
-    layout: Layout, source: Source, number: int, name: str, parameter: nn.Parameter, targets: list[Target]
+    layout: Layout, source: Source, number: int, name: str, parameter: nn.Parameter, targets: list[LoadTarget]
 ) -> dict[str, Any]:
     """State of one parameter: its scalars, and empty tensors that `targets` will fill."""
     first, shard = layout.first_name(name), state_shard_here(layout, name, parameter)
@@ -215,5 +215,5 @@ def _parameter_state(
         cuts = shard.cuts if stored.shape == shard.shape else ()
         shape = shard.local_shape if stored.shape == shard.shape else stored.shape
         state[key[2]] = torch.empty(shape, dtype=parse_dtype(stored.dtype))
-        targets.append(Target(key=key, out=state[key[2]], cuts=cuts))
+        targets.append(LoadTarget(key=key, out=state[key[2]], cuts=cuts))
     return state

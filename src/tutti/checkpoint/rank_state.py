@@ -12,7 +12,7 @@ from torch import nn
 
 from tutti.checkpoint.contribution import Collected
 from tutti.checkpoint.index import RANK_STATE
-from tutti.checkpoint.sources import Source, Target, transfer
+from tutti.checkpoint.sources import LoadTarget, Source, transfer
 from tutti.checkpoint.tensor_files import parse_dtype
 from tutti.compression.reducer import load_states_by_tensor, split_by_tensor
 from tutti.config.compression import (
@@ -74,7 +74,7 @@ def load_replica_state(run: Run, source: Source) -> None:
         )
         return
     owner = f"{run.world.rank}/replica"
-    transfer(run.world, source, [Target(key=(RANK_STATE, owner, name), out=out) for name, out in wanted.items()])
+    transfer(run.world, source, [LoadTarget(key=(RANK_STATE, owner, name), out=out) for name, out in wanted.items()])
     run.consistency.on_resumed(run, wanted)
 
 
@@ -93,7 +93,7 @@ def load_residuals(run: Run, source: Source) -> None:
     if compressor is not None and compression is not None and _in_other_units(compression, saved):
         run.screen.say(
             "what compression kept back in the checkpoint's run is dropped: one of the two runs sums gradients, the "
-            "other momenta"
+            "another momentum"
         )
         return
     if compressor is None or compression is None or not compression.keeps:
@@ -120,7 +120,7 @@ def _restore_unfactored(run: Run, saved: list[dict[str, Any] | None]) -> None:
 
 
 def _in_other_units(compression: Compression, saved: list[dict[str, Any] | None]) -> bool:
-    """Whether one of the two runs sends gradients and the other momenta."""
+    """Whether one of the two runs sends gradients and the other momentum."""
     before = next(description["method"] for description in saved if description)
     momentum_compression = {*MOMENTUM_CODECS} - {ZERO_ONE}
     return (parse_compression(before).method in momentum_compression) != (compression.method in momentum_compression)
@@ -257,6 +257,6 @@ def _read(run: Run, source: Source, rank: int, numbers: Iterable[int]) -> dict[i
         for key in source.state_keys(RANK_STATE, f"{rank}/{number}"):
             stored = source.tensors[key]
             out = buckets[number][key[2]] = torch.empty(stored.shape, dtype=parse_dtype(stored.dtype))
-            targets.append(Target(key=key, out=out))
+            targets.append(LoadTarget(key=key, out=out))
     transfer(run.world, source, targets)
     return buckets

@@ -65,7 +65,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class LoadTarget:
     """A part that a rank wants: `out` gets the values."""
 
     key: Key
@@ -164,7 +164,7 @@ def fingerprint(path: Path) -> str:
         return f"{file.stat().st_size} {hashlib.sha256(opened.read(2**20)).hexdigest()}"
 
 
-def transfer(world: World, source: Source, targets: list[Target]) -> None:
+def transfer(world: World, source: Source, targets: list[LoadTarget]) -> None:
     """Fill every rank's targets from the source. Collective; raises CheckpointError on all ranks."""
     filled = dict.fromkeys(range(len(targets)), 0)
     readable = all(world.gather(source.read is not None))
@@ -190,7 +190,7 @@ def transfer(world: World, source: Source, targets: list[Target]) -> None:
 def read_whole(source: Source, key: Key) -> torch.Tensor:
     """One global tensor of a source that this process can read. Raises CheckpointError."""
     stored = source.tensors[key]
-    target = Target(key=key, out=torch.empty(stored.shape, dtype=parse_dtype(stored.dtype)))
+    target = LoadTarget(key=key, out=torch.empty(stored.shape, dtype=parse_dtype(stored.dtype)))
     assert source.read is not None
     count = sum(_fill(target, stored, part, source.read) for part in stored.parts)
     failure = _find_incomplete(source, [target], {0: count})
@@ -199,7 +199,7 @@ def read_whole(source: Source, key: Key) -> torch.Tensor:
     return target.out
 
 
-def _fill(target: Target, stored: StoredTensor, part: StoredPart, read: ReadPart) -> int:
+def _fill(target: LoadTarget, stored: StoredTensor, part: StoredPart, read: ReadPart) -> int:
     """Copy the intersection of a stored part and a target; returns its number of elements."""
     count = 0
     with torch.no_grad():
@@ -210,7 +210,7 @@ def _fill(target: Target, stored: StoredTensor, part: StoredPart, read: ReadPart
     return count
 
 
-def _broadcast_parts(world: World, source: Source, targets: list[Target], filled: dict[int, int]) -> str | None:
+def _broadcast_parts(world: World, source: Source, targets: list[LoadTarget], filled: dict[int, int]) -> str | None:
     """Rank 0 reads every part and broadcasts it, for hosts that share no disk. Returns what went wrong."""
     wanted: dict[Key, list[int]] = {}
     for number, target in enumerate(targets):
@@ -256,7 +256,7 @@ def broadcast_tensor(
     return data.view(dtype).reshape(shape)
 
 
-def _find_incomplete(source: Source, targets: list[Target], filled: dict[int, int]) -> str | None:
+def _find_incomplete(source: Source, targets: list[LoadTarget], filled: dict[int, int]) -> str | None:
     """Name a target with elements that no part holds. Parts may overlap, so that more is filled than wanted."""
     for number, target in enumerate(targets):
         if filled[number] < target.out.numel() or not _covered(source.tensors[target.key], target):
@@ -265,7 +265,7 @@ def _find_incomplete(source: Source, targets: list[Target], filled: dict[int, in
     return None
 
 
-def _covered(stored: StoredTensor, target: Target) -> bool:
+def _covered(stored: StoredTensor, target: LoadTarget) -> bool:
     """Whether the parts hold every element of a target that got as many values as it has elements."""
     blocks = [here for part in stored.parts for _, here in overlaps(stored.shape, part.cuts, target.cuts)]
     if len(blocks) < 2:

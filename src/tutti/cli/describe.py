@@ -104,11 +104,11 @@ def _write(model: ModelSpec, output: Path) -> None:
 
 
 @dataclass(slots=True, kw_only=True)
-class Node:
+class ModuleNode:
     """A module with those below it. `names`: its own and those of equal siblings gathered with it."""
 
     module: ModuleSpec
-    children: list["Node"] = field(default_factory=list)
+    children: list["ModuleNode"] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
 
     def own(self) -> tuple[float, ...]:
@@ -127,7 +127,7 @@ class Node:
         rows = [self.own(), *(child.total() for child in self.children)]
         return tuple(len(self.names) * sum(column) for column in zip(*rows, strict=True))
 
-    def alike(self, other: "Node") -> bool:
+    def alike(self, other: "ModuleNode") -> bool:
         """Whether two subtrees differ in nothing but their names."""
         return (
             self.module.kind == other.module.kind
@@ -140,10 +140,10 @@ class Node:
         )
 
 
-def tree(model: ModelSpec, *, every: bool = False) -> Node:
+def tree(model: ModelSpec, *, every: bool = False) -> ModuleNode:
     """The modules as a tree by dotted name; runs of equal numbered siblings are gathered unless `every`."""
-    nodes = {module.name: Node(module=module, names=[module.name.rpartition(".")[2]]) for module in model.modules}
-    root = nodes.setdefault("", Node(module=ModuleSpec(name="", kind=model.name), names=[""]))
+    nodes = {module.name: ModuleNode(module=module, names=[module.name.rpartition(".")[2]]) for module in model.modules}
+    root = nodes.setdefault("", ModuleNode(module=ModuleSpec(name="", kind=model.name), names=[""]))
     for name, node in nodes.items():
         if name:
             nodes.get(name.rpartition(".")[0], root).children.append(node)
@@ -152,8 +152,8 @@ def tree(model: ModelSpec, *, every: bool = False) -> Node:
     return root
 
 
-def _gather(node: Node) -> None:
-    gathered: list[Node] = []
+def _gather(node: ModuleNode) -> None:
+    gathered: list[ModuleNode] = []
     for child in node.children:
         _gather(child)
         last = gathered[-1] if gathered else None
@@ -187,14 +187,14 @@ def table(model: ModelSpec, *, depth: int | None = None, every: bool = False) ->
     return result
 
 
-def _rows(node: Node, level: int, times: int) -> Iterator[tuple[int, Node, int]]:
+def _rows(node: ModuleNode, level: int, times: int) -> Iterator[tuple[int, ModuleNode, int]]:
     """Nodes in order with their depth and how often gathered siblings above repeat them."""
     yield level, node, times
     for child in node.children:
         yield from _rows(child, level + 1, times * len(node.names))
 
 
-def _cells(level: int, node: Node, times: int) -> Iterator[Any]:
+def _cells(level: int, node: ModuleNode, times: int) -> Iterator[Any]:
     from rich.text import Text
 
     first, last = node.names[0], node.names[-1]

@@ -17,7 +17,7 @@ from tutti.errors import LabError
 
 if TYPE_CHECKING:
     from tutti.lab.lab_record import LabRecord
-    from tutti.lab.lab_run import Run, Sink, Stream
+    from tutti.lab.lab_run import LabCommand, Sink, Stream
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -106,17 +106,17 @@ def run(name: str, arguments: tuple[str, ...]) -> None:
 
     Without --folder, all hosts share a new runs/lab-TIME.
     """
-    from tutti.lab.lab_run import Run, meeting_port, train_command
+    from tutti.lab.lab_run import LabCommand, rendezvous_port, train_command
 
     if not arguments:
         raise LabError("no script was named; write `tutti lab run train.py`")
     record = _standing(name)
     words = ["--one-screen", *_unless_given(arguments, record), *arguments]
-    port = meeting_port()
+    port = rendezvous_port()
     commands = {host: train_command(record, host, port, words) for host in record.hosts}
     # The run speaks on host 0: standard output is its alone, so that --json leaves one document there.
     sink = _refusals_once(partial(_print_line, others_out=sys.stderr))
-    sys.exit(_wait(lambda: Run(record, commands, sink=sink, ends_with_process=True)))
+    sys.exit(_wait(lambda: LabCommand(record, commands, sink=sink, ends_with_process=True)))
 
 
 @command.command("exec", context_settings=PASS_ON)
@@ -129,15 +129,15 @@ def execute(name: str, host: str, words: tuple[str, ...]) -> None:
     Its environment has NODE_RANK, NNODES, NPROC_PER_NODE, MASTER_ADDR and MASTER_PORT, the same port on all, so
     `tutti lab exec all -- sh -c 'torchrun --nnodes $NNODES --node-rank $NODE_RANK ...'` works.
     """
-    from tutti.lab.lab_run import Run, inside, meeting_port, place
+    from tutti.lab.lab_run import LabCommand, inside, place, rendezvous_port
 
     record = _standing(name)
     words = words[1:] if words[0] == "--" else words
     if host == "all":
         commands = dict.fromkeys(record.hosts, words)
-        sys.exit(_wait(lambda: Run(record, commands, sink=_print_line, ends_with_process=True)))
+        sys.exit(_wait(lambda: LabCommand(record, commands, sink=_print_line, ends_with_process=True)))
     number = _host_number(host, record)
-    command_line = inside(record, number, words, place(record, number, meeting_port()))
+    command_line = inside(record, number, words, place(record, number, rendezvous_port()))
     os.execvp(command_line[0], command_line)  # so that terminals, signals and the exit code are the command's own
 
 
@@ -197,7 +197,7 @@ def _refusals_once(sink: "Sink") -> "Sink":
     return take
 
 
-def _wait(start: "Callable[[], Run]") -> int:
+def _wait(start: "Callable[[], LabCommand]") -> int:
     """To the end of a run, or to Ctrl-C or SIGTERM, which end it; the first failed host's exit code."""
     from tutti.launch.supervisor import interrupts
 

@@ -143,7 +143,7 @@ def capture_script(script: Path, arguments: tuple[str, ...]) -> "CapturedScript"
 def cluster_for(path: Path | None, *, quick: bool = True) -> ClusterSpec:
     """The cluster of a file or of one line (4x8:a100-80gb,nvlink3,8*ib-hdr), or this machine, measured."""
     if path is not None:
-        from tutti.profile.catalog.text import cluster_from_text, is_cluster_text
+        from tutti.profile.catalog.text_models import cluster_from_text, is_cluster_text
 
         if is_cluster_text(str(path)) and not path.exists():
             return cluster_from_text(str(path))

@@ -16,7 +16,7 @@ from tutti.cli.options import (
     json_option,
     relax_option,
 )
-from tutti.cli.plan_options import Options, searching, showing
+from tutti.cli.plan_options import PlanOptions, searching, showing
 from tutti.config import serialization
 from tutti.config.cluster import ClusterSpec
 from tutti.config.model import ModelSpec
@@ -26,7 +26,7 @@ from tutti.errors import PlanError, ScriptError
 
 if TYPE_CHECKING:
     from tutti.cli.prediction_view import Planned
-    from tutti.planner import Choice, Request
+    from tutti.planner import Choice, PlanRequest
     from tutti.trainer.capture import CapturedScript
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.tree import Tree
 
-    from tutti.cli.plan_options import Options
+    from tutti.cli.plan_options import PlanOptions
     from tutti.config.cluster import ClusterSpec
     from tutti.config.model import ModelSpec
     from tutti.config.plan import Plan
@@ -87,7 +87,7 @@ def command(**given: Any) -> None:
     Instead of a script, name an architecture with its sizes: `tutti plan llama --layers 80 --global-batch-size 512`.
     With --cluster no hardware is needed. Options of tutti come before SCRIPT, the script's own ARGUMENTS after it.
     """
-    options = _with_file(Options(**given))
+    options = _with_file(PlanOptions(**given))
     from tutti.cli.named_inputs import named_model
     from tutti.cli.plan_view import document, show_choice, show_difference
 
@@ -122,7 +122,7 @@ def command(**given: Any) -> None:
             show_layout(options, chosen_plan(choice, planned.trials))
 
 
-def _with_file(options: Options) -> Options:
+def _with_file(options: PlanOptions) -> PlanOptions:
     """A ModelSpec file that stands where a script does is one given with --model."""
     named = [Path(word) for word in options.target]
     if options.model is None and len(named) == 1 and named[0].suffix == ".json":
@@ -134,7 +134,7 @@ def _planned(
     model: ModelSpec,
     cluster: ClusterSpec,
     choice: "Choice",
-    options: Options,
+    options: PlanOptions,
     changed: list[tuple[ClusterSpec, str]],
 ) -> "Planned":
     """The choice with all else that the command line asks for; the page is written. `changed`: other clusters to plan
@@ -170,7 +170,7 @@ def _planned(
     return planned
 
 
-def asked(options: Options) -> tuple[ModelSpec, "Request"]:
+def asked(options: PlanOptions) -> tuple[ModelSpec, "PlanRequest"]:
     """The model and the request that the command line means; the script is run up to its `prepare`."""
     from tutti.cli.named_inputs import named_model
     from tutti.cli.planning import barred, costed, demanded, model_spec_of
@@ -189,11 +189,11 @@ def asked(options: Options) -> tuple[ModelSpec, "Request"]:
     return model, replace(request, demanded=demanded(captured), samples={**request.samples, **barred(captured)})
 
 
-def _request(options: Options, script: Plan, model: ModelSpec) -> "Request":
+def _request(options: PlanOptions, script: Plan, model: ModelSpec) -> "PlanRequest":
     from tutti.config.mesh_axes import parse_mesh
-    from tutti.planner import Request
+    from tutti.planner import PlanRequest
 
-    return Request(
+    return PlanRequest(
         script=script.compressed(options.compress),
         max_devices=options.max_devices,
         degree=options.nproc,
@@ -208,11 +208,11 @@ def _request(options: Options, script: Plan, model: ModelSpec) -> "Request":
         budget=options.budget,
         deadline_s=options.deadline,
         relax=options.relax,
-        samples=_samples_of_ways(options),
+        samples=_samples_of_strategies(options),
     )
 
 
-def _train_samples(options: Options, script: Plan, model: ModelSpec) -> float | None:
+def _train_samples(options: PlanOptions, script: Plan, model: ModelSpec) -> float | None:
     if options.epochs is None:
         return options.samples
     if options.samples is not None:
@@ -223,7 +223,7 @@ def _train_samples(options: Options, script: Plan, model: ModelSpec) -> float | 
     return options.epochs * model.dataset_samples * tokens
 
 
-def _noise(options: Options, unit: Unit) -> Any:
+def _noise(options: PlanOptions, unit: Unit) -> Any:
     from tutti.planner import NoiseScale
 
     if options.noise_from is not None:
@@ -237,7 +237,7 @@ def _noise(options: Options, unit: Unit) -> Any:
     return NoiseScale(critical_batch=options.critical_batch, least_samples=options.least_samples)
 
 
-def _measured_noise(options: Options, run: Path, unit: Unit) -> Any:
+def _measured_noise(options: PlanOptions, run: Path, unit: Unit) -> Any:
     from tutti.planner import NoiseScale
     from tutti.report.quality_metrics import parse_target, samples_at_small_batches
     from tutti.report.run_records import read_records
@@ -253,27 +253,29 @@ def _measured_noise(options: Options, run: Path, unit: Unit) -> Any:
     return NoiseScale(critical_batch=critical, least_samples=least, evidence="measured")
 
 
-def _samples_of_ways(options: Options) -> dict[str, float | None]:
+def _samples_of_strategies(options: PlanOptions) -> dict[str, float | None]:
     """What the runs that are named took to the quality, by how they exchanged."""
     if not options.samples_from:
         return {}
-    from tutti.report.quality_metrics import parse_target, samples_by_way
+    from tutti.report.quality_metrics import parse_target, samples_by_strategy
     from tutti.report.run_records import read_records
 
     if options.relax == "exact":
         raise PlanError("--samples-from is about ways to send less; add --relax reduced, or relaxed, or leave it out")
     if options.target_quality is None:
         raise PlanError("--samples-from compares runs at a quality; add --target-quality, such as test.accuracy=0.9")
-    return samples_by_way([read_records(run) for run in options.samples_from], parse_target(options.target_quality))
+    return samples_by_strategy(
+        [read_records(run) for run in options.samples_from], parse_target(options.target_quality)
+    )
 
 
-def _batch(options: Options) -> BatchPlan:
+def _batch(options: PlanOptions) -> BatchPlan:
     if options.global_batch_size is None:
         raise PlanError("a ModelSpec has no batch; add --global-batch-size N (and --unit tokens if it counts tokens)")
     return BatchPlan(global_batch_size=options.global_batch_size, unit=options.unit)
 
 
-def explain_script(options: "Options") -> None:
+def explain_script(options: "PlanOptions") -> None:
     """Explain the plan that the command line names, or the best one, for its script."""
     from tutti.cli.describe import describe_captured
     from tutti.cli.planning import costed, warn_if_changed, write_spec
@@ -319,7 +321,7 @@ def explain_script(options: "Options") -> None:
         console.print(f"plan written to {options.output}: tutti run --plan {options.output} {target}", soft_wrap=True)
 
 
-def show_layout(options: "Options", plan: "Plan") -> None:
+def show_layout(options: "PlanOptions", plan: "Plan") -> None:
     """Where a plan that was chosen puts the modules of the command line's script."""
     from tutti.cli.describe import describe_captured
 
@@ -329,7 +331,7 @@ def show_layout(options: "Options", plan: "Plan") -> None:
     _show(_explain(captured, plan, _tensors(describe_captured(captured, name=path.stem))))
 
 
-def _plan(options: "Options", captured: "CapturedScript", name: str) -> "Plan":
+def _plan(options: "PlanOptions", captured: "CapturedScript", name: str) -> "Plan":
     from tutti.cli.planning import plan_for
     from tutti.config import serialization
     from tutti.config.mesh_axes import parse_mesh

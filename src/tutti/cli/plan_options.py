@@ -19,7 +19,7 @@ OBJECTIVES = ("throughput", "device-hours", "cost", "energy", "memory", "time-to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class PlanOptions:
     """The command line of `tutti plan`."""
 
     target: tuple[str, ...]
@@ -111,7 +111,7 @@ def showing(function: Any) -> Any:
     return function
 
 
-class Quantity(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click only
+class QuantityType(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click only
     """A number with a unit of a table; the value is in the table's base unit."""
 
     def __init__(self, name: str, units: dict[str, float], example: str) -> None:
@@ -127,5 +127,5 @@ class Quantity(click.ParamType):  # type: ignore[type-arg]  # generic in newer v
         return found
 
 
-SIZE = Quantity("size", BYTES, "60gb")
-DURATION = Quantity("duration", SECONDS, "12h")
+SIZE = QuantityType("size", BYTES, "60gb")
+DURATION = QuantityType("duration", SECONDS, "12h")

@@ -17,21 +17,21 @@ from tutti.errors import PlanError, ReportError, ScriptError, TrainingError
 from tutti.planner import Alternative, Choice, stamp
 
 if TYPE_CHECKING:
-    from tutti.cli.plan_options import Options
+    from tutti.cli.plan_options import PlanOptions
 from collections.abc import Sequence
 
 from tutti.config.plan import Plan
 from tutti.cost_model.cost_notes import count, seconds
-from tutti.planner import Request, objectives, plan_words
+from tutti.planner import PlanRequest, objectives, plan_words
 from tutti.planner.candidates import precisions
 from tutti.planner.plan_search import TIE
-from tutti.planner.relaxed_strategies import WAYS, samples_of
+from tutti.planner.relaxed_strategies import RELAXED_STRATEGIES, samples_of
 
 TIMEOUT_S = 600.0
 """How long the ranks of a trial wait for each other."""
 
 
-def try_plans(model: ModelSpec, cluster: ClusterSpec, choice: Choice, options: "Options") -> Trials:
+def try_plans(model: ModelSpec, cluster: ClusterSpec, choice: Choice, options: "PlanOptions") -> Trials:
     """Run the best plans of a choice, each for some steps, the first ones left out of what is measured.
 
     Raises PlanError where they cannot be run here, ScriptError where there is no script, TrainingError where none of
@@ -68,7 +68,7 @@ def try_plans(model: ModelSpec, cluster: ClusterSpec, choice: Choice, options: "
     )
 
 
-def check_here(cluster: ClusterSpec, options: "Options") -> None:
+def check_here(cluster: ClusterSpec, options: "PlanOptions") -> None:
     """Raises where the plans of `cluster` cannot be run by this process' machine."""
     from tutti.cli.named_inputs import named_model
 
@@ -100,7 +100,7 @@ def _write(folder: Path, model: ModelSpec, cluster: ClusterSpec, one: Alternativ
     return folder.resolve()
 
 
-def _tried(one: Alternative, folder: Path, options: "Options", words: str) -> Trial:
+def _tried(one: Alternative, folder: Path, options: "PlanOptions", words: str) -> Trial:
     from tutti.launch import supervisor as failures
     from tutti.launch.launch_environment import threads_per_rank
     from tutti.launch.launcher import LaunchSpec
@@ -168,7 +168,7 @@ def seated(cluster: ClusterSpec, nodes: tuple[str, ...]) -> ClusterSpec:
     return replace(cluster, nodes=tuple(sorted(cluster.nodes, key=lambda node: order.get(node.name, len(order)))))
 
 
-def words_in_full(plan: Plan, request: Request) -> str:
+def words_in_full(plan: Plan, request: PlanRequest) -> str:
     """The plan in one phrase, its precision where that is not the script's."""
     words = plan_words(plan)
     return words if plan.precision == request.script.precision else f"{words}, {plan.precision}"
@@ -189,21 +189,21 @@ def to_try(model: ModelSpec, cluster: ClusterSpec, choice: Choice, most: int) ->
     return [best, *others][:most]
 
 
-def _keeps_limits(cluster: ClusterSpec, request: Request, one: Alternative) -> bool:
+def _keeps_limits(cluster: ClusterSpec, request: PlanRequest, one: Alternative) -> bool:
     if one.prediction is None or not one.prediction.fits:
         return False
     totals = one.totals or objectives.totals(cluster, request, one.plan, one.prediction)
     return not objectives.broken_limit(request, totals, one.prediction)
 
 
-def _value(model: ModelSpec, cluster: ClusterSpec, request: Request, one: Alternative) -> float:
+def _value(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, one: Alternative) -> float:
     """What the objective says of a plan, counted with the samples that its way to send less takes."""
     assert one.prediction is not None
     found = objectives.value(cluster, request, one.plan, one.prediction)
-    way = next((way for way in WAYS if way.of(one.plan) == one.plan), None)
-    if way is None or request.objective == "memory":
+    strategy = next((strategy for strategy in RELAXED_STRATEGIES if strategy.of(one.plan) == one.plan), None)
+    if strategy is None or request.objective == "memory":
         return found
-    return found * samples_of(way, request, one.plan, model.optimizer)[0]
+    return found * samples_of(strategy, request, one.plan, model.optimizer)[0]
 
 
 def weights(

@@ -22,7 +22,7 @@ from tutti.planner import Choice, difference, explain, rows
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from tutti.cli.plan_options import Options
+    from tutti.cli.plan_options import PlanOptions
     from tutti.cli.prediction_view import Planned
 from dataclasses import fields
 from typing import TYPE_CHECKING
@@ -53,7 +53,7 @@ class Differences:
     differences: tuple[str, ...]
 
 
-def show_choice(planned: "Planned", options: "Options") -> None:
+def show_choice(planned: "Planned", options: "PlanOptions") -> None:
     """The choice in words, the table, its step as it falls, what the prediction stands on, and how to run the plan."""
 
     choice, out = planned.choice, standard_output()

@@ -11,7 +11,7 @@ from tutti.config.model import ModelSpec
 from tutti.config.plan import Plan
 from tutti.config.vocabulary import AxisName
 from tutti.errors import PlanError, SpecError
-from tutti.planner import Choice, PrecisionPolicy, Request, Scope, changed_modules, choose
+from tutti.planner import Choice, PlanRequest, PrecisionPolicy, Scope, changed_modules, choose
 
 if TYPE_CHECKING:
     from tutti.trainer.capture import CapturedScript
@@ -50,14 +50,15 @@ def plan_for(
     precision: PrecisionPolicy = "script",
     allow_microbatches: bool = False,
     scope: Scope = "prefer-data",
-    **wishes: Any,
+    **request_fields: Any,
 ) -> Choice:
     """Choose a plan for a captured script: its batch, layout and sync stay; `nproc` fixes the number of ranks.
 
     Without more being said the plan is data parallel unless that does not fit, or the script's annotations ask for
-    more. `wishes`: other fields of the Request. Raises PlanError where nothing fits or the model cannot be costed.
+    more. `request_fields`: other fields of the Request. Raises PlanError where nothing fits or the model cannot be
+    costed.
     """
-    request = Request(
+    request = PlanRequest(
         script=captured.plan,
         max_devices=max_devices,
         degree=nproc,
@@ -66,12 +67,12 @@ def plan_for(
         scope=scope,
         demanded=demanded(captured),
         samples=barred(captured),
-        **wishes,
+        **request_fields,
     )
     return search(costed(model_spec_of(captured, name=name)), cluster, request)
 
 
-def search(model: ModelSpec, cluster: ClusterSpec, request: Request, limit_s: float | None = None) -> Choice:
+def search(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, limit_s: float | None = None) -> Choice:
     """`choose` under this process' clock."""
     if limit_s is None:
         kinds = {(node.device, node.devices_per_node) for node in cluster.nodes}
@@ -98,11 +99,11 @@ def barred(captured: "CapturedScript") -> dict[str, float | None]:
     """Ways to send less that the script's model cannot go, for `Request.samples`: no code is for sparse gradients."""
     from torch import nn
 
-    from tutti.planner.relaxed_strategies import WAYS
+    from tutti.planner.relaxed_strategies import RELAXED_STRATEGIES
 
     modules = captured.model.modules()
     sparse = any(isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse for one in modules)
-    return {way.words: None for way in WAYS if way.compress is not None} if sparse else {}
+    return {strategy.words: None for strategy in RELAXED_STRATEGIES if strategy.compress is not None} if sparse else {}
 
 
 def warn_if_changed(plan: Plan, model: ModelSpec) -> None:

@@ -15,13 +15,23 @@ from tutti.config.prediction import Activity, MeasuredPoint, Prediction, Scaling
 from tutti.cost_model.cost_notes import nbytes, seconds
 from tutti.cost_model.rank_tracks import timeline
 from tutti.errors import PlanError, ReportError
-from tutti.planner import Choice, Request, device_counts, difference, explain, plan_words, rows, scaling, whole_words
+from tutti.planner import (
+    Choice,
+    PlanRequest,
+    device_counts,
+    difference,
+    explain,
+    plan_words,
+    rows,
+    scaling,
+    whole_words,
+)
 from tutti.planner.objectives import money
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from tutti.report.plan_page import KeyFigure, PlanPage, Table
+    from tutti.report.plan_page import KeyFigure, PageTable, PlanPage
 
 RECENT = 30
 """Runs, the newest, that tell how far predictions for a cluster have been off here."""
@@ -55,14 +65,16 @@ def step_of(model: ModelSpec, cluster: ClusterSpec, choice: Choice, tracks: int 
     return timeline(model, seated(cluster, choice.nodes), choice.best, most_tracks=tracks)
 
 
-def curve_of(model: ModelSpec, cluster: ClusterSpec, request: Request, limit_s: float | None) -> ScalingCurve:
+def curve_of(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, limit_s: float | None) -> ScalingCurve:
     """The best plan's speed against devices; the searches share the time of one and a half."""
     counts = device_counts(cluster, request.max_devices)
     each = max(1.0, 1.5 * (limit_s or SEARCH_S) / len(counts))
     return scaling(request, counts, lambda one: search(model, cluster, one, each))
 
 
-def scenario(model: ModelSpec, cluster: ClusterSpec, words: str, request: Request, limit_s: float | None) -> Scenario:
+def scenario(
+    model: ModelSpec, cluster: ClusterSpec, words: str, request: PlanRequest, limit_s: float | None
+) -> Scenario:
     """The best plan for a changed cluster, or why it has none."""
     try:
         return Scenario(change=words, choice=search(model, cluster, request, limit_s))
@@ -254,8 +266,8 @@ def exposed_words(plans: Iterable[Plan]) -> str:
     return "exposed comm. or bubble" if any(plan.degree("stage") > 1 for plan in plans) else "exposed comm."
 
 
-def _alternatives(choice: Choice, top: int) -> "Table":
-    from tutti.report.plan_page import Table, TableRow
+def _alternatives(choice: Choice, top: int) -> "PageTable":
+    from tutti.report.plan_page import PageTable, TableRow
 
     found, objective = rows(choice), choice.request.objective
     extra = [objective] if objective not in ("throughput", "memory") else []
@@ -281,7 +293,7 @@ def _alternatives(choice: Choice, top: int) -> "Table":
         for row in found[: top + 1]
     ]  # fmt: skip
     more = len(found) - len(shown)
-    return Table(
+    return PageTable(
         title="The alternatives",
         under="The chosen plan and the nearest others." + (f" {more} more were considered." if more else ""),
         columns=tuple(columns),
@@ -290,13 +302,13 @@ def _alternatives(choice: Choice, top: int) -> "Table":
     )
 
 
-def _scenario_table(planned: Planned) -> "tuple[Table, ...]":
-    from tutti.report.plan_page import Table, TableRow
+def _scenario_table(planned: Planned) -> "tuple[PageTable, ...]":
+    from tutti.report.plan_page import PageTable, TableRow
 
     if not planned.scenarios:
         return ()
     return (
-        Table(
+        PageTable(
             title="What if",
             under="The best plan for each changed cluster.",
             columns=SCENARIO_COLUMNS,

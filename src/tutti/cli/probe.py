@@ -16,7 +16,7 @@ from tutti.errors import SpecError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class ProbeOptions:
     """The command line, as given."""
 
     quick: bool
@@ -70,7 +70,7 @@ def command(**given: Any) -> None:
     Started on several ranks (torchrun, srun, mpirun), it measures all their hosts and the network between them.
     With --device it writes down a cluster that is not here. The result is kept for `tutti plan` and `tutti run`.
     """
-    options = Options(**given)
+    options = ProbeOptions(**given)
     if options.show_parts:
         _show_parts(options)
     elif options.device is not None:
@@ -79,7 +79,7 @@ def command(**given: Any) -> None:
         _measure(options)
 
 
-def _show_parts(options: Options) -> None:
+def _show_parts(options: ProbeOptions) -> None:
     from tutti.profile.catalog import parts
 
     if options.as_json:
@@ -90,9 +90,9 @@ def _show_parts(options: Options) -> None:
     _print(parts_tables(parts().devices, parts().links))
 
 
-def _write_down(options: Options, device: str) -> None:
+def _write_down(options: ProbeOptions, device: str) -> None:
     from tutti.profile.catalog import cluster_from_parts
-    from tutti.profile.catalog.text import cluster_from_text, is_cluster_text
+    from tutti.profile.catalog.text_models import cluster_from_text, is_cluster_text
 
     if is_cluster_text(device):
         written = cluster_from_text(device)
@@ -113,7 +113,7 @@ def _write_down(options: Options, device: str) -> None:
     _finish(options, cluster, options.output or default)
 
 
-def _measure(options: Options) -> None:
+def _measure(options: ProbeOptions) -> None:
     from tutti.environment import read_rank_environment
     from tutti.profile.probe import cached_cluster_path, measure
 
@@ -128,7 +128,7 @@ def _measure(options: Options) -> None:
     _finish(options, cluster, options.output or cached_cluster_path())
 
 
-def _measure_with_all_ranks(options: Options) -> None:
+def _measure_with_all_ranks(options: ProbeOptions) -> None:
     """The same by the ranks that a launcher started; rank 0 writes and prints."""
     from tutti.comm.world import join_world, leave_world
     from tutti.profile.probe import FULL, QUICK, cached_cluster_path
@@ -162,7 +162,7 @@ def _progress(here: bool = True) -> Iterator[Callable[[str], None]]:
         yield lambda text: status.update(f"measuring: {text}")
 
 
-def _finish(options: Options, cluster: ClusterSpec, output: Path) -> None:
+def _finish(options: ProbeOptions, cluster: ClusterSpec, output: Path) -> None:
     """Write the spec and its picture; print the spec as JSON or as tables."""
     try:
         serialization.save(cluster, output)

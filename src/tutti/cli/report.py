@@ -12,7 +12,7 @@ from tutti.errors import ReportError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from tutti.report.quality_metrics import Target
+    from tutti.report.quality_metrics import QualityTarget
 
 
 @click.command()
@@ -41,15 +41,15 @@ def command(
     else:
         wanted = parse_target(target) if target is not None else None
         folders = [run_folder(path) for path in runs]
-        alone = len(folders) == 1
-        page = _one(folders[0], wanted, output, as_json) if alone else _several(folders, wanted, output, as_json)
+        single = len(folders) == 1
+        page = _one(folders[0], wanted, output, as_json) if single else _several(folders, wanted, output, as_json)
     if page is not None:
         console.print(f"report: {page}", soft_wrap=True, markup=False)
     if open_page and page is not None:
         webbrowser.open(page.resolve().as_uri())
 
 
-def _one(folder: Path, target: "Target | None", output: Path | None, as_json: bool) -> Path:
+def _one(folder: Path, target: "QualityTarget | None", output: Path | None, as_json: bool) -> Path:
     from tutti.config.run_folder import RunFolder
     from tutti.report.report_files import write_report
     from tutti.report.terminal_report import report_table
@@ -62,7 +62,7 @@ def _one(folder: Path, target: "Target | None", output: Path | None, as_json: bo
     return (output or RunFolder(folder).report) / "report.html"
 
 
-def _several(folders: list[Path], target: "Target | None", output: Path | None, as_json: bool) -> Path | None:
+def _several(folders: list[Path], target: "QualityTarget | None", output: Path | None, as_json: bool) -> Path | None:
     from tutti.report.build_report import build_report
     from tutti.report.comparison import compare
     from tutti.report.report_files import write_comparison

@@ -9,7 +9,7 @@ import click
 
 from tutti.cli.options import SCRIPT_CONTEXT, bucket_option, compress_option, relax_option, sync_option
 from tutti.cli.run_options import (
-    Options,
+    RunOptions,
     check_nodes,
     check_relax,
     environment,
@@ -24,7 +24,7 @@ from tutti.errors import LaunchError, ScriptError, TuttiError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from tutti.cli.run_prediction import Beside, Wanted
+    from tutti.cli.run_prediction import Beside, PredictionRequest
     from tutti.config.plan import Plan
     from tutti.launch.launcher import LaunchSpec
 
@@ -61,13 +61,13 @@ PREDICTION_WAIT_S = 20.0
 @click.argument("target", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")
 def command(**given: Any) -> None:
     """Train SCRIPT on several ranks, by a plan: given, implied by --nproc, or made on the spot."""
-    options = Options(**given)
+    options = RunOptions(**given)
     if not options.target:
         raise ScriptError("no script was named; write `tutti run train.py`, or `tutti run -m package.module`")
     sys.exit(_run(options))
 
 
-def _run(options: Options) -> int:
+def _run(options: RunOptions) -> int:
     from tutti.launch.launch_environment import threads_per_rank
     from tutti.launch.script_path import check_module, check_script
 
@@ -96,7 +96,7 @@ def _run(options: Options) -> int:
         return 130
 
 
-def _meet(options: Options, console: "Console") -> None:
+def _meet(options: RunOptions, console: "Console") -> None:
     """With several nodes: node 0's port must be free, and the others wait until it is open."""
     if options.rendezvous is None or options.nnodes == 1:
         return
@@ -111,7 +111,7 @@ def _meet(options: Options, console: "Console") -> None:
         network.wait_for_port(host, port, options.timeout_s)
 
 
-def _launch_spec(options: Options, nproc: tuple[int, ...] | None, console: "Console") -> "LaunchSpec":
+def _launch_spec(options: RunOptions, nproc: tuple[int, ...] | None, console: "Console") -> "LaunchSpec":
     """Settle the run folder and, where `nproc` is still open, plan."""
     from tutti.launch.launch_environment import threads_per_rank
     from tutti.launch.launcher import LaunchSpec
@@ -136,7 +136,7 @@ def _launch_spec(options: Options, nproc: tuple[int, ...] | None, console: "Cons
     )
 
 
-def _planned(options: Options, folder: Path, console: "Console") -> "Plan":
+def _planned(options: RunOptions, folder: Path, console: "Console") -> "Plan":
     """The best plan for this script on this machine, made in a process beside this one."""
     from tutti.cli.run_prediction import Beside
     from tutti.config import serialization
@@ -156,11 +156,11 @@ def _planned(options: Options, folder: Path, console: "Console") -> "Plan":
     return serialization.load(Plan, RunFolder(folder).plan)
 
 
-def _wanted(options: Options, folder: Path, world_size: int | None) -> "Wanted":
-    from tutti.cli.run_prediction import Wanted
+def _wanted(options: RunOptions, folder: Path, world_size: int | None) -> "PredictionRequest":
+    from tutti.cli.run_prediction import PredictionRequest
     from tutti.config.mesh_axes import parse_mesh
 
-    return Wanted(
+    return PredictionRequest(
         script=Path(options.script),
         arguments=options.arguments,
         folder=folder,
@@ -188,7 +188,7 @@ def _wait_ready(worker: "Beside", console: "Console") -> None:
         worker.ready(say)
 
 
-def _train(options: Options, spec: "LaunchSpec", console: "Console") -> int:
+def _train(options: RunOptions, spec: "LaunchSpec", console: "Console") -> int:
     from tutti.cli.run_conclusion import conclude, header_time
     from tutti.cli.run_prediction import beside
     from tutti.launch.launcher_registry import launcher_for
@@ -216,7 +216,7 @@ def _train(options: Options, spec: "LaunchSpec", console: "Console") -> int:
     return conclude(spec, console, outcome, has_job=has_job, as_json=options.as_json, told_here=told_here)
 
 
-def _to_predict(options: Options) -> bool:
+def _to_predict(options: RunOptions) -> bool:
     """Whether to predict beside the run: not what was planned just now, or what runs on machines that nobody
     described."""
     described = options.cluster is not None or options.nnodes == 1

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class RunOptions:
     """The command line, as given."""
 
     target: tuple[str, ...]
@@ -71,7 +71,7 @@ def rank_counts(context: click.Context, parameter: click.Parameter, text: str | 
     return counts
 
 
-def check_nodes(options: Options) -> None:
+def check_nodes(options: RunOptions) -> None:
     """Raises LaunchError where the words about nodes contradict each other; needs no network."""
     if options.node_rank >= options.nnodes:
         raise LaunchError(
@@ -91,7 +91,7 @@ def check_nodes(options: Options) -> None:
         split_address(options.rendezvous)
 
 
-def check_relax(options: Options) -> None:
+def check_relax(options: RunOptions) -> None:
     """Raises LaunchError where the dial is open and nothing is left to plan here."""
     if options.relax == "exact":
         return
@@ -104,14 +104,14 @@ def check_relax(options: Options) -> None:
         )
 
 
-def own_count(options: Options) -> int:
+def own_count(options: RunOptions) -> int:
     """Ranks on this node if the command line tells, else 1."""
     if not options.nproc:
         return 1
     return options.nproc[options.node_rank if len(options.nproc) > 1 else 0]
 
 
-def given_plan(options: Options) -> "Plan | None":
+def given_plan(options: RunOptions) -> "Plan | None":
     """The plan of --plan, with sums and a mode as the command line says. Raises PlanError where no model can run so:
     ranks need not be started to say it.
     """
@@ -127,7 +127,7 @@ def given_plan(options: Options) -> "Plan | None":
     return plan
 
 
-def given_mesh(options: Options) -> int | None:
+def given_mesh(options: RunOptions) -> int | None:
     """Ranks of the mesh that --mesh says, None without it."""
     if options.mesh is None:
         return None
@@ -138,7 +138,7 @@ def given_mesh(options: Options) -> int | None:
     return math.prod(parse_mesh(options.mesh).values())
 
 
-def ranks_per_node(options: Options, plan: "Plan | None", mesh: int | None) -> tuple[int, ...] | None:
+def ranks_per_node(options: RunOptions, plan: "Plan | None", mesh: int | None) -> tuple[int, ...] | None:
     """Ranks of every node, from --nproc, the plan or the mesh; None when they are to be planned."""
     wanted = plan.world_size if plan is not None else mesh
     place = str(options.plan) if plan is not None else f"--mesh {options.mesh}"
@@ -164,7 +164,7 @@ def ranks_per_node(options: Options, plan: "Plan | None", mesh: int | None) -> t
     return nproc
 
 
-def environment(options: Options, plan: Path | None) -> dict[str, str]:
+def environment(options: RunOptions, plan: Path | None) -> dict[str, str]:
     """The environment that tells ranks the options that are theirs; `plan`: the file they follow."""
     told: dict[str, str] = {}
     if plan is not None:

@@ -32,7 +32,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class PredictionRequest:
     """What is to be worked out for a run. `plan`: the file it follows; `mesh`: or how its ranks are arranged; `ranks`:
     or how many there are. `plans`: the plan itself is wanted too, within what is said, with ways to send less that
     `relax` allows. `compress` and `sync`: in place of the plan's."""
@@ -53,7 +53,7 @@ class Wanted:
 class Beside:
     """One process that works for the run while its caller does something else."""
 
-    def __init__(self, wanted: Wanted) -> None:
+    def __init__(self, wanted: PredictionRequest) -> None:
         """Start at once."""
         self._receiver, sender = multiprocessing.Pipe(duplex=False)
         self._process = forked(_work, wanted, sender)
@@ -98,7 +98,7 @@ class Beside:
 
 
 @contextlib.contextmanager
-def beside(wanted: Wanted | None) -> Iterator[Beside | None]:
+def beside(wanted: PredictionRequest | None) -> Iterator[Beside | None]:
     """A process working out `wanted` (nothing for None), ended with the context."""
     worker = Beside(wanted) if wanted is not None else None
     try:
@@ -108,7 +108,7 @@ def beside(wanted: Wanted | None) -> Iterator[Beside | None]:
             worker.stop()
 
 
-def _work(wanted: Wanted, sender: Connection) -> None:
+def _work(wanted: PredictionRequest, sender: Connection) -> None:
     """The life of the process: what the script prints on its way to `prepare` goes to a file."""
     leave_with_supervisor()
     log = os.open(wanted.folder / "planning.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -133,7 +133,7 @@ def _work(wanted: Wanted, sender: Connection) -> None:
         sender.send(("done", None))
 
 
-def _cluster(wanted: Wanted, say: Say) -> "ClusterSpec":
+def _cluster(wanted: PredictionRequest, say: Say) -> "ClusterSpec":
     """The machines: of the file, as measured before, or measured now and kept."""
     from tutti.config.cluster import ClusterSpec
 
@@ -149,7 +149,7 @@ def _cluster(wanted: Wanted, say: Say) -> "ClusterSpec":
     return cluster
 
 
-def _work_out(wanted: Wanted, cluster: "ClusterSpec", say: Say) -> None:
+def _work_out(wanted: PredictionRequest, cluster: "ClusterSpec", say: Say) -> None:
     """Write cluster.json, model.json and prediction.json, and plan.json where the plan is wanted."""
     from tutti.cli.options import capture_script
     from tutti.cli.planning import costed, model_spec_of, plan_for
@@ -180,7 +180,7 @@ def _work_out(wanted: Wanted, cluster: "ClusterSpec", say: Say) -> None:
     serialization.save(predict(costed(model), cluster, _plan_of(wanted, captured)), folder.prediction)
 
 
-def _plan_of(wanted: Wanted, captured: "CapturedScript") -> Plan:
+def _plan_of(wanted: PredictionRequest, captured: "CapturedScript") -> Plan:
     """The plan that the run will follow."""
     from tutti.parallel.annotated_plan import with_annotations
 

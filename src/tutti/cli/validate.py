@@ -13,9 +13,9 @@ from tutti.errors import DataError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from tutti.validate.published_rows import Row
+    from tutti.validate.published_rows import PublishedRow
     from tutti.validate.scoring import Errors
-    from tutti.validate.validation import FamilyResult, Validation, Wanted
+    from tutti.validate.validation import CalibrationShare, FamilyResult, Validation
 
 
 @click.command()
@@ -64,7 +64,7 @@ def _check_known(named: Sequence[str], known: set[str]) -> None:
         raise DataError(f"there are no rows of family {missing[0]!r}; there are {', '.join(sorted(known)) or 'none'}")
 
 
-def _show_columns(example: "Row", *, as_json: bool) -> None:
+def _show_columns(example: "PublishedRow", *, as_json: bool) -> None:
     if as_json:
         emit(example)
         return
@@ -72,14 +72,14 @@ def _show_columns(example: "Row", *, as_json: bool) -> None:
         click.echo(f"{name}: {value}" if value else name)
 
 
-def _fit(text: str) -> "tuple[str, Wanted]":
-    from tutti.validate.validation import Wanted
+def _fit(text: str) -> "tuple[str, CalibrationShare]":
+    from tutti.validate.validation import CalibrationShare
 
     family, _, rest = text.partition("=")
     count, _, borrow = rest.partition("@")
     if not family or not count.isdecimal():
         raise DataError(f"--fit {text}: write FAMILY=N, such as vtrainm=25, or FAMILY=N@OTHER")
-    return family, Wanted(count=int(count), borrow=borrow)
+    return family, CalibrationShare(count=int(count), borrow=borrow)
 
 
 def _show(result: "Validation") -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class VerifyOptions:
     """The command line, as given."""
 
     script: Path
@@ -44,9 +44,7 @@ class Options:
 )
 @click.option("--steps", type=click.IntRange(1), default=3, show_default=True, help="Steps to compare.")
 @click.option("--plan", type=click.Path(path_type=Path), help="Verify this plan: its ranks, microbatches and shares.")
-@click.option(
-    "--mesh", metavar="AXIS=N,...", help="Verify ranks in this grid, such as dp=2,tp=2."
-)
+@click.option("--mesh", metavar="AXIS=N,...", help="Verify ranks in this grid, such as dp=2,tp=2.")
 @compress_option
 @click.option(
     "--arithmetic",
@@ -70,7 +68,7 @@ def command(**given: Any) -> None:
     Both start every step from the same state, on the same global batches, with the same random numbers. Exit code 0:
     they agree; 1: they do not, and the first module and tensor that differ are named with the likely cause.
     """
-    options = Options(**given)
+    options = VerifyOptions(**given)
     verdict = _verdict(options)
     _save(verdict, options)
     if options.as_json:
@@ -80,7 +78,7 @@ def command(**given: Any) -> None:
     sys.exit(0 if verdict.passed else 1)
 
 
-def _verdict(options: Options) -> "Verdict":
+def _verdict(options: VerifyOptions) -> "Verdict":
     from tutti.launch.launch_environment import threads_per_rank
     from tutti.launch.script_path import check_script
 
@@ -108,7 +106,7 @@ def _verdict(options: Options) -> "Verdict":
     return replace(verdict, notes=(*verdict.notes, *notes))
 
 
-def _summed(plan: "Plan | None", options: Options) -> tuple["Plan | None", Options, tuple[str, ...]]:
+def _summed(plan: "Plan | None", options: VerifyOptions) -> tuple["Plan | None", VerifyOptions, tuple[str, ...]]:
     """The plan with gradients summed in every step, and what then stays unproved."""
     if plan is None or plan.sync.mode == "synchronous":
         return plan, options, ()
@@ -128,7 +126,7 @@ def _summed(plan: "Plan | None", options: Options) -> tuple["Plan | None", Optio
     return exact, replace(options, compress=None), (note,)
 
 
-def _exact(plan: "Plan | None", options: Options) -> tuple["Plan | None", str | None]:
+def _exact(plan: "Plan | None", options: VerifyOptions) -> tuple["Plan | None", str | None]:
     """The plan with exact sums, and how they are compressed by it or by the command line, in words."""
     from tutti.config.compression import format_compression
     from tutti.config.refusals import check_plan
@@ -140,7 +138,7 @@ def _exact(plan: "Plan | None", options: Options) -> tuple["Plan | None", str | 
     return plan, None if how is None else format_compression(how)
 
 
-def _mesh_size(options: Options) -> int | None:
+def _mesh_size(options: VerifyOptions) -> int | None:
     if options.mesh is None:
         return None
     from tutti.config.mesh_axes import parse_mesh
@@ -151,7 +149,7 @@ def _mesh_size(options: Options) -> int | None:
     return size
 
 
-def _plan(options: Options) -> "Plan | None":
+def _plan(options: VerifyOptions) -> "Plan | None":
     if options.plan is None:
         return None
     from tutti.config import serialization
@@ -165,7 +163,7 @@ def _plan(options: Options) -> "Plan | None":
     return plan
 
 
-def _runner(options: Options, question: "VerificationRequest", plan: "Plan | None", folder: Path) -> "Runner":
+def _runner(options: VerifyOptions, question: "VerificationRequest", plan: "Plan | None", folder: Path) -> "Runner":
     """What runs the script once: ranks of this machine, watched in silence."""
     from tutti.config import serialization
     from tutti.launch import supervisor as failures
@@ -209,7 +207,7 @@ def _doing(trial: "VerificationTrial") -> str:
     return f"running on {ranks}{again}, {trial.steps} step{'s' if trial.steps > 1 else ''}"
 
 
-def _save(verdict: "Verdict", options: Options) -> None:
+def _save(verdict: "Verdict", options: VerifyOptions) -> None:
     from tutti.config import serialization
     from tutti.config.run_folder import RunFolder
 

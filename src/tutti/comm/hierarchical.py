@@ -160,8 +160,8 @@ class HierarchicalCommunicator:
         group: the process group. Its messages with this class's tags must be nobody else's.
     """
 
-    def __init__(self, communicator: SharedMemoryCommunicator, ways: RelayRoutes, group: Any) -> None:
-        self.communicator, self.ways, self.group = communicator, ways, group
+    def __init__(self, communicator: SharedMemoryCommunicator, routes: RelayRoutes, group: Any) -> None:
+        self.communicator, self.routes, self.group = communicator, routes, group
         self.borrow, self.keep, self.synchronize = communicator.borrow, communicator.keep, communicator.synchronize
         self._comm_thread, self._scratch = CommThread(), torch.empty(0, dtype=torch.uint8)
         weakref.finalize(self, self._comm_thread.end)
@@ -188,8 +188,8 @@ class HierarchicalCommunicator:
     def start_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> "HierarchicalWork":
         """Start `reduce`. Returns a work."""
         flat = tensor.detach().view(-1)
-        size = -(-flat.numel() // self.ways.ranks)
-        rows, mine = (self.borrow(numel, flat.dtype) for numel in (self.ways.ranks * size, size))
+        size = -(-flat.numel() // self.routes.ranks)
+        rows, mine = (self.borrow(numel, flat.dtype) for numel in (self.routes.ranks * size, size))
         rows[: flat.numel()].copy_(flat)  # behind them lies anything, of which nobody reads the sum
         return HierarchicalWork(
             self, self._comm_thread, mine, partial(_concatenate_into, flat), lambda: self._scatter_sum(rows, mine, op)
@@ -201,25 +201,27 @@ class HierarchicalCommunicator:
         Returns:
             (rows, values) in shared memory: what this rank's relayed ranks sent.
         """
-        ways = self.ways
-        rows = self.borrow(ways.max_relayed_ranks * mine.numel(), mine.dtype).view(ways.max_relayed_ranks, mine.numel())
+        routes = self.routes
+        rows = self.borrow(routes.max_relayed_ranks * mine.numel(), mine.dtype).view(
+            routes.max_relayed_ranks, mine.numel()
+        )
         self._messages(
-            list(zip(ways.relayed_ranks, rows, strict=False)), [(to, mine) for to in ways.relay_peers], _GATHER_TAG
+            list(zip(routes.relayed_ranks, rows, strict=False)), [(to, mine) for to in routes.relay_peers], _GATHER_TAG
         )
         return rows
 
     def _scatter_sum(self, buffer: torch.Tensor, out: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
-        ways, numel, count = self.ways, out.numel(), len(self.ways.relayed_ranks)
-        sums = self._scratch_rows(1 + count + len(ways.relay_peers), out)
+        routes, numel, count = self.routes, out.numel(), len(self.routes.relayed_ranks)
+        sums = self._scratch_rows(1 + count + len(routes.relay_peers), out)
         own, sent, came = sums[0], sums[1 : 1 + count], sums[1 + count :]
         exchange = self.communicator.put(buffer)
-        theirs = [tensor.view(ways.ranks, numel) for tensor in exchange.arrive()]
-        for place, row in zip((ways.own, *ways.relayed_ranks), sums, strict=False):
+        theirs = [tensor.view(routes.ranks, numel) for tensor in exchange.arrive()]
+        for place, row in zip((routes.own, *routes.relayed_ranks), sums, strict=False):
             reduce_tensors([one[place] for one in theirs], [row], op)
         exchange.leave()
-        relay_peers = list(zip(ways.relay_peers, came, strict=True))
-        self._messages(relay_peers, list(zip(ways.relayed_ranks, sent, strict=True)), _REDUCE_TAG)
-        by_host = {ways.host: own, **dict(zip(ways.others, came, strict=True))}
+        relay_peers = list(zip(routes.relay_peers, came, strict=True))
+        self._messages(relay_peers, list(zip(routes.relayed_ranks, sent, strict=True)), _REDUCE_TAG)
+        by_host = {routes.host: own, **dict(zip(routes.others, came, strict=True))}
         reduce_tensors([by_host[host] for host in sorted(by_host)], [out], op)
 
     def _messages(
@@ -288,11 +290,11 @@ class HierarchicalWork:
 
     def _in_order(self, here: list[torch.Tensor], brought: list[torch.Tensor]) -> list[torch.Tensor]:
         """Every rank's data, in the order of the group."""
-        ways, numel = self._communicator.ways, self._mine.numel()
-        rows = dict(zip(ways.hosts[ways.host], here, strict=True))
-        for host in ways.others:
-            for place in ways.hosts[host]:
-                carrier, row = ways.carried(place)
+        routes, numel = self._communicator.routes, self._mine.numel()
+        rows = dict(zip(routes.hosts[routes.host], here, strict=True))
+        for host in routes.others:
+            for place in routes.hosts[host]:
+                carrier, row = routes.carried(place)
                 rows[place] = brought[carrier][row * numel : (row + 1) * numel]
         return [rows[place] for place in sorted(rows)]
 

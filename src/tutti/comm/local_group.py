@@ -34,7 +34,7 @@ class LocalGroup:
         timeout_s: the longest wait.
         create: whether this rank initialises the semaphores.
 
-    `ways`: message records by source, target and number in a ring of SLOTS.
+    `mailboxes`: message records by source, target and number in a ring of SLOTS.
     """
 
     def __init__(self, control: Memory, processes: list[int], rank: int, timeout_s: float, *, create: bool) -> None:
@@ -44,10 +44,10 @@ class LocalGroup:
         self.signals = Signals(control, count, processes, timeout_s, create=create)
         tables = torch.frombuffer(control, dtype=torch.int64, offset=count * SPACING)
         sizes = (2 * MAX_SEGMENTS * self.size, 3 * SLOTS * self.size, 2 * SLOTS * self.size**2)
-        segments, slots, ways, _ = torch.tensor_split(tables, [sizes[0], sum(sizes[:2]), sum(sizes)])
+        segments, slots, mailboxes, _ = torch.tensor_split(tables, [sizes[0], sum(sizes[:2]), sum(sizes)])
         self._segments = segments.view(self.size, MAX_SEGMENTS, 2).numpy()
         self._slots = slots.view(SLOTS, self.size, 3).numpy()
-        self.ways = ways.view(self.size, self.size, SLOTS, 2).numpy()
+        self.mailboxes = mailboxes.view(self.size, self.size, SLOTS, 2).numpy()
         self._started = 0
         self._synchronize: dict[int, Callable[[], None]] = {}
         self._mine: list[SharedSegment] = []
@@ -124,7 +124,7 @@ class LocalGroup:
         """Whether all slices of a completed collective are finite; call before its slot is used again."""
         return bool(self._slots[slot, :, 2].all())
 
-    def way(self, source: int, target: int, kind: int) -> int:
+    def mailbox_signal(self, source: int, target: int, kind: int) -> int:
         """Index of the semaphore of messages from `source` to `target`."""
         return SLOTS * 3 * self.size + (kind * self.size + source) * self.size + target
 

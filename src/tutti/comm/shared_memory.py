@@ -36,10 +36,15 @@ class SharedMemoryExchange:
         self,
         local_group: LocalGroup,
         staging: BufferPool,
-        under_way: list["SharedMemoryExchange"],
+        in_progress: list["SharedMemoryExchange"],
         tensor: torch.Tensor,
     ) -> None:
-        self._local_group, self._staging, self._under_way, self._dtype = local_group, staging, under_way, tensor.dtype
+        self._local_group, self._staging, self._in_progress, self._dtype = (
+            local_group,
+            staging,
+            in_progress,
+            tensor.dtype,
+        )
         self._room = staging.put(tensor.detach().reshape(-1))
         self._slot = local_group.start(self._room, tensor.numel(), self.synchronize)
         self._absent, self._reading = (PendingSignals(local_group, self._slot, kind) for kind in (READY, DONE))
@@ -56,7 +61,7 @@ class SharedMemoryExchange:
     def leave(self) -> None:
         """Signal that this rank has read what it needs."""
         self._local_group.signal(self._slot, DONE)
-        self._under_way.append(self)
+        self._in_progress.append(self)
 
     def read_by_all(self) -> bool:
         """Whether all other ranks have left, so that the segment is free."""
@@ -77,20 +82,20 @@ class SharedMemoryCommunicator:
 
     def __init__(self, local_group: LocalGroup) -> None:
         self.local_group, self._staging = local_group, BufferPool(local_group)
-        self._under_way: list[SharedMemoryExchange] = []
+        self._in_progress: list[SharedMemoryExchange] = []
         self._lock = threading.Lock()
-        weakref.finalize(self, _await_readers, self._under_way)
+        weakref.finalize(self, _await_readers, self._in_progress)
 
     def put(self, tensor: torch.Tensor) -> SharedMemoryExchange:
         """Start an exchange of a contiguous tensor, of the same size on all ranks."""
         with self._lock:
-            _release_finished(self._under_way)
-            return SharedMemoryExchange(self.local_group, self._staging, self._under_way, tensor)
+            _release_finished(self._in_progress)
+            return SharedMemoryExchange(self.local_group, self._staging, self._in_progress, tensor)
 
     def borrow(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory for the next tensor exchanged here, which then needs no copy; it goes back to the pool."""
         with self._lock:
-            _release_finished(self._under_way)
+            _release_finished(self._in_progress)
             return self._staging.borrow(numel, dtype)
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -111,8 +116,8 @@ class SharedMemoryCommunicator:
     def _oldest(self, left: int) -> SharedMemoryExchange | None:
         """Remove and return the oldest exchange still being read, if more than `left` are."""
         with self._lock:
-            _release_finished(self._under_way)
-            return self._under_way.pop(0) if len(self._under_way) > left else None
+            _release_finished(self._in_progress)
+            return self._in_progress.pop(0) if len(self._in_progress) > left else None
 
     def share(self, mine: torch.Tensor, read: ReadTensors) -> "SharedMemoryWork":
         """Let all ranks read `mine`; `read` gets every rank's tensor, flat. Returns a work."""
@@ -141,19 +146,19 @@ def make_shared_memory_communicator(group: Any = None) -> SharedMemoryCommunicat
     return None if local_group is None else SharedMemoryCommunicator(local_group)
 
 
-def _release_finished(under_way: list[SharedMemoryExchange]) -> None:
+def _release_finished(in_progress: list[SharedMemoryExchange]) -> None:
     """Return the segments that all ranks have read to the pool."""
-    done = [one for one in under_way if one.read_by_all()]
+    done = [one for one in in_progress if one.read_by_all()]
     for one in done:
         one.give_back()
-        under_way.remove(one)
+        in_progress.remove(one)
 
 
-def _await_readers(under_way: list[SharedMemoryExchange]) -> None:
+def _await_readers(in_progress: list[SharedMemoryExchange]) -> None:
     """Give other ranks a moment to read this process's segments before they disappear."""
     end = time.monotonic() + _FINAL_READ_TIMEOUT_S
-    while under_way and time.monotonic() < end:
-        _release_finished(under_way)
+    while in_progress and time.monotonic() < end:
+        _release_finished(in_progress)
         time.sleep(0.001)
 
 
@@ -281,8 +286,8 @@ class MessageSender:
         flat = tensor.detach().reshape(-1)
         number = self._staging.put(flat)
         self._segments[self._sent] = number
-        local_group.ways[local_group.rank, target, self._sent % SLOTS] = number, flat.numel()
-        local_group.signals.post(local_group.way(local_group.rank, target, SENT))
+        local_group.mailboxes[local_group.rank, target, self._sent % SLOTS] = number, flat.numel()
+        local_group.signals.post(local_group.mailbox_signal(local_group.rank, target, SENT))
         self._sent += 1
 
     def synchronize(self) -> None:
@@ -295,7 +300,7 @@ class MessageSender:
         """Whether one more message has been read; with `wait`, returns once it has."""
         return _poll_or_wait(
             self._local_group,
-            self._local_group.way(self._local_group.rank, self._target, READ),
+            self._local_group.mailbox_signal(self._local_group.rank, self._target, READ),
             self._target,
             wait=wait,
         )
@@ -323,39 +328,41 @@ class MessageReceiver:
     def deliver(self, *, wait: bool) -> bool:
         """Complete the oldest posted receive if its message has arrived; with `wait`, once it has."""
         local_group, source = self._local_group, self._source
-        if not _poll_or_wait(local_group, local_group.way(source, local_group.rank, SENT), source, wait=wait):
+        if not _poll_or_wait(
+            local_group, local_group.mailbox_signal(source, local_group.rank, SENT), source, wait=wait
+        ):
             return False
         letter = self._expected.pop(0)
         flat = letter.tensor.view(-1)
-        segment, numel = local_group.ways[source, local_group.rank, self._read % SLOTS].tolist()
+        segment, numel = local_group.mailboxes[source, local_group.rank, self._read % SLOTS].tolist()
         sent = local_group.tensor(source, segment, numel, flat.dtype)
         if sent.numel() != flat.numel():
             raise RuntimeError(f"shared memory: a message of {sent.numel()} values came for {flat.numel()}")
         flat.copy_(sent)
         letter.arrived = True
         self._read += 1
-        local_group.signals.post(local_group.way(source, local_group.rank, READ))
+        local_group.signals.post(local_group.mailbox_signal(source, local_group.rank, READ))
         return True
 
 
 class ReceiveHandle:
     """A posted receive."""
 
-    __slots__ = ("_way", "arrived", "tensor")
+    __slots__ = ("_receiver", "arrived", "tensor")
 
-    def __init__(self, way: MessageReceiver, tensor: torch.Tensor) -> None:
-        self._way, self.tensor, self.arrived = way, tensor, False
+    def __init__(self, mailbox_signal: MessageReceiver, tensor: torch.Tensor) -> None:
+        self._receiver, self.tensor, self.arrived = mailbox_signal, tensor, False
 
     def is_completed(self) -> bool:
         """Whether the message has arrived, and all sent before it."""
-        while not self.arrived and self._way.deliver(wait=False):
+        while not self.arrived and self._receiver.deliver(wait=False):
             pass
         return self.arrived
 
     def wait(self) -> None:
         """Return when the message has arrived. Raises RuntimeError when a rank has ended or times out."""
         while not self.arrived:
-            self._way.deliver(wait=True)
+            self._receiver.deliver(wait=True)
 
 
 def _poll_or_wait(local_group: LocalGroup, index: int, rank: int, *, wait: bool) -> bool:
@@ -384,7 +391,7 @@ def reduce_tensors(
         outs: other tensors, or the same ones. Half precisions are accumulated in float32.
         probes: receives a sum per block of the result, taken while the block is in the cache.
     """
-    apart, combined, wide = outs[0] is not tensors[0], _ELEMENTWISE[op], _accumulation_dtype(outs[0].dtype)
+    separate, combined, wide = outs[0] is not tensors[0], _ELEMENTWISE[op], _accumulation_dtype(outs[0].dtype)
     size = max(_BLOCK_NBYTES // outs[0].element_size(), 1)
     for start in range(0, outs[0].numel(), size):
         first, *others = [tensor[start : start + size] for tensor in tensors]
@@ -393,7 +400,7 @@ def reduce_tensors(
         if wide is not target.dtype:
             total = first.to(wide)
             targets.append(target)
-        elif apart:
+        elif separate:
             total.copy_(first)
         for other in others:
             combined(total, other, out=total)

@@ -27,7 +27,7 @@ and that a loss is summed is noticed only when backward is over."""
 
 @dataclass(slots=True, kw_only=True)
 class ChannelTotals:
-    """One lane since it was last taken. `axes`: joined by "+". `under_way_s`: seconds in which at least one exchange
+    """One lane since it was last taken. `axes`: joined by "+". `in_progress_s`: seconds in which at least one exchange
     had begun and was not known to have ended (a ceiling: its end is noticed when it is waited for, or when the lane's
     next one starts); None where it is not known. `exposed_s`: seconds waited, by the phase in which that was.
     """
@@ -36,19 +36,19 @@ class ChannelTotals:
     carried: TrafficKind
     count: int = 0
     nbytes: int = 0
-    under_way_s: float | None = 0.0
+    in_progress_s: float | None = 0.0
     exposed_s: dict[str, float] = field(default_factory=dict)
 
     def row(self) -> dict[str, Any]:
         """As written into a metrics row; seconds to a tenth of a microsecond."""
         waited = {phase: round(seconds, 7) for phase, seconds in self.exposed_s.items()}
-        under_way = None if self.under_way_s is None else round(self.under_way_s, 7)
+        in_progress = None if self.in_progress_s is None else round(self.in_progress_s, 7)
         return {
             "axes": self.axes,
             "carried": self.carried,
             "count": self.count,
             "nbytes": self.nbytes,
-            "under_way_s": under_way,
+            "in_progress_s": in_progress,
             "exposed_s": waited,
         }
 
@@ -118,7 +118,7 @@ class CommChannel:
         total = self._total
         self._total = ChannelTotals(axes=total.axes, carried=total.carried)
         if total.carried in _UNTIMED:
-            total.under_way_s = None
+            total.in_progress_s = None
         return total
 
     def _begin(self, nbytes: int) -> float:
@@ -131,8 +131,8 @@ class CommChannel:
         return now
 
     def _pass(self, now: float) -> None:
-        assert self._total.under_way_s is not None
-        self._total.under_way_s += now - self._since
+        assert self._total.in_progress_s is not None
+        self._total.in_progress_s += now - self._since
         self._since = now
 
 

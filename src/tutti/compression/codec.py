@@ -191,7 +191,7 @@ def _triton_verified(kind: "type[Codec]", device: torch.device) -> bool:
     return same
 
 
-def _trial(codec: "Codec", device: torch.device, way: Literal["triton", "torch"]) -> list[Tensor]:
+def _trial(codec: "Codec", device: torch.device, backend: Literal["triton", "torch"]) -> list[Tensor]:
     """(message, decoded, new residuals) of whole numbers, whose sums are exact in any order."""
     numel = _TRIED
     counted = torch.arange(numel, device=device)
@@ -201,7 +201,7 @@ def _trial(codec: "Codec", device: torch.device, way: Literal["triton", "torch"]
     values = (counted * 7919 % 5003 - 2501).float()
     message = torch.zeros(codec.nbytes(numel), dtype=torch.uint8, device=device)
     into = (counted % 5).float()
-    if way == "triton":
+    if backend == "triton":
         codec.encode_by_triton(values, state, message)
         codec.decode_add_by_triton(message, into)
     else:

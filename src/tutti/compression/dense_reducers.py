@@ -42,7 +42,7 @@ class TwoPhaseReducer(GradientReducer):
         seed: int = 0,
     ) -> None:
         collectives = CountedCollectives(group)
-        self.codec, self.back, self.numel = codec, back or _way_back(codec, collectives.size), numel
+        self.codec, self.back, self.numel = codec, back or _return_codec(codec, collectives.size), numel
         self.length = chunk_length(numel, collectives.size)
         own_chunk = self._span(collectives.rank)
         seed = rank_seed(seed, collectives.rank)
@@ -173,7 +173,7 @@ class AllGatherReducer(GradientReducer):
             flat.copy_(total)
 
 
-def _way_back(codec: Codec, ranks: int) -> Codec:
+def _return_codec(codec: Codec, ranks: int) -> Codec:
     return codec.return_codec(ranks) if isinstance(codec, TernGrad) else codec
 
 

@@ -225,14 +225,14 @@ class CommunicationReport:
         sent: bytes that rank 0 sent.
         under_way: seconds during which an exchange had begun and was not known to have ended.
         exposed: seconds that rank 0 waited; `exposed_in` by phase.
-        hidden: the part of `under_way` in which it did not wait.
+        hidden: the part of `in_progress` in which it did not wait.
     """
 
     axes: str
     carried: TrafficKind
     exchanges: Quantity
     sent: Quantity
-    under_way: Quantity
+    in_progress: Quantity
     exposed: Quantity
     exposed_in: dict[Phase, Quantity]
     hidden: Quantity

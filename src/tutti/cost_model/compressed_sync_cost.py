@@ -27,8 +27,8 @@ from tutti.config.compression import (
 )
 from tutti.config.plan import Plan
 from tutti.config.vocabulary import AxisName
-from tutti.cost_model.group_links import Group
-from tutti.cost_model.rank_placement import Seat
+from tutti.cost_model.group_links import RankGroup
+from tutti.cost_model.rank_placement import HostGroup
 from tutti.cost_model.worker_speed import Array
 
 VALUE_NBYTES: Final = 4
@@ -63,18 +63,18 @@ class Written:
     sent_nbytes: float
     share: float = 1.0
 
-    def sum_s(self, plan: Plan, group: Group, seat: Seat, nbytes: float) -> tuple[float, float]:
+    def sum_s(self, plan: Plan, group: RankGroup, host_group: HostGroup, nbytes: float) -> tuple[float, float]:
         """(seconds, those of them in kernels) in which `group` sums a bucket of `nbytes`."""
-        kernels = seat.slowdown * kernel_s(plan, seat.device, self.holders, self.share, nbytes / self.parts)
+        kernels = host_group.slowdown * kernel_s(plan, host_group.device, self.holders, self.share, nbytes / self.parts)
         return kernels + self.wire_s(group, nbytes), kernels
 
-    def wire_s(self, group: Group, nbytes: float) -> float:
+    def wire_s(self, group: RankGroup, nbytes: float) -> float:
         """The same without the kernels."""
         return group.tiered(nbytes, nbytes * self.share) if self.tiers else group.all_reduce(nbytes * self.share)
 
 
 def written(
-    plan: Plan, group: Group, axes: tuple[AxisName, ...], nbytes: Array, sizes: Sequence[float], updates: int | None
+    plan: Plan, group: RankGroup, axes: tuple[AxisName, ...], nbytes: Array, sizes: Sequence[float], updates: int | None
 ) -> Written | None:
     """How gradients of `nbytes` by module, in buckets of `sizes`, are written after so many updates (None: once no
     warm-up is left); None where the plan leaves these sums as they are."""
@@ -90,7 +90,7 @@ def written(
     holders = span.hosts if tiers else span.ranks
     now = how if updates is None else how.at(updates)
     codes, gradients = _codes_nbytes(how, now, nbytes, sizes, holders, parts), int((nbytes > 0).sum())
-    flag_nbytes = VALUE_NBYTES + (STATISTICS_NBYTES if _looks(how, updates) else 0)
+    flag_nbytes = VALUE_NBYTES + (STATISTICS_NBYTES if _sends_statistics(how, updates) else 0)
     return Written(
         holders=holders,
         parts=parts,
@@ -113,14 +113,14 @@ def phases(plan: Plan) -> tuple[int, ...]:
     return tuple(updates for updates in dict.fromkeys(at) if how.at(updates) != how.at(updates - 1))
 
 
-def _looks(how: Compression, updates: int | None) -> bool:
+def _sends_statistics(how: Compression, updates: int | None) -> bool:
     """Whether ranks see in the next sum how far their parts cancel."""
     if how.freeze_step is None or updates is None or how.at(updates) is not None:
         return False
     return how.method == ZERO_ONE or updates >= how.freeze_step - STATISTICS_UPDATES
 
 
-def changes_written(plan: Plan, group: Group, nbytes: Array) -> Written | None:
+def changes_written(plan: Plan, group: RankGroup, nbytes: Array) -> Written | None:
     """How replicas that differ write their changes of `nbytes` by module, one vector; None: as they are."""
     how, whole = plan.sync.compress, float(nbytes.sum())
     if how is None or group.ranks == 1 or not whole:

@@ -66,7 +66,7 @@ class OpTable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class PassCost:
     """Seconds by module of one pass; `limits`: (3, modules), what limits them: compute, memory traffic, calls."""
 
     seconds: Array
@@ -116,7 +116,7 @@ def _costs(op: OpCost) -> tuple[float, ...]:
     )
 
 
-def forward(table: OpTable, worker: Worker, samples: int, modules: int, *, weights: bool = True) -> Work:
+def forward(table: OpTable, worker: Worker, samples: int, modules: int, *, weights: bool = True) -> PassCost:
     """One forward pass of `samples` samples. `weights`: with what going over them takes."""
     # Autocast reads the weights in full and writes them once more at half the size.
     weight = weights * np.where(table.matrix & worker.half, 2.0, 1.0) * table.weight_nbytes
@@ -132,7 +132,7 @@ def forward(table: OpTable, worker: Worker, samples: int, modules: int, *, weigh
     return _work(table, worker, samples, modules, passed)
 
 
-def backward(table: OpTable, worker: Worker, samples: int, modules: int, *, weights: bool = True) -> Work:
+def backward(table: OpTable, worker: Worker, samples: int, modules: int, *, weights: bool = True) -> PassCost:
     """One backward pass of `samples` samples: reads each weight and writes its gradient. `weights`: it counts."""
     active = (table.flops_backward > 0) | (table.nbytes_backward > 0)
     calls = np.where(active, cost_constants.BACKWARD_CALLS * table.calls, 0.0)
@@ -179,9 +179,9 @@ class _Pass:
     efficiency: Array
 
 
-def _work(table: OpTable, worker: Worker, samples: int, modules: int, passed: _Pass) -> Work:
+def _work(table: OpTable, worker: Worker, samples: int, modules: int, passed: _Pass) -> PassCost:
     if samples == 0:
-        return Work(seconds=np.zeros(modules), limits=np.zeros((3, modules)))
+        return PassCost(seconds=np.zeros(modules), limits=np.zeros((3, modules)))
     products = np.maximum(passed.calls, 1.0)
     in_matrix = products * worker.matrix.time(samples * passed.flops / products)
     in_vector = samples * passed.flops / worker.vector_rate
@@ -201,7 +201,7 @@ def _work(table: OpTable, worker: Worker, samples: int, modules: int, passed: _P
     if worker.gap_s is not None:
         gaps = by_module(worker.slowdown * worker.gap_s * passed.calls)
         limits[2] = np.maximum(gaps, limits[2] - limits[0] - limits[1])
-    return Work(seconds=limits.sum(axis=0), limits=limits)
+    return PassCost(seconds=limits.sum(axis=0), limits=limits)
 
 
 def update_nbytes(model: ModelSpec, gradients: Array, states: Array, *, on_cpu: bool) -> Array:

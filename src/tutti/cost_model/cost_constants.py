@@ -147,7 +147,7 @@ CUT_CONVOLUTION_PASSES: Final = 3.0
 """The same where the input is cut in space: rows whose interior is computed apart lie in views, which are copied once
 more. The gradient of the rows with their halos is held besides."""
 
-APART_PASSES: Final[dict[str, tuple[float, float]]] = {"forward": (4.0, 2.0), "backward": (8.0, 2.0)}
+PIECEWISE_PASSES: Final[dict[str, tuple[float, float]]] = {"forward": (4.0, 2.0), "backward": (8.0, 2.0)}
 """How often a convolution whose interior is computed apart reads and writes (its input, its output) more than one that
 is not: copies of views, rows put together with halos, outputs and gradients put together. Counted in
 parallel/spatial/overlapped.py."""
@@ -160,7 +160,7 @@ LEAST_INTERIOR: Final = 0.75
 
 HALO_CALLS: Final[dict[str, float]] = {"forward": 6.0, "backward": 8.0}
 
-APART_CALLS: Final[dict[str, float]] = {"forward": 15.0, "backward": 25.0}
+PIECEWISE_CALLS: Final[dict[str, float]] = {"forward": 15.0, "backward": 25.0}
 """Operator calls besides, counted there; HALO_CALLS: where nothing is apart."""
 
 SLAB_EFFICIENCY: Final[dict[str, float]] = {"forward": 0.8, "backward": 0.6}
@@ -193,7 +193,7 @@ MEMORY_MARGIN: Final = 0.15
 STATE_BUCKET_NBYTES: Final = 25 * 2**20
 """With divided optimizer state, updated parameters are gathered in buckets of this size, two at a time."""
 
-SUMS_IN_FLIGHT: Final = 2
+PENDING_SUMS: Final = 2
 """With divided gradients, how many units' whole gradients may wait for their sums."""
 
 HOST_LINK_BYTES_PER_S: Final = 20e9

@@ -3,8 +3,8 @@
 from tutti.config.cluster import ClusterSpec
 from tutti.config.prediction import RankMemory
 from tutti.cost_model import cost_constants
-from tutti.cost_model.overlap import Exchange
-from tutti.cost_model.rank_placement import Link, Seat, ring_tier
+from tutti.cost_model.overlap import CommCost
+from tutti.cost_model.rank_placement import HostGroup, Link, ring_tier
 from tutti.cost_model.worker_speed import Worker
 
 
@@ -48,43 +48,46 @@ STAGES = "waiting for other stages"
 
 
 def time_notes(
-    seats: tuple[Seat, ...],
-    seat: Seat,
+    host_groups: tuple[HostGroup, ...],
+    host_group: HostGroup,
     worker: Worker,
     limits: dict[str, float],
-    exchanged: Exchange,
+    exchanged: CommCost,
     margin: float,
     data_s: float,
     link: Link | None,
 ) -> tuple[str, ...]:
     """What limits the step, where the ranks are, and which constants of the time are assumed. `link`: the slowest of
     several ranks."""
-    ranks = sum(place.ranks for place in seats)
+    ranks = sum(place.ranks for place in host_groups)
     stages_s = limits.get(STAGES, 0.0)  # counted as exposed, but mostly idle: a faster link would not end it
     exposed_s, total_s = max(0.0, exchanged.exposed_s - stages_s), max(0.0, exchanged.total_s - stages_s)
     notes = [_limit_note({**limits, "communication": exposed_s, "loading of data": data_s})]
-    if seat.device.kind == "cpu" and seat.sharing > seat.device.cores:
+    if host_group.device.kind == "cpu" and host_group.sharing > host_group.device.cores:
         notes.append(
-            f"{seat.sharing} ranks share {count(max(1, seat.device.cores), 'core')} of {seat.device.name}: "
+            f"{host_group.sharing} ranks share {count(max(1, host_group.device.cores), 'core')} of "
+            f"{host_group.device.name}: "
             f"each is {worker.slowdown:.2g}x slower than with a core of its own"
         )
-    elif seat.device.kind == "cpu":
+    elif host_group.device.kind == "cpu":
         notes.append(
-            f"{count(seat.sharing, 'rank')} on {seat.device.name} with {count(seat.threads, 'thread')} each"
-            + (", sharing its memory bandwidth" if seat.sharing > 1 else "")
+            f"{count(host_group.sharing, 'rank')} on {host_group.device.name} with "
+            f"{count(host_group.threads, 'thread')} each"
+            + (", sharing its memory bandwidth" if host_group.sharing > 1 else "")
         )
-    if seat.node.turns > 1:
+    if host_group.node.turns > 1:
         notes.append(
-            f"{seat.node.turns:.2g} hosts take turns on each core of their machine, which is in their rates; what "
+            f"{host_group.node.turns:.2g} hosts take turns on each core of their machine, which is in their "
+            f"rates; what "
             f"switching costs is assumed ({cost_constants.OVERSUBSCRIBED:.2g}x)"
         )
     if ranks > 1:
         notes.append(
-            f"flat ring over {ranks} ranks on the {ring_tier(seats)} links, its slowest; "
+            f"flat ring over {ranks} ranks on the {ring_tier(host_groups)} links, its slowest; "
             f"{seconds(total_s)} of communication, {seconds(exposed_s)} of it exposed"
             + (f", and {seconds(stages_s)} of {STAGES}" if stages_s else "")
         )
-        if seat.device.kind == "cpu":
+        if host_group.device.kind == "cpu":
             notes.append(_cores_note(link))
     notes += [f"assumed: {sentence}" for sentence in worker.assumptions]
     notes.append(f"time interval: a factor of {1 + margin:.2f} either way, from {worker.evidence} compute rates")
@@ -103,10 +106,11 @@ def link_note(link: Link) -> str:
     return f"link: {seconds(link.latency_s)} latency, {bits_per_s(link.bandwidth_bytes_per_s)} ({link.evidence})"
 
 
-def memory_notes(memory: RankMemory, seat: Seat, when: str) -> tuple[str, ...]:
+def memory_notes(memory: RankMemory, host_group: HostGroup, when: str) -> tuple[str, ...]:
     """Whether the fullest rank fits where it is, with the numbers, and when it is fullest."""
     return (
-        f"memory: {nbytes(memory.total)} of {nbytes(seat.memory_nbytes)} for each rank on {seat.device.name}, "
+        f"memory: {nbytes(memory.total)} of {nbytes(host_group.memory_nbytes)} for each rank on "
+        f"{host_group.device.name}, "
         f"most {when}; assumed: {nbytes(memory.reserve)} of it for interpreter, libraries and allocator"
         + (f"; seen: {nbytes(memory.script)} for the script's own libraries and data" if memory.script else ""),
     )

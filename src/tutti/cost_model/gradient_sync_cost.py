@@ -29,11 +29,11 @@ from tutti.cost_model.compressed_sync_cost import (
     parts_written,
     written,
 )
-from tutti.cost_model.group_links import Group, Network
+from tutti.cost_model.group_links import Network, RankGroup
 from tutti.cost_model.module_costs import Flags, ModelTable, model_table
-from tutti.cost_model.overlap import TIERS, Bucket, Exchange, Taken, buckets, exchange
-from tutti.cost_model.rank_placement import Seat
-from tutti.cost_model.relaxed_sync_cost import Coded, Trained, exchanged_apart, waited_parts
+from tutti.cost_model.overlap import TIERS, BucketCost, CommCost, Taken, buckets, exchange
+from tutti.cost_model.rank_placement import HostGroup
+from tutti.cost_model.relaxed_sync_cost import CompressedExchange, Trained, diverged_exchange, waited_parts
 from tutti.cost_model.sharding_cost import Costs
 from tutti.cost_model.work_division import Division
 from tutti.cost_model.worker_speed import Array, best_rate, rank_bandwidth
@@ -63,17 +63,17 @@ class RowsOf:
         """Of one rank in a step, where all have as many rows."""
         return factors_sent_nbytes(self.rows / self.ranks, self.out_features, self.in_features, self.ranks, self.width)
 
-    def sum_s(self, plan: Plan, group: Group, seat: Seat) -> tuple[float, float]:
+    def sum_s(self, plan: Plan, group: RankGroup, host_group: HostGroup) -> tuple[float, float]:
         """(seconds, seconds of one thread in them) in which `group` sums it: every rank gets all rows, and multiplies
         those of the others beside its own."""
-        device = seat.device
-        share = min(1.0, seat.threads / max(1, device.cores)) if device.kind == "cpu" else 1.0
+        device = host_group.device
+        share = min(1.0, host_group.threads / max(1, device.cores)) if device.kind == "cpu" else 1.0
         rate = (best_rate(device, "float32") or max(device.peak_flops_per_s.values(), default=0.0)) * share
         others = self.rows * (self.ranks - 1) / self.ranks
-        product = seat.slowdown * 2 * others * self.out_features * self.in_features / rate if rate else 0.0
-        return self.wire_s(group) + product, product * (seat.threads if device.kind == "cpu" else 1)
+        product = host_group.slowdown * 2 * others * self.out_features * self.in_features / rate if rate else 0.0
+        return self.wire_s(group) + product, product * (host_group.threads if device.kind == "cpu" else 1)
 
-    def wire_s(self, group: Group) -> float:
+    def wire_s(self, group: RankGroup) -> float:
         """Seconds in which `group` exchanges rows, having told each other how many they are."""
         values = self.rows * (self.out_features + self.in_features)
         return group.all_to_all(8 * self.ranks) + group.all_to_all(values * self.width)
@@ -84,9 +84,9 @@ class Summed:
     """Gradients that one group sums: bytes by module, the buckets they are fused in. `written`: by a code, None where
     the plan has none for them; `factors`: of a linear layer's weight that goes by them."""
 
-    group: Group
+    group: RankGroup
     nbytes: Array
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[BucketCost, ...]
     written: Written | None = None
     factors: RowsOf | None = None
 
@@ -106,16 +106,16 @@ def summed(
     """Gradients of the modules `own` (the others are left out) by the group that sums them, as they are written after
     so many updates; none where a group has one rank."""
     nbytes = (columns.gradients * part.weight)[own]
-    apart = {
+    divided_by = {
         "expert": columns.expert[own] & (plan.degree("expert") > 1),
         "table": (columns.table | part.linear)[own] & (plan.degree("table") > 1),
         "split": columns.sequence[own] & (plan.degree("split") > 1),
     }
     kinds: list[tuple[tuple[AxisName, ...], Flags]] = [
-        (tuple(axis for axis in SUMMED if axis != "expert"), apart["expert"]),
-        (tuple(axis for axis in SUMMED if axis != "table"), apart["table"]),
-        ((*SUMMED, "split"), apart["split"]),
-        (SUMMED, ~(apart["expert"] | apart["table"] | apart["split"])),
+        (tuple(axis for axis in SUMMED if axis != "expert"), divided_by["expert"]),
+        (tuple(axis for axis in SUMMED if axis != "table"), divided_by["table"]),
+        ((*SUMMED, "split"), divided_by["split"]),
+        (SUMMED, ~(divided_by["expert"] | divided_by["table"] | divided_by["split"])),
     ]
     found = []
     for axes, mask in kinds:
@@ -125,7 +125,7 @@ def summed(
         for rows in by_factors(columns, plan, group.ranks, axes, places[whole].tolist()):
             place = int(np.flatnonzero(places == rows.module)[0])
             own_nbytes[place] = max(0.0, own_nbytes[place] - rows.nbytes)
-            one = Bucket(nbytes=rows.nbytes, last=len(nbytes) - 1 - place)
+            one = BucketCost(nbytes=rows.nbytes, last=len(nbytes) - 1 - place)
             alone = np.where(places == rows.module, rows.nbytes, 0.0)
             found.append(Summed(group=group, nbytes=alone, buckets=(one,), factors=rows))
         if group.ranks > 1 and own_nbytes.any():
@@ -136,7 +136,7 @@ def summed(
     return found
 
 
-def fused(sums: list[Summed]) -> list[tuple[Bucket, Summed]]:
+def fused(sums: list[Summed]) -> list[tuple[BucketCost, Summed]]:
     """Buckets in the order in which backward fills them, each with what it is of."""
     found = [(bucket, one) for one in sums for bucket in one.buckets]
     return sorted(found, key=lambda pair: pair[0].last)
@@ -146,9 +146,9 @@ def fused(sums: list[Summed]) -> list[tuple[Bucket, Summed]]:
 class Sync:
     """What a rank of one stage exchanges once a step: times, bytes it sends, the buckets of gradients."""
 
-    exchange: Exchange
+    exchange: CommCost
     sent_nbytes: float
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[BucketCost, ...]
 
 
 def synchronise(
@@ -165,25 +165,25 @@ def synchronise(
     """The sums of the modules `own`, which begin in the last microbatch's backward, after so many `updates`. `passes`:
     seconds by module of a microbatch's forward and backward, its exchanges included; `taken`: when those have the
     links; `update_s`: seconds of the optimizers' update."""
-    kind, microbatches = net.seats[0].device.kind, plan.batch.num_microbatches
+    kind, microbatches = net.host_groups[0].device.kind, plan.batch.num_microbatches
     if plan.sync.mode != "synchronous":
-        return _apart(columns, net, plan, microbatches * float(passes[0].sum() + passes[1].sum()) + update_s)
-    taken = taken.in_turns(*passes, net.seats[0].node.turns)
+        return _diverged(columns, net, plan, microbatches * float(passes[0].sum() + passes[1].sum()) + update_s)
+    taken = taken.in_turns(*passes, net.host_groups[0].node.turns)
     if plan.degree("shard") > 1 and plan.sharding.level > 1:
         return _divided(columns, part, net, plan, passes, microbatches, taken)
-    if step_alone(plan, updates):
-        ways = agreed(plan, net.group("replicate"), net.seats[0], float(columns.gradients[own].sum()))
-        kept = Bucket(nbytes=0.0, last=0, kept_nbytes=ways.kept_nbytes)
-        return Sync(exchange=ways.exchange, sent_nbytes=ways.sent_nbytes, buckets=(kept,))
+    if diverges_between_updates(plan, updates):
+        agreement = agreed(plan, net.group("replicate"), net.host_groups[0], float(columns.gradients[own].sum()))
+        kept = BucketCost(nbytes=0.0, last=0, kept_nbytes=agreement.kept_nbytes)
+        return Sync(exchange=agreement.exchange, sent_nbytes=agreement.sent_nbytes, buckets=(kept,))
     sums = summed(columns, part, net, plan, own, updates)
     pairs = fused(sums)
     backward = passes[1][own][::-1]
     busy = taken.backward[:, own][:, ::-1]
-    seat = net.seats[0]
+    host_group = net.host_groups[0]
     different = {(bucket.nbytes, id(one)): one for bucket, one in pairs}  # equal blocks make equal buckets
-    times = {key: _sum_s(plan, one, seat, key[0]) for key, one in different.items()}
+    times = {key: _sum_s(plan, one, host_group, key[0]) for key, one in different.items()}
     each = [times[bucket.nbytes, id(one)] for bucket, one in pairs]
-    on_cores = [_cores_s(one, seat, bucket.nbytes) for bucket, one in pairs]
+    on_cores = [_cores_s(one, host_group, bucket.nbytes) for bucket, one in pairs]
     done = exchange(
         backward.tolist(),
         [bucket for bucket, _ in pairs],
@@ -194,66 +194,66 @@ def synchronise(
     )
     sent, kernels = sum(one.sent_nbytes for one in sums), sum(inside for _, inside in each)
     gathered = _states(columns, part, net, plan, own, kind)
-    copied_s = gathered[0] + _fused_s(sums, seat)
-    taken_s = copied_s + _beside(done, kernels, 1 if kind == "cuda" else seat.threads)
+    copied_s = gathered[0] + _fused_s(sums, host_group)
+    taken_s = copied_s + _beside(done, kernels, 1 if kind == "cuda" else host_group.threads)
     return Sync(
-        exchange=Exchange(total_s=done.total_s + copied_s, exposed_s=done.exposed_s + taken_s),
+        exchange=CommCost(total_s=done.total_s + copied_s, exposed_s=done.exposed_s + taken_s),
         sent_nbytes=sent + gathered[1],
         buckets=tuple(bucket for bucket, _ in pairs),
     )
 
 
-def _fused_s(sums: list[Summed], seat: Seat) -> float:
+def _fused_s(sums: list[Summed], host_group: HostGroup) -> float:
     """Seconds in which a rank's cores read gradients and write them to their buckets, once a step. GPUs do so in their
     own memory, far quicker than links."""
-    if seat.device.kind != "cpu":
+    if host_group.device.kind != "cpu":
         return 0.0
-    return 2 * _pass_s(seat) * sum(float(one.nbytes.sum()) for one in sums if one.factors is None)
+    return 2 * _pass_s(host_group) * sum(float(one.nbytes.sum()) for one in sums if one.factors is None)
 
 
-def _sum_s(plan: Plan, one: Summed, seat: Seat, nbytes: float) -> tuple[float, float]:
+def _sum_s(plan: Plan, one: Summed, host_group: HostGroup, nbytes: float) -> tuple[float, float]:
     """(seconds, those of them in kernels) in which a bucket is summed."""
     if one.factors is not None:
-        return one.factors.sum_s(plan, one.group, seat)
+        return one.factors.sum_s(plan, one.group, host_group)
     if one.written is None:
         return one.group.summed(nbytes), 0.0
-    return one.written.sum_s(plan, one.group, seat, nbytes)
+    return one.written.sum_s(plan, one.group, host_group, nbytes)
 
 
-def _cores_s(one: Summed, seat: Seat, nbytes: float) -> float:
+def _cores_s(one: Summed, host_group: HostGroup, nbytes: float) -> float:
     """Seconds that the exchange of a bucket takes of a rank's cores, without what kernels do."""
-    group = one.group.on_cores(seat)
+    group = one.group.on_cores(host_group)
     if one.factors is not None:
         return one.factors.wire_s(group)
     return group.summed(nbytes) if one.written is None else one.written.wire_s(group, nbytes)
 
 
-def _beside(done: Exchange, kernels_s: float, cores: int) -> float:
+def _beside(done: CommCost, kernels_s: float, cores: int) -> float:
     """Seconds that kernels hidden behind backward take from it: of one thread's time, one of the rank's `cores`."""
     return (done.total_s - done.exposed_s) * kernels_s / done.total_s / cores if kernels_s else 0.0
 
 
-def _apart(columns: ModelTable, net: Network, plan: Plan, behind_s: float) -> Sync:
+def _diverged(columns: ModelTable, net: Network, plan: Plan, behind_s: float) -> Sync:
     """What replicas that differ exchange, none of it gradients."""
     trained = Trained(
         parameters=float(columns.gradients.sum()),
         optimizer=float(columns.optimizer.sum()),
         statistics=float(columns.buffers.sum()),
     )
-    group, seat = net.group("replicate"), net.seats[0]
+    group, host_group = net.group("replicate"), net.host_groups[0]
     how, coded = changes_written(plan, group, columns.gradients), None
     if how is not None:
-        seconds, kernels_s = how.sum_s(plan, group, seat, trained.parameters)
+        seconds, kernels_s = how.sum_s(plan, group, host_group, trained.parameters)
         assert plan.sync.compress is not None
         parts = waited_parts(plan.sync.compress, trained.parameters)
-        coded = Coded(
+        coded = CompressedExchange(
             seconds=seconds,
             kernels_s=kernels_s,
-            cores_s=how.wire_s(group.on_cores(seat), trained.parameters),
+            cores_s=how.wire_s(group.on_cores(host_group), trained.parameters),
             sent_nbytes=how.sent_nbytes,
             parts=parts,
         )
-    done = exchanged_apart(plan.sync, group, seat, trained, behind_s, coded)
+    done = diverged_exchange(plan.sync, group, host_group, trained, behind_s, coded)
     return Sync(exchange=done.exchange, sent_nbytes=done.sent_nbytes, buckets=())
 
 
@@ -268,13 +268,13 @@ def _states(
     loads = 2 * nbytes / group.ranks / cost_constants.HOST_LINK_BYTES_PER_S if _away(plan, kind) else 0.0
     if kind == "cpu":  # packed and unpacked; in shared memory others' parts are the link's time
         unpacked = (group.span.hosts if group.node is not None else group.ranks) / group.ranks
-        loads += 2 * (1 / group.ranks + unpacked) * nbytes * _pass_s(net.seats[0])
+        loads += 2 * (1 / group.ranks + unpacked) * nbytes * _pass_s(net.host_groups[0])
     return group.divided(nbytes) + loads, (group.ranks - 1) / group.ranks * nbytes
 
 
-def _pass_s(seat: Seat) -> float:
+def _pass_s(host_group: HostGroup) -> float:
     """Seconds in which a rank's cores read or write a byte."""
-    return seat.slowdown / rank_bandwidth(seat)
+    return host_group.slowdown / rank_bandwidth(host_group)
 
 
 def _away(plan: Plan, kind: DeviceKind) -> bool:
@@ -290,20 +290,20 @@ def _divided(
     microbatches: int,
     taken: Taken,
 ) -> Sync:
-    kind = net.seats[0].device.kind
+    kind = net.host_groups[0].device.kind
     group = net.group("shard")
     others = net.group(*(axis for axis in SUMMED if axis != "shard"))
     busy = TIERS.index(group.tier)
     work = sharding_cost.unit_work(columns, part, *passes, taken.forward[busy], taken.backward[busy])
     load = 1 / cost_constants.HOST_LINK_BYTES_PER_S if _away(plan, kind) else 0.0
-    seat = net.seats[0]
+    host_group = net.host_groups[0]
 
     def coded(nbytes: float) -> tuple[PartsWritten, float]:
         how = parts_written(plan, group.ranks, others.ranks, nbytes)
-        return how, seat.slowdown * how.kernels_s(plan, seat.device, nbytes)
+        return how, host_group.slowdown * how.kernels_s(plan, host_group.device, nbytes)
 
     gathered, summed = sharding_cost.copied(group) if kind == "cpu" else (0.0, 0.0)
-    pass_s = _pass_s(net.seats[0])
+    pass_s = _pass_s(net.host_groups[0])
     costs = Costs(
         group=group,
         others=others,
@@ -314,7 +314,7 @@ def _divided(
     )
     level = plan.sharding.level
     return Sync(
-        exchange=sharding_cost.parameters_step(work, costs, level, microbatches, seat),
+        exchange=sharding_cost.parameters_step(work, costs, level, microbatches, host_group),
         sent_nbytes=sharding_cost.sent_nbytes(work.nbytes, costs, level, microbatches),
         buckets=(),
     )
@@ -392,12 +392,12 @@ class Agreed:
     `kept_nbytes`: of ways, bases, and what one bit has lost, old and new.
     """
 
-    exchange: Exchange
+    exchange: CommCost
     sent_nbytes: float
     kept_nbytes: float
 
 
-def step_alone(plan: Plan, updates: int | None) -> bool:
+def diverges_between_updates(plan: Plan, updates: int | None) -> bool:
     """Whether ranks step alone after so many updates; None: once nothing changes any more."""
     how = plan.sync.compress
     return (
@@ -408,17 +408,17 @@ def step_alone(plan: Plan, updates: int | None) -> bool:
     )
 
 
-def agreed(plan: Plan, group: Group, seat: Seat, nbytes: float) -> Agreed:
+def agreed(plan: Plan, group: RankGroup, host_group: HostGroup, nbytes: float) -> Agreed:
     """What replicas along `group` exchange of `nbytes` of parameters."""
     how = plan.sync.compress
     assert how is not None
     sent = all_reduce_sent_nbytes(how, [(round(nbytes / VALUE_NBYTES),)], group.ranks, VALUE_NBYTES)
     share = sent / (2 * (group.ranks - 1) / group.ranks * nbytes) if nbytes else 0.0
-    copies_s = seat.slowdown * nbytes / rank_bandwidth(seat)
-    kernels_s = seat.slowdown * kernel_s(plan, seat.device, group.ranks, share, nbytes)
+    copies_s = host_group.slowdown * nbytes / rank_bandwidth(host_group)
+    kernels_s = host_group.slowdown * kernel_s(plan, host_group.device, group.ranks, share, nbytes)
     together_s = kernels_s + PASSES * copies_s
     longest = how.settings["longest"]
     each_s = (group.all_reduce(nbytes * share) + together_s) / longest + OWN_PASSES * copies_s
     return Agreed(
-        exchange=Exchange(total_s=each_s, exposed_s=each_s), sent_nbytes=sent / longest, kept_nbytes=4 * nbytes
+        exchange=CommCost(total_s=each_s, exposed_s=each_s), sent_nbytes=sent / longest, kept_nbytes=4 * nbytes
     )

@@ -19,8 +19,8 @@ from tutti.config.plan import Plan
 from tutti.config.vocabulary import AxisName
 from tutti.cost_model import cost_constants
 from tutti.cost_model.rank_placement import (
+    HostGroup,
     Link,
-    Seat,
     hierarchical_all_reduce,
     link_of,
     message,
@@ -41,14 +41,14 @@ Hosts = tuple[tuple[int, int], ...]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
     """Where the groups along some axes lie. `ranks`: of a group; `hosts`: the most that one spans; `per_host`: the most
-    of its ranks on one host, `fewest`: the fewest; `meeting`: the most groups that cross one host's connection;
+    of its ranks on one host, `fewest`: the fewest; `sharing_groups`: the most groups that cross one host's connection;
     `leaving`: the most ranks of a host whose next neighbour along the axes is on another host.
     """
 
     ranks: int
     hosts: int
     per_host: int
-    meeting: int
+    sharing_groups: int
     leaving: int
     fewest: int = 1
 
@@ -59,7 +59,7 @@ def span_of(mesh: Mesh, axes: tuple[AxisName, ...], hosts: Hosts) -> Span:
     rows = _members(mesh, axes, hosts)
     ranks = rows.shape[1]
     if ranks == 1:
-        return Span(ranks=1, hosts=1, per_host=1, meeting=1, leaving=0)
+        return Span(ranks=1, hosts=1, per_host=1, sharing_groups=1, leaving=0)
     enters = np.concatenate([np.ones((len(rows), 1), dtype=bool), rows[:, 1:] != rows[:, :-1]], axis=1)
     runs = enters.sum(axis=1)
     crossing = runs > 1
@@ -71,7 +71,7 @@ def span_of(mesh: Mesh, axes: tuple[AxisName, ...], hosts: Hosts) -> Span:
         ranks=ranks,
         hosts=int(runs.max()),
         per_host=int(lengths.max()),
-        meeting=int(np.bincount(met).max()) if len(met) else 1,
+        sharing_groups=int(np.bincount(met).max()) if len(met) else 1,
         leaving=int(np.bincount(rows[away]).max()) if away.any() else 0,
         fewest=int(lengths.min()),
     )
@@ -89,7 +89,7 @@ def _members(mesh: Mesh, axes: tuple[AxisName, ...], hosts: Hosts) -> NDArray[np
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class RankGroup:
     """The ranks along some axes, with the links they use. `node`: within a host, None where nothing needs it;
     `network`: what one group gets of a host's connection, None within a host; `chooses`: the library takes the
     quickest of ring, tree and the hierarchical form (as NCCL does), else always a ring over all ranks (as Gloo does),
@@ -116,14 +116,14 @@ class Group:
         assert link is not None
         return link
 
-    def on_cores(self, seat: Seat) -> "Group":
+    def on_cores(self, host_group: HostGroup) -> "RankGroup":
         """The group in seconds that an exchange hidden behind a rank's own work costs this work all the same, because
         CPU cores do both: never more than the exchange takes, and no more where links are quicker. Of a core that
         hosts take turns on, a rank has its turn's part."""
-        cores = max(1, seat.device.cores) / seat.sharing / seat.node.turns
+        cores = max(1, host_group.device.cores) / host_group.sharing / host_group.node.turns
 
         def taken(link: Link | None, tier: LinkTier) -> Link | None:
-            if link is None or seat.device.kind == "cpu":
+            if link is None or host_group.device.kind == "cpu":
                 return link and link.on_cores(cores, cost_constants.CPU_COMMUNICATION_SHARE[tier])
             return replace(link, core_s_per_nbyte=0.0).on_cores(cores, 0.0)
 
@@ -201,7 +201,7 @@ class Group:
         span = self.span
         if span.ranks == 1 or nbytes <= 0:
             return 0.0
-        flows = span.leaving / span.meeting if self.network is not None else 1.0
+        flows = span.leaving / span.sharing_groups if self.network is not None else 1.0
         return message(self.link, nbytes * max(flows, 1.0))
 
 
@@ -212,13 +212,13 @@ class Network:
     `known`: groups that were asked for."""
 
     cluster: ClusterSpec
-    seats: tuple[Seat, ...]
+    host_groups: tuple[HostGroup, ...]
     mesh: Mesh
     hosts: Hosts
     crowding: float = 1.0
-    known: dict[tuple[AxisName, ...], Group] = field(default_factory=dict, compare=False)
+    known: dict[tuple[AxisName, ...], RankGroup] = field(default_factory=dict, compare=False)
 
-    def group(self, *axes: AxisName) -> Group:
+    def group(self, *axes: AxisName) -> RankGroup:
         """The group along `axes`. Raises PlanError where the cluster does not describe a link that it needs."""
         named = tuple(axis for axis, degree in self.mesh if axis in axes and degree > 1)
         if named not in self.known:
@@ -234,24 +234,24 @@ class Network:
         part = sum(min(nbytes[other], own) for other in together) / (len(together) * own)
         return self if part == 1 else replace(self, crowding=part, known={})
 
-    def _group(self, axes: tuple[AxisName, ...]) -> Group:
+    def _group(self, axes: tuple[AxisName, ...]) -> RankGroup:
         return self._seated(span_of(self.mesh, axes, self.hosts))
 
-    def _seated(self, span: Span) -> Group:
+    def _seated(self, span: Span) -> RankGroup:
         """The groups of a span with the links they use."""
         if span.ranks == 1:
-            return Group(span=span)
-        flows = max(1.0, self.crowding * span.meeting)
+            return RankGroup(span=span)
+        flows = max(1.0, self.crowding * span.sharing_groups)
         network = self._link("network").shared(flows) if span.hosts > 1 else None
-        node = self._link("node") if span.hosts == 1 or seated_link(self.cluster, self.seats, "node") else None
-        return Group(
+        node = self._link("node") if span.hosts == 1 or seated_link(self.cluster, self.host_groups, "node") else None
+        return RankGroup(
             span=span,
             node=node if span.per_host > 1 else None,
             network=network,
-            chooses=self.seats[0].device.kind == "cuda",
+            chooses=self.host_groups[0].device.kind == "cuda",
         )
 
-    def along_grid(self, grid: Sequence[int], dim: int) -> Group:
+    def along_grid(self, grid: Sequence[int], dim: int) -> RankGroup:
         """The group along one dim of the grid into which the space axis is folded, row-major."""
         (place,) = [place for place, (axis, _) in enumerate(self.mesh) if axis == "space"]
         folded = tuple((cast(AxisName, f"space {one}"), parts) for one, parts in enumerate(grid))
@@ -267,35 +267,35 @@ class Network:
         links = {count: self._link("network").shared(count) if count else self._link("node") for count in set(flows)}
         return tuple(links[count] for count in flows)
 
-    def apart(self, axis: AxisName) -> tuple[bool, ...]:
+    def across_hosts(self, axis: AxisName) -> tuple[bool, ...]:
         """Whether each place along `axis`, the last too, sends to its next over a host's connection."""
         return tuple(flows > 0 for flows in crossings(self.mesh, (axis,), self.hosts))
 
     def _link(self, tier: LinkTier) -> Link:
-        spec = seated_link(self.cluster, self.seats, tier)
+        spec = seated_link(self.cluster, self.host_groups, tier)
         if spec is None:
-            raise no_link(self.cluster, self.seats, tier)
+            raise no_link(self.cluster, self.host_groups, tier)
         flows = 1.0
-        if tier == "node" and self.seats[0].device.kind == "cpu":
+        if tier == "node" and self.host_groups[0].device.kind == "cpu":
             # all hops are copies by the same cores: beyond those and the ranks measured with, they share them
-            most = max(seat.ranks_per_host for seat in self.seats)
-            flows = max(1.0, most / max(spec.ranks, self.seats[0].device.cores, 1))
+            most = max(host_group.ranks_per_host for host_group in self.host_groups)
+            flows = max(1.0, most / max(spec.ranks, self.host_groups[0].device.cores, 1))
         return link_of(spec, flows)
 
 
-def network(cluster: ClusterSpec, seats: tuple[Seat, ...], plan: Plan) -> Network:
+def network(cluster: ClusterSpec, host_groups: tuple[HostGroup, ...], plan: Plan) -> Network:
     """The links under `plan`."""
-    return Network(cluster=cluster, seats=seats, mesh=tuple(plan.mesh.items()), hosts=hosts_of(seats))
+    return Network(cluster=cluster, host_groups=host_groups, mesh=tuple(plan.mesh.items()), hosts=hosts_of(host_groups))
 
 
-def hosts_of(seats: tuple[Seat, ...]) -> Hosts:
+def hosts_of(host_groups: tuple[HostGroup, ...]) -> Hosts:
     """Ranks on the hosts, in order of ranks."""
-    return tuple((seat.hosts, seat.ranks_per_host) for seat in seats)
+    return tuple((host_group.hosts, host_group.ranks_per_host) for host_group in host_groups)
 
 
-def seat_of_ranks(seats: tuple[Seat, ...]) -> NDArray[np.intp]:
+def host_group_of_ranks(host_groups: tuple[HostGroup, ...]) -> NDArray[np.intp]:
     """The index of each rank's seat."""
-    return np.repeat(np.arange(len(seats)), [seat.ranks for seat in seats])
+    return np.repeat(np.arange(len(host_groups)), [host_group.ranks for host_group in host_groups])
 
 
 @lru_cache(maxsize=4096)

@@ -19,11 +19,11 @@ from tutti.config.plan import Plan
 from tutti.config.vocabulary import DATA_AXES
 from tutti.cost_model import cost_constants
 from tutti.cost_model.cost_notes import count, nbytes, seconds
-from tutti.cost_model.rank_placement import Seat
+from tutti.cost_model.rank_placement import HostGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class BatchLoad:
     """A rank's batch. Seconds from one batch to the next of its own loaders (`loaders_s`), its host's storage and
     shared storage; `cores_s`: that all cores of the host take for its workers; `held`: the part of these cores that
     ranks compute with. `ahead`: by workers, while the step before is computed."""
@@ -52,10 +52,10 @@ class Load:
         return max(0.0, self.batch_s - rest_s, beside - rest_s)
 
 
-def most(loads: Iterable[Load]) -> Load:
+def most(loads: Iterable[BatchLoad]) -> BatchLoad:
     """What no one of several ranks that go on together is quicker than."""
     some = list(loads)
-    return Load(
+    return BatchLoad(
         loaders_s=max(one.loaders_s for one in some),
         storage_s=max(one.storage_s for one in some),
         cores_s=max(one.cores_s for one in some),
@@ -78,10 +78,10 @@ class Feed:
     workers: int = 0
     whole: int = 0
 
-    def load(self, samples: int) -> Load:
+    def load(self, samples: int) -> BatchLoad:
         """Of a rank that has so many samples of a step."""
         own = self.whole or samples
-        return Load(
+        return BatchLoad(
             loaders_s=own * self.loader_s / max(1, self.workers),
             storage_s=max(own * self.host_s, self.shared_s),
             cores_s=own * self.cores_s,
@@ -91,38 +91,45 @@ class Feed:
 
 
 def feeds(
-    model: ModelSpec, cluster: ClusterSpec, plan: Plan, seats: tuple[Seat, ...], samples: int
+    model: ModelSpec, cluster: ClusterSpec, plan: Plan, host_groups: tuple[HostGroup, ...], samples: int
 ) -> tuple[Feed, ...]:
     """How ranks of each seat load a global batch of `samples`; for nothing where what a sample costs is not known."""
     loading = model.loading
     if loading is None:
-        return (Feed(),) * len(seats)
-    by_host, fullest = _sets(plan, seats, loading), dict[tuple[NodeSpec, int], int]()
-    kinds = [(replace(seat.node, name="", count=1), seat.ranks_per_host) for seat in seats]
+        return (Feed(),) * len(host_groups)
+    by_host, fullest = _sets(plan, host_groups, loading), dict[tuple[NodeSpec, int], int]()
+    kinds = [(replace(host_group.node, name="", count=1), host_group.ranks_per_host) for host_group in host_groups]
     for kind, sets in zip(kinds, by_host, strict=True):  # equal hosts are one kind, however they are listed
         fullest[kind] = max(fullest.get(kind, 0), int(sets.max()))
     part = 1 / plan.degree("space") if loading.parts else 1.0
     read = float(sum(sets.sum() for sets in by_host)) * part
     each = samples if loading.stream else samples / plan.data_parallel_degree
     return tuple(
-        _feed(loading, _stored(model, seat), cluster, seat, part, fullest[kind], read * each, samples)
-        for seat, kind in zip(seats, kinds, strict=True)
+        _feed(loading, _stored(model, host_group), cluster, host_group, part, fullest[kind], read * each, samples)
+        for host_group, kind in zip(host_groups, kinds, strict=True)
     )
 
 
 def _feed(
-    loading: Loading, stored: float, cluster: ClusterSpec, seat: Seat, part: float, sets: int, read: float, samples: int
+    loading: Loading,
+    stored: float,
+    cluster: ClusterSpec,
+    host_group: HostGroup,
+    part: float,
+    sets: int,
+    read: float,
+    samples: int,
 ) -> Feed:
     """`stored`: bytes of a sample that come from storage; `sets`: different samples that ranks of a host read at the
     same time, of the hosts of its kind the one with most; `read`: samples that all hosts read in a step."""
     shared = cluster.shared_read_bytes_per_s
-    disk = None if shared is not None else seat.node.disk_read_bytes_per_s  # the data lies in one of both
+    disk = None if shared is not None else host_group.node.disk_read_bytes_per_s  # the data lies in one of both
     rate = shared or disk or float("inf")
-    cores, ranks = host_cores(seat), seat.ranks_per_host
-    crowd = max(1.0, ranks / cores) if cores and not loading.workers else 1.0
-    held = min(1.0, ranks * seat.threads / cores) if cores else 0.0
+    cores, ranks = host_cores(host_group), host_group.ranks_per_host
+    oversubscription = max(1.0, ranks / cores) if cores and not loading.workers else 1.0
+    held = min(1.0, ranks * host_group.threads / cores) if cores else 0.0
     return Feed(
-        loader_s=part * (crowd * loading.core_s + loading.wait_s + stored / rate),
+        loader_s=part * (oversubscription * loading.core_s + loading.wait_s + stored / rate),
         host_s=part * sets * stored / disk if disk is not None else 0.0,
         shared_s=read * stored / shared if shared is not None else 0.0,
         cores_s=part * ranks * loading.core_s / cores if cores and loading.workers else 0.0,
@@ -132,34 +139,34 @@ def _feed(
     )
 
 
-def host_cores(seat: Seat) -> int:
+def host_cores(host_group: HostGroup) -> int:
     """Cores of a host; 0 where nobody knows."""
-    if seat.device.kind == "cpu":
-        return max(1, seat.device.cores) * seat.node.devices_per_node
-    return seat.node.cores
+    if host_group.device.kind == "cpu":
+        return max(1, host_group.device.cores) * host_group.node.devices_per_node
+    return host_group.node.cores
 
 
-def _stored(model: ModelSpec, seat: Seat) -> float:
+def _stored(model: ModelSpec, host_group: HostGroup) -> float:
     """Bytes of a sample that are read from storage in every epoch: none where all of the data stays in memory."""
     assert model.loading is not None
     whole = model.loading.stored_nbytes * (model.dataset_samples or 0)
-    kept = 0 < whole <= cost_constants.FILES_IN_MEMORY * seat.node.memory_nbytes
+    kept = 0 < whole <= cost_constants.FILES_IN_MEMORY * host_group.node.memory_nbytes
     return 0.0 if kept else model.loading.stored_nbytes
 
 
-def _sets(plan: Plan, seats: tuple[Seat, ...], loading: Loading) -> list[NDArray[np.intp]]:
+def _sets(plan: Plan, host_groups: tuple[HostGroup, ...], loading: Loading) -> list[NDArray[np.intp]]:
     """For each seat, (hosts,): different samples, or parts of them, that the ranks of a host read at the same time."""
     if loading.stream:
-        return [np.ones(seat.hosts, dtype=np.intp) for seat in seats]
-    apart = [axis in DATA_AXES or (loading.parts and axis == "space") for axis in plan.mesh]
-    degrees = [degree if one else 1 for degree, one in zip(plan.mesh.values(), apart, strict=True)]
+        return [np.ones(host_group.hosts, dtype=np.intp) for host_group in host_groups]
+    own_batches = [axis in DATA_AXES or (loading.parts and axis == "space") for axis in plan.mesh]
+    degrees = [degree if one else 1 for degree, one in zip(plan.mesh.values(), own_batches, strict=True)]
     samples = np.arange(prod(degrees)).reshape(degrees)
     of_ranks = np.broadcast_to(samples, list(plan.mesh.values())).reshape(-1)
     found, first = [], 0
-    for seat in seats:
-        here = np.sort(of_ranks[first : first + seat.ranks].reshape(seat.hosts, -1), axis=1)
+    for host_group in host_groups:
+        here = np.sort(of_ranks[first : first + host_group.ranks].reshape(host_group.hosts, -1), axis=1)
         found.append(1 + (here[:, 1:] != here[:, :-1]).sum(axis=1))
-        first += seat.ranks
+        first += host_group.ranks
     return found
 
 
@@ -173,13 +180,15 @@ def loading_words(loading: Loading) -> str:
     return f"a sample takes {', '.join(costs)} ({loading.evidence}); {how}"
 
 
-def storage_known(cluster: ClusterSpec, seats: tuple[Seat, ...]) -> bool:
+def storage_known(cluster: ClusterSpec, host_groups: tuple[HostGroup, ...]) -> bool:
     """Whether it is known how fast every host in use reads data."""
-    known = all(seat.node.disk_read_bytes_per_s is not None for seat in seats)
+    known = all(host_group.node.disk_read_bytes_per_s is not None for host_group in host_groups)
     return known or cluster.shared_read_bytes_per_s is not None
 
 
-def data_note(cluster: ClusterSpec, model: ModelSpec, seats: tuple[Seat, ...], load: Load, data_s: float) -> str:
+def data_note(
+    cluster: ClusterSpec, model: ModelSpec, host_groups: tuple[HostGroup, ...], load: BatchLoad, data_s: float
+) -> str:
     """What the wait for data is made of, or that it is not known."""
     loading = model.loading
     if loading is None:
@@ -187,8 +196,8 @@ def data_note(cluster: ClusterSpec, model: ModelSpec, seats: tuple[Seat, ...], l
     said = f"data: {loading_words(loading)}, a batch every {seconds(load.batch_s)}"
     said += f", for which a step waits {seconds(data_s)}" if data_s > 0 else ", behind the rest of the step"
     if loading.stored_nbytes >= 0.5:
-        if not any(_stored(model, seat) for seat in seats):
+        if not any(_stored(model, host_group) for host_group in host_groups):
             said += "; all of it is taken to stay in memory after the first epoch"
-        elif not storage_known(cluster, seats):
+        elif not storage_known(cluster, host_groups):
             said += "; how fast storage is read is not known and not counted"
     return said + "; the script's own work between steps is not predicted"

@@ -10,10 +10,10 @@ from tutti.config.plan import BatchPlan, Plan
 from tutti.config.prediction import RankMemory
 from tutti.cost_model import compressed_sync_cost, cost_constants, relaxed_sync_cost
 from tutti.cost_model.module_costs import Flags, ModelTable, model_table
-from tutti.cost_model.overlap import Bucket
+from tutti.cost_model.overlap import BucketCost
 from tutti.cost_model.pipeline_cost import Besides, most_held
 from tutti.cost_model.sharding_cost import units_of
-from tutti.cost_model.stage_cuts import Stages
+from tutti.cost_model.stage_cuts import StageCuts
 from tutti.cost_model.work_division import Division, Region, division, marks
 from tutti.cost_model.worker_speed import Array
 
@@ -61,7 +61,7 @@ def _handed(columns: ModelTable, part: Division) -> Array:
     return np.where(part.linear, 2.0 * part.holders * part.passed * travels, 0.0)
 
 
-def put_off(columns: ModelTable, stages: Stages, keeps: Kept) -> Array:
+def put_off(columns: ModelTable, stages: StageCuts, keeps: Kept) -> Array:
     """(stages,): gradients of what modules with weights return, of one sample; the first stage puts off none."""
     weights = np.where((columns.parameters > 0) & (stages.stage > 0), keeps.output, 0.0)
     return np.bincount(stages.stage, weights=weights, minlength=stages.count).astype(np.float64)
@@ -95,7 +95,7 @@ class Held:
 
 
 def held_by_stage(
-    columns: ModelTable, part: Division, stages: Stages, keeps: Kept, plan: Plan, temporaries: float
+    columns: ModelTable, part: Division, stages: StageCuts, keeps: Kept, plan: Plan, temporaries: float
 ) -> Held:
     """What each place on the stage axis holds. Tied parameters are on every place that uses them. `temporaries`: what
     an update of a parameter holds for a moment, of its size."""
@@ -136,7 +136,7 @@ def held_by_stage(
     )
 
 
-def kept_by_stage(columns: ModelTable, stages: Stages, keeps: Kept) -> Array:
+def kept_by_stage(columns: ModelTable, stages: StageCuts, keeps: Kept) -> Array:
     """(stages,): bytes of one sample from forward to backward, copies of what other stages made among them. What a
     container's own code keeps is where the last module that it needed is."""
     moved, found = stages.stage[columns.flow.after], arrived(columns, stages, keeps)
@@ -146,7 +146,7 @@ def kept_by_stage(columns: ModelTable, stages: Stages, keeps: Kept) -> Array:
     return found
 
 
-def arrived(columns: ModelTable, stages: Stages, keeps: Kept) -> Array:
+def arrived(columns: ModelTable, stages: StageCuts, keeps: Kept) -> Array:
     """(stages,): bytes of one sample that came from stages before and that no module counts as its own: one that
     returns what it keeps (an activation) counts it, and the stage after it holds a copy."""
     if columns.flow.known:
@@ -159,7 +159,9 @@ def arrived(columns: ModelTable, stages: Stages, keeps: Kept) -> Array:
     return found
 
 
-def convolving(columns: ModelTable, part: Division, stages: Stages, keeps: Kept, *, space: bool, half: bool) -> Array:
+def convolving(
+    columns: ModelTable, part: Division, stages: StageCuts, keeps: Kept, *, space: bool, half: bool
+) -> Array:
     """Bytes of one sample that a host holds in the backward of each module's convolution or recurrent layer beyond what
     is kept at the start of backward: what later modules of its stage kept is gone by then. `space`: samples are cut
     there."""
@@ -180,7 +182,7 @@ def convolving(columns: ModelTable, part: Division, stages: Stages, keeps: Kept,
 
 
 def rank_memory(
-    held: Held, plan: Plan, *, samples: list[int], stage: int, fused: tuple[Bucket, ...], kind: DeviceKind
+    held: Held, plan: Plan, *, samples: list[int], stage: int, fused: tuple[BucketCost, ...], kind: DeviceKind
 ) -> tuple[RankMemory, str]:
     """Peak bytes of a rank at place `stage` of the stage axis, and when it has them, in words.
 
@@ -210,13 +212,13 @@ def rank_memory(
     parts = compressed_sync_cost.parts_kept_nbytes(
         plan, gradients, others * plan.degree("context") * plan.degree("space")
     )
-    apart = relaxed_sync_cost.apart_nbytes(plan.sync, plan.degree("replicate"), gradients)
+    diverged = relaxed_sync_cost.diverged_nbytes(plan.sync, plan.degree("replicate"), gradients)
     memory = RankMemory(
         parameters=state.parameters + state.lower,
         gradients=state.gradients,
         optimizer=state.optimizer,
         activations=activations,
-        communication=state.communication + sum(one.kept_nbytes for one in fused) + parts + apart,
+        communication=state.communication + sum(one.kept_nbytes for one in fused) + parts + diverged,
         buffers=float(held.buffers[stage]),
         reserve=cost_constants.RESERVE_NBYTES[kind] + cost_constants.FRAGMENTATION[kind] * tensors,
     )
@@ -279,8 +281,8 @@ def _sharded(state: _State, units: tuple[float, ...], plan: Plan, microbatches: 
         )
     block, outside = max(units[1:], default=0.0), units[0]
     # a sum on its way: what is sent, and what comes (its own part; on the host a part from every rank)
-    flight = 2.0 if kind == "cpu" else 1 + 1 / d
-    passing = cost_constants.SUMS_IN_FLIGHT * flight * block + block + outside
+    pending = 2.0 if kind == "cpu" else 1 + 1 / d
+    passing = cost_constants.PENDING_SUMS * pending * block + block + outside
     if level == 3:  # whole at once: what is outside of blocks, the block, the next one and its way into place
         passing += outside + 3 * block
     whole = state.parameters if level == 2 else 0.0
@@ -303,6 +305,6 @@ def activation_nbytes(model: ModelSpec, regions: tuple[Region, ...], *, half: bo
     counts in full.
     """
     columns = model_table(model)
-    alone = division(model, Plan(batch=BatchPlan(global_batch_size=1)))
-    found = kept(columns, alone, regions, half=half)
+    single_device = division(model, Plan(batch=BatchPlan(global_batch_size=1)))
+    found = kept(columns, single_device, regions, half=half)
     return float(found.always.sum() + found.within.max(initial=0.0) + found.output.max(initial=0.0))

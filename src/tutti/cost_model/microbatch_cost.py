@@ -17,11 +17,11 @@ from tutti.config.model import ModelSpec, ModuleSpec
 from tutti.config.plan import Plan
 from tutti.config.vocabulary import DATA_AXES
 from tutti.cost_model import compute_cost, cost_constants
-from tutti.cost_model.compute_cost import OpTable, Work
-from tutti.cost_model.group_links import Group, Network
+from tutti.cost_model.compute_cost import OpTable, PassCost
+from tutti.cost_model.group_links import Network, RankGroup
 from tutti.cost_model.module_costs import Flags, ModelTable, remembered
 from tutti.cost_model.overlap import TIERS
-from tutti.cost_model.work_division import Division, Region, computed_apart, interior, marks
+from tutti.cost_model.work_division import Division, Region, computed_in_pieces, interior, marks
 from tutti.cost_model.worker_speed import KINDS, Array, Worker
 
 
@@ -61,15 +61,15 @@ class Wires:
     half: bool
     on_cpu: bool
 
-    def statistics_group(self) -> Group:
+    def statistics_group(self) -> RankGroup:
         """The ranks whose batch statistics are one; of a rank alone where there are none."""
         shared = self.model.batch_statistics and self.plan.sync.mode == "synchronous"
         return self.network.group(*(*DATA_AXES, "space") if shared else ())
 
-    def hidden(self, group: Group, room: Array, seconds: Callable[[Group], Array]) -> Array:
+    def hidden(self, group: RankGroup, room: Array, seconds: Callable[[RankGroup], Array]) -> Array:
         """What of `seconds`, of exchanges of the group, is waited for where `room` of the rank's own work runs
         meanwhile. Between ranks on the CPU, transfers take cores from that work."""
-        whole, on_cores = seconds(group), seconds(group.on_cores(self.network.seats[0]))
+        whole, on_cores = seconds(group), seconds(group.on_cores(self.network.host_groups[0]))
         behind = np.minimum(whole, room)
         return whole - behind + on_cores * behind / np.where(whole > 0, whole, 1.0)
 
@@ -99,7 +99,7 @@ def exchanged(wires: Wires, samples: float, forward_s: Array, backward_s: Array)
     return result
 
 
-def _waited(group: Group, seconds: tuple[Array, Array], nbytes: tuple[Array, Array]) -> Exchanged:
+def _waited(group: RankGroup, seconds: tuple[Array, Array], nbytes: tuple[Array, Array]) -> Exchanged:
     """Exchanges of `group` that nothing hides, (in forward, in backward)."""
     return Exchanged(
         forward_s=seconds[0],
@@ -111,7 +111,7 @@ def _waited(group: Group, seconds: tuple[Array, Array], nbytes: tuple[Array, Arr
     )
 
 
-def _on(group: Group, seconds: Array) -> Array:
+def _on(group: RankGroup, seconds: Array) -> Array:
     """(tiers, modules): `seconds` on the links that the group crosses."""
     return np.array([seconds if tier == group.tier else np.zeros(len(seconds)) for tier in TIERS])
 
@@ -156,10 +156,10 @@ def _ring(wires: Wires, samples: float, forward_s: Array, backward_s: Array) -> 
     part = full * (0.5 if wires.half else 1.0)
     rounds = np.where(part > 0, (c - 1.0) / c, 0.0)
 
-    def ahead(over: Group) -> Array:
+    def ahead(over: RankGroup) -> Array:
         return (c - 1) * each_of(over.pass_on, part)
 
-    def back(over: Group) -> Array:
+    def back(over: RankGroup) -> Array:
         return ahead(over) + c * each_of(over.pass_on, full)
 
     return Exchanged(
@@ -236,7 +236,7 @@ def _halos(wires: Wires, samples: float, forward_s: Array, backward_s: Array) ->
     group, columns = wires.network.group("space"), wires.columns
     grid = wires.plan.space_grid or (wires.plan.degree("space"),)
     sent, grown = np.zeros(len(columns)), np.ones(len(columns))
-    dims: list[tuple[Group, Array]] = []
+    dims: list[tuple[RankGroup, Array]] = []
     whole = np.where(columns.activations > 0, columns.activations, np.inf)
     for dim, parts in enumerate(grid[:3]):
         if parts > 1:
@@ -247,14 +247,16 @@ def _halos(wires: Wires, samples: float, forward_s: Array, backward_s: Array) ->
             dims.append((wires.network.along_grid(grid, dim), side))
             sent += min(2, parts - 1) * side
     inside = interior(columns, grid)
-    apart = np.where(inside >= cost_constants.LEAST_INTERIOR, inside, 0.0)
+    piecewise = np.where(inside >= cost_constants.LEAST_INTERIOR, inside, 0.0)
     by_dim = [_sides(*one) for one in dims]
     seconds = np.sum(by_dim, axis=0)
     return Exchanged(
-        forward_s=seconds - by_dim[0] + wires.hidden(dims[0][0], apart * forward_s, partial(_sides, side=dims[0][1])),
+        forward_s=seconds
+        - by_dim[0]
+        + wires.hidden(dims[0][0], piecewise * forward_s, partial(_sides, side=dims[0][1])),
         backward_s=seconds
         - by_dim[-1]
-        + wires.hidden(dims[-1][0], apart * backward_s, partial(_sides, side=dims[-1][1])),
+        + wires.hidden(dims[-1][0], piecewise * backward_s, partial(_sides, side=dims[-1][1])),
         forward_nbytes=sent,
         backward_nbytes=sent,
         forward_link_s=_on(group, seconds),
@@ -262,7 +264,7 @@ def _halos(wires: Wires, samples: float, forward_s: Array, backward_s: Array) ->
     )
 
 
-def _sides(group: Group, side: Array) -> Array:
+def _sides(group: RankGroup, side: Array) -> Array:
     """Seconds in which each rank sends so many bytes to its neighbours on both sides."""
     return each_of(group.to_neighbours, side)
 
@@ -272,7 +274,7 @@ _STATE_VALUES = 2  # running mean and variance of a channel
 _COUNTER_NBYTES = 8  # batches tracked
 
 
-def statistics_s(model: ModelSpec, group: Group) -> tuple[Array, Array]:
+def statistics_s(model: ModelSpec, group: RankGroup) -> tuple[Array, Array]:
     """Seconds of a microbatch's exchanges of statistics over `group`, by module, (in forward, in backward).
 
     Forward gathers count, mean and squared deviations of every channel from all ranks; backward sums two vectors
@@ -304,17 +306,17 @@ def taken_in_passes(ops: OpTable) -> OpTable:
 
 
 def at_least(
-    one: Callable[..., Work], ops: OpTable, worker: Worker, samples: int, modules: int, *, weights: bool = True
-) -> Work:
+    one: Callable[..., PassCost], ops: OpTable, worker: Worker, samples: int, modules: int, *, weights: bool = True
+) -> PassCost:
     """The pass `one` (compute.forward or compute.backward), whether statistics are those of one rank or of several: of
     each module the quicker."""
-    alone = one(ops, worker, samples, modules, weights=weights)
+    per_rank = one(ops, worker, samples, modules, weights=weights)
     shared_ops = taken_in_passes(ops) if worker.gap_s is None else ops
     if shared_ops is ops:
-        return alone
+        return per_rank
     shared = one(shared_ops, worker, samples, modules, weights=weights)
-    limits = np.where(shared.seconds < alone.seconds, shared.limits, alone.limits)
-    return Work(seconds=np.minimum(shared.seconds, alone.seconds), limits=limits)
+    limits = np.where(shared.seconds < per_rank.seconds, shared.limits, per_rank.limits)
+    return PassCost(seconds=np.minimum(shared.seconds, per_rank.seconds), limits=limits)
 
 
 @remembered(16)
@@ -360,7 +362,7 @@ def passed(wires: Wires, worker: Worker, regions: tuple[Region, ...], samples: i
         ahead = _chunked(ahead, compute_cost.forward(ops, worker, part, modules), inside, chunks)
         back = _chunked(back, compute_cost.backward(ops, worker, part, modules), inside, chunks)
     grid = (wires.plan.space_grid or (wires.plan.degree("space"),))[:3]
-    ahead, back = computed_apart(
+    ahead, back = computed_in_pieces(
         wires.columns, wires.division, grid, worker, samples, (ahead, back), on_cpu=wires.on_cpu
     )
     again = repeats(wires, regions)
@@ -405,9 +407,11 @@ def _last_sums(wires: Wires, regions: tuple[Region, ...]) -> Flags:
     return result
 
 
-def _chunked(whole: compute_cost.Work, part: compute_cost.Work, inside: Flags, chunks: int) -> compute_cost.Work:
+def _chunked(
+    whole: compute_cost.PassCost, part: compute_cost.PassCost, inside: Flags, chunks: int
+) -> compute_cost.PassCost:
     """`whole` where modules in the mask `inside` do `part` so many times."""
-    return compute_cost.Work(
+    return compute_cost.PassCost(
         seconds=np.where(inside, chunks * part.seconds, whole.seconds),
         limits=np.where(inside, chunks * part.limits, whole.limits),
     )

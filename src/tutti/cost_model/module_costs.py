@@ -89,8 +89,8 @@ class FlowTable:
         once = once[target[once] > source[once]]
         found = np.zeros((2, 2, count, count))
         for kind, nbytes in enumerate((self.nbytes, self.fixed_nbytes)):
-            for way, travels in enumerate((nbytes, np.where(self.trained, nbytes, 0.0))):
-                np.add.at(found[kind, way], (source[once], target[once]), travels[value[once]])
+            for link, sent_nbytes in enumerate((nbytes, np.where(self.trained, nbytes, 0.0))):
+                np.add.at(found[kind, link], (source[once], target[once]), sent_nbytes[value[once]])
         return found
 
     def copies(self, stage: Indices, count: int, keeps: Flags) -> Array:

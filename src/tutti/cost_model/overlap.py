@@ -18,7 +18,7 @@ TIERS: tuple[LinkTier, ...] = ("node", "network")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bucket:
+class BucketCost:
     """Gradients fused for one collective. `last`: index, in order of backward, of the module that completes it;
     `kept_nbytes`: of what a code keeps back of them between steps."""
 
@@ -28,7 +28,7 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exchange:
+class CommCost:
     """How the communication of a step went: seconds in all, and after the end of backward."""
 
     total_s: float
@@ -56,13 +56,13 @@ class Taken:
         )
 
 
-def buckets(gradient_nbytes: Sequence[float], cap_nbytes: float) -> tuple[Bucket, ...]:
+def buckets(gradient_nbytes: Sequence[float], cap_nbytes: float) -> tuple[BucketCost, ...]:
     """Fuse gradients, given in order of forward, into buckets, returned in the order in which backward fills them.
 
     A bucket closes once it has reached its cap, counted from the first module on, so that the smaller rest is the
     one that leaves first (PyTorch DDP's rule for a given cap). Modules without gradients are in no bucket.
     """
-    result: list[Bucket] = []
+    result: list[BucketCost] = []
     size, first = 0.0, -1
     for index, nbytes in enumerate(gradient_nbytes):
         if nbytes <= 0:
@@ -70,22 +70,22 @@ def buckets(gradient_nbytes: Sequence[float], cap_nbytes: float) -> tuple[Bucket
         first = index if size == 0.0 else first
         size += nbytes
         if size >= cap_nbytes:
-            result.append(Bucket(nbytes=size, last=len(gradient_nbytes) - 1 - first))
+            result.append(BucketCost(nbytes=size, last=len(gradient_nbytes) - 1 - first))
             size = 0.0
     if size > 0:
-        result.append(Bucket(nbytes=size, last=len(gradient_nbytes) - 1 - first))
+        result.append(BucketCost(nbytes=size, last=len(gradient_nbytes) - 1 - first))
     return tuple(reversed(result))
 
 
 def exchange(
     backward_s: Sequence[float],
-    fused: Sequence[Bucket],
+    fused: Sequence[BucketCost],
     bucket_s: Sequence[float],
     *,
     cores_s: Sequence[float] = (),
     taken: Sequence[Array] = (),
     after: Sequence[float] = (),
-) -> Exchange:
+) -> CommCost:
     """Run the recurrence: bucket k starts when it is ready and the link is free.
 
     `backward_s`: seconds of each module's backward, in order; `bucket_s`: seconds of each bucket's collective.
@@ -112,7 +112,7 @@ def exchange(
     # Rounding alone can make a difference of sums exceed its parts.
     waiting = min(max(0.0, free - end_of_backward), total)
     hidden = (total - waiting) / sums_s if sums_s > 0 else 0.0
-    return Exchange(total_s=total, exposed_s=waiting + float(sum(cores_s)) * hidden)
+    return CommCost(total_s=total, exposed_s=waiting + float(sum(cores_s)) * hidden)
 
 
 def _carried(finished: Array, open_s: Array, start: float, seconds: float) -> float:

@@ -18,8 +18,8 @@ from tutti.config.pipeline_schedule import Orders, build_orders
 from tutti.config.plan import Plan
 from tutti.config.vocabulary import DATA_AXES, ScheduleName
 from tutti.cost_model import cost_constants
-from tutti.cost_model.group_links import seat_of_ranks
-from tutti.cost_model.rank_placement import Seat, rank_samples
+from tutti.cost_model.group_links import host_group_of_ranks
+from tutti.cost_model.rank_placement import HostGroup, rank_samples
 from tutti.errors import PlanError
 
 Array = NDArray[np.float64]
@@ -38,11 +38,11 @@ _PUT_OFF = (0, 0, 1, -1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class ActionOrder:
     """A schedule's actions in an order in which each comes after what it needs. Of action i: its `rank`, `stage`,
     `microbatch` and `kind` (0 forward, 1 backward, 2 and 3 its halves for inputs and weights); `after`: the action
-    whose result it needs, -1 for none; `way`: the number of the way between two ranks that its own result takes, -1 for
-    none; `crosses`: the boundary between stages that this result crosses.
+    whose result it needs, -1 for none; `link`: the number of the way between two ranks that its own result takes, -1
+    for none; `crosses`: the boundary between stages that this result crosses.
     """
 
     rank: tuple[int, ...]
@@ -50,19 +50,19 @@ class Order:
     stage: Places
     microbatch: Places
     kind: Places
-    way: tuple[int, ...]
+    link: tuple[int, ...]
     crosses: Places
 
 
 @lru_cache(maxsize=512)
-def order_of(name: ScheduleName, ranks: int, stages_per_rank: int, microbatches: int) -> Order:
+def order_of(name: ScheduleName, ranks: int, stages_per_rank: int, microbatches: int) -> ActionOrder:
     """The runtime's schedule, ready to be played out."""
     if name in ("1f1b", "gpipe"):
         return _regular(name, ranks, microbatches)
     return _walked(build_orders(name, ranks, stages_per_rank, microbatches), ranks * stages_per_rank, microbatches)
 
 
-def _regular(name: ScheduleName, ranks: int, count: int) -> Order:
+def _regular(name: ScheduleName, ranks: int, count: int) -> ActionOrder:
     """GPipe and 1F1B, whose actions begin at known times where all last equally long: in that order.
 
     On place r of p forward m begins at r + m and, of 1F1B once p - r - 1 are ahead, at r + 2 m; backward m of 1F1B at
@@ -85,7 +85,7 @@ def _regular(name: ScheduleName, ranks: int, count: int) -> Order:
     return _order(stage, after, stage, microbatch, kind, link)
 
 
-def _walked(orders: Orders, stages: int, count: int) -> Order:
+def _walked(orders: Orders, stages: int, count: int) -> ActionOrder:
     """Any schedule: each rank's actions as soon as what they need is there. Raises PlanError where that never is."""
     forward, gradient = [_NOT_YET] * (stages * count), [_NOT_YET] * (stages * count)
     rows: list[tuple[int, int, int, int, int, int]] = []
@@ -113,21 +113,21 @@ def _walked(orders: Orders, stages: int, count: int) -> Order:
     return _order(*np.array(rows, dtype=np.intp).reshape(-1, 6).T)
 
 
-def _order(rank: Places, after: Places, stage: Places, microbatch: Places, kind: Places, link: Places) -> Order:
+def _order(rank: Places, after: Places, stage: Places, microbatch: Places, kind: Places, link: Places) -> ActionOrder:
     """`link`: the boundary that what each action needs has crossed."""
     takers = np.flatnonzero(after >= 0)  # each result is taken once
     makers, ranks = after[takers], int(rank.max(initial=0)) + 1
-    apart = rank[makers] != rank[takers]
-    way, crosses = np.full(len(rank), -1, dtype=np.intp), np.zeros(len(rank), dtype=np.intp)
-    way[makers] = np.where(apart, rank[makers] * ranks + rank[takers], -1)
+    other_rank = rank[makers] != rank[takers]
+    link, crosses = np.full(len(rank), -1, dtype=np.intp), np.zeros(len(rank), dtype=np.intp)
+    link[makers] = np.where(other_rank, rank[makers] * ranks + rank[takers], -1)
     crosses[makers] = link[takers]
-    return Order(
+    return ActionOrder(
         rank=tuple(rank.tolist()),
         after=tuple(after.tolist()),
         stage=stage,
         microbatch=microbatch,
         kind=kind,
-        way=tuple(way.tolist()),
+        link=tuple(link.tolist()),
         crosses=crosses,
     )
 
@@ -144,12 +144,12 @@ class Messages:
         return Messages(arrive_s=self.arrive_s[:, microbatches], occupy_s=self.occupy_s[:, microbatches])
 
 
-def play(order: Order, seconds: Array, messages: Messages) -> list[float]:
+def play(order: ActionOrder, seconds: Array, messages: Messages) -> list[float]:
     """When each rank has ended. `seconds`: (kinds, stages, microbatches)."""
     return moments(order, seconds, messages)[0]
 
 
-def moments(order: Order, seconds: Array, messages: Messages) -> tuple[list[float], list[float]]:
+def moments(order: ActionOrder, seconds: Array, messages: Messages) -> tuple[list[float], list[float]]:
     """(when each rank has ended, when each action has); shapes as in `play`."""
     ranks = max(order.rank) + 1
     free, ended, arrived = [0.0] * ranks, [0.0] * len(order.rank), [0.0] * len(order.rank)
@@ -157,16 +157,16 @@ def moments(order: Order, seconds: Array, messages: Messages) -> tuple[list[floa
     durations = seconds[order.kind, order.stage, order.microbatch].tolist()
     arrive = messages.arrive_s[order.crosses, order.microbatch].tolist()
     occupy = messages.occupy_s[order.crosses, order.microbatch].tolist()
-    rows = zip(order.rank, order.after, order.way, durations, strict=True)
-    for at, (rank, after, way, lasts) in enumerate(rows):
+    rows = zip(order.rank, order.after, order.link, durations, strict=True)
+    for at, (rank, after, link, lasts) in enumerate(rows):
         start = free[rank]
         if after >= 0 and arrived[after] > start:
             start = arrived[after]
         end = start + lasts
         free[rank] = ended[at] = arrived[at] = end
-        if way >= 0:
-            leaves = max(open_from[way], end)
-            open_from[way], arrived[at] = leaves + occupy[at], leaves + arrive[at]
+        if link >= 0:
+            leaves = max(open_from[link], end)
+            open_from[link], arrived[at] = leaves + occupy[at], leaves + arrive[at]
     return free, ended
 
 
@@ -190,11 +190,11 @@ def ends(plan: Plan, seconds: Array, messages: Messages) -> list[float]:
         )
         for some in (played - 2 * ranks, played)
     )
-    pace = (late - early) / (2 * ranks)  # 1F1B may take turns of two microbatches, whatever the ranks
+    weight_pass_time = (late - early) / (2 * ranks)  # 1F1B may take turns of two microbatches, whatever the ranks
     if pipeline.schedule != "gpipe":  # forward and backward take turns: not quicker than the busiest rank for long
         work = _work(pipeline.schedule, seconds[:, :, 0])
-        pace = np.maximum(pace, max(work[rank::ranks].sum() for rank in range(ranks)))
-    continued: list[float] = (late + (count - played) * pace).tolist()
+        weight_pass_time = np.maximum(weight_pass_time, max(work[rank::ranks].sum() for rank in range(ranks)))
+    continued: list[float] = (late + (count - played) * weight_pass_time).tolist()
     return continued
 
 
@@ -276,7 +276,7 @@ def _growth(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Crowd:
+class Oversubscription:
     """Of each place on the stage axis: its `host`, the host's `cores`, how many `ranks` of the plan are there at this
     place (they do the same at the same moment), and by how much the prediction has `slowed` its work, as if all ranks
     of the host always computed."""
@@ -287,7 +287,7 @@ class Crowd:
     slowed: tuple[float, ...]
 
     @property
-    def alone(self) -> list[float]:
+    def uncontended(self) -> list[float]:
         """By place, how many times as long its work takes when no other place's ranks compute."""
         return [_slower(ranks / cores) for ranks, cores in zip(self.ranks, self.cores, strict=True)]
 
@@ -303,22 +303,22 @@ def _slower(ranks_per_core: float) -> float:
     return ranks_per_core * cost_constants.OVERSUBSCRIBED if ranks_per_core > 1 else 1.0
 
 
-def crowd_of(seats: tuple[Seat, ...], where: Places) -> Crowd:
+def oversubscription_of(host_groups: tuple[HostGroup, ...], where: Places) -> Oversubscription:
     """`where`: (data-parallel ranks, places on the stage axis, others), the rank. Of the first of them."""
-    seat_at = seat_of_ranks(seats)
-    sizes = [seat.ranks_per_host for seat in seats for _ in range(seat.hosts)]
+    host_group_at = host_group_of_ranks(host_groups)
+    sizes = [host_group.ranks_per_host for host_group in host_groups for _ in range(host_group.hosts)]
     host_at = np.repeat(np.arange(len(sizes)), sizes)
     first = where[0, :, 0]
-    return Crowd(
+    return Oversubscription(
         host=tuple(host_at[first].tolist()),
-        cores=tuple(_cores(seats[seat]) for seat in seat_at[first].tolist()),
+        cores=tuple(_cores(host_groups[host_group]) for host_group in host_group_at[first].tolist()),
         ranks=tuple(int((host_at[where[:, place]] == host_at[rank]).sum()) for place, rank in enumerate(first)),
-        slowed=tuple(seats[seat].slowdown for seat in seat_at[first].tolist()),
+        slowed=tuple(host_groups[host_group].slowdown for host_group in host_group_at[first].tolist()),
     )
 
 
-def _cores(seat: Seat) -> int:
-    return max(1, seat.device.cores) * seat.node.devices_per_node
+def _cores(host_group: HostGroup) -> int:
+    return max(1, host_group.device.cores) * host_group.node.devices_per_node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -331,9 +331,9 @@ class Played:
     busy_s: list[float]
 
 
-def in_turns(order: Order, work: Array, crowd: Crowd) -> Played:
+def in_turns(order: ActionOrder, work: Array, oversubscription: Oversubscription) -> Played:
     """`work`: (kinds, stages, microbatches), seconds on a core of one's own."""
-    game = _Game(order, work, crowd)
+    game = _Game(order, work, oversubscription)
     while game.go_on():
         pass
     return Played(free=game.free, began=game.began, ended=game.ended, busy_s=game.busy_s)
@@ -342,8 +342,8 @@ def in_turns(order: Order, work: Array, crowd: Crowd) -> Played:
 class _Game:
     """The actions under way, from one's end to the next."""
 
-    def __init__(self, order: Order, work: Array, crowd: Crowd) -> None:
-        self._after, self._crowd = order.after, crowd
+    def __init__(self, order: ActionOrder, work: Array, oversubscription: Oversubscription) -> None:
+        self._after, self._oversubscription = order.after, oversubscription
         self._work = work[order.kind, order.stage, order.microbatch].tolist()
         count, ranks = len(order.rank), max(order.rank) + 1
         self.free, self.busy_s = [0.0] * ranks, [0.0] * ranks
@@ -362,7 +362,7 @@ class _Game:
                 self.began[queue[-1]], self._left[place] = self._now, self._work[queue[-1]]
         if not self._left:
             return False
-        speeds = self._crowd.speeds(self._left)
+        speeds = self._oversubscription.speeds(self._left)
         step_s = min(left / speeds[place] for place, left in self._left.items())
         self._now += step_s
         for place, left in list(self._left.items()):
@@ -381,11 +381,12 @@ class _Game:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """Ranks with the same samples. `samples`: (of a microbatch, in how many), the last microbatch last; `seats`: for
-    each place on the stage axis, the kinds of its ranks (see kinds_of_ranks)."""
+    """Ranks with the same samples. `samples`: (of a microbatch, in how many), the last microbatch last; `host_groups`:
+    for each place on the stage axis, the kinds of its ranks (see kinds_of_ranks).
+    """
 
     samples: tuple[tuple[int, int], ...]
-    seats: tuple[tuple[int, ...], ...]
+    host_groups: tuple[tuple[int, ...], ...]
 
     @property
     def microbatches(self) -> list[int]:
@@ -393,12 +394,12 @@ class Line:
         return [count for count, times in self.samples for _ in range(times)]
 
 
-def lines_of(plan: Plan, seats: tuple[Seat, ...], samples: int) -> list[Line]:
+def lines_of(plan: Plan, host_groups: tuple[HostGroup, ...], samples: int) -> list[Line]:
     """The different lines of a plan. Equal shares count as the largest of them."""
-    return list({id(line): line for line in lines_by_share(plan, seats, samples)}.values())
+    return list({id(line): line for line in lines_by_share(plan, host_groups, samples)}.values())
 
 
-def lines_by_share(plan: Plan, seats: tuple[Seat, ...], samples: int) -> list[Line]:
+def lines_by_share(plan: Plan, host_groups: tuple[HostGroup, ...], samples: int) -> list[Line]:
     """The line of each data-parallel rank, equal ones the same object."""
     degree, stages = plan.data_parallel_degree, plan.degree("stage")
     count = plan.batch.num_microbatches
@@ -407,17 +408,17 @@ def lines_by_share(plan: Plan, seats: tuple[Seat, ...], samples: int) -> list[Li
     else:
         (whole,) = rank_samples(samples, count, 1)
         counts = [tuple((-(-size // degree), times) for size, times in whole)] * degree
-    alike = len(seats) == 1 and not plan.split_weights
+    alike = len(host_groups) == 1 and not plan.split_weights
     if alike and not plan.shares:
-        return [Line(samples=counts[0], seats=((0,),) * stages)] * degree
+        return [Line(samples=counts[0], host_groups=((0,),) * stages)] * degree
     if alike:
-        alone = {one: Line(samples=one, seats=((0,),) * stages) for one in dict.fromkeys(counts)}
-        return [alone[one] for one in counts]
-    where = by_share_and_stage(plan, kinds_of_ranks(plan, seats))
+        uncontended = {one: Line(samples=one, host_groups=((0,),) * stages) for one in dict.fromkeys(counts)}
+        return [uncontended[one] for one in counts]
+    where = by_share_and_stage(plan, kinds_of_ranks(plan, host_groups))
     rows, index = np.unique(where.reshape(degree, -1), axis=0, return_inverse=True)
     kinds = [tuple(tuple(sorted(set(place))) for place in row.reshape(stages, -1).tolist()) for row in rows]
     pairs = list(zip(counts, index.reshape(-1).tolist(), strict=True))
-    found = {pair: Line(samples=pair[0], seats=kinds[pair[1]]) for pair in dict.fromkeys(pairs)}
+    found = {pair: Line(samples=pair[0], host_groups=kinds[pair[1]]) for pair in dict.fromkeys(pairs)}
     return [found[pair] for pair in pairs]
 
 
@@ -431,10 +432,10 @@ def by_share_and_stage(plan: Plan, of_ranks: Places) -> Places:
     return where.reshape(plan.data_parallel_degree, plan.degree("stage"), -1)
 
 
-def kinds_of_ranks(plan: Plan, seats: tuple[Seat, ...]) -> Places:
+def kinds_of_ranks(plan: Plan, host_groups: tuple[HostGroup, ...]) -> Places:
     """What tells ranks apart, in their order: the index of the seat, or, where parts are unequal along the split axis,
     (seat, place along it), numbered row by row."""
-    at = seat_of_ranks(seats)
+    at = host_group_of_ranks(host_groups)
     if not plan.split_weights:
         return at
     degrees = list(plan.mesh.values())
@@ -443,43 +444,45 @@ def kinds_of_ranks(plan: Plan, seats: tuple[Seat, ...]) -> Places:
     return found
 
 
-def by_place(plan: Plan, seats: tuple[Seat, ...]) -> tuple[tuple[int, ...], ...]:
+def by_place(plan: Plan, host_groups: tuple[HostGroup, ...]) -> tuple[tuple[int, ...], ...]:
     """The seats that ranks at each place along the split axis have."""
-    rows = np.moveaxis(seat_of_ranks(seats).reshape(list(plan.mesh.values())), list(plan.mesh).index("split"), 0)
+    rows = np.moveaxis(
+        host_group_of_ranks(host_groups).reshape(list(plan.mesh.values())), list(plan.mesh).index("split"), 0
+    )
     return tuple(tuple(np.unique(row).tolist()) for row in rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Actions:
     """`seconds`: (kinds, stages, microbatches), of it `waits` for other ranks at the same place of the stage axis;
-    `crowd`: ranks that share cores, None where each has its own."""
+    `oversubscription`: ranks that share cores, None where each has its own."""
 
     seconds: Array
     waits: Array
     messages: Messages
-    crowd: Crowd | None
+    oversubscription: Oversubscription | None
 
     def of(self, microbatches: Places | slice) -> "Actions":
         """Those of some microbatches."""
         seconds, waits = (one[:, :, microbatches] for one in (self.seconds, self.waits))
         return replace(self, seconds=seconds, waits=waits, messages=self.messages.of(microbatches))
 
-    def played(self, order: Order) -> Played:
+    def played(self, order: ActionOrder) -> Played:
         """One after another in a schedule's order, of as many microbatches as there are. Where ranks share cores, the
         longer of two: in turns, with messages that take no time; and with messages, as if places of a host did not
         meet on its cores."""
-        alone = self._alone(order)
-        if self.crowd is None:
-            return alone
-        turned = in_turns(order, self._work, self.crowd)
-        return turned if max(turned.free) > max(alone.free) * (1 + 1e-9) else alone
+        uncontended = self._uncontended(order)
+        if self.oversubscription is None:
+            return uncontended
+        turned = in_turns(order, self._work, self.oversubscription)
+        return turned if max(turned.free) > max(uncontended.free) * (1 + 1e-9) else uncontended
 
     def ends(self, plan: Plan) -> tuple[list[float], list[float]]:
         """(when each rank has done all its actions, how long its own work takes of what is predicted for it)."""
         ranks, count, name = plan.degree("stage"), self.seconds.shape[2], plan.pipeline.schedule
-        alone = ends(plan, self._own, self.messages)
-        if self.crowd is None:
-            return alone, [1.0] * ranks
+        uncontended = ends(plan, self._own, self.messages)
+        if self.oversubscription is None:
+            return uncontended, [1.0] * ranks
         whole = shortened(name, count, ranks) if equal(self.seconds) else count
         free, busy = self._turned(plan, whole)
         if whole < count:  # what is beyond repeats the last period
@@ -488,24 +491,26 @@ class Actions:
             free, busy = free + periods * (free - early), busy + periods * (busy - worked)
         predicted = (self.seconds - self.waits)[[0, 2, 3] if name == "zero-bubble" else [0, 1]]
         whole_s = np.array([predicted[:, rank::ranks].sum() for rank in range(ranks)])
-        return np.maximum(free, alone).tolist(), (busy / np.where(whole_s > 0, whole_s, 1.0)).tolist()
+        return np.maximum(free, uncontended).tolist(), (busy / np.where(whole_s > 0, whole_s, 1.0)).tolist()
 
     @property
     def _work(self) -> Array:
         """A rank's own work, on a core of its own."""
-        slowed = [1.0] if self.crowd is None else self.crowd.slowed
+        slowed = [1.0] if self.oversubscription is None else self.oversubscription.slowed
         work: Array = (self.seconds - self.waits) / np.resize(slowed, self.seconds.shape[1])[:, None]
         return work
 
     @property
     def _own(self) -> Array:
         """What actions last where no other place's ranks compute."""
-        if self.crowd is None:
+        if self.oversubscription is None:
             return self.seconds
-        own: Array = self._work * np.resize(self.crowd.alone, self.seconds.shape[1])[:, None] + self.waits
+        own: Array = (
+            self._work * np.resize(self.oversubscription.uncontended, self.seconds.shape[1])[:, None] + self.waits
+        )
         return own
 
-    def _alone(self, order: Order) -> Played:
+    def _uncontended(self, order: ActionOrder) -> Played:
         free, ended = moments(order, self._own, self.messages)
         picked = (order.kind, order.stage, order.microbatch)
         lasts = self._own[picked]
@@ -514,8 +519,8 @@ class Actions:
 
     def _turned(self, plan: Plan, microbatches: int) -> tuple[Array, Array]:
         """(when each rank has ended, its own work's seconds), of the first microbatches in turns."""
-        assert self.crowd is not None
+        assert self.oversubscription is not None
         pipe = plan.pipeline
         order = order_of(pipe.schedule, plan.degree("stage"), pipe.stages_per_rank, microbatches)
-        played = in_turns(order, self._work[:, :, :microbatches], self.crowd)
+        played = in_turns(order, self._work[:, :, :microbatches], self.oversubscription)
         return np.array(played.free), np.array(played.busy_s)

@@ -17,7 +17,7 @@ from tutti.errors import PlanError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
+class HostGroup:
     """Consecutive ranks, on `hosts` equal hosts with `ranks_per_host` ranks each.
 
     `sharing`: ranks on one device (1 on CUDA). `threads`: cores each rank computes with.
@@ -55,22 +55,24 @@ class Seat:
         return self.node.memory_nbytes / self.ranks_per_host
 
 
-def place_ranks(cluster: ClusterSpec, ranks: int) -> tuple[Seat, ...]:
+def place_ranks(cluster: ClusterSpec, ranks: int) -> tuple[HostGroup, ...]:
     """Seat `ranks` ranks. Raises PlanError where there are too few CUDA devices."""
     capacity = sum(node.count * node.devices_per_node for node in cluster.nodes)
     if ranks > capacity:
         return _sharing(cluster, ranks, capacity)
-    seats: list[Seat] = []
+    host_groups: list[HostGroup] = []
     for node in cluster.nodes:
         each = node.devices_per_node
         hosts = min(node.count, ranks // each)
         rest = min(ranks - hosts * each, each) if hosts < node.count else 0
-        seats += [_seat(cluster, node, count, many) for count, many in ((hosts, each), (1, rest)) if count and many]
+        host_groups += [
+            _host_group(cluster, node, count, many) for count, many in ((hosts, each), (1, rest)) if count and many
+        ]
         ranks -= hosts * each + rest
-    return tuple(seats)
+    return tuple(host_groups)
 
 
-def _sharing(cluster: ClusterSpec, ranks: int, capacity: int) -> tuple[Seat, ...]:
+def _sharing(cluster: ClusterSpec, ranks: int, capacity: int) -> tuple[HostGroup, ...]:
     """More ranks than devices: they share the cores of the hosts, each host in proportion to its own."""
     if any(cluster.devices[node.device].kind != "cpu" for node in cluster.nodes):
         raise PlanError(
@@ -82,43 +84,48 @@ def _sharing(cluster: ClusterSpec, ranks: int, capacity: int) -> tuple[Seat, ...
         for node in cluster.nodes
         for _ in range(node.count)
     ]
-    seats: list[Seat] = []
+    host_groups: list[HostGroup] = []
     sizes = iter(cut_sizes(ranks, len(cores), cores))
     for node in cluster.nodes:
         for each, alike in groupby(next(sizes) for _ in range(node.count)):
-            seats += [_seat(cluster, node, len(list(alike)), each)] if each else []
-    return tuple(seats)
+            host_groups += [_host_group(cluster, node, len(list(alike)), each)] if each else []
+    return tuple(host_groups)
 
 
-def _seat(cluster: ClusterSpec, node: NodeSpec, hosts: int, ranks_per_host: int) -> Seat:
+def _host_group(cluster: ClusterSpec, node: NodeSpec, hosts: int, ranks_per_host: int) -> HostGroup:
     device = cluster.devices[node.device]
     sharing = -(-ranks_per_host // node.devices_per_node) if device.kind == "cpu" else 1
     threads = max(1, device.cores // sharing) if device.kind == "cpu" else 1
-    return Seat(node=node, device=device, hosts=hosts, ranks_per_host=ranks_per_host, sharing=sharing, threads=threads)
+    return HostGroup(
+        node=node, device=device, hosts=hosts, ranks_per_host=ranks_per_host, sharing=sharing, threads=threads
+    )
 
 
-def ring_tier(seats: tuple[Seat, ...]) -> LinkTier:
+def ring_tier(host_groups: tuple[HostGroup, ...]) -> LinkTier:
     """The slowest tier a flat ring over all ranks crosses: the network as soon as there are two hosts."""
-    return "network" if sum(seat.hosts for seat in seats) > 1 else "node"
+    return "network" if sum(host_group.hosts for host_group in host_groups) > 1 else "node"
 
 
-def seated_link(cluster: ClusterSpec, seats: tuple[Seat, ...], tier: LinkTier) -> LinkSpec | None:
+def seated_link(cluster: ClusterSpec, host_groups: tuple[HostGroup, ...], tier: LinkTier) -> LinkSpec | None:
     """The link of a tier that groups of these seats' ranks use, whichever hosts they span: the slowest of all hosts
     that have ranks. None where one that needs it has none. A host that cannot have two ranks needs none within it."""
     nodes = [
-        seat.node for seat in seats if tier != "node" or seat.device.kind == "cpu" or seat.node.devices_per_node > 1
+        host_group.node
+        for host_group in host_groups
+        if tier != "node" or host_group.device.kind == "cpu" or host_group.node.devices_per_node > 1
     ]
     links = [cluster.link_at(node, tier) for node in nodes] or [cluster.link(tier)]
     known = [link for link in links if link is not None]
     return slowest_link(known) if len(known) == len(links) else None
 
 
-def no_link(cluster: ClusterSpec, seats: tuple[Seat, ...], tier: LinkTier) -> PlanError:
+def no_link(cluster: ClusterSpec, host_groups: tuple[HostGroup, ...], tier: LinkTier) -> PlanError:
     """That a host which needs a link of a tier has none, and the remedy."""
     have = ", ".join(dict.fromkeys(link.tier for link in cluster.every_link)) or "none"
     return PlanError(
         f"cluster {cluster.name!r} has no link of tier {tier!r} (it has: {have}), which "
-        f"{sum(seat.ranks for seat in seats)} ranks need; measure it with tutti probe or write it down in links"
+        f"{sum(host_group.ranks for host_group in host_groups)} ranks need; measure it with tutti probe or "
+        f"write it down in links"
     )
 
 
@@ -169,20 +176,20 @@ class Link:
         )
 
 
-def ring_link(cluster: ClusterSpec, seats: tuple[Seat, ...]) -> Link:
+def ring_link(cluster: ClusterSpec, host_groups: tuple[HostGroup, ...]) -> Link:
     """The link that a flat ring's slowest hop sees. Raises PlanError where the cluster does not say.
 
     A ring of consecutive ranks enters and leaves each host once, so the network is not shared among a host's ranks.
     Between CPU ranks of one host all hops are copies by the same cores: beyond the ranks the link was measured
     with, and beyond the cores, they share its bandwidth.
     """
-    tier = ring_tier(seats)
-    spec = seated_link(cluster, seats, tier)
+    tier = ring_tier(host_groups)
+    spec = seated_link(cluster, host_groups, tier)
     if spec is None:
-        raise no_link(cluster, seats, tier)
+        raise no_link(cluster, host_groups, tier)
     flows = 1.0
-    if tier == "node" and seats[0].device.kind == "cpu":
-        flows = max(1.0, seats[0].ranks / max(spec.ranks, seats[0].device.cores, 1))
+    if tier == "node" and host_groups[0].device.kind == "cpu":
+        flows = max(1.0, host_groups[0].ranks / max(spec.ranks, host_groups[0].device.cores, 1))
     return link_of(spec, flows)
 
 

@@ -10,7 +10,7 @@ from tutti.config.model import ModelSpec
 from tutti.config.plan import Plan
 from tutti.config.prediction import Activity, Bar, Omission, Prediction, Timeline, Track
 from tutti.cost_model import pipeline_cost
-from tutti.cost_model.pipeline_cost import Line, Order, Played, by_share_and_stage, lines_by_share
+from tutti.cost_model.pipeline_cost import ActionOrder, Line, Played, by_share_and_stage, lines_by_share
 from tutti.cost_model.step_time import Held, Slowest, Step, loss_s, memories, predict, slowest_of, wait_s, worked_out
 from tutti.cost_model.step_timeline import (
     RankWork,
@@ -69,7 +69,7 @@ def timeline(model: ModelSpec, cluster: ClusterSpec, plan: Plan, *, most_tracks:
 
 def _ranks(step: Step, plan: Plan) -> dict[tuple[Line, int], list[int]]:
     """Ranks of each line, by place on the stage axis."""
-    lines = lines_by_share(plan, step.setting.wires.network.seats, step.samples)
+    lines = lines_by_share(plan, step.setting.wires.network.host_groups, step.samples)
     where = by_share_and_stage(plan, np.arange(plan.world_size, dtype=np.intp))
     found: dict[tuple[int, int], list[int]] = {}
     for share, line in enumerate(lines):
@@ -118,7 +118,7 @@ class _Drawing:
     def line(self, line: Line) -> Iterator[tuple[RankWork, _Passes]]:
         """Each place on the stage axis with its passes."""
         works = line_work(self.setting, line)
-        found = _staged(self.setting, line) if len(works) > 1 else [_alone(self.setting, works[0])]
+        found = _staged(self.setting, line) if len(works) > 1 else [_single_stage(self.setting, works[0])]
         for work, passes in zip(works, found, strict=True):
             exposed_s = self.slowest.syncs[work.stage].exchange.exposed_s
             data_s = wait_s(self.setting, work, exposed_s)
@@ -144,8 +144,10 @@ class _Drawing:
             [Bar(doing="hidden", start_s=max(0.0, passes_end - hidden_s), end_s=passes_end)] if hidden_s > 0 else []
         )
         own = self.ranks[work.line, work.stage]
-        fullest = [self.held[work.stage, work.line.samples[-1], seat] for seat in work.line.seats[work.stage]]
-        memory, seat, when = min(fullest, key=lambda one: one[1].memory_nbytes - one[0].total)
+        fullest = [
+            self.held[work.stage, work.line.samples[-1], host_group] for host_group in work.line.host_groups[work.stage]
+        ]
+        memory, host_group, when = min(fullest, key=lambda one: one[1].memory_nbytes - one[0].total)
         return Track(
             ranks=ranks_in_words(own),
             count=len(own),
@@ -154,7 +156,7 @@ class _Drawing:
             hidden=tuple(_clipped(hidden, left)),
             seconds=self._seconds(work, passes),
             memory=memory,
-            memory_limit_nbytes=seat.memory_nbytes,
+            memory_limit_nbytes=host_group.memory_nbytes,
             full_when=when,
         )
 
@@ -168,14 +170,14 @@ class _Drawing:
         """Of the whole step. What is left out waits as what is drawn does."""
         sync, ties = self.slowest.syncs[work.stage].exchange, self._ties_s()
         lasts = {doing: sum(bar.lasts_s for bar in passes.bars if bar.doing == doing) for doing in _KINDS}
-        apart = lasts["weights"] / (lasts["weights"] + lasts["backward"] or 1.0)
+        weight_share = lasts["weights"] / (lasts["weights"] + lasts["backward"] or 1.0)
         waits, idle = max(0.0, work.waits_s - ties), sum(passes.idle.values())
         sent = waits * passes.idle.get("communication", 0.0) / idle if idle > 0 else 0.0
         found: dict[Activity, float] = {
             "data": passes.data_s,
             "forward": work.forward_s,
-            "backward": work.backward_s * (1 - apart),
-            "weights": work.backward_s * apart,
+            "backward": work.backward_s * (1 - weight_share),
+            "weights": work.backward_s * weight_share,
             "optimizer": work.optimizer_s,
             "communication": sent + ties + sync.exposed_s + self._loss_s(),
             "bubble": waits - sent,
@@ -187,11 +189,11 @@ class _Drawing:
         return {doing: lasts_s for doing, lasts_s in found.items() if lasts_s > least}
 
 
-def _alone(setting: Setting, work: RankWork) -> _Passes:
+def _single_stage(setting: Setting, work: RankWork) -> _Passes:
     """The passes of a rank without stages, one microbatch after another."""
     known, counts = passes_of(setting, work.line), work.line.microbatches
-    added = added_s(setting, work.seat, setting.own(0))
-    lasts = {count: known[work.seat, count].total_s for count in dict.fromkeys(counts)}
+    added = added_s(setting, work.host_group, setting.own(0))
+    lasts = {count: known[work.host_group, count].total_s for count in dict.fromkeys(counts)}
     ends = MOST_DRAWN // 2 if len(counts) > MOST_DRAWN else len(counts)
     grain = work.total_s / MOST_BARS
     bars: Parts = []
@@ -201,7 +203,7 @@ def _alone(setting: Setting, work: RankWork) -> _Passes:
             since = since or now
             now += lasts[count] + added
             continue
-        one, name = known[work.seat, count], f"microbatch {index + 1} of {len(counts)}"
+        one, name = known[work.host_group, count], f"microbatch {index + 1} of {len(counts)}"
         now = _pass(bars, now, "forward", (one.forward_s, one.waits.forward_s), grain, name)
         now = _add(bars, now, "backward", added if index else 0.0, name)
         now = _pass(bars, now, "backward", (one.backward_s[::-1], one.waits.backward_s[::-1]), grain, name)
@@ -271,7 +273,7 @@ def _staged(setting: Setting, line: Line) -> list[_Passes]:
 class _Actions:
     """A schedule that was played. `waits`: by action, its seconds of exchanges; `names` of microbatches."""
 
-    order: Order
+    order: ActionOrder
     played: Played
     waits: list[float]
     names: list[str]

@@ -20,23 +20,23 @@ from tutti.config.consistency_modes import (
     with_mode_defaults,
 )
 from tutti.config.plan import Plan, SyncPlan
-from tutti.cost_model.group_links import Group, Network
-from tutti.cost_model.overlap import Exchange
-from tutti.cost_model.rank_placement import Seat, message
+from tutti.cost_model.group_links import Network, RankGroup
+from tutti.cost_model.overlap import CommCost
+from tutti.cost_model.rank_placement import HostGroup, message
 from tutti.cost_model.worker_speed import rank_bandwidth
 from tutti.errors import PlanError
 
 
-def _sum_s(group: Group, nbytes: float) -> float:
+def _sum_s(group: RankGroup, nbytes: float) -> float:
     return group.all_reduce(nbytes)
 
 
-def _neighbours_s(group: Group, nbytes: float) -> float:
+def _neighbours_s(group: RankGroup, nbytes: float) -> float:
     """To both neighbours on a ring; two replicas are each other's only one."""
     return ring_neighbours(group.ranks) * group.pass_on(nbytes)
 
 
-def _at_distance_s(group: Group, nbytes: float, distance: int) -> float:
+def _at_distance_s(group: RankGroup, nbytes: float, distance: int) -> float:
     """Every replica sends to the one `distance` further on: so many of a host's ranks send away at once."""
     span = group.span
     if group.network is None:
@@ -46,33 +46,33 @@ def _at_distance_s(group: Group, nbytes: float, distance: int) -> float:
     return max(outside, message(group.node, nbytes)) if group.node is not None and away < span.per_host else outside
 
 
-def _other_half_s(group: Group, nbytes: float) -> float:
+def _other_half_s(group: RankGroup, nbytes: float) -> float:
     """To a partner in the other half of the replicas, for hosts in whole halves on another host."""
     return _at_distance_s(group, nbytes, group.ranks // 2)
 
 
-def _push_s(group: Group, nbytes: float) -> float:
+def _push_s(group: RankGroup, nbytes: float) -> float:
     times = [_at_distance_s(group, nbytes, distance) for distance in doubling_distances(group.ranks)]
     return sum(times) / len(times)
 
 
-def _adasum_s(group: Group, nbytes: float) -> float:
+def _adasum_s(group: RankGroup, nbytes: float) -> float:
     return sum(_at_distance_s(group, nbytes, distance) for distance in adasum_distances(group.ranks))
 
 
-def _served_s(group: Group, nbytes: float) -> float:
+def _served_s(group: RankGroup, nbytes: float) -> float:
     """Parts of a change to the ranks that serve them, and parameters back."""
     return 2 * group.all_to_all(nbytes)
 
 
-def _pairs_s(group: Group, nbytes: float) -> float:
+def _pairs_s(group: RankGroup, nbytes: float) -> float:
     """There and back between any two: half of a host's ranks ask at once, and as many answer."""
     if group.network is None:
         return 2 * message(group.link, nbytes)
     return 2 * message(group.network, nbytes * max(1.0, group.span.per_host / 2))
 
 
-_SECONDS: Mapping[TrafficPattern, Callable[[Group, float], float]] = {
+_SECONDS: Mapping[TrafficPattern, Callable[[RankGroup, float], float]] = {
     "all-reduce": _sum_s,
     "neighbours": _neighbours_s,
     "other-half": _other_half_s,
@@ -116,7 +116,7 @@ class Trained:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Coded:
+class CompressedExchange:
     """What one sum of replicas' changes takes in a code, how much of it in kernels, what the rest takes of a rank's
     cores, and what a rank sends for it. `parts`: in which it goes where it is waited for, so that one is written or
     read while another travels."""
@@ -131,9 +131,9 @@ class Coded:
     def meanwhile_s(self) -> float:
         """Seconds of a sum that is waited for in which kernels work and a part travels, less what travelling takes of
         their core."""
-        travels_s = self.seconds - self.kernels_s
-        together_s = (1 - 1 / self.parts) * min(self.kernels_s, travels_s)
-        return together_s * (1 - self.cores_s / travels_s) if travels_s > 0 else 0.0
+        transfer_s = self.seconds - self.kernels_s
+        together_s = (1 - 1 / self.parts) * min(self.kernels_s, transfer_s)
+        return together_s * (1 - self.cores_s / transfer_s) if transfer_s > 0 else 0.0
 
 
 def waited_parts(how: Compression, nbytes: float) -> int:
@@ -144,69 +144,74 @@ def waited_parts(how: Compression, nbytes: float) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Apart:
+class DivergedExchange:
     """What replicas that differ exchange in a step, on average: time, and bytes a rank sends."""
 
-    exchange: Exchange
+    exchange: CommCost
     sent_nbytes: float
 
 
-def exchanged_apart(
-    sync: SyncPlan, group: Group, seat: Seat, trained: Trained, behind_s: float, coded: Coded | None = None
-) -> Apart:
-    """The exchanges of a step on average, of replicas along `group` on `seat`; `behind_s`: seconds of a step's passes
-    and update, behind which some modes' exchanges travel, on the CPU taking cores from it, and delayed averages behind
-    those of several. Of modes that begin in step, later on.
-    `coded`: how what they tell each other is written, None as it is.
+def diverged_exchange(
+    sync: SyncPlan,
+    group: RankGroup,
+    host_group: HostGroup,
+    trained: Trained,
+    behind_s: float,
+    coded: CompressedExchange | None = None,
+) -> DivergedExchange:
+    """The exchanges of a step on average, of replicas along `group` on `host_group`; `behind_s`: seconds of a step's
+    passes and update, behind which some modes' exchanges travel, on the CPU taking cores from it, and delayed averages
+    behind those of several. Of modes that begin in step, later on. `coded`: how what they tell each other is written,
+    None as it is.
     """
     if group.ranks == 1:
-        return Apart(exchange=Exchange(total_s=0.0, exposed_s=0.0), sent_nbytes=0.0)
+        return DivergedExchange(exchange=CommCost(total_s=0.0, exposed_s=0.0), sent_nbytes=0.0)
     how, told, period = _traffic(sync.mode), with_mode_defaults(sync.mode, sync.relaxed), _period(sync)
     if period is None:
-        return Apart(exchange=Exchange(total_s=0.0, exposed_s=0.0), sent_nbytes=0.0)
+        return DivergedExchange(exchange=CommCost(total_s=0.0, exposed_s=0.0), sent_nbytes=0.0)
     n, statistics = trained.parameters, 0.0 if CONSISTENCY_MODES[sync.mode].asynchronous else trained.statistics
     state = trained.optimizer if told.optimizer_state == "averaged" else 0.0
-    behind_s *= _behind_updates(sync, seat)
+    behind_s *= _behind_updates(sync, host_group)
     passes = how.passes(group.ranks) + _more_passes(how, bool(told.delay), coded is not None)
-    copies_s = seat.slowdown * passes * n / rank_bandwidth(seat)
+    copies_s = host_group.slowdown * passes * n / rank_bandwidth(host_group)
     wire_s, kernels_s = (_SECONDS[how.pattern](group, n), 0.0) if coded is None else (coded.seconds, coded.kernels_s)
     besides_s = group.all_reduce(state) + group.all_reduce(statistics)  # waited for in every mode
-    cores_s = _SECONDS[how.pattern](group.on_cores(seat), n) if coded is None else coded.cores_s
+    cores_s = _SECONDS[how.pattern](group.on_cores(host_group), n) if coded is None else coded.cores_s
     waited_s, often = wire_s, 1.0
     if how.skipped_when_late:
         often = min(1.0, behind_s / wire_s) if wire_s else 1.0
         wire_s, cores_s = often * wire_s, often * cores_s
         waited_s = wire_s
     if how.overlapped or told.delay:
-        travels_s = wire_s - kernels_s
-        if coded is not None and threaded(sync, seat):  # a part travels while another is written, read or sent
+        transfer_s = wire_s - kernels_s
+        if coded is not None and threaded(sync, host_group):  # a part travels while another is written, read or sent
             behind_s += (1 - 1 / coded.parts) * (kernels_s + cores_s)
-        hidden_s = min(travels_s, behind_s)
-        waited_s = wire_s - hidden_s + (cores_s * hidden_s / travels_s if travels_s > 0 else 0.0)
+        hidden_s = min(transfer_s, behind_s)
+        waited_s = wire_s - hidden_s + (cores_s * hidden_s / transfer_s if transfer_s > 0 else 0.0)
     elif coded is not None:
         waited_s -= coded.meanwhile_s
     own = often * how.sent_vectors(group.ranks) * n if coded is None else coded.sent_nbytes
     sent = own + ring_share(group.ranks) * (state + statistics)
     corrected_s = 0.0
     if told.optimizer_state == "corrected":  # in every step; what is seen of gradients is as small as losses
-        corrected_s = seat.slowdown * CORRECTED_PASSES * n / rank_bandwidth(seat)
-    done = Exchange(
+        corrected_s = host_group.slowdown * CORRECTED_PASSES * n / rank_bandwidth(host_group)
+    done = CommCost(
         total_s=(wire_s + besides_s + copies_s) / period + corrected_s,
         exposed_s=(waited_s + besides_s + copies_s) / period + corrected_s,
     )
-    return Apart(exchange=done, sent_nbytes=sent / period)
+    return DivergedExchange(exchange=done, sent_nbytes=sent / period)
 
 
-def threaded(sync: SyncPlan, seat: Seat) -> bool:
+def threaded(sync: SyncPlan, host_group: HostGroup) -> bool:
     """Whether averages travel in a thread of their own (runtime.consistency.travel)."""
-    return sync.compress is not None and sync.compress.pairwise and seat.device.kind == "cpu"
+    return sync.compress is not None and sync.compress.pairwise and host_group.device.kind == "cpu"
 
 
-def _behind_updates(sync: SyncPlan, seat: Seat) -> int:
+def _behind_updates(sync: SyncPlan, host_group: HostGroup) -> int:
     """How many updates' passes an average travels behind: where it goes on at fixed updates, the last part arrives in
     the last of them; in a thread of its own it has them all."""
     delay = sync.relaxed.delay or 1
-    return delay if threaded(sync, seat) else max(1, delay - 1)
+    return delay if threaded(sync, host_group) else max(1, delay - 1)
 
 
 def _more_passes(how: ReplicaTraffic, delayed: bool, coded: bool) -> float:
@@ -215,12 +220,12 @@ def _more_passes(how: ReplicaTraffic, delayed: bool, coded: bool) -> float:
     return CODED_PASSES + (0.0 if how.held else RENEWED_PASSES) if coded else 0.0
 
 
-def check_apart(plan: Plan, network: Network) -> None:
+def check_diverged(plan: Plan, network: Network) -> None:
     """Raise PlanError for replicas that cannot be where the cluster puts them."""
     if not CONSISTENCY_MODES[plan.sync.mode].shares_memory or plan.degree("replicate") == 1:
         return
     remedy = 'use ranks of one host, or sync.mode = "asynchronous"'
-    kind = network.seats[0].device.kind
+    kind = network.host_groups[0].device.kind
     if kind != "cpu":
         raise PlanError(f'sync.mode = "{plan.sync.mode}" with {kind} devices: their memory is their own; {remedy}')
     if network.group("replicate").network is not None:
@@ -237,7 +242,7 @@ def _period(sync: SyncPlan) -> int | None:
     return with_mode_defaults(sync.mode, sync.relaxed).period or 1
 
 
-def apart_nbytes(sync: SyncPlan, replicas: int, parameters_nbytes: float) -> float:
+def diverged_nbytes(sync: SyncPlan, replicas: int, parameters_nbytes: float) -> float:
     """Memory of a rank's copies of `parameters_nbytes`: those it keeps and those of an exchange. In a code also what
     was equal, which DiLoCo has anyway, and twice what is kept back; delayed, what the average began from."""
     how = CONSISTENCY_MODES[sync.mode].traffic
@@ -249,7 +254,7 @@ def apart_nbytes(sync: SyncPlan, replicas: int, parameters_nbytes: float) -> flo
     return copies * parameters_nbytes
 
 
-def apart_notes(sync: SyncPlan) -> tuple[str, ...]:
+def diverged_notes(sync: SyncPlan) -> tuple[str, ...]:
     """What a prediction of such a plan says besides."""
     how = CONSISTENCY_MODES[sync.mode].traffic
     if how is None:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from tutti.cost_model.compressed_sync_cost import PartsWritten
-from tutti.cost_model.group_links import Group
+from tutti.cost_model.group_links import RankGroup
 from tutti.cost_model.module_costs import ModelTable
-from tutti.cost_model.overlap import Exchange
-from tutti.cost_model.rank_placement import Seat
+from tutti.cost_model.overlap import CommCost
+from tutti.cost_model.rank_placement import HostGroup
 from tutti.cost_model.work_division import Division
 from tutti.cost_model.worker_speed import Array
 
@@ -77,8 +77,8 @@ class Costs:
     seconds in kernels. `gathered_s`, `summed_s`: in which a rank's cores copy a byte of a unit into its whole
     parameters, and of its gradients into what is sent and what came into their sum: none of it behind other work."""
 
-    group: Group
-    others: Group
+    group: RankGroup
+    others: RankGroup
     load_s_per_nbyte: float = 0.0
     gathered_s: float = 0.0
     summed_s: float = 0.0
@@ -87,18 +87,18 @@ class Costs:
     def gather(self, nbytes: float) -> float:
         return self.group.divided(nbytes) + nbytes / self.group.ranks * self.load_s_per_nbyte
 
-    def on_cores(self, seat: Seat) -> "Costs":
-        """The same in seconds that exchanges take of the cores of a rank on `seat`: kernels are one thread's."""
+    def on_cores(self, host_group: HostGroup) -> "Costs":
+        """The same in seconds that exchanges take of the cores of a rank on `host_group`: kernels are one thread's."""
         coded = self.coded
 
         def written(nbytes: float) -> tuple[PartsWritten, float]:
             assert coded is not None
             how, kernels_s = coded(nbytes)
-            return how, kernels_s / seat.threads if seat.device.kind == "cpu" else 0.0
+            return how, kernels_s / host_group.threads if host_group.device.kind == "cpu" else 0.0
 
         return Costs(
-            group=self.group.on_cores(seat),
-            others=self.others.on_cores(seat),
+            group=self.group.on_cores(host_group),
+            others=self.others.on_cores(host_group),
             coded=None if coded is None else written,
         )
 
@@ -112,7 +112,7 @@ class Costs:
         return to_ranks + self.others.all_reduce(part * how.across) + kernels + loads
 
 
-def copied(group: Group) -> tuple[float, float]:
+def copied(group: RankGroup) -> tuple[float, float]:
     """How often a CPU rank's cores read or write the bytes of a unit when it is gathered and when its gradients
     are summed, as parallel/sharding does: what is gathered is read and written, to pages the system clears; gradients
     are read and written to what is sent, then the ranks' rows of a part are read and their sum is written. In memory
@@ -127,8 +127,8 @@ def copied(group: Group) -> tuple[float, float]:
     return 3.0, 3 + 1 / group.ranks
 
 
-def parameters_step(work: UnitWork, costs: Costs, level: int, microbatches: int, seat: Seat) -> Exchange:
-    """Levels 2 and 3: the exchanges of a step of a rank on `seat`, whose cores do some of what is hidden, too."""
+def parameters_step(work: UnitWork, costs: Costs, level: int, microbatches: int, host_group: HostGroup) -> CommCost:
+    """Levels 2 and 3: the exchanges of a step of a rank on `host_group`, whose cores do some of what is hidden, too."""
     gathers = [costs.gather(nbytes) for nbytes in work.nbytes]
     sums = [costs.sum(nbytes) for nbytes in work.nbytes]
     # What is outside of blocks works before and after them, and stays from forward to backward; with level 2 all does,
@@ -143,20 +143,20 @@ def parameters_step(work: UnitWork, costs: Costs, level: int, microbatches: int,
     passes = [(times, ahead), (times - 1, before), (1, last)]
     total = sum(count * one[0] for count, one in passes)
     waited = min(sum(count * one[1] for count, one in passes), total)
-    cores = costs.on_cores(seat)
+    cores = costs.on_cores(host_group)
     on_cores = [cores.gather(nbytes) for nbytes in work.nbytes]
     taken_s = times * (sum(on_cores) + (sum(on_cores[1:]) if level == 3 else 0.0)) + sum(map(cores.sum, work.nbytes))
     hidden = (total - waited) / total if total > 0 else 0.0
     copies_s = costs.gathered_s * _gathered(work.nbytes, level, microbatches) + costs.summed_s * sum(work.nbytes)
-    return Exchange(total_s=total + copies_s, exposed_s=waited + taken_s * hidden + copies_s)
+    return CommCost(total_s=total + copies_s, exposed_s=waited + taken_s * hidden + copies_s)
 
 
 def sent_nbytes(nbytes: Sequence[float], costs: Costs, level: int, microbatches: int) -> float:
     """Bytes a rank sends in a step at levels 2 and 3: gathers, sums into parts, sums of parts."""
     d, r = costs.group.ranks, costs.others.ranks
     gathered = _gathered(nbytes, level, microbatches)
-    ways = [(one, PartsWritten(ranks=d, others=r) if costs.coded is None else costs.coded(one)[0]) for one in nbytes]
-    there, across = sum(one * how.there for one, how in ways), sum(one * how.across for one, how in ways)
+    written = [(one, PartsWritten(ranks=d, others=r) if costs.coded is None else costs.coded(one)[0]) for one in nbytes]
+    there, across = sum(one * how.there for one, how in written), sum(one * how.across for one, how in written)
     return (d - 1) / d * (gathered + there) + 2 * (r - 1) / r * across / d
 
 

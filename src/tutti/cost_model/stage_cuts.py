@@ -29,7 +29,7 @@ _WHOLE = ("MultiheadAttention", "TransformerEncoderLayer", "TransformerDecoderLa
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stages:
+class StageCuts:
     """Where a model is cut. `stage`: of each module; `sent`: bytes of one sample that stage k sends to later ones on
     other ranks (to k + 1, where only what modules return is known), and `fixed` of a microbatch whatever its samples;
     `by_rank`: the same of what each rank sends in both passes, (2, ranks); `ties`: pairs (module, owner) that share
@@ -45,18 +45,18 @@ class Stages:
     followed: tuple[int, float]
 
 
-def stages_of(model: ModelSpec, plan: Plan) -> Stages:
+def stages_of(model: ModelSpec, plan: Plan) -> StageCuts:
     """Where `plan` cuts `model`. Raises PlanError where it cannot be cut so."""
     return _stages(model, plan.degree("stage"), plan.pipeline.stages_per_rank, plan.pipeline.cuts)
 
 
 @remembered(256)
-def _stages(model: ModelSpec, ranks: int, stages_per_rank: int, cuts: tuple[str, ...]) -> Stages:
+def _stages(model: ModelSpec, ranks: int, stages_per_rank: int, cuts: tuple[str, ...]) -> StageCuts:
     columns, count = model_table(model), ranks * stages_per_rank
     if count == 1:
         stage = np.zeros(len(columns), dtype=np.intp)
         nothing = np.zeros(0)
-        return Stages(count=1, stage=stage, sent=nothing, fixed=nothing, by_rank=np.zeros((2, ranks)), ties=(),
+        return StageCuts(count=1, stage=stage, sent=nothing, fixed=nothing, by_rank=np.zeros((2, ranks)), ties=(),
                       followed=(0, 0.0))  # fmt: skip
     if cuts:
         first = _named(columns, cuts, count)
@@ -75,16 +75,16 @@ def _stages(model: ModelSpec, ranks: int, stages_per_rank: int, cuts: tuple[str,
     )
     fixed, by_rank = np.zeros(count - 1), np.zeros((2, ranks))
     if columns.flow.known:
-        ways = columns.flow.crossings(stage, count)
+        values = columns.flow.crossings(stage, count)
         place = np.arange(count) % ranks
-        ways = np.where(place[:, None] != place, ways, 0.0)
-        sent, fixed = ways[:, 0, :-1].sum(axis=2)
-        for kind, (ahead, back) in enumerate(ways):  # gradients are sent by those that got the values
+        values = np.where(place[:, None] != place, values, 0.0)
+        sent, fixed = values[:, 0, :-1].sum(axis=2)
+        for kind, (ahead, back) in enumerate(values):  # gradients are sent by those that got the values
             by_rank[kind] = np.bincount(place, weights=ahead.sum(axis=1) + back.sum(axis=0), minlength=ranks)
     else:
         for boundary, nbytes in enumerate(sent):
             by_rank[0, [boundary % ranks, (boundary + 1) % ranks]] += nbytes
-    return Stages(
+    return StageCuts(
         count=count,
         stage=stage,
         sent=sent,

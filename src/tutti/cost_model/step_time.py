@@ -14,15 +14,15 @@ from tutti.cost_model.compressed_sync_cost import kernel_notes, phases
 from tutti.cost_model.compute_cost import update_temporaries
 from tutti.cost_model.cost_notes import disturbed, link_note, memory_notes, time_notes
 from tutti.cost_model.gradient_sync_cost import Sync, synchronise
-from tutti.cost_model.group_links import Group, network
-from tutti.cost_model.loading_time import Load, data_note, feeds, most
+from tutti.cost_model.group_links import RankGroup, network
+from tutti.cost_model.loading_time import BatchLoad, data_note, feeds, most
 from tutti.cost_model.memory_cost import held_by_stage, kept, rank_memory
 from tutti.cost_model.microbatch_cost import Wires
 from tutti.cost_model.module_costs import model_table
-from tutti.cost_model.overlap import Bucket, Exchange
+from tutti.cost_model.overlap import BucketCost, CommCost
 from tutti.cost_model.pipeline_cost import Line, lines_of
-from tutti.cost_model.rank_placement import Link, Seat, place_ranks, samples_of
-from tutti.cost_model.relaxed_sync_cost import apart_notes, check_apart
+from tutti.cost_model.rank_placement import HostGroup, Link, place_ranks, samples_of
+from tutti.cost_model.relaxed_sync_cost import check_diverged, diverged_notes
 from tutti.cost_model.stage_cuts import stages_of
 from tutti.cost_model.step_timeline import RankWork, Setting, line_load, line_work, workers_of
 from tutti.cost_model.work_division import division, parts, recompute_regions
@@ -56,13 +56,13 @@ def _warmup(plan: Plan) -> list[tuple[int, Plan, int | None]]:
 def _predict(model: ModelSpec, cluster: ClusterSpec, plan: Plan, updates: int | None) -> Prediction:
     """Of a step after so many updates; None: once no warm-up is left."""
     step = worked_out(model, cluster, plan, updates)
-    setting, samples, seats = step.setting, step.samples, step.setting.wires.network.seats
+    setting, samples, host_groups = step.setting, step.samples, step.setting.wires.network.host_groups
     slowest = slowest_of(setting, [work for line in step.lines for work in line_work(setting, line)])
-    worker, work, sync = setting.workers[slowest.work.seat], slowest.work, slowest.sync
+    worker, work, sync = setting.workers[slowest.work.host_group], slowest.work, slowest.sync
     everyone = setting.wires.network.group(*plan.mesh)
     beside_s = work.waits_s + loss_s(setting)
-    exchange = Exchange(total_s=sync.exchange.total_s + beside_s, exposed_s=sync.exchange.exposed_s + beside_s)
-    memory, seat, when = min(
+    exchange = CommCost(total_s=sync.exchange.total_s + beside_s, exposed_s=sync.exchange.exposed_s + beside_s)
+    memory, host_group, when = min(
         memories(setting, step.lines, slowest.syncs).values(), key=lambda one: one[1].memory_nbytes - one[0].total
     )
     other_s = overhead_s(setting, work)
@@ -77,19 +77,21 @@ def _predict(model: ModelSpec, cluster: ClusterSpec, plan: Plan, updates: int | 
         phases=_phases(data_s, work, exchange, other_s),
         memory_nbytes=_estimate(memory.total, cost_constants.MEMORY_MARGIN),
         memory=memory,
-        fits=memory.total <= seat.memory_nbytes,
+        fits=memory.total <= host_group.memory_nbytes,
         sent_nbytes_per_rank=slowest.sent_nbytes,
         throughput_per_s=units / step_s,
         model_flops_per_s=setting.wires.columns.sample_flops * samples / step_s,
         devices=plan.world_size,
         notes=(
-            *time_notes(seats, setting.seats[work.seat], worker, work.limits, exchange, margin, data_s, link),
-            data_note(cluster, model, seats, work.load, data_s),
-            *apart_notes(plan.sync),
-            *kernel_notes(plan, setting.seats[work.seat].device),
+            *time_notes(
+                host_groups, setting.host_groups[work.host_group], worker, work.limits, exchange, margin, data_s, link
+            ),
+            data_note(cluster, model, host_groups, work.load, data_s),
+            *diverged_notes(plan.sync),
+            *kernel_notes(plan, setting.host_groups[work.host_group].device),
             *_axes_notes(setting),
             *((link_note(link),) if link else ()),
-            *memory_notes(memory, seat, when),
+            *memory_notes(memory, host_group, when),
             *disturbed(cluster),
             *model.notes,
         ),
@@ -105,8 +107,8 @@ def loss_s(setting: Setting) -> float:
 
 def overhead_s(setting: Setting, work: RankWork) -> float:
     """Seconds of a rank's step outside of operators."""
-    worker = setting.workers[work.seat]
-    cpu = setting.seats[work.seat].device.kind == "cpu"
+    worker = setting.workers[work.host_group]
+    cpu = setting.host_groups[work.host_group].device.kind == "cpu"
     return worker.slowdown * (
         cost_constants.STEP_CALLS * worker.kernel_overhead_s if cpu else cost_constants.STEP_OVERHEAD_S
     )
@@ -134,13 +136,13 @@ def worked_out(model: ModelSpec, cluster: ClusterSpec, plan: Plan, updates: int 
     """Who computes what of a step after so many updates, with what. Raises PlanError as `predict` does."""
     check_plan(plan)
     samples = _samples(model, plan)
-    seats = place_ranks(cluster, plan.world_size)
-    setting = replace(_setting(model, cluster, plan, seats, samples), updates=updates)
-    check_apart(plan, setting.wires.network)
-    return Step(setting=setting, samples=samples, lines=lines_of(plan, seats, samples))
+    host_groups = place_ranks(cluster, plan.world_size)
+    setting = replace(_setting(model, cluster, plan, host_groups, samples), updates=updates)
+    check_diverged(plan, setting.wires.network)
+    return Step(setting=setting, samples=samples, lines=lines_of(plan, host_groups, samples))
 
 
-def load_of(model: ModelSpec, cluster: ClusterSpec, plan: Plan) -> Load:
+def load_of(model: ModelSpec, cluster: ClusterSpec, plan: Plan) -> BatchLoad:
     """What brings the samples of a step in, on the ranks that load most. Raises PlanError as `predict` does."""
     step = worked_out(model, cluster, plan)
     return most(line_load(step.setting, line) for line in step.lines)
@@ -156,23 +158,25 @@ def _samples(model: ModelSpec, plan: Plan) -> int:
     return samples
 
 
-def _setting(model: ModelSpec, cluster: ClusterSpec, plan: Plan, seats: tuple[Seat, ...], samples: int) -> Setting:
+def _setting(
+    model: ModelSpec, cluster: ClusterSpec, plan: Plan, host_groups: tuple[HostGroup, ...], samples: int
+) -> Setting:
     wires = Wires(
         model=model,
         plan=plan,
         columns=model_table(model),
         division=division(model, plan),
-        network=network(cluster, seats, plan),
+        network=network(cluster, host_groups, plan),
         half=plan.precision in ("bfloat16", "float16"),
-        on_cpu=seats[0].device.kind == "cpu",
+        on_cpu=host_groups[0].device.kind == "cpu",
     )
-    own, feeding = parts(model, plan), feeds(model, cluster, plan, seats, samples)
+    own, feeding = parts(model, plan), feeds(model, cluster, plan, host_groups, samples)
     return Setting(
         model=model,
         plan=plan,
-        seats=tuple(seat for seat in seats for _ in own),
-        workers=tuple(worker for worker in workers_of(model, plan, seats) for _ in own),
-        parts=own * len(seats),
+        host_groups=tuple(host_group for host_group in host_groups for _ in own),
+        workers=tuple(worker for worker in workers_of(model, plan, host_groups) for _ in own),
+        parts=own * len(host_groups),
         wires=wires,
         stages=stages_of(model, plan),
         regions=recompute_regions(model, plan),
@@ -198,7 +202,7 @@ def slowest_of(setting: Setting, works: list[RankWork]) -> Slowest:
 
     longest: dict[tuple[int, int], RankWork] = {}
     for work in works:  # of the ranks of a seat the one with most work, as more of it hides no more than itself
-        key = work.stage, work.seat
+        key = work.stage, work.host_group
         if key not in longest or lasts_s(work) > lasts_s(longest[key]):
             longest[key] = work
     found: dict[int, tuple[float, RankWork, Sync]] = {}
@@ -259,12 +263,12 @@ def _axes_notes(setting: Setting) -> tuple[str, ...]:
     return ("groups: " + ", ".join(said),)
 
 
-def _where(group: Group) -> str:
+def _where(group: RankGroup) -> str:
     span = group.span
     if span.hosts == 1:
         return "within a host"
     return f"over {span.hosts} hosts" + (
-        f" ({span.meeting} groups share a host's connection)" if span.meeting > 1 else ""
+        f" ({span.sharing_groups} groups share a host's connection)" if span.sharing_groups > 1 else ""
     )
 
 
@@ -279,7 +283,7 @@ def _margin(cluster: ClusterSpec, worker: Worker, link: Link | None, exposed: fl
     return (1 - exposed) * cost_constants.STEP_MARGIN[worker.evidence] + exposed * links
 
 
-def _phases(data_s: float, work: RankWork, exchanged: Exchange, other_s: float) -> dict[Phase, float]:
+def _phases(data_s: float, work: RankWork, exchanged: CommCost, other_s: float) -> dict[Phase, float]:
     return {
         "data": data_s,
         "forward": work.forward_s,
@@ -291,7 +295,7 @@ def _phases(data_s: float, work: RankWork, exchanged: Exchange, other_s: float) 
     }
 
 
-Held = tuple[RankMemory, Seat, str]
+Held = tuple[RankMemory, HostGroup, str]
 """The memory of a rank, its seat, and when it is fullest."""
 
 
@@ -313,17 +317,17 @@ def memories(
     }
     found: dict[tuple[int, tuple[int, int], int], Held] = {}
     for line in lines:
-        for stage, some in enumerate(line.seats):
-            fused: tuple[Bucket, ...] = syncs[stage].buckets
+        for stage, some in enumerate(line.host_groups):
+            fused: tuple[BucketCost, ...] = syncs[stage].buckets
             samples = line.microbatches
-            for seat in some:
-                key = (stage, line.samples[-1], seat)
+            for host_group in some:
+                key = (stage, line.samples[-1], host_group)
                 if key not in found:
-                    kind, model = setting.seats[seat].device.kind, models[id(setting.parts[seat])]
+                    kind, model = setting.host_groups[host_group].device.kind, models[id(setting.parts[host_group])]
                     memory, when = rank_memory(model, plan, samples=samples, stage=stage, fused=fused, kind=kind)
                     if kind == "cpu":
                         memory = replace(memory, script=wires.model.script_nbytes)
-                    found[key] = (memory, setting.seats[seat], when)
+                    found[key] = (memory, setting.host_groups[host_group], when)
     return found
 
 

@@ -11,30 +11,38 @@ from tutti.config.plan import Plan
 from tutti.cost_model import cost_constants
 from tutti.cost_model.compute_cost import update_calls, update_nbytes
 from tutti.cost_model.cost_notes import STAGES
-from tutti.cost_model.loading_time import Feed, Load, most
+from tutti.cost_model.loading_time import BatchLoad, Feed, most
 from tutti.cost_model.microbatch_cost import Passed, Wires, each_of, passed
 from tutti.cost_model.module_costs import Flags
 from tutti.cost_model.overlap import TIERS, Taken
-from tutti.cost_model.pipeline_cost import Actions, Crowd, Line, Messages, by_share_and_stage, crowd_of
-from tutti.cost_model.rank_placement import Seat, message
-from tutti.cost_model.stage_cuts import Stages
+from tutti.cost_model.pipeline_cost import (
+    Actions,
+    Line,
+    Messages,
+    Oversubscription,
+    by_share_and_stage,
+    oversubscription_of,
+)
+from tutti.cost_model.rank_placement import HostGroup, message
+from tutti.cost_model.stage_cuts import StageCuts
 from tutti.cost_model.work_division import Division, Region
 from tutti.cost_model.worker_speed import Array, Worker, worker_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What all lines of a plan share. By kind of rank (lines.kinds_of_ranks): `seats`; `workers`: what it computes
-    with; `parts`: what it has of each module, of which `wires` has the largest; `feeds`: how it loads its samples.
-    `updates`: made before the step, None: more than any warm-up has."""
+    """What all lines of a plan share. By kind of rank (lines.kinds_of_ranks): `host_groups`; `workers`: what it
+    computes with; `parts`: what it has of each module, of which `wires` has the largest; `feeds`: how it loads its
+    samples. `updates`: made before the step, None: more than any warm-up has.
+    """
 
     model: ModelSpec
     plan: Plan
-    seats: tuple[Seat, ...]
+    host_groups: tuple[HostGroup, ...]
     workers: tuple[Worker, ...]
     parts: tuple[Division, ...]
     wires: Wires
-    stages: Stages
+    stages: StageCuts
     regions: tuple[Region, ...]
     feeds: tuple[Feed, ...]
     updates: int | None = None
@@ -44,13 +52,13 @@ class Setting:
         mine: Flags = self.stages.stage % self.plan.degree("stage") == stage
         return mine
 
-    def wires_of(self, seat: int) -> Wires:
+    def wires_of(self, host_group: int) -> Wires:
         """What the exchanges of a kind of rank depend on."""
-        return replace(self.wires, division=self.parts[seat]) if self.plan.split_weights else self.wires
+        return replace(self.wires, division=self.parts[host_group]) if self.plan.split_weights else self.wires
 
-    def gradients(self, seat: int) -> Array:
+    def gradients(self, host_group: int) -> Array:
         """Bytes by module of the gradients that a kind of rank has."""
-        nbytes: Array = self.wires.columns.gradients * self.parts[seat].weight
+        nbytes: Array = self.wires.columns.gradients * self.parts[host_group].weight
         return nbytes
 
 
@@ -64,7 +72,7 @@ class RankWork:
 
     line: Line
     stage: int
-    seat: int
+    host_group: int
     forward_s: float
     backward_s: float
     optimizer_s: float
@@ -73,7 +81,7 @@ class RankWork:
     limits: dict[str, float]
     sent_nbytes: float
     taken: Taken
-    load: Load
+    load: BatchLoad
 
     @property
     def total_s(self) -> float:
@@ -90,7 +98,10 @@ class RankWork:
 def line_work(setting: Setting, line: Line) -> list[RankWork]:
     """The work of a line, one entry for each place on the stage axis: of the seat there that ends last."""
     known = passes_of(setting, line)
-    places = [[_own_work(setting, line, stage, seat, known) for seat in some] for stage, some in enumerate(line.seats)]
+    places = [
+        [_own_work(setting, line, stage, host_group, known) for host_group in some]
+        for stage, some in enumerate(line.host_groups)
+    ]
     if len(places) > 1:
         ended, stretch = actions_of(setting, line, known).ends(setting.plan)
         rows = zip(places, ended, stretch, _sent_nbytes(setting, line), strict=True)
@@ -110,33 +121,35 @@ def _among(setting: Setting, one: RankWork, end: float, nbytes: float) -> RankWo
 def passes_of(setting: Setting, line: Line) -> dict[tuple[int, int], Passed]:
     """A line's microbatches by (seat, samples)."""
     return {
-        (seat, count): passed(setting.wires_of(seat), setting.workers[seat], setting.regions, count)
-        for seat in {seat for some in line.seats for seat in some}
+        (host_group, count): passed(setting.wires_of(host_group), setting.workers[host_group], setting.regions, count)
+        for host_group in {host_group for some in line.host_groups for host_group in some}
         for count, _ in line.samples
     }
 
 
-def _own_work(setting: Setting, line: Line, stage: int, seat: int, known: dict[tuple[int, int], Passed]) -> RankWork:
+def _own_work(
+    setting: Setting, line: Line, stage: int, host_group: int, known: dict[tuple[int, int], Passed]
+) -> RankWork:
     """A rank's passes one after another, as if it never waited for another stage."""
     own = setting.own(stage)
     forward_s = backward_s = waits_s = sent = 0.0
     limits = np.zeros(3)
-    followed = followed_s(setting, seat)
+    followed = followed_s(setting, host_group)
     for count, times in line.samples:
-        one = known[seat, count]
+        one = known[host_group, count]
         forward_s += times * (float(one.forward_s[own].sum()) + followed)
         backward_s += times * float(one.backward_s[own].sum())
         waits_s += times * float((one.waits.forward_s + one.waits.backward_s)[own].sum())
         sent += times * float((one.waits.forward_nbytes + one.waits.backward_nbytes)[own].sum())
         limits += times * one.limits[:, own].sum(axis=1)
         limits[2] += times * followed
-    last = known[seat, line.samples[-1][0]]
-    traffic_s, calls_s = _update_s(setting, seat, own)
-    again = (setting.plan.batch.num_microbatches - 1) * added_s(setting, seat, own)
+    last = known[host_group, line.samples[-1][0]]
+    traffic_s, calls_s = _update_s(setting, host_group, own)
+    again = (setting.plan.batch.num_microbatches - 1) * added_s(setting, host_group, own)
     return RankWork(
         line=line,
         stage=stage,
-        seat=seat,
+        host_group=host_group,
         forward_s=forward_s,
         backward_s=backward_s + again,
         optimizer_s=traffic_s + calls_s,
@@ -157,15 +170,18 @@ def _own_work(setting: Setting, line: Line, stage: int, seat: int, known: dict[t
     )
 
 
-def line_load(setting: Setting, line: Line) -> Load:
+def line_load(setting: Setting, line: Line) -> BatchLoad:
     """What brings a line's samples in: each of its ranks loads them all, whatever it computes of them."""
     samples = sum(max(1, size) * times for size, times in line.samples)
-    return most(setting.feeds[seat].load(samples) for seat in {seat for some in line.seats for seat in some})
+    return most(
+        setting.feeds[host_group].load(samples)
+        for host_group in {host_group for some in line.host_groups for host_group in some}
+    )
 
 
-def added_s(setting: Setting, seat: int, own: Flags) -> float:
+def added_s(setting: Setting, host_group: int, own: Flags) -> float:
     """From the second microbatch on, gradients are read, added to and written."""
-    nbytes, worker = float(setting.gradients(seat)[own].sum()), setting.workers[seat]
+    nbytes, worker = float(setting.gradients(host_group)[own].sum()), setting.workers[host_group]
     return 3 * nbytes / worker.bandwidth_bytes_per_s * worker.slowdown
 
 
@@ -187,12 +203,17 @@ def actions_of(setting: Setting, line: Line, known: dict[tuple[int, int], Passed
     ranks, counts = setting.plan.degree("stage"), line.microbatches
     times: dict[int, Array] = {}
     for count, _ in line.samples:
-        per_seat = {
-            seat: np.stack([stage_seconds(setting, known[seat, count], seat), _waits(setting, known[seat, count])])
-            for seat in {s for some in line.seats for s in some}
+        per_host_group = {
+            host_group: np.stack(
+                [
+                    stage_seconds(setting, known[host_group, count], host_group),
+                    _waits(setting, known[host_group, count]),
+                ]
+            )
+            for host_group in {s for some in line.host_groups for s in some}
         }
         slowest = [
-            _slowest([per_seat[seat][:, :, stage] for seat in line.seats[stage % ranks]])
+            _slowest([per_host_group[host_group][:, :, stage] for host_group in line.host_groups[stage % ranks]])
             for stage in range(stages.count)
         ]
         times[count] = np.stack(slowest, axis=2)
@@ -201,20 +222,22 @@ def actions_of(setting: Setting, line: Line, known: dict[tuple[int, int], Passed
         seconds=seconds,
         waits=waits,
         messages=_messages(setting, line, known),
-        crowd=_crowd(setting),
+        oversubscription=_oversubscription(setting),
     )
 
 
-def _crowd(setting: Setting) -> Crowd | None:
+def _oversubscription(setting: Setting) -> Oversubscription | None:
     """Who shares cores with whom, if there are not enough."""
-    if all(seat.oversubscribed <= 1 for seat in setting.seats):
+    if all(host_group.oversubscribed <= 1 for host_group in setting.host_groups):
         return None
-    return crowd_of(setting.wires.network.seats, by_share_and_stage(setting.plan, np.arange(setting.plan.world_size)))
+    return oversubscription_of(
+        setting.wires.network.host_groups, by_share_and_stage(setting.plan, np.arange(setting.plan.world_size))
+    )
 
 
-def _slowest(seats: list[Array]) -> Array:
+def _slowest(host_groups: list[Array]) -> Array:
     """(seconds and waits, kinds): of each kind of action, those of the seat that takes longest."""
-    some = np.stack(seats)
+    some = np.stack(host_groups)
     return np.asarray(np.take_along_axis(some, some[:, :1].argmax(axis=0)[None], axis=0)[0], dtype=np.float64)
 
 
@@ -235,8 +258,8 @@ def _messages(setting: Setting, line: Line, known: dict[tuple[int, int], Passed]
     message has the link for itself, and what follows it waits for those of all."""
     stages, ranks = setting.stages, setting.plan.degree("stage")
     counts = np.array(line.microbatches)
-    alone = _alone_s(setting, counts)
-    away = np.array(setting.wires.network.apart("stage"), dtype=np.intp)
+    uncontended = _uncontended_s(setting, counts)
+    away = np.array(setting.wires.network.across_hosts("stage"), dtype=np.intp)
     meets: dict[int, Array] = {}
     for count, _ in line.samples:
         by_stage = np.zeros((len(TIERS), stages.count))
@@ -247,14 +270,14 @@ def _messages(setting: Setting, line: Line, known: dict[tuple[int, int], Passed]
         meets[count] = by_stage
     senders = np.arange(stages.count - 1)
     met = np.stack([meets[count][away[senders % ranks], senders] for count in line.microbatches], axis=1)
-    besides = np.minimum(alone, met)
+    besides = np.minimum(uncontended, met)
     links = setting.wires.network.neighbours("stage")
     latency = np.array([links[sender % ranks].latency_s for sender in senders])
-    own = alone if _crowd(setting) is None else _alone_s(setting, counts, in_turns=True)
-    return Messages(arrive_s=own + besides, occupy_s=np.maximum(0.0, alone + besides - latency[:, None]))
+    own = uncontended if _oversubscription(setting) is None else _uncontended_s(setting, counts, in_turns=True)
+    return Messages(arrive_s=own + besides, occupy_s=np.maximum(0.0, uncontended + besides - latency[:, None]))
 
 
-def _alone_s(setting: Setting, counts: NDArray[np.intp], *, in_turns: bool = False) -> Array:
+def _uncontended_s(setting: Setting, counts: NDArray[np.intp], *, in_turns: bool = False) -> Array:
     """(boundaries, microbatches): seconds of messages of `counts` samples that meet only those of other ranks at their
     place; `in_turns`: only of those that exchange within passes, and so do the same at the same moment."""
     stages, ranks, plan = setting.stages, setting.plan.degree("stage"), setting.plan
@@ -262,40 +285,40 @@ def _alone_s(setting: Setting, counts: NDArray[np.intp], *, in_turns: bool = Fal
     links = setting.wires.network.neighbours("stage", in_step if in_turns else None)
     samples = counts / plan.degree("context")  # each sends its part of the sequences
     nbytes = stages.sent[:, None] * samples + stages.fixed[:, None]
-    alone = [each_of(partial(message, links[stage % ranks]), row) for stage, row in enumerate(nbytes)]
-    return np.array(alone).reshape(nbytes.shape)
+    uncontended = [each_of(partial(message, links[stage % ranks]), row) for stage, row in enumerate(nbytes)]
+    return np.array(uncontended).reshape(nbytes.shape)
 
 
 def _last_message(setting: Setting, line: Line, place: int) -> Array:
     """(tiers,): seconds of the gradient that a place on the stage axis sends back at the end of its last backward."""
     found = np.zeros(len(TIERS))
     if place > 0:
-        alone = _alone_s(setting, np.array([line.samples[-1][0]]))
-        found[int(setting.wires.network.apart("stage")[place - 1])] = alone[place - 1, 0]
+        uncontended = _uncontended_s(setting, np.array([line.samples[-1][0]]))
+        found[int(setting.wires.network.across_hosts("stage")[place - 1])] = uncontended[place - 1, 0]
     return found
 
 
-def stage_seconds(setting: Setting, one: Passed, seat: int) -> Array:
+def stage_seconds(setting: Setting, one: Passed, host_group: int) -> Array:
     """(kinds of action, stages): seconds of a microbatch's forward, backward, and the halves of backward."""
     stages, plan, count = setting.stages, setting.plan, setting.stages.count
     ahead = np.bincount(stages.stage, weights=one.forward_s + one.waits.forward_s, minlength=count)
     back = np.bincount(stages.stage, weights=one.backward_s + one.waits.backward_s, minlength=count)
-    worker = setting.workers[seat]
-    added = 3 * setting.gradients(seat) / worker.bandwidth_bytes_per_s * worker.slowdown
+    worker = setting.workers[host_group]
+    added = 3 * setting.gradients(host_group) / worker.bandwidth_bytes_per_s * worker.slowdown
     m = plan.batch.num_microbatches
     back = back + (m - 1) / m * np.bincount(stages.stage, weights=added, minlength=count)
-    ahead = ahead + np.where(np.arange(count) < plan.degree("stage"), followed_s(setting, seat), 0.0)
+    ahead = ahead + np.where(np.arange(count) < plan.degree("stage"), followed_s(setting, host_group), 0.0)
     if any(rule.recompute for rule in plan.layout):  # backward is not taken apart then
         return np.array([ahead, back, back, np.zeros(count)])
     return np.array([ahead, back, back / 2, back / 2])
 
 
-def followed_s(setting: Setting, seat: int) -> float:
+def followed_s(setting: Setting, host_group: int) -> float:
     """Seconds in which a rank on a CPU follows the model on shapes, to know what its stages do with a microbatch."""
     units, calls = setting.stages.followed
-    if setting.seats[seat].device.kind != "cpu":
+    if setting.host_groups[host_group].device.kind != "cpu":
         return 0.0
-    worker = setting.workers[seat]
+    worker = setting.workers[host_group]
     bare = cost_constants.FOLLOWED_UNIT * units + cost_constants.FOLLOWED_CALL * calls
     return bare * worker.kernel_overhead_s * worker.slowdown
 
@@ -311,16 +334,16 @@ def ties_s(setting: Setting) -> float:
     return 2 * latency * len(setting.stages.ties) + max(link.carry(nbytes, nbytes) for link in links)
 
 
-def _update_s(setting: Setting, seat: int, own: Flags) -> tuple[float, float]:
+def _update_s(setting: Setting, host_group: int, own: Flags) -> tuple[float, float]:
     """Seconds of memory traffic and of operator calls of one optimizer update of the modules `own`. On CUDA one
     multi-tensor kernel takes many tensors; with a shard axis a rank updates its part of every tensor."""
     columns, plan, worker, kind = (
         setting.wires.columns,
         setting.plan,
-        setting.workers[seat],
-        setting.seats[seat].device.kind,
+        setting.workers[host_group],
+        setting.host_groups[host_group].device.kind,
     )
-    gradients, states = setting.gradients(seat), columns.optimizer * setting.parts[seat].weight
+    gradients, states = setting.gradients(host_group), columns.optimizer * setting.parts[host_group].weight
     trained = own & (columns.gradients > 0)
     nbytes = update_nbytes(setting.model, gradients[trained], states[trained], on_cpu=kind == "cpu")
     traffic = float(nbytes.sum()) / plan.degree("shard")
@@ -332,6 +355,6 @@ def _update_s(setting: Setting, seat: int, own: Flags) -> tuple[float, float]:
     return worker.slowdown * traffic / bandwidth, worker.slowdown * per_tensor * groups * worker.kernel_overhead_s
 
 
-def workers_of(model: ModelSpec, plan: Plan, seats: tuple[Seat, ...]) -> tuple[Worker, ...]:
+def workers_of(model: ModelSpec, plan: Plan, host_groups: tuple[HostGroup, ...]) -> tuple[Worker, ...]:
     """What a rank of each seat computes with. Raises PlanError for a precision that a device has no rate for."""
-    return tuple(worker_at(seat, model.dtype, plan.precision) for seat in seats)
+    return tuple(worker_at(host_group, model.dtype, plan.precision) for host_group in host_groups)

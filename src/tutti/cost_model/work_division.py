@@ -15,7 +15,7 @@ from tutti.config.partitioning import cut, cut_units
 from tutti.config.plan import LayoutRule, Plan, by_columns, find_chunks, find_placement, find_recompute
 from tutti.config.refusals import check_parts_not_empty, check_width
 from tutti.cost_model import cost_constants
-from tutti.cost_model.compute_cost import OpTable, Work
+from tutti.cost_model.compute_cost import OpTable, PassCost
 from tutti.cost_model.module_costs import Flags, ModelTable, model_table, remembered
 from tutti.cost_model.worker_speed import Array, Worker
 from tutti.errors import PlanError
@@ -84,7 +84,7 @@ def _division(
     columns = model_table(model)
     placements = _placements(columns, layout)
     whole = np.array([name == "replicate" for name in placements], dtype=np.bool_)
-    linear, by_outputs = _linears(columns, placements, apart=table > 1 and split == 1)
+    linear, by_outputs = _linears(columns, placements, piecewise=table > 1 and split == 1)
     _check(model, columns, degrees, bool(linear.any()))
     _check_widths(model, columns, linear, by_outputs, table)
     has = np.array([bool(kind) for kind in columns.kinds], dtype=np.bool_)
@@ -124,13 +124,13 @@ def _division(
 def divided_linears(model: ModelSpec, layout: tuple[LayoutRule, ...]) -> Flags:
     """Which linear layers of `model` the rules of `layout` divide, where there is a table axis and no split axis."""
     columns = model_table(model)
-    return _linears(columns, _placements(columns, layout), apart=True)[0]
+    return _linears(columns, _placements(columns, layout), piecewise=True)[0]
 
 
-def _linears(columns: ModelTable, placements: list[str], *, apart: bool) -> tuple[Flags, Flags]:
+def _linears(columns: ModelTable, placements: list[str], *, piecewise: bool) -> tuple[Flags, Flags]:
     """Which linear layers are divided over the table axis, and which of them by their outputs."""
     none = np.zeros(len(columns), dtype=np.bool_)
-    if not apart or all(name in ("auto", "replicate") for name in placements):
+    if not piecewise or all(name in ("auto", "replicate") for name in placements):
         return none, none
     said = np.array([name not in ("auto", "replicate") for name in placements], dtype=np.bool_)
     linear = said & (columns.linear > 0)
@@ -298,17 +298,17 @@ def _parents(name: str) -> list[str]:
     return [".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)]
 
 
-def computed_apart(
+def computed_in_pieces(
     columns: ModelTable,
     part: Division,
     grid: Sequence[int],
     worker: Worker,
     samples: int,
-    passes: tuple[Work, Work],
+    passes: tuple[PassCost, PassCost],
     *,
     on_cpu: bool,
     least: bool = False,
-) -> tuple[Work, Work]:
+) -> tuple[PassCost, PassCost]:
     """Forward and backward of a microbatch of `samples`, as parallel/spatial/overlapped.py does it: inputs, outputs and
     their gradients are read and written some times more; where the interior is computed while halos travel, every slab
     goes over the weights anew, and its few rows take longer than as many rows of a larger part. `grid`: parts along
@@ -318,27 +318,32 @@ def computed_apart(
     if max(grid) == 1 or not cut.any() or not samples:
         return ahead, back
     inside = _least_interior(columns, max(grid)) if least else interior(columns, grid)
-    apart = cut & (inside >= cost_constants.LEAST_INTERIOR)
+    piecewise = cut & (inside >= cost_constants.LEAST_INTERIOR)
     inputs = np.where(cut, samples * part.passed * columns.activations, 0.0)
-    outputs = np.where(apart, samples * part.passed * columns.outputs, 0.0)
+    outputs = np.where(piecewise, samples * part.passed * columns.outputs, 0.0)
     slabs = 1 if least else sum(min(2, parts - 1) for parts in grid)
-    weights = np.where(apart, columns.parameters * part.weight, 0.0) * slabs
-    share = np.where(apart & (not least), 1 - inside, 0.0)
+    weights = np.where(piecewise, columns.parameters * part.weight, 0.0) * slabs
+    share = np.where(piecewise & (not least), 1 - inside, 0.0)
     moved_s = 1 / worker.bandwidth_bytes_per_s
 
-    def longer(work: Work, direction: Literal["forward", "backward"], over_weights_s: float) -> Work:
-        (of_inputs, of_outputs), calls = cost_constants.APART_PASSES[direction], cost_constants.APART_CALLS[direction]
+    def longer(work: PassCost, direction: Literal["forward", "backward"], over_weights_s: float) -> PassCost:
+        (of_inputs, of_outputs), calls = (
+            cost_constants.PIECEWISE_PASSES[direction],
+            cost_constants.PIECEWISE_CALLS[direction],
+        )
         slow = 1 / cost_constants.SLAB_EFFICIENCY[direction] - 1 if on_cpu else 0.0
-        of_inputs_here = np.where(apart, of_inputs, cost_constants.HALO_PASSES[direction])
+        of_inputs_here = np.where(piecewise, of_inputs, cost_constants.HALO_PASSES[direction])
         traffic = moved_s * (of_inputs_here * inputs + of_outputs * outputs) + over_weights_s * weights
         each_s = worker.call_s if worker.gap_s is None else worker.gap_s  # a GPU's host is ahead of it
-        calls_here = np.where(apart, calls, cost_constants.HALO_CALLS[direction])
+        calls_here = np.where(piecewise, calls, cost_constants.HALO_CALLS[direction])
         called = worker.slowdown * each_s * np.where(cut, calls_here, 0.0)
         more = np.stack([share * slow * work.seconds, worker.slowdown * traffic, called])
-        return Work(seconds=work.seconds + more.sum(axis=0), limits=work.limits + more)
+        return PassCost(seconds=work.seconds + more.sum(axis=0), limits=work.limits + more)
 
-    pace = worker.convolution_weights
-    return longer(ahead, "forward", pace.forward_s), longer(back, "backward", 2 * pace.backward_s + 3 * moved_s)
+    weight_pass_time = worker.convolution_weights
+    return longer(ahead, "forward", weight_pass_time.forward_s), longer(
+        back, "backward", 2 * weight_pass_time.backward_s + 3 * moved_s
+    )
 
 
 def interior(columns: ModelTable, grid: Sequence[int]) -> Array:

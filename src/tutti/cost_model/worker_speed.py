@@ -14,7 +14,7 @@ from tutti.config.cluster import DeviceSpec, GemmRate, WeightKind
 from tutti.config.model import OpKind
 from tutti.config.vocabulary import Evidence, Precision
 from tutti.cost_model import cost_constants
-from tutti.cost_model.rank_placement import Seat
+from tutti.cost_model.rank_placement import HostGroup
 from tutti.errors import PlanError
 
 Array = NDArray[np.float64]
@@ -50,7 +50,7 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
+class WeightPassTime:
     """Seconds in which matrix products go over a byte of their weights: forward's, and each of backward's two."""
 
     forward_s: float
@@ -101,8 +101,8 @@ class Worker:
     """
 
     matrix: Curve
-    weights: Pace
-    convolution_weights: Pace
+    weights: WeightPassTime
+    convolution_weights: WeightPassTime
     vector_rate: float
     bandwidth_bytes_per_s: float
     efficiency: Efficiency
@@ -133,54 +133,54 @@ def best_rate(device: DeviceSpec, dtype: str) -> float:
     return max(measured, default=device.peak_flops_per_s.get(dtype, 0.0))
 
 
-def worker_at(seat: Seat, model_dtype: str, precision: Precision) -> Worker:
-    """What one rank of `seat` computes with. Raises PlanError for a precision the device has no rate for."""
-    device = seat.device
+def worker_at(host_group: HostGroup, model_dtype: str, precision: Precision) -> Worker:
+    """What one rank of `host_group` computes with. Raises PlanError for a precision the device has no rate for."""
+    device = host_group.device
     dtype = matrix_dtype(model_dtype, precision)
     if precision == "tf32" and model_dtype != "float32":
         raise PlanError(f"precision tf32 needs a float32 model, this one is {model_dtype}; use precision full")
-    matrix, said = _curve(seat, dtype)
-    base, _ = _curve(seat, model_dtype) if supports(device, model_dtype) else (matrix, ())
+    matrix, said = _curve(host_group, dtype)
+    base, _ = _curve(host_group, model_dtype) if supports(device, model_dtype) else (matrix, ())
     assumptions = list(said)
     overhead = device.kernel_overhead_s
     if overhead <= 0 and not device.gemm:
         overhead = cost_constants.KERNEL_OVERHEAD_S[device.kind]
         assumptions.append(f"{overhead * 1e6:.0f} us for each operator call on {device.name}")
-    pace, assumed = _pace(seat, dtype)
-    convolutions, _ = _pace(seat, dtype, "conv")
+    weight_pass_time, assumed = _weight_pass_time(host_group, dtype)
+    convolutions, _ = _weight_pass_time(host_group, dtype, "conv")
     assumptions += assumed
     return Worker(
         matrix=matrix,
-        weights=pace,
+        weights=weight_pass_time,
         convolution_weights=convolutions,
         vector_rate=base.best_rate,
-        bandwidth_bytes_per_s=rank_bandwidth(seat),
-        efficiency=_efficiency(device, _of_one_thread(seat, model_dtype)),
+        bandwidth_bytes_per_s=rank_bandwidth(host_group),
+        efficiency=_efficiency(device, _of_one_thread(host_group, model_dtype)),
         convolutions=_by_size((float(rate.weight_nbytes), rate.relative) for rate in device.convolution_rates),
         images=_by_size((float(rate.pixels), rate.relative) for rate in device.image_rates),
         kernel_overhead_s=overhead,
         call_s=overhead * cost_constants.CALL_FACTOR,
         gap_s=cost_constants.KERNEL_GAP_S if device.kind == "cuda" else None,
-        slowdown=seat.slowdown,
+        slowdown=host_group.slowdown,
         half=precision in ("bfloat16", "float16"),
         assumptions=tuple(assumptions),
         evidence=matrix.evidence,
     )
 
 
-def _curve(seat: Seat, dtype: str) -> tuple[Curve, tuple[str, ...]]:
-    """The curve of `dtype` for one rank of `seat`, and in words what it assumes."""
-    device = seat.device
+def _curve(host_group: HostGroup, dtype: str) -> tuple[Curve, tuple[str, ...]]:
+    """The curve of `dtype` for one rank of `host_group`, and in words what it assumes."""
+    device = host_group.device
     rates = [rate for rate in device.gemm if rate.dtype == dtype]
     if rates:
-        return _measured(seat, rates), ()
+        return _measured(host_group, rates), ()
     if dtype not in device.peak_flops_per_s:
         have = sorted(device.peak_flops_per_s.keys() | {rate.dtype for rate in device.gemm})
         raise PlanError(
             f"device {device.name!r} has no rate for {dtype} (it has {', '.join(have) or 'none'}); use another "
             "precision, or measure the device with tutti probe"
         )
-    share = seat.threads / max(1, device.cores) if device.kind == "cpu" else 1.0
+    share = host_group.threads / max(1, device.cores) if device.kind == "cpu" else 1.0
     rate = device.peak_flops_per_s[dtype] * cost_constants.DATA_SHEET_EFFICIENCY * min(1.0, share)
     curve = Curve(
         flops=np.array([1.0]),
@@ -193,44 +193,44 @@ def _curve(seat: Seat, dtype: str) -> tuple[Curve, tuple[str, ...]]:
     )
 
 
-def _measured(seat: Seat, rates: list[GemmRate]) -> Curve:
+def _measured(host_group: HostGroup, rates: list[GemmRate]) -> Curve:
     """Rates for the rank's threads, lowered where its neighbours' products slow it down.
 
     By how much is taken from products measured at once, as many as the ranks that compute at once, each on the
     rank's threads. Without those, ranks cannot together beat one product on all their threads: that limit is read
     off the largest size, where a product has enough to do for every thread. Without either, they do not disturb.
     """
-    alone = _at_threads(rates, seat.threads)
-    cores = max(1, seat.device.cores)
-    at_once, all_threads = min(seat.sharing, cores), min(seat.threads * seat.sharing, cores)
+    uncontended = _at_threads(rates, host_group.threads)
+    cores = max(1, host_group.device.cores)
+    at_once, all_threads = min(host_group.sharing, cores), min(host_group.threads * host_group.sharing, cores)
     if at_once == 1:
-        return alone
+        return uncontended
     together = [
         rate
-        for rate in seat.device.gemm_concurrent
-        if (rate.dtype, rate.concurrent, rate.threads) == (rates[0].dtype, at_once, seat.threads)
+        for rate in host_group.device.gemm_concurrent
+        if (rate.dtype, rate.concurrent, rate.threads) == (rates[0].dtype, at_once, host_group.threads)
     ]
     if together:
         shared = _points(together, 1.0)
-        slower = np.maximum(1.0, shared.seconds / alone.time(shared.flops))
-        factor = np.interp(np.log(alone.flops), np.log(shared.flops), slower)
-        return Curve(flops=alone.flops, seconds=np.maximum.accumulate(alone.seconds * factor))
+        slower = np.maximum(1.0, shared.seconds / uncontended.time(shared.flops))
+        factor = np.interp(np.log(uncontended.flops), np.log(shared.flops), slower)
+        return Curve(flops=uncontended.flops, seconds=np.maximum.accumulate(uncontended.seconds * factor))
     if all_threads > max(rate.threads for rate in rates):
-        return alone
+        return uncontended
     whole = _at_threads(rates, all_threads)
-    largest = np.array([max(alone.flops[-1], whole.flops[-1])])
-    gained = float(alone.time(largest)[0] / whole.time(largest)[0])
-    return Curve(flops=alone.flops, seconds=alone.seconds * max(1.0, at_once / gained))
+    largest = np.array([max(uncontended.flops[-1], whole.flops[-1])])
+    gained = float(uncontended.time(largest)[0] / whole.time(largest)[0])
+    return Curve(flops=uncontended.flops, seconds=uncontended.seconds * max(1.0, at_once / gained))
 
 
-def _of_one_thread(seat: Seat, dtype: str) -> float:
+def _of_one_thread(host_group: HostGroup, dtype: str) -> float:
     """The part of the rank's rate of products that one of its threads has."""
-    if seat.device.kind != "cpu" or seat.threads <= 1:
+    if host_group.device.kind != "cpu" or host_group.threads <= 1:
         return 1.0
-    rates = [rate for rate in seat.device.gemm if rate.dtype == dtype]
+    rates = [rate for rate in host_group.device.gemm if rate.dtype == dtype]
     if not rates:
-        return 1.0 / min(seat.threads, max(1, seat.device.cores))
-    return min(1.0, _at_threads(rates, 1).best_rate / _at_threads(rates, seat.threads).best_rate)
+        return 1.0 / min(host_group.threads, max(1, host_group.device.cores))
+    return min(1.0, _at_threads(rates, 1).best_rate / _at_threads(rates, host_group.threads).best_rate)
 
 
 def _efficiency(device: DeviceSpec, of_one_thread: float) -> Efficiency:
@@ -253,40 +253,40 @@ def _by_size(points: Iterable[tuple[float, float]]) -> BySize:
     return BySize(sizes=sizes, part=parts)
 
 
-def _pace(seat: Seat, dtype: str, kind: WeightKind = "gemm") -> tuple[Pace, list[str]]:
-    """How a rank of `seat` goes over weights in `dtype`, and in words what that assumes.
+def _weight_pass_time(host_group: HostGroup, dtype: str, kind: WeightKind = "gemm") -> tuple[WeightPassTime, list[str]]:
+    """How a rank of `host_group` goes over weights in `dtype`, and in words what that assumes.
 
     Measured on the rank's threads while its neighbours did so too, or alone; else at the bandwidth of memory.
     Convolutions of which nothing was measured have the pace of other products.
     """
-    device, passes = seat.device, cost_constants.WEIGHT_PASSES[seat.device.kind]
-    at_once = min(seat.sharing, max(1, device.cores))
+    device, passes = host_group.device, cost_constants.WEIGHT_PASSES[host_group.device.kind]
+    at_once = min(host_group.sharing, max(1, device.cores))
     measured = {rate.kind for rate in device.weight_rates if rate.dtype == dtype}
     alike = [rate for rate in device.weight_rates if rate.kind == (kind if kind in measured else "gemm")]
     rates = {(rate.dtype, rate.threads, rate.concurrent): rate for rate in alike}
-    found = rates.get((dtype, seat.threads, at_once)) or rates.get((dtype, seat.threads, 1))
+    found = rates.get((dtype, host_group.threads, at_once)) or rates.get((dtype, host_group.threads, 1))
     if found is not None:
         backward = (1 / found.input_gradient + 1 / found.weight_gradient) / 2
-        return Pace(forward_s=1 / found.forward, backward_s=backward), []
-    each = passes / rank_bandwidth(seat)
+        return WeightPassTime(forward_s=1 / found.forward, backward_s=backward), []
+    each = passes / rank_bandwidth(host_group)
     said = [f"each product goes over its weights {passes:.0f} times besides"] if passes and device.gemm else []
-    return Pace(forward_s=each, backward_s=each), said
+    return WeightPassTime(forward_s=each, backward_s=each), said
 
 
-def rank_bandwidth(seat: Seat) -> float:
-    """Bytes a second that one rank of `seat` moves while its neighbours do so too, were there a core for each.
+def rank_bandwidth(host_group: HostGroup) -> float:
+    """Bytes a second that one rank of `host_group` moves while its neighbours do so too, were there a core for each.
 
     Measured at once where it was; else what one process moves, at most its part of the device's bandwidth.
     """
-    device = seat.device
-    share = device.memory_bandwidth_bytes_per_s / min(seat.sharing, max(1, device.cores))
+    device = host_group.device
+    share = device.memory_bandwidth_bytes_per_s / min(host_group.sharing, max(1, device.cores))
     if device.evidence != "measured":
         return share * cost_constants.DATA_SHEET_BANDWIDTH_EFFICIENCY
-    at_once = min(seat.sharing, max(1, device.cores))
+    at_once = min(host_group.sharing, max(1, device.cores))
     rates = {(rate.concurrent, rate.threads): rate.bytes_per_s for rate in device.memory_rates}
-    if (at_once, seat.threads) in rates:
-        return rates[at_once, seat.threads]
-    return min(share, rates.get((1, seat.threads), share))
+    if (at_once, host_group.threads) in rates:
+        return rates[at_once, host_group.threads]
+    return min(share, rates.get((1, host_group.threads), share))
 
 
 def _at_threads(rates: list[GemmRate], threads: int) -> Curve:

@@ -10,7 +10,7 @@ from tutti.errors import LabError
 from tutti.lab import lab_network
 from tutti.lab.lab_network import rates_of
 from tutti.lab.lab_record import LabRecord
-from tutti.lab.lab_run import Finished, Run, Stream, inside, meeting_port, train_command
+from tutti.lab.lab_run import Finished, LabCommand, Stream, inside, rendezvous_port, train_command
 
 Command = Sequence[str] | Callable[[int], Sequence[str]]
 """The same words on every host, or what makes them from the host's number."""
@@ -67,13 +67,13 @@ class Lab:
         environment: Mapping[str, str] | None = None,
         cwd: Path | None = None,
         sink: Callable[[int, Stream, str], None] = lambda host, stream, line: None,
-    ) -> Run:
+    ) -> LabCommand:
         """Start a command on some hosts (all by default) and return at once. Each has NODE_RANK, NNODES,
         NPROC_PER_NODE, MASTER_ADDR and MASTER_PORT. `sink` is told every line they write, from threads of its own.
         """
         words = command if callable(command) else lambda host: command
         chosen = {host: words(host) for host in (self.record.hosts if hosts is None else hosts)}
-        return Run(self.record, chosen, sink=sink, environment=environment, cwd=cwd)
+        return LabCommand(self.record, chosen, sink=sink, environment=environment, cwd=cwd)
 
     def run(
         self,
@@ -114,6 +114,6 @@ class Lab:
         self, *arguments: str, nproc: int | None = None, cwd: Path | None = None, timeout_s: float = 600
     ) -> tuple[Finished, ...]:
         """`tutti run` on every host together: `arguments` are its own, then the script and the script's."""
-        port = meeting_port()
+        port = rendezvous_port()
         words = ("--nproc", str(nproc or self.record.ranks_per_host), "--no-predict", *arguments)
         return self.run(lambda host: train_command(self.record, host, port, words), cwd=cwd, timeout_s=timeout_s)

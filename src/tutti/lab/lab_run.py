@@ -77,7 +77,7 @@ def inside(
     ]
 
 
-def meeting_port() -> int:
+def rendezvous_port() -> int:
     """A port for one run to meet at: runs that share a lab need different ones."""
     return random.SystemRandom().randrange(20000, 30000)  # below the ports that systems hand out
 
@@ -102,7 +102,7 @@ def train_command(record: LabRecord, host: int, port: int, arguments: Sequence[s
     return [*command, *arguments]
 
 
-class Run:
+class LabCommand:
     """One command on each of several hosts. Ends with them; `stop` ends them earlier. `ends_with_process`: so does the
     end of this process, even if it is killed.
     """
@@ -123,7 +123,7 @@ class Run:
         self._readers: list[threading.Thread] = []
         self._failed_at: float | None = None
         self._reaper: subprocess.Popen[bytes] | None = None
-        port = meeting_port()
+        port = rendezvous_port()
         try:
             if ends_with_process:
                 self._reaper = _reaper(f"{MARK}={self._mark}", [record.namespace(host) for host in commands])

@@ -21,7 +21,7 @@ from tutti.launch.rank_watch import Silent
 from tutti.launch.script_path import check_script
 from tutti.launch.supervisor import interrupts, sentence, supervise
 
-MEETING_TIMEOUT_S = 20.0
+RENDEZVOUS_TIMEOUT_S = 20.0
 RANK_NBYTES = 350 * 2**20
 """What a rank takes before it has a model: the interpreter and torch."""
 
@@ -178,7 +178,7 @@ def rendezvous(address: str, timeout_s: float = 3.0) -> Finding:
     return good("rendezvous", f"{address} answers")
 
 
-def meeting(nproc: int) -> Finding:
+def check_rendezvous(nproc: int) -> Finding:
     """Ranks really start, meet and sum a number, as they would in a run."""
     with tempfile.TemporaryDirectory(prefix="tutti-doctor-") as folder:
         spec = LaunchSpec(
@@ -186,7 +186,7 @@ def meeting(nproc: int) -> Finding:
             is_module=True,
             folder=Path(folder),
             ranks_per_node=(nproc,),
-            timeout_s=MEETING_TIMEOUT_S,
+            timeout_s=RENDEZVOUS_TIMEOUT_S,
         )
         try:
             with interrupts() as interrupted:
@@ -208,7 +208,7 @@ def all_checks(path: Path | None, nproc: int, address: str | None) -> list[Calla
         checks.append(lambda: script(path))
     if address is not None:
         checks.append(lambda: rendezvous(address))
-    checks.append(lambda: meeting(nproc))
+    checks.append(lambda: check_rendezvous(nproc))
     return checks
 
 

@@ -35,13 +35,13 @@ def loading_defaults(threads: int) -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def of_node(spec: LaunchSpec, meeting: Path) -> dict[str, str]:
+def of_node(spec: LaunchSpec, rendezvous_folder: Path) -> dict[str, str]:
     """What every rank of this node finds in its environment besides its own numbers.
 
-    `meeting`: a private folder of this node, where the ranks of a single node meet without any port.
+    `rendezvous_folder`: a private folder of this node, where the ranks of a single node meet without any port.
     """
     if spec.rendezvous is None:
-        rendezvous, interface = f"file://{meeting}/store", loopback()
+        rendezvous, interface = f"file://{rendezvous_folder}/store", loopback()
     else:
         rendezvous, interface = f"tcp://{spec.rendezvous}", interface_towards(spec.rendezvous)
     environment = {

@@ -72,10 +72,10 @@ class LocalLauncher:
     def start(self, spec: LaunchSpec) -> "LocalHandle":
         """Fork the ranks of this node. Raises LaunchError when the system refuses."""
         warm(spec.threads)
-        meeting = Path(tempfile.mkdtemp(prefix="tutti-"))
-        shared = launch_environment.of_node(spec, meeting)
+        rendezvous_folder = Path(tempfile.mkdtemp(prefix="tutti-"))
+        shared = launch_environment.of_node(spec, rendezvous_folder)
         processes: dict[int, ForkServerProcess] = {}
-        handle = LocalHandle(processes, meeting)
+        handle = LocalHandle(processes, rendezvous_folder)
         try:
             for local_rank, rank in enumerate(spec.ranks):
                 task = rank_main.RankTask(
@@ -100,9 +100,9 @@ class LocalLauncher:
 class LocalHandle:
     """Started ranks of this machine, each leader of its own process group. See `tutti.launch.launcher.Handle`."""
 
-    def __init__(self, processes: dict[int, ForkServerProcess], meeting: Path) -> None:
+    def __init__(self, processes: dict[int, ForkServerProcess], rendezvous_folder: Path) -> None:
         self._processes = processes
-        self._meeting = meeting
+        self._rendezvous_folder = rendezvous_folder
         self._stopped = False
 
     def pids(self) -> dict[int, int]:
@@ -132,7 +132,7 @@ class LocalHandle:
             _end_group(process)
         for process in self._processes.values():
             process.join(5)
-        shutil.rmtree(self._meeting, ignore_errors=True)
+        shutil.rmtree(self._rendezvous_folder, ignore_errors=True)
 
 
 def _end_group(process: ForkServerProcess) -> None:

@@ -71,10 +71,10 @@ class LocalSgd(DivergedReplicas):
             super().begin(run)
 
     def start_losses(self, run: Run, totals: torch.Tensor) -> CommHandle | None:
-        flight = super().start_losses(run, totals)
+        work = super().start_losses(run, totals)
         if self._moments is not None:
             self._moments.start()
-        return flight
+        return work
 
     def updated(self, run: Run) -> None:
         if self.diverged:
@@ -244,10 +244,10 @@ class DelayedAverage(LocalSgd):
 
     def start_losses(self, run: Run, totals: torch.Tensor) -> CommHandle | None:
         """The average in flight goes on behind the sum of the losses, and has a step's time until the next."""
-        flight = super().start_losses(run, totals)
+        work = super().start_losses(run, totals)
         if self._delayed is not None:
-            self._delayed.advance(self.counts["since"] + 1, flight)
-        return flight
+            self._delayed.advance(self.counts["since"] + 1, work)
+        return work
 
     def restart(self) -> None:
         if self._delayed is not None:

@@ -256,8 +256,8 @@ class CompressedReplicaSum:
 
         They arrive `updates` updates later. `then` and `equal` must not change until `commit` or `forget` is called.
         """
-        ways = zip(*(self._of(flats) for flats in (then, equal, means)), strict=True)
-        parts = [self._mean(number, *way) for number, way in enumerate(ways)]
+        tensors_of_chunks = zip(*(self._of(flats) for flats in (then, equal, means)), strict=True)
+        parts = [self._mean(number, *tensors) for number, tensors in enumerate(tensors_of_chunks)]
         return self._reduction(parts, updates, threaded=self._threaded)
 
     def commit(self) -> None:

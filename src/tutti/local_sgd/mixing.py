@@ -56,10 +56,10 @@ class OverlappedExchange(DivergedReplicas):
 
     def _wait_for_exchange(self) -> bool:
         """Wait for the exchange in flight; returns whether there was one."""
-        flight, self._work = self._work, None
-        if flight is not None:
-            flight.wait()
-        return flight is not None
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
+        return work is not None
 
     def _begin_if_due(self) -> None:
         since = self.counts["since"]

@@ -39,7 +39,9 @@ class ZeroOneReplicas(DivergedReplicas):
     def restart(self) -> None:
         self.rule.rebase()
         self._sums = (
-            CompressedReplicaSum(self.replicas, self.compression, self._ways()) if self.replicas.size > 1 else None
+            CompressedReplicaSum(self.replicas, self.compression, self._displacements())
+            if self.replicas.size > 1
+            else None
         )
         self._hold()
 
@@ -48,12 +50,12 @@ class ZeroOneReplicas(DivergedReplicas):
         due = local_updates(self.counts["agreed"], int(settings["local_steps"]), int(settings["longest"]))
         if self.counts["since"] < due:
             return
-        local, ways = self.vectors.read(), self._ways()
-        flats = ways.read()
+        local, displacements = self.vectors.read(), self._displacements()
+        flats = displacements.read()
         torch._foreach_div_(flats, float(self.replicas.size))
         if self._sums is not None:
             self._sums.sum(flats)
-        ways.write(flats)
+        displacements.write(flats)
         self.rule.agree()
         self.disagreement = distance_from_mean(local, self.vectors.read(), self.replicas)
         self.buffers.agree()
@@ -64,8 +66,10 @@ class ZeroOneReplicas(DivergedReplicas):
     def final_parameters(self) -> FlatVectors:
         return self.replicas.mean(self.vectors.read())
 
-    def _ways(self) -> FlatTensors:
-        return FlatTensors((str(place), state["way"]) for place, (_, _, state) in enumerate(self.rule.learned()))
+    def _displacements(self) -> FlatTensors:
+        return FlatTensors(
+            (str(place), state["displacement"]) for place, (_, _, state) in enumerate(self.rule.learned())
+        )
 
     def _hold(self) -> None:
         """What is kept back, for checkpoints."""

@@ -67,7 +67,7 @@ class Tally:
         return float(self.balance) / max(self.passes, 1)
 
 
-class Exchange(Protocol):
+class ExpertExchange(Protocol):
     """How a mixture meets the ranks that share its slice. `recomputing`: forward runs again within backward."""
 
     @property
@@ -86,7 +86,7 @@ class Experts(Protocol):
     def run_experts(self, rows: Tensor, sizes: Sequence[int]) -> Tensor: ...
 
 
-class Alone:
+class SingleDevice:
     """One device: nothing to exchange."""
 
     @property
@@ -142,7 +142,7 @@ class MixtureOfExperts(nn.Module):
         self.output_weight = nn.Parameter(torch.empty(experts, hidden, width, **made))
         self.input_bias = nn.Parameter(torch.empty(experts, hidden, **made)) if bias else None
         self.output_bias = nn.Parameter(torch.empty(experts, width, **made)) if bias else None
-        self.exchange: Exchange = Alone()
+        self.exchange: ExpertExchange = SingleDevice()
         self.auxiliary_loss = torch.zeros(())
         self.assigned = self.dropped = 0
         self.tally = Tally()
@@ -173,7 +173,7 @@ class MixtureOfExperts(nn.Module):
         choices, weights = self._choose(probabilities)
         if rows.is_meta or isinstance(rows, FakeTensor):
             kept, slots = self._shapes(rows, probabilities)
-            exchange: Exchange = self.exchange if rows.is_meta else Alone()
+            exchange: ExpertExchange = self.exchange if rows.is_meta else SingleDevice()
         else:
             kept, slots = self._route(choices, probabilities)
             exchange = self.exchange

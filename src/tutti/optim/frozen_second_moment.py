@@ -79,7 +79,7 @@ class FrozenMoment:
     divisor: Tensor
 
     def to_send(self, gradient: Tensor, ranks: int) -> None:
-        """Replace, in place, a rank's part of the summed gradient by its part of the sum of momenta."""
+        """Replace, in place, a rank's part of the summed gradient by its part of the sum of momentum."""
         gradient.mul_(1 - self.beta1).add_(self.m, alpha=self.beta1 / ranks).div_(self.divisor)
 
     def to_gradient(self, total: Tensor) -> None:
@@ -133,7 +133,7 @@ class FrozenSecondMoment(ABC):
 
     @property
     def frozen(self) -> bool:
-        """Whether v is frozen: the next sum is of momenta."""
+        """Whether v is frozen: the next sum is of momentum."""
         return bool(self.whole_moments) or any(FROZEN_AFTER in state for state in self.optimizer.state.values())
 
     @property
@@ -239,7 +239,7 @@ class FrozenSecondMoment(ABC):
             for p, group in parameters_with_groups(self.optimizer)
             if "exp_avg_sq" in states.get(p, {})
         ]
-        means, wants_statistics = _means(live, self.over_parts), _looks(live, self.over_parts)
+        means, wants_statistics = _means(live, self.over_parts), _gradient_statistics(live, self.over_parts)
         for (parameter, group, state), mean, look in zip(live, means, wants_statistics, strict=True):
             if mean > 0 and FROZEN_AFTER not in state:
                 state[PARTS], state[SUM] = look
@@ -280,7 +280,7 @@ class FrozenAdam(FrozenSecondMoment):
 class FrozenLAMB(FrozenSecondMoment):
     """LAMB (Li et al. 2021, 1-bit LAMB): layers' ratios are averaged while v learns.
 
-    Then they are multiplied with max(d / d_fresh), of a v that goes on with the gradients that momenta stand for,
+    Then they are multiplied with max(d / d_fresh), of a v that goes on with the gradients that momentum stand for,
     within [0.5, 4] and 10 % an update.
     """
 
@@ -297,7 +297,7 @@ class FrozenLAMB(FrozenSecondMoment):
             )
         if optimizer.normalise:
             raise PlanError(
-                "NVLAMB divides gradients by their norm over all ranks, which is not known where momenta are summed; "
+                "NVLAMB divides gradients by their norm over all ranks, which is not known where momentum is summed; "
                 "use LAMB"
             )
 
@@ -371,7 +371,7 @@ def _means(live: ParameterStates, over_parts: SumOverShards | None) -> list[floa
     return [total / max(size, 1.0) for total, size in _over_parts(live, sums, sizes, over_parts)]
 
 
-def _looks(live: ParameterStates, over_parts: SumOverShards | None) -> list[tuple[float, float]]:
+def _gradient_statistics(live: ParameterStates, over_parts: SumOverShards | None) -> list[tuple[float, float]]:
     """The squared norms of parts and sums, over whole tensors."""
     parts = [torch.tensor(state.get(PARTS, 0.0), dtype=torch.float64) for _, _, state in live]
     sums = [torch.tensor(state.get(SUM, 0.0), dtype=torch.float64) for _, _, state in live]

@@ -33,9 +33,9 @@ LEARNED_UPDATES = "refreshed"
 class ZeroOneAdam:
     """An Adam optimizer under 0/1 Adam.
 
-    Once ranks step alone, the state of a parameter has `base`, where ranks last agreed; `way`, the displacement from
-    there; `rates`, the sum of rates on it; and `shrink`, what decay has left of the base. `observed_norms`: see
-    FrozenSecondMoment.
+    Once ranks step alone, the state of a parameter has `base`, where ranks last agreed; `displacement`, the
+    displacement from there; `rates`, the sum of rates on it; and `shrink`, what decay has left of the base.
+    `observed_norms`: see FrozenSecondMoment.
     """
 
     def __init__(self, optimizer: Optimizer, freeze_step: int, kappa: int, *, floor: float = 0.1) -> None:
@@ -77,18 +77,20 @@ class ZeroOneAdam:
     def rebase(self) -> None:
         """Ranks agree here."""
         for parameter, _, state in self.learned():
-            state["base"], state["way"] = parameter.detach().clone(), torch.zeros_like(parameter)
+            state["base"], state["displacement"] = parameter.detach().clone(), torch.zeros_like(parameter)
             state["rates"], state["shrink"] = 0.0, 1.0
 
     @torch.no_grad()
     def agree(self) -> None:
-        """Every parameter's `way` is the mean of ranks' displacements: go there, with the momentum it stands for."""
+        """Every parameter's `displacement` is the mean of ranks' displacements: go there, with the momentum it stands
+        for.
+        """
         for parameter, group, state in self.learned():
-            state["base"].mul_(state["shrink"]).sub_(state["way"])
+            state["base"].mul_(state["shrink"]).sub_(state["displacement"])
             parameter.copy_(state["base"])
             if state["rates"] > 0:
-                torch.mul(state["way"], self._root(group, state), out=state["exp_avg"]).div_(state["rates"])
-            state["way"].zero_()
+                torch.mul(state["displacement"], self._root(group, state), out=state["exp_avg"]).div_(state["rates"])
+            state["displacement"].zero_()
             state["rates"], state["shrink"] = 0.0, 1.0
 
     def divisor(self, parameter: nn.Parameter) -> Tensor:
@@ -106,16 +108,16 @@ class ZeroOneAdam:
         """Once v does not learn in every update, make the update; the optimizer's own step then finds no gradient."""
         if self.count < min(self.kappa, self.freeze_step):
             return
-        learning, alone = self.exact, self.frozen
+        learning, diverged = self.exact, self.frozen
         for parameter, group in parameters_with_groups(self.optimizer):
             if parameter.grad is None:
                 continue
             if learning or self.knows(parameter):
-                self._update(parameter, group, learning=learning, alone=alone)
+                self._update(parameter, group, learning=learning, diverged=diverged)
             self._set_aside.append((parameter, parameter.grad))
             parameter.grad = None
 
-    def _update(self, parameter: nn.Parameter, group: dict[str, Any], *, learning: bool, alone: bool) -> None:
+    def _update(self, parameter: nn.Parameter, group: dict[str, Any], *, learning: bool, diverged: bool) -> None:
         state, gradient = self.optimizer.state[parameter], parameter.grad
         assert gradient is not None
         if "exp_avg_sq" not in state:
@@ -137,8 +139,8 @@ class ZeroOneAdam:
         rate /= 1 - beta1 ** int(state["step"])
         d = self._root(group, state)
         parameter.addcdiv_(state["exp_avg"], d, value=-rate)
-        if alone:
-            state["way"].mul_(decay_factor).addcdiv_(state["exp_avg"], d, value=rate)
+        if diverged:
+            state["displacement"].mul_(decay_factor).addcdiv_(state["exp_avg"], d, value=rate)
             state["rates"], state["shrink"] = state["rates"] + rate, state["shrink"] * decay_factor
 
     def _root(self, group: dict[str, Any], state: dict[str, Any]) -> Tensor:

@@ -13,7 +13,7 @@ from tutti.comm.traffic import CommChannel, CommHandle
 
 
 @dataclass(slots=True)
-class Route:
+class AllToAllRoute:
     """Who sends how many rows to whom. `send[i]`, `receive[i]`: rows to and from rank i of `group`; `own`: this rank's
     place in it, whose rows stay; `channel`: where it is counted; `handle`, `arriving`: the exchange under way, and
     where
@@ -28,12 +28,12 @@ class Route:
     handle: CommHandle | None = None
     arriving: Tensor | None = None
 
-    def back(self) -> "Route":
+    def back(self) -> "AllToAllRoute":
         """The way back."""
-        return Route(self.group, self.own, self.receive, self.send, self.channel)
+        return AllToAllRoute(self.group, self.own, self.receive, self.send, self.channel)
 
 
-def exchange(rows: Tensor, route: Route) -> Tensor:
+def exchange(rows: Tensor, route: AllToAllRoute) -> Tensor:
     """`rows`, ordered by receiver, go to their ranks; returns the rows that came, ordered by sender.
 
     Gradients take the way back. All ranks of the group call it, and backward must pass here on all of them or none.
@@ -41,26 +41,26 @@ def exchange(rows: Tensor, route: Route) -> Tensor:
     return land(launch(rows, route), route)
 
 
-def launch(rows: Tensor, route: Route) -> Tensor:
+def launch(rows: Tensor, route: AllToAllRoute) -> Tensor:
     """Start an exchange; its result may be used only after `land`. In backward the reverse exchange ends here."""
     return _Launch.apply(rows, route)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def land(rows: Tensor, route: Route) -> Tensor:
+def land(rows: Tensor, route: AllToAllRoute) -> Tensor:
     """Wait for an exchange. In backward the reverse exchange starts here, so what forward computes between `launch`
     and `land` hides the exchange in both directions.
     """
     return _Land.apply(rows, route)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def plain_exchange(rows: Tensor, route: Route) -> Tensor:
+def plain_exchange(rows: Tensor, route: AllToAllRoute) -> Tensor:
     """`exchange` of what has no gradient: indices, sizes."""
     received, handle = _start(rows, route)
     handle.wait()
     return received
 
 
-def _start(rows: Tensor, route: Route) -> tuple[Tensor, CommHandle]:
+def _start(rows: Tensor, route: AllToAllRoute) -> tuple[Tensor, CommHandle]:
     row_numel = rows[0].numel() if len(rows) else 0
     nbytes = (len(rows) - route.send[route.own]) * row_numel * rows.element_size()
     received = rows.new_empty((sum(route.receive), *rows.shape[1:]))
@@ -70,7 +70,7 @@ def _start(rows: Tensor, route: Route) -> tuple[Tensor, CommHandle]:
 
 class _Launch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, route: Route) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, route: AllToAllRoute) -> Tensor:
         ctx.route = route
         received, route.handle = _start(rows, route)
         return received
@@ -86,7 +86,7 @@ class _Launch(torch.autograd.Function):
 
 class _Land(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, route: Route) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, route: AllToAllRoute) -> Tensor:
         ctx.route = route
         assert route.handle is not None
         route.handle.wait()

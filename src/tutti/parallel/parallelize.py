@@ -13,7 +13,7 @@ from tutti.parallel.data.batchnorm import BatchScope, share_statistics
 from tutti.parallel.embedding.apply_table_parallel import divide_tables
 from tutti.parallel.expert.expert_parallel import divide_experts
 from tutti.parallel.layout import Layout, TensorShard
-from tutti.parallel.pipeline.stage_building import Stages
+from tutti.parallel.pipeline.stage_building import StagePartition
 from tutti.parallel.recompute import apply_chunks, apply_recompute
 from tutti.parallel.sharding.parameter_sharding import shard
 from tutti.parallel.sharding.sharded_gradients import Shards
@@ -25,7 +25,7 @@ IMPLEMENTED_AXES = ("replicate", "shard", "context", "expert", "table", "space",
 
 
 def parallelize(
-    model: nn.Module, plan: Plan, layout: Layout, scope: BatchScope, stages: Stages | None = None
+    model: nn.Module, plan: Plan, layout: Layout, scope: BatchScope, stages: StagePartition | None = None
 ) -> Shards:
     """Change `model` in place so that this rank computes its part, and write into `layout` what it holds.
 

@@ -34,7 +34,7 @@ from tutti.parallel.pipeline.shape_inference import of_experts
 from tutti.parallel.pipeline.stage_building import Sample, cut_stages
 from tutti.parallel.tensor import describe_split, rules_for_others
 from tutti.parallel.tensor.layer_patterns import features
-from tutti.parallel.tensor.tensor_plan import Exchange
+from tutti.parallel.tensor.tensor_plan import PlannedCollective
 
 MOST_RANKS = 16
 """At most so many ranks are previewed, evenly spread over the world."""
@@ -229,7 +229,7 @@ def modules_without_input_gradient(model: nn.Module, sample: Sample) -> frozense
     return frozenset(name for name, tracked in with_gradient.items() if not tracked)
 
 
-def _of_input(exchange: Exchange) -> bool:
+def _of_input(exchange: PlannedCollective) -> bool:
     """Whether it reduces the gradient of the module's input; a reduce-scatter is of states between an RNN's steps."""
     return exchange.when == "backward" and exchange.kind != "reduce-scatter"
 
@@ -241,7 +241,7 @@ def _rules(plan: Plan, *, wanted: bool) -> Sequence[tuple[Callable[[nn.Module], 
         rules.append((_has_parameters, _SHARDED[plan.sharding.level]))
     if plan.degree("space") > 1:
         when = "forward and backward" if wanted else "forward"
-        rules.append((_looks_at_neighbours, f"halos with neighbours over space, {when}"))
+        rules.append((_reads_neighbours, f"halos with neighbours over space, {when}"))
     if plan.data_parallel_degree * plan.degree("space") > 1:
         rules.append((_over_batch, "batch statistics, forward and backward"))
     if plan.degree("expert") > 1:
@@ -256,7 +256,7 @@ def _has_parameters(module: nn.Module) -> bool:
     return any(p.requires_grad for p in module.parameters(recurse=False))
 
 
-def _looks_at_neighbours(module: nn.Module) -> bool:
+def _reads_neighbours(module: nn.Module) -> bool:
     if isinstance(module, _ConvNd):
         return any(size > 1 for size in module.kernel_size)
     return isinstance(module, _MaxPoolNd | _AvgPoolNd)

@@ -2,15 +2,15 @@
 
 from tutti.planner.candidates import candidates
 from tutti.planner.plan_description import changed_modules, plan_words, stamp
-from tutti.planner.plan_explanation import Row, difference, explain, rows, whole_words
+from tutti.planner.plan_explanation import PlanRow, difference, explain, rows, whole_words
 from tutti.planner.plan_request import (
     Alternative,
     Choice,
     Coverage,
     NoiseScale,
     Objective,
+    PlanRequest,
     PrecisionPolicy,
-    Request,
     Scope,
     Totals,
     samples_to_quality,
@@ -25,9 +25,9 @@ __all__ = [
     "Coverage",
     "NoiseScale",
     "Objective",
+    "PlanRequest",
+    "PlanRow",
     "PrecisionPolicy",
-    "Request",
-    "Row",
     "Scope",
     "Totals",
     "candidates",

@@ -12,17 +12,17 @@ from tutti.config.plan import PipelinePlan, Plan, ShardingPlan
 from tutti.config.vocabulary import AxisName, Precision
 from tutti.cost_model import compute_cost
 from tutti.cost_model.module_costs import model_table
-from tutti.cost_model.rank_placement import Seat, place_ranks, samples_of
+from tutti.cost_model.rank_placement import HostGroup, place_ranks, samples_of
 from tutti.cost_model.worker_speed import best_rate, matrix_dtype, supports, worker_at
 from tutti.errors import PlanError
 from tutti.planner.cost_tables import Array, ranks_of_node
-from tutti.planner.plan_request import Request
+from tutti.planner.plan_request import PlanRequest
 
 LOWER: tuple[Precision, ...] = ("tf32", "bfloat16", "float16")
 """Precisions below full, in the order in which they keep range: float16 needs loss scaling."""
 
 
-def candidates(model: ModelSpec, cluster: ClusterSpec, request: Request) -> list[Plan]:
+def candidates(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> list[Plan]:
     """Every plan to cost. One-device and data-parallel plans of the script's batch, none with an idle rank."""
     samples = samples_of(request.script.batch.global_batch_size, request.script.batch.unit, model.tokens_per_sample)
     plans = []
@@ -44,7 +44,7 @@ def candidates(model: ModelSpec, cluster: ClusterSpec, request: Request) -> list
     return plans
 
 
-def degrees(cluster: ClusterSpec, request: Request, samples: int) -> list[int]:
+def degrees(cluster: ClusterSpec, request: PlanRequest, samples: int) -> list[int]:
     """Data-parallel degrees: all up to 16, then divisors of the batch, whole nodes, powers of two, and the most.
 
     CPU hosts can take a rank for each core. Raises PlanError for a fixed degree above the batch.
@@ -56,7 +56,7 @@ def degrees(cluster: ClusterSpec, request: Request, samples: int) -> list[int]:
                 f"ask for at most {samples} ranks or a larger global_batch_size"
             )
         return [request.degree]
-    most = min(seats(cluster), samples, request.max_devices or samples)
+    most = min(host_groups(cluster), samples, request.max_devices or samples)
     per_node = {node.devices_per_node for node in cluster.nodes}
     wanted = set(range(1, min(most, 16) + 1)) | {most}
     wanted |= {degree for degree in range(17, min(most, 4096) + 1) if samples % degree == 0}
@@ -67,7 +67,7 @@ def degrees(cluster: ClusterSpec, request: Request, samples: int) -> list[int]:
     return sorted(wanted)
 
 
-def precisions(model: ModelSpec, cluster: ClusterSpec, request: Request) -> list[Precision]:
+def precisions(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> list[Precision]:
     """The precisions to try: one, unless the request leaves the choice. All devices must have a rate for it.
 
     float16 is tried where a device is faster in it than in bfloat16: it takes as much memory, and scaling of losses,
@@ -96,7 +96,7 @@ def possible(model: ModelSpec, cluster: ClusterSpec, precision: Precision) -> bo
     return all(supports(cluster.devices[node.device], dtype) for node in cluster.nodes)
 
 
-def microbatches(model: ModelSpec, request: Request, samples: int, degree: int) -> list[int]:
+def microbatches(model: ModelSpec, request: PlanRequest, samples: int, degree: int) -> list[int]:
     """Numbers of microbatches: the script's, and where results allow a change the powers of two.
 
     More are left out once a slice has fewer samples than ranks.
@@ -136,8 +136,8 @@ class Limits:
     """Degrees to try along every axis. `devices`: beyond which ranks share them (the cores of CPUs). `axes`: of a mesh
     that was asked for, with `copies` for replicate times shard; `microbatches`: the only number allowed, if one is;
     `pipeline`: schedule and stages per rank that the script asks for; `cuts`: stages that the script marks;
-    `recompute`: indices into enumerate.RECOMPUTE; `alone`: one rank is tried too, where annotations ask for axes that
-    it does not have; `staged`: stages are asked for.
+    `recompute`: indices into enumerate.RECOMPUTE; `single_device`: one rank is tried too, where annotations ask for
+    axes that it does not have; `staged`: stages are asked for.
     """
 
     samples: int
@@ -161,15 +161,15 @@ class Limits:
     own_microbatches: int
     pipeline: PipelinePlan | None
     axes: dict[str, int] | None
-    alone: bool
+    single_device: bool
     staged: bool
 
 
-def limits_of(model: ModelSpec, cluster: ClusterSpec, request: Request) -> Limits:
+def limits_of(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> Limits:
     """The limits for a request. Raises PlanError for more ranks than there can be, or a batch of unknown size."""
     script = request.script
     samples = samples_of(script.batch.global_batch_size, script.batch.unit, model.tokens_per_sample)
-    most = seats(cluster)
+    most = host_groups(cluster)
     if request.max_devices is not None:
         most = min(most, request.max_devices)
     least = 1
@@ -206,12 +206,12 @@ def limits_of(model: ModelSpec, cluster: ClusterSpec, request: Request) -> Limit
         own_microbatches=script.batch.num_microbatches,
         pipeline=script.pipeline if script.pipeline != PipelinePlan(cuts=script.pipeline.cuts) else None,
         axes=_fixed_axes(request),
-        alone=bool(request.demanded) and least == 1,
+        single_device=bool(request.demanded) and least == 1,
         staged=fixed is not None or "stage" in request.demanded,
     )
 
 
-def seats(cluster: ClusterSpec) -> int:
+def host_groups(cluster: ClusterSpec) -> int:
     """How many ranks the cluster takes without making cores serve two."""
     return sum(node.count * ranks_of_node(cluster, node) for node in cluster.nodes)
 
@@ -223,7 +223,7 @@ def _product(mesh: dict[AxisName, int]) -> int:
     return total
 
 
-def _fixed_axes(request: Request) -> dict[str, int] | None:
+def _fixed_axes(request: PlanRequest) -> dict[str, int] | None:
     mesh = request.mesh
     if mesh is None:
         shard = request.demanded.get("shard", 0)
@@ -231,11 +231,11 @@ def _fixed_axes(request: Request) -> dict[str, int] | None:
     return {"copies": mesh.get("replicate", 1) * mesh.get("shard", 1), "shard": mesh.get("shard", 1)}
 
 
-def _may_shard(request: Request) -> bool:
+def _may_shard(request: PlanRequest) -> bool:
     return request.scope != "data" and (request.mesh is None or request.mesh.get("shard", 1) > 1)
 
 
-def _axis(request: Request, axis: AxisName, able: tuple[int, ...]) -> tuple[int, ...]:
+def _axis(request: PlanRequest, axis: AxisName, able: tuple[int, ...]) -> tuple[int, ...]:
     """The degrees of one axis: what the model is able to, or what was asked for."""
     if request.mesh is not None:
         return (request.mesh.get(axis, 1),)
@@ -327,21 +327,21 @@ ROUNDS = 4
 its weights, weighs more in a small one."""
 
 
-def speeds(model: ModelSpec, seats: tuple[Seat, ...], precision: Precision, loads: Array) -> Array:
+def speeds(model: ModelSpec, host_groups: tuple[HostGroup, ...], precision: Precision, loads: Array) -> Array:
     """Samples a second of the whole model on every rank, relative to the fastest, where rank r computes `loads[r]`."""
     table, modules = model_table(model).ops, len(model.modules)
     found, known, first = np.ones(len(loads)), {}, 0
-    for seat in seats:
-        worker = worker_at(seat, model.dtype, precision)
-        own = np.maximum(1, np.round(loads[first : first + seat.ranks])).astype(np.int64)
+    for host_group in host_groups:
+        worker = worker_at(host_group, model.dtype, precision)
+        own = np.maximum(1, np.round(loads[first : first + host_group.ranks])).astype(np.int64)
         for count in np.unique(own).tolist():
-            key = (seat.device.name, seat.sharing, seat.threads, count)
+            key = (host_group.device.name, host_group.sharing, host_group.threads, count)
             if key not in known:
                 passes = (compute_cost.forward, compute_cost.backward)
                 whole = sum(float(one(table, worker, count, modules).seconds.sum()) for one in passes)
                 known[key] = count / whole if whole > 0 else 1.0
-            found[first : first + seat.ranks][own == count] = known[key]
-        first += seat.ranks
+            found[first : first + host_group.ranks][own == count] = known[key]
+        first += host_group.ranks
     return np.asarray(found / found.max(), dtype=np.float64)
 
 
@@ -352,9 +352,9 @@ def proportional_shares(
 
     `samples`: of one slice.
     """
-    seats, loads = place_ranks(cluster, ranks), np.full(ranks, samples / ranks)
+    host_groups, loads = place_ranks(cluster, ranks), np.full(ranks, samples / ranks)
     for _ in range(ROUNDS):
-        rates = speeds(model, seats, precision, loads)
+        rates = speeds(model, host_groups, precision, loads)
         loads = rates / rates.sum() * samples
     return listed(loads)
 

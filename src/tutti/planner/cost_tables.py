@@ -12,11 +12,11 @@ from tutti.config.model import ModelSpec, ModuleSpec
 from tutti.config.plan import LayoutRule
 from tutti.config.vocabulary import Precision
 from tutti.cost_model import compute_cost
-from tutti.cost_model.group_links import Group, Span
+from tutti.cost_model.group_links import RankGroup, Span
 from tutti.cost_model.microbatch_cost import at_least, each_of
-from tutti.cost_model.rank_placement import Link, Seat, place_ranks, seated_link
+from tutti.cost_model.rank_placement import HostGroup, Link, place_ranks, seated_link
 from tutti.cost_model.work_division import divided_linears
-from tutti.cost_model.worker_speed import Curve, Efficiency, Pace, Worker, best_of, worker_at
+from tutti.cost_model.worker_speed import Curve, Efficiency, WeightPassTime, Worker, best_of, worker_at
 from tutti.errors import PlanError
 
 Array = NDArray[np.float64]
@@ -78,28 +78,31 @@ class Tables:
     def ground(self, world: int) -> Ground:
         """What `world` ranks stand on. Raises PlanError where the cluster has too few devices."""
         if world not in self._worlds:
-            seats = place_ranks(self.cluster, world)
-            self._worlds[world] = self._of_seats(seats)
+            host_groups = place_ranks(self.cluster, world)
+            self._worlds[world] = self._of_host_groups(host_groups)
         return self._worlds[world]
 
-    def _of_seats(self, seats: tuple[Seat, ...]) -> Ground:
-        key = tuple((seat.device.name, seat.node.name, seat.sharing, seat.threads, seat.ranks) for seat in seats)
+    def _of_host_groups(self, host_groups: tuple[HostGroup, ...]) -> Ground:
+        key = tuple(
+            (host_group.device.name, host_group.node.name, host_group.sharing, host_group.threads, host_group.ranks)
+            for host_group in host_groups
+        )
         alike = tuple(dict.fromkeys(part[:4] for part in key))
-        workers = [worker_at(seat, self.model.dtype, self.precision) for seat in _first(seats)]
+        workers = [worker_at(host_group, self.model.dtype, self.precision) for host_group in _first(host_groups)]
         if alike not in self._bests:
             self._bests[alike] = len(self._workers)
             self._workers.append(_best(workers))
-            self._wires.append({tier: seated_link(self.cluster, seats, tier) for tier in _TIERS})
+            self._wires.append({tier: seated_link(self.cluster, host_groups, tier) for tier in _TIERS})
         best = self._workers[self._bests[alike]]
         of = {kind: min(1.0, _relative(worker, best)) for kind, worker in zip(alike, workers, strict=True)}
-        ranks = sum(seat.ranks for seat in seats)
-        memory = [seat.memory_nbytes for seat in seats]
+        ranks = sum(host_group.ranks for host_group in host_groups)
+        memory = [host_group.memory_nbytes for host_group in host_groups]
         return Ground(
             best=self._bests[alike],
             speed=sum(of[part[:4]] * part[4] for part in key) / ranks,
             memory_nbytes=max(memory),
             least_nbytes=min(memory),
-            hosts=sum(seat.hosts for seat in seats),
+            hosts=sum(host_group.hosts for host_group in host_groups),
             speeds=tuple((part[4], of[part[:4]]) for part in key),
         )
 
@@ -108,7 +111,7 @@ class Tables:
         ground = self.ground(world)
         return float(ground.best), ground.speed, float(ground.hosts)
 
-    def pace(self, world: int, stage: int, inner: int, split: int, microbatches: int) -> tuple[float]:
+    def relative_speed(self, world: int, stage: int, inner: int, split: int, microbatches: int) -> tuple[float]:
         """How fast lines of `stage` places of `inner` times `split` ranks each are in the mean, at most, as a part of
         what the best worker would be that never waits. Unequal ranks along split may have parts in proportion to their
         speeds. `microbatches`: 0 where nothing is known of what comes before."""
@@ -143,10 +146,10 @@ class Tables:
 
     def _across(self, best: int, degree: int) -> Callable[[Array], Array]:
         """The same for groups that have some hosts for themselves: what the prediction says."""
-        span = Span(ranks=degree, hosts=degree // self.per_node, per_host=self.per_node, meeting=1, leaving=1)
+        span = Span(ranks=degree, hosts=degree // self.per_node, per_host=self.per_node, sharing_groups=1, leaving=1)
         both = (self.link(best, tier) for tier in _TIERS)
         node, network = (Link(latency_s=latency, bandwidth_bytes_per_s=bandwidth) for latency, bandwidth in both)
-        group = Group(span=span, node=node if self.per_node > 1 else None, network=network, chooses=True)
+        group = RankGroup(span=span, node=node if self.per_node > 1 else None, network=network, chooses=True)
         return lambda nbytes: each_of(group.all_reduce, nbytes)
 
     def exchange(self, best: int, degree: int, inside: int) -> Callable[[Array], Array]:
@@ -173,7 +176,7 @@ class Tables:
         latency = min((link.latency_s for link in self.cluster.every_link), default=0.0)
         return latency, max(self.link(best, tier)[1] for tier in _TIERS)
 
-    def apart(self, best: int) -> tuple[float, float]:
+    def across_hosts(self, best: int) -> tuple[float, float]:
         """(latency, bandwidth) of a rank's messages where all ranks of its host send to another one."""
         latency, bandwidth = self.link(best, "network")
         return latency, bandwidth / self.per_node
@@ -218,9 +221,15 @@ def uneven(tables: Tables, world: int, split: int) -> tuple[float]:
     if split == 1 or not tables.mixed:
         return (0.0,)
     kinds = [
-        (seat.device.name, seat.node.memory_nbytes, seat.ranks_per_host, seat.sharing, seat.threads)
-        for seat in place_ranks(tables.cluster, world)
-        for _ in range(seat.ranks)
+        (
+            host_group.device.name,
+            host_group.node.memory_nbytes,
+            host_group.ranks_per_host,
+            host_group.sharing,
+            host_group.threads,
+        )
+        for host_group in place_ranks(tables.cluster, world)
+        for _ in range(host_group.ranks)
     ]
     return (float(len({frozenset(kinds[at::split]) for at in range(split)}) > 1),)
 
@@ -243,10 +252,12 @@ def split_of(module: ModuleSpec, degree: int) -> int:
     return degree if module.split_limit == 0 else min(degree, module.split_limit)
 
 
-def _first(seats: tuple[Seat, ...]) -> list[Seat]:
-    found: dict[object, Seat] = {}
-    for seat in seats:
-        found.setdefault((seat.device.name, seat.node.name, seat.sharing, seat.threads), seat)
+def _first(host_groups: tuple[HostGroup, ...]) -> list[HostGroup]:
+    found: dict[object, HostGroup] = {}
+    for host_group in host_groups:
+        found.setdefault(
+            (host_group.device.name, host_group.node.name, host_group.sharing, host_group.threads), host_group
+        )
     return list(found.values())
 
 
@@ -279,12 +290,17 @@ def _best(workers: list[Worker]) -> Worker:
 
 
 def _most(some: list[Efficiency]) -> Efficiency:
-    forward, backward = (np.max([getattr(one, way) for one in some], axis=0) for way in ("forward", "backward"))
+    forward, backward = (
+        np.max([getattr(one, strategy) for one in some], axis=0) for strategy in ("forward", "backward")
+    )
     return Efficiency(forward=forward, backward=backward)
 
 
-def _quickest(paces: list[Pace]) -> Pace:
-    return Pace(forward_s=min(pace.forward_s for pace in paces), backward_s=min(pace.backward_s for pace in paces))
+def _quickest(times: list[WeightPassTime]) -> WeightPassTime:
+    return WeightPassTime(
+        forward_s=min(relative_speed.forward_s for relative_speed in times),
+        backward_s=min(relative_speed.backward_s for relative_speed in times),
+    )
 
 
 def _relative(worker: Worker, best: Worker) -> float:

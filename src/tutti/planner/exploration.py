@@ -20,9 +20,9 @@ from tutti.errors import PlanError
 from tutti.planner import objectives
 from tutti.planner.candidates import Limits, limits_of
 from tutti.planner.cost_tables import Array, Tables, by_kind, uneven
-from tutti.planner.mesh_enumeration import Shapes, plan_of, shapes, variants
+from tutti.planner.mesh_enumeration import MeshTable, plan_of, shapes, variants
 from tutti.planner.mixed_hardware import improved
-from tutti.planner.plan_request import Alternative, Coverage, Request
+from tutti.planner.plan_request import Alternative, Coverage, PlanRequest
 from tutti.planner.plan_work import Room
 from tutti.planner.search_bounds import Lesson, Pool, plainness, shape_bounds, takes_long, variant_bounds
 
@@ -80,7 +80,7 @@ class Costed:
 
 
 @dataclass(slots=True, kw_only=True)
-class Lane:
+class SearchBranch:
     """The meshes of one order of nodes and one precision. `waiting`: rows whose variants were not made yet, the most
     promising first; `least`: the objective's bound by row."""
 
@@ -88,7 +88,7 @@ class Lane:
     precision: Precision
     tables: Tables
     room: Room
-    shapes: Shapes
+    shapes: MeshTable
     least: Array
     waiting: NDArray[np.intp]
     pool: Pool
@@ -102,7 +102,7 @@ class Explorer:
         self,
         model: ModelSpec,
         clusters: tuple[ClusterSpec, ...],
-        request: Request,
+        request: PlanRequest,
         precisions: list[Precision],
         clock: Clock | None = None,
         limit_s: float = math.inf,
@@ -120,8 +120,11 @@ class Explorer:
         self._counts = {"considered": 0, "too_large": 0, "too_slow": 0, "refused": 0}
         self.best = math.inf
         found = shapes(self.limits, request)
-        self.lanes = [
-            lane for cluster in clusters for precision in precisions if (lane := self._lane(cluster, precision, found))
+        self.branches = [
+            branch
+            for cluster in clusters
+            for precision in precisions
+            if (branch := self._branch(cluster, precision, found))
         ]
 
     def run(self, *, than: float | None = None) -> None:
@@ -149,11 +152,11 @@ class Explorer:
     def coverage(self) -> Coverage:
         """How far the search got."""
         left, least = 0, math.inf
-        for lane in self.lanes:
-            left += len(lane.pool) + len(lane.waiting)
-            waiting = lane.least[lane.waiting]
+        for branch in self.branches:
+            left += len(branch.pool) + len(branch.waiting)
+            waiting = branch.least[branch.waiting]
             least = min(
-                least, float(np.min(lane.pool.least, initial=math.inf)), float(np.min(waiting, initial=math.inf))
+                least, float(np.min(branch.pool.least, initial=math.inf)), float(np.min(waiting, initial=math.inf))
             )
         gap = max(0.0, 1 - least / self.best) if left and math.isfinite(self.best) else 0.0
         return Coverage(**self._counts, costed=len(self.costed), left=left, gap=gap if math.isfinite(gap) else 0.0)
@@ -184,7 +187,7 @@ class Explorer:
         if found is not None:
             self.cost(found.plan, found.cluster)
 
-    def _lane(self, cluster: ClusterSpec, precision: Precision, found: Shapes) -> Lane | None:
+    def _branch(self, cluster: ClusterSpec, precision: Precision, found: MeshTable) -> SearchBranch | None:
         try:
             tables = Tables(self.model, cluster, precision, self.request.script.layout)
             seconds, memory = shape_bounds(tables, found, self.samples, offload=self._offload)
@@ -193,14 +196,14 @@ class Explorer:
             self.impossible.setdefault(str(error), nothing)
             return None
         # where parts along split may be unequal, a prediction may show the memory of a rank with little of the model
-        (apart,) = by_kind((found.world, found.split), partial(uneven, tables))
-        shown = np.where(apart > 0, 0.0, memory)
+        (uneven_rows,) = by_kind((found.world, found.split), partial(uneven, tables))
+        shown = np.where(uneven_rows > 0, 0.0, memory)
         least = objectives.bound(cluster, self.request, seconds, found.world, shown)
         fits = memory <= self._room(tables, found)
         self._counts["considered"] += len(found)
         self._counts["too_large"] += int((~fits).sum())
         rows = np.flatnonzero(fits)
-        return Lane(
+        return SearchBranch(
             cluster=cluster,
             precision=precision,
             tables=tables,
@@ -211,7 +214,7 @@ class Explorer:
             pool=Pool(),
         )
 
-    def _room(self, tables: Tables, found: Shapes, *, tightest: bool = False) -> Array:
+    def _room(self, tables: Tables, found: MeshTable, *, tightest: bool = False) -> Array:
         """Bytes that each row's roomiest (or tightest) rank has."""
 
         def room(world: int) -> tuple[float]:
@@ -231,87 +234,87 @@ class Explorer:
     def _first(self) -> None:
         """Look at a sample of all meshes and cost the best of every kind of plan: that gives a plan to beat, and says
         how far estimates are off for each kind."""
-        for lane in self.lanes:
-            world, rows = lane.shapes.world[lane.waiting], lane.waiting
+        for branch in self.branches:
+            world, rows = branch.shapes.world[branch.waiting], branch.waiting
             if not len(rows):
                 continue
-            simple = np.flatnonzero((lane.shapes.data[rows] == world) | (world == 1))
+            simple = np.flatnonzero((branch.shapes.data[rows] == world) | (world == 1))
             step = max(1, len(rows) // _CHUNK)
             picked = np.unique(np.concatenate([np.arange(0, len(rows), step)[:_CHUNK], simple[: _CHUNK // 4]]))
-            self._make(lane, rows[picked])
-            lane.waiting = np.delete(rows, picked)
-            for number, row in enumerate(_best_of_families(lane.pool, self._lessons)):
+            self._make(branch, rows[picked])
+            branch.waiting = np.delete(rows, picked)
+            for number, row in enumerate(_best_of_families(branch.pool, self._lessons)):
                 if self.over(_FIRST) and number >= _SURE:
                     break
-                self._cost_rows(lane, np.array([row], dtype=np.intp), keep=True)
-            lane.pool.drop(lane.pool.done)
+                self._cost_rows(branch, np.array([row], dtype=np.intp), keep=True)
+            branch.pool.drop(branch.pool.done)
 
     def _expand(self) -> bool:
         """Make the variants of the next meshes that may still be better; whether there were any."""
-        lane = min(
-            (lane for lane in self.lanes if len(lane.waiting)),
-            key=lambda lane: float(lane.least[lane.waiting[0]]),
+        branch = min(
+            (branch for branch in self.branches if len(branch.waiting)),
+            key=lambda branch: float(branch.least[branch.waiting[0]]),
             default=None,
         )
-        if lane is None:
+        if branch is None:
             return False
-        self._make(lane, lane.waiting[:_CHUNK])
-        lane.waiting = lane.waiting[_CHUNK:]
+        self._make(branch, branch.waiting[:_CHUNK])
+        branch.waiting = branch.waiting[_CHUNK:]
         return True
 
-    def _make(self, lane: Lane, rows: NDArray[np.intp]) -> None:
-        ways = variants(self.limits, lane.shapes, rows, offload=self._offload)
-        if not len(ways):
+    def _make(self, branch: SearchBranch, rows: NDArray[np.intp]) -> None:
+        variant_rows = variants(self.limits, branch.shapes, rows, offload=self._offload)
+        if not len(variant_rows):
             return
-        bounds = variant_bounds(lane.room, lane.shapes, ways, self.samples)
-        world = lane.shapes.world[ways.shape]
+        bounds = variant_bounds(branch.room, branch.shapes, variant_rows, self.samples)
+        world = branch.shapes.world[variant_rows.shape]
         # On unequal devices a prediction shows the memory of the tightest rank, which may not be the fullest.
-        shown = bounds.least_memory if lane.tables.mixed else bounds.memory
-        least = objectives.bound(lane.cluster, self.request, bounds.step_s, world, shown)
-        likely = objectives.bound(lane.cluster, self.request, bounds.likely_s, world, bounds.memory)
-        room = self._room(lane.tables, lane.shapes)[ways.shape]
-        tight = self._room(lane.tables, lane.shapes, tightest=True)[ways.shape]
+        shown = bounds.least_memory if branch.tables.mixed else bounds.memory
+        least = objectives.bound(branch.cluster, self.request, bounds.step_s, world, shown)
+        likely = objectives.bound(branch.cluster, self.request, bounds.likely_s, world, bounds.memory)
+        room = self._room(branch.tables, branch.shapes)[variant_rows.shape]
+        tight = self._room(branch.tables, branch.shapes, tightest=True)[variant_rows.shape]
         fits, quick = bounds.memory <= room, least < self.best
-        self._counts["considered"] += len(ways) - len(rows)
+        self._counts["considered"] += len(variant_rows) - len(rows)
         self._counts["too_large"] += int((~fits).sum())
         self._counts["too_slow"] += int((fits & ~quick).sum())
-        lane.pool.add(lane.shapes, ways, fits & quick, least, likely, bounds, tight)
+        branch.pool.add(branch.shapes, variant_rows, fits & quick, least, likely, bounds, tight)
 
     def _prune(self) -> None:
         """Forget what cannot be better than the best so far."""
-        for lane in self.lanes:
-            slow = lane.pool.least >= self.best
-            late = lane.least[lane.waiting] >= self.best
+        for branch in self.branches:
+            slow = branch.pool.least >= self.best
+            late = branch.least[branch.waiting] >= self.best
             self._counts["too_slow"] += int(slow.sum()) + int(late.sum())
             if slow.any():
-                lane.pool.drop(slow)
-            lane.waiting = lane.waiting[~late]
+                branch.pool.drop(slow)
+            branch.waiting = branch.waiting[~late]
 
     def _cost_next(self) -> bool:
         """Cost the most promising plans; whether there were any."""
-        orders = [lane.pool.corrected(self._lessons) for lane in self.lanes]
-        lane_of = np.concatenate([np.full(len(order), index) for index, order in enumerate(orders)] or [np.empty(0)])
+        orders = [branch.pool.corrected(self._lessons) for branch in self.branches]
+        branch_of = np.concatenate([np.full(len(order), index) for index, order in enumerate(orders)] or [np.empty(0)])
         row_of = np.concatenate([np.arange(len(order)) for order in orders] or [np.empty(0, dtype=np.intp)])
         score = np.concatenate(orders or [np.empty(0)])
         usable = np.flatnonzero(np.isfinite(score))
         if not len(usable):
             return False
         picked = usable[np.argsort(score[usable], kind="stable")[:_AT_ONCE]]
-        for index, lane in enumerate(self.lanes):
-            self._cost_rows(lane, row_of[picked[lane_of[picked] == index]].astype(np.intp))
+        for index, branch in enumerate(self.branches):
+            self._cost_rows(branch, row_of[picked[branch_of[picked] == index]].astype(np.intp))
         return True
 
-    def _cost_rows(self, lane: Lane, rows: NDArray[np.intp], *, keep: bool = False) -> None:
+    def _cost_rows(self, branch: SearchBranch, rows: NDArray[np.intp], *, keep: bool = False) -> None:
         """Predict these rows of a lane's pool and learn from them; `keep`: only mark them as done."""
-        pool = lane.pool
+        pool = branch.pool
         for row in rows.tolist():
             if self.over(_SEARCH) and not keep:
                 break
             pool.done[row] = True
-            ways, at = pool.ways[int(pool.part[row])], int(pool.row[row])
-            plan = plan_of(self.model, self.request, lane.shapes, ways, at, lane.precision)
+            variant_rows, at = pool.variant_rows[int(pool.part[row])], int(pool.row[row])
+            plan = plan_of(self.model, self.request, branch.shapes, variant_rows, at, branch.precision)
             lesson = self._lessons.setdefault(int(pool.family[row]), Lesson())
-            found = self._cost_all(lane, plan)
+            found = self._cost_all(branch, plan)
             if not found:
                 lesson.refused += 1
                 continue
@@ -322,15 +325,15 @@ class Explorer:
         if not keep:
             pool.drop(pool.done)
 
-    def _cost_all(self, lane: Lane, plan: Plan) -> list[Costed]:
+    def _cost_all(self, branch: SearchBranch, plan: Plan) -> list[Costed]:
         """The plan itself and, on unequal devices, the same with shares and cuts by speed."""
-        whole = self.cost(plan, lane.cluster)
+        whole = self.cost(plan, branch.cluster)
         if whole is None:
             return []
         others: list[Plan] = []
-        if lane.tables.mixed and plan.world_size > 1:
-            others = improved(lane.room, lane.cluster, plan, whole.prediction, self.samples)
-        return [whole, *[one for each in others if (one := self.cost(each, lane.cluster)) is not None]]
+        if branch.tables.mixed and plan.world_size > 1:
+            others = improved(branch.room, branch.cluster, plan, whole.prediction, self.samples)
+        return [whole, *[one for each in others if (one := self.cost(each, branch.cluster)) is not None]]
 
 
 def _now(clock: Clock | None) -> float:
@@ -351,7 +354,7 @@ def _enough(explorer: Explorer, idle: int, gained_s: float) -> bool:
 
 def _in_time(explorer: Explorer) -> bool:
     """Whether the plans that are left can all be predicted in the time that is left."""
-    left = sum(len(lane.pool) + _EACH * len(lane.waiting) for lane in explorer.lanes)
+    left = sum(len(branch.pool) + _EACH * len(branch.waiting) for branch in explorer.branches)
     return left <= _PATIENCE or (
         _timed(explorer) and not explorer.over(_SEARCH / (1 + left / max(1, len(explorer.costed))))
     )

@@ -11,15 +11,15 @@ from tutti.config.plan import PipelinePlan, Plan
 from tutti.config.prediction import Prediction
 from tutti.config.vocabulary import DATA_AXES
 from tutti.cost_model.cost_notes import bits_per_s, count, nbytes, seconds
-from tutti.cost_model.loading_time import Load, host_cores, storage_known
-from tutti.cost_model.rank_placement import Seat, place_ranks, ring_link, ring_tier
+from tutti.cost_model.loading_time import BatchLoad, host_cores, storage_known
+from tutti.cost_model.rank_placement import HostGroup, place_ranks, ring_link, ring_tier
 from tutti.cost_model.step_time import load_of, predict
 from tutti.errors import PlanError
 from tutti.planner import objectives
 from tutti.planner.exploration import Costed
 from tutti.planner.plan_description import axes_of, mesh_words, plan_words, recompute_words, settings_words
 from tutti.planner.plan_refinement import wide_remark
-from tutti.planner.plan_request import Alternative, Request
+from tutti.planner.plan_request import Alternative, PlanRequest
 
 _MOST = {
     "device-hours": "to take the fewest device-hours",
@@ -30,7 +30,7 @@ _MOST = {
 }
 
 
-def why(request: Request, loser: Costed, best: Costed) -> str:
+def why(request: PlanRequest, loser: Costed, best: Costed) -> str:
     """Why `loser` was not chosen over `best`, in one phrase."""
     plan, prediction = loser.plan, loser.prediction
     if not prediction.fits:
@@ -89,9 +89,9 @@ def _cause(loser: Costed, best: Costed) -> str:
         return _communication_cause(loser.cluster, loser.plan, slow)
     if part == "optimizer":
         took = f"the optimizer takes {seconds(slow.phases['optimizer'])} against {seconds(fast.phases['optimizer'])}"
-        crowd = max(_sharing_memory(place_ranks(loser.cluster, loser.plan.world_size)))
-        if set(axes_of(loser.plan)) <= {"replicate"} and crowd > 1:
-            return f"{crowd} ranks that share a memory update all parameters each: {took}"
+        oversubscription = max(_sharing_memory(place_ranks(loser.cluster, loser.plan.world_size)))
+        if set(axes_of(loser.plan)) <= {"replicate"} and oversubscription > 1:
+            return f"{oversubscription} ranks that share a memory update all parameters each: {took}"
         return took
     if part == "data":
         return f"{seconds(slow.phases['data'])} of loading data against {seconds(fast.phases['data'])}"
@@ -100,20 +100,20 @@ def _cause(loser: Costed, best: Costed) -> str:
     return _compute_cause(loser, best)
 
 
-def _sharing_memory(seats: tuple[Seat, ...]) -> list[int]:
+def _sharing_memory(host_groups: tuple[HostGroup, ...]) -> list[int]:
     """Ranks of a host that have one memory, seat by seat: of cards each has its own."""
-    return [seat.ranks_per_host if seat.device.kind == "cpu" else 1 for seat in seats]
+    return [host_group.ranks_per_host if host_group.device.kind == "cpu" else 1 for host_group in host_groups]
 
 
 def _compute_cause(loser: Costed, best: Costed) -> str:
     plan, chosen = loser.plan, best.plan
     against = f"{seconds(_compute_s(loser.prediction))} of compute against {seconds(_compute_s(best.prediction))}"
-    seats = place_ranks(loser.cluster, plan.world_size)
-    crowded = [seat for seat in seats if seat.oversubscribed > 1]
+    host_groups = place_ranks(loser.cluster, plan.world_size)
+    crowded = [host_group for host_group in host_groups if host_group.oversubscribed > 1]
     if crowded:
         return f"{crowded[0].sharing} ranks share {count(crowded[0].device.cores, 'core')}; {against}"
     if plan.precision != chosen.precision:
-        return f"{plan.precision} is slower on {seats[0].device.name}; {against}"
+        return f"{plan.precision} is slower on {host_groups[0].device.name}; {against}"
     if plan.world_size < chosen.world_size:
         one = plan.world_size == 1
         who = "one rank computes all samples" if one else f"each of {plan.world_size} ranks computes more"
@@ -121,30 +121,34 @@ def _compute_cause(loser: Costed, best: Costed) -> str:
     if (again := recompute_words(plan)) != recompute_words(chosen) and again != "none":
         return f"{'forward' if again == 'full' else 'a part of forward'} is computed twice; {against}"
     if plan.shares != chosen.shares and not plan.shares and plan.data_parallel_degree > 1:
-        slowest = {seat.device.name for seat in seats}
+        slowest = {host_group.device.name for host_group in host_groups}
         return f"equal shares on unequal devices ({', '.join(sorted(slowest))}); {against}"
     if chosen.split_shares and not plan.split_shares and plan.degree("split") > 1:
-        unequal = {seat.device.name for seat in seats}
+        unequal = {host_group.device.name for host_group in host_groups}
         return f"equal parts of layers on unequal devices ({', '.join(sorted(unequal))}); {against}"
     if plan.degree("split", "space") > chosen.degree("split", "space"):
         return f"operators cut in {plan.degree('split', 'space')} parts are smaller, less efficient; {against}"
     if plan.batch.num_microbatches > chosen.batch.num_microbatches:
         return f"{plan.batch.num_microbatches} microbatches of smaller, less efficient operators; {against}"
-    idle = seats[0].device.cores - seats[0].sharing * seats[0].threads if seats[0].device.kind == "cpu" else 0
+    idle = (
+        host_groups[0].device.cores - host_groups[0].sharing * host_groups[0].threads
+        if host_groups[0].device.kind == "cpu"
+        else 0
+    )
     if idle > 0:
         return f"{count(plan.world_size, 'rank')} leave {count(idle, 'core')} idle; {against}"
-    if max(_sharing_memory(seats)) > 1 and set(axes_of(plan)) <= set(DATA_AXES):
+    if max(_sharing_memory(host_groups)) > 1 and set(axes_of(plan)) <= set(DATA_AXES):
         return f"ranks share cores and memory bandwidth; {against}"
     return against
 
 
 def _communication_cause(cluster: ClusterSpec, plan: Plan, slow: Prediction) -> str:
-    seats = place_ranks(cluster, plan.world_size)
-    link = ring_link(cluster, seats)
+    host_groups = place_ranks(cluster, plan.world_size)
+    link = ring_link(cluster, host_groups)
     over = "" if set(axes_of(plan)) <= {"replicate"} else f" over {mesh_words(plan)}"
     return (
         f"{seconds(slow.phases['exposed_communication'])} of exposed communication{over} at "
-        f"{bits_per_s(link.bandwidth_bytes_per_s)} ({ring_tier(seats)})"
+        f"{bits_per_s(link.bandwidth_bytes_per_s)} ({ring_tier(host_groups)})"
     )
 
 
@@ -169,7 +173,7 @@ def _largest_part(prediction: Prediction) -> str:
 def remarks(
     model: ModelSpec,
     cluster: ClusterSpec,
-    request: Request,
+    request: PlanRequest,
     best: Costed,
     alternatives: Sequence[Alternative],
 ) -> tuple[str, ...]:
@@ -185,7 +189,7 @@ def remarks(
         said.append(wide)
     said += _held_remarks(model, request, plan, alternatives)
     idle = cluster.device_count - plan.world_size
-    used = {seat.device.kind for seat in place_ranks(best.cluster, plan.world_size)}
+    used = {host_group.device.kind for host_group in place_ranks(best.cluster, plan.world_size)}
     if idle > 0 and used == {"cuda"} and request.degree is None and request.scope != "data":
         gained = _with_more(request, best, alternatives)
         said.append(
@@ -215,7 +219,7 @@ def remarks(
     return tuple(said)
 
 
-def _with_more(request: Request, best: Costed, alternatives: Sequence[Alternative]) -> float:
+def _with_more(request: PlanRequest, best: Costed, alternatives: Sequence[Alternative]) -> float:
     """By which part the best plan on more devices is better; those within the error may be. 0 where none is."""
     values = [
         objectives.value(best.cluster, request, other.plan, other.prediction)
@@ -229,7 +233,7 @@ def _with_more(request: Request, best: Costed, alternatives: Sequence[Alternativ
     return max(0.0, 1 - min(values, default=best.value) / best.value)
 
 
-def _held_remarks(model: ModelSpec, request: Request, plan: Plan, alternatives: Sequence[Alternative]) -> list[str]:
+def _held_remarks(model: ModelSpec, request: PlanRequest, plan: Plan, alternatives: Sequence[Alternative]) -> list[str]:
     """What stays as the script has it, and what changed although results do not."""
     said = []
     if request.precision == "script" and plan.precision == "full":
@@ -258,23 +262,23 @@ def _held_remarks(model: ModelSpec, request: Request, plan: Plan, alternatives: 
     return said
 
 
-def _mesh_remark(model: ModelSpec, request: Request, best: Costed) -> str:
+def _mesh_remark(model: ModelSpec, request: PlanRequest, best: Costed) -> str:
     """That the mesh is the user's, and what one device would do, which the search then does not look at."""
     said = f"The mesh is {mesh_words(best.plan)}, as asked"
-    alone = _alone(model, request, best) if best.plan.world_size > 1 else None
-    if alone is None:
+    one_device = _single_device_plan(model, request, best) if best.plan.world_size > 1 else None
+    if one_device is None:
         return said
-    if not alone.good:
-        return f"{said}; one device {'is ' if alone.prediction.fits else ''}{why(request, alone, best)}"
+    if not one_device.good:
+        return f"{said}; one device {'is ' if one_device.prediction.fits else ''}{why(request, one_device, best)}"
     if request.objective != "throughput":
-        own = objectives.totals(alone.cluster, request, alone.plan, alone.prediction)
-        return f"{said}; one device would take {objectives.shown_value(request, own, alone.prediction)}"
-    ratio = alone.value / best.value
+        own = objectives.totals(one_device.cluster, request, one_device.plan, one_device.prediction)
+        return f"{said}; one device would take {objectives.shown_value(request, own, one_device.prediction)}"
+    ratio = one_device.value / best.value
     words = f"{ratio:.2f}x slower" if ratio >= 1 else f"{1 / ratio:.2f}x as fast"
-    return f"{said}; one device would be {words}{_doubt(best.prediction, alone.prediction)}"
+    return f"{said}; one device would be {words}{_doubt(best.prediction, one_device.prediction)}"
 
 
-def _alone(model: ModelSpec, request: Request, best: Costed) -> Costed | None:
+def _single_device_plan(model: ModelSpec, request: PlanRequest, best: Costed) -> Costed | None:
     """The better of the script's own plan on one device and the same with the microbatches of `best`; None where none
     can be costed."""
     script, found = request.script, []
@@ -311,7 +315,7 @@ def _doubt(best: Prediction, other: Prediction) -> str:
     )
 
 
-def _one_device(request: Request, chosen: Costed, more: Alternative) -> str:
+def _one_device(request: PlanRequest, chosen: Costed, more: Alternative) -> str:
     """That one device was chosen, and what the nearest plan of more would be."""
     ranks, best = more.plan.world_size, _MOST.get(request.objective, "to be the fastest")
     if more.prediction is None or not more.prediction.fits or more.reason.startswith("not allowed"):
@@ -324,7 +328,7 @@ def _one_device(request: Request, chosen: Costed, more: Alternative) -> str:
     return f"One device is predicted {best}; {ranks} ranks would be {more.reason}"
 
 
-def _devices_remark(request: Request, chosen: Costed, alternatives: Sequence[Alternative]) -> str:
+def _devices_remark(request: PlanRequest, chosen: Costed, alternatives: Sequence[Alternative]) -> str:
     plan = chosen.plan
     if request.degree is not None and set(axes_of(plan)) <= {"replicate"}:
         return f"{count(plan.world_size, 'rank')}, as asked"
@@ -341,10 +345,10 @@ def _devices_remark(request: Request, chosen: Costed, alternatives: Sequence[Alt
         text = f"{count(plan.world_size, 'rank')} as {plan_words(plan)}"
     if not fewer:
         return text
-    alone = fewer[0]
-    fits = alone.prediction is not None and alone.prediction.fits and request.objective == "throughput"
-    doubt = _doubt(chosen.prediction, alone.prediction) if fits and alone.prediction is not None else ""
-    return f"{text}; one device would be {alone.reason}{doubt}"
+    one_device = fewer[0]
+    fits = one_device.prediction is not None and one_device.prediction.fits and request.objective == "throughput"
+    doubt = _doubt(chosen.prediction, one_device.prediction) if fits and one_device.prediction is not None else ""
+    return f"{text}; one device would be {one_device.reason}{doubt}"
 
 
 _TOLD = 0.02
@@ -394,7 +398,7 @@ def _perhaps(model: ModelSpec, cluster: ClusterSpec, plan: Plan, prediction: Pre
     )
 
 
-def _because(loading: Loading, load: Load, rest_s: float) -> str:
+def _because(loading: Loading, load: BatchLoad, rest_s: float) -> str:
     """Which station is slower than the rest of the step."""
     if load.storage_s >= max(load.loaders_s, rest_s):
         return f"storage gives a batch every {seconds(load.storage_s)}; quicker storage or smaller files would help"
@@ -407,11 +411,11 @@ def _because(loading: Loading, load: Load, rest_s: float) -> str:
     return "loaders' workers and ranks share the same cores; samples that cost less to decode would help"
 
 
-def _with_more_loaders(model: ModelSpec, cluster: ClusterSpec, plan: Plan, load: Load, rest_s: float) -> str:
+def _with_more_loaders(model: ModelSpec, cluster: ClusterSpec, plan: Plan, load: BatchLoad, rest_s: float) -> str:
     """What as many workers as would keep up, or as there are cores for, make of the step; empty where it is little."""
     assert model.loading is not None
-    seats = place_ranks(cluster, plan.world_size)
-    most = min((host_cores(seat) or _MOST_WORKERS) // seat.ranks_per_host for seat in seats)
+    host_groups = place_ranks(cluster, plan.world_size)
+    most = min((host_cores(host_group) or _MOST_WORKERS) // host_group.ranks_per_host for host_group in host_groups)
     now = max(1, model.loading.workers)
     workers = 1 if model.loading.stream else max(1, min(math.ceil(now * load.loaders_s / rest_s), most, _MOST_WORKERS))
     if workers <= model.loading.workers:

@@ -1,8 +1,8 @@
 """Every plan worth costing, as columns of numbers: meshes first, then for each mesh the ways to run it.
 
-A `Shapes` row says the degree of every axis (replicate and shard together) and the microbatches; a `Variants` row says
-for one such row how it is sharded, scheduled and recomputed. Both are made by vector operations, so that hundreds of
-thousands of rows cost less than a second.
+A `MeshTable` row says the degree of every axis (replicate and shard together) and the microbatches; a `Variants` row
+says for one such row how it is sharded, scheduled and recomputed. Both are made by vector operations, so that hundreds
+of thousands of rows cost less than a second.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from tutti.config.plan import LayoutRule, PipelinePlan, Plan, ShardingPlan
 from tutti.config.vocabulary import AxisName, ContextKind, Offload, Precision, ScheduleName, ShardLevel
 from tutti.errors import PlanError
 from tutti.planner.candidates import Limits
-from tutti.planner.plan_request import Request
+from tutti.planner.plan_request import PlanRequest
 
 Ints = NDArray[np.int64]
 
@@ -35,7 +35,7 @@ under way, which hides slow messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shapes:
+class MeshTable:
     """Columns of equal length. `copies`: replicate times shard."""
 
     split: Ints
@@ -59,13 +59,13 @@ class Shapes:
     def world(self) -> Ints:
         return self.data * self.split * self.stage * self.context * self.space
 
-    def take(self, rows: NDArray[np.intp]) -> "Shapes":
-        return Shapes(**{field.name: getattr(self, field.name)[rows] for field in dataclasses.fields(self)})
+    def take(self, rows: NDArray[np.intp]) -> "MeshTable":
+        return MeshTable(**{field.name: getattr(self, field.name)[rows] for field in dataclasses.fields(self)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variants:
-    """Columns of equal length: `shape` is the row in `Shapes`; the words are indices into the tuples above.
+    """Columns of equal length: `shape` is the row in `MeshTable`; the words are indices into the tuples above.
 
     `level`: 0 without sharding; `chunks`: stages per rank.
     """
@@ -86,7 +86,7 @@ class Variants:
         return Variants(**{field.name: getattr(self, field.name)[rows] for field in dataclasses.fields(self)})
 
 
-def shapes(limits: Limits, request: Request) -> Shapes:
+def shapes(limits: Limits, request: PlanRequest) -> MeshTable:
     """All meshes for a request. Raises PlanError where a mesh that was asked for cannot be had."""
     parts = []
     for inner in product(limits.splits, limits.stages, limits.contexts, limits.experts, limits.tables, limits.spaces):
@@ -94,7 +94,7 @@ def shapes(limits: Limits, request: Request) -> Shapes:
         if request.mesh is None and (stage > 1) + (context > 1) + (space > 1) > 1:
             continue  # refusals.check_plan: these axes exclude each other
         parts.append(_of_inner(limits, request, inner))
-    if limits.alone:
+    if limits.single_device:
         parts.append(_of_inner(dataclasses.replace(limits, most_ranks=1, must_shard=False), request, (1,) * 6))
     rows = np.concatenate([part for part in parts if len(part)] or [np.empty((0, 8), dtype=np.int64)])
     if not len(rows):
@@ -102,11 +102,11 @@ def shapes(limits: Limits, request: Request) -> Shapes:
             f"no mesh of {limits.least_ranks} to {limits.most_ranks} ranks serves a global batch of {limits.samples} "
             "samples as asked; ask for other ranks or another global_batch_size"
         )
-    names = [field.name for field in dataclasses.fields(Shapes)]
-    return Shapes(**{name: np.ascontiguousarray(rows[:, column]) for column, name in enumerate(names)})
+    names = [field.name for field in dataclasses.fields(MeshTable)]
+    return MeshTable(**{name: np.ascontiguousarray(rows[:, column]) for column, name in enumerate(names)})
 
 
-def _of_inner(limits: Limits, request: Request, inner: tuple[int, ...]) -> NDArray[np.int64]:
+def _of_inner(limits: Limits, request: PlanRequest, inner: tuple[int, ...]) -> NDArray[np.int64]:
     """Rows of (inner degrees, copies, microbatches) for one setting of the inner axes."""
     split, stage, context, expert, table, space = inner
     whole = split * stage * context * space
@@ -162,7 +162,7 @@ def _thinned(counts: list[int]) -> list[int]:
     return kept
 
 
-def variants(limits: Limits, found: Shapes, rows: NDArray[np.intp], *, offload: bool = False) -> Variants:
+def variants(limits: Limits, found: MeshTable, rows: NDArray[np.intp], *, offload: bool = False) -> Variants:
     """All ways to run the meshes in `rows` of `found`."""
     parts: list[NDArray[np.int64]] = []
     if not len(rows):
@@ -172,10 +172,10 @@ def variants(limits: Limits, found: Shapes, rows: NDArray[np.intp], *, offload: 
     order = np.argsort(where.reshape(-1), kind="stable")
     ends = np.cumsum(np.bincount(where.reshape(-1), minlength=len(kinds)))
     for kind, members in zip(kinds.tolist(), np.split(rows[order], ends[:-1]), strict=True):
-        ways = _ways(limits, tuple(kind), offload=offload)
-        block = np.empty((len(members), len(ways), 8), dtype=np.int64)
+        variant_rows = _variant_columns(limits, tuple(kind), offload=offload)
+        block = np.empty((len(members), len(variant_rows), 8), dtype=np.int64)
         block[:, :, 0] = members[:, None]
-        block[:, :, 1:] = ways[None, :, :]
+        block[:, :, 1:] = variant_rows[None, :, :]
         parts.append(block.reshape(-1, 8))
     return _variants(np.concatenate(parts))
 
@@ -193,7 +193,7 @@ def _variants(table: NDArray[np.int64]) -> Variants:
     )
 
 
-def _ways(limits: Limits, kind: tuple[int, ...], *, offload: bool) -> NDArray[np.int64]:
+def _variant_columns(limits: Limits, kind: tuple[int, ...], *, offload: bool) -> NDArray[np.int64]:
     stage, copies, context = kind
     sharding = [one for one in _shardings(limits, copies) if stage == 1 or one[1] <= 1]
     recompute = limits.recompute
@@ -245,10 +245,12 @@ rank sums activations in every layer, a stage hands on one activation in each mi
 _LEVELS: dict[int, ShardLevel] = {1: 1, 2: 2, 3: 3}
 
 
-def plan_of(model: ModelSpec, request: Request, shapes: Shapes, ways: Variants, row: int, precision: Precision) -> Plan:
-    """The plan that a row of `ways` means."""
-    at, script = int(ways.shape[row]), request.script
-    shard = int(ways.shard[row])
+def plan_of(
+    model: ModelSpec, request: PlanRequest, shapes: MeshTable, variant_rows: Variants, row: int, precision: Precision
+) -> Plan:
+    """The plan that a row of `variant_rows` means."""
+    at, script = int(variant_rows.shape[row]), request.script
+    shard = int(variant_rows.shard[row])
     degrees: dict[AxisName, int] = {
         "stage": int(shapes.stage[at]),
         "replicate": int(shapes.copies[at]) // shard,
@@ -259,32 +261,32 @@ def plan_of(model: ModelSpec, request: Request, shapes: Shapes, ways: Variants, 
         "space": int(shapes.space[at]),
         "split": int(shapes.split[at]),
     }
-    level, stage = int(ways.level[row]), degrees["stage"]
+    level, stage = int(variant_rows.level[row]), degrees["stage"]
     sharding, pipeline = script.sharding, script.pipeline
     if level:
-        sharding = ShardingPlan(level=_LEVELS[level], offload=OFFLOADS[int(ways.offload[row])])
+        sharding = ShardingPlan(level=_LEVELS[level], offload=OFFLOADS[int(variant_rows.offload[row])])
     if stage > 1:
         pipeline = PipelinePlan(
-            schedule=SCHEDULES[int(ways.schedule[row])],
-            stages_per_rank=int(ways.chunks[row]),
+            schedule=SCHEDULES[int(variant_rows.schedule[row])],
+            stages_per_rank=int(variant_rows.chunks[row]),
             cuts=script.pipeline.cuts,
         )
     return dataclasses.replace(
         script,
         batch=dataclasses.replace(script.batch, num_microbatches=int(shapes.microbatches[at])),
         mesh=mesh_of(request, degrees),
-        layout=(*script.layout, *recompute_rules(model, RECOMPUTE[int(ways.recompute[row])])),
+        layout=(*script.layout, *recompute_rules(model, RECOMPUTE[int(variant_rows.recompute[row])])),
         shares=(),
         split_shares=(),
         precision=precision,
         sharding=sharding,
         pipeline=pipeline,
-        context=CONTEXTS[int(ways.context_kind[row])] if degrees["context"] > 1 else script.context,
+        context=CONTEXTS[int(variant_rows.context_kind[row])] if degrees["context"] > 1 else script.context,
         space_grid=script.space_grid if request.mesh is not None else (),
     )
 
 
-def mesh_of(request: Request, degrees: dict[AxisName, int]) -> dict[AxisName, int]:
+def mesh_of(request: PlanRequest, degrees: dict[AxisName, int]) -> dict[AxisName, int]:
     """The axes above one in their order; a mesh that was asked for as it was written."""
     if request.mesh is not None:
         return dict(request.mesh)

@@ -19,7 +19,7 @@ from tutti.cost_model.compute_cost import update_nbytes
 from tutti.cost_model.memory_cost import kept
 from tutti.cost_model.module_costs import ModelTable
 from tutti.cost_model.pipeline_cost import by_place
-from tutti.cost_model.rank_placement import Seat, place_ranks
+from tutti.cost_model.rank_placement import HostGroup, place_ranks
 from tutti.cost_model.work_division import Division, parts, recompute_regions
 from tutti.cost_model.worker_speed import worker_at
 from tutti.errors import PlanError
@@ -104,27 +104,29 @@ def by_axes(values: Array, plan: Plan, keep: tuple[AxisName, ...], how: np.ufunc
 def improved(room: Room, cluster: ClusterSpec, one: Plan, prediction: Prediction, samples: int) -> list[Plan]:
     """The plan with shares and parts of layers by speed and with stages cut by speed and memory, where these change
     anything. `prediction`: of the plan as it is."""
-    seats, plan = place_ranks(cluster, one.world_size), one
+    host_groups, plan = place_ranks(cluster, one.world_size), one
     each = max(1, round(samples / plan.batch.num_microbatches / plan.data_parallel_degree))
-    rates = speeds(room.tables.model, seats, room.tables.precision, np.full(plan.world_size, float(each)))
+    rates = speeds(room.tables.model, host_groups, room.tables.precision, np.full(plan.world_size, float(each)))
     found: list[Plan] = []
     if plan.mesh.get("stage", 1) > 1 and not plan.pipeline.cuts:
-        cuts = uneven_cuts(room, plan, seats, rates, each)
+        cuts = uneven_cuts(room, plan, host_groups, rates, each)
         if cuts:
             plan = dataclasses.replace(plan, pipeline=dataclasses.replace(plan.pipeline, cuts=cuts))
             found.append(plan)
-    share = shares(room.tables, plan, prediction.memory, seats, samples)
+    share = shares(room.tables, plan, prediction.memory, host_groups, samples)
     if share:
         found.append(dataclasses.replace(plan, shares=share))
-    own = split_shares(room, plan, prediction.memory, seats, each)
+    own = split_shares(room, plan, prediction.memory, host_groups, each)
     if own:
         plan = dataclasses.replace(plan, split_shares=own)
-        share = shares(room.tables, plan, prediction.memory, seats, samples)
+        share = shares(room.tables, plan, prediction.memory, host_groups, samples)
         found += [plan, dataclasses.replace(plan, shares=share)] if share else [plan]
     return found
 
 
-def shares(tables: Tables, plan: Plan, memory: RankMemory, seats: tuple[Seat, ...], samples: int) -> tuple[float, ...]:
+def shares(
+    tables: Tables, plan: Plan, memory: RankMemory, host_groups: tuple[HostGroup, ...], samples: int
+) -> tuple[float, ...]:
     """A share for each data-parallel rank such that all finish together, clipped where memory ends; empty if equal.
 
     Its room is its tightest device's. `memory`: of the tightest rank at equal shares, of which only activations grow
@@ -134,13 +136,13 @@ def shares(tables: Tables, plan: Plan, memory: RankMemory, seats: tuple[Seat, ..
     if degree == 1 or degree > MOST_SHARES:
         return ()
     slices = samples / plan.batch.num_microbatches
-    free = by_axes(_memory(seats), plan, DATA_AXES, np.minimum) - (memory.total - memory.activations)
+    free = by_axes(_memory(host_groups), plan, DATA_AXES, np.minimum) - (memory.total - memory.activations)
     most = np.floor(free / max(memory.activations / np.ceil(slices / degree), 1.0))
     loads = np.full(degree, slices / degree)
-    apart = [plan.mesh[axis] if axis in DATA_AXES else 1 for axis in plan.mesh]
+    data_degrees = [plan.mesh[axis] if axis in DATA_AXES else 1 for axis in plan.mesh]
     for _ in range(ROUNDS):
-        each = np.broadcast_to(loads.reshape(apart), list(plan.mesh.values())).reshape(-1)
-        rates = _together(plan, speeds(tables.model, seats, tables.precision, each))
+        each = np.broadcast_to(loads.reshape(data_degrees), list(plan.mesh.values())).reshape(-1)
+        rates = _together(plan, speeds(tables.model, host_groups, tables.precision, each))
         # cutting a slice into whole samples may give a rank one more than its share
         loads = balanced(rates, np.maximum(1.0, most - 1), slices)
     return listed(loads)
@@ -178,7 +180,9 @@ def balanced(rates: Array, room: Array, total: float) -> Array:
         full |= over
 
 
-def uneven_cuts(room: Room, plan: Plan, seats: tuple[Seat, ...], rates: Array, samples: int) -> tuple[str, ...]:
+def uneven_cuts(
+    room: Room, plan: Plan, host_groups: tuple[HostGroup, ...], rates: Array, samples: int
+) -> tuple[str, ...]:
     """Names at which stages begin, cut by the stages' speeds and memory; empty where it cannot be cut so."""
     degree, chunks = plan.mesh["stage"], plan.pipeline.stages_per_rank
     tables, columns = room.tables, room.work.columns
@@ -190,7 +194,7 @@ def uneven_cuts(room: Room, plan: Plan, seats: tuple[Seat, ...], rates: Array, s
         return ()
     blocks = blocks_of(tables.model, passes.ahead + passes.back, state_of(columns, part, plan), samples * keeps.always)
     passing = samples * (keeps.within.max(initial=0.0) + keeps.output.max(initial=0.0))
-    memory = by_axes(_memory(seats), plan, ("stage",), np.minimum)
+    memory = by_axes(_memory(host_groups), plan, ("stage",), np.minimum)
     free = (memory - room.reserve) / (1 + room.fragments) - passing
     live = times_held(plan.pipeline.schedule, chunks, degree, plan.batch.num_microbatches).reshape(-1)
     own = by_axes(rates, plan, ("stage",), np.minimum)
@@ -206,15 +210,15 @@ def state_of(columns: ModelTable, part: Division, plan: Plan) -> Array:
     return part.weight * (own * columns.parameters + summed * columns.gradients + updated * columns.optimizer)
 
 
-def _memory(seats: tuple[Seat, ...]) -> Array:
-    return np.array([seat.memory_nbytes for seat in seats for _ in range(seat.ranks)])
+def _memory(host_groups: tuple[HostGroup, ...]) -> Array:
+    return np.array([host_group.memory_nbytes for host_group in host_groups for _ in range(host_group.ranks)])
 
 
 _HALVINGS = 60
 
 
 def split_shares(
-    room: Room, plan: Plan, memory: RankMemory, seats: tuple[Seat, ...], samples: int
+    room: Room, plan: Plan, memory: RankMemory, host_groups: tuple[HostGroup, ...], samples: int
 ) -> tuple[float, ...]:
     """A part of the divided layers for each place along the split axis such that all finish together, clipped where
     memory ends, each with a head or unit at least; empty where places are alike, or parts must be.
@@ -223,12 +227,17 @@ def split_shares(
     `samples`: of a microbatch.
     """
     degree = plan.mesh.get("split", 1)
-    if degree == 1 or len(seats) == 1:
+    if degree == 1 or len(host_groups) == 1:
         return ()
-    paces = [_pace(room, plan, seat, samples) for seat in seats]
-    of_places = by_place(plan, seats)
-    slowest = [max((paces[seat] for seat in some), key=lambda one: one.total_s(1 / degree)) for some in of_places]
-    free = np.array([min(seats[seat].memory_nbytes for seat in some) for some in of_places], dtype=np.float64)
+    microbatch_times = [_microbatch_time(room, plan, host_group, samples) for host_group in host_groups]
+    of_places = by_place(plan, host_groups)
+    slowest = [
+        max((microbatch_times[host_group] for host_group in some), key=lambda one: one.total_s(1 / degree))
+        for some in of_places
+    ]
+    free = np.array(
+        [min(host_groups[host_group].memory_nbytes for host_group in some) for some in of_places], dtype=np.float64
+    )
     if len(set(slowest)) == 1 and len(set(free.tolist())) == 1:
         return ()
     growing = max(1.0, _growing(room, plan, memory))
@@ -247,7 +256,7 @@ def split_shares(
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class MicrobatchTime:
     """Seconds that a microbatch takes a rank: whatever its part is, and in proportion to its part."""
 
     whole_s: float
@@ -257,7 +266,7 @@ class Pace:
         return self.whole_s + part * self.part_s
 
 
-def together(paces: list[Pace], most: Array, least: float) -> Array:
+def together(microbatch_times: list[MicrobatchTime], most: Array, least: float) -> Array:
     """Parts that add up to 1, none above its `most`, with which all places that have room take the same time; one that
     is late with less than `least` gets that. Where all have too little room, parts are in proportion to it.
 
@@ -266,8 +275,8 @@ def together(paces: list[Pace], most: Array, least: float) -> Array:
     """
     if most.sum() <= 1:
         return np.asarray(most / max(most.sum(), 1e-300), dtype=np.float64)
-    a = np.array([one.whole_s for one in paces])
-    b = np.maximum(np.array([one.part_s for one in paces]), 1e-300)
+    a = np.array([one.whole_s for one in microbatch_times])
+    b = np.maximum(np.array([one.part_s for one in microbatch_times]), 1e-300)
     low, high = float(a.min()), float((a + b).max())
 
     def within(until_s: float) -> Array:
@@ -302,19 +311,19 @@ def _degrees(plan: Plan) -> tuple[int, ...]:
     return tuple(plan.degree(axis) for axis in ("split", "context", "expert", "table", "space"))
 
 
-def _pace(room: Room, plan: Plan, seat: Seat, samples: int) -> Pace:
-    """Of a rank on `seat`: passes, and its part of the update, which comes once in a step."""
+def _microbatch_time(room: Room, plan: Plan, host_group: HostGroup, samples: int) -> MicrobatchTime:
+    """Of a rank on `host_group`: passes, and its part of the update, which comes once in a step."""
     model, columns = room.tables.model, room.work.columns
-    part, worker = room.work.part(_degrees(plan)), worker_at(seat, model.dtype, plan.precision)
+    part, worker = room.work.part(_degrees(plan)), worker_at(host_group, model.dtype, plan.precision)
     ahead, back = (
         one(part.ops, worker, samples, len(columns)) for one in (compute_cost.forward, compute_cost.backward)
     )
-    updated = update_nbytes(model, columns.gradients, columns.optimizer, on_cpu=seat.device.kind == "cpu")
+    updated = update_nbytes(model, columns.gradients, columns.optimizer, on_cpu=host_group.device.kind == "cpu")
     updated = updated * part.weight / plan.degree("shard")
     times = plan.batch.num_microbatches
     seconds = ahead.seconds + back.seconds + worker.slowdown / worker.bandwidth_bytes_per_s * updated / times
     divided = float(seconds[part.split].sum())
-    return Pace(float(seconds.sum()) - divided, divided * plan.degree("split"))
+    return MicrobatchTime(float(seconds.sum()) - divided, divided * plan.degree("split"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

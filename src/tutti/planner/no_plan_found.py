@@ -20,7 +20,7 @@ from tutti.planner.cost_tables import Tables
 from tutti.planner.exploration import Costed
 from tutti.planner.mesh_enumeration import plan_of, shapes, variants
 from tutti.planner.plan_description import plan_words
-from tutti.planner.plan_request import Request
+from tutti.planner.plan_request import PlanRequest
 from tutti.planner.plan_work import Room
 from tutti.planner.search_bounds import shape_bounds, variant_bounds
 
@@ -33,7 +33,7 @@ _REFUSALS = 5
 """After so many refusals a combination of axes is not tried again."""
 
 
-def smallest(model: ModelSpec, cluster: ClusterSpec, request: Request) -> Costed | None:
+def smallest(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> Costed | None:
     """The plan that needs the least memory of its fullest rank, of those that fit one first; None if none can be
     costed. The most promising by their estimated memory are predicted."""
     precision: Precision = request.script.precision
@@ -49,14 +49,16 @@ def smallest(model: ModelSpec, cluster: ClusterSpec, request: Request) -> Costed
     rows = np.flatnonzero((found.microbatches == 1) | (found.microbatches >= each))  # what lies between needs no less
     order = rows[np.argsort(least[rows], kind="stable")][:_MESHES]
     levels = tuple(sorted({limits.levels[0], limits.levels[-1]}))
-    ways = variants(dataclasses.replace(limits, recompute=limits.recompute[-1:], levels=levels, blocks=0), found, order)
-    if not len(ways):
+    strategies = variants(
+        dataclasses.replace(limits, recompute=limits.recompute[-1:], levels=levels, blocks=0), found, order
+    )
+    if not len(strategies):
         return None
-    sizes = variant_bounds(Room(tables, request.script), found, ways, limits.samples).memory
+    sizes = variant_bounds(Room(tables, request.script), found, strategies, limits.samples).memory
     costed: list[Costed] = []
     refused: dict[tuple[str, ...], int] = {}
     for row in np.argsort(sizes, kind="stable").tolist():
-        plan = plan_of(model, request, found, ways, row, precision)
+        plan = plan_of(model, request, found, strategies, row, precision)
         kind = tuple(sorted(axis for axis, degree in plan.mesh.items() if degree > 1))
         if refused.get(kind, 0) >= _REFUSALS:
             continue
@@ -72,7 +74,7 @@ def smallest(model: ModelSpec, cluster: ClusterSpec, request: Request) -> Costed
     return min(costed, key=lambda one: (not one.prediction.fits, one.value), default=None)
 
 
-def nothing_good(model: ModelSpec, cluster: ClusterSpec, request: Request, costed: list[Costed]) -> str:
+def nothing_good(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, costed: list[Costed]) -> str:
     """The sentence for a search whose plans are all too large, break a limit, or are predicted to take for ever."""
     fitting = [one for one in costed if one.prediction.fits]
     if not fitting:
@@ -82,7 +84,7 @@ def nothing_good(model: ModelSpec, cluster: ClusterSpec, request: Request, coste
     return _not_finite(model, cluster, request, fitting[0])
 
 
-def no_fit(model: ModelSpec, cluster: ClusterSpec, request: Request, costed: list[Costed]) -> str:
+def no_fit(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, costed: list[Costed]) -> str:
     """The sentence that refuses a model no candidate can hold: its smallest need against what there is."""
     one = min(
         costed,
@@ -115,7 +117,7 @@ def no_fit(model: ModelSpec, cluster: ClusterSpec, request: Request, costed: lis
     )
 
 
-def _refused(model: ModelSpec, cluster: ClusterSpec, request: Request) -> str:
+def _refused(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> str:
     """Why what was asked for excludes itself, or cannot be had of this model; empty where neither is so."""
     script = request.script
     asked = request.mesh or {axis: max(2, degree) for axis, degree in request.demanded.items()} or script.mesh
@@ -162,7 +164,7 @@ def _remedy(one: Costed, room: float) -> str:
     return "use a smaller global_batch_size, more microbatches, recompute in the layout, or devices with more memory"
 
 
-def what_fits(model: ModelSpec, cluster: ClusterSpec, request: Request, least: Costed) -> str:
+def what_fits(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, least: Costed) -> str:
     """The smallest number of nodes of this kind that holds the model, by which plan, and the memory that would do."""
     memory = f"on these {least.plan.world_size} with {gigabytes(least.prediction.memory.total)} each"
     if least.plan.world_size == 1:
@@ -180,7 +182,7 @@ def what_fits(model: ModelSpec, cluster: ClusterSpec, request: Request, least: C
     return f"it would fit on {ranks}{where} as {plan_words(one.plan)}, or {memory}"
 
 
-def enough(model: ModelSpec, cluster: ClusterSpec, request: Request) -> tuple[ClusterSpec, Costed] | None:
+def enough(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> tuple[ClusterSpec, Costed] | None:
     """The cluster grown by whole nodes until some plan fits: found by doubling, then by halving the interval."""
     free = dataclasses.replace(
         request, degree=None, max_devices=None, mesh=None, demanded={}, scope="all", objective="memory"
@@ -214,7 +216,7 @@ def _links(cluster: ClusterSpec) -> tuple[LinkSpec, ...]:
     return (*cluster.links, dataclasses.replace(cluster.links[0], tier="network"))
 
 
-def nothing_keeps(request: Request, costed: list[Costed]) -> str:
+def nothing_keeps(request: PlanRequest, costed: list[Costed]) -> str:
     """The sentence for plans that fit but all break a limit of the request: the nearest of them."""
     fitting = [one for one in costed if one.broken]
 
@@ -230,7 +232,7 @@ def nothing_keeps(request: Request, costed: list[Costed]) -> str:
     )
 
 
-def _not_finite(model: ModelSpec, cluster: ClusterSpec, request: Request, one: Costed) -> str:
+def _not_finite(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, one: Costed) -> str:
     return (
         f"no plan of model {model.name!r} on cluster {cluster.name!r} has a {request.objective} that can be compared "
         f"(the first, {plan_words(one.plan)}, has {one.value}): a rate, size or price is beyond what can be counted "

@@ -10,17 +10,17 @@ from tutti.config.cluster import ClusterSpec, DeviceSpec
 from tutti.config.plan import Plan
 from tutti.config.prediction import Prediction
 from tutti.cost_model.cost_notes import nbytes, seconds
-from tutti.cost_model.rank_placement import Seat, place_ranks
+from tutti.cost_model.rank_placement import HostGroup, place_ranks
 from tutti.errors import PlanError
 from tutti.planner import plan_request
-from tutti.planner.plan_request import Request, Totals, steps_to_quality
+from tutti.planner.plan_request import PlanRequest, Totals, steps_to_quality
 
 Array = NDArray[np.float64]
 
 _WH_PER_J = 1.0 / 3600.0
 
 
-def check(cluster: ClusterSpec, request: Request) -> None:
+def check(cluster: ClusterSpec, request: PlanRequest) -> None:
     """Raises PlanError where an objective or a limit needs what the cluster or the request does not say."""
     used = {node.device for node in cluster.nodes}
     devices = [cluster.devices[name] for name in sorted(used)]
@@ -44,7 +44,7 @@ def _have(devices: list[DeviceSpec], name: str, words: str, cluster: ClusterSpec
             )
 
 
-def steps(request: Request, plan: Plan) -> int | None:
+def steps(request: PlanRequest, plan: Plan) -> int | None:
     """Steps of the whole training by a plan's global batch; None where nobody said how long it is."""
     batch = plan.batch.global_batch_size
     if plan.batch.ramp and (sizes := _sizes(request, plan)) is not None:
@@ -54,14 +54,14 @@ def steps(request: Request, plan: Plan) -> int | None:
     return None if request.train_samples is None else math.ceil(request.train_samples / batch)
 
 
-def _sizes(request: Request, plan: Plan) -> list[tuple[int, int]] | None:
+def _sizes(request: PlanRequest, plan: Plan) -> list[tuple[int, int]] | None:
     """(size, steps) of a batch that grows; None where nobody said how long training is."""
     if request.noise is not None:
         return plan_request.sizes_to_quality(plan.batch, request.noise)
     return None if request.train_samples is None else plan_request.sizes_of(plan.batch, request.train_samples)
 
 
-def _time_s(request: Request, plan: Plan, prediction: Prediction) -> float:
+def _time_s(request: PlanRequest, plan: Plan, prediction: Prediction) -> float:
     """Seconds of all steps, or of one where their number is unknown."""
     sizes = _sizes(request, plan) if plan.batch.ramp else None
     count = steps(request, plan)
@@ -83,14 +83,14 @@ def _warmup_s(prediction: Prediction, count: int | None) -> float:
     return beyond
 
 
-def begun(request: Request, plan: Plan, prediction: Prediction) -> float:
+def begun(request: PlanRequest, plan: Plan, prediction: Prediction) -> float:
     """How many times the later steps' time all steps take together, for what the first ones take; 1 where nobody said
     how many there are."""
     count = steps(request, plan)
     return 1.0 + _warmup_s(prediction, count) / (count * prediction.step_time_s.value) if count else 1.0
 
 
-def totals(cluster: ClusterSpec, request: Request, plan: Plan, prediction: Prediction) -> Totals:
+def totals(cluster: ClusterSpec, request: PlanRequest, plan: Plan, prediction: Prediction) -> Totals:
     """Time, device-hours, price and energy of the training, or of one step where its length is unknown.
 
     Devices that the plan leaves idle are not paid for; a device that is used is counted for all of the time, at its
@@ -114,37 +114,37 @@ def totals(cluster: ClusterSpec, request: Request, plan: Plan, prediction: Predi
 
 def room_nbytes(cluster: ClusterSpec, plan: Plan) -> float:
     """Memory that each rank of a plan may fill, on its smallest device."""
-    return min(seat.memory_nbytes for seat in place_ranks(cluster, plan.world_size))
+    return min(host_group.memory_nbytes for host_group in place_ranks(cluster, plan.world_size))
 
 
-def devices_of(seat: Seat) -> int:
+def devices_of(host_group: HostGroup) -> int:
     """Devices that the ranks of a seat keep busy."""
-    return seat.hosts * -(-seat.ranks_per_host // seat.sharing)
+    return host_group.hosts * -(-host_group.ranks_per_host // host_group.sharing)
 
 
-def rate_of(seats: tuple[Seat, ...], name: str) -> float | None:
+def rate_of(host_groups: tuple[HostGroup, ...], name: str) -> float | None:
     """Price an hour or power of all devices used together; None where one of them does not say."""
-    values = [getattr(seat.device, name) for seat in seats]
+    values = [getattr(host_group.device, name) for host_group in host_groups]
     if any(value is None for value in values):
         return None
-    return float(sum(devices_of(seat) * value for seat, value in zip(seats, values, strict=True)))
+    return float(sum(devices_of(host_group) * value for host_group, value in zip(host_groups, values, strict=True)))
 
 
-def value(cluster: ClusterSpec, request: Request, plan: Plan, prediction: Prediction) -> float:
+def value(cluster: ClusterSpec, request: PlanRequest, plan: Plan, prediction: Prediction) -> float:
     """What the objective compares; less is better."""
     if request.objective == "memory":
         return prediction.memory.total
     return prediction.step_time_s.value * factor(cluster, request, plan.world_size) * _repeats(request, plan)
 
 
-def _repeats(request: Request, plan: Plan) -> float:
+def _repeats(request: PlanRequest, plan: Plan) -> float:
     noise = request.noise
     if request.objective != "time-to-quality" or noise is None:
         return 1.0
     return steps_to_quality(plan.batch.global_batch_size, noise)
 
 
-def factor(cluster: ClusterSpec, request: Request, world: int) -> float:
+def factor(cluster: ClusterSpec, request: PlanRequest, world: int) -> float:
     """What a second of a step of `world` ranks counts under the objective. Not for the objective memory."""
     if request.objective in ("throughput", "time-to-quality", "memory"):
         return 1.0
@@ -155,7 +155,7 @@ def factor(cluster: ClusterSpec, request: Request, world: int) -> float:
     return (rate_of(used, name) or 0.0) * (_WH_PER_J / 1000.0 if name == "power_w" else 1.0 / 3600.0)
 
 
-def bound(cluster: ClusterSpec, request: Request, step_s: Array, world: NDArray[np.int64], memory: Array) -> Array:
+def bound(cluster: ClusterSpec, request: PlanRequest, step_s: Array, world: NDArray[np.int64], memory: Array) -> Array:
     """The objective's value for steps of at least `step_s` seconds and at least `memory` bytes, row by row."""
     if request.objective == "memory":
         return memory
@@ -167,7 +167,7 @@ def bound(cluster: ClusterSpec, request: Request, step_s: Array, world: NDArray[
     return np.asarray(step_s * factors[where.reshape(-1)], dtype=np.float64)
 
 
-def broken_limit(request: Request, found: Totals, prediction: Prediction) -> str:
+def broken_limit(request: PlanRequest, found: Totals, prediction: Prediction) -> str:
     """The limit of the request that a plan breaks, in words; empty where it keeps all."""
     if request.memory_nbytes is not None and prediction.memory.total > request.memory_nbytes:
         return f"takes {nbytes(prediction.memory.total)} a rank, allowed are {nbytes(request.memory_nbytes)}"
@@ -178,7 +178,7 @@ def broken_limit(request: Request, found: Totals, prediction: Prediction) -> str
     return ""
 
 
-def over_limits(request: Request, found: Totals, prediction: Prediction) -> float:
+def over_limits(request: PlanRequest, found: Totals, prediction: Prediction) -> float:
     """By which factor a plan is beyond the limit that it breaks most; at most 1 where it keeps all."""
     limits = (
         (request.memory_nbytes, prediction.memory.total),
@@ -202,7 +202,7 @@ def money(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
-def shown_value(request: Request, found: Totals, prediction: Prediction) -> str:
+def shown_value(request: PlanRequest, found: Totals, prediction: Prediction) -> str:
     """The objective's value of a plan in words."""
     whole = "" if found.steps is not None else " a step"
     if request.objective == "device-hours":

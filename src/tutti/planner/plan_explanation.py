@@ -15,7 +15,7 @@ from tutti.planner.plan_request import Alternative, Choice, Coverage, Totals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class PlanRow:
     """One line of the table of plans. Empty texts where there is no prediction.
 
     `mesh` and `settings`: the plan in words; `value`: what the objective compares, in words.
@@ -36,7 +36,7 @@ class Row:
     reason: str
 
 
-def rows(choice: Choice) -> tuple[Row, ...]:
+def rows(choice: Choice) -> tuple[PlanRow, ...]:
     """The chosen plan, then the others in the order of the choice."""
     chosen = Alternative(plan=choice.best, prediction=choice.prediction, reason="chosen", totals=choice.totals)
     return (
@@ -45,10 +45,10 @@ def rows(choice: Choice) -> tuple[Row, ...]:
     )
 
 
-def _row(choice: Choice, one: Alternative, *, chosen: bool) -> Row:
+def _row(choice: Choice, one: Alternative, *, chosen: bool) -> PlanRow:
     plan, prediction = one.plan, one.prediction
     value = shown_value(choice.request, one.totals, prediction) if one.totals and prediction else ""
-    return Row(
+    return PlanRow(
         chosen=chosen,
         ranks=plan.world_size,
         mesh=mesh_words(plan),
@@ -152,7 +152,7 @@ def _told(first: Plan, second: Plan, a: str, b: str) -> tuple[str, ...]:
     if shared != turned:
         said.append(f"Order of axes, outermost first: {', '.join(shared)} in {a}, {', '.join(turned)} in {b}")
     said += _batches(first, second, a, b)
-    said += _ways(first, second, a, b)
+    said += _compared_settings(first, second, a, b)
     if first.shares != second.shares:
         said.append(f"Shares of the data-parallel ranks: {_shares(first)} in {a}, {_shares(second)} in {b}")
     if first.split_weights != second.split_weights:
@@ -206,7 +206,7 @@ def _ramp(plan: Plan) -> str:
     return ", ".join([*sizes, *(["..."] if len(plan.batch.ramp) > _SHOWN else [])]) or "never"
 
 
-def _ways(first: Plan, second: Plan, a: str, b: str) -> list[str]:
+def _compared_settings(first: Plan, second: Plan, a: str, b: str) -> list[str]:
     """What the mesh does not say, where it matters for both or either."""
     said = []
     if first.precision != second.precision:

@@ -70,8 +70,8 @@ def _relieve(explorer: Explorer) -> None:
             found = None if explorer.over() else explorer.cost(plan, cluster)
             return found is not None and found.good
 
-        alike = (lane for lane in explorer.lanes if lane.precision == one.plan.precision)
-        room = next((lane.room for lane in alike if lane.cluster is one.cluster), None)
+        alike = (branch for branch in explorer.branches if branch.precision == one.plan.precision)
+        room = next((branch.room for branch in alike if branch.cluster is one.cluster), None)
         if room is not None:  # what a part of the cluster computes in, all of it may not
             relieve(room, one.plan, explorer.samples, fits)
 
@@ -128,7 +128,7 @@ _TRIES = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class BlockLoad:
     """What blocks keep and cost by form, (forms, blocks): `nbytes` at their place's peak, `within` while one is
     computed again, `seconds` of that. `place_ranks`: of each block; by place: `fixed` bytes whatever the forms are.
     """
@@ -173,7 +173,7 @@ def relieve(room: Room, plan: Plan, samples: int, fits: Callable[[Plan], bool]) 
         seen.add(key)
 
 
-def load_of(room: Room, plan: Plan, samples: int) -> Load | None:
+def load_of(room: Room, plan: Plan, samples: int) -> BlockLoad | None:
     """The blocks of the model under the mesh and schedule of `plan`."""
     model, work = room.tables.model, room.work
     roots, stage, chunks = block_roots(model), plan.degree("stage"), plan.pipeline.stages_per_rank
@@ -201,7 +201,7 @@ def load_of(room: Room, plan: Plan, samples: int) -> Load | None:
     def by_block(values: Array) -> Array:
         return np.bincount(block[inside], weights=values[inside], minlength=len(roots)).astype(np.float64)
 
-    return Load(
+    return BlockLoad(
         names=tuple(roots.values()),
         nbytes=np.stack([by_block(often * one.always) for one in keeps]),
         within=np.stack([by_block(each * one.within) for one in keeps]),
@@ -211,7 +211,7 @@ def load_of(room: Room, plan: Plan, samples: int) -> Load | None:
     )
 
 
-def chosen(load: Load, budget: Array) -> NDArray[np.intp] | None:
+def chosen(load: BlockLoad, budget: Array) -> NDArray[np.intp] | None:
     """The form of each block such that every place keeps at most its `budget` of bytes and least is computed again;
     None where nothing does."""
     forms = np.zeros(len(load.names), dtype=np.intp)
@@ -371,20 +371,20 @@ def _bases(explorer: Explorer) -> Iterator[tuple[Plan, ClusterSpec]]:
         best.setdefault(one.plan.degree("replicate"), one)
     known = [one for degree, one in best.items() if degree > 1]
     yield from ((one.plan, one.cluster) for one in known[:_BASES])
-    limits, lane = explorer.limits, next(iter(explorer.lanes), None)
+    limits, branch = explorer.limits, next(iter(explorer.branches), None)
     most = min(limits.most_ranks, limits.samples)
     wanted = {most} | {2**power for power in range(1, most.bit_length())}
     tried = {one.plan.degree("replicate") for one in known[:_BASES]}
-    for degree in sorted(one for one in wanted - tried if max(2, limits.least_ranks) <= one and lane is not None):
-        assert lane is not None
+    for degree in sorted(one for one in wanted - tried if max(2, limits.least_ranks) <= one and branch is not None):
+        assert branch is not None
         count = limits.microbatches or max(1, min(limits.own_microbatches, limits.samples // degree))
         script = explorer.request.script
         batch = dataclasses.replace(script.batch, num_microbatches=count)
         yield (
             dataclasses.replace(
-                script, batch=batch, mesh={"replicate": degree}, shares=(), split_shares=(), precision=lane.precision
+                script, batch=batch, mesh={"replicate": degree}, shares=(), split_shares=(), precision=branch.precision
             ),
-            lane.cluster,
+            branch.cluster,
         )
 
 

@@ -59,7 +59,7 @@ class NoiseScale:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class PlanRequest:
     """What may vary. `script`: the plan the script's Job implies on one device: its batch, precision, layout, sync.
 
     `max_devices`: ranks to use at most; `degree`: exactly so many. `allow_microbatches`: num_microbatches may
@@ -132,7 +132,7 @@ class Request:
         sync = self.script.sync
         if self.relax != "exact" and (sync.mode != "synchronous" or sync.compress is not None):
             raise PlanError(
-                f"the dial is at {self.relax}, which chooses how gradients and replicas are kept together, and "
+                f"--relax is {self.relax}, which chooses how gradients and replicas are kept together, and "
                 f"{format_relaxation(sync)} says how; leave one out"
             )
         for words, factor in self.samples.items():
@@ -189,8 +189,8 @@ def step_s(prediction: Prediction, size: int, whole: int) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dial:
-    """What opening the dial brought. `way`: the best one found, as a user types it; empty where none is better.
+class RelaxationGain:
+    """What opening the dial brought. `strategy`: the best one found, as a user types it; empty where none is better.
 
     `exact_step_s`, `step_s`: of the best exact plan and of the best that goes this way; `samples`: how many times the
     samples of exact training it is counted with, and the `evidence` of that. It is `chosen` where it takes less with
@@ -199,7 +199,7 @@ class Dial:
 
     relax: Relaxation
     chosen: bool = False
-    way: str = ""
+    strategy: str = ""
     exact_step_s: float
     step_s: float
     samples: float = 1.0
@@ -214,13 +214,13 @@ class Choice:
     """The plan chosen, its prediction, and the others, the fastest first. `remarks`: the choice in plain words.
 
     `changes`: what would have to change for another plan to win. `nodes`: the cluster's kinds of nodes in the order in
-    which ranks are seated; the cluster's own order where it is empty. `dial`: what ways to send less would bring, where
-    the request allows any.
+    which ranks are seated; the cluster's own order where it is empty. `relaxation`: what ways to send less would bring,
+    where the request allows any.
     """
 
     model: str
     cluster: str
-    request: Request
+    request: PlanRequest
     best: Plan
     prediction: Prediction
     alternatives: tuple[Alternative, ...]
@@ -229,7 +229,7 @@ class Choice:
     changes: tuple[str, ...] = ()
     coverage: Coverage | None = None
     nodes: tuple[str, ...] = ()
-    dial: Dial | None = None
+    relaxation: RelaxationGain | None = None
     version: int = 1
 
 

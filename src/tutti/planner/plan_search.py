@@ -23,8 +23,8 @@ from tutti.planner.loss_reasons import remarks, why
 from tutti.planner.mixed_hardware import orders
 from tutti.planner.no_plan_found import nothing_good, smallest
 from tutti.planner.plan_refinement import polish
-from tutti.planner.plan_request import Alternative, Choice, Coverage, Objective, Request, batches_to_try
-from tutti.planner.relaxed_search import open_dial
+from tutti.planner.plan_request import Alternative, Choice, Coverage, Objective, PlanRequest, batches_to_try
+from tutti.planner.relaxed_search import search_relaxed
 from tutti.planner.scenarios import changes
 
 TIE = 0.02
@@ -40,7 +40,7 @@ SHOWN_FAMILIES = 12
 def choose(
     model: ModelSpec,
     cluster: ClusterSpec,
-    request: Request,
+    request: PlanRequest,
     *,
     clock: Clock | None = None,
     limit_s: float = math.inf,
@@ -57,8 +57,8 @@ def choose(
     plain = _is_plain(request.script) and len(cluster.devices) == 1
     if request.relax == "exact" and not (plain and may_pay(model, choice.best)):
         return choice
-    opened = open_dial(model, cluster, request, choice, clock, limit_s / 2)
-    if request.relax == "exact" and not (opened.dial is not None and opened.dial.chosen):
+    opened = search_relaxed(model, cluster, request, choice, clock, limit_s / 2)
+    if request.relax == "exact" and not (opened.relaxation is not None and opened.relaxation.chosen):
         return choice  # ways that lose nothing are spoken of only where one is taken
     return opened
 
@@ -69,7 +69,7 @@ def _is_plain(script: Plan) -> bool:
 
 
 def _exact_choice(
-    model: ModelSpec, cluster: ClusterSpec, request: Request, clock: Clock | None, limit_s: float
+    model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, clock: Clock | None, limit_s: float
 ) -> Choice:
     """The best plan whose sums are as the script has them."""
     objectives.check(cluster, request)
@@ -86,7 +86,7 @@ def _exact_choice(
     return dataclasses.replace(choice, request=request, remarks=(*choice.remarks, sentence))
 
 
-def _data_parallel(model: ModelSpec, cluster: ClusterSpec, request: Request) -> Choice | str:
+def _data_parallel(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> Choice | str:
     """The best of all data-parallel plans, every one costed, or why none can be had."""
     costed, impossible = _cost(model, cluster, request, candidates(model, cluster, request))
     if not costed:
@@ -100,7 +100,9 @@ def _data_parallel(model: ModelSpec, cluster: ClusterSpec, request: Request) -> 
     return _choice(model, cluster, request, costed, impossible, coverage)
 
 
-def _search(model: ModelSpec, cluster: ClusterSpec, request: Request, clock: Clock | None, limit_s: float) -> Choice:
+def _search(
+    model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, clock: Clock | None, limit_s: float
+) -> Choice:
     """The best of all meshes. The global batch is tried in several sizes where the objective lets it change."""
     given = precisions(model, cluster, request)
     requests = [request]
@@ -156,7 +158,7 @@ def _ending(clock: Clock | None, seconds: float) -> Callable[[], bool]:
 def _frugal(
     model: ModelSpec,
     cluster: ClusterSpec,
-    request: Request,
+    request: PlanRequest,
     given: list[Precision],
     clock: Clock | None,
     limit_s: float,
@@ -171,7 +173,7 @@ def _frugal(
     return min((one for one in explorer.costed if one.good), key=lambda one: one.value, default=None)
 
 
-def _with_batch(request: Request, size: int) -> Request:
+def _with_batch(request: PlanRequest, size: int) -> PlanRequest:
     batch = dataclasses.replace(request.script.batch, global_batch_size=size)
     return dataclasses.replace(request, script=dataclasses.replace(request.script, batch=batch))
 
@@ -185,7 +187,7 @@ def _together(parts: Sequence[Coverage]) -> Coverage:
 def _choice(
     model: ModelSpec,
     cluster: ClusterSpec,
-    request: Request,
+    request: PlanRequest,
     costed: list[Costed],
     impossible: Sequence[Alternative],
     coverage: Coverage,
@@ -221,7 +223,7 @@ def _choice(
 
 
 def _cost(
-    model: ModelSpec, cluster: ClusterSpec, request: Request, plans: list[Plan]
+    model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, plans: list[Plan]
 ) -> tuple[list[Costed], list[Alternative]]:
     """Predictions of all plans, and those that have none with the reason, one for each reason."""
     costed: list[Costed] = []
@@ -245,7 +247,7 @@ def _cost(
     return costed, list(impossible.values())
 
 
-def _best(good: list[Costed], request: Request) -> Costed:
+def _best(good: list[Costed], request: PlanRequest) -> Costed:
     least = min(one.value for one in good)
     equal = [one for one in good if one.value <= least * (1 + TIE)]
     if request.objective not in ("throughput", "time-to-quality"):  # many devices may cost what few do, in less time
@@ -337,7 +339,7 @@ def _rank(one: Costed) -> tuple[bool, bool, float]:
     return (not fits, bool(one.broken), one.value if fits else one.prediction.memory.total)
 
 
-def _not_allowed(model: ModelSpec, cluster: ClusterSpec, request: Request, best: Costed) -> tuple[Alternative, ...]:
+def _not_allowed(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, best: Costed) -> tuple[Alternative, ...]:
     """Faster plans of lower precision that the request rules out: shown, so that the choice is the user's."""
     if request.precision != "script" or best.plan.precision != "full":
         return ()
@@ -387,7 +389,7 @@ def search_parts(whole: Explorer, clusters: tuple[ClusterSpec, ...], clock: Cloc
         share_s /= 2
 
 
-def _quickest(model: ModelSpec, part: ClusterSpec, request: Request) -> Precision:
+def _quickest(model: ModelSpec, part: ClusterSpec, request: PlanRequest) -> Precision:
     """Of the precisions that may be chosen, the one in which the slowest device has the highest rate."""
     devices = [part.devices[node.device] for node in part.nodes]
 
@@ -398,7 +400,7 @@ def _quickest(model: ModelSpec, part: ClusterSpec, request: Request) -> Precisio
     return max(given, key=rate) if len(given) > 1 else given[0]
 
 
-def parts(clusters: tuple[ClusterSpec, ...], request: Request) -> Iterator[tuple[ClusterSpec, ClusterSpec]]:
+def parts(clusters: tuple[ClusterSpec, ...], request: PlanRequest) -> Iterator[tuple[ClusterSpec, ClusterSpec]]:
     """(cluster, its first nodes alone), where these are fewer kinds than all and the request lets others be idle: of
     the first order the first kind, then two, four ...; of the others the first."""
     if request.degree is not None or request.mesh is not None:

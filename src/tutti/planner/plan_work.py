@@ -19,9 +19,9 @@ from tutti.cost_model.microbatch_cost import at_least
 from tutti.cost_model.module_costs import model_table
 from tutti.cost_model.overlap import buckets
 from tutti.cost_model.sharding_cost import units_of
-from tutti.cost_model.stage_cuts import Stages, stages_of
+from tutti.cost_model.stage_cuts import StageCuts, stages_of
 from tutti.cost_model.work_division import Division as Part
-from tutti.cost_model.work_division import Region, computed_apart, division, mean_division, recompute_regions
+from tutti.cost_model.work_division import Region, computed_in_pieces, division, mean_division, recompute_regions
 from tutti.cost_model.worker_speed import Worker
 from tutti.errors import PlanError
 from tutti.planner.cost_tables import Array, Tables
@@ -37,7 +37,7 @@ IMPOSSIBLE = math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Passes:
+class ModulePasses:
     """By module, of one microbatch: seconds of forward and backward with what is waited for in exchanges at least, and
     of what is computed again under each form of recompute, (3, modules); `adding`: gradients to those of the microbatch
     before; `update`: the optimizer's memory traffic; `probable`: what exchanges take besides. `summed`: bytes of the
@@ -65,14 +65,14 @@ def _before(values: Array) -> Array:
     return np.asarray(np.cumsum(values, axis=-1) - values, dtype=np.float64)
 
 
-class Work:
+class ModelWork:
     """The work of a model on the workers of `tables`."""
 
     def __init__(self, tables: Tables, script: Plan) -> None:
         self._tables, self._script = tables, script
         self.columns = model_table(tables.model)
-        self._known: dict[tuple[int, ...], Passes | None] = {}
-        self._stages: dict[tuple[int, int], Stages | None] = {}
+        self._known: dict[tuple[int, ...], ModulePasses | None] = {}
+        self._stages: dict[tuple[int, int], StageCuts | None] = {}
         self._steps: dict[tuple[int, ...], list[list[tuple[float, ...]]]] = {}
         self._sums: dict[tuple[int, ...], Array] = {}
         self._parts: dict[tuple[int, ...], Part] = {}
@@ -102,14 +102,14 @@ class Work:
 
     def _step(self, *key: int) -> list[list[tuple[float, ...]]]:
         """The same for every kind of schedule and form of recompute."""
-        *inner, stage, chunks, count, apart = key
+        *inner, stage, chunks, count, across_hosts = key
         sums = self._stage_sums((*inner, stage, chunks))
         if sums is None:
             return [[(IMPOSSIBLE,) * 8] * len(self.regions)] * len(KINDS)
         (ahead, back), (adding, update, beside, summed) = sums[:2], sums[5:]
         backward = back + sums[2:5] + (count - 1) / count * adding  # (forms of recompute, stages)
         total = ahead + backward
-        message, wire = self._messages(stage, chunks, inner[5] / inner[1], apart, inner[6])
+        message, wire = self._messages(stage, chunks, inner[5] / inner[1], across_hosts, inner[6])
         own, waited = _on_place(total, stage), count * float(_on_place(beside, stage).max())
         lost = (total.sum(axis=1) - total.max(axis=1)) / chunks**2
         forms, late, found = np.arange(len(total)), np.array([not regions for regions in self.regions]), []
@@ -133,13 +133,13 @@ class Work:
             found.append([tuple(row) for row in np.stack(columns, axis=1).tolist()])
         return found
 
-    def _messages(self, stage: int, chunks: int, samples: float, apart: int, best: int) -> tuple[Array, Array]:
+    def _messages(self, stage: int, chunks: int, samples: float, across_hosts: int, best: int) -> tuple[Array, Array]:
         """(stages,) each: seconds at least of a message from each stage to the next, 0 from the last, and those of them
         in which it is on its way alone."""
         stages, tables = self.stages(stage, chunks), self._tables
         message, wire = np.zeros(stage * chunks), np.zeros(stage * chunks)
         if stages is not None and stage > 1:
-            latency, bandwidth = tables.apart(best) if apart else tables.fastest(best)
+            latency, bandwidth = tables.across_hosts(best) if across_hosts else tables.fastest(best)
             nbytes = stages.sent * samples + stages.fixed
             wire[:-1] = nbytes / bandwidth
             message[:-1] = np.where(nbytes > 0, latency + wire[:-1], 0.0)
@@ -159,7 +159,7 @@ class Work:
             self._sums[key] = np.stack([np.bincount(stages.stage, weights=row, minlength=total) for row in rows])
         return self._sums[key]
 
-    def stages(self, stage: int, chunks: int) -> Stages | None:
+    def stages(self, stage: int, chunks: int) -> StageCuts | None:
         """Where the model is cut; None where it cannot be cut so."""
         key = (stage, chunks)
         if key not in self._stages:
@@ -233,7 +233,7 @@ class Work:
         gradients = float((self.columns.gradients * np.maximum(0.0, largest.weight - part.weight)).sum())
         return less[0], less[1] + 3.0 * worker.slowdown / worker.bandwidth_bytes_per_s * gradients
 
-    def passes(self, key: tuple[int, ...]) -> Passes | None:
+    def passes(self, key: tuple[int, ...]) -> ModulePasses | None:
         """The passes for (split, context, expert, table, space, samples, best worker); None for what is refused."""
         if key not in self._known:
             try:
@@ -242,7 +242,7 @@ class Work:
                 self._known[key] = None
         return self._known[key]
 
-    def _worked_out(self, degrees: tuple[int, ...], samples: int, best: int) -> Passes:
+    def _worked_out(self, degrees: tuple[int, ...], samples: int, best: int) -> ModulePasses:
         self.part(degrees)
         tables, columns, part = self._tables, self.columns, self._largest[degrees]
         split, context, expert, table, space = degrees
@@ -251,7 +251,7 @@ class Work:
             at_least(compute_cost.forward, part.ops, worker, samples, count),
             at_least(compute_cost.backward, part.ops, worker, samples, count),
         )
-        passes = computed_apart(columns, part, (space,), worker, samples, bare, on_cpu=False, least=True)
+        passes = computed_in_pieces(columns, part, (space,), worker, samples, bare, on_cpu=False, least=True)
         ahead, back = (one.seconds for one in passes)
         slack = self._slack(degrees, samples, worker, (ahead, back)) if tables.mixed and split > 1 else (0.0, 0.0)
         low = np.where(columns.multiplies & tables.half, 0.5, 1.0)
@@ -269,15 +269,15 @@ class Work:
             probable += 2 * tables.exchange(best, table, inside * expert)(vectors)
             rows = columns.linear * np.where(part.by_outputs, table, 1.0)
             rows += columns.outputs * np.where(part.by_outputs, 1.0, table)
-            travels = np.where(part.linear, samples * part.passed * tables.width * rows, 0.0)
-            probable += 2 * tables.exchange(best, table, inside * expert)(travels)
+            sent = np.where(part.linear, samples * part.passed * tables.width * rows, 0.0)
+            probable += 2 * tables.exchange(best, table, inside * expert)(sent)
         if context > 1:
             keys = samples * part.work * columns.key_value * tables.width
             probable += 2 * tables.exchange(best, context, split)(keys)
         gradients = columns.gradients * part.weight
         states, on_cpu = columns.optimizer * part.weight, worker.gap_s is None
         rate = worker.slowdown / worker.bandwidth_bytes_per_s
-        return Passes(
+        return ModulePasses(
             ahead=ahead + waits_f,
             back=back + waits_b,
             again=self._repeats * ahead + self._repeated_waits(part, waits_f),
@@ -308,7 +308,7 @@ class Room:
     compute there, where the update may be the peak; `blocks`: that have parameters."""
 
     def __init__(self, tables: Tables, script: Plan) -> None:
-        self.tables, self.work = tables, Work(tables, script)
+        self.tables, self.work = tables, ModelWork(tables, script)
         self._columns, self._cap_nbytes = model_table(tables.model), float(script.sync.bucket_nbytes)
         self._sums: dict[tuple[int, ...], Array | None] = {}
         self._held: dict[tuple[int, ...], list[list[tuple[float, ...]]]] = {}
@@ -399,9 +399,11 @@ class Room:
         np.maximum.at(largest, place, gradients)
         often = update_temporaries(self.tables.model)
         found += self._looked_at(often * largest, stage)
-        apart = (columns.expert & (expert > 1)) | (columns.table & (table > 1)) | (columns.sequence & (split > 1))
-        apart |= part.linear
-        for mine in (~apart, columns.expert & (expert > 1)):
+        across_hosts = (
+            (columns.expert & (expert > 1)) | (columns.table & (table > 1)) | (columns.sequence & (split > 1))
+        )
+        across_hosts |= part.linear
+        for mine in (~across_hosts, columns.expert & (expert > 1)):
             found += self._looked_at(self._largest_bucket(np.where(mine, gradients, 0.0), place, stage), stage)
         found += self._looked_at(np.zeros(stage) if stages.ties else largest, stage)
         units = units_of(columns, part)

@@ -24,8 +24,16 @@ from tutti.errors import PlanError
 from tutti.planner import objectives
 from tutti.planner.candidates import candidates, precisions
 from tutti.planner.exploration import Clock, Costed
-from tutti.planner.plan_request import Alternative, Choice, Dial, Request, Totals
-from tutti.planner.relaxed_strategies import DIALS, WORTH, WORTH_IN_TURNS, Way, correctable, samples_of, ways
+from tutti.planner.plan_request import Alternative, Choice, PlanRequest, RelaxationGain, Totals
+from tutti.planner.relaxed_strategies import (
+    RELAXATIONS,
+    WORTH,
+    WORTH_IN_TURNS,
+    RelaxedStrategy,
+    correctable,
+    samples_of,
+    strategies,
+)
 
 BASES = 8
 """Exact plans whose relaxed forms are costed: those that would take least if nothing were waited for, and all whose
@@ -38,17 +46,17 @@ RUNNERS_UP = 6
 """Ways that were not chosen and are shown."""
 
 
-def open_dial(
-    model: ModelSpec, cluster: ClusterSpec, request: Request, exact: Choice, clock: Clock | None, limit_s: float
+def search_relaxed(
+    model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, exact: Choice, clock: Clock | None, limit_s: float
 ) -> Choice:
-    """`exact`, or a plan that goes one of the ways that the request allows; what was weighed is in `dial`."""
+    """`exact`, or a plan that goes one of the ways that the request allows; what was weighed is in `relaxation`."""
     best = _costed(_in_order(cluster, exact), request, exact.best, exact.prediction)
     if request.objective == "memory":
         return _exact(request, exact, best, [], "no way to send less takes less memory")
     trial = _Trial(model, request, clock, limit_s)
     plans = [best, *trial.exact_plans(best, exact)]
     bases = sorted((one for one in plans if one.plan.data_parallel_degree > 1 and _floor(one) < best.value), key=_floor)
-    tried = _ranked(trial.all_ways([*bases[:BASES], *filter(_copies, bases[BASES:])]))
+    tried = _ranked(trial.all_strategies([*bases[:BASES], *filter(_copies, bases[BASES:])]))
     for one in _better(tried, best.value):
         doubt = _doubt(one.one)
         if trial.value(one, doubt) < min(trial.doubted(plan, doubt) for plan in _near(plans, best, doubt)):
@@ -65,7 +73,7 @@ class Tried:
     """A plan that goes a way, counted with `samples` times the samples of exact training; `counted`: the objective's
     value with them."""
 
-    way: Way
+    strategy: RelaxedStrategy
     one: Costed
     samples: float
     evidence: Evidence
@@ -78,13 +86,13 @@ class Tried:
     @property
     def worth(self) -> float:
         """The part by which it must beat exact sums."""
-        if self.way.dial == "exact":
+        if self.strategy.relaxation == "exact":
             return 0.0
-        if self.way.compress is None:
+        if self.strategy.compress is None:
             return WORTH  # it computes nothing more than exact sums do
-        seats = place_ranks(self.one.cluster, self.one.plan.world_size)
-        in_turns = any(seat.slowdown > 1 for seat in seats)
-        return WORTH + (WORTH_IN_TURNS - WORTH) / (self.way.relaxed.period or 1) if in_turns else WORTH
+        host_groups = place_ranks(self.one.cluster, self.one.plan.world_size)
+        in_turns = any(host_group.slowdown > 1 for host_group in host_groups)
+        return WORTH + (WORTH_IN_TURNS - WORTH) / (self.strategy.relaxed.period or 1) if in_turns else WORTH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +113,7 @@ class Doubt:
 class _Trial:
     """Costs plans of one request until time is up."""
 
-    def __init__(self, model: ModelSpec, request: Request, clock: Clock | None, limit_s: float) -> None:
+    def __init__(self, model: ModelSpec, request: PlanRequest, clock: Clock | None, limit_s: float) -> None:
         self.model, self.request, self._clock = model, request, clock
         self._until = clock() + limit_s if clock is not None else math.inf
 
@@ -137,20 +145,20 @@ class _Trial:
             yield from least[:2]
             yield from [one for one in filter(_copies, least) if one not in least[:2]][:2]
 
-    def all_ways(self, bases: Sequence[Costed]) -> Iterator[Tried]:
+    def all_strategies(self, bases: Sequence[Costed]) -> Iterator[Tried]:
         """Every way on every base that can go it, fits, and keeps the request's limits."""
         corrected = correctable(self.model)
         for base in bases:
-            for way in ways(self.request, objectives.steps(self.request, base.plan), corrected=corrected):
-                if way.dial == "exact" and len(base.cluster.devices) > 1:
+            for strategy in strategies(self.request, objectives.steps(self.request, base.plan), corrected=corrected):
+                if strategy.relaxation == "exact" and len(base.cluster.devices) > 1:
                     continue  # every rank makes the sums itself, and unlike devices round them differently
-                one = self._cost(way.of(base.plan), base.cluster)
+                one = self._cost(strategy.of(base.plan), base.cluster)
                 if one is None or not one.prediction.fits:
                     continue
-                samples, evidence = samples_of(way, self.request, one.plan, self.model.optimizer)
+                samples, evidence = samples_of(strategy, self.request, one.plan, self.model.optimizer)
                 totals = _times(objectives.totals(one.cluster, self.request, one.plan, one.prediction), samples)
                 if not objectives.broken_limit(self.request, totals, one.prediction):
-                    yield Tried(way=way, one=one, samples=samples, evidence=evidence, totals=totals)
+                    yield Tried(strategy=strategy, one=one, samples=samples, evidence=evidence, totals=totals)
 
     def value(self, tried: Tried, doubt: Doubt) -> float:
         """What the way is counted with if the doubt is right."""
@@ -170,7 +178,7 @@ class _Trial:
             return None  # the way does not go with this plan
 
 
-def _costed(cluster: ClusterSpec, request: Request, plan: Plan, prediction: Prediction) -> Costed:
+def _costed(cluster: ClusterSpec, request: PlanRequest, plan: Plan, prediction: Prediction) -> Costed:
     found = objectives.totals(cluster, request, plan, prediction)
     return Costed(
         plan=plan,
@@ -181,7 +189,7 @@ def _costed(cluster: ClusterSpec, request: Request, plan: Plan, prediction: Pred
     )
 
 
-def _value(cluster: ClusterSpec, request: Request, plan: Plan, prediction: Prediction) -> float:
+def _value(cluster: ClusterSpec, request: PlanRequest, plan: Plan, prediction: Prediction) -> float:
     """The objective's value, not memory, with what a training's first steps take beyond its others."""
     return objectives.value(cluster, request, plan, prediction) * objectives.begun(request, plan, prediction)
 
@@ -213,9 +221,9 @@ def _ranked(tried: Iterator[Tried]) -> list[Tried]:
     """The best plan of each way, those counted least first; of ways as good as the first, what changes least."""
     found: dict[str, Tried] = {}
     for one in tried:
-        rival = found.get(one.way.words)
+        rival = found.get(one.strategy.words)
         if rival is None or one.counted < rival.counted:
-            found[one.way.words] = one
+            found[one.strategy.words] = one
     order = sorted(found.values(), key=lambda one: one.counted)
     equal = [one for one in order if _equal(one.counted, order[0].counted) == order[0].counted]
     return [*sorted(equal, key=_changes), *order[len(equal) :]]
@@ -228,8 +236,8 @@ def _better(tried: Sequence[Tried], exact: float) -> list[Tried]:
     """
     least: dict[Relaxation, float] = {}
     for one in tried:
-        least[one.way.dial] = min(one.counted, least.get(one.way.dial, one.counted))
-    return [one for one in tried if _equal(one.counted, least[one.way.dial]) < (1 - one.worth) * exact]
+        least[one.strategy.relaxation] = min(one.counted, least.get(one.strategy.relaxation, one.counted))
+    return [one for one in tried if _equal(one.counted, least[one.strategy.relaxation]) < (1 - one.worth) * exact]
 
 
 def _equal(counted: float, least: float) -> float:
@@ -239,9 +247,16 @@ def _equal(counted: float, least: float) -> float:
 
 def _changes(one: Tried) -> tuple[float, ...]:
     """Less of a way that changes less."""
-    told = one.way.relaxed
-    coded = one.way.compress is not None
-    return DIALS.index(one.way.dial), one.samples, coded, -(told.after or 0), told.period or 1, one.counted
+    told = one.strategy.relaxed
+    coded = one.strategy.compress is not None
+    return (
+        RELAXATIONS.index(one.strategy.relaxation),
+        one.samples,
+        coded,
+        -(told.after or 0),
+        told.period or 1,
+        one.counted,
+    )
 
 
 def _doubt(one: Costed) -> Doubt:
@@ -267,7 +282,9 @@ def _times(totals: Totals, samples: float) -> Totals:
     )
 
 
-def _relaxed(request: Request, exact: Choice, best: Costed, one: Tried, doubt: Doubt, tried: Sequence[Tried]) -> Choice:
+def _relaxed(
+    request: PlanRequest, exact: Choice, best: Costed, one: Tried, doubt: Doubt, tried: Sequence[Tried]
+) -> Choice:
     """The choice that goes the way of `one`."""
     sentence = chosen_words(request, best, one, doubt)
     first = Alternative(
@@ -283,11 +300,11 @@ def _relaxed(request: Request, exact: Choice, best: Costed, one: Tried, doubt: D
         alternatives=(first, *_runners_up([each for each in tried if each is not one], one.counted), *others),
         remarks=(sentence, *(f"With exact sums: {remark}" for remark in exact.remarks)),
         changes=tuple(f"With exact sums: {each}" for each in exact.changes),
-        dial=replace(_dial(request, best, one, sentence, doubt), chosen=True),
+        relaxation=replace(_relaxation(request, best, one, sentence, doubt), chosen=True),
     )
 
 
-def _exact(request: Request, exact: Choice, best: Costed, tried: Sequence[Tried], why: str) -> Choice:
+def _exact(request: PlanRequest, exact: Choice, best: Costed, tried: Sequence[Tried], why: str) -> Choice:
     """The exact choice, with what it was weighed against."""
     near = tried[0] if tried else None
     doubt = _doubt(near.one) if near is not None else None
@@ -297,26 +314,28 @@ def _exact(request: Request, exact: Choice, best: Costed, tried: Sequence[Tried]
         request=request,
         alternatives=(*_runners_up(tried, best.value), *exact.alternatives),
         remarks=(*exact.remarks, sentence),
-        dial=_dial(request, best, near, sentence, doubt),
+        relaxation=_relaxation(request, best, near, sentence, doubt),
     )
 
 
 def _runners_up(tried: Sequence[Tried], chosen: float) -> tuple[Alternative, ...]:
     return tuple(
         Alternative(
-            plan=one.one.plan, prediction=one.one.prediction, reason=why_way_lost(one, chosen), totals=one.totals
+            plan=one.one.plan, prediction=one.one.prediction, reason=why_strategy_lost(one, chosen), totals=one.totals
         )
         for one in tried[:RUNNERS_UP]
     )
 
 
-def _dial(request: Request, best: Costed, one: Tried | None, sentence: str, doubt: Doubt | None) -> Dial:
+def _relaxation(
+    request: PlanRequest, best: Costed, one: Tried | None, sentence: str, doubt: Doubt | None
+) -> RelaxationGain:
     step_s = best.prediction.step_time_s.value
     if one is None or doubt is None:
-        return Dial(relax=request.relax, exact_step_s=step_s, step_s=step_s, sentence=sentence)
-    return Dial(
+        return RelaxationGain(relax=request.relax, exact_step_s=step_s, step_s=step_s, sentence=sentence)
+    return RelaxationGain(
         relax=request.relax,
-        way=one.way.words,
+        strategy=one.strategy.words,
         exact_step_s=step_s,
         step_s=one.one.prediction.step_time_s.value,
         samples=one.samples,
@@ -327,27 +346,29 @@ def _dial(request: Request, best: Costed, one: Tried | None, sentence: str, doub
     )
 
 
-def chosen_words(request: Request, best: Costed, one: Tried, doubt: Doubt) -> str:
+def chosen_words(request: PlanRequest, best: Costed, one: Tried, doubt: Doubt) -> str:
     """Why a plan that sends less was chosen, and what that changes."""
     counted = counted_words(one.samples, one.evidence)
-    if one.way.dial == "exact":
+    if one.strategy.relaxation == "exact":
         return (
-            f"{_way(one)}, which are fewer bytes and lose nothing: a step takes {_step(one.one)} instead of "
+            f"{_describe_strategy(one)}, which are fewer bytes and lose nothing: a step takes {_step(one.one)} "
+            f"instead of "
             f"{_step(best)} with sums of gradients. That pays even if {doubt_words(one, doubt)}"
         )
     return (
-        f"{_way(one)}, as --relax {request.relax} allows: a step takes {_step(one.one)} instead of {_step(best)} with "
+        f"{_describe_strategy(one)}, as --relax {request.relax} allows: a step takes {_step(one.one)} instead "
+        f"of {_step(best)} with "
         f"exact sums. Counted with {counted}, that pays even if {doubt_words(one, doubt)}. It computes something else "
         "than one device: compare its quality with an exact run's"
     )
 
 
-def exact_words(request: Request, best: Costed, near: Tried | None, doubt: Doubt | None, why: str) -> str:
+def exact_words(request: PlanRequest, best: Costed, near: Tried | None, doubt: Doubt | None, why: str) -> str:
     """Why sums stay exact although the dial is open."""
     begin = f"Sums stay exact, although --relax {request.relax} allows others: "
     if near is None or doubt is None:
         return begin + (why or "no way to send less goes with these plans")
-    told = f"{_way(near, small=True)} would take {_step(near.one)} a step instead of {_step(best)}"
+    told = f"{_describe_strategy(near, small=True)} would take {_step(near.one)} a step instead of {_step(best)}"
     counted = counted_words(near.samples, near.evidence)
     if near.one.value >= best.value:
         return f"{begin}the best of them is no quicker; {told}"
@@ -374,10 +395,10 @@ def counted_words(samples: float, evidence: Evidence) -> str:
 
 def why_exact_lost(best: Costed, one: Tried) -> str:
     """Why the best exact plan was not taken."""
-    return f"exact sums; {best.value / one.counted:.2f}x as long as {one.way.words}, with all it is counted with"
+    return f"exact sums; {best.value / one.counted:.2f}x as long as {one.strategy.words}, with all it is counted with"
 
 
-def why_way_lost(one: Tried, chosen: float) -> str:
+def why_strategy_lost(one: Tried, chosen: float) -> str:
     """Why a way was not taken, `chosen` being what the one that was is counted with."""
     ratio, counted = one.counted / chosen, counted_words(one.samples, one.evidence)
     if ratio < 1:
@@ -385,9 +406,11 @@ def why_way_lost(one: Tried, chosen: float) -> str:
     return f"{ratio:.2f}x as long, counted with {counted}"
 
 
-def _way(one: Tried, *, small: bool = False) -> str:
+def _describe_strategy(one: Tried, *, small: bool = False) -> str:
     said = (
-        f"gradients go as {one.way.words}" if one.way.mode == "synchronous" else f"replicas are kept as {one.way.words}"
+        f"gradients go as {one.strategy.words}"
+        if one.strategy.mode == "synchronous"
+        else f"replicas are kept as {one.strategy.words}"
     )
     return said if small else said[0].upper() + said[1:]
 

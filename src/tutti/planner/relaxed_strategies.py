@@ -15,9 +15,9 @@ from tutti.config.model import ModelSpec
 from tutti.config.plan import Plan, SyncPlan
 from tutti.config.sync_notation import format_relaxation
 from tutti.config.vocabulary import Evidence, Relaxation
-from tutti.planner.plan_request import Request
+from tutti.planner.plan_request import PlanRequest
 
-DIALS: tuple[Relaxation, ...] = ("exact", "reduced", "relaxed")
+RELAXATIONS: tuple[Relaxation, ...] = ("exact", "reduced", "relaxed")
 """From exact to relaxed; each allows what those before it do."""
 
 POWERSGD: Final[dict[int, float]] = {4: 1.4, 2: 1.4, 1: 2.4}
@@ -42,7 +42,7 @@ top16-q4, which keeps back 97 of 100 values, by hand: CNN and GPT took 2.7 and 2
 MLP with four more than 4 (three seeds, given up). In longer trainings it may be less: on handwritten digits (440 steps)
 all of them reach what exact sums do (tests/trainer/test_compressed_digits_multirank.py)."""
 
-APART = 1.25
+DIVERGED_SAMPLES = 1.25
 """Allowance for replicas that differ in other ways than by averages, besides what `LOCAL` takes. Assumed: on
 handwritten digits they reach what exact sums do after as many steps
 (tests/local_sgd/test_digits_multirank.py), larger tasks may not."""
@@ -138,11 +138,11 @@ one few, a whole one hides most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class RelaxedStrategy:
     """One way. `variance`: what an unbiased code adds to a gradient's square; `samples`: else, the allowance, and
     `each`: what replicas add to it."""
 
-    dial: Relaxation
+    relaxation: Relaxation
     compress: Compression | None = None
     mode: str = "synchronous"
     relaxed: Relaxed = field(default_factory=Relaxed)
@@ -165,18 +165,20 @@ class Way:
         return replace(plan, sync=replace(plan.sync, mode=self.mode, relaxed=self.relaxed, compress=self.compress))
 
 
-def _code(method: str, variance: float | None = None, samples: float = 1.0, **settings: object) -> Way:
+def _code(method: str, variance: float | None = None, samples: float = 1.0, **settings: object) -> RelaxedStrategy:
     how = Compression(method=method, **settings)  # type: ignore[arg-type]
-    return Way(dial="reduced", compress=how, variance=variance, samples=samples)
+    return RelaxedStrategy(relaxation="reduced", compress=how, variance=variance, samples=samples)
 
 
-def _apart(mode: str, period: int) -> Way:
-    return Way(dial="relaxed", mode=mode, relaxed=Relaxed(period=period), samples=APART, each=LOCAL)
+def _diverging(mode: str, period: int) -> RelaxedStrategy:
+    return RelaxedStrategy(
+        relaxation="relaxed", mode=mode, relaxed=Relaxed(period=period), samples=DIVERGED_SAMPLES, each=LOCAL
+    )
 
 
 def _local(
     period: int, bits: Literal[8, 4, 2] | None = None, delay: int = 0, after: int = 0, *, corrected: bool = False
-) -> Way:
+) -> RelaxedStrategy:
     how = None if bits is None else Compression(method="qsgd", bits=bits)
     samples = 1.0 if bits is None else CHANGES[bits]
     each = _added(delay / period, begun=bool(after))[corrected]
@@ -184,7 +186,7 @@ def _local(
         period=period, delay=delay or None, after=after or None, optimizer_state="corrected" if corrected else None
     )
     mode: str = "post-local" if after else "local"
-    return Way(dial="relaxed", mode=mode, relaxed=relaxed, compress=how, samples=samples, each=each)
+    return RelaxedStrategy(relaxation="relaxed", mode=mode, relaxed=relaxed, compress=how, samples=samples, each=each)
 
 
 def _added(late: float, *, begun: bool) -> tuple[Each, Each]:
@@ -199,7 +201,7 @@ def _added(late: float, *, begun: bool) -> tuple[Each, Each]:
     return (HALF, CORRECTED_HALF) if late <= 0.5 else (DELAYED, DELAYED)
 
 
-def _averages(*, corrected: bool = False) -> tuple[Way, ...]:
+def _averages(*, corrected: bool = False) -> tuple[RelaxedStrategy, ...]:
     """All that average replicas now and then."""
     delays = [(period, delay) for period, delay in HIDDEN if 2 * delay <= period or not corrected]
     return (
@@ -214,8 +216,8 @@ def _averages(*, corrected: bool = False) -> tuple[Way, ...]:
     )
 
 
-WAYS: tuple[Way, ...] = (
-    Way(dial="exact", compress=Compression(method="factors"), variance=0.0),
+RELAXED_STRATEGIES: tuple[RelaxedStrategy, ...] = (
+    RelaxedStrategy(relaxation="exact", compress=Compression(method="factors"), variance=0.0),
     _code("bfloat16", variance=1e-5),
     _code("bytegrad", variance=1e-4),
     *(_code("qsgd", variance=variance, bits=bits) for bits, variance in QSGD.items()),
@@ -224,7 +226,7 @@ WAYS: tuple[Way, ...] = (
     *(_code("powersgd", samples=samples, rank=rank) for rank, samples in POWERSGD.items()),
     *_averages(),
     *_averages(corrected=True),
-    *(_apart(mode, period) for mode in ("elastic", "ring", "shift-one", "push") for period in (1, 4)),
+    *(_diverging(mode, period) for mode in ("elastic", "ring", "shift-one", "push") for period in (1, 4)),
 )
 """What is tried. Variances are of normal values in the code's blocks: of rounding to 8 bits of mantissa, of 256 even
 steps over 7 standard deviations, and of levels drawn below the largest of 512 (4 bits: 0.039 was measured).
@@ -243,42 +245,54 @@ def correctable(model: ModelSpec) -> bool:
     return model.optimizer in CORRECTABLE and state < 2.5 * trained
 
 
-def ways(request: Request, steps: int | None, *, corrected: bool = False) -> list[Way]:
+def strategies(request: PlanRequest, steps: int | None, *, corrected: bool = False) -> list[RelaxedStrategy]:
     """Those that the request's dial allows, without those whose runs did not get to the quality. Where the number of
     steps is known, periods stay within its root: assumed after Stich 2018, arXiv 1805.09767, whose bound grows so;
     where it is not, what first steps take cannot be weighed, and none begins otherwise than it goes on. `corrected`:
     averages are with second moments that are corrected; without, which take more samples, only where past runs say how
     many.
     """
-    allowed = DIALS[: DIALS.index(request.relax) + 1]
+    allowed = RELAXATIONS[: RELAXATIONS.index(request.relax) + 1]
     longest = math.isqrt(steps) if steps is not None else LONGEST
     failed = {words for words, factor in request.samples.items() if factor is None}
-    near = [way for way in WAYS if way.dial in allowed and (way.relaxed.period or 1) <= longest]
-    able = [way for way in near if (corrected if way.corrects else not corrected or _uncorrected(way, request))]
-    return [way for way in able if way.words not in failed and (steps is not None or not way.relaxed.after)]
+    near = [
+        strategy
+        for strategy in RELAXED_STRATEGIES
+        if strategy.relaxation in allowed and (strategy.relaxed.period or 1) <= longest
+    ]
+    able = [
+        strategy
+        for strategy in near
+        if (corrected if strategy.corrects else not corrected or _uncorrected(strategy, request))
+    ]
+    return [
+        strategy
+        for strategy in able
+        if strategy.words not in failed and (steps is not None or not strategy.relaxed.after)
+    ]
 
 
-def _uncorrected(way: Way, request: Request) -> bool:
+def _uncorrected(strategy: RelaxedStrategy, request: PlanRequest) -> bool:
     """Whether a way is offered as it is where moments could be corrected: no average, or one that past runs know."""
-    return way.mode not in ("local", "post-local") or way.words in request.samples
+    return strategy.mode not in ("local", "post-local") or strategy.words in request.samples
 
 
-def samples_of(way: Way, request: Request, plan: Plan, optimizer: str) -> tuple[float, Evidence]:
+def samples_of(strategy: RelaxedStrategy, request: PlanRequest, plan: Plan, optimizer: str) -> tuple[float, Evidence]:
     """How many times the samples of exact training the way is counted with, and where that comes from. `optimizer`: as
     ModelSpec names it.
 
     Of an unbiased code: noise of variance v beside the gradient's own makes the critical batch 1 + v times as large,
     and samples grow as batch + critical batch (plan.quality); without a noise scale, 1 + v, which is the most.
     """
-    if way.dial == "exact":
+    if strategy.relaxation == "exact":
         return 1.0, "measured"  # it is the same training
-    measured = request.samples.get(way.words)
+    measured = request.samples.get(strategy.words)
     if measured is not None:
         return measured, "measured"
-    if way.variance is None:
-        each = way.each.sgd if optimizer == "SGD" else way.each.others
-        return way.samples * (1.0 + each * (plan.data_parallel_degree - 1)), "assumed"
+    if strategy.variance is None:
+        each = strategy.each.sgd if optimizer == "SGD" else strategy.each.others
+        return strategy.samples * (1.0 + each * (plan.data_parallel_degree - 1)), "assumed"
     if request.noise is None:
-        return 1.0 + way.variance, "assumed"
+        return 1.0 + strategy.variance, "assumed"
     batch, critical = plan.batch.global_batch_size, request.noise.critical_batch
-    return (batch + (1.0 + way.variance) * critical) / (batch + critical), request.noise.evidence
+    return (batch + (1.0 + strategy.variance) * critical) / (batch + critical), request.noise.evidence

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from tutti.config.cluster import ClusterSpec
 from tutti.config.prediction import ScalingCurve, ScalingPoint
 from tutti.errors import PlanError
-from tutti.planner.candidates import seats
+from tutti.planner.candidates import host_groups
 from tutti.planner.plan_description import plan_words
-from tutti.planner.plan_request import Choice, Request
+from tutti.planner.plan_request import Choice, PlanRequest
 
 LEAST_WORTH = 0.5
 """Assumed: a device pays as long as it brings half of what each device before it brings on average."""
@@ -17,14 +17,14 @@ LEAST_WORTH = 0.5
 def device_counts(cluster: ClusterSpec, most: int | None = None) -> tuple[int, ...]:
     """1, 2, 4 ... and as many devices as there are, or `most`. Of a CPU each core counts: there is room for so many
     ranks, and so many may be planned."""
-    limit = min(seats(cluster), most or seats(cluster))
+    limit = min(host_groups(cluster), most or host_groups(cluster))
     counts = [1]
     while counts[-1] * 2 < limit:
         counts.append(counts[-1] * 2)
     return tuple(dict.fromkeys([*counts, limit]))
 
 
-def scaling(request: Request, counts: Sequence[int], search: Callable[[Request], Choice]) -> ScalingCurve:
+def scaling(request: PlanRequest, counts: Sequence[int], search: Callable[[PlanRequest], Choice]) -> ScalingCurve:
     """The fastest plan with at most so many devices, for each of `counts`, ascending.
 
     Raises PlanError where the request says exactly how many ranks there are.
@@ -48,7 +48,7 @@ def scaling(request: Request, counts: Sequence[int], search: Callable[[Request],
     )
 
 
-def _point(count: int, request: Request, search: Callable[[Request], Choice]) -> ScalingPoint:
+def _point(count: int, request: PlanRequest, search: Callable[[PlanRequest], Choice]) -> ScalingPoint:
     try:
         choice = search(request)
     except PlanError as error:

@@ -16,7 +16,7 @@ from tutti.cost_model.rank_placement import place_ranks, seated_link
 from tutti.errors import PlanError, TuttiError
 from tutti.planner.exploration import Costed
 from tutti.planner.plan_description import plan_words
-from tutti.planner.plan_request import Request
+from tutti.planner.plan_request import PlanRequest
 
 _FACTORS = (2.0, 4.0, 8.0, 16.0)
 _RIVALS = 4
@@ -204,7 +204,7 @@ def _in_proportion(cluster: ClusterSpec, count: int, text: str) -> tuple[NodeSpe
 
 
 def changes(
-    model: ModelSpec, best: Costed, others: list[Costed], request: Request, over: Callable[[], bool] = lambda: False
+    model: ModelSpec, best: Costed, others: list[Costed], request: PlanRequest, over: Callable[[], bool] = lambda: False
 ) -> tuple[str, ...]:
     """What would have to change for the nearest others to win: links faster or slower. Nothing more is looked at once
     it is `over`."""

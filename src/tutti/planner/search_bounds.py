@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tutti.cost_model import cost_constants
 from tutti.planner.cost_tables import Array, Ints, Tables, by_kind, uneven
-from tutti.planner.mesh_enumeration import SCHEDULES, Shapes, Variants
+from tutti.planner.mesh_enumeration import SCHEDULES, MeshTable, Variants
 from tutti.planner.plan_work import PLACES, STATES, Flags, Room
 
 _ZERO_BUBBLE = SCHEDULES.index("zero-bubble")
@@ -31,14 +31,14 @@ class Bounds:
     likely_s: Array
 
 
-def least_samples(shapes: Shapes, samples: int) -> Ints:
+def least_samples(shapes: MeshTable, samples: int) -> Ints:
     """Samples in every microbatch of the rank that has most, at least, whatever shares ranks have; a rank without any
     computes one all the same."""
     slices = samples // shapes.microbatches
     return np.asarray(np.maximum(1, -(-slices // shapes.data)), dtype=np.int64)
 
 
-def whole_slices(shapes: Shapes, samples: int) -> tuple[Ints, Array]:
+def whole_slices(shapes: MeshTable, samples: int) -> tuple[Ints, Array]:
     """(samples of a microbatch, what of it the mean data-parallel rank has), for unequal shares: no rank has more than
     all, and none needs less time for a sample than it would in a microbatch of all of them."""
     slices = -(-samples // shapes.microbatches)
@@ -46,7 +46,7 @@ def whole_slices(shapes: Shapes, samples: int) -> tuple[Ints, Array]:
     return np.asarray(slices, dtype=np.int64), np.asarray(part, dtype=np.float64)
 
 
-def shape_bounds(tables: Tables, shapes: Shapes, samples: int, *, offload: bool = False) -> tuple[Array, Array]:
+def shape_bounds(tables: Tables, shapes: MeshTable, samples: int, *, offload: bool = False) -> tuple[Array, Array]:
     """(seconds, bytes) that no way to run a mesh is below; `offload`: with state in the host's memory."""
     best, speed, _ = by_kind((shapes.world,), tables.facts)
 
@@ -85,7 +85,7 @@ class Facts:
         return Facts(**{field.name: getattr(self, field.name)[rows] for field in dataclasses.fields(self)})
 
 
-def _facts(tables: Tables, rows: Shapes, samples: int) -> Facts:
+def _facts(tables: Tables, rows: MeshTable, samples: int) -> Facts:
     best, speed, hosts = by_kind((rows.world,), tables.facts)
     columns = by_kind((rows.split, rows.expert, rows.table), tables.state)
     return Facts(
@@ -101,43 +101,44 @@ def _facts(tables: Tables, rows: Shapes, samples: int) -> Facts:
 
 
 @np.errstate(invalid="ignore")  # meshes that divide nothing take for ever: inf - inf
-def variant_bounds(room: Room, found: Shapes, ways: Variants, samples: int) -> Bounds:
-    """Bounds and estimates of the variants `ways` of the meshes `found`."""
-    meshes, place = np.unique(ways.shape, return_inverse=True)
+def variant_bounds(room: Room, found: MeshTable, variant_rows: Variants, samples: int) -> Bounds:
+    """Bounds and estimates of the variants `variant_rows` of the meshes `found`."""
+    meshes, place = np.unique(variant_rows.shape, return_inverse=True)
     where = place.reshape(-1)
     each = found.take(meshes)  # what depends on the mesh alone is worked out once for all its variants
     rows, facts = each.take(where), _facts(room.tables, each, samples).take(where)
-    least, likely = _with_data(room.tables, rows, facts, samples, *_seconds(room, rows, ways, facts, samples))
-    fullest, emptiest = _memory(room, rows, ways, facts)
+    least, likely = _with_data(room.tables, rows, facts, samples, *_seconds(room, rows, variant_rows, facts, samples))
+    fullest, emptiest = _memory(room, rows, variant_rows, facts)
     if room.tables.mixed:  # a rank may have fewer samples than the mean one has
         fewest = np.maximum(1, samples // rows.microbatches // rows.data)
-        emptiest = _memory(room, rows, ways, dataclasses.replace(facts, count=fewest))[1]
+        emptiest = _memory(room, rows, variant_rows, dataclasses.replace(facts, count=fewest))[1]
         # and any part of what split divides
         emptiest = np.where(_uneven(room.tables, rows) > 0, room.reserve, emptiest)
     return Bounds(step_s=least, memory=fullest, least_memory=emptiest, likely_s=likely)
 
 
-def _memory(room: Room, rows: Shapes, ways: Variants, facts: Facts) -> tuple[Array, Array]:
+def _memory(room: Room, rows: MeshTable, variant_rows: Variants, facts: Facts) -> tuple[Array, Array]:
     """(bytes on the fullest of the places that are looked at, bytes that every place has at least)."""
     inner = (rows.split, rows.context, rows.expert, rows.table, rows.space, facts.count.astype(np.int64))
-    active = by_kind((*inner, rows.stage, ways.chunks, rows.microbatches, ways.schedule, ways.recompute),
+    active = by_kind(
+        (*inner, rows.stage, variant_rows.chunks, rows.microbatches, variant_rows.schedule, variant_rows.recompute),
                      room.activations)  # fmt: skip
-    columns = by_kind((rows.split, rows.expert, rows.table, rows.stage, ways.chunks), room.state)
+    columns = by_kind((rows.split, rows.expert, rows.table, rows.stage, variant_rows.chunks), room.state)
     units = _Units(block=columns[-2], outside=columns[-1], count=rows.microbatches > 1)
     summing = rows.data * rows.context * rows.space > 1
     summing_experts = rows.copies * rows.table * rows.context * rows.space > 1
-    alone = ~summing & ~summing_experts & (rows.split == 1) & (rows.stage > 1) & (rows.microbatches > 1)
+    single_device = ~summing & ~summing_experts & (rows.split == 1) & (rows.stage > 1) & (rows.microbatches > 1)
     found = []
     for place, activations in enumerate(active):
         own, lower, gradients, optimizer, buffers, temporary, bucket, routed, fresh = columns[place :: PLACES + 1][
             :STATES
         ]
         beside = np.maximum(np.where(summing, bucket, 0.0), np.where(summing_experts, routed, 0.0))
-        state = _State(own=own, lower=lower, gradients=gradients, optimizer=optimizer)
-        kept, passing = _sharded(ways, state, units, beside, room.on_cpu)
-        backward = kept.total + activations + passing + np.where(alone, fresh, 0.0)
+        state = _StateBounds(own=own, lower=lower, gradients=gradients, optimizer=optimizer)
+        kept, passing = _sharded(variant_rows, state, units, beside, room.on_cpu)
+        backward = kept.total + activations + passing + np.where(single_device, fresh, 0.0)
         if room.on_cpu:
-            shard = ways.shard
+            shard = variant_rows.shard
             update = kept.total - kept.lower + temporary / shard + np.where(shard > 1, passing, 0.0)
             backward = np.maximum(backward, update)
         found.append(backward * (1 + room.fragments) + buffers + room.reserve)
@@ -154,7 +155,7 @@ class _Units:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _State:
+class _StateBounds:
     own: Array
     lower: Array
     gradients: Array
@@ -165,17 +166,19 @@ class _State:
         return self.own + self.lower + self.gradients + self.optimizer
 
 
-def _sharded(ways: Variants, state: _State, units: _Units, beside: Array, on_cpu: bool) -> tuple[_State, Array]:
+def _sharded(
+    variant_rows: Variants, state: _StateBounds, units: _Units, beside: Array, on_cpu: bool
+) -> tuple[_StateBounds, Array]:
     """What the shard axis leaves of a rank's state, and what passes through it; see predict.memory."""
-    shard = ways.shard.astype(np.float64)
-    level, away = ways.level, ways.offload > 0
+    shard = variant_rows.shard.astype(np.float64)
+    level, away = variant_rows.level, variant_rows.offload > 0
     block, outside = units.block, units.outside
     rest = np.where(away, 0.0, 1 / shard)
-    flight = 2.0 if on_cpu else 1 + 1 / shard
-    through = cost_constants.SUMS_IN_FLIGHT * flight * block + block + outside
+    pending = 2.0 if on_cpu else 1 + 1 / shard
+    through = cost_constants.PENDING_SUMS * pending * block + block + outside
     through = through + np.where(level == 3, outside + 3 * block, 0.0)
     gathered = np.where(level == 1, 2 * np.minimum(cost_constants.STATE_BUCKET_NBYTES, state.own), 0.0)
-    left = _State(
+    left = _StateBounds(
         own=np.where(level == 3, rest * state.own, np.where(level == 2, (1 + rest) * state.own, state.own)),
         lower=np.where(level == 3, np.minimum(state.lower, (block + outside) / 2), state.lower),
         gradients=np.where(level >= 2, (rest + units.count) * state.gradients, state.gradients),
@@ -184,40 +187,40 @@ def _sharded(ways: Variants, state: _State, units: _Units, beside: Array, on_cpu
     return left, np.asarray(np.where(level >= 2, through, beside + gathered), dtype=np.float64)
 
 
-def _seconds(room: Room, rows: Shapes, ways: Variants, facts: Facts, samples: int) -> tuple[Array, Array]:
+def _seconds(room: Room, rows: MeshTable, variant_rows: Variants, facts: Facts, samples: int) -> tuple[Array, Array]:
     """Seconds of a step, at least and probably.
 
     Passes come one after another; sums of gradients run behind the last microbatch's backward, so what exceeds that is
     waited for. Level 3 gathers the parameters behind each pass, level 1 what was updated. A rank updates its part of
     the optimizer's state.
     """
-    kind = (ways.schedule == _ZERO_BUBBLE).astype(np.int64)
+    kind = (variant_rows.schedule == _ZERO_BUBBLE).astype(np.int64)
     count, best = facts.count.astype(np.int64), facts.best.astype(np.int64)
     inner = (rows.split, rows.context, rows.expert, rows.table, rows.space, count, best)
     tables, each = room.tables, room.tables.per_node
-    apart = ((rows.stage > 1) & (rows.world // rows.stage % each == 0) & (not tables.unequal)).astype(np.int64)
-    outer = (rows.stage, ways.chunks, rows.microbatches, apart, kind, ways.recompute)
+    across_hosts = ((rows.stage > 1) & (rows.world // rows.stage % each == 0) & (not tables.unequal)).astype(np.int64)
+    outer = (rows.stage, variant_rows.chunks, rows.microbatches, across_hosts, kind, variant_rows.recompute)
     least, path, likely, mean, ahead, back, summed, update = by_kind((*inner, *outer), room.work.step)
-    update = update / np.where(ways.level > 0, ways.shard, 1)
-    sums, gathers, probable = _exchanged(tables, rows, ways, facts)
-    third, times = ways.level == 3, rows.microbatches.astype(np.float64)
-    call = _latency(tables, facts, ways.shard)
+    update = update / np.where(variant_rows.level > 0, variant_rows.shard, 1)
+    sums, gathers, probable = _exchanged(tables, rows, variant_rows, facts)
+    third, times = variant_rows.level == 3, rows.microbatches.astype(np.float64)
+    call = _latency(tables, facts, variant_rows.shard)
     calls = room.blocks * call
     ahead_s = np.where(third, gathers * facts.parameters + calls, 0.0)
     back_s = np.where(third, gathers * (facts.parameters - facts.outside) + calls, 0.0)
-    last_s = back_s + sums * summed + np.where(ways.level >= 2, calls, 0.0)
+    last_s = back_s + sums * summed + np.where(variant_rows.level >= 2, calls, 0.0)
     waits = times * np.maximum(0.0, ahead_s - ahead) + (times - 1) * np.maximum(0.0, back_s - back)
     waits = waits + np.maximum(0.0, last_s - back) + _statistics(tables, rows, facts)
-    gathered = np.where(ways.level == 1, gathers * summed + call, 0.0)
+    gathered = np.where(variant_rows.level == 1, gathers * summed + call, 0.0)
     bound = np.maximum(least + waits + gathered + update, path)
     # Where ranks differ, the slowest may be one that waits for nothing: only the mean of the work is sure.
     bound = np.where(facts.speed < 1, mean / facts.speed, bound)
     if tables.mixed:
         slices, part = whole_slices(rows, samples)
         whole = by_kind((*inner[:5], slices, best, *outer), room.work.step)
-        slack = part * _slack(room, rows, ways, (*inner[:5], slices, best))
-        most = mean - _slack(room, rows, ways, inner)
-        bound = _however_cut(tables, rows, (ways.chunks == 1) & (kind == 0), most, part * whole[3] - slack)
+        slack = part * _slack(room, rows, variant_rows, (*inner[:5], slices, best))
+        most = mean - _slack(room, rows, variant_rows, inner)
+        bound = _however_cut(tables, rows, (variant_rows.chunks == 1) & (kind == 0), most, part * whole[3] - slack)
         likely = np.maximum(likely * facts.speed, part * whole[2])
     passing = np.maximum(0.0, probable[0] - 0.8 * back) + np.maximum(0.0, probable[1] - 0.8 * likely) + gathered
     return (
@@ -227,7 +230,7 @@ def _seconds(room: Room, rows: Shapes, ways: Variants, facts: Facts, samples: in
 
 
 def _with_data(
-    tables: Tables, rows: Shapes, facts: Facts, samples: int, least: Array, likely: Array
+    tables: Tables, rows: MeshTable, facts: Facts, samples: int, least: Array, likely: Array
 ) -> tuple[Array, Array]:
     """A step's bound and estimate with what a rank's own loaders take, of the rank that has most samples; it may not be
     the slowest otherwise where ranks differ."""
@@ -244,15 +247,17 @@ def _with_data(
     return np.where(alike, least + own_s, np.maximum(least, own_s)), likely + own_s
 
 
-def _however_cut(tables: Tables, rows: Shapes, plain: Flags, most: Array, mean: Array) -> Array:
+def _however_cut(tables: Tables, rows: MeshTable, plain: Flags, most: Array, mean: Array) -> Array:
     """Seconds at least where shares, parts and cuts are by speed. `most`: mean over places of the work of the line that
     has most samples, which may be of the best devices; `mean`: of all lines; `plain`: schedules that fill and drain
     whole stages."""
     count = np.where((rows.stage > 1) & plain, rows.microbatches, 0)
-    (pace,) = by_kind((rows.world, rows.stage, rows.context * rows.space, rows.split, count), tables.pace)
+    (relative_speed,) = by_kind(
+        (rows.world, rows.stage, rows.context * rows.space, rows.split, count), tables.relative_speed
+    )
     times = np.maximum(count, 1)
     best = np.where(count > 0, (1 - (1 - 1 / times) ** rows.stage) * times / rows.stage, 1.0)
-    return np.asarray(np.maximum(mean / pace, most / best), dtype=np.float64)
+    return np.asarray(np.maximum(mean / relative_speed, most / best), dtype=np.float64)
 
 
 def _links(tables: Tables, facts: Facts) -> tuple[Array, ...]:
@@ -260,16 +265,16 @@ def _links(tables: Tables, facts: Facts) -> tuple[Array, ...]:
     return by_kind((facts.best.astype(np.int64),), tables.links_of)
 
 
-def _slack(room: Room, rows: Shapes, ways: Variants, inner: tuple[Ints, ...]) -> Array:
+def _slack(room: Room, rows: MeshTable, variant_rows: Variants, inner: tuple[Ints, ...]) -> Array:
     """What a step's work, as a mean over places, may be less where parts along split may be unequal."""
     ahead, back = by_kind(inner, room.work.slack)
-    often = np.where(ways.recompute > 0, 2.0, 1.0)
+    often = np.where(variant_rows.recompute > 0, 2.0, 1.0)
     return np.asarray(
         _uneven(room.tables, rows) * rows.microbatches * (often * ahead + back) / rows.stage, dtype=np.float64
     )
 
 
-def _uneven(tables: Tables, rows: Shapes) -> Array:
+def _uneven(tables: Tables, rows: MeshTable) -> Array:
     """1 where parts along split may be unequal."""
     return by_kind((rows.world, rows.split), partial(uneven, tables))[0]
 
@@ -281,7 +286,7 @@ def _latency(tables: Tables, facts: Facts, ranks: Ints) -> Array:
     return np.where(ranks > 1, np.maximum(np.log2(ranks) * least, (hosts - 1) * between), 0.0)
 
 
-def _statistics(tables: Tables, rows: Shapes, facts: Facts) -> Array:
+def _statistics(tables: Tables, rows: MeshTable, facts: Facts) -> Array:
     """Seconds at least of what modules that normalise over the batch exchange: in each microbatch a gather in forward,
     a sum in backward, and nothing else meanwhile."""
     modules = sum(module.batch_statistics for module in tables.model.modules)
@@ -290,11 +295,13 @@ def _statistics(tables: Tables, rows: Shapes, facts: Facts) -> Array:
     return np.where(rows.stage == 1, rows.microbatches * modules * each, 0.0)
 
 
-def _exchanged(tables: Tables, rows: Shapes, ways: Variants, facts: Facts) -> tuple[Array, Array, tuple[Array, Array]]:
+def _exchanged(
+    tables: Tables, rows: MeshTable, variant_rows: Variants, facts: Facts
+) -> tuple[Array, Array, tuple[Array, Array]]:
     """At least: seconds a byte of summing gradients, and of gathering over shard. Probably: seconds of the sums, and of
     the gathers at level 3. Levels 2 and 3 sum into parts over shard, and the parts over the other copies."""
     stages = rows.stage.astype(np.float64)
-    split, shard = rows.split.astype(np.float64), ways.shard.astype(np.float64)
+    split, shard = rows.split.astype(np.float64), variant_rows.shard.astype(np.float64)
     inner = (rows.table * rows.expert * rows.context * rows.space).astype(np.float64)
     everyone = rows.copies * inner
     whole = _ring(tables, rows, facts, everyone, split)
@@ -302,14 +309,16 @@ def _exchanged(tables: Tables, rows: Shapes, ways: Variants, facts: Facts) -> tu
     others = everyone / shard
     quickest = np.maximum(*_links(tables, facts)[:2])
     fastest = np.where(others > 1, 2 * (others - 1) / others / quickest, 0.0)
-    divided = ways.level >= 2
+    divided = variant_rows.level >= 2
     low = np.where(divided, parts[0] / 2 + fastest / shard, whole[0])
     sums = np.where(divided, parts[1] / 2 + whole[1] / shard, whole[1]) * facts.gradients / stages
-    gathered = np.where(ways.level == 3, rows.microbatches * (2 * facts.parameters - facts.outside) / stages, 0.0)
+    gathered = np.where(
+        variant_rows.level == 3, rows.microbatches * (2 * facts.parameters - facts.outside) / stages, 0.0
+    )
     return low, parts[0] / 2, (sums, parts[1] / 2 * gathered)
 
 
-def _ring(tables: Tables, rows: Shapes, facts: Facts, degree: Array, inside: Array) -> tuple[Array, Array]:
+def _ring(tables: Tables, rows: MeshTable, facts: Facts, degree: Array, inside: Array) -> tuple[Array, Array]:
     """Seconds a byte of sums over `degree` ranks with `inside` ranks in the axes within: at least, and probably.
 
     A host's connection carries, for each group that crosses it, 2 (h - 1) / h of the sum among h hosts, however the
@@ -320,9 +329,9 @@ def _ring(tables: Tables, rows: Shapes, facts: Facts, degree: Array, inside: Arr
     reach = np.minimum(rows.world, each).astype(np.float64)
     within = (degree * inside <= reach) & (each % np.maximum(degree * inside, 1) == 0) | (facts.hosts <= 1)
     members = np.clip(reach / inside, 1.0, degree)
-    meeting = np.maximum(1.0, reach / members)
+    sharing_groups = np.maximum(1.0, reach / members)
     spanned = np.maximum(2.0, degree / members)
-    across = 2 * (spanned - 1) / spanned * meeting / network
+    across = 2 * (spanned - 1) / spanned * sharing_groups / network
     wide = ((degree - 1) * inside >= each) & (not tables.unequal)
     hosts = np.maximum(2.0, np.minimum(np.ceil(degree / np.ceil(each / inside)), facts.hosts))  # more ranks than cores
     crossing = 2 * (hosts - 1) / hosts * np.minimum(inside, each) / network
@@ -353,25 +362,27 @@ class Lesson:
         return self.count == 0 and self.refused >= _FAILURES
 
 
-def family(shapes: Shapes, ways: Variants) -> Ints:
+def family(shapes: MeshTable, variant_rows: Variants) -> Ints:
     """A number for what a plan is made of: the axes it uses, how it shards, schedules and recomputes."""
     axes = (shapes.split, shapes.stage, shapes.context, shapes.expert, shapes.table, shapes.space)
-    code = np.zeros(len(ways), dtype=np.int64)
+    code = np.zeros(len(variant_rows), dtype=np.int64)
     for axis in axes:
         code = code * 2 + (axis > 1)
-    code = code * 2 + (shapes.copies // ways.shard > 1)
-    code = code * 4 + ways.level
-    code = code * 4 + ways.schedule
-    code = code * 3 + ways.recompute
-    code = code * 3 + ways.offload
-    return np.asarray(code * 2 + ways.context_kind, dtype=np.int64)
+    code = code * 2 + (shapes.copies // variant_rows.shard > 1)
+    code = code * 4 + variant_rows.level
+    code = code * 4 + variant_rows.schedule
+    code = code * 3 + variant_rows.recompute
+    code = code * 3 + variant_rows.offload
+    return np.asarray(code * 2 + variant_rows.context_kind, dtype=np.int64)
 
 
 @dataclass(slots=True, kw_only=True)
 class Pool:
-    """Rows of one lane (one order of nodes, one precision). `ways` and `bounds` are columns over all rows so far."""
+    """Rows of one lane (one order of nodes, one precision). `variant_rows` and `bounds` are columns over all rows so
+    far.
+    """
 
-    ways: list[Variants] = field(default_factory=list)
+    variant_rows: list[Variants] = field(default_factory=list)
     least: Array = field(default_factory=lambda: np.empty(0))
     likely: Array = field(default_factory=lambda: np.empty(0))
     memory: Array = field(default_factory=lambda: np.empty(0))
@@ -386,21 +397,22 @@ class Pool:
         return len(self.least)
 
     def add(
-        self, shapes: Shapes, ways: Variants, keep: NDArray[np.bool_], least: Array, likely: Array, bounds: Bounds,
+        self, shapes: MeshTable, variant_rows: Variants, keep: NDArray[np.bool_], least: Array, likely: Array,
+        bounds: Bounds,
         room: Array,
     ) -> None:  # fmt: skip
-        """Add the rows of `ways` that `keep` marks."""
+        """Add the rows of `variant_rows` that `keep` marks."""
         rows = np.flatnonzero(keep)
-        taken = ways.take(rows)
+        taken = variant_rows.take(rows)
         at = shapes.take(taken.shape)
-        self.ways.append(taken)
+        self.variant_rows.append(taken)
         self.least = np.concatenate([self.least, least[rows]])
         self.likely = np.concatenate([self.likely, likely[rows]])
         self.memory = np.concatenate([self.memory, bounds.memory[rows]])
         self.room = np.concatenate([self.room, room[rows]])
         self.world = np.concatenate([self.world, at.world])
         self.family = np.concatenate([self.family, family(at, taken)])
-        self.part = np.concatenate([self.part, np.full(len(rows), len(self.ways) - 1, dtype=np.int64)])
+        self.part = np.concatenate([self.part, np.full(len(rows), len(self.variant_rows) - 1, dtype=np.int64)])
         self.row = np.concatenate([self.row, np.arange(len(rows), dtype=np.int64)])
         self.done = np.concatenate([self.done, np.zeros(len(rows), dtype=np.bool_)])
 

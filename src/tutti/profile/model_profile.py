@@ -240,11 +240,11 @@ def _forwarded_values(
 ) -> dict[str, tuple[ForwardedValues, ...]]:
     """The values that each module forwards to later ones: bytes per sample, and the rest of the batch."""
     found: dict[str, list[ForwardedValues]] = defaultdict(list)
-    for way, nbytes in whole.passed.items():
-        each = slope(nbytes, half.passed.get(way, 0.0) if half else 0.0)
+    for direction, nbytes in whole.passed.items():
+        each = slope(nbytes, half.passed.get(direction, 0.0) if half else 0.0)
         rest = max(0.0, nbytes - samples * each)
         if each or rest:
-            made, to, trained, kept = way
+            made, to, trained, kept = direction
             found[made].append(ForwardedValues(nbytes=each, fixed_nbytes=rest, to=to, trained=trained, kept=kept))
     return {module: tuple(some) for module, some in found.items()}
 

@@ -487,7 +487,7 @@ class ValueFlow:
             kept = list(self._kept.get(value.storage, ()))
             to = self._names(sorted(value.used))
             found[made, to, value.trained, self._names(kept if len(kept) > 1 else [])] += value.nbytes
-        return {way: nbytes for way, nbytes in found.items() if way[0]}
+        return {direction: nbytes for direction, nbytes in found.items() if direction[0]}
 
     @property
     def _now(self) -> int:

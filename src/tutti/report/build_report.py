@@ -52,13 +52,21 @@ from tutti.report.measurements import (
     typical,
     wall_s,
 )
-from tutti.report.quality_metrics import Target, choose, cost, curves, noise_report, quality_report, target_report
-from tutti.report.run_records import Records, Row, read_records
+from tutti.report.quality_metrics import (
+    QualityTarget,
+    choose,
+    cost,
+    curves,
+    noise_report,
+    quality_report,
+    target_report,
+)
+from tutti.report.run_records import MetricsRow, Records, read_records
 
 _STOP_RULES: tuple[StopRule, ...] = ("target", "epochs", "steps", "time")
 
 
-def build_report(folder: Path, *, target: Target | None = None) -> RunReport:
+def build_report(folder: Path, *, target: QualityTarget | None = None) -> RunReport:
     """The report of a run folder. Raises ReportError when it is no run folder, or the target names nothing in it."""
     records = read_records(folder)
     report = _assemble(records, target)
@@ -68,7 +76,7 @@ def build_report(folder: Path, *, target: Target | None = None) -> RunReport:
     return replace(report, findings=check_run(report) + _reading_notes(records))
 
 
-def _assemble(records: Records, target: Target | None) -> RunReport:
+def _assemble(records: Records, target: QualityTarget | None) -> RunReport:
     """The report but for what follows from the rest of it: checks, headline, findings."""
     header, found = records.header, curves(records)
     judged = choose(found, target)
@@ -473,7 +481,7 @@ def rank_reports(records: Records) -> tuple[RankReport, ...]:
     return tuple(reports)
 
 
-def _stolen(rows: Iterable[Row]) -> list[float]:
+def _stolen(rows: Iterable[MetricsRow]) -> list[float]:
     """What a rank said when it ended, every time it did."""
     return [share for row in rows if row.kind == "machine" and (share := row.number("stolen")) is not None]
 

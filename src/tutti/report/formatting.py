@@ -106,8 +106,8 @@ def show(quantity: Quantity) -> str:
 def split_unit(quantity: Quantity) -> tuple[str, str]:
     """The number and its unit apart: ("6,095", "samples/s"); durations in two parts stay whole."""
     head, _, unit = show(quantity).partition(" ")
-    apart = any(mark.isdigit() for mark in head) and not any(mark.isdigit() for mark in unit)
-    return (head, unit) if apart else (show(quantity), "")
+    separate = any(mark.isdigit() for mark in head) and not any(mark.isdigit() for mark in unit)
+    return (head, unit) if separate else (show(quantity), "")
 
 
 def show_interval(quantity: Quantity) -> str:

@@ -174,9 +174,10 @@ def breakdown_adds_up(report: RunReport) -> list[RuleFinding]:
     if accounted is None or not wall or abs(accounted - 1) <= BREAKDOWN_TOLERANCE:
         return []
     gap = wall * (1 - accounted)
-    way = f"{duration(abs(gap))} {'are in no phase' if gap > 0 else 'are counted twice'}"
+    direction = f"{duration(abs(gap))} {'are in no phase' if gap > 0 else 'are counted twice'}"
     sentence = (
-        f"The time breakdown does not add up: its parts sum to {number(accounted, 'ratio')} of the wall time ({way}). "
+        f"The time breakdown does not add up: its parts sum to {number(accounted, 'ratio')} of the wall time "
+        f"({direction}). "
         "Shares of the time may not be quoted from this run."
     )
     return finding(5, "BREAKDOWN-GAP", "refuse", sentence, "time.breakdown", ("breakdown",))
@@ -326,9 +327,10 @@ def prediction_error(report: RunReport) -> list[RuleFinding]:
     found = []
     for check in report.checks:
         if check.within is False and check.error.value is not None:
-            way = "high" if check.error.value > 0 else "low"
+            direction = "high" if check.error.value > 0 else "low"
             sentence = (
-                f"The predicted {check.name} is {number(abs(check.error.value), 'ratio')} too {way}, outside its own "
+                f"The predicted {check.name} is {number(abs(check.error.value), 'ratio')} too {direction}, "
+                f"outside its own "
                 "interval: do not trust this plan's comparison with others without a probe of this machine."
             )
             found += finding(0, "PREDICTION-MISSED", "note", sentence, "checks")

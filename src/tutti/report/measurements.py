@@ -9,7 +9,7 @@ from tutti.config.prediction import Phase
 from tutti.config.run_report import CommunicationReport, ExpertsReport, Quantity, TimeReport
 from tutti.config.sync_notation import format_relaxation
 from tutti.config.vocabulary import TrafficKind
-from tutti.report.run_records import Records, Row, finite
+from tutti.report.run_records import MetricsRow, Records, finite
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 WARM_UP_STEPS = 2
@@ -22,7 +22,7 @@ def seen(value: float | None, unit: str = "", note: str = "") -> Quantity:
     return Quantity(unit=unit) if value is None else Quantity(value=value, unit=unit, evidence="measured", note=note)
 
 
-def steady_steps(records: Records) -> tuple[Row, ...]:
+def steady_steps(records: Records) -> tuple[MetricsRow, ...]:
     """Steps that show the speed of the run: full batches, updated, without the first two of each generation.
 
     A run too short for that gives all its steps.
@@ -47,13 +47,13 @@ def steady_note(records: Records) -> str:
     return f"median of {len(steady)} steady steps of {len(steps)}; the first {WARM_UP_STEPS} are left out"
 
 
-def typical(rows: Iterable[Row], name: str) -> float | None:
+def typical(rows: Iterable[MetricsRow], name: str) -> float | None:
     """The median of a number over rows that have it."""
     values = [value for row in rows if (value := row.number(name)) is not None]
     return median(values) if values else None
 
 
-def phases_of(rows: Iterable[Row]) -> dict[Phase, float]:
+def phases_of(rows: Iterable[MetricsRow]) -> dict[Phase, float]:
     """Seconds by phase summed over rows of every kind; a phase not known here counts as other."""
     total: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
     for row in rows:
@@ -103,7 +103,7 @@ def time_report(records: Records) -> TimeReport:
     )
 
 
-def _typical_phase(rows: tuple[Row, ...], phase: Phase) -> float:
+def _typical_phase(rows: tuple[MetricsRow, ...], phase: Phase) -> float:
     values = [row.mapping("phases").get(phase, 0.0) for row in rows]
     return median(values) if values else 0.0
 
@@ -146,15 +146,15 @@ def _one(axes: str, carried: TrafficKind, entries: list[dict[str, Any]], steps: 
 
     waits = [{phase: finite(s) or 0.0 for phase, s in _object(entry.get("exposed_s")).items()} for entry in entries]
     exposed = typical(sum(wait.values()) for wait in waits)
-    timed = all(finite(entry.get("under_way_s")) is not None for entry in entries)
-    under_way = typical(finite(entry.get("under_way_s")) for entry in entries) if timed else None
-    hidden = None if not under_way else round(max(0.0, 1 - exposed / under_way), 3)
+    timed = all(finite(entry.get("in_progress_s")) is not None for entry in entries)
+    in_progress = typical(finite(entry.get("in_progress_s")) for entry in entries) if timed else None
+    hidden = None if not in_progress else round(max(0.0, 1 - exposed / in_progress), 3)
     return CommunicationReport(
         axes=axes,
         carried=carried,
         exchanges=seen(typical(finite(entry.get("count")) for entry in entries), "", NOTE),
         sent=seen(typical(finite(entry.get("nbytes")) for entry in entries), "B", NOTE),
-        under_way=seen(under_way, "s", f"{NOTE}; until their end was noticed"),
+        in_progress=seen(in_progress, "s", f"{NOTE}; until their end was noticed"),
         exposed=seen(exposed, "s", NOTE),
         exposed_in={
             phase: seen(typical(wait.get(phase) for wait in waits), "s", NOTE)
@@ -177,14 +177,14 @@ def sent_per_step(records: Records) -> Quantity:
     return seen(max(known, default=None), "B", note)
 
 
-def _typical_sent(rows: Iterable[Row]) -> float | None:
+def _typical_sent(rows: Iterable[MetricsRow]) -> float | None:
     values = [
         sent + (row.number("exchanged_nbytes") or 0) for row in rows if (sent := row.number("sent_nbytes")) is not None
     ]
     return median(values) if values else None
 
 
-def _like(rows: tuple[Row, ...], steady: tuple[Row, ...]) -> list[Row]:
+def _like(rows: tuple[MetricsRow, ...], steady: tuple[MetricsRow, ...]) -> list[MetricsRow]:
     """A rank's rows of the same steps."""
     steps = {row.step for row in steady}
     return [row for row in rows if row.kind == "step" and row.step in steps]

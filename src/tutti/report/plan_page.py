@@ -62,7 +62,7 @@ class TableRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
+class PageTable:
     """A table whose cells are text. `right`: columns of numbers; `under`: a sentence above it."""
 
     title: str
@@ -84,7 +84,7 @@ class PlanPage:
     timeline: Timeline
     remarks: tuple[str, ...] = ()
     changes: tuple[str, ...] = ()
-    tables: tuple[Table, ...] = ()
+    tables: tuple[PageTable, ...] = ()
     scaling: ScalingCurve | None = None
     trials: Trials | None = None
     next_command: str = ""

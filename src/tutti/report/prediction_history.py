@@ -111,9 +111,9 @@ def trust_in(entries: Sequence[HistoryEntry], cluster: str) -> PredictionAccurac
     most = quantiles(sizes, n=10, method="inclusive")[-1] if len(sizes) >= FEW else None
     bias, size = median(errors), median(sizes)
     where = f" on {cluster}" if cluster else ""
-    way = "longer than" if bias < 0 else "less long than" if bias > 0 else "as long as"
+    strategy = "longer than" if bias < 0 else "less long than" if bias > 0 else "as long as"
     words = [
-        f"{plural(len(entries), 'run')}{where}: steps took {way} predicted (median error {signed_percent(bias)})",
+        f"{plural(len(entries), 'run')}{where}: steps took {strategy} predicted (median error {signed_percent(bias)})",
         f"the median size of the error is {significant(100 * size)} %",
     ]
     if most is not None:

@@ -10,7 +10,7 @@ from tutti.config.sync_notation import format_relaxation
 from tutti.errors import ReportError
 from tutti.report.formatting import higher_is_better
 from tutti.report.measurements import seen
-from tutti.report.run_records import Records, Row
+from tutti.report.run_records import MetricsRow, Records
 
 CURVE_POINTS = 500
 _SPLITS: dict[str, Split] = {
@@ -26,7 +26,7 @@ _PREFERENCE: tuple[Split, ...] = ("test", "validation", "other", "train")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class QualityTarget:
     """A quality to reach: evaluation `name` (None: the one the run is judged by), metric and value."""
 
     name: str | None
@@ -34,7 +34,7 @@ class Target:
     value: float
 
 
-def parse_target(text: str) -> Target:
+def parse_target(text: str) -> QualityTarget:
     """Read "test.accuracy=0.9" or "accuracy=0.9". Raises ReportError when it is neither."""
     left, _, right = text.replace(">=", "=").replace("<=", "=").partition("=")
     name, _, metric = left.strip().rpartition(".")
@@ -44,10 +44,10 @@ def parse_target(text: str) -> Target:
         value = float("nan")
     if not metric or value != value or value in (float("inf"), float("-inf")):
         raise ReportError(f"target {text!r} is not NAME.METRIC=VALUE; write for example test.accuracy=0.9")
-    return Target(name=name or None, metric=metric, value=value)
+    return QualityTarget(name=name or None, metric=metric, value=value)
 
 
-def split_of(row: Row, training_sha256: str) -> Split:
+def split_of(row: MetricsRow, training_sha256: str) -> Split:
     """Which part of the data an evaluation used: by its name, but "train" if its data is the training data."""
     data = row.data.get("data")
     if isinstance(data, dict) and data.get("sha256") and data.get("sha256") == training_sha256:
@@ -82,7 +82,7 @@ def curves(records: Records) -> tuple[MetricCurve, ...]:
 
 
 def _curve(
-    name: str, split: Split, metric: str, rows: Sequence[Row], samples: Callable[[int], int], field: str | None
+    name: str, split: Split, metric: str, rows: Sequence[MetricsRow], samples: Callable[[int], int], field: str | None
 ) -> MetricCurve:
     """A curve of a step row's `field`, or (None) of a metric among an evaluation's values."""
     points = [
@@ -107,7 +107,7 @@ def _curve(
     )
 
 
-def choose(found: Sequence[MetricCurve], target: Target | None) -> MetricCurve | None:
+def choose(found: Sequence[MetricCurve], target: QualityTarget | None) -> MetricCurve | None:
     """The evaluation curve a run is judged by: the target's, else the test split's first metric that is no loss."""
     evaluations = [curve for curve in found if curve.name != "training loss"]
     if target is not None:
@@ -125,7 +125,7 @@ def choose(found: Sequence[MetricCurve], target: Target | None) -> MetricCurve |
     return ranked[0] if ranked else None
 
 
-def quality_report(records: Records, curve: MetricCurve | None, target: Target | None) -> QualityReport:
+def quality_report(records: Records, curve: MetricCurve | None, target: QualityTarget | None) -> QualityReport:
     """The quality section: the last evaluation's value, never the best one's."""
     if curve is None:
         return QualityReport()
@@ -155,7 +155,7 @@ def first_reached(curve: MetricCurve, value: float) -> int | None:
     return next(hits, None)
 
 
-def target_report(records: Records, curve: MetricCurve | None, target: Target | None) -> TargetReport:
+def target_report(records: Records, curve: MetricCurve | None, target: QualityTarget | None) -> TargetReport:
     """What it took to reach the target the first time, on the run's clock."""
     position = first_reached(curve, target.value) if curve and target else None
     if curve is None or position is None:
@@ -203,7 +203,7 @@ def noise_report(records: Records) -> NoiseReport | None:
     )
 
 
-def samples_at_small_batches(records: Records, target: Target | None) -> tuple[float, float]:
+def samples_at_small_batches(records: Records, target: QualityTarget | None) -> tuple[float, float]:
     """(critical batch, what the quality takes with very small batches), both in the batch's unit, as a run says.
 
     The quality is the `target`, where it was first reached, else the one at the run's end. A step with the batch B
@@ -229,11 +229,11 @@ def samples_at_small_batches(records: Records, target: Target | None) -> tuple[f
     return critical, least
 
 
-def _batch(row: Row, unit: str) -> float | None:
+def _batch(row: MetricsRow, unit: str) -> float | None:
     return row.number("tokens" if unit == "tokens" else "samples")
 
 
-def samples_by_way(runs: Sequence[Records], target: Target) -> dict[str, float | None]:
+def samples_by_strategy(runs: Sequence[Records], target: QualityTarget) -> dict[str, float | None]:
     """By way, as a user types it: mean samples to the `target` over the exact runs' mean; None where a run that went it
     did not get there.
 
@@ -245,7 +245,7 @@ def samples_by_way(runs: Sequence[Records], target: Target) -> dict[str, float |
         raise ReportError(f"runs with global batches of {shown} differ in samples for that, too; name runs of one size")
     found: dict[str, list[float | None]] = {}
     for records in runs:
-        found.setdefault(_way(records), []).append(_samples(records, target))
+        found.setdefault(_strategy_of(records), []).append(_samples(records, target))
     exact = found.pop("", [])
     reached = [one for one in exact if one is not None]
     wanted = f"{target.metric} {target.value:g}"
@@ -255,18 +255,21 @@ def samples_by_way(runs: Sequence[Records], target: Target) -> dict[str, float |
         raise ReportError(
             "all runs named are exact; name one that compressed its gradients or let replicas differ, too"
         )
-    got = {way: [one for one in some if one is not None] for way, some in found.items()}
-    return {way: mean(got[way]) / mean(reached) if len(got[way]) == len(some) else None for way, some in found.items()}
+    got = {strategy: [one for one in some if one is not None] for strategy, some in found.items()}
+    return {
+        strategy: mean(got[strategy]) / mean(reached) if len(got[strategy]) == len(some) else None
+        for strategy, some in found.items()
+    }
 
 
-def _way(records: Records) -> str:
+def _strategy_of(records: Records) -> str:
     """How the run exchanged, in words; empty for an exact one."""
     if records.plan is None:
         raise ReportError(f"run {records.header.name!r} has no plan.json; name a run that has one")
     return format_relaxation(records.plan.sync)
 
 
-def _samples(records: Records, target: Target) -> float | None:
+def _samples(records: Records, target: QualityTarget) -> float | None:
     """Samples when the target was first reached; None where it was not."""
     curve = choose(curves(records), target)
     position = first_reached(curve, target.value) if curve else None

@@ -174,19 +174,19 @@ def communication_plot(report: RunReport) -> Plot | None:
     """Seconds under way in a step by what was exchanged: exposed ones solid, hidden ones as an outline."""
     longest = max((_took(one) for one in report.communication), default=0.0)
     shown = [one for one in report.communication if _took(one) > 0.002 * longest]
-    lanes = sorted(shown, key=_took, reverse=True)[:MOST_RANKS]
-    if not lanes:
+    bars = sorted(shown, key=_took, reverse=True)[:MOST_RANKS]
+    if not bars:
         return None
     factor, unit = (1e3, "ms") if longest < 1 else (1.0, "s")
-    figure, axes = new_figure(14.2, 1.3 + 0.52 * len(lanes))
+    figure, axes = new_figure(14.2, 1.3 + 0.52 * len(bars))
     waited = PHASE_COLOURS["exposed_communication"]
-    for row, one in enumerate(lanes):
+    for row, one in enumerate(bars):
         exposed, total = float(one.exposed.value or 0), _took(one)
         axes.barh(row, total * factor, height=0.62, facecolor="none", edgecolor=waited, linewidth=1.2)
         segment(axes, row, 0, exposed * factor, waited, hatched=False)
         share = "" if one.hidden.value is None else f", {one.hidden.value:.0%} hidden".replace("%", " %")
         axes.text((total + 0.008 * longest) * factor, row, f"{duration(total)}{share}", va="center", color=INK)
-    names = [f"{one.axes.replace('+', ' and ')}: {CARRIED[one.carried]}" for one in lanes]
+    names = [f"{one.axes.replace('+', ' and ')}: {CARRIED[one.carried]}" for one in bars]
     rows(axes, names)
     axes.set_xlim(0, longest * factor * 1.25)
     axes.set_xlabel(f"time under way in a step ({unit})")
@@ -195,7 +195,7 @@ def communication_plot(report: RunReport) -> Plot | None:
     figure.legend(loc="outside upper left", ncols=2, handlelength=0.9, handleheight=0.9, columnspacing=1.4)
     words = "Communication of a step. " + " ".join(
         f"{name}: {duration(float(one.exposed.value or 0))} exposed of {duration(_took(one))}."
-        for name, one in zip(names, lanes, strict=True)
+        for name, one in zip(names, bars, strict=True)
     )
     return Plot(
         title="Exposed and hidden communication",
@@ -207,7 +207,7 @@ def communication_plot(report: RunReport) -> Plot | None:
 
 
 def _took(one: CommunicationReport) -> float:
-    return max(float(one.under_way.value or 0), float(one.exposed.value or 0))
+    return max(float(one.in_progress.value or 0), float(one.exposed.value or 0))
 
 
 @styled

@@ -11,7 +11,7 @@ from tutti.errors import ReportError
 from tutti.report.build_report import build_report
 from tutti.report.html_report import comparison_html, report_html
 from tutti.report.prediction_history import history_html, history_table
-from tutti.report.quality_metrics import Target
+from tutti.report.quality_metrics import QualityTarget
 from tutti.report.terminal_report import as_text, comparison_table, report_table
 
 
@@ -46,7 +46,7 @@ def _write(folder: Path, name: str, value: object, table: RenderableType, page: 
     return path
 
 
-def write_report(folder: Path, *, target: Target | None = None, output: Path | None = None) -> RunReport:
+def write_report(folder: Path, *, target: QualityTarget | None = None, output: Path | None = None) -> RunReport:
     """Build the report and write report.json, report.html and report.txt into `output` (the folder's report/)."""
     report = build_report(folder, target=target)
     write_files(report, output or RunFolder(folder).report)

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class MetricsRow:
     """One line of metrics. `time_s` runs on through resumes; `superseded`: a resume went back before this step."""
 
     kind: str
@@ -45,8 +45,8 @@ class Records:
     """All that a run folder holds. `notes`: in words, what in it could not be read."""
 
     header: RunHeader
-    rows: tuple[Row, ...]
-    rank_rows: dict[int, tuple[Row, ...]]
+    rows: tuple[MetricsRow, ...]
+    rank_rows: dict[int, tuple[MetricsRow, ...]]
     plan: Plan | None
     cluster: ClusterSpec | None
     model: ModelSpec | None
@@ -55,11 +55,11 @@ class Records:
     errors: tuple[dict[str, Any], ...]
     notes: tuple[str, ...]
 
-    def kept(self, kind: str) -> tuple[Row, ...]:
+    def kept(self, kind: str) -> tuple[MetricsRow, ...]:
         """The rows of one kind that count for the result: of repeated steps, the last time they were done."""
         return tuple(row for row in self.rows if row.kind == kind and not row.superseded)
 
-    def spent(self, kind: str) -> tuple[Row, ...]:
+    def spent(self, kind: str) -> tuple[MetricsRow, ...]:
         """The rows of one kind that took time: repeated steps too."""
         return tuple(row for row in self.rows if row.kind == kind)
 
@@ -136,13 +136,13 @@ def _parse_line(line: str) -> tuple[dict[str, Any] | None, bool]:
     return None, False
 
 
-def stitch(lines: list[dict[str, Any]]) -> tuple[Row, ...]:
+def stitch(lines: list[dict[str, Any]]) -> tuple[MetricsRow, ...]:
     """Rows in order on one clock.
 
     Every "start" row opens a generation. Where a generation's clock began again at 0 it is set to go on from the
     end of the one before; what earlier generations did after the step it resumed from is superseded.
     """
-    rows: list[Row] = []
+    rows: list[MetricsRow] = []
     generation, offset, latest, fresh = 0, 0.0, 0.0, True
     for line in lines:
         kind = str(line.get("kind", ""))
@@ -156,7 +156,7 @@ def stitch(lines: list[dict[str, Any]]) -> tuple[Row, ...]:
             offset = (latest if time_s < latest else 0.0) if fresh else offset
             latest, fresh = max(latest, offset + time_s), False
         step = int(finite(line.get("step")) or 0)
-        rows.append(Row(kind=kind, time_s=latest, step=step, generation=generation, data=line))
+        rows.append(MetricsRow(kind=kind, time_s=latest, step=step, generation=generation, data=line))
     return tuple(rows)
 
 

@@ -120,7 +120,7 @@ def _communication(report: RunReport) -> RenderableType:
     for heading in headings:
         table.add_column(heading, justify="left" if heading in headings[:2] else "right")
     for one in report.communication:
-        numbers = (one.exchanges, one.sent, one.under_way, one.exposed, one.hidden)
+        numbers = (one.exchanges, one.sent, one.in_progress, one.exposed, one.hidden)
         table.add_row(one.axes.replace("+", " and "), CARRIED[one.carried], *map(_number, numbers))
     return Group(title, table)
 

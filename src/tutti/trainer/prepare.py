@@ -49,7 +49,7 @@ from tutti.parallel.layout import GRADIENT_AXES, Layout
 from tutti.parallel.mesh import Mesh
 from tutti.parallel.parallelize import parallelize, rebind
 from tutti.parallel.pipeline.pipeline_runner import Pipeline, make_pipeline
-from tutti.parallel.pipeline.stage_building import Stages, cut_stages
+from tutti.parallel.pipeline.stage_building import StagePartition, cut_stages
 from tutti.parallel.sharded_norms import bind_norms
 from tutti.parallel.sharding.sharded_gradients import Shards
 from tutti.parallel.spatial.apply_spatial_parallel import feed_parts
@@ -92,7 +92,7 @@ class TrainedModel:
     observer: Observer
     layout: Layout
     scope: BatchScope
-    stages: Stages | None
+    stages: StagePartition | None
     shards: Shards
     pipeline: Pipeline | None
     sequences: Sequences
@@ -224,7 +224,12 @@ def _annotated(context: JobContext, model: nn.Module) -> Plan:
 
 
 def _replica(
-    context: JobContext, arguments: PrepareArguments, plan: Plan, layout: Layout, shards: Shards, stages: Stages | None
+    context: JobContext,
+    arguments: PrepareArguments,
+    plan: Plan,
+    layout: Layout,
+    shards: Shards,
+    stages: StagePartition | None,
 ) -> Replica:
     """This rank's replica, and how its gradients are compressed. Collective."""
     seed, clip_norm = context.settings.seed, context.settings.clip_norm
@@ -242,7 +247,7 @@ def _divide_model(
     plan: Plan,
     layout: Layout,
     scope: BatchScope,
-    stages: Stages | None,
+    stages: StagePartition | None,
     device: torch.device,
 ) -> Shards:
     """Parallelize; a model without memory then gets this rank's part of it."""

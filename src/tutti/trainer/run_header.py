@@ -44,9 +44,9 @@ def open_folder(launch_options: LaunchOptions, world: World, stated: Path | None
     return RunFolder(path)
 
 
-def this_rank(world: World, ways: Sequence[str] = ()) -> RankInfo:
-    """Where this rank runs. `ways`: what its sums of gradients go through."""
-    device, sums = world.device, " and ".join(ways)
+def this_rank(world: World, strategies: Sequence[str] = ()) -> RankInfo:
+    """Where this rank runs. `strategies`: what its sums of gradients go through."""
+    device, sums = world.device, " and ".join(strategies)
     return RankInfo(
         rank=world.rank,
         local_rank=world.local_rank,

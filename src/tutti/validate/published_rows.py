@@ -18,7 +18,7 @@ class Uncosted(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class PublishedRow:
     """One measurement. `cells`: its columns by name, without white space around; a missing one is empty."""
 
     cells: dict[str, str]
@@ -63,7 +63,7 @@ class Row:
             return None
 
 
-def load_rows(path: Path | None) -> list[Row]:
+def load_rows(path: Path | None) -> list[PublishedRow]:
     """The rows of a file, or those that ship with tutti. Raises DataError for a file that is not such a table."""
     if path is None:
         return _parse(resources.files(__package__).joinpath(SHIPPED).read_bytes(), SHIPPED)
@@ -73,7 +73,7 @@ def load_rows(path: Path | None) -> list[Row]:
         raise DataError(f"{path} cannot be read ({error.strerror}); name a CSV file of measurements") from None
 
 
-def _parse(content: bytes, source: str) -> list[Row]:
+def _parse(content: bytes, source: str) -> list[PublishedRow]:
     try:
         text = (gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -85,4 +85,4 @@ def _parse(content: bytes, source: str) -> list[Row]:
             f"{source} has no column {', '.join(missing)}; a table of measurements has the columns of the rows that "
             "ship with tutti (tutti validate --columns lists them)"
         )
-    return [Row(cells={name: (value or "").strip() for name, value in row.items() if name}) for row in reader]
+    return [PublishedRow(cells={name: (value or "").strip() for name, value in row.items() if name}) for row in reader]

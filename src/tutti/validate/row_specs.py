@@ -14,13 +14,13 @@ from tutti.config.vocabulary import AxisName, Precision
 from tutti.errors import PlanError
 from tutti.profile.architectures import architecture
 from tutti.profile.catalog import device, parts
-from tutti.validate.published_rows import Row, Uncosted
+from tutti.validate.published_rows import PublishedRow, Uncosted
 
 AT_THE_END = 2**50
 """Bytes of a bucket that holds all gradients: none is summed before the last is there."""
 
 
-def plan_of(row: Row, model: ModelSpec) -> Plan:
+def plan_of(row: PublishedRow, model: ModelSpec) -> Plan:
     """The plan that a row ran. Raises Uncosted where it cannot be told."""
     precision = precision_of(row)
     mesh, sharding = _mesh(row)
@@ -53,7 +53,7 @@ def plan_of(row: Row, model: ModelSpec) -> Plan:
         raise Uncosted(str(error)) from None
 
 
-def _cuts(row: Row, model: ModelSpec, stages: int) -> tuple[str, ...]:
+def _cuts(row: PublishedRow, model: ModelSpec, stages: int) -> tuple[str, ...]:
     """Where stages begin. Megatron gives each as many blocks, the last one the output layer besides; AMP's logs say it,
     in DeepSpeed's layers, of which two stand before the first block.
     """
@@ -72,12 +72,12 @@ def _cuts(row: Row, model: ModelSpec, stages: int) -> tuple[str, ...]:
     return tuple(f"blocks.{block}" for block in blocks)
 
 
-def _usual_microbatch(row: Row) -> int | None:
+def _usual_microbatch(row: PublishedRow) -> int | None:
     """Where Megatron's tables print no micro-batch, one sample is taken; other rows must print it."""
     return 1 if row.family == "mcoreh100" else None
 
 
-def _mesh(row: Row) -> tuple[dict[AxisName, int], ShardingPlan]:
+def _mesh(row: PublishedRow) -> tuple[dict[AxisName, int], ShardingPlan]:
     """Degrees by axis, outermost first, the split axis innermost as Megatron places it; and what is sharded."""
     split, stage, context, expert = (row.whole(name, 1) for name in ("tp", "pp", "cp", "ep"))
     rest = row.gpus // max(1, split * stage * context)
@@ -93,7 +93,7 @@ def _mesh(row: Row) -> tuple[dict[AxisName, int], ShardingPlan]:
     return kept, replace(ShardingPlan(), level=level or 3)  # type: ignore[arg-type]
 
 
-def _layout(row: Row, model: ModelSpec) -> tuple[LayoutRule, ...]:
+def _layout(row: PublishedRow, model: ModelSpec) -> tuple[LayoutRule, ...]:
     """What is recomputed: whole blocks, the core of attention, or some of the blocks."""
     text = row.text("recompute")
     if text == "full":
@@ -154,7 +154,7 @@ def _part(name: str) -> DeviceSpec:
     return device(name)
 
 
-def cluster_of(row: Row) -> ClusterSpec:
+def cluster_of(row: PublishedRow) -> ClusterSpec:
     """The machines of a row, from data sheets. Raises Uncosted where they cannot be told."""
     gpus = row.gpus
     groups = _groups(row.text("gpu"))
@@ -189,7 +189,7 @@ def _groups(gpu: str) -> list[tuple[str, int]]:
     return found if len(found) > 1 else []
 
 
-def _mixed(row: Row, groups: list[tuple[str, int]]) -> ClusterSpec:
+def _mixed(row: PublishedRow, groups: list[tuple[str, int]]) -> ClusterSpec:
     each = row.whole("gpus_per_node", 4)
     if each * sum(count for _, count in groups) != row.gpus:
         raise Uncosted("the nodes of mixed devices do not add up to n_gpus")
@@ -207,7 +207,7 @@ def _mixed(row: Row, groups: list[tuple[str, int]]) -> ClusterSpec:
     )  # fmt: skip
 
 
-def _links(row: Row, name: str, each: int, nodes: int) -> tuple[LinkSpec, ...]:
+def _links(row: PublishedRow, name: str, each: int, nodes: int) -> tuple[LinkSpec, ...]:
     links = []
     family = re.match(r"GB|B|[A-Z]+\d+", name)
     key = family[0] if family else name
@@ -241,7 +241,7 @@ def _printed(text: str, name: str) -> float | None:
     return int(match[1] or 1) * int(match[2]) * 1e9 / 8
 
 
-def step_s(row: Row, model: ModelSpec, plan: Plan) -> float:
+def step_s(row: PublishedRow, model: ModelSpec, plan: Plan) -> float:
     """Seconds of a step of `plan` as the row measured it. Raises Uncosted for a metric that says no time.
 
     FLOPs a second follow the source's convention: "hardware" counts a recomputed forward (Narayanan et al. 2021,
@@ -263,7 +263,7 @@ def step_s(row: Row, model: ModelSpec, plan: Plan) -> float:
     raise Uncosted(f"metric {metric} says no time of a step")
 
 
-def _flops(row: Row, again: int) -> float:
+def _flops(row: PublishedRow, again: int) -> float:
     """FLOPs of one sample of a GPT with its backward and `again` forwards of the blocks."""
     layers, hidden, seq, vocab = (row.whole(name) for name in ("layers", "hidden", "seq_len", "vocab"))
     blocks = 24.0 * seq * layers * hidden**2 * (1 + seq / (6 * hidden))
@@ -286,7 +286,7 @@ _SIZES = {"layers": "layers", "hidden": "hidden", "heads": "heads", "kv_heads": 
 _EARLY = re.compile(r"Megatron-LM 202[0-2]|Megatron-DeepSpeed|DeepSpeed\+Megatron")
 
 
-def precision_of(row: Row) -> str:
+def precision_of(row: PublishedRow) -> str:
     """fp32, tf32, half (16 bits throughout), mixed (autocast over float32), fp8 or fp4, as far as the row says."""
     text = row.text("precision").lower()
     if "fp4" in text:
@@ -300,12 +300,12 @@ def precision_of(row: Row) -> str:
     raise Uncosted("the precision is not printed" if not text else f"precision {text!r} is not known")
 
 
-def is_early(row: Row) -> bool:
+def is_early(row: PublishedRow) -> bool:
     """Megatron before FlashAttention: scores are written, dropout masks kept, gradients summed after backward."""
     return _EARLY.match(row.text("framework")) is not None
 
 
-def model_of(row: Row) -> ModelSpec:
+def model_of(row: PublishedRow) -> ModelSpec:
     """The ModelSpec of a row. Raises Uncosted where its model cannot be told, or has no architecture here."""
     name, options = _named(row)
     return _built(name, tuple(sorted(options.items())))
@@ -316,7 +316,7 @@ def _built(name: str, options: tuple[tuple[str, Any], ...]) -> ModelSpec:
     return architecture(name, dict(options))
 
 
-def _named(row: Row) -> tuple[str, Mapping[str, Any]]:
+def _named(row: PublishedRow) -> tuple[str, Mapping[str, Any]]:
     arch = row.text("arch")
     precision = precision_of(row)
     if precision in ("fp8", "fp4"):
@@ -388,7 +388,7 @@ _SQUAD_TOKENS = 384
 _GNMT_TOKENS = 27  # of a sentence of WMT16 English-German, on average, each side
 
 
-def example_of(row: Row, precision: str) -> tuple[str, Mapping[str, Any]]:
+def example_of(row: PublishedRow, precision: str) -> tuple[str, Mapping[str, Any]]:
     """(architecture, sizes) of an example. Raises Uncosted for those that have none here."""
     name = row.text("model")
     if name not in _EXAMPLES:
@@ -401,7 +401,7 @@ def example_of(row: Row, precision: str) -> tuple[str, Mapping[str, Any]]:
     return kind, sizes
 
 
-def _bert(row: Row) -> dict[str, Any]:
+def _bert(row: PublishedRow) -> dict[str, Any]:
     """Pre-training predicts 20 of 128 or 80 of 512 tokens; fine-tuning for questions reads 384 and predicts spans."""
     tokens = row.text("seq_len")
     if tokens == "512" and row.text("model").startswith("PyTorch/"):
@@ -413,7 +413,7 @@ def _bert(row: Row) -> dict[str, Any]:
     return {"seq_len": int(tokens), "predictions": 20 if tokens == "128" else 80}
 
 
-def batch_of(row: Row, precision: str) -> int:
+def batch_of(row: PublishedRow, precision: str) -> int:
     """Samples of a rank at once: one number, or of two the larger for 16 bits, for it takes less memory."""
     text = row.text("micro_batch")
     pattern = r"\d+" if "LanguageModeling" in row.text("model") else r"\d{1,3}(?:,\d{3})+|\d+"
@@ -425,7 +425,7 @@ def batch_of(row: Row, precision: str) -> int:
     return max(found) if precision == "mixed" else min(found)
 
 
-def units_per_sample(row: Row) -> float:
+def units_per_sample(row: PublishedRow) -> float:
     """What the metric counts, of one sample: 1, or its tokens where it counts tokens."""
     counts_tokens = "tok" in row.text("unit").lower() or "Translation" in row.text("model")
     return 2.0 * _GNMT_TOKENS if counts_tokens else 1.0

@@ -12,7 +12,7 @@ from tutti.config.model import ModelSpec
 from tutti.config.plan import Plan, SyncPlan
 from tutti.cost_model import predict
 from tutti.errors import PlanError
-from tutti.validate.published_rows import Row, Uncosted
+from tutti.validate.published_rows import PublishedRow, Uncosted
 from tutti.validate.row_specs import cluster_of, model_of, plan_of, step_s
 
 _GIB = 2.0**30
@@ -22,7 +22,7 @@ _GIB = 2.0**30
 class Case:
     """A row that can be costed: what it ran on, and what it measured. `device`: name in its cluster."""
 
-    row: Row
+    row: PublishedRow
     model: ModelSpec
     cluster: ClusterSpec
     plan: Plan
@@ -87,7 +87,7 @@ class Errors:
     memory_worst_under: float | None
 
 
-def case_of(row: Row) -> Case:
+def case_of(row: PublishedRow) -> Case:
     """A row as something to predict. Raises Uncosted with the reason."""
     if row.text("evidence").startswith("formula-derived"):
         raise Uncosted("derived from a formula, no measurement")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from tutti.config.cluster import ClusterSpec
 from tutti.validate.cluster_fit import UNFITTED, Constants, Fit, Sample, apply_fit, fit_constants
-from tutti.validate.published_rows import Row, Uncosted
+from tutti.validate.published_rows import PublishedRow, Uncosted
 from tutti.validate.scoring import Case, Errors, Scored, Setting, case_of, errors, misses, scored
 
 ENOUGH = 16
@@ -56,7 +56,7 @@ class Validation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class CalibrationShare:
     """How many rows of a family calibrate; `borrow`: a family fitted before whose devices' constants it starts from."""
 
     count: int = 0
@@ -64,21 +64,23 @@ class Wanted:
 
 
 def validate(
-    rows: Sequence[Row], fit: Mapping[str, Wanted], progress: Callable[[str], None] = lambda family: None
+    rows: Sequence[PublishedRow],
+    fit: Mapping[str, CalibrationShare],
+    progress: Callable[[str], None] = lambda family: None,
 ) -> Validation:
     """Score predictions of `rows`; of a family in `fit` so many rows calibrate, in that order, before the others.
 
     Which rows calibrate follows from their row_id alone (its hash), so that nobody chooses them. Families without a fit
     are predicted from data sheets.
     """
-    families: dict[str, list[Row]] = defaultdict(list)
+    families: dict[str, list[PublishedRow]] = defaultdict(list)
     for row in rows:
         families[row.family].append(row)
     known: dict[tuple[str, str], Constants] = {}
     results: dict[str, tuple[FamilyResult, list[Scored]]] = {}
     for family in [*(name for name in fit if name in families), *(name for name in families if name not in fit)]:
         progress(family)
-        results[family] = _family(family, families[family], fit.get(family, Wanted()), known)
+        results[family] = _family(family, families[family], fit.get(family, CalibrationShare()), known)
     ordered = [results[family] for family in families]
     return Validation(
         families=tuple(result for result, _ in ordered),
@@ -87,7 +89,7 @@ def validate(
 
 
 def _family(
-    family: str, rows: Sequence[Row], wanted: Wanted, known: dict[tuple[str, str], Constants]
+    family: str, rows: Sequence[PublishedRow], wanted: CalibrationShare, known: dict[tuple[str, str], Constants]
 ) -> tuple[FamilyResult, list[Scored]]:
     uncosted: Counter[str] = Counter()
     cases = []

@@ -12,7 +12,7 @@ import torch
 
 from tutti.config.vocabulary import DATA_AXES, AxisName
 from tutti.data.batches import MicrobatchShare
-from tutti.parallel.context.sequence_order import Order
+from tutti.parallel.context.sequence_order import SequenceOrder
 from tutti.parallel.layout import TensorShard, to_local
 from tutti.parallel.spatial import spatial_tensor as space
 from tutti.parallel.tensor import tensor_activation as split
@@ -62,7 +62,9 @@ def sample_alignments(whole: torch.Tensor, pieces: Sequence[RankTensor]) -> Iter
     yield from _samples_last(whole, pieces)
 
 
-def part_alignments(whole: torch.Tensor, pieces: Sequence[RankTensor], order: Order | None) -> Iterator[Alignment]:
+def part_alignments(
+    whole: torch.Tensor, pieces: Sequence[RankTensor], order: SequenceOrder | None
+) -> Iterator[Alignment]:
     """How tensors that are known parts of samples, or parts of sequences (dim 1), lie in `whole`; none if that is
     unknown.
     """
@@ -77,7 +79,9 @@ def part_alignments(whole: torch.Tensor, pieces: Sequence[RankTensor], order: Or
         yield from _rows_of_samples(order.take(whole, 1), pieces)
 
 
-def guessed_alignments(whole: torch.Tensor, pieces: Sequence[RankTensor], order: Order | None) -> Iterator[Alignment]:
+def guessed_alignments(
+    whole: torch.Tensor, pieces: Sequence[RankTensor], order: SequenceOrder | None
+) -> Iterator[Alignment]:
     """Ways in which tensors may agree with `whole` where sequences are cut, but not along its dim 1."""
     if order is None or pieces[0].held is not None:
         return
@@ -90,7 +94,7 @@ def guessed_alignments(whole: torch.Tensor, pieces: Sequence[RankTensor], order:
                 yield [AlignedPair(rank=piece.rank, expected=part, got=piece.value) for piece in pieces]
 
 
-def _is_cut(whole: torch.Tensor, pieces: Sequence[RankTensor], order: Order, dim: int) -> bool:
+def _is_cut(whole: torch.Tensor, pieces: Sequence[RankTensor], order: SequenceOrder, dim: int) -> bool:
     mine = pieces[0].value
     fits = mine.dim() == whole.dim() > dim and whole.shape[dim] % order.unit == 0
     return fits and whole.shape[dim] == mine.shape[dim] * order.degree
@@ -188,7 +192,7 @@ class RankShard:
     names: frozenset[str] = frozenset()
     state_names: frozenset[str] = frozenset()
     counts: frozenset[str] = frozenset()
-    order: Order | None = None
+    order: SequenceOrder | None = None
 
     @classmethod
     def of(cls, run: Run) -> "RankShard":
@@ -208,7 +212,7 @@ class RankShard:
             names=frozenset(own.values()),
             state_names=frozenset(layout.first_name(name) for name in states),
             counts=frozenset(first for name, first in own.items() if layout.counts(name)),
-            order=Order(kind=run.plan.context, degree=mesh.degree("context"), index=mesh.index("context"))
+            order=SequenceOrder(kind=run.plan.context, degree=mesh.degree("context"), index=mesh.index("context"))
             if mesh.degree("context") > 1
             else None,
         )

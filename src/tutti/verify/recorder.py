@@ -56,12 +56,12 @@ BUDGET_NBYTES = 2**30
 """Memory for module outputs of one step. Modules that finish after it is used up are not compared."""
 
 
-def recorder() -> "Recorder":
+def recorder() -> "RunRecorder":
     """The recorder that the environment asks for (TUTTI_OBSERVER=tutti.verify.recorder:recorder)."""
     recording = read_launch_options().recording
     if recording is None:
         raise LaunchError("TUTTI_OBSERVER asks for a recording, but TUTTI_RECORD names no folder; unset both")
-    return Recorder(recording)
+    return RunRecorder(recording)
 
 
 class DoublePrecisionInputs:
@@ -163,7 +163,7 @@ class CallLog:
         return self._copies[key][1]
 
 
-class Recorder(DoublePrecisionInputs):
+class RunRecorder(DoublePrecisionInputs):
     """Records a run; see `tutti.trainer.observer.Observer` for when each method is called."""
 
     def __init__(self, recording: Recording) -> None:

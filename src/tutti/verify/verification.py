@@ -351,7 +351,10 @@ def compressed_note(words: str, one: Path, compressed: Path, world_size: int) ->
         return f"with compressed reductions ({words}) the script ended without a step", False
     momentum = parse_compression(words).freeze_step is not None
     if momentum and steps == 1:
-        return f"{words} compresses momenta from the second step on, so one step shows nothing; verify more steps", True
+        return (
+            f"{words} compresses momentum from the second step on, so one step shows nothing; verify more steps",
+            True,
+        )
     distances, alike = [], True
     for step in range(1 if momentum else 0, steps):
         expected, ranks = read_steps(one, 1, step)[0], read_steps(compressed, world_size, step)
@@ -378,7 +381,7 @@ def _momentum_note(words: str, shown: str, steps: int, alike: bool) -> str:
             "own once it is frozen, and how they agree then. Not proved: that training reaches the same quality"
         )
     return (
-        f"once the optimizer's second moment is frozen, this plan reduces momenta ({words}): it was verified with "
+        f"once the optimizer's second moment is frozen, this plan reduces momentum ({words}): it was verified with "
         "exact reductions. For this comparison it was frozen after the first step, on one device too; over the "
         f"{_count(steps)} after it, the gradients that the reductions stand for differ from one device's by {shown} of "
         f"their norm; {_agreement(alike)}. Not compared: when the plan freezes it. Not proved: that training reaches "
@@ -398,15 +401,15 @@ def _distance(one: StepRecord, heads: Sequence[RankRecord], ranks: Sequence[Step
     """||g - g of one device|| / ||g of one device|| over all gradients; the largest of any rank."""
     largest = 0.0
     for head, step in zip(heads, ranks, strict=True):
-        apart = norm = 0.0
+        difference = norm = 0.0
         for name, got, held in _gradients(head, step):
             expected = one.gradients.get(name)
             if expected is None:
                 continue
             whole = expected if held is None else sampled_part(expected, held, got)
-            apart += float((got.double() - whole.double()).square().sum())
+            difference += float((got.double() - whole.double()).square().sum())
             norm += float(whole.double().square().sum())
-        largest = max(largest, math.sqrt(apart / norm) if norm else 0.0)
+        largest = max(largest, math.sqrt(difference / norm) if norm else 0.0)
     return largest
 
 

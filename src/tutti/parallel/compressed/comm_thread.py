@@ -18,7 +18,7 @@ class RoundsWork:
 
     __slots__ = ("_comm_thread", "_over", "error")
 
-    def __init__(self, comm_thread: "CommThread") -> None:
+    def __init__(self, comm_thread: "ReductionThread") -> None:
         self._comm_thread, self._over = comm_thread, threading.Event()
         self.error: BaseException | None = None
 
@@ -40,7 +40,7 @@ class RoundsWork:
         self._over.set()
 
 
-class CommThread:
+class ReductionThread:
     """Sums of one rank over any number of groups. If one fails, all sums in flight fail with it."""
 
     def __init__(self) -> None:
@@ -55,9 +55,9 @@ class CommThread:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="tutti-comm-thread", daemon=True)
             self._thread.start()
-        parcel = RoundsWork(self)
-        self._todo.put((group, rounds, parcel))
-        return parcel
+        rounds_work = RoundsWork(self)
+        self._todo.put((group, rounds, rounds_work))
+        return rounds_work
 
     def finish(self) -> None:
         """No further sum is started in this step: complete those in flight."""
@@ -83,10 +83,10 @@ class CommThread:
             for order in self._orders.values():
                 order.finish()
         else:
-            group, rounds, parcel = task
-            self._orders.setdefault(group, RoundScheduler()).start(self._told(rounds, parcel))
+            group, rounds, rounds_work = task
+            self._orders.setdefault(group, RoundScheduler()).start(self._told(rounds, rounds_work))
 
-    def _told(self, rounds: Rounds, parcel: RoundsWork) -> Rounds:
+    def _told(self, rounds: Rounds, rounds_work: RoundsWork) -> Rounds:
         yield from rounds
-        self._open.remove(parcel)
-        parcel.over()
+        self._open.remove(rounds_work)
+        rounds_work.over()

@@ -49,7 +49,7 @@ from tutti.config.compression import (
 from tutti.config.plan import Plan
 from tutti.config.vocabulary import DATA_AXES, AxisName
 from tutti.errors import PlanError
-from tutti.parallel.compressed.comm_thread import CommThread
+from tutti.parallel.compressed.comm_thread import ReductionThread
 from tutti.parallel.compressed.momentum_compression import (
     MomentumCompression,
     ZeroOneCompression,
@@ -240,7 +240,7 @@ class Compressor:
     ) -> None:
         self.momentum_compression = momentum_compression
         self.compression, self.seed, self._axes = compression, seed, tuple(mesh.degrees)
-        self.comm_thread = CommThread()
+        self.comm_thread = ReductionThread()
         self.exchanges: dict[Bucket, GradientReducer] = {}
         self.parts: list[ShardedReduction] = []
         self._positions = positions
@@ -428,7 +428,7 @@ def make_compressor(
 
 
 def _parts(
-    compression: Compression, layout: Layout, packs: Sequence[Pack], comm_thread: CommThread, first: int, seed: int
+    compression: Compression, layout: Layout, packs: Sequence[Pack], comm_thread: ReductionThread, first: int, seed: int
 ) -> list[ShardedReduction]:
     """The reduce-scatters of packs of parameters; group numbers of the communication thread go on from `first`.
     Collective."""

@@ -19,7 +19,7 @@ from tutti.compression.sufficient_factors import FactoredLinear, FactorReducer, 
 from tutti.config.compression import FACTORS, factors_pay
 from tutti.config.plan import Plan
 from tutti.config.vocabulary import DATA_AXES, AxisName, Precision
-from tutti.parallel.compressed.comm_thread import CommThread
+from tutti.parallel.compressed.comm_thread import ReductionThread
 from tutti.parallel.data.buckets import Bucket, BucketReducer, ReductionGroup
 from tutti.parallel.layout import Layout
 from tutti.parallel.mesh import Mesh
@@ -86,8 +86,8 @@ class FactorBucketReducer(BucketReducer):
 
     def start(self, bucket: Bucket) -> CommHandle:
         assert isinstance(bucket, FactorBucket)
-        parcel = self._factored.comm_thread.start(self._number, self._rounds(bucket))
-        return bucket.group.channel.start([parcel])
+        rounds_work = self._factored.comm_thread.start(self._number, self._rounds(bucket))
+        return bucket.group.channel.start([rounds_work])
 
     def _rounds(self, bucket: FactorBucket) -> Rounds:
         parameter, view = bucket.parameters[0], bucket.views[0]
@@ -124,15 +124,15 @@ class FactoredLayers:
         self.weights = {cast(nn.Parameter, module.weight): module.factors for module in modules}
         self.sums: dict[nn.Parameter, FactorReducer] = {}
         self.left: list[nn.Parameter] = []
-        self.comm_thread = CommThread()
+        self.comm_thread = ReductionThread()
         numbered = enumerate((groups or {}).items())
-        self._ways = {axes: FactorBucketReducer(self, number, group) for number, (axes, group) in numbered}
+        self._reducers = {axes: FactorBucketReducer(self, number, group) for number, (axes, group) in numbered}
 
     def group(self, parameter: nn.Parameter, axes: Axes, like: ReductionGroup) -> ReductionGroup:
         """The group in which a parameter is summed over `axes`: `like`, or one that sums by factors."""
         if self._mesh is None or parameter not in self.weights:
             return like
-        return replace(like, bucket_reducer=self._ways[_ordered(self._mesh, axes)])
+        return replace(like, bucket_reducer=self._reducers[_ordered(self._mesh, axes)])
 
     @contextmanager
     def backward(self) -> Iterator[None]:

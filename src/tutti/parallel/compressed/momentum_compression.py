@@ -79,7 +79,7 @@ class MomentumCompression:
 
     @property
     def compresses_next(self) -> bool:
-        """Whether the next sums are of momenta, the same on all ranks; otherwise they are exact sums of gradients."""
+        """Whether the next sums are of momentum, the same on all ranks; otherwise they are exact sums of gradients."""
         return self.rule.frozen
 
     def mark(self, bucket: Bucket) -> None:
@@ -89,7 +89,7 @@ class MomentumCompression:
                 bucket.flags[index] = math.inf
 
     def rounds(self, bucket: Bucket, exchange: GradientReducer) -> Rounds:
-        """Leave in the bucket the gradients that the sums of momenta stand for."""
+        """Leave in the bucket the gradients that the sums of momentum stand for."""
         ranks, values = bucket.group.size, bucket.flat[: exchange.numel]
         moments = [self.rule.moment(parameter) for parameter in bucket.parameters]
         for view, moment in zip(bucket.views, moments, strict=True):
@@ -204,7 +204,7 @@ def make_momentum_compression(
         )
     if clip_norm is not None and compression.method in ("one-bit-adam", "one-bit-lamb"):
         raise PlanError(
-            f"{words} with clip_norm = {clip_norm}: the gradient that a sum of momenta in one bit stands for is mostly "
+            f"{words} with clip_norm = {clip_norm}: the gradient that a one-bit sum of momentum stands for is mostly "
             "what the code has lost, of 2 to 11 times the true norm, so that nearly every update would be scaled down; "
             "leave clip_norm out, or use byte-adam or zero-one-adam, or compress gradients: one-bit"
         )

@@ -16,7 +16,7 @@ from tutti.compression.codecs import make_reducer, make_scatter_reducer
 from tutti.compression.dense_reducers import ReduceScatterReducer
 from tutti.compression.reducer import CountedCollectives, GradientReducer, Rounds, all_finite
 from tutti.config.compression import Compression, all_reduce_sent_nbytes, flags_sent_nbytes, reduce_scatter_sent_nbytes
-from tutti.parallel.compressed.comm_thread import CommThread
+from tutti.parallel.compressed.comm_thread import ReductionThread
 from tutti.parallel.layout import TensorShard
 from tutti.parallel.sharding.sharded_unit import Pack, Piece, Sharded
 
@@ -69,7 +69,7 @@ class ShardedReduction:
     """The reductions of one pack: `there` over `shard`, `across` over the other axes."""
 
     def __init__(
-        self, pack: Pack, compression: Compression, route: ReductionGroups, comm_thread: CommThread, seed: int
+        self, pack: Pack, compression: Compression, route: ReductionGroups, comm_thread: ReductionThread, seed: int
     ) -> None:
         self.pack, self._compression, self._route, self._comm_thread = pack, compression, route, comm_thread
         self._ranks = dist.get_world_size(route.everyone)
@@ -101,10 +101,12 @@ class ShardedReduction:
         flags = received[pack.pieces.size :]
         flags.copy_(torch.tensor([*there, not all_finite(flat)], dtype=flags.dtype))
         work = dist.all_reduce(flags, group=self._route.everyone, async_op=True)
-        parcel = self._comm_thread.start(self._route.number, self._rounds(flat, received[: self._lengths[pack.rank]]))
+        rounds_work = self._comm_thread.start(
+            self._route.number, self._rounds(flat, received[: self._lengths[pack.rank]])
+        )
         said = self.sent_nbytes
         self._sent = said, self._counted
-        return received, there, self._route.channel.start([work, parcel], said)
+        return received, there, self._route.channel.start([work, rounds_work], said)
 
     @property
     def sent_nbytes(self) -> int:

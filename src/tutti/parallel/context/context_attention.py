@@ -19,7 +19,7 @@ from tutti.comm.point_to_point import all_to_all
 from tutti.comm.traffic import CommChannel, CommHandle
 from tutti.errors import ScriptError
 from tutti.parallel.context.ring_attention import Ring, ring_attention
-from tutti.parallel.context.sequence_order import Order, gather_whole
+from tutti.parallel.context.sequence_order import SequenceOrder, gather_whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class Attention:
     length: int
 
     @property
-    def order(self) -> Order:
+    def order(self) -> SequenceOrder:
         return self.ring.order
 
     @property

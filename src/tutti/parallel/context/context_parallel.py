@@ -28,7 +28,7 @@ from tutti.parallel.context.attention_calls import (
 )
 from tutti.parallel.context.context_attention import Attention
 from tutti.parallel.context.ring_attention import Ring
-from tutti.parallel.context.sequence_order import Order, cut_batch, join_parts, sequence_length, shorten
+from tutti.parallel.context.sequence_order import SequenceOrder, cut_batch, join_parts, sequence_length, shorten
 from tutti.parallel.layout import to_local
 from tutti.parallel.mesh import Mesh
 from tutti.parallel.tensor.tensor_activation import whole
@@ -91,7 +91,7 @@ def sequences_of(
     """
     if mesh.degree("context") == 1:
         return Sequences(loss_fn=loss_fn)
-    order = Order(kind=plan.context, degree=mesh.degree("context"), index=mesh.index("context"))
+    order = SequenceOrder(kind=plan.context, degree=mesh.degree("context"), index=mesh.index("context"))
     ring = Ring(order=order, group=mesh.new_group("context"), channel=channel or untracked_channel())
     parts = Parts(model, ring, unpack, loss_fn)
     if stages is not None:
@@ -237,7 +237,7 @@ class Groups:
     everyone: Any
 
 
-def piece_lengths(model: nn.Module, length: int, order: Order, everyone: Any) -> list[int]:
+def piece_lengths(model: nn.Module, length: int, order: SequenceOrder, everyone: Any) -> list[int]:
     """Lengths to try: short ones that are no size of a parameter, so that nothing is a sequence by chance; then all."""
     own = {size for parameter in model.parameters() for size in to_local(parameter).shape}
     sizes = set().union(*_gathered(own, everyone))
@@ -249,7 +249,7 @@ def piece_lengths(model: nn.Module, length: int, order: Order, everyone: Any) ->
 def check(
     model: nn.Module,
     lengths: list[int],
-    order: Order,
+    order: SequenceOrder,
     groups: Groups,
     on_one: Runner,
     in_parts: Callable[[int, frozenset[Site]], Any],
@@ -320,7 +320,7 @@ def _average(parts: Seen, group: Any) -> bool:
 
 
 def _first_difference(
-    seen: Seen, parts: Seen, tokens: int, order: Order, *, averaged: bool, by_hand: bool
+    seen: Seen, parts: Seen, tokens: int, order: SequenceOrder, *, averaged: bool, by_hand: bool
 ) -> Finding | None:
     """The first module that gives something else on parts; None where all agree. `averaged`: whether numbers without
     dims are means over all parts; else nothing is known of them.
@@ -350,7 +350,7 @@ def _first_difference(
     return None
 
 
-def _agree(one: torch.Tensor, part: torch.Tensor, tokens: int, order: Order) -> bool | None:
+def _agree(one: torch.Tensor, part: torch.Tensor, tokens: int, order: SequenceOrder) -> bool | None:
     """Whether `part` is this rank's part of `one`; None where their shapes do not say."""
     if one.shape == part.shape:
         expected = one

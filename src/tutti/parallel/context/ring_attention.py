@@ -15,7 +15,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from tutti.comm.point_to_point import start_messages
 from tutti.comm.traffic import CommChannel, CommHandle, untracked_channel
 from tutti.data.seeds import derive_seed
-from tutti.parallel.context.sequence_order import Order
+from tutti.parallel.context.sequence_order import SequenceOrder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class Ring:
     `group`: their process group, in their order; `channel`: where exchanges are counted.
     """
 
-    order: Order
+    order: SequenceOrder
     group: Any
     channel: CommChannel = field(default_factory=untracked_channel, compare=False)
 
@@ -55,13 +55,13 @@ def ring_attention(
     Returns (batch, kv_heads, group, rows, d_v). Rows that see no key are 0.
     """
     seed = int(torch.randint(2**62, (), dtype=torch.int64)) if dropout else 0
-    block = Block(scale=scale, causal=causal, mask=mask, dropout=dropout, seed=seed)
+    block = AttentionBlock(scale=scale, causal=causal, mask=mask, dropout=dropout, seed=seed)
     with torch.autocast(q.device.type, enabled=False):
         return _RingAttention.apply(q, k, v, block, ring)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class AttentionBlock:
     """How some queries look at some keys. `causal`: row i sees columns 0..i; `mask`: boolean (True: seen) or added;
     `dropout`: share of probabilities dropped, drawn from `seed`.
     """
@@ -75,7 +75,9 @@ class Block:
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, ring: Ring) -> torch.Tensor:
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: AttentionBlock, ring: Ring
+    ) -> torch.Tensor:
         out, lse = empty_state(q, v.shape[-1])
         for owner, keys, values in _round(ring, k, v):
             part = _seen(block, ring.order, owner, q.shape[-2])
@@ -130,7 +132,7 @@ class Queries:
 
 
 def _backward_round(
-    block: Block, ring: Ring, queries: Queries, k: torch.Tensor, v: torch.Tensor
+    block: AttentionBlock, ring: Ring, queries: Queries, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add to the queries' gradients; returns those of this rank's keys and values, which have come round."""
     dtype = accumulate_dtype(k.dtype)
@@ -176,7 +178,9 @@ def _wait(handle: CommHandle | None) -> None:
         handle.wait()
 
 
-def _seen(block: Block, order: Order, owner: int, rows: int) -> tuple[slice, slice, Block] | None:
+def _seen(
+    block: AttentionBlock, order: SequenceOrder, owner: int, rows: int
+) -> tuple[slice, slice, AttentionBlock] | None:
     """Which of this rank's rows see which of `owner`'s columns, and how; None: none do.
 
     Causal, zig-zag: of an earlier owner all rows see the first half; of a later one the second half sees all.
@@ -204,7 +208,7 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def fits(block: Block, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+def fits(block: AttentionBlock, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether the kernel computes this block."""
     plain = block.mask is None and not block.dropout
     square = not block.causal or q.shape[-2] == k.shape[-2]
@@ -213,7 +217,7 @@ def fits(block: Block, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> boo
 
 
 def attend(
-    block: Block, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+    block: AttentionBlock, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
 ) -> None:
     """Let the queries also see these keys: `out` and `lse` are merged with them, in place."""
     if not fits(block, q, k, v):
@@ -226,7 +230,12 @@ def attend(
 
 
 def attend_backward(
-    block: Block, queries: Queries, k: torch.Tensor, v: torch.Tensor, grad_k: torch.Tensor, grad_v: torch.Tensor
+    block: AttentionBlock,
+    queries: Queries,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    grad_k: torch.Tensor,
+    grad_v: torch.Tensor,
 ) -> None:
     """Add this block's part to the gradients: of the queries, of these keys and of their values."""
     if not fits(block, queries.q, k, v):
@@ -272,7 +281,7 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def attend_tiles(
-    block: Block, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+    block: AttentionBlock, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
 ) -> None:
     """Let the queries also see these keys: `out` and `lse` are merged with them, in place."""
     for number, (rows, columns) in enumerate(_tiles(q, k, block.causal)):
@@ -293,7 +302,12 @@ def merge(out: torch.Tensor, lse: torch.Tensor, seen: torch.Tensor, seen_lse: to
 
 
 def attend_tiles_backward(
-    block: Block, queries: Queries, k: torch.Tensor, v: torch.Tensor, grad_k: torch.Tensor, grad_v: torch.Tensor
+    block: AttentionBlock,
+    queries: Queries,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    grad_k: torch.Tensor,
+    grad_v: torch.Tensor,
 ) -> None:
     """Add this block's part to the gradients: of the queries, of these keys and of their values."""
     for number, (rows, columns) in enumerate(_tiles(queries.q, k, block.causal)):
@@ -321,7 +335,7 @@ def _tiles(q: torch.Tensor, k: torch.Tensor, causal: bool) -> Iterator[tuple[sli
                 yield slice(top, min(top + tall, rows)), slice(left, min(left + wide, columns))
 
 
-def _scores(block: Block, q: torch.Tensor, k: torch.Tensor, rows: slice, columns: slice) -> torch.Tensor:
+def _scores(block: AttentionBlock, q: torch.Tensor, k: torch.Tensor, rows: slice, columns: slice) -> torch.Tensor:
     keys = k[:, :, columns].transpose(-2, -1)
     scores = _by_keys(q[..., rows, :], keys).to(accumulate_dtype(q.dtype)) * block.scale
     if block.mask is not None:
@@ -351,7 +365,7 @@ def _by_queries(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return left.flatten(2, 3).transpose(-2, -1) @ right.flatten(2, 3)
 
 
-def _kept(block: Block, tile: int, like: torch.Tensor) -> torch.Tensor:
+def _kept(block: AttentionBlock, tile: int, like: torch.Tensor) -> torch.Tensor:
     """1 / (1 - dropout) where a probability is kept, 0 elsewhere; the same in forward and backward."""
     draw = torch.Generator(like.device)
     draw.manual_seed(derive_seed(block.seed, tile))

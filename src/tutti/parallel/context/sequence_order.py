@@ -12,7 +12,7 @@ from tutti.errors import DataError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class SequenceOrder:
     """How a sequence lies over `degree` ranks; this one is `index`.
 
     all-to-all: rank r holds the r-th of C equal chunks. ring: the sequence is cut into 2 C chunks and rank r holds
@@ -53,7 +53,7 @@ class Order:
         return self.take(torch.arange(length, device=device), 0)
 
 
-def sequence_length(batch: Any, order: Order) -> int:
+def sequence_length(batch: Any, order: SequenceOrder) -> int:
     """Tokens of every sequence of `batch`.
 
     Raises DataError for a batch without sequences, or with a length that the ranks cannot share equally.
@@ -77,7 +77,7 @@ def sequence_length(batch: Any, order: Order) -> int:
     return length
 
 
-def cut_batch(batch: Any, length: int, order: Order) -> Any:
+def cut_batch(batch: Any, length: int, order: SequenceOrder) -> Any:
     """This rank's part of every sequence tensor; other leaves stay whole."""
 
     def cut(leaf: Any) -> Any:
@@ -100,7 +100,7 @@ def shorten(batch: Any, length: int, samples: int, tokens: int) -> Any:
     return pytree.tree_map(cut, batch)
 
 
-def join_parts(value: Any, part_length: int, order: Order, group: Any) -> Any:
+def join_parts(value: Any, part_length: int, order: SequenceOrder, group: Any) -> Any:
     """Whole sequences from every rank's part: each tensor whose dim 1 is a part's length is joined. Collective."""
 
     def join(leaf: Any) -> Any:
@@ -109,7 +109,7 @@ def join_parts(value: Any, part_length: int, order: Order, group: Any) -> Any:
     return pytree.tree_map(join, value)
 
 
-def gather_whole(part: torch.Tensor, dim: int, order: Order, group: Any) -> torch.Tensor:
+def gather_whole(part: torch.Tensor, dim: int, order: SequenceOrder, group: Any) -> torch.Tensor:
     """The whole tensor along `dim` on every rank. Collective; gradients do not pass."""
     flag = part.dtype == torch.bool  # not every backend sends booleans
     mine = (part.to(torch.uint8) if flag else part.detach()).contiguous()

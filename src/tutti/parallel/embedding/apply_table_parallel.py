@@ -15,7 +15,14 @@ from tutti.config.plan import LayoutRule, find_placement
 from tutti.errors import PlanError
 from tutti.nn.embedding_tables import Bags, EmbeddingTables, bags_of
 from tutti.parallel.embedding.table_linear import divide_linear, wanted_linears
-from tutti.parallel.embedding.table_lookup import AnyTable, DividedLookup, Peers, Place, Table, place_tables
+from tutti.parallel.embedding.table_lookup import (
+    AnyTable,
+    DividedLookup,
+    Peers,
+    PlaceableTable,
+    TablePlacement,
+    place_tables,
+)
 from tutti.parallel.layout import Layout
 
 
@@ -53,7 +60,7 @@ def divide_tables(model: nn.Module, rules: Sequence[LayoutRule], layout: Layout)
         module = found[name]
         lookup = DividedLookup({module: place}, module.weight.dtype, peers)
         if module not in together:
-            module.forward = Divided(module, lookup)  # type: ignore[method-assign]
+            module.forward = DividedForward(module, lookup)  # type: ignore[method-assign]
         elif isinstance(before := together[module].lookup, DividedLookup):
             before.places[module] = place
         else:
@@ -69,7 +76,7 @@ def _together(model: nn.Module) -> dict[nn.Module, EmbeddingTables]:
     return {table: owner for owner in owners for table in owner.tables.values()}
 
 
-def _table(name: str, module: AnyTable, rules: Sequence[LayoutRule], layout: Layout) -> Table | None:
+def _table(name: str, module: AnyTable, rules: Sequence[LayoutRule], layout: Layout) -> PlaceableTable | None:
     """What is to be placed, or None for a table that stays whole. Raises PlanError for one that cannot be divided."""
     placement = find_placement(rules, name)
     if placement == "column":
@@ -94,10 +101,10 @@ def _table(name: str, module: AnyTable, rules: Sequence[LayoutRule], layout: Lay
             "place it 'auto' or 'replicate'"
         )
     nbytes = module.weight.numel() * module.weight.element_size()
-    return Table(name=name, rows=module.num_embeddings, nbytes=nbytes, by_rows=placement != "auto")
+    return PlaceableTable(name=name, rows=module.num_embeddings, nbytes=nbytes, by_rows=placement != "auto")
 
 
-def _take_part(module: AnyTable, name: str, place: Place, own: int, layout: Layout) -> None:
+def _take_part(module: AnyTable, name: str, place: TablePlacement, own: int, layout: Layout) -> None:
     weight, full = module.weight, f"{name}.weight" if name else "weight"
     layout.set_reduce_axes(full, [axis for axis in layout.shard_of(full).sums if axis != "table"])
     if place.owner is None:
@@ -108,7 +115,7 @@ def _take_part(module: AnyTable, name: str, place: Place, own: int, layout: Layo
         module._parameters["weight"] = None
 
 
-class Divided:
+class DividedForward:
     """The forward of one nn.EmbeddingBag or nn.Embedding whose rows are on several ranks, or on another one."""
 
     def __init__(self, module: AnyTable, lookup: DividedLookup) -> None:
@@ -117,8 +124,8 @@ class Divided:
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial, (type(self.module).forward, self.module)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Divided":
-        return Divided(memo.get(id(self.module), self.module), self.lookup.__deepcopy__(memo))
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DividedForward":
+        return DividedForward(memo.get(id(self.module), self.module), self.lookup.__deepcopy__(memo))
 
     def __call__(
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None

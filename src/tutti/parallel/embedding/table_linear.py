@@ -21,7 +21,7 @@ from tutti.config.partitioning import cut
 from tutti.config.plan import LayoutRule, by_columns, find_chunks, find_placement
 from tutti.config.refusals import check_width
 from tutti.errors import PlanError
-from tutti.parallel.all_to_all import Route, plain_exchange
+from tutti.parallel.all_to_all import AllToAllRoute, plain_exchange
 from tutti.parallel.embedding.table_lookup import Peers
 from tutti.parallel.layout import Layout
 from tutti.parallel.tensor.layer_patterns import features, is_linear
@@ -167,14 +167,16 @@ class Rows:
         return [stop - start for start, stop in pairwise(self.bounds)]
 
     def exchange(self, values: Tensor, send: list[int], receive: list[int]) -> Tensor:
-        return plain_exchange(values, Route(self.peers.group, self.peers.own, send, receive, self.peers.vectors))
+        return plain_exchange(
+            values, AllToAllRoute(self.peers.group, self.peers.own, send, receive, self.peers.vectors)
+        )
 
 
 def rows_of(count: int, bounds: tuple[int, ...], peers: Peers, device: torch.device) -> Rows:
     """Tell the others how many rows this rank has."""
     each = [1] * peers.size
     mine = torch.full((peers.size,), count, dtype=torch.int64, device=device)
-    counts = plain_exchange(mine, Route(peers.group, peers.own, each, each, peers.indices)).tolist()
+    counts = plain_exchange(mine, AllToAllRoute(peers.group, peers.own, each, each, peers.indices)).tolist()
     return Rows(peers=peers, counts=tuple(counts), bounds=bounds)
 
 
@@ -231,11 +233,11 @@ class _Move(torch.autograd.Function):
         back: Callable[[Tensor, Rows], Tensor],
         rows: Rows,
     ) -> Tensor:
-        ctx.way = back, rows
+        ctx.returned = back, rows
         return there(values, rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        back, rows = ctx.way
+        back, rows = ctx.returned
         return back(gradient.contiguous(), rows), None, None, None

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tutti.comm.traffic import CommChannel
 from tutti.config.partitioning import cut
 from tutti.nn.embedding_tables import Bags, Here, pooled
-from tutti.parallel.all_to_all import Route, exchange, land, launch, plain_exchange
+from tutti.parallel.all_to_all import AllToAllRoute, exchange, land, launch, plain_exchange
 
 AnyTable = nn.Embedding | nn.EmbeddingBag
 
@@ -35,7 +35,7 @@ class Peers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class TablePlacement:
     """Where a table's rows are: rank i has bounds[i] .. bounds[i + 1] - 1. `owner`: the rank that has all of them."""
 
     bounds: tuple[int, ...]
@@ -43,13 +43,13 @@ class Place:
 
 
 @dataclass(slots=True, kw_only=True)
-class Request:
+class LookupRequest:
     """What this rank asks of one table. `bags`: as the model asks; `asked[i]`: rows asked of rank i, counted from its
     first one; `distinct`: for the asking rank to pool, where each of the bags' rows is among the rows that come back.
     """
 
     table: AnyTable
-    place: Place | None
+    place: TablePlacement | None
     bags: Bags
     asked: list[Tensor] = field(default_factory=list)
     distinct: Tensor | None = None
@@ -71,9 +71,9 @@ class Request:
         return bags if self.pooled_there else rows
 
 
-def request(table: AnyTable, place: Place | None, bags: Bags, size: int) -> Request:
+def request(table: AnyTable, place: TablePlacement | None, bags: Bags, size: int) -> LookupRequest:
     """Sort out who is asked for what. Raises IndexError for rows that the table does not have, as torch does."""
-    made = Request(table=table, place=place, bags=bags)
+    made = LookupRequest(table=table, place=place, bags=bags)
     if place is None:  # whole on every rank
         made.asked = [bags.rows[:0]] * size
         return made
@@ -98,7 +98,7 @@ class DividedLookup:
     """`tutti.nn.embedding_tables.Lookup` over ranks. `places`: of each table; one without a place is whole on every
     rank."""
 
-    def __init__(self, places: dict[nn.Module, Place], dtype: torch.dtype, peers: Peers) -> None:
+    def __init__(self, places: dict[nn.Module, TablePlacement], dtype: torch.dtype, peers: Peers) -> None:
         self.places, self.dtype, self.peers = places, dtype, peers
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DividedLookup":
@@ -118,9 +118,9 @@ class DividedLookup:
         nothing = torch.empty(0, tables[0].embedding_dim, dtype=self.dtype, device=bags[0].rows.device)
         answers, send = _answer(mine, theirs, nothing, peers)
         receive = [sum(one.answers(rank) for one in mine) for rank in range(peers.size)]
-        route = Route(peers.group, peers.own, send, receive, peers.vectors)
-        travelling = launch(answers, route)
-        return lambda: _pool(mine, land(travelling, route), peers.size)
+        route = AllToAllRoute(peers.group, peers.own, send, receive, peers.vectors)
+        pending = launch(answers, route)
+        return lambda: _pool(mine, land(pending, route), peers.size)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -140,12 +140,14 @@ class Asked:
         return self.rows.new_full((self.count,), len(self.rows) // self.count)
 
 
-def _ask(mine: list[Request], peers: Peers) -> list[list[Asked]]:
+def _ask(mine: list[LookupRequest], peers: Peers) -> list[list[Asked]]:
     """[peer][table]: what every peer asks of this rank, after it was asked what `mine` says."""
     device = mine[0].bags.rows.device
     sizes = torch.tensor([[one.sizes(rank) for one in mine] for rank in range(peers.size)], dtype=torch.int64)
     each = [1] * peers.size
-    announced = plain_exchange(sizes.to(device), Route(peers.group, peers.own, each, each, peers.indices)).tolist()
+    announced = plain_exchange(
+        sizes.to(device), AllToAllRoute(peers.group, peers.own, each, each, peers.indices)
+    ).tolist()
     parts: list[Tensor] = []
     send = []
     for rank in range(peers.size):
@@ -156,12 +158,12 @@ def _ask(mine: list[Request], peers: Peers) -> list[list[Asked]]:
         parts += of_rank
     pieces = [(rows, bags * ragged) for peer in announced for rows, bags, ragged in peer]
     receive = [sum(rows + bags * ragged for rows, bags, ragged in peer) for peer in announced]
-    came = plain_exchange(torch.cat(parts), Route(peers.group, peers.own, send, receive, peers.indices))
+    came = plain_exchange(torch.cat(parts), AllToAllRoute(peers.group, peers.own, send, receive, peers.indices))
     split = iter(torch.split(came, [size for pair in pieces for size in pair]))
     return [[Asked(rows=next(split), count=bags, lengths=next(split)) for _, bags, _ in peer] for peer in announced]
 
 
-def _send_weights(mine: list[Request], theirs: list[list[Asked]], peers: Peers) -> None:
+def _send_weights(mine: list[LookupRequest], theirs: list[list[Asked]], peers: Peers) -> None:
     """Where bags that are pooled elsewhere weigh their rows: weights go along, and their gradients come back."""
     weighted = [number for number, one in enumerate(mine) if one.pooled_there and one.bags.weights is not None]
     if not weighted:
@@ -174,14 +176,16 @@ def _send_weights(mine: list[Request], theirs: list[list[Asked]], peers: Peers) 
             parts.append(weights[: len(mine[number].asked[rank])])
         send.append(sum(len(mine[number].asked[rank]) for number in weighted))
     sizes = [[len(peer[number].rows) for number in weighted] for peer in theirs]
-    route = Route(peers.group, peers.own, send, [sum(peer) for peer in sizes], peers.vectors)
+    route = AllToAllRoute(peers.group, peers.own, send, [sum(peer) for peer in sizes], peers.vectors)
     pieces = iter(torch.split(exchange(torch.cat(parts), route), [size for peer in sizes for size in peer]))
     for peer in theirs:
         for number in weighted:
             peer[number].weights = next(pieces)
 
 
-def _answer(mine: list[Request], theirs: list[list[Asked]], nothing: Tensor, peers: Peers) -> tuple[Tensor, list[int]]:
+def _answer(
+    mine: list[LookupRequest], theirs: list[list[Asked]], nothing: Tensor, peers: Peers
+) -> tuple[Tensor, list[int]]:
     """Vectors for all peers, in their order and that of the tables, and how many each gets. `nothing`: (0, width)."""
     found: list[list[Tensor]] = [[] for _ in theirs]
     for number, one in enumerate(mine):
@@ -218,7 +222,7 @@ def _rows(table: AnyTable, rows: Tensor, first: int) -> Tensor:
     return F.embedding(rows, table.weight, padding_idx=padding, sparse=table.sparse)
 
 
-def _pool(mine: list[Request], vectors: Tensor, size: int) -> list[Tensor]:
+def _pool(mine: list[LookupRequest], vectors: Tensor, size: int) -> list[Tensor]:
     """(bags, width) for each table, from the `vectors` that came, in order of peers and tables."""
     counts = [one.answers(rank) for rank in range(size) for one in mine]
     pieces = torch.split(vectors, counts)
@@ -251,7 +255,7 @@ BALANCED = 1.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
+class PlaceableTable:
     """A table to be placed. `by_rows`: cut along rows whatever balance needs."""
 
     name: str
@@ -260,14 +264,14 @@ class Table:
     by_rows: bool = False
 
 
-def place_tables(tables: Sequence[Table], ranks: int) -> dict[str, Place]:
+def place_tables(tables: Sequence[PlaceableTable], ranks: int) -> dict[str, TablePlacement]:
     """Places for all tables: as few as balance needs are cut along their rows, the largest first; the others go whole
     to the rank that has least, the largest first. A rank's load is its part of all bytes plus its part of all lookups,
     a table's lookups counting alike.
     """
     divisible = sorted((t for t in tables if not t.by_rows and t.rows >= ranks), key=lambda t: -t.nbytes)
     forced = {t.name for t in tables if t.by_rows}
-    best: tuple[float, dict[str, Place]] | None = None
+    best: tuple[float, dict[str, TablePlacement]] | None = None
     for count in range(len(divisible) + 1):
         chosen = forced | {t.name for t in divisible[:count]}
         places, excess = _place(tables, chosen, ranks)
@@ -278,18 +282,18 @@ def place_tables(tables: Sequence[Table], ranks: int) -> dict[str, Place]:
     return best[1] if best else {}
 
 
-def _place(tables: Sequence[Table], by_rows: set[str], ranks: int) -> tuple[dict[str, Place], float]:
+def _place(tables: Sequence[PlaceableTable], by_rows: set[str], ranks: int) -> tuple[dict[str, TablePlacement], float]:
     """Places with these tables cut by rows, and the most bytes a rank holds over the fair share."""
     total = max(sum(table.nbytes for table in tables), 1)
     loads, held, places = [0.0] * ranks, [0.0] * ranks, {}
     for table in sorted(tables, key=lambda t: (-t.nbytes, t.name)):
         if table.name in by_rows:
-            places[table.name] = Place(bounds=tuple(cut(table.rows, ranks)))
+            places[table.name] = TablePlacement(bounds=tuple(cut(table.rows, ranks)))
             held = [nbytes + table.nbytes / ranks for nbytes in held]
             continue
         owner = min(range(ranks), key=loads.__getitem__)
         bounds = (0,) * (owner + 1) + (table.rows,) * (ranks - owner)
-        places[table.name] = Place(bounds=bounds, owner=owner)
+        places[table.name] = TablePlacement(bounds=bounds, owner=owner)
         loads[owner] += table.nbytes / total + 1 / len(tables)
         held[owner] += table.nbytes
     return places, max(held) * ranks / total

@@ -21,8 +21,8 @@ from tutti.comm.traffic import CommChannel, untracked_channel
 from tutti.config.partitioning import cut
 from tutti.config.plan import LayoutRule, find_placement
 from tutti.errors import PlanError
-from tutti.nn.mixture import Alone, Experts, MixtureOfExperts, Routing, Tally, take_tallies
-from tutti.parallel.all_to_all import Route, exchange, land, launch
+from tutti.nn.mixture import Experts, MixtureOfExperts, Routing, SingleDevice, Tally, take_tallies
+from tutti.parallel.all_to_all import AllToAllRoute, exchange, land, launch
 from tutti.parallel.data.batchnorm import BatchScope
 from tutti.parallel.layout import GRADIENT_AXES, Layout
 
@@ -41,7 +41,7 @@ class Sharers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Holders:
+class ExpertHolders:
     """The ranks over which experts are divided. `group`: theirs; `places`: their places among the sharers, in order;
     `bounds`: holder i has experts bounds[i] .. bounds[i + 1] - 1; `own`: this rank's place among the holders.
     """
@@ -57,7 +57,7 @@ class Holders:
         return self.bounds[self.own], self.bounds[self.own + 1]
 
 
-class OwnSlice(Alone):
+class OwnSlice(SingleDevice):
     """One rank computes the whole slice: nothing is exchanged, but forward may run again within backward."""
 
     def __init__(self, scope: BatchScope) -> None:
@@ -67,7 +67,7 @@ class OwnSlice(Alone):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Alone, ()
+        return SingleDevice, ()
 
     @property
     def recomputing(self) -> bool:
@@ -75,9 +75,9 @@ class OwnSlice(Alone):
 
 
 class SharedSlice:
-    """`tutti.nn.mixture.Exchange` over ranks. Without holders every rank has all experts, and no row travels."""
+    """`tutti.nn.mixture.ExpertExchange` over ranks. Without holders every rank has all experts, and no row travels."""
 
-    def __init__(self, sharers: Sharers, holders: Holders | None, channel: CommChannel) -> None:
+    def __init__(self, sharers: Sharers, holders: ExpertHolders | None, channel: CommChannel) -> None:
         self.sharers, self.holders, self.channel = sharers, holders, channel
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SharedSlice":
@@ -85,7 +85,7 @@ class SharedSlice:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A pickled model stands alone: the ranks are not part of it."""
-        return Alone, ()
+        return SingleDevice, ()
 
     @property
     def recomputing(self) -> bool:
@@ -97,7 +97,7 @@ class SharedSlice:
             counts, mass = torch.zeros_like(counts), mass * 0.0
         if not training and self.holders is None:
             return Routing(counts=counts.cpu()[None], rank=0, mass=mass)
-        total, everyone = _Gather.apply(mass, counts, self.sharers)  # type: ignore[no-untyped-call]
+        total, everyone = _GatherCounts.apply(mass, counts, self.sharers)  # type: ignore[no-untyped-call]
         return Routing(counts=everyone, rank=self.sharers.rank, mass=total)
 
     def compute(self, experts: Experts, rows: Tensor, kept: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ class SharedSlice:
             return experts.run_experts(rows, here.tolist())
         return self.divided(experts, rows, kept[list(self.holders.places)], self.holders)
 
-    def divided(self, experts: Experts, rows: Tensor, kept: Tensor, holders: Holders) -> Tensor:
+    def divided(self, experts: Experts, rows: Tensor, kept: Tensor, holders: ExpertHolders) -> Tensor:
         """`kept`: (holders, experts), what each holder's tokens ask of every expert."""
         own, (first, last) = holders.own, holders.experts
         asked = [int(kept[own, a:b].sum()) for a, b in pairwise(holders.bounds)]
@@ -116,17 +116,17 @@ class SharedSlice:
         answered[own] = 0
         begin, end = sum(asked[:own]), sum(asked[: own + 1])
         asked[own] = 0
-        route = Route(holders.group, own, asked, answered.sum(1).tolist(), self.channel)
-        travelling = launch(torch.cat([rows[:begin], rows[end:]]), route)
+        route = AllToAllRoute(holders.group, own, asked, answered.sum(1).tolist(), self.channel)
+        pending = launch(torch.cat([rows[:begin], rows[end:]]), route)
         stayed = experts.run_experts(rows[begin:end], mine)
-        arrived = land(travelling, route)
+        arrived = land(pending, route)
         order = _by_expert(answered).to(rows.device)
         results = experts.run_experts(arrived.index_select(0, order), answered.sum(0).tolist())
         returned = exchange(results.index_select(0, torch.argsort(order)), route.back())
         return torch.cat([returned[:begin], stayed, returned[begin:]])
 
 
-class _Gather(torch.autograd.Function):
+class _GatherCounts(torch.autograd.Function):
     """(sum of every rank's mass, every rank's counts on the CPU). Each rank's loss has a part in the sum's gradient,
     so backward adds the parts up."""
 
@@ -175,25 +175,25 @@ def is_stacked(module: nn.Module) -> bool:
     return list(inspect.signature(module.forward).parameters)[:3] == _ARGUMENTS
 
 
-def travel_to_experts(module: nn.Module, holders: Holders, sizes: Sequence[int], layout: Layout) -> None:
+def send_to_experts(module: nn.Module, holders: ExpertHolders, sizes: Sequence[int], layout: Layout) -> None:
     """Make `module`, which has this rank's experts by now, send rows to the ranks that have the others'.
 
     `sizes`: how many experts each rank has.
     """
-    module.forward = Travelling(
+    module.forward = DividedExperts(
         module, holders, layout.channel("tokens", "expert"), layout.channel("routing", "expert")
     )
     setattr(module, "num_experts", sizes[holders.own])  # noqa: B010 (an attribute that nn.Module does not declare)
 
 
-class Travelling:
+class DividedExperts:
     """The forward of one layer of stacked experts over a group of ranks."""
 
-    def __init__(self, module: nn.Module, holders: Holders, channel: CommChannel, routing: CommChannel) -> None:
+    def __init__(self, module: nn.Module, holders: ExpertHolders, channel: CommChannel, routing: CommChannel) -> None:
         self.module, self.holders, self.channel, self.routing = module, holders, channel, routing
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Travelling":
-        return Travelling(memo.get(id(self.module), self.module), self.holders, self.channel, self.routing)
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DividedExperts":
+        return DividedExperts(memo.get(id(self.module), self.module), self.holders, self.channel, self.routing)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial, (type(self.module).forward, self.module)
@@ -207,8 +207,8 @@ class Travelling:
             dist.all_gather(everyone, counts, group=holders.group)
         slots = torch.argsort(chosen, stable=True)
         tokens = slots.div(top_k_index.shape[1], rounding_mode="floor")
-        alone = Sharers(size=1, rank=0, group=None, scope=BatchScope())
-        slice = SharedSlice(alone, holders, self.channel)
+        local_rows = Sharers(size=1, rank=0, group=None, scope=BatchScope())
+        slice = SharedSlice(local_rows, holders, self.channel)
         results = slice.divided(self, hidden_states.index_select(0, tokens), torch.stack(everyone).cpu(), holders)
         weighted = results * top_k_weights.reshape(-1).index_select(0, slots).unsqueeze(1)
         return torch.zeros_like(hidden_states).index_add(0, tokens, weighted.to(hidden_states.dtype))
@@ -261,12 +261,12 @@ def divide_experts(model: nn.Module, rules: Sequence[LayoutRule], layout: Layout
             count = module.experts if isinstance(module, MixtureOfExperts) else module.num_experts
             bounds = tuple(cut(int(count), len(members)))
             places = tuple(all_ranks.index(rank) for rank in members)
-            holders = Holders(group=group, places=places, bounds=bounds, own=mesh.index("expert"))
+            holders = ExpertHolders(group=group, places=places, bounds=bounds, own=mesh.index("expert"))
             _take_part(module, name, holders.experts, layout)
         if isinstance(module, MixtureOfExperts):
             module.exchange = SharedSlice(sharers, holders, layout.channel("tokens", "expert"))
         elif holders is not None:
-            travel_to_experts(module, holders, sizes_of(holders.bounds), layout)
+            send_to_experts(module, holders, sizes_of(holders.bounds), layout)
 
 
 def _divides(rules: Sequence[LayoutRule], name: str) -> bool:

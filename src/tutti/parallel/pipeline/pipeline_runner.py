@@ -17,7 +17,7 @@ from tutti.data.seeds import derive_seed, seed_device
 from tutti.errors import PlanError
 from tutti.parallel.layout import Layout
 from tutti.parallel.mesh import Mesh
-from tutti.parallel.pipeline.stage_building import Forwards, Stages
+from tutti.parallel.pipeline.stage_building import Forwards, StagePartition
 from tutti.parallel.pipeline.stage_links import Links, Session, Ties, given, groups_at, wanted
 from tutti.parallel.pipeline.stage_placement import Placement
 from tutti.parallel.pipeline.stage_program import Value
@@ -37,7 +37,7 @@ AHEAD = 2
 class Pipeline:
     """Runs forward and backward of this rank's stages. `is_last`: whether outputs and losses appear here."""
 
-    def __init__(self, stages: Stages, plan: Plan, layout: Layout, device: torch.device) -> None:
+    def __init__(self, stages: StagePartition, plan: Plan, layout: Layout, device: torch.device) -> None:
         mesh, channel = layout.mesh, layout.channel("messages", "stage")
         self.stages, self.plan, self.device = stages, plan, device
         self.is_last = stages.position == (stages.count - 1) % stages.ranks
@@ -248,7 +248,7 @@ def _groups(mesh: Mesh) -> Callable[[int, int], Any]:
     return lambda source, target: groups[source, target]
 
 
-def make_pipeline(stages: Stages | None, plan: Plan, layout: Layout, device: torch.device) -> Pipeline | None:
+def make_pipeline(stages: StagePartition | None, plan: Plan, layout: Layout, device: torch.device) -> Pipeline | None:
     """The pipeline of a model that was cut into stages. Collective."""
     if stages is None:
         return None

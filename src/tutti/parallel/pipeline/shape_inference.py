@@ -80,7 +80,7 @@ class Inference:
         return stand_ins.computed(made) if leaf.requires_grad else made
 
 
-class Shapes:
+class ShapeCache:
     """Results of units by the shapes of their arguments. `counting`: whether FLOPs are counted too; `modes`: of the
     model's modules, in the trace that runs.
     """

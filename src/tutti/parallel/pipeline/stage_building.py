@@ -18,8 +18,8 @@ from tutti.parallel.pipeline.placeholders import HOOKS, StandIns, is_unknown
 from tutti.parallel.pipeline.shape_inference import signature
 from tutti.parallel.pipeline.stage_placement import (
     Call,
-    Holders,
     Placement,
+    StageHolders,
     Units,
     automatic_starts,
     calls_of,
@@ -40,7 +40,7 @@ MOST_OPENED = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stages:
+class StagePartition:
     """Where a model is cut; stage s is on position s mod `ranks` of the stage axis. `starts`: the first calls of stages
     1, 2, ...; `tracer` follows each forward; `first`: names of tensors -> the first name of the same tensor; `shared`:
     parameters held at several positions, by those; `trained`: parameters that require a gradient.
@@ -50,7 +50,7 @@ class Stages:
     position: int
     starts: tuple[Call, ...]
     tracer: Tracer
-    holders: Holders
+    holders: StageHolders
     first: dict[str, str]
     shared: dict[tuple[int, ...], list[str]]
     trained: frozenset[str]
@@ -112,7 +112,7 @@ class Stages:
             layout.set_reduce_axes(name, layout.shard_of(name).sums)
 
 
-def cut_stages(model: nn.Module, plan: Plan, layout: Layout, sample: Sample) -> Stages | None:
+def cut_stages(model: nn.Module, plan: Plan, layout: Layout, sample: Sample) -> StagePartition | None:
     """Find out where `model` is cut, without changing it; None where the mesh has no stages.
 
     Raises PlanError where the model cannot be cut so.
@@ -146,7 +146,7 @@ def cut_stages(model: nn.Module, plan: Plan, layout: Layout, sample: Sample) -> 
     _check_statistics(model, holders)
     position = layout.mesh.index("stage")
     shared = _shared(model, holders, ranks)
-    return Stages(
+    return StagePartition(
         ranks=ranks,
         position=position,
         starts=starts,
@@ -206,7 +206,7 @@ def _in_evaluation(
             module.training = True
 
 
-def _holders(model: nn.Module, units: Units, placements: list[Placement], count: int) -> Holders:
+def _holders(model: nn.Module, units: Units, placements: list[Placement], count: int) -> StageHolders:
     """Stages of all units and parameters; what is never used goes where its neighbour is."""
     where: dict[str, set[int]] = defaultdict(set)
     direct: dict[str, set[int]] = defaultdict(set)
@@ -227,13 +227,13 @@ def _holders(model: nn.Module, units: Units, placements: list[Placement], count:
             parameters[first[id(parameter)]] |= stages
     for name in first.values():
         parameters[name] = parameters[name] or {0}
-    return Holders(
+    return StageHolders(
         units={unit: frozenset(stages) for unit, stages in where.items()},
         parameters={name: frozenset(stages) for name, stages in parameters.items()},
     )
 
 
-def _check_statistics(model: nn.Module, holders: Holders) -> None:
+def _check_statistics(model: nn.Module, holders: StageHolders) -> None:
     for unit, stages in holders.units.items():
         inside = model.get_submodule(unit).modules()
         if len(stages) > 1 and any(isinstance(part, _BatchNorm) and part.track_running_stats for part in inside):
@@ -243,7 +243,7 @@ def _check_statistics(model: nn.Module, holders: Holders) -> None:
             )
 
 
-def _shared(model: nn.Module, holders: Holders, ranks: int) -> dict[tuple[int, ...], list[str]]:
+def _shared(model: nn.Module, holders: StageHolders, ranks: int) -> dict[tuple[int, ...], list[str]]:
     shared: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters():
         positions = tuple(sorted({stage % ranks for stage in holders.parameters[name]}))
@@ -255,7 +255,7 @@ def _shared(model: nn.Module, holders: Holders, ranks: int) -> dict[tuple[int, .
 class Forwards:
     """Places the forwards of one model."""
 
-    def __init__(self, stages: Stages) -> None:
+    def __init__(self, stages: StagePartition) -> None:
         self._stages, self._tracer = stages, stages.tracer
         self._placed: dict[Any, Placement] = {}
 

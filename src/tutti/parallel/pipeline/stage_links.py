@@ -24,7 +24,7 @@ from tutti.parallel.pipeline.stage_placement import Placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
+class StageMessage:
     """A value on its way from stage `source` to `target`, or (`gradient`) its gradient on the way back."""
 
     gradient: bool
@@ -38,38 +38,38 @@ Placements = Callable[[int], Placement]
 """Microbatch -> its program on its stages."""
 
 
-def wanted(action: Action, placement: Placement) -> list[Message]:
+def wanted(action: Action, placement: Placement) -> list[StageMessage]:
     """The messages an action needs before it begins."""
     part, stage, microbatch = placement.parts[action.stage], action.stage, action.microbatch
     if action.kind == "F":
         return [
-            Message(gradient=False, key=key, microbatch=microbatch, source=source, target=stage)
+            StageMessage(gradient=False, key=key, microbatch=microbatch, source=source, target=stage)
             for source, keys in part.receives.items()
             for key in keys
         ]
     if action.kind == "W":
         return []
     return [
-        Message(gradient=True, key=key, microbatch=microbatch, source=target, target=stage)
+        StageMessage(gradient=True, key=key, microbatch=microbatch, source=target, target=stage)
         for target, keys in part.sends.items()
         for key in keys
         if placement.program.outlines[key].requires_grad
     ]
 
 
-def given(action: Action, placement: Placement) -> list[Message]:
+def given(action: Action, placement: Placement) -> list[StageMessage]:
     """The messages an action sends when it has ended."""
     part, stage, microbatch = placement.parts[action.stage], action.stage, action.microbatch
     if action.kind == "F":
         return [
-            Message(gradient=False, key=key, microbatch=microbatch, source=stage, target=target)
+            StageMessage(gradient=False, key=key, microbatch=microbatch, source=stage, target=target)
             for target, keys in part.sends.items()
             for key in keys
         ]
     if action.kind == "W":
         return []
     return [
-        Message(gradient=True, key=key, microbatch=microbatch, source=stage, target=source)
+        StageMessage(gradient=True, key=key, microbatch=microbatch, source=stage, target=source)
         for source, keys in part.receives.items()
         for key in keys
         if placement.program.outlines[key].requires_grad
@@ -122,8 +122,8 @@ class Links:
 
     def settle(self) -> None:
         """Wait until everything sent has left, or in shared memory has been read."""
-        for way in self._to.values():
-            way.synchronize()
+        for path in self._to.values():
+            path.synchronize()
         for work, _ in self._sending:
             work.wait()
         self._sending = []
@@ -136,10 +136,10 @@ class Session:
         self._links, self._placements = links, placements
         self._ranks = len(orders)
         self._expected = {rank: self._incoming(order) for rank, order in enumerate(orders) if rank != links.own}
-        self._posted: dict[Message, tuple[CommHandle, torch.Tensor]] = {}
-        self._here: dict[Message, torch.Tensor] = {}
+        self._posted: dict[StageMessage, tuple[CommHandle, torch.Tensor]] = {}
+        self._here: dict[StageMessage, torch.Tensor] = {}
 
-    def post(self, messages: Sequence[Message]) -> None:
+    def post(self, messages: Sequence[StageMessage]) -> None:
         """Get ready to receive `messages`, and whatever their senders send before them."""
         for message in messages:
             source = message.source % self._ranks
@@ -148,7 +148,7 @@ class Session:
                 buffer = self._buffer(expected)
                 self._posted[expected] = (self._links.receive(buffer, source), buffer)
 
-    def take(self, message: Message) -> torch.Tensor:
+    def take(self, message: StageMessage) -> torch.Tensor:
         """Wait for a message."""
         if message in self._here:
             return self._here.pop(message)
@@ -156,7 +156,7 @@ class Session:
         work.wait()
         return buffer
 
-    def give(self, message: Message, tensor: torch.Tensor) -> None:
+    def give(self, message: StageMessage, tensor: torch.Tensor) -> None:
         """Send a message; one between two stages of this rank stays here."""
         target = message.target % self._ranks
         if target == self._links.own:
@@ -164,14 +164,14 @@ class Session:
         else:
             self._links.send(tensor, target)
 
-    def _incoming(self, order: list[Action]) -> Iterator[Message]:
+    def _incoming(self, order: list[Action]) -> Iterator[StageMessage]:
         """What a rank with that order sends here, in order."""
         for action in order:
             for message in given(action, self._placements(action.microbatch)):
                 if message.target % self._ranks == self._links.own:
                     yield message
 
-    def _buffer(self, message: Message) -> torch.Tensor:
+    def _buffer(self, message: StageMessage) -> torch.Tensor:
         outline = self._placements(message.microbatch).program.outlines[message.key]
         return torch.empty(outline.shape, dtype=outline.dtype, device=self._links.device)
 

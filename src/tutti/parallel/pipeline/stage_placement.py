@@ -17,11 +17,11 @@ from tutti.config.pipeline_schedule import cut_balanced
 from tutti.errors import PlanError
 from tutti.nn.mixture import MixtureOfExperts
 from tutti.parallel.expert.expert_parallel import is_stacked
-from tutti.parallel.pipeline.stage_program import Node, Program, Value
+from tutti.parallel.pipeline.stage_program import Program, ProgramCall, Value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Holders:
+class StageHolders:
     """Which stages hold each unit and each parameter, by name (parameters by their first)."""
 
     units: Mapping[str, frozenset[int]]
@@ -34,7 +34,7 @@ class StagePart:
     send that the stage itself overwrites later.
     """
 
-    nodes: list[Node] = field(default_factory=list)
+    nodes: list[ProgramCall] = field(default_factory=list)
     receives: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     sends: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     copied: set[int] = field(default_factory=set)
@@ -56,7 +56,7 @@ Call = tuple[str, int]
 """A call of a unit: its name, and how many calls of it came before in the same forward."""
 
 
-def place(program: Program, starts: tuple[Call, ...], holders: Holders | None) -> Placement:
+def place(program: Program, starts: tuple[Call, ...], holders: StageHolders | None) -> Placement:
     """The parts of `program` for stages that begin at `starts`.
 
     `holders`: None while the stages are made; later, what each of them got: a program that needs anything else is
@@ -73,7 +73,7 @@ def place(program: Program, starts: tuple[Call, ...], holders: Holders | None) -
 
 
 def _fixed(
-    program: Program, starts: tuple[Call, ...], holders: Holders | None, made: dict[int, int]
+    program: Program, starts: tuple[Call, ...], holders: StageHolders | None, made: dict[int, int]
 ) -> list[int | None]:
     """Stages of all nodes but those that depend on nothing except parameters."""
     begin = {call: number for number, call in enumerate(starts, 1)}
@@ -92,7 +92,7 @@ def _fixed(
     return stages
 
 
-def _held(node: Node, current: int, earliest: int, holders: Holders) -> int:
+def _held(node: ProgramCall, current: int, earliest: int, holders: StageHolders) -> int:
     """The stage for a call of a unit: the one the forward has come to if it holds the unit, else one it may go to."""
     held = holders.units.get(node.unit, frozenset())
     if current in held:
@@ -107,12 +107,14 @@ def _held(node: Node, current: int, earliest: int, holders: Holders) -> int:
     return later[0]
 
 
-def _make(node: Node, stage: int, made: dict[int, int]) -> None:
+def _make(node: ProgramCall, stage: int, made: dict[int, int]) -> None:
     made.update(dict.fromkeys(node.makes, stage))
     made.update(dict.fromkeys((new for _, new in node.views), stage))
 
 
-def _free(program: Program, last: int, stages: list[int | None], made: dict[int, int], holders: Holders | None) -> None:
+def _free(
+    program: Program, last: int, stages: list[int | None], made: dict[int, int], holders: StageHolders | None
+) -> None:
     """Stages of nodes that depend on parameters only: where the result is first needed, or where they are held."""
     free = [at for at, stage in enumerate(stages) if stage is None]
     if not free:
@@ -138,7 +140,7 @@ def _free(program: Program, last: int, stages: list[int | None], made: dict[int,
         _make(node, stage, made)
 
 
-def _all_made(node: Node) -> list[int]:
+def _all_made(node: ProgramCall) -> list[int]:
     return node.makes + [new for _, new in node.views]
 
 
@@ -157,7 +159,7 @@ def _held_by_units(program: Program, stages: list[int | None]) -> dict[str, froz
     return {name: frozenset(where) for name, where in homes.items()}
 
 
-def _check_parameters(program: Program, stages: tuple[int, ...], holders: Holders) -> None:
+def _check_parameters(program: Program, stages: tuple[int, ...], holders: StageHolders) -> None:
     for node, stage in zip(program.nodes, stages, strict=True):
         for name in node.parameters:
             if stage not in holders.parameters.get(name, ()):

@@ -20,7 +20,7 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
-class Parameter:
+class ProgramParameter:
     """A parameter of the model, by the first of its names."""
 
     name: str
@@ -73,14 +73,15 @@ class Form:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
+class ProgramCall:
     """One call. `unit`: name of the module that is called, "" for an operation (`function`).
 
-    `leaves` and `spec` are (args, kwargs) with `Value`, `Parameter`, `Copied` and `Argument` in place of tensors;
-    `results`: the number of the value that each leaf of the result is, None for one that is no new value; `written`:
-    (position in leaves, number) of arguments that the call changed, which are new values from there on; `views`: (old
-    number, new number) of other values that changed with them because they share their memory; `keeps`: attributes in
-    which the unit leaves tensors, which are its results too, the last ones; `cost`: FLOPs, where they were counted.
+    `leaves` and `spec` are (args, kwargs) with `Value`, `ProgramParameter`, `Copied` and `Argument` in place of
+    tensors; `results`: the number of the value that each leaf of the result is, None for one that is no new value;
+    `written`: (position in leaves, number) of arguments that the call changed, which are new values from there on;
+    `views`: (old number, new number) of other values that changed with them because they share their memory; `keeps`:
+    attributes in which the unit leaves tensors, which are its results too, the last ones; `cost`: FLOPs, where they
+    were counted.
     """
 
     unit: str
@@ -102,7 +103,7 @@ class Node:
     @property
     def parameters(self) -> list[str]:
         """Names of the parameters that are among its arguments."""
-        return [leaf.name for leaf in self.leaves if isinstance(leaf, Parameter)]
+        return [leaf.name for leaf in self.leaves if isinstance(leaf, ProgramParameter)]
 
     @property
     def makes(self) -> list[int]:
@@ -116,7 +117,7 @@ class Program:
     `kept`: what modules left in attributes that the loss reads; `hidden`: in others.
     """
 
-    nodes: list[Node] = field(default_factory=list)
+    nodes: list[ProgramCall] = field(default_factory=list)
     outlines: dict[int, Outline] = field(default_factory=dict)
     output: tuple[Any, ...] = ()
     kept: dict[Slot, Any] = field(default_factory=dict)
@@ -135,13 +136,13 @@ _LEAVES = frozenset(
 """Types of leaves that are met most: what consists of them needs none of torch's search for containers."""
 
 
-ALONE = Form()
+LONE_VALUE = Form()
 
 
 def flatten(value: Any) -> tuple[list[Any], Form]:
     """Leaves of nested tuples, lists, dicts, named tuples and data classes (such as `transformers`' outputs)."""
     if type(value) in _LEAVES:
-        return [value], ALONE
+        return [value], LONE_VALUE
     if type(value) is tuple and len(value) == 2 and type(value[0]) is tuple and type(value[1]) is dict:
         args, kwargs = value
         leaves = [*args, *kwargs.values()]

@@ -32,14 +32,14 @@ from tutti.parallel.pipeline.placeholders import (
     surroundings,
     without_caches,
 )
-from tutti.parallel.pipeline.shape_inference import Inference, Shapes, of_experts
+from tutti.parallel.pipeline.shape_inference import Inference, ShapeCache, of_experts
 from tutti.parallel.pipeline.stage_placement import Units
 from tutti.parallel.pipeline.stage_program import (
     Copied,
-    Node,
     Outline,
-    Parameter,
     Program,
+    ProgramCall,
+    ProgramParameter,
     Slot,
     Value,
     flatten,
@@ -80,7 +80,7 @@ class Tracer:
 
     def __init__(self, model: nn.Module, units: Units, stand_ins: StandIns, device: torch.device) -> None:
         self.model, self.units, self.stand_ins, self.device = model, units, stand_ins, device
-        self.shapes = Shapes(stand_ins)
+        self.shapes = ShapeCache(stand_ins)
         self._configs = cache_configs(model)
 
     def trace(self, function: Callable[[], Any], ending: Ending | None = None) -> Program:
@@ -92,7 +92,7 @@ class Tracer:
 
     def traced(self, function: Callable[[], Any], ending: Ending | None) -> tuple[Program, bool]:
         """`trace`, and whether the shapes of all units' results were known before."""
-        recorder = Recorder(self, until_root=ending is not None)
+        recorder = ProgramRecorder(self, until_root=ending is not None)
         self._run(recorder, function)
         return recorder.finish(recorder.output, ending), not recorder.followed
 
@@ -113,7 +113,7 @@ class Tracer:
         """Whether `function()` calls the model itself once and touches no part of it otherwise: then what follows the
         call need not be traced. Raises PlanError where it would have to be and cannot.
         """
-        recorder, reads = Recorder(self, until_root=False), True
+        recorder, reads = ProgramRecorder(self, until_root=False), True
         try:
             self._run(recorder, function)
         except PlanError:
@@ -144,7 +144,7 @@ class Tracer:
             raise PlanError(f"mesh.stage: the loss uses the model's parameters beside calling it; {_ONE_CALL}")
         return result
 
-    def _run(self, recorder: "Recorder", function: Callable[[], Any]) -> None:
+    def _run(self, recorder: "ProgramRecorder", function: Callable[[], Any]) -> None:
         self.shapes.modes = self.stand_ins.modes()
         with self.stand_ins.in_place(self.units.glue, recorder.called), functions(recorder.applied), recorder:
             try:
@@ -159,7 +159,7 @@ class Tracer:
                 ) from error
 
 
-class Recorder(TorchFunctionMode):
+class ProgramRecorder(TorchFunctionMode):
     """Writes one program."""
 
     def __init__(self, tracer: Tracer, *, until_root: bool) -> None:
@@ -278,7 +278,7 @@ class Recorder(TorchFunctionMode):
     ) -> None:
         """Add the node; give numbers to what it made and to what it changed."""
         read = tuple(self._leaf(leaf, written=at in written) for at, leaf in enumerate(leaves))
-        if not self._depth and (unit or any(isinstance(leaf, Parameter) for leaf in read)):
+        if not self._depth and (unit or any(isinstance(leaf, ProgramParameter) for leaf in read)):
             self.outside = True
         changed: list[tuple[int, int]] = []
         views: list[tuple[int, int]] = []
@@ -291,7 +291,7 @@ class Recorder(TorchFunctionMode):
             fresh = is_unknown(leaf) and not any(leaf is subject for subject in subjects)
             numbers.append(self._number(leaf) if fresh else None)
         self.program.nodes.append(
-            Node(
+            ProgramCall(
                 unit=unit,
                 function=func,
                 leaves=read,
@@ -342,7 +342,7 @@ class Recorder(TorchFunctionMode):
                 self.read |= {slot for slot, tensor in self.keeping.now.items() if tensor is subject}
             return Value(self._keys[id(subject)])
         if id(subject) in self.tracer.stand_ins.names:
-            return Parameter(self.tracer.stand_ins.names[id(subject)])
+            return ProgramParameter(self.tracer.stand_ins.names[id(subject)])
         if is_unknown(subject):
             raise PlanError(
                 f"mesh.stage: forward uses a buffer of shape {tuple(leaf.shape)} outside the module that owns it; use "

@@ -16,8 +16,8 @@ from tutti.parallel.pipeline.stage_placement import Placement, StagePart
 from tutti.parallel.pipeline.stage_program import (
     Argument,
     Copied,
-    Node,
-    Parameter,
+    ProgramCall,
+    ProgramParameter,
     Slot,
     Surroundings,
     Value,
@@ -27,7 +27,7 @@ from tutti.parallel.pipeline.stage_program import (
 from tutti.parallel.tensor import whole, whole_parameter
 
 
-class Entry(torch.autograd.Function):
+class StageEntry(torch.autograd.Function):
     """A received value where it enters a stage: no leaf, so the stage may change it in place."""
 
     @staticmethod
@@ -54,7 +54,7 @@ class Arrival:
 
     def enter(self, device: torch.device) -> torch.Tensor:
         anchor = torch.empty((), device=device, requires_grad=True)
-        entered: torch.Tensor = Entry.apply(anchor, self)  # type: ignore[no-untyped-call]
+        entered: torch.Tensor = StageEntry.apply(anchor, self)  # type: ignore[no-untyped-call]
         self.edge = get_gradient_edge(entered)
         return entered
 
@@ -78,7 +78,7 @@ class StageWork:
         self._placement, self._model = placement, model
         self._arrivals: dict[int, Arrival] = {}
         self._sent: dict[int, torch.Tensor] = {}
-        self._ways: dict[int, GradientEdge] = {}
+        self._paths: dict[int, GradientEdge] = {}
         self._deferred: Deferred | None = None
 
     def forward(self, received: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -113,7 +113,7 @@ class StageWork:
 
     def let_go(self) -> None:
         """What was sent is held no longer: of it backward needs only where its gradient enters."""
-        self._ways |= {key: get_gradient_edge(sent) for key, sent in self._sent.items() if sent.requires_grad}
+        self._paths |= {key: get_gradient_edge(sent) for key, sent in self._sent.items() if sent.requires_grad}
         self._sent = {}
 
     def output(self, values: Mapping[int, torch.Tensor]) -> Any:
@@ -136,7 +136,7 @@ class StageWork:
         roots, seeds = self._roots(gradients)
         if roots:
             torch.autograd.backward(roots, seeds)
-        self._ways, self.loss = {}, None
+        self._paths, self.loss = {}, None
 
     def backward_inputs(self, gradients: Mapping[int, torch.Tensor]) -> None:
         """Gradients of what was received; those of weights are left for `backward_weights`."""
@@ -146,7 +146,7 @@ class StageWork:
         for key, gradient in zip(edges, found, strict=True):
             if gradient is not None:
                 self._arrivals[key].gradient = gradient
-        self._ways, self.loss = {}, None
+        self._paths, self.loss = {}, None
 
     def backward_weights(self) -> None:
         """What `backward_inputs` left out."""
@@ -163,15 +163,15 @@ class StageWork:
         roots: list[GradientEdge] = []
         seeds: list[torch.Tensor | None] = []
         for key, gradient in gradients.items():
-            if key in self._ways:
-                roots.append(self._ways[key])
+            if key in self._paths:
+                roots.append(self._paths[key])
                 seeds.append(gradient)
         if self.loss is not None:
             roots.append(get_gradient_edge(self.loss))
             seeds.append(torch.ones_like(self.loss))
         return roots, seeds
 
-    def _run(self, node: Node, values: dict[int, torch.Tensor]) -> None:
+    def _run(self, node: ProgramCall, values: dict[int, torch.Tensor]) -> None:
         leaves = [self._resolve(leaf, values) for leaf in node.leaves]
         args, kwargs = unflatten(leaves, node.spec)
         with _like(node.surroundings, self.device):
@@ -190,7 +190,7 @@ class StageWork:
     def _resolve(self, leaf: Any, values: Mapping[int, torch.Tensor]) -> Any:
         if isinstance(leaf, Value):
             return values[leaf.key]
-        if isinstance(leaf, Parameter):
+        if isinstance(leaf, ProgramParameter):
             return whole_parameter(self._model, leaf.name)
         if isinstance(leaf, Argument):
             return self._placement.arguments[leaf.at]
@@ -243,11 +243,11 @@ def input_gradients(
     gradients of results, `seeds`, enter the graph."""
     if not inputs or not roots:
         return [None] * len(inputs), Deferred(roots=list(roots), seeds=list(seeds))
-    ways = _Ways({edge.node for edge in inputs})
-    leading = [at for at, root in enumerate(roots) if ways.leads(root.node)]
+    paths = _Paths({edge.node for edge in inputs})
+    leading = [at for at, root in enumerate(roots) if paths.leads(root.node)]
     if not leading:
         return [None] * len(inputs), Deferred(roots=list(roots), seeds=list(seeds))
-    junctions = ways.junctions()
+    junctions = paths.junctions()
     others = [at for at in range(len(roots)) if at not in leading]
     if junctions is None:
         return _whole(roots, seeds, inputs), Deferred()
@@ -294,7 +294,7 @@ def _keeper(junction: Junction) -> Any:
     return keep
 
 
-class _Ways:
+class _Paths:
     """Which nodes of a graph lead to any of `ends`."""
 
     def __init__(self, ends: set[AutogradNode]) -> None:

@@ -24,9 +24,9 @@ from tutti.config.plan import ShardingPlan
 from tutti.errors import PlanError
 from tutti.optim.large_batch import LAMB, NormScaledOptimizer
 from tutti.parallel.layout import Layout
-from tutti.parallel.sharding.shard_collectives import Party, gather
+from tutti.parallel.sharding.shard_collectives import ShardGroup, gather
 from tutti.parallel.sharding.sharded_gradients import Shards
-from tutti.parallel.sharding.sharded_unit import Loads, Piece, Pieces, even_bounds
+from tutti.parallel.sharding.sharded_unit import Loads, Piece, ShardPieces, even_bounds
 
 BUCKET_NBYTES = 25 * 2**20
 """Parameters are exchanged in buckets of about this size, so that little is held beside them."""
@@ -64,12 +64,12 @@ class Part:
 
 
 @dataclass(slots=True, eq=False)
-class Divided:
+class DividedState:
     """One optimizer's parts. `buckets`: parameters cut among all ranks; `owned`: those that one rank updates."""
 
     given: list[list[nn.Parameter]]
     parts: list[Part]
-    buckets: list[tuple[list[nn.Parameter], Pieces]]
+    buckets: list[tuple[list[nn.Parameter], ShardPieces]]
     owned: list[tuple[nn.Parameter, int]]
 
 
@@ -81,9 +81,9 @@ class States(Shards):
         self._host = torch.device("cpu") if sharding.offload == "optimizer" else None
         self._degree, self._rank = layout.mesh.degree("shard"), layout.mesh.index("shard")
         self._ranks = layout.mesh.ranks("shard")
-        self._party = Party.meet(layout.mesh.new_group("shard"), layout.channel("parameters", "shard"))
+        self._shard_group = ShardGroup.meet(layout.mesh.new_group("shard"), layout.channel("parameters", "shard"))
         self._loads = Loads(layout.mesh)
-        self._divided: dict[Optimizer, Divided] = {}
+        self._divided: dict[Optimizer, DividedState] = {}
         self._sent_nbytes = 0
 
     @property
@@ -127,7 +127,7 @@ class States(Shards):
         self._complete(divided, found.__getitem__)
         return found
 
-    def _divide(self, optimizer: Optimizer) -> Divided:
+    def _divide(self, optimizer: Optimizer) -> DividedState:
         """Decide who updates what, and give the optimizer this rank's part."""
         given = [list(group["params"]) for group in optimizer.param_groups]
         names = {parameter: name for name, parameter in self._model.named_parameters()}
@@ -149,7 +149,7 @@ class States(Shards):
         for group, params in zip(optimizer.param_groups, given, strict=True):
             kept = [p for p in params if p in own or p in everywhere or p not in set(everything)]
             group["params"] = [own[p].own if p in own else p for p in kept]
-        return Divided(given, list(own.values()), buckets, owned)
+        return DividedState(given, list(own.values()), buckets, owned)
 
     def _part(self, whole: nn.Parameter, piece: Piece | None) -> Part:
         target = whole.data if piece is None else piece.of(whole.data)
@@ -168,9 +168,9 @@ class States(Shards):
             self._layout.states.substitutes[part.own] = name
             self._layout.states.after_load.append(part.follow)
 
-    def _pieces(self, parameters: list[nn.Parameter], loads: Mapping[nn.Parameter, list[int]]) -> Pieces:
+    def _pieces(self, parameters: list[nn.Parameter], loads: Mapping[nn.Parameter, list[int]]) -> ShardPieces:
         bounds = [even_bounds(p.shape, loads[p]) for p in parameters]
-        return Pieces.cut([p.shape for p in parameters], bounds, self._degree)
+        return ShardPieces.cut([p.shape for p in parameters], bounds, self._degree)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for part in self._divided[optimizer].parts:
@@ -184,7 +184,7 @@ class States(Shards):
             part.give()
         self._complete(divided, lambda parameter: parameter.data)
 
-    def _complete(self, divided: Divided, of: Callable[[nn.Parameter], torch.Tensor]) -> None:
+    def _complete(self, divided: DividedState, of: Callable[[nn.Parameter], torch.Tensor]) -> None:
         """Make tensors whole, shaped as the parameters, of which every rank has its part: one bucket travels while the
         one before is unpacked.
         """
@@ -198,8 +198,8 @@ class States(Shards):
         for finish in waiting:
             finish()
 
-    def _gather(self, wholes: list[torch.Tensor], pieces: Pieces) -> Callable[[], None]:
-        communicator = self._party.communicator
+    def _gather(self, wholes: list[torch.Tensor], pieces: ShardPieces) -> Callable[[], None]:
+        communicator = self._shard_group.communicator
         empty = partial(torch.empty, dtype=wholes[0].dtype, device=wholes[0].device)
         mine = empty(pieces.size) if communicator is None else communicator.borrow(pieces.size, wholes[0].dtype)
         ours = pieces.ranks[self._rank]
@@ -208,14 +208,14 @@ class States(Shards):
             piece.within(mine).copy_(piece.of(whole))
         self._sent_nbytes += (self._degree - 1) * mine.numel() * mine.element_size()
         rows = partial(empty, self._degree, pieces.size)
-        return gather(mine, self._party, rows, partial(pieces.scatter, wholes=wholes)).wait
+        return gather(mine, self._shard_group, rows, partial(pieces.scatter, wholes=wholes)).wait
 
     def _broadcast(self, whole: torch.Tensor, owner: int) -> Callable[[], None]:
         values = whole.contiguous()
-        work = dist.broadcast(values, src=self._ranks[owner], group=self._party.handle, async_op=True)
+        work = dist.broadcast(values, src=self._ranks[owner], group=self._shard_group.handle, async_op=True)
         nbytes = (self._degree - 1) * values.numel() * values.element_size() if owner == self._rank else 0
         self._sent_nbytes += nbytes
-        return partial(_take, self._party.channel.start([work], nbytes), values, whole)
+        return partial(_take, self._shard_group.channel.start([work], nbytes), values, whole)
 
 
 def _spread(parameters: list[nn.Parameter], loads: Mapping[nn.Parameter, list[int]]) -> list[tuple[nn.Parameter, int]]:

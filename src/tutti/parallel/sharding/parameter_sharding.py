@@ -18,8 +18,8 @@ from tutti.errors import PlanError, ScriptError
 from tutti.parallel.layout import Layout
 from tutti.parallel.sharding.gather_buffers import Rooms
 from tutti.parallel.sharding.optimizer_state_sharding import States, check_takes_parts
-from tutti.parallel.sharding.shard_collectives import Party
-from tutti.parallel.sharding.sharded_gradients import Coded, Shards, Sums
+from tutti.parallel.sharding.shard_collectives import ShardGroup
+from tutti.parallel.sharding.sharded_gradients import CompressedSum, Shards, Sums
 from tutti.parallel.sharding.sharded_unit import Loads, Pack, Place, Unit
 
 
@@ -34,9 +34,9 @@ class Parameters(Shards):
         self._packs = [pack for unit in units for pack in unit.packs]  # `units` will change its order
         self._sent_nbytes = 0
         self._learned = False
-        self._passes = Passes(model, units, blocks, keep=sharding.level == 2)
-        self._passes.party = Party.meet(mesh.new_group("shard"), layout.channel("parameters", "shard"))
-        self._sums = Sums(self._sending_order(), self._parties())
+        self._passes = GatherHooks(model, units, blocks, keep=sharding.level == 2)
+        self._passes.shard_group = ShardGroup.meet(mesh.new_group("shard"), layout.channel("parameters", "shard"))
+        self._sums = Sums(self._sending_order(), self._shard_groups())
 
     @property
     def sent_nbytes(self) -> int:
@@ -55,7 +55,7 @@ class Parameters(Shards):
     def packs(self) -> list[Pack]:
         return self._packs
 
-    def sum_by(self, coded: Mapping[Pack, Coded]) -> None:
+    def sum_by(self, coded: Mapping[Pack, CompressedSum]) -> None:
         self._sums.coded = coded
 
     def bind(self, optimizers: Iterable[Optimizer]) -> None:
@@ -82,7 +82,7 @@ class Parameters(Shards):
 
     def finish(self) -> None:
         self._sums.finish()
-        self._passes.party.settle()  # who is behind may still read what the update will change
+        self._passes.shard_group.settle()  # who is behind may still read what the update will change
         self._sent_nbytes = self._passes.sent_nbytes + self._sums.sent_nbytes
         self._passes.sent_nbytes = self._sums.sent_nbytes = 0
 
@@ -90,14 +90,14 @@ class Parameters(Shards):
     def _devices(self) -> list[torch.device]:
         return [pack.device for unit in self.units for pack in unit.packs]
 
-    def _parties(self) -> dict[tuple[AxisName, ...], Party]:
+    def _shard_groups(self) -> dict[tuple[AxisName, ...], ShardGroup]:
         """Who sums gradients: the shards, and for each pack's other axes those; all ranks meet them in one order."""
         layout, mesh = self.layout, self.layout.mesh
-        parties: dict[tuple[AxisName, ...], Party] = {}
-        parties[("shard",)] = Party.meet(mesh.new_group("shard"), layout.channel("gradients", "shard"))
+        shard_groups: dict[tuple[AxisName, ...], ShardGroup] = {}
+        shard_groups[("shard",)] = ShardGroup.meet(mesh.new_group("shard"), layout.channel("gradients", "shard"))
         for axes in sorted({pack.others for unit in self.units for pack in unit.packs if pack.others}):
-            parties[axes] = Party.meet(mesh.group(*axes), layout.channel("gradients", *axes))
-        return parties
+            shard_groups[axes] = ShardGroup.meet(mesh.group(*axes), layout.channel("gradients", *axes))
+        return shard_groups
 
     def _sending_order(self) -> list[Unit]:
         """What backward reaches first leaves first; what lies outside of blocks is complete last."""
@@ -228,7 +228,7 @@ class Call:
     depth: int = 0
 
 
-class Passes:
+class GatherHooks:
     """Hooks on a model's modules that gather units while they compute.
 
     `units[0]` is what lies outside of blocks; it stays from forward to backward. `keep`: so do all others (level 2);
@@ -237,7 +237,7 @@ class Passes:
     """
 
     def __init__(self, model: nn.Module, units: list[Unit], blocks: Mapping[nn.Module, Unit], *, keep: bool):
-        self.units, self.keep, self.party = units, keep, Party(None, untracked_channel())
+        self.units, self.keep, self.shard_group = units, keep, ShardGroup(None, untracked_channel())
         self.sent_nbytes = 0
         self.complete: Callable[[Unit], None] | None = None
         self._seen: dict[Unit, None] = {}
@@ -320,7 +320,7 @@ class Passes:
         call.next = max(call.next, min(stop, len(call.units)))
 
     def _launch(self, unit: Unit) -> None:
-        self.sent_nbytes += unit.launch(self.party)
+        self.sent_nbytes += unit.launch(self.shard_group)
 
     def _close(self, call: Call, *, failed: bool) -> None:
         """The outermost module has returned: take part in what is left of the pass, free, remember what stays."""
@@ -335,7 +335,7 @@ class Passes:
             else:
                 unit.drop("shard")
         if not call.hold:
-            self.party.settle()  # parameters may change before the next pass: at a load, say
+            self.shard_group.settle()  # parameters may change before the next pass: at a load, say
 
     def _watch(self, call: Call, unit: Unit, output: Any) -> None:
         """Have backward gather the unit before it enters the module through `output`."""
@@ -356,7 +356,7 @@ class Passes:
         if call not in self._backward:
             first = [one for one in call.units if one is self.units[0]]
             rest = [one for one in call.units[::-1] if one is not self.units[0]]
-            done = next((way.done for way in self._backward.values()), set())
+            done = next((hooks.done for hooks in self._backward.values()), set())
             self._backward[call] = Call([*first, *rest], hold=True, done=done)
         self._need(self._backward[call], unit)
         unit.held = True

@@ -35,7 +35,7 @@ Rows = Sequence[torch.Tensor] | torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class ShardExchange:
     """Something on its way, to be waited for once. `tensors`: what is sent and received, if not in shared memory; they
     must live so long. `then`: what to do with it once it is there.
     """
@@ -52,7 +52,7 @@ class Exchange:
 
 
 @dataclass(frozen=True, slots=True)
-class Party:
+class ShardGroup:
     """Ranks that exchange. `handle`: their process group; `channel`: where exchanges are counted; `communicator`:
     where they are
     made, if ranks share memory: all of them, or those of each host.
@@ -63,7 +63,7 @@ class Party:
     communicator: SharedMemoryCommunicator | HierarchicalCommunicator | None = None
 
     @classmethod
-    def meet(cls, handle: Any, channel: CommChannel) -> "Party":
+    def meet(cls, handle: Any, channel: CommChannel) -> "ShardGroup":
         """The ranks of a process group; they call this together."""
         return cls(handle, channel, make_communicator(handle))
 
@@ -90,62 +90,62 @@ class Party:
 
 
 def gather(
-    mine: torch.Tensor, party: Party, rows: Callable[[], torch.Tensor], read: Callable[[Rows], None]
-) -> Exchange:
+    mine: torch.Tensor, shard_group: ShardGroup, rows: Callable[[], torch.Tensor], read: Callable[[Rows], None]
+) -> ShardExchange:
     """Every rank's `mine`, flat and of one size, to all: `read` is called with them in the order of ranks.
 
     In shared memory they are read where they lie, those of other hosts where one rank of this one has them: `mine` must
     not change until the party has settled. Elsewhere those of others come into what `rows` makes, (ranks, size), and
     `mine` must not change until they have been waited for.
     """
-    channel, group = party.channel, party.handle
+    channel, group = shard_group.channel, shard_group.handle
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
     nbytes = (degree - 1) * mine.numel() * mine.element_size()
-    if party.communicator is not None:
-        return Exchange(channel.start([party.communicator.share(mine, read)], nbytes))
+    if shard_group.communicator is not None:
+        return ShardExchange(channel.start([shard_group.communicator.share(mine, read)], nbytes))
     segments = rows()
     if mine.device.type != "cpu":
         works = [all_gather(segments.view(-1), mine, group)]
-        return Exchange(channel.start(works, nbytes), (segments, mine), partial(read, segments))
+        return ShardExchange(channel.start(works, nbytes), (segments, mine), partial(read, segments))
     handle = channel.start(exchange_with_others(segments, [mine] * degree, group, tag=_PARTS), nbytes)
-    return Exchange(handle, (segments, mine), partial(read, [*segments[:rank], mine, *segments[rank + 1 :]]))
+    return ShardExchange(handle, (segments, mine), partial(read, [*segments[:rank], mine, *segments[rank + 1 :]]))
 
 
-def scatter_sum(buffer: torch.Tensor, received: torch.Tensor, party: Party) -> Exchange:
+def scatter_sum(buffer: torch.Tensor, received: torch.Tensor, shard_group: ShardGroup) -> ShardExchange:
     """Rows of `buffer`, (degree, size), to their ranks: the sum of the `addends` is this rank's part of the sum.
 
     `received` has a row for each rank where `party.rows`, and one elsewhere.
     """
-    channel, nbytes = party.channel, buffer[1:].numel() * buffer.element_size()
-    if party.communicator is not None:
-        return Exchange(channel.start([party.communicator.scatter_sum(buffer, received[0])], nbytes))
-    if not party.rows or buffer.device.type != "cpu":
-        if party.rows:
-            work = all_to_all(received, buffer, party.handle)
+    channel, nbytes = shard_group.channel, buffer[1:].numel() * buffer.element_size()
+    if shard_group.communicator is not None:
+        return ShardExchange(channel.start([shard_group.communicator.scatter_sum(buffer, received[0])], nbytes))
+    if not shard_group.rows or buffer.device.type != "cpu":
+        if shard_group.rows:
+            work = all_to_all(received, buffer, shard_group.handle)
         else:
-            work = reduce_scatter(received[0], buffer.view(-1), party.handle)
-        return Exchange(channel.start([work], nbytes), (buffer, received))
-    handle = channel.start(exchange_with_others(received, buffer, party.handle, tag=_SUMS), nbytes)
-    return Exchange(handle, (buffer, received))
+            work = reduce_scatter(received[0], buffer.view(-1), shard_group.handle)
+        return ShardExchange(channel.start([work], nbytes), (buffer, received))
+    handle = channel.start(exchange_with_others(received, buffer, shard_group.handle, tag=_SUMS), nbytes)
+    return ShardExchange(handle, (buffer, received))
 
 
-def addends(buffer: torch.Tensor, received: torch.Tensor, party: Party) -> Rows:
+def addends(buffer: torch.Tensor, received: torch.Tensor, shard_group: ShardGroup) -> Rows:
     """What is added up once a `scatter_sum` is there. Of two ranks' rows, this one's own is added where it lies; more
     of them are summed in one pass, which they have to lie together for."""
-    if not party.rows or buffer.device.type != "cpu":
+    if not shard_group.rows or buffer.device.type != "cpu":
         return received
-    rank = dist.get_rank(party.handle)
+    rank = dist.get_rank(shard_group.handle)
     if len(buffer) == 2:
         return [buffer[rank], received[1 - rank]]
     received[rank].copy_(buffer[rank])
     return received
 
 
-def start_sum(tensor: torch.Tensor, party: Party) -> tuple[Exchange, int]:
+def start_sum(tensor: torch.Tensor, shard_group: ShardGroup) -> tuple[ShardExchange, int]:
     """The sum of `tensor` over the ranks, in place; with it the bytes that this rank sends for it."""
-    nbytes = ring_all_reduce_nbytes(tensor, dist.get_world_size(party.handle))
-    if party.communicator is not None:
-        work: Any = party.communicator.start_reduce(tensor)
+    nbytes = ring_all_reduce_nbytes(tensor, dist.get_world_size(shard_group.handle))
+    if shard_group.communicator is not None:
+        work: Any = shard_group.communicator.start_reduce(tensor)
     else:
-        work = dist.all_reduce(tensor, group=party.handle, async_op=True)
-    return Exchange(party.channel.start([work], nbytes), (tensor,)), nbytes
+        work = dist.all_reduce(tensor, group=shard_group.handle, async_op=True)
+    return ShardExchange(shard_group.channel.start([work], nbytes), (tensor,)), nbytes

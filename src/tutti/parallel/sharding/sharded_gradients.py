@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 from tutti.comm.shared_memory import SharedMemoryCommunicator
 from tutti.comm.traffic import CommHandle
 from tutti.config.vocabulary import AxisName
-from tutti.parallel.sharding.shard_collectives import Exchange, Party, Rows, addends, scatter_sum, start_sum
+from tutti.parallel.sharding.shard_collectives import Rows, ShardExchange, ShardGroup, addends, scatter_sum, start_sum
 from tutti.parallel.sharding.sharded_unit import Pack, Unit
 
 
-class Coded(Protocol):
+class CompressedSum(Protocol):
     """A sum in fewer bytes: see compressed/parts.py."""
 
     @property
@@ -47,7 +47,7 @@ class Shards:
         """Parameters whose gradients are summed into parts, together; in one order on all ranks and in all runs."""
         return []
 
-    def sum_by(self, coded: Mapping[Pack, Coded]) -> None:
+    def sum_by(self, coded: Mapping[Pack, CompressedSum]) -> None:
         """Sum the gradients of these packs in fewer bytes."""
 
     def clear(self) -> None:
@@ -76,39 +76,39 @@ class Shards:
         return {}
 
 
-IN_FLIGHT = 2
+MAX_PENDING_SUMS = 2
 """Packs whose whole gradients may wait for their sums: they are what a step holds beside its own part. In memory that
 all ranks share one: its sum is a rank's own work, and sums over other axes, maybe between hosts, wait for it."""
 
 
 @dataclass(slots=True, eq=False)
-class _Flight:
+class _PendingSum:
     """A sum on its way. `there`: gradients this rank had; `received`: what is added up, and once landed, its part."""
 
     pack: Pack
     there: list[bool]
     received: Rows
-    exchange: Exchange
+    exchange: ShardExchange
     landed: bool = False
 
 
 class Sums:
-    """`order`: units in the order in which their gradients leave; `parties`: by axes, who sums over them; `coded`:
+    """`order`: units in the order in which their gradients leave; `shard_groups`: by axes, who sums over them; `coded`:
     packs that are summed in fewer bytes.
     """
 
-    def __init__(self, order: list[Unit], parties: Mapping[tuple[AxisName, ...], Party]) -> None:
+    def __init__(self, order: list[Unit], shard_groups: Mapping[tuple[AxisName, ...], ShardGroup]) -> None:
         self.order = order
         self.sent_nbytes = 0
-        self.coded: Mapping[Pack, Coded] = {}
-        self._parties = parties
+        self.coded: Mapping[Pack, CompressedSum] = {}
+        self._shard_groups = shard_groups
         self._ready: set[Unit] = set()
         self._next = 0
-        self._flights: list[_Flight] = []
+        self._pending_sums: list[_PendingSum] = []
 
     def open(self) -> None:
         """A step's last backward begins."""
-        self._ready, self._next, self._flights = set(), 0, []
+        self._ready, self._next, self._pending_sums = set(), 0, []
 
     def complete(self, unit: Unit) -> None:
         """A unit's gradients are there: send all whose turn has come."""
@@ -125,41 +125,45 @@ class Sums:
 
     def finish(self) -> None:
         """Give every shard its gradient."""
-        for handle in self._flights:
+        for handle in self._pending_sums:
             self._land(handle)
-        for handle in self._flights:
+        for handle in self._pending_sums:
             handle.exchange.wait()
             assert isinstance(handle.received, torch.Tensor)
             handle.pack.give_gradients(handle.received, handle.there)
-        self._flights = []
+        self._pending_sums = []
 
     def _send(self, unit: Unit) -> None:
         for pack in unit.packs:
             if not any(one.shard.requires_grad for one in pack.parameters):
                 continue
-            waiting = [handle for handle in self._flights if not handle.landed]
-            most = 1 if isinstance(self._parties[("shard",)].communicator, SharedMemoryCommunicator) else IN_FLIGHT
+            waiting = [handle for handle in self._pending_sums if not handle.landed]
+            most = (
+                1
+                if isinstance(self._shard_groups[("shard",)].communicator, SharedMemoryCommunicator)
+                else MAX_PENDING_SUMS
+            )
             for handle in waiting[: len(waiting) - most + 1]:
                 self._land(handle)
-            self._flights.append(self._start(pack))
+            self._pending_sums.append(self._start(pack))
 
-    def _start(self, pack: Pack) -> _Flight:
+    def _start(self, pack: Pack) -> _PendingSum:
         if pack in self.coded:
             return self._start_coded(pack, self.coded[pack])
-        party = self._parties[("shard",)]
-        buffer, there = pack.take_gradients(party)
+        shard_group = self._shard_groups[("shard",)]
+        buffer, there = pack.take_gradients(shard_group)
         self.sent_nbytes += buffer[1:].numel() * buffer.element_size()
-        received = pack.receiving(buffer, party)
-        exchange = scatter_sum(buffer, received, party)
-        return _Flight(pack, there, addends(buffer, received, party), exchange)
+        received = pack.receiving(buffer, shard_group)
+        exchange = scatter_sum(buffer, received, shard_group)
+        return _PendingSum(pack, there, addends(buffer, received, shard_group), exchange)
 
-    def _start_coded(self, pack: Pack, coded: Coded) -> _Flight:
+    def _start_coded(self, pack: Pack, coded: CompressedSum) -> _PendingSum:
         """Its gradients are written in code at once: nothing whole waits."""
         self.sent_nbytes += coded.sent_nbytes
         received, there, handle = coded.start()
-        return _Flight(pack, there, received, Exchange(handle), landed=True)
+        return _PendingSum(pack, there, received, ShardExchange(handle), landed=True)
 
-    def _land(self, handle: _Flight) -> None:
+    def _land(self, handle: _PendingSum) -> None:
         """This rank's part is there; start to sum it over the other axes, if there are any."""
         if handle.landed:
             return
@@ -167,8 +171,8 @@ class Sums:
         part, handle.landed = handle.pack.sum_of(handle.received), True
         for buffer in handle.exchange.tensors:
             handle.pack.rooms.give(buffer)
-        handle.received, handle.exchange = part, Exchange(None)
+        handle.received, handle.exchange = part, ShardExchange(None)
         others = handle.pack.others
         if others:
-            handle.exchange, nbytes = start_sum(part, self._parties[others])
+            handle.exchange, nbytes = start_sum(part, self._shard_groups[others])
             self.sent_nbytes += nbytes

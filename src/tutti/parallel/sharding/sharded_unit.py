@@ -17,7 +17,7 @@ from tutti.config.vocabulary import AxisName
 from tutti.parallel.layout import TensorShard
 from tutti.parallel.mesh import Mesh
 from tutti.parallel.sharding.gather_buffers import Memory, Rooms, memory_of
-from tutti.parallel.sharding.shard_collectives import Exchange, Party, Rows, gather
+from tutti.parallel.sharding.shard_collectives import Rows, ShardExchange, ShardGroup, gather
 
 Place = tuple[nn.Module, str]
 """A module and the name under which it has a parameter."""
@@ -75,7 +75,7 @@ class Pack:
         given = [getattr(*places[0]) for _, places in named]
         degree, self.rooms = len(loads), rooms
         self.degree, self.rank, self.others, self.device = degree, rank, others, given[0].device
-        self.pieces = Pieces.cut([p.shape for p in given], [even_bounds(p.shape, loads) for p in given], degree)
+        self.pieces = ShardPieces.cut([p.shape for p in given], [even_bounds(p.shape, loads) for p in given], degree)
         self.mine = self.pieces.ranks[rank]
         self.home = home or self.device
         where = self.device if self.device.type == "meta" else self.home
@@ -97,7 +97,7 @@ class Pack:
         self._memory: Memory | None = None
         self._summed: torch.Tensor | None = None
         self._gathered: torch.Tensor | None = None
-        self._exchange: Exchange | None = None
+        self._exchange: ShardExchange | None = None
 
     @property
     def nbytes(self) -> int:
@@ -111,10 +111,10 @@ class Pack:
         for one, piece in zip(self.parameters, self.mine, strict=True):
             one.shard = _like(one.shard, piece.within(self.flat), trainable=one.shard.requires_grad)
 
-    def launch(self, party: Party) -> None:
+    def launch(self, shard_group: ShardGroup) -> None:
         """Start to gather the whole parameters."""
-        self._move(party.shown(self.flat))
-        self._exchange = gather(self.flat.to(self.device), party, self._rows, self._place)
+        self._move(shard_group.shown(self.flat))
+        self._exchange = gather(self.flat.to(self.device), shard_group, self._rows, self._place)
 
     def fill(self, arrived: Callable[[torch.Tensor], None]) -> None:
         """Wait for what was launched, and have it in the whole parameters."""
@@ -163,27 +163,29 @@ class Pack:
             self.rooms.give(self._gathered)
         self._gathered = self._exchange = None
 
-    def take_gradients(self, party: Party) -> tuple[torch.Tensor, list[bool]]:
-        """The wholes' gradients, as (rank, segment and a flag for each parameter), to be summed by `party`, and which
-        there are; freed.
+    def take_gradients(self, shard_group: ShardGroup) -> tuple[torch.Tensor, list[bool]]:
+        """The wholes' gradients, as (rank, segment and a flag for each parameter), to be summed by `shard_group`, and
+        which there are; freed.
         """
         gradients = [one.whole.grad for one in self.parameters]
         there = [gradient is not None for gradient in gradients]
         width = self.pieces.size + len(there)
         numel = self.degree * width
-        buffer = party.buffer(self.rooms, numel, self.flat.dtype, self.device).view(self.degree, width)
+        buffer = shard_group.buffer(self.rooms, numel, self.flat.dtype, self.device).view(self.degree, width)
         self.pieces.collect(buffer, gradients)
         for index, (one, has) in enumerate(zip(self.parameters, there, strict=True)):
             buffer[:, self.pieces.size + index] = float(has)
             one.whole.grad = None
         return buffer, there
 
-    def receiving(self, buffer: torch.Tensor, party: Party) -> torch.Tensor:
+    def receiving(self, buffer: torch.Tensor, shard_group: ShardGroup) -> torch.Tensor:
         """Where the sum of `buffer` over ranks comes: rows to be added, or in shared memory the sum itself."""
         width = buffer.shape[1]
-        if party.communicator is not None:
+        if shard_group.communicator is not None:
             return self._sum(width, buffer).view(1, width)
-        return self.rooms.take((self.degree if party.rows else 1) * width, buffer.dtype, buffer.device).view(-1, width)
+        return self.rooms.take((self.degree if shard_group.rows else 1) * width, buffer.dtype, buffer.device).view(
+            -1, width
+        )
 
     def sum_of(self, rows: Rows) -> torch.Tensor:
         """Their sum, until the next step: on the host always in the same memory, for what lasts splits the heap."""
@@ -226,12 +228,12 @@ class Unit:
     def parameters(self) -> list[Sharded]:
         return [one for pack in self.packs for one in pack.parameters]
 
-    def launch(self, party: Party) -> int:
+    def launch(self, shard_group: ShardGroup) -> int:
         """Start to gather, unless that has been done; returns the bytes that this rank sends."""
         if self.whole or self.launched:
             return 0
         for pack in self.packs:
-            pack.launch(party)
+            pack.launch(shard_group)
         self.launched = True
         return sum((pack.degree - 1) * pack.nbytes for pack in self.packs)
 
@@ -311,14 +313,14 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pieces:
+class ShardPieces:
     """`ranks[r]`: rank r's piece of every tensor, maybe without elements; `size`: of a segment, equal on all ranks."""
 
     ranks: tuple[tuple[Piece, ...], ...]
     size: int
 
     @classmethod
-    def cut(cls, shapes: Sequence[torch.Size], bounds: Sequence[Bounds], degree: int) -> "Pieces":
+    def cut(cls, shapes: Sequence[torch.Size], bounds: Sequence[Bounds], degree: int) -> "ShardPieces":
         """Pieces of tensors of `shapes`, each cut at its `bounds`."""
         ranks, sizes = [], []
         for rank in range(degree):

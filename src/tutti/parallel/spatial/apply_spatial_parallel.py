@@ -24,7 +24,7 @@ from tutti.parallel.data.batchnorm import BatchScope
 from tutti.parallel.layout import Layout
 from tutti.parallel.mesh import Mesh
 from tutti.parallel.spatial import spatial_convolution, spatial_elementwise, spatial_pooling, spatial_reshapes
-from tutti.parallel.spatial.halo_exchange import Space
+from tutti.parallel.spatial.halo_exchange import SpatialGroup
 from tutti.parallel.spatial.halo_geometry import bounds_of, owned
 from tutti.parallel.spatial.spatial_elementwise import share_statistics_in_space
 from tutti.parallel.spatial.spatial_tensor import (
@@ -53,7 +53,7 @@ HANDLING = (
 """The modules that say what a cut tensor can do; importing them registers it."""
 
 
-def cut_space(model: nn.Module, plan: Plan, layout: Layout, scope: BatchScope) -> Space:
+def cut_space(model: nn.Module, plan: Plan, layout: Layout, scope: BatchScope) -> SpatialGroup:
     """Make `model` take whole samples, cut them, and compute this rank's part. Call it last: all gradients are
     summed over space too, on top of what other mechanisms said.
 
@@ -96,7 +96,7 @@ class SpaceForward:
     Where gradients are computed the output stays cut, and the loss function sees it as the whole; else it is fetched.
     """
 
-    def __init__(self, model: nn.Module, plain: Callable[..., Any], space: Space) -> None:
+    def __init__(self, model: nn.Module, plain: Callable[..., Any], space: SpatialGroup) -> None:
         self.model, self.plain, self.space = model, plain, space
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -122,7 +122,7 @@ def _whole(leaf: Any) -> Any:
     return whole(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
 
-def open_space(mesh: Mesh, grid: Sequence[int], *, statistics: bool = False) -> Space:
+def open_space(mesh: Mesh, grid: Sequence[int], *, statistics: bool = False) -> SpatialGroup:
     """Groups for every set of cut grid axes, and over data for batch statistics. Collective over all ranks."""
     ranks = mesh.ranks("space")
     place = tuple(int(part) for part in np.unravel_index(mesh.index("space"), tuple(grid)))
@@ -136,7 +136,7 @@ def open_space(mesh: Mesh, grid: Sequence[int], *, statistics: bool = False) -> 
         scopes[some] = BatchScope(world_size=len(members), group=_group(members))
     if statistics or ranks:
         dist.all_reduce(torch.zeros(1, device=_device(group)), group=group)  # some backends connect a group here
-    return Space(grid=tuple(grid), place=place, group=group, sums=sums, scopes=scopes)
+    return SpatialGroup(grid=tuple(grid), place=place, group=group, sums=sums, scopes=scopes)
 
 
 def _device(group: Any) -> torch.device:
@@ -176,11 +176,11 @@ def _group(members: tuple[int, ...]) -> Any:
 
 def on_shapes(
     model: nn.Module, grid: Sequence[int], place: Sequence[int], dtype: torch.dtype
-) -> tuple[nn.Module, Space]:
+) -> tuple[nn.Module, SpatialGroup]:
     """A copy of `model` on shapes that computes the part at `place` of `grid`, and the Space in which it counts what it
     would send."""
     assert HANDLING
-    space = Space(grid=tuple(grid), place=tuple(place), group=None, sums={}, dry=True)
+    space = SpatialGroup(grid=tuple(grid), place=tuple(place), group=None, sums={}, dry=True)
     shapes = copy.deepcopy(model).to("meta", dtype).train()
     for module in shapes.modules():
         if isinstance(module, _BatchNorm):
@@ -224,7 +224,7 @@ def feed_parts(model: nn.Module, source: DataSource, unpack: Unpack) -> tuple[Da
     """
     space = getattr(model.forward, "space", None)
     dataset = source.dataset
-    if not isinstance(space, Space) or not hasattr(dataset, "part_of_space"):
+    if not isinstance(space, SpatialGroup) or not hasattr(dataset, "part_of_space"):
         return source, unpack
     extents = tuple(dataset.extents(len(space.grid)))
     if any(extent < parts for extent, parts in zip(extents, space.grid, strict=True)):
@@ -236,7 +236,7 @@ def feed_parts(model: nn.Module, source: DataSource, unpack: Unpack) -> tuple[Da
 class MarkedUnpack:
     """Pickers whose tensors of this rank's extents are marked as parts of the whole, while gradients are computed."""
 
-    def __init__(self, unpack: Unpack, extents: tuple[int, ...], space: Space) -> None:
+    def __init__(self, unpack: Unpack, extents: tuple[int, ...], space: SpatialGroup) -> None:
         self.plain, self.space = unpack, space
         bounds = [bounds_of(extent, parts) for extent, parts in zip(extents, space.grid, strict=True)]
         self.rows = [owned(one, place) for one, place in zip(bounds, space.place, strict=True)]

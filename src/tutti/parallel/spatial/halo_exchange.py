@@ -10,11 +10,11 @@ import torch.distributed as dist
 from tutti.comm.point_to_point import ring_all_reduce_nbytes, start_messages
 from tutti.comm.traffic import CommChannel, CommHandle, untracked_channel
 from tutti.parallel.data.batchnorm import BatchScope
-from tutti.parallel.spatial.halo_geometry import Message, Rows, idle, overlap, owned, receives, sends
+from tutti.parallel.spatial.halo_geometry import HaloRows, Rows, idle, overlap, owned, receives, sends
 
 
 @dataclass(slots=True, kw_only=True)
-class Space:
+class SpatialGroup:
     """This rank's place among the parts of a sample, and what it has sent.
 
     `grid`: parts along each spatial dim; `place`: this rank's part along each; `group`: of the ranks of all
@@ -35,7 +35,7 @@ class Space:
     totals: CommChannel = field(default_factory=untracked_channel)
     dry: bool = False
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Space":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SpatialGroup":
         return self
 
     def neighbour(self, axis: int, part: int) -> int:
@@ -47,7 +47,7 @@ class Space:
 
 
 @dataclass(slots=True, kw_only=True)
-class Travel:
+class HaloTransfer:
     """Rows on their way: arrivals are (rows, buffer)."""
 
     handle: CommHandle | None
@@ -63,34 +63,34 @@ def depart(
     tensor: torch.Tensor,
     dim: int,
     first: int,
-    outgoing: Sequence[Message],
-    incoming: Sequence[Message],
+    outgoing: Sequence[HaloRows],
+    incoming: Sequence[HaloRows],
     axis: int,
-    space: Space,
-) -> Travel:
+    space: SpatialGroup,
+) -> HaloTransfer:
     """Start sending rows of `tensor`, whose row `first` is its row 0 along `dim`, and receiving others."""
-    travel, comes, goes = Travel(handle=None, arrivals=[], departures=[]), [], []
+    transfer, comes, goes = HaloTransfer(handle=None, arrivals=[], departures=[]), [], []
     nbytes = 0
     for message in outgoing:
         start, stop = message.rows
         rows = tensor.narrow(dim, start - first, stop - start).contiguous()
-        travel.departures.append(rows)  # held until it has left
+        transfer.departures.append(rows)  # held until it has left
         nbytes += rows.numel() * rows.element_size()
         goes.append((space.neighbour(axis, message.part), rows))
     for message in incoming:
         start, stop = message.rows
         shape = [*tensor.shape[:dim], stop - start, *tensor.shape[dim + 1 :]]
         rows = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
-        travel.arrivals.append((message.rows, rows))
+        transfer.arrivals.append((message.rows, rows))
         comes.append((space.neighbour(axis, message.part), rows))
     space.sent_nbytes += nbytes
     if (comes or goes) and not space.dry:
-        travel.handle = space.halos.start(start_messages(comes, goes, space.group), nbytes)
-    return travel
+        transfer.handle = space.halos.start(start_messages(comes, goes, space.group), nbytes)
+    return transfer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
+class HaloRoute:
     """An exchange along one dim: rows are owned by `bounds`, every part wants `needs`; outside them stands `fill`."""
 
     dim: int
@@ -99,35 +99,37 @@ class Route:
     needs: tuple[Rows, ...]
     fill: float = 0.0
 
-    def mine(self, space: Space) -> tuple[Rows, Rows]:
+    def mine(self, space: SpatialGroup) -> tuple[Rows, Rows]:
         """(rows this rank owns, rows it needs)."""
         index = space.place[self.axis]
         return owned(self.bounds, index), self.needs[index]
 
-    def start(self, tensor: torch.Tensor, space: Space) -> Travel:
+    def start(self, tensor: torch.Tensor, space: SpatialGroup) -> HaloTransfer:
         index = space.place[self.axis]
         outgoing, incoming = sends(self.bounds, self.needs, index), receives(self.bounds, self.needs, index)
         return depart(tensor, self.dim, self.bounds[index], outgoing, incoming, self.axis, space)
 
-    def finish(self, tensor: torch.Tensor, travel: Travel, space: Space) -> torch.Tensor:
+    def finish(self, tensor: torch.Tensor, transfer: HaloTransfer, space: SpatialGroup) -> torch.Tensor:
         """The needed rows, once those of others are there."""
         have, need = self.mine(space)
         shape = [*tensor.shape[: self.dim], need[1] - need[0], *tensor.shape[self.dim + 1 :]]
         inside = need[0] >= 0 and need[1] <= self.bounds[-1]
         result = tensor.new_empty(shape) if inside else tensor.new_full(shape, self.fill)
         _put(result, tensor, self.dim, need[0], have[0], overlap(have, need))
-        travel.wait()
-        for rows, arrived in travel.arrivals:
+        transfer.wait()
+        for rows, arrived in transfer.arrivals:
             _put(result, arrived, self.dim, need[0], rows[0], rows)
         return result
 
-    def start_back(self, grad: torch.Tensor, space: Space) -> Travel:
+    def start_back(self, grad: torch.Tensor, space: SpatialGroup) -> HaloTransfer:
         """Send the gradients of rows that others own back to them."""
         index = space.place[self.axis]
         outgoing, incoming = receives(self.bounds, self.needs, index), sends(self.bounds, self.needs, index)
         return depart(grad, self.dim, self.needs[index][0], outgoing, incoming, self.axis, space)
 
-    def finish_back(self, grad: torch.Tensor, travel: Travel, space: Space, *, within: bool = False) -> torch.Tensor:
+    def finish_back(
+        self, grad: torch.Tensor, transfer: HaloTransfer, space: SpatialGroup, *, within: bool = False
+    ) -> torch.Tensor:
         """Gradients of the owned rows: this rank's, and those that return are added. `within`: in `grad` itself, of
         which the result then is a view, where it has all of them."""
         have, need = self.mine(space)
@@ -136,8 +138,8 @@ class Route:
         else:
             result = grad.new_zeros([*grad.shape[: self.dim], have[1] - have[0], *grad.shape[self.dim + 1 :]])
             _put(result, grad, self.dim, have[0], need[0], overlap(have, need))
-        travel.wait()
-        for rows, arrived in travel.arrivals:
+        transfer.wait()
+        for rows, arrived in transfer.arrivals:
             result.narrow(self.dim, rows[0] - have[0], rows[1] - rows[0]).add_(arrived)
         return result
 
@@ -155,7 +157,7 @@ class _Fetch(torch.autograd.Function):
     """Owned rows -> needed rows; backward returns gradients of foreign rows to their owners, where they are added."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, route: Route, space: Space) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, route: HaloRoute, space: SpatialGroup) -> torch.Tensor:
         ctx.route, ctx.space = route, space
         return route.finish(tensor, route.start(tensor, space), space)
 
@@ -172,7 +174,7 @@ def fetch(
     bounds: tuple[int, ...],
     needs: tuple[Rows, ...],
     fill: float,
-    space: Space,
+    space: SpatialGroup,
 ) -> torch.Tensor:
     """The rows along `dim` that this rank needs, of a tensor cut there at `bounds`; differentiable.
 
@@ -180,7 +182,7 @@ def fetch(
     """
     if idle(bounds, needs):
         return tensor
-    route = Route(dim=dim, axis=axis, bounds=bounds, needs=needs, fill=fill)
+    route = HaloRoute(dim=dim, axis=axis, bounds=bounds, needs=needs, fill=fill)
     return _Fetch.apply(tensor, route, space)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -204,7 +206,7 @@ def _summed(tensor: torch.Tensor, group: Any, channel: CommChannel) -> torch.Ten
     return total
 
 
-def all_sum(tensor: torch.Tensor, axes: tuple[int, ...], space: Space) -> torch.Tensor:
+def all_sum(tensor: torch.Tensor, axes: tuple[int, ...], space: SpatialGroup) -> torch.Tensor:
     """Sum over the parts along these grid axes (sorted); differentiable."""
     if not axes or space.dry:
         return tensor

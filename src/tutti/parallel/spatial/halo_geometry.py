@@ -65,7 +65,7 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
+class TransposedWindow:
     """The transpose of a window along one dim: transposed convolution. `padding`: output rows dropped at both ends;
     `extra`: output rows added at the end.
     """
@@ -98,7 +98,7 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
+class HaloRows:
     """Rows that travel to or from another part of the same line."""
 
     part: int
@@ -111,17 +111,17 @@ def overlap(one: Rows, other: Rows) -> Rows:
     return start, max(min(one[1], other[1]), start)
 
 
-def sends(bounds: Sequence[int], needs: Sequence[Rows], index: int) -> tuple[Message, ...]:
+def sends(bounds: Sequence[int], needs: Sequence[Rows], index: int) -> tuple[HaloRows, ...]:
     """What part `index` sends: its rows that others need, one message a part at most."""
     mine = owned(bounds, index)
     found = [(part, overlap(mine, need)) for part, need in enumerate(needs) if part != index]
-    return tuple(Message(part=part, rows=rows) for part, rows in found if rows[0] < rows[1])
+    return tuple(HaloRows(part=part, rows=rows) for part, rows in found if rows[0] < rows[1])
 
 
-def receives(bounds: Sequence[int], needs: Sequence[Rows], index: int) -> tuple[Message, ...]:
+def receives(bounds: Sequence[int], needs: Sequence[Rows], index: int) -> tuple[HaloRows, ...]:
     """What part `index` receives: rows it needs and others own; several where a halo is wider than a neighbour."""
     found = [(part, overlap(owned(bounds, part), needs[index])) for part in range(len(needs)) if part != index]
-    return tuple(Message(part=part, rows=rows) for part, rows in found if rows[0] < rows[1])
+    return tuple(HaloRows(part=part, rows=rows) for part, rows in found if rows[0] < rows[1])
 
 
 def idle(bounds: Sequence[int], needs: Sequence[Rows]) -> bool:
@@ -129,7 +129,7 @@ def idle(bounds: Sequence[int], needs: Sequence[Rows]) -> bool:
     return all(need == owned(bounds, part) for part, need in enumerate(needs))
 
 
-def count(messages: Sequence[Message]) -> int:
+def count(messages: Sequence[HaloRows]) -> int:
     """Rows in all messages."""
     return sum(message.rows[1] - message.rows[0] for message in messages)
 
@@ -148,7 +148,7 @@ class Fetch:
     dim: int
     extent: int
     parts: int
-    window: Window | Spread
+    window: Window | TransposedWindow
 
     @property
     def needs(self) -> tuple[Rows, ...]:

@@ -10,8 +10,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from tutti.errors import PlanError
-from tutti.parallel.spatial.halo_exchange import Route, Space, Travel, fetch
-from tutti.parallel.spatial.halo_geometry import Rows, Spread, Window, bounds_of, idle, inner, owned
+from tutti.parallel.spatial.halo_exchange import HaloRoute, HaloTransfer, SpatialGroup, fetch
+from tutti.parallel.spatial.halo_geometry import Rows, TransposedWindow, Window, bounds_of, idle, inner, owned
 from tutti.parallel.spatial.spatial_tensor import (
     Along,
     CutTensor,
@@ -50,7 +50,9 @@ def rank_of(name: str, tensor: Any, digits: str) -> int:
     return rank
 
 
-def spread_enough(tensor: torch.Tensor, windows: Sequence[Window | Spread], ceil: bool = False) -> torch.Tensor:
+def spread_enough(
+    tensor: torch.Tensor, windows: Sequence[Window | TransposedWindow], ceil: bool = False
+) -> torch.Tensor:
     """The tensor, whole along the spatial dims whose outputs have fewer rows than parts."""
     where = where_of(tensor)
     few = []
@@ -58,21 +60,27 @@ def spread_enough(tensor: torch.Tensor, windows: Sequence[Window | Spread], ceil
         along = where[2 + i]
         if along is not None:
             extent = (
-                window.extent(along.extent) if isinstance(window, Spread) else window.extent(along.extent, ceil=ceil)
+                window.extent(along.extent)
+                if isinstance(window, TransposedWindow)
+                else window.extent(along.extent, ceil=ceil)
             )
             if extent < along.parts:
                 few.append(2 + i)
     return whole(tensor, few) if few else tensor
 
 
-def after(where: Where, windows: Sequence[Window | Spread], ceil: bool = False) -> Where:
+def after(where: Where, windows: Sequence[Window | TransposedWindow], ceil: bool = False) -> Where:
     """How a layer's output is cut."""
     result: list[Along | None] = [None, None]
     for along, window in zip(where[2:], windows, strict=True):
         if along is None:
             result.append(None)
             continue
-        extent = window.extent(along.extent) if isinstance(window, Spread) else window.extent(along.extent, ceil=ceil)
+        extent = (
+            window.extent(along.extent)
+            if isinstance(window, TransposedWindow)
+            else window.extent(along.extent, ceil=ceil)
+        )
         result.append(Along(along.axis, bounds_of(extent, along.parts)))
     return tuple(result)
 
@@ -179,7 +187,10 @@ def spread(
 ) -> torch.Tensor:
     """Transposed convolution of parts: the rows that reach into this rank's output, spread without padding, cropped."""
     each = (weight.shape[2:], *(many(value, rank) for value in (stride, padding, output_padding, dilation)))
-    spreads = [Spread(kernel=k, stride=s, dilation=d, padding=p, extra=e) for k, s, p, e, d in zip(*each, strict=True)]
+    spreads = [
+        TransposedWindow(kernel=k, stride=s, dilation=d, padding=p, extra=e)
+        for k, s, p, e, d in zip(*each, strict=True)
+    ]
     tensor = spread_enough(input, spreads)
     where, space, part = where_of(tensor), space_of([input]), local(tensor)
     result = after(where, spreads)
@@ -208,14 +219,14 @@ Box = tuple[Rows | None, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pieces:
+class ConvolutionPieces:
     """A convolution's output rows of one rank, in a box that needs owned rows alone, and slabs around it."""
 
     windows: tuple[Window, ...]
     beside: tuple[int, ...]
     groups: int
-    routes: tuple[Route, ...]
-    space: Space
+    routes: tuple[HaloRoute, ...]
+    space: SpatialGroup
     full: Box
     interior: Box | None
     slabs: tuple[Box, ...]
@@ -260,14 +271,14 @@ class Pieces:
         return strides, list(self.beside), dilations, False, [0] * len(self.windows), self.groups
 
 
-def take_apart(
+def divide_into_pieces(
     windows: Sequence[Window],
     rows: Sequence[Rows | None],
     beside: Sequence[int],
     groups: int,
-    routes: Sequence[Route],
-    space: Space,
-) -> Pieces:
+    routes: Sequence[HaloRoute],
+    space: SpatialGroup,
+) -> ConvolutionPieces:
     """The pieces of an output that owns `rows` along each spatial dim."""
     exchanged = {route.dim - 2: route for route in routes}
     full: Box = tuple(own if i in exchanged else None for i, own in enumerate(rows))
@@ -284,7 +295,7 @@ def take_apart(
             for side in ((own[0], core[0]), (core[1], own[1])):
                 if side[0] < side[1]:
                     slabs.append((*interior[:i], side, *full[i + 1 :]))
-    return Pieces(
+    return ConvolutionPieces(
         windows=tuple(windows),
         beside=tuple(beside),
         groups=groups,
@@ -315,24 +326,24 @@ class _Convolve(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pieces: Pieces
+        ctx: Any, tensor: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pieces: ConvolutionPieces
     ) -> torch.Tensor:
         space, routes = pieces.space, pieces.routes
-        travel = routes[0].start(tensor, space)
+        transfer = routes[0].start(tensor, space)
         core = None
         if pieces.interior is not None:
             own = pieces.input_of(tensor, pieces.interior, pieces.firsts(extended=False))
             core = pieces.convolve(own, weight, bias)
-        extended, travels = routes[0].finish(tensor, travel, space), [travel]
+        extended, transfers = routes[0].finish(tensor, transfer, space), [transfer]
         for route in routes[1:]:
-            travels.append(route.start(extended, space))
-            extended = route.finish(extended, travels[-1], space)
+            transfers.append(route.start(extended, space))
+            extended = route.finish(extended, transfers[-1], space)
         made = [
             pieces.convolve(pieces.input_of(extended, slab, pieces.firsts(extended=True)), weight, bias)
             for slab in pieces.slabs
         ]
-        ctx.save_for_backward(tensor, weight, *(halo for travel in travels for _, halo in travel.arrivals))
-        ctx.rows = [[rows for rows, _ in travel.arrivals] for travel in travels]
+        ctx.save_for_backward(tensor, weight, *(halo for transfer in transfers for _, halo in transfer.arrivals))
+        ctx.rows = [[rows for rows, _ in transfer.arrivals] for transfer in transfers]
         ctx.pieces, ctx.biased = pieces, bias is not None
         if core is None:
             return made[0]
@@ -343,7 +354,7 @@ class _Convolve(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         tensor, weight, *halos = ctx.saved_tensors
-        pieces: Pieces = ctx.pieces
+        pieces: ConvolutionPieces = ctx.pieces
         mask = [bool(need) for need in ctx.needs_input_grad[:3]]
         mask[2] = mask[2] and ctx.biased
         there, own, space = pieces.firsts(extended=True), pieces.firsts(extended=False), pieces.space
@@ -357,13 +368,13 @@ class _Convolve(torch.autograd.Function):
             elif mask[0]:
                 wanted = _spread(pieces, slab, found, extended, there)
         del extended
-        travel = None if wanted is None else pieces.routes[-1].start_back(wanted, space)
+        transfer = None if wanted is None else pieces.routes[-1].start_back(wanted, space)
         core: Any = None
         if pieces.interior is not None:  # while gradients of halos travel back
             rows = pieces.input_of(tensor, pieces.interior, own)
             core = _piece(pieces, pieces.interior, grad, rows, weight, mask, totals)
-        if wanted is not None and travel is not None:
-            wanted = pieces.routes[-1].finish_back(wanted, travel, space, within=True)
+        if wanted is not None and transfer is not None:
+            wanted = pieces.routes[-1].finish_back(wanted, transfer, space, within=True)
             for route in reversed(pieces.routes[:-1]):
                 wanted = route.finish_back(wanted, route.start_back(wanted, space), space, within=True)
             if pieces.interior is not None:
@@ -372,18 +383,18 @@ class _Convolve(torch.autograd.Function):
 
 
 def _extended(
-    pieces: Pieces, tensor: torch.Tensor, rows: Sequence[Sequence[Rows]], halos: Sequence[torch.Tensor]
+    pieces: ConvolutionPieces, tensor: torch.Tensor, rows: Sequence[Sequence[Rows]], halos: Sequence[torch.Tensor]
 ) -> torch.Tensor:
     """The owned rows with the halos that came in forward: `rows` of each route, one after another in `halos`."""
     left = iter(halos)
     for route, numbers in zip(pieces.routes, rows, strict=True):
         arrivals = [(number, next(left)) for number in numbers]
-        tensor = route.finish(tensor, Travel(handle=None, arrivals=arrivals, departures=[]), pieces.space)
+        tensor = route.finish(tensor, HaloTransfer(handle=None, arrivals=arrivals, departures=[]), pieces.space)
     return tensor
 
 
 def _piece(
-    pieces: Pieces,
+    pieces: ConvolutionPieces,
     box: Box,
     grad: torch.Tensor,
     rows: torch.Tensor,
@@ -400,7 +411,9 @@ def _piece(
     return found
 
 
-def _spread(pieces: Pieces, box: Box, found: torch.Tensor, extended: torch.Tensor, firsts: list[int]) -> torch.Tensor:
+def _spread(
+    pieces: ConvolutionPieces, box: Box, found: torch.Tensor, extended: torch.Tensor, firsts: list[int]
+) -> torch.Tensor:
     """The gradient of all of a part's input, of which a box of output rows needed all or some: the only piece."""
     if found.shape == extended.shape:
         return found
@@ -409,7 +422,7 @@ def _spread(pieces: Pieces, box: Box, found: torch.Tensor, extended: torch.Tenso
     return result
 
 
-def _assemble(pieces: Pieces, core: torch.Tensor, made: list[torch.Tensor]) -> torch.Tensor:
+def _assemble(pieces: ConvolutionPieces, core: torch.Tensor, made: list[torch.Tensor]) -> torch.Tensor:
     shape = list(core.shape)
     for i, every in enumerate(pieces.full):
         if every is not None:
@@ -429,30 +442,30 @@ def convolve_overlapped(
     rows: Sequence[Rows | None],
     beside: Sequence[int],
     groups: int,
-    routes: Sequence[Route],
-    space: Space,
+    routes: Sequence[HaloRoute],
+    space: SpatialGroup,
 ) -> torch.Tensor:
     """Convolution of this rank's part: `rows` of the output along each cut spatial dim; `routes` fetch its halos.
 
     Interior rows are computed while the first dim's halos travel, and their gradients while the last dim's return.
     """
-    pieces = take_apart(windows, rows, beside, groups, routes, space)
+    pieces = divide_into_pieces(windows, rows, beside, groups, routes, space)
     return _Convolve.apply(tensor, weight, bias, pieces)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def routes_of(
-    where: Where, windows: Sequence[Window | Spread], result: Where, *, fill: float = 0.0
-) -> tuple[Route, ...]:
+    where: Where, windows: Sequence[Window | TransposedWindow], result: Where, *, fill: float = 0.0
+) -> tuple[HaloRoute, ...]:
     """One Route for each cut spatial dim (tensor dims 2 and on) of which some part needs more than it owns."""
     routes = []
     for dim, (along, window, out) in enumerate(zip(where[2:], windows, result[2:], strict=True), start=2):
         if along is not None and out is not None:
             needs = needs_of(window, out)
             if not idle(along.bounds, needs):
-                routes.append(Route(dim=dim, axis=along.axis, bounds=along.bounds, needs=needs, fill=fill))
+                routes.append(HaloRoute(dim=dim, axis=along.axis, bounds=along.bounds, needs=needs, fill=fill))
     return tuple(routes)
 
 
-def needs_of(window: Window | Spread, out: Along) -> tuple[Rows, ...]:
+def needs_of(window: Window | TransposedWindow, out: Along) -> tuple[Rows, ...]:
     """What every part needs for the rows it owns of a layer's output."""
     return tuple(window.needs(owned(out.bounds, part)) for part in range(out.parts))

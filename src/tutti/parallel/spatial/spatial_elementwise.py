@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from tutti.errors import PlanError
 from tutti.parallel.data.batchnorm import BatchScope, GlobalForward
-from tutti.parallel.spatial.halo_exchange import Space, all_sum
+from tutti.parallel.spatial.halo_exchange import SpatialGroup, all_sum
 from tutti.parallel.spatial.spatial_tensor import (
     HANDLERS,
     Along,
@@ -58,7 +58,7 @@ _FACTS = (
 )
 
 
-def together(values: list[Any]) -> tuple[list[Any], Where, Space]:
+def together(values: list[Any]) -> tuple[list[Any], Where, SpatialGroup]:
     """Tensors that broadcast against each other, as parts that do; how the result is cut; and its space.
 
     Plain tensors, and those that are whole along a dim that another is cut along, are narrowed to this rank's rows.
@@ -76,7 +76,7 @@ def together(values: list[Any]) -> tuple[list[Any], Where, Space]:
     return placed, tuple(where), space
 
 
-def _fit(tensor: torch.Tensor, where: Where, space: Space) -> torch.Tensor:
+def _fit(tensor: torch.Tensor, where: Where, space: SpatialGroup) -> torch.Tensor:
     """The part of one tensor that broadcasts against parts cut like `where`."""
     own, part = where_of(tensor), local(tensor)
     for dim, along in enumerate(where[len(where) - len(own) :]):
@@ -415,11 +415,11 @@ def _reduction(func: Function, kwargs: dict[str, Any]) -> tuple[str, dict[str, A
     return kwargs.get("reduction", "mean"), named
 
 
-def _total(values: torch.Tensor, where: Where, space: Space) -> torch.Tensor:
+def _total(values: torch.Tensor, where: Where, space: SpatialGroup) -> torch.Tensor:
     return all_sum(values.sum(), tuple(sorted(along.axis for along in where if along)), space)
 
 
-def _fitted(target: torch.Tensor, where: Where, space: Space) -> torch.Tensor:
+def _fitted(target: torch.Tensor, where: Where, space: SpatialGroup) -> torch.Tensor:
     """The part of a target that belongs to scores cut like `where`."""
     own, part = where_of(target), local(target)
     if len(own) != len(where):

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from tutti.errors import PlanError
-from tutti.parallel.spatial.halo_exchange import Space, fetch
+from tutti.parallel.spatial.halo_exchange import SpatialGroup, fetch
 from tutti.parallel.spatial.halo_geometry import Window, bounds_of, owned
 from tutti.parallel.spatial.spatial_convolution import after, many, rank_of, routes_of, spread_enough
 from tutti.parallel.spatial.spatial_tensor import (
@@ -101,7 +101,7 @@ def _pools(rank: int, kernel: Any, stride: Any, padding: Any, dilation: Any) -> 
 
 def _pooled(
     input: torch.Tensor, windows: Sequence[Window], ceil: bool, fill: float
-) -> tuple[torch.Tensor, Where, Space]:
+) -> tuple[torch.Tensor, Where, SpatialGroup]:
     """Exactly the rows that this rank's windows cover, padded with `fill`; how the output is cut; the space."""
     tensor = spread_enough(input, windows, ceil)
     where, space, part = where_of(tensor), space_of([input]), local(tensor)

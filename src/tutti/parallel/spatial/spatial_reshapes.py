@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from tutti.errors import PlanError
-from tutti.parallel.spatial.halo_exchange import Space, all_sum, fetch
+from tutti.parallel.spatial.halo_exchange import SpatialGroup, all_sum, fetch
 from tutti.parallel.spatial.halo_geometry import Window, bounds_of, owned
 from tutti.parallel.spatial.spatial_elementwise import elementwise, shape_of
 from tutti.parallel.spatial.spatial_tensor import (
@@ -252,7 +252,7 @@ def _stack(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 @handles("chunk", "split", "split_with_sizes", "unbind", "tensor_split")
-def _apart(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _separate(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Along a dim that is not cut; else of the whole."""
     tensor, *rest = args
     name = func.__name__
@@ -290,7 +290,7 @@ def padded(input: torch.Tensor, pad: Sequence[int], mode: str = "constant", valu
 
 
 def _moved_rows(
-    part: torch.Tensor, dim: int, along: Along | None, window: Window, fill: float, space: Space
+    part: torch.Tensor, dim: int, along: Along | None, window: Window, fill: float, space: SpatialGroup
 ) -> tuple[torch.Tensor, Along | None]:
     """This rank's rows of a tensor that is padded, cropped or thinned along a cut dim."""
     if along is None:

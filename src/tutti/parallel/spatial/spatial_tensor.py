@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tutti.errors import PlanError
-from tutti.parallel.spatial.halo_exchange import Space, fetch
+from tutti.parallel.spatial.halo_exchange import SpatialGroup, fetch
 from tutti.parallel.spatial.halo_geometry import Rows, bounds_of, owned
 
 
@@ -44,7 +44,7 @@ class CutTensor(torch.Tensor):
     """
 
     _tutti_where: Where
-    _tutti_space: Space
+    _tutti_space: SpatialGroup
 
     @classmethod
     def __torch_function__(
@@ -88,7 +88,7 @@ def where_of(value: Any) -> Where:
     return (None,) * int(value.dim())
 
 
-def space_of(values: Iterable[Any]) -> Space:
+def space_of(values: Iterable[Any]) -> SpatialGroup:
     """The space of the first cut tensor among `values`."""
     return next(value._tutti_space for value in values if isinstance(value, CutTensor))
 
@@ -98,7 +98,7 @@ def local(value: torch.Tensor) -> torch.Tensor:
     return value.as_subclass(torch.Tensor) if isinstance(value, CutTensor) else value
 
 
-def cut(part: torch.Tensor, where: Where, space: Space) -> torch.Tensor:
+def cut(part: torch.Tensor, where: Where, space: SpatialGroup) -> torch.Tensor:
     """The whole tensor of which `part` is here; `part` itself where no dim is cut."""
     if not any(where):
         return local(part)
@@ -107,18 +107,18 @@ def cut(part: torch.Tensor, where: Where, space: Space) -> torch.Tensor:
     return result
 
 
-def rows_of(along: Along, space: Space) -> Rows:
+def rows_of(along: Along, space: SpatialGroup) -> Rows:
     """The rows this rank owns."""
     return owned(along.bounds, space.place[along.axis])
 
 
-def narrowed(tensor: torch.Tensor, dim: int, along: Along, space: Space) -> torch.Tensor:
+def narrowed(tensor: torch.Tensor, dim: int, along: Along, space: SpatialGroup) -> torch.Tensor:
     """This rank's rows of a plain tensor that is whole along `dim`."""
     start, stop = rows_of(along, space)
     return tensor.narrow(dim, start, stop - start)
 
 
-def cut_whole(tensor: torch.Tensor, first: int, space: Space) -> torch.Tensor:
+def cut_whole(tensor: torch.Tensor, first: int, space: SpatialGroup) -> torch.Tensor:
     """Cut a tensor that is whole here along its dims `first` and after, as the grid says."""
     where: list[Along | None] = [None] * tensor.dim()
     for axis, parts in enumerate(space.grid):

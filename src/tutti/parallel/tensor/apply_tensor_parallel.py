@@ -10,14 +10,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from tutti.parallel.layout import GRADIENT_AXES, Layout
 from tutti.parallel.tensor.layer_patterns import Decision
-from tutti.parallel.tensor.partition_ranges import Spread
-from tutti.parallel.tensor.tensor_activation import Place, all_whole, parted
+from tutti.parallel.tensor.partition_ranges import RankRanges
+from tutti.parallel.tensor.tensor_activation import PartPlacement, all_whole, parted
 from tutti.parallel.tensor.tensor_collectives import SplitGroup
 from tutti.parallel.tensor.tensor_layers import (
     GATES,
     ColumnForward,
-    Entry,
     HeadsForward,
+    ParallelEntry,
     RecurrentForward,
     RowForward,
     SamplesForward,
@@ -31,7 +31,7 @@ from tutti.parallel.tensor.tensor_layers import (
 PLACES = "_tutti_split_places"
 """Attribute of a module's class: where its divided parameters lie in the whole ones."""
 
-Cut = tuple[str, int, Spread]
+Cut = tuple[str, int, RankRanges]
 """(name of a parameter in its module, dim, spread)."""
 
 
@@ -49,10 +49,10 @@ class Running:
 
 def apply_decisions(model: nn.Module, decisions: Sequence[Decision], layout: Layout, group: SplitGroup) -> None:
     """Change `model` in place as `decisions` say, and write into `layout` what this rank holds."""
-    entry, running = Entry(group), Running()
+    entry, running = ParallelEntry(group), Running()
     by_tokens = any(one.role == "tokens" for one in decisions)
     done: dict[int, nn.Parameter] = {}
-    places: dict[int, Place] = {}
+    places: dict[int, PartPlacement] = {}
     for one in decisions:
         module = model.get_submodule(one.name)
         for leaf, dim, spread in cuts_of(module, one):
@@ -93,11 +93,11 @@ def _cut(
     leaf: str,
     name: str,
     dim: int,
-    spread: Spread,
+    spread: RankRanges,
     layout: Layout,
     group: SplitGroup,
     done: dict[int, nn.Parameter],
-    places: dict[int, Place],
+    places: dict[int, PartPlacement],
 ) -> None:
     """Replace one parameter by this rank's part; one that is tied and has been cut already stays as it is."""
     whole = module._parameters[leaf]
@@ -109,13 +109,13 @@ def _cut(
         pieces = [whole.narrow(dim, start, stop - start) for start, stop in ranges]
         part = torch.cat(pieces, dim) if pieces else whole.narrow(dim, 0, 0).clone()
     done[id(whole)] = nn.Parameter(part.contiguous(), requires_grad=whole.requires_grad)
-    places[id(whole)] = Place(dim=dim, spread=spread, group=group)
+    places[id(whole)] = PartPlacement(dim=dim, spread=spread, group=group)
     layout.cut(name, dim, *ranges)
 
 
 def _share(
-    model: nn.Module, done: dict[int, nn.Parameter], places: dict[int, Place]
-) -> list[tuple[nn.Module, dict[str, Place]]]:
+    model: nn.Module, done: dict[int, nn.Parameter], places: dict[int, PartPlacement]
+) -> list[tuple[nn.Module, dict[str, PartPlacement]]]:
     """Put the parts wherever the whole parameters were, tied places too; returns where that was."""
     owners = []
     for module in list(model.modules()):
@@ -127,7 +127,9 @@ def _share(
     return owners
 
 
-def _set_forward(module: Any, one: Decision, entry: Entry, group: SplitGroup, layout: Layout, by_tokens: bool) -> None:
+def _set_forward(
+    module: Any, one: Decision, entry: ParallelEntry, group: SplitGroup, layout: Layout, by_tokens: bool
+) -> None:
     if one.role in ("column", "shared"):
         module.forward = ColumnForward(module=module, entry=entry, spread=one.spread, shared=one.role == "shared")
     elif one.role == "row":
@@ -147,10 +149,10 @@ def _set_forward(module: Any, one: Decision, entry: Entry, group: SplitGroup, la
             layout.set_reduce_axes(f"{one.name}.{leaf}", (*GRADIENT_AXES, "split"))
 
 
-def _guard(module: nn.Module, leaves: dict[str, Place], running: Running) -> None:
+def _guard(module: nn.Module, leaves: dict[str, PartPlacement], running: Running) -> None:
     """While the model runs, `module.weight` read by the model's own code stands for the whole parameter."""
 
-    def reader(leaf: str, place: Place) -> property:
+    def reader(leaf: str, place: PartPlacement) -> property:
         def read(self: nn.Module) -> Any:
             if leaf not in self._parameters:
                 raise AttributeError(leaf)
@@ -177,7 +179,7 @@ def whole_parameter(model: nn.Module, name: str) -> torch.Tensor:
     return parameter if place is None else parted(parameter.as_subclass(torch.Tensor), place)
 
 
-def _watch(model: nn.Module, divided: list[nn.Module], running: Running, entry: Entry) -> None:
+def _watch(model: nn.Module, divided: list[nn.Module], running: Running, entry: ParallelEntry) -> None:
     """Note when modules that contain divided ones run; what the model returns without gradients is made whole."""
     inside = {id(module) for module in divided}
     for module in model.modules():
@@ -190,7 +192,7 @@ def _watch(model: nn.Module, divided: list[nn.Module], running: Running, entry: 
             module.forward = _running(module.forward, running, entry if module is model else None)
 
 
-def _running(plain: Callable[..., Any], running: Running, entry: Entry | None) -> Callable[..., Any]:
+def _running(plain: Callable[..., Any], running: Running, entry: ParallelEntry | None) -> Callable[..., Any]:
     """`entry`: given for the model itself."""
 
     @functools.wraps(plain)

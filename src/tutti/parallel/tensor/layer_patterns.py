@@ -11,7 +11,7 @@ from typing import Any, Literal
 from torch import nn
 
 from tutti.errors import PlanError
-from tutti.parallel.tensor.partition_ranges import Among, Spread, shared_heads
+from tutti.parallel.tensor.partition_ranges import Among, RankRanges, shared_heads
 
 QUERY = "q query q_proj query_proj q_lin to_q wq w_q Wq q_linear linear_q q_attn W_q"
 
@@ -55,14 +55,14 @@ class Decision:
 
     name: str
     role: Role
-    spread: Spread
+    spread: RankRanges
     partner: str = ""
     entered: bool = True
     groups: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class LayerGroup:
     """Layers that are divided together: `decide(among)` says how; `members`: their names, producers first.
 
     `consumer`: the one that takes the others' parts (a row layer), where there is one.
@@ -73,7 +73,7 @@ class Group:
     consumer: str | None = None
 
 
-def groups(model: nn.Module) -> Iterator[Group]:
+def groups(model: nn.Module) -> Iterator[LayerGroup]:
     """All groups that are recognised; no module is in two of them."""
     taken: set[str] = set()
     for find in (_torch_heads, _attention, _bert_mlp, _mlp):
@@ -104,7 +104,7 @@ def _role(module: nn.Module, names: str) -> str | None:
     return next((name for name in names.split() if _linear_at(module, name) is not None), None)
 
 
-def _torch_heads(name: str, module: nn.Module, taken: set[str]) -> Iterator[Group]:
+def _torch_heads(name: str, module: nn.Module, taken: set[str]) -> Iterator[LayerGroup]:
     if not isinstance(module, nn.MultiheadAttention) or not is_heads(module):
         return
 
@@ -115,10 +115,10 @@ def _torch_heads(name: str, module: nn.Module, taken: set[str]) -> Iterator[Grou
         )
         return [Decision(name=name, role="heads", spread=heads, partner=child(name, "out_proj")), out]
 
-    yield Group(members=(name, child(name, "out_proj")), decide=decide, consumer=child(name, "out_proj"))
+    yield LayerGroup(members=(name, child(name, "out_proj")), decide=decide, consumer=child(name, "out_proj"))
 
 
-def _heads_among(name: str, heads: int, among: Among) -> Spread:
+def _heads_among(name: str, heads: int, among: Among) -> RankRanges:
     """The heads of each rank: as many as all others', or in proportion to the weights."""
     degree = among.degree
     if heads % degree and not among.weights:
@@ -130,7 +130,7 @@ def _heads_among(name: str, heads: int, among: Among) -> Spread:
     return among.units(name, heads, "attention heads")
 
 
-def _attention(name: str, module: nn.Module, taken: set[str]) -> Iterator[Group]:
+def _attention(name: str, module: nn.Module, taken: set[str]) -> Iterator[LayerGroup]:
     """Attention with separate or fused projections; the output's may lie in a sibling (BERT's output.dense)."""
     for inner in ("", "self", "attention"):
         holder = module._modules.get(inner) if inner else module
@@ -161,7 +161,7 @@ def _number(module: nn.Module, names: str) -> int | None:
 
 def _separate(
     prefix: str, holder: nn.Module, roles: list[str], module: nn.Module, out_name: str, out: str
-) -> Iterator[Group]:
+) -> Iterator[LayerGroup]:
     (_, q), (_, k), (_, v) = (features(holder.get_submodule(role)) for role in roles)
     heads, size = _heads(holder, q)
     if heads is None or size is None or k % size:
@@ -173,10 +173,10 @@ def _separate(
     names = [child(prefix, role) for role in roles]
 
     def decide(among: Among) -> list[Decision]:
-        spread, value_size, alone = _heads_among(prefix, heads, among), v // key_heads, among.fills(key_heads)
-        keys = among.parted(key_heads) if alone else shared_heads(spread, key_heads)
-        spread = keys.scaled(heads // key_heads) if alone else spread
-        role: Any = "column" if alone else "shared"
+        spread, value_size, own_keys = _heads_among(prefix, heads, among), v // key_heads, among.fills(key_heads)
+        keys = among.parted(key_heads) if own_keys else shared_heads(spread, key_heads)
+        spread = keys.scaled(heads // key_heads) if own_keys else spread
+        role: Any = "column" if own_keys else "shared"
         sizes, groups = (keys.scaled(size), keys.scaled(value_size)), key_heads if key_heads < heads else 0
         return [
             Decision(name=names[0], role="column", spread=spread.scaled(size), partner=out_name, groups=groups),
@@ -186,7 +186,7 @@ def _separate(
                      groups=groups),
         ]  # fmt: skip
 
-    yield Group(members=(*names, out_name), decide=decide, consumer=out_name)
+    yield LayerGroup(members=(*names, out_name), decide=decide, consumer=out_name)
 
 
 def _heads(holder: nn.Module, q: int) -> tuple[int | None, int | None]:
@@ -203,7 +203,7 @@ def _heads(holder: nn.Module, q: int) -> tuple[int | None, int | None]:
 
 def _fused(
     prefix: str, holder: nn.Module, fused: str, query: str | None, module: nn.Module, out_name: str, out: str
-) -> Iterator[Group]:
+) -> Iterator[LayerGroup]:
     """q, k and v (or, beside a query layer of its own, k and v) one behind another in one layer."""
     inputs, _ = features(module.get_submodule(out))
     _, outputs = features(holder.get_submodule(fused))
@@ -221,10 +221,10 @@ def _fused(
         ]
         return [*columns, Decision(name=out_name, role="row", spread=spread, partner=names[0], entered=False)]
 
-    yield Group(members=(*names, out_name), decide=decide, consumer=out_name)
+    yield LayerGroup(members=(*names, out_name), decide=decide, consumer=out_name)
 
 
-def _pair(ups: list[str], down: str, width: int) -> Group:
+def _pair(ups: list[str], down: str, width: int) -> LayerGroup:
     """Layers of one input whose outputs, combined value by value, are the input of `down`."""
 
     def decide(among: Among) -> list[Decision]:
@@ -235,16 +235,16 @@ def _pair(ups: list[str], down: str, width: int) -> Group:
         ]
         return [*columns, Decision(name=down, role="row", spread=spread, partner=ups[0], entered=False)]
 
-    return Group(members=(*ups, down), decide=decide, consumer=down)
+    return LayerGroup(members=(*ups, down), decide=decide, consumer=down)
 
 
-def _bert_mlp(name: str, module: nn.Module, taken: set[str]) -> Iterator[Group]:
+def _bert_mlp(name: str, module: nn.Module, taken: set[str]) -> Iterator[LayerGroup]:
     first, second = _linear_at(module, "intermediate.dense"), _linear_at(module, "output.dense")
     if first is not None and second is not None and features(first)[1] == features(second)[0]:
         yield _pair([child(name, "intermediate.dense")], child(name, "output.dense"), features(first)[1])
 
 
-def _mlp(name: str, module: nn.Module, taken: set[str]) -> Iterator[Group]:
+def _mlp(name: str, module: nn.Module, taken: set[str]) -> Iterator[LayerGroup]:
     """Direct children: linear layers of one shape, then the first later one that takes as many inputs."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         return
@@ -273,7 +273,7 @@ def _direct(module: nn.Module, first: str, second: str) -> bool:
     return all(is_elementwise(module.get_submodule(key)) for key in between)
 
 
-def _vocabularies(model: nn.Module) -> Iterator[Group]:
+def _vocabularies(model: nn.Module) -> Iterator[LayerGroup]:
     """Output layers tied to embeddings, and what transformers models call their input and output embeddings."""
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules():
@@ -293,7 +293,7 @@ def _transformers_embeddings(model: nn.Module) -> Iterator[Any]:
             yield getattr(model, getter)()
 
 
-def _vocabulary(names: list[str], modules: list[nn.Module]) -> Group:
+def _vocabulary(names: list[str], modules: list[nn.Module]) -> LayerGroup:
     size = int(modules[0]._parameters["weight"].shape[0])  # type: ignore[union-attr]
 
     def decide(among: Among) -> list[Decision]:
@@ -303,7 +303,7 @@ def _vocabulary(names: list[str], modules: list[nn.Module]) -> Group:
             for n, m in zip(names, modules, strict=True)
         ]
 
-    return Group(members=tuple(names), decide=decide)
+    return LayerGroup(members=tuple(names), decide=decide)
 
 
 def is_elementwise(module: nn.Module) -> bool:

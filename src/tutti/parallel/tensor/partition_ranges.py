@@ -15,7 +15,7 @@ MOST_RANGES = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class RankRanges:
     """`parts[rank]`: ranges (start, stop) in ascending order; locally they lie one behind another.
 
     Together they cover all `size` positions; ranks may hold the same ones.
@@ -28,39 +28,39 @@ class Spread:
         """Positions that `rank` holds."""
         return sum(stop - start for start, stop in self.parts[rank])
 
-    def scaled(self, inner: int) -> "Spread":
+    def scaled(self, inner: int) -> "RankRanges":
         """The same where every position stands for `inner` neighbouring ones."""
         parts = tuple(tuple((a * inner, b * inner) for a, b in ranges) for ranges in self.parts)
-        return Spread(self.size * inner, parts)
+        return RankRanges(self.size * inner, parts)
 
-    def repeated(self, outer: int) -> "Spread":
+    def repeated(self, outer: int) -> "RankRanges":
         """`outer` such dims one behind another (the q, k and v of a fused layer)."""
         parts = tuple(
             tuple((o * self.size + a, o * self.size + b) for o in range(outer) for a, b in ranges)
             for ranges in self.parts
         )
-        return Spread(self.size * outer, tuple(_merged(ranges) for ranges in parts))
+        return RankRanges(self.size * outer, tuple(_merged(ranges) for ranges in parts))
 
-    def narrowed(self, start: int, stop: int) -> "Spread":
+    def narrowed(self, start: int, stop: int) -> "RankRanges":
         """The spread of positions start .. stop - 1, counted from start."""
-        return Spread(stop - start, tuple(_clipped(ranges, start, stop) for ranges in self.parts))
+        return RankRanges(stop - start, tuple(_clipped(ranges, start, stop) for ranges in self.parts))
 
     def before(self, rank: int, position: int) -> int:
         """How many positions below `position` the rank holds: where `position` begins locally."""
         return sum(min(b, position) - a for a, b in self.parts[rank] if a < position)
 
-    def contains(self, other: "Spread") -> bool:
+    def contains(self, other: "RankRanges") -> bool:
         """Whether every rank holds all that it holds of `other`."""
         return self.size == other.size and all(
             all(any(a <= low and high <= b for a, b in mine) for low, high in theirs)
             for mine, theirs in zip(self.parts, other.parts, strict=True)
         )
 
-    def inside(self, rank: int, other: "Spread") -> tuple[Range, ...]:
+    def inside(self, rank: int, other: "RankRanges") -> tuple[Range, ...]:
         """Local positions, in this spread, of what `rank` holds of `other`, which this one contains."""
         return _merged(tuple((self.before(rank, a), self.before(rank, b)) for a, b in other.parts[rank]))
 
-    def owned(self) -> "Spread":
+    def owned(self) -> "RankRanges":
         """Every position on the first rank that holds it, and there only."""
         seen: list[bool] = [False] * self.size
         parts = []
@@ -69,7 +69,7 @@ class Spread:
             for p in mine:
                 seen[p] = True
             parts.append(_merged(tuple((p, p + 1) for p in mine)))
-        return Spread(self.size, tuple(parts))
+        return RankRanges(self.size, tuple(parts))
 
     @property
     def disjoint(self) -> bool:
@@ -83,11 +83,11 @@ class Spread:
         return self.parts == tuple(((r * length, (r + 1) * length),) for r in range(len(self.parts)))
 
 
-def even(size: int, degree: int) -> Spread:
+def even(size: int, degree: int) -> RankRanges:
     """Contiguous parts whose sizes differ by at most 1, larger ones first."""
     small, more = divmod(size, degree)
     bounds = [rank * small + min(rank, more) for rank in range(degree + 1)]
-    return Spread(size, tuple(((a, b),) if a < b else () for a, b in itertools.pairwise(bounds)))
+    return RankRanges(size, tuple(((a, b),) if a < b else () for a, b in itertools.pairwise(bounds)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +97,12 @@ class Among:
     degree: int
     weights: tuple[float, ...] = ()
 
-    def parted(self, size: int) -> Spread:
+    def parted(self, size: int) -> RankRanges:
         """Contiguous parts of `size` positions: even ones, or in proportion to the weights."""
         if not self.weights:
             return even(size, self.degree)
         bounds = cut_units(size, self.degree, self.weights)
-        return Spread(size, tuple(((a, b),) if a < b else () for a, b in itertools.pairwise(bounds)))
+        return RankRanges(size, tuple(((a, b),) if a < b else () for a, b in itertools.pairwise(bounds)))
 
     def fills(self, size: int) -> bool:
         """Whether every rank has some of `size` positions, and as many as all others where parts are to be equal."""
@@ -110,7 +110,7 @@ class Among:
             return size % self.degree == 0
         return all(self.parted(size).parts)
 
-    def units(self, name: str, size: int, what: str) -> Spread:
+    def units(self, name: str, size: int, what: str) -> RankRanges:
         """Parts of the `size` units, called `what`, of the module `name`. Raises PlanError where weights leave a rank
         none of them."""
         spread = self.parted(size)
@@ -119,17 +119,19 @@ class Among:
         return spread
 
 
-def shared_heads(queries: Spread, key_heads: int) -> Spread:
+def shared_heads(queries: RankRanges, key_heads: int) -> RankRanges:
     """Key and value heads that each rank needs for its part of the query heads; some are needed by several."""
     group = queries.size // key_heads
     parts = []
     for ranges in queries.parts:
         parts.append(tuple((a // group, (b - 1) // group + 1) for a, b in ranges))
-    return Spread(key_heads, tuple(parts))
+    return RankRanges(key_heads, tuple(parts))
 
 
 @lru_cache(maxsize=4096)
-def viewed(shape: tuple[int, ...], dim: int, spread: Spread, target: tuple[int, ...]) -> tuple[int, Spread] | None:
+def viewed(
+    shape: tuple[int, ...], dim: int, spread: RankRanges, target: tuple[int, ...]
+) -> tuple[int, RankRanges] | None:
     """(dim, spread) of a whole tensor of `shape`, cut along `dim`, after it is viewed as `target`.
 
     None where local views cannot give it: the cut would go through several dims.
@@ -147,7 +149,7 @@ def viewed(shape: tuple[int, ...], dim: int, spread: Spread, target: tuple[int, 
         parts = [_folded(ranges, unit, target[at], outer) for ranges in flat.parts]
         found = tuple(part for part in parts if part is not None)
         if len(found) == len(parts):
-            return at, Spread(target[at], found)
+            return at, RankRanges(target[at], found)
     return None
 
 

@@ -15,7 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from tutti.errors import ScriptError
-from tutti.parallel.tensor.partition_ranges import Spread
+from tutti.parallel.tensor.partition_ranges import RankRanges
 from tutti.parallel.tensor.tensor_collectives import SplitGroup, copy, gather, pieces, take
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -29,18 +29,18 @@ H = TypeVar("H", bound=Handler)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class PartPlacement:
     """Where a part lies in its whole tensor: along which `dim` (counted from the front), which ranges."""
 
     dim: int
-    spread: Spread
+    spread: RankRanges
     group: SplitGroup
 
 
 class Parted(torch.Tensor):
     """A part of a whole tensor; `place` says which. Made by `parted`."""
 
-    place: Place
+    place: PartPlacement
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -95,7 +95,7 @@ def properties(words: str) -> list[Any]:
     return [getattr(torch.Tensor, name).__get__ for name in words.split()]
 
 
-def parted(tensor: torch.Tensor, place: Place) -> torch.Tensor:
+def parted(tensor: torch.Tensor, place: PartPlacement) -> torch.Tensor:
     """`tensor`, which is this rank's part, as the whole tensor's part. A fresh tensor becomes it without a copy."""
     if isinstance(tensor, Parted):
         if tensor.place == place:
@@ -154,7 +154,7 @@ def on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*all_whole(args), **all_whole(kwargs))
 
 
-def fit(tensor: Any, back: int, spread: Spread, group: SplitGroup) -> Any:
+def fit(tensor: Any, back: int, spread: RankRanges, group: SplitGroup) -> Any:
     """An operand made fit to meet parts of `spread` along dim `back` (negative: counted from the end).
 
     A part that holds what is needed is narrowed; other parts are gathered; of a whole tensor the part is taken, or,
@@ -174,7 +174,7 @@ def fit(tensor: Any, back: int, spread: Spread, group: SplitGroup) -> Any:
     return take(tensor, tensor.ndim + back, spread, group)
 
 
-def lead(tensors: list[Any], forced: Parted | None = None) -> tuple[int, Spread, SplitGroup] | None:
+def lead(tensors: list[Any], forced: Parted | None = None) -> tuple[int, RankRanges, SplitGroup] | None:
     """Along which dim (negative) and spread an elementwise function of `tensors` is computed on parts; None: not.
 
     The spread that others contain is chosen, so that most operands need no exchange; or that of `forced`.

@@ -21,7 +21,7 @@ from tutti.comm.hierarchical import HierarchicalCommunicator
 from tutti.comm.point_to_point import all_gather, reduce_scatter, ring_all_reduce_nbytes
 from tutti.comm.shared_memory import SharedMemoryCommunicator
 from tutti.comm.traffic import CommChannel, untracked_channel
-from tutti.parallel.tensor.partition_ranges import Range, Spread
+from tutti.parallel.tensor.partition_ranges import Range, RankRanges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,22 +75,22 @@ def add(term: torch.Tensor, group: SplitGroup) -> torch.Tensor:
     return _Add.apply(term, group)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def gather(part: torch.Tensor, dim: int, spread: Spread, group: SplitGroup) -> torch.Tensor:
+def gather(part: torch.Tensor, dim: int, spread: RankRanges, group: SplitGroup) -> torch.Tensor:
     """The whole tensor from the ranks' parts along `dim`."""
-    return _Gather.apply(part, dim, spread, group)  # type: ignore[no-untyped-call, no-any-return]
+    return _GatherActivation.apply(part, dim, spread, group)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def take(whole: torch.Tensor, dim: int, spread: Spread, group: SplitGroup) -> torch.Tensor:
+def take(whole: torch.Tensor, dim: int, spread: RankRanges, group: SplitGroup) -> torch.Tensor:
     """This rank's part of a whole tensor."""
     return _Take.apply(whole, dim, spread, group)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def gather_copy(part: torch.Tensor, dim: int, spread: Spread, group: SplitGroup) -> torch.Tensor:
+def gather_copy(part: torch.Tensor, dim: int, spread: RankRanges, group: SplitGroup) -> torch.Tensor:
     """`copy` of `gather`: gradients are summed and taken apart in one exchange."""
     return _GatherCopy.apply(part, dim, spread, group)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def add_take(term: torch.Tensor, dim: int, spread: Spread, group: SplitGroup) -> torch.Tensor:
+def add_take(term: torch.Tensor, dim: int, spread: RankRanges, group: SplitGroup) -> torch.Tensor:
     """`take` of `add`: this rank's part, along `dim`, of the sum of the ranks' terms."""
     return _AddTake.apply(term, dim, spread, group)  # type: ignore[no-untyped-call, no-any-return]
 
@@ -107,7 +107,7 @@ def _tracked(tensor: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and tensor.requires_grad
 
 
-def _gathered(part: torch.Tensor, dim: int, spread: Spread, group: SplitGroup) -> torch.Tensor:
+def _gathered(part: torch.Tensor, dim: int, spread: RankRanges, group: SplitGroup) -> torch.Tensor:
     """Parts of different sizes travel padded to the largest, truth values as bytes."""
     if part.dtype is torch.bool:
         return _gathered(part.to(torch.uint8), dim, spread, group).bool()
@@ -129,7 +129,7 @@ def _gathered(part: torch.Tensor, dim: int, spread: Spread, group: SplitGroup) -
     return everyone.movedim(0, dim).contiguous()
 
 
-def _summed_part(term: torch.Tensor, dim: int, spread: Spread, group: SplitGroup) -> torch.Tensor:
+def _summed_part(term: torch.Tensor, dim: int, spread: RankRanges, group: SplitGroup) -> torch.Tensor:
     """This rank's part of the sum over ranks."""
     if spread.simple:
         lead = term.movedim(dim, 0).contiguous()
@@ -166,9 +166,9 @@ class _Add(torch.autograd.Function):
         return grad, None
 
 
-class _Gather(torch.autograd.Function):
+class _GatherActivation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, dim: int, spread: Spread, group: SplitGroup) -> torch.Tensor:
+    def forward(ctx: Any, part: torch.Tensor, dim: int, spread: RankRanges, group: SplitGroup) -> torch.Tensor:
         ctx.place = dim, spread, group
         return _gathered(part, dim, spread, group)
 
@@ -187,7 +187,7 @@ class _Gather(torch.autograd.Function):
 
 class _Take(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, dim: int, spread: Spread, group: SplitGroup) -> torch.Tensor:
+    def forward(ctx: Any, whole: torch.Tensor, dim: int, spread: RankRanges, group: SplitGroup) -> torch.Tensor:
         ctx.place = dim, spread, group
         part = pieces(whole, dim, spread.parts[group.rank])
         return part.clone() if len(spread.parts[group.rank]) <= 1 else part
@@ -205,7 +205,7 @@ class _Take(torch.autograd.Function):
 
 class _GatherCopy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, dim: int, spread: Spread, group: SplitGroup) -> torch.Tensor:
+    def forward(ctx: Any, part: torch.Tensor, dim: int, spread: RankRanges, group: SplitGroup) -> torch.Tensor:
         ctx.place = dim, spread, group
         return _gathered(part, dim, spread, group)
 
@@ -217,7 +217,7 @@ class _GatherCopy(torch.autograd.Function):
 
 class _AddTake(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, term: torch.Tensor, dim: int, spread: Spread, group: SplitGroup) -> torch.Tensor:
+    def forward(ctx: Any, term: torch.Tensor, dim: int, spread: RankRanges, group: SplitGroup) -> torch.Tensor:
         ctx.place = dim, spread, group
         return _summed_part(term, dim, spread, group)
 

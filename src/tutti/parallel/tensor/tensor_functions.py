@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from tutti.parallel.tensor.tensor_activation import (
     Parted,
-    Place,
+    PartPlacement,
     fit,
     handles,
     lead,
@@ -76,7 +76,7 @@ def _binary(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     fitted = [fit(leaf, back, spread, group) for leaf in leaves]
     args, kwargs = pytree.tree_unflatten(fitted, structure)
     result = func(*args, **kwargs)
-    return result if inplace else parted(result, Place(dim=dims + back, spread=spread, group=group))
+    return result if inplace else parted(result, PartPlacement(dim=dims + back, spread=spread, group=group))
 
 
 def _in_place(func: Any) -> bool:
@@ -216,7 +216,7 @@ def _reduced(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if place.dim in gone:
         return NotImplemented
     dim = place.dim if keep else place.dim - sum(one < place.dim for one in gone)
-    return parted(func(*args, **kwargs), Place(dim=dim, spread=place.spread, group=place.group))
+    return parted(func(*args, **kwargs), PartPlacement(dim=dim, spread=place.spread, group=place.group))
 
 
 @handles(F.cross_entropy)
@@ -247,7 +247,7 @@ def _cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     )
 
 
-def _positions(target: torch.Tensor, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
+def _positions(target: torch.Tensor, place: PartPlacement) -> tuple[torch.Tensor, torch.Tensor]:
     """(local position of each target, whether this rank holds it)."""
     local, held, offset = torch.zeros_like(target), torch.zeros_like(target, dtype=torch.bool), 0
     for start, stop in place.spread.parts[place.group.rank]:
@@ -265,7 +265,7 @@ def _negative_log_likelihood(
     ignored: int,
     reduction: str,
     smoothing: float,
-    place: Place,
+    place: PartPlacement,
 ) -> torch.Tensor:
     """From this rank's log probabilities (..., classes of its own) to the loss, as torch defines it."""
     local, held = positions
@@ -301,7 +301,7 @@ def _linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return NotImplemented
         place = weight.place
         result = F.linear(copy(x, place.group), weight)
-        return parted(result, Place(dim=result.ndim - 1, spread=place.spread, group=place.group))
+        return parted(result, PartPlacement(dim=result.ndim - 1, spread=place.spread, group=place.group))
     if not isinstance(x, Parted) or x.place.dim == x.ndim - 1:
         return NotImplemented
     group = x.place.group
@@ -320,7 +320,7 @@ def _matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         lead = a if cuts[0] is not None else b
         group, spread = lead.place.group, lead.place.spread
         result = torch.matmul(*(t if t is lead else copy(t, group) for t in args))
-        return parted(result, Place(dim=result.ndim + lead.place.dim - lead.ndim, spread=spread, group=group))
+        return parted(result, PartPlacement(dim=result.ndim + lead.place.dim - lead.ndim, spread=spread, group=group))
     return _batched(func, args, [t for t in args if isinstance(t, Parted)])
 
 
@@ -342,7 +342,7 @@ def _batched(func: Any, args: tuple[Any, ...], parts: list[Parted], kwargs: dict
     if any(t.ndim >= -back and whole_shape(t)[back] not in (1, spread.size) for t in args):
         return NotImplemented
     result = func(*(fit(t, back, spread, group) for t in args), **(kwargs or {}))
-    return parted(result, Place(dim=result.ndim + back, spread=spread, group=group))
+    return parted(result, PartPlacement(dim=result.ndim + back, spread=spread, group=group))
 
 
 @handles(torch.einsum)
@@ -366,7 +366,7 @@ def _einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         fit(t, term.index(letter) - len(term), spread, group) if letter in term else copy(whole(t), group)
         for term, t in zip(terms, operands, strict=True)
     ]
-    return parted(torch.einsum(equation, *fitted), Place(dim=right.index(letter), spread=spread, group=group))
+    return parted(torch.einsum(equation, *fitted), PartPlacement(dim=right.index(letter), spread=spread, group=group))
 
 
 @handles(F.scaled_dot_product_attention)
@@ -393,7 +393,7 @@ def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             result = func(**given)
     else:
         result = func(**given)
-    return parted(result, Place(dim=result.ndim + back, spread=spread, group=group))
+    return parted(result, PartPlacement(dim=result.ndim + back, spread=spread, group=group))
 
 
 def _grouped(key: Any, query: Parted, ratio: int) -> bool:
@@ -410,4 +410,6 @@ def _repeated(key: Any, ratio: int) -> Any:
     place = key.place
     at_heads = place.dim == key.ndim - 3
     spread = place.spread.scaled(ratio) if at_heads else place.spread
-    return parted(torch.repeat_interleave(key, ratio, -3), Place(dim=place.dim, spread=spread, group=place.group))
+    return parted(
+        torch.repeat_interleave(key, ratio, -3), PartPlacement(dim=place.dim, spread=spread, group=place.group)
+    )

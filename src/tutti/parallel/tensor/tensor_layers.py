@@ -16,8 +16,8 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from tutti.errors import ScriptError
-from tutti.parallel.tensor.partition_ranges import Among, Spread, even
-from tutti.parallel.tensor.tensor_activation import Parted, Place, all_whole, fit, parted, whole
+from tutti.parallel.tensor.partition_ranges import Among, RankRanges, even
+from tutti.parallel.tensor.tensor_activation import Parted, PartPlacement, all_whole, fit, parted, whole
 from tutti.parallel.tensor.tensor_collectives import (
     SplitGroup,
     add,
@@ -32,7 +32,7 @@ from tutti.parallel.tensor.tensor_collectives import (
 )
 
 
-class Entry:
+class ParallelEntry:
     """Where whole activations enter divided layers. Layers that follow each other on the same input (q, k and v; gate
     and up) share one copy, so that their gradients are summed over ranks in one exchange.
     """
@@ -41,7 +41,7 @@ class Entry:
         self.group = group
         self._last: tuple[weakref.ref[torch.Tensor], int, bool, torch.Tensor] | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Entry":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ParallelEntry":
         return self
 
     def forget(self) -> None:
@@ -74,8 +74,8 @@ class ColumnForward:
     """
 
     module: nn.Module
-    entry: Entry
-    spread: Spread
+    entry: ParallelEntry
+    spread: RankRanges
     shared: bool = False
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -86,7 +86,7 @@ class ColumnForward:
             ranges = self.spread.parts[group.rank]
             weight, bias = pieces(weight, 0, ranges), None if bias is None else pieces(bias, 0, ranges)
         result = F.linear(x, weight, bias)
-        return parted(result, Place(dim=result.ndim - 1, spread=self.spread, group=group))
+        return parted(result, PartPlacement(dim=result.ndim - 1, spread=self.spread, group=group))
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -97,7 +97,7 @@ class RowForward:
 
     module: nn.Module
     group: SplitGroup
-    spread: Spread
+    spread: RankRanges
     by_tokens: bool = False
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -108,7 +108,7 @@ class RowForward:
                 spread = even(term.shape[1], group.size)
                 part = add_take(term, 1, spread, group)
                 part = part if bias is None else part + copy(bias, group)
-                return parted(part, Place(dim=1, spread=spread, group=group))
+                return parted(part, PartPlacement(dim=1, spread=spread, group=group))
             result = add(term, group)
             return result if bias is None else result + bias
 
@@ -119,7 +119,7 @@ class VocabularyForward:
 
     module: nn.Embedding
     group: SplitGroup
-    spread: Spread
+    spread: RankRanges
 
     def __call__(self, indices: torch.Tensor) -> torch.Tensor:
         module = self.module
@@ -154,7 +154,7 @@ class TokensForward:
         if not isinstance(x, Parted) and x.ndim == 3 and x.shape[1] >= self.group.size:
             spread = even(x.shape[1], self.group.size)
             with torch._C.DisableTorchFunctionSubclass():
-                x = parted(fit(x, -2, spread, self.group), Place(dim=1, spread=spread, group=self.group))
+                x = parted(fit(x, -2, spread, self.group), PartPlacement(dim=1, spread=spread, group=self.group))
         return self.plain(x)  # type: ignore[no-any-return]
 
 
@@ -181,7 +181,7 @@ class SamplesForward:
         count = counts.pop()
         group = self.group
         spread = Among(group.size, group.weights).parted(count)
-        place = Place(dim=0, spread=spread, group=group)
+        place = PartPlacement(dim=0, spread=spread, group=group)
         if not all(spread.parts) or draws_whole():  # all of it, of which this rank's samples count
             result = pieces(self._checked(self.plain(*args, **kwargs), count), 0, spread.parts[group.rank])
             return parted(result.clone(), place)
@@ -220,8 +220,8 @@ class HeadsForward:
     """
 
     module: nn.MultiheadAttention
-    entry: Entry
-    heads: Spread
+    entry: ParallelEntry
+    heads: RankRanges
 
     def __call__(
         self,
@@ -258,8 +258,8 @@ class HeadsForward:
         weights = self._averaged(weights) if average_attn_weights else weights
         return out, weights if batched else weights.squeeze(0)
 
-    def _place(self, dim: int, unit: int = 1) -> Place:
-        return Place(dim=dim, spread=self.heads.scaled(unit), group=self.entry.group)
+    def _place(self, dim: int, unit: int = 1) -> PartPlacement:
+        return PartPlacement(dim=dim, spread=self.heads.scaled(unit), group=self.entry.group)
 
     def _projected(self, query: Any, key: Any, value: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         own, entry = self.module._parameters, self.entry
@@ -335,8 +335,8 @@ class RecurrentForward:
     """
 
     module: nn.RNNBase
-    entry: Entry
-    units: Spread
+    entry: ParallelEntry
+    units: RankRanges
 
     def __call__(self, input: Any, hx: Any = None) -> tuple[torch.Tensor, Any]:
         module, group = self.module, self.entry.group

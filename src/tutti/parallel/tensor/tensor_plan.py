@@ -16,7 +16,7 @@ from tutti.errors import PlanError
 from tutti.parallel.tensor.apply_tensor_parallel import cuts_of
 from tutti.parallel.tensor.layer_patterns import (
     Decision,
-    Group,
+    LayerGroup,
     Role,
     features,
     groups,
@@ -26,7 +26,7 @@ from tutti.parallel.tensor.layer_patterns import (
     is_norm,
     is_recurrent,
 )
-from tutti.parallel.tensor.partition_ranges import Among, Spread, even
+from tutti.parallel.tensor.partition_ranges import Among, RankRanges, even
 
 
 def decide(
@@ -66,7 +66,7 @@ def decide(
     return sorted(found.values(), key=lambda one: order[one.name])
 
 
-def _agrees(group: Group, said: dict[str, Placement]) -> bool:
+def _agrees(group: LayerGroup, said: dict[str, Placement]) -> bool:
     """Whether the rules let the group be divided as a whole. Raises PlanError where they contradict each other."""
     words = {name: said.get(name, "auto") for name in group.members}
     whole = [name for name, word in words.items() if word == "replicate"]
@@ -153,8 +153,8 @@ def _check_rules(
     for rule in layout:
         if rule.placement not in ("split", "column", "row"):
             continue
-        alone = [rule]
-        touched = [n for n, _ in model.named_modules() if find_placement(alone, n) != "auto"]
+        only_rule = [rule]
+        touched = [n for n, _ in model.named_modules() if find_placement(only_rule, n) != "auto"]
         if not touched:
             raise PlanError(f"layout: no module matches {rule.modules!r}; names are those of model.named_modules()")
         inside = [n for n in found if any(n == t or n.startswith(t + ".") or not t for t in touched)]
@@ -201,7 +201,7 @@ def _cut(decision: Decision) -> tuple[object, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exchange:
+class PlannedCollective:
     """One collective a microbatch. `values`: how many values travel for each row (token, sample) of the activation."""
 
     kind: Literal["all-reduce", "all-gather", "reduce-scatter"]
@@ -220,7 +220,7 @@ class SplitModule:
     kind: str
     placement: str
     nbytes_per_rank: tuple[int, ...]
-    exchanges: tuple[Exchange, ...]
+    exchanges: tuple[PlannedCollective, ...]
     partner: str = ""
     groups: int = 0
     units: int = 0
@@ -273,33 +273,33 @@ def describe_split(
     return found
 
 
-def _nbytes(parameter: nn.Parameter, cut: tuple[int, Spread] | None, rank: int) -> int:
+def _nbytes(parameter: nn.Parameter, cut: tuple[int, RankRanges] | None, rank: int) -> int:
     total = parameter.numel() * parameter.element_size()
     return total if cut is None else total // parameter.shape[cut[0]] * cut[1].local(rank)
 
 
-def _exchanges(module: Any, one: Decision) -> tuple[Exchange, ...]:
-    into = Exchange(kind="all-reduce", when="backward", values=0)
+def _exchanges(module: Any, one: Decision) -> tuple[PlannedCollective, ...]:
+    into = PlannedCollective(kind="all-reduce", when="backward", values=0)
     if one.role in ("column", "shared"):
         inputs, _ = features(module)
         return (_of(into, inputs),) if one.entered else ()
     if one.role == "row":
-        return (Exchange(kind="all-reduce", when="forward", values=features(module)[1]),)
+        return (PlannedCollective(kind="all-reduce", when="forward", values=features(module)[1]),)
     if one.role == "vocabulary":
-        return (Exchange(kind="all-reduce", when="forward", values=module.weight.shape[1]),)
+        return (PlannedCollective(kind="all-reduce", when="forward", values=module.weight.shape[1]),)
     if one.role == "heads":
         return (_of(into, module.embed_dim),)
     if one.role == "units":
         times = module.num_layers * (2 if module.bidirectional else 1)
         steps = (
-            Exchange(kind="all-gather", when="forward", values=2 * times * module.hidden_size),
-            Exchange(kind="reduce-scatter", when="backward", values=times * module.hidden_size),
+            PlannedCollective(kind="all-gather", when="forward", values=2 * times * module.hidden_size),
+            PlannedCollective(kind="reduce-scatter", when="backward", values=times * module.hidden_size),
         )
         return (*steps, _of(into, module.input_size))
     if one.role == "samples":  # their gradients' sums over the split ranks are among the layout's
         return ()
-    return (Exchange(kind="all-gather", when="backward", values=int(module.weight.shape[-1])),)
+    return (PlannedCollective(kind="all-gather", when="backward", values=int(module.weight.shape[-1])),)
 
 
-def _of(exchange: Exchange, values: int) -> Exchange:
-    return Exchange(kind=exchange.kind, when=exchange.when, values=values)
+def _of(exchange: PlannedCollective, values: int) -> PlannedCollective:
+    return PlannedCollective(kind=exchange.kind, when=exchange.when, values=values)

@@ -7,14 +7,22 @@ from typing import Any
 import torch
 
 from tutti.parallel.tensor.partition_ranges import viewed
-from tutti.parallel.tensor.tensor_activation import Parted, Place, handles, named, parted, properties, whole_shape
+from tutti.parallel.tensor.tensor_activation import (
+    Parted,
+    PartPlacement,
+    handles,
+    named,
+    parted,
+    properties,
+    whole_shape,
+)
 from tutti.parallel.tensor.tensor_collectives import take
 
 _T = properties("T")
 
 
-def _moved(tensor: torch.Tensor, place: Place, dim: int) -> torch.Tensor:
-    return parted(tensor, Place(dim=dim, spread=place.spread, group=place.group))
+def _moved(tensor: torch.Tensor, place: PartPlacement, dim: int) -> torch.Tensor:
+    return parted(tensor, PartPlacement(dim=dim, spread=place.spread, group=place.group))
 
 
 def _sizes(values: tuple[Any, ...]) -> tuple[int, ...]:
@@ -79,7 +87,7 @@ def _as_shape(first: Any, sizes: tuple[int, ...], only_view: bool) -> Any:
             result = first.reshape(mine)
     else:
         result = first.reshape(mine)
-    return parted(result, Place(dim=dim, spread=spread, group=place.group))
+    return parted(result, PartPlacement(dim=dim, spread=spread, group=place.group))
 
 
 @handles(*named("permute"))
@@ -146,7 +154,7 @@ def _repeat_interleave(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     place, dim = first.place, dim % first.ndim
     result = torch.repeat_interleave(first, times, dim)
     spread = place.spread.scaled(times) if dim == place.dim else place.spread
-    return parted(result, Place(dim=place.dim, spread=spread, group=place.group))
+    return parted(result, PartPlacement(dim=place.dim, spread=spread, group=place.group))
 
 
 def narrow(first: Any, dim: int, start: int, stop: int) -> Any:
@@ -156,7 +164,7 @@ def narrow(first: Any, dim: int, start: int, stop: int) -> Any:
         return parted(torch.narrow(first, dim, start, stop - start), place)
     spread, rank = place.spread.narrowed(start, stop), place.group.rank
     result = torch.narrow(first, dim, place.spread.before(rank, start), spread.local(rank))
-    return parted(result, Place(dim=dim, spread=spread, group=place.group))
+    return parted(result, PartPlacement(dim=dim, spread=spread, group=place.group))
 
 
 @handles(*named("narrow"))

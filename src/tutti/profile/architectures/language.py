@@ -19,7 +19,7 @@ from tutti.profile.architectures.building_blocks import (
     with_containers,
     work,
 )
-from tutti.profile.architectures.transformer import Block, block, vocabulary_parts
+from tutti.profile.architectures.transformer import TransformerBlock, block, vocabulary_parts
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 _MASKED_NOTE = "causal attention is counted at full cost, as if nothing were masked"
@@ -93,9 +93,9 @@ class Language(Common):
         if self.heads % (self.kv_heads or self.heads):
             raise SpecError(f"heads = {self.heads} does not divide by kv_heads = {self.kv_heads}; change one")
 
-    def sizes(self, ffn: int) -> Block:
+    def sizes(self, ffn: int) -> TransformerBlock:
         """A block of these sizes; `ffn` where none was given."""
-        return Block(
+        return TransformerBlock(
             tokens=self.seq_len,
             hidden=self.hidden,
             heads=self.heads,
@@ -148,7 +148,7 @@ class Llama(Language):
     fused: bool = False  # norms and SwiGLU as one kernel each, as compiled or hand-written; else as transformers has it
     attention_bias: bool = False
 
-    def shape(self) -> Block:
+    def shape(self) -> TransformerBlock:
         usual = -(-(8 * self.hidden // 3) // 256) * 256
         return replace(
             self.sizes(usual), rms=True, gated=True, bias=False, attention_bias=False, norm_bias=False, causal=True,
@@ -159,7 +159,7 @@ class Llama(Language):
         shape = self.shape()
         return self.language("llama", [shape] * self.layers)
 
-    def language(self, name: str, shapes: list[Block]) -> ModelSpec:
+    def language(self, name: str, shapes: list[TransformerBlock]) -> ModelSpec:
         numbers = self.numbers
         modules, last = vocabulary_parts(numbers, self.seq_len, self.hidden, self.vocab, tied=self.tied)
         for index, shape in enumerate(shapes):

@@ -20,7 +20,7 @@ from tutti.profile.architectures.building_blocks import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class TransformerBlock:
     """One transformer block on `tokens` vectors of `hidden`.
 
     `gated`: three products in the MLP (SwiGLU), else two; `relu`: with ReLU, whose result alone is kept.
@@ -73,14 +73,14 @@ class Block:
         )
 
 
-def block(name: str, number: int, shape: Block, numbers: Numbers) -> list[ModuleSpec]:
+def block(name: str, number: int, shape: TransformerBlock, numbers: Numbers) -> list[ModuleSpec]:
     """The modules of a block in order of execution, all in repeated block `number`."""
     width, values = numbers.width, shape.tokens * shape.hidden
     sums = 3 if shape.cross else 2
     dropped = 2 * shape.tokens * shape.hidden if shape.dropout else 0  # one byte an element of each mask
     whole = ModuleSpec(
         name=name,
-        kind="Block",
+        kind="TransformerBlock",
         output_nbytes=float(values * width),
         activation_nbytes=float(dropped),
         ops=(
@@ -100,7 +100,7 @@ def block(name: str, number: int, shape: Block, numbers: Numbers) -> list[Module
     return [at(module, number) for module in modules]
 
 
-def _attention(name: str, shape: Block, numbers: Numbers) -> list[ModuleSpec]:
+def _attention(name: str, shape: TransformerBlock, numbers: Numbers) -> list[ModuleSpec]:
     tokens, hidden, limit = shape.tokens, shape.hidden, shape.kv_heads
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     bias = shape.attention_bias
@@ -133,14 +133,14 @@ def _attention(name: str, shape: Block, numbers: Numbers) -> list[ModuleSpec]:
     return modules
 
 
-def _merge(name: str, shape: Block, numbers: Numbers, inputs: int) -> ModuleSpec:
+def _merge(name: str, shape: TransformerBlock, numbers: Numbers, inputs: int) -> ModuleSpec:
     return linear(
         name, numbers, shape.tokens, inputs, shape.hidden, bias=shape.attention_bias, keeps=False, split="row",
         limit=shape.kv_heads,
     )  # fmt: skip
 
 
-def _cross(name: str, shape: Block, numbers: Numbers) -> list[ModuleSpec]:
+def _cross(name: str, shape: TransformerBlock, numbers: Numbers) -> list[ModuleSpec]:
     """Attention of the decoder's tokens to the encoder's."""
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     parts = (("query", shape.tokens, queries), ("key", shape.cross, keys), ("value", shape.cross, keys))
@@ -157,7 +157,7 @@ def _cross(name: str, shape: Block, numbers: Numbers) -> list[ModuleSpec]:
     return [*modules, core, _merge(f"{name}.cross_merge", shape, numbers, queries)]
 
 
-def _latent(name: str, shape: Block, numbers: Numbers) -> list[ModuleSpec]:
+def _latent(name: str, shape: TransformerBlock, numbers: Numbers) -> list[ModuleSpec]:
     """Multi-head latent attention (DeepSeek-AI 2024): low-rank products, one rotary key shared by all heads."""
     tokens, hidden, (query_rank, rank) = shape.tokens, shape.hidden, shape.latent
     dim = shape.head_dim + shape.rotary_dim
@@ -183,7 +183,7 @@ def _latent(name: str, shape: Block, numbers: Numbers) -> list[ModuleSpec]:
     return [*modules, _merge(f"{name}.merge", shape, numbers, shape.heads * shape.head_dim)]
 
 
-def _mlp(name: str, shape: Block, numbers: Numbers, ffn: int) -> list[ModuleSpec]:
+def _mlp(name: str, shape: TransformerBlock, numbers: Numbers, ffn: int) -> list[ModuleSpec]:
     tokens, hidden = shape.tokens, shape.hidden
     values = tokens * ffn
     modules = [linear(f"{name}.up", numbers, tokens, hidden, ffn, bias=shape.bias, split="column")]
@@ -205,7 +205,7 @@ def _mlp(name: str, shape: Block, numbers: Numbers, ffn: int) -> list[ModuleSpec
     return modules
 
 
-def _mixture(name: str, shape: Block, numbers: Numbers) -> list[ModuleSpec]:
+def _mixture(name: str, shape: TransformerBlock, numbers: Numbers) -> list[ModuleSpec]:
     """A mixture of experts: the router, the chosen experts' products, and experts that see every token."""
     tokens, hidden, ffn = shape.tokens, shape.hidden, shape.expert_ffn or shape.ffn
     products, routed = 3 if shape.gated else 2, tokens * shape.top_k

@@ -16,7 +16,7 @@ from tutti.profile.architectures.building_blocks import (
     work,
 )
 from tutti.profile.architectures.language import Common, width_of_heads
-from tutti.profile.architectures.transformer import Block, block
+from tutti.profile.architectures.transformer import TransformerBlock, block
 
 _BLOCKS = {
     18: (2, 2, 2, 2),
@@ -28,7 +28,7 @@ _BLOCKS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Space:
+class FeatureMap:
     """Shape of a feature map: `channels` on a grid of `size` cells per dim."""
 
     channels: int
@@ -42,16 +42,16 @@ class Space:
     def values(self) -> int:
         return self.channels * self.cells
 
-    def halved(self, channels: int, stride: int) -> "Space":
+    def halved(self, channels: int, stride: int) -> "FeatureMap":
         """The shape after a convolution that keeps the grid except for its stride."""
-        return Space(channels=channels, size=tuple(-(-side // stride) for side in self.size))
+        return FeatureMap(channels=channels, size=tuple(-(-side // stride) for side in self.size))
 
 
 def conv(
     name: str,
     numbers: Numbers,
-    before: Space,
-    after: Space,
+    before: FeatureMap,
+    after: FeatureMap,
     kernel: int,
     *,
     bias: bool = False,
@@ -84,7 +84,7 @@ def conv(
     )  # fmt: skip
 
 
-def batch_norm(name: str, numbers: Numbers, space: Space, *, instance: bool = False) -> ModuleSpec:
+def batch_norm(name: str, numbers: Numbers, space: FeatureMap, *, instance: bool = False) -> ModuleSpec:
     """BatchNorm in training, with running statistics; `instance`: over each sample, without them."""
     nbytes = space.values * numbers.width
     return ModuleSpec(
@@ -100,13 +100,13 @@ def batch_norm(name: str, numbers: Numbers, space: Space, *, instance: bool = Fa
     )
 
 
-def relu(name: str, numbers: Numbers, space: Space, *, leaky: bool = False) -> ModuleSpec:
+def relu(name: str, numbers: Numbers, space: FeatureMap, *, leaky: bool = False) -> ModuleSpec:
     """An activation that saves its result, which is the next module's input."""
     part = elementwise(name, "LeakyReLU" if leaky else "ReLU", numbers, space.values)
     return changed(part, spatial=True)
 
 
-def _pixels(numbers: Numbers, space: Space) -> TensorShape:
+def _pixels(numbers: Numbers, space: FeatureMap) -> TensorShape:
     return TensorShape(name="pixels", shape=(space.channels, *space.size), dtype=numbers.dtype)
 
 
@@ -119,8 +119,8 @@ class Classifier(Common):
     classes: int = 1000
 
     @property
-    def pixels(self) -> Space:
-        return Space(channels=self.channels, size=(self.image, self.image))
+    def pixels(self) -> FeatureMap:
+        return FeatureMap(channels=self.channels, size=(self.image, self.image))
 
     def ends(self, features: int) -> list[ModuleSpec]:
         """The layer that computes class scores from `features`, and the loss."""
@@ -168,12 +168,12 @@ class ResNet(Classifier):
         ]
         return self.spec(f"resnet{self.depth}", modules, (_pixels(numbers, pixels),))
 
-    def _block(self, number: int, before: Space, width: int, stride: int) -> tuple[list[ModuleSpec], Space]:
+    def _block(self, number: int, before: FeatureMap, width: int, stride: int) -> tuple[list[ModuleSpec], FeatureMap]:
         numbers, name, wide = self.numbers, f"blocks.{number}", self.depth >= 50
         inner = before.halved(width, stride)
         after = before.halved(4 * width if wide else width, stride)
         shortcut = stride != 1 or before.channels != after.channels
-        steps: tuple[tuple[Space, Space, int], ...]
+        steps: tuple[tuple[FeatureMap, FeatureMap, int], ...]
         if wide:
             narrow = before.halved(width, 1)
             steps = ((before, narrow, 1), (narrow, inner, 3), (inner, after, 1))
@@ -212,9 +212,9 @@ class ViT(Classifier):
 
     def build(self) -> ModelSpec:
         numbers, pixels = self.numbers, self.pixels
-        grid = Space(channels=self.hidden, size=(self.image // self.patch, self.image // self.patch))
+        grid = FeatureMap(channels=self.hidden, size=(self.image // self.patch, self.image // self.patch))
         tokens = grid.cells + 1
-        shape = Block(
+        shape = TransformerBlock(
             tokens=tokens, hidden=self.hidden, heads=self.heads, kv_heads=self.heads,
             head_dim=width_of_heads(self.hidden, self.heads), ffn=self.ffn or 4 * self.hidden, kind=self.attention,
             dropout=self.dropout,
@@ -259,9 +259,9 @@ class UNet(Common):
                 "give sides that do, or fewer widths"
             )
         numbers = self.numbers
-        pixels = space = Space(channels=self.channels, size=size)
+        pixels = space = FeatureMap(channels=self.channels, size=size)
         modules: list[ModuleSpec] = []
-        skips: list[Space] = []
+        skips: list[FeatureMap] = []
         for level, width in enumerate(self.widths):
             if level and not self.strided:
                 pooled = space.halved(space.channels, 2)
@@ -276,14 +276,14 @@ class UNet(Common):
         for level in reversed(range(len(self.widths) - 1)):
             skip = skips[level]
             name = f"up.{level}"
-            raised = Space(channels=self.widths[level], size=skip.size)
+            raised = FeatureMap(channels=self.widths[level], size=skip.size)
             modules.append(conv(f"{name}.raise", numbers, space, raised, 2, bias=True, keeps=False, transposed=True))
-            joined = Space(channels=raised.channels + skip.channels, size=skip.size)
+            joined = FeatureMap(channels=raised.channels + skip.channels, size=skip.size)
             both = elementwise(f"{name}.join", "Concatenate", numbers, joined.values)
             modules.append(changed(both, spatial=True))
             made, space = self._pair(name, joined, self.widths[level], 1, first=False)
             modules += made
-        out = Space(channels=self.classes, size=space.size)
+        out = FeatureMap(channels=self.classes, size=space.size)
         modules += [
             conv("classify", numbers, space, out, 1, bias=True, keeps=False),
             changed(cross_entropy("loss", numbers, out.cells, self.classes), spatial=True),
@@ -291,8 +291,8 @@ class UNet(Common):
         return self.spec(f"unet{self.dims}d", modules, (_pixels(numbers, pixels),))
 
     def _pair(
-        self, name: str, before: Space, width: int, stride: int, *, first: bool
-    ) -> tuple[list[ModuleSpec], Space]:
+        self, name: str, before: FeatureMap, width: int, stride: int, *, first: bool
+    ) -> tuple[list[ModuleSpec], FeatureMap]:
         """Twice convolution, norm, activation; the input is saved by the module that made it."""
         modules: list[ModuleSpec] = []
         for index in (1, 2):

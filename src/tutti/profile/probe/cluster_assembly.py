@@ -363,13 +363,13 @@ def in_kinds(found: Mapping[str, DeviceRates]) -> list[dict[str, DeviceRates]]:
         return [dict(found)]
     plain = {host: replace(rates, gemm=tuple(rate for rate in rates.gemm if rate.dtype == "float32"))
              for host, rates in found.items()}  # fmt: skip
-    paces = {host: max(sizes, default=1.0) for host, sizes in _paces(plain, max).items()}
+    relative_speeds = {host: max(sizes, default=1.0) for host, sizes in _relative_speeds(plain, max).items()}
     groups: list[dict[str, DeviceRates]] = []
     least = 0.0
-    for host in sorted(found, key=lambda host: -paces[host]):
-        if not groups or paces[host] < least:
+    for host in sorted(found, key=lambda host: -relative_speeds[host]):
+        if not groups or relative_speeds[host] < least:
             groups.append({})
-            least = FAR_SLOWER * paces[host]
+            least = FAR_SLOWER * relative_speeds[host]
         groups[-1][host] = found[host]
     return [{host: group[host] for host in found if host in group} for group in groups]
 
@@ -451,14 +451,17 @@ def _behind(found: Mapping[str, DeviceRates]) -> list[str]:
     if len(found) < 3:  # of two nobody can say which is the usual one
         return []
     return [
-        f"host {host} multiplies at {pace:.0%} of the usual pace of its kind, and ranks in step wait for it: look what "
+        f"host {host} multiplies at {relative_speed:.0%} of the usual pace of its kind, and ranks in step wait "
+        f"for it: look what "
         "else it does, or leave it out"
-        for host, sizes in _paces(found, statistics.median).items()
-        if sizes and (pace := statistics.median(sizes)) < BEHIND
+        for host, sizes in _relative_speeds(found, statistics.median).items()
+        if sizes and (relative_speed := statistics.median(sizes)) < BEHIND
     ]
 
 
-def _paces(found: Mapping[str, DeviceRates], usual: Callable[[Iterable[float]], float]) -> dict[str, list[float]]:
+def _relative_speeds(
+    found: Mapping[str, DeviceRates], usual: Callable[[Iterable[float]], float]
+) -> dict[str, list[float]]:
     """By host, the rate of each product that all have timed, relative to the `usual` one of its size and dtype."""
     tables = {host: {(r.dtype, r.n, r.threads): r.flops_per_s for r in rates.gemm} for host, rates in found.items()}
     shared = set.intersection(*(set(table) for table in tables.values()))

@@ -329,7 +329,7 @@ def measure_weight_rates(
         for count in threads:
             for kind in KINDS[dtype]:
                 with on_threads(count):
-                    forward, back, gradient = _paces(
+                    forward, back, gradient = _medians_of_rounds(
                         _subject(kind, effort.weight_size), device, effort, DTYPES[dtype], meet
                     )
                 rates.append(
@@ -378,7 +378,7 @@ def _subject(kind: WeightKind, n: int) -> _Subject:
     return _Subject(shape=shape, amounts=IMAGES, through=through, products=_convolutions)
 
 
-def _paces(
+def _medians_of_rounds(
     one: _Subject, device: torch.device, effort: Effort, dtype: torch.dtype, meet: probe_timing.Meet | None
 ) -> list[float]:
     """Rates of forward, the input gradient and the weight gradient."""
@@ -402,7 +402,7 @@ def _paces(
         [stream_rate(float(nbytes), took(few), took(many), one.amounts) for few, many in products]
         for _ in range(ROUNDS)
     ]
-    return [statistics.median(paces) for paces in zip(*rounds, strict=True)]
+    return [statistics.median(relative_speeds) for relative_speeds in zip(*rounds, strict=True)]
 
 
 def _products(

@@ -209,7 +209,7 @@ def _node_links(
     for name, ranks in hosts.items():
         if len(ranks) < 2:
             continue
-        group = _party(ranks, device)
+        group = _probe_group(ranks, device)
         if ranks == mine:
             found = link_rates.measure(group, "node", effort, f"of host {name}")
     return found
@@ -220,13 +220,13 @@ def _network_links(hosts: dict[str, list[int]], device: torch.device, effort: Ef
     firsts = [ranks[0] for ranks in hosts.values()]
     if len(firsts) < 2:
         return ()
-    group = _party(firsts, device)
+    group = _probe_group(firsts, device)
     if dist.get_rank() not in firsts:
         return ()
     return link_rates.measure(group, "network", effort, f"on {len(firsts)} hosts")
 
 
-def _party(ranks: list[int], device: torch.device) -> ProbeGroup:
+def _probe_group(ranks: list[int], device: torch.device) -> ProbeGroup:
     backend = "nccl" if device.type == "cuda" else "gloo"
     group = dist.new_group(ranks, backend=backend)
     deprioritise_gloo_threads()
