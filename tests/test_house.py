@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from house.layers import ALLOWED, COUPLED, layer_of, upward_imports
+from house.layers import ALLOWED, COUPLED, import_circle, layer_of, upward_imports
 from house.tails import environment_uses, machine_paths, oversized, undocumented, unfinished
+from house.terms import repeated_classes, repeated_files, retired_identifiers, retired_in_messages
 from house.tree import PACKAGE, ROOT, module_name, name_of, python_files, tracked_files
 
 SIZE_EXCEPTIONS: dict[str, str] = {}
@@ -103,6 +104,25 @@ def test_no_work_is_left_unfinished() -> None:
 
 def test_every_module_has_a_docstring() -> None:
     report(findings(python_files("src", "tests", "examples", "benchmarks"), undocumented))
+
+
+def test_retired_words_are_gone() -> None:
+    found = []
+    for path in python_files("src"):
+        name, source = name_of(path), path.read_text(encoding="utf-8")
+        found += [f"{name}: {one}" for one in (*retired_identifiers(source, name), *retired_in_messages(source, name))]
+    report(found)
+
+
+def test_one_name_means_one_thing() -> None:
+    files = python_files("src")
+    report([*repeated_classes(files), *repeated_files(files)])
+
+
+@pytest.mark.xfail(strict=True, reason="trainer.Run is imported by what it holds")
+def test_no_module_imports_itself_through_others() -> None:
+    circle = import_circle(python_files("src/tutti"))
+    assert not circle, " imports ".join(circle)
 
 
 def test_the_environment_is_read_in_one_file() -> None:

@@ -1,8 +1,10 @@
 """The layers: which part of tutti may import which, and which libraries the pure parts may stand on."""
 
 import sys
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
 
-from house.tree import imports
+from house.tree import imports, module_name
 
 COUPLED = frozenset({"parallel", "local_sgd", "async_sgd", "checkpoint", "trainer"})
 """Layers that still import each other."""
@@ -77,3 +79,19 @@ def upward_imports(source: str, module: str, *, is_package: bool = False) -> lis
 def _foreign(top: str, layer: str) -> bool:
     """Whether a library is none of those a pure layer stands on."""
     return layer in LIBRARIES and top not in sys.stdlib_module_names and top not in LIBRARIES[layer]
+
+
+def import_circle(files: list[Path]) -> list[str]:
+    """The modules of a circle of imports, type-checking and deferred ones included; empty where there is none."""
+    known = {module_name(path): path for path in files}
+    graph = {}
+    for module, path in known.items():
+        source, is_package = path.read_text(encoding="utf-8"), path.name == "__init__.py"
+        names = (name for _, name in imports(source, module, is_package=is_package))
+        targets = {name if name in known else name.rpartition(".")[0] for name in names}
+        graph[module] = targets & set(known) - {module}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []

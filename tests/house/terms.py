@@ -9,8 +9,8 @@ from pathlib import Path
 from house.tree import name_of
 
 RETIRED: dict[str, str] = {
-    "apart": "diverged",
-    "alone": "asynchronous",
+    "apart": "diverged, piecewise",
+    "alone": "asynchronous, uncontended",
     "courier": "comm_thread",
     "crowd": "oversubscription",
     "desk": "communicator",
@@ -18,18 +18,18 @@ RETIRED: dict[str, str] = {
     "errand": "work",
     "flight": "work, handle",
     "gauge": "tolerance",
-    "lane": "channel",
+    "lane": "channel, branch",
     "looks": "gradient_statistics",
     "meeting": "rendezvous",
     "momenta": "momentum_compression",
-    "pace": "relative_speed, throughput",
+    "pace": "relative_speed, the time that is meant",
     "parcel": "handle, message",
-    "party": "local_group",
-    "seat": "placement",
-    "travel": "delayed, in flight",
-    "travelling": "delayed",
+    "party": "local_group, shard_group",
+    "seat": "host_group",
+    "travel": "transfer, delayed",
+    "travelling": "delayed, pending",
     "wards": "relay_ranks",
-    "way": "the noun that is meant: backend, routing, strategy",
+    "way": "the noun that is meant: strategy, direction, route",
     "wish": "option",
 }
 """Retired word -> the standard term. As identifiers and file names none of them may stand, in singular or plural."""
@@ -39,7 +39,11 @@ IN_MESSAGES = frozenset(
 )
 """Retired words that plain English does not need either: no message to the user may have them."""
 
-OTHER_MEANINGS: dict[tuple[str, str], str] = {}
+_SIMD_FILES = ("cpu_kernels", "blocks", "one_bit", "qsgd")
+
+OTHER_MEANINGS: dict[tuple[str, str], str] = {
+    (f"src/tutti/compression/{file}.py", "lane"): "a lane of a SIMD register" for file in _SIMD_FILES
+}
 """(File, word) -> the standard meaning that the word has there."""
 
 _WORD = re.compile(r"_+|(?<=[a-z0-9])(?=[A-Z])")
@@ -99,9 +103,9 @@ def repeated_classes(files: list[Path]) -> list[str]:
 
 
 def repeated_files(files: list[Path]) -> list[str]:
-    """A sentence for each file name that stands in several folders."""
+    """A sentence for each file name that stands in several folders; a command's file has the command's name."""
     places = defaultdict(list)
     for path in files:
-        if path.name not in ("__init__.py", "__main__.py"):
+        if path.name not in ("__init__.py", "__main__.py") and path.parent.name != "cli":
             places[path.name].append(name_of(path.parent))
     return [f"{name} stands in {', '.join(where)}" for name, where in places.items() if len(where) > 1]

@@ -57,8 +57,8 @@ def kept(columns: ModelTable, part: Division, regions: tuple[Region, ...], *, ha
 def _handed(columns: ModelTable, part: Division) -> Array:
     """Bytes of one sample that backward of a linear layer divided over `table` has at once: gradients of all ranks'
     rows, as they are sent and as they came: those of its inputs, or of its outputs."""
-    travels = np.where(part.by_outputs, columns.linear, columns.outputs)
-    return np.where(part.linear, 2.0 * part.holders * part.passed * travels, 0.0)
+    exchanged = np.where(part.by_outputs, columns.linear, columns.outputs)
+    return np.where(part.linear, 2.0 * part.holders * part.passed * exchanged, 0.0)
 
 
 def put_off(columns: ModelTable, stages: StageCuts, keeps: Kept) -> Array:

@@ -325,20 +325,20 @@ def lstm(
     name: str, numbers: Numbers, steps: int, inputs: int, hidden: int, layers: int, bidirectional: bool = False
 ) -> ModuleSpec:
     """`nn.LSTM`: 2 x 4 (in + hidden) hidden FLOPs a token and layer; gates, cell and hidden state are kept."""
-    ways = 2 if bidirectional else 1
-    sizes = [4 * hidden * ((inputs if layer == 0 else ways * hidden) + hidden) for layer in range(layers)]
-    size = ways * sum(sizes)
-    reserve = steps * layers * ways * 6 * hidden
-    moved = (steps * (inputs + ways * hidden) + reserve) * numbers.width
+    directions = 2 if bidirectional else 1
+    sizes = [4 * hidden * ((inputs if layer == 0 else directions * hidden) + hidden) for layer in range(layers)]
+    size = directions * sum(sizes)
+    reserve = steps * layers * directions * 6 * hidden
+    moved = (steps * (inputs + directions * hidden) + reserve) * numbers.width
     return ModuleSpec(
         name=name,
         kind="LSTM",
-        **numbers.held(size + ways * layers * 8 * hidden),
+        **numbers.held(size + directions * layers * 8 * hidden),
         activation_nbytes=float(moved),
-        output_nbytes=float(steps * ways * hidden * numbers.width),
+        output_nbytes=float(steps * directions * hidden * numbers.width),
         ops=(
             work("rnn", 2.0 * steps * size, float(moved), weight_nbytes=float(size * numbers.width),
-                 calls=2 * steps * layers * ways),
+                 calls=2 * steps * layers * directions),
         ),
         split="rnn",
         split_limit=hidden,
